@@ -1,0 +1,1 @@
+"""L2D in JAX: diffusion finetuning of large language models."""

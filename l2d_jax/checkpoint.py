@@ -1,0 +1,72 @@
+"""Checkpoints of path and optimizer state with orbax; the frozen model is never in them.
+
+The position in the data is the step itself, since the order of the examples is a function of the step.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from l2d_jax.errors import InputError
+
+
+class Checkpoints:
+    """The folder `checkpoints/` of a workdir."""
+
+    def __init__(self, folder: Path, *, keep: int = 1) -> None:
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
+        handlers = {name: ocp.StandardCheckpointHandler() for name in ("path", "optimizer")}
+        self._manager = ocp.CheckpointManager(folder.absolute(), options=options, item_handlers=handlers)
+
+    def save(self, step: int, items: Mapping[str, Any]) -> None:
+        """Begin to write named trees as they are after `step` optimizer steps; returns before the write is done."""
+        if step not in self._manager.all_steps():
+            saves = {name: ocp.args.StandardSave(_named(tree)) for name, tree in items.items()}
+            self._manager.save(step, args=ocp.args.Composite(**saves))
+
+    def latest(self) -> int | None:
+        """The newest step that was saved, or None."""
+        return self._manager.latest_step()
+
+    def restore(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
+        """The named trees saved at `step`, in the shapes, types and placements of `like`.
+
+        Raises `InputError` if an array is missing or has another shape or type, naming it.
+        """
+        wanted = {name: _named(tree) for name, tree in like.items()}
+        found = self._manager.item_metadata(step)
+        faults = [fault for name, tree in wanted.items() for fault in _compare(tree, found[name])]
+        if faults:
+            raise InputError(f"checkpoint {step} does not fit this config: {'; '.join(faults[:5])}: use its own config")
+        args = ocp.args.Composite(**{name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()})
+        restored = self._manager.restore(step, args=args)
+        return {
+            name: jax.tree.unflatten(jax.tree.structure(tree), [restored[name][path] for path in wanted[name]])
+            for name, tree in like.items()
+        }
+
+    def close(self) -> None:
+        """Wait for the saves under way."""
+        self._manager.wait_until_finished()
+        self._manager.close()
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    """Leaves by their path: a plain dictionary survives changes of the classes that hold them."""
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
+
+
+def _compare(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """What orbax would let pass or cast without a word."""
+    faults = []
+    for name, leaf in wanted.items():
+        saved = found.get(name)
+        if saved is None:
+            faults.append(f"{name} is missing")
+        elif tuple(saved.shape) != tuple(leaf.shape) or saved.dtype != leaf.dtype:
+            faults.append(f"{name} is {saved.dtype}{list(saved.shape)}, expected {leaf.dtype}{list(leaf.shape)}")
+    return faults

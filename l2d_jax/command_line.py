@@ -1,0 +1,134 @@
+"""What all programs share at their command line: the config file with its overrides, and one line for bad input."""
+
+import argparse
+import ast
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from l2d_jax.config import Config, nearest
+from l2d_jax.errors import InputError
+
+CONFIG_HELP = "a config file, FILE.py or FILE.py:variant; --config.section.option=value overrides one of its values"
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose complaints are one line and exit status 2, like all bad input."""
+
+    def error(self, message: str) -> Any:
+        raise InputError(f"{message} (--help lists the options)")
+
+    def parse_with_config(self, arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, Config]:
+        """Parse, and read `--config` with its overrides; raises `InputError`."""
+        options, rest = self.parse_known_args(arguments)
+        return options, read_config(options.config, split_overrides(rest))
+
+
+def run(main: Callable[[], int | None]) -> None:
+    """Exit with what `main` returns, or with 2 and one line on standard error for bad input."""
+    try:
+        status = main() or 0
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = 2
+    except KeyboardInterrupt:
+        status = 130
+    sys.exit(status)
+
+
+def split_overrides(arguments: Sequence[str]) -> dict[str, Any]:
+    """`--config.a.b=value` (or `--config.a.b value`) as {"a.b": value}; a value is a Python literal or a string."""
+    overrides: dict[str, Any] = {}
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if not argument.startswith("--config."):
+            raise InputError(f"unknown argument {argument!r} (--help lists the options)")
+        name, equals, text = argument.removeprefix("--config.").partition("=")
+        if not equals:
+            if not rest:
+                raise InputError(f"--config.{name} needs a value: --config.{name}=VALUE")
+            text = rest.pop(0)
+        try:
+            overrides[name] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            overrides[name] = text
+    return overrides
+
+
+def read_config(reference: str, overrides: Mapping[str, Any] | None = None) -> Config:
+    """The checked config of `FILE.py` or `FILE.py:variant`, with overrides by dotted name; raises `InputError`.
+
+    A variant is a function of the file that edits the config that `get_config()` returns; a file whose `get_config`
+    takes an argument is given the variant's name instead.
+    """
+    file, _, variant = reference.partition(":")
+    module = _import(Path(file))
+    try:
+        config = _call(module, file, variant)
+    except InputError:
+        raise
+    except Exception as error:  # the file is the user's code: whatever it raises is reported as their line
+        raise InputError(f"{file} fails: {type(error).__name__}: {_one_line(error)}") from error
+    for name, value in (overrides or {}).items():
+        _override(config, name, value)
+    return Config.from_dict(config.to_dict() if isinstance(config, ConfigDict) else config)
+
+
+def _import(file: Path) -> Any:
+    if not file.is_file():
+        raise InputError(f"no config file {file}: give a path such as configs/smollm2_135m.py")
+    spec = importlib.util.spec_from_file_location(f"l2d_jax_config_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise InputError(f"{file} is not a Python file: a config file ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise InputError(f"{file} fails: {type(error).__name__}: {_one_line(error)}") from error
+    if not hasattr(module, "get_config"):
+        raise InputError(f"{file} has no get_config(): define it and return an ml_collections.ConfigDict")
+    return module
+
+
+def _call(module: Any, file: str, variant: str) -> Any:
+    if inspect.signature(module.get_config).parameters:
+        return module.get_config(variant) if variant else module.get_config()
+    config = module.get_config()
+    if variant:
+        known = [
+            name
+            for name, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__ and name != "get_config"
+        ]
+        if variant not in known:
+            raise InputError(f"{file} has no variant {variant!r}{nearest(variant, known)}")
+        getattr(module, variant)(config)
+    return config
+
+
+def _override(config: Any, name: str, value: Any) -> None:
+    *sections, last = name.split(".")
+    node, done = config, "config"
+    for section in sections:
+        if not isinstance(node, ConfigDict | dict) or section not in node:
+            raise InputError(f"unknown option {done}.{section}{_choices(section, node)}")
+        node, done = node[section], f"{done}.{section}"
+    if not isinstance(node, ConfigDict | dict) or last not in node:
+        raise InputError(f"unknown option {done}.{last}{_choices(last, node)}")
+    if isinstance(node[last], ConfigDict | dict) and value is not None and not isinstance(value, dict):
+        raise InputError(f"{done}.{last} is a section: set one of {', '.join(sorted(node[last]))} in it")
+    node[last] = value
+
+
+def _choices(name: str, node: Any) -> str:
+    return nearest(name, node.keys()) if isinstance(node, ConfigDict | dict) else ": it is below a plain value"
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,272 @@
+"""Every option of the project, as frozen dataclasses that check themselves on construction.
+
+A config file holds what differs from these defaults (`configs/`); `defaults()` turns them into the editable
+`ml_collections.ConfigDict` that such a file starts from, and `resolve()` turns the edited dictionary back.
+The defaults are the paper's hyper-parameters (appendix, Table of implementation hyper-parameters).
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ml_collections import ConfigDict
+
+from l2d_jax.errors import InputError
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise `InputError(message)` unless `condition` holds."""
+    if not condition:
+        raise InputError(message)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which language model is the frozen main path."""
+
+    name: str = ""  # a folder, a hub id or a GGUF file; "random": initial values from `architecture` and the seed
+    architecture: Mapping[str, Any] | None = None  # the keys of HF's config.json; read from the weights where None
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the frozen weights and of the matrix products
+
+    def __post_init__(self) -> None:
+        require(self.name != "", "config.model.name is empty: give a folder, a hub id or a GGUF file")
+        require(
+            self.name != "random" or self.architecture is not None,
+            "config.model.name is 'random' but config.model.architecture is None: give the keys of a config.json",
+        )
+
+
+@dataclass(frozen=True)
+class PathConfig:
+    """The trainable diffusion path (paper section 3)."""
+
+    width: int = 256  # d̄, of the diffusion token
+    translation_width: int = 256  # hidden width of the MLP that maps a diffusion token to the model width
+    frequency_width: int = 256  # number of cosine and sine features of t
+    condition_width: int = 256  # of the time and class embedding
+    sigma: float = 64.0  # standard deviation of the noise x_0
+    layers: Literal["lora", "dense"] = "lora"  # low-rank updates of the LM's own layers, or full copies of them
+    dense_init: Literal["lm", "scratch"] = "lm"  # where full copies start
+    lora_rank: int = 32
+    lora_alpha: float = 32.0
+    classes: int = 0  # for classifier-free guidance; 0: no class embedding
+    class_dropout: float = 0.2  # probability, per position, of training on the null class
+
+    def __post_init__(self) -> None:
+        for name in ("width", "translation_width", "frequency_width", "condition_width", "lora_rank"):
+            require(getattr(self, name) > 0, f"config.path.{name} must be positive, got {getattr(self, name)}")
+        require(self.frequency_width % 2 == 0, f"config.path.frequency_width must be even, got {self.frequency_width}")
+        require(self.sigma > 0, f"config.path.sigma must be positive, got {self.sigma}")
+        require(self.classes >= 0, f"config.path.classes must not be negative, got {self.classes}")
+        require(0 <= self.class_dropout < 1, f"config.path.class_dropout must be in [0, 1), got {self.class_dropout}")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Conversations: where they are, and the fixed shape they are brought to."""
+
+    source: str = "smoltalk"  # "problems" (built in), "smoltalk", a data set's hub name, or a folder of rows
+    subsets: tuple[str, ...] = ()  # hub configurations to join; () takes the source's own default
+    data_dir: str | None = None  # read <data_dir>/<source>/<split>.jsonl or .parquet instead of the hub
+    train_split: str = "train"
+    validation_split: str = "test"
+    train_examples: int | None = None  # at most so many; None: all
+    validation_examples: int | None = 256  # at most so many; None: all
+    max_length: int = 2048  # tokens of context and answer; longer examples are dropped and counted
+    answer_length: int | None = None  # positions that carry a loss, per example; None: max_length
+    seed: int = 0  # of the order
+
+    def __post_init__(self) -> None:
+        require(self.max_length > 1, f"config.data.max_length must be at least 2 tokens, got {self.max_length}")
+        for name in ("train_examples", "validation_examples", "answer_length"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"config.data.{name} must be positive or None, got {value}")
+        require(
+            (self.answer_length or 0) <= self.max_length,
+            f"config.data.answer_length {self.answer_length} exceeds config.data.max_length {self.max_length}",
+        )
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW with a linear warmup and a linear decay."""
+
+    peak_rate: float = 1e-4
+    final_rate: float = 1e-6
+    warmup_steps: int = 100
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.01  # on matrices; biases are left out
+    clip_norm: float = 1.0  # of the global gradient
+
+    def __post_init__(self) -> None:
+        require(self.peak_rate > 0, f"config.optim.peak_rate must be positive, got {self.peak_rate}")
+        require(self.warmup_steps >= 0, f"config.optim.warmup_steps must not be negative, got {self.warmup_steps}")
+        require(self.clip_norm > 0, f"config.optim.clip_norm must be positive, got {self.clip_norm}")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The loop."""
+
+    batch_size: int = 32  # examples per optimizer step, over all devices
+    accumulation: int = 1  # micro-batches that one optimizer step averages
+    epochs: float = 1.0
+    steps: int | None = None  # optimizer steps; takes the place of `epochs`
+    reduction: Literal["example", "token"] = "example"  # mean over examples of token means, or one mean over tokens
+    loss_chunk: int = 1024  # positions whose logits exist at one time
+    remat: Literal["none", "dots", "full"] = "full"  # what the backward pass recomputes: nothing, all but dots, all
+    checkpoint_every: int = 500  # optimizer steps
+    keep: int = 3  # newest checkpoints that stay
+    validate_every: int = 500  # optimizer steps; 0: only at the end
+    log_every: int = 10  # optimizer steps
+    seed: int = 0  # of the initial values and the noise
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "accumulation", "loss_chunk", "checkpoint_every", "keep", "log_every"):
+            require(getattr(self, name) > 0, f"config.train.{name} must be positive, got {getattr(self, name)}")
+        require(self.epochs > 0, f"config.train.epochs must be positive, got {self.epochs}")
+        require(self.steps is None or self.steps > 0, f"config.train.steps must be positive or None, got {self.steps}")
+        require(
+            self.batch_size % self.accumulation == 0,
+            f"config.train.batch_size {self.batch_size} is not a multiple of "
+            f"config.train.accumulation {self.accumulation}",
+        )
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How the diffusion token is integrated and how the next token is drawn (paper section 3.3)."""
+
+    solver: Literal["euler", "midpoint", "heun", "heun3", "rk4"] = "midpoint"
+    budget: int = 15  # evaluations of the path per token, the final one included
+    velocity: Literal["sample", "expectation"] = "sample"  # x̂: the vector of a drawn token, or the mean over tokens
+    velocity_temperature: float = 0.0  # of that draw; 0: arg max
+    anneal: bool = False  # let that temperature fall linearly to 0 as t goes to 1
+    temperature: float = 0.0  # of the final draw; 0: arg max
+    max_new_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        require(self.budget >= 1, f"config.decode.budget must be at least 1 evaluation, got {self.budget}")
+        require(self.max_new_tokens > 0, f"config.decode.max_new_tokens must be positive, got {self.max_new_tokens}")
+        for name in ("velocity_temperature", "temperature"):
+            require(getattr(self, name) >= 0, f"config.decode.{name} must not be negative, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """What is measured on held-out answers, during and after training."""
+
+    batch_size: int = 8  # examples
+    time_bins: int = 10  # equal bins of t for the loss
+    budgets: tuple[int, ...] = (1, 15)  # teacher-forced accuracy at these budgets
+
+    def __post_init__(self) -> None:
+        require(self.batch_size > 0, f"config.validation.batch_size must be positive, got {self.batch_size}")
+        require(self.time_bins > 0, f"config.validation.time_bins must be positive, got {self.time_bins}")
+        require(
+            all(budget >= 1 for budget in self.budgets),
+            f"config.validation.budgets must be at least 1 each, got {self.budgets}",
+        )
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Devices per mesh axis; one axis may be -1, which takes what the others leave."""
+
+    data: int = 1  # copies of the weights
+    fsdp: int = -1  # shards of the weights; the batch is split over data x fsdp
+    tensor: int = 1  # shards of heads and hidden units
+
+    def __post_init__(self) -> None:
+        sizes = (self.data, self.fsdp, self.tensor)
+        require(
+            all(size == -1 or size > 0 for size in sizes) and sizes.count(-1) <= 1,
+            f"config.mesh takes positive sizes and at most one -1, got data={sizes[0]} fsdp={sizes[1]} tensor={sizes[2]}",
+        )
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run."""
+
+    model: ModelConfig
+    path: PathConfig = field(default_factory=PathConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Config":
+        """Check names and types of a nested dictionary and build the config; raises `InputError`."""
+        return from_dict(cls, values, prefix="config")
+
+    def to_dict(self) -> dict[str, Any]:
+        """A nested dictionary of plain values, which `from_dict` turns back and JSON can hold."""
+        return dataclasses.asdict(self)
+
+
+def defaults() -> ConfigDict:
+    """The options with the paper's values, for a config file to edit; an unknown name raises as it is set."""
+    sections = {f.name: f.type for f in dataclasses.fields(Config)}
+    values = {
+        name: {f.name: f.default for f in dataclasses.fields(section)}  # type: ignore[arg-type]
+        for name, section in sections.items()
+    }
+    config = ConfigDict(values, type_safe=False)
+    return config.lock()
+
+
+def from_dict(cls: type, values: Mapping[str, Any], *, prefix: str) -> Any:
+    """Build a dataclass from a nested dictionary, checking names and types; errors name `prefix` and the option."""
+    types_by_name = typing.get_type_hints(cls)
+    names = {f.name for f in dataclasses.fields(cls)}
+    arguments = {}
+    for name, value in values.items():
+        if name not in names:
+            raise InputError(f"unknown option {prefix}.{name}{nearest(name, names)}")
+        expected = types_by_name[name]
+        if dataclasses.is_dataclass(expected) and isinstance(value, Mapping):
+            arguments[name] = from_dict(expected, value, prefix=f"{prefix}.{name}")  # type: ignore[arg-type]
+        else:
+            arguments[name] = _cast(value, expected, f"{prefix}.{name}")
+    return cls(**arguments)
+
+
+def _cast(value: Any, expected: Any, name: str) -> Any:
+    """`value` as the declared type, by the lossless conversions that a command line and JSON need."""
+    origin, options = typing.get_origin(expected), typing.get_args(expected)
+    if origin is Literal:
+        require(value in options, f"{name} must be one of {', '.join(map(repr, options))}, got {value!r}")
+        return value
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in options:
+            return None
+        return _cast(value, next(o for o in options if o is not type(None)), name)
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(_cast(item, options[0], f"{name}[{i}]") for i, item in enumerate(value))
+    if origin is Mapping and isinstance(value, Mapping):
+        return dict(value)
+    if expected is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(expected, type) and isinstance(value, expected) and not (expected is int and isinstance(value, bool)):
+        return value
+    wanted = expected.__name__ if isinstance(expected, type) and origin is None else str(expected)
+    raise InputError(f"{name} must be of type {wanted}, got {value!r} of type {type(value).__name__}")
+
+
+def nearest(name: str, names: typing.Iterable[str]) -> str:
+    """The end of an error message: the known name closest to an unknown one, or all of them."""
+    names = sorted(names)
+    if not names:
+        return ": it has none"
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f": did you mean {close[0]!r}?" if close else f": choose from {', '.join(names)}"

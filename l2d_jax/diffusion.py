@@ -1,0 +1,55 @@
+"""The mathematics of L2D alone, as functions of arrays (paper section 3; symbols of `DESIGN`: x_t, t, V_y, sigma)."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+END = 1e-6  # closer to t = 1 than this, the velocity (x̂ - x_t) / (1 - t) counts as zero
+
+
+def normalize(v: Float[Array, "*B C"]) -> Float[Array, "*B C"]:
+    """Rescale to length sqrt(C), so that each entry is of order one (section 3.2, the vocabulary vectors)."""
+    v = v.astype(jnp.float32)
+    return v * (v.shape[-1] ** 0.5 / jnp.maximum(jnp.linalg.norm(v, axis=-1, keepdims=True), 1e-12))
+
+
+def interpolate(data: Float[Array, "*B C"], noise: Float[Array, "*B C"], t: Float[Array, "*B"]) -> Float[Array, "*B C"]:
+    """The corrupted token x_t = t x_1 + (1 - t) x_0 (equation 2); `noise` already has standard deviation sigma."""
+    t = t[..., None]
+    return t * data + (1 - t) * noise
+
+
+def scale_input(x: Float[Array, "*B C"], t: Float[Array, "*b"], sigma: float) -> Float[Array, "*B C"]:
+    """Bring x_t to unit variance: divide by sqrt((1 - t)^2 sigma^2 + t^2), in float32."""
+    t = t.astype(jnp.float32)[..., None]
+    return x.astype(jnp.float32) / jnp.sqrt(jnp.square((1 - t) * sigma) + jnp.square(t))
+
+
+def time_features(t: Float[Array, "*B"], width: int) -> Float[Array, "*B F"]:
+    """[cos(t w_i), sin(t w_i)] with w_i = 10000^(-2i / width), t in [0, 1] unscaled, in float32."""
+    half = width // 2
+    frequency = jnp.exp(-jnp.log(10000.0) * jnp.arange(half, dtype=jnp.float32) / half)
+    angle = t.astype(jnp.float32)[..., None] * frequency
+    return jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=-1)
+
+
+def guide(
+    conditional: Float[Array, "*B C"], null: Float[Array, "*B C"], strength: Float[Array, ""]
+) -> Float[Array, "*B C"]:
+    """Classifier-free guidance, w x̂(class) + (1 - w) x̂(null), which is the same mix of the two velocities.
+
+    The released code has this form; the sign of the second term in the paper's formula is a slip.
+    """
+    return strength * conditional + (1 - strength) * null
+
+
+def anneal(temperature: Float[Array, "*B"], t: Float[Array, "*b"]) -> Float[Array, "*B"]:
+    """The velocity's temperature falling linearly to zero as t goes to one."""
+    return temperature * jnp.clip(1 - t, 0.0, 1.0)
+
+
+def sample(key: Array, logits: Float[Array, "*B V"], temperature: Float[Array, "*b"]) -> Array:
+    """A token from softmax(logits / temperature); the arg max where the temperature is zero."""
+    temperature = temperature[..., None]
+    noise = jax.random.gumbel(key, logits.shape, jnp.float32)
+    return jnp.argmax(logits + jnp.where(temperature > 0, temperature * noise, 0.0), axis=-1)

@@ -1,0 +1,227 @@
+"""The trainable diffusion path: a reader of the frozen model's cache (paper section 3.2).
+
+It carries one diffusion token per position. The token that predicts position k sits at position k - 1: it takes that
+position's rotary angle and sees the main path's keys up to it, and no other diffusion token. Its layers are the
+main path's own weights with LoRA updates, or full copies; its output, weighted by w(t) - w(0), corrects the last hidden state.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.nn import initializers
+from jaxtyping import Array, Float, Int
+
+from l2d_jax import diffusion, ops
+from l2d_jax.architecture import Architecture
+from l2d_jax.config import PathConfig
+from l2d_jax.llm import LLM, KVCache, bias
+from l2d_jax.llm import Layers as LLMLayers
+from l2d_jax.ops import Linear, Lora, Mlp
+from l2d_jax.sharding import Weight, constrain
+
+PARTS = 6  # scale, shift and gate of the attention, then of the MLP
+
+
+@nnx.dataclass
+class PathLayers(nnx.Module):
+    """Weights of all blocks of the path, stacked; q, o, gate, up, down are updates of the LM's or replace them."""
+
+    modulation: nnx.Data[Mlp]  # E -> E -> (6, D)
+    q: nnx.Data[Lora | Float[Array, "L D N H"] | Weight]
+    o: nnx.Data[Lora | Float[Array, "L N H D"] | Weight]
+    gate: nnx.Data[Lora | Float[Array, "L D F"] | Weight]
+    up: nnx.Data[Lora | Float[Array, "L D F"] | Weight]
+    down: nnx.Data[Lora | Float[Array, "L F D"] | Weight]
+    q_bias: nnx.Data[Float[Array, "L N H"] | Weight | None] = None  # with full copies of a model that has one
+
+
+@nnx.dataclass
+class DiffusionPath(nnx.Module):
+    """f_d and w_d of the paper, with the maps into and out of the diffusion space."""
+
+    vocabulary: nnx.Data[Linear]  # D -> C
+    translation: nnx.Data[Mlp]  # C -> D
+    time: nnx.Data[Mlp]  # F -> E
+    layers: nnx.Data[PathLayers]
+    merge: nnx.Data[Mlp]  # E -> D, the weight w
+    classes: nnx.Data[Float[Array, "labels E"] | Weight | None]  # the last label is the null class
+    config: nnx.Static[PathConfig]
+
+    @classmethod
+    def declare(cls, config: PathConfig, architecture: Architecture) -> "DiffusionPath":
+        """The module with a float32 `Weight` in place of each array, with the release's initial values."""
+        a, c = architecture, config
+        stack = (a.num_hidden_layers,), ("layers",)
+        heads, embed, mlp = ("heads", "head_dim"), ("embed",), ("mlp",)
+        width = (a.num_attention_heads, a.head_dim)
+        d, f = (a.hidden_size,), (a.intermediate_size,)
+
+        def update(inward: tuple, outward: tuple, axes: tuple[tuple[str, ...], tuple[str, ...]]) -> Lora | Weight:
+            (layers, scanned), (axes_in, axes_out) = stack, axes
+            if c.layers == "dense":
+                fan_in = -len(outward) - 1 if len(inward) == 1 else (-3, -2)
+                fan_out = -1 if len(outward) == 1 else (-2, -1)
+                init = initializers.glorot_uniform(in_axis=fan_in, out_axis=fan_out, batch_axis=0)
+                return Weight(layers + inward + outward, scanned + axes_in + axes_out, init)
+            low = initializers.normal(1 / c.lora_rank)
+            return Lora(
+                a=Weight((*layers, *inward, c.lora_rank), (*scanned, *axes_in, "rank"), low),
+                b=Weight((*layers, c.lora_rank, *outward), (*scanned, "rank", *axes_out), initializers.zeros),
+            )
+
+        has_q_bias = c.layers == "dense" and a.qkv_bias
+        e = c.condition_width
+        return cls(
+            vocabulary=affine((a.hidden_size, c.width), ("embed", "diffusion")),
+            translation=Mlp(
+                first=affine((c.width, c.translation_width), ("diffusion", "condition")),
+                last=affine((c.translation_width, a.hidden_size), ("condition", "embed")),
+            ),
+            time=Mlp(
+                first=affine((c.frequency_width, e), ("frequency", "condition"), init=initializers.normal(0.02)),
+                last=affine((e, e), ("condition", "condition"), init=initializers.normal(0.02)),
+            ),
+            layers=PathLayers(
+                modulation=Mlp(
+                    first=affine((a.num_hidden_layers, e, e), ("layers", "condition", "condition"), stacked=1),
+                    last=affine(
+                        (a.num_hidden_layers, e, PARTS, a.hidden_size),
+                        ("layers", "condition", "parts", "embed"),
+                        init=initializers.zeros,
+                        stacked=1,
+                    ),
+                ),
+                q=update(d, width, (embed, heads)),
+                o=update(width, d, (heads, embed)),
+                gate=update(d, f, (embed, mlp)),
+                up=update(d, f, (embed, mlp)),
+                down=update(f, d, (mlp, embed)),
+                q_bias=Weight(stack[0] + width, stack[1] + heads, initializers.zeros) if has_q_bias else None,
+            ),
+            merge=Mlp(
+                first=affine((e, e), ("condition", "condition")),
+                last=affine((e, a.hidden_size), ("condition", "embed"), init=initializers.zeros),
+            ),
+            classes=Weight((c.classes + 1, e), ("classes", "condition"), initializers.normal(0.02))
+            if c.classes
+            else None,
+            config=c,
+        )
+
+    def embed(self, embeddings: Float[Array, "*B D"]) -> Float[Array, "*B C"]:
+        """Vocabulary vectors V_y of rows of the LM's embedding table, in float32 (bias as in the released code)."""
+        return diffusion.normalize(self.vocabulary(embeddings.astype(jnp.float32)))
+
+    def condition(self, t: Float[Array, "*B"], labels: Int[Array, "*b"] | None = None) -> Float[Array, "*B E"]:
+        """The embedding of t and of the class, in float32; `labels` None is the null class."""
+        embedded = self.time(diffusion.time_features(t, self.config.frequency_width))
+        if self.classes is None:
+            return embedded
+        null = self.config.classes
+        return embedded + self.classes[null if labels is None else labels]
+
+    def merge_weight(self, t: Float[Array, "*B"], labels: Int[Array, "*b"] | None = None) -> Float[Array, "*B D"]:
+        """w_d(t) = w(t) - w(0), in float32; exactly zero at t = 0."""
+        weight = self.merge(self.condition(t, labels)) - self.merge(self.condition(jnp.zeros_like(t), labels))
+        return jnp.where(t[..., None] == 0, 0.0, weight)
+
+    def __call__(
+        self,
+        llm: LLM,
+        x: Float[Array, "B M C"],
+        t: Float[Array, "#B #M"],
+        *,
+        cache: KVCache,
+        positions: Int[Array, "B M"],
+        labels: Int[Array, "#B #M"] | None = None,
+        remat: Callable | None = None,
+    ) -> Float[Array, "B M D"]:
+        """The correction w_d(t) * f_d(x_t, t) of the hidden states at `positions`; the arguments are those of `features`."""
+        f = self.features(llm, x, t, cache=cache, positions=positions, labels=labels, remat=remat)
+        return self.merge_weight(t, labels).astype(f.dtype) * f
+
+    def features(
+        self,
+        llm: LLM,
+        x: Float[Array, "B M C"],
+        t: Float[Array, "#B #M"],
+        *,
+        cache: KVCache,
+        positions: Int[Array, "B M"],
+        labels: Int[Array, "#B #M"] | None = None,
+        remat: Callable | None = None,
+    ) -> Float[Array, "B M D"]:
+        """The output f_d(x_t, t) of the path's layers, before it is weighted.
+
+        Args:
+          llm: the frozen main path, whose weights the path's layers share.
+          x: diffusion tokens x_t, in float32.
+          t: time in [0, 1], per position or shared.
+          cache: keys and values of the main path, at least up to `positions`.
+          positions: of the main-path token that each diffusion token accompanies.
+          labels: classes for guidance, per position or shared; None: the null class.
+          remat: wraps the block for rematerialisation in training, such as `jax.checkpoint`; None: no wrapping.
+        """
+        dtype = llm.embed.dtype
+        epsilon = llm.architecture.rms_norm_eps
+        frequencies = ops.rope_frequencies(llm.architecture)
+        scale = self.config.lora_alpha / self.config.lora_rank
+        condition = self.condition(t, labels)
+
+        def project(y: Array, weight: Array, own: Lora | Array, *, dims: int = 1) -> Array:
+            if isinstance(own, Lora):
+                return ops.project(y, weight, own, scale=scale, dims=dims)
+            return ops.project(y, own, dims=dims)
+
+        def block(x: Array, scanned: tuple[LLMLayers, PathLayers, Array, Array]) -> tuple[Array, None]:
+            w, own, k, v = scanned
+            q_bias = w.q_bias if own.q_bias is None else own.q_bias
+            parts = jnp.split(own.modulation(condition.astype(dtype)), PARTS, axis=-2)
+            scale_1, shift_1, gate_1, scale_2, shift_2, gate_2 = (part.squeeze(-2) for part in parts)
+            with jax.named_scope("attention"):
+                y = ops.rms_norm(x, w.attention_norm.astype(dtype) + scale_1, epsilon) + shift_1
+                q = ops.rope(project(y, w.q, own.q) + bias(q_bias, y), positions, frequencies)
+                y = ops.attention(q, k, v, q_positions=positions, kv_positions=cache.positions)
+                x = x + gate_1 * project(y, w.o, own.o, dims=2)
+            with jax.named_scope("mlp"):
+                y = ops.rms_norm(x, w.mlp_norm.astype(dtype) + scale_2, epsilon) + shift_2
+                y = jax.nn.silu(project(y, w.gate, own.gate)) * project(y, w.up, own.up)
+                x = x + gate_2 * project(y, w.down, own.down)
+            return constrain(x, "batch", "length", "embed_activation"), None
+
+        with jax.named_scope("diffusion_path"):
+            y = self.translation(diffusion.scale_input(x, t, self.config.sigma)).astype(dtype)
+            scanned = (llm.layers, self.layers, cache.k, cache.v)
+            return jax.lax.scan(remat(block) if remat else block, y, scanned)[0]
+
+
+def affine(
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
+    *,
+    init: Callable[..., Array] | None = None,
+    stacked: int = 0,
+) -> Linear:
+    """The declaration of an affine map: Xavier-uniform weight unless `init` says otherwise, zero bias."""
+    init = init or initializers.glorot_uniform(in_axis=stacked, out_axis=-1, batch_axis=tuple(range(stacked)))
+    kept = slice(0, stacked), slice(stacked + 1, None)
+    return Linear(
+        weight=Weight(shape, axes, init),
+        bias=Weight(
+            shape[kept[0]] + shape[kept[1]],
+            axes[kept[0]] + axes[kept[1]],
+            initializers.zeros,
+        ),
+    )
+
+
+def start_from(path: DiffusionPath, llm: LLM) -> DiffusionPath:
+    """A path with full layers whose initial values are the LM's own (paper appendix, full f_d)."""
+    own = path.layers
+    weights = {name: jnp.array(getattr(llm.layers, name), jnp.float32) for name in ("q", "o", "gate", "up", "down")}
+    q_bias = None if own.q_bias is None else jnp.array(llm.layers.q_bias, jnp.float32)
+    return DiffusionPath(
+        **{**vars(path), "layers": PathLayers(modulation=own.modulation, **weights, q_bias=q_bias)}  # type: ignore
+    )

@@ -1,0 +1,163 @@
+"""The frozen main path: one decoder for Llama 3.x, Qwen 2/2.5, SmolLM2 and R1-distilled Qwen.
+
+Notable: layers are stacked and run by `lax.scan`; the cache stores a position per slot, so left padding, right padding,
+gaps and ragged prompts are one mask; a call emits only its new keys and values, so extending a cache writes one slice.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.nn import initializers
+from jaxtyping import Array, Float, Int
+
+from l2d_jax import ops
+from l2d_jax.architecture import Architecture
+from l2d_jax.sharding import Weight, constrain
+
+
+@nnx.dataclass
+class KVCache(nnx.Module):
+    """Rotated keys and values of the main path, which the diffusion path reads."""
+
+    k: nnx.Data[Float[Array, "L B S K H"]]
+    v: nnx.Data[Float[Array, "L B S K H"]]
+    positions: nnx.Data[Int[Array, "B S"]]  # of the token in each slot; -1: empty
+    used: nnx.Data[Int[Array, ""]]  # slots written so far, the same for the whole batch
+
+    @classmethod
+    def empty(cls, architecture: Architecture, batch: int, slots: int, *, dtype: Any) -> "KVCache":
+        """A cache with room for `slots` tokens per sequence."""
+        a = architecture
+        shape = (a.num_hidden_layers, batch, slots, a.num_key_value_heads, a.head_dim)
+        zeros = jnp.zeros(shape, dtype)
+        return cls(k=zeros, v=zeros, positions=jnp.full((batch, slots), -1, jnp.int32), used=jnp.int32(0))
+
+    def extend(self, new: "KVCache") -> "KVCache":
+        """The cache with the tokens of `new` in the next slots."""
+
+        def write(old: Array, update: Array, axis: int) -> Array:
+            return jax.lax.dynamic_update_slice_in_dim(old, update, self.used, axis)
+
+        return KVCache(
+            k=write(self.k, new.k, 2),
+            v=write(self.v, new.v, 2),
+            positions=write(self.positions, new.positions, 1),
+            used=self.used + new.used,
+        )
+
+
+@nnx.dataclass
+class Layers(nnx.Module):
+    """Weights of all decoder blocks, stacked."""
+
+    attention_norm: nnx.Data[Float[Array, "L D"] | Weight]
+    q: nnx.Data[Float[Array, "L D N H"] | Weight]
+    k: nnx.Data[Float[Array, "L D K H"] | Weight]
+    v: nnx.Data[Float[Array, "L D K H"] | Weight]
+    o: nnx.Data[Float[Array, "L N H D"] | Weight]
+    mlp_norm: nnx.Data[Float[Array, "L D"] | Weight]
+    gate: nnx.Data[Float[Array, "L D F"] | Weight]
+    up: nnx.Data[Float[Array, "L D F"] | Weight]
+    down: nnx.Data[Float[Array, "L F D"] | Weight]
+    q_bias: nnx.Data[Float[Array, "L N H"] | Weight | None] = None
+    k_bias: nnx.Data[Float[Array, "L K H"] | Weight | None] = None
+    v_bias: nnx.Data[Float[Array, "L K H"] | Weight | None] = None
+
+
+@nnx.dataclass
+class LLM(nnx.Module):
+    """Embedding, decoder blocks, final norm and output head."""
+
+    embed: nnx.Data[Float[Array, "V D"] | Weight]
+    layers: nnx.Data[Layers]
+    norm: nnx.Data[Float[Array, " D"] | Weight]
+    head: nnx.Data[Float[Array, "V D"] | Weight | None]  # None: the embedding, transposed
+    architecture: nnx.Static[Architecture]
+
+    @classmethod
+    def declare(cls, architecture: Architecture, *, dtype: Any) -> "LLM":
+        """The module with a `Weight` in place of each array."""
+        a = architecture
+        sizes = {
+            "layers": a.num_hidden_layers,
+            "vocab": a.vocab_size,
+            "embed": a.hidden_size,
+            "heads": a.num_attention_heads,
+            "kv_heads": a.num_key_value_heads,
+            "head_dim": a.head_dim,
+            "mlp": a.intermediate_size,
+        }
+        matrix, one = initializers.normal(0.02), initializers.ones
+
+        def weight(axes: str, init: Callable[..., Array] = matrix) -> Weight:
+            names = tuple(axes.split())
+            return Weight(tuple(sizes[name] for name in names), names, init, dtype)
+
+        layers = Layers(
+            attention_norm=weight("layers embed", one),
+            q=weight("layers embed heads head_dim"),
+            k=weight("layers embed kv_heads head_dim"),
+            v=weight("layers embed kv_heads head_dim"),
+            o=weight("layers heads head_dim embed"),
+            mlp_norm=weight("layers embed", one),
+            gate=weight("layers embed mlp"),
+            up=weight("layers embed mlp"),
+            down=weight("layers mlp embed"),
+            q_bias=weight("layers heads head_dim") if a.qkv_bias else None,
+            k_bias=weight("layers kv_heads head_dim") if a.qkv_bias else None,
+            v_bias=weight("layers kv_heads head_dim") if a.qkv_bias else None,
+        )
+        head = None if a.tied else weight("vocab embed")
+        return cls(embed=weight("vocab embed"), layers=layers, norm=weight("embed", one), head=head, architecture=a)
+
+    def __call__(
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: KVCache | None = None
+    ) -> tuple[Float[Array, "B T D"], KVCache]:
+        """Run the decoder on tokens that follow those of `cache`.
+
+        Returns:
+          The last hidden state before the final norm, and the keys and values of these tokens alone: they are the
+          whole cache of a first call; `cache.extend` appends those of a later one.
+        """
+        epsilon = self.architecture.rms_norm_eps
+        frequencies = ops.rope_frequencies(self.architecture)
+        kv_positions = positions
+        if cache is not None:
+            kv_positions = jax.lax.dynamic_update_slice_in_dim(cache.positions, positions, cache.used, 1)
+
+        def block(x: Array, scanned: tuple[Layers, Array | None, Array | None]) -> tuple[Array, tuple[Array, Array]]:
+            w, past_k, past_v = scanned
+            with jax.named_scope("attention"):
+                y = ops.rms_norm(x, w.attention_norm, epsilon)
+                q = ops.rope(ops.project(y, w.q) + bias(w.q_bias, y), positions, frequencies)
+                k = new_k = ops.rope(ops.project(y, w.k) + bias(w.k_bias, y), positions, frequencies)
+                v = new_v = ops.project(y, w.v) + bias(w.v_bias, y)
+                if cache is not None:
+                    k = jax.lax.dynamic_update_slice_in_dim(past_k, k, cache.used, 1)
+                    v = jax.lax.dynamic_update_slice_in_dim(past_v, v, cache.used, 1)
+                y = ops.attention(q, k, v, q_positions=positions, kv_positions=kv_positions)
+                x = x + ops.project(y, w.o, dims=2)
+            with jax.named_scope("mlp"):
+                y = ops.rms_norm(x, w.mlp_norm, epsilon)
+                x = x + ops.project(jax.nn.silu(ops.project(y, w.gate)) * ops.project(y, w.up), w.down)
+            return constrain(x, "batch", "length", "embed_activation"), (new_k, new_v)
+
+        with jax.named_scope("llm"):
+            past = (None, None) if cache is None else (cache.k, cache.v)
+            hidden, (k, v) = jax.lax.scan(block, self.embed[tokens], (self.layers, *past))
+        return hidden, KVCache(k=k, v=v, positions=positions, used=jnp.int32(tokens.shape[1]))
+
+    def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+        """Final norm and output head, in float32."""
+        with jax.named_scope("head"):
+            y = ops.rms_norm(hidden, self.norm, self.architecture.rms_norm_eps)
+            readout = self.embed if self.head is None else self.head
+            return jnp.einsum("...D,VD->...V", y, readout, preferred_element_type=jnp.float32)
+
+
+def bias(value: Array | None, like: Array) -> Array | float:
+    """A bias in the type of the activations, or zero where the model has none."""
+    return 0.0 if value is None else value.astype(like.dtype)

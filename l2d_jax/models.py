@@ -1,0 +1,123 @@
+"""Opens models: the frozen base by folder, hub id or GGUF file, and the path that lies beside it.
+
+A model folder is an ordinary Hugging Face folder with two files more: `path.safetensors`, with the tensor names of the
+authors' release, and `path.json`, with the options of the path and the name of its base.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from safetensors.numpy import save_file
+from transformers import PreTrainedTokenizerFast
+
+from l2d_jax import sharding, tokens, weights
+from l2d_jax.architecture import Architecture
+from l2d_jax.config import ModelConfig, PathConfig, from_dict
+from l2d_jax.diffusion_path import DiffusionPath, start_from
+from l2d_jax.errors import InputError
+from l2d_jax.llm import LLM
+from l2d_jax.sources import SafetensorsFolder, locate, read_json
+from l2d_jax.weights import TensorSource
+
+
+class Base(NamedTuple):
+    """A frozen language model as its users need it."""
+
+    llm: LLM
+    tokenizer: PreTrainedTokenizerFast | None  # None: the folder has none; only token ids can be used
+    ends: tuple[int, ...]  # tokens that end an answer
+
+
+def read_architecture(config: ModelConfig) -> Architecture:
+    """The architecture from the config where it is given, otherwise from the weights' folder; reads no weight."""
+    if config.architecture is not None:
+        return Architecture.from_hf(config.architecture)
+    return Architecture.from_hf(read_json(locate(config.name) / "config.json"))
+
+
+def open_base(config: ModelConfig, mesh: Mesh, *, seed: int = 0) -> Base:
+    """Load the base model onto the mesh.
+
+    Raises `InputError` for a missing or malformed folder, tensors that do not fit the architecture, and an
+    architecture in the config that differs from the folder's.
+    """
+    dtype = jnp.dtype(config.dtype)
+    if config.name == "random":
+        declared = LLM.declare(read_architecture(config), dtype=dtype)
+        llm = sharding.initialize(declared, jax.random.key(seed), mesh)
+        tokenizer = tokens.byte_tokenizer()
+        return Base(llm, tokenizer, tokens.stop_ids(tokenizer))
+    folder = locate(config.name)
+    raw = read_json(folder / "config.json")
+    architecture = Architecture.from_hf(raw)
+    if config.architecture is not None and Architecture.from_hf(config.architecture) != architecture:
+        raise InputError(
+            f"config.model.architecture differs from {folder / 'config.json'}: {_difference(config, architecture)}: "
+            "set --config.model.architecture=None to take the folder's"
+        )
+    declared = LLM.declare(architecture, dtype=dtype)
+    source = SafetensorsFolder.open(folder)
+    check_llm(source, architecture)
+    llm = weights.load(declared, source, mesh, rows=weights.LLM_ROWS)
+    tokenizer = tokens.load_tokenizer(folder) if (folder / "tokenizer.json").exists() else None
+    return Base(llm, tokenizer, _ends(folder, raw, tokenizer))
+
+
+def new_path(config: PathConfig, llm: LLM, mesh: Mesh, *, seed: int) -> DiffusionPath:
+    """A path with the release's initial values, each shard created where it belongs."""
+    path = sharding.initialize(DiffusionPath.declare(config, llm.architecture), jax.random.key(seed), mesh)
+    return start_from(path, llm) if config.layers == "dense" and config.dense_init == "lm" else path
+
+
+def check_llm(source: TensorSource, architecture: Architecture) -> list[str]:
+    """The names of the LM's tensors; raises `InputError` unless a source holds them all and nothing else.
+
+    The alias of a tied head and the rotary buffers of old exports are passed over.
+    """
+    shapes = weights.expected(LLM.declare(architecture, dtype=np.float32), weights.LLM_ROWS)
+    alias = {"lm_head.weight"} if architecture.tied else set()
+    buffers = {name for name in source.names() if name.endswith("rotary_emb.inv_freq")}
+    weights.check(source, shapes, ignored=frozenset(alias | buffers))
+    return list(shapes)
+
+
+def write_path(folder: Path, tensors: Mapping[str, Any], config: PathConfig, *, base: str) -> None:
+    """Write `path.safetensors` and `path.json` into an existing folder, from the path's tensors by release name."""
+    arrays = {name: np.asarray(make(), order="C") for name, make in tensors.items()}
+    save_file(arrays, folder / "path.safetensors", metadata={"format": "pt"})
+    (folder / "path.json").write_text(json.dumps({"base": base, "path": vars(config)}, indent=2) + "\n")
+
+
+def save_path(folder: Path, path: DiffusionPath, *, base: str) -> None:
+    """Write a path into an existing folder."""
+    write_path(folder, dict(weights.tensors(path, weights.PATH_ROWS)), path.config, base=base)
+
+
+def load_path(folder: Path, architecture: Architecture, mesh: Mesh) -> DiffusionPath:
+    """Read the path of a model folder; raises `InputError` naming every tensor that does not fit."""
+    config = from_dict(PathConfig, read_json(folder / "path.json").get("path", {}), prefix=f"{folder}/path.json: path")
+    declared = DiffusionPath.declare(config, architecture)
+    source = SafetensorsFolder.open_file(folder / "path.safetensors")
+    weights.check(source, weights.expected(declared, weights.PATH_ROWS))
+    return weights.load(declared, source, mesh, rows=weights.PATH_ROWS)
+
+
+def _ends(folder: Path, raw: dict[str, Any], tokenizer: PreTrainedTokenizerFast | None) -> tuple[int, ...]:
+    """End tokens: those of generation_config.json or config.json, as transformers takes them, and the template's."""
+    file = folder / "generation_config.json"
+    given = (read_json(file) if file.exists() else {}).get("eos_token_id", raw.get("eos_token_id"))
+    ends = [] if given is None else np.atleast_1d(given).tolist()
+    return tuple(dict.fromkeys([*ends, *(tokens.stop_ids(tokenizer) if tokenizer else ())]))
+
+
+def _difference(config: ModelConfig, folder: Architecture) -> str:
+    given = vars(Architecture.from_hf(config.architecture or {}))
+    return ", ".join(
+        f"{name} {given[name]} here, {value} there" for name, value in vars(folder).items() if given[name] != value
+    )

@@ -1,0 +1,144 @@
+"""One training loss from a batch and a key (paper section 3.2, algorithm 1).
+
+Notable: the path runs at the answer's positions alone (`Batch.queries`), since no diffusion token sees another; the
+frozen pass leaves nothing but keys and values; logits exist for one chunk of positions at a time.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from l2d_jax import diffusion
+from l2d_jax.diffusion_path import DiffusionPath
+from l2d_jax.llm import LLM, KVCache
+
+
+class Batch(NamedTuple):
+    """Examples in one fixed shape: T tokens of context and answer, M positions that predict the answer."""
+
+    tokens: Int[Array, "B T"]  # context and answer without its last token, padded on the right
+    queries: Int[Array, "B M"]  # indices into T of the tokens whose successor is predicted
+    targets: Int[Array, "B M"]  # those successors
+    weights: Float[Array, "B M"]  # 1 where there is a loss, 0 where there is padding
+    classes: Int[Array, " B"]  # labels for guidance; 0 where there are none
+
+
+class Draws(NamedTuple):
+    """What the loss draws at random, per predicted position."""
+
+    t: Float[Array, "B M"]
+    noise: Float[Array, "B M C"]  # of unit variance
+    labels: Int[Array, "B M"] | None  # after class dropout
+
+
+class Context(NamedTuple):
+    """All that the path and the head need of the frozen pass."""
+
+    hidden: Float[Array, "B M D"]  # last hidden state of the main path at `positions`
+    cache: KVCache
+    positions: Int[Array, "B M"]
+    labels: Int[Array, "B M"] | None = None  # classes for guidance
+
+
+def draw(key: Key[Array, ""] | Array, batch: Batch, path: DiffusionPath) -> Draws:
+    """One independent t and x_0 per position, and the class dropout, per position too."""
+    config = path.config
+    key_t, key_noise, key_drop = jax.random.split(key, 3)
+    shape = batch.targets.shape
+    labels = None
+    if config.classes:
+        dropped = jax.random.bernoulli(key_drop, config.class_dropout, shape)
+        labels = jnp.where(dropped, config.classes, batch.classes[:, None])
+    noise = jax.random.normal(key_noise, (*shape, config.width), jnp.float32)
+    return Draws(t=jax.random.uniform(key_t, shape, jnp.float32), noise=noise, labels=labels)
+
+
+def read_context(llm: LLM, batch: Batch) -> Context:
+    """The frozen pass over a batch; no gradient enters it."""
+    positions = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1], dtype=jnp.int32), batch.tokens.shape)
+    hidden, cache = jax.lax.stop_gradient(llm(batch.tokens, positions))
+    hidden = jnp.take_along_axis(hidden, batch.queries[..., None], axis=1)
+    return Context(hidden=hidden, cache=cache, positions=batch.queries)
+
+
+def correct(
+    path: DiffusionPath,
+    llm: LLM,
+    context: Context,
+    batch: Batch,
+    draws: Draws,
+    *,
+    remat: Callable | None = None,
+) -> Float[Array, "B M D"]:
+    """Hidden states corrected by one evaluation of the path at the drawn t, on corrupted true tokens."""
+    noise = path.config.sigma * draws.noise
+    x = diffusion.interpolate(path.embed(llm.embed[batch.targets]), noise, draws.t)
+    update = path(llm, x, draws.t, cache=context.cache, positions=context.positions, labels=draws.labels, remat=remat)
+    return context.hidden + update
+
+
+def over_logits(
+    llm: LLM, hidden: Float[Array, "B M D"], function: Callable[..., Any], *arrays: Array, chunk: int = 1024
+) -> Any:
+    """`function(logits, *arrays)` at every position, never holding the logits of more than `chunk` positions.
+
+    Args:
+      llm: whose norm and head give the logits.
+      hidden: last hidden states.
+      function: from float32 logits of shape [n, V] and the slices [n, ...] of `arrays` to arrays of shape [n, ...].
+      *arrays: of shape [B, M, ...].
+      chunk: positions at a time.
+    """
+    batch, length = hidden.shape[:2]
+    total = batch * length
+    flat = jax.tree.map(lambda a: a.reshape(total, *a.shape[2:]), (hidden, *arrays))
+
+    def at(slices: tuple) -> Any:
+        return function(llm.logits(slices[0]), *slices[1:])
+
+    if total <= chunk:
+        result = at(flat)
+    else:
+        pad = -total % chunk
+        padded = jax.tree.map(lambda a: jnp.pad(a, [(0, pad)] + [(0, 0)] * (a.ndim - 1)), flat)
+        chunks = jax.tree.map(lambda a: a.reshape(-1, chunk, *a.shape[1:]), padded)
+        result = jax.lax.map(jax.checkpoint(at), chunks)
+        result = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:total], result)
+    return jax.tree.map(lambda a: a.reshape(batch, length, *a.shape[1:]), result)
+
+
+def negative_log_likelihood(logits: Float[Array, "n V"], targets: Int[Array, " n"]) -> Float[Array, " n"]:
+    """Cross-entropy of each target, in nats."""
+    chosen = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+    return jax.nn.logsumexp(logits, axis=-1) - chosen
+
+
+def average(
+    values: Float[Array, "B M"], weights: Float[Array, "B M"], reduction: Literal["example", "token"]
+) -> Float[Array, ""]:
+    """Mean over tokens, or mean over examples of each example's token mean; rows of weight zero do not count."""
+    if reduction == "token":
+        return jnp.sum(values * weights) / jnp.maximum(jnp.sum(weights), 1)
+    counts = jnp.sum(weights, axis=1)
+    means = jnp.sum(values * weights, axis=1) / jnp.maximum(counts, 1)
+    return jnp.sum(means) / jnp.maximum(jnp.sum(counts > 0), 1)
+
+
+def loss(
+    path: DiffusionPath,
+    llm: LLM,
+    batch: Batch,
+    key: Key[Array, ""] | Array,
+    *,
+    reduction: Literal["example", "token"] = "example",
+    chunk: int = 1024,
+    remat: Callable | None = None,
+) -> Float[Array, ""]:
+    """Cross-entropy of the answers, in nats (equation 5); differentiable in `path`."""
+    context = read_context(llm, batch)
+    hidden = correct(path, llm, context, batch, draw(key, batch, path), remat=remat)
+    losses = over_logits(llm, hidden, negative_log_likelihood, batch.targets, chunk=chunk)
+    return average(losses, batch.weights, reduction)

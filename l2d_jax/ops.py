@@ -1,0 +1,101 @@
+"""The building blocks of both paths, as functions of arrays.
+
+Axis letters, here and in every shape of the project:
+    B batch             T tokens            S slots of the cache     M positions of diffusion tokens
+    D model width       N query heads       K key and value heads    H head width
+    F MLP width         V vocabulary        L layers                 R LoRA rank
+    C diffusion width   E condition width
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from l2d_jax.architecture import Architecture
+from l2d_jax.sharding import Weight
+
+
+def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, "*b D"], epsilon: float) -> Float[Array, "*B D"]:
+    """Root-mean-square norm, computed in float32."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + epsilon)
+    return y.astype(x.dtype) * weight.astype(x.dtype)
+
+
+def rope_frequencies(architecture: Architecture) -> Float[Array, " half"]:
+    """Angle per position of each pair of channels, in radians, with Llama 3's scaling where the model has it."""
+    half = architecture.head_dim // 2
+    frequency = architecture.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    scaling = architecture.rope_scaling
+    if scaling is None:
+        return frequency
+    # Llama 3: long waves are slowed by `factor`, short ones kept, those between blended linearly in turns per context.
+    turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = jnp.clip(kept, 0.0, 1.0)
+    return frequency * (kept + (1 - kept) / scaling.factor)
+
+
+def rope(
+    x: Float[Array, "B T N H"], positions: Int[Array, "B T"], frequencies: Float[Array, " half"]
+) -> Float[Array, "B T N H"]:
+    """Rotary embedding in the half-split layout of Hugging Face; angles in float32."""
+    angle = positions[..., None, None].astype(jnp.float32) * frequencies
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    *,
+    q_positions: Int[Array, "B T"],
+    kv_positions: Int[Array, "B S"],
+) -> Float[Array, "B T N H"]:
+    """Grouped-query attention to the keys at or before each query; slots of position -1 are empty and unseen."""
+    seen = (kv_positions[:, None, :] <= q_positions[:, :, None]) & (kv_positions[:, None, :] >= 0)
+    return jax.nn.dot_product_attention(q, k, v, mask=seen[:, None])
+
+
+@nnx.dataclass
+class Lora(nnx.Module):
+    """A low-rank update of a weight: `scale * a @ b`."""
+
+    a: nnx.Data[Float[Array, "*in R"] | Weight]
+    b: nnx.Data[Float[Array, "R *out"] | Weight]
+
+
+def project(x: Array, weight: Array, update: Lora | None = None, *, scale: float = 1.0, dims: int = 1) -> Array:
+    """`x @ (weight + scale * a @ b)` over the last `dims` axes of `x`, never forming the sum of the matrices."""
+    y = jnp.tensordot(x, weight.astype(x.dtype), dims)
+    if update is None:
+        return y
+    low = jnp.tensordot(x, update.a.astype(x.dtype), dims)
+    return y + jnp.tensordot(low, (scale * update.b).astype(x.dtype), 1)
+
+
+@nnx.dataclass
+class Linear(nnx.Module):
+    """An affine map; leading axes of the weights are scanned over."""
+
+    weight: nnx.Data[Float[Array, "*in out"] | Weight]
+    bias: nnx.Data[Float[Array, "*out"] | Weight]
+
+    def __call__(self, x: Float[Array, "*B i"]) -> Float[Array, "*B o"]:
+        return jnp.tensordot(x, self.weight.astype(x.dtype), 1) + self.bias.astype(x.dtype)
+
+
+@nnx.dataclass
+class Mlp(nnx.Module):
+    """Two affine maps with a SiLU between them."""
+
+    first: nnx.Data[Linear]
+    last: nnx.Data[Linear]
+
+    def __call__(self, x: Float[Array, "*B i"]) -> Array:
+        return self.last(jax.nn.silu(self.first(x)))

@@ -1,0 +1,166 @@
+"""From noise to a corrected hidden state: the ODE of a diffusion token, over any positions at once (paper section 3.3).
+
+Decoding refines the last position of each sequence; teacher-forced evaluation refines every answer position in parallel.
+"""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Key
+
+from l2d_jax import diffusion, solvers
+from l2d_jax.config import DecodeConfig
+from l2d_jax.diffusion_path import DiffusionPath
+from l2d_jax.errors import InputError
+from l2d_jax.llm import LLM
+from l2d_jax.objective import Context, over_logits
+
+
+@nnx.dataclass
+class Model(nnx.Module):
+    """The frozen LM and the path, with the table of vocabulary vectors that the path's weights determine."""
+
+    llm: nnx.Data[LLM]
+    path: nnx.Data[DiffusionPath | None]  # None: the LM alone, for a budget of 1
+    table: nnx.Data[Float[Array, "V C"] | None]
+
+    @classmethod
+    def build(cls, llm: LLM, path: DiffusionPath | None) -> "Model":
+        """Compute the table once for these weights."""
+        table = None if path is None else jax.jit(lambda path, llm: path.embed(llm.embed))(path, llm)
+        return cls(llm=llm, path=path, table=table)
+
+
+@nnx.dataclass
+class Refinement(nnx.Module):
+    """How to integrate. The arrays are arguments of one compiled program; the strings choose the program."""
+
+    steps: nnx.Data[Array]  # grid intervals; 0 leaves the LM as it is
+    velocity_temperature: nnx.Data[Array]
+    anneal: nnx.Data[Array]  # 1: the temperature falls linearly to 0 as t goes to 1; 0: constant
+    guidance: nnx.Data[Array]  # strength w_g; unused without labels
+    solver: nnx.Static[str] = "midpoint"
+    velocity: nnx.Static[Literal["sample", "expectation"]] = "sample"
+
+    @classmethod
+    def from_config(cls, config: DecodeConfig, *, budget: int | None = None, guidance: float = 1.0) -> "Refinement":
+        """Raises `InputError` for a budget that the solver cannot spend."""
+        return cls(
+            steps=jnp.int32(solvers.intervals(config.solver, budget or config.budget)),
+            velocity_temperature=jnp.float32(config.velocity_temperature),
+            anneal=jnp.float32(config.anneal),
+            guidance=jnp.float32(guidance),
+            solver=config.solver,
+            velocity=config.velocity,
+        )
+
+    def temperature(self, t: Float[Array, ""], step: Float[Array, ""]) -> Float[Array, ""]:
+        """The velocity's temperature at t; annealing reads it ahead, so that the last draw is the arg max."""
+        annealed = diffusion.anneal(self.velocity_temperature, t + solvers.lookahead(self.solver) * step)
+        return jnp.where(self.anneal > 0, annealed, self.velocity_temperature)
+
+
+def evaluate(model: Model, context: Context, x: Float[Array, "B M C"], t: Float[Array, ""]) -> Float[Array, "G B M D"]:
+    """Corrected hidden states at one time; G is 1, or 2 with labels: conditional, then null."""
+    assert model.path is not None
+    path = model.path
+
+    def branch(labels: Array | None) -> Array:
+        update = path(model.llm, x, t[None, None], cache=context.cache, positions=context.positions, labels=labels)
+        return context.hidden + update
+
+    if context.labels is None:
+        return branch(None)[None]
+    null = jnp.full_like(context.labels, path.config.classes)
+    return jax.vmap(branch)(jnp.stack([context.labels, null]))
+
+
+def estimate(
+    model: Model,
+    hidden: Float[Array, "B M D"],
+    *,
+    temperature: Float[Array, ""],
+    keys: Key[Array, "B M"],
+    kind: Literal["sample", "expectation"],
+) -> Float[Array, "B M C"]:
+    """The estimate of x_1 from the logits: the vector of a drawn token, or the mean over the vocabulary."""
+    assert model.table is not None
+    table = model.table
+
+    def read(logits: Array, key_data: Array) -> Array:
+        if kind == "expectation":
+            mean = jax.nn.softmax(logits / jnp.maximum(temperature, 1e-6)) @ table
+            return jnp.where(temperature > 0, mean, table[jnp.argmax(logits, axis=-1)])
+
+        def drawn(operands: tuple[Array, Array]) -> Array:
+            logits, key_data = operands
+            key = jax.random.wrap_key_data(key_data)
+            return jax.vmap(diffusion.sample, (0, 0, None))(key, logits, temperature)
+
+        # The Gumbel noise of a whole vocabulary is worth skipping where nothing is drawn.
+        token = jax.lax.cond(temperature > 0, drawn, lambda operands: jnp.argmax(operands[0], -1), (logits, key_data))
+        return table[token]
+
+    return over_logits(model.llm, hidden, read, jax.random.key_data(keys))
+
+
+def make_target(
+    model: Model, context: Context, *, settings: Refinement, keys: Key[Array, "B M"], end: float = 1.0
+) -> solvers.Target:
+    """The estimate of x_1 at (t, x), guided where the context has labels, for the solver to integrate towards."""
+    step = end / jnp.maximum(settings.steps, 1).astype(jnp.float32)
+
+    def target(t: Array, x: Array) -> Array:
+        batch, length, _ = x.shape
+        hidden = evaluate(model, context, x, t)
+        branches = hidden.shape[0]
+        time = jax.lax.bitcast_convert_type(t, jnp.uint32)
+        folded = jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, time)))(keys)
+        estimates = estimate(
+            model,
+            hidden.reshape(branches * batch, length, -1),
+            temperature=settings.temperature(t, step),
+            keys=jnp.tile(folded, (branches, 1)),
+            kind=settings.velocity,
+        ).reshape(branches, batch, length, -1)
+        return estimates[0] if branches == 1 else diffusion.guide(estimates[0], estimates[1], settings.guidance)
+
+    return target
+
+
+def refine(
+    model: Model,
+    context: Context,
+    noise: Float[Array, "B M C"],
+    *,
+    settings: Refinement,
+    keys: Key[Array, "B M"],
+    end: float = 1.0,
+) -> Float[Array, "B M D"]:
+    """Hidden states after the whole budget, whose logits are the answer.
+
+    Args:
+      model: the LM and the path.
+      context: the frozen pass at the positions to refine.
+      noise: x_0 of unit variance.
+      settings: solver, grid and velocity.
+      keys: for the velocity's draws, per position; the evaluation's time is folded in.
+      end: the final time.
+    """
+    if model.path is None:
+        return context.hidden
+    target = make_target(model, context, settings=settings, keys=keys, end=end)
+    noise = model.path.config.sigma * noise
+    x = solvers.solve(target, noise, solver=settings.solver, steps=settings.steps, end=end)
+    return evaluate(model, context, x, jnp.where(settings.steps > 0, jnp.float32(end), 0.0))[0]
+
+
+def check_labels(model: Model, labels: Any) -> None:
+    """Raise `InputError` for a class that the path was not trained with."""
+    classes = 0 if model.path is None else model.path.config.classes
+    for label in labels:
+        if not 0 <= label < classes:
+            known = f"0 to {classes - 1}" if classes else "none: it was trained without classes"
+            raise InputError(f"class label {label} is unknown to this path: it knows {known}")

@@ -1,0 +1,161 @@
+"""The authors' PyTorch release: its hyper-parameters, its checkpoints and the aliases that they hold.
+
+A checkpoint is the state dict of the whole model: the frozen LM, the path, and again the weights that the path shares.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from l2d_jax import weights
+from l2d_jax.architecture import Architecture
+from l2d_jax.config import PathConfig
+from l2d_jax.diffusion_path import DiffusionPath
+from l2d_jax.errors import InputError
+from l2d_jax.llm import LLM
+from l2d_jax.sources import SafetensorsFolder
+from l2d_jax.weights import TensorSource
+
+# Options of the release that this project implements at one value alone: those of all published configs.
+FIXED = {
+    "noise_schedule": "identity",
+    "flow_representation_space": "mapping",
+    "flow_representation_num_layers": 1,
+    "flow_representation_normalize": True,
+    "flow_representation_rescaling": "mult",
+    "flow_to_lm_translation_depth": 2,
+    "flow_to_lm_timestep_rescaling": 1.0,
+    "preserve_behavior_at_flow_start": True,
+    "modulate_hidden_states": False,
+    "full_dit_modulation": True,
+    "timestep_modulation_num_layers": 2,
+    "freeze_modulation_at_flow_start": False,
+    "separate_flow_params": True,
+}
+
+SHARED = ("self_attn.{}q_proj", "self_attn.{}o_proj", "mlp.{}gate_proj", "mlp.{}up_proj", "mlp.{}down_proj")
+
+
+def path_config(raw: Mapping[str, Any]) -> PathConfig:
+    """The path's options from the release's keyword arguments, bare or under `l2d_kwargs`.
+
+    Raises `InputError` for an option that is missing or has a value that no published config uses.
+    """
+    options = raw.get("l2d_kwargs", raw)
+    for name, value in FIXED.items():
+        if options.get(name, value) != value:
+            raise InputError(f"hyper-parameter {name} = {options[name]!r} is not supported, only {value!r}")
+    try:
+        lora = bool(options["separate_flow_params_with_lora"])
+        rank = options.get("flow_lora_rank") or PathConfig.lora_rank
+        alpha = options.get("flow_lora_alpha")
+        return PathConfig(
+            width=options["flow_representation_dim"],
+            translation_width=options["flow_to_lm_hidden_size"],
+            frequency_width=options["timestep_modulation_freq_embedding_size"],
+            condition_width=options["timestep_modulation_hidden_size"],
+            sigma=float(options["noise_rescaling"]),
+            layers="lora" if lora else "dense",
+            lora_rank=rank,
+            lora_alpha=float(2 * rank if alpha in (None, -1) else alpha),  # the release's own reading of None
+            classes=options.get("guidance_modulation_num_classes") or 0,
+            class_dropout=options.get("guidance_modulation_training_dropout", PathConfig.class_dropout),
+        )
+    except KeyError as error:
+        raise InputError(f"hyper-parameter {error.args[0]} is missing: give the release's keyword arguments") from None
+
+
+def open_checkpoint(file: Path) -> TensorSource:
+    """A state dict as a source of tensors: `.safetensors`, or `.pt` and `.bin` read with `weights_only=True`."""
+    if not file.is_file():
+        raise InputError(f"no checkpoint {file}: give a .safetensors, .pt or .bin file")
+    if file.suffix == ".safetensors":
+        return SafetensorsFolder.open_file(file)
+    try:
+        import torch
+    except ImportError:
+        raise InputError(
+            f"{file} needs torch to be read: install requirements-torch.txt, or save it as .safetensors"
+        ) from None
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # torch raises pickle, zip and runtime errors of many kinds for a bad file
+        raise InputError(f"{file} is not a file of plain tensors: {' '.join(str(error).split())[:200]}") from error
+    return ArraySource({name: _array(value) for name, value in state.get("model_state_dict", state).items()})
+
+
+class ArraySource:
+    """A `TensorSource` over arrays in memory."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
+        self._arrays = arrays
+
+    def names(self) -> frozenset[str]:
+        """All names."""
+        return frozenset(self._arrays)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of one tensor."""
+        return self._arrays[name].shape
+
+    def dtype(self, name: str) -> np.dtype:
+        """The type of one tensor."""
+        return self._arrays[name].dtype
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
+        """One tensor, or a slice of it."""
+        return self._arrays[name] if index is None else self._arrays[name][index]
+
+
+def aliases(llm: LLM, path: DiffusionPath) -> dict[str, str]:
+    """Names that the state dict holds twice: alias -> the tensor with the same bits."""
+    a = llm.architecture
+    same = {"lm_head.weight": "model.embed_tokens.weight"} if a.tied else {}
+    if path.config.layers == "dense":
+        return same
+    for i in range(a.num_hidden_layers):
+        for name in SHARED:
+            original, wrapped = (f"model.layers.{i}.{name.format(prefix)}" for prefix in ("", "flow_"))
+            same[f"{wrapped}.wrapped_layer.weight"] = f"{original}.weight"
+            if a.qkv_bias and "q_proj" in name:
+                same[f"{wrapped}.wrapped_layer.bias"] = f"{original}.bias"
+    return same
+
+
+def check_checkpoint(
+    source: TensorSource, architecture: Architecture, config: PathConfig
+) -> tuple[list[str], list[str]]:
+    """The names of the LM's and of the path's tensors in a state dict, once all of it is known to be sound.
+
+    Raises `InputError` for a missing, extra or misshaped tensor, and for an alias whose bits differ from its original.
+    """
+    llm = LLM.declare(architecture, dtype=np.float32)
+    path = DiffusionPath.declare(config, architecture)
+    own, trained = weights.expected(llm, weights.LLM_ROWS), weights.expected(path, weights.PATH_ROWS)
+    same = aliases(llm, path)
+    shapes = own | trained | {alias: own[name] for alias, name in same.items()}
+    weights.check(source, shapes)
+    for alias, name in same.items():
+        if not _equal(source.read(alias), source.read(name)):
+            raise InputError(f"tensor {alias} differs from {name}, whose alias it is: the checkpoint is damaged")
+    return list(own), list(trained)
+
+
+def named(source: TensorSource, names: Iterable[str]) -> Iterable[tuple[str, Any]]:
+    """Tensors to write, each read when its turn comes."""
+    return ((name, lambda name=name: source.read(name)) for name in names)
+
+
+def _equal(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def _array(tensor: Any) -> np.ndarray:
+    import ml_dtypes
+    import torch
+
+    if tensor.dtype == torch.bfloat16:  # numpy knows no bfloat16: the bits travel as integers
+        return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.contiguous().numpy()

@@ -1,0 +1,124 @@
+"""Declares each weight once, and maps its logical axes to the axes of the device mesh.
+
+A module's `declare` returns itself with `Weight` leaves; the functions here turn that one tree into shapes
+(`abstract`), placements (`shardings`) and values (`initialize`).
+
+Why this table: `fsdp` shards the model width of every large matrix, so that weights, gradients and Adam moments shrink
+with the slice; `tensor` shards heads, hidden units and the vocabulary, so that the two matrix products of a block need one
+reduction; `data` copies the weights and splits the batch only. Small axes (LoRA rank, diffusion width) stay whole.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from l2d_jax.config import MeshConfig
+from l2d_jax.errors import InputError
+
+Initializer = Callable[..., jax.Array]
+
+RULES: dict[str, str | tuple[str, ...] | None] = {
+    "batch": ("data", "fsdp"),
+    "vocab": "tensor",
+    "embed": "fsdp",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+    "layers": None,  # scanned over
+    "head_dim": None,
+    "length": None,
+    "embed_activation": None,
+    "rank": None,
+    "diffusion": None,
+    "condition": None,
+    "frequency": None,
+    "classes": None,
+    "parts": None,  # the six modulation vectors
+}
+
+
+@dataclass(frozen=True)
+class Weight:
+    """The declaration of one array: everything that its users derive its shape, placement and value from."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    init: Initializer
+    dtype: Any = jnp.float32
+
+    def __post_init__(self) -> None:
+        assert len(self.shape) == len(self.axes), (self.shape, self.axes)
+
+
+def shardings(declared: Any, mesh: Mesh) -> Any:
+    """The tree of placements of a declared tree on `mesh`."""
+    return jax.tree.map(lambda w: NamedSharding(mesh, partition(w.axes, w.shape, mesh)), declared)
+
+
+def abstract(declared: Any, mesh: Mesh) -> Any:
+    """The tree of `jax.ShapeDtypeStruct`s of a declared tree, placed on `mesh`."""
+    return jax.tree.map(
+        lambda w, s: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=s), declared, shardings(declared, mesh)
+    )
+
+
+def initialize(declared: Any, key: jax.Array, mesh: Mesh) -> Any:
+    """Initial values, created where they belong; the same numbers on every mesh."""
+
+    def values(key: jax.Array) -> Any:
+        leaves, structure = jax.tree.flatten(declared)
+        keys = jax.random.split(key, len(leaves))
+        return jax.tree.unflatten(structure, [w.init(k, w.shape, w.dtype) for w, k in zip(leaves, keys, strict=True)])
+
+    return jax.jit(values, out_shardings=shardings(declared, mesh))(key)
+
+
+def partition(axes: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    """The mesh axes of an array with logical `axes`; a dimension that its mesh axis does not divide stays whole.
+
+    Raises `ValueError` if two dimensions map to one mesh axis.
+    """
+    spec: list[Any] = []
+    for name, size in zip(axes, shape, strict=True):
+        rule = RULES[name]
+        used = (rule,) if isinstance(rule, str) else (rule or ())
+        parts = 1
+        for axis in used:
+            parts *= mesh.shape[axis]
+        spec.append(rule if size % parts == 0 and parts > 1 else None)
+    flat = [axis for rule in spec if rule for axis in ((rule,) if isinstance(rule, str) else rule)]
+    if len(flat) != len(set(flat)):
+        raise ValueError(f"logical axes {axes} map twice to one mesh axis: {spec}")
+    return PartitionSpec(*spec)
+
+
+def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
+    """The device mesh of a config; raises `InputError` if the sizes do not multiply to the number of devices."""
+    devices = devices or jax.devices()
+    sizes = {"data": config.data, "fsdp": config.fsdp, "tensor": config.tensor}
+    fixed = 1
+    for size in sizes.values():
+        fixed *= max(size, 1)
+    sizes = {name: len(devices) // fixed if size == -1 else size for name, size in sizes.items()}
+    total = sizes["data"] * sizes["fsdp"] * sizes["tensor"]
+    if total != len(devices):
+        wanted = " x ".join(f"{name}={size}" for name, size in sizes.items())
+        raise InputError(f"config.mesh {wanted} needs {total} devices, found {len(devices)}: change config.mesh")
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * 3, devices=devices)
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """The placement of a batch: examples over `data` x `fsdp`."""
+    return NamedSharding(mesh, PartitionSpec(RULES["batch"]))
+
+
+def constrain(x: jax.Array, *axes: str) -> jax.Array:
+    """Ask the partitioner to keep `x` on its logical `axes`, inside `jax.set_mesh`; elsewhere `x` as it is."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, partition(axes, x.shape, mesh))

@@ -1,0 +1,94 @@
+"""One optimizer step: gradients of the path averaged over micro-batches, then AdamW, in one compiled program."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from l2d_jax import sharding
+from l2d_jax.config import TrainConfig
+from l2d_jax.diffusion_path import DiffusionPath
+from l2d_jax.errors import InputError
+from l2d_jax.llm import LLM
+from l2d_jax.objective import Batch, loss
+
+REMAT: dict[str, Callable | None] = {
+    "none": None,
+    "dots": partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+    "full": jax.checkpoint,
+}
+
+
+@nnx.dataclass
+class TrainState(nnx.Module):
+    """What a step changes."""
+
+    path: nnx.Data[DiffusionPath]
+    optimizer: nnx.Data[Any]  # Adam moments of the path, placed like it
+
+
+def optimizer_shardings(optimizer: optax.GradientTransformation, path: DiffusionPath, mesh: Mesh) -> Any:
+    """Placements of the optimizer's state: moments lie where their weights lie."""
+    return optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda _, placement: placement,
+        jax.eval_shape(optimizer.init, path),
+        jax.tree.map(lambda x: x.sharding, path),
+        transform_non_params=lambda _: NamedSharding(mesh, PartitionSpec()),
+    )
+
+
+def make_step(
+    optimizer: optax.GradientTransformation, config: TrainConfig, state: TrainState, mesh: Mesh
+) -> Callable[[TrainState, LLM, Batch, jax.Array], tuple[TrainState, dict[str, jax.Array]]]:
+    """The compiled step: `(state, llm, batch, key) -> (state, metrics)`; `state` is donated.
+
+    The batch has a leading axis of micro-batches, as `micro_batches` makes it. Metrics: loss in nats and gradient norm.
+    """
+    objective = partial(loss, reduction=config.reduction, chunk=config.loss_chunk, remat=REMAT[config.remat])
+
+    def step(state: TrainState, llm: LLM, batch: Batch, key: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+        def accumulate(carry: Any, scanned: tuple[Batch, jax.Array]) -> tuple[Any, None]:
+            micro, key = scanned
+            new = jax.value_and_grad(objective)(state.path, llm, micro, key)
+            return jax.tree.map(jnp.add, carry, new), None
+
+        zero = jax.tree.map(jnp.zeros_like, (jnp.float32(0), state.path))
+        keys = jax.random.split(key, config.accumulation)
+        total, _ = jax.lax.scan(accumulate, zero, (batch, keys))
+        value, gradient = jax.tree.map(lambda x: x / config.accumulation, total)
+        updates, moments = optimizer.update(gradient, state.optimizer, state.path)
+        new_state = TrainState(path=optax.apply_updates(state.path, updates), optimizer=moments)
+        return new_state, {"loss": value, "gradient_norm": optax.tree.norm(gradient)}
+
+    placements = jax.tree.map(lambda x: x.sharding, state)
+    return jax.jit(step, donate_argnums=0, out_shardings=(placements, NamedSharding(mesh, PartitionSpec())))
+
+
+def check_batch(config: TrainConfig, mesh: Mesh) -> None:
+    """Raise `InputError` for a micro-batch that the mesh does not divide."""
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    micro = config.batch_size // config.accumulation
+    if micro % shards:
+        raise InputError(
+            f"a micro-batch of {micro} examples (config.train.batch_size {config.batch_size} / accumulation "
+            f"{config.accumulation}) does not divide over data x fsdp = {shards} devices: use a multiple of {shards}"
+        )
+
+
+def micro_batches(batch: Batch, accumulation: int, mesh: Mesh) -> Batch:
+    """Place this process's share of a batch on the mesh, with a leading axis of micro-batches."""
+    placement = NamedSharding(mesh, PartitionSpec(None, sharding.RULES["batch"]))
+
+    def place(array: Any) -> jax.Array:
+        array = np.asarray(array)
+        split = array.reshape(accumulation, array.shape[0] // accumulation, *array.shape[1:])
+        return jax.make_array_from_process_local_data(placement, split)
+
+    return jax.tree.map(place, batch)

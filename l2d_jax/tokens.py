@@ -1,0 +1,211 @@
+"""Text to token ids and back: tokenizers, chat templates, and what of a conversation is learnt.
+
+A conversation gives one `Turn` per answer of the assistant. The context is what generation starts from: the chat
+template of the messages before it, with the generation prompt. The answer is what the template puts after that, up to
+and including the token that ends the turn; a line break behind it is the template's to write, not the model's. Context
+and answer are tokenised apart, so that the ids in training are those in generation, whatever the tokenizer would have
+merged across the border (the release does the same: ids of the context, then ids of the response).
+
+Where a template rewrites an answer (R1's drop the reasoning) or its prompt opens something (`<think>`), the answer is
+the message as it stands, less that opening, and the turn's end. Special tokens spelled out in a message are read as
+special tokens, as transformers does; nothing here protects from that.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from l2d_jax.errors import InputError
+
+Message = Mapping[str, Any]  # "role" and "content", both text
+
+DATE = "26 Jul 2024"  # Llama 3's templates print one; today's would change the data from one day to the next
+PROBE = "\N{SNOWMAN}"  # an answer that no template contains
+
+CHATML = """\
+{%- for message in messages -%}
+{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One answer and all that comes before it, as token ids."""
+
+    context: list[int]  # never empty
+    answer: list[int]  # ends with the token that ends the turn
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """Read the tokenizer of a Hugging Face folder: tokenizer.json as it stands, and tokenizer_config.json.
+
+    Not by `AutoTokenizer`: it rebuilds the tokenizer as the class that the config names, and SmolLM2's, whose config
+    says GPT2Tokenizer, then no longer splits numbers into digits (transformers 5.23).
+
+    Raises `InputError` where there is no tokenizer or it cannot be read.
+    """
+    if not (folder / "tokenizer.json").is_file():
+        found = ", ".join(sorted(path.name for path in folder.glob("*"))) or "nothing"
+        raise InputError(f"a tokenizer is read from tokenizer.json, but {folder} holds {found}: add the model's own")
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers and tokenizers raise whatever the first unreadable byte leads to
+        raise InputError(
+            f"the tokenizer in {folder} cannot be read ({first_line(error)}): copy tokenizer.json and "
+            "tokenizer_config.json of the model again"
+        ) from error
+
+
+def require_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Raise `InputError` where `tokenizer` has no chat template: a conversation could not be written down."""
+    if not tokenizer.chat_template:
+        raise InputError(
+            f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template: "
+            "take that of an instruct model, or add a chat_template.jinja beside tokenizer.json"
+        )
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer that needs no file: ids 0 to 255 are bytes, 256 to 258 <|pad|>, <|im_start|>, <|im_end|>; ChatML."""
+    # ByteLevel writes each byte as one visible character: the printable ones as they are, the others from 256 on.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = sorted(set(range(256)) - set(printable))
+    characters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    tokenizer = Tokenizer(models.BPE(vocab={character: byte for byte, character in characters.items()}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|pad|>", "<|im_start|>", "<|im_end|>"])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        chat_template=CHATML,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def padding_id(tokenizer: PreTrainedTokenizerFast) -> int:
+    """The id that fills a row: the tokenizer's own, else its end of sequence; `InputError` where it has neither."""
+    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token_id is not None:
+            return token_id
+    raise InputError(
+        f"the tokenizer of {tokenizer.name_or_path} has neither pad_token nor eos_token: name one in its config"
+    )
+
+
+def stop_ids(tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
+    """The ids that end a generated answer: the end of sequence and, where it is another, the template's end of turn."""
+    ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    if tokenizer.chat_template:
+        ids.append(encode([_frame(tokenizer, tokenizer.chat_template).end], tokenizer)[0][-1])
+    return tuple(dict.fromkeys(ids))
+
+
+def prompt_ids(messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """The ids that generation of the next answer starts from; `InputError` as for `turn_texts`."""
+    require_chat_template(tokenizer)
+    _check(messages)
+    return encode([_render(messages, tokenizer, prompt=True)], tokenizer)[0]
+
+
+def encode_turns(messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast) -> list[Turn]:
+    """One `Turn` per answer of the assistant, in order; `InputError` as for `turn_texts`."""
+    texts = turn_texts(messages, tokenizer)
+    ids = encode([text for turn in texts for text in turn], tokenizer)
+    return [Turn(context, answer) for context, answer in zip(ids[::2], ids[1::2], strict=True)]
+
+
+def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
+    """The ids of each text and nothing else: a template writes its own special tokens."""
+    return tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+
+
+def turn_texts(messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast) -> list[tuple[str, str]]:
+    """Context and answer of each of the assistant's turns, as text.
+
+    Raises `InputError` for messages without role or content, for a conversation that the assistant begins, and for a
+    template that refuses it or leaves no sound border between prompt and answer.
+    """
+    require_chat_template(tokenizer)
+    _check(messages)
+    return [_turn(messages[: i + 1], tokenizer) for i, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def _turn(messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast) -> tuple[str, str]:
+    """Context and answer of the last message."""
+    if len(messages) == 1:
+        raise InputError(
+            "an answer needs a message before it, but the assistant begins this conversation: remove that turn"
+        )
+    frame, content = _frame(tokenizer, tokenizer.chat_template), messages[-1]["content"]
+    prompt, text = _render(messages[:-1], tokenizer, prompt=True), _render(messages, tokenizer, prompt=False)
+    if text.startswith(prompt) and content.strip() in text[len(prompt) :]:
+        return prompt, text[len(prompt) : text.rindex(frame.end) + len(frame.end)]
+    if content.startswith(frame.opening):  # the template rewrites the answer, so the message itself is what to say
+        return prompt, content[len(frame.opening) :] + frame.end
+    raise InputError(
+        f"an answer must continue the chat template's prompt, which ends with {frame.opening!r}, but one begins with "
+        f"{content[:20]!r}: begin answers with {frame.opening!r}, or take a chat template whose prompt does not open it"
+    )
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """What a template puts around an answer."""
+
+    opening: str  # what the prompt for an answer ends with that a finished answer does not begin with; mostly empty
+    end: str  # from the answer's last character up to and including the token that ends the turn
+
+
+@functools.lru_cache(maxsize=8)
+def _frame(tokenizer: PreTrainedTokenizerFast, template: str) -> _Frame:  # noqa: ARG001
+    """Read the frame off a conversation; `template` is part of the cache's key: a new one is read again."""
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": PROBE}]
+    prompt, text = _render(messages[:1], tokenizer, prompt=True), _render(messages, tokenizer, prompt=False)
+    before, found, after = text.partition(PROBE)
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    ends = [after.index(token) + len(token) for token in special if token in after]
+    if not (prompt and found and ends and (prompt.startswith(before) or before.startswith(prompt))):
+        raise InputError(
+            f"a chat template must continue its prompt with the answer and a special token that ends it; that of "
+            f"{tokenizer.name_or_path} has the prompt {prompt!r} and writes {text!r} with the answer {PROBE!r}: mend it"
+        )
+    return _Frame(prompt[len(before) :], after[: min(ends)])
+
+
+def _check(messages: Sequence[Message]) -> None:
+    """Raise `InputError` unless every message has a role and a content of type text."""
+    if not messages:
+        raise InputError("a conversation needs at least one message, got none: remove it")
+    for number, message in enumerate(messages):
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise InputError(f"{key!r} of every message must be text, got {message.get(key)!r} in message {number}")
+
+
+def _render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast, *, prompt: bool) -> str:
+    plain = [dict(message) for message in messages]
+    try:
+        text = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=prompt, date_string=DATE)
+    except (jinja2.TemplateError, ValueError, TypeError) as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise InputError(
+            f"the chat template refuses a conversation of the roles {roles}: {first_line(error)}"
+        ) from error
+    assert isinstance(text, str)
+    return text
+
+
+def first_line(error: BaseException) -> str:
+    """What the cause of an error says, or the error itself where nothing caused it, in one line."""
+    cause = error.__cause__ or error
+    return (str(cause).strip() or type(cause).__name__).splitlines()[0]

@@ -1,0 +1,146 @@
+"""Trains a diffusion path: `python -m l2d_jax.train --config configs/smollm2_135m.py --workdir DIR`.
+
+The same command again resumes from the newest checkpoint. Only the path, its optimizer state and the step are saved:
+the frozen model is read from where it came from, and the order of the data is a function of the step.
+"""
+
+import json
+import math
+import time
+from pathlib import Path
+
+import jax
+
+from l2d_jax import accounting, command_line, models, runtime
+from l2d_jax.checkpoint import Checkpoints
+from l2d_jax.config import Config
+from l2d_jax.data import Examples
+from l2d_jax.errors import InputError
+from l2d_jax.metrics import Metrics
+from l2d_jax.optim import optimizer, schedule
+from l2d_jax.refine import Model, Refinement
+from l2d_jax.step import TrainState, check_batch, make_step, micro_batches, optimizer_shardings
+from l2d_jax.validate import validate
+
+
+def main() -> None:
+    """Parse the command line, then train or, with `--dry_run`, say what training would take."""
+    parser = command_line.Parser(prog="python -m l2d_jax.train", description=__doc__)
+    parser.add_argument("--config", required=True, help=command_line.CONFIG_HELP)
+    parser.add_argument("--workdir", type=Path, help="where config, checkpoints and metrics go")
+    parser.add_argument("--dry_run", action="store_true", help="print parameters, memory and FLOPs; no weights needed")
+    options, config = parser.parse_with_config()
+    if options.dry_run:
+        mesh = runtime.start(config.mesh)
+        print(accounting.summary(config, models.read_architecture(config.model), mesh))
+        return
+    if options.workdir is None:
+        raise InputError("--workdir is missing: name a folder for config, checkpoints and metrics")
+    train(config, options.workdir)
+
+
+def train(config: Config, workdir: Path) -> None:
+    """Train up to the config's last step, from the newest checkpoint in `workdir` if there is one."""
+    claim(workdir, config)
+    mesh = runtime.start(config.mesh)
+    check_batch(config.train, mesh)
+    for budget in config.validation.budgets:
+        Refinement.from_config(config.decode, budget=budget)
+    base = models.open_base(config.model, mesh, seed=config.train.seed)
+    if base.tokenizer is None:
+        raise InputError(f"{config.model.name} has no tokenizer: training reads text; add its tokenizer files")
+    training = Examples.load(config.data, base.tokenizer, split=config.data.train_split)
+    held_out = Examples.load(config.data, base.tokenizer, split=config.data.validation_split)
+    print(f"training examples: {training.counts}; validation examples: {held_out.counts}")
+
+    steps = config.train.steps or max(1, math.ceil(config.train.epochs * len(training) / config.train.batch_size))
+    rate = schedule(config.optim, steps)
+    adam = optimizer(config.optim, rate)
+    path = models.new_path(config.path, base.llm, mesh, seed=config.train.seed)
+    moments = jax.jit(adam.init, out_shardings=optimizer_shardings(adam, path, mesh))(path)
+    state = TrainState(path=path, optimizer=moments)
+
+    checkpoints = Checkpoints(workdir / "checkpoints", keep=config.train.keep)
+    start = checkpoints.latest() or 0
+    if start:
+        state = TrainState(**checkpoints.restore(start, vars_of(state)))
+        print(f"resuming after step {start}")
+    metrics = Metrics(workdir, start=start, total=steps)
+
+    def measure(step: int, state: TrainState) -> None:
+        report = validate(Model.build(base.llm, state.path), held_out.in_order(config.validation.batch_size), config)
+        metrics.write(step, report)
+        figures = {name: value for name, value in report.items() if isinstance(value, float)}
+        metrics.progress(step, "  ".join(f"{name.split('/')[1]} {value:.4f}" for name, value in figures.items()))
+
+    run_step = make_step(adam, config.train, state, mesh)
+    key = jax.random.key(config.train.seed + 1)
+    batches = training.batches(config.train.batch_size, start_step=start)
+    if start == 0:
+        measure(0, state)
+    began, tokens, pending = time.perf_counter(), 0, None
+    for step, batch in zip(range(start + 1, steps + 1), batches, strict=False):
+        placed = micro_batches(batch, config.train.accumulation, mesh)
+        state, result = run_step(state, base.llm, placed, jax.random.fold_in(key, step))
+        tokens += batch.tokens.size
+        if pending is not None:  # step k - 1 is read once step k is under way
+            _log(metrics, *pending)
+            pending = None
+        if step % config.train.log_every == 0 or step == steps:
+            elapsed = time.perf_counter() - began
+            extra = {"learning_rate": float(rate(step - 1)), "tokens_per_second": tokens / elapsed}
+            pending = step, result, extra
+            began, tokens = time.perf_counter(), 0
+        last = step == steps
+        if step % config.train.checkpoint_every == 0 or last:
+            checkpoints.save(step, vars_of(state))
+        if last or (config.train.validate_every and step % config.train.validate_every == 0):
+            _log(metrics, *pending) if pending else None
+            pending = None
+            measure(step, state)
+            began, tokens = time.perf_counter(), 0
+    checkpoints.close()
+    metrics.close()
+    export = workdir / "export"
+    export.mkdir(exist_ok=True)
+    models.save_path(export, state.path, base=config.model.name)
+
+
+def vars_of(state: TrainState) -> dict:
+    """The named parts of a checkpoint."""
+    return {"path": state.path, "optimizer": state.optimizer}
+
+
+def claim(workdir: Path, config: Config) -> None:
+    """Make the workdir and write the resolved config; raises `InputError` if it belongs to another config."""
+    file = workdir / "config.json"
+    text = json.dumps(config.to_dict(), indent=2) + "\n"
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        if not file.exists():
+            file.write_text(text)
+    except OSError as error:
+        raise InputError(f"cannot write to workdir {workdir}: {error.strerror}: choose another --workdir") from error
+    old, new = json.loads(file.read_text()), json.loads(text)
+    changed = [
+        f"config.{section}.{name} was {old.get(section, {}).get(name)!r}, is {value!r}"
+        for section, values in new.items()
+        for name, value in values.items()
+        if old.get(section, {}).get(name) != value
+    ]
+    if changed:
+        raise InputError(
+            f"workdir {workdir} belongs to another config: {'; '.join(changed[:5])}: choose another --workdir"
+        )
+
+
+def _log(metrics: Metrics, step: int, result: dict[str, jax.Array], extra: dict[str, float]) -> None:
+    values = {name: float(value) for name, value in result.items()} | extra
+    if not math.isfinite(values["loss"]):
+        raise FloatingPointError(f"the loss is {values['loss']} at step {step}: lower config.optim.peak_rate")
+    metrics.write(step, values)
+    metrics.progress(step, f"loss {values['loss']:.4f}  {values['tokens_per_second']:.0f} tokens/s")
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,61 @@
+# shellcheck shell=bash
+# The project's Python environment, for the other scripts to source:
+#
+#   source launch/environment.sh [REQUIREMENTS]     default: requirements.txt
+#
+# Creates .venv in the clone (or the folder that L2D_VENV names), installs REQUIREMENTS into it at the tested versions
+# and puts it first on PATH. Installs nothing the second time, until a requirements or constraints file changes.
+# L2D_PYTHON names the interpreter to build on; by default the first one that will do.
+
+_l2d_find_python() {
+  local candidate candidates=(python3 python3.12 python3.11 python3.13 python3.14)
+  if [[ -n ${L2D_PYTHON:-} ]]; then candidates=("$L2D_PYTHON"); fi
+  for candidate in "${candidates[@]}"; do
+    # ensurepip is what Debian splits off into python3-venv.
+    if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      echo "$candidate"
+      return
+    fi
+  done
+  echo "l2d_jax needs Python 3.11 or later with its venv module: install one, or name it in L2D_PYTHON" >&2
+  return 2
+}
+
+_l2d_environment() {
+  local root requirements=$1 venv python version constraints stamp wanted
+  root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) || return
+  venv=${L2D_VENV:-$root/.venv}
+  [[ $venv == /* ]] || venv=$PWD/$venv
+
+  if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    # Missing, or its interpreter has gone. Only ever clear a folder that is a virtual environment.
+    if [[ -e $venv && ! -e $venv/pyvenv.cfg && -n $(ls -A "$venv") ]]; then
+      echo "$venv is in the way: it is not a virtual environment" >&2
+      return 2
+    fi
+    python=$(_l2d_find_python) || return
+    "$python" -m venv --clear "$venv" || return
+  fi
+
+  version=$("$venv/bin/python" -c 'import sys; print("%d%d" % sys.version_info[:2])') || return
+  constraints=$root/constraints-py$version.txt
+  stamp=$venv/.installed-$requirements
+  # All of the files: they include one another.
+  wanted=$(cat "$root"/requirements*.txt "$root"/constraints-py*.txt | cksum) || return
+  if [[ ! -e $stamp || $(<"$stamp") != "$wanted" ]]; then
+    echo "installing $requirements into $venv (some minutes the first time)" >&2
+    local arguments=(--requirement "$root/$requirements")
+    if [[ -e $constraints ]]; then
+      arguments+=(--constraint "$constraints")
+    else
+      echo "this Python is untested: there is no ${constraints##*/}; L2D_PYTHON can name another" >&2
+    fi
+    "$venv/bin/python" -m pip install --quiet --quiet --no-input --disable-pip-version-check "${arguments[@]}" || return
+    echo "$wanted" >"$stamp"
+  fi
+
+  export VIRTUAL_ENV=$venv
+  export PATH=$venv/bin:$PATH
+}
+
+_l2d_environment "${1:-requirements.txt}"

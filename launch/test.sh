@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Runs the tests on a machine that has only Python: bash launch/test.sh [pytest's own arguments]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+source launch/environment.sh requirements-dev.txt
+exec python -m pytest "$@"
