@@ -1,4 +1,4 @@
-"""What a config costs, from shapes alone: trainable parameters, memory per device, floating-point operations per token."""
+"""What a config costs, from shapes alone: trainable parameters, memory per device, FLOPs per token."""
 
 import math
 from typing import Any
@@ -31,7 +31,7 @@ def bytes_per_device(declared: Any, mesh: Mesh) -> int:
 def flops_per_token(architecture: Architecture, config: PathConfig) -> dict[str, int]:
     """Useful floating-point operations of training on one token: matrix products alone, nothing recomputed.
 
-    A product with n weights takes 2n forward; the backward pass takes 2n for the input and 2n more for a trained weight.
+    A product with n weights takes 2n forward; backward, 2n for the input and 2n more for a trained weight.
     """
     a = architecture
     llm = LLM.declare(a, dtype=np.float32)

@@ -65,13 +65,17 @@ class Architecture:
                 f"config.json: num_attention_heads {sizes['num_attention_heads']} is not a multiple of "
                 f"num_key_value_heads {kv_heads}"
             )
+        width = sizes["hidden_size"] // sizes["num_attention_heads"]
+        head_dim = width if raw.get("head_dim") is None else _size(raw, "head_dim")
+        if head_dim % 2:
+            raise InputError(f"config.json: head_dim must be even, got {head_dim}: rotary embedding turns pairs")
         # transformers 5 writes both under rope_parameters; earlier releases wrote two keys.
         rope = {"rope_theta": raw.get("rope_theta", 10000.0), **(raw.get("rope_scaling") or {})}
         rope |= raw.get("rope_parameters") or {}
         return cls(
             **sizes,
             num_key_value_heads=kv_heads,
-            head_dim=raw.get("head_dim") or sizes["hidden_size"] // sizes["num_attention_heads"],
+            head_dim=head_dim,
             max_position_embeddings=int(raw.get("max_position_embeddings", 2048)),
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
             rope_theta=float(rope["rope_theta"]),

@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ml_collections import ConfigDict
 
@@ -20,7 +20,8 @@ CONFIG_HELP = "a config file, FILE.py or FILE.py:variant; --config.section.optio
 class Parser(argparse.ArgumentParser):
     """An argument parser whose complaints are one line and exit status 2, like all bad input."""
 
-    def error(self, message: str) -> Any:
+    def error(self, message: str) -> NoReturn:
+        """Raise `InputError`."""
         raise InputError(f"{message} (--help lists the options)")
 
     def parse_with_config(self, arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, Config]:
@@ -34,7 +35,7 @@ def run(main: Callable[[], int | None]) -> None:
     try:
         status = main() or 0
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_one_line(error)}", file=sys.stderr)
         status = 2
     except KeyboardInterrupt:
         status = 130
@@ -75,9 +76,11 @@ def read_config(reference: str, overrides: Mapping[str, Any] | None = None) -> C
         raise
     except Exception as error:  # the file is the user's code: whatever it raises is reported as their line
         raise InputError(f"{file} fails: {type(error).__name__}: {_one_line(error)}") from error
+    if not isinstance(config, ConfigDict | Mapping):
+        raise InputError(f"{file}: get_config() must return an ml_collections.ConfigDict, got {type(config).__name__}")
     for name, value in (overrides or {}).items():
         _override(config, name, value)
-    return Config.from_dict(config.to_dict() if isinstance(config, ConfigDict) else config)
+    return Config.from_dict(config.to_dict() if isinstance(config, ConfigDict) else dict(config))
 
 
 def _import(file: Path) -> Any:

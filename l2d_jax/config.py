@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 from l2d_jax.errors import InputError
 
 
-def require(condition: bool, message: str) -> None:
+def require(condition: bool, message: str) -> None:  # noqa: FBT001 (like the condition of an assert)
     """Raise `InputError(message)` unless `condition` holds."""
     if not condition:
         raise InputError(message)
@@ -187,7 +187,7 @@ class MeshConfig:
         sizes = (self.data, self.fsdp, self.tensor)
         require(
             all(size == -1 or size > 0 for size in sizes) and sizes.count(-1) <= 1,
-            f"config.mesh takes positive sizes and at most one -1, got data={sizes[0]} fsdp={sizes[1]} tensor={sizes[2]}",
+            f"config.mesh takes positive sizes and at most one -1, got data, fsdp and tensor {sizes}",
         )
 
 
@@ -216,33 +216,32 @@ class Config:
 
 def defaults() -> ConfigDict:
     """The options with the paper's values, for a config file to edit; an unknown name raises as it is set."""
-    sections = {f.name: f.type for f in dataclasses.fields(Config)}
-    values = {
-        name: {f.name: f.default for f in dataclasses.fields(section)}  # type: ignore[arg-type]
-        for name, section in sections.items()
-    }
+    sections = typing.get_type_hints(Config).items()
+    values = {name: {f.name: f.default for f in dataclasses.fields(section)} for name, section in sections}
     config = ConfigDict(values, type_safe=False)
     return config.lock()
 
 
-def from_dict(cls: type, values: Mapping[str, Any], *, prefix: str) -> Any:
+def from_dict(cls: type, values: Any, *, prefix: str) -> Any:
     """Build a dataclass from a nested dictionary, checking names and types; errors name `prefix` and the option."""
+    if not isinstance(values, Mapping):
+        raise InputError(f"{prefix} must be a section of options, got {values!r} of type {type(values).__name__}")
     types_by_name = typing.get_type_hints(cls)
-    names = {f.name for f in dataclasses.fields(cls)}
     arguments = {}
     for name, value in values.items():
-        if name not in names:
-            raise InputError(f"unknown option {prefix}.{name}{nearest(name, names)}")
-        expected = types_by_name[name]
-        if dataclasses.is_dataclass(expected) and isinstance(value, Mapping):
-            arguments[name] = from_dict(expected, value, prefix=f"{prefix}.{name}")  # type: ignore[arg-type]
-        else:
-            arguments[name] = _cast(value, expected, f"{prefix}.{name}")
+        if name not in types_by_name:
+            raise InputError(f"unknown option {prefix}.{name}{nearest(str(name), types_by_name)}")
+        arguments[name] = _cast(value, types_by_name[name], f"{prefix}.{name}")
+    for f in dataclasses.fields(cls):
+        if f.name not in arguments and f.default is f.default_factory is dataclasses.MISSING:
+            raise InputError(f"option {prefix}.{f.name} is missing: give it")
     return cls(**arguments)
 
 
 def _cast(value: Any, expected: Any, name: str) -> Any:
     """`value` as the declared type, by the lossless conversions that a command line and JSON need."""
+    if dataclasses.is_dataclass(expected):
+        return from_dict(typing.cast(type, expected), value, prefix=name)
     origin, options = typing.get_origin(expected), typing.get_args(expected)
     if origin is Literal:
         require(value in options, f"{name} must be one of {', '.join(map(repr, options))}, got {value!r}")
@@ -263,7 +262,7 @@ def _cast(value: Any, expected: Any, name: str) -> Any:
     raise InputError(f"{name} must be of type {wanted}, got {value!r} of type {type(value).__name__}")
 
 
-def nearest(name: str, names: typing.Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
     """The end of an error message: the known name closest to an unknown one, or all of them."""
     names = sorted(names)
     if not names:

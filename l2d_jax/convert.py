@@ -14,6 +14,7 @@ from l2d_jax.sources import SafetensorsFolder, locate, output_folder, read_json,
 
 # What is taken over from the base's folder besides the weights; never code, never pickles.
 KEPT = ("*.json", "*.txt", "*.jinja", "tokenizer.model")
+REPLACED = ("model.safetensors.index.json", "path.json")  # of shards and of a path that are not taken over
 
 
 def main() -> None:
@@ -43,7 +44,7 @@ def import_model(base: str, out: Path, *, l2d: Path | None = None, hyperparamete
     with output_folder(out) as partial:
         for pattern in KEPT:
             for file in folder.glob(pattern):
-                if file.name != "model.safetensors.index.json":
+                if file.name not in REPLACED:
                     shutil.copyfile(file, partial / file.name)
         if l2d is None or hyperparameters is None:
             source = SafetensorsFolder.open(folder)

@@ -122,12 +122,13 @@ class Examples:
         """Examples in the batch's shape; {} becomes a row of padding (grain skips a None)."""
         rows, length = len(examples), self.config.max_length
         width = self.config.answer_length or length
-        batch = Batch(
-            tokens=np.full((rows, length), self.padding, np.int32),
-            queries=np.tile(np.arange(width, dtype=np.int32), (rows, 1)),
-            targets=np.full((rows, width), self.padding, np.int32),
-            weights=np.zeros((rows, width), np.float32),
-            classes=np.zeros(rows, np.int32),
+        full: Any = np.full  # NumPy's arrays become JAX's as they are placed on the mesh
+        batch: Any = Batch(
+            tokens=full((rows, length), self.padding, np.int32),
+            queries=full((rows, width), np.arange(width), np.int32),
+            targets=full((rows, width), self.padding, np.int32),
+            weights=full((rows, width), 0, np.float32),
+            classes=full(rows, 0, np.int32),
         )
         for row, example in enumerate(examples):
             if not example:
@@ -260,8 +261,7 @@ def _turns(
     ids = tokens.encode(texts, tokenizer)
     contexts, answers = ids[::2], ids[1::2]
     turns = [context + answer for context, answer in zip(contexts, answers, strict=True)]
-    context_lengths, turn_lengths = list(map(len, contexts)), list(map(len, turns))
-    return {"tokens": turns, "context": context_lengths, "length": turn_lengths, "class": classes}
+    return {"tokens": turns, "context": [*map(len, contexts)], "length": [*map(len, turns)], "class": classes}
 
 
 def _conversations(rows: Mapping[str, list[Any]]) -> Iterable[Any]:

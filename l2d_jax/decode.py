@@ -20,12 +20,12 @@ from l2d_jax.refine import Model, Refinement, refine
 class State(nnx.Module):
     """Everything that the next token depends on."""
 
-    cache: nnx.Data[KVCache]
-    hidden: nnx.Data[Float[Array, "B D"]]  # of the main path at the newest token
-    positions: nnx.Data[Int[Array, " B"]]  # of the newest token
-    keys: nnx.Data[Key[Array, " B"]]
-    count: nnx.Data[Int[Array, ""]]  # tokens generated so far
-    done: nnx.Data[Bool[Array, " B"]]  # whether the sequence has ended
+    cache: KVCache = nnx.data()
+    hidden: Float[Array, "B D"] = nnx.data()  # of the main path at the newest token
+    positions: Int[Array, " B"] = nnx.data()  # of the newest token
+    keys: Key[Array, " B"] = nnx.data()
+    count: Int[Array, ""] = nnx.data()  # tokens generated so far
+    done: Bool[Array, " B"] = nnx.data()  # whether the sequence has ended
 
 
 @partial(jax.jit, static_argnames="room")

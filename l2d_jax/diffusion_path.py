@@ -2,10 +2,13 @@
 
 It carries one diffusion token per position. The token that predicts position k sits at position k - 1: it takes that
 position's rotary angle and sees the main path's keys up to it, and no other diffusion token. Its layers are the
-main path's own weights with LoRA updates, or full copies; its output, weighted by w(t) - w(0), corrects the last hidden state.
+main path's own weights with LoRA updates, or full copies; its output, weighted by w(t) - w(0), corrects the last hidden
+state.
 """
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +22,7 @@ from l2d_jax.config import PathConfig
 from l2d_jax.llm import LLM, KVCache, bias
 from l2d_jax.llm import Layers as LLMLayers
 from l2d_jax.ops import Linear, Lora, Mlp
-from l2d_jax.sharding import Weight, constrain
+from l2d_jax.sharding import Declared, Weight, constrain
 
 PARTS = 6  # scale, shift and gate of the attention, then of the MLP
 
@@ -28,26 +31,26 @@ PARTS = 6  # scale, shift and gate of the attention, then of the MLP
 class PathLayers(nnx.Module):
     """Weights of all blocks of the path, stacked; q, o, gate, up, down are updates of the LM's or replace them."""
 
-    modulation: nnx.Data[Mlp]  # E -> E -> (6, D)
-    q: nnx.Data[Lora | Float[Array, "L D N H"] | Weight]
-    o: nnx.Data[Lora | Float[Array, "L N H D"] | Weight]
-    gate: nnx.Data[Lora | Float[Array, "L D F"] | Weight]
-    up: nnx.Data[Lora | Float[Array, "L D F"] | Weight]
-    down: nnx.Data[Lora | Float[Array, "L F D"] | Weight]
-    q_bias: nnx.Data[Float[Array, "L N H"] | Weight | None] = None  # with full copies of a model that has one
+    modulation: Mlp = nnx.data()  # E -> E -> (6, D)
+    q: Lora | Float[Array, "L D N H"] | Declared = nnx.data()
+    o: Lora | Float[Array, "L N H D"] | Declared = nnx.data()
+    gate: Lora | Float[Array, "L D F"] | Declared = nnx.data()
+    up: Lora | Float[Array, "L D F"] | Declared = nnx.data()
+    down: Lora | Float[Array, "L F D"] | Declared = nnx.data()
+    q_bias: Float[Array, "L N H"] | Declared | None = nnx.data(default=None)  # with full copies of a model that has one
 
 
 @nnx.dataclass
 class DiffusionPath(nnx.Module):
     """f_d and w_d of the paper, with the maps into and out of the diffusion space."""
 
-    vocabulary: nnx.Data[Linear]  # D -> C
-    translation: nnx.Data[Mlp]  # C -> D
-    time: nnx.Data[Mlp]  # F -> E
-    layers: nnx.Data[PathLayers]
-    merge: nnx.Data[Mlp]  # E -> D, the weight w
-    classes: nnx.Data[Float[Array, "labels E"] | Weight | None]  # the last label is the null class
-    config: nnx.Static[PathConfig]
+    vocabulary: Linear = nnx.data()  # D -> C
+    translation: Mlp = nnx.data()  # C -> D
+    time: Mlp = nnx.data()  # F -> E
+    layers: PathLayers = nnx.data()
+    merge: Mlp = nnx.data()  # E -> D, the weight w
+    classes: Float[Array, "labels E"] | Declared | None = nnx.data()  # the last label is the null class
+    config: PathConfig = nnx.static()
 
     @classmethod
     def declare(cls, config: PathConfig, architecture: Architecture) -> "DiffusionPath":
@@ -58,7 +61,9 @@ class DiffusionPath(nnx.Module):
         width = (a.num_attention_heads, a.head_dim)
         d, f = (a.hidden_size,), (a.intermediate_size,)
 
-        def update(inward: tuple, outward: tuple, axes: tuple[tuple[str, ...], tuple[str, ...]]) -> Lora | Weight:
+        def update(
+            inward: tuple[int, ...], outward: tuple[int, ...], axes: tuple[tuple[str, ...], tuple[str, ...]]
+        ) -> Lora | Weight:
             (layers, scanned), (axes_in, axes_out) = stack, axes
             if c.layers == "dense":
                 fan_in = -len(outward) - 1 if len(inward) == 1 else (-3, -2)
@@ -114,7 +119,7 @@ class DiffusionPath(nnx.Module):
         """Vocabulary vectors V_y of rows of the LM's embedding table, in float32 (bias as in the released code)."""
         return diffusion.normalize(self.vocabulary(embeddings.astype(jnp.float32)))
 
-    def condition(self, t: Float[Array, "*B"], labels: Int[Array, "*b"] | None = None) -> Float[Array, "*B E"]:
+    def condition(self, t: Float[Array, "*#B"], labels: Int[Array, "*#B"] | None = None) -> Float[Array, "*#B E"]:
         """The embedding of t and of the class, in float32; `labels` None is the null class."""
         embedded = self.time(diffusion.time_features(t, self.config.frequency_width))
         if self.classes is None:
@@ -122,7 +127,7 @@ class DiffusionPath(nnx.Module):
         null = self.config.classes
         return embedded + self.classes[null if labels is None else labels]
 
-    def merge_weight(self, t: Float[Array, "*B"], labels: Int[Array, "*b"] | None = None) -> Float[Array, "*B D"]:
+    def merge_weight(self, t: Float[Array, "*#B"], labels: Int[Array, "*#B"] | None = None) -> Float[Array, "*#B D"]:
         """w_d(t) = w(t) - w(0), in float32; exactly zero at t = 0."""
         weight = self.merge(self.condition(t, labels)) - self.merge(self.condition(jnp.zeros_like(t), labels))
         return jnp.where(t[..., None] == 0, 0.0, weight)
@@ -136,9 +141,9 @@ class DiffusionPath(nnx.Module):
         cache: KVCache,
         positions: Int[Array, "B M"],
         labels: Int[Array, "#B #M"] | None = None,
-        remat: Callable | None = None,
+        remat: Callable[..., Any] | None = None,
     ) -> Float[Array, "B M D"]:
-        """The correction w_d(t) * f_d(x_t, t) of the hidden states at `positions`; the arguments are those of `features`."""
+        """The correction w_d(t) * f_d(x_t, t) of the hidden states at `positions`; arguments as of `features`."""
         f = self.features(llm, x, t, cache=cache, positions=positions, labels=labels, remat=remat)
         return self.merge_weight(t, labels).astype(f.dtype) * f
 
@@ -151,7 +156,7 @@ class DiffusionPath(nnx.Module):
         cache: KVCache,
         positions: Int[Array, "B M"],
         labels: Int[Array, "#B #M"] | None = None,
-        remat: Callable | None = None,
+        remat: Callable[..., Any] | None = None,
     ) -> Float[Array, "B M D"]:
         """The output f_d(x_t, t) of the path's layers, before it is weighted.
 
@@ -222,6 +227,4 @@ def start_from(path: DiffusionPath, llm: LLM) -> DiffusionPath:
     own = path.layers
     weights = {name: jnp.array(getattr(llm.layers, name), jnp.float32) for name in ("q", "o", "gate", "up", "down")}
     q_bias = None if own.q_bias is None else jnp.array(llm.layers.q_bias, jnp.float32)
-    return DiffusionPath(
-        **{**vars(path), "layers": PathLayers(modulation=own.modulation, **weights, q_bias=q_bias)}  # type: ignore
-    )
+    return dataclasses.replace(path, layers=PathLayers(modulation=own.modulation, **weights, q_bias=q_bias))

@@ -1,12 +1,15 @@
 """Answers a prompt, or chats: `python -m l2d_jax.generate --workdir DIR --prompt "…" --budget 15`."""
 
+import argparse
 import dataclasses
 from pathlib import Path
 
-from l2d_jax import command_line
+from l2d_jax import command_line, models
 from l2d_jax.config import DecodeConfig
 from l2d_jax.errors import InputError
-from l2d_jax.generation import Loaded, load, stream_text
+from l2d_jax.generation import check_prompts, check_settings, encode_prompt, stream_text
+from l2d_jax.loaded import Loaded, find, load
+from l2d_jax.solvers import SOLVERS
 
 
 def main() -> None:
@@ -17,25 +20,31 @@ def main() -> None:
     source.add_argument("--model", help="a model folder, a hub id or a GGUF file; without a path the budget is 1")
     parser.add_argument("--prompt", help="one message to answer; without it, a chat")
     parser.add_argument("--budget", type=int, help="evaluations of the path per token, the final one included")
-    parser.add_argument("--solver", help="euler, midpoint, heun, heun3 or rk4")
+    parser.add_argument("--solver", choices=list(SOLVERS), help="how the path is integrated")
     parser.add_argument("--temperature", type=float, help="of the final draw; 0: arg max")
     parser.add_argument("--max_new_tokens", type=int, help="at most so many tokens an answer")
     parser.add_argument("--seed", type=int, default=0, help="of the noise and the draws")
     options = parser.parse_args()
     if options.workdir and not (options.workdir / "checkpoints").is_dir():
         raise InputError(f"{options.workdir} is no workdir of training: it has no checkpoints folder")
+    found = find(options.workdir or options.model)
+    settings = choose(found.defaults, options)
+    check_settings(settings, has_path=found.has_path)
+    messages = [{"role": "user", "content": options.prompt or ""}]
+    base = models.find_base(found.base)
+    check_prompts([encode_prompt(messages, base.tokenizer)], settings, base.architecture)
     loaded = load(options.workdir or options.model)
-    settings = choose(loaded.defaults, options)
     if options.prompt is not None:
-        answer(loaded, [{"role": "user", "content": options.prompt}], settings, seed=options.seed)
+        answer(loaded, messages, settings, seed=options.seed)
     else:
         chat(loaded, settings, seed=options.seed)
 
 
-def choose(defaults: DecodeConfig, options: object) -> DecodeConfig:
+def choose(defaults: DecodeConfig, options: argparse.Namespace) -> DecodeConfig:
     """The model's own settings with those of the command line; raises `InputError`."""
-    given = {f.name: getattr(options, f.name, None) for f in dataclasses.fields(DecodeConfig)}
-    return dataclasses.replace(defaults, **{name: value for name, value in given.items() if value is not None})
+    names = {f.name for f in dataclasses.fields(DecodeConfig)}
+    given = {name: value for name, value in vars(options).items() if name in names and value is not None}
+    return dataclasses.replace(defaults, **given)
 
 
 def answer(loaded: Loaded, messages: list[dict[str, str]], settings: DecodeConfig, *, seed: int) -> str:

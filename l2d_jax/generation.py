@@ -1,60 +1,21 @@
-"""Text in, text out: loads a trained model and streams its answers. The Python interface of the package."""
+"""Text in, text out: streams the answers of a model. The Python interface of the package."""
 
-import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerFast
 
-from l2d_jax import decode, models, runtime, sharding, tokens
-from l2d_jax.checkpoint import Checkpoints
-from l2d_jax.config import Config, DecodeConfig, MeshConfig, ModelConfig
-from l2d_jax.diffusion_path import DiffusionPath
+from l2d_jax import decode, tokens
+from l2d_jax.architecture import Architecture
+from l2d_jax.config import DecodeConfig
 from l2d_jax.errors import InputError
-from l2d_jax.refine import Model, Refinement, check_labels
-from l2d_jax.sources import read_json
+from l2d_jax.loaded import Loaded
+from l2d_jax.refine import Refinement, check_labels
 
 CHUNK = 8  # tokens between two pieces of streamed text
 SHORTEST_BUCKET = 64  # prompts are padded to this many tokens, or twice, four times … as many
-
-
-class Loaded(NamedTuple):
-    """A model that is ready to generate."""
-
-    model: Model
-    tokenizer: PreTrainedTokenizerFast | None
-    ends: tuple[int, ...]  # tokens that end an answer
-    defaults: DecodeConfig  # how it was validated while it was trained
-
-
-def load(folder: str | os.PathLike, *, mesh: Mesh | None = None, dtype: str | None = None) -> Loaded:
-    """Open a workdir of training, a model folder, or a plain Hugging Face folder (which knows a budget of 1 alone).
-
-    Args:
-      folder: where the model is; a hub id or GGUF file is a plain model.
-      mesh: the devices to use; None: all.
-      dtype: "float32" or "bfloat16", of weights and products; None: as it was trained, bfloat16 for plain models.
-
-    Raises:
-      InputError: for anything that is missing, malformed or does not fit.
-    """
-    mesh = runtime.start(MeshConfig()) if mesh is None else mesh
-    path = Path(folder)
-    if (path / "checkpoints").is_dir():
-        config = Config.from_dict(read_json(path / "config.json"))
-        base = models.open_base(_with_dtype(config.model, dtype), mesh, seed=config.train.seed)
-        return _loaded(base, _newest_path(path, config, base, mesh), config.decode)
-    if (path / "path.json").exists():
-        name = str(folder) if (path / "config.json").exists() else read_json(path / "path.json")["base"]
-        base = models.open_base(_with_dtype(ModelConfig(name=name), dtype), mesh)
-        return _loaded(base, models.load_path(path, base.llm.architecture, mesh), DecodeConfig())
-    base = models.open_base(_with_dtype(ModelConfig(name=str(folder)), dtype), mesh)
-    return _loaded(base, None, DecodeConfig(budget=1, solver="euler"))
 
 
 def generate(
@@ -99,22 +60,12 @@ def stream(
     """
     settings = loaded.defaults if settings is None else settings
     model = loaded.model
-    limit = model.llm.architecture.max_position_embeddings
-    longest = max((len(prompt) for prompt in prompts), default=0)
-    if not prompts or not all(prompts):
-        raise InputError("a prompt is empty: give at least one token")
-    if longest + settings.max_new_tokens > limit:
-        raise InputError(
-            f"a prompt of {longest} tokens and {settings.max_new_tokens} new ones exceed the model's {limit} positions: "
-            "shorten the prompt or lower max_new_tokens"
-        )
-    if model.path is None and settings.budget != 1:
-        raise InputError(
-            f"a budget of {settings.budget} needs a diffusion path, and this model has none: use a budget of 1"
-        )
+    refinement = check_settings(settings, has_path=model.path is not None)
+    check_prompts(prompts, settings, model.llm.architecture)
     if labels is not None:
+        if len(labels) != len(prompts):
+            raise InputError(f"guidance takes one class label per prompt, got {len(labels)} for {len(prompts)} prompts")
         check_labels(model, labels)
-    refinement = Refinement.from_config(settings)
     chunks = -(-settings.max_new_tokens // CHUNK)
     ids, lengths = _pad(prompts)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(len(prompts)))
@@ -141,6 +92,34 @@ def stream(
             return
 
 
+def check_settings(settings: DecodeConfig, *, has_path: bool) -> Refinement:
+    """The settings as the solver takes them; raises `InputError` for a budget that cannot be spent."""
+    if not has_path and settings.budget != 1:
+        raise InputError(
+            f"a budget of {settings.budget} needs a diffusion path, and this model has none: use a budget of 1"
+        )
+    return Refinement.from_config(settings)
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], settings: DecodeConfig, architecture: Architecture) -> None:
+    """Raise `InputError` for an empty prompt, and for one that leaves no room for the answer."""
+    if not prompts or not all(prompts):
+        raise InputError("a prompt is empty: give at least one token")
+    longest, limit = max(map(len, prompts)), architecture.max_position_embeddings
+    if longest + settings.max_new_tokens > limit:
+        raise InputError(
+            f"a prompt of {longest} tokens and {settings.max_new_tokens} new ones exceed the {limit} positions of the "
+            "model: shorten the prompt or lower max_new_tokens"
+        )
+
+
+def encode_prompt(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerFast | None) -> list[int]:
+    """The token ids of a conversation up to the next answer; raises `InputError` as `stream_text` does."""
+    if tokenizer is None:
+        raise InputError("the model folder has no tokenizer: add its tokenizer files to generate text")
+    return tokens.prompt_ids(messages, tokenizer)
+
+
 def stream_text(
     loaded: Loaded, messages: Sequence[dict[str, str]], *, settings: DecodeConfig | None = None, seed: int = 0
 ) -> Iterator[str]:
@@ -148,19 +127,24 @@ def stream_text(
 
     Raises `InputError` if the model has no tokenizer or its tokenizer no chat template.
     """
-    tokenizer = loaded.tokenizer
-    if tokenizer is None:
-        raise InputError("the model folder has no tokenizer: add its tokenizer files to generate text")
-    prompt = tokens.prompt_ids(list(messages), tokenizer)
+    prompt = encode_prompt(messages, loaded.tokenizer)
     answer: list[int] = []
     shown = ""
     for piece in stream(loaded, [prompt], settings=settings, seed=seed):
         answer.extend(piece[0])
-        text = tokenizer.decode(answer, skip_special_tokens=True)
+        text = _decode(answer, loaded.tokenizer)
         if not text.endswith("\ufffd"):  # the rest of a character is still to come
             yield text[len(shown) :]
             shown = text
-    yield tokenizer.decode(answer, skip_special_tokens=True)[len(shown) :]
+    yield _decode(answer, loaded.tokenizer)[len(shown) :]
+
+
+def _decode(ids: Sequence[int], tokenizer: PreTrainedTokenizerFast | None) -> str:
+    """The text as it was tokenised: no space before a full stop is cleaned up."""
+    assert tokenizer is not None
+    text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text
 
 
 def _pad(prompts: Sequence[Sequence[int]]) -> tuple[jax.Array, jax.Array]:
@@ -172,20 +156,3 @@ def _pad(prompts: Sequence[Sequence[int]]) -> tuple[jax.Array, jax.Array]:
     for row, prompt in zip(ids, prompts, strict=True):
         row[: len(prompt)] = prompt
     return jnp.array(ids), jnp.array([len(prompt) for prompt in prompts], jnp.int32)
-
-
-def _loaded(base: models.Base, path: DiffusionPath | None, defaults: DecodeConfig) -> Loaded:
-    return Loaded(Model.build(base.llm, path), base.tokenizer, base.ends, defaults)
-
-
-def _newest_path(workdir: Path, config: Config, base: models.Base, mesh: Mesh) -> DiffusionPath:
-    checkpoints = Checkpoints(workdir / "checkpoints")
-    step = checkpoints.latest()
-    if step is None:
-        raise InputError(f"workdir {workdir} has no checkpoint yet: train it first")
-    declared = DiffusionPath.declare(config.path, base.llm.architecture)
-    return checkpoints.restore(step, {"path": sharding.abstract(declared, mesh)})["path"]
-
-
-def _with_dtype(config: ModelConfig, dtype: str | None) -> ModelConfig:
-    return config if dtype is None else ModelConfig(config.name, config.architecture, dtype)  # type: ignore[arg-type]

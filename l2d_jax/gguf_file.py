@@ -229,7 +229,7 @@ def _config(file: GGUFFile) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": count("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "vocab_size": embedding.shape[0] if embedding and embedding.shape else 1,
+        "vocab_size": embedding.shape[0] if embedding else 1,
         "max_position_embeddings": count("context_length"),
         "rms_norm_eps": number(file.get(f"{architecture}.attention.layer_norm_rms_epsilon", float)),
         "rope_theta": theta,

@@ -15,17 +15,17 @@ from jaxtyping import Array, Float, Int
 
 from l2d_jax import ops
 from l2d_jax.architecture import Architecture
-from l2d_jax.sharding import Weight, constrain
+from l2d_jax.sharding import Declared, Weight, constrain
 
 
 @nnx.dataclass
 class KVCache(nnx.Module):
     """Rotated keys and values of the main path, which the diffusion path reads."""
 
-    k: nnx.Data[Float[Array, "L B S K H"]]
-    v: nnx.Data[Float[Array, "L B S K H"]]
-    positions: nnx.Data[Int[Array, "B S"]]  # of the token in each slot; -1: empty
-    used: nnx.Data[Int[Array, ""]]  # slots written so far, the same for the whole batch
+    k: Float[Array, "L B S K H"] = nnx.data()
+    v: Float[Array, "L B S K H"] = nnx.data()
+    positions: Int[Array, "B S"] = nnx.data()  # of the token in each slot; -1: empty
+    used: Int[Array, ""] = nnx.data()  # slots written so far, the same for the whole batch
 
     @classmethod
     def empty(cls, architecture: Architecture, batch: int, slots: int, *, dtype: Any) -> "KVCache":
@@ -53,29 +53,29 @@ class KVCache(nnx.Module):
 class Layers(nnx.Module):
     """Weights of all decoder blocks, stacked."""
 
-    attention_norm: nnx.Data[Float[Array, "L D"] | Weight]
-    q: nnx.Data[Float[Array, "L D N H"] | Weight]
-    k: nnx.Data[Float[Array, "L D K H"] | Weight]
-    v: nnx.Data[Float[Array, "L D K H"] | Weight]
-    o: nnx.Data[Float[Array, "L N H D"] | Weight]
-    mlp_norm: nnx.Data[Float[Array, "L D"] | Weight]
-    gate: nnx.Data[Float[Array, "L D F"] | Weight]
-    up: nnx.Data[Float[Array, "L D F"] | Weight]
-    down: nnx.Data[Float[Array, "L F D"] | Weight]
-    q_bias: nnx.Data[Float[Array, "L N H"] | Weight | None] = None
-    k_bias: nnx.Data[Float[Array, "L K H"] | Weight | None] = None
-    v_bias: nnx.Data[Float[Array, "L K H"] | Weight | None] = None
+    attention_norm: Float[Array, "L D"] | Declared = nnx.data()
+    q: Float[Array, "L D N H"] | Declared = nnx.data()
+    k: Float[Array, "L D K H"] | Declared = nnx.data()
+    v: Float[Array, "L D K H"] | Declared = nnx.data()
+    o: Float[Array, "L N H D"] | Declared = nnx.data()
+    mlp_norm: Float[Array, "L D"] | Declared = nnx.data()
+    gate: Float[Array, "L D F"] | Declared = nnx.data()
+    up: Float[Array, "L D F"] | Declared = nnx.data()
+    down: Float[Array, "L F D"] | Declared = nnx.data()
+    q_bias: Float[Array, "L N H"] | Declared | None = nnx.data(default=None)
+    k_bias: Float[Array, "L K H"] | Declared | None = nnx.data(default=None)
+    v_bias: Float[Array, "L K H"] | Declared | None = nnx.data(default=None)
 
 
 @nnx.dataclass
 class LLM(nnx.Module):
     """Embedding, decoder blocks, final norm and output head."""
 
-    embed: nnx.Data[Float[Array, "V D"] | Weight]
-    layers: nnx.Data[Layers]
-    norm: nnx.Data[Float[Array, " D"] | Weight]
-    head: nnx.Data[Float[Array, "V D"] | Weight | None]  # None: the embedding, transposed
-    architecture: nnx.Static[Architecture]
+    embed: Float[Array, "V D"] | Declared = nnx.data()
+    layers: Layers = nnx.data()
+    norm: Float[Array, " D"] | Declared = nnx.data()
+    head: Float[Array, "V D"] | Declared | None = nnx.data()  # None: the embedding, transposed
+    architecture: Architecture = nnx.static()
 
     @classmethod
     def declare(cls, architecture: Architecture, *, dtype: Any) -> "LLM":
@@ -128,16 +128,16 @@ class LLM(nnx.Module):
         if cache is not None:
             kv_positions = jax.lax.dynamic_update_slice_in_dim(cache.positions, positions, cache.used, 1)
 
-        def block(x: Array, scanned: tuple[Layers, Array | None, Array | None]) -> tuple[Array, tuple[Array, Array]]:
-            w, past_k, past_v = scanned
+        def block(x: Array, scanned: tuple[Layers, tuple[Array, Array] | None]) -> tuple[Array, tuple[Array, Array]]:
+            w, past = scanned
             with jax.named_scope("attention"):
                 y = ops.rms_norm(x, w.attention_norm, epsilon)
                 q = ops.rope(ops.project(y, w.q) + bias(w.q_bias, y), positions, frequencies)
                 k = new_k = ops.rope(ops.project(y, w.k) + bias(w.k_bias, y), positions, frequencies)
                 v = new_v = ops.project(y, w.v) + bias(w.v_bias, y)
-                if cache is not None:
-                    k = jax.lax.dynamic_update_slice_in_dim(past_k, k, cache.used, 1)
-                    v = jax.lax.dynamic_update_slice_in_dim(past_v, v, cache.used, 1)
+                if cache is not None and past is not None:
+                    k = jax.lax.dynamic_update_slice_in_dim(past[0], k, cache.used, 1)
+                    v = jax.lax.dynamic_update_slice_in_dim(past[1], v, cache.used, 1)
                 y = ops.attention(q, k, v, q_positions=positions, kv_positions=kv_positions)
                 x = x + ops.project(y, w.o, dims=2)
             with jax.named_scope("mlp"):
@@ -146,8 +146,8 @@ class LLM(nnx.Module):
             return constrain(x, "batch", "length", "embed_activation"), (new_k, new_v)
 
         with jax.named_scope("llm"):
-            past = (None, None) if cache is None else (cache.k, cache.v)
-            hidden, (k, v) = jax.lax.scan(block, self.embed[tokens], (self.layers, *past))
+            past = None if cache is None else (cache.k, cache.v)
+            hidden, (k, v) = jax.lax.scan(block, self.embed[tokens], (self.layers, past))
         return hidden, KVCache(k=k, v=v, positions=positions, used=jnp.int32(tokens.shape[1]))
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:

@@ -11,12 +11,14 @@ from tqdm import tqdm
 
 
 class Metrics:
-    """The log of one run, from `start` of `total` steps; records after `start` are of a run that was cut off."""
+    """The log of one run, from `start` of `total` steps; later records are of a run that was cut off, and go."""
 
     def __init__(self, workdir: Path, *, start: int, total: int) -> None:
         path = workdir / "metrics.jsonl"
         kept = [line for line in _complete_lines(path) if json.loads(line)["step"] <= start]
-        path.write_text("".join(kept))
+        written = path.with_suffix(".partial")  # a run that is killed here loses nothing
+        written.write_text("".join(kept))
+        written.replace(path)
         self._file = path.open("a")
         self._tensorboard = SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1)
         self._bar = tqdm(initial=start, total=total, unit="step", disable=not sys.stderr.isatty())

@@ -6,6 +6,7 @@ authors' release, and `path.json`, with the options of the path and the name of 
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +35,23 @@ class Base(NamedTuple):
     ends: tuple[int, ...]  # tokens that end an answer
 
 
+@dataclass(frozen=True)
+class FoundBase:
+    """A base model all of whose files have been checked, before any weight is read."""
+
+    architecture: Architecture
+    tokenizer: PreTrainedTokenizerFast | None
+    ends: tuple[int, ...]
+    source: TensorSource | None  # None: random initial values
+
+    def load(self, *, dtype: str, mesh: Mesh, seed: int = 0) -> LLM:
+        """The weights, on the mesh."""
+        declared = LLM.declare(self.architecture, dtype=jnp.dtype(dtype))
+        if self.source is None:
+            return sharding.initialize(declared, jax.random.key(seed), mesh)
+        return weights.load(declared, self.source, mesh, rows=weights.LLM_ROWS)
+
+
 def read_architecture(config: ModelConfig) -> Architecture:
     """The architecture from the config where it is given, otherwise from the weights' folder; reads no weight."""
     if config.architecture is not None:
@@ -42,17 +60,20 @@ def read_architecture(config: ModelConfig) -> Architecture:
 
 
 def open_base(config: ModelConfig, mesh: Mesh, *, seed: int = 0) -> Base:
-    """Load the base model onto the mesh.
+    """Load the base model onto the mesh; raises `InputError` as `find_base` does."""
+    found = find_base(config)
+    return Base(found.load(dtype=config.dtype, mesh=mesh, seed=seed), found.tokenizer, found.ends)
+
+
+def find_base(config: ModelConfig) -> FoundBase:
+    """Find and check the files of the base model.
 
     Raises `InputError` for a missing or malformed folder, tensors that do not fit the architecture, and an
     architecture in the config that differs from the folder's.
     """
-    dtype = jnp.dtype(config.dtype)
     if config.name == "random":
-        declared = LLM.declare(read_architecture(config), dtype=dtype)
-        llm = sharding.initialize(declared, jax.random.key(seed), mesh)
-        tokenizer = tokens.byte_tokenizer()
-        return Base(llm, tokenizer, tokens.stop_ids(tokenizer))
+        made = tokens.byte_tokenizer()
+        return FoundBase(read_architecture(config), made, tokens.stop_ids(made), None)
     folder = locate(config.name)
     raw = read_json(folder / "config.json")
     architecture = Architecture.from_hf(raw)
@@ -61,12 +82,10 @@ def open_base(config: ModelConfig, mesh: Mesh, *, seed: int = 0) -> Base:
             f"config.model.architecture differs from {folder / 'config.json'}: {_difference(config, architecture)}: "
             "set --config.model.architecture=None to take the folder's"
         )
-    declared = LLM.declare(architecture, dtype=dtype)
     source = SafetensorsFolder.open(folder)
     check_llm(source, architecture)
-    llm = weights.load(declared, source, mesh, rows=weights.LLM_ROWS)
     tokenizer = tokens.load_tokenizer(folder) if (folder / "tokenizer.json").exists() else None
-    return Base(llm, tokenizer, _ends(folder, raw, tokenizer))
+    return FoundBase(architecture, tokenizer, _ends(folder, raw, tokenizer), source)
 
 
 def new_path(config: PathConfig, llm: LLM, mesh: Mesh, *, seed: int) -> DiffusionPath:

@@ -15,6 +15,8 @@ from l2d_jax import diffusion
 from l2d_jax.diffusion_path import DiffusionPath
 from l2d_jax.llm import LLM, KVCache
 
+Reduction = Literal["example", "token", "sum"]
+
 
 class Batch(NamedTuple):
     """Examples in one fixed shape: T tokens of context and answer, M positions that predict the answer."""
@@ -71,7 +73,7 @@ def correct(
     batch: Batch,
     draws: Draws,
     *,
-    remat: Callable | None = None,
+    remat: Callable[..., Any] | None = None,
 ) -> Float[Array, "B M D"]:
     """Hidden states corrected by one evaluation of the path at the drawn t, on corrupted true tokens."""
     noise = path.config.sigma * draws.noise
@@ -96,7 +98,7 @@ def over_logits(
     total = batch * length
     flat = jax.tree.map(lambda a: a.reshape(total, *a.shape[2:]), (hidden, *arrays))
 
-    def at(slices: tuple) -> Any:
+    def at(slices: tuple[Array, ...]) -> Any:
         return function(llm.logits(slices[0]), *slices[1:])
 
     if total <= chunk:
@@ -116,15 +118,23 @@ def negative_log_likelihood(logits: Float[Array, "n V"], targets: Int[Array, " n
     return jax.nn.logsumexp(logits, axis=-1) - chosen
 
 
-def average(
-    values: Float[Array, "B M"], weights: Float[Array, "B M"], reduction: Literal["example", "token"]
-) -> Float[Array, ""]:
-    """Mean over tokens, or mean over examples of each example's token mean; rows of weight zero do not count."""
+def shares(weights: Float[Array, "*B M"], reduction: Reduction) -> Float[Array, "*B M"]:
+    """What each position counts for in the loss, which is the sum of them all times their cross-entropies.
+
+    For the mean over tokens, the mean over examples of each example's token mean (rows of weight zero do not count), or
+    the sum with the weights as they are. Over leading axes, the shares are those of one large batch.
+    """
+    if reduction == "sum":
+        return weights
     if reduction == "token":
-        return jnp.sum(values * weights) / jnp.maximum(jnp.sum(weights), 1)
-    counts = jnp.sum(weights, axis=1)
-    means = jnp.sum(values * weights, axis=1) / jnp.maximum(counts, 1)
-    return jnp.sum(means) / jnp.maximum(jnp.sum(counts > 0), 1)
+        return weights / jnp.maximum(jnp.sum(weights), 1)
+    counts = jnp.sum(weights, axis=-1, keepdims=True)
+    return weights / jnp.maximum(counts, 1) / jnp.maximum(jnp.sum(counts > 0), 1)
+
+
+def average(values: Float[Array, "B M"], weights: Float[Array, "B M"], reduction: Reduction) -> Float[Array, ""]:
+    """The values reduced to one, as `shares` says."""
+    return jnp.sum(values * shares(weights, reduction))
 
 
 def loss(
@@ -133,9 +143,9 @@ def loss(
     batch: Batch,
     key: Key[Array, ""] | Array,
     *,
-    reduction: Literal["example", "token"] = "example",
+    reduction: Reduction = "example",
     chunk: int = 1024,
-    remat: Callable | None = None,
+    remat: Callable[..., Any] | None = None,
 ) -> Float[Array, ""]:
     """Cross-entropy of the answers, in nats (equation 5); differentiable in `path`."""
     context = read_context(llm, batch)

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from l2d_jax.architecture import Architecture
-from l2d_jax.sharding import Weight
+from l2d_jax.sharding import Declared
 
 
 def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, "*b D"], epsilon: float) -> Float[Array, "*B D"]:
@@ -66,8 +66,8 @@ def attention(
 class Lora(nnx.Module):
     """A low-rank update of a weight: `scale * a @ b`."""
 
-    a: nnx.Data[Float[Array, "*in R"] | Weight]
-    b: nnx.Data[Float[Array, "R *out"] | Weight]
+    a: Float[Array, "*in R"] | Declared = nnx.data()
+    b: Float[Array, "..."] | Declared = nnx.data()  # [R, *out]; both with a leading L where layers are stacked
 
 
 def project(x: Array, weight: Array, update: Lora | None = None, *, scale: float = 1.0, dims: int = 1) -> Array:
@@ -83,10 +83,11 @@ def project(x: Array, weight: Array, update: Lora | None = None, *, scale: float
 class Linear(nnx.Module):
     """An affine map; leading axes of the weights are scanned over."""
 
-    weight: nnx.Data[Float[Array, "*in out"] | Weight]
-    bias: nnx.Data[Float[Array, "*out"] | Weight]
+    weight: Float[Array, "*in out"] | Declared = nnx.data()
+    bias: Float[Array, "*out"] | Declared = nnx.data()
 
-    def __call__(self, x: Float[Array, "*B i"]) -> Float[Array, "*B o"]:
+    def __call__(self, x: Float[Array, "*B i"]) -> Float[Array, "..."]:
+        """`x @ weight + bias`, in the type of `x`."""
         return jnp.tensordot(x, self.weight.astype(x.dtype), 1) + self.bias.astype(x.dtype)
 
 
@@ -94,8 +95,9 @@ class Linear(nnx.Module):
 class Mlp(nnx.Module):
     """Two affine maps with a SiLU between them."""
 
-    first: nnx.Data[Linear]
-    last: nnx.Data[Linear]
+    first: Linear = nnx.data()
+    last: Linear = nnx.data()
 
     def __call__(self, x: Float[Array, "*B i"]) -> Array:
+        """The last map of the SiLU of the first, in the type of `x`."""
         return self.last(jax.nn.silu(self.first(x)))

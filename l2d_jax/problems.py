@@ -181,8 +181,7 @@ def _area(r: Random, c: Cast) -> Story:
 
 def _fence(r: Random, c: Cast) -> Story:
     long, price = r.randint(5, 30), r.randint(2, 9)
-    wide = r.randint(3, long)
-    half = long + wide
+    half = long + (wide := r.randint(3, long))
     question = (
         f"{c.name} builds a fence around a {c.place} that is {long} meters long and {wide} meters wide. One meter "
         f"costs {price} dollars. How many dollars does the fence cost?"

@@ -1,6 +1,6 @@
 """From noise to a corrected hidden state: the ODE of a diffusion token, over any positions at once (paper section 3.3).
 
-Decoding refines the last position of each sequence; teacher-forced evaluation refines every answer position in parallel.
+Decoding refines the last position of each sequence; teacher-forced evaluation refines every answer position at once.
 """
 
 from typing import Any, Literal
@@ -22,27 +22,30 @@ from l2d_jax.objective import Context, over_logits
 class Model(nnx.Module):
     """The frozen LM and the path, with the table of vocabulary vectors that the path's weights determine."""
 
-    llm: nnx.Data[LLM]
-    path: nnx.Data[DiffusionPath | None]  # None: the LM alone, for a budget of 1
-    table: nnx.Data[Float[Array, "V C"] | None]
+    llm: LLM = nnx.data()
+    path: DiffusionPath | None = nnx.data()  # None: the LM alone, for a budget of 1
+    table: Float[Array, "V C"] | None = nnx.data()
 
     @classmethod
     def build(cls, llm: LLM, path: DiffusionPath | None) -> "Model":
         """Compute the table once for these weights."""
-        table = None if path is None else jax.jit(lambda path, llm: path.embed(llm.embed))(path, llm)
+        table = None if path is None else _embed(path, llm.embed)
         return cls(llm=llm, path=path, table=table)
+
+
+_embed = jax.jit(DiffusionPath.embed)  # here, so that new weights of the same shapes are not a new program
 
 
 @nnx.dataclass
 class Refinement(nnx.Module):
     """How to integrate. The arrays are arguments of one compiled program; the strings choose the program."""
 
-    steps: nnx.Data[Array]  # grid intervals; 0 leaves the LM as it is
-    velocity_temperature: nnx.Data[Array]
-    anneal: nnx.Data[Array]  # 1: the temperature falls linearly to 0 as t goes to 1; 0: constant
-    guidance: nnx.Data[Array]  # strength w_g; unused without labels
-    solver: nnx.Static[str] = "midpoint"
-    velocity: nnx.Static[Literal["sample", "expectation"]] = "sample"
+    steps: Array = nnx.data()  # grid intervals; 0 leaves the LM as it is
+    velocity_temperature: Array = nnx.data()
+    anneal: Array = nnx.data()  # 1: the temperature falls linearly to 0 as t goes to 1; 0: constant
+    guidance: Array = nnx.data()  # strength w_g; unused without labels
+    solver: str = nnx.static(default="midpoint")
+    velocity: Literal["sample", "expectation"] = nnx.static(default="sample")
 
     @classmethod
     def from_config(cls, config: DecodeConfig, *, budget: int | None = None, guidance: float = 1.0) -> "Refinement":
@@ -107,7 +110,12 @@ def estimate(
 
 
 def make_target(
-    model: Model, context: Context, *, settings: Refinement, keys: Key[Array, "B M"], end: float = 1.0
+    model: Model,
+    context: Context,
+    *,
+    settings: Refinement,
+    keys: Key[Array, "B M"],
+    end: float | Float[Array, ""] = 1.0,
 ) -> solvers.Target:
     """The estimate of x_1 at (t, x), guided where the context has labels, for the solver to integrate towards."""
     step = end / jnp.maximum(settings.steps, 1).astype(jnp.float32)

@@ -11,7 +11,7 @@ import numpy as np
 
 from l2d_jax import weights
 from l2d_jax.architecture import Architecture
-from l2d_jax.config import PathConfig
+from l2d_jax.config import PathConfig, from_dict
 from l2d_jax.diffusion_path import DiffusionPath
 from l2d_jax.errors import InputError
 from l2d_jax.llm import LLM
@@ -44,27 +44,30 @@ def path_config(raw: Mapping[str, Any]) -> PathConfig:
     Raises `InputError` for an option that is missing or has a value that no published config uses.
     """
     options = raw.get("l2d_kwargs", raw)
+    if not isinstance(options, Mapping):
+        raise InputError(f"l2d_kwargs must be the release's keyword arguments, got {options!r:.60}")
     for name, value in FIXED.items():
         if options.get(name, value) != value:
             raise InputError(f"hyper-parameter {name} = {options[name]!r} is not supported, only {value!r}")
     try:
-        lora = bool(options["separate_flow_params_with_lora"])
         rank = options.get("flow_lora_rank") or PathConfig.lora_rank
         alpha = options.get("flow_lora_alpha")
-        return PathConfig(
-            width=options["flow_representation_dim"],
-            translation_width=options["flow_to_lm_hidden_size"],
-            frequency_width=options["timestep_modulation_freq_embedding_size"],
-            condition_width=options["timestep_modulation_hidden_size"],
-            sigma=float(options["noise_rescaling"]),
-            layers="lora" if lora else "dense",
-            lora_rank=rank,
-            lora_alpha=float(2 * rank if alpha in (None, -1) else alpha),  # the release's own reading of None
-            classes=options.get("guidance_modulation_num_classes") or 0,
-            class_dropout=options.get("guidance_modulation_training_dropout", PathConfig.class_dropout),
-        )
+        ours = {
+            "width": options["flow_representation_dim"],
+            "translation_width": options["flow_to_lm_hidden_size"],
+            "frequency_width": options["timestep_modulation_freq_embedding_size"],
+            "condition_width": options["timestep_modulation_hidden_size"],
+            "sigma": options["noise_rescaling"],
+            "layers": "lora" if options["separate_flow_params_with_lora"] else "dense",
+            "lora_rank": rank,
+            "lora_alpha": 2 * rank if alpha in (None, -1) else alpha,  # the release's own reading of None
+            "classes": options.get("guidance_modulation_num_classes") or 0,
+            "class_dropout": options.get("guidance_modulation_training_dropout", PathConfig.class_dropout),
+        }
     except KeyError as error:
         raise InputError(f"hyper-parameter {error.args[0]} is missing: give the release's keyword arguments") from None
+    config: PathConfig = from_dict(PathConfig, ours, prefix="hyper-parameters")
+    return config
 
 
 def open_checkpoint(file: Path) -> TensorSource:
@@ -83,7 +86,11 @@ def open_checkpoint(file: Path) -> TensorSource:
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises pickle, zip and runtime errors of many kinds for a bad file
         raise InputError(f"{file} is not a file of plain tensors: {' '.join(str(error).split())[:200]}") from error
-    return ArraySource({name: _array(value) for name, value in state.get("model_state_dict", state).items()})
+    if isinstance(state, Mapping) and isinstance(state.get("model_state_dict"), Mapping):
+        state = state["model_state_dict"]
+    if not isinstance(state, Mapping) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise InputError(f"{file} is not a state dict of names and tensors: give pytorch_model.bin of the release")
+    return ArraySource({name: _array(value) for name, value in state.items()})
 
 
 class ArraySource:

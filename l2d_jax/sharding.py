@@ -4,17 +4,17 @@ A module's `declare` returns itself with `Weight` leaves; the functions here tur
 (`abstract`), placements (`shardings`) and values (`initialize`).
 
 Why this table: `fsdp` shards the model width of every large matrix, so that weights, gradients and Adam moments shrink
-with the slice; `tensor` shards heads, hidden units and the vocabulary, so that the two matrix products of a block need one
-reduction; `data` copies the weights and splits the batch only. Small axes (LoRA rank, diffusion width) stay whole.
+with the slice; `tensor` shards heads, hidden units and the vocabulary, so that two matrix products of a block need
+one reduction; `data` copies the weights and splits the batch only. Small axes (LoRA rank, diffusion width) stay whole.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from l2d_jax.config import MeshConfig
 from l2d_jax.errors import InputError
@@ -54,6 +54,14 @@ class Weight:
         assert len(self.shape) == len(self.axes), (self.shape, self.axes)
 
 
+# The type of a leaf beside its array's: in a declared tree, which only the functions here read, it is a `Weight`. Type
+# checkers need not know, or every use of an array would have to rule it out.
+if TYPE_CHECKING:
+    Declared: TypeAlias = Any
+else:
+    Declared = Weight
+
+
 def shardings(declared: Any, mesh: Mesh) -> Any:
     """The tree of placements of a declared tree on `mesh`."""
     return jax.tree.map(lambda w: NamedSharding(mesh, partition(w.axes, w.shape, mesh)), declared)
@@ -77,7 +85,7 @@ def initialize(declared: Any, key: jax.Array, mesh: Mesh) -> Any:
     return jax.jit(values, out_shardings=shardings(declared, mesh))(key)
 
 
-def partition(axes: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+def partition(axes: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """The mesh axes of an array with logical `axes`; a dimension that its mesh axis does not divide stays whole.
 
     Raises `ValueError` if two dimensions map to one mesh axis.

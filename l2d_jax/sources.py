@@ -282,12 +282,14 @@ def _parse_record(path: Path, name: str, spec: Any, start: int) -> TensorRecord:
         raise InputError(f"{where} must have dtype, shape and data_offsets, got {str(spec)[:80]}: download it again")
     dtype, shape, offsets = spec["dtype"], spec["shape"], spec["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise InputError(f"{where} has dtype {dtype!r}, which is not one of {', '.join(DTYPES)}: convert it")
+        raise InputError(f"{where} has dtype {str(dtype)[:80]!r}, which is not one of {', '.join(DTYPES)}: convert it")
     if not _are_counts(shape) or len(shape) > 8 or math.prod(max(n, 1) for n in shape) > MAX_ELEMENTS:
-        raise InputError(f"{where}: a shape has at most 8 extents >= 0 and {MAX_ELEMENTS} elements, got {shape}")
+        raise InputError(
+            f"{where}: a shape has at most 8 extents >= 0 and {MAX_ELEMENTS} elements, got {str(shape)[:80]}"
+        )
     size = math.prod(shape) * DTYPES[dtype].itemsize
     if not _are_counts(offsets) or len(offsets) != 2 or offsets[1] - offsets[0] != size:
-        raise InputError(f"{where}: {dtype} of shape {shape} takes {size} bytes, data_offsets are {offsets}")
+        raise InputError(f"{where}: {dtype} of shape {shape} takes {size} bytes, data_offsets are {str(offsets)[:80]}")
     return TensorRecord(path, DTYPES[dtype], tuple(shape), start + offsets[0], start + offsets[1])
 
 

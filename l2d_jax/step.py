@@ -1,4 +1,4 @@
-"""One optimizer step: gradients of the path averaged over micro-batches, then AdamW, in one compiled program."""
+"""One optimizer step: gradients of the path summed over micro-batches, then AdamW, in one compiled program."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,9 +16,9 @@ from l2d_jax.config import TrainConfig
 from l2d_jax.diffusion_path import DiffusionPath
 from l2d_jax.errors import InputError
 from l2d_jax.llm import LLM
-from l2d_jax.objective import Batch, loss
+from l2d_jax.objective import Batch, loss, shares
 
-REMAT: dict[str, Callable | None] = {
+REMAT: dict[str, Callable[..., Any] | None] = {
     "none": None,
     "dots": partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
     "full": jax.checkpoint,
@@ -29,8 +29,8 @@ REMAT: dict[str, Callable | None] = {
 class TrainState(nnx.Module):
     """What a step changes."""
 
-    path: nnx.Data[DiffusionPath]
-    optimizer: nnx.Data[Any]  # Adam moments of the path, placed like it
+    path: DiffusionPath = nnx.data()
+    optimizer: Any = nnx.data()  # Adam moments of the path, placed like it
 
 
 def optimizer_shardings(optimizer: optax.GradientTransformation, path: DiffusionPath, mesh: Mesh) -> Any:
@@ -49,9 +49,10 @@ def make_step(
 ) -> Callable[[TrainState, LLM, Batch, jax.Array], tuple[TrainState, dict[str, jax.Array]]]:
     """The compiled step: `(state, llm, batch, key) -> (state, metrics)`; `state` is donated.
 
-    The batch has a leading axis of micro-batches, as `micro_batches` makes it. Metrics: loss in nats and gradient norm.
+    The batch has a leading axis of micro-batches, as `micro_batches` makes it; the loss is the mean over the whole
+    batch, however it is divided. Metrics: loss in nats and gradient norm.
     """
-    objective = partial(loss, reduction=config.reduction, chunk=config.loss_chunk, remat=REMAT[config.remat])
+    objective = partial(loss, reduction="sum", chunk=config.loss_chunk, remat=REMAT[config.remat])
 
     def step(state: TrainState, llm: LLM, batch: Batch, key: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         def accumulate(carry: Any, scanned: tuple[Batch, jax.Array]) -> tuple[Any, None]:
@@ -59,10 +60,10 @@ def make_step(
             new = jax.value_and_grad(objective)(state.path, llm, micro, key)
             return jax.tree.map(jnp.add, carry, new), None
 
+        batch = batch._replace(weights=shares(batch.weights, config.reduction))
         zero = jax.tree.map(jnp.zeros_like, (jnp.float32(0), state.path))
         keys = jax.random.split(key, config.accumulation)
-        total, _ = jax.lax.scan(accumulate, zero, (batch, keys))
-        value, gradient = jax.tree.map(lambda x: x / config.accumulation, total)
+        (value, gradient), _ = jax.lax.scan(accumulate, zero, (batch, keys))
         updates, moments = optimizer.update(gradient, state.optimizer, state.path)
         new_state = TrainState(path=optax.apply_updates(state.path, updates), optimizer=moments)
         return new_state, {"loss": value, "gradient_norm": optax.tree.norm(gradient)}

@@ -171,10 +171,10 @@ def _frame(tokenizer: PreTrainedTokenizerFast, template: str) -> _Frame:  # noqa
     """Read the frame off a conversation; `template` is part of the cache's key: a new one is read again."""
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": PROBE}]
     prompt, text = _render(messages[:1], tokenizer, prompt=True), _render(messages, tokenizer, prompt=False)
-    before, found, after = text.partition(PROBE)
+    before, _, after = text.partition(PROBE)
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     ends = [after.index(token) + len(token) for token in special if token in after]
-    if not (prompt and found and ends and (prompt.startswith(before) or before.startswith(prompt))):
+    if not (prompt and ends and (prompt.startswith(before) or before.startswith(prompt))):
         raise InputError(
             f"a chat template must continue its prompt with the answer and a special token that ends it; that of "
             f"{tokenizer.name_or_path} has the prompt {prompt!r} and writes {text!r} with the answer {PROBE!r}: mend it"

@@ -6,19 +6,24 @@ the frozen model is read from where it came from, and the order of the data is a
 
 import json
 import math
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import datasets
 import jax
+from jax.sharding import Mesh
 
 from l2d_jax import accounting, command_line, models, runtime
 from l2d_jax.checkpoint import Checkpoints
 from l2d_jax.config import Config
 from l2d_jax.data import Examples
 from l2d_jax.errors import InputError
-from l2d_jax.metrics import Metrics
+from l2d_jax.metrics import Metrics, read_metrics
 from l2d_jax.optim import optimizer, schedule
 from l2d_jax.refine import Model, Refinement
+from l2d_jax.sources import read_json
 from l2d_jax.step import TrainState, check_batch, make_step, micro_batches, optimizer_shardings
 from l2d_jax.validate import validate
 
@@ -41,22 +46,19 @@ def main() -> None:
 
 def train(config: Config, workdir: Path) -> None:
     """Train up to the config's last step, from the newest checkpoint in `workdir` if there is one."""
-    claim(workdir, config)
-    mesh = runtime.start(config.mesh)
-    check_batch(config.train, mesh)
-    for budget in config.validation.budgets:
-        Refinement.from_config(config.decode, budget=budget)
-    base = models.open_base(config.model, mesh, seed=config.train.seed)
+    mesh = prepare(config, workdir)
+    base = models.find_base(config.model)
     if base.tokenizer is None:
         raise InputError(f"{config.model.name} has no tokenizer: training reads text; add its tokenizer files")
     training = Examples.load(config.data, base.tokenizer, split=config.data.train_split)
     held_out = Examples.load(config.data, base.tokenizer, split=config.data.validation_split)
     print(f"training examples: {training.counts}; validation examples: {held_out.counts}")
 
+    llm = base.load(dtype=config.model.dtype, mesh=mesh, seed=config.train.seed)
     steps = config.train.steps or max(1, math.ceil(config.train.epochs * len(training) / config.train.batch_size))
     rate = schedule(config.optim, steps)
     adam = optimizer(config.optim, rate)
-    path = models.new_path(config.path, base.llm, mesh, seed=config.train.seed)
+    path = models.new_path(config.path, llm, mesh, seed=config.train.seed)
     moments = jax.jit(adam.init, out_shardings=optimizer_shardings(adam, path, mesh))(path)
     state = TrainState(path=path, optimizer=moments)
 
@@ -68,20 +70,26 @@ def train(config: Config, workdir: Path) -> None:
     metrics = Metrics(workdir, start=start, total=steps)
 
     def measure(step: int, state: TrainState) -> None:
-        report = validate(Model.build(base.llm, state.path), held_out.in_order(config.validation.batch_size), config)
+        budgets = config.validation.budgets if step else (1,)  # an untrained path is the LM at every budget
+        examples = held_out.in_order(config.validation.batch_size)
+        report = validate(Model.build(llm, state.path), examples, config, budgets=budgets)
         metrics.write(step, report)
         figures = {name: value for name, value in report.items() if isinstance(value, float)}
         metrics.progress(step, "  ".join(f"{name.split('/')[1]} {value:.4f}" for name, value in figures.items()))
 
+    def due(step: int) -> bool:
+        every = config.train.validate_every
+        return step in (0, steps) or (every > 0 and step % every == 0)
+
     run_step = make_step(adam, config.train, state, mesh)
     key = jax.random.key(config.train.seed + 1)
     batches = training.batches(config.train.batch_size, start_step=start)
-    if start == 0:
-        measure(0, state)
+    if due(start) and not is_measured(workdir, start):  # a run that was cut off may not have come to it
+        measure(start, state)
     began, tokens, pending = time.perf_counter(), 0, None
     for step, batch in zip(range(start + 1, steps + 1), batches, strict=False):
         placed = micro_batches(batch, config.train.accumulation, mesh)
-        state, result = run_step(state, base.llm, placed, jax.random.fold_in(key, step))
+        state, result = run_step(state, llm, placed, jax.random.fold_in(key, step))
         tokens += batch.tokens.size
         if pending is not None:  # step k - 1 is read once step k is under way
             _log(metrics, *pending)
@@ -91,37 +99,57 @@ def train(config: Config, workdir: Path) -> None:
             extra = {"learning_rate": float(rate(step - 1)), "tokens_per_second": tokens / elapsed}
             pending = step, result, extra
             began, tokens = time.perf_counter(), 0
-        last = step == steps
-        if step % config.train.checkpoint_every == 0 or last:
-            checkpoints.save(step, vars_of(state))
-        if last or (config.train.validate_every and step % config.train.validate_every == 0):
-            _log(metrics, *pending) if pending else None
+        saved = step == steps or step % config.train.checkpoint_every == 0
+        if pending is not None and (saved or due(step)):
+            _log(metrics, *pending)  # before it is saved, or a run that is cut off in between would lack it
             pending = None
+        if saved:
+            checkpoints.save(step, vars_of(state))
+        if due(step):
             measure(step, state)
             began, tokens = time.perf_counter(), 0
     checkpoints.close()
     metrics.close()
-    export = workdir / "export"
-    export.mkdir(exist_ok=True)
-    models.save_path(export, state.path, base=config.model.name)
+    (workdir / "export").mkdir(exist_ok=True)
+    models.save_path(workdir / "export", state.path, base=config.model.name)
 
 
-def vars_of(state: TrainState) -> dict:
+def prepare(config: Config, workdir: Path) -> Mesh:
+    """Start JAX and claim the workdir, once everything that needs no file has been checked; raises `InputError`."""
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    mesh = runtime.start(config.mesh)
+    check_batch(config.train, mesh)
+    for budget in config.validation.budgets:
+        Refinement.from_config(config.decode, budget=budget)
+    claim(workdir, config)
+    return mesh
+
+
+def is_measured(workdir: Path, step: int) -> bool:
+    """Whether the log has a validation of this step."""
+    return any(record["step"] == step and "validation/loss" in record for record in read_metrics(workdir))
+
+
+def vars_of(state: TrainState) -> dict[str, Any]:
     """The named parts of a checkpoint."""
     return {"path": state.path, "optimizer": state.optimizer}
 
 
 def claim(workdir: Path, config: Config) -> None:
-    """Make the workdir and write the resolved config; raises `InputError` if it belongs to another config."""
+    """Make the workdir and write the resolved config.
+
+    Raises `InputError` where that fails, and if the workdir has checkpoints of another config.
+    """
     file = workdir / "config.json"
     text = json.dumps(config.to_dict(), indent=2) + "\n"
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        if not file.exists():
+        if not (workdir / "checkpoints").exists():  # nothing is trained yet: an attempt that failed may be mended
             file.write_text(text)
     except OSError as error:
         raise InputError(f"cannot write to workdir {workdir}: {error.strerror}: choose another --workdir") from error
-    old, new = json.loads(file.read_text()), json.loads(text)
+    old, new = read_json(file), json.loads(text)
     changed = [
         f"config.{section}.{name} was {old.get(section, {}).get(name)!r}, is {value!r}"
         for section, values in new.items()

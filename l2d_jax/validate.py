@@ -1,7 +1,8 @@
 """What a path is worth on held-out answers: loss by t, and teacher-forced accuracy against the budget.
 
 Teacher-forced: every answer position is refined from noise with the true tokens before it. "Expected" accuracy is the
-probability of the true token under untempered sampling, "greedy" whether it is the arg max. All budgets use the same noise.
+probability of the true token under untempered sampling, "greedy" whether it is the arg max. All budgets use the same
+noise.
 """
 
 from collections.abc import Iterable, Sequence
@@ -74,9 +75,9 @@ def _scores(
     model: Model, context: Context, batch: Batch, settings: Refinement, keys: Key[Array, " B"], *, chunk: int
 ) -> dict[str, Float[Array, "B M"]]:
     assert model.path is not None
-    shape = batch.targets.shape
+    shape, width = batch.targets.shape, model.path.config.width
     noise_keys, velocity_keys = jax.vmap(jax.random.split, out_axes=1)(keys)
-    noise = jax.vmap(lambda key: jax.random.normal(key, (shape[1], model.path.config.width)))(noise_keys)
+    noise = jax.vmap(lambda key: jax.random.normal(key, (shape[1], width)))(noise_keys)
     hidden = refine(
         model,
         context,
@@ -100,7 +101,8 @@ def validate(
     """Loss, perplexity and loss by t bin, and accuracy at each budget with 95 % intervals over examples.
 
     Keys: `validation/loss` (nats), `validation/perplexity`, `validation/loss_by_t`, and for a budget n
-    `validation/{expected,greedy}@n` with `…_interval`; `…_gain` is the paired difference to the smallest budget.
+    `validation/{expected,greedy}@n` with `…_interval`; `…_gain` is the paired difference to the smallest budget, with
+    the bounds of its interval.
     """
     budgets = config.validation.budgets if budgets is None else budgets
     chunk, bins = config.train.loss_chunk, config.validation.time_bins

@@ -7,11 +7,10 @@ run met a near tie, it is reported and not judged. `meta.json` beside the record
 from pathlib import Path
 
 import jax
-import numpy as np
 
-from l2d_jax import command_line, generation, reference
-from l2d_jax.errors import InputError
-from l2d_jax.sources import read_json
+from l2d_jax import command_line, reference
+from l2d_jax.loaded import load
+from l2d_jax.recording import Recording
 
 
 def main() -> int:
@@ -20,16 +19,11 @@ def main() -> int:
     parser.add_argument("--model", required=True, help="a model folder")
     parser.add_argument("--reference", type=Path, required=True, help="arrays recorded from the authors' release")
     options = parser.parse_args()
-    try:
-        arrays = dict(np.load(options.reference, allow_pickle=False))
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {options.reference} ({error}): give an .npz of plain arrays") from error
-    meta_file = options.reference.with_name("meta.json")
-    meta = read_json(meta_file) if meta_file.exists() else {"odes": {}}
-    loaded = generation.load(options.model, dtype="float32")
+    recording = Recording.open(options.reference)
+    loaded = load(options.model, dtype="float32")
     failed = compared = 0
     with jax.default_matmul_precision("highest"):
-        for check in reference.checks(loaded.model, arrays, meta):
+        for check in reference.checks(loaded.model, recording):
             verdict = "pass" if check.passed() else "FAIL"
             if not check.judged:
                 verdict = "(near tie, not judged)"

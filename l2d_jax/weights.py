@@ -7,6 +7,7 @@ Weights stream from the files slice by slice into their shards, so that no host 
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
@@ -24,10 +25,21 @@ from l2d_jax.errors import InputError
 class TensorSource(Protocol):
     """A set of named tensors that can be read slice by slice."""
 
-    def names(self) -> frozenset[str]: ...
-    def shape(self, name: str) -> tuple[int, ...]: ...
-    def dtype(self, name: str) -> np.dtype: ...
-    def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray: ...
+    def names(self) -> frozenset[str]:
+        """Of all tensors."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one tensor."""
+        ...
+
+    def dtype(self, name: str) -> np.dtype:
+        """Of one tensor."""
+        ...
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
+        """One tensor or a slice of it."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -40,24 +52,15 @@ class Row:
 
     @property
     def stacked(self) -> bool:
+        """Whether ours has a leading axis of layers, each of which is one tensor of theirs."""
         return "{}" in self.theirs
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """For each of their axes, the indices of ours that it joins."""
         ours, theirs = (side.strip() for side in self.axes.split("->"))
         letters = ours.split()
-        groups, joined = [], None
-        for token in theirs.replace("(", "( ").replace(")", " )").split():
-            if token == "(":
-                joined = []
-            elif token == ")":
-                groups.append(tuple(joined or ()))
-                joined = None
-            elif joined is None:
-                groups.append((letters.index(token),))
-            else:
-                joined.append(letters.index(token))
-        return tuple(groups)
+        parts = re.findall(r"\([^)]*\)|\w+", theirs)
+        return tuple(tuple(letters.index(letter) for letter in part.strip("()").split()) for part in parts)
 
     def their_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of their tensor for one layer of ours."""
@@ -153,6 +156,7 @@ class Leaf:
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
+        """Of ours, without the axis of layers."""
         return tuple(self.value.shape[1:] if self.row.stacked else self.value.shape)
 
     def names(self) -> list[str]:
@@ -218,10 +222,11 @@ def tensors(tree: Any, rows: Iterable[Row]) -> Iterator[tuple[str, Callable[[], 
             yield name, lambda row=leaf.row, layer=layer: row.to_theirs(np.asarray(layer))  # type: ignore[misc]
 
 
-def _reader(leaf: Leaf, source: TensorSource) -> Callable[[tuple[slice, ...]], np.ndarray]:
+def _reader(leaf: Leaf, source: TensorSource) -> Callable[[tuple[slice, ...] | None], np.ndarray]:
     names, shape, dtype = leaf.names(), leaf.layer_shape, leaf.value.dtype
 
-    def read(index: tuple[slice, ...]) -> np.ndarray:
+    def read(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None  # only of an array with an opaque type
         if not leaf.row.stacked:
             return leaf.row.read(source, names[0], shape, index).astype(dtype)
         layers = range(len(names))[index[0]]

@@ -187,6 +187,8 @@ def test_long_examples_are_dropped_and_counted(tmp_path):
     ]
     assert load(folder_config(tmp_path, rows, max_length=inputs[1])).counts == Counts(4, 0, 0)
     assert load(folder_config(tmp_path, rows, max_length=inputs[1] - 1)).counts == Counts(3, 1, 0)
+    both = folder_config(tmp_path, rows, max_length=inputs[3], answer_length=10)  # one row is too long in both ways
+    assert load(both).counts == Counts(2, 2, 0)
     examples = load(folder_config(tmp_path, rows, max_length=inputs[1] - 1, answer_length=10))
     assert examples.counts == Counts(2, 1, 1)
     assert len(examples) == 2
@@ -281,7 +283,10 @@ def hub(monkeypatch, sets):
 
 def test_hub_names_and_subsets(monkeypatch):
     one, two, all_ = (dialogue("?", text) for text in "123")
-    sets = {("HuggingFaceTB/smoltalk", "a"): [one | {"source": "x"}], ("HuggingFaceTB/smoltalk", "b"): [two]}
+    sets = {
+        ("HuggingFaceTB/smoltalk", "a"): [one | {"source": "x"}],
+        ("HuggingFaceTB/smoltalk", "b"): [two | {"source": 1}],
+    }
     hub(monkeypatch, sets | {("HuggingFaceTB/smoltalk", "all"): [all_], ("me/mine", None): [one]})
     config = DataConfig(source="smoltalk", max_length=128)
     assert served(load(config).in_order(1), 1) == [[3]]
@@ -371,5 +376,5 @@ def test_processes_must_divide_the_batch(tmp_path):
 def test_no_chat_template():
     tokenizer = tokens.byte_tokenizer()
     tokenizer.chat_template = None
-    with pytest.raises(InputError, match="has no chat template"):
+    with pytest.raises(InputError, match=r"^the tokenizer of this model has no chat template"):
         Examples.load(DataConfig(source="problems"), tokenizer, split="train")

@@ -325,6 +325,10 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: write_gguf(path, tensors={"token_embd.weight": None}),
         "265 tokens do not fit",
     ),
+    "no final norm": (
+        lambda path: write_gguf(path, tensors={"output_norm.weight": None}),
+        "lacks tensors for architecture llama: output_norm.weight",
+    ),
     "misshaped tensor": (
         lambda path: write_gguf(path, tensors={"blk.0.attn_v.weight": SQUARE}),
         r"blk.0.attn_v.weight must have shape \(16, 32\), got \(4, 4\)",
@@ -470,6 +474,20 @@ def test_a_malformed_file_is_named_with_the_rule_it_breaks(tmp_path: Path, case:
     with pytest.raises(InputError, match=message) as error:
         convert(path)
     assert str(path) in str(error.value)
+
+
+def test_arrays_in_arrays_are_refused_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_bytes(
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + text("a") + struct.pack("<I", 9) + 5000 * struct.pack("<IQ", 9, 1)
+    )
+    with pytest.raises(InputError, match="unknown kind"):
+        gguf_file.GGUFFile.open(path)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"cannot read .*absent.gguf: No such file"):
+        gguf_file.GGUFFile.open(tmp_path / "absent.gguf")
 
 
 @pytest.mark.parametrize("alignment", [0, "32"])

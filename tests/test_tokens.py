@@ -41,7 +41,7 @@ def test_bytes_are_their_own_ids(tokenizer):
     assert len(tokenizer) == 259
     for byte in range(128):
         assert tokenizer(chr(byte), add_special_tokens=False)["input_ids"] == [byte]
-    text = "été 東京\n\t 😀 12"
+    text = "".join(map(chr, range(0x900))) + "été 東京\n\t 😀 12"
     assert tokens.encode([text], tokenizer)[0] == list(text.encode())
     assert tokenizer.decode(list(text.encode())) == text
     special = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
@@ -135,6 +135,7 @@ def test_a_changed_template_is_read_again(tokenizer):
 
 
 def test_stop_and_padding_fall_back(tokenizer):
+    assert tokens.padding_id(tokenizer) == 256
     tokenizer.pad_token = None
     assert tokens.padding_id(tokenizer) == 258
     tokenizer.eos_token = None
@@ -165,8 +166,8 @@ def test_the_assistant_cannot_begin(tokenizer):
 
 
 def test_a_template_that_refuses(tokenizer):
-    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(InputError, match="refuses a conversation of the roles user: roles must alternate"):
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate\\nas told') }}"
+    with pytest.raises(InputError, match=r"refuses a conversation of the roles user: roles must alternate$"):
         tokens.prompt_ids(MESSAGES[1:2], tokenizer)
 
 
@@ -176,6 +177,7 @@ def test_a_template_that_refuses(tokenizer):
         "{% for message in messages %}{{ message['content'] }}{% endfor %}",  # nothing ends an answer
         tokens.CHATML.replace("message['content']", "'…'"),  # the answer is left out
         tokens.CHATML.replace("|>assistant", "|>model"),  # the prompt is not how an answer begins
+        "{% if not add_generation_prompt %}{{ messages[-1]['content'] + '<|im_end|>' }}{% endif %}",  # no prompt
     ],
 )
 def test_a_template_without_a_border(tokenizer, template):

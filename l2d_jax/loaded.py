@@ -1,0 +1,90 @@
+"""Opens what training or a conversion has written, ready to generate."""
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jax.sharding import Mesh
+from transformers import PreTrainedTokenizerFast
+
+from l2d_jax import models, runtime, sharding
+from l2d_jax.checkpoint import Checkpoints
+from l2d_jax.config import Config, DecodeConfig, MeshConfig, ModelConfig, PathConfig, from_dict
+from l2d_jax.diffusion_path import DiffusionPath
+from l2d_jax.errors import InputError
+from l2d_jax.refine import Model
+from l2d_jax.sources import read_json
+
+
+class Loaded(NamedTuple):
+    """A model that is ready to generate."""
+
+    model: Model
+    tokenizer: PreTrainedTokenizerFast | None
+    ends: tuple[int, ...]  # tokens that end an answer
+    defaults: DecodeConfig  # how it was validated while it was trained
+
+
+class Folder(NamedTuple):
+    """What a folder says of its model, before any weight is read."""
+
+    path: Path
+    base: ModelConfig
+    seed: int  # of a random base
+    defaults: DecodeConfig
+    has_path: bool
+    trained: PathConfig | None  # of a workdir, whose path is in its checkpoints
+
+
+def find(folder: str | os.PathLike[str], *, dtype: str | None = None) -> Folder:
+    """Read what a folder is, with the arguments and errors of `load`."""
+    path = Path(folder)
+    if (path / "checkpoints").is_dir():
+        config = Config.from_dict(read_json(path / "config.json"))
+        return Folder(path, _base(vars(config.model), dtype), config.train.seed, config.decode, True, config.path)
+    if (path / "path.json").exists():
+        name = str(folder) if (path / "config.json").exists() else read_json(path / "path.json").get("base")
+        if name == "random":
+            raise InputError(f"the base of {path} is random weights, which only a workdir can make again: give that")
+        return Folder(path, _base({"name": name}, dtype), 0, DecodeConfig(), True, None)
+    return Folder(path, _base({"name": str(folder)}, dtype), 0, DecodeConfig(budget=1, solver="euler"), False, None)
+
+
+def load(folder: str | os.PathLike[str], *, mesh: Mesh | None = None, dtype: str | None = None) -> Loaded:
+    """Open a workdir of training, a model folder, or a plain Hugging Face folder (which knows a budget of 1 alone).
+
+    Args:
+      folder: where the model is; a hub id or GGUF file is a plain model.
+      mesh: the devices to use; None: all.
+      dtype: "float32" or "bfloat16", of weights and products; None: as it was trained, bfloat16 for plain models.
+
+    Raises:
+      InputError: for anything that is missing, malformed or does not fit.
+    """
+    found = find(folder, dtype=dtype)
+    mesh = runtime.start(MeshConfig()) if mesh is None else mesh
+    base = models.open_base(found.base, mesh, seed=found.seed)
+    path = None
+    if found.trained is not None:
+        path = _newest_path(found.path / "checkpoints", found.trained, base, mesh)
+    elif found.has_path:
+        path = models.load_path(found.path, base.llm.architecture, mesh)
+    return Loaded(Model.build(base.llm, path), base.tokenizer, base.ends, found.defaults)
+
+
+def _base(options: dict[str, Any], dtype: str | None) -> ModelConfig:
+    """The base's config, with the type that was asked for."""
+    changes = {} if dtype is None else {"dtype": dtype}
+    config: ModelConfig = from_dict(ModelConfig, {**options, **changes}, prefix="model")
+    return config
+
+
+def _newest_path(folder: Path, config: PathConfig, base: models.Base, mesh: Mesh) -> DiffusionPath:
+    checkpoints = Checkpoints(folder)
+    step = checkpoints.latest()
+    if step is None:
+        raise InputError(f"{folder} holds no checkpoint yet: train it first")
+    declared = DiffusionPath.declare(config, base.llm.architecture)
+    path: DiffusionPath = checkpoints.restore(step, {"path": sharding.abstract(declared, mesh)})["path"]
+    checkpoints.close()
+    return path

@@ -1,0 +1,30 @@
+"""What every test runs under: one CPU device, float32 products in full, and no file outside temporary folders.
+
+`tiny` has the models that the tests share.
+"""
+
+import os
+import tempfile
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # with libtpu installed, every start would look for a TPU
+# Most of the time goes into compiling programs that run once: this halves it. The arithmetic is the same.
+_QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_QUICK}".strip()
+_caches = tempfile.TemporaryDirectory(prefix="l2d_jax_tests_")  # removed when the interpreter exits
+os.environ["XDG_CACHE_HOME"] = _caches.name  # compiled programs and conversions, here and in child processes
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+from jax.sharding import Mesh  # noqa: E402
+
+from l2d_jax.config import MeshConfig  # noqa: E402
+from l2d_jax.sharding import make_mesh  # noqa: E402
+
+jax.config.update("jax_platforms", "cpu")  # for a jax that was imported before this file
+jax.config.update("jax_default_matmul_precision", "highest")
+
+
+@pytest.fixture(scope="session")
+def mesh() -> Mesh:
+    """Of one device."""
+    return make_mesh(MeshConfig(), jax.devices()[:1])

@@ -1,0 +1,122 @@
+"""Tests that need eight devices: `test_sharding` runs this file in a process that has them (it is not collected)."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from jax.sharding import Mesh
+from test_weights import declarations, theirs
+
+from l2d_jax import sharding, weights
+from l2d_jax.config import DecodeConfig, MeshConfig, OptimConfig, TrainConfig
+from l2d_jax.decode import decode, prefill
+from l2d_jax.llm import LLM
+from l2d_jax.optim import optimizer
+from l2d_jax.refine import Model, Refinement
+from l2d_jax.sharding import constrain, make_mesh
+from l2d_jax.step import TrainState, make_step, micro_batches, optimizer_shardings
+from l2d_jax.weights import LLM_ROWS
+
+
+@pytest.fixture(scope="session")
+def eight() -> Mesh:
+    assert len(jax.devices()) == 8, "run by test_sharding.py"
+    return make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+
+
+def place(tree: Any, declared: Any, mesh: Mesh) -> Any:
+    return jax.device_put(tree, sharding.shardings(declared, mesh))
+
+
+def declared_llm() -> LLM:
+    return LLM.declare(tiny.architecture("llama"), dtype=jnp.float32)
+
+
+def declared_path() -> Any:
+    return type(tiny.path()).declare(tiny.path_config(), tiny.architecture("llama"))
+
+
+def test_one_axis_takes_the_devices_that_are_left() -> None:
+    assert dict(make_mesh(MeshConfig(data=2, tensor=2)).shape) == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert dict(make_mesh(MeshConfig()).shape) == {"data": 1, "fsdp": 8, "tensor": 1}
+
+
+def test_initial_values_are_the_same_on_every_mesh(mesh: Mesh, eight: Mesh) -> None:
+    one, split = (sharding.initialize(declared_llm(), jax.random.key(0), m) for m in (mesh, eight))
+    jax.tree.map(np.testing.assert_array_equal, one, split)
+    assert split.layers.gate.sharding.shard_shape(split.layers.gate.shape) == (2, 16, 24)
+
+
+@pytest.mark.parametrize("name", declarations())
+def test_sharded_loading_keeps_the_bits_and_reads_each_shard_alone(name: str, eight: Mesh) -> None:
+    declared, rows = declarations()[name]
+    tree = tiny.randomise(declared)
+    source = theirs(tree, rows)
+    loaded = weights.load(declared, source, eight, rows=rows)
+    for ours, back, placement in zip(
+        jax.tree.leaves(tree),
+        jax.tree.leaves(loaded),
+        jax.tree.leaves(sharding.shardings(declared, eight)),
+        strict=True,
+    ):
+        assert back.sharding == placement
+        assert np.array(ours).tobytes() == np.array(back).tobytes()
+    for key, array in theirs(loaded, rows).items():
+        assert array.tobytes() == source[key].tobytes(), key
+    held = sum(shard.data.size for leaf in jax.tree.leaves(loaded) for shard in leaf.addressable_shards)
+    if rows is LLM_ROWS:  # every device's share, and nothing else
+        assert source.elements == held
+    else:  # the six vectors of a modulation head are one axis there, read whole where ours is split inside
+        assert held < source.elements < 1.3 * held
+
+
+def test_training_is_split_and_equal_to_one_device(mesh: Mesh, eight: Mesh) -> None:
+    """Two micro-batches: the same losses and weights; moments lie where their weights lie; the frozen bits stay."""
+    adam, config = optimizer(OptimConfig(), 1e-2), TrainConfig(batch_size=8, accumulation=2)
+    ends, losses = [], []
+    for m in (mesh, eight):
+        with jax.set_mesh(m):
+            llm, path = place(tiny.llm(), declared_llm(), m), place(tiny.path(), declared_path(), m)
+            placements = optimizer_shardings(adam, path, m)
+            state = TrainState(path=path, optimizer=jax.jit(adam.init, out_shardings=placements)(path))
+            step = make_step(adam, config, state, m)
+            for number in range(3):
+                batch = micro_batches(tiny.batch(examples=8, seed=number), 2, m)
+                state, metrics = step(state, llm, batch, jax.random.fold_in(jax.random.key(0), number))
+                losses.append(float(metrics["loss"]))
+            assert step._cache_size() == 1
+            jax.tree.map(np.testing.assert_array_equal, llm, tiny.llm())
+            ends.append(state)
+    np.testing.assert_allclose(losses[:3], losses[3:], rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), ends[0].path, ends[1].path)
+    state = ends[1]
+    placements = {leaf.shape: leaf.sharding for leaf in jax.tree.leaves(state.path)}
+    moments = [leaf for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim]
+    assert len(moments) == 2 * len(jax.tree.leaves(state.path))
+    for moment in moments:
+        assert moment.sharding.is_equivalent_to(placements[moment.shape], moment.ndim)
+    assert sum(not moment.sharding.is_fully_replicated for moment in moments) > len(moments) / 3
+
+
+def test_decoding_gives_the_same_tokens(mesh: Mesh, eight: Mesh) -> None:
+    tokens = []
+    for m in (mesh, eight):
+        with jax.set_mesh(m):
+            model = Model.build(place(tiny.llm(), declared_llm(), m), place(tiny.path(), declared_path(), m))
+            keys = jax.random.split(jax.random.key(0), 4)
+            state = prefill(model.llm, tiny.tokens(4, 6), jnp.array([6, 2, 5, 3], jnp.int32), keys, room=4)
+            settings = Refinement.from_config(DecodeConfig(velocity_temperature=1.0), budget=5)
+            options = {"temperature": jnp.float32(1.0), "ends": jnp.array([-1], jnp.int32), "steps": 4}
+            tokens.append(np.array(decode(model, state, settings=settings, **options)[1]))
+    np.testing.assert_array_equal(*tokens)
+
+
+def test_constraints_hold_inside_a_mesh(eight: Mesh) -> None:
+    x = jnp.zeros((8, 3, 4))
+    assert constrain(x, "batch", "length", "embed_activation") is x  # no mesh is set
+    with jax.set_mesh(eight):
+        placed = jax.jit(lambda x: constrain(x, "batch", "length", "embed_activation"))(x)
+    assert placed.sharding.shard_shape(x.shape) == (2, 3, 4)

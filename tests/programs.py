@@ -1,0 +1,152 @@
+"""Runs the programs as their users do, but in this process: a start of Python costs five seconds."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tiny
+from safetensors.numpy import save_file
+
+from l2d_jax import command_line, release, tokens, weights
+from l2d_jax.architecture import Architecture
+from l2d_jax.config import Config, PathConfig
+from l2d_jax.llm import LLM
+
+ROOT = Path(__file__).parent.parent
+FIXTURES = ROOT.parent / "shared" / "fixtures"
+TINY = ROOT / "configs" / "tiny.py"
+
+# What makes configs/tiny.py tinier: a step compiles and runs in a second.
+SMALLER = {
+    "path.width": 8,
+    "path.translation_width": 8,
+    "path.frequency_width": 8,
+    "path.condition_width": 8,
+    "path.lora_rank": 2,
+    "data.train_examples": 16,
+    "data.validation_examples": 2,
+    "data.max_length": 256,
+    "data.answer_length": 128,
+    "validation.batch_size": 2,
+    "train.batch_size": 2,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a program ended."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def error(self) -> str:
+        """The one line of bad input."""
+        assert self.status == 2, self
+        assert self.err.startswith("error: "), self
+        assert self.err.endswith("\n"), self
+        assert self.err.count("\n") == 1, self
+        return self.err.removeprefix("error: ").strip()
+
+
+@contextlib.contextmanager
+def _arguments(*arguments: Any) -> Iterator[None]:
+    before, sys.argv = sys.argv, ["program", *map(str, arguments)]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+def call(main: Callable[[], int | None], *arguments: Any) -> Outcome:
+    """Run a program's `main` with a command line."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), _arguments(*arguments):
+        try:
+            command_line.run(main)
+        except SystemExit as end:
+            return Outcome(int(end.code or 0), out.getvalue(), err.getvalue())
+    raise AssertionError("a program ends with its exit status")
+
+
+def options(**changes: Any) -> list[str]:
+    """`--config` with configs/tiny.py made smaller, and changes in which `__` stands for the dot."""
+    given = SMALLER | {name.replace("__", "."): value for name, value in changes.items()}
+    return ["--config", str(TINY), *(f"--config.{name}={value}" for name, value in given.items())]
+
+
+def config(**changes: Any) -> Config:
+    """The config of `options(**changes)`."""
+    reference, overrides = options(**changes)[1], options(**changes)[2:]
+    return command_line.read_config(reference, command_line.split_overrides(overrides))
+
+
+def write_base(folder: Path, *, text: bool = True, **changes: Any) -> Path:
+    """A Hugging Face folder with the random weights of configs/tiny.py, and the tokenizer of bytes."""
+    raw = {**(config().model.architecture or {}), **changes}
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(raw))
+    save_file(base_tensors(**changes), folder / "model.safetensors", metadata={"format": "pt"})
+    if text:
+        tokens.byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def base_tensors(*, seed: int = 0, **changes: Any) -> dict[str, np.ndarray]:
+    """Random tensors by their names in Hugging Face's layout; a model that answers in letters, not in odd bytes."""
+    architecture = Architecture.from_hf({**(config().model.architecture or {}), **changes})
+    rng = np.random.default_rng(seed)
+    shapes = weights.expected(LLM.declare(architecture, dtype=jnp.float32), weights.LLM_ROWS)
+    tensors = {name: rng.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
+    for name in tensors.keys() & {"model.embed_tokens.weight", "lm_head.weight"}:
+        tensors[name][128:] = 0
+    return tensors
+
+
+def write_release(folder: Path, kind: str, **changes: Any) -> dict[str, np.ndarray]:
+    """A base of `tiny` with a checkpoint of the release: `base/`, `l2d.safetensors`, `l2d.json`; the checkpoint."""
+    llm, path = tiny.llm(kind), tiny.path(kind, **changes)
+    base = {name: make() for name, make in weights.tensors(llm, weights.LLM_ROWS)}
+    state = base | {name: make() for name, make in weights.tensors(path, weights.PATH_ROWS)}
+    state |= {alias: state[name] for alias, name in release.aliases(llm, path).items()}
+    (folder / "base").mkdir(parents=True)
+    (folder / "base" / "config.json").write_text(json.dumps(tiny.CONFIGS[kind]))
+    save_file(base, folder / "base" / "model.safetensors", metadata={"format": "pt"})
+    save_file(state, folder / "l2d.safetensors")
+    (folder / "l2d.json").write_text(json.dumps({"l2d_kwargs": release_options(path.config)}))
+    return state
+
+
+def release_options(config: PathConfig) -> dict[str, Any]:
+    """The release's keyword arguments for a path."""
+    return {
+        **release.FIXED,
+        "flow_representation_dim": config.width,
+        "flow_to_lm_hidden_size": config.translation_width,
+        "timestep_modulation_freq_embedding_size": config.frequency_width,
+        "timestep_modulation_hidden_size": config.condition_width,
+        "noise_rescaling": config.sigma,
+        "separate_flow_params_with_lora": config.layers == "lora",
+        "flow_lora_rank": config.lora_rank,
+        "flow_lora_alpha": config.lora_alpha,
+        "guidance_modulation_num_classes": config.classes,
+        "guidance_modulation_training_dropout": config.class_dropout,
+    }
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    """Whether two trees have the same leaves, bit for bit."""
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all(
+        a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+        for a, b in ((np.asarray(a), np.asarray(b)) for a, b in pairs)
+    )

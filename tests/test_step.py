@@ -1,0 +1,148 @@
+"""One optimizer step: micro-batches add up to the batch, the frozen model stays as it is, one program for all steps."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from l2d_jax import models, objective
+from l2d_jax.config import OptimConfig, TrainConfig
+from l2d_jax.diffusion_path import DiffusionPath
+from l2d_jax.errors import InputError
+from l2d_jax.objective import Batch, Draws
+from l2d_jax.optim import optimizer
+from l2d_jax.step import REMAT, TrainState, check_batch, make_step, micro_batches, optimizer_shardings
+
+KEY = jax.random.key(0)
+
+
+def start(path: DiffusionPath, mesh: Mesh, adam: optax.GradientTransformation) -> TrainState:
+    """On the mesh, from a copy of the path, since steps donate their state."""
+    path = jax.device_put(jax.tree.map(jnp.array, path), NamedSharding(mesh, PartitionSpec()))
+    moments = jax.jit(adam.init, out_shardings=optimizer_shardings(adam, path, mesh))(path)
+    return TrainState(path=path, optimizer=moments)
+
+
+def uneven() -> Batch:
+    """Four examples with four, one, three and no answer tokens."""
+    batch = tiny.batch(examples=4, length=8, answers=4)
+    counts = jnp.array([[4], [1], [3], [0]])
+    return batch._replace(weights=(jnp.arange(4) < counts).astype(jnp.float32))
+
+
+@pytest.mark.parametrize("reduction", ["token", "example"])
+def test_micro_batches_are_one_batch(reduction: Any, mesh: Mesh) -> None:
+    """Two of two examples, against the mean over all four with the same draws: loss, gradient norm, new weights."""
+    llm, path, batch = tiny.llm(), tiny.path(), uneven()
+    adam = optimizer(OptimConfig(), 1e-2)
+    config = TrainConfig(batch_size=4, accumulation=2, reduction=reduction)
+    state = start(path, mesh, adam)
+    new, metrics = make_step(adam, config, state, mesh)(state, llm, micro_batches(batch, 2, mesh), KEY)
+
+    halves = [jax.tree.map(lambda a: a[:2], batch), jax.tree.map(lambda a: a[2:], batch)]
+    drawn = [objective.draw(key, half, path) for key, half in zip(jax.random.split(KEY, 2), halves, strict=True)]
+    draws = Draws(*(jnp.concatenate([half[i] for half in drawn]) for i in range(2)), labels=None)
+
+    @jax.jit
+    @jax.value_and_grad
+    def whole(path: DiffusionPath) -> jax.Array:
+        hidden = objective.correct(path, llm, objective.read_context(llm, batch), batch, draws)
+        losses = objective.over_logits(llm, hidden, objective.negative_log_likelihood, batch.targets)
+        return objective.average(losses, batch.weights, reduction)
+
+    loss, gradient = whole(path)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    np.testing.assert_allclose(metrics["gradient_norm"], optax.tree.norm(gradient), rtol=1e-4)
+    clipped = jax.tree.map(lambda g: g / jnp.maximum(1.0, optax.tree.norm(gradient)), gradient)
+    first_moment = next(part.mu for part in jax.tree.leaves(new.optimizer, is_leaf=_is_adam) if _is_adam(part))
+    jax.tree.map(lambda m, g: np.testing.assert_allclose(m, 0.1 * g, rtol=1e-3, atol=1e-6), first_moment, clipped)
+
+
+def _is_adam(part: Any) -> bool:
+    return isinstance(part, optax.ScaleByAdamState)
+
+
+def test_three_steps_of_one_program_leave_the_frozen_model_as_it_is(mesh: Mesh) -> None:
+    llm, path = tiny.llm("qwen"), tiny.path("qwen", classes=3)
+    before = jax.tree.map(np.array, llm)
+    adam = optimizer(OptimConfig(), 1e-2)
+    state = start(path, mesh, adam)
+    step = make_step(adam, TrainConfig(batch_size=2), state, mesh)
+    losses = []
+    for number in range(3):
+        old = state
+        batch = micro_batches(tiny.batch(classes=3, seed=number), 1, mesh)
+        state, metrics = step(state, llm, batch, jax.random.fold_in(KEY, number))
+        losses.append(float(metrics["loss"]))
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))  # donated
+    assert np.isfinite(losses).all()
+    assert step._cache_size() == 1
+    jax.tree.map(np.testing.assert_array_equal, llm, before)
+    for name, leaf in jax.tree_util.tree_leaves_with_path(
+        jax.tree.map(lambda a, b: jnp.abs(a - b).max(), state.path, path)
+    ):
+        assert (leaf > 0) != (jax.tree_util.keystr(name) == ".merge.last.bias"), jax.tree_util.keystr(name)
+    moments = [leaf for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim]
+    assert sorted(leaf.shape for leaf in moments) == sorted(2 * [leaf.shape for leaf in jax.tree.leaves(path)])
+
+
+def test_a_new_path_learns_from_its_output_backwards(mesh: Mesh) -> None:
+    """Which parts have moved after each step from the release's initial values, without weight decay."""
+    llm = tiny.llm()
+    adam = optimizer(OptimConfig(weight_decay=0.0), 1e-2)
+    first = models.new_path(tiny.path_config(), llm, mesh, seed=0)
+    state = start(first, mesh, adam)
+    step = make_step(adam, TrainConfig(batch_size=4), state, mesh)
+    batch, moved = micro_batches(tiny.batch(examples=4), 1, mesh), []
+    for number in range(4):
+        state, _ = step(state, llm, batch, jax.random.fold_in(KEY, number))
+        change = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), state.path, first)
+        moved.append({jax.tree_util.keystr(name) for name, any_ in jax.tree_util.tree_leaves_with_path(change) if any_})
+    names = {jax.tree_util.keystr(name) for name, _ in jax.tree_util.tree_leaves_with_path(first)}
+    updates = {name for name in names if name.endswith((".a", ".b"))}
+    assert moved[0] == {".merge.last.weight"}
+    inputs = {name for name in names if name.startswith((".vocabulary", ".translation", ".time"))}
+    heads = {name for name in names if "modulation" in name}
+    assert moved[1] == {
+        ".merge.last.weight",
+        ".merge.first.weight",
+        ".merge.first.bias",
+        *inputs,
+        *(n for n in heads if ".last" in n),
+    }
+    assert moved[2] == moved[1] | heads | {name for name in updates if name.endswith(".b")}
+    assert moved[3] == names - {".merge.last.bias"}
+
+
+def test_rematerialisation_changes_no_gradient() -> None:
+    llm, path, batch = tiny.llm(), tiny.path(), tiny.batch()
+
+    def gradient(name: str) -> Any:
+        return jax.jit(jax.grad(partial(objective.loss, remat=REMAT[name])))(path, llm, batch, KEY)
+
+    plain = gradient("none")
+    for name in REMAT.keys() - {"none"}:
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), gradient(name), plain)
+
+
+def test_micro_batches_keep_the_order_of_examples(mesh: Mesh) -> None:
+    batch = tiny.batch(examples=6, length=5, answers=2)
+    split = micro_batches(batch, 3, mesh)
+    assert split.tokens.shape == (3, 2, 5)
+    np.testing.assert_array_equal(split.tokens.reshape(6, 5), batch.tokens)
+    np.testing.assert_array_equal(split.classes.reshape(6), batch.classes)
+
+
+def test_a_micro_batch_has_to_divide_over_the_devices() -> None:
+    devices = np.empty(4, object)
+    devices[:] = jax.devices() * 4
+    mesh = Mesh(devices.reshape(2, 2, 1), ("data", "fsdp", "tensor"))
+    check_batch(TrainConfig(batch_size=16, accumulation=2), mesh)
+    with pytest.raises(InputError, match=r"micro-batch of 6 examples .*batch_size 12 / accumulation 2.* = 4 devices"):
+        check_batch(TrainConfig(batch_size=12, accumulation=2), mesh)

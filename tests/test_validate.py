@@ -1,0 +1,92 @@
+"""Validation: means and intervals over examples by hand, and the report against the loss and the plain model."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tiny
+
+from l2d_jax import objective, validate
+from l2d_jax.config import Config
+from l2d_jax.objective import Draws
+from l2d_jax.validate import Tally
+
+
+def test_means_over_tokens() -> None:
+    tally = Tally()
+    tally.add(np.array([[1, 1, 0], [1, 0, 0]]), {"hit": [[1, 0, 9], [1, 9, 9]], "miss": [[0, 0, 9], [1, 9, 9]]})
+    tally.add(np.array([[1, 1, 1], [0, 0, 0]]), {"hit": [[1, 1, 0], [9, 9, 9]], "miss": [[0, 0, 0], [9, 9, 9]]})
+    mean, low, high = tally.mean("hit")
+    assert mean == 4 / 6
+    assert low <= mean <= high
+    assert tally.mean("hit", minus="miss")[0] == 3 / 6
+    assert tally.mean("hit", minus="hit") == (0.0, 0.0, 0.0)
+
+
+def test_intervals_cover_the_truth_and_resample_whole_examples() -> None:
+    """Examples of 20 equal tokens: the interval is that of 60 examples, not of 1200 tokens."""
+    rng, widths, covered = np.random.default_rng(0), [], 0
+    for _ in range(100):
+        tally, values = Tally(), rng.normal(size=(60, 1)) + np.zeros((60, 20))
+        tally.add(np.ones((60, 20)), {"x": values})
+        mean, low, high = tally.mean("x")
+        np.testing.assert_allclose(mean, values.mean())
+        covered += low <= 0.0 <= high
+        widths.append(high - low)
+    assert 88 <= covered <= 100
+    np.testing.assert_allclose(np.mean(widths), 2 * 1.96 / np.sqrt(60), rtol=0.1)
+
+
+def test_a_pairs_difference_has_an_interval_of_its_own() -> None:
+    rng = np.random.default_rng(0)
+    shared, small = rng.normal(size=(50, 8)) * 5, rng.normal(size=(50, 8)) * 0.01
+    tally = Tally()
+    tally.add(np.ones((50, 8)), {"a": shared + 0.1 + small, "b": shared})
+    mean, low, high = tally.mean("a", minus="b")
+    assert 0.09 < low < mean < high < 0.11
+
+
+def test_the_report(mesh: Any) -> None:
+    """Two batches, the second with a row of padding; a budget of one is the language model."""
+    model = tiny.model()
+    assert model.path is not None
+    first, second = tiny.batch(examples=2, seed=0), tiny.batch(examples=2, seed=1)
+    second = second._replace(weights=second.weights.at[1].set(0.0))
+    raw = {"model": {"name": "unused"}, "validation": {"time_bins": 2, "budgets": (1, 3)}, "decode": {"budget": 3}}
+    config = Config.from_dict(raw)
+    report = validate.validate(model, [first, second], config)
+
+    weights, losses, greedy, expected = [], [], [], []
+    for number, batch in enumerate((first, second)):
+        context = objective.read_context(model.llm, batch)
+        draws = objective.draw(jax.random.fold_in(jax.random.key(config.train.seed), number), batch, model.path)
+        for index in range(2):
+            moved = Draws(t=(index + draws.t) / 2, noise=draws.noise, labels=None)
+            logits = model.llm.logits(objective.correct(model.path, model.llm, context, batch, moved))
+            losses.append(
+                jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, batch.targets[..., None], -1)[..., 0]
+            )
+        logits = model.llm.logits(context.hidden)
+        greedy.append(jnp.argmax(logits, axis=-1) == batch.targets)
+        expected.append(jnp.take_along_axis(jax.nn.softmax(logits), batch.targets[..., None], -1)[..., 0])
+        weights.append(batch.weights)
+
+    def mean(values: list[jax.Array]) -> float:
+        return float(np.average(np.concatenate(values), weights=np.concatenate(weights)))
+
+    by_bin = [mean(losses[0::2]), mean(losses[1::2])]
+    np.testing.assert_allclose(report["validation/loss_by_t"], by_bin, rtol=1e-4)
+    np.testing.assert_allclose(report["validation/loss"], np.mean(by_bin), rtol=1e-4)
+    np.testing.assert_allclose(report["validation/perplexity"], np.exp(np.mean(by_bin)), rtol=1e-3)
+    np.testing.assert_allclose(report["validation/greedy@1"], mean(greedy), atol=1e-6)
+    np.testing.assert_allclose(report["validation/expected@1"], mean(expected), rtol=1e-4)
+    assert report["validation/expected@1_gain"] == (0.0, 0.0, 0.0)
+    gain = report["validation/expected@3"] - report["validation/expected@1"]
+    mean_gain, low, high = report["validation/expected@3_gain"]
+    np.testing.assert_allclose(mean_gain, gain, atol=1e-6)
+    assert low <= mean_gain <= high
+    low, high = report["validation/expected@3_interval"]
+    assert low <= report["validation/expected@3"] <= high
+    again = validate.validate(model, [first, second], config, budgets=(3,))
+    assert again["validation/expected@3"] == report["validation/expected@3"]  # the same noise, whatever the budgets
