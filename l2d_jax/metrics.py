@@ -1,8 +1,10 @@
 """Writes what a run measures: `metrics.jsonl`, TensorBoard, and a progress bar on a terminal."""
 
 import json
+import math
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,44 @@ class Metrics:
         self._bar.close()
         self._file.close()
         self._tensorboard.close()
+
+
+class StepLog:
+    """Reads each step's results once the next one is under way, so that the device never waits for the log."""
+
+    def __init__(self, metrics: Metrics, *, every: int, last: int, rate: Callable[[int], Any]) -> None:
+        self._metrics, self._every, self._last, self._rate = metrics, every, last, rate
+        self._pending: tuple[int, Mapping[str, Any]] | None = None
+        self._tokens = 0
+        self._began = time.perf_counter()
+
+    def add(self, step: int, results: Mapping[str, Any], *, tokens: int) -> None:
+        """Take the results of a step that has just been dispatched and read those of the one before it."""
+        self.flush()
+        self._pending = step, results
+        self._tokens += tokens
+
+    def flush(self) -> None:
+        """Wait for the step that is under way; raises `FloatingPointError` if its loss is not finite."""
+        if self._pending is None:
+            return
+        step, results = self._pending
+        self._pending = None
+        values = {name: float(value) for name, value in results.items()}
+        if not math.isfinite(values["loss"]):
+            raise FloatingPointError(f"the loss is {values['loss']} at step {step}: lower config.optim.peak_rate")
+        if step % self._every and step != self._last:
+            return
+        speed = self._tokens / (time.perf_counter() - self._began)
+        values |= {"learning_rate": float(self._rate(step - 1)), "tokens_per_second": speed}
+        self._metrics.write(step, values)
+        self._metrics.progress(step, f"loss {values['loss']:.4f}  {speed:.0f} tokens/s")
+        self.restart()
+
+    def restart(self) -> None:
+        """Start the clock anew, after something else has taken time."""
+        self._tokens = 0
+        self._began = time.perf_counter()
 
 
 def read_metrics(workdir: Path) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ the frozen model is read from where it came from, and the order of the data is a
 import json
 import math
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from l2d_jax.checkpoint import Checkpoints
 from l2d_jax.config import Config
 from l2d_jax.data import Examples
 from l2d_jax.errors import InputError
-from l2d_jax.metrics import Metrics, read_metrics
+from l2d_jax.metrics import Metrics, StepLog, read_metrics
 from l2d_jax.optim import optimizer, schedule
 from l2d_jax.refine import Model, Refinement
 from l2d_jax.sources import read_json
@@ -83,31 +82,23 @@ def train(config: Config, workdir: Path) -> None:
 
     run_step = make_step(adam, config.train, state, mesh)
     key = jax.random.key(config.train.seed + 1)
-    batches = training.batches(config.train.batch_size, start_step=start)
+    process = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+    batches = training.batches(config.train.batch_size, start_step=start, **process)
     if due(start) and not is_measured(workdir, start):  # a run that was cut off may not have come to it
         measure(start, state)
-    began, tokens, pending = time.perf_counter(), 0, None
+    log = StepLog(metrics, every=config.train.log_every, last=steps, rate=rate)
     for step, batch in zip(range(start + 1, steps + 1), batches, strict=False):
         placed = micro_batches(batch, config.train.accumulation, mesh)
-        state, result = run_step(state, llm, placed, jax.random.fold_in(key, step))
-        tokens += batch.tokens.size
-        if pending is not None:  # step k - 1 is read once step k is under way
-            _log(metrics, *pending)
-            pending = None
-        if step % config.train.log_every == 0 or step == steps:
-            elapsed = time.perf_counter() - began
-            extra = {"learning_rate": float(rate(step - 1)), "tokens_per_second": tokens / elapsed}
-            pending = step, result, extra
-            began, tokens = time.perf_counter(), 0
+        state, results = run_step(state, llm, placed, jax.random.fold_in(key, step))
+        log.add(step, results, tokens=batch.tokens.size)
         saved = step == steps or step % config.train.checkpoint_every == 0
-        if pending is not None and (saved or due(step)):
-            _log(metrics, *pending)  # before it is saved, or a run that is cut off in between would lack it
-            pending = None
+        if saved or due(step):
+            log.flush()  # before it is saved, or a run that is cut off in between would lack it
         if saved:
             checkpoints.save(step, vars_of(state))
         if due(step):
             measure(step, state)
-            began, tokens = time.perf_counter(), 0
+            log.restart()
     checkpoints.close()
     metrics.close()
     (workdir / "export").mkdir(exist_ok=True)
@@ -160,14 +151,6 @@ def claim(workdir: Path, config: Config) -> None:
         raise InputError(
             f"workdir {workdir} belongs to another config: {'; '.join(changed[:5])}: choose another --workdir"
         )
-
-
-def _log(metrics: Metrics, step: int, result: dict[str, jax.Array], extra: dict[str, float]) -> None:
-    values = {name: float(value) for name, value in result.items()} | extra
-    if not math.isfinite(values["loss"]):
-        raise FloatingPointError(f"the loss is {values['loss']} at step {step}: lower config.optim.peak_rate")
-    metrics.write(step, values)
-    metrics.progress(step, f"loss {values['loss']:.4f}  {values['tokens_per_second']:.0f} tokens/s")
 
 
 if __name__ == "__main__":
