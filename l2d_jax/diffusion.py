@@ -10,7 +10,9 @@ END = 1e-6  # closer to t = 1 than this, the velocity (x̂ - x_t) / (1 - t) coun
 def normalize(v: Float[Array, "*B C"]) -> Float[Array, "*B C"]:
     """Rescale to length sqrt(C), so that each entry is of order one (section 3.2, the vocabulary vectors)."""
     v = v.astype(jnp.float32)
-    return v * (v.shape[-1] ** 0.5 / jnp.maximum(jnp.linalg.norm(v, axis=-1, keepdims=True), 1e-12))
+    squares = jnp.sum(jnp.square(v), axis=-1, keepdims=True)
+    # Tables have rows of zeros for unused tokens: there, the root's gradient is not a number, that of 1 / epsilon huge.
+    return v * (v.shape[-1] ** 0.5 / jnp.sqrt(jnp.where(squares > 0, squares, 1.0)))
 
 
 def interpolate(data: Float[Array, "*B C"], noise: Float[Array, "*B C"], t: Float[Array, "*B"]) -> Float[Array, "*B C"]:

@@ -18,8 +18,13 @@ def main() -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--workdir", type=Path, help="a workdir of training: its newest checkpoint answers")
     source.add_argument("--model", help="a model folder, a hub id or a GGUF file; without a path the budget is 1")
-    parser.add_argument("--prompt", help="one message to answer; without it, a chat")
-    parser.add_argument("--budget", type=int, help="evaluations of the path per token, the final one included")
+    parser.add_argument("--prompt", action="append", help="a message to answer, given once or more; without it, a chat")
+    parser.add_argument(
+        "--budget",
+        type=int,
+        nargs="+",
+        help="evaluations of the path per token, the final one included; several compare",
+    )
     parser.add_argument("--solver", choices=list(SOLVERS), help="how the path is integrated")
     parser.add_argument("--temperature", type=float, help="of the final draw; 0: arg max")
     parser.add_argument("--max_new_tokens", type=int, help="at most so many tokens an answer")
@@ -28,23 +33,32 @@ def main() -> None:
     if options.workdir and not (options.workdir / "checkpoints").is_dir():
         raise InputError(f"{options.workdir} is no workdir of training: it has no checkpoints folder")
     found = find(options.workdir or options.model)
-    settings = choose(found.defaults, options)
-    check_settings(settings, has_path=found.has_path)
-    messages = [{"role": "user", "content": options.prompt or ""}]
+    prompts, several = options.prompt or [], len(options.prompt or []) * len(options.budget or [0]) > 1
+    if options.prompt is None and len(options.budget or []) > 1:
+        raise InputError("a chat has one budget: give one, or a --prompt to compare several on")
+    variants = [choose(found.defaults, options, budget=budget) for budget in options.budget or [None]]
+    conversations = [[{"role": "user", "content": prompt}] for prompt in prompts or [""]]
     base = models.find_base(found.base)
-    check_prompts([encode_prompt(messages, base.tokenizer)], settings, base.architecture)
+    for settings in variants:
+        check_settings(settings, has_path=found.has_path)
+        check_prompts(
+            [encode_prompt(messages, base.tokenizer) for messages in conversations], settings, base.architecture
+        )
     loaded = load(options.workdir or options.model)
-    if options.prompt is not None:
-        answer(loaded, messages, settings, seed=options.seed)
-    else:
-        chat(loaded, settings, seed=options.seed)
+    if options.prompt is None:
+        chat(loaded, variants[0], seed=options.seed)
+    for prompt, messages in zip(prompts, conversations, strict=False):
+        for settings in variants:
+            if several:
+                print(f"\n[budget {settings.budget}] {prompt}")
+            answer(loaded, messages, settings, seed=options.seed)
 
 
-def choose(defaults: DecodeConfig, options: argparse.Namespace) -> DecodeConfig:
+def choose(defaults: DecodeConfig, options: argparse.Namespace, *, budget: int | None) -> DecodeConfig:
     """The model's own settings with those of the command line; raises `InputError`."""
-    names = {f.name for f in dataclasses.fields(DecodeConfig)}
+    names = {f.name for f in dataclasses.fields(DecodeConfig)} - {"budget"}
     given = {name: value for name, value in vars(options).items() if name in names and value is not None}
-    return dataclasses.replace(defaults, **given)
+    return dataclasses.replace(defaults, **given, budget=defaults.budget if budget is None else budget)
 
 
 def answer(loaded: Loaded, messages: list[dict[str, str]], settings: DecodeConfig, *, seed: int) -> str:

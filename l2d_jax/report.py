@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+import matplotlib as mpl
 
 from l2d_jax import command_line
 from l2d_jax.errors import InputError
 from l2d_jax.metrics import read_metrics
 
-matplotlib.use("Agg")  # draws into files, with no display
-from matplotlib import pyplot as plt  # noqa: E402
+mpl.use("Agg")  # draws into files, with no display
+from matplotlib import pyplot as plt
 
 KINDS = {"expected": "expected (probability of the true token)", "greedy": "greedy (arg max)"}
 

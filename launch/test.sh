@@ -4,4 +4,5 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 source launch/environment.sh requirements-dev.txt
+source launch/smollm2.sh # one real model, end to end
 exec python -m pytest "$@"

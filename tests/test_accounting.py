@@ -79,6 +79,7 @@ def test_dry_run_reads_no_weights(monkeypatch):
     assert rows["trainable parameters"].strip() == "73,344,256"
     assert rows["frozen parameters"].strip() == "1,235,814,400"
     assert rows["memory per device: path (float32)"].strip() == f"{4 * 73_344_256 / 2**30:.2f} GiB"
+    assert rows["memory per device: its gradient and Adam moments"].strip() == f"{12 * 73_344_256 / 2**30:.2f} GiB"
     assert rows["memory per device: frozen weights (bfloat16)"].strip() == f"{2 * 1_235_814_400 / 2**30:.2f} GiB"
 
 

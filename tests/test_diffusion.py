@@ -66,3 +66,10 @@ def test_a_temperature_of_zero_takes_the_arg_max_row_by_row() -> None:
     best = jnp.argmax(logits, axis=-1)
     np.testing.assert_array_equal(drawn[:250], best[:250])
     assert float(jnp.mean(drawn[250:] == best[250:])) < 0.5
+
+
+def test_a_vector_of_zeros_has_a_gradient():
+    """Embedding tables have rows of zeros for unused tokens, and the map's bias is zero at first."""
+    gradient = jax.grad(lambda v: jnp.sum(diffusion.normalize(v)))(jnp.zeros((2, 4)))
+    np.testing.assert_array_equal(gradient, 2.0)  # of sqrt(4) v: neither infinite nor so large as to drown the others
+    assert not np.any(diffusion.normalize(jnp.zeros((2, 4))))

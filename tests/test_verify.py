@@ -226,7 +226,7 @@ def test_what_passes(check, passed):
 
 def test_a_layer_that_is_cut_off_does_nothing(folders):
     model = load(folders / "llama_lora", dtype="float32").model
-    llm, path = reference._cut(model.llm, model.path, 2)
+    llm, _ = reference._cut(model.llm, model.path, 2)
     shorter = jax.tree.map(lambda leaf: leaf[:2], (model.llm.layers, model.path.layers))
     whole = dataclasses.replace(model.llm, layers=shorter[0])
     a = recording("llama_lora")

@@ -60,11 +60,13 @@ def path_config(**changes: Any) -> PathConfig:
 def scale(name: str) -> tuple[float, float]:
     """Mean and standard deviation of a parameter, of the size that trained models have where it matters.
 
-    Embeddings are small beside the epsilon of the first norm, and norms are about one.
+    Embeddings are so small that the epsilon of the first norm shows, norms are about one, and so are logits.
     """
     if "norm" in name:
         return 1.0, 0.3
-    return (0.0, 0.06) if "embed" in name else (0.0, 0.3)
+    if "embed" in name:
+        return 0.0, 0.06
+    return (0.0, 0.12) if "head" in name else (0.0, 0.3)
 
 
 def randomise(declared: Any, *, seed: int = 0) -> Any:
