@@ -7,14 +7,13 @@
 The names are imported when they are first used, so that importing a part of the package imports no more than that part.
 """
 
+import importlib
 from typing import Any
 
-__all__ = ["generate", "load", "stream", "stream_text"]
+_HOMES = {"load": "loaded", "generate": "generation", "stream": "generation", "stream_text": "generation"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        from l2d_jax import generation
-
-        return getattr(generation, name)
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

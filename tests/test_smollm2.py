@@ -10,7 +10,7 @@ import pytest
 from programs import ROOT, call
 
 from l2d_jax import convert, generate, train
-from l2d_jax.generation import load
+from l2d_jax.loaded import load
 from l2d_jax.metrics import read_metrics
 
 GGUF = os.environ.get("L2D_JAX_SMOLLM2")
