@@ -8,7 +8,8 @@ import tiny
 from programs import call, options, write_base
 from test_train import remove_template, remove_tokenizer
 
-from l2d_jax import generate, generation, loaded, models, tokens, train
+import l2d_jax.generate as generate  # the program; the package's own name is the function
+from l2d_jax import generation, loaded, models, tokens, train
 from l2d_jax.config import PathConfig
 from l2d_jax.loaded import load
 
