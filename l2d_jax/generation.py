@@ -85,7 +85,7 @@ def stream(
         piece = []
         for i, row in enumerate(np.asarray(new)[:, :left].tolist()):
             stop = next((j for j, token in enumerate(row) if token in loaded.ends), None)
-            piece.append([] if finished[i] else row[:stop])
+            piece.append(row[:stop])  # a sequence that has ended goes on with end tokens
             finished[i] = finished[i] or stop is not None
         yield piece
         if all(finished):
@@ -140,8 +140,8 @@ def stream_text(
 
 
 def _decode(ids: Sequence[int], tokenizer: PreTrainedTokenizerFast | None) -> str:
-    """The text as it was tokenised: no space before a full stop is cleaned up."""
     assert tokenizer is not None
+    # Llama's tokenizers ask for a clean-up, with which "a" and " ." would be "a.": a stream cannot take a space back.
     text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)
     return text

@@ -54,6 +54,7 @@ _l2d_environment() {
     echo "$wanted" >"$stamp"
   fi
 
+  export TRANSFORMERS_NO_ADVISORY_WARNINGS=1 # "PyTorch was not found": it is not needed
   export VIRTUAL_ENV=$venv
   export PATH=$venv/bin:$PATH
 }

@@ -72,7 +72,7 @@ def test_the_network_its_loss_and_its_gradients(folders, name):
 @pytest.mark.parametrize(
     ("name", "keys"),
     [
-        ("llama_guid", ["midpoint8.seq.w1.5", "midpoint8.last.w0.0"]),
+        ("llama_guid", ["midpoint8.seq.w1.5", "midpoint8.last.w0.0", "midpoint8.last.sampleT1"]),
         ("qwen_lora", ["midpoint8.last.samplepoly", "midpoint8.last.pad"]),
         ("qwen_full", ["euler15.seq.avgT1", "euler15.last.avgpoly"]),
     ],
