@@ -143,8 +143,9 @@ class TrainConfig:
 class DecodeConfig:
     """How the diffusion token is integrated and how the next token is drawn (paper section 3.3)."""
 
-    solver: Literal["euler", "midpoint", "heun", "heun3", "rk4"] = "midpoint"
-    budget: int = 15  # evaluations of the path per token, the final one included
+    solver: Literal["euler", "midpoint", "heun", "heun3", "rk4", "fehlberg2", "adaptive_heun", "bosh3"] = "midpoint"
+    budget: int = 15  # evaluations of the path per token, the final one included; at most, for the three adaptive ones
+    tolerance: float = 3e-4  # of the adaptive solvers' steps, relative and absolute
     velocity: Literal["sample", "expectation"] = "sample"  # x̂: the vector of a drawn token, or the mean over tokens
     velocity_temperature: float = 0.0  # of that draw; 0: arg max
     anneal: bool = False  # let that temperature fall linearly to 0 as t goes to 1
@@ -154,6 +155,7 @@ class DecodeConfig:
     def __post_init__(self) -> None:
         require(self.budget >= 1, f"config.decode.budget must be at least 1 evaluation, got {self.budget}")
         require(self.max_new_tokens > 0, f"config.decode.max_new_tokens must be positive, got {self.max_new_tokens}")
+        require(self.tolerance > 0, f"config.decode.tolerance must be positive, got {self.tolerance}")
         for name in ("velocity_temperature", "temperature"):
             require(getattr(self, name) >= 0, f"config.decode.{name} must not be negative, got {getattr(self, name)}")
 

@@ -10,7 +10,9 @@ from pathlib import Path
 from l2d_jax import command_line, models, release
 from l2d_jax.architecture import Architecture
 from l2d_jax.errors import InputError
-from l2d_jax.sources import SafetensorsFolder, locate, output_folder, read_json, write_safetensors
+from l2d_jax.files import output_folder, read_json
+from l2d_jax.safetensors_file import SafetensorsFolder, write_safetensors
+from l2d_jax.sources import locate
 
 # What is taken over from the base's folder besides the weights; never code, never pickles.
 KEPT = ("*.json", "*.txt", "*.jinja", "tokenizer.model")

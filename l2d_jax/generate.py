@@ -9,7 +9,7 @@ from l2d_jax.config import DecodeConfig
 from l2d_jax.errors import InputError
 from l2d_jax.generation import check_prompts, check_settings, encode_prompt, stream_text
 from l2d_jax.loaded import Loaded, find, load
-from l2d_jax.solvers import SOLVERS
+from l2d_jax.rules import ADAPTIVE, SOLVERS
 
 
 def main() -> None:
@@ -25,7 +25,8 @@ def main() -> None:
         nargs="+",
         help="evaluations of the path per token, the final one included; several compare",
     )
-    parser.add_argument("--solver", choices=list(SOLVERS), help="how the path is integrated")
+    parser.add_argument("--solver", choices=SOLVERS, help="how the path is integrated")
+    parser.add_argument("--tolerance", type=float, help=f"of the steps of {', '.join(ADAPTIVE)}")
     parser.add_argument("--temperature", type=float, help="of the final draw; 0: arg max")
     parser.add_argument("--max_new_tokens", type=int, help="at most so many tokens an answer")
     parser.add_argument("--seed", type=int, default=0, help="of the noise and the draws")

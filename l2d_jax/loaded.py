@@ -12,8 +12,8 @@ from l2d_jax.checkpoint import Checkpoints
 from l2d_jax.config import Config, DecodeConfig, MeshConfig, ModelConfig, PathConfig, from_dict
 from l2d_jax.diffusion_path import DiffusionPath
 from l2d_jax.errors import InputError
+from l2d_jax.files import read_json
 from l2d_jax.refine import Model
-from l2d_jax.sources import read_json
 
 
 class Loaded(NamedTuple):

@@ -22,8 +22,10 @@ from l2d_jax.architecture import Architecture
 from l2d_jax.config import ModelConfig, PathConfig, from_dict
 from l2d_jax.diffusion_path import DiffusionPath, start_from
 from l2d_jax.errors import InputError
+from l2d_jax.files import read_json
 from l2d_jax.llm import LLM
-from l2d_jax.sources import SafetensorsFolder, locate, read_json
+from l2d_jax.safetensors_file import SafetensorsFolder
+from l2d_jax.sources import locate
 from l2d_jax.weights import TensorSource
 
 

@@ -4,7 +4,7 @@ A trajectory is checked twice. The states on the grid are diffrax's, by the prog
 and picked tokens of every evaluation come from a plain loop over the solver's tableau, from those states on.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from l2d_jax import decode, diffusion, solvers
+from l2d_jax import decode, diffusion, rules, solvers
 from l2d_jax.config import DecodeConfig, from_dict
 from l2d_jax.errors import InputError
 from l2d_jax.objective import Context
@@ -57,7 +57,7 @@ def trajectory(model: Model, a: Recording, key: str, run: Mapping[str, Any]) -> 
     recorded = {name: a[f"ode.{key}.{name}"] for name in ("x0", "t_grid", "traj", "logits", "times", "argmax", "temps")}
     grid, end, count = recorded["t_grid"], float(run["final_timestep"]), recorded["x0"].shape[1]
     settings = _settings(run, len(grid) - 1, annealed="poly" in key)
-    context = _context(model, a, run, padded=".pad" in key)
+    context = context_of(model, a, run, padded=".pad" in key)
     samples = a[f"ode.{key}.samples"] if f"ode.{key}.samples" in a else np.zeros((0, len(recorded["x0"])))
     draws = Draws.build(recorded["times"], samples)
     shape = (*context.positions.shape, recorded["x0"].shape[-1])
@@ -78,21 +78,25 @@ def _settings(run: Mapping[str, Any], steps: int, *, annealed: bool) -> Refineme
     solver = METHODS[run["method"]]
     options = {
         "solver": solver,
-        "budget": 1 + solvers.SOLVERS[solver][1] * steps,
+        "budget": 1 + rules.FIXED[solver][1] * steps,
         "velocity": "expectation" if run["x1_estimation"] == "average" else "sample",
         "velocity_temperature": 1.0 if annealed else temperature,
         "anneal": annealed,
     }
-    return _refinement(options, guidance=run["w_g"])
+    return make_refinement(options, guidance=run["w_g"])
 
 
-def _refinement(options: dict[str, Any], *, guidance: float | None) -> Refinement:
+def make_refinement(options: dict[str, Any], *, guidance: float | None) -> Refinement:
+    """A recorded run's settings as decoding takes them."""
     config: DecodeConfig = from_dict(DecodeConfig, options, prefix="run")
     return Refinement.from_config(config, guidance=1.0 if guidance is None else guidance)
 
 
-def _context(model: Model, a: Recording, run: Mapping[str, Any], *, padded: bool) -> Context:
-    tokens, mask = (a["lp.input_ids"], a["lp.attention_mask"]) if padded else (a["input_ids"], None)
+def context_of(
+    model: Model, a: Recording, run: Mapping[str, Any], *, padded: bool, rows: Sequence[int] = (0, 1)
+) -> Context:
+    """The frozen pass of a recorded run over some rows of the recorded batch."""
+    tokens, mask = (a["lp.input_ids"], a["lp.attention_mask"]) if padded else (a["input_ids"][rows, :], None)
     context = read(model.llm, tokens, mask, last=run["mode"] == "last")
     if run["class_labels"] is None:
         return context
@@ -120,7 +124,7 @@ def _loop(
     model: Model, context: Context, settings: Refinement, draws: Draws, states: np.ndarray, grid: np.ndarray
 ) -> dict[str, np.ndarray]:
     """Times, temperatures and arg max of every evaluation, stage by stage from the states on the grid."""
-    tableau = getattr(solvers.SOLVERS[settings.solver][0], "tableau", None)
+    tableau = getattr(rules.FIXED[settings.solver][0], "tableau", None)
     nodes, lower = ([], []) if tableau is None else (tableau.c, tableau.a_lower)
     table, length = np.asarray(model.table), grid[-1] / (len(grid) - 1)
     times: list[np.ndarray] = []
@@ -139,7 +143,7 @@ def _loop(
             if context.labels is not None:
                 branches.append(logits_at(model, context, y, t))
             temperature = np.asarray(settings.temperature(jnp.float32(t), jnp.float32(length)))
-            targets = [_estimate(np.asarray(logits), table, settings.velocity, temperature) for logits in branches]
+            targets = [read_out(np.asarray(logits), table, settings.velocity, temperature) for logits in branches]
             if draws.drawn[len(temperatures)]:
                 targets = [table[draws.tokens[len(temperatures)]][:, None]]
             temperatures += [temperature] * len(branches)
@@ -150,7 +154,7 @@ def _loop(
     return {"times": np.stack(times), "temps": np.stack(temperatures), "argmax": np.stack(picked)}
 
 
-def _estimate(logits: np.ndarray, table: np.ndarray, velocity: str, temperature: np.ndarray) -> np.ndarray:
+def read_out(logits: np.ndarray, table: np.ndarray, velocity: str, temperature: np.ndarray) -> np.ndarray:
     """The vector of the likeliest token, or the mean over the vocabulary."""
     if velocity == "sample" or temperature == 0:
         return table[np.argmax(logits, axis=-1)]
@@ -172,9 +176,9 @@ def generations(model: Model, a: Recording) -> Iterator[Check]:
         budget, noise = 1, np.zeros((count, rows, model.path.config.width), np.float32)
         solver = "euler" if name == "base" else name.rstrip("0123456789")
         if name != "base":
-            budget = 1 + solvers.SOLVERS[solver][1] * (int(name.removeprefix(solver)) - 1)
+            budget = 1 + rules.FIXED[solver][1] * (int(name.removeprefix(solver)) - 1)
             noise = a[f"dec.{name}.noise"][:, :, 0]
-        settings = _refinement({"solver": solver, "budget": budget}, guidance=recorded["guidance_parameter"])
+        settings = make_refinement({"solver": solver, "budget": budget}, guidance=recorded["guidance_parameter"])
         labels = recorded["class_labels"] and jnp.array(recorded["class_labels"], jnp.int32)
         keys = jax.random.split(jax.random.key(0), rows)
         state = decode.prefill(model.llm, jnp.asarray(ids), jnp.array(lengths, jnp.int32), keys, room=count)

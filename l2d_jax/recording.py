@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from l2d_jax.errors import InputError
+from l2d_jax.files import read_json
 from l2d_jax.llm import LLM
 from l2d_jax.objective import Context
 from l2d_jax.refine import Model
-from l2d_jax.sources import read_json
 
 LOGITS = 1e-4  # absolute, float32
 

@@ -18,6 +18,7 @@ from l2d_jax.diffusion_path import DiffusionPath
 from l2d_jax.llm import LLM
 from l2d_jax.objective import Batch, Context, Draws
 from l2d_jax.optim import optimizer
+from l2d_jax.recorded_adaptive import adaptive_trajectories
 from l2d_jax.recorded_runs import generations, trajectories
 from l2d_jax.recording import Check, Recording, logits_at, read
 from l2d_jax.refine import Model
@@ -32,7 +33,7 @@ def checks(model: Model, a: Recording) -> Iterator[Check]:
     a.require_fit(model)
     groups = [forward]
     if model.path is not None:
-        groups += [corrected, intermediate, training, optimization, trajectories, generations]
+        groups += [corrected, intermediate, training, optimization, trajectories, adaptive_trajectories, generations]
     for group in groups:
         yield from group(model, a)
 

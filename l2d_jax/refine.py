@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
-from l2d_jax import diffusion, solvers
+from l2d_jax import diffusion, rules, solvers
 from l2d_jax.config import DecodeConfig
 from l2d_jax.diffusion_path import DiffusionPath
 from l2d_jax.errors import InputError
-from l2d_jax.llm import LLM
+from l2d_jax.llm import LLM, KVCache
 from l2d_jax.objective import Context, over_logits
 
 
@@ -40,10 +40,11 @@ _embed = jax.jit(DiffusionPath.embed)  # here, so that new weights of the same s
 class Refinement(nnx.Module):
     """How to integrate. The arrays are arguments of one compiled program; the strings choose the program."""
 
-    steps: Array = nnx.data()  # grid intervals; 0 leaves the LM as it is
+    steps: Array = nnx.data()  # grid intervals, or the most steps of an adaptive solver; 0 leaves the LM as it is
     velocity_temperature: Array = nnx.data()
     anneal: Array = nnx.data()  # 1: the temperature falls linearly to 0 as t goes to 1; 0: constant
     guidance: Array = nnx.data()  # strength w_g; unused without labels
+    tolerance: Array = nnx.data()  # of an adaptive solver's steps, relative and absolute
     solver: str = nnx.static(default="midpoint")
     velocity: Literal["sample", "expectation"] = nnx.static(default="sample")
 
@@ -51,27 +52,30 @@ class Refinement(nnx.Module):
     def from_config(cls, config: DecodeConfig, *, budget: int | None = None, guidance: float = 1.0) -> "Refinement":
         """Raises `InputError` for a budget that the solver cannot spend."""
         return cls(
-            steps=jnp.int32(solvers.intervals(config.solver, budget or config.budget)),
+            steps=jnp.int32(rules.steps_of(config.solver, budget or config.budget)),
             velocity_temperature=jnp.float32(config.velocity_temperature),
             anneal=jnp.float32(config.anneal),
             guidance=jnp.float32(guidance),
+            tolerance=jnp.float32(config.tolerance),
             solver=config.solver,
             velocity=config.velocity,
         )
 
     def temperature(self, t: Float[Array, ""], step: Float[Array, ""]) -> Float[Array, ""]:
         """The velocity's temperature at t; annealing reads it ahead, so that the last draw is the arg max."""
-        annealed = diffusion.anneal(self.velocity_temperature, t + solvers.lookahead(self.solver) * step)
+        annealed = diffusion.anneal(self.velocity_temperature, t + rules.lookahead(self.solver) * step)
         return jnp.where(self.anneal > 0, annealed, self.velocity_temperature)
 
 
-def evaluate(model: Model, context: Context, x: Float[Array, "B M C"], t: Float[Array, ""]) -> Float[Array, "G B M D"]:
-    """Corrected hidden states at one time; G is 1, or 2 with labels: conditional, then null."""
+def evaluate(
+    model: Model, context: Context, x: Float[Array, "B M C"], t: Float[Array, "#B #M"]
+) -> Float[Array, "G B M D"]:
+    """Corrected hidden states, at one time or each at its own; G is 1, or 2 with labels: conditional, then null."""
     assert model.path is not None
     path = model.path
 
     def branch(labels: Array | None) -> Array:
-        update = path(model.llm, x, t[None, None], cache=context.cache, positions=context.positions, labels=labels)
+        update = path(model.llm, x, t, cache=context.cache, positions=context.positions, labels=labels)
         return context.hidden + update
 
     if context.labels is None:
@@ -122,7 +126,7 @@ def make_target(
 
     def target(t: Array, x: Array) -> Array:
         batch, length, _ = x.shape
-        hidden = evaluate(model, context, x, t)
+        hidden = evaluate(model, context, x, t[None, None])
         branches = hidden.shape[0]
         time = jax.lax.bitcast_convert_type(t, jnp.uint32)
         folded = jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, time)))(keys)
@@ -145,9 +149,10 @@ def refine(
     *,
     settings: Refinement,
     keys: Key[Array, "B M"],
-    end: float = 1.0,
 ) -> Float[Array, "B M D"]:
     """Hidden states after the whole budget, whose logits are the answer.
+
+    A uniform grid ends at t = 1; adaptive steps, which each position has to itself, at 1 - 1/sigma as in the release.
 
     Args:
       model: the LM and the path.
@@ -155,14 +160,44 @@ def refine(
       noise: x_0 of unit variance.
       settings: solver, grid and velocity.
       keys: for the velocity's draws, per position; the evaluation's time is folded in.
-      end: the final time.
     """
     if model.path is None:
         return context.hidden
-    target = make_target(model, context, settings=settings, keys=keys, end=end)
     noise = model.path.config.sigma * noise
-    x = solvers.solve(target, noise, solver=settings.solver, steps=settings.steps, end=end)
-    return evaluate(model, context, x, jnp.where(settings.steps > 0, jnp.float32(end), 0.0))[0]
+    if settings.solver in rules.ADAPTIVE:
+        x, t = adapt(model, context, noise, settings=settings, keys=keys)[:2]
+        return evaluate(model, context, x, t)[0]
+    target = make_target(model, context, settings=settings, keys=keys)
+    x = solvers.solve(target, noise, solver=settings.solver, steps=settings.steps)
+    return evaluate(model, context, x, jnp.where(settings.steps > 0, jnp.float32(1), 0.0)[None, None])[0]
+
+
+def adapt(
+    model: Model, context: Context, noise: Float[Array, "B M C"], *, settings: Refinement, keys: Key[Array, "B M"]
+) -> solvers.AdaptiveSolution:
+    """Where each position arrives with steps of its own, and what it took; `noise` is x_0 itself."""
+    assert model.path is not None
+    end = 1 - 1 / model.path.config.sigma
+
+    cache = context.cache
+
+    def sequence(k: Array, v: Array, slots: Array, *rows: Any) -> solvers.AdaptiveSolution:
+        own = KVCache(k=k[:, None], v=v[:, None], positions=slots[None], used=cache.used)
+
+        def position(hidden: Array, position: Array, labels: Any, noise: Array, key: Array) -> solvers.AdaptiveSolution:
+            hidden, position, labels, noise, key = jax.tree.map(
+                lambda a: a[None, None], (hidden, position, labels, noise, key)
+            )
+            target = make_target(model, Context(hidden, own, position, labels), settings=settings, keys=key)
+            found = solvers.solve_adaptive(
+                target, noise, solver=settings.solver, tolerance=settings.tolerance, most=settings.steps, end=end
+            )
+            return found._replace(x=found.x[0, 0])
+
+        return jax.vmap(position)(*rows)
+
+    rows = (context.hidden, context.positions, context.labels, noise, keys)
+    return jax.vmap(sequence, in_axes=(1, 1, *[0] * 6))(cache.k, cache.v, cache.positions, *rows)
 
 
 def check_labels(model: Model, labels: Any) -> None:

@@ -3,7 +3,9 @@
 A checkpoint is the state dict of the whole model: the frozen LM, the path, and again the weights that the path shares.
 """
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,10 @@ from l2d_jax.config import PathConfig, from_dict
 from l2d_jax.diffusion_path import DiffusionPath
 from l2d_jax.errors import InputError
 from l2d_jax.llm import LLM
-from l2d_jax.sources import SafetensorsFolder
+from l2d_jax.safetensors_file import SafetensorsFolder
 from l2d_jax.weights import TensorSource
+
+Tensor = Callable[[], np.ndarray]
 
 # Options of the release that this project implements at one value alone: those of all published configs.
 FIXED = {
@@ -68,6 +72,23 @@ def path_config(raw: Mapping[str, Any]) -> PathConfig:
         raise InputError(f"hyper-parameter {error.args[0]} is missing: give the release's keyword arguments") from None
     config: PathConfig = from_dict(PathConfig, ours, prefix="hyper-parameters")
     return config
+
+
+def options(config: PathConfig) -> dict[str, Any]:
+    """The release's keyword arguments for a path: what `path_config` reads."""
+    return {
+        **FIXED,
+        "flow_representation_dim": config.width,
+        "flow_to_lm_hidden_size": config.translation_width,
+        "timestep_modulation_freq_embedding_size": config.frequency_width,
+        "timestep_modulation_hidden_size": config.condition_width,
+        "noise_rescaling": config.sigma,
+        "separate_flow_params_with_lora": config.layers == "lora",
+        "flow_lora_rank": config.lora_rank,
+        "flow_lora_alpha": config.lora_alpha,
+        "guidance_modulation_num_classes": config.classes,
+        "guidance_modulation_training_dropout": config.class_dropout,
+    }
 
 
 def open_checkpoint(file: Path) -> TensorSource:
@@ -148,6 +169,40 @@ def check_checkpoint(
         if not _equal(source.read(alias), source.read(name)):
             raise InputError(f"tensor {alias} differs from {name}, whose alias it is: the checkpoint is damaged")
     return list(own), list(trained)
+
+
+def state_dict(
+    llm: TensorSource, trained: Mapping[str, Tensor], architecture: Architecture, config: PathConfig
+) -> dict[str, Tensor]:
+    """The release's state dict, aliases included, from an LM and the tensors of a path; all keep their bits."""
+    declared = LLM.declare(architecture, dtype=np.float32), DiffusionPath.declare(config, architecture)
+    own: dict[str, Tensor] = {name: partial(llm.read, name) for name in weights.expected(declared[0], weights.LLM_ROWS)}
+    return own | dict(trained) | {alias: own[name] for alias, name in aliases(*declared).items()}
+
+
+def merge(llm: TensorSource, path: TensorSource, architecture: Architecture, config: PathConfig) -> dict[str, Tensor]:
+    """The tensors of a LoRA path under the names of a dense one: W + (alpha / r) A B, in float32."""
+    scale = np.float32(config.lora_alpha / config.lora_rank)
+
+    def weight(stem: str) -> np.ndarray:
+        a, b = (np.asarray(path.read(f"{stem}.{part}"), np.float32) for part in "AB")
+        return np.asarray(llm.read(f"{_frozen(stem)}.weight"), np.float32) + scale * (a @ b).T
+
+    def bias(stem: str) -> np.ndarray:
+        return np.asarray(llm.read(f"{_frozen(stem)}.bias"), np.float32)
+
+    dense = DiffusionPath.declare(dataclasses.replace(config, layers="dense"), architecture)
+    made: dict[str, Tensor] = {}
+    for name in weights.expected(dense, weights.PATH_ROWS):
+        stem, _, kind = name.rpartition(".")
+        is_shared = f"{stem}.A" in path.names()
+        made[name] = partial(weight if kind == "weight" else bias, stem) if is_shared else partial(path.read, name)
+    return made
+
+
+def _frozen(stem: str) -> str:
+    """The LM's layer that a layer of the path starts from."""
+    return stem.replace(".flow_", ".")
 
 
 def named(source: TensorSource, names: Iterable[str]) -> Iterable[tuple[str, Any]]:

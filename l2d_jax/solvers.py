@@ -1,95 +1,38 @@
-"""Integrates dx/dt = (target(t, x) - x) / (1 - t) from noise with diffrax, on a uniform grid (paper section 3.3).
+"""Integrates dx/dt = (target(t, x) - x) / (1 - t) from noise with diffrax (paper section 3.3).
 
-Notable: the state is the pair (a, y) with x = a x_0 + y. The equation is linear in x, so every Runge-Kutta rule moves
-the noise's share a (a scalar) and the data's share y by themselves, and x is the same; but y is of order one where x
-starts at sigma = 64, and float32 keeps 64 times more of it. The budget counts evaluations of the path, including the
-final one that gives the answer's logits. Heun's three-stage rule and the 3/8 rule are those of torchdiffeq (`heun3`,
-`rk4`).
+Notable: on a uniform grid the state is the pair (a, y) with x = a x_0 + y. The equation is linear in x, so every
+Runge-Kutta rule moves the noise's share a (a scalar) and the data's share y by themselves, and x is the same; but y is
+of order one where x starts at sigma = 64, and float32 keeps 64 times more of it. The budget counts evaluations of the
+path, including the final one that gives the answer's logits.
+
+With adaptive steps the state is x itself, on which errors are measured. Controller, first step and reuse of slopes are
+those of the release, so that every step is the same up to the last; by design only the end differs. torchdiffeq steps
+past the end and interpolates back, diffrax shortens the last step to end there; and the release shares one error norm
+over a batch, where here a caller gives each sequence its own by `jax.vmap`.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 import diffrax
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from l2d_jax.diffusion import END
-from l2d_jax.errors import InputError
+from l2d_jax.rules import ADAPTIVE, FIXED
 
 Target = Callable[[Float[Array, ""], Float[Array, "*B C"]], Float[Array, "*B C"]]
+FIRST_STEP = 0.05  # of the release's adaptive solvers
 
 
-class _FixedStepRungeKutta(diffrax.AbstractERK):
-    """An explicit rule without an error estimate; the zero `b_error` is never read by `ConstantStepSize`."""
+class AdaptiveSolution(NamedTuple):
+    """Where an adaptive solver has arrived, and what it took."""
 
-    interpolation_cls: ClassVar[Any] = diffrax.ThirdOrderHermitePolynomialInterpolation.from_k
-
-
-class Heun3(_FixedStepRungeKutta):
-    """Heun's third-order rule."""
-
-    tableau: ClassVar[diffrax.ButcherTableau] = diffrax.ButcherTableau(
-        c=np.array([1 / 3, 2 / 3]),
-        a_lower=(np.array([1 / 3]), np.array([0.0, 2 / 3])),
-        b_sol=np.array([1 / 4, 0.0, 3 / 4]),
-        b_error=np.zeros(3),
-    )
-
-    def order(self, terms: Any) -> int:
-        """Of the error at the end."""
-        del terms
-        return 3
-
-
-class ThreeEighths(_FixedStepRungeKutta):
-    """Kutta's 3/8 rule, of fourth order."""
-
-    tableau: ClassVar[diffrax.ButcherTableau] = diffrax.ButcherTableau(
-        c=np.array([1 / 3, 2 / 3, 1.0]),
-        a_lower=(np.array([1 / 3]), np.array([-1 / 3, 1.0]), np.array([1.0, -1.0, 1.0])),
-        b_sol=np.array([1 / 8, 3 / 8, 3 / 8, 1 / 8]),
-        b_error=np.zeros(4),
-    )
-
-    def order(self, terms: Any) -> int:
-        """Of the error at the end."""
-        del terms
-        return 4
-
-
-# name -> rule and evaluations per interval
-SOLVERS: dict[str, tuple[type[diffrax.AbstractERK] | type[diffrax.Euler], int]] = {
-    "euler": (diffrax.Euler, 1),
-    "midpoint": (diffrax.Midpoint, 2),
-    "heun": (diffrax.Heun, 2),
-    "heun3": (Heun3, 3),
-    "rk4": (ThreeEighths, 4),
-}
-
-
-def intervals(solver: str, budget: int) -> int:
-    """The number of grid intervals that spend `budget` evaluations, the final one included.
-
-    Raises `InputError` for a budget that the solver cannot spend exactly, naming the nearest ones that it can.
-    """
-    if solver not in SOLVERS:
-        raise InputError(f"unknown solver {solver!r}: choose from {', '.join(SOLVERS)}")
-    stages = SOLVERS[solver][1]
-    if budget < 1 or (budget - 1) % stages:
-        below = max(0, budget - 1) // stages * stages + 1
-        raise InputError(
-            f"a budget of {budget} evaluations is unreachable for {solver}, which takes 1 + {stages} n: "
-            f"try {below} or {below + stages}"
-        )
-    return (budget - 1) // stages
-
-
-def lookahead(solver: str) -> float:
-    """How far beyond t an annealed temperature is read, in grid intervals (the release's choice)."""
-    return 0.5 if solver == "midpoint" else 1.0
+    x: Float[Array, "*B C"]
+    t: Float[Array, ""]  # before the end if the steps ran out
+    accepted: Int[Array, ""]
+    rejected: Int[Array, ""]
 
 
 def solve(
@@ -105,7 +48,7 @@ def solve(
     Args:
       target: the estimate of x_1 at (t, x); dx/dt counts as zero at t = 1, as in the release.
       noise: x_0, in float32.
-      solver: a key of `SOLVERS`.
+      solver: a key of `FIXED`.
       steps: number of intervals, possibly traced, so that one program serves every budget.
       end: the final time.
     """
@@ -124,6 +67,42 @@ def trajectory(
     return jax.vmap(lambda share, data: share * noise + data)(shares, data)
 
 
+def solve_adaptive(
+    target: Target,
+    noise: Float[Array, "*B C"],
+    *,
+    solver: str,
+    tolerance: float | Float[Array, ""],
+    most: int | Int[Array, ""],
+    end: float | Float[Array, ""],
+) -> AdaptiveSolution:
+    """x at time `end`, in steps whose estimated errors keep to the tolerance.
+
+    Args:
+      target: the estimate of x_1 at (t, x); dx/dt counts as zero from t = 1 on.
+      noise: x_0, in float32; all of it shares one error norm.
+      solver: a key of `ADAPTIVE`.
+      tolerance: relative to x, and absolute.
+      most: steps, accepted or rejected, after which it stops where it is; 0 leaves x_0 as it is.
+      end: the final time; the release's is 1 - 1/sigma.
+    """
+    stop = jnp.where(jnp.asarray(most) > 0, jnp.float32(end), 0.0)
+    solution = _adapt(target, noise, solver, tolerance, most, stop, saveat=diffrax.SaveAt(t1=True))
+    stats: Any = solution.stats
+    states: Any = (solution.ys, solution.ts)
+    return AdaptiveSolution(states[0][0], states[1][0], stats["num_accepted_steps"], stats["num_rejected_steps"])
+
+
+def adaptive_trajectory(
+    target: Target, noise: Float[Array, "*B C"], *, solver: str, tolerance: float, stop: float, room: int
+) -> tuple[Float[Array, " room"], Float[Array, "room *B C"]]:
+    """Times and states after each of up to `room` steps; both are infinite where the last one was earlier."""
+    solution = _adapt(target, noise, solver, tolerance, room, stop, saveat=diffrax.SaveAt(steps=True), room=room)
+    times: Any = solution.ts
+    states: Any = solution.ys
+    return times, states
+
+
 def _integrate(
     target: Target,
     noise: Array,
@@ -139,14 +118,12 @@ def _integrate(
     def field(t: Any, state: tuple[Array, Array], args: None) -> tuple[Array, Array]:
         del args
         share, data = state
-        left = 1 - t
-        estimate = target(t, share * noise + data)
-        rate = jnp.where(left > END, 1 / jnp.maximum(left, END), 0.0)
+        estimate, rate = target(t, share * noise + data), _rate(t)
         return -share * rate, (estimate - data) * rate
 
     solution = diffrax.diffeqsolve(
         diffrax.ODETerm(field),
-        SOLVERS[solver][0](),
+        FIXED[solver][0](),
         t0=0.0,
         t1=stop,
         dt0=stop / jnp.maximum(steps, 1),
@@ -159,3 +136,62 @@ def _integrate(
     )
     states: Any = solution.ys
     return states
+
+
+def _adapt(
+    target: Target,
+    noise: Array,
+    solver: str,
+    tolerance: Any,
+    most: Any,
+    stop: Any,
+    *,
+    saveat: diffrax.SaveAt,
+    room: int | None = None,
+) -> diffrax.Solution:
+    def field(t: Any, x: Array, args: None) -> Array:
+        del args
+        return (target(t, x) - x) * _rate(t)
+
+    return diffrax.diffeqsolve(
+        diffrax.ODETerm(field),
+        ADAPTIVE[solver][0](),
+        t0=0.0,
+        t1=stop,
+        dt0=FIRST_STEP,
+        y0=noise,
+        saveat=saveat,
+        stepsize_controller=_Capped(diffrax.PIDController(rtol=tolerance, atol=tolerance), jnp.asarray(most)),
+        adjoint=diffrax.DirectAdjoint(),
+        max_steps=room,
+        throw=False,
+    )
+
+
+def _rate(t: Float[Array, ""]) -> Float[Array, ""]:
+    """1 / (1 - t), and 0 from t = 1 on."""
+    left = 1 - t
+    return jnp.where(left > END, 1 / jnp.maximum(left, END), 0.0)
+
+
+class _Capped(diffrax.AbstractStepSizeController[Any, Any]):
+    """A controller that ends the integration after a number of steps, which is an array: diffrax's own is static."""
+
+    controller: diffrax.PIDController
+    most: Int[Array, ""]
+
+    def wrap(self, direction: Any) -> "_Capped":
+        """Diffrax's way to tell the direction of time."""
+        return _Capped(self.controller.wrap(direction), self.most)
+
+    def init(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """The end of the first step; no step has been taken."""
+        first, state = self.controller.init(*args, **kwargs)
+        return first, (state, jnp.int32(0))
+
+    def adapt_step_size(self, *args: Any, **kwargs: Any) -> Any:
+        """The controller's decision, and the end of the integration at the last step."""
+        *before, (state, count) = args
+        *decision, state, result = self.controller.adapt_step_size(*before, state, **kwargs)  # type: ignore[call-arg]
+        stopped = diffrax.RESULTS.where(count + 1 >= self.most, diffrax.RESULTS.max_steps_reached, result)
+        return *decision, (state, count + 1), stopped

@@ -19,10 +19,10 @@ from l2d_jax.checkpoint import Checkpoints
 from l2d_jax.config import Config
 from l2d_jax.data import Examples
 from l2d_jax.errors import InputError
+from l2d_jax.files import read_json
 from l2d_jax.metrics import Metrics, StepLog, read_metrics
 from l2d_jax.optim import optimizer, schedule
 from l2d_jax.refine import Model, Refinement
-from l2d_jax.sources import read_json
 from l2d_jax.step import TrainState, check_batch, make_step, micro_batches, optimizer_shardings
 from l2d_jax.validate import validate
 

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from l2d_jax import command_line, release, tokens, weights
 from l2d_jax.architecture import Architecture
-from l2d_jax.config import Config, PathConfig
+from l2d_jax.config import Config
 from l2d_jax.llm import LLM
 
 ROOT = Path(__file__).parent.parent
@@ -122,25 +122,8 @@ def write_release(folder: Path, kind: str, **changes: Any) -> dict[str, np.ndarr
     (folder / "base" / "config.json").write_text(json.dumps(tiny.CONFIGS[kind]))
     save_file(base, folder / "base" / "model.safetensors", metadata={"format": "pt"})
     save_file(state, folder / "l2d.safetensors")
-    (folder / "l2d.json").write_text(json.dumps({"l2d_kwargs": release_options(path.config)}))
+    (folder / "l2d.json").write_text(json.dumps({"l2d_kwargs": release.options(path.config)}))
     return state
-
-
-def release_options(config: PathConfig) -> dict[str, Any]:
-    """The release's keyword arguments for a path."""
-    return {
-        **release.FIXED,
-        "flow_representation_dim": config.width,
-        "flow_to_lm_hidden_size": config.translation_width,
-        "timestep_modulation_freq_embedding_size": config.frequency_width,
-        "timestep_modulation_hidden_size": config.condition_width,
-        "noise_rescaling": config.sigma,
-        "separate_flow_params_with_lora": config.layers == "lora",
-        "flow_lora_rank": config.lora_rank,
-        "flow_lora_alpha": config.lora_alpha,
-        "guidance_modulation_num_classes": config.classes,
-        "guidance_modulation_training_dropout": config.class_dropout,
-    }
 
 
 def same_bits(one: Any, other: Any) -> bool:

@@ -6,7 +6,7 @@ from safetensors.numpy import load_file, save_file
 
 from l2d_jax import convert, tokens
 from l2d_jax.loaded import load
-from l2d_jax.sources import SafetensorsFolder, write_safetensors
+from l2d_jax.safetensors_file import SafetensorsFolder, write_safetensors
 
 
 def import_release(folder, out, *, l2d=None):

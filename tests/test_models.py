@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from l2d_jax import models, tokens, weights
 from l2d_jax.config import ModelConfig
 from l2d_jax.errors import InputError
-from l2d_jax.sources import SafetensorsFolder, write_safetensors
+from l2d_jax.safetensors_file import SafetensorsFolder, write_safetensors
 
 
 def base_config(folder, **changes):

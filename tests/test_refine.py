@@ -12,7 +12,7 @@ import pytest
 import tiny
 
 from l2d_jax import refine as refine_module
-from l2d_jax import solvers
+from l2d_jax import rules, solvers
 from l2d_jax.config import DecodeConfig
 from l2d_jax.errors import InputError
 from l2d_jax.objective import Context
@@ -92,13 +92,33 @@ def test_refinement_by_hand(kind: Any, guidance: float | None) -> None:
     np.testing.assert_allclose(found[0, 0], wanted, rtol=1e-3, atol=1e-4 * np.abs(wanted).max())
 
 
+@pytest.mark.parametrize("velocity", ["sample", "expectation"])
+def test_each_position_has_adaptive_steps_of_its_own(velocity: Any) -> None:
+    """Together as alone; and near the end of a fine uniform grid, where the velocity is smooth."""
+    model = tiny.model(classes=3)
+    at, x = context(model, tiny.tokens(2, 6), last=3, labels=jnp.array([[0, 1, 2], [2, 1, 0]])), noise(2, 3)
+    chosen = settings(4000, solver="bosh3", velocity=velocity, velocity_temperature=1.0, tolerance=1e-3, guidance=1.5)
+    adapt = jax.jit(refine_module.adapt)
+    found = adapt(model, at, 64 * x, settings=chosen, keys=keys(2, 3))
+    assert found.t.shape == (2, 3)
+    if velocity == "sample":
+        return
+    np.testing.assert_array_equal(found.t, np.float32(63 / 64))
+    assert len(np.unique(found.accepted)) > 1
+    one = Context(at.hidden[1:, 2:], jax.tree.map(lambda a: a, at.cache), at.positions[1:, 2:], at.labels[1:, 2:])
+    cut = dataclasses.replace(one.cache, k=at.cache.k[:, 1:], v=at.cache.v[:, 1:], positions=at.cache.positions[1:])
+    alone = adapt(model, one._replace(cache=cut), 64 * x[1:, 2:], settings=chosen, keys=keys(2, 3)[1:, 2:])
+    assert alone.accepted[0, 0] == found.accepted[1, 2]
+    np.testing.assert_allclose(alone.x[0, 0], found.x[1, 2], rtol=1e-3, atol=1e-3)
+
+
 # --- budgets ---
 
 
 def test_a_budget_of_one_is_the_language_model_to_the_bit() -> None:
     model = tiny.model()
     at = context(model, tiny.tokens(2, 6))
-    for solver in ("midpoint", "rk4"):
+    for solver in ("midpoint", "rk4", "fehlberg2"):
         found = run(model, at, noise(2, 6), settings=settings(1, solver=solver), keys=keys(2, 6))
         np.testing.assert_array_equal(found, at.hidden)
     alone = dataclasses.replace(model, path=None, table=None)
@@ -152,7 +172,7 @@ def test_without_a_temperature_keys_do_not_matter() -> None:
     assert (np.abs(colder - first).max(axis=-1) > 0.1).any()
 
 
-@pytest.mark.parametrize("solver", solvers.SOLVERS)
+@pytest.mark.parametrize("solver", rules.FIXED)
 def test_the_last_annealed_draw_is_the_arg_max(solver: str) -> None:
     """Read at the times at which the solver asks for a target, over many budgets."""
     times: list[float] = []
@@ -163,14 +183,14 @@ def test_the_last_annealed_draw_is_the_arg_max(solver: str) -> None:
 
     solve = jax.jit(lambda steps: solvers.solve(target, jnp.ones(1), solver=solver, steps=steps))
     for steps in (1, 2, 3, 7, 10, 15, 31, 63):
-        chosen = settings(1 + steps * solvers.SOLVERS[solver][1], solver=solver, velocity_temperature=0.8, anneal=True)
+        chosen = settings(1 + steps * rules.FIXED[solver][1], solver=solver, velocity_temperature=0.8, anneal=True)
         times.clear()
         solve(chosen.steps).block_until_ready()
         jax.effects_barrier()
         drawn = [t for t in times if t < 1 - 1e-6]  # at t = 1 the velocity counts as zero
         temperatures = [float(chosen.temperature(jnp.float32(t), jnp.float32(1 / steps))) for t in drawn]
         assert temperatures[-1] < 1e-6
-        ahead = solvers.lookahead(solver) / steps
+        ahead = rules.lookahead(solver) / steps
         np.testing.assert_allclose(temperatures, [0.8 * max(0.0, 1 - t - ahead) for t in drawn], atol=1e-6)
     constant = settings(3, solver="midpoint", velocity_temperature=0.8)
     assert float(constant.temperature(jnp.float32(0.9), jnp.float32(1.0))) == pytest.approx(0.8)
@@ -208,7 +228,7 @@ def test_guidance_goes_from_the_null_class_to_the_class_and_beyond() -> None:
         target = jax.jit(refine_module.make_target(model, at, settings=chosen, keys=each))
         targets[strength] = target(jnp.float32(0.6), 10 * x)
     for strength, labelled in [(0.0, jnp.full_like(labels, 3)), (1.0, labels)]:
-        alone = refine_module.evaluate(model, at._replace(labels=labelled), 10 * x, jnp.float32(0.6))[0]
+        alone = refine_module.evaluate(model, at._replace(labels=labelled), 10 * x, jnp.float32([[0.6]]))[0]
         wanted = estimate(model, alone, temperature=jnp.float32(1.0), keys=each, kind="expectation")
         np.testing.assert_allclose(targets[strength], wanted, atol=1e-4)
     np.testing.assert_allclose(targets[2.0], 2 * targets[1.0] - targets[0.0], atol=1e-4)

@@ -5,7 +5,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tiny
-from programs import FIXTURES, release_options, same_bits, write_release
+from programs import FIXTURES, same_bits, write_release
 from safetensors.numpy import load_file, save_file
 
 from l2d_jax import release
@@ -76,14 +76,14 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
 
 @pytest.mark.parametrize("config", [PathConfig(), tiny.path_config(classes=3), PathConfig(layers="dense", sigma=8.0)])
 def test_hyper_parameters_are_read(config):
-    raw = release_options(config)
+    raw = release.options(config)
     assert release.path_config(raw) == config
     assert release.path_config({"family": "llama", "l2d_kwargs": raw}) == config
 
 
 @pytest.mark.parametrize("alpha", [None, -1])
 def test_an_alpha_that_is_not_given_is_twice_the_rank(alpha):
-    raw = release_options(tiny.path_config()) | {"flow_lora_alpha": alpha}
+    raw = release.options(tiny.path_config()) | {"flow_lora_alpha": alpha}
     assert release.path_config(raw).lora_alpha == 8.0
 
 
@@ -100,12 +100,12 @@ def test_an_alpha_that_is_not_given_is_twice_the_rank(alpha):
 )
 def test_hyper_parameters_that_are_unknown_are_named(changes, message):
     with pytest.raises(InputError) as caught:
-        release.path_config(release_options(PathConfig()) | changes)
+        release.path_config(release.options(PathConfig()) | changes)
     assert message in str(caught.value)
 
 
 def test_hyper_parameters_that_are_missing_are_named():
-    raw = release_options(PathConfig())
+    raw = release.options(PathConfig())
     del raw["noise_rescaling"]
     with pytest.raises(InputError, match="hyper-parameter noise_rescaling is missing"):
         release.path_config(raw)

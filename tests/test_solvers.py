@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from l2d_jax import solvers
-from l2d_jax.errors import InputError
-from l2d_jax.solvers import SOLVERS, intervals, solve, trajectory
+from l2d_jax.rules import ADAPTIVE, FIXED
+from l2d_jax.solvers import adaptive_trajectory, solve, solve_adaptive, trajectory
 
 # --- the loops: dx/dt = (target - x) / (1 - t), in float64 NumPy ---
 
@@ -90,7 +89,7 @@ def ours(target: Any, noise: np.ndarray, **settings: Any) -> np.ndarray:
 # --- diffrax equals the loops ---
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("solver", FIXED)
 @pytest.mark.parametrize("end", [1.0, 63 / 64])
 def test_each_solver_equals_its_loop(solver: str, end: float) -> None:
     run = jax.jit(partial(solve, smooth, solver=solver))
@@ -100,7 +99,7 @@ def test_each_solver_equals_its_loop(solver: str, end: float) -> None:
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("solver", FIXED)
 def test_a_trajectory_has_every_point_of_the_grid(solver: str) -> None:
     states = jax.jit(partial(trajectory, smooth, solver=solver, steps=4))(jnp.asarray(NOISE, jnp.float32))
     np.testing.assert_allclose(states, np.stack(loop(solver, smooth, NOISE, 4)), rtol=1e-4, atol=1e-4)
@@ -108,7 +107,7 @@ def test_a_trajectory_has_every_point_of_the_grid(solver: str) -> None:
 
 def test_no_interval_leaves_the_noise_as_it_is() -> None:
     noise = NOISE.astype(np.float32)
-    for solver in SOLVERS:
+    for solver in FIXED:
         np.testing.assert_array_equal(ours(smooth, noise, solver=solver, steps=0), noise)
 
 
@@ -145,7 +144,7 @@ def test_arg_max_midpoint_ends_beyond_its_last_two_picks() -> None:
 # --- budgets ---
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("solver", FIXED)
 def test_a_budget_is_spent_to_the_last_evaluation_by_one_program(solver: str) -> None:
     """Evaluations that run, counted one by one, plus the final one; and tracings, over a sweep of budgets."""
     calls: Counter[str] = Counter()
@@ -159,7 +158,7 @@ def test_a_budget_is_spent_to_the_last_evaluation_by_one_program(solver: str) ->
     def run(steps: jax.Array, end: jax.Array) -> jax.Array:
         return solve(target, jnp.asarray(NOISE, jnp.float32), solver=solver, steps=steps, end=end)
 
-    stages, traced = SOLVERS[solver][1], None
+    stages, traced = FIXED[solver][1], None
     for end in (1.0, 63 / 64):
         for steps in (0, 1, 2, 3, 5, 6, 7, 10, 13, 14, 21, 49, 63, 100, 127):
             calls["ran"] = 0
@@ -171,43 +170,93 @@ def test_a_budget_is_spent_to_the_last_evaluation_by_one_program(solver: str) ->
     assert run._cache_size() == 1
 
 
-def test_intervals_of_a_budget() -> None:
-    budgets = {
-        ("euler", 1): 0,
-        ("euler", 15): 14,
-        ("midpoint", 1): 0,
-        ("midpoint", 3): 1,
-        ("midpoint", 7): 3,
-        ("midpoint", 15): 7,
-        ("midpoint", 31): 15,
-        ("midpoint", 127): 63,
-        ("heun", 15): 7,
-        ("heun3", 16): 5,
-        ("rk4", 17): 4,
-    }
-    for (solver, budget), wanted in budgets.items():
-        assert intervals(solver, budget) == wanted
+# --- adaptive steps ---
 
 
-@pytest.mark.parametrize(
-    ("solver", "budget", "message"),
-    [
-        ("midpoint", 16, "16 evaluations is unreachable for midpoint, which takes 1 [+] 2 n: try 15 or 17"),
-        ("midpoint", 2, "try 1 or 3"),
-        ("heun3", 15, "1 [+] 3 n: try 13 or 16"),
-        ("rk4", 15, "1 [+] 4 n: try 13 or 17"),
-        ("rk4", 4, "try 1 or 5"),
-        ("euler", 0, "try 1 or 2"),
-        ("midpoint", -3, "try 1 or 3"),
-        ("newton", 3, "unknown solver 'newton': choose from euler, midpoint, heun, heun3, rk4"),
-    ],
-)
-def test_budgets_that_cannot_be_spent(solver: str, budget: int, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        intervals(solver, budget)
+def adaptive_loop(solver: str, target: Any, x: np.ndarray, *, tolerance: float, end: float) -> tuple[Any, list[float]]:
+    """The final state and the ends of all accepted steps, controlled as in the release, the last of them shortened."""
+    tableau, order = ADAPTIVE[solver][0].tableau, 3 if solver == "bosh3" else 2
+
+    def velocity(t: float, x: np.ndarray) -> np.ndarray:
+        return (target(t, x) - x) / (1 - t) if t < 1 - 1e-6 else np.zeros_like(x)
+
+    t, step, slope, times = 0.0, 0.05, velocity(0.0, x), []
+    while t < end:
+        h = min(step, end - t)
+        slopes = [slope]
+        for node, row in zip(tableau.c, tableau.a_lower, strict=True):
+            slopes.append(velocity(t + node * h, x + h * sum(a * k for a, k in zip(row, slopes, strict=True))))
+        new = x + h * sum(b * k for b, k in zip(tableau.b_sol, slopes, strict=True))
+        error = h * sum(b * k for b, k in zip(tableau.b_error, slopes, strict=True))
+        ratio = np.sqrt(np.mean((error / (tolerance + tolerance * np.maximum(np.abs(x), np.abs(new)))) ** 2))
+        step = h * min(10.0, max(0.9 / ratio ** (1 / order), 0.2 if ratio > 1 else 1.0)) if ratio else 10 * h
+        if ratio <= 1:
+            x, t, slope = new, t + h, slopes[-1]
+            times.append(t)
+    return x, times
 
 
-def test_lookahead_reaches_the_end_at_the_last_draw() -> None:
-    """The last stage that is not at t = 1 itself: one interval before the end, or half of one for midpoint."""
-    for solver, last_stage in [("euler", -1.0), ("midpoint", -0.5), ("heun", -1.0)]:
-        assert last_stage + solvers.lookahead(solver) == 0.0
+def adapt(target: Any, noise: np.ndarray, **settings: Any) -> Any:
+    return jax.jit(partial(solve_adaptive, target, **settings))(jnp.asarray(noise, jnp.float32))
+
+
+@pytest.mark.parametrize("solver", ADAPTIVE)
+def test_every_adaptive_step_equals_the_loops(solver: str) -> None:
+    end = 63 / 64
+    wanted, times = adaptive_loop(solver, smooth, NOISE, tolerance=1e-3, end=end)
+    found = adapt(smooth, NOISE, solver=solver, tolerance=1e-3, most=1000, end=end)
+    assert len(times) > 3
+    assert (found.accepted, found.t) == (len(times), np.float32(end))
+    np.testing.assert_allclose(found.x, wanted, rtol=1e-3, atol=2e-4 * np.abs(wanted).max())
+    kept = partial(adaptive_trajectory, smooth, solver=solver, tolerance=1e-3, stop=end, room=500)
+    ends, states = jax.jit(kept)(jnp.asarray(NOISE, jnp.float32))
+    np.testing.assert_allclose(ends[: len(times)], times, rtol=1e-3)
+    assert np.isinf(ends[len(times) :]).all()
+    np.testing.assert_allclose(states[len(times) - 1], found.x, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("solver", ADAPTIVE)
+def test_a_finer_tolerance_is_nearer_to_the_exact_end(solver: str) -> None:
+    exact = loop("rk4", smooth, NOISE, 4000, 63 / 64)[-1]
+    errors = [
+        np.abs(adapt(smooth, NOISE, solver=solver, tolerance=tolerance, most=10**6, end=63 / 64).x - exact).max()
+        for tolerance in (1e-2, 1e-3, 1e-4)
+    ]
+    assert errors[0] > 2 * errors[1] > 4 * errors[2]
+    assert errors[2] < 0.02
+
+
+@pytest.mark.parametrize("solver", ADAPTIVE)
+def test_adaptive_evaluations_are_counted_and_capped_by_one_program(solver: str) -> None:
+    calls: Counter[str] = Counter()
+
+    def target(t: jax.Array, x: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda t: calls.update(ran=1), t)
+        return smooth(t, x)
+
+    @jax.jit
+    def run(most: jax.Array) -> Any:
+        noise = jnp.asarray(NOISE, jnp.float32)
+        return solve_adaptive(target, noise, solver=solver, tolerance=1e-4, most=most, end=63 / 64)
+
+    for most in (0, 1, 4, 10**6):
+        calls.clear()
+        found = jax.block_until_ready(run(jnp.int32(most)))
+        jax.effects_barrier()
+        steps = int(found.accepted + found.rejected)
+        assert steps == most if most < 10 else steps > 10
+        assert calls["ran"] == 1 + ADAPTIVE[solver][1] * steps
+        assert (found.t == np.float32(63 / 64)) == (most > 10)
+    assert run._cache_size() == 1
+    np.testing.assert_array_equal(run(jnp.int32(0)).x, NOISE.astype(np.float32))
+
+
+def test_under_vmap_each_row_has_steps_of_its_own() -> None:
+    rows = np.stack([NOISE[0], NOISE[0] / 100, NOISE[1]]).astype(np.float32)
+    settings: Any = {"solver": "fehlberg2", "tolerance": 1e-3, "most": 1000, "end": 63 / 64}
+    run = jax.jit(jax.vmap(partial(solve_adaptive, smooth, **settings)))
+    together = run(jnp.asarray(rows))
+    alone = [run(jnp.asarray(rows[i : i + 1])) for i in range(3)]
+    np.testing.assert_allclose(together.x, np.concatenate([found.x for found in alone]), rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(together.accepted, np.concatenate([found.accepted for found in alone]))
+    assert len(set(np.asarray(together.accepted).tolist())) > 1

@@ -17,9 +17,10 @@ from l2d_jax import accounting, checkpoint, models, train
 from l2d_jax.architecture import Architecture
 from l2d_jax.config import Config
 from l2d_jax.diffusion_path import DiffusionPath
+from l2d_jax.files import read_json
 from l2d_jax.metrics import read_metrics
+from l2d_jax.safetensors_file import SafetensorsFolder
 from l2d_jax.sharding import abstract
-from l2d_jax.sources import SafetensorsFolder, read_json
 
 STEPS = 6  # of configs/tiny.py, with a checkpoint after 3
 

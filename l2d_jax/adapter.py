@@ -1,0 +1,167 @@
+"""LoRA adapters of the language model, in PEFT's files: `adapter_config.json` and `adapter_model.safetensors`.
+
+An adapter lies beside the weights of a model folder and stays apart from them on disk. Where weights are read, each is
+W + (alpha / r) B A, computed in float32 and rounded once to the type of the model (Hu et al. 2021, section 4.1).
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from l2d_jax import weights
+from l2d_jax.architecture import Architecture
+from l2d_jax.errors import InputError
+from l2d_jax.files import read_json
+from l2d_jax.safetensors_file import SafetensorsFolder, write_file
+from l2d_jax.weights import TensorSource
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+LAYERS = {  # that may have an adapter, by the name that PEFT knows them by
+    name: f"model.layers.{{}}.{block}.{name}"
+    for block, names in {
+        "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+        "mlp": ("gate_proj", "up_proj", "down_proj"),
+    }.items()
+    for name in names
+}
+# Options of PEFT that would change the result, at the one value that is implemented here.
+PLAIN = {
+    "peft_type": "LORA",
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "use_dora": False,
+    "modules_to_save": None,
+    "layers_to_transform": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "trainable_token_indices": None,
+    "lora_bias": False,
+}
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """The shape of an adapter."""
+
+    rank: int
+    alpha: float
+    modules: tuple[str, ...]  # keys of `LAYERS`
+    root_scaled: bool = False  # alpha / sqrt(rank) in place of alpha / rank ("rslora")
+
+    @property
+    def scale(self) -> float:
+        """What the product of the two matrices counts."""
+        return self.alpha / (math.sqrt(self.rank) if self.root_scaled else self.rank)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter whose files have been checked; its weights are read when they are needed."""
+
+    config: AdapterConfig
+    source: TensorSource
+
+    @classmethod
+    def open(cls, folder: Path, architecture: Architecture) -> "Adapter":
+        """Raises `InputError` for an option that is not implemented and for tensors that do not fit."""
+        config = read_config(folder / CONFIG)
+        source = SafetensorsFolder.open_file(folder / WEIGHTS)
+        weights.check(source, expected(config, architecture))
+        return cls(config, source)
+
+    def product(self, layer: str, index: tuple[slice, ...]) -> np.ndarray:
+        """The part `index` of scale x B A for one layer of the LM, in float32."""
+        up = self.source.read(f"{PREFIX}{layer}.lora_B.weight", (index[0],)).astype(np.float32)
+        down = self.source.read(f"{PREFIX}{layer}.lora_A.weight", (slice(None), index[1])).astype(np.float32)
+        return np.float32(self.config.scale) * (up @ down)
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """The tensors of a base with an adapter: a `TensorSource`."""
+
+    base: TensorSource
+    adapter: Adapter
+
+    def names(self) -> frozenset[str]:
+        """Of all tensors."""
+        return self.base.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one tensor."""
+        return self.base.shape(name)
+
+    def dtype(self, name: str) -> np.dtype:
+        """Of one tensor."""
+        return self.base.dtype(name)
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
+        """One tensor or a slice of it; those with an adapter in float32."""
+        tensor, layer = self.base.read(name, index), name.removesuffix(".weight")
+        if f"{PREFIX}{layer}.lora_A.weight" not in self.adapter.source.names():
+            return tensor
+        whole = tuple(map(slice, self.shape(name)))
+        return tensor.astype(np.float32) + self.adapter.product(layer, whole if index is None else index)
+
+
+def has_adapter(folder: Path) -> bool:
+    """Whether one lies in a model folder."""
+    return (folder / CONFIG).exists() or (folder / WEIGHTS).exists()
+
+
+def read_config(file: Path) -> AdapterConfig:
+    """PEFT's options; raises `InputError` for one that is missing, or that means something else than plain LoRA."""
+    raw = read_json(file)
+    for name, value in PLAIN.items():
+        if raw.get(name, value) not in (value, value or None):
+            raise InputError(f"{file}: {name} = {raw[name]!r} is not supported, only {value!r}")
+    rank, alpha, modules = raw.get("r"), raw.get("lora_alpha"), raw.get("target_modules")
+    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float):
+        raise InputError(f"{file}: r must be a positive integer and lora_alpha a number, got {rank!r} and {alpha!r}")
+    if not isinstance(modules, list) or not modules or not set(modules) <= LAYERS.keys():
+        raise InputError(f"{file}: target_modules must list some of {', '.join(LAYERS)}, got {modules!r:.80}")
+    return AdapterConfig(rank, float(alpha), tuple(sorted(modules)), bool(raw.get("use_rslora")))
+
+
+def expected(config: AdapterConfig, architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of an adapter."""
+    a = architecture
+    heads, shared = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
+    sizes = {  # [out, in]
+        "q_proj": (heads, a.hidden_size),
+        "k_proj": (shared, a.hidden_size),
+        "v_proj": (shared, a.hidden_size),
+        "o_proj": (a.hidden_size, heads),
+        "gate_proj": (a.intermediate_size, a.hidden_size),
+        "up_proj": (a.intermediate_size, a.hidden_size),
+        "down_proj": (a.hidden_size, a.intermediate_size),
+    }
+    shapes: dict[str, tuple[int, ...]] = {}
+    for i in range(a.num_hidden_layers):
+        for name in config.modules:
+            stem, (rows, columns) = f"{PREFIX}{LAYERS[name].format(i)}", sizes[name]
+            shapes[f"{stem}.lora_A.weight"] = (config.rank, columns)
+            shapes[f"{stem}.lora_B.weight"] = (rows, config.rank)
+    return shapes
+
+
+def write_adapter(folder: Path, tensors: dict[str, np.ndarray], config: AdapterConfig, *, base: str) -> None:
+    """Write an adapter's two files into an existing folder, as PEFT reads them."""
+    options: dict[str, Any] = {
+        **PLAIN,
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": 0.0,
+        "use_rslora": config.root_scaled,
+        "target_modules": list(config.modules),
+        "inference_mode": True,
+    }
+    (folder / CONFIG).write_text(json.dumps(options, indent=2) + "\n")
+    write_file(folder / WEIGHTS, tensors)

@@ -1,0 +1,58 @@
+"""Files of JSON, in which no key may be repeated, and output folders that are complete or absent."""
+
+import json
+import shutil
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from l2d_jax.errors import InputError
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; raises `InputError` where it is unreadable, malformed or repeats a key."""
+    try:
+        return parse_json(path.read_bytes(), path)
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+
+
+def parse_json(text: bytes, path: Path) -> dict[str, Any]:
+    """The JSON object in `text`, which is from the file at `path`; raises `InputError` as `read_json` does."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError(f"repeated key {Counter(key for key, _ in pairs).most_common(1)[0][0]!r}")
+        return dict(pairs)
+
+    try:
+        value = json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: malformed JSON ({str(error).partition(chr(10))[0]}): download it again") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: malformed JSON ({type(value).__name__} in place of an object): download it again")
+    return value
+
+
+@contextmanager
+def output_folder(path: Path) -> Iterator[Path]:
+    """A temporary sibling of `path` that takes its place on success and is removed on an error: complete or absent.
+
+    A killed process leaves `.NAME.*.partial` behind. Raises `InputError` where `path` is taken or cannot be made.
+    """
+    path = path.resolve()
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise InputError(f"output goes into a new or empty folder, and {path} is neither: remove it or choose another")
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise InputError(f"cannot create a folder in {path.parent} ({error.strerror}): choose another place") from None
+    try:
+        yield partial
+        partial.rename(path)  # takes the place of an empty folder, and of nothing else
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,72 @@
+"""Files: JSON objects, and output folders that are complete or absent."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from l2d_jax.errors import InputError
+from l2d_jax.files import output_folder, read_json
+
+# --- JSON ---
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '"a"', '{"a": 1, "a": 2}', "\xff"])
+def test_read_json_takes_objects_only(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text, encoding="latin-1")
+    with pytest.raises(InputError, match=f"{re.escape(str(path))}: malformed JSON"):
+        read_json(path)
+
+
+def test_read_json(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"a": {"b": [1]}}')
+    assert read_json(tmp_path / "config.json") == {"a": {"b": [1]}}
+    with pytest.raises(InputError, match=r"cannot read .*absent.json: No such file"):
+        read_json(tmp_path / "absent.json")
+
+
+# --- output folders ---
+
+
+def test_an_output_folder_appears_when_it_is_complete(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "out"
+    with output_folder(target) as folder:
+        (folder / "a").write_text("a")
+        assert not target.exists()
+        assert folder.parent == target.parent  # so that the rename is one step
+    assert [path.name for path in target.iterdir()] == ["a"]
+    assert [path.name for path in target.parent.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt])
+def test_an_error_leaves_nothing(tmp_path: Path, failure: type[BaseException]) -> None:
+    def fail() -> None:
+        with output_folder(tmp_path / "out") as folder:
+            (folder / "a").write_text("a")
+            raise failure
+
+    with pytest.raises(failure):
+        fail()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_folder_is_taken_and_others_are_refused(tmp_path: Path) -> None:
+    empty, full, file = tmp_path / "empty", tmp_path / "full", tmp_path / "file"
+    empty.mkdir()
+    full.mkdir()
+    (full / "precious").write_text("a")
+    file.write_text("a")
+    with output_folder(empty) as folder:
+        (folder / "a").write_text("a")
+    assert (empty / "a").exists()
+    for path in (full, file):
+        with pytest.raises(InputError, match=f"new or empty folder, and {re.escape(str(path))}"), output_folder(path):
+            pytest.fail("the body must not run")
+    assert (full / "precious").exists()
+
+
+def test_a_parent_that_cannot_hold_a_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("a")
+    with pytest.raises(InputError, match=r"cannot create a folder in .*file"), output_folder(tmp_path / "file" / "out"):
+        pytest.fail("the body must not run")
