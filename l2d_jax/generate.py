@@ -11,6 +11,8 @@ from l2d_jax.generation import check_prompts, check_settings, encode_prompt, str
 from l2d_jax.loaded import Loaded, find, load
 from l2d_jax.rules import ADAPTIVE, SOLVERS
 
+AMPLE = 512  # evaluations a token, at most: for an adaptive solver that is given no budget
+
 
 def main() -> None:
     """Parse the command line, load the model, then answer once or until the end of input."""
@@ -23,10 +25,10 @@ def main() -> None:
         "--budget",
         type=int,
         nargs="+",
-        help="evaluations of the path per token, the final one included; several compare",
+        help="evaluations of the path per token, the final one included; several compare; adaptive solvers: at most",
     )
     parser.add_argument("--solver", choices=SOLVERS, help="how the path is integrated")
-    parser.add_argument("--tolerance", type=float, help=f"of the steps of {', '.join(ADAPTIVE)}")
+    parser.add_argument("--tolerance", type=float, help=f"of each step of {', '.join(ADAPTIVE)}")
     parser.add_argument("--temperature", type=float, help="of the final draw; 0: arg max")
     parser.add_argument("--max_new_tokens", type=int, help="at most so many tokens an answer")
     parser.add_argument("--seed", type=int, default=0, help="of the noise and the draws")
@@ -59,7 +61,9 @@ def choose(defaults: DecodeConfig, options: argparse.Namespace, *, budget: int |
     """The model's own settings with those of the command line; raises `InputError`."""
     names = {f.name for f in dataclasses.fields(DecodeConfig)} - {"budget"}
     given = {name: value for name, value in vars(options).items() if name in names and value is not None}
-    return dataclasses.replace(defaults, **given, budget=defaults.budget if budget is None else budget)
+    if budget is None:
+        budget = AMPLE if given.get("solver") in ADAPTIVE else defaults.budget
+    return dataclasses.replace(defaults, **given, budget=budget)
 
 
 def answer(loaded: Loaded, messages: list[dict[str, str]], settings: DecodeConfig, *, seed: int) -> str:

@@ -1,12 +1,12 @@
 """Recomputes the release's recorded runs of adaptive solvers.
 
-A plain loop follows torchdiffeq to the letter: it steps past the end, where the velocity is zero, and interpolates back.
-Its evaluations must be the recorded ones, and diffrax's accepted steps must be the loop's. Both are judged up to
+A plain loop follows torchdiffeq to the letter: it steps past the end, where the velocity is zero, and interpolates
+back. Its evaluations must be the recorded ones, and diffrax's accepted steps must be the loop's. Both are judged up to
 1 - 1/sigma; on the way from there to t = 1 the last bits of a float32 network decide which steps are taken.
 
-What a user gets differs by design in the last step alone, which diffrax shortens to end there (see `solvers`). So both end
-points must meet at a fine tolerance, where the velocity is the expectation: with the arg max it is piecewise constant,
-and the solvers chatter at its edges.
+What a user gets differs by design in the last step alone, which diffrax shortens to end there (see `solvers`). So both
+end points must meet at a fine tolerance, where the velocity is the expectation: with the arg max it is piecewise
+constant, and the solvers chatter at its edges.
 """
 
 import dataclasses
@@ -24,7 +24,9 @@ from l2d_jax.recorded_runs import context_of, make_refinement, read_out
 from l2d_jax.recording import Check, Recording, logits_at
 from l2d_jax.refine import Model, Refinement, make_target
 
-STEPS = 1e-3  # of times, and of states relative to the largest: a step's length answers to an error estimate's last bits
+STEPS = (
+    1e-3  # of times, and of states relative to the largest: a step's length answers to an error estimate's last bits
+)
 FINE = 1e-5  # tolerance at which both ways to end must meet
 MEET = 1e-2  # within this, absolute
 BEYOND = 16.0  # a time that no recorded run's steps pass
@@ -52,7 +54,7 @@ def adaptive_trajectories(model: Model, a: Recording) -> Iterator[Check]:
 
 
 def adaptive_trajectory(model: Model, a: Recording, key: str, run: Mapping[str, Any]) -> Iterator[Check]:
-    """One recorded ODE. Not judged: near ties, and runs of the release's Qwen, which evaluates the path beyond t = 1."""
+    """One recorded ODE. Not judged: near ties, and the release's Qwen where it evaluates the path beyond t = 1."""
     assert model.path is not None
     recorded = {name: a[f"ode.{key}.{name}"] for name in ("x0", "t_grid", "traj", "logits", "times", "argmax", "temps")}
     end, count = float(run["final_timestep"]), recorded["x0"].shape[1]
@@ -73,7 +75,7 @@ def adaptive_trajectory(model: Model, a: Recording, key: str, run: Mapping[str, 
     inside = recorded["t_grid"] <= near_end
     yield check(f"ode.{key}.times", evaluations["times"][:number], recorded["times"][:number], STEPS)
     yield check(f"ode.{key}.traj", traj[inside], recorded["traj"][inside])
-    number = np.sum(recorded["times"][:number] < 1)  # beyond, the path is not evaluated
+    number = int(np.sum(recorded["times"][:number] < 1))  # beyond, the path is not evaluated
     picked = evaluations["argmax"][:, *kept]
     yield check(f"ode.{key}.argmax", picked[:number], recorded["argmax"][:number], 0.0)
     yield check(f"ode.{key}.temps", evaluations["temps"][:number], recorded["temps"][:number], 1e-6)
@@ -95,7 +97,12 @@ def _settings(run: Mapping[str, Any]) -> Refinement:
     velocity = "expectation" if run["x1_estimation"] == "average" else "sample"
     temperature = 0.0 if isinstance(run["temperature"], str) else float(run["temperature"])
     stages = rules.ADAPTIVE[run["method"]][1]
-    options = {"solver": run["method"], "budget": 2 + ROOM * stages, "velocity": velocity, "velocity_temperature": temperature}
+    options = {
+        "solver": run["method"],
+        "budget": 2 + ROOM * stages,
+        "velocity": velocity,
+        "velocity_temperature": temperature,
+    }
     return make_refinement({**options, "tolerance": run["tol"]}, guidance=None)
 
 
@@ -115,7 +122,7 @@ def _loop(
 ) -> tuple[dict[str, np.ndarray], list[Step]]:
     """Every evaluation and every accepted step, in float64 but for the path."""
     table, tableau = np.asarray(model.table), rules.ADAPTIVE[settings.solver][0].tableau
-    order, temperature = rules.ADAPTIVE[settings.solver][0]().order(None), np.asarray(settings.velocity_temperature)
+    order, temperature = rules.ADAPTIVE[settings.solver][0].accuracy, np.asarray(settings.velocity_temperature)
     tolerance = float(settings.tolerance)
     times: list[float] = []
     picked: list[np.ndarray] = []

@@ -2,8 +2,8 @@
 
 Notable: diffrax has the first three. Heun's three-stage rule and the 3/8 rule are those of torchdiffeq (`heun3`,
 `rk4`). The adaptive pairs are torchdiffeq's too, with its reuse of a slope: the last stage of a step is the first of
-the next. For Bogacki and Shampine's pair that is the same slope; for the other two it was taken at the step's lower-order
-result, and a step costs one evaluation fewer than diffrax's own would.
+the next. For Bogacki and Shampine's pair that is the same slope; for the other two it was taken at the step's
+lower-order result, and a step costs one evaluation fewer than diffrax's own would.
 """
 
 from typing import Any, ClassVar
@@ -19,6 +19,12 @@ class _FixedStepRungeKutta(diffrax.AbstractERK):
     """An explicit rule without an error estimate; the zero `b_error` is never read by `ConstantStepSize`."""
 
     interpolation_cls: ClassVar[Any] = diffrax.ThirdOrderHermitePolynomialInterpolation.from_k
+    accuracy: ClassVar[int]
+
+    def order(self, terms: Any) -> int:
+        """Of the error at the end."""
+        del terms
+        return self.accuracy
 
 
 class Heun3(_FixedStepRungeKutta):
@@ -30,11 +36,7 @@ class Heun3(_FixedStepRungeKutta):
         b_sol=np.array([1 / 4, 0.0, 3 / 4]),
         b_error=np.zeros(3),
     )
-
-    def order(self, terms: Any) -> int:
-        """Of the error at the end."""
-        del terms
-        return 3
+    accuracy: ClassVar[int] = 3
 
 
 class ThreeEighths(_FixedStepRungeKutta):
@@ -46,11 +48,7 @@ class ThreeEighths(_FixedStepRungeKutta):
         b_sol=np.array([1 / 8, 3 / 8, 3 / 8, 1 / 8]),
         b_error=np.zeros(4),
     )
-
-    def order(self, terms: Any) -> int:
-        """Of the error at the end."""
-        del terms
-        return 4
+    accuracy: ClassVar[int] = 4
 
 
 class EmbeddedPair(diffrax.AbstractAdaptiveSolver[Array]):
@@ -59,6 +57,12 @@ class EmbeddedPair(diffrax.AbstractAdaptiveSolver[Array]):
     tableau: ClassVar[diffrax.ButcherTableau]
     term_structure: ClassVar[Any] = diffrax.ODETerm
     interpolation_cls: ClassVar[Any] = diffrax.LocalLinearInterpolation
+    accuracy: ClassVar[int]
+
+    def order(self, terms: Any) -> int:
+        """Of the error at the end."""
+        del terms
+        return self.accuracy
 
     def init(self, terms: Any, t0: Any, t1: Any, y0: Any, args: Any) -> Any:
         """The slope at the start."""
@@ -96,11 +100,7 @@ class Fehlberg2(EmbeddedPair):
         b_sol=np.array([1 / 512, 255 / 256, 1 / 512]),
         b_error=np.array([-1 / 512, 0.0, 1 / 512]),
     )
-
-    def order(self, terms: Any) -> int:
-        """Of the error at the end."""
-        del terms
-        return 2
+    accuracy: ClassVar[int] = 2
 
 
 class AdaptiveHeun(EmbeddedPair):
@@ -112,11 +112,7 @@ class AdaptiveHeun(EmbeddedPair):
         b_sol=np.array([1 / 2, 1 / 2]),
         b_error=np.array([1 / 2, -1 / 2]),
     )
-
-    def order(self, terms: Any) -> int:
-        """Of the error at the end."""
-        del terms
-        return 2
+    accuracy: ClassVar[int] = 2
 
 
 class BogackiShampine(EmbeddedPair):
@@ -128,11 +124,7 @@ class BogackiShampine(EmbeddedPair):
         b_sol=np.array([2 / 9, 1 / 3, 4 / 9, 0.0]),
         b_error=np.array([2 / 9 - 7 / 24, 1 / 3 - 1 / 4, 4 / 9 - 1 / 3, -1 / 8]),
     )
-
-    def order(self, terms: Any) -> int:
-        """Of the error at the end."""
-        del terms
-        return 3
+    accuracy: ClassVar[int] = 3
 
 
 # name -> rule and evaluations per interval of a uniform grid

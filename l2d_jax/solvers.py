@@ -94,7 +94,13 @@ def solve_adaptive(
 
 
 def adaptive_trajectory(
-    target: Target, noise: Float[Array, "*B C"], *, solver: str, tolerance: float, stop: float, room: int
+    target: Target,
+    noise: Float[Array, "*B C"],
+    *,
+    solver: str,
+    tolerance: float | Float[Array, ""],
+    stop: float,
+    room: int,
 ) -> tuple[Float[Array, " room"], Float[Array, "room *B C"]]:
     """Times and states after each of up to `room` steps; both are infinite where the last one was earlier."""
     solution = _adapt(target, noise, solver, tolerance, room, stop, saveat=diffrax.SaveAt(steps=True), room=room)

@@ -61,6 +61,16 @@ def test_a_prompt_is_answered(folder):
     assert text
 
 
+def test_an_adaptive_solver_takes_what_it_needs(folder):
+    text = answer_of(call(generate.main, "--model", folder, *PROMPT, "--solver", "fehlberg2"))
+    settings = generate.DecodeConfig(solver="fehlberg2", budget=generate.AMPLE, max_new_tokens=10)
+    messages = [{"role": "user", "content": "2 + 2?"}]
+    assert text == "".join(generation.stream_text(load(folder), messages, settings=settings))
+    coarse = answer_of(call(generate.main, "--model", folder, *PROMPT, "--solver", "fehlberg2", "--tolerance", 10.0))
+    few = answer_of(call(generate.main, "--model", folder, *PROMPT, "--solver", "fehlberg2", "--budget", 4))
+    assert len({text, coarse, few}) > 1
+
+
 def test_a_budget_of_one_is_the_base(folder, base):
     one = answer_of(call(generate.main, "--model", folder, *PROMPT, "--budget", 1))
     assert one == answer_of(call(generate.main, "--model", base, *PROMPT))
