@@ -51,12 +51,12 @@ class AdapterConfig:
     rank: int
     alpha: float
     modules: tuple[str, ...]  # keys of `LAYERS`
-    root_scaled: bool = False  # alpha / sqrt(rank) in place of alpha / rank ("rslora")
+    rank_stabilized: bool = False  # alpha / sqrt(rank) in place of alpha / rank (Kalajdzievski 2023)
 
     @property
     def scale(self) -> float:
         """What the product of the two matrices counts."""
-        return self.alpha / (math.sqrt(self.rank) if self.root_scaled else self.rank)
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,9 @@ def expected(config: AdapterConfig, architecture: Architecture) -> dict[str, tup
     return shapes
 
 
-def write_adapter(folder: Path, tensors: dict[str, np.ndarray], config: AdapterConfig, *, base: str) -> None:
-    """Write an adapter's two files into an existing folder, as PEFT reads them."""
+def write_adapter(folder: Path, adapter: Adapter, *, base: str) -> None:
+    """Write an adapter's two files into an existing folder, as PEFT reads them; the tensors keep their bits."""
+    config, source = adapter.config, adapter.source
     options: dict[str, Any] = {
         **PLAIN,
         "task_type": "CAUSAL_LM",
@@ -159,9 +160,9 @@ def write_adapter(folder: Path, tensors: dict[str, np.ndarray], config: AdapterC
         "r": config.rank,
         "lora_alpha": config.alpha,
         "lora_dropout": 0.0,
-        "use_rslora": config.root_scaled,
+        "use_rslora": config.rank_stabilized,
         "target_modules": list(config.modules),
         "inference_mode": True,
     }
     (folder / CONFIG).write_text(json.dumps(options, indent=2) + "\n")
-    write_file(folder / WEIGHTS, tensors)
+    write_file(folder / WEIGHTS, {name: source.read(name) for name in source.names()})

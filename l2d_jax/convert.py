@@ -1,22 +1,20 @@
-"""Converts models: `python -m l2d_jax.convert import --base FOLDER --l2d FILE --hyperparameters FILE --out DIR`.
+"""Converts models: `python -m l2d_jax.convert import …` and `python -m l2d_jax.convert export …`.
 
 `import` makes a model folder from a Hugging Face folder, hub id or GGUF file, with the path of a checkpoint of the
-authors' release beside it.
+authors' release, or a LoRA adapter of PEFT, beside it. `export` writes a model folder for other programs: the release
+(`l2d`, `l2d-full`), transformers (`hf`), PEFT (`peft`).
 """
 
-import shutil
 from pathlib import Path
 
 from l2d_jax import command_line, models, release
+from l2d_jax.adapter import Adapter, has_adapter, write_adapter
 from l2d_jax.architecture import Architecture
 from l2d_jax.errors import InputError
+from l2d_jax.export import FORMATS, copy_texts, export, write_llm
 from l2d_jax.files import output_folder, read_json
-from l2d_jax.safetensors_file import SafetensorsFolder, write_safetensors
+from l2d_jax.safetensors_file import SafetensorsFolder
 from l2d_jax.sources import locate
-
-# What is taken over from the base's folder besides the weights; never code, never pickles.
-KEPT = ("*.json", "*.txt", "*.jinja", "tokenizer.model")
-REPLACED = ("model.safetensors.index.json", "path.json")  # of shards and of a path that are not taken over
 
 
 def main() -> None:
@@ -27,37 +25,57 @@ def main() -> None:
     importing.add_argument("--base", required=True, help="a Hugging Face folder, a hub id or a GGUF file")
     importing.add_argument("--l2d", type=Path, help="a checkpoint of the authors' release")
     importing.add_argument("--hyperparameters", type=Path, help="its keyword arguments, as JSON")
-    importing.add_argument("--out", type=Path, required=True, help="a new folder")
+    importing.add_argument("--adapter", type=Path, help="a folder with a LoRA adapter of the base, as PEFT writes it")
+    exporting = commands.add_parser("export", help="write a model for other programs")
+    exporting.add_argument("--model", required=True, help="a model folder, or a workdir that has finished")
+    exporting.add_argument("--format", required=True, choices=list(FORMATS), help="for which program")
+    exporting.add_argument("--torch", action="store_true", help="l2d, l2d-full: as pytorch_model.bin; needs torch")
+    for command in (importing, exporting):
+        command.add_argument("--out", type=Path, required=True, help="a new folder")
     options = parser.parse_args()
-    if (options.l2d is None) != (options.hyperparameters is None):
-        raise InputError("--l2d and --hyperparameters go together: give both or neither")
-    import_model(options.base, options.out, l2d=options.l2d, hyperparameters=options.hyperparameters)
+    if options.command == "export":
+        export(options.model, options.out, format=options.format, as_torch=options.torch)
+    else:
+        if (options.l2d is None) != (options.hyperparameters is None):
+            raise InputError("--l2d and --hyperparameters go together: give both or neither")
+        l2d = None if options.l2d is None else (options.l2d, options.hyperparameters)
+        import_model(options.base, options.out, l2d=l2d, adapter=options.adapter)
     print(f"wrote {options.out}")
 
 
-def import_model(base: str, out: Path, *, l2d: Path | None = None, hyperparameters: Path | None = None) -> None:
+def import_model(base: str, out: Path, *, l2d: tuple[Path, Path] | None = None, adapter: Path | None = None) -> None:
     """Write a model folder, complete or not at all; every tensor keeps its bits.
 
-    With a checkpoint of the release the LM's weights are the checkpoint's own, which holds the whole model.
-    Raises `InputError` for anything malformed, missing or extra, naming file and tensor.
+    Args:
+      base: a Hugging Face folder, a hub id or a GGUF file.
+      out: a new or empty folder.
+      l2d: a checkpoint of the release and its hyper-parameters. It holds the whole model: the LM's weights are its own.
+      adapter: a folder with a LoRA adapter of the base; it stays apart from the base's weights.
+
+    Raises:
+      InputError: for anything malformed, missing or extra, naming file and tensor.
     """
     folder = locate(base)
     architecture = Architecture.from_hf(read_json(folder / "config.json"))
+    if adapter is None and has_adapter(folder):
+        adapter = folder
+    if adapter is not None and l2d is not None:
+        raise InputError(f"the weights of {l2d[0]} include those of the LM: leave the adapter in {adapter} out")
     with output_folder(out) as partial:
-        for pattern in KEPT:
-            for file in folder.glob(pattern):
-                if file.name not in REPLACED:
-                    shutil.copyfile(file, partial / file.name)
-        if l2d is None or hyperparameters is None:
-            source = SafetensorsFolder.open(folder)
-            names = models.check_llm(source, architecture)
-            write_safetensors(partial, release.named(source, names))
+        copy_texts(folder, partial)
+        if l2d is not None:
+            file, hyperparameters = l2d
+            config = release.path_config(read_json(hyperparameters))
+            checkpoint = release.open_checkpoint(file)
+            _, trained = release.check_checkpoint(checkpoint, architecture, config)
+            write_llm(checkpoint, architecture, partial)
+            models.write_path(partial, dict(release.named(checkpoint, trained)), config, base=base)
             return
-        config = release.path_config(read_json(hyperparameters))
-        checkpoint = release.open_checkpoint(l2d)
-        own, trained = release.check_checkpoint(checkpoint, architecture, config)
-        write_safetensors(partial, release.named(checkpoint, own))
-        models.write_path(partial, dict(release.named(checkpoint, trained)), config, base=base)
+        source = SafetensorsFolder.open(folder)
+        models.check_llm(source, architecture)
+        write_llm(source, architecture, partial)
+        if adapter is not None:
+            write_adapter(partial, Adapter.open(adapter, architecture), base=base)
 
 
 if __name__ == "__main__":

@@ -43,9 +43,7 @@ def find(folder: str | os.PathLike[str], *, dtype: str | None = None) -> Folder:
         config = Config.from_dict(read_json(path / "config.json"))
         return Folder(path, _base(vars(config.model), dtype), config.train.seed, config.decode, True, config.path)
     if (path / "path.json").exists():
-        name = str(folder) if (path / "config.json").exists() else read_json(path / "path.json").get("base")
-        if name == "random":
-            raise InputError(f"the base of {path} is random weights, which only a workdir can make again: give that")
+        name = str(folder) if (path / "config.json").exists() else models.base_name(path)
         return Folder(path, _base({"name": name}, dtype), 0, DecodeConfig(), True, None)
     return Folder(path, _base({"name": str(folder)}, dtype), 0, DecodeConfig(budget=1, solver="euler"), False, None)
 

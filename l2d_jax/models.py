@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerFast
 
 from l2d_jax import sharding, tokens, weights
+from l2d_jax.adapter import Adapted, Adapter, has_adapter
 from l2d_jax.architecture import Architecture
 from l2d_jax.config import ModelConfig, PathConfig, from_dict
 from l2d_jax.diffusion_path import DiffusionPath, start_from
@@ -84,8 +85,7 @@ def find_base(config: ModelConfig) -> FoundBase:
             f"config.model.architecture differs from {folder / 'config.json'}: {_difference(config, architecture)}: "
             "set --config.model.architecture=None to take the folder's"
         )
-    source = SafetensorsFolder.open(folder)
-    check_llm(source, architecture)
+    source = open_weights(folder, architecture)
     tokenizer = tokens.load_tokenizer(folder) if (folder / "tokenizer.json").exists() else None
     return FoundBase(architecture, tokenizer, _ends(folder, raw, tokenizer), source)
 
@@ -94,6 +94,16 @@ def new_path(config: PathConfig, llm: LLM, mesh: Mesh, *, seed: int) -> Diffusio
     """A path with the release's initial values, each shard created where it belongs."""
     path = sharding.initialize(DiffusionPath.declare(config, llm.architecture), jax.random.key(seed), mesh)
     return start_from(path, llm) if config.layers == "dense" and config.dense_init == "lm" else path
+
+
+def open_weights(folder: Path, architecture: Architecture) -> TensorSource:
+    """The LM's tensors in a folder, with those of an adapter that lies beside them added as they are read.
+
+    Raises `InputError` for anything that is malformed or does not fit.
+    """
+    source = SafetensorsFolder.open(folder)
+    check_llm(source, architecture)
+    return Adapted(source, Adapter.open(folder, architecture)) if has_adapter(folder) else source
 
 
 def check_llm(source: TensorSource, architecture: Architecture) -> list[str]:
@@ -120,13 +130,26 @@ def save_path(folder: Path, path: DiffusionPath, *, base: str) -> None:
     write_path(folder, dict(weights.tensors(path, weights.PATH_ROWS)), path.config, base=base)
 
 
-def load_path(folder: Path, architecture: Architecture, mesh: Mesh) -> DiffusionPath:
-    """Read the path of a model folder; raises `InputError` naming every tensor that does not fit."""
+def base_name(folder: Path) -> str:
+    """The base that a path was trained on; raises `InputError` for random weights, which are in no folder."""
+    name = read_json(folder / "path.json").get("base")
+    if name == "random":
+        raise InputError(f"the base of {folder} is random weights, which only a workdir can make again: give that")
+    return str(name)
+
+
+def find_path(folder: Path, architecture: Architecture) -> tuple[PathConfig, TensorSource]:
+    """The options and the checked tensors of a model folder's path; raises `InputError` naming all that do not fit."""
     config = from_dict(PathConfig, read_json(folder / "path.json").get("path", {}), prefix=f"{folder}/path.json: path")
-    declared = DiffusionPath.declare(config, architecture)
     source = SafetensorsFolder.open_file(folder / "path.safetensors")
-    weights.check(source, weights.expected(declared, weights.PATH_ROWS))
-    return weights.load(declared, source, mesh, rows=weights.PATH_ROWS)
+    weights.check(source, weights.expected(DiffusionPath.declare(config, architecture), weights.PATH_ROWS))
+    return config, source
+
+
+def load_path(folder: Path, architecture: Architecture, mesh: Mesh) -> DiffusionPath:
+    """Read the path of a model folder; raises `InputError` as `find_path` does."""
+    config, source = find_path(folder, architecture)
+    return weights.load(DiffusionPath.declare(config, architecture), source, mesh, rows=weights.PATH_ROWS)
 
 
 def _ends(folder: Path, raw: dict[str, Any], tokenizer: PreTrainedTokenizerFast | None) -> tuple[int, ...]:

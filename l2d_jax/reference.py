@@ -4,7 +4,7 @@ Each function yields `Check`s for a group of arrays: our value beside theirs, an
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -24,18 +24,30 @@ from l2d_jax.recording import Check, Recording, logits_at, read
 from l2d_jax.refine import Model
 from l2d_jax.step import optimizer_shardings
 
+Group = Callable[[Model, Recording], Iterator[Check]]
+
 ACTIVATIONS = 1e-5  # relative to the largest entry
 GRADIENTS = 1e-3  # relative to the largest entry
+BFLOAT16 = 5e-2  # relative to the largest entry, of a bfloat16 model's logits and activations
 
 
 def checks(model: Model, a: Recording) -> Iterator[Check]:
-    """All comparisons: of the LM alone for a model without a path. Raises `InputError` for what the recording lacks."""
+    """All comparisons: of the LM alone for a model without a path.
+
+    Those of a bfloat16 model are relative, and judged for single evaluations alone: what follows from many of them
+    (gradients at t = 1, picks of tokens) has no bound in that type. Raises `InputError` for what the recording lacks.
+    """
     a.require_fit(model)
-    groups = [forward]
+    single: list[Group] = [forward]
+    many: list[Group] = []
     if model.path is not None:
-        groups += [corrected, intermediate, training, optimization, trajectories, adaptive_trajectories, generations]
-    for group in groups:
-        yield from group(model, a)
+        single += [corrected, intermediate]
+        many = [training, optimization, trajectories, adaptive_trajectories, generations]
+    is_coarse = model.llm.embed.dtype == jnp.bfloat16
+    for group in (*single, *many):
+        for check in group(model, a):
+            coarse = check._replace(tolerance=BFLOAT16, relative=True, judged=group in single)
+            yield coarse if is_coarse else check
 
 
 def forward(model: Model, a: Recording) -> Iterator[Check]:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from l2d_jax import weights
@@ -17,7 +18,7 @@ from l2d_jax.config import PathConfig, from_dict
 from l2d_jax.diffusion_path import DiffusionPath
 from l2d_jax.errors import InputError
 from l2d_jax.llm import LLM
-from l2d_jax.safetensors_file import SafetensorsFolder
+from l2d_jax.safetensors_file import SafetensorsFolder, write_file
 from l2d_jax.weights import TensorSource
 
 Tensor = Callable[[], np.ndarray]
@@ -91,18 +92,27 @@ def options(config: PathConfig) -> dict[str, Any]:
     }
 
 
+def write_checkpoint(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a state dict: `.safetensors`, or `.bin` as the release's own programs read it, which takes torch.
+
+    All of it is in memory at the time. Raises `InputError` where torch is missing.
+    """
+    torch = None if file.suffix == ".safetensors" else _import_torch(file)
+    made = {tensor: tensor() if torch is None else _tensor(tensor()) for tensor in dict.fromkeys(tensors.values())}
+    state = {name: made[tensor] for name, tensor in tensors.items()}  # aliases share their memory
+    if torch is None:
+        write_file(file, state)
+    else:
+        torch.save(state, file)
+
+
 def open_checkpoint(file: Path) -> TensorSource:
     """A state dict as a source of tensors: `.safetensors`, or `.pt` and `.bin` read with `weights_only=True`."""
     if not file.is_file():
         raise InputError(f"no checkpoint {file}: give a .safetensors, .pt or .bin file")
     if file.suffix == ".safetensors":
         return SafetensorsFolder.open_file(file)
-    try:
-        import torch
-    except ImportError:
-        raise InputError(
-            f"{file} needs torch to be read: install requirements-torch.txt, or save it as .safetensors"
-        ) from None
+    torch = _import_torch(file)
     try:
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises pickle, zip and runtime errors of many kinds for a bad file
@@ -214,8 +224,23 @@ def _equal(a: np.ndarray, b: np.ndarray) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
+def _import_torch(file: Path) -> Any:
+    try:
+        import torch
+    except ImportError:
+        raise InputError(f"{file} needs torch: install requirements-torch.txt, or use a .safetensors file") from None
+    return torch
+
+
+def _tensor(array: np.ndarray) -> Any:
+    import torch
+
+    if array.dtype == ml_dtypes.bfloat16:  # torch takes no such array: the bits travel as integers
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(np.array(array))
+
+
 def _array(tensor: Any) -> np.ndarray:
-    import ml_dtypes
     import torch
 
     if tensor.dtype == torch.bfloat16:  # numpy knows no bfloat16: the bits travel as integers

@@ -1,38 +1,77 @@
-"""Compares a model with recorded numbers: `python -m l2d_jax.verify --model DIR --reference FILE.npz`.
+"""Compares a model with numbers that others computed; exit status 1 if anything fails.
 
-One line per array: name, largest difference, pass or FAIL; exit status 1 if any fails. Where the recording says that a
-run met a near tie, it is reported and not judged. `meta.json` beside the recording describes its runs.
+`python -m l2d_jax.verify --model DIR --reference FILE.npz`: with arrays recorded from the authors' release. One line
+per array: name, largest difference, pass or FAIL. Where the recording says that a run met a near tie, it is reported
+and not judged. `meta.json` beside the recording describes its runs. With `--dtype bfloat16` differences are relative to
+an array's largest entry, and judged where one evaluation decides them.
+
+`python -m l2d_jax.verify --model DIR --against transformers`: the language model with transformers' own, on the same
+weights, in float32; it needs torch. One line per row of tokens: largest difference of a logit and its bound, mean and
+largest KL divergence over the positions, pass or FAIL.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 
-from l2d_jax import command_line, reference
+from l2d_jax import command_line, parity, reference
+from l2d_jax.errors import InputError
 from l2d_jax.loaded import load
 from l2d_jax.recording import Recording
 
+Line = tuple[str, bool | None]  # what to print, and whether it passes (None: not judged)
+VERDICTS = {True: "pass", False: "FAIL", None: "(not judged)"}
+
 
 def main() -> int:
-    """Parse the command line, print the table, and return 1 if an array fails."""
+    """Parse the command line, print the table, and return 1 if a line fails."""
     parser = command_line.Parser(prog="python -m l2d_jax.verify", description=__doc__)
-    parser.add_argument("--model", required=True, help="a model folder")
-    parser.add_argument("--reference", type=Path, required=True, help="arrays recorded from the authors' release")
+    parser.add_argument(
+        "--model", required=True, help="a model folder or workdir; a plain model by hub id or GGUF file"
+    )
+    other = parser.add_mutually_exclusive_group(required=True)
+    other.add_argument("--reference", type=Path, help="arrays recorded from the authors' release")
+    other.add_argument("--against", choices=["transformers"], help="compare the language model with transformers' own")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the model, with --reference; float32")
+    parser.add_argument("--tokens", type=int, help=f"a row, with --against; {parity.LENGTH} if the model has the room")
     options = parser.parse_args()
-    recording = Recording.open(options.reference)
-    loaded = load(options.model, dtype="float32")
-    failed = compared = 0
+    if options.reference is not None and options.tokens is not None:
+        raise InputError("--tokens goes with --against: a recording has its own tokens")
+    if options.against is not None and options.dtype is not None:
+        raise InputError("--dtype goes with --reference: with transformers, both models are in float32")
     with jax.default_matmul_precision("highest"):
-        for check in reference.checks(loaded.model, recording):
-            verdict = "pass" if check.passed() else "FAIL"
-            if not check.judged:
-                verdict = "(near tie, not judged)"
-            kind = "relative" if check.relative else "absolute"
-            print(f"{check.name:<64} {check.difference():9.2e} {kind}  {verdict}", flush=True)
-            failed += verdict == "FAIL"
-            compared += check.judged
-    print(f"{compared - failed} of {compared} arrays pass")
-    return int(failed > 0)
+        if options.reference is not None:
+            return report(against_recording(options.model, options.reference, options.dtype or "float32"), "arrays")
+        return report(against_transformers(options.model, options.tokens), "rows")
+
+
+def report(lines: Iterator[Line], noun: str) -> int:
+    """Print each line with its verdict, and their number; 1 if one fails."""
+    judged = []
+    for text, passed in lines:
+        print(f"{text}  {VERDICTS[passed]}", flush=True)
+        judged += [] if passed is None else [passed]
+    print(f"{sum(judged)} of {len(judged)} {noun} pass")
+    return int(not all(judged))
+
+
+def against_recording(model: str, file: Path, dtype: str) -> Iterator[Line]:
+    """One line per array."""
+    recording = Recording.open(file)
+    loaded = load(model, dtype=dtype)
+    for check in reference.checks(loaded.model, recording):
+        kind = "relative" if check.relative else "absolute"
+        passed = check.passed() if check.judged else None
+        yield f"{check.name:<64} {check.difference():9.2e} {kind}", passed
+
+
+def against_transformers(model: str, length: int | None) -> Iterator[Line]:
+    """One line per row of tokens."""
+    for row in parity.compare(model, length=length):
+        mean, largest = row.divergence.mean(), row.divergence.max()
+        difference = f"{row.name:<10} {row.difference:9.2e} of at most {row.bound:.2e}"
+        yield f"{difference}  KL {mean:9.2e} mean, {largest:9.2e} at most", row.passed()
 
 
 if __name__ == "__main__":

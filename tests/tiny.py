@@ -15,6 +15,7 @@ from l2d_jax.refine import Model
 
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
     "vocab_size": 96,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -27,7 +28,13 @@ _LLAMA = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }
-_QWEN = {**_LLAMA, "architectures": ["Qwen2ForCausalLM"], "rope_theta": 1e6, "rms_norm_eps": 1e-6}
+_QWEN = {
+    **_LLAMA,
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+}
 _SCALING = {
     "rope_type": "llama3",
     "factor": 8.0,

@@ -1,0 +1,152 @@
+"""Compares a language model with `transformers`' own model of the same weights, both in float32.
+
+Rows of random tokens, which reach all of the vocabulary, and one of ordinary text where the folder has a tokenizer. A
+row passes if no logit differs by more than 1e-4 of the largest one, or than 1e-4 where all are below 1. The bound
+grows with the logits because float32 rounds relative to what it adds up: random tiny models (`tests/`) have logits
+of 1 to 3 and differ by 2e-5, while those of SmolLM2 reach 45, and transformers in float32 is up to 1e-3 away from
+itself in float64. Twelve typical bugs (`tests/test_llm.py`) exceed the bound 160 times and more on tiny models; those
+that SmolLM2 can have exceed it 5 times and more. An error that changes no logit of these rows is not seen.
+"""
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+from transformers import PreTrainedTokenizerFast
+
+from l2d_jax import loaded, models, problems, runtime, tokens
+from l2d_jax.adapter import has_adapter
+from l2d_jax.architecture import Architecture
+from l2d_jax.config import MeshConfig
+from l2d_jax.errors import InputError
+from l2d_jax.files import read_json
+from l2d_jax.llm import LLM
+from l2d_jax.sources import locate
+
+TOLERANCE = 1e-4  # of a logit, relative to the largest one or to 1
+LENGTH = 512  # tokens a row, where nothing else is asked for
+SEED = 0  # of the random tokens
+
+
+class Comparison(NamedTuple):
+    """Our logits and theirs over one row of tokens."""
+
+    name: str
+    difference: float  # the largest of a logit
+    largest: float  # of their logits, by absolute value
+    divergence: Float[np.ndarray, " T"]  # KL(theirs || ours) of the next token at each position, in nats
+
+    @property
+    def bound(self) -> float:
+        """What the difference may be."""
+        return TOLERANCE * max(1.0, self.largest)
+
+    def passed(self) -> bool:
+        """Whether the difference is finite and within the bound."""
+        return bool(np.isfinite(self.difference)) and self.difference <= self.bound
+
+
+def compare(model: str, *, length: int | None = None) -> Iterator[Comparison]:
+    """Run both models on the same rows, theirs first; neither is in memory with the other.
+
+    Args:
+      model: as `loaded.load` takes it; a path beside the language model is left out.
+      length: tokens a row; None: 512, or as many as the model has positions.
+
+    Raises:
+      InputError: before any weight is read, for a model that has no files or is not plain weights, for a length that
+        it has no room for, and where torch is missing.
+    """
+    _require_torch()
+    base = loaded.find(model, dtype="float32").base
+    if base.name == "random":
+        raise InputError(
+            f"the base of {model} is random weights, which transformers cannot read: give a model in files"
+        )
+    folder = locate(base.name)
+    if has_adapter(folder):
+        raise InputError(
+            f"{folder} has a LoRA adapter, and plain weights are compared: merge it first "
+            f"(python -m l2d_jax.convert export --model {folder} --format hf --out DIR) and give that folder"
+        )
+    found = models.find_base(base)
+    rows = choose_rows(found.architecture, found.tokenizer, length=length)
+    theirs = _their_logits(folder, rows)
+    llm = found.load(dtype="float32", mesh=runtime.start(MeshConfig()))
+    for name, logits in _our_logits(llm, rows):
+        yield measure(name, logits, theirs.pop(name))
+
+
+def choose_rows(
+    architecture: Architecture, tokenizer: PreTrainedTokenizerFast | None, *, length: int | None
+) -> dict[str, Int[np.ndarray, " T"]]:
+    """Two rows of random tokens, and one of word problems if there is a tokenizer; raises `InputError` as `compare`."""
+    limit, size = architecture.max_position_embeddings, architecture.vocab_size
+    length = min(LENGTH, limit) if length is None else length
+    if not 1 <= length <= limit:
+        raise InputError(f"--tokens must be from 1 to the {limit} positions of the model, got {length}")
+    random = np.random.default_rng(SEED).integers(size, size=(2, length))
+    rows = {f"random {i + 1}": row for i, row in enumerate(random)}
+    if tokenizer is not None:
+        told = (problems.problem(index) for index in range(length // 16 + 1))  # each is more than 16 tokens long
+        text = "\n\n".join(f"{problem.question}\n{problem.solution}" for problem in told)
+        rows["text"] = np.array(tokens.encode([text], tokenizer)[0][:length])
+        if rows["text"].max() >= size:
+            raise InputError(
+                f"the tokenizer of {tokenizer.name_or_path} gives the id {rows['text'].max()}, but the model knows "
+                f"{size} tokens: copy the model's own tokenizer.json"
+            )
+    return rows
+
+
+def measure(name: str, ours: Float[np.ndarray, "T V"], theirs: Float[np.ndarray, "T V"]) -> Comparison:
+    """Compare the logits of one row in float64, position by position: memory for one is enough."""
+    differences, divergence = [], []
+    for pair in zip(ours, theirs, strict=True):
+        a, b = (logits.astype(np.float64) for logits in pair)
+        differences.append(np.max(np.abs(a - b)))
+        log_p, log_q = (logits - np.logaddexp.reduce(logits) for logits in (b, a))
+        divergence.append(np.exp(log_p) @ (log_p - log_q))
+    return Comparison(name, float(np.max(differences)), float(np.max(np.abs(theirs))), np.array(divergence))
+
+
+def _our_logits(llm: LLM, rows: dict[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+    @jax.jit
+    def logits(llm: LLM, row: Int[Array, "1 T"]) -> Float[Array, "1 T V"]:
+        return llm.logits(llm(row, jnp.arange(row.shape[1])[None])[0])
+
+    for name, row in rows.items():
+        with jax.default_matmul_precision("highest"):
+            ours = logits(llm, jnp.asarray(row[None], jnp.int32))
+        yield name, np.asarray(ours)[0]
+
+
+def _their_logits(folder: Path, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    torch = _require_torch()
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    kind = getattr(transformers, read_json(folder / "config.json")["architectures"][0])  # one of `SUPPORTED`
+    options = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+    try:
+        model = kind.from_pretrained(folder, local_files_only=True, use_safetensors=True, **options).eval()
+    except Exception as error:  # of many kinds: a field of the config that it reads and we do not
+        raise InputError(f"transformers cannot open {folder} ({tokens.first_line(error)}): mend its files") from error
+    with torch.no_grad():
+        logits = {name: model(torch.tensor(row[None])).logits[0].numpy() for name, row in rows.items()}
+    del model
+    gc.collect()
+    return logits
+
+
+def _require_torch() -> Any:
+    try:
+        import torch
+    except ImportError:
+        raise InputError("transformers' own models need torch: install requirements-torch.txt") from None
+    return torch
