@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerFast
 
 from l2d_jax import sharding, tokens, weights
@@ -25,7 +24,7 @@ from l2d_jax.diffusion_path import DiffusionPath, start_from
 from l2d_jax.errors import InputError
 from l2d_jax.files import read_json
 from l2d_jax.llm import LLM
-from l2d_jax.safetensors_file import SafetensorsFolder
+from l2d_jax.safetensors_file import SafetensorsFolder, write_file
 from l2d_jax.sources import locate
 from l2d_jax.weights import TensorSource
 
@@ -120,8 +119,7 @@ def check_llm(source: TensorSource, architecture: Architecture) -> list[str]:
 
 def write_path(folder: Path, tensors: Mapping[str, Any], config: PathConfig, *, base: str) -> None:
     """Write `path.safetensors` and `path.json` into an existing folder, from the path's tensors by release name."""
-    arrays = {name: np.asarray(make(), order="C") for name, make in tensors.items()}
-    save_file(arrays, folder / "path.safetensors", metadata={"format": "pt"})
+    write_file(folder / "path.safetensors", {name: np.asarray(make()) for name, make in tensors.items()})
     (folder / "path.json").write_text(json.dumps({"base": base, "path": vars(config)}, indent=2) + "\n")
 
 
@@ -133,9 +131,11 @@ def save_path(folder: Path, path: DiffusionPath, *, base: str) -> None:
 def base_name(folder: Path) -> str:
     """The base that a path was trained on; raises `InputError` for random weights, which are in no folder."""
     name = read_json(folder / "path.json").get("base")
+    if not isinstance(name, str):
+        raise InputError(f"{folder / 'path.json'} must name the base that the path was trained on, got {name!r}")
     if name == "random":
         raise InputError(f"the base of {folder} is random weights, which only a workdir can make again: give that")
-    return str(name)
+    return name
 
 
 def find_path(folder: Path, architecture: Architecture) -> tuple[PathConfig, TensorSource]:

@@ -101,7 +101,7 @@ def write_checkpoint(file: Path, tensors: Mapping[str, Tensor]) -> None:
     made = {tensor: tensor() if torch is None else _tensor(tensor()) for tensor in dict.fromkeys(tensors.values())}
     state = {name: made[tensor] for name, tensor in tensors.items()}  # aliases share their memory
     if torch is None:
-        write_file(file, state)
+        write_file(file, state, metadata=None)
     else:
         torch.save(state, file)
 

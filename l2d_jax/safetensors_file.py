@@ -27,6 +27,7 @@ DTYPES = {
     **{f"F{bits}": np.dtype(f"<f{bits // 8}") for bits in (16, 32, 64)},
     **{f"{kind}{bits}": np.dtype(f"<{kind.lower()}{bits // 8}") for kind in "IU" for bits in (8, 16, 32, 64)},
 }
+TRANSFORMERS = {"format": "pt"}  # transformers refuses a file without this entry
 MAX_HEADER = 20_000_000  # bytes, 200,000 tensors: real ones stay below 1 MB, and parsing takes 15 times the memory
 MAX_ELEMENTS = 2**48  # per tensor, an extent of 0 counted as 1: NumPy can hold the shape
 
@@ -95,11 +96,13 @@ class SafetensorsFolder:
         return self.records[name]
 
 
-def write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+def write_file(
+    path: Path, tensors: Mapping[str, np.ndarray], *, metadata: Mapping[str, str] | None = TRANSFORMERS
+) -> None:
     """Write one safetensors file; every array is in memory at the time."""
     # In C order: save_file writes the memory of a transposed array as it lies, which is another array.
     arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
-    save_file(arrays, path, metadata={"format": "pt"})  # transformers refuses a file without this entry
+    save_file(arrays, path, metadata=None if metadata is None else dict(metadata))
     path.chmod(path.parent.stat().st_mode & 0o666)  # save_file leaves it to the owner alone
 
 

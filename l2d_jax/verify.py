@@ -6,8 +6,8 @@ and not judged. `meta.json` beside the recording describes its runs. With `--dty
 an array's largest entry, and judged where one evaluation decides them.
 
 `python -m l2d_jax.verify --model DIR --against transformers`: the language model with transformers' own, on the same
-weights, in float32; it needs torch. One line per row of tokens: largest difference of a logit and its bound, mean and
-largest KL divergence over the positions, pass or FAIL.
+weights, in float32; it needs torch. One line per row of tokens: largest difference of a logit and its bound (`parity`
+says which), mean and largest KL divergence over the positions, pass or FAIL.
 """
 
 from collections.abc import Iterator
@@ -71,7 +71,8 @@ def against_transformers(model: str, length: int | None) -> Iterator[Line]:
     for row in parity.compare(model, length=length):
         mean, largest = row.divergence.mean(), row.divergence.max()
         difference = f"{row.name:<10} {row.difference:9.2e} of at most {row.bound:.2e}"
-        yield f"{difference}  KL {mean:9.2e} mean, {largest:9.2e} at most", row.passed()
+        rounding = f"  (transformers from its own float64: {row.rounding:.2e})" if row.rounding else ""
+        yield f"{difference}  KL {mean:9.2e} mean, {largest:9.2e} at most{rounding}", row.passed()
 
 
 if __name__ == "__main__":

@@ -86,9 +86,7 @@ def test_the_releases_own_files_come_back_byte_by_byte(tmp_path, name):
         pytest.skip(f"no recordings of the release at {FIXTURES}")
     model = import_release(FIXTURES / name, tmp_path / "model")
     out = export_to(model, tmp_path / "out", "l2d")
-    theirs, ours = (load_file(folder / "l2d.safetensors") for folder in (FIXTURES / name, out))
-    assert ours.keys() == theirs.keys()
-    assert all(same_bits(ours[tensor], theirs[tensor]) for tensor in theirs)
+    assert (out / "l2d.safetensors").read_bytes() == (FIXTURES / name / "l2d.safetensors").read_bytes()
     given, written = (json.loads((folder / "l2d.json").read_text()) for folder in (FIXTURES / name, out))
     assert written["family"] == given["family"]
     changed = {k: v for k, v in written["l2d_kwargs"].items() if given["l2d_kwargs"][k] != v}

@@ -182,5 +182,5 @@ def test_an_export_of_random_weights_says_what_to_do(tmp_path):
     with pytest.raises(loaded.InputError, match="which only a workdir can make again"):
         load(tmp_path)
     (tmp_path / "path.json").write_text('{"path": {}}')
-    with pytest.raises(loaded.InputError, match=r"model.name must be of type str, got None"):
+    with pytest.raises(loaded.InputError, match=r"path.json must name the base that the path was trained on, got None"):
         load(tmp_path)

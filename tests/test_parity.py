@@ -95,6 +95,19 @@ def test_the_base_of_a_path(folders, tmp_path):
     assert outcomes[0].out != outcomes[1].out == outcomes[2].out == outcomes[3].out
 
 
+@pytest.mark.parametrize("kind", ["llama-wide-heads", "qwen"])
+def test_a_doubtful_row_is_judged_by_their_own_rounding(folders, monkeypatch, kind):
+    plain = list(parity.compare(str(folders[kind]), length=LENGTH))
+    monkeypatch.setattr(parity, "TOLERANCE", 1e-9)
+    rows = list(parity.compare(str(folders[kind]), length=LENGTH))
+    assert [row.name for row in rows] == [row.name for row in plain]
+    for row, before in zip(rows, plain, strict=True):
+        assert (row.difference, before.rounding) == (before.difference, 0)
+        assert 1e-7 < row.rounding < 1e-4
+        assert row.bound == parity.ROUNDINGS * row.rounding
+        assert row.passed()
+
+
 # --- what is found ---
 
 
@@ -140,7 +153,10 @@ def test_a_measure():
     np.testing.assert_allclose(row.divergence, [0, wanted, 0], atol=1e-9)
     assert not row.passed()
     assert parity.measure("row", ours[2:], theirs[2:]).passed()
-    assert not parity.measure("row", ours[2:] * 0, theirs[2:] * 0 + 1.1e-4).passed()  # small logits: 1e-4
+    small = parity.measure("row", ours[2:] * 0, theirs[2:] * 0 + 1.1e-4)
+    assert not small.passed()  # small logits: 1e-4
+    assert not small._replace(rounding=2.7e-5).passed()
+    assert small._replace(rounding=2.8e-5).passed()
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
