@@ -150,13 +150,19 @@ class DecodeConfig:
     velocity_temperature: float = 0.0  # of that draw; 0: arg max
     anneal: bool = False  # let that temperature fall linearly to 0 as t goes to 1
     temperature: float = 0.0  # of the final draw; 0: arg max
+    top_k: int = 0  # draw from so many of the likeliest tokens; 0: from all
+    top_p: float = 1.0  # draw from the likeliest tokens that together reach this probability
+    draws: int = 1  # noise draws whose mean distribution is the answer's
+    gate: float = 0.0  # skip the ODE where the entropy of the LM alone is below this, in nats; 0: never
     max_new_tokens: int = 256
 
     def __post_init__(self) -> None:
         require(self.budget >= 1, f"config.decode.budget must be at least 1 evaluation, got {self.budget}")
         require(self.max_new_tokens > 0, f"config.decode.max_new_tokens must be positive, got {self.max_new_tokens}")
         require(self.tolerance > 0, f"config.decode.tolerance must be positive, got {self.tolerance}")
-        for name in ("velocity_temperature", "temperature"):
+        require(0 < self.top_p <= 1, f"config.decode.top_p must be in (0, 1], got {self.top_p}")
+        require(self.draws >= 1, f"config.decode.draws must be at least 1, got {self.draws}")
+        for name in ("velocity_temperature", "temperature", "top_k", "gate"):
             require(getattr(self, name) >= 0, f"config.decode.{name} must not be negative, got {getattr(self, name)}")
 
 

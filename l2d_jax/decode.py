@@ -1,16 +1,20 @@
 """Decoding: one frozen pass per token, one ODE per token, in a scan over tokens with a persistent cache.
 
 Each sequence has a key of its own, folded with the token's number, so its output does not depend on its batch mates.
+The answer's distribution may be the mean over several noise draws: an unbiased estimate of the model's probabilities,
+which one draw is not. The draws share the cache and the hidden state.
 """
 
+import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from l2d_jax import diffusion
+from l2d_jax.draw import Sampling, draw
 from l2d_jax.llm import LLM, KVCache
 from l2d_jax.objective import Context
 from l2d_jax.refine import Model, Refinement, refine
@@ -26,6 +30,7 @@ class State(nnx.Module):
     keys: Key[Array, " B"] = nnx.data()
     count: Int[Array, ""] = nnx.data()  # tokens generated so far
     done: Bool[Array, " B"] = nnx.data()  # whether the sequence has ended
+    broken: Bool[Array, " B"] = nnx.data()  # whether it ended because a logit was not a number
 
 
 @partial(jax.jit, static_argnames="room")
@@ -39,28 +44,87 @@ def prefill(
     hidden, prompt = llm(tokens, positions)
     cache = KVCache.empty(llm.architecture, batch, padded + room, dtype=llm.embed.dtype).extend(prompt)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    done = jnp.zeros(batch, bool)
-    return State(cache=cache, hidden=last, positions=lengths - 1, keys=keys, count=jnp.int32(0), done=done)
+    no = jnp.zeros(batch, bool)
+    count = jnp.int32(0)
+    return State(cache=cache, hidden=last, positions=lengths - 1, keys=keys, count=count, done=no, broken=no)
+
+
+@partial(jax.jit, static_argnames="copies")
+def fan_out(state: State, *, copies: int) -> State:
+    """Several continuations of each sequence, side by side, that share its prefill; the first has its key."""
+
+    def repeat(array: Array, axis: int = 0) -> Array:
+        return jnp.repeat(array, copies, axis=axis)
+
+    cache = dataclasses.replace(
+        state.cache,
+        k=repeat(state.cache.k, 1),
+        v=repeat(state.cache.v, 1),
+        positions=repeat(state.cache.positions),
+    )
+    copy = jnp.tile(jnp.arange(copies), state.keys.shape[0])
+    folded = jax.vmap(jax.random.fold_in)(repeat(state.keys), copy)
+    return State(
+        cache=cache,
+        hidden=repeat(state.hidden),
+        positions=repeat(state.positions),
+        keys=jnp.where(copy == 0, repeat(state.keys), folded),
+        count=state.count,
+        done=repeat(state.done),
+        broken=repeat(state.broken),
+    )
 
 
 def next_logits(
     model: Model,
     state: State,
-    noise: Float[Array, "B C"],
+    noise: Float[Array, "B draws C"],
     *,
     settings: Refinement,
-    keys: Key[Array, " B"],
+    keys: Key[Array, "B draws"],
     labels: Int[Array, " B"] | None = None,
 ) -> Float[Array, "B V"]:
-    """Logits of the next token after the whole budget, from unit noise."""
+    """Logits of the next token after the whole budget, from unit noise; of several draws, logs of the mean."""
+    shape = noise.shape[:2]
     context = Context(
-        hidden=state.hidden[:, None],
+        hidden=jnp.broadcast_to(state.hidden[:, None], (*shape, state.hidden.shape[-1])),
         cache=state.cache,
-        positions=state.positions[:, None],
-        labels=None if labels is None else labels[:, None],
+        positions=jnp.broadcast_to(state.positions[:, None], shape),
+        labels=None if labels is None else jnp.broadcast_to(labels[:, None], shape),
     )
-    hidden = refine(model, context, noise[:, None], settings=settings, keys=keys[:, None])
-    return model.llm.logits(hidden[:, 0])
+    hidden = refine(model, context, noise, settings=settings, keys=keys)
+    if shape[1] == 1:
+        return model.llm.logits(hidden[:, 0])
+    chances = jax.nn.log_softmax(model.llm.logits(hidden))
+    return jax.nn.logsumexp(chances, axis=1) - jnp.log(shape[1])
+
+
+def gated_logits(
+    model: Model,
+    state: State,
+    noise: Array,
+    *,
+    gate: Float[Array, "#B"],
+    settings: Refinement,
+    keys: Array,
+    labels: Any,
+) -> Float[Array, "B V"]:
+    """`next_logits`, but those of the LM alone where their entropy is below the gate.
+
+    Nothing is integrated for a token that all sequences skip; with the gate at 0, the LM's own logits are not needed.
+    """
+
+    def refined() -> Array:
+        return next_logits(model, state, noise, settings=settings, keys=keys, labels=labels)
+
+    def gated() -> Array:
+        plain = model.llm.logits(state.hidden)
+        chances = jax.nn.log_softmax(plain)
+        is_sure = -jnp.sum(jnp.exp(chances) * chances, axis=-1) < gate
+        own = jax.lax.cond((is_sure | state.done).all(), lambda: plain, refined)
+        return jnp.where(is_sure[:, None], plain, own)
+
+    return jax.lax.cond((gate > 0).any(), gated, refined)
 
 
 def advance(llm: LLM, state: State, tokens: Int[Array, " B"], done: Bool[Array, " B"]) -> State:
@@ -74,29 +138,34 @@ def advance(llm: LLM, state: State, tokens: Int[Array, " B"], done: Bool[Array, 
         keys=state.keys,
         count=state.count + 1,
         done=done,
+        broken=state.broken,
     )
 
 
-@partial(jax.jit, static_argnames="steps", donate_argnames="state")
+@partial(jax.jit, static_argnames=("steps", "draws"), donate_argnames="state")
 def decode(
     model: Model,
     state: State,
     *,
     settings: Refinement,
-    temperature: Float[Array, ""],
+    sampling: Sampling,
     ends: Int[Array, " ends"],
     steps: int,
+    draws: int = 1,
     labels: Int[Array, " B"] | None = None,
 ) -> tuple[State, Int[Array, "B steps"]]:
-    """Generate `steps` tokens; a sequence that has met one of the `ends` goes on with that end token.
+    """Generate `steps` tokens; a sequence that has met one of the `ends` goes on with the first of them.
+
+    So does one whose logits are not numbers, and the state says so; the others go on.
 
     Args:
       model: the LM and the path.
       state: from `prefill` or an earlier call; donated.
       settings: solver, grid and velocity.
-      temperature: of the final draw; 0: arg max.
+      sampling: the final draw.
       ends: tokens that end a sequence.
       steps: tokens to generate.
+      draws: noise draws whose mean distribution the token is drawn from.
       labels: classes for guidance, or None.
     """
     width = 1 if model.path is None else model.path.config.width
@@ -104,11 +173,15 @@ def decode(
     def step(state: State, _: None) -> tuple[State, Array]:
         token_keys = jax.vmap(jax.random.fold_in, (0, None))(state.keys, state.count)
         noise_keys, velocity_keys, final_keys = jax.vmap(partial(jax.random.split, num=3), out_axes=1)(token_keys)
-        noise = jax.vmap(lambda key: jax.random.normal(key, (width,), jnp.float32))(noise_keys)
-        logits = next_logits(model, state, noise, settings=settings, keys=velocity_keys, labels=labels)
-        token = jax.vmap(diffusion.sample, (0, 0, None))(final_keys, logits, temperature)
-        token = jnp.where(state.done, ends[0], token).astype(jnp.int32)
-        done = state.done | (token[:, None] == ends).any(axis=-1)
+        noise = jax.vmap(lambda key: jax.random.normal(key, (draws, width), jnp.float32))(noise_keys)
+        keys = (
+            jax.vmap(lambda key: jax.random.split(key, draws))(velocity_keys) if draws > 1 else velocity_keys[:, None]
+        )
+        logits = gated_logits(model, state, noise, gate=sampling.gate, settings=settings, keys=keys, labels=labels)
+        is_bad = jnp.isnan(logits).any(axis=-1) & ~state.done
+        token = jnp.where(state.done | is_bad, ends[0], draw(final_keys, logits, sampling))
+        done = state.done | is_bad | (token[:, None] == ends).any(axis=-1)
+        state = dataclasses.replace(state, broken=state.broken | is_bad)
         return advance(model.llm, state, token, done), token
 
     state, tokens = jax.lax.scan(step, state, None, length=steps)

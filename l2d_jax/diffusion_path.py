@@ -8,7 +8,7 @@ state.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,13 @@ class PathLayers(nnx.Module):
     up: Lora | Float[Array, "L D F"] | Declared = nnx.data()
     down: Lora | Float[Array, "L F D"] | Declared = nnx.data()
     q_bias: Float[Array, "L N H"] | Declared | None = nnx.data(default=None)  # with full copies of a model that has one
+
+
+class Conditions(NamedTuple):
+    """All that the time and the class determine, which decoding computes once for all evaluations of a grid."""
+
+    modulation: Float[Array, "L *b P D"]  # scale, shift and gate of every block
+    merge: Float[Array, "*b D"]  # w_d(t)
 
 
 @nnx.dataclass
@@ -132,6 +139,12 @@ class DiffusionPath(nnx.Module):
         weight = self.merge(self.condition(t, labels)) - self.merge(self.condition(jnp.zeros_like(t), labels))
         return jnp.where(t[..., None] == 0, 0.0, weight)
 
+    def conditions(self, t: Float[Array, "*b"], labels: Int[Array, "*b"] | None = None, *, dtype: Any) -> Conditions:
+        """Of any times; the modulation in the type of the blocks' activations."""
+        condition = self.condition(t, labels).astype(dtype)
+        _, modulation = jax.lax.scan(lambda _, own: (None, own(condition)), None, self.layers.modulation)
+        return Conditions(modulation, self.merge_weight(t, labels))
+
     def __call__(
         self,
         llm: LLM,
@@ -141,11 +154,16 @@ class DiffusionPath(nnx.Module):
         cache: KVCache,
         positions: Int[Array, "B M"],
         labels: Int[Array, "#B #M"] | None = None,
+        conditions: Conditions | None = None,
         remat: Callable[..., Any] | None = None,
     ) -> Float[Array, "B M D"]:
         """The correction w_d(t) * f_d(x_t, t) of the hidden states at `positions`; arguments as of `features`."""
-        f = self.features(llm, x, t, cache=cache, positions=positions, labels=labels, remat=remat)
-        return self.merge_weight(t, labels).astype(f.dtype) * f
+        modulation = None if conditions is None else conditions.modulation
+        f = self.features(
+            llm, x, t, cache=cache, positions=positions, labels=labels, modulation=modulation, remat=remat
+        )
+        weight = self.merge_weight(t, labels) if conditions is None else conditions.merge
+        return weight.astype(f.dtype) * f
 
     def features(
         self,
@@ -156,6 +174,7 @@ class DiffusionPath(nnx.Module):
         cache: KVCache,
         positions: Int[Array, "B M"],
         labels: Int[Array, "#B #M"] | None = None,
+        modulation: Float[Array, "L #B #M P D"] | None = None,
         remat: Callable[..., Any] | None = None,
     ) -> Float[Array, "B M D"]:
         """The output f_d(x_t, t) of the path's layers, before it is weighted.
@@ -167,23 +186,24 @@ class DiffusionPath(nnx.Module):
           cache: keys and values of the main path, at least up to `positions`.
           positions: of the main-path token that each diffusion token accompanies.
           labels: classes for guidance, per position or shared; None: the null class.
+          modulation: of `conditions` at t and the labels; None: computed here, block by block.
           remat: wraps the block for rematerialisation in training, such as `jax.checkpoint`; None: no wrapping.
         """
         dtype = llm.embed.dtype
         epsilon = llm.architecture.rms_norm_eps
         frequencies = ops.rope_frequencies(llm.architecture)
         scale = self.config.lora_alpha / self.config.lora_rank
-        condition = self.condition(t, labels)
+        condition = self.condition(t, labels).astype(dtype)
 
         def project(y: Array, weight: Array, own: Lora | Array, *, dims: int = 1) -> Array:
             if isinstance(own, Lora):
                 return ops.project(y, weight, own, scale=scale, dims=dims)
             return ops.project(y, own, dims=dims)
 
-        def block(x: Array, scanned: tuple[LLMLayers, PathLayers, Array, Array]) -> tuple[Array, None]:
-            w, own, k, v = scanned
+        def block(x: Array, scanned: tuple[LLMLayers, PathLayers, Array, Array, Array | None]) -> tuple[Array, None]:
+            w, own, k, v, known = scanned
             q_bias = w.q_bias if own.q_bias is None else own.q_bias
-            parts = jnp.split(own.modulation(condition.astype(dtype)), PARTS, axis=-2)
+            parts = jnp.split(own.modulation(condition) if known is None else known, PARTS, axis=-2)
             scale_1, shift_1, gate_1, scale_2, shift_2, gate_2 = (part.squeeze(-2) for part in parts)
             with jax.named_scope("attention"):
                 y = ops.rms_norm(x, w.attention_norm.astype(dtype) + scale_1, epsilon) + shift_1
@@ -198,7 +218,7 @@ class DiffusionPath(nnx.Module):
 
         with jax.named_scope("diffusion_path"):
             y = self.translation(diffusion.scale_input(x, t, self.config.sigma)).astype(dtype)
-            scanned = (llm.layers, self.layers, cache.k, cache.v)
+            scanned = (llm.layers, self.layers, cache.k, cache.v, modulation)
             return jax.lax.scan(remat(block) if remat else block, y, scanned)[0]
 
 

@@ -7,7 +7,14 @@ from pathlib import Path
 from l2d_jax import command_line, models
 from l2d_jax.config import DecodeConfig
 from l2d_jax.errors import InputError
-from l2d_jax.generation import check_prompts, check_settings, encode_prompt, stream_text
+from l2d_jax.generation import (
+    Restrictions,
+    StopSearch,
+    check_prompts,
+    check_settings,
+    encode_prompt,
+    stream_text,
+)
 from l2d_jax.loaded import Loaded, find, load
 from l2d_jax.rules import ADAPTIVE, SOLVERS
 
@@ -30,6 +37,15 @@ def main() -> None:
     parser.add_argument("--solver", choices=SOLVERS, help="how the path is integrated")
     parser.add_argument("--tolerance", type=float, help=f"of each step of {', '.join(ADAPTIVE)}")
     parser.add_argument("--temperature", type=float, help="of the final draw; 0: arg max")
+    parser.add_argument("--top_k", type=int, help="draw from so many of the likeliest tokens")
+    parser.add_argument(
+        "--top_p", type=float, help="draw from the likeliest tokens that together reach this probability"
+    )
+    parser.add_argument("--draws", type=int, help="noise draws whose mean distribution is the answer's")
+    parser.add_argument(
+        "--gate", type=float, help="skip the ODE where the model alone is surer than this entropy, in nats"
+    )
+    parser.add_argument("--stop", action="append", default=[], help="a text that ends an answer, given once or more")
     parser.add_argument("--max_new_tokens", type=int, help="at most so many tokens an answer")
     parser.add_argument("--seed", type=int, default=0, help="of the noise and the draws")
     options = parser.parse_args()
@@ -47,14 +63,16 @@ def main() -> None:
         check_prompts(
             [encode_prompt(messages, base.tokenizer) for messages in conversations], settings, base.architecture
         )
+    stops = Restrictions(stops=options.stop)
+    StopSearch(options.stop, base.tokenizer, 0)  # raises before any weight is read
     loaded = load(options.workdir or options.model)
     if options.prompt is None:
-        chat(loaded, variants[0], seed=options.seed)
+        chat(loaded, variants[0], seed=options.seed, restrictions=stops)
     for prompt, messages in zip(prompts, conversations, strict=False):
         for settings in variants:
             if several:
                 print(f"\n[budget {settings.budget}] {prompt}")
-            answer(loaded, messages, settings, seed=options.seed)
+            answer(loaded, messages, settings, seed=options.seed, restrictions=stops)
 
 
 def choose(defaults: DecodeConfig, options: argparse.Namespace, *, budget: int | None) -> DecodeConfig:
@@ -66,17 +84,19 @@ def choose(defaults: DecodeConfig, options: argparse.Namespace, *, budget: int |
     return dataclasses.replace(defaults, **given, budget=budget)
 
 
-def answer(loaded: Loaded, messages: list[dict[str, str]], settings: DecodeConfig, *, seed: int) -> str:
+def answer(
+    loaded: Loaded, messages: list[dict[str, str]], settings: DecodeConfig, *, seed: int, restrictions: Restrictions
+) -> str:
     """Print an answer as it comes, and return it."""
     text = ""
-    for piece in stream_text(loaded, messages, settings=settings, seed=seed):
+    for piece in stream_text(loaded, messages, settings=settings, seed=seed, restrictions=restrictions):
         print(piece, end="", flush=True)
         text += piece
     print()
     return text
 
 
-def chat(loaded: Loaded, settings: DecodeConfig, *, seed: int) -> None:
+def chat(loaded: Loaded, settings: DecodeConfig, *, seed: int, restrictions: Restrictions) -> None:
     """Answer line by line, keeping the conversation, until an empty line or the end of input."""
     messages: list[dict[str, str]] = []
     print(f"budget {settings.budget}, {settings.solver}; an empty line ends the chat")
@@ -89,7 +109,8 @@ def chat(loaded: Loaded, settings: DecodeConfig, *, seed: int) -> None:
         if not text:
             return
         messages.append({"role": "user", "content": text})
-        messages.append({"role": "assistant", "content": answer(loaded, messages, settings, seed=seed + len(messages))})
+        text = answer(loaded, messages, settings, seed=seed + len(messages), restrictions=restrictions)
+        messages.append({"role": "assistant", "content": text})
 
 
 if __name__ == "__main__":

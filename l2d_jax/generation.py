@@ -1,6 +1,8 @@
 """Text in, text out: streams the answers of a model. The Python interface of the package."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +12,24 @@ from transformers import PreTrainedTokenizerFast
 from l2d_jax import decode, tokens
 from l2d_jax.architecture import Architecture
 from l2d_jax.config import DecodeConfig
+from l2d_jax.draw import Sampling, allow
 from l2d_jax.errors import InputError
 from l2d_jax.loaded import Loaded
-from l2d_jax.refine import Refinement, check_labels
+from l2d_jax.refine import Refinement, check_labels, tabulate
 
 CHUNK = 8  # tokens between two pieces of streamed text
 SHORTEST_BUCKET = 64  # prompts are padded to this many tokens, or twice, four times … as many
+
+
+class Restrictions(NamedTuple):
+    """What an answer may not contain."""
+
+    stops: Sequence[str] = ()  # texts that end an answer, and are left out of it
+    allowed: Sequence[int] | None = None  # tokens that may be drawn; None: all
+    banned: Sequence[int] = ()  # tokens that may not
+
+
+FREE = Restrictions()
 
 
 def generate(
@@ -24,14 +38,17 @@ def generate(
     *,
     settings: DecodeConfig | None = None,
     seed: int = 0,
+    samples: int = 1,
     labels: Sequence[int] | None = None,
+    restrictions: Restrictions = FREE,
 ) -> list[list[int]]:
-    """Token ids that follow each prompt of token ids, without the end token.
+    """Token ids that follow each prompt of token ids, without the end token; `samples` answers to a prompt in a row.
 
-    A sequence's result does not depend on the others in the batch. Raises `InputError` as `stream` does.
+    A sequence's result does not depend on the others in the batch. Arguments and errors are those of `stream`.
     """
-    answers: list[list[int]] = [[] for _ in prompts]
-    for piece in stream(loaded, prompts, settings=settings, seed=seed, labels=labels):
+    answers: list[list[int]] = [[] for _ in range(len(prompts) * samples)]
+    options = {"settings": settings, "seed": seed, "samples": samples, "labels": labels}
+    for piece in stream(loaded, prompts, restrictions=restrictions, **options):  # type: ignore[arg-type]
         for answer, new in zip(answers, piece, strict=True):
             answer.extend(new)
     return answers
@@ -43,7 +60,9 @@ def stream(
     *,
     settings: DecodeConfig | None = None,
     seed: int = 0,
+    samples: int = 1,
     labels: Sequence[int] | None = None,
+    restrictions: Restrictions = FREE,
 ) -> Iterator[list[list[int]]]:
     """Yield the next few token ids of every sequence until all have ended.
 
@@ -52,44 +71,102 @@ def stream(
       prompts: token ids.
       settings: budget, solver, temperatures and length; None: the model's own.
       seed: sequence i draws from a key that is a function of the seed and i.
+      samples: answers to each prompt, which share its prefill and follow each other.
       labels: classes for guidance, one per prompt.
+      restrictions: stop strings, and tokens that may or may not be drawn.
 
     Raises:
       InputError: for an empty prompt, one that leaves no room in the model's context, a budget that the solver or the
-        model does not know, or an unknown class.
+        model does not know, an unknown class or token, a stop string that cannot occur; and, once all other sequences
+        have ended, for those whose logits were not numbers.
     """
     settings = loaded.defaults if settings is None else settings
     model = loaded.model
     refinement = check_settings(settings, has_path=model.path is not None)
     check_prompts(prompts, settings, model.llm.architecture)
+    if samples < 1:
+        raise InputError(f"samples must be at least 1, got {samples}")
     if labels is not None:
         if len(labels) != len(prompts):
             raise InputError(f"guidance takes one class label per prompt, got {len(labels)} for {len(prompts)} prompts")
         check_labels(model, labels)
+    mask = allow(model.llm.architecture.vocab_size, allowed=restrictions.allowed, banned=restrictions.banned)
+    search = StopSearch(restrictions.stops, loaded.tokenizer, len(prompts) * samples)
     chunks = -(-settings.max_new_tokens // CHUNK)
     ids, lengths = _pad(prompts)
+    refinement = tabulate(model, refinement, budget=settings.budget)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(len(prompts)))
     state = decode.prefill(model.llm, ids, lengths, keys, room=chunks * CHUNK)
-    finished = [False] * len(prompts)
+    if samples > 1:
+        state = decode.fan_out(state, copies=samples)
+    finished = [False] * len(prompts) * samples
     for number in range(chunks):
         state, new = decode.decode(
             model,
             state,
             settings=refinement,
-            temperature=jnp.float32(settings.temperature),
+            sampling=Sampling.from_config(settings, allowed=mask),
             ends=jnp.array(loaded.ends or (-1,), jnp.int32),
             steps=CHUNK,
-            labels=None if labels is None else jnp.array(labels, jnp.int32),
+            draws=settings.draws,
+            labels=None if labels is None else jnp.repeat(jnp.array(labels, jnp.int32), samples),
         )
         left = settings.max_new_tokens - number * CHUNK
         piece = []
         for i, row in enumerate(np.asarray(new)[:, :left].tolist()):
             stop = next((j for j, token in enumerate(row) if token in loaded.ends), None)
-            piece.append(row[:stop])  # a sequence that has ended goes on with end tokens
-            finished[i] = finished[i] or stop is not None
+            is_last = stop is not None or number == chunks - 1
+            new_ids, is_stopped = ([], True) if finished[i] else search.add(i, row[:stop], is_last=is_last)
+            piece.append(new_ids)
+            finished[i] = finished[i] or stop is not None or is_stopped
+        state = dataclasses.replace(state, done=jnp.array(finished))
+        broken = np.flatnonzero(np.asarray(state.broken)).tolist()
+        finished = [end or i in broken for i, end in enumerate(finished)]
         yield piece
         if all(finished):
-            return
+            break
+    if broken:
+        raise InputError(
+            f"logits of sequences {broken} were not numbers, which ended them there: check the weights, or use float32"
+        )
+
+
+class StopSearch:
+    """Finds stop strings in answers that come token by token, and holds back what may be the beginning of one."""
+
+    def __init__(self, stops: Sequence[str], tokenizer: PreTrainedTokenizerFast | None, sequences: int) -> None:
+        """Raises `InputError` for a string that no answer can contain."""
+        if stops and tokenizer is None:
+            raise InputError("stop strings need a tokenizer, and the model folder has none: add its tokenizer files")
+        for stop in stops:
+            if not stop or tokenizer is None or _decode(tokens.encode([stop], tokenizer)[0], tokenizer) != stop:
+                raise InputError(
+                    f"the stop string {stop!r} cannot occur in an answer, from which special tokens are left out: "
+                    "give ordinary text; end tokens end an answer by themselves"
+                )
+        self._stops = stops
+        self._tokenizer = tokenizer
+        self._answers: list[list[int]] = [[] for _ in range(sequences)]
+        self._released = [0] * sequences  # tokens of each answer
+
+    def add(self, index: int, ids: Sequence[int], *, is_last: bool) -> tuple[list[int], bool]:
+        """The tokens of a sequence that are certain by now, given its next ones, and whether a stop string ends it.
+
+        The token in which a stop string begins is left out.
+        """
+        if not self._stops:
+            return list(ids), False
+        answer, released = self._answers[index], self._released[index]
+        answer.extend(ids)
+        text = _decode(answer, self._tokenizer)
+        found = [place for place in map(text.find, self._stops) if place >= 0]
+        held = 0 if is_last else max(map(len, self._stops)) - 1
+        certain = min(found, default=len(text) - held)
+        count = len(answer)
+        while count > released and len(_decode(answer[:count], self._tokenizer)) > certain:
+            count -= 1
+        self._released[index] = count
+        return answer[released:count], bool(found)
 
 
 def check_settings(settings: DecodeConfig, *, has_path: bool) -> Refinement:
@@ -121,16 +198,21 @@ def encode_prompt(messages: Sequence[dict[str, str]], tokenizer: PreTrainedToken
 
 
 def stream_text(
-    loaded: Loaded, messages: Sequence[dict[str, str]], *, settings: DecodeConfig | None = None, seed: int = 0
+    loaded: Loaded,
+    messages: Sequence[dict[str, str]],
+    *,
+    settings: DecodeConfig | None = None,
+    seed: int = 0,
+    restrictions: Restrictions = FREE,
 ) -> Iterator[str]:
     """Yield the assistant's answer to a conversation as pieces of text, each complete in UTF-8.
 
-    Raises `InputError` if the model has no tokenizer or its tokenizer no chat template.
+    Raises `InputError` as `stream` does, and if the model has no tokenizer or its tokenizer no chat template.
     """
     prompt = encode_prompt(messages, loaded.tokenizer)
     answer: list[int] = []
     shown = ""
-    for piece in stream(loaded, [prompt], settings=settings, seed=seed):
+    for piece in stream(loaded, [prompt], settings=settings, seed=seed, restrictions=restrictions):
         answer.extend(piece[0])
         text = _decode(answer, loaded.tokenizer)
         if not text.endswith("\ufffd"):  # the rest of a character is still to come

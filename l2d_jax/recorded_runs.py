@@ -191,6 +191,8 @@ def generations(model: Model, a: Recording) -> Iterator[Check]:
 
 @jax.jit
 def _next(model: Model, state: decode.State, settings: Refinement, noise: Any, labels: Any) -> tuple[Any, Any]:
-    logits = decode.next_logits(model, state, noise, settings=settings, keys=state.keys, labels=labels)
+    logits = decode.next_logits(
+        model, state, noise[:, None], settings=settings, keys=state.keys[:, None], labels=labels
+    )
     token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     return decode.advance(model.llm, state, token, state.done), token

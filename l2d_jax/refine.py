@@ -3,19 +3,23 @@
 Decoding refines the last position of each sequence; teacher-forced evaluation refines every answer position at once.
 """
 
+import dataclasses
+from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Int, Key
 
 from l2d_jax import diffusion, rules, solvers
 from l2d_jax.config import DecodeConfig
-from l2d_jax.diffusion_path import DiffusionPath
+from l2d_jax.diffusion_path import Conditions, DiffusionPath
 from l2d_jax.errors import InputError
 from l2d_jax.llm import LLM, KVCache
 from l2d_jax.objective import Context, over_logits
+
+TABULATED = 128  # evaluations whose conditions a table holds: 50 MB at the SmolLM2-135M shape, 200 MB at Llama 8B's
 
 
 @nnx.dataclass
@@ -37,6 +41,20 @@ _embed = jax.jit(DiffusionPath.embed)  # here, so that new weights of the same s
 
 
 @nnx.dataclass
+class Table(nnx.Module):
+    """What the path computes from time and class alone, for every evaluation of a uniform grid."""
+
+    times: Float[Array, " n"] = nnx.data()  # infinite beyond the last
+    conditions: Conditions = nnx.data()  # of shape [n, labels]
+
+    def at(self, t: Float[Array, "1 1"], labels: Int[Array, "B M"] | None) -> Conditions:
+        """The entries of one time; labels None: the null class, which is the last."""
+        index = jnp.argmin(jnp.abs(self.times - t[0, 0]))
+        picked = jnp.array([[-1]]) if labels is None else labels
+        return Conditions(self.conditions.modulation[:, index][:, picked], self.conditions.merge[index][picked])
+
+
+@nnx.dataclass
 class Refinement(nnx.Module):
     """How to integrate. The arrays are arguments of one compiled program; the strings choose the program."""
 
@@ -45,6 +63,7 @@ class Refinement(nnx.Module):
     anneal: Array = nnx.data()  # 1: the temperature falls linearly to 0 as t goes to 1; 0: constant
     guidance: Array = nnx.data()  # strength w_g; unused without labels
     tolerance: Array = nnx.data()  # of an adaptive solver's steps, relative and absolute
+    table: Table | None = nnx.data(default=None)  # of `tabulate`, for the model's weights and this grid
     solver: str = nnx.static(default="midpoint")
     velocity: Literal["sample", "expectation"] = nnx.static(default="sample")
 
@@ -67,15 +86,41 @@ class Refinement(nnx.Module):
         return jnp.where(self.anneal > 0, annealed, self.velocity_temperature)
 
 
+def tabulate(model: Model, settings: Refinement, *, budget: int) -> Refinement:
+    """The settings with their table, which up to `TABULATED` evaluations is one program's; as they are beyond."""
+    if model.path is None or settings.solver in rules.ADAPTIVE or budget > TABULATED:
+        return settings
+    return dataclasses.replace(settings, table=_tabulate(model.path, settings, dtype=model.llm.embed.dtype))
+
+
+@partial(jax.jit, static_argnames="dtype")
+def _tabulate(path: DiffusionPath, settings: Refinement, *, dtype: Any) -> Table:
+    times = rules.evaluation_times(settings.solver, settings.steps, room=TABULATED)
+    labels = jnp.arange(path.config.classes + 1)[None]
+    t, labels = jnp.broadcast_arrays(jnp.where(times <= 1, times, 0.0)[:, None], labels)
+    return Table(times=times, conditions=path.conditions(t, labels, dtype=dtype))
+
+
 def evaluate(
-    model: Model, context: Context, x: Float[Array, "B M C"], t: Float[Array, "#B #M"]
+    model: Model, context: Context, x: Float[Array, "B M C"], t: Float[Array, "#B #M"], *, table: Table | None = None
 ) -> Float[Array, "G B M D"]:
-    """Corrected hidden states, at one time or each at its own; G is 1, or 2 with labels: conditional, then null."""
+    """Corrected hidden states, at one time or each at its own; G is 1, or 2 with labels: conditional, then null.
+
+    With a table, there is one time, which it has.
+    """
     assert model.path is not None
     path = model.path
 
     def branch(labels: Array | None) -> Array:
-        update = path(model.llm, x, t, cache=context.cache, positions=context.positions, labels=labels)
+        update = path(
+            model.llm,
+            x,
+            t,
+            cache=context.cache,
+            positions=context.positions,
+            labels=labels,
+            conditions=None if table is None else table.at(t, labels),
+        )
         return context.hidden + update
 
     if context.labels is None:
@@ -126,7 +171,7 @@ def make_target(
 
     def target(t: Array, x: Array) -> Array:
         batch, length, _ = x.shape
-        hidden = evaluate(model, context, x, t[None, None])
+        hidden = evaluate(model, context, x, t[None, None], table=settings.table)
         branches = hidden.shape[0]
         time = jax.lax.bitcast_convert_type(t, jnp.uint32)
         folded = jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, time)))(keys)
@@ -169,7 +214,8 @@ def refine(
         return evaluate(model, context, x, t)[0]
     target = make_target(model, context, settings=settings, keys=keys)
     x = solvers.solve(target, noise, solver=settings.solver, steps=settings.steps)
-    return evaluate(model, context, x, jnp.where(settings.steps > 0, jnp.float32(1), 0.0)[None, None])[0]
+    end = jnp.where(settings.steps > 0, jnp.float32(1), 0.0)[None, None]
+    return evaluate(model, context, x, end, table=settings.table)[0]
 
 
 def adapt(

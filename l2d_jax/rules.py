@@ -9,8 +9,9 @@ lower-order result, and a step costs one evaluation fewer than diffrax's own wou
 from typing import Any, ClassVar
 
 import diffrax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int
 
 from l2d_jax.errors import InputError
 
@@ -168,6 +169,16 @@ def steps_of(solver: str, budget: int) -> int:
             f"try {below} or {below + stages}"
         )
     return (budget - 1) // stages
+
+
+def evaluation_times(solver: str, steps: Int[Array, ""], *, room: int) -> Float[Array, " room"]:
+    """t of every evaluation on a uniform grid of `steps` intervals, the final one included; infinite beyond it."""
+    rule, stages = FIXED[solver]
+    nodes = jnp.array([0.0, *getattr(getattr(rule, "tableau", None), "c", ())], jnp.float32)
+    index, steps = jnp.arange(room), jnp.asarray(steps)
+    inner = (index // stages + nodes[index % stages]) / jnp.maximum(steps, 1)
+    end = jnp.where(steps > 0, 1.0, 0.0)
+    return jnp.where(index < stages * steps, inner, jnp.where(index == stages * steps, end, jnp.inf))
 
 
 def lookahead(solver: str) -> float:

@@ -148,12 +148,14 @@ def test_an_empty_line_ends_a_chat(folder, monkeypatch):
         ("folder", ["--prompt", "a" * 1000, "--max_new_tokens", 100], "new ones exceed the 1024 positions"),
         ("folder", ["--max_new_tokens", 1020], "new ones exceed the 1024 positions of the model"),
         ("folder", ["--bugdet", 3], "unrecognized arguments"),
+        ("folder", ["--top_p", 2], "config.decode.top_p must be in (0, 1], got 2.0"),
+        ("folder", ["--stop", ""], "the stop string '' cannot occur"),
         ("none", [], "neither a folder, nor a .gguf file, nor a hub id"),
     ],
 )
 def test_bad_requests_are_one_line_before_anything_is_loaded(request, monkeypatch, which, arguments, message):
-    monkeypatch.setattr(models.FoundBase, "load", None)
     model = "./no/such/folder" if which == "none" else request.getfixturevalue(which)
+    monkeypatch.setattr(models.FoundBase, "load", None)
     assert message in call(generate.main, "--model", model, "--prompt", "Hi", *arguments).error
 
 

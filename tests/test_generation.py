@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax.numpy as jnp
 import pytest
 import tiny
@@ -190,3 +192,110 @@ def test_text_is_the_tokens_as_text(mesh):
     messages = [{"role": "user", "content": "Hi"}]
     [ids] = generate(loaded, [tokens.prompt_ids(messages, tokenizer)])
     assert "".join(stream_text(loaded, messages)) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+# --- stop strings, samples, masks, and logits that are not numbers ---
+
+
+@pytest.mark.parametrize("size", [1, 3, 8, 40])
+@pytest.mark.parametrize(
+    ("said", "stops", "answer"),
+    [
+        ("one two three", ["two"], "one "),
+        ("one two three", ["three", "two"], "one "),
+        ("one two three", ["four"], "one two three"),
+        ("one two thr", ["three"], "one two thr"),
+        ("ababac", ["abac"], "ab"),
+        ("Grüße, Welt", ["ße"], "Grü"),
+        ("x", ["x"], ""),
+    ],
+)
+def test_stop_strings(size, said, stops, answer):
+    """However the answer comes in pieces; what might begin a stop string is held back until it is known."""
+    search, shown = generation.StopSearch(stops, tokens.byte_tokenizer(), 2), b""
+    ids = list(said.encode())
+    for start in range(0, len(ids), size):
+        piece, stopped = search.add(1, ids[start : start + size], is_last=start + size >= len(ids))
+        shown += bytes(piece)
+        assert answer.encode().startswith(shown)
+        if stopped:
+            break
+    assert shown.decode() == answer
+    assert stopped == (answer != said)
+    assert search.add(0, [97], is_last=True) == ([97], False)
+
+
+@pytest.fixture
+def spelling(loaded):
+    """Tokens are bytes below 96; the answers have digits and capitals."""
+    return loaded._replace(tokenizer=tokens.byte_tokenizer())
+
+
+def test_a_stop_string_ends_one_sequence(spelling):
+    free = generate(spelling, PROMPTS)
+    texts = [bytes(answer).decode() for answer in free]
+    stop = next(texts[0][i : i + 2] for i in range(4, 10) if texts[0][i : i + 2] not in texts[1] + texts[2])
+    answers = generate(spelling, PROMPTS, restrictions=generation.Restrictions(stops=[stop]))
+    assert bytes(answers[0]).decode() == texts[0][: texts[0].index(stop)]
+    assert answers[1:] == free[1:]
+
+
+@pytest.mark.parametrize("stop", ["", "<|im_end|>", "a<|im_end|>b"])
+def test_a_stop_string_that_cannot_occur(spelling, stop):
+    with pytest.raises(InputError, match="cannot occur in an answer"):
+        list(stream(spelling, PROMPTS, restrictions=generation.Restrictions(stops=[stop])))
+
+
+def test_stop_strings_need_a_tokenizer(loaded):
+    with pytest.raises(InputError, match="stop strings need a tokenizer"):
+        list(stream(loaded, PROMPTS, restrictions=generation.Restrictions(stops=["a"])))
+
+
+def test_several_answers_to_each_prompt(loaded):
+    drawn = settings(temperature=1.0)
+    one, three = (generate(loaded, PROMPTS, settings=drawn, samples=samples) for samples in (1, 3))
+    assert three[::3] == one
+    assert len({tuple(answer) for answer in three}) == 9
+    labelled = generate(loaded, PROMPTS[:2], settings=drawn, samples=2, labels=[0, 1])
+    assert labelled[::2] == generate(loaded, PROMPTS[:2], settings=drawn, labels=[0, 1])
+    with pytest.raises(InputError, match="samples must be at least 1, got 0"):
+        list(stream(loaded, PROMPTS, samples=0))
+
+
+def test_banned_and_allowed_tokens(loaded):
+    free = generate(loaded, PROMPTS)
+    banned = sorted({answer[0] for answer in free})
+    answers = generate(loaded, PROMPTS, restrictions=generation.Restrictions(banned=banned))
+    assert not set(banned) & {token for answer in answers for token in answer}
+    few = generate(loaded, PROMPTS, restrictions=generation.Restrictions(allowed=[3, 4, 5], banned=[4]))
+    assert {token for answer in few for token in answer} <= {3, 5}
+    with pytest.raises(InputError, match="token 96 is not one of the 96 of the model"):
+        list(stream(loaded, PROMPTS, restrictions=generation.Restrictions(banned=[96])))
+
+
+def test_sequences_whose_logits_are_not_numbers_are_reported_at_the_end(loaded):
+    model = loaded.model
+    embed = model.llm.embed.at[50].set(jnp.nan)
+    poisoned = loaded._replace(model=dataclasses.replace(model, llm=dataclasses.replace(model.llm, embed=embed)))
+    pieces = stream(poisoned, [[5, 17, 3], [5, 50, 3]], restrictions=generation.Restrictions(banned=[50]))
+    first, second = next(pieces), next(pieces)
+    assert [len(ids) for ids in first] == [8, 0]
+    assert [len(ids) for ids in second] == [4, 0]
+    with pytest.raises(InputError, match=r"logits of sequences \[1\] were not numbers"):
+        next(pieces)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"top_p": 0.0}, r"config.decode.top_p must be in \(0, 1\], got 0.0"),
+        ({"top_p": 1.5}, r"top_p must be in \(0, 1\]"),
+        ({"top_k": -1}, "config.decode.top_k must not be negative, got -1"),
+        ({"draws": 0}, "config.decode.draws must be at least 1, got 0"),
+        ({"gate": -0.5}, "config.decode.gate must not be negative"),
+        ({"tolerance": 0.0}, "config.decode.tolerance must be positive"),
+    ],
+)
+def test_settings_out_of_range(changes, message):
+    with pytest.raises(InputError, match=message):
+        settings(**changes)

@@ -248,3 +248,32 @@ def test_the_table_is_computed_once_from_the_embedding() -> None:
     assert model.path is not None
     np.testing.assert_allclose(model.table, model.path.embed(model.llm.embed), rtol=1e-5, atol=1e-6)
     assert Model.build(model.llm, None).table is None
+
+
+# --- the table of conditions ---
+
+
+@pytest.mark.parametrize("solver", rules.FIXED)
+@pytest.mark.parametrize("classes", [0, 3])
+def test_a_table_changes_nothing(solver: str, classes: int) -> None:
+    model = tiny.model("qwen", classes=classes)
+    labels = jnp.array([[0, 2], [3, 1]]) if classes else None
+    at, x = context(model, tiny.tokens(2, 6), labels=labels, last=2), noise(2, 2)
+    for steps in (0, 1, 3, 7):
+        budget = 1 + steps * rules.FIXED[solver][1]
+        chosen = settings(budget, solver=solver, velocity="expectation", velocity_temperature=1.0, guidance=1.5)
+        tabulated = refine_module.tabulate(model, chosen, budget=budget)
+        assert tabulated.table is not None
+        assert np.isfinite(tabulated.table.times).sum() == budget
+        found, wanted = (run(model, at, x, settings=s, keys=keys(2, 2)) for s in (tabulated, chosen))
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())
+        assert steps or np.array_equal(found, at.hidden)
+
+
+def test_what_has_no_table() -> None:
+    model = tiny.model()
+    for budget, solver in [(15, "fehlberg2"), (129, "midpoint")]:
+        chosen = settings(budget, solver=solver)
+        assert refine_module.tabulate(model, chosen, budget=budget) is chosen
+    alone = dataclasses.replace(model, path=None, table=None)
+    assert refine_module.tabulate(alone, settings(1), budget=1).table is None
