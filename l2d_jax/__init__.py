@@ -10,7 +10,13 @@ The names are imported when they are first used, so that importing a part of the
 import importlib
 from typing import Any
 
-_HOMES = {"load": "loaded", "generate": "generation", "stream": "generation", "stream_text": "generation"}
+_HOMES = {
+    "load": "loaded",
+    "generate": "generation",
+    "stream": "generation",
+    "stream_text": "generation",
+    "score": "likelihood",
+}
 
 
 def __getattr__(name: str) -> Any:

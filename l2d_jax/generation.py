@@ -93,7 +93,7 @@ def stream(
     mask = allow(model.llm.architecture.vocab_size, allowed=restrictions.allowed, banned=restrictions.banned)
     search = StopSearch(restrictions.stops, loaded.tokenizer, len(prompts) * samples)
     chunks = -(-settings.max_new_tokens // CHUNK)
-    ids, lengths = _pad(prompts)
+    ids, lengths = pad(prompts)
     refinement = tabulate(model, refinement, budget=settings.budget)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(len(prompts)))
     state = decode.prefill(model.llm, ids, lengths, keys, room=chunks * CHUNK)
@@ -139,7 +139,7 @@ class StopSearch:
         if stops and tokenizer is None:
             raise InputError("stop strings need a tokenizer, and the model folder has none: add its tokenizer files")
         for stop in stops:
-            if not stop or tokenizer is None or _decode(tokens.encode([stop], tokenizer)[0], tokenizer) != stop:
+            if not stop or tokenizer is None or to_text(tokens.encode([stop], tokenizer)[0], tokenizer) != stop:
                 raise InputError(
                     f"the stop string {stop!r} cannot occur in an answer, from which special tokens are left out: "
                     "give ordinary text; end tokens end an answer by themselves"
@@ -158,12 +158,12 @@ class StopSearch:
             return list(ids), False
         answer, released = self._answers[index], self._released[index]
         answer.extend(ids)
-        text = _decode(answer, self._tokenizer)
+        text = to_text(answer, self._tokenizer)
         found = [place for place in map(text.find, self._stops) if place >= 0]
         held = 0 if is_last else max(map(len, self._stops)) - 1
         certain = min(found, default=len(text) - held)
         count = len(answer)
-        while count > released and len(_decode(answer[:count], self._tokenizer)) > certain:
+        while count > released and len(to_text(answer[:count], self._tokenizer)) > certain:
             count -= 1
         self._released[index] = count
         return answer[released:count], bool(found)
@@ -214,14 +214,15 @@ def stream_text(
     shown = ""
     for piece in stream(loaded, [prompt], settings=settings, seed=seed, restrictions=restrictions):
         answer.extend(piece[0])
-        text = _decode(answer, loaded.tokenizer)
+        text = to_text(answer, loaded.tokenizer)
         if not text.endswith("\ufffd"):  # the rest of a character is still to come
             yield text[len(shown) :]
             shown = text
-    yield _decode(answer, loaded.tokenizer)[len(shown) :]
+    yield to_text(answer, loaded.tokenizer)[len(shown) :]
 
 
-def _decode(ids: Sequence[int], tokenizer: PreTrainedTokenizerFast | None) -> str:
+def to_text(ids: Sequence[int], tokenizer: PreTrainedTokenizerFast | None) -> str:
+    """An answer as text, without special tokens; the tokenizer is there."""
     assert tokenizer is not None
     # Llama's tokenizers ask for a clean-up, with which "a" and " ." would be "a.": a stream cannot take a space back.
     text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -229,7 +230,7 @@ def _decode(ids: Sequence[int], tokenizer: PreTrainedTokenizerFast | None) -> st
     return text
 
 
-def _pad(prompts: Sequence[Sequence[int]]) -> tuple[jax.Array, jax.Array]:
+def pad(prompts: Sequence[Sequence[int]]) -> tuple[jax.Array, jax.Array]:
     """Prompts padded on the right to a length bucket, so that few lengths are ever compiled."""
     bucket = SHORTEST_BUCKET
     while bucket < max(map(len, prompts)):

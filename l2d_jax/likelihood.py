@@ -1,0 +1,126 @@
+"""Probabilities of given answers: what one run of the ODE does not say, and the mean over several does.
+
+An answer's logits depend on the noise that it was refined from. The model's probability of a token is the mean over
+that noise, which the mean of several draws estimates without bias; draws are independent from token to token, so that
+the product over an answer's tokens is unbiased too. Its logarithm is not: it is low by about half its squared error.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Key
+
+from l2d_jax.config import DecodeConfig
+from l2d_jax.errors import InputError
+from l2d_jax.generation import check_prompts, check_settings, pad
+from l2d_jax.loaded import Loaded
+from l2d_jax.objective import Context, negative_log_likelihood, over_logits
+from l2d_jax.refine import Model, Refinement, check_labels, refine, tabulate
+
+
+class Score(NamedTuple):
+    """One answer under the model; all logarithms are natural."""
+
+    tokens: Float[np.ndarray, " n"]  # log-probability of each token, given all before it
+    token_errors: Float[np.ndarray, " n"]  # standard errors of those
+    total: float  # log-likelihood of the answer
+    error: float  # standard error of that
+
+
+def score(
+    loaded: Loaded,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+    *,
+    settings: DecodeConfig | None = None,
+    draws: int = 8,
+    labels: Sequence[int] | None = None,
+    seed: int = 0,
+) -> list[Score]:
+    """Log-likelihoods of answers, each token's by the mean over `draws` runs of the ODE with the true tokens before it.
+
+    Args:
+      loaded: from `load`.
+      prompts: token ids.
+      answers: token ids, one answer per prompt, with the end token if it is to count.
+      settings: budget, solver and velocity; None: the model's own.
+      draws: noise draws per token, at least 2 for standard errors; with a budget of 1 all are the same.
+      labels: classes for guidance, one per prompt.
+      seed: of the noise and the velocity's draws.
+
+    Raises:
+      InputError: as `generation.stream`, for fewer than 2 draws, and for an answer without tokens or with unknown ones.
+    """
+    settings = loaded.defaults if settings is None else settings
+    model = loaded.model
+    architecture = model.llm.architecture
+    refinement = check_settings(settings, has_path=model.path is not None)
+    if draws < 2:
+        raise InputError(f"a standard error takes at least 2 draws, got {draws}")
+    if len(prompts) != len(answers) or not all(answers):
+        raise InputError(f"each prompt takes one answer of at least one token, got {len(answers)} for {len(prompts)}")
+    check_prompts(prompts, replace(settings, max_new_tokens=max(map(len, answers))), architecture)
+    unknown = [token for text in (*prompts, *answers) for token in text if not 0 <= token < architecture.vocab_size]
+    if unknown:
+        raise InputError(f"token {unknown[0]} is not one of the {architecture.vocab_size} of the model")
+    if labels is not None:
+        check_labels(model, labels)
+    ids, _ = pad([[*p, *a] for p, a in zip(prompts, answers, strict=True)])
+    targets, counts = pad(answers)
+    first = np.array([len(prompt) for prompt in prompts])[:, None] - 1
+    places = np.arange(targets.shape[1])
+    queries = np.where(places < np.asarray(counts)[:, None], first + places, 0)
+    chances = _chances(
+        model,
+        tabulate(model, refinement, budget=settings.budget),
+        ids,
+        jnp.asarray(queries, jnp.int32),
+        targets,
+        jax.random.split(jax.random.key(seed), draws),
+        None if labels is None else jnp.asarray(labels, jnp.int32),
+    )
+    return [_summary(np.asarray(chances[:, i, : len(answer)], np.float64)) for i, answer in enumerate(answers)]
+
+
+@partial(jax.jit, static_argnames="chunk")
+def _chances(
+    model: Model,
+    settings: Refinement,
+    ids: Int[Array, "B T"],
+    queries: Int[Array, "B M"],
+    targets: Int[Array, "B M"],
+    keys: Key[Array, " draws"],
+    labels: Int[Array, " B"] | None,
+    *,
+    chunk: int = 1024,
+) -> Float[Array, "draws B M"]:
+    """Log-probability of every target under every draw of noise; the frozen pass is shared."""
+    positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
+    hidden, cache = model.llm(ids, positions)
+    hidden = jnp.take_along_axis(hidden, queries[..., None], axis=1)
+    spread = None if labels is None else jnp.broadcast_to(labels[:, None], queries.shape)
+    context = Context(hidden=hidden, cache=cache, positions=queries, labels=spread)
+    width = 1 if model.path is None else model.path.config.width
+
+    def once(key: Any) -> Array:
+        noise_key, velocity_key = jax.random.split(key)
+        noise = jax.random.normal(noise_key, (*queries.shape, width), jnp.float32)
+        own = jax.random.split(velocity_key, queries.shape)
+        refined = refine(model, context, noise, settings=settings, keys=own)
+        return -over_logits(model.llm, refined, negative_log_likelihood, targets, chunk=chunk)
+
+    return jax.lax.map(once, keys)
+
+
+def _summary(chances: Float[np.ndarray, "draws n"]) -> Score:
+    highest = chances.max(axis=0)
+    shares = np.exp(chances - highest)
+    mean = shares.mean(axis=0)
+    tokens = highest + np.log(mean)
+    errors = shares.std(axis=0, ddof=1) / np.sqrt(len(shares)) / mean  # of the logarithm, to first order
+    return Score(tokens, errors, float(tokens.sum()), float(np.sqrt(np.square(errors).sum())))

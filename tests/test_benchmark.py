@@ -1,0 +1,63 @@
+"""The benchmarks run on tiny models and count what they say they count."""
+
+import json
+
+import jax
+import pytest
+import tiny
+from programs import call, options
+
+from l2d_jax import benchmark, timing
+from l2d_jax.decoding_speed import bytes_per_evaluation
+
+SHAPE = ["--batches", 1, 2, "--budgets", 1, 5, "--prompt", 8, "--new", 4]
+
+
+def test_training() -> None:
+    outcome = call(benchmark.main, "train", *options(train__batch_size=2, data__max_length=64, data__answer_length=64))
+    assert outcome.status == 0, outcome.err
+    figures = {
+        line.rsplit(maxsplit=1)[0]: float(line.split()[-1].replace(",", "")) for line in outcome.out.splitlines()
+    }
+    assert figures["tokens per second"] * figures["seconds per step"] == pytest.approx(2 * 64, rel=0.5)
+    assert figures["useful GFLOP/s"] > 0
+
+
+def test_decoding(tmp_path) -> None:
+    outcome = call(benchmark.main, "decode", *options(), *SHAPE, "--json", "--plot", tmp_path / "speed.png")
+    assert outcome.status == 0, outcome.err
+    figures = json.loads(outcome.out)
+    assert [(row["batch"], row["budget"]) for row in figures["rows"]] == [(1, 1), (1, 5), (2, 1), (2, 5)]
+    for row in figures["rows"]:
+        assert row["tokens per second"] * row["seconds per token"] == pytest.approx(row["batch"])
+    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+    lines = benchmark.table(figures)
+    assert len(lines) == 1 + 4 + 2 + 2
+
+
+@pytest.mark.parametrize("layers", ["lora", "dense"])
+def test_bytes_of_an_evaluation(layers: str) -> None:
+    """Two layers of q, o and the MLP, their LoRA, and the head, in float32."""
+    model = tiny.model("llama", layers=layers)
+    weights = 2 * (2 * 32 * 32 + 3 * 32 * 48) + 96 * 32
+    low_rank = 2 * 4 * (4 * 32 + 3 * (32 + 48)) if layers == "lora" else 0
+    assert bytes_per_evaluation(model) == 4 * (weights + low_rank)
+
+
+def test_rates_are_those_of_this_machine() -> None:
+    assert timing.matmul_rate() > 1e8
+    assert timing.read_rate() > 1e8
+    assert jax.default_backend() == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--budgets", 15], "--budgets needs two or more for a slope, got [15]"),
+        (["--budgets", 1, 4], "a budget of 4 evaluations is unreachable for midpoint"),
+        (["--batches", 0], "--batches must be positive, got [0]"),
+        (["--new", 0], "--new must be positive, got 0"),
+    ],
+)
+def test_bad_requests_are_one_line(arguments, message) -> None:
+    assert message in call(benchmark.main, "decode", *options(), *arguments).error
