@@ -149,6 +149,7 @@ class DecodeConfig:
     velocity: Literal["sample", "expectation"] = "sample"  # x̂: the vector of a drawn token, or the mean over tokens
     velocity_temperature: float = 0.0  # of that draw; 0: arg max
     anneal: bool = False  # let that temperature fall linearly to 0 as t goes to 1
+    guidance: float = 1.0  # strength w_g of a class label; 1: the class alone, 0: the null class
     temperature: float = 0.0  # of the final draw; 0: arg max
     top_k: int = 0  # draw from so many of the likeliest tokens; 0: from all
     top_p: float = 1.0  # draw from the likeliest tokens that together reach this probability

@@ -49,30 +49,33 @@ def prefill(
     return State(cache=cache, hidden=last, positions=lengths - 1, keys=keys, count=count, done=no, broken=no)
 
 
+def select(state: State, rows: Int[Array, " rows"]) -> State:
+    """The sequences of these rows, in this order; one may be taken several times, or not at all."""
+    cache = dataclasses.replace(
+        state.cache,
+        k=state.cache.k[:, rows],
+        v=state.cache.v[:, rows],
+        positions=state.cache.positions[rows],
+    )
+    return State(
+        cache=cache,
+        hidden=state.hidden[rows],
+        positions=state.positions[rows],
+        keys=state.keys[rows],
+        count=state.count,
+        done=state.done[rows],
+        broken=state.broken[rows],
+    )
+
+
 @partial(jax.jit, static_argnames="copies")
 def fan_out(state: State, *, copies: int) -> State:
     """Several continuations of each sequence, side by side, that share its prefill; the first has its key."""
-
-    def repeat(array: Array, axis: int = 0) -> Array:
-        return jnp.repeat(array, copies, axis=axis)
-
-    cache = dataclasses.replace(
-        state.cache,
-        k=repeat(state.cache.k, 1),
-        v=repeat(state.cache.v, 1),
-        positions=repeat(state.cache.positions),
-    )
-    copy = jnp.tile(jnp.arange(copies), state.keys.shape[0])
-    folded = jax.vmap(jax.random.fold_in)(repeat(state.keys), copy)
-    return State(
-        cache=cache,
-        hidden=repeat(state.hidden),
-        positions=repeat(state.positions),
-        keys=jnp.where(copy == 0, repeat(state.keys), folded),
-        count=state.count,
-        done=repeat(state.done),
-        broken=repeat(state.broken),
-    )
+    sequences = state.keys.shape[0]
+    copied = select(state, jnp.repeat(jnp.arange(sequences), copies))
+    copy = jnp.tile(jnp.arange(copies), sequences)
+    folded = jax.vmap(jax.random.fold_in)(copied.keys, copy)
+    return dataclasses.replace(copied, keys=jnp.where(copy == 0, copied.keys, folded))
 
 
 def next_logits(
@@ -127,6 +130,24 @@ def gated_logits(
     return jax.lax.cond((gate > 0).any(), gated, refined)
 
 
+def refined_logits(
+    model: Model,
+    state: State,
+    *,
+    gate: Float[Array, "#B"],
+    settings: Refinement,
+    draws: int = 1,
+    labels: Int[Array, " B"] | None = None,
+) -> tuple[Key[Array, " B"], Float[Array, "B V"]]:
+    """Keys for the final draw, and the logits it is from; the noise is that of each sequence's key and token number."""
+    width = 1 if model.path is None else model.path.config.width
+    token_keys = jax.vmap(jax.random.fold_in, (0, None))(state.keys, state.count)
+    noise_keys, velocity_keys, final_keys = jax.vmap(partial(jax.random.split, num=3), out_axes=1)(token_keys)
+    noise = jax.vmap(lambda key: jax.random.normal(key, (draws, width), jnp.float32))(noise_keys)
+    keys = jax.vmap(lambda key: jax.random.split(key, draws))(velocity_keys) if draws > 1 else velocity_keys[:, None]
+    return final_keys, gated_logits(model, state, noise, gate=gate, settings=settings, keys=keys, labels=labels)
+
+
 def advance(llm: LLM, state: State, tokens: Int[Array, " B"], done: Bool[Array, " B"]) -> State:
     """Feed one chosen token per sequence to the main path."""
     positions = state.positions + 1
@@ -168,16 +189,11 @@ def decode(
       draws: noise draws whose mean distribution the token is drawn from.
       labels: classes for guidance, or None.
     """
-    width = 1 if model.path is None else model.path.config.width
 
     def step(state: State, _: None) -> tuple[State, Array]:
-        token_keys = jax.vmap(jax.random.fold_in, (0, None))(state.keys, state.count)
-        noise_keys, velocity_keys, final_keys = jax.vmap(partial(jax.random.split, num=3), out_axes=1)(token_keys)
-        noise = jax.vmap(lambda key: jax.random.normal(key, (draws, width), jnp.float32))(noise_keys)
-        keys = (
-            jax.vmap(lambda key: jax.random.split(key, draws))(velocity_keys) if draws > 1 else velocity_keys[:, None]
+        final_keys, logits = refined_logits(
+            model, state, gate=sampling.gate, settings=settings, draws=draws, labels=labels
         )
-        logits = gated_logits(model, state, noise, gate=sampling.gate, settings=settings, keys=keys, labels=labels)
         is_bad = jnp.isnan(logits).any(axis=-1) & ~state.done
         token = jnp.where(state.done | is_bad, ends[0], draw(final_keys, logits, sampling))
         done = state.done | is_bad | (token[:, None] == ends).any(axis=-1)

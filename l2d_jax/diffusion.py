@@ -36,7 +36,7 @@ def time_features(t: Float[Array, "*B"], width: int) -> Float[Array, "*B F"]:
 
 
 def guide(
-    conditional: Float[Array, "*B C"], null: Float[Array, "*B C"], strength: Float[Array, ""]
+    conditional: Float[Array, "*B C"], null: Float[Array, "*B C"], strength: Float[Array, "..."]
 ) -> Float[Array, "*B C"]:
     """Classifier-free guidance, w x̂(class) + (1 - w) x̂(null), which is the same mix of the two velocities.
 

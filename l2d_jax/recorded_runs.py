@@ -88,8 +88,9 @@ def _settings(run: Mapping[str, Any], steps: int, *, annealed: bool) -> Refineme
 
 def make_refinement(options: dict[str, Any], *, guidance: float | None) -> Refinement:
     """A recorded run's settings as decoding takes them."""
-    config: DecodeConfig = from_dict(DecodeConfig, options, prefix="run")
-    return Refinement.from_config(config, guidance=1.0 if guidance is None else guidance)
+    given = {} if guidance is None else {"guidance": float(guidance)}
+    config: DecodeConfig = from_dict(DecodeConfig, options | given, prefix="run")
+    return Refinement.from_config(config)
 
 
 def context_of(

@@ -61,20 +61,20 @@ class Refinement(nnx.Module):
     steps: Array = nnx.data()  # grid intervals, or the most steps of an adaptive solver; 0 leaves the LM as it is
     velocity_temperature: Array = nnx.data()
     anneal: Array = nnx.data()  # 1: the temperature falls linearly to 0 as t goes to 1; 0: constant
-    guidance: Array = nnx.data()  # strength w_g; unused without labels
+    guidance: Float[Array, "#B"] = nnx.data()  # strength w_g; unused without labels
     tolerance: Array = nnx.data()  # of an adaptive solver's steps, relative and absolute
     table: Table | None = nnx.data(default=None)  # of `tabulate`, for the model's weights and this grid
     solver: str = nnx.static(default="midpoint")
     velocity: Literal["sample", "expectation"] = nnx.static(default="sample")
 
     @classmethod
-    def from_config(cls, config: DecodeConfig, *, budget: int | None = None, guidance: float = 1.0) -> "Refinement":
+    def from_config(cls, config: DecodeConfig, *, budget: int | None = None) -> "Refinement":
         """Raises `InputError` for a budget that the solver cannot spend."""
         return cls(
             steps=jnp.int32(rules.steps_of(config.solver, budget or config.budget)),
             velocity_temperature=jnp.float32(config.velocity_temperature),
             anneal=jnp.float32(config.anneal),
-            guidance=jnp.float32(guidance),
+            guidance=jnp.float32([config.guidance]),
             tolerance=jnp.float32(config.tolerance),
             solver=config.solver,
             velocity=config.velocity,
@@ -182,7 +182,11 @@ def make_target(
             keys=jnp.tile(folded, (branches, 1)),
             kind=settings.velocity,
         ).reshape(branches, batch, length, -1)
-        return estimates[0] if branches == 1 else diffusion.guide(estimates[0], estimates[1], settings.guidance)
+        return (
+            estimates[0]
+            if branches == 1
+            else diffusion.guide(estimates[0], estimates[1], settings.guidance[:, None, None])
+        )
 
     return target
 
@@ -223,18 +227,15 @@ def adapt(
 ) -> solvers.AdaptiveSolution:
     """Where each position arrives with steps of its own, and what it took; `noise` is x_0 itself."""
     assert model.path is not None
-    end = 1 - 1 / model.path.config.sigma
+    end, cache = 1 - 1 / model.path.config.sigma, context.cache
 
-    cache = context.cache
-
-    def sequence(k: Array, v: Array, slots: Array, *rows: Any) -> solvers.AdaptiveSolution:
+    def sequence(k: Array, v: Array, slots: Array, strength: Array, *rows: Any) -> solvers.AdaptiveSolution:
         own = KVCache(k=k[:, None], v=v[:, None], positions=slots[None], used=cache.used)
+        chosen = dataclasses.replace(settings, guidance=strength[None])
 
-        def position(hidden: Array, position: Array, labels: Any, noise: Array, key: Array) -> solvers.AdaptiveSolution:
-            hidden, position, labels, noise, key = jax.tree.map(
-                lambda a: a[None, None], (hidden, position, labels, noise, key)
-            )
-            target = make_target(model, Context(hidden, own, position, labels), settings=settings, keys=key)
+        def position(*row: Any) -> solvers.AdaptiveSolution:
+            hidden, at, labels, noise, key = jax.tree.map(lambda a: a[None, None], row)
+            target = make_target(model, Context(hidden, own, at, labels), settings=chosen, keys=key)
             found = solvers.solve_adaptive(
                 target, noise, solver=settings.solver, tolerance=settings.tolerance, most=settings.steps, end=end
             )
@@ -242,8 +243,9 @@ def adapt(
 
         return jax.vmap(position)(*rows)
 
-    rows = (context.hidden, context.positions, context.labels, noise, keys)
-    return jax.vmap(sequence, in_axes=(1, 1, *[0] * 6))(cache.k, cache.v, cache.positions, *rows)
+    strengths = jnp.broadcast_to(settings.guidance, noise.shape[:1])
+    rows = (cache.positions, strengths, context.hidden, context.positions, context.labels, noise, keys)
+    return jax.vmap(sequence, in_axes=(1, 1, *[0] * 7))(cache.k, cache.v, *rows)
 
 
 def check_labels(model: Model, labels: Any) -> None:

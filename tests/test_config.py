@@ -59,6 +59,7 @@ decode.tolerance: float = 0.0003
 decode.velocity: Literal['sample', 'expectation'] = 'sample'
 decode.velocity_temperature: float = 0.0
 decode.anneal: bool = False
+decode.guidance: float = 1.0
 decode.temperature: float = 0.0
 decode.top_k: int = 0
 decode.top_p: float = 1.0

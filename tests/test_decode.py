@@ -161,7 +161,7 @@ def test_the_state_says_how_far_each_sequence_is() -> None:
 
 def test_classes_guide_each_sequence() -> None:
     model = tiny.model(classes=3)
-    settings = Refinement.from_config(DecodeConfig(), budget=5, guidance=1.5)
+    settings = Refinement.from_config(DecodeConfig(guidance=1.5), budget=5)
     state = start(model, PROMPTS[:1] * 3, seeds=[0, 0, 0])
     run = partial(logits_of_next, model, state, jnp.ones((3, 1, 16)), settings=settings, keys=state.keys[:, None])
     logits = run(labels=jnp.array([0, 1, 0], jnp.int32))

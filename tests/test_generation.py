@@ -5,7 +5,7 @@ import pytest
 import tiny
 from programs import config
 
-from l2d_jax import generation, models, tokens
+from l2d_jax import decode, generation, models, tokens
 from l2d_jax.config import DecodeConfig
 from l2d_jax.errors import InputError
 from l2d_jax.generation import generate, stream, stream_text
@@ -299,3 +299,19 @@ def test_sequences_whose_logits_are_not_numbers_are_reported_at_the_end(loaded):
 def test_settings_out_of_range(changes, message):
     with pytest.raises(InputError, match=message):
         settings(**changes)
+
+
+def test_one_program_serves_all_settings_and_all_prompts_of_a_bucket(loaded):
+    """Compilations of decoding and of the prompts' pass, over a sweep of what users turn."""
+    generate(loaded, PROMPTS, labels=[0, 1, 0])
+    before = decode.decode._cache_size(), decode.prefill._cache_size()
+    seen = set()
+    for budget in (1, 3, 7, 15, 31):
+        for changes in ({}, {"guidance": 2.0}, {"temperature": 0.7, "top_k": 9, "top_p": 0.9}, {"gate": 0.5}):
+            chosen = settings(budget=budget, **changes)
+            answers = generate(
+                loaded, [[*prompt, 9] for prompt in PROMPTS], settings=chosen, labels=[1, 1, 0], seed=budget
+            )
+            seen.add(str(answers))
+    assert len(seen) > 10
+    assert (decode.decode._cache_size(), decode.prefill._cache_size()) == before

@@ -41,8 +41,8 @@ def noise(*shape: int, seed: int = 0) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), (*shape, 16))
 
 
-def settings(budget: int, *, guidance: float = 1.0, **options: Any) -> Refinement:
-    return Refinement.from_config(DecodeConfig(**options), budget=budget, guidance=guidance)
+def settings(budget: int, **options: Any) -> Refinement:
+    return Refinement.from_config(DecodeConfig(**options), budget=budget)
 
 
 # --- the plain loop ---
@@ -110,6 +110,19 @@ def test_each_position_has_adaptive_steps_of_its_own(velocity: Any) -> None:
     alone = adapt(model, one._replace(cache=cut), 64 * x[1:, 2:], settings=chosen, keys=keys(2, 3)[1:, 2:])
     assert alone.accepted[0, 0] == found.accepted[1, 2]
     np.testing.assert_allclose(alone.x[0, 0], found.x[1, 2], rtol=1e-3, atol=1e-3)
+
+
+def test_each_sequence_may_have_its_own_strength() -> None:
+    model = tiny.model(classes=3)
+    at, x = context(model, tiny.tokens(2, 6), last=1, labels=jnp.array([[0], [2]])), noise(2, 1)
+    for solver, budget in [("midpoint", 5), ("fehlberg2", 20)]:
+        options = {"solver": solver, "velocity": "expectation", "velocity_temperature": 1.0}
+        each = [settings(budget, guidance=strength, **options) for strength in (0.5, 2.0)]
+        both = dataclasses.replace(each[0], guidance=jnp.float32([0.5, 2.0]))
+        found, *alone = (run(model, at, x, settings=chosen, keys=keys(2, 1)) for chosen in (both, *each))
+        for i in range(2):
+            np.testing.assert_allclose(found[i], alone[i][i], rtol=1e-4, atol=1e-4)
+        assert np.abs(alone[0][0] - alone[1][0]).max() > 1e-3
 
 
 # --- budgets ---
