@@ -114,7 +114,7 @@ def _diffrax(model: Model, context: Context, settings: Refinement, noise: Any, e
     solve = partial(solvers.solve_adaptive, target, noise, most=settings.steps, end=end)
     follow = partial(solvers.adaptive_trajectory, target, noise, stop=BEYOND, room=ROOM)
     options: Any = {"solver": settings.solver, "tolerance": settings.tolerance}
-    return *follow(**options), solve(**options)
+    return *follow(**options)[:2], solve(**options)
 
 
 def _loop(

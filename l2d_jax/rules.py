@@ -171,6 +171,26 @@ def steps_of(solver: str, budget: int) -> int:
     return (budget - 1) // stages
 
 
+def split_budget(solver: str, total: int, *, beams: int) -> int:
+    """The largest budget that each beam of a search can spend where a token may cost `total` evaluations for all.
+
+    Raises `InputError` for a total that is less than the LM alone takes, which is one evaluation per beam.
+    """
+    steps_of(solver, 1)  # the solver is known
+    if beams < 1:
+        raise InputError(f"a budget is split between at least 1 beam, got {beams}")
+    if total < beams:
+        raise InputError(
+            f"a total of {total} evaluations per token is less than one for each of {beams} beams: "
+            f"try a total of at least {beams}{f', or {total} beams' if total > 0 else ''}"
+        )
+    budget = total // beams
+    if solver in ADAPTIVE:
+        return budget if budget >= 2 + ADAPTIVE[solver][1] else 1
+    stages = FIXED[solver][1]
+    return (budget - 1) // stages * stages + 1
+
+
 def evaluation_times(solver: str, steps: Int[Array, ""], *, room: int) -> Float[Array, " room"]:
     """t of every evaluation on a uniform grid of `steps` intervals, the final one included; infinite beyond it."""
     rule, stages = FIXED[solver]

@@ -101,12 +101,16 @@ def adaptive_trajectory(
     tolerance: float | Float[Array, ""],
     stop: float,
     room: int,
-) -> tuple[Float[Array, " room"], Float[Array, "room *B C"]]:
-    """Times and states after each of up to `room` steps; both are infinite where the last one was earlier."""
+) -> tuple[Float[Array, " room"], Float[Array, "room *B C"], Int[Array, ""]]:
+    """Times and states after each accepted one of up to `room` steps, infinite beyond the last; and how many were not.
+
+    The arguments are those of `solve_adaptive`, with `room` for the most steps and `stop` for the end.
+    """
     solution = _adapt(target, noise, solver, tolerance, room, stop, saveat=diffrax.SaveAt(steps=True), room=room)
     times: Any = solution.ts
     states: Any = solution.ys
-    return times, states
+    stats: Any = solution.stats
+    return times, states, stats["num_rejected_steps"]
 
 
 def _integrate(

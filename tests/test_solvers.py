@@ -209,9 +209,10 @@ def test_every_adaptive_step_equals_the_loops(solver: str) -> None:
     assert (found.accepted, found.t) == (len(times), np.float32(end))
     np.testing.assert_allclose(found.x, wanted, rtol=1e-3, atol=2e-4 * np.abs(wanted).max())
     kept = partial(adaptive_trajectory, smooth, solver=solver, tolerance=1e-3, stop=end, room=500)
-    ends, states = jax.jit(kept)(jnp.asarray(NOISE, jnp.float32))
+    ends, states, rejected = jax.jit(kept)(jnp.asarray(NOISE, jnp.float32))
     np.testing.assert_allclose(ends[: len(times)], times, rtol=1e-3)
     assert np.isinf(ends[len(times) :]).all()
+    assert rejected == found.rejected
     np.testing.assert_allclose(states[len(times) - 1], found.x, rtol=1e-5, atol=1e-5)
 
 

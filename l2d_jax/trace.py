@@ -1,0 +1,115 @@
+"""Follows the ODE of every token of an answer: how much compute it took, and when its arg max was settled.
+
+Decoding keeps no record and pays nothing for this: an answer that it gave is integrated again, all tokens side by side,
+after one frozen pass over prompt and answer, from the same noise and with the same keys. That is what decoding did up
+to the rounding of products of other shapes. Rounding decides near ties alone, but an adaptive solver whose velocity is
+a drawn token or an arg max may turn it into other steps.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from l2d_jax import rules, trajectory
+from l2d_jax.config import DecodeConfig
+from l2d_jax.errors import InputError
+from l2d_jax.generation import check_prompts, check_settings, pad, to_text
+from l2d_jax.loaded import Loaded
+from l2d_jax.refine import check_labels, tabulate
+
+
+class TokenTrace(NamedTuple):
+    """What one token of an answer took."""
+
+    token: int  # id of the token that was generated
+    text: str  # what it adds to the answer: nothing if it is special, or ends within a character
+    likeliest: int  # arg max of the final distribution; at temperature 0, without masks, the token itself
+    evaluations: int  # of the path, the final one included
+    rejected: int  # steps of an adaptive solver that were taken back
+    settled: float  # t from which on the arg max was `likeliest` at every recorded point: grid or accepted steps
+    entropy: float  # of the final distribution at temperature 1, in nats
+    plain_entropy: float  # of the LM alone, likewise
+    skipped: bool  # whether the gate left the token to the LM alone: no evaluation, settled at 0
+
+
+def trace(
+    loaded: Loaded,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+    *,
+    settings: DecodeConfig | None = None,
+    seed: int = 0,
+    samples: int = 1,
+    labels: Sequence[int] | None = None,
+) -> list[list[TokenTrace]]:
+    """The trace of every token of the answers that `generation.generate` gave to the same arguments.
+
+    Raises:
+      InputError: as `generation.stream`, for several noise draws, and for another number of answers.
+    """
+    settings = loaded.defaults if settings is None else settings
+    model = loaded.model
+    refinement = check_settings(settings, has_path=model.path is not None)
+    check_draws(settings)
+    if samples < 1 or len(answers) != samples * len(prompts):
+        raise InputError(f"{len(prompts)} prompts with {samples} samples each have not {len(answers)} answers")
+    longest = max(1, *map(len, answers)) if answers else 1
+    check_prompts(prompts, dataclasses.replace(settings, max_new_tokens=longest), model.llm.architecture)
+    if labels is not None:
+        if len(labels) != len(prompts):
+            raise InputError(f"guidance takes one class label per prompt, got {len(labels)} for {len(prompts)} prompts")
+        check_labels(model, labels)
+    follow = partial(
+        trajectory.follow,
+        model,
+        settings=tabulate(model, refinement, budget=settings.budget),
+        gate=jnp.float32(settings.gate),
+        steps=rules.steps_of(settings.solver, settings.budget),
+    )
+    traces = []
+    for number, answer in enumerate(answers):
+        prompt, copy = divmod(number, samples)
+        key = jax.random.fold_in(jax.random.key(seed), prompt)
+        given = trajectory.read(
+            model.llm,
+            *pad([[*prompts[prompt], *answer[:-1]]]),
+            length=jnp.int32(len(answer)),
+            key=jax.random.fold_in(key, copy) if copy else key,  # of `decode.fan_out`
+            label=None if labels is None else jnp.int32(labels[prompt]),
+        )
+        starts = range(0, len(answer), trajectory.CHUNK)
+        pieces = [follow(given, start=jnp.int32(start)) for start in starts]
+        traces.append(_rows(answer, _pieces_of_text(answer, loaded.tokenizer), pieces))
+    return traces
+
+
+def check_draws(settings: DecodeConfig) -> None:
+    """Raise `InputError` for settings whose tokens have more than one ODE."""
+    if settings.draws > 1:
+        raise InputError(f"a trace follows one noise draw per token, got draws {settings.draws}: trace with draws 1")
+
+
+def _rows(answer: Sequence[int], texts: Sequence[str], pieces: Sequence[Mapping[str, Any]]) -> list[TokenTrace]:
+    """Of the columns of each piece, of which the last is too long."""
+    read = [{name: np.asarray(column).tolist() for name, column in piece.items()} for piece in pieces]
+    rows = [dict(zip(piece, values, strict=True)) for piece in read for values in zip(*piece.values(), strict=True)]
+    return [TokenTrace(token=token, text=text, **row) for token, text, row in zip(answer, texts, rows, strict=False)]
+
+
+def _pieces_of_text(answer: Sequence[int], tokenizer: PreTrainedTokenizerFast | None) -> list[str]:
+    """What each token adds to the text, which a character of several tokens joins with the last of them."""
+    if tokenizer is None:
+        return [""] * len(answer)
+    pieces, shown = [], ""
+    for count in range(1, len(answer) + 1):
+        text = to_text(answer[:count], tokenizer)
+        is_whole = not text.endswith("\ufffd") or count == len(answer)
+        pieces.append(text[len(shown) :] if is_whole else "")
+        shown = text if is_whole else shown
+    return pieces
