@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--config", default="configs/smollm2_135m.py", help=command_line.CONFIG_HELP)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16], help="decode: sequences at a time")
-    parser.add_argument("--budgets", type=int, nargs="+", default=[1, 3, 7, 15, 31], help="decode: evaluations a token")
+    parser.add_argument("--budgets", type=int, nargs="+", default=[1, 7, 15], help="decode: evaluations a token")
     parser.add_argument("--prompt", type=int, default=64, help="decode: tokens of each prompt, not timed")
     parser.add_argument("--new", type=int, default=16, help="decode: tokens that are generated and timed")
     parser.add_argument("--plot", type=Path, help="decode: draw the table as this PNG file")

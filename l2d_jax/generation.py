@@ -203,6 +203,7 @@ def stream_text(
     *,
     settings: DecodeConfig | None = None,
     seed: int = 0,
+    label: int | None = None,
     restrictions: Restrictions = FREE,
 ) -> Iterator[str]:
     """Yield the assistant's answer to a conversation as pieces of text, each complete in UTF-8.
@@ -212,7 +213,8 @@ def stream_text(
     prompt = encode_prompt(messages, loaded.tokenizer)
     answer: list[int] = []
     shown = ""
-    for piece in stream(loaded, [prompt], settings=settings, seed=seed, restrictions=restrictions):
+    labels = None if label is None else [label]
+    for piece in stream(loaded, [prompt], settings=settings, seed=seed, labels=labels, restrictions=restrictions):
         answer.extend(piece[0])
         text = to_text(answer, loaded.tokenizer)
         if not text.endswith("\ufffd"):  # the rest of a character is still to come

@@ -9,7 +9,7 @@ from programs import call, options, write_base
 from test_train import remove_template, remove_tokenizer
 
 import l2d_jax.generate as generate  # the program; the package's own name is the function
-from l2d_jax import generation, loaded, models, tokens, train
+from l2d_jax import answers, generation, loaded, models, tokens, train
 from l2d_jax.config import PathConfig
 from l2d_jax.loaded import load
 
@@ -110,13 +110,13 @@ def test_a_workdir_answers(workdir):
 def test_a_chat_remembers(folder, monkeypatch):
     """Two questions, then the end of input: the second answer has seen the first question and its answer."""
     seen = []
-    stream = generate.stream_text
+    stream = answers.stream_text
 
     def listening(ready, messages, **arguments):
         seen.append([dict(message) for message in messages])
         return stream(ready, messages, **arguments)
 
-    monkeypatch.setattr(generate, "stream_text", listening)
+    monkeypatch.setattr(answers, "stream_text", listening)
     monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n 2 + 2? \n"))
     outcome = call(generate.main, "--model", folder, "--budget", 3, "--max_new_tokens", 4)
     assert (outcome.status, outcome.err) == (0, "")
