@@ -56,7 +56,7 @@ class Traced:
         answers = generation.generate(
             loaded, prompts, settings=settings, seed=seed, labels=labels, restrictions=self.restrictions
         )
-        self.traces += trace(loaded, prompts, answers, settings=settings, seed=seed, labels=labels)
+        self.traces.extend(trace(loaded, prompts, answers, settings=settings, seed=seed, labels=labels))
         return _show(loaded, answers[0])
 
 
