@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from l2d_jax import generation
 from l2d_jax.beams import SearchConfig
@@ -15,6 +15,7 @@ from l2d_jax.trace import TokenTrace, trace
 Messages = Sequence[dict[str, str]]
 
 
+@runtime_checkable
 class Answer(Protocol):
     """Prints the answer to a conversation, and returns it."""
 
