@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from l2d_jax.draw import Sampling, draw
+from l2d_jax.draw import Sampling, draw, entropy, token_keys
 from l2d_jax.llm import LLM, KVCache
 from l2d_jax.objective import Context
 from l2d_jax.refine import Model, Refinement, refine
@@ -122,8 +122,7 @@ def gated_logits(
 
     def gated() -> Array:
         plain = model.llm.logits(state.hidden)
-        chances = jax.nn.log_softmax(plain)
-        is_sure = -jnp.sum(jnp.exp(chances) * chances, axis=-1) < gate
+        is_sure = entropy(plain) < gate
         own = jax.lax.cond((is_sure | state.done).all(), lambda: plain, refined)
         return jnp.where(is_sure[:, None], plain, own)
 
@@ -141,8 +140,7 @@ def refined_logits(
 ) -> tuple[Key[Array, " B"], Float[Array, "B V"]]:
     """Keys for the final draw, and the logits it is from; the noise is that of each sequence's key and token number."""
     width = 1 if model.path is None else model.path.config.width
-    token_keys = jax.vmap(jax.random.fold_in, (0, None))(state.keys, state.count)
-    noise_keys, velocity_keys, final_keys = jax.vmap(partial(jax.random.split, num=3), out_axes=1)(token_keys)
+    noise_keys, velocity_keys, final_keys = token_keys(state.keys, state.count[None])
     noise = jax.vmap(lambda key: jax.random.normal(key, (draws, width), jnp.float32))(noise_keys)
     keys = jax.vmap(lambda key: jax.random.split(key, draws))(velocity_keys) if draws > 1 else velocity_keys[:, None]
     return final_keys, gated_logits(model, state, noise, gate=gate, settings=settings, keys=keys, labels=labels)

@@ -4,6 +4,7 @@ The order is that of transformers: tokens that are not allowed are out, then the
 what is left. A temperature of 0 is the arg max, which neither top-k nor top-p changes.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -53,6 +54,19 @@ def draw(keys: Key[Array, " B"], logits: Float[Array, "B V"], sampling: Sampling
         lambda: logits,
     )
     return jax.vmap(diffusion.sample)(keys, logits, temperature).astype(jnp.int32)
+
+
+def token_keys(keys: Key[Array, " B"], number: Int[Array, "#B"]) -> tuple[Array, Array, Array]:
+    """Keys for the noise, the velocity's draws and the final draw of a sequence's token of that number, from 0."""
+    own = jax.vmap(jax.random.fold_in)(keys, jnp.broadcast_to(number, keys.shape))
+    noise, velocity, final = jax.vmap(partial(jax.random.split, num=3), out_axes=1)(own)
+    return noise, velocity, final
+
+
+def entropy(logits: Float[Array, "*B V"]) -> Float[Array, "*B"]:
+    """Of the distribution at temperature 1, in nats."""
+    chances = jax.nn.log_softmax(logits)
+    return -jnp.sum(jnp.exp(chances) * chances, axis=-1)
 
 
 def _cut(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from l2d_jax import rules, solvers
+from l2d_jax.draw import entropy, token_keys
 from l2d_jax.llm import LLM, KVCache
 from l2d_jax.objective import Context
 from l2d_jax.refine import Model, Refinement, evaluate, make_target
@@ -80,14 +81,13 @@ def follow(
     labels = None if given.label is None else jnp.full_like(positions, given.label)
     context = Context(given.hidden[:, positions[0]], given.cache, positions, labels)
     plain = model.llm.logits(context.hidden[0])
-    alone = {"likeliest": jnp.argmax(plain, axis=-1), "entropy": _entropy(plain)}
+    alone = {"likeliest": jnp.argmax(plain, axis=-1), "entropy": entropy(plain)}
     none, at_start = jnp.zeros(CHUNK, jnp.int32), jnp.zeros(CHUNK)
     skipped = alone["entropy"] < gate
     common = {"plain_entropy": alone["entropy"], "skipped": skipped}
     if model.path is None:
         return alone | common | {"evaluations": none, "rejected": none, "settled": at_start}
-    token_keys = jax.vmap(jax.random.fold_in, (None, 0))(given.key, numbers)  # as `decode.refined_logits` does
-    noise_keys, velocity_keys, _ = jax.vmap(partial(jax.random.split, num=3), out_axes=1)(token_keys)
+    noise_keys, velocity_keys, _ = token_keys(jnp.broadcast_to(given.key, numbers.shape), numbers)
     config = model.path.config
     noise = config.sigma * jax.vmap(lambda key: jax.random.normal(key, (config.width,), jnp.float32))(noise_keys)
     path = _integrate(model, context, noise, settings=settings, keys=velocity_keys, steps=steps)
@@ -148,7 +148,7 @@ def _read_out(model: Model, context: Context, path: _Path, *, settings: Refineme
         logits = model.llm.logits(evaluate(model, context, x, own, table=settings.table)[0, 0])
         likeliest = jnp.argmax(logits, axis=-1)
         settled = jnp.where(likeliest == before["likeliest"], before["settled"], t[0])
-        return {"likeliest": likeliest, "entropy": _entropy(logits), "settled": settled}
+        return {"likeliest": likeliest, "entropy": entropy(logits), "settled": settled}
 
     none = jnp.zeros(CHUNK)
     before = {"likeliest": jnp.full(CHUNK, -1), "entropy": none, "settled": none}
@@ -160,9 +160,3 @@ def _evaluations(solver: str, steps: int, path: _Path) -> Int[Array, " M"]:
     if steps == 0 or solver in rules.FIXED:
         return jnp.full(CHUNK, 1 + steps * (0 if steps == 0 else rules.FIXED[solver][1]))
     return 2 + rules.ADAPTIVE[solver][1] * (path.last + path.rejected)
-
-
-def _entropy(logits: Float[Array, "M V"]) -> Float[Array, " M"]:
-    """In nats, by the formula of `decode.gated_logits`."""
-    chances = jax.nn.log_softmax(logits)
-    return -jnp.sum(jnp.exp(chances) * chances, axis=-1)
