@@ -13,6 +13,7 @@ from test_weights import declarations, theirs
 from l2d_jax import sharding, weights
 from l2d_jax.config import DecodeConfig, MeshConfig, OptimConfig, TrainConfig
 from l2d_jax.decode import decode, prefill
+from l2d_jax.draw import Sampling
 from l2d_jax.llm import LLM
 from l2d_jax.optim import optimizer
 from l2d_jax.refine import Model, Refinement
@@ -108,9 +109,9 @@ def test_decoding_gives_the_same_tokens(mesh: Mesh, eight: Mesh) -> None:
             model = Model.build(place(tiny.llm(), declared_llm(), m), place(tiny.path(), declared_path(), m))
             keys = jax.random.split(jax.random.key(0), 4)
             state = prefill(model.llm, tiny.tokens(4, 6), jnp.array([6, 2, 5, 3], jnp.int32), keys, room=4)
-            settings = Refinement.from_config(DecodeConfig(velocity_temperature=1.0), budget=5)
-            options = {"temperature": jnp.float32(1.0), "ends": jnp.array([-1], jnp.int32), "steps": 4}
-            tokens.append(np.array(decode(model, state, settings=settings, **options)[1]))
+            config = DecodeConfig(velocity_temperature=1.0, temperature=1.0, budget=5)
+            options = {"sampling": Sampling.from_config(config), "ends": jnp.array([-1], jnp.int32), "steps": 4}
+            tokens.append(np.array(decode(model, state, settings=Refinement.from_config(config), **options)[1]))
     np.testing.assert_array_equal(*tokens)
 
 
