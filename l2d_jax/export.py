@@ -104,8 +104,7 @@ def write_llm(llm: TensorSource, architecture: Architecture, out: Path) -> None:
 
 def _release(parts: Parts, out: Path, file: str) -> None:
     config, path = parts.require_path()
-    trained: dict[str, release.Tensor] = {name: partial(path.read, name) for name in path.names()}
-    _write_release(parts, out / file, trained, config)
+    _write_release(parts, out / file, dict(release.named(path, path.names())), config)
 
 
 def _full_release(parts: Parts, out: Path, file: str) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from l2d_jax.config import DecodeConfig
 from l2d_jax.draw import Sampling, allow
 from l2d_jax.errors import InputError
 from l2d_jax.loaded import Loaded
-from l2d_jax.refine import Refinement, check_labels, tabulate
+from l2d_jax.refine import Model, Refinement, check_labels, tabulate
 
 CHUNK = 8  # tokens between two pieces of streamed text
 SHORTEST_BUCKET = 64  # prompts are padded to this many tokens, or twice, four times … as many
@@ -86,10 +86,7 @@ def stream(
     check_prompts(prompts, settings, model.llm.architecture)
     if samples < 1:
         raise InputError(f"samples must be at least 1, got {samples}")
-    if labels is not None:
-        if len(labels) != len(prompts):
-            raise InputError(f"guidance takes one class label per prompt, got {len(labels)} for {len(prompts)} prompts")
-        check_labels(model, labels)
+    check_classes(model, labels, prompts=len(prompts))
     mask = allow(model.llm.architecture.vocab_size, allowed=restrictions.allowed, banned=restrictions.banned)
     search = StopSearch(restrictions.stops, loaded.tokenizer, len(prompts) * samples)
     chunks = -(-settings.max_new_tokens // CHUNK)
@@ -100,21 +97,19 @@ def stream(
     if samples > 1:
         state = decode.fan_out(state, copies=samples)
     finished = [False] * len(prompts) * samples
+    ends = loaded.ends or (-1,)  # what a sequence goes on with where the model has no end token
+    options: dict[str, Any] = {
+        "settings": refinement,
+        "sampling": Sampling.from_config(settings, allowed=mask),
+        "ends": jnp.array(ends, jnp.int32),
+        "labels": None if labels is None else jnp.repeat(jnp.array(labels, jnp.int32), samples),
+    }
     for number in range(chunks):
-        state, new = decode.decode(
-            model,
-            state,
-            settings=refinement,
-            sampling=Sampling.from_config(settings, allowed=mask),
-            ends=jnp.array(loaded.ends or (-1,), jnp.int32),
-            steps=CHUNK,
-            draws=settings.draws,
-            labels=None if labels is None else jnp.repeat(jnp.array(labels, jnp.int32), samples),
-        )
+        state, new = decode.decode(model, state, steps=CHUNK, draws=settings.draws, **options)
         left = settings.max_new_tokens - number * CHUNK
         piece = []
         for i, row in enumerate(np.asarray(new)[:, :left].tolist()):
-            stop = next((j for j, token in enumerate(row) if token in loaded.ends), None)
+            stop = next((j for j, token in enumerate(row) if token in ends), None)
             is_last = stop is not None or number == chunks - 1
             new_ids, is_stopped = ([], True) if finished[i] else search.add(i, row[:stop], is_last=is_last)
             piece.append(new_ids)
@@ -188,6 +183,14 @@ def check_prompts(prompts: Sequence[Sequence[int]], settings: DecodeConfig, arch
             f"a prompt of {longest} tokens and {settings.max_new_tokens} new ones exceed the {limit} positions of the "
             "model: shorten the prompt or lower max_new_tokens"
         )
+
+
+def check_classes(model: Model, labels: Sequence[int] | None, *, prompts: int) -> None:
+    """Raise `InputError` unless there is one known class for each prompt, or none at all."""
+    if labels is not None:
+        if len(labels) != prompts:
+            raise InputError(f"guidance takes one class label per prompt, got {len(labels)} for {prompts} prompts")
+        check_labels(model, labels)
 
 
 def encode_prompt(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerFast | None) -> list[int]:

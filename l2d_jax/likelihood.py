@@ -16,11 +16,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from l2d_jax.config import DecodeConfig
+from l2d_jax.draw import token_keys
 from l2d_jax.errors import InputError
-from l2d_jax.generation import check_prompts, check_settings, pad
+from l2d_jax.generation import check_classes, check_prompts, check_settings, pad
 from l2d_jax.loaded import Loaded
 from l2d_jax.objective import Context, negative_log_likelihood, over_logits
-from l2d_jax.refine import Model, Refinement, check_labels, refine, tabulate
+from l2d_jax.refine import Model, Refinement, refine, tabulate
 
 
 class Score(NamedTuple):
@@ -68,8 +69,7 @@ def score(
     unknown = [token for text in (*prompts, *answers) for token in text if not 0 <= token < architecture.vocab_size]
     if unknown:
         raise InputError(f"token {unknown[0]} is not one of the {architecture.vocab_size} of the model")
-    if labels is not None:
-        check_labels(model, labels)
+    check_classes(model, labels, prompts=len(prompts))
     ids, _ = pad([[*p, *a] for p, a in zip(prompts, answers, strict=True)])
     targets, counts = pad(answers)
     first = np.array([len(prompt) for prompt in prompts])[:, None] - 1
@@ -108,10 +108,11 @@ def _chances(
     width = 1 if model.path is None else model.path.config.width
 
     def once(key: Any) -> Array:
-        noise_key, velocity_key = jax.random.split(key)
-        noise = jax.random.normal(noise_key, (*queries.shape, width), jnp.float32)
-        own = jax.random.split(velocity_key, queries.shape)
-        refined = refine(model, context, noise, settings=settings, keys=own)
+        sequences = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(queries.shape[0]))
+        numbers = jnp.arange(queries.shape[1])[:, None]
+        noise_keys, velocity_keys, _ = jax.vmap(token_keys, (None, 0), out_axes=1)(sequences, numbers)
+        noise = jax.vmap(jax.vmap(lambda own: jax.random.normal(own, (width,), jnp.float32)))(noise_keys)
+        refined = refine(model, context, noise, settings=settings, keys=velocity_keys)
         return -over_logits(model.llm, refined, negative_log_likelihood, targets, chunk=chunk)
 
     return jax.lax.map(once, keys)

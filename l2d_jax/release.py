@@ -186,7 +186,7 @@ def state_dict(
 ) -> dict[str, Tensor]:
     """The release's state dict, aliases included, from an LM and the tensors of a path; all keep their bits."""
     declared = LLM.declare(architecture, dtype=np.float32), DiffusionPath.declare(config, architecture)
-    own: dict[str, Tensor] = {name: partial(llm.read, name) for name in weights.expected(declared[0], weights.LLM_ROWS)}
+    own = dict(named(llm, weights.expected(declared[0], weights.LLM_ROWS)))
     return own | dict(trained) | {alias: own[name] for alias, name in aliases(*declared).items()}
 
 
@@ -215,9 +215,9 @@ def _frozen(stem: str) -> str:
     return stem.replace(".flow_", ".")
 
 
-def named(source: TensorSource, names: Iterable[str]) -> Iterable[tuple[str, Any]]:
+def named(source: TensorSource, names: Iterable[str]) -> Iterable[tuple[str, Tensor]]:
     """Tensors to write, each read when its turn comes."""
-    return ((name, lambda name=name: source.read(name)) for name in names)
+    return ((name, partial(source.read, name)) for name in names)
 
 
 def _equal(a: np.ndarray, b: np.ndarray) -> bool:

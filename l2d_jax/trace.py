@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerFast
 from l2d_jax import rules, trajectory
 from l2d_jax.config import DecodeConfig
 from l2d_jax.errors import InputError
-from l2d_jax.generation import check_prompts, check_settings, pad, to_text
+from l2d_jax.generation import check_classes, check_prompts, check_settings, pad, to_text
 from l2d_jax.loaded import Loaded
-from l2d_jax.refine import check_labels, tabulate
+from l2d_jax.refine import tabulate
 
 
 class TokenTrace(NamedTuple):
@@ -61,10 +61,7 @@ def trace(
         raise InputError(f"{len(prompts)} prompts with {samples} samples each have not {len(answers)} answers")
     longest = max(1, *map(len, answers)) if answers else 1
     check_prompts(prompts, dataclasses.replace(settings, max_new_tokens=longest), model.llm.architecture)
-    if labels is not None:
-        if len(labels) != len(prompts):
-            raise InputError(f"guidance takes one class label per prompt, got {len(labels)} for {len(prompts)} prompts")
-        check_labels(model, labels)
+    check_classes(model, labels, prompts=len(prompts))
     follow = partial(
         trajectory.follow,
         model,

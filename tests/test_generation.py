@@ -283,6 +283,8 @@ def test_sequences_whose_logits_are_not_numbers_are_reported_at_the_end(loaded):
     assert [len(ids) for ids in second] == [4, 0]
     with pytest.raises(InputError, match=r"logits of sequences \[1\] were not numbers"):
         next(pieces)
+    endless = stream(poisoned._replace(ends=()), [[5, 50, 3]], restrictions=generation.Restrictions(banned=[50]))
+    assert next(endless) == [[]]  # nothing, and no stand-in for an end token that the model has not
 
 
 @pytest.mark.parametrize(

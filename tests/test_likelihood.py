@@ -65,6 +65,9 @@ def test_an_answer_does_not_depend_on_its_batch_mates(loaded):
     alone = score(loaded, PROMPTS[:1], ANSWERS[:1])[0]
     assert alone.tokens.shape == together[0].tokens.shape == (4,)
     np.testing.assert_allclose(score(loaded, PROMPTS[:1], ANSWERS[:1])[0].tokens, alone.tokens)
+    np.testing.assert_allclose(together[0].tokens, alone.tokens, atol=1e-4)
+    longer = score(loaded, [PROMPTS[0], PROMPTS[1] * 20], [ANSWERS[0], [3] * 70])[0]  # other buckets of both lengths
+    np.testing.assert_allclose(longer.tokens, alone.tokens, atol=1e-4)
 
 
 def test_what_is_generated_is_likely(loaded):
@@ -92,6 +95,7 @@ def test_the_package_hands_it_on():
         ([[1] * 1000], [[1] * 30], {}, "a prompt of 1000 tokens and 30 new ones exceed the 1024 positions"),
         ([[1]], [[96]], {}, "token 96 is not one of the 96 of the model"),
         ([[1]], [[2]], {"labels": [2]}, "class label 2 is unknown"),
+        ([[1]], [[2]], {"labels": [0, 1]}, "guidance takes one class label per prompt, got 2 for 1 prompts"),
         ([[1]], [[2]], {"settings": DecodeConfig(budget=4)}, "a budget of 4 evaluations is unreachable"),
     ],
 )
