@@ -66,11 +66,13 @@ class Searched:
     """Prints the best answer of a search."""
 
     config: SearchConfig
+    label: int | None
 
     def __call__(self, loaded: Loaded, messages: Messages, settings: DecodeConfig, *, seed: int) -> str:
         """Print and return the answer."""
         prompt = encode_prompt(messages, loaded.tokenizer)
-        return _show(loaded, search(loaded, prompt, settings=settings, config=self.config, seed=seed).answer)
+        found = search(loaded, prompt, settings=settings, config=self.config, seed=seed, label=self.label)
+        return _show(loaded, found.answer)
 
 
 def _show(loaded: Loaded, ids: Sequence[int]) -> str:

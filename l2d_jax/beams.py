@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,9 +62,13 @@ class Scoring(nnx.Module):
     temperature: Float[Array, ""] = nnx.data()
     longest: Int[Array, ""] = nnx.data()  # tokens at which an answer ends
     ends: Int[Array, " ends"] = nnx.data()  # tokens that end it
+    gate: Float[Array, " 1"] = nnx.data()  # skip the ODE where the LM's own entropy is below this, in nats
+    allowed: Bool[Array, " V"] | None = nnx.data(default=None)  # tokens that may be drawn; None: all
 
     @classmethod
-    def from_config(cls, config: SearchConfig, *, ends: Sequence[int]) -> "Scoring":
+    def from_config(
+        cls, config: SearchConfig, *, ends: Sequence[int], gate: float = 0.0, allowed: Any = None
+    ) -> "Scoring":
         """The same numbers as arrays."""
         return cls(
             length_power=jnp.float32(config.length_power),
@@ -72,6 +77,8 @@ class Scoring(nnx.Module):
             temperature=jnp.float32(config.temperature),
             longest=jnp.int32(config.max_new_tokens),
             ends=jnp.array(list(ends) or [-1], jnp.int32),
+            gate=jnp.float32([gate]),
+            allowed=None if allowed is None else jnp.asarray(allowed, bool),
         )
 
     def score(
@@ -114,10 +121,10 @@ def extend(
     *,
     settings: Refinement,
     scoring: Scoring,
-    gate: Float[Array, " 1"],
     candidates: int,
     steps: int,
     draws: int = 1,
+    label: Int[Array, " 1"] | None = None,
 ) -> Beams:
     """Go on for `steps` tokens; beams that have ended compete with the score that they ended with.
 
@@ -126,17 +133,22 @@ def extend(
       beams: from `start` or an earlier call; donated.
       settings: solver, grid and velocity, of each beam.
       scoring: how answers are sampled, scored and ended.
-      gate: skip the ODE where the LM's own entropy is below this, in nats.
       candidates: tokens that are sampled for each beam.
       steps: tokens to go on for.
       draws: noise draws whose mean distribution is the answer's.
+      label: class for guidance, or None.
     """
 
     def step(beams: Beams, _: None) -> tuple[Beams, None]:
         state, count = beams.state, beams.state.count
-        keys, logits = decode.refined_logits(model, state, gate=gate, settings=settings, draws=draws)
+        labels = None if label is None else jnp.broadcast_to(label, state.done.shape)
+        keys, logits = decode.refined_logits(
+            model, state, gate=scoring.gate, settings=settings, draws=draws, labels=labels
+        )
         is_bad = jnp.isnan(logits).any(axis=-1) & ~state.done
         state = dataclasses.replace(state, broken=state.broken | is_bad.any())  # of all, for beams may be dropped
+        if scoring.allowed is not None:
+            logits = jnp.where(scoring.allowed, logits, -jnp.inf)
         chances = jnp.where(is_bad[:, None], -jnp.inf, jax.nn.log_softmax(logits))
         with jax.named_scope("candidates"):
             # The largest of log p / T + Gumbel noise are a sample without replacement (Kool et al., arXiv 1903.06059).

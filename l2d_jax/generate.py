@@ -14,6 +14,7 @@ from l2d_jax.errors import InputError
 from l2d_jax.files import output_folder
 from l2d_jax.generation import Restrictions, StopSearch, check_prompts, check_settings, encode_prompt
 from l2d_jax.loaded import Loaded, find, load
+from l2d_jax.refine import check_labels
 from l2d_jax.rules import ADAPTIVE, SOLVERS
 from l2d_jax.search import check_search
 from l2d_jax.trace import check_draws
@@ -32,8 +33,9 @@ def main() -> None:
     base = models.find_base(found.base)
     ids = [encode_prompt(messages, base.tokenizer) for messages in conversations]
     for settings in variants:
-        check_settings(settings, has_path=found.has_path)
+        check_settings(settings, has_path=found.path_config is not None)
         check_prompts(ids, settings, base.architecture)
+    check_labels(found.path_config, [] if options.label is None else [options.label])
     StopSearch(options.stop, base.tokenizer, 0)  # raises before any weight is read
     answer = choose_answer(options, variants, architecture=base.architecture)
     with output_folder(options.trace) if options.trace else contextlib.nullcontext() as folder:
@@ -121,16 +123,16 @@ def choose_answer(options: argparse.Namespace, variants: list[DecodeConfig], *, 
         for settings in variants:
             check_draws(settings)
         return Traced(restrictions, options.label)
-    others = {"a chat": not options.prompt, "--stop": options.stop, "--trace": options.trace, "--label": options.label}
+    others = {"a chat": not options.prompt, "--stop": options.stop, "--trace": options.trace}
     for what, is_there in others.items():
-        if is_there not in (None, False, []):
+        if is_there:
             raise InputError(f"{what} does not go with --beams: leave one out")
     names = ("beams", *OF_SEARCH, "temperature")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     config = SearchConfig(**given, max_new_tokens=variants[0].max_new_tokens)
     for settings in variants:
         check_search(settings, config, architecture=architecture)
-    return Searched(config)
+    return Searched(config, options.label)
 
 
 def chat(loaded: Loaded, answer: Answer, settings: DecodeConfig, *, seed: int) -> None:

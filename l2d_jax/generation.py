@@ -190,7 +190,7 @@ def check_classes(model: Model, labels: Sequence[int] | None, *, prompts: int) -
     if labels is not None:
         if len(labels) != prompts:
             raise InputError(f"guidance takes one class label per prompt, got {len(labels)} for {prompts} prompts")
-        check_labels(model, labels)
+        check_labels(None if model.path is None else model.path.config, labels)
 
 
 def encode_prompt(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerFast | None) -> list[int]:

@@ -32,8 +32,8 @@ class Folder(NamedTuple):
     base: ModelConfig
     seed: int  # of a random base
     defaults: DecodeConfig
-    has_path: bool
-    trained: PathConfig | None  # of a workdir, whose path is in its checkpoints
+    path_config: PathConfig | None  # None: the LM alone
+    is_workdir: bool  # the path is in its checkpoints
 
 
 def find(folder: str | os.PathLike[str], *, dtype: str | None = None) -> Folder:
@@ -41,11 +41,11 @@ def find(folder: str | os.PathLike[str], *, dtype: str | None = None) -> Folder:
     path = Path(folder)
     if (path / "checkpoints").is_dir():
         config = Config.from_dict(read_json(path / "config.json"))
-        return Folder(path, _base(vars(config.model), dtype), config.train.seed, config.decode, True, config.path)
+        return Folder(path, _base(vars(config.model), dtype), config.train.seed, config.decode, config.path, True)
     if (path / "path.json").exists():
         name = str(folder) if (path / "config.json").exists() else models.base_name(path)
-        return Folder(path, _base({"name": name}, dtype), 0, DecodeConfig(), True, None)
-    return Folder(path, _base({"name": str(folder)}, dtype), 0, DecodeConfig(budget=1, solver="euler"), False, None)
+        return Folder(path, _base({"name": name}, dtype), 0, DecodeConfig(), models.path_config(path), False)
+    return Folder(path, _base({"name": str(folder)}, dtype), 0, DecodeConfig(budget=1, solver="euler"), None, False)
 
 
 def load(folder: str | os.PathLike[str], *, mesh: Mesh | None = None, dtype: str | None = None) -> Loaded:
@@ -63,9 +63,9 @@ def load(folder: str | os.PathLike[str], *, mesh: Mesh | None = None, dtype: str
     mesh = runtime.start(MeshConfig()) if mesh is None else mesh
     base = models.open_base(found.base, mesh, seed=found.seed)
     path = None
-    if found.trained is not None:
-        path = _newest_path(found.path / "checkpoints", found.trained, base, mesh)
-    elif found.has_path:
+    if found.is_workdir and found.path_config is not None:
+        path = _newest_path(found.path / "checkpoints", found.path_config, base, mesh)
+    elif found.path_config is not None:
         path = models.load_path(found.path, base.llm.architecture, mesh)
     return Loaded(Model.build(base.llm, path), base.tokenizer, base.ends, found.defaults)
 

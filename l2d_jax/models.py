@@ -138,9 +138,16 @@ def base_name(folder: Path) -> str:
     return name
 
 
+def path_config(folder: Path) -> PathConfig:
+    """The options of a model folder's path; raises `InputError` for those that do not exist or do not go."""
+    options = read_json(folder / "path.json").get("path", {})
+    config: PathConfig = from_dict(PathConfig, options, prefix=f"{folder}/path.json: path")
+    return config
+
+
 def find_path(folder: Path, architecture: Architecture) -> tuple[PathConfig, TensorSource]:
     """The options and the checked tensors of a model folder's path; raises `InputError` naming all that do not fit."""
-    config = from_dict(PathConfig, read_json(folder / "path.json").get("path", {}), prefix=f"{folder}/path.json: path")
+    config = path_config(folder)
     source = SafetensorsFolder.open_file(folder / "path.safetensors")
     weights.check(source, weights.expected(DiffusionPath.declare(config, architecture), weights.PATH_ROWS))
     return config, source

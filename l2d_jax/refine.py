@@ -4,6 +4,7 @@ Decoding refines the last position of each sequence; teacher-forced evaluation r
 """
 
 import dataclasses
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from l2d_jax import diffusion, rules, solvers
-from l2d_jax.config import DecodeConfig
+from l2d_jax.config import DecodeConfig, PathConfig
 from l2d_jax.diffusion_path import Conditions, DiffusionPath
 from l2d_jax.errors import InputError
 from l2d_jax.llm import LLM, KVCache
@@ -248,9 +249,9 @@ def adapt(
     return jax.vmap(sequence, in_axes=(1, 1, *[0] * 7))(cache.k, cache.v, *rows)
 
 
-def check_labels(model: Model, labels: Any) -> None:
-    """Raise `InputError` for a class that the path was not trained with."""
-    classes = 0 if model.path is None else model.path.config.classes
+def check_labels(path: PathConfig | None, labels: Iterable[int]) -> None:
+    """Raise `InputError` for a class that a path of these options was not trained with."""
+    classes = 0 if path is None else path.classes
     for label in labels:
         if not 0 <= label < classes:
             known = f"0 to {classes - 1}" if classes else "none: it was trained without classes"

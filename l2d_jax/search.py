@@ -15,8 +15,9 @@ from l2d_jax import decode, diffusion
 from l2d_jax.architecture import Architecture
 from l2d_jax.beams import Beams, Scoring, SearchConfig, extend, start
 from l2d_jax.config import DecodeConfig
+from l2d_jax.draw import allow
 from l2d_jax.errors import InputError
-from l2d_jax.generation import CHUNK, check_prompts, check_settings, pad
+from l2d_jax.generation import CHUNK, FREE, Restrictions, check_classes, check_prompts, check_settings, pad
 from l2d_jax.loaded import Loaded
 from l2d_jax.refine import tabulate
 
@@ -45,6 +46,8 @@ def search(
     settings: DecodeConfig | None = None,
     config: SearchConfig | None = None,
     seed: int = 0,
+    label: int | None = None,
+    restrictions: Restrictions = FREE,
 ) -> Found:
     """Search an answer to one prompt of token ids.
 
@@ -55,10 +58,12 @@ def search(
         length are not used: those of the search are.
       config: of the search; None: the defaults.
       seed: of the noise and the draws; the noise is that of the first sequence of `generate`.
+      label: class for guidance.
+      restrictions: tokens that may or may not be drawn; likelihoods are those among the tokens that may.
 
     Raises:
-      InputError: as `generate` does, for more candidates than tokens, and for top-k or top-p, which would change the
-        likelihood that is searched.
+      InputError: as `generate` does; for more candidates than tokens; for top-k or top-p, which would change the
+        likelihood that is searched; and for stop strings, which end no beam.
     """
     settings = loaded.defaults if settings is None else settings
     config = SearchConfig() if config is None else config
@@ -67,22 +72,27 @@ def search(
     check_search(settings, config, architecture=architecture)
     refinement = check_settings(settings, has_path=model.path is not None)
     check_prompts([prompt], dataclasses.replace(settings, max_new_tokens=config.max_new_tokens), architecture)
+    labels = None if label is None else [label]
+    check_classes(model, labels, prompts=1)
+    if restrictions.stops:
+        raise InputError(f"a search knows no stop strings, got {restrictions.stops}: cut its answer instead")
+    mask = allow(architecture.vocab_size, allowed=restrictions.allowed, banned=restrictions.banned)
     key, chunks = jax.random.key(seed), -(-config.max_new_tokens // CHUNK)
     ids, lengths = pad([prompt])
     state = decode.prefill(model.llm, ids, lengths, jax.random.fold_in(key, 0)[None], room=chunks * CHUNK)
     beams = start(state, beams=config.beams, room=chunks * CHUNK)
     refinement = tabulate(model, refinement, budget=settings.budget)
-    scoring = Scoring.from_config(config, ends=loaded.ends)
+    scoring = Scoring.from_config(config, ends=loaded.ends, gate=settings.gate, allowed=mask)
     for _ in range(chunks):
         beams = extend(
             model,
             beams,
             settings=refinement,
             scoring=scoring,
-            gate=jnp.float32([settings.gate]),
             candidates=config.candidates,
             steps=CHUNK,
             draws=settings.draws,
+            label=None if label is None else jnp.int32([label]),
         )
         if beams.state.broken.any():
             raise InputError("logits of the search were not numbers: check the weights, or use float32")

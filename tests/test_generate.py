@@ -150,6 +150,7 @@ def test_an_empty_line_ends_a_chat(folder, monkeypatch):
         ("folder", ["--bugdet", 3], "unrecognized arguments"),
         ("folder", ["--top_p", 2], "config.decode.top_p must be in (0, 1], got 2.0"),
         ("folder", ["--stop", ""], "the stop string '' cannot occur"),
+        ("folder", ["--label", 0], "class label 0 is unknown to this path: it knows none"),
         ("none", [], "neither a folder, nor a .gguf file, nor a hub id"),
     ],
 )

@@ -250,10 +250,10 @@ def test_guidance_goes_from_the_null_class_to_the_class_and_beyond() -> None:
 
 def test_labels_that_the_path_does_not_know() -> None:
     with pytest.raises(InputError, match="class label 3 is unknown to this path: it knows 0 to 2"):
-        check_labels(tiny.model(classes=3), [0, 3])
+        check_labels(tiny.path_config(classes=3), [0, 3])
     with pytest.raises(InputError, match=r"class label 0 is unknown .* none: it was trained without classes"):
-        check_labels(tiny.model(), [0])
-    check_labels(tiny.model(classes=3), [0, 1, 2])
+        check_labels(tiny.path_config(), [0])
+    check_labels(tiny.path_config(classes=3), [0, 1, 2])
 
 
 def test_the_table_is_computed_once_from_the_embedding() -> None:

@@ -207,6 +207,29 @@ def test_several_draws_and_a_gate_are_those_of_decoding(loaded):
     assert len(answers) == 3
 
 
+def test_classes_and_masks_are_those_of_decoding():
+    guided = Loaded(tiny.model(classes=3), None, (95,), PLAIN)
+    one = SearchConfig(beams=1, candidates=1, temperature=0.0, max_new_tokens=12)
+    settings = dataclasses.replace(CORRECTED, guidance=2.0, max_new_tokens=12)
+    free = search(guided, [5, 17, 3], settings=settings, config=one).answer
+    banned = generation.Restrictions(banned=free[:2])
+    answers = {tuple(free)}
+    for label, restrictions in ((0, generation.FREE), (2, generation.FREE), (2, banned)):
+        options = {"settings": settings, "restrictions": restrictions}
+        [answer] = generation.generate(guided, [[5, 17, 3]], labels=[label], **options)
+        assert search(guided, [5, 17, 3], config=one, label=label, **options).answer == answer
+        answers.add(tuple(answer))
+    assert len(answers) == 4
+
+
+def test_likelihoods_are_those_among_the_allowed_tokens(few):
+    config = SearchConfig(beams=8, candidates=VOCABULARY, max_new_tokens=3)
+    found = search(few, PROMPT, config=config, restrictions=generation.Restrictions(allowed=[1, 3]))
+    assert {token for beam in found.beams for token in beam.ids} == {1, 3}
+    assert len(found.beams) == 8  # of two tokens, three times; the other completions of each beam are no answers
+    np.testing.assert_allclose(sum(np.exp(beam.log_likelihood) for beam in found.beams), 1.0, rtol=1e-5)
+
+
 def test_a_wider_beam_is_not_less_likely(few):
     """Here, at a power of 0; in general, a beam may lose the answer that a narrower one would have kept."""
     options = {"candidates": 3, "temperature": 0.0, "length_power": 0.0, "max_new_tokens": 10}
@@ -390,6 +413,19 @@ def test_searches_that_cannot_be(few, changes, message):
 def test_settings_that_a_search_cannot_use(few, settings, prompt, message):
     with pytest.raises(InputError, match=message):
         search(few, prompt, settings=settings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"label": 0}, "class label 0 is unknown to this path: it knows none"),
+        ({"restrictions": generation.Restrictions(stops=["x"])}, "a search knows no stop strings"),
+        ({"restrictions": generation.Restrictions(banned=[6])}, "token 6 is not one of the 6"),
+    ],
+)
+def test_conditions_that_a_search_cannot_meet(few, changes, message):
+    with pytest.raises(InputError, match=message):
+        search(few, PROMPT, **changes)
 
 
 def test_a_plain_model_has_a_budget_of_one(few):
