@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-base= workdir=runs/quickstart overrides=()
+base='' workdir=runs/quickstart overrides=()
 while (($#)); do
   case $1 in
     --base) base=${2:?--base needs a folder, a hub id or a GGUF file} && shift 2 ;;

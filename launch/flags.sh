@@ -1,0 +1,53 @@
+# shellcheck shell=bash
+# The environment variables that matter to a run, for the other scripts, or for a shell, to source:
+#
+#   source launch/flags.sh tpu|cuda|cpu
+#
+# What is already set stays as it is. On other machines, pod.sh and gke.sh set a variable by --env NAME=VALUE.
+#
+# JAX_PLATFORMS
+#   The devices to use, and an error where they do not answer. Unset, JAX goes on with the CPUs, and a slice whose TPUs
+#   another process holds trains on without a word, far too slowly.
+#
+# JAX_COMPILATION_CACHE_DIR
+#   Where compiled programs are kept for the next start. Unset, the programs use ~/.cache/l2d_jax/compiled, which is gone
+#   with its machine. For a slice name a folder of a bucket, gs://BUCKET/compiled: one host writes it, all hosts read it,
+#   and the slice that replaces a preempted one does not compile again. (JAX trusts what it finds there: keep it private.)
+#
+# LIBTPU_INIT_ARGS
+#   XLA's options for TPUs, such as LIBTPU_INIT_ARGS="--xla_tpu_scoped_vmem_limit_kib=65536". Left alone here: what lets
+#   FSDP gather the next weights while it multiplies by the last ones is on by itself,
+#     --xla_tpu_enable_latency_hiding_scheduler         orders the operations so that transfers begin early
+#     --xla_enable_async_all_gather, --xla_enable_async_collective_permute
+#     --xla_tpu_overlap_compute_collective_tc, --xla_tpu_enable_async_collective_fusion
+#     --xla_tpu_enable_async_collective_fusion_fuse_all_gather, --xla_tpu_enable_async_collective_fusion_multiple_steps
+#   (libtpu 0.0.42.1 and 0.0.51: with =true, an FSDP program for v5e compiles to what it is without; not with =false.)
+#     --xla_tpu_scoped_vmem_limit_kib                   on-chip memory of one fusion: does change programs, measure it
+#   An unknown flag ends the process at once, with the nearest name.
+#
+# TPU_SKIP_MDS_QUERY
+#   With 1, libtpu and JAX do not ask the cloud's metadata server who and where they are. For machines outside of the
+#   cloud; never on a TPU VM, whose hosts find one another through it. (GKE tells its pods by other variables.)
+#
+# XLA_PYTHON_CLIENT_MEM_FRACTION
+#   The share of a GPU's memory that JAX takes at its start, 0.75 by itself: the rest is of no use to a run that has the
+#   GPU for itself, but for some hundred megabytes of CUDA's libraries.
+
+case ${1:-} in
+  tpu)
+    export JAX_PLATFORMS=${JAX_PLATFORMS:-tpu,cpu}
+    ;;
+  cuda)
+    export JAX_PLATFORMS=${JAX_PLATFORMS:-cuda,cpu}
+    export TPU_SKIP_MDS_QUERY=${TPU_SKIP_MDS_QUERY:-1}
+    export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}
+    ;;
+  cpu)
+    export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu}
+    export TPU_SKIP_MDS_QUERY=${TPU_SKIP_MDS_QUERY:-1}
+    ;;
+  *)
+    echo "flags.sh takes tpu, cuda or cpu, got '${1:-}'" >&2
+    return 2
+    ;;
+esac
