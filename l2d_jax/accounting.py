@@ -56,7 +56,7 @@ def summary(config: Config, architecture: Architecture, mesh: Mesh) -> str:
     frozen, trained = bytes_per_device(llm, mesh), bytes_per_device(path, mesh)
     micro = config.train.batch_size // config.train.accumulation / (mesh.shape["data"] * mesh.shape["fsdp"])
     kv_width = 2 * architecture.num_hidden_layers * architecture.num_key_value_heads * architecture.head_dim
-    cache = int(micro * config.data.max_length * kv_width * np.dtype(config.model.dtype).itemsize)
+    cache = int(micro * config.data.max_length * kv_width * np.dtype(llm.embed.dtype).itemsize)
     memory = {
         f"frozen weights ({config.model.dtype})": frozen,
         "path (float32)": trained,

@@ -7,6 +7,7 @@ The defaults are the paper's hyper-parameters (appendix, Table of implementation
 
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -30,7 +31,7 @@ class ModelConfig:
 
     name: str = ""  # a folder, a hub id or a GGUF file; "random": initial values from `architecture` and the seed
     architecture: Mapping[str, Any] | None = None  # the keys of HF's config.json; read from the weights where None
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the frozen weights and of the matrix products
+    dtype: Literal["bfloat16", "float32", "int8"] = "bfloat16"  # of weights and products; int8: products in bfloat16
 
     def __post_init__(self) -> None:
         require(self.name != "", "config.model.name is empty: give a folder, a hub id or a GGUF file")
@@ -119,8 +120,8 @@ class TrainConfig:
     epochs: float = 1.0
     steps: int | None = None  # optimizer steps; takes the place of `epochs`
     reduction: Literal["example", "token"] = "example"  # mean over examples of token means, or one mean over tokens
-    loss_chunk: int = 1024  # positions whose logits exist at one time
-    remat: Literal["none", "dots", "full"] = "full"  # what the backward pass recomputes: nothing, all but dots, all
+    loss_chunk: int = 1024  # positions whose logits each device holds at a time
+    remat: Literal["none", "products", "full"] = "full"  # recomputed for the gradient: nothing, all but products, all
     checkpoint_every: int = 500  # optimizer steps
     keep: int = 3  # newest checkpoints that stay
     validate_every: int = 500  # optimizer steps; 0: only at the end
@@ -191,12 +192,27 @@ class MeshConfig:
     data: int = 1  # copies of the weights
     fsdp: int = -1  # shards of the weights; the batch is split over data x fsdp
     tensor: int = 1  # shards of heads and hidden units
+    context: int = 1  # shards of each sequence's tokens, for long ones
 
     def __post_init__(self) -> None:
-        sizes = (self.data, self.fsdp, self.tensor)
+        sizes = (self.data, self.fsdp, self.tensor, self.context)
         require(
             all(size == -1 or size > 0 for size in sizes) and sizes.count(-1) <= 1,
-            f"config.mesh takes positive sizes and at most one -1, got data, fsdp and tensor {sizes}",
+            f"config.mesh takes positive sizes and at most one -1, got data, fsdp, tensor and context {sizes}",
+        )
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """What of a run is traced for TensorBoard; nothing that is trained depends on it."""
+
+    steps: str | None = None  # "10:13": optimizer steps 10, 11 and 12, like a slice of Python; never 1, which compiles
+
+    def __post_init__(self) -> None:
+        found = re.fullmatch(r"(\d+):(\d+)", "2:3" if self.steps is None else self.steps)
+        require(
+            found is not None and 1 < int(found[1]) < int(found[2]),
+            f"config.profile.steps must be FIRST:STOP with 1 < FIRST < STOP, such as 10:13, got {self.steps!r}",
         )
 
 
@@ -212,6 +228,7 @@ class Config:
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Config":

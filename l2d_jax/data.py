@@ -125,7 +125,7 @@ class Examples:
         full: Any = np.full  # NumPy's arrays become JAX's as they are placed on the mesh
         batch: Any = Batch(
             tokens=full((rows, length), self.padding, np.int32),
-            queries=full((rows, width), np.arange(width), np.int32),
+            queries=None if self.config.answer_length is None else full((rows, width), np.arange(width), np.int32),
             targets=full((rows, width), self.padding, np.int32),
             weights=full((rows, width), 0, np.float32),
             classes=full(rows, 0, np.int32),

@@ -15,10 +15,9 @@ import matplotlib as mpl
 import numpy as np
 from jax.sharding import Mesh
 
-from l2d_jax import decode, models, sharding
+from l2d_jax import decode, models
 from l2d_jax.config import Config
 from l2d_jax.draw import Sampling
-from l2d_jax.llm import LLM
 from l2d_jax.refine import Model, Refinement, tabulate
 from l2d_jax.timing import REPEATS, read_rate
 
@@ -72,8 +71,7 @@ def decoding(
 def random_model(config: Config, mesh: Mesh) -> Model:
     """Random weights; the path's in full, since at its own initial values it does nothing."""
     architecture = models.read_architecture(config.model)
-    declared = LLM.declare(architecture, dtype=jnp.dtype(config.model.dtype))
-    llm = sharding.initialize(declared, jax.random.key(0), mesh)
+    llm = models.random_base(architecture, mesh, dtype=config.model.dtype)
     path = models.new_path(config.path, llm, mesh, seed=1)
     noise = jax.jit(lambda tree: jax.tree.map(lambda a: a + 0.01 * jax.random.normal(jax.random.key(2), a.shape), tree))
     return Model.build(llm, noise(path))

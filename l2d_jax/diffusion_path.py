@@ -13,17 +13,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.nn import initializers
 from jaxtyping import Array, Float, Int
 
 from l2d_jax import diffusion, ops
 from l2d_jax.architecture import Architecture
+from l2d_jax.attention import attention
 from l2d_jax.config import PathConfig
+from l2d_jax.gathering import Quantized, gather
 from l2d_jax.llm import LLM, KVCache, bias
 from l2d_jax.llm import Layers as LLMLayers
 from l2d_jax.ops import Linear, Lora, Mlp
 from l2d_jax.sharding import Declared, Weight, constrain
 
+PRODUCT = "product"  # name of what rematerialisation may save of a block
 PARTS = 6  # scale, shift and gate of the attention, then of the MLP
 
 
@@ -152,7 +156,7 @@ class DiffusionPath(nnx.Module):
         t: Float[Array, "#B #M"],
         *,
         cache: KVCache,
-        positions: Int[Array, "B M"],
+        positions: Int[Array, "B M"] | None = None,
         labels: Int[Array, "#B #M"] | None = None,
         conditions: Conditions | None = None,
         remat: Callable[..., Any] | None = None,
@@ -172,7 +176,7 @@ class DiffusionPath(nnx.Module):
         t: Float[Array, "#B #M"],
         *,
         cache: KVCache,
-        positions: Int[Array, "B M"],
+        positions: Int[Array, "B M"] | None = None,
         labels: Int[Array, "#B #M"] | None = None,
         modulation: Float[Array, "L #B #M P D"] | None = None,
         remat: Callable[..., Any] | None = None,
@@ -184,7 +188,7 @@ class DiffusionPath(nnx.Module):
           x: diffusion tokens x_t, in float32.
           t: time in [0, 1], per position or shared.
           cache: keys and values of the main path, at least up to `positions`.
-          positions: of the main-path token that each diffusion token accompanies.
+          positions: of the main-path token that each diffusion token accompanies; None: one for each slot of the cache.
           labels: classes for guidance, per position or shared; None: the null class.
           modulation: of `conditions` at t and the labels; None: computed here, block by block.
           remat: wraps the block for rematerialisation in training, such as `jax.checkpoint`; None: no wrapping.
@@ -194,21 +198,28 @@ class DiffusionPath(nnx.Module):
         frequencies = ops.rope_frequencies(llm.architecture)
         scale = self.config.lora_alpha / self.config.lora_rank
         condition = self.condition(t, labels).astype(dtype)
+        shared = LLM.declare(llm.architecture, dtype=dtype).layers
+        declared = DiffusionPath.declare(self.config, llm.architecture).layers
+        angles = cache.positions if positions is None else positions
 
         def project(y: Array, weight: Array, own: Lora | Array, *, dims: int = 1) -> Array:
+            y = ops.settle(y)
             if isinstance(own, Lora):
-                return ops.project(y, weight, own, scale=scale, dims=dims)
-            return ops.project(y, own, dims=dims)
+                out = ops.project(y, weight, own, scale=scale, dims=dims)
+            else:
+                out = ops.project(y, own, dims=dims)
+            return ops.settle(checkpoint_name(out, PRODUCT))
 
         def block(x: Array, scanned: tuple[LLMLayers, PathLayers, Array, Array, Array | None]) -> tuple[Array, None]:
             w, own, k, v, known = scanned
+            w, own = gather(w, shared, dtype=dtype), gather(own, declared, dtype=dtype)
             q_bias = w.q_bias if own.q_bias is None else own.q_bias
-            parts = jnp.split(own.modulation(condition) if known is None else known, PARTS, axis=-2)
-            scale_1, shift_1, gate_1, scale_2, shift_2, gate_2 = (part.squeeze(-2) for part in parts)
+            parts = _modulate(own.modulation, condition) if known is None else jnp.moveaxis(known, -2, 0)
+            scale_1, shift_1, gate_1, scale_2, shift_2, gate_2 = parts
             with jax.named_scope("attention"):
                 y = ops.rms_norm(x, w.attention_norm.astype(dtype) + scale_1, epsilon) + shift_1
-                q = ops.rope(project(y, w.q, own.q) + bias(q_bias, y), positions, frequencies)
-                y = ops.attention(q, k, v, q_positions=positions, kv_positions=cache.positions)
+                q = ops.rope(project(y, w.q, own.q) + bias(q_bias, y), angles, frequencies)
+                y = attention(q, k, v, q_positions=positions, kv_positions=cache.positions)
                 x = x + gate_1 * project(y, w.o, own.o, dims=2)
             with jax.named_scope("mlp"):
                 y = ops.rms_norm(x, w.mlp_norm.astype(dtype) + scale_2, epsilon) + shift_2
@@ -218,8 +229,15 @@ class DiffusionPath(nnx.Module):
 
         with jax.named_scope("diffusion_path"):
             y = self.translation(diffusion.scale_input(x, t, self.config.sigma)).astype(dtype)
+            y = constrain(y, "batch", "length", "embed_activation")
             scanned = (llm.layers, self.layers, cache.k, cache.v, modulation)
             return jax.lax.scan(remat(block) if remat else block, y, scanned)[0]
+
+
+def _modulate(modulation: Mlp, condition: Float[Array, "*B E"]) -> list[Float[Array, "*B D"]]:
+    """The vectors of `modulation(condition)` one by one, so that no gradient is put together from six."""
+    hidden, last = jax.nn.silu(modulation.first(condition)), modulation.last
+    return [Linear(weight=last.weight[:, i], bias=last.bias[i])(hidden) for i in range(PARTS)]
 
 
 def affine(
@@ -245,6 +263,11 @@ def affine(
 def start_from(path: DiffusionPath, llm: LLM) -> DiffusionPath:
     """A path with full layers whose initial values are the LM's own (paper appendix, full f_d)."""
     own = path.layers
-    weights = {name: jnp.array(getattr(llm.layers, name), jnp.float32) for name in ("q", "o", "gate", "up", "down")}
+    names = ("q", "o", "gate", "up", "down")
+    found = {name: getattr(llm.layers, name) for name in names}
+    weights = {
+        name: w.restore(jnp.float32) if isinstance(w, Quantized) else jnp.array(w, jnp.float32)
+        for name, w in found.items()
+    }
     q_bias = None if own.q_bias is None else jnp.array(llm.layers.q_bias, jnp.float32)
     return dataclasses.replace(path, layers=PathLayers(modulation=own.modulation, **weights, q_bias=q_bias))

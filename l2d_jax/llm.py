@@ -4,6 +4,7 @@ Notable: layers are stacked and run by `lax.scan`; the cache stores a position p
 gaps and ragged prompts are one mask; a call emits only its new keys and values, so extending a cache writes one slice.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,9 @@ from jaxtyping import Array, Float, Int
 
 from l2d_jax import ops
 from l2d_jax.architecture import Architecture
+from l2d_jax.attention import attention
+from l2d_jax.gathering import Quantized, gather
+from l2d_jax.gathering import declare as declare_quantized
 from l2d_jax.sharding import Declared, Weight, constrain
 
 
@@ -54,14 +58,14 @@ class Layers(nnx.Module):
     """Weights of all decoder blocks, stacked."""
 
     attention_norm: Float[Array, "L D"] | Declared = nnx.data()
-    q: Float[Array, "L D N H"] | Declared = nnx.data()
-    k: Float[Array, "L D K H"] | Declared = nnx.data()
-    v: Float[Array, "L D K H"] | Declared = nnx.data()
-    o: Float[Array, "L N H D"] | Declared = nnx.data()
+    q: Float[Array, "L D N H"] | Quantized | Declared = nnx.data()
+    k: Float[Array, "L D K H"] | Quantized | Declared = nnx.data()
+    v: Float[Array, "L D K H"] | Quantized | Declared = nnx.data()
+    o: Float[Array, "L N H D"] | Quantized | Declared = nnx.data()
     mlp_norm: Float[Array, "L D"] | Declared = nnx.data()
-    gate: Float[Array, "L D F"] | Declared = nnx.data()
-    up: Float[Array, "L D F"] | Declared = nnx.data()
-    down: Float[Array, "L F D"] | Declared = nnx.data()
+    gate: Float[Array, "L D F"] | Quantized | Declared = nnx.data()
+    up: Float[Array, "L D F"] | Quantized | Declared = nnx.data()
+    down: Float[Array, "L F D"] | Quantized | Declared = nnx.data()
     q_bias: Float[Array, "L N H"] | Declared | None = nnx.data(default=None)
     k_bias: Float[Array, "L K H"] | Declared | None = nnx.data(default=None)
     v_bias: Float[Array, "L K H"] | Declared | None = nnx.data(default=None)
@@ -79,12 +83,15 @@ class LLM(nnx.Module):
 
     @classmethod
     def declare(cls, architecture: Architecture, *, dtype: Any) -> "LLM":
-        """The module with a `Weight` in place of each array."""
-        a = architecture
+        """The module with a `Weight` in place of each array; int8: of the layers' matrices, the rest in bfloat16."""
+        a, is_quantized = architecture, jnp.dtype(dtype) == jnp.int8
+        dtype = jnp.bfloat16 if is_quantized else dtype
         sizes = {
             "layers": a.num_hidden_layers,
             "vocab": a.vocab_size,
+            "readout": a.vocab_size,
             "embed": a.hidden_size,
+            "hidden": a.hidden_size,
             "heads": a.num_attention_heads,
             "kv_heads": a.num_key_value_heads,
             "head_dim": a.head_dim,
@@ -110,7 +117,9 @@ class LLM(nnx.Module):
             k_bias=weight("layers kv_heads head_dim") if a.qkv_bias else None,
             v_bias=weight("layers kv_heads head_dim") if a.qkv_bias else None,
         )
-        head = None if a.tied else weight("vocab embed")
+        if is_quantized:
+            layers = declare_quantized(layers)
+        head = None if a.tied else weight("readout hidden")
         return cls(embed=weight("vocab embed"), layers=layers, norm=weight("embed", one), head=head, architecture=a)
 
     def __call__(
@@ -124,12 +133,13 @@ class LLM(nnx.Module):
         """
         epsilon = self.architecture.rms_norm_eps
         frequencies = ops.rope_frequencies(self.architecture)
+        declared = LLM.declare(self.architecture, dtype=self.embed.dtype)
         kv_positions = positions
         if cache is not None:
             kv_positions = jax.lax.dynamic_update_slice_in_dim(cache.positions, positions, cache.used, 1)
 
         def block(x: Array, scanned: tuple[Layers, tuple[Array, Array] | None]) -> tuple[Array, tuple[Array, Array]]:
-            w, past = scanned
+            w, past = gather(scanned[0], declared.layers, dtype=x.dtype), scanned[1]
             with jax.named_scope("attention"):
                 y = ops.rms_norm(x, w.attention_norm, epsilon)
                 q = ops.rope(ops.project(y, w.q) + bias(w.q_bias, y), positions, frequencies)
@@ -138,17 +148,26 @@ class LLM(nnx.Module):
                 if cache is not None and past is not None:
                     k = jax.lax.dynamic_update_slice_in_dim(past[0], k, cache.used, 1)
                     v = jax.lax.dynamic_update_slice_in_dim(past[1], v, cache.used, 1)
-                y = ops.attention(q, k, v, q_positions=positions, kv_positions=kv_positions)
+                y = attention(q, k, v, q_positions=None if cache is None else positions, kv_positions=kv_positions)
                 x = x + ops.project(y, w.o, dims=2)
             with jax.named_scope("mlp"):
                 y = ops.rms_norm(x, w.mlp_norm, epsilon)
                 x = x + ops.project(jax.nn.silu(ops.project(y, w.gate)) * ops.project(y, w.up), w.down)
+            new_k, new_v = (constrain(a, "batch", "length", "kv_heads", "head_dim") for a in (new_k, new_v))
             return constrain(x, "batch", "length", "embed_activation"), (new_k, new_v)
 
         with jax.named_scope("llm"):
             past = None if cache is None else (cache.k, cache.v)
-            hidden, (k, v) = jax.lax.scan(block, self.embed[tokens], (self.layers, past))
+            embedded = constrain(self.embed[tokens], "batch", "length", "embed_activation")
+            hidden, (k, v) = jax.lax.scan(block, embedded, (self.layers, past))
         return hidden, KVCache(k=k, v=v, positions=positions, used=jnp.int32(tokens.shape[1]))
+
+    def with_whole_head(self) -> "LLM":
+        """The same with an output head that is gathered here, for a loop to use many times."""
+        readout = self.embed if self.head is None else self.head
+        declared = LLM.declare(self.architecture, dtype=readout.dtype)
+        axes = declared.embed if self.head is None else declared.head
+        return dataclasses.replace(self, head=gather(readout, axes, dtype=readout.dtype))
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """Final norm and output head, in float32."""

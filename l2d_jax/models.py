@@ -4,6 +4,7 @@ A model folder is an ordinary Hugging Face folder with two files more: `path.saf
 authors' release, and `path.json`, with the options of the path and the name of its base.
 """
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerFast
@@ -23,6 +23,7 @@ from l2d_jax.config import ModelConfig, PathConfig, from_dict
 from l2d_jax.diffusion_path import DiffusionPath, start_from
 from l2d_jax.errors import InputError
 from l2d_jax.files import read_json
+from l2d_jax.gathering import quantize
 from l2d_jax.llm import LLM
 from l2d_jax.safetensors_file import SafetensorsFolder, write_file
 from l2d_jax.sources import locate
@@ -48,10 +49,16 @@ class FoundBase:
 
     def load(self, *, dtype: str, mesh: Mesh, seed: int = 0) -> LLM:
         """The weights, on the mesh."""
-        declared = LLM.declare(self.architecture, dtype=jnp.dtype(dtype))
+        declared = LLM.declare(self.architecture, dtype="bfloat16" if dtype == "int8" else dtype)
         if self.source is None:
-            return sharding.initialize(declared, jax.random.key(seed), mesh)
-        return weights.load(declared, self.source, mesh, rows=weights.LLM_ROWS)
+            llm: LLM = sharding.initialize(declared, jax.random.key(seed), mesh)
+        else:
+            llm = weights.load(declared, self.source, mesh, rows=weights.LLM_ROWS)
+        if dtype != "int8":
+            return llm
+        placed = sharding.shardings(LLM.declare(self.architecture, dtype="int8").layers, mesh)
+        shrink = jax.jit(lambda layers: quantize(layers, declared.layers), out_shardings=placed, donate_argnums=0)
+        return dataclasses.replace(llm, layers=shrink(llm.layers))
 
 
 def read_architecture(config: ModelConfig) -> Architecture:
@@ -87,6 +94,11 @@ def find_base(config: ModelConfig) -> FoundBase:
     source = open_weights(folder, architecture)
     tokenizer = tokens.load_tokenizer(folder) if (folder / "tokenizer.json").exists() else None
     return FoundBase(architecture, tokenizer, _ends(folder, raw, tokenizer), source)
+
+
+def random_base(architecture: Architecture, mesh: Mesh, *, dtype: str) -> LLM:
+    """Random weights, for measuring."""
+    return FoundBase(architecture, None, (), None).load(dtype=dtype, mesh=mesh)
 
 
 def new_path(config: PathConfig, llm: LLM, mesh: Mesh, *, seed: int) -> DiffusionPath:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int, Key
 from l2d_jax import diffusion
 from l2d_jax.diffusion_path import DiffusionPath
 from l2d_jax.llm import LLM, KVCache
+from l2d_jax.sharding import axis_size
 
 Reduction = Literal["example", "token", "sum"]
 
@@ -22,7 +23,7 @@ class Batch(NamedTuple):
     """Examples in one fixed shape: T tokens of context and answer, M positions that predict the answer."""
 
     tokens: Int[Array, "B T"]  # context and answer without its last token, padded on the right
-    queries: Int[Array, "B M"]  # indices into T of the tokens whose successor is predicted
+    queries: Int[Array, "B M"] | None  # indices into T of the tokens whose successor is predicted; None: all, M is T
     targets: Int[Array, "B M"]  # those successors
     weights: Float[Array, "B M"]  # 1 where there is a loss, 0 where there is padding
     classes: Int[Array, " B"]  # labels for guidance; 0 where there are none
@@ -62,6 +63,8 @@ def read_context(llm: LLM, batch: Batch) -> Context:
     """The frozen pass over a batch; no gradient enters it."""
     positions = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1], dtype=jnp.int32), batch.tokens.shape)
     hidden, cache = jax.lax.stop_gradient(llm(batch.tokens, positions))
+    if batch.queries is None:
+        return Context(hidden=hidden, cache=cache, positions=positions)
     hidden = jnp.take_along_axis(hidden, batch.queries[..., None], axis=1)
     return Context(hidden=hidden, cache=cache, positions=batch.queries)
 
@@ -78,38 +81,86 @@ def correct(
     """Hidden states corrected by one evaluation of the path at the drawn t, on corrupted true tokens."""
     noise = path.config.sigma * draws.noise
     x = diffusion.interpolate(path.embed(llm.embed[batch.targets]), noise, draws.t)
-    update = path(llm, x, draws.t, cache=context.cache, positions=context.positions, labels=draws.labels, remat=remat)
+    positions = None if batch.queries is None else context.positions
+    update = path(llm, x, draws.t, cache=context.cache, positions=positions, labels=draws.labels, remat=remat)
     return context.hidden + update
 
 
 def over_logits(
     llm: LLM, hidden: Float[Array, "B M D"], function: Callable[..., Any], *arrays: Array, chunk: int = 1024
 ) -> Any:
-    """`function(logits, *arrays)` at every position, never holding the logits of more than `chunk` positions.
+    """`function(logits, *arrays)` at every position, never holding the logits of all.
 
     Args:
       llm: whose norm and head give the logits.
       hidden: last hidden states.
       function: from float32 logits of shape [n, V] and the slices [n, ...] of `arrays` to arrays of shape [n, ...].
       *arrays: of shape [B, M, ...].
-      chunk: positions at a time.
+      chunk: positions whose logits each device holds at a time; at least one of each of its sequences.
     """
-    batch, length = hidden.shape[:2]
-    total = batch * length
-    flat = jax.tree.map(lambda a: a.reshape(total, *a.shape[2:]), (hidden, *arrays))
+    llm = llm.with_whole_head()
+    return _in_chunks(lambda h, *own: function(llm.logits(h), *own), (hidden, *arrays), chunk=chunk)
 
-    def at(slices: tuple[Array, ...]) -> Any:
-        return function(llm.logits(slices[0]), *slices[1:])
 
-    if total <= chunk:
-        result = at(flat)
+def target_losses(
+    llm: LLM, hidden: Float[Array, "B M D"], targets: Int[Array, "B M"], *, chunk: int = 1024
+) -> Float[Array, "B M"]:
+    """Cross-entropy of each target, in nats; differentiable in `hidden`.
+
+    A position's gradient is computed along with its loss and waits to be scaled, so that the backward pass makes no
+    logits again.
+    """
+    llm = llm.with_whole_head()
+
+    def at(hidden: Array, targets: Array) -> Array:
+        return negative_log_likelihood(llm.logits(hidden), targets)
+
+    def at_with_gradient(hidden: Array, targets: Array) -> tuple[Array, Array]:
+        values, pull = jax.vjp(lambda h: at(h, targets), hidden)
+        return values, pull(jnp.ones_like(values))[0]
+
+    @jax.custom_vjp
+    def losses(hidden: Array) -> Array:
+        values: Array = _in_chunks(at, (hidden, targets), chunk=chunk)
+        return values
+
+    def forward(hidden: Array) -> tuple[Array, Array]:
+        values, gradient = _in_chunks(at_with_gradient, (hidden, targets), chunk=chunk)
+        return values, gradient
+
+    def backward(gradient: Array, cotangent: Array) -> tuple[Array]:
+        return ((cotangent[..., None] * gradient).astype(gradient.dtype),)
+
+    losses.defvjp(forward, backward)
+    return losses(hidden)
+
+
+def _in_chunks(function: Callable[..., Any], arrays: tuple[Array, ...], *, chunk: int) -> Any:
+    """`function` of flat slices [n, ...] of arrays [B, M, ...], some columns of every device's share at a time."""
+    batch, length = arrays[0].shape[:2]
+    parts = axis_size("context") if length % axis_size("context") == 0 else 1
+    rows = -(-batch // (axis_size("data") * axis_size("fsdp")))  # of each device
+    columns = length // parts
+    width = min(max(chunk // rows, 1), columns)
+    pad = -columns % width
+    pieces = (columns + pad) // width
+
+    def split(a: Array) -> Array:
+        rest = a.shape[2:]
+        a = jnp.pad(a.reshape(batch, parts, columns, *rest), [(0, 0), (0, 0), (0, pad)] + [(0, 0)] * len(rest))
+        return jnp.moveaxis(a.reshape(batch, parts, pieces, width, *rest), 2, 0).reshape(pieces, -1, *rest)
+
+    def join(a: Array) -> Array:
+        rest = a.shape[2:]
+        a = jnp.moveaxis(a.reshape(pieces, batch, parts, width, *rest), 0, 2)
+        return a.reshape(batch, parts, columns + pad, *rest)[:, :, :columns].reshape(batch, length, *rest)
+
+    slices = jax.tree.map(split, arrays)
+    if pieces == 1:
+        result = jax.tree.map(lambda a: a[None], function(*(a[0] for a in slices)))
     else:
-        pad = -total % chunk
-        padded = jax.tree.map(lambda a: jnp.pad(a, [(0, pad)] + [(0, 0)] * (a.ndim - 1)), flat)
-        chunks = jax.tree.map(lambda a: a.reshape(-1, chunk, *a.shape[1:]), padded)
-        result = jax.lax.map(jax.checkpoint(at), chunks)
-        result = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:total], result)
-    return jax.tree.map(lambda a: a.reshape(batch, length, *a.shape[1:]), result)
+        result = jax.lax.map(lambda own: function(*own), slices)
+    return jax.tree.map(join, result)
 
 
 def negative_log_likelihood(logits: Float[Array, "n V"], targets: Int[Array, " n"]) -> Float[Array, " n"]:
@@ -150,5 +201,5 @@ def loss(
     """Cross-entropy of the answers, in nats (equation 5); differentiable in `path`."""
     context = read_context(llm, batch)
     hidden = correct(path, llm, context, batch, draw(key, batch, path), remat=remat)
-    losses = over_logits(llm, hidden, negative_log_likelihood, batch.targets, chunk=chunk)
+    losses = target_losses(llm, hidden, batch.targets, chunk=chunk)
     return average(losses, batch.weights, reduction)

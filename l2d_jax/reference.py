@@ -139,7 +139,7 @@ def _batch(
     classes = a[f"{name}.class_labels"] if path.config.classes else np.zeros(len(tokens))
     batch = Batch(
         tokens=tokens,
-        queries=jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape),
+        queries=None,
         targets=jnp.asarray(np.maximum(labels, 0), jnp.int32),
         weights=jnp.asarray(labels >= 0, jnp.float32),
         classes=jnp.asarray(classes, jnp.int32),

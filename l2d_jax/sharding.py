@@ -5,10 +5,14 @@ A module's `declare` returns itself with `Weight` leaves; the functions here tur
 
 Why this table: `fsdp` shards the model width of every large matrix, so that weights, gradients and Adam moments shrink
 with the slice; `tensor` shards heads, hidden units and the vocabulary, so that two matrix products of a block need
-one reduction; `data` copies the weights and splits the batch only. Small axes (LoRA rank, diffusion width) stay whole.
+one reduction; `data` copies the weights and splits the batch only; `context` splits long sequences, whose keys and
+values are gathered where they are read, and serves the weights as more of `fsdp`. Small axes (LoRA rank, diffusion
+width) stay whole.
 """
 
-from collections.abc import Callable
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -21,17 +25,21 @@ from l2d_jax.errors import InputError
 
 Initializer = Callable[..., jax.Array]
 
-RULES: dict[str, str | tuple[str, ...] | None] = {
+Rules: TypeAlias = Mapping[str, str | tuple[str, ...] | None]
+
+RULES: Rules = {
     "batch": ("data", "fsdp"),
     "vocab": "tensor",
-    "embed": "fsdp",
+    "readout": ("tensor", "fsdp", "context"),  # the vocabulary of an output head: gathering rows copies nothing
+    "embed": ("fsdp", "context"),
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
     "layers": None,  # scanned over
     "head_dim": None,
-    "length": None,
+    "length": "context",
     "embed_activation": None,
+    "hidden": None,
     "rank": None,
     "diffusion": None,
     "condition": None,
@@ -39,6 +47,7 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "classes": None,
     "parts": None,  # the six modulation vectors
 }
+GATHERED: Rules = {**RULES, "embed": None, "readout": "tensor"}  # where a weight is used
 
 
 @dataclass(frozen=True)
@@ -85,19 +94,23 @@ def initialize(declared: Any, key: jax.Array, mesh: Mesh) -> Any:
     return jax.jit(values, out_shardings=shardings(declared, mesh))(key)
 
 
-def partition(axes: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
+def partition(
+    axes: tuple[str, ...],
+    shape: tuple[int, ...],
+    mesh: Mesh | AbstractMesh,
+    *,
+    rules: Rules = RULES,
+) -> PartitionSpec:
     """The mesh axes of an array with logical `axes`; a dimension that its mesh axis does not divide stays whole.
 
     Raises `ValueError` if two dimensions map to one mesh axis.
     """
     spec: list[Any] = []
     for name, size in zip(axes, shape, strict=True):
-        rule = RULES[name]
-        used = (rule,) if isinstance(rule, str) else (rule or ())
-        parts = 1
-        for axis in used:
-            parts *= mesh.shape[axis]
-        spec.append(rule if size % parts == 0 and parts > 1 else None)
+        rule = rules[name]
+        used = tuple(axis for axis in ((rule,) if isinstance(rule, str) else rule or ()) if mesh.shape.get(axis, 1) > 1)
+        parts = math.prod(mesh.shape[axis] for axis in used)
+        spec.append((used[0] if len(used) == 1 else used) if used and size % parts == 0 else None)
     flat = [axis for rule in spec if rule for axis in ((rule,) if isinstance(rule, str) else rule)]
     if len(flat) != len(set(flat)):
         raise ValueError(f"logical axes {axes} map twice to one mesh axis: {spec}")
@@ -107,16 +120,16 @@ def partition(axes: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh | Abstra
 def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
     """The device mesh of a config; raises `InputError` if the sizes do not multiply to the number of devices."""
     devices = devices or jax.devices()
-    sizes = {"data": config.data, "fsdp": config.fsdp, "tensor": config.tensor}
+    sizes = dataclasses.asdict(config)
     fixed = 1
     for size in sizes.values():
         fixed *= max(size, 1)
     sizes = {name: len(devices) // fixed if size == -1 else size for name, size in sizes.items()}
-    total = sizes["data"] * sizes["fsdp"] * sizes["tensor"]
+    total = math.prod(sizes.values())
     if total != len(devices):
         wanted = " x ".join(f"{name}={size}" for name, size in sizes.items())
         raise InputError(f"config.mesh {wanted} needs {total} devices, found {len(devices)}: change config.mesh")
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * 3, devices=devices)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes), devices=devices)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -124,9 +137,26 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(RULES["batch"]))
 
 
+def axis_size(axis: str) -> int:
+    """Devices along an axis of the mesh that is set; 1 where none is."""
+    size: int = dict(jax.sharding.get_abstract_mesh().shape).get(axis, 1)
+    return size
+
+
+def platform() -> str:
+    """What programs are being compiled for: the devices of the mesh that is set, otherwise JAX's own."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None or device.platform is None else str(device.platform)
+
+
 def constrain(x: jax.Array, *axes: str) -> jax.Array:
     """Ask the partitioner to keep `x` on its logical `axes`, inside `jax.set_mesh`; elsewhere `x` as it is."""
+    return place(x, axes)
+
+
+def place(x: jax.Array, axes: tuple[str, ...], *, rules: Rules = RULES) -> jax.Array:
+    """`constrain` by rules of one's own."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x
-    return jax.lax.with_sharding_constraint(x, partition(axes, x.shape, mesh))
+    return jax.lax.with_sharding_constraint(x, partition(axes, x.shape, mesh, rules=rules))

@@ -11,17 +11,22 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from l2d_jax import sharding
+from l2d_jax import attention, gathering, sharding
 from l2d_jax.config import TrainConfig
-from l2d_jax.diffusion_path import DiffusionPath
+from l2d_jax.diffusion_path import PRODUCT, DiffusionPath
 from l2d_jax.errors import InputError
 from l2d_jax.llm import LLM
 from l2d_jax.objective import Batch, loss, shares
 
-REMAT: dict[str, Callable[..., Any] | None] = {
-    "none": None,
-    "dots": partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
-    "full": jax.checkpoint,
+_saved = jax.checkpoint_policies
+REMAT: dict[str, Callable[..., Any]] = {
+    # Inside a scan, which is a barrier by itself, nothing else has to keep the two passes apart.
+    name: partial(jax.checkpoint, policy=policy, prevent_cse=False)
+    for name, policy in {
+        "none": _saved.save_anything_except_these_names(gathering.NAME),
+        "products": _saved.save_only_these_names(PRODUCT, attention.NAME),
+        "full": _saved.nothing_saveable,
+    }.items()
 }
 
 

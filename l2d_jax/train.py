@@ -14,7 +14,7 @@ import datasets
 import jax
 from jax.sharding import Mesh
 
-from l2d_jax import accounting, command_line, models, runtime
+from l2d_jax import accounting, command_line, models, profile, runtime
 from l2d_jax.checkpoint import Checkpoints
 from l2d_jax.config import Config
 from l2d_jax.data import Examples
@@ -52,9 +52,10 @@ def train(config: Config, workdir: Path) -> None:
     training = Examples.load(config.data, base.tokenizer, split=config.data.train_split)
     held_out = Examples.load(config.data, base.tokenizer, split=config.data.validation_split)
     print(f"training examples: {training.counts}; validation examples: {held_out.counts}")
+    steps = config.train.steps or max(1, math.ceil(config.train.epochs * len(training) / config.train.batch_size))
+    profile.check_steps(config.profile, steps)
 
     llm = base.load(dtype=config.model.dtype, mesh=mesh, seed=config.train.seed)
-    steps = config.train.steps or max(1, math.ceil(config.train.epochs * len(training) / config.train.batch_size))
     rate = schedule(config.optim, steps)
     adam = optimizer(config.optim, rate)
     path = models.new_path(config.path, llm, mesh, seed=config.train.seed)
@@ -81,6 +82,7 @@ def train(config: Config, workdir: Path) -> None:
         return step in (0, steps) or (every > 0 and step % every == 0)
 
     run_step = make_step(adam, config.train, state, mesh)
+    run_step = profile.trace_steps(run_step, config.profile, workdir, start=start)
     key = jax.random.key(config.train.seed + 1)
     process = {"process_index": jax.process_index(), "process_count": jax.process_count()}
     batches = training.batches(config.train.batch_size, start_step=start, **process)
@@ -144,6 +146,7 @@ def claim(workdir: Path, config: Config) -> None:
     changed = [
         f"config.{section}.{name} was {old.get(section, {}).get(name)!r}, is {value!r}"
         for section, values in new.items()
+        if section != "profile"  # a run that resumes may trace other steps
         for name, value in values.items()
         if old.get(section, {}).get(name) != value
     ]

@@ -7,13 +7,11 @@ import resource
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from l2d_jax import accounting, models, sharding
+from l2d_jax import accounting, models
 from l2d_jax.config import Config
-from l2d_jax.llm import LLM
 from l2d_jax.objective import Batch
 from l2d_jax.optim import optimizer
 from l2d_jax.step import TrainState, check_batch, make_step, micro_batches, optimizer_shardings
@@ -24,8 +22,7 @@ def training(config: Config, mesh: Mesh) -> dict[str, float]:
     """Tokens per second of the compiled training step, and what share of the machine's matrix-product rate that is."""
     check_batch(config.train, mesh)
     architecture = models.read_architecture(config.model)
-    declared = LLM.declare(architecture, dtype=jnp.dtype(config.model.dtype))
-    llm = sharding.initialize(declared, jax.random.key(0), mesh)
+    llm = models.random_base(architecture, mesh, dtype=config.model.dtype)
     path = models.new_path(config.path, llm, mesh, seed=1)
     adam = optimizer(config.optim, config.optim.peak_rate)
     moments = jax.jit(adam.init, out_shardings=optimizer_shardings(adam, path, mesh))(path)
@@ -60,7 +57,7 @@ def random_batch(config: Config, vocab_size: int) -> Batch:
     width = config.data.answer_length or length
     arrays: dict[str, Any] = {
         "tokens": rng.integers(vocab_size, size=(rows, length), dtype=np.int32),
-        "queries": np.tile(np.arange(length - width, length, dtype=np.int32), (rows, 1)),
+        "queries": None if width == length else np.tile(np.arange(length - width, length, dtype=np.int32), (rows, 1)),
         "targets": rng.integers(vocab_size, size=(rows, width), dtype=np.int32),
         "weights": np.ones((rows, width), np.float32),
         "classes": np.zeros(rows, np.int32),

@@ -41,8 +41,8 @@ def declared_path() -> Any:
 
 
 def test_one_axis_takes_the_devices_that_are_left() -> None:
-    assert dict(make_mesh(MeshConfig(data=2, tensor=2)).shape) == {"data": 2, "fsdp": 2, "tensor": 2}
-    assert dict(make_mesh(MeshConfig()).shape) == {"data": 1, "fsdp": 8, "tensor": 1}
+    assert dict(make_mesh(MeshConfig(data=2, tensor=2)).shape) == {"data": 2, "fsdp": 2, "tensor": 2, "context": 1}
+    assert dict(make_mesh(MeshConfig()).shape) == {"data": 1, "fsdp": 8, "tensor": 1, "context": 1}
 
 
 def test_initial_values_are_the_same_on_every_mesh(mesh: Mesh, eight: Mesh) -> None:

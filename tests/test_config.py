@@ -4,14 +4,24 @@ import typing
 
 import pytest
 
-from l2d_jax.config import Config, DataConfig, DecodeConfig, MeshConfig, ModelConfig, PathConfig, TrainConfig, defaults
+from l2d_jax.config import (
+    Config,
+    DataConfig,
+    DecodeConfig,
+    MeshConfig,
+    ModelConfig,
+    PathConfig,
+    ProfileConfig,
+    TrainConfig,
+    defaults,
+)
 from l2d_jax.errors import InputError
 
 # Every option of the project: its type and default. A new one has to argue its case here.
 OPTIONS = """
 model.name: str = ''
 model.architecture: Mapping[str, Any] | None = None
-model.dtype: Literal['bfloat16', 'float32'] = 'bfloat16'
+model.dtype: Literal['bfloat16', 'float32', 'int8'] = 'bfloat16'
 path.width: int = 256
 path.translation_width: int = 256
 path.frequency_width: int = 256
@@ -47,7 +57,7 @@ train.epochs: float = 1.0
 train.steps: int | None = None
 train.reduction: Literal['example', 'token'] = 'example'
 train.loss_chunk: int = 1024
-train.remat: Literal['none', 'dots', 'full'] = 'full'
+train.remat: Literal['none', 'products', 'full'] = 'full'
 train.checkpoint_every: int = 500
 train.keep: int = 3
 train.validate_every: int = 500
@@ -72,6 +82,8 @@ validation.budgets: tuple[int, ...] = (1, 15)
 mesh.data: int = 1
 mesh.fsdp: int = -1
 mesh.tensor: int = 1
+mesh.context: int = 1
+profile.steps: str | None = None
 """
 
 
@@ -111,7 +123,7 @@ def test_defaults_refuse_a_name_that_they_do_not_know():
     [
         ({"path": {"widht": 3}}, "unknown option config.path.widht: did you mean 'width'?"),
         ({"pth": {"width": 3}}, "unknown option config.pth: did you mean 'path'?"),
-        ({"mesh": {"zzz": 3}}, "unknown option config.mesh.zzz: choose from data, fsdp, tensor"),
+        ({"mesh": {"zzz": 3}}, "unknown option config.mesh.zzz: choose from context, data, fsdp, tensor"),
         ({"path": 3}, "config.path must be a section of options, got 3 of type int"),
         ({"path": None}, "config.path must be a section of options, got None"),
         ({"path": {"width": "wide"}}, "config.path.width must be of type int, got 'wide' of type str"),
@@ -158,6 +170,10 @@ def test_a_missing_section_is_named():
         (DecodeConfig, {"temperature": -1.0}, "must not be negative"),
         (MeshConfig, {"data": -1}, "at most one -1"),
         (MeshConfig, {"data": 0}, "positive sizes"),
+        (ProfileConfig, {"steps": "10"}, "FIRST:STOP with 1 < FIRST < STOP, such as 10:13, got '10'"),
+        (ProfileConfig, {"steps": "1:3"}, "1 < FIRST"),
+        (ProfileConfig, {"steps": "13:13"}, "FIRST < STOP"),
+        (ProfileConfig, {"steps": ""}, "got ''"),
         (ModelConfig, {}, "config.model.name is empty"),
     ],
 )

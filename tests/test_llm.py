@@ -11,6 +11,7 @@ import pytest
 import tiny
 from jax.sharding import Mesh
 
+from l2d_jax import llm as llm_module
 from l2d_jax import models, ops
 from l2d_jax.config import ModelConfig
 from l2d_jax.llm import LLM, KVCache
@@ -87,16 +88,16 @@ def _layers(llm: LLM, **changes: Any) -> LLM:
 
 
 def no_bias(llm: LLM, patch: pytest.MonkeyPatch) -> LLM:
-    return _layers(llm, q_bias=None, k_bias=None, v_bias=None)
+    return _layers(llm, **{name: jnp.zeros_like(getattr(llm.layers, name)) for name in ("q_bias", "k_bias", "v_bias")})
 
 
 def tiled_instead_of_repeated_heads(llm: LLM, patch: pytest.MonkeyPatch) -> LLM:
-    right, repeats = ops.attention, llm.architecture.num_attention_heads // llm.architecture.num_key_value_heads
+    right, repeats = llm_module.attention, llm.architecture.num_attention_heads // llm.architecture.num_key_value_heads
 
     def wrong(q: Any, k: Any, v: Any, **positions: Any) -> Any:
         return right(q, jnp.tile(k, (1, 1, repeats, 1)), jnp.tile(v, (1, 1, repeats, 1)), **positions)
 
-    patch.setattr(ops, "attention", wrong)
+    patch.setattr(llm_module, "attention", wrong)
     return llm
 
 
@@ -152,18 +153,18 @@ def norm_weight_plus_one(llm: LLM, patch: pytest.MonkeyPatch) -> LLM:
 
 
 def mask_off_by_one(llm: LLM, patch: pytest.MonkeyPatch) -> LLM:
-    right = ops.attention
+    right = llm_module.attention
 
     def wrong(q: Any, k: Any, v: Any, *, q_positions: Any, kv_positions: Any) -> Any:
         return right(q, k, v, q_positions=q_positions + 1, kv_positions=kv_positions)
 
-    patch.setattr(ops, "attention", wrong)
+    patch.setattr(llm_module, "attention", wrong)
     return llm
 
 
 def no_attention_scale(llm: LLM, patch: pytest.MonkeyPatch) -> LLM:
-    right, factor = ops.attention, llm.architecture.head_dim**0.5
-    patch.setattr(ops, "attention", lambda q, k, v, **positions: right(q * factor, k, v, **positions))
+    right, factor = llm_module.attention, llm.architecture.head_dim**0.5
+    patch.setattr(llm_module, "attention", lambda q, k, v, **positions: right(q * factor, k, v, **positions))
     return llm
 
 

@@ -53,31 +53,6 @@ def test_rope_frequencies_with_the_scaling_of_llama_3() -> None:
     np.testing.assert_allclose(ops.rope_frequencies(tiny.architecture("llama")), plain, rtol=1e-6)
 
 
-def test_attention_by_loops() -> None:
-    """Grouped heads, a gap and an empty slot, and keys in any order of slots."""
-    q, k, v = normal(2, 3, 4, 8), normal(2, 5, 2, 8), normal(2, 5, 2, 8)
-    q_positions = jnp.array([[0, 3, 7], [2, 2, 1]], jnp.int32)
-    kv_positions = jnp.array([[0, -1, 3, 8, 6], [2, 0, 1, -1, -1]], jnp.int32)
-    wanted = np.zeros((2, 3, 4, 8))
-    for b in range(2):
-        for i in range(3):
-            seen = [s for s in range(5) if 0 <= kv_positions[b, s] <= q_positions[b, i]]
-            for n in range(4):
-                scores = np.array([np.dot(q[b, i, n], k[b, s, n // 2]) / np.sqrt(8) for s in seen])
-                shares = np.exp(scores) / np.exp(scores).sum()
-                wanted[b, i, n] = sum(share * v[b, s, n // 2] for share, s in zip(shares, seen, strict=True))
-    out = ops.attention(q, k, v, q_positions=q_positions, kv_positions=kv_positions)
-    np.testing.assert_allclose(out, wanted, atol=1e-5)
-
-
-def test_attention_of_an_empty_slot_is_finite() -> None:
-    empty = jnp.full((1, 2), -1, jnp.int32)
-    out = ops.attention(
-        normal(1, 2, 2, 4), normal(1, 2, 1, 4), normal(1, 2, 1, 4), q_positions=empty, kv_positions=empty
-    )
-    assert np.isfinite(out).all()
-
-
 @pytest.mark.parametrize("dims", [1, 2])
 def test_a_projection_with_lora_is_one_with_the_sum_of_the_matrices(dims: int) -> None:
     inward, outward = {1: ((6,), (4, 5)), 2: ((3, 2), (7,))}[dims]

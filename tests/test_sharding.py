@@ -84,11 +84,15 @@ def test_a_declaration_names_each_of_its_axes() -> None:
 
 def test_the_mesh_takes_all_devices() -> None:
     one = jax.devices()
-    assert dict(make_mesh(MeshConfig(), one).shape) == {"data": 1, "fsdp": 1, "tensor": 1}
-    assert make_mesh(MeshConfig(), one).axis_types == (AxisType.Auto,) * 3
-    with pytest.raises(InputError, match=r"config.mesh data=2 x fsdp=1 x tensor=2 needs 4 devices, found 1"):
+    assert dict(make_mesh(MeshConfig(), one).shape) == {"data": 1, "fsdp": 1, "tensor": 1, "context": 1}
+    assert make_mesh(MeshConfig(), one).axis_types == (AxisType.Auto,) * 4
+    with pytest.raises(
+        InputError, match=r"config.mesh data=2 x fsdp=1 x tensor=2 x context=1 needs 4 devices, found 1"
+    ):
         make_mesh(MeshConfig(data=2, fsdp=1, tensor=2), one)
-    with pytest.raises(InputError, match=r"config.mesh data=2 x fsdp=0 x tensor=1 needs 0 devices, found 1"):
+    with pytest.raises(
+        InputError, match=r"config.mesh data=2 x fsdp=0 x tensor=1 x context=1 needs 0 devices, found 1"
+    ):
         make_mesh(MeshConfig(data=2), one)
 
 

@@ -1,0 +1,78 @@
+"""Every kernel of attention against loops: splash attention as its interpreter runs it, plain attention by mask."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from l2d_jax import attention as module
+from l2d_jax.attention import attention, splash
+
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape: int) -> jax.Array:
+    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+
+
+def test_attention_by_loops() -> None:
+    """Grouped heads, a gap and an empty slot, and keys in any order of slots."""
+    q, k, v = normal(2, 3, 4, 8), normal(2, 5, 2, 8), normal(2, 5, 2, 8)
+    q_positions = jnp.array([[0, 3, 7], [2, 2, 1]], jnp.int32)
+    kv_positions = jnp.array([[0, -1, 3, 8, 6], [2, 0, 1, -1, -1]], jnp.int32)
+    wanted = np.zeros((2, 3, 4, 8))
+    for b in range(2):
+        for i in range(3):
+            seen = [s for s in range(5) if 0 <= kv_positions[b, s] <= q_positions[b, i]]
+            for n in range(4):
+                scores = np.array([np.dot(q[b, i, n], k[b, s, n // 2]) / np.sqrt(8) for s in seen])
+                shares = np.exp(scores) / np.exp(scores).sum()
+                wanted[b, i, n] = sum(share * v[b, s, n // 2] for share, s in zip(shares, seen, strict=True))
+    out = attention(q, k, v, q_positions=q_positions, kv_positions=kv_positions)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+
+
+def test_attention_of_an_empty_slot_is_finite() -> None:
+    empty = jnp.full((1, 2), -1, jnp.int32)
+    out = attention(normal(1, 2, 2, 4), normal(1, 2, 1, 4), normal(1, 2, 1, 4), q_positions=empty, kv_positions=empty)
+    assert np.isfinite(out).all()
+
+
+@pytest.fixture
+def rows() -> dict[str, jax.Array]:
+    """Four rows of 256 tokens: full, padded on the right, padded on the left, and three sequences in one."""
+    positions = np.tile(np.arange(256), (4, 1))
+    positions[1, 150:] = -1
+    positions[2] = np.maximum(np.arange(256) - 100, -1)
+    segments = np.zeros((4, 256), int)
+    for number, (start, stop) in enumerate([(0, 90), (90, 200), (200, 256)]):
+        segments[3, start:stop], positions[3, start:stop] = number, np.arange(stop - start)
+    return {"kv_positions": jnp.asarray(positions, jnp.int32), "kv_segments": jnp.asarray(segments, jnp.int32)}
+
+
+def test_splash_attention_equals_plain_attention(rows: dict[str, jax.Array]) -> None:
+    """Values and the gradient of the queries, which is all that training asks for."""
+    q, k, v, direction = normal(4, 256, 4, 16), normal(4, 256, 2, 16), normal(4, 256, 2, 16), normal(4, 256, 4, 16)
+    is_real = (rows["kv_positions"] >= 0)[..., None, None]
+
+    def value(q: jax.Array, kernel: str) -> tuple[jax.Array, jax.Array]:
+        ids = jnp.where(rows["kv_positions"] < 0, -1, rows["kv_segments"])
+        out = attention(q, k, v, **rows) if kernel == "plain" else splash(q, k, v, ids, interpret=True)
+        return jnp.sum(jnp.where(is_real, out * direction, 0)), jnp.where(is_real, out, 0)
+
+    run = jax.jit(jax.value_and_grad(value, has_aux=True), static_argnums=1)
+    (_, plain), wanted = run(q, "plain")
+    (_, out), gradient = run(q, "splash")
+    np.testing.assert_allclose(out, plain, atol=2e-6)
+    np.testing.assert_allclose(gradient, wanted, atol=2e-6)
+
+
+def test_queries_in_the_slots_of_the_keys_need_no_positions(rows: dict[str, jax.Array]) -> None:
+    q, k, v = normal(4, 256, 4, 16), normal(4, 256, 2, 16), normal(4, 256, 2, 16)
+    given = attention(q, k, v, q_positions=rows["kv_positions"], q_segments=rows["kv_segments"], **rows)
+    np.testing.assert_array_equal(attention(q, k, v, **rows), given)
+
+
+@pytest.mark.parametrize(("length", "wanted"), [(128, True), (2048, True), (200, False), (1, False)])
+def test_lengths_that_splash_attention_takes(length: int, wanted: bool) -> None:
+    assert module.is_tiled(length) == wanted
