@@ -40,16 +40,19 @@ def attention(
       k: keys.
       v: values.
       kv_positions: of the keys.
-      q_positions: of the queries; None: query i is the token of key slot i, and positions grow with the slots.
+      q_positions: of the queries; None: each key slot has T / S of them, side by side, and positions grow with the
+        slots.
       kv_segments: sequences that share a row have a number each; None: one sequence a row.
       q_segments: the same of the queries, where their positions are given.
     """
     platform = sharding.platform()
     if q_positions is None:
-        if platform == "tpu" and is_tiled(q.shape[1]):
+        if platform == "tpu" and is_tiled(k.shape[1]):
             segments = jnp.where(kv_positions < 0, -1, 0 if kv_segments is None else kv_segments)
             return splash(q, k, v, segments)
-        q_positions, q_segments = kv_positions, kv_segments
+        copies = q.shape[1] // k.shape[1]
+        q_positions = jnp.repeat(kv_positions, copies, axis=1)
+        q_segments = None if kv_segments is None else jnp.repeat(kv_segments, copies, axis=1)
     seen = (kv_positions[:, None, :] <= q_positions[:, :, None]) & (kv_positions[:, None, :] >= 0)
     if q_segments is not None and kv_segments is not None:
         seen &= kv_segments[:, None, :] == q_segments[:, :, None]
@@ -70,14 +73,19 @@ def plain(q: Array, k: Array, v: Array, seen: Bool[Array, "B T S"], *, platform:
 
 
 def splash(q: Array, k: Array, v: Array, segments: Int[Array, "B T"], *, interpret: bool = False) -> Array:
-    """Causal attention within segments by the TPU's kernel; `interpret` runs it, slowly, on any platform."""
+    """Causal attention within segments by the TPU's kernel; `interpret` runs it, slowly, on any platform.
+
+    Several queries of one slot are to the kernel what the query heads of one key head are: rows that read one key.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    group = q.shape[2] // k.shape[2]
-    scaled = (q * q.shape[-1] ** -0.5).astype(q.dtype)
-    heads = "tensor" if sharding.axis_size("tensor") > 1 and k.shape[2] % sharding.axis_size("tensor") == 0 else None
+    (batch, length, key_heads, width), copies = k.shape, q.shape[1] // k.shape[1]
+    group = copies * (q.shape[2] // key_heads)
+    scaled = (q * width**-0.5).astype(q.dtype).reshape(batch, length, copies, key_heads, -1, width)
+    scaled = scaled.swapaxes(2, 3).reshape(batch, length, key_heads * group, width)
+    heads = "tensor" if sharding.axis_size("tensor") > 1 and key_heads % sharding.axis_size("tensor") == 0 else None
     context = "context" if sharding.axis_size("context") > 1 else None
     shards = sharding.axis_size("context")
-    kernel = _kernel(q.shape[1], group, shards, interpret)
+    kernel = _kernel(length, group, shards, interpret)
 
     def local(kernel: Any, q: Array, k: Array, v: Array, own: Array, all_segments: Array) -> Array:
         b, t, n, h = q.shape
@@ -87,14 +95,15 @@ def splash(q: Array, k: Array, v: Array, segments: Int[Array, "B T"], *, interpr
         out = jax.vmap(per_head)(grouped, k.swapaxes(1, 2), v.swapaxes(1, 2), ids)
         return out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, h)
 
-    if mesh.empty or mesh.size == 1:
-        return local(kernel, scaled, k, v, segments, segments)
-    batch = sharding.partition(("batch",), q.shape[:1], mesh)[0]
-    queries, keys = PartitionSpec(batch, context, heads, None), PartitionSpec(batch, None, heads, None)
-    own = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, context)))
-    specs = (own, queries, keys, keys, PartitionSpec(batch, context), PartitionSpec(batch, None))
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=queries, check_vma=False)
-    return mapped(kernel, scaled, k, v, segments, segments)
+    run = local
+    if not mesh.empty and mesh.size > 1:
+        rows = sharding.partition(("batch",), (batch,), mesh)[0]
+        queries, keys = PartitionSpec(rows, context, heads, None), PartitionSpec(rows, None, heads, None)
+        own = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, context)))
+        specs = (own, queries, keys, keys, PartitionSpec(rows, context), PartitionSpec(rows, None))
+        run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=queries, check_vma=False)
+    out = run(kernel, scaled, k, v, segments, segments)
+    return out.reshape(batch, length, key_heads, copies, -1, width).swapaxes(2, 3).reshape(q.shape)
 
 
 @functools.lru_cache

@@ -1,6 +1,8 @@
 """Tests that need eight devices: `test_sharding` runs this file in a process that has them (it is not collected)."""
 
-from typing import Any
+import math
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ from jax.sharding import Mesh
 from test_weights import declarations, theirs
 
 from l2d_jax import sharding, weights
+from l2d_jax.attention import attention, splash
 from l2d_jax.config import DecodeConfig, MeshConfig, OptimConfig, TrainConfig
 from l2d_jax.decode import decode, prefill
 from l2d_jax.draw import Sampling
@@ -74,32 +77,73 @@ def test_sharded_loading_keeps_the_bits_and_reads_each_shard_alone(name: str, ei
         assert held < source.elements < 1.3 * held
 
 
-def test_training_is_split_and_equal_to_one_device(mesh: Mesh, eight: Mesh) -> None:
-    """Two micro-batches: the same losses and weights; moments lie where their weights lie; the frozen bits stay."""
-    adam, config = optimizer(OptimConfig(), 1e-2), TrainConfig(batch_size=8, accumulation=2)
-    ends, losses = [], []
-    for m in (mesh, eight):
-        with jax.set_mesh(m):
-            llm, path = place(tiny.llm(), declared_llm(), m), place(tiny.path(), declared_path(), m)
-            placements = optimizer_shardings(adam, path, m)
-            state = TrainState(path=path, optimizer=jax.jit(adam.init, out_shardings=placements)(path))
-            step = make_step(adam, config, state, m)
-            for number in range(3):
-                batch = micro_batches(tiny.batch(examples=8, seed=number), 2, m)
-                state, metrics = step(state, llm, batch, jax.random.fold_in(jax.random.key(0), number))
-                losses.append(float(metrics["loss"]))
-            assert step._cache_size() == 1
-            jax.tree.map(np.testing.assert_array_equal, llm, tiny.llm())
-            ends.append(state)
-    np.testing.assert_allclose(losses[:3], losses[3:], rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), ends[0].path, ends[1].path)
-    state = ends[1]
-    placements = {leaf.shape: leaf.sharding for leaf in jax.tree.leaves(state.path)}
+class Trained(NamedTuple):
+    """Three steps of two micro-batches."""
+
+    losses: list[float]
+    state: TrainState
+
+
+def train(m: Mesh) -> Trained:
+    adam, config = optimizer(OptimConfig(), 1e-2), TrainConfig(batch_size=16, accumulation=2)
+    losses = []
+    with jax.set_mesh(m):
+        llm, path = place(tiny.llm(), declared_llm(), m), place(tiny.path(), declared_path(), m)
+        placements = optimizer_shardings(adam, path, m)
+        state = TrainState(path=path, optimizer=jax.jit(adam.init, out_shardings=placements)(path))
+        step = make_step(adam, config, state, m)
+        for number in range(3):
+            batch = micro_batches(tiny.batch(examples=16, seed=number), 2, m)
+            state, metrics = step(state, llm, batch, jax.random.fold_in(jax.random.key(0), number))
+            losses.append(float(metrics["loss"]))
+        assert step._cache_size() == 1
+        jax.tree.map(np.testing.assert_array_equal, llm, tiny.llm())  # the frozen bits stay
+    return Trained(losses, state)
+
+
+@pytest.fixture(scope="module")
+def alone(mesh: Mesh) -> Trained:
+    return train(mesh)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"data": 2, "fsdp": 2, "tensor": 2},
+        {"fsdp": 8},
+        {"data": 8, "fsdp": 1},
+        {"fsdp": 2, "tensor": 2, "context": 2},
+        {"fsdp": 2},  # on two devices
+    ],
+    ids=str,
+)
+def test_training_is_split_and_equal_to_one_device(alone: Trained, sizes: dict[str, int]) -> None:
+    """The same losses and weights on every mesh; moments lie where their weights lie."""
+    devices = jax.devices()[: math.prod(sizes.values())]
+    losses, state = train(make_mesh(MeshConfig(**sizes), devices))
+    np.testing.assert_allclose(losses, alone.losses, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), state.path, alone.state.path)
     moments = [leaf for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim]
+    placements = {leaf.shape: leaf.sharding for leaf in jax.tree.leaves(state.path)}
     assert len(moments) == 2 * len(jax.tree.leaves(state.path))
     for moment in moments:
         assert moment.sharding.is_equivalent_to(placements[moment.shape], moment.ndim)
-    assert sum(not moment.sharding.is_fully_replicated for moment in moments) > len(moments) / 3
+    if sizes.get("fsdp") != 1:
+        assert sum(not moment.sharding.is_fully_replicated for moment in moments) > len(moments) / 3
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "context": 4}], ids=str)
+def test_splash_attention_is_split_and_equal_to_plain_attention(sizes: dict[str, int]) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(4, 512, heads, 16)), jnp.float32) for heads in (4, 2, 2))
+    positions = np.tile(np.arange(512), (4, 1))
+    positions[1, 300:] = -1
+    plain = attention(q, k, v, kv_positions=jnp.asarray(positions, jnp.int32))
+    with jax.set_mesh(make_mesh(MeshConfig(**{"fsdp": 1, **sizes}))):
+        segments = jnp.asarray(np.minimum(positions, 0), jnp.int32)
+        split = jax.jit(partial(splash, interpret=True))(q, k, v, segments)
+    np.testing.assert_allclose(split[0], plain[0], atol=2e-6)
+    np.testing.assert_allclose(split[1, :300], plain[1, :300], atol=2e-6)
 
 
 def test_decoding_gives_the_same_tokens(mesh: Mesh, eight: Mesh) -> None:

@@ -50,10 +50,12 @@ def rows() -> dict[str, jax.Array]:
     return {"kv_positions": jnp.asarray(positions, jnp.int32), "kv_segments": jnp.asarray(segments, jnp.int32)}
 
 
-def test_splash_attention_equals_plain_attention(rows: dict[str, jax.Array]) -> None:
+@pytest.mark.parametrize("copies", [1, 3])
+def test_splash_attention_equals_plain_attention(rows: dict[str, jax.Array], copies: int) -> None:
     """Values and the gradient of the queries, which is all that training asks for."""
-    q, k, v, direction = normal(4, 256, 4, 16), normal(4, 256, 2, 16), normal(4, 256, 2, 16), normal(4, 256, 4, 16)
-    is_real = (rows["kv_positions"] >= 0)[..., None, None]
+    q, direction = normal(4, 256 * copies, 4, 16), normal(4, 256 * copies, 4, 16)
+    k, v = normal(4, 256, 2, 16), normal(4, 256, 2, 16)
+    is_real = jnp.repeat(rows["kv_positions"] >= 0, copies, axis=1)[..., None, None]
 
     def value(q: jax.Array, kernel: str) -> tuple[jax.Array, jax.Array]:
         ids = jnp.where(rows["kv_positions"] < 0, -1, rows["kv_segments"])
@@ -67,9 +69,11 @@ def test_splash_attention_equals_plain_attention(rows: dict[str, jax.Array]) -> 
     np.testing.assert_allclose(gradient, wanted, atol=2e-6)
 
 
-def test_queries_in_the_slots_of_the_keys_need_no_positions(rows: dict[str, jax.Array]) -> None:
-    q, k, v = normal(4, 256, 4, 16), normal(4, 256, 2, 16), normal(4, 256, 2, 16)
-    given = attention(q, k, v, q_positions=rows["kv_positions"], q_segments=rows["kv_segments"], **rows)
+@pytest.mark.parametrize("copies", [1, 2])
+def test_queries_in_the_slots_of_the_keys_need_no_positions(rows: dict[str, jax.Array], copies: int) -> None:
+    q, k, v = normal(4, 256 * copies, 4, 16), normal(4, 256, 2, 16), normal(4, 256, 2, 16)
+    places, segments = (jnp.repeat(rows[name], copies, axis=1) for name in ("kv_positions", "kv_segments"))
+    given = attention(q, k, v, q_positions=places, q_segments=segments, **rows)
     np.testing.assert_array_equal(attention(q, k, v, **rows), given)
 
 

@@ -100,6 +100,7 @@ def test_on_eight_devices() -> None:
     """Runs `eight_devices.py`, whose tests need a process that starts with eight."""
     root = Path(__file__).parents[1]
     flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8"  # after those of conftest
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore", "tests/eight_devices.py"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore", "-s", "tests/eight_devices.py"]
     child = subprocess.run(command, cwd=root, env={**os.environ, "XLA_FLAGS": flags}, capture_output=True, text=True)
     assert child.returncode == 0, child.stdout + child.stderr
+    assert "rematerialization" not in child.stderr  # "involuntary": an array that was gathered to be split again
