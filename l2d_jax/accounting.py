@@ -28,7 +28,7 @@ def bytes_per_device(declared: Any, mesh: Mesh) -> int:
     )
 
 
-def flops_per_token(architecture: Architecture, config: PathConfig) -> dict[str, int]:
+def flops_per_token(architecture: Architecture, config: PathConfig, *, draws_per_context: int = 1) -> dict[str, int]:
     """Useful floating-point operations of training on one token: matrix products alone, nothing recomputed.
 
     A product with n weights takes 2n forward; backward, 2n for the input and 2n more for a trained weight.
@@ -43,9 +43,9 @@ def flops_per_token(architecture: Architecture, config: PathConfig) -> dict[str,
     frozen = sum(shared.values()) if config.layers == "lora" else 0
     return {
         "frozen pass": 2 * (sum(shared.values()) + keys),
-        "path forward": 2 * (frozen + trained),
-        "path backward": 2 * frozen + 4 * trained,
-        "output head": 4 * head,
+        "path forward": draws_per_context * 2 * (frozen + trained),
+        "path backward": draws_per_context * (2 * frozen + 4 * trained),
+        "output head": draws_per_context * 4 * head,
     }
 
 
@@ -63,7 +63,7 @@ def summary(config: Config, architecture: Architecture, mesh: Mesh) -> str:
         "its gradient and Adam moments": 3 * trained,
         "keys and values of a micro-batch": cache,
     }
-    flops = flops_per_token(architecture, config.path)
+    flops = flops_per_token(architecture, config.path, draws_per_context=config.train.draws_per_context)
     rows = [
         ("frozen parameters", f"{parameters(llm):,}"),
         ("trainable parameters", f"{parameters(path):,}"),

@@ -78,7 +78,8 @@ class DataConfig:
     train_examples: int | None = None  # at most so many; None: all
     validation_examples: int | None = 256  # at most so many; None: all
     max_length: int = 2048  # tokens of context and answer; longer examples are dropped and counted
-    answer_length: int | None = None  # positions that carry a loss, per example; None: max_length
+    answer_length: int | None = None  # positions that carry a loss, per row; None: max_length
+    packing: bool = False  # let training examples share a row of those lengths; False: one a row, as in the paper
     seed: int = 0  # of the order
 
     def __post_init__(self) -> None:
@@ -115,8 +116,9 @@ class OptimConfig:
 class TrainConfig:
     """The loop."""
 
-    batch_size: int = 32  # examples per optimizer step, over all devices
+    batch_size: int = 32  # rows per optimizer step, over all devices; a row is one example, or several if packed
     accumulation: int = 1  # micro-batches that one optimizer step averages
+    draws_per_context: int = 1  # times and noises that each position is trained on, all after one frozen pass
     epochs: float = 1.0
     steps: int | None = None  # optimizer steps; takes the place of `epochs`
     reduction: Literal["example", "token"] = "example"  # mean over examples of token means, or one mean over tokens
@@ -129,7 +131,8 @@ class TrainConfig:
     seed: int = 0  # of the initial values and the noise
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "accumulation", "loss_chunk", "checkpoint_every", "keep", "log_every"):
+        positive = ("batch_size", "accumulation", "draws_per_context", "loss_chunk", "checkpoint_every", "keep")
+        for name in (*positive, "log_every"):
             require(getattr(self, name) > 0, f"config.train.{name} must be positive, got {getattr(self, name)}")
         require(self.epochs > 0, f"config.train.epochs must be positive, got {self.epochs}")
         require(self.steps is None or self.steps > 0, f"config.train.steps must be positive or None, got {self.steps}")

@@ -1,16 +1,15 @@
 """Conversations to batches of one fixed shape, in an order that is a pure function of the seed and the step.
 
-Rows come from the built-in problems, from folders of JSON lines or Parquet, or from the Hugging Face hub. They are
-tokenised once, each of the assistant's turns as one example; `datasets` keeps the result in its cache. There is no
-iterator state: step k of any run, resumed or not and on any number of processes, reads the same examples.
+They are tokenised once, each of the assistant's turns as one example, and `datasets` keeps the result in its cache.
+There is no iterator state: step k of any run, resumed or not and on any number of processes, reads the same examples.
 """
 
 import dataclasses
 import hashlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import datasets
@@ -19,15 +18,14 @@ from grain import MapDataset, ReadOptions
 from jaxtyping import Bool, Int
 from transformers import PreTrainedTokenizerFast
 
-from l2d_jax import problems, tokens
+from l2d_jax import tokens
+from l2d_jax.batches import stack
 from l2d_jax.config import DataConfig
+from l2d_jax.conversations import most_examples, read_rows
 from l2d_jax.errors import InputError
 from l2d_jax.objective import Batch
+from l2d_jax.packing import Plan, pack
 
-HUB = {"smoltalk": ("HuggingFaceTB/smoltalk", ("all",)), "gsm8k": ("openai/gsm8k", ("main",))}  # id, default subsets
-FORMATS = {".jsonl": "json", ".parquet": "parquet"}
-PROBLEMS = 20_000  # rows of a split where the config sets no number
-COLUMNS = ("messages", "question", "answer", "class")  # all that is read of a row
 FEATURES = datasets.Features(
     {
         "tokens": datasets.List(datasets.Value("int32")),  # context and answer
@@ -69,7 +67,7 @@ class Examples:
         without a chat template, and where no example fits the lengths of the config.
         """
         tokens.require_chat_template(tokenizer)
-        name, limit = f"{config.source}/{split}", _limit(config, split)
+        name, limit = f"{config.source}/{split}", most_examples(config, split)
         rows = read_rows(config, split)
         taken = limit or len(rows)
         while True:
@@ -87,127 +85,69 @@ class Examples:
     def __len__(self) -> int:
         return len(self.kept)
 
+    @cached_property
+    def plan(self) -> Plan:
+        """Which examples share a row, where the config asks for packing."""
+        length, answer_length = self.config.max_length, self.config.answer_length or self.config.max_length
+        lengths, answers = (sizes[self.kept] for sizes in _lengths(self.turns))
+        return pack(lengths, answers, length=length, answer_length=answer_length)
+
+    @property
+    def rows(self) -> int:
+        """Rows of an epoch of training."""
+        return len(self.plan) if self.config.packing else len(self)
+
+    def describe(self) -> str:
+        """How many examples there are, and how full the rows of training are."""
+        text = _lengths(self.turns)[0][self.kept].sum() / self.config.max_length
+        padding, alone = (f"{100 * (1 - text / rows):.0f} %" for rows in (self.rows, len(self)))
+        if not self.config.packing:
+            return f"{self.counts}, {padding} padding"
+        return f"{self.counts}, packed into {self.rows} rows, {padding} padding instead of {alone}"
+
     def batches(
         self, batch_size: int, *, start_step: int = 0, process_index: int = 0, process_count: int = 1
     ) -> Iterator[Batch]:
         """Batches without end, from `start_step` on; each epoch has an order of its own.
 
         Args:
-          batch_size: examples of one step over all processes; a process yields its contiguous share of them.
+          batch_size: rows of one step over all processes; a process yields its contiguous share of them.
           start_step: batches that an earlier run has used.
           process_index: of this process, from 0 on.
           process_count: number of processes; must divide `batch_size`, or `InputError` is raised.
         """
-        order = MapDataset.range(len(self)).seed(self.config.seed).shuffle().repeat()
-        return self._read(order, batch_size, start_step, (process_index, process_count))
+        is_packed, seed, rows = self.config.packing, self.config.seed, self.rows
+        deal = lru_cache(maxsize=2)(lambda epoch: self.plan.deal(seed, epoch))  # rows of two are read at its turn
+
+        def examples(index: int, row: int) -> list[int]:
+            return deal(index // rows)[row].tolist() if is_packed else [row]
+
+        order = MapDataset.range(rows).seed(seed).shuffle().repeat().map_with_index(examples)
+        return self._read(order, batch_size, start_step, (process_index, process_count), is_packed=is_packed)
 
     def in_order(self, batch_size: int, *, process_index: int = 0, process_count: int = 1) -> Iterator[Batch]:
-        """Every example once, as they stand; the last batch is filled up with rows of weight 0. Arguments as above."""
-        order = MapDataset.range(-(-len(self) // batch_size) * batch_size)
-        return self._read(order, batch_size, 0, (process_index, process_count))
+        """Every example once, a row each, as they stand; the last batch is filled up with rows of weight 0.
 
-    def _read(self, order: MapDataset, batch_size: int, start: int, process: tuple[int, int]) -> Iterator[Batch]:
+        Arguments as above.
+        """
+        order = MapDataset.range(-(-len(self) // batch_size) * batch_size)
+        order = order.map(lambda index: [index] if index < len(self) else [])
+        return self._read(order, batch_size, 0, (process_index, process_count), is_packed=False)
+
+    def _read(
+        self, order: MapDataset, batch_size: int, start: int, process: tuple[int, int], *, is_packed: bool
+    ) -> Iterator[Batch]:
+        """Batches of rows, of which `order` has the numbers of the examples."""
         index, count = process
         if batch_size % count:
             raise InputError(f"the batch size must be a multiple of the {count} processes, got {batch_size}: change it")
-        share = batch_size // count
+        stack_rows = partial(stack, config=self.config, padding=self.padding, is_packed=is_packed)
         # Nothing remains to be dropped; but without it, grain fails to count the batches of one of an endless order.
-        shares = order.map(self._example).batch(share, drop_remainder=True, batch_fn=self._stack)
+        shares = order.map(self._examples).batch(batch_size // count, drop_remainder=True, batch_fn=stack_rows)
         return iter(shares[start * count + index :: count].to_iter_dataset(READING))
 
-    def _example(self, index: int) -> dict[str, Any]:
-        return self.turns[int(self.kept[index])] if index < len(self) else {}
-
-    def _stack(self, examples: Sequence[dict[str, Any]]) -> Batch:
-        """Examples in the batch's shape; {} becomes a row of padding (grain skips a None)."""
-        rows, length = len(examples), self.config.max_length
-        width = self.config.answer_length or length
-        full: Any = np.full  # NumPy's arrays become JAX's as they are placed on the mesh
-        batch: Any = Batch(
-            tokens=full((rows, length), self.padding, np.int32),
-            queries=None if self.config.answer_length is None else full((rows, width), np.arange(width), np.int32),
-            targets=full((rows, width), self.padding, np.int32),
-            weights=full((rows, width), 0, np.float32),
-            classes=full(rows, 0, np.int32),
-        )
-        for row, example in enumerate(examples):
-            if not example:
-                continue
-            ids, context = example["tokens"], int(example["context"])
-            answer, first = len(ids) - context, context - 1  # the context's last token predicts the answer's first
-            batch.tokens[row, : len(ids) - 1] = ids[:-1]
-            place = slice(first, first + answer)
-            if self.config.answer_length is not None:
-                place = slice(0, answer)
-                batch.queries[row] = first + np.minimum(np.arange(width), answer - 1)
-            batch.targets[row, place] = ids[context:]
-            batch.weights[row, place] = 1
-            batch.classes[row] = example["class"]
-        return batch
-
-
-def read_rows(config: DataConfig, split: str) -> datasets.Dataset:
-    """The rows of a split, with a `messages` column or `question` and `answer`, and `class` where there are classes.
-
-    Raises `InputError` for a source, split or column that is missing, a file that cannot be parsed, and no rows.
-    """
-    if config.source == "problems":
-        return datasets.Dataset.from_list(problems.conversations(_limit(config, split) or PROBLEMS, split=split))
-    folder = Path(config.data_dir, config.source) if config.data_dir else Path(config.source)
-    if config.data_dir or folder.is_dir():
-        if config.subsets:
-            raise InputError(f"config.data.subsets is for the hub, but rows are read from {folder}: leave it empty")
-        return _read_file(folder, split)
-    return _read_hub(config, split)
-
-
-def _read_file(folder: Path, split: str) -> datasets.Dataset:
-    files = [folder / f"{split}{suffix}" for suffix in FORMATS]
-    file = next((file for file in files if file.is_file()), None)
-    if file is None:
-        found = sorted({file.stem for file in folder.glob("*") if file.suffix in FORMATS})
-        raise InputError(
-            f"no split {split!r} in {folder}: it needs {files[0].name} or {files[1].name}, and the splits there are "
-            f"{', '.join(found) or 'none'}"
-        )
-    if file.stat().st_size == 0:
-        raise InputError(f"{file} is empty: put one row a line into it")
-    try:
-        rows = datasets.load_dataset(FORMATS[file.suffix], data_files=str(file), split="train")
-    except Exception as error:  # each format's parser raises its own, wrapped or not
-        raise InputError(f"{file} cannot be read: {tokens.first_line(error)}: mend or replace it") from error
-    return _check_columns(rows, str(file))
-
-
-def _read_hub(config: DataConfig, split: str) -> datasets.Dataset:
-    name, subsets = HUB.get(config.source, (config.source, (None,)))
-    parts = []
-    for subset in config.subsets or subsets:
-        try:
-            rows = datasets.load_dataset(name, subset, split=split)
-        except Exception as error:  # of the network, the hub's client, the parsers; all mean that there are no rows
-            raise InputError(
-                f"data set {name!r} (subset {subset}, split {split!r}) cannot be read: {tokens.first_line(error)}: "
-                "check the names, or put its rows into a folder and set config.data.data_dir"
-            ) from error
-        parts.append(_check_columns(rows, f"{name} {subset or ''}".strip()))
-    return datasets.concatenate_datasets(parts)
-
-
-def _check_columns(rows: datasets.Dataset, name: str) -> datasets.Dataset:
-    columns = set(rows.column_names)
-    if not ("messages" in columns or {"question", "answer"} <= columns):
-        found = ", ".join(sorted(columns))
-        raise InputError(
-            f"rows need a column 'messages', or 'question' and 'answer', but {name} has {found}: rename them"
-        )
-    if len(rows) == 0:
-        raise InputError(f"{name} has no rows: choose another split or source")
-    return rows.select_columns([column for column in COLUMNS if column in columns])
-
-
-def _limit(config: DataConfig, split: str) -> int | None:
-    return config.train_examples if split == config.train_split else config.validation_examples
+    def _examples(self, numbers: list[int]) -> list[dict[str, Any]]:
+        return [self.turns[int(self.kept[number])] for number in numbers]
 
 
 def _spread(length: int, count: int) -> Int[np.ndarray, " n"]:

@@ -149,7 +149,7 @@ class DiffusionPath(nnx.Module):
         _, modulation = jax.lax.scan(lambda _, own: (None, own(condition)), None, self.layers.modulation)
         return Conditions(modulation, self.merge_weight(t, labels))
 
-    def __call__(
+    def __call__(  # noqa: PLR0913 (what places a query, and what it is told)
         self,
         llm: LLM,
         x: Float[Array, "B M C"],
@@ -157,6 +157,7 @@ class DiffusionPath(nnx.Module):
         *,
         cache: KVCache,
         positions: Int[Array, "B M"] | None = None,
+        segments: Int[Array, "B M"] | None = None,
         labels: Int[Array, "#B #M"] | None = None,
         conditions: Conditions | None = None,
         remat: Callable[..., Any] | None = None,
@@ -164,12 +165,20 @@ class DiffusionPath(nnx.Module):
         """The correction w_d(t) * f_d(x_t, t) of the hidden states at `positions`; arguments as of `features`."""
         modulation = None if conditions is None else conditions.modulation
         f = self.features(
-            llm, x, t, cache=cache, positions=positions, labels=labels, modulation=modulation, remat=remat
+            llm,
+            x,
+            t,
+            cache=cache,
+            positions=positions,
+            segments=segments,
+            labels=labels,
+            modulation=modulation,
+            remat=remat,
         )
         weight = self.merge_weight(t, labels) if conditions is None else conditions.merge
         return weight.astype(f.dtype) * f
 
-    def features(
+    def features(  # noqa: PLR0913 (as above)
         self,
         llm: LLM,
         x: Float[Array, "B M C"],
@@ -177,6 +186,7 @@ class DiffusionPath(nnx.Module):
         *,
         cache: KVCache,
         positions: Int[Array, "B M"] | None = None,
+        segments: Int[Array, "B M"] | None = None,
         labels: Int[Array, "#B #M"] | None = None,
         modulation: Float[Array, "L #B #M P D"] | None = None,
         remat: Callable[..., Any] | None = None,
@@ -188,11 +198,14 @@ class DiffusionPath(nnx.Module):
           x: diffusion tokens x_t, in float32.
           t: time in [0, 1], per position or shared.
           cache: keys and values of the main path, at least up to `positions`.
-          positions: of the main-path token that each diffusion token accompanies; None: one for each slot of the cache.
+          positions: of the main-path token that each diffusion token accompanies; None: M / S side by side for each
+            slot of the cache.
+          segments: the sequence of each diffusion token, where the cache's rows hold several and positions are given.
           labels: classes for guidance, per position or shared; None: the null class.
           modulation: of `conditions` at t and the labels; None: computed here, block by block.
           remat: wraps the block for rematerialisation in training, such as `jax.checkpoint`; None: no wrapping.
         """
+        assert positions is None or (segments is None) == (cache.segments is None)
         dtype = llm.embed.dtype
         epsilon = llm.architecture.rms_norm_eps
         frequencies = ops.rope_frequencies(llm.architecture)
@@ -200,7 +213,9 @@ class DiffusionPath(nnx.Module):
         condition = self.condition(t, labels).astype(dtype)
         shared = LLM.declare(llm.architecture, dtype=dtype).layers
         declared = DiffusionPath.declare(self.config, llm.architecture).layers
-        angles = cache.positions if positions is None else positions
+        angles = positions
+        if angles is None:
+            angles = jnp.repeat(cache.positions, x.shape[1] // cache.positions.shape[1], axis=1)
 
         def project(y: Array, weight: Array, own: Lora | Array, *, dims: int = 1) -> Array:
             y = ops.settle(y)
@@ -219,7 +234,15 @@ class DiffusionPath(nnx.Module):
             with jax.named_scope("attention"):
                 y = ops.rms_norm(x, w.attention_norm.astype(dtype) + scale_1, epsilon) + shift_1
                 q = ops.rope(project(y, w.q, own.q) + bias(q_bias, y), angles, frequencies)
-                y = attention(q, k, v, q_positions=positions, kv_positions=cache.positions)
+                y = attention(
+                    q,
+                    k,
+                    v,
+                    q_positions=positions,
+                    kv_positions=cache.positions,
+                    q_segments=segments,
+                    kv_segments=cache.segments,
+                )
                 x = x + gate_1 * project(y, w.o, own.o, dims=2)
             with jax.named_scope("mlp"):
                 y = ops.rms_norm(x, w.mlp_norm.astype(dtype) + scale_2, epsilon) + shift_2

@@ -30,6 +30,7 @@ class KVCache(nnx.Module):
     v: Float[Array, "L B S K H"] = nnx.data()
     positions: Int[Array, "B S"] = nnx.data()  # of the token in each slot; -1: empty
     used: Int[Array, ""] = nnx.data()  # slots written so far, the same for the whole batch
+    segments: Int[Array, "B S"] | None = nnx.data(default=None)  # sequence of each slot; None: one sequence per row
 
     @classmethod
     def empty(cls, architecture: Architecture, batch: int, slots: int, *, dtype: Any) -> "KVCache":
@@ -40,7 +41,9 @@ class KVCache(nnx.Module):
         return cls(k=zeros, v=zeros, positions=jnp.full((batch, slots), -1, jnp.int32), used=jnp.int32(0))
 
     def extend(self, new: "KVCache") -> "KVCache":
-        """The cache with the tokens of `new` in the next slots."""
+        """The cache with the tokens of `new` in the next slots; for rows of one sequence each."""
+        assert self.segments is None
+        assert new.segments is None
 
         def write(old: Array, update: Array, axis: int) -> Array:
             return jax.lax.dynamic_update_slice_in_dim(old, update, self.used, axis)
@@ -123,9 +126,17 @@ class LLM(nnx.Module):
         return cls(embed=weight("vocab embed"), layers=layers, norm=weight("embed", one), head=head, architecture=a)
 
     def __call__(
-        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: KVCache | None = None
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        cache: KVCache | None = None,
+        *,
+        segments: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], KVCache]:
         """Run the decoder on tokens that follow those of `cache`.
+
+        Several sequences may share a row: `segments` numbers them, and each begins at position 0. Such rows are read in
+        one call, without a cache.
 
         Returns:
           The last hidden state before the final norm, and the keys and values of these tokens alone: they are the
@@ -135,6 +146,7 @@ class LLM(nnx.Module):
         frequencies = ops.rope_frequencies(self.architecture)
         declared = LLM.declare(self.architecture, dtype=self.embed.dtype)
         kv_positions = positions
+        assert cache is None or segments is None
         if cache is not None:
             kv_positions = jax.lax.dynamic_update_slice_in_dim(cache.positions, positions, cache.used, 1)
 
@@ -148,7 +160,14 @@ class LLM(nnx.Module):
                 if cache is not None and past is not None:
                     k = jax.lax.dynamic_update_slice_in_dim(past[0], k, cache.used, 1)
                     v = jax.lax.dynamic_update_slice_in_dim(past[1], v, cache.used, 1)
-                y = attention(q, k, v, q_positions=None if cache is None else positions, kv_positions=kv_positions)
+                y = attention(
+                    q,
+                    k,
+                    v,
+                    q_positions=None if cache is None else positions,
+                    kv_positions=kv_positions,
+                    kv_segments=segments,
+                )
                 x = x + ops.project(y, w.o, dims=2)
             with jax.named_scope("mlp"):
                 y = ops.rms_norm(x, w.mlp_norm, epsilon)
@@ -160,7 +179,8 @@ class LLM(nnx.Module):
             past = None if cache is None else (cache.k, cache.v)
             embedded = constrain(self.embed[tokens], "batch", "length", "embed_activation")
             hidden, (k, v) = jax.lax.scan(block, embedded, (self.layers, past))
-        return hidden, KVCache(k=k, v=v, positions=positions, used=jnp.int32(tokens.shape[1]))
+        used = jnp.int32(tokens.shape[1])
+        return hidden, KVCache(k=k, v=v, positions=positions, used=used, segments=segments)
 
     def with_whole_head(self) -> "LLM":
         """The same with an output head that is gathered here, for a loop to use many times."""

@@ -1,10 +1,13 @@
 """One training loss from a batch and a key (paper section 3.2, algorithm 1).
 
 Notable: the path runs at the answer's positions alone (`Batch.queries`), since no diffusion token sees another; the
-frozen pass leaves nothing but keys and values; logits exist for one chunk of positions at a time.
+frozen pass leaves nothing but keys and values; logits exist for one chunk of positions at a time. Several draws per
+context share that pass: their positions stand side by side in one evaluation of the path, so that a sharded model
+gathers each weight once however many there are. What more draws cost in memory, smaller micro-batches give back.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -20,13 +23,39 @@ Reduction = Literal["example", "token", "sum"]
 
 
 class Batch(NamedTuple):
-    """Examples in one fixed shape: T tokens of context and answer, M positions that predict the answer."""
+    """Examples in one fixed shape: T tokens of context and answer, M positions that predict the answer.
+
+    A row holds one example, or several (`packing`), which `segments` then numbers.
+    """
 
     tokens: Int[Array, "B T"]  # context and answer without its last token, padded on the right
-    queries: Int[Array, "B M"] | None  # indices into T of the tokens whose successor is predicted; None: all, M is T
+    queries: Int[Array, "B M"] | None  # indices into T of the tokens whose successor is predicted; None: all in turn
     targets: Int[Array, "B M"]  # those successors
     weights: Float[Array, "B M"]  # 1 where there is a loss, 0 where there is padding
-    classes: Int[Array, " B"]  # labels for guidance; 0 where there are none
+    classes: Int[Array, " B"] | Int[Array, "B M"]  # labels for guidance, by query if packed; 0 where there are none
+    segments: Int[Array, "B T"] | None = None  # the example of each token, from 1 on, 0 for padding; None: not packed
+
+    @property
+    def query_segments(self) -> Int[Array, "*A B M"] | None:
+        """The example of each query, in packed rows."""
+        if self.segments is None:
+            return None
+        if self.queries is None:
+            return jnp.repeat(self.segments, self.targets.shape[-1] // self.tokens.shape[-1], axis=-1)
+        return jnp.take_along_axis(self.segments, self.queries, axis=-1)
+
+    def repeat(self, count: int) -> "Batch":
+        """Each query `count` times over, at the same weight in all; copies are neighbours, so queries still ascend."""
+
+        def copy(array: Array) -> Array:
+            return jnp.repeat(array, count, axis=1)
+
+        return self._replace(
+            queries=None if self.queries is None else copy(self.queries),
+            targets=copy(self.targets),
+            weights=copy(self.weights) / count,
+            classes=self.classes if self.classes.ndim == 1 else copy(self.classes),
+        )
 
 
 class Draws(NamedTuple):
@@ -44,6 +73,7 @@ class Context(NamedTuple):
     cache: KVCache
     positions: Int[Array, "B M"]
     labels: Int[Array, "B M"] | None = None  # classes for guidance
+    segments: Int[Array, "B M"] | None = None  # examples of a packed row
 
 
 def draw(key: Key[Array, ""] | Array, batch: Batch, path: DiffusionPath) -> Draws:
@@ -54,19 +84,37 @@ def draw(key: Key[Array, ""] | Array, batch: Batch, path: DiffusionPath) -> Draw
     labels = None
     if config.classes:
         dropped = jax.random.bernoulli(key_drop, config.class_dropout, shape)
-        labels = jnp.where(dropped, config.classes, batch.classes[:, None])
+        labels = jnp.where(dropped, config.classes, batch.classes.reshape(shape[0], -1))
     noise = jax.random.normal(key_noise, (*shape, config.width), jnp.float32)
     return Draws(t=jax.random.uniform(key_t, shape, jnp.float32), noise=noise, labels=labels)
+
+
+def draw_each(
+    key: Key[Array, ""] | Array, batch: Batch, path: DiffusionPath, *, draws_per_context: int
+) -> tuple[Batch, Draws]:
+    """The batch with each query repeated, and for each copy what `draw` gives for a key of its own."""
+    if draws_per_context == 1:
+        return batch, draw(key, batch, path)
+    keys = jax.random.split(key, draws_per_context)
+    draws = jax.vmap(lambda key: draw(key, batch, path), out_axes=2)(keys)
+    side_by_side = jax.tree.map(lambda a: a.reshape(len(a), -1, *a.shape[3:]), draws)
+    return batch.repeat(draws_per_context), side_by_side
 
 
 def read_context(llm: LLM, batch: Batch) -> Context:
     """The frozen pass over a batch; no gradient enters it."""
     positions = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1], dtype=jnp.int32), batch.tokens.shape)
-    hidden, cache = jax.lax.stop_gradient(llm(batch.tokens, positions))
+    if batch.segments is not None:
+        begins = jnp.diff(batch.segments, axis=1, prepend=-1) != 0
+        positions = positions - jax.lax.cummax(jnp.where(begins, positions, 0), axis=1)
+    hidden, cache = jax.lax.stop_gradient(llm(batch.tokens, positions, segments=batch.segments))
     if batch.queries is None:
-        return Context(hidden=hidden, cache=cache, positions=positions)
+        copies = batch.targets.shape[1] // batch.tokens.shape[1]
+        hidden, places = (jnp.repeat(array, copies, axis=1) for array in (hidden, positions))
+        return Context(hidden=hidden, cache=cache, positions=places, segments=batch.query_segments)
+    places = jnp.take_along_axis(positions, batch.queries, axis=1)
     hidden = jnp.take_along_axis(hidden, batch.queries[..., None], axis=1)
-    return Context(hidden=hidden, cache=cache, positions=batch.queries)
+    return Context(hidden=hidden, cache=cache, positions=places, segments=batch.query_segments)
 
 
 def correct(
@@ -81,8 +129,17 @@ def correct(
     """Hidden states corrected by one evaluation of the path at the drawn t, on corrupted true tokens."""
     noise = path.config.sigma * draws.noise
     x = diffusion.interpolate(path.embed(llm.embed[batch.targets]), noise, draws.t)
-    positions = None if batch.queries is None else context.positions
-    update = path(llm, x, draws.t, cache=context.cache, positions=positions, labels=draws.labels, remat=remat)
+    is_everywhere = batch.queries is None
+    update = path(
+        llm,
+        x,
+        draws.t,
+        cache=context.cache,
+        positions=None if is_everywhere else context.positions,
+        segments=None if is_everywhere else context.segments,
+        labels=draws.labels,
+        remat=remat,
+    )
     return context.hidden + update
 
 
@@ -169,23 +226,37 @@ def negative_log_likelihood(logits: Float[Array, "n V"], targets: Int[Array, " n
     return jax.nn.logsumexp(logits, axis=-1) - chosen
 
 
-def shares(weights: Float[Array, "*B M"], reduction: Reduction) -> Float[Array, "*B M"]:
+def shares(
+    weights: Float[Array, "*B M"], reduction: Reduction, *, segments: Int[Array, "*B M"] | None = None
+) -> Float[Array, "*B M"]:
     """What each position counts for in the loss, which is the sum of them all times their cross-entropies.
 
-    For the mean over tokens, the mean over examples of each example's token mean (rows of weight zero do not count), or
-    the sum with the weights as they are. Over leading axes, the shares are those of one large batch.
+    For the mean over tokens, the mean over examples of each example's token mean (those of weight zero do not count),
+    or the sum with the weights as they are. An example is a row, or the positions of a row that have one number in
+    `segments`, from 0 to M. Over leading axes, the shares are those of one large batch.
     """
     if reduction == "sum":
         return weights
     if reduction == "token":
         return weights / jnp.maximum(jnp.sum(weights), 1)
-    counts = jnp.sum(weights, axis=-1, keepdims=True)
-    return weights / jnp.maximum(counts, 1) / jnp.maximum(jnp.sum(counts > 0), 1)
+    if segments is None:
+        counts = own = jnp.sum(weights, axis=-1, keepdims=True)
+    else:
+        count = partial(jax.ops.segment_sum, num_segments=weights.shape[-1] + 1)
+        counts = jnp.vectorize(count, signature="(m),(m)->(s)")(weights, segments)
+        own = jnp.take_along_axis(counts, segments, axis=-1)
+    return weights / jnp.maximum(own, 1) / jnp.maximum(jnp.sum(counts > 0), 1)
 
 
-def average(values: Float[Array, "B M"], weights: Float[Array, "B M"], reduction: Reduction) -> Float[Array, ""]:
+def average(
+    values: Float[Array, "B M"],
+    weights: Float[Array, "B M"],
+    reduction: Reduction,
+    *,
+    segments: Int[Array, "B M"] | None = None,
+) -> Float[Array, ""]:
     """The values reduced to one, as `shares` says."""
-    return jnp.sum(values * shares(weights, reduction))
+    return jnp.sum(values * shares(weights, reduction, segments=segments))
 
 
 def loss(
@@ -195,11 +266,16 @@ def loss(
     key: Key[Array, ""] | Array,
     *,
     reduction: Reduction = "example",
+    draws_per_context: int = 1,
     chunk: int = 1024,
     remat: Callable[..., Any] | None = None,
 ) -> Float[Array, ""]:
-    """Cross-entropy of the answers, in nats (equation 5); differentiable in `path`."""
+    """Cross-entropy of the answers, in nats (equation 5); differentiable in `path`.
+
+    With several draws per context, the mean of as many losses of one draw, whose keys are split off `key`.
+    """
+    batch, draws = draw_each(key, batch, path, draws_per_context=draws_per_context)
     context = read_context(llm, batch)
-    hidden = correct(path, llm, context, batch, draw(key, batch, path), remat=remat)
+    hidden = correct(path, llm, context, batch, draws, remat=remat)
     losses = target_losses(llm, hidden, batch.targets, chunk=chunk)
-    return average(losses, batch.weights, reduction)
+    return average(losses, batch.weights, reduction, segments=batch.query_segments)

@@ -57,7 +57,13 @@ def make_step(
     The batch has a leading axis of micro-batches, as `micro_batches` makes it; the loss is the mean over the whole
     batch, however it is divided. Metrics: loss in nats and gradient norm.
     """
-    objective = partial(loss, reduction="sum", chunk=config.loss_chunk, remat=REMAT[config.remat])
+    objective = partial(
+        loss,
+        reduction="sum",
+        draws_per_context=config.draws_per_context,
+        chunk=config.loss_chunk,
+        remat=REMAT[config.remat],
+    )
 
     def step(state: TrainState, llm: LLM, batch: Batch, key: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         def accumulate(carry: Any, scanned: tuple[Batch, jax.Array]) -> tuple[Any, None]:
@@ -65,7 +71,7 @@ def make_step(
             new = jax.value_and_grad(objective)(state.path, llm, micro, key)
             return jax.tree.map(jnp.add, carry, new), None
 
-        batch = batch._replace(weights=shares(batch.weights, config.reduction))
+        batch = batch._replace(weights=shares(batch.weights, config.reduction, segments=batch.query_segments))
         zero = jax.tree.map(jnp.zeros_like, (jnp.float32(0), state.path))
         keys = jax.random.split(key, config.accumulation)
         (value, gradient), _ = jax.lax.scan(accumulate, zero, (batch, keys))

@@ -15,6 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from l2d_jax import accounting, command_line, models, profile, runtime
+from l2d_jax.batches import count_text
 from l2d_jax.checkpoint import Checkpoints
 from l2d_jax.config import Config
 from l2d_jax.data import Examples
@@ -51,8 +52,8 @@ def train(config: Config, workdir: Path) -> None:
         raise InputError(f"{config.model.name} has no tokenizer: training reads text; add its tokenizer files")
     training = Examples.load(config.data, base.tokenizer, split=config.data.train_split)
     held_out = Examples.load(config.data, base.tokenizer, split=config.data.validation_split)
-    print(f"training examples: {training.counts}; validation examples: {held_out.counts}")
-    steps = config.train.steps or max(1, math.ceil(config.train.epochs * len(training) / config.train.batch_size))
+    print(f"training examples: {training.describe()}; validation examples: {held_out.counts}")
+    steps = config.train.steps or max(1, math.ceil(config.train.epochs * training.rows / config.train.batch_size))
     profile.check_steps(config.profile, steps)
 
     llm = base.load(dtype=config.model.dtype, mesh=mesh, seed=config.train.seed)
@@ -92,7 +93,7 @@ def train(config: Config, workdir: Path) -> None:
     for step, batch in zip(range(start + 1, steps + 1), batches, strict=False):
         placed = micro_batches(batch, config.train.accumulation, mesh)
         state, results = run_step(state, llm, placed, jax.random.fold_in(key, step))
-        log.add(step, results, tokens=batch.tokens.size)
+        log.add(step, results, tokens=count_text(batch))
         saved = step == steps or step % config.train.checkpoint_every == 0
         if saved or due(step):
             log.flush()  # before it is saved, or a run that is cut off in between would lack it

@@ -38,7 +38,8 @@ def training(config: Config, mesh: Mesh) -> dict[str, float]:
     run()  # compiles
     seconds = median(run)
     tokens = config.train.batch_size * config.data.max_length
-    flops = sum(accounting.flops_per_token(architecture, config.path).values()) * tokens / seconds
+    counts = accounting.flops_per_token(architecture, config.path, draws_per_context=config.train.draws_per_context)
+    flops = sum(counts.values()) * tokens / seconds
     peak = matmul_rate()
     return {
         "tokens per second": tokens / seconds,
@@ -54,12 +55,13 @@ def random_batch(config: Config, vocab_size: int) -> Batch:
     """Full rows of random tokens, in the config's shape, as NumPy arrays like those of the data loader."""
     rng = np.random.default_rng(0)
     rows, length = config.train.batch_size, config.data.max_length
-    width = config.data.answer_length or length
+    width, is_packed = config.data.answer_length or length, config.data.packing
     arrays: dict[str, Any] = {
         "tokens": rng.integers(vocab_size, size=(rows, length), dtype=np.int32),
         "queries": None if width == length else np.tile(np.arange(length - width, length, dtype=np.int32), (rows, 1)),
         "targets": rng.integers(vocab_size, size=(rows, width), dtype=np.int32),
         "weights": np.ones((rows, width), np.float32),
-        "classes": np.zeros(rows, np.int32),
+        "classes": np.zeros((rows, width) if is_packed else rows, np.int32),
+        "segments": np.ones((rows, length), np.int32) if is_packed else None,
     }
     return Batch(**arrays)

@@ -67,6 +67,9 @@ def test_flops_are_twice_the_weights_of_every_product(layers):
         "path backward": 2 * frozen + 4 * trained,
         "output head": 4 * a.vocab_size * a.hidden_size,
     }
+    more = accounting.flops_per_token(a, path, draws_per_context=3)
+    one = accounting.flops_per_token(a, path)
+    assert more == {name: count if name == "frozen pass" else 3 * count for name, count in one.items()}
 
 
 def test_dry_run_reads_no_weights(monkeypatch):

@@ -32,6 +32,17 @@ def test_attention_by_loops() -> None:
     np.testing.assert_allclose(out, wanted, atol=1e-5)
 
 
+def test_attention_stays_within_a_segment() -> None:
+    """Two sequences in a row, against each in a row of its own."""
+    q, k, v = normal(1, 5, 4, 8), normal(1, 5, 2, 8), normal(1, 5, 2, 8)
+    positions, segments = jnp.array([[0, 1, 0, 1, 2]], jnp.int32), jnp.array([[1, 1, 2, 2, 2]], jnp.int32)
+    places = {"q_positions": positions, "kv_positions": positions}
+    out = attention(q, k, v, **places, q_segments=segments, kv_segments=segments)
+    for part in (slice(0, 2), slice(2, 5)):
+        own = {name: values[:, part] for name, values in places.items()}
+        np.testing.assert_allclose(out[:, part], attention(q[:, part], k[:, part], v[:, part], **own), atol=1e-6)
+
+
 def test_attention_of_an_empty_slot_is_finite() -> None:
     empty = jnp.full((1, 2), -1, jnp.int32)
     out = attention(normal(1, 2, 2, 4), normal(1, 2, 1, 4), normal(1, 2, 1, 4), q_positions=empty, kv_positions=empty)

@@ -42,6 +42,7 @@ data.train_examples: int | None = None
 data.validation_examples: int | None = 256
 data.max_length: int = 2048
 data.answer_length: int | None = None
+data.packing: bool = False
 data.seed: int = 0
 optim.peak_rate: float = 0.0001
 optim.final_rate: float = 1e-06
@@ -53,6 +54,7 @@ optim.weight_decay: float = 0.01
 optim.clip_norm: float = 1.0
 train.batch_size: int = 32
 train.accumulation: int = 1
+train.draws_per_context: int = 1
 train.epochs: float = 1.0
 train.steps: int | None = None
 train.reduction: Literal['example', 'token'] = 'example'
@@ -131,6 +133,7 @@ def test_defaults_refuse_a_name_that_they_do_not_know():
         ({"path": {"width": True}}, "config.path.width must be of type int, got True of type bool"),
         ({"path": {"sigma": True}}, "config.path.sigma must be of type float, got True"),
         ({"path": {"sigma": None}}, "config.path.sigma must be of type float, got None"),
+        ({"data": {"packing": "yes"}}, "config.data.packing must be of type bool, got 'yes' of type str"),
         ({"decode": {"anneal": 1}}, "config.decode.anneal must be of type bool, got 1"),
         ({"train": {"steps": "all"}}, "config.train.steps must be of type int, got 'all'"),
         ({"validation": {"budgets": 3}}, "config.validation.budgets must be of type tuple[int, ...], got 3"),
@@ -164,6 +167,7 @@ def test_a_missing_section_is_named():
         (DataConfig, {"train_examples": 0}, "must be positive or None"),
         (DataConfig, {"answer_length": 4000}, "4000 exceeds config.data.max_length 2048"),
         (TrainConfig, {"keep": 0}, "keep must be positive"),
+        (TrainConfig, {"draws_per_context": 0}, "draws_per_context must be positive, got 0"),
         (TrainConfig, {"epochs": 0.0}, "epochs must be positive"),
         (TrainConfig, {"accumulation": 3}, "batch_size 32 is not a multiple of config.train.accumulation 3"),
         (DecodeConfig, {"budget": 0}, "at least 1 evaluation, got 0"),

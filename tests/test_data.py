@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from l2d_jax import data, tokens
+from l2d_jax import conversations, tokens
+from l2d_jax.batches import count_text
 from l2d_jax.config import DataConfig
 from l2d_jax.data import Counts, Examples
 from l2d_jax.errors import InputError
@@ -101,6 +102,7 @@ def test_shapes_and_types(tmp_path):
     for answer_length, width in ((None, 250), (12, 12)):
         config = folder_config(tmp_path, [{"messages": CONVERSATION}], max_length=250, answer_length=answer_length)
         [batch] = load(config).in_order(3)
+        assert batch.segments is None
         assert (batch.queries is None) == (answer_length is None)
         arrays = [array for array in batch if array is not None]
         shapes = [(3, 250), *[(3, width)] * (len(arrays) - 2), (3,)]
@@ -144,18 +146,20 @@ def test_the_seed_decides_the_order(tmp_path):
     assert orders[0] == orders[1] != orders[2]
 
 
+@pytest.mark.parametrize("options", [{}, {"packing": True}, {"packing": True, "answer_length": 16}])
 @pytest.mark.parametrize("start", [1, 4, 11])
-def test_a_step_is_the_same_wherever_the_run_began(tmp_path, start):
-    examples = numbered(tmp_path, 10, answer_length=8)
+def test_a_step_is_the_same_wherever_the_run_began(tmp_path, start, options):
+    examples = numbered(tmp_path, 10, **{"answer_length": 8} | options)
     whole = list(itertools.islice(examples.batches(4), 14))
     resumed = list(itertools.islice(examples.batches(4, start_step=start), 14 - start))
     assert all(same(one, other) for one, other in zip(whole[start:], resumed, strict=True))
     assert not same(whole[0], resumed[0])
 
 
+@pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_processes_share_the_same_batches(tmp_path, count):
-    examples = numbered(tmp_path, 10)
+def test_processes_share_the_same_batches(tmp_path, count, packing):
+    examples = numbered(tmp_path, 10, packing=packing)
 
     def joined(streams, steps):
         batches = itertools.islice(zip(*streams, strict=True), steps)
@@ -179,6 +183,34 @@ def test_in_order_is_one_pass_filled_with_weight_zero(tmp_path):
     ]
     assert np.all(batches[1].tokens[2] == 256)
     assert np.all(batches[1].weights[2] == 0)
+
+
+def test_an_epoch_of_packed_rows_serves_every_example_once(tmp_path):
+    """In another order and with other mates, except where sizes leave no choice; validation is as it was."""
+    examples = numbered(tmp_path, 30, packing=True)
+    rows = examples.rows
+    assert rows == 6  # five of 21 or 22 tokens fit into 128
+    epochs = []
+    for batch in itertools.islice(examples.batches(1), 3 * rows):
+        [text] = answers(batch)
+        epochs.append(tuple(map(int, text.removesuffix("<|im_end|>").split("<|im_end|>"))))
+    epochs = [epochs[i * rows : (i + 1) * rows] for i in range(3)]
+    for epoch in epochs:
+        assert sorted(itertools.chain(*epoch)) == list(range(30))
+    assert epochs[0] != epochs[1] != epochs[2]
+    mates = [{frozenset(row) for row in epoch} for epoch in epochs]
+    assert len(mates[0] & mates[1]) < 3
+    assert answers(next(examples.in_order(2))) == ["0<|im_end|>", "1<|im_end|>"]
+
+
+def test_the_description_says_how_full_rows_are(tmp_path):
+    alone, packed = (numbered(tmp_path, 30, packing=packing) for packing in (False, True))
+    text = sum(count_text(batch) for batch in alone.in_order(10))
+    assert text == 30 * 21 + 20
+    before, after = round(100 - 100 * text / 30 / 128), round(100 - 100 * text / 6 / 128)
+    assert alone.describe() == f"{alone.counts}, {before} % padding"
+    assert packed.describe() == f"{alone.counts}, packed into 6 rows, {after} % padding instead of {before} %"
+    assert text == sum(count_text(batch) for batch in itertools.islice(packed.batches(3), 2))
 
 
 def test_long_examples_are_dropped_and_counted(tmp_path):
@@ -272,7 +304,7 @@ def test_built_in_problems():
     training, held_out = load(config), load(config, "test")
     assert (len(training), len(held_out)) == (40, 8)
     assert all("\n#### " in text for text in answers(next(training.batches(8))))
-    assert "messages" in data.read_rows(config, "validation").column_names
+    assert "messages" in conversations.read_rows(config, "validation").column_names
 
 
 def hub(monkeypatch, sets):

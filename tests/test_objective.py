@@ -82,6 +82,54 @@ def test_rows_of_padding_do_not_count() -> None:
         np.testing.assert_allclose(jnp.sum(halves), 1.0)
 
 
+def test_examples_of_a_packed_row_count_as_rows_do() -> None:
+    weights = jnp.array([[1.0, 1.0, 1.0, 0.0, 1.0], [1.0, 0.0, 0.0, 0.0, 0.0]])
+    segments = jnp.array([[1, 1, 2, 2, 3], [5, 5, 5, 0, 0]], jnp.int32)
+    found = objective.shares(weights, "example", segments=segments)
+    np.testing.assert_allclose(found * 4, [[0.5, 0.5, 1, 0, 1], [1, 0, 0, 0, 0]])
+    micro = objective.shares(weights[:, None], "example", segments=segments[:, None])
+    np.testing.assert_array_equal(micro[:, 0], found)
+    np.testing.assert_allclose(objective.shares(weights, "token", segments=segments), weights / 5)
+
+
+def program(draws_per_context: int) -> Any:
+    """Loss and gradient."""
+    return jax.jit(jax.value_and_grad(partial(objective.loss, draws_per_context=draws_per_context)))
+
+
+def test_several_draws_are_the_mean_of_several_losses() -> None:
+    llm, path, batch = tiny.llm(), tiny.path(classes=3), tiny.batch(examples=3, classes=3)
+    batch = batch._replace(weights=batch.weights.at[2].set(0.0))
+    found, one = program(3)(path, llm, batch, KEY), program(1)
+    each = [one(path, llm, batch, key) for key in jax.random.split(KEY, 3)]
+    assert len({float(value) for value, _ in each}) == 3
+    mean = jax.tree.map(lambda *values: sum(values) / 3, *each)
+    np.testing.assert_allclose(found[0], mean[0], rtol=1e-6)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), found[1], mean[1])
+
+
+def test_several_draws_share_one_frozen_pass() -> None:
+    """And stand side by side: the cache that they read has a row per example."""
+    llm, path, batch = tiny.llm(), tiny.path(), tiny.batch(examples=2, length=10, answers=4)
+    several, draws = objective.draw_each(KEY, batch, path, draws_per_context=3)
+    np.testing.assert_array_equal(several.queries, jnp.repeat(batch.queries, 3, axis=1))
+    np.testing.assert_array_equal(several.targets, jnp.repeat(batch.targets, 3, axis=1))
+    assert draws.noise.shape == (2, 12, 16)
+    keys = jax.random.split(KEY, 3)
+    np.testing.assert_array_equal(draws.t[:, 1::3], objective.draw(keys[1], batch, path).t)
+    np.testing.assert_array_equal(draws.noise[:, 2::3], objective.draw(keys[2], batch, path).noise)
+    context = objective.read_context(llm, several)
+    assert context.cache.k.shape[1:3] == (2, 10)
+    assert context.hidden.shape == (2, 12, 32)
+
+
+def test_one_draw_is_the_plain_loss_bit_for_bit() -> None:
+    llm, path, batch = tiny.llm(), tiny.path(), tiny.batch()
+    draws = objective.draw(KEY, batch, path)
+    plain, _ = value_and_gradient(path, llm, batch, draws, reduction="example", chunk=1024)
+    assert float(program(1)(path, llm, batch, KEY)[0]) == float(plain)
+
+
 def test_the_answers_positions_alone_give_the_loss_of_all_positions() -> None:
     """Queries of M < T positions, against all T with weight zero outside the answer, with the same draws."""
     llm, path, few = tiny.llm(), tiny.path(), tiny.batch(examples=2, length=9, answers=4)

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -203,6 +204,20 @@ def test_accumulation_is_the_same_training(run, tmp_path, mesh):
     arguments = options(train__accumulation=2, train__steps=1, validation__budgets=(1,))
     assert call(train.main, *arguments, "--workdir", tmp_path).status == 0
     assert [r["step"] for r in read_metrics(tmp_path) if "loss" in r] == [1]
+
+
+def test_packed_rows_and_several_draws(tmp_path):
+    """An epoch is as many rows as the examples need together."""
+    changes = {"data__packing": True, "data__max_length": 512, "data__answer_length": 256, "train__steps": None}
+    arguments = options(**changes, train__draws_per_context=2, validation__budgets=(1,))
+    outcome = call(train.main, *arguments, "--workdir", tmp_path)
+    assert outcome.status == 0, outcome
+    [rows, full, alone] = map(
+        int, re.search(r"into (\d+) rows, (\d+) % padding instead of (\d+) %;", outcome.out).groups()
+    )
+    assert rows < 16
+    assert full < alone
+    assert [r["step"] for r in read_metrics(tmp_path) if "loss" in r] == list(range(1, (rows + 1) // 2 + 1))
 
 
 def test_a_loss_that_is_not_finite_stops(tmp_path, monkeypatch):
