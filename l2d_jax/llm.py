@@ -177,10 +177,14 @@ class LLM(nnx.Module):
 
         with jax.named_scope("llm"):
             past = None if cache is None else (cache.k, cache.v)
-            embedded = constrain(self.embed[tokens], "batch", "length", "embed_activation")
-            hidden, (k, v) = jax.lax.scan(block, embedded, (self.layers, past))
+            hidden, (k, v) = jax.lax.scan(block, self.lookup(tokens), (self.layers, past))
         used = jnp.int32(tokens.shape[1])
         return hidden, KVCache(k=k, v=v, positions=positions, used=used, segments=segments)
+
+    def lookup(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Rows of the embedding table, which is gathered first: rows that lie in pieces would be moved twice."""
+        table = gather(self.embed, LLM.declare(self.architecture, dtype=self.embed.dtype).embed, dtype=self.embed.dtype)
+        return constrain(table[tokens], "batch", "length", "embed_activation")
 
     def with_whole_head(self) -> "LLM":
         """The same with an output head that is gathered here, for a loop to use many times."""

@@ -128,7 +128,7 @@ def correct(
 ) -> Float[Array, "B M D"]:
     """Hidden states corrected by one evaluation of the path at the drawn t, on corrupted true tokens."""
     noise = path.config.sigma * draws.noise
-    x = diffusion.interpolate(path.embed(llm.embed[batch.targets]), noise, draws.t)
+    x = diffusion.interpolate(path.embed(llm.lookup(batch.targets)), noise, draws.t)
     is_everywhere = batch.queries is None
     update = path(
         llm,
