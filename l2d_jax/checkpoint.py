@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
 from l2d_jax.errors import InputError
 
@@ -23,6 +24,7 @@ class Checkpoints:
         self._folder = folder.absolute()
         if jax.process_index() == 0:
             _remove_leftovers(self._folder)
+        multihost_utils.sync_global_devices("leftovers")  # gone before any process lists the steps
         self._manager = ocp.CheckpointManager(self._folder, options=options, item_handlers=handlers)
 
     def save(self, step: int, items: Mapping[str, Any]) -> None:

@@ -5,12 +5,15 @@ import ast
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import jax
 from ml_collections import ConfigDict
 
+from l2d_jax import hosts
 from l2d_jax.config import Config, nearest
 from l2d_jax.errors import InputError
 
@@ -31,14 +34,25 @@ class Parser(argparse.ArgumentParser):
 
 
 def run(main: Callable[[], int | None]) -> None:
-    """Exit with what `main` returns, or with 2 and one line on standard error for bad input."""
+    """Exit with what `main` returns, or with 2 and one line on standard error for bad input.
+
+    One process of several that fails alone must not wait for the others, which may be waiting for it.
+    """
+    together = False
     try:
         status = main() or 0
+        together = True
     except InputError as error:
         print(f"error: {_one_line(error)}", file=sys.stderr)
-        status = 2
+        status, together = 2, isinstance(error, hosts.SharedError)
     except KeyboardInterrupt:
         status = 130
+    except Exception:
+        if not jax.distributed.is_initialized():
+            raise
+        traceback.print_exc()
+        status = 1
+    hosts.leave(status, together=together)
     sys.exit(status)
 
 

@@ -7,7 +7,7 @@ There is no iterator state: step k of any run, resumed or not and on any number 
 import dataclasses
 import hashlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -105,49 +105,52 @@ class Examples:
             return f"{self.counts}, {padding} padding"
         return f"{self.counts}, packed into {self.rows} rows, {padding} padding instead of {alone}"
 
-    def batches(
-        self, batch_size: int, *, start_step: int = 0, process_index: int = 0, process_count: int = 1
-    ) -> Iterator[Batch]:
+    def batches(self, batch_size: int, *, start_step: int = 0, rows: Sequence[int] | None = None) -> Iterator[Batch]:
         """Batches without end, from `start_step` on; each epoch has an order of its own.
 
         Args:
-          batch_size: rows of one step over all processes; a process yields its contiguous share of them.
+          batch_size: rows of one step over all processes.
           start_step: batches that an earlier run has used.
-          process_index: of this process, from 0 on.
-          process_count: number of processes; must divide `batch_size`, or `InputError` is raised.
+          rows: those of a batch that this process reads; None: all. No other example is read.
         """
-        is_packed, seed, rows = self.config.packing, self.config.seed, self.rows
-        deal = lru_cache(maxsize=2)(lambda epoch: self.plan.deal(seed, epoch))  # rows of two are read at its turn
+        order = self._order()
+        return self._read(order, batch_size, start_step, rows, is_packed=self.config.packing)
 
-        def examples(index: int, row: int) -> list[int]:
-            return deal(index // rows)[row].tolist() if is_packed else [row]
+    def in_order(self, batch_size: int, *, rows: Sequence[int] | None = None) -> Iterator[Batch]:
+        """Every example once, a row each, as they stand; arguments as above.
 
-        order = MapDataset.range(rows).seed(seed).shuffle().repeat().map_with_index(examples)
-        return self._read(order, batch_size, start_step, (process_index, process_count), is_packed=is_packed)
-
-    def in_order(self, batch_size: int, *, process_index: int = 0, process_count: int = 1) -> Iterator[Batch]:
-        """Every example once, a row each, as they stand; the last batch is filled up with rows of weight 0.
-
-        Arguments as above.
+        Rows that are missing in the last batch, or beyond a batch, have weight 0.
         """
         order = MapDataset.range(-(-len(self) // batch_size) * batch_size)
         order = order.map(lambda index: [index] if index < len(self) else [])
-        return self._read(order, batch_size, 0, (process_index, process_count), is_packed=False)
+        return self._read(order, batch_size, 0, rows, is_packed=False)
+
+    def _order(self) -> MapDataset:
+        """The examples of each row, epoch after epoch."""
+        seed, rows = self.config.seed, self.rows
+        deal = lru_cache(maxsize=2)(lambda epoch: self.plan.deal(seed, epoch))  # rows of two are read at its turn
+
+        def examples(index: int, row: int) -> list[int]:
+            return deal(index // rows)[row].tolist() if self.config.packing else [row]
+
+        return MapDataset.range(rows).seed(seed).shuffle().repeat().map_with_index(examples)
 
     def _read(
-        self, order: MapDataset, batch_size: int, start: int, process: tuple[int, int], *, is_packed: bool
+        self, order: MapDataset, batch_size: int, start: int, given: Sequence[int] | None, *, is_packed: bool
     ) -> Iterator[Batch]:
         """Batches of rows, of which `order` has the numbers of the examples."""
-        index, count = process
-        if batch_size % count:
-            raise InputError(f"the batch size must be a multiple of the {count} processes, got {batch_size}: change it")
+        rows = range(batch_size) if given is None else given
+        share = len(rows)
+
+        def pick(number: int) -> list[dict[str, Any]]:
+            step, row = start + number // share, rows[number % share]
+            numbers = order[step * batch_size + row] if row < batch_size else []
+            return [self.turns[int(self.kept[number])] for number in numbers]
+
+        picked = MapDataset.range((len(order) // batch_size - start) * share).map(pick)
         stack_rows = partial(stack, config=self.config, padding=self.padding, is_packed=is_packed)
         # Nothing remains to be dropped; but without it, grain fails to count the batches of one of an endless order.
-        shares = order.map(self._examples).batch(batch_size // count, drop_remainder=True, batch_fn=stack_rows)
-        return iter(shares[start * count + index :: count].to_iter_dataset(READING))
-
-    def _examples(self, numbers: list[int]) -> list[dict[str, Any]]:
-        return [self.turns[int(self.kept[number])] for number in numbers]
+        return iter(picked.batch(share, drop_remainder=True, batch_fn=stack_rows).to_iter_dataset(READING))
 
 
 def _spread(length: int, count: int) -> Int[np.ndarray, " n"]:

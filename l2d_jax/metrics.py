@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -13,17 +14,23 @@ from tqdm import tqdm
 
 
 class Metrics:
-    """The log of one run, from `start` of `total` steps; later records are of a run that was cut off, and go."""
+    """The log of one run, from `start` of `total` steps; later records are of a run that was cut off, and go.
 
-    def __init__(self, workdir: Path, *, start: int, total: int) -> None:
-        path = workdir / "metrics.jsonl"
-        kept = [line for line in _complete_lines(path) if json.loads(line)["step"] <= start]
-        written = path.with_suffix(".partial")  # a run that is killed here loses nothing
-        written.write_text("".join(kept))
-        written.replace(path)
+    `silent` takes all calls and writes nothing, for the processes other than 0.
+    """
+
+    def __init__(self, workdir: Path, *, start: int, total: int, silent: bool = False) -> None:
+        path = Path(os.devnull) if silent else workdir / "metrics.jsonl"
+        if not silent:
+            kept = [line for line in _complete_lines(path) if json.loads(line)["step"] <= start]
+            written = path.with_suffix(".partial")  # a run that is killed here loses nothing
+            written.write_text("".join(kept))
+            written.replace(path)
+        self._silent = silent
         self._file = path.open("a")
-        self._tensorboard = SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1)
-        self._bar = tqdm(initial=start, total=total, unit="step", disable=not sys.stderr.isatty())
+        folder = str(workdir / "tensorboard")
+        self._tensorboard = SummaryWriter(folder, purge_step=start + 1, write_to_disk=not silent)
+        self._bar = tqdm(initial=start, total=total, unit="step", disable=silent or not sys.stderr.isatty())
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Log scalars (and lists, in the JSON alone) at an optimizer step."""
@@ -35,6 +42,8 @@ class Metrics:
 
     def progress(self, step: int, text: str) -> None:
         """Show the step and a few figures: on the bar, or as a line where there is no terminal."""
+        if self._silent:
+            return
         if self._bar.disable:
             print(f"step {step}/{self._bar.total}  {text}", flush=True)
         else:

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerFast
 
-from l2d_jax import sharding, tokens, weights
+from l2d_jax import hosts, sharding, tokens, weights
 from l2d_jax.adapter import Adapted, Adapter, has_adapter
 from l2d_jax.architecture import Architecture
 from l2d_jax.config import ModelConfig, PathConfig, from_dict
@@ -136,8 +136,13 @@ def write_path(folder: Path, tensors: Mapping[str, Any], config: PathConfig, *, 
 
 
 def save_path(folder: Path, path: DiffusionPath, *, base: str) -> None:
-    """Write a path into an existing folder."""
-    write_path(folder, dict(weights.tensors(path, weights.PATH_ROWS)), path.config, base=base)
+    """Write a path into an existing folder, on process 0; all processes must call it."""
+    tensors = dict(weights.tensors(path, weights.PATH_ROWS))
+    if hosts.is_first():
+        write_path(folder, tensors, path.config, base=base)
+    else:
+        for make in tensors.values():  # process 0 needs the parts that are here
+            make()
 
 
 def base_name(folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""Starts JAX as every program wants it: the compilation cache and the device mesh."""
+"""Starts JAX as every program wants it: the compilation cache, the other processes, and the device mesh."""
 
 import os
 from pathlib import Path
@@ -6,13 +6,23 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
+from l2d_jax import hosts
+from l2d_jax.cluster import find_cluster
 from l2d_jax.config import MeshConfig
 from l2d_jax.sharding import make_mesh
 
 
 def start(config: MeshConfig) -> Mesh:
-    """Turn on the persistent compilation cache and make the mesh; raises `InputError` if the sizes do not fit."""
+    """Turn on the persistent compilation cache, join the other processes where there are any, make and set the mesh.
+
+    It can be called again, for another mesh. Raises `InputError` if the sizes do not fit.
+    """
     if not jax.config.values["jax_compilation_cache_dir"]:
         root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", str(Path(root) / "l2d_jax" / "compiled"))
-    return make_mesh(config)
+    cluster = None if jax.distributed.is_initialized() else find_cluster(os.environ)
+    if cluster is not None:
+        hosts.join(cluster)
+    mesh = make_mesh(config)
+    jax.set_mesh(mesh)
+    return mesh

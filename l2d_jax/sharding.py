@@ -12,7 +12,7 @@ width) stay whole.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -147,6 +147,16 @@ def platform() -> str:
     """What programs are being compiled for: the devices of the mesh that is set, otherwise JAX's own."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None or device.platform is None else str(device.platform)
+
+
+def local_rows(mesh: Mesh, count: int, devices: Iterable[jax.Device] | None = None) -> list[int]:
+    """The rows of a batch of `count` that lie on `devices` (None: those of this process), in rising order.
+
+    Processes whose devices differ in the `tensor` axis alone hold the same rows.
+    """
+    ranges = batch_sharding(mesh).devices_indices_map((count,))
+    held = mesh.local_devices if devices is None else devices
+    return sorted({row for device in held for row in range(*ranges[device][0].indices(count))})
 
 
 def constrain(x: jax.Array, *axes: str) -> jax.Array:

@@ -94,8 +94,15 @@ def check_batch(config: TrainConfig, mesh: Mesh) -> None:
         )
 
 
+def local_rows(config: TrainConfig, mesh: Mesh) -> list[int]:
+    """The rows of a batch that `micro_batches` wants of this process, in its order."""
+    micro = config.batch_size // config.accumulation
+    held = sharding.local_rows(mesh, micro)
+    return [first + row for first in range(0, config.batch_size, micro) for row in held]
+
+
 def micro_batches(batch: Batch, accumulation: int, mesh: Mesh) -> Batch:
-    """Place this process's share of a batch on the mesh, with a leading axis of micro-batches."""
+    """Place this process's rows of a batch on the mesh, with a leading axis of micro-batches."""
     placement = NamedSharding(mesh, PartitionSpec(None, sharding.RULES["batch"]))
 
     def place(array: Any) -> jax.Array:

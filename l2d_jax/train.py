@@ -7,6 +7,8 @@ the frozen model is read from where it came from, and the order of the data is a
 import json
 import math
 import sys
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import datasets
 import jax
 from jax.sharding import Mesh
 
-from l2d_jax import accounting, command_line, models, profile, runtime
+from l2d_jax import accounting, command_line, hosts, models, profile, runtime, sharding
 from l2d_jax.batches import count_text
 from l2d_jax.checkpoint import Checkpoints
 from l2d_jax.config import Config
@@ -22,13 +24,15 @@ from l2d_jax.data import Examples
 from l2d_jax.errors import InputError
 from l2d_jax.files import read_json
 from l2d_jax.metrics import Metrics, StepLog, read_metrics
+from l2d_jax.objective import Batch
 from l2d_jax.optim import optimizer, schedule
+from l2d_jax.preemption import STOPPED, Preemption
 from l2d_jax.refine import Model, Refinement
-from l2d_jax.step import TrainState, check_batch, make_step, micro_batches, optimizer_shardings
+from l2d_jax.step import TrainState, check_batch, local_rows, make_step, micro_batches, optimizer_shardings
 from l2d_jax.validate import validate
 
 
-def main() -> None:
+def main() -> int | None:
     """Parse the command line, then train or, with `--dry_run`, say what training would take."""
     parser = command_line.Parser(prog="python -m l2d_jax.train", description=__doc__)
     parser.add_argument("--config", required=True, help=command_line.CONFIG_HELP)
@@ -38,21 +42,21 @@ def main() -> None:
     if options.dry_run:
         mesh = runtime.start(config.mesh)
         print(accounting.summary(config, models.read_architecture(config.model), mesh))
-        return
+        return 0
     if options.workdir is None:
         raise InputError("--workdir is missing: name a folder for config, checkpoints and metrics")
-    train(config, options.workdir)
+    with Preemption() as preemption:
+        return 0 if train(config, options.workdir, preemption=preemption) else STOPPED
 
 
-def train(config: Config, workdir: Path) -> None:
-    """Train up to the config's last step, from the newest checkpoint in `workdir` if there is one."""
+def train(config: Config, workdir: Path, *, preemption: Preemption) -> bool:
+    """Train from the newest checkpoint in `workdir`, if there is one, and return whether the last step was reached.
+
+    Otherwise `preemption` has stopped it, after saving.
+    """
     mesh = prepare(config, workdir)
-    base = models.find_base(config.model)
-    if base.tokenizer is None:
-        raise InputError(f"{config.model.name} has no tokenizer: training reads text; add its tokenizer files")
-    training = Examples.load(config.data, base.tokenizer, split=config.data.train_split)
-    held_out = Examples.load(config.data, base.tokenizer, split=config.data.validation_split)
-    print(f"training examples: {training.describe()}; validation examples: {held_out.counts}")
+    base, training, held_out = hosts.take_turns(partial(read_inputs, config))
+    hosts.report(f"training examples: {training.describe()}; validation examples: {held_out.counts}")
     steps = config.train.steps or max(1, math.ceil(config.train.epochs * training.rows / config.train.batch_size))
     profile.check_steps(config.profile, steps)
 
@@ -64,15 +68,16 @@ def train(config: Config, workdir: Path) -> None:
     state = TrainState(path=path, optimizer=moments)
 
     checkpoints = Checkpoints(workdir / "checkpoints", keep=config.train.keep)
-    start = checkpoints.latest() or 0
+    start = hosts.decide(checkpoints.latest) or 0
     if start:
         state = TrainState(**checkpoints.restore(start, vars_of(state)))
-        print(f"resuming after step {start}")
-    metrics = Metrics(workdir, start=start, total=steps)
+        hosts.report(f"resuming after step {start}")
+    measured = hosts.decide(partial(is_measured, workdir, start))  # a run that was cut off may not have come to it
+    metrics = Metrics(workdir, start=start, total=steps, silent=not hosts.is_first())
 
     def measure(step: int, state: TrainState) -> None:
         budgets = config.validation.budgets if step else (1,)  # an untrained path is the LM at every budget
-        examples = held_out.in_order(config.validation.batch_size)
+        examples = placed_in_order(held_out, config.validation.batch_size, mesh)
         report = validate(Model.build(llm, state.path), examples, config, budgets=budgets)
         metrics.write(step, report)
         figures = {name: value for name, value in report.items() if isinstance(value, float)}
@@ -85,27 +90,37 @@ def train(config: Config, workdir: Path) -> None:
     run_step = make_step(adam, config.train, state, mesh)
     run_step = profile.trace_steps(run_step, config.profile, workdir, start=start)
     key = jax.random.key(config.train.seed + 1)
-    process = {"process_index": jax.process_index(), "process_count": jax.process_count()}
-    batches = training.batches(config.train.batch_size, start_step=start, **process)
-    if due(start) and not is_measured(workdir, start):  # a run that was cut off may not have come to it
+    batches = training.batches(config.train.batch_size, start_step=start, rows=local_rows(config.train, mesh))
+    if due(start) and not measured:
         measure(start, state)
+    preemption.watch()
+    step, stopped = start, False
     log = StepLog(metrics, every=config.train.log_every, last=steps, rate=rate)
     for step, batch in zip(range(start + 1, steps + 1), batches, strict=False):
         placed = micro_batches(batch, config.train.accumulation, mesh)
         state, results = run_step(state, llm, placed, jax.random.fold_in(key, step))
-        log.add(step, results, tokens=count_text(batch))
-        saved = step == steps or step % config.train.checkpoint_every == 0
+        text = count_text(batch) * config.train.batch_size // len(batch.tokens)  # of all processes, by this one's rows
+        log.add(step, results, tokens=text)
+        stopped = preemption.reached(step) and step < steps
+        saved = stopped or step == steps or step % config.train.checkpoint_every == 0
         if saved or due(step):
             log.flush()  # before it is saved, or a run that is cut off in between would lack it
         if saved:
             checkpoints.save(step, vars_of(state))
+        if stopped:
+            break
         if due(step):
             measure(step, state)
             log.restart()
     checkpoints.close()
     metrics.close()
-    (workdir / "export").mkdir(exist_ok=True)
+    if stopped:
+        hosts.report(f"stopped by SIGTERM: step {step} is saved, and the same command goes on from there")
+        return False
+    if hosts.is_first():
+        (workdir / "export").mkdir(exist_ok=True)
     models.save_path(workdir / "export", state.path, base=config.model.name)
+    return True
 
 
 def prepare(config: Config, workdir: Path) -> Mesh:
@@ -113,11 +128,38 @@ def prepare(config: Config, workdir: Path) -> Mesh:
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     mesh = runtime.start(config.mesh)
-    check_batch(config.train, mesh)
-    for budget in config.validation.budgets:
-        Refinement.from_config(config.decode, budget=budget)
-    claim(workdir, config)
+
+    def check() -> dict[str, Any]:
+        check_batch(config.train, mesh)
+        for budget in config.validation.budgets:
+            Refinement.from_config(config.decode, budget=budget)
+        claim(workdir, config)
+        return plain(config)
+
+    changed = differences(hosts.decide(check), config)
+    if changed:
+        raise InputError(f"process 0 runs another config: {'; '.join(changed[:5])}: start the same command everywhere")
     return mesh
+
+
+def read_inputs(config: Config) -> tuple[models.FoundBase, Examples, Examples]:
+    """The files of the base model, checked, with the examples for training and validation; raises `InputError`."""
+    base = models.find_base(config.model)
+    if base.tokenizer is None:
+        raise InputError(f"{config.model.name} has no tokenizer: training reads text; add its tokenizer files")
+    data = config.data
+    training, held_out = (
+        Examples.load(data, base.tokenizer, split=split) for split in (data.train_split, data.validation_split)
+    )
+    return base, training, held_out
+
+
+def placed_in_order(examples: Examples, batch_size: int, mesh: Mesh) -> Iterator[Batch]:
+    """Each example once, in batches on the mesh, which are filled up so that it divides them."""
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    rows = sharding.local_rows(mesh, -(-batch_size // shards) * shards)
+    place = partial(jax.make_array_from_process_local_data, sharding.batch_sharding(mesh))
+    return (jax.tree.map(place, batch) for batch in examples.in_order(batch_size, rows=rows))
 
 
 def is_measured(workdir: Path, step: int) -> bool:
@@ -133,7 +175,8 @@ def vars_of(state: TrainState) -> dict[str, Any]:
 def claim(workdir: Path, config: Config) -> None:
     """Make the workdir and write the resolved config.
 
-    Raises `InputError` where that fails, and if the workdir has checkpoints of another config.
+    Raises `InputError` where that fails, and if the workdir has checkpoints of another config, but for the mesh: a run
+    may go on with other devices.
     """
     file = workdir / "config.json"
     text = json.dumps(config.to_dict(), indent=2) + "\n"
@@ -143,18 +186,28 @@ def claim(workdir: Path, config: Config) -> None:
             file.write_text(text)
     except OSError as error:
         raise InputError(f"cannot write to workdir {workdir}: {error.strerror}: choose another --workdir") from error
-    old, new = read_json(file), json.loads(text)
-    changed = [
-        f"config.{section}.{name} was {old.get(section, {}).get(name)!r}, is {value!r}"
-        for section, values in new.items()
-        if section != "profile"  # a run that resumes may trace other steps
-        for name, value in values.items()
-        if old.get(section, {}).get(name) != value
-    ]
+    free = ("config.mesh.", "config.profile.")  # a run may go on with other devices, and trace other steps
+    changed = [line for line in differences(read_json(file), config) if not line.startswith(free)]
     if changed:
         raise InputError(
             f"workdir {workdir} belongs to another config: {'; '.join(changed[:5])}: choose another --workdir"
         )
+
+
+def plain(config: Config) -> dict[str, Any]:
+    """A config as JSON gives it back, with lists for tuples."""
+    values: dict[str, Any] = json.loads(json.dumps(config.to_dict()))
+    return values
+
+
+def differences(old: Mapping[str, Any], config: Config) -> list[str]:
+    """A line for each option that is not as it was in `old`, a `plain` config."""
+    return [
+        f"config.{section}.{name} was {old.get(section, {}).get(name)!r}, is {value!r}"
+        for section, values in plain(config).items()
+        for name, value in values.items()
+        if old.get(section, {}).get(name) != value
+    ]
 
 
 if __name__ == "__main__":

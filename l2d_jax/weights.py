@@ -10,11 +10,12 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from l2d_jax import sharding
@@ -215,11 +216,19 @@ def load(declared: Any, source: TensorSource, mesh: Mesh, *, rows: Iterable[Row]
 
 
 def tensors(tree: Any, rows: Iterable[Row]) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
-    """Their tensors from a tree of arrays of ours, each made when it is called for; the values keep their bits."""
+    """Their tensors from a tree of arrays of ours, each made when it is called for; the values keep their bits.
+
+    Where several processes hold parts of the arrays, all must call for all of them, in this order.
+    """
     for leaf in leaves(tree, rows):
         for i, name in enumerate(leaf.names()):
-            layer = leaf.value[i] if leaf.row.stacked else leaf.value
-            yield name, lambda row=leaf.row, layer=layer: row.to_theirs(np.asarray(layer))  # type: ignore[misc]
+            yield name, partial(_tensor, leaf, i)
+
+
+def _tensor(leaf: Leaf, index: int) -> np.ndarray:
+    """One tensor of theirs, gathered from the processes that hold parts of it; one layer is on a device at a time."""
+    layer = leaf.value[index] if leaf.row.stacked else leaf.value
+    return leaf.row.to_theirs(np.asarray(multihost_utils.process_allgather(layer, tiled=True)))
 
 
 def _reader(leaf: Leaf, source: TensorSource) -> Callable[[tuple[slice, ...] | None], np.ndarray]:

@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -14,14 +15,18 @@ from test_weights import declarations, theirs
 
 from l2d_jax import sharding, weights
 from l2d_jax.attention import attention, splash
-from l2d_jax.config import DecodeConfig, MeshConfig, OptimConfig, TrainConfig
+from l2d_jax.checkpoint import Checkpoints
+from l2d_jax.config import DataConfig, DecodeConfig, MeshConfig, OptimConfig, TrainConfig
+from l2d_jax.data import Examples
 from l2d_jax.decode import decode, prefill
 from l2d_jax.draw import Sampling
 from l2d_jax.llm import LLM
 from l2d_jax.optim import optimizer
 from l2d_jax.refine import Model, Refinement
 from l2d_jax.sharding import constrain, make_mesh
-from l2d_jax.step import TrainState, make_step, micro_batches, optimizer_shardings
+from l2d_jax.step import TrainState, local_rows, make_step, micro_batches, optimizer_shardings
+from l2d_jax.tokens import byte_tokenizer
+from l2d_jax.train import placed_in_order
 from l2d_jax.weights import LLM_ROWS
 
 
@@ -157,6 +162,57 @@ def test_decoding_gives_the_same_tokens(mesh: Mesh, eight: Mesh) -> None:
             options = {"sampling": Sampling.from_config(config), "ends": jnp.array([-1], jnp.int32), "steps": 4}
             tokens.append(np.array(decode(model, state, settings=Refinement.from_config(config), **options)[1]))
     np.testing.assert_array_equal(*tokens)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wanted"),
+    [
+        ({"fsdp": 8}, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]),
+        ({"data": 2, "tensor": 4}, [[*range(8)]] * 2 + [[*range(8, 16)]] * 2),
+        ({"tensor": 8}, [[*range(16)]] * 4),  # all processes hold all rows
+    ],
+)
+def test_rows_of_four_processes_of_two_devices(sizes: dict[str, int], wanted: list[list[int]]) -> None:
+    mesh = make_mesh(MeshConfig(**{"fsdp": 1, **sizes}))
+    devices = jax.devices()
+    assert [sharding.local_rows(mesh, 16, devices[i : i + 2]) for i in range(0, 8, 2)] == wanted
+    assert sharding.local_rows(mesh, 16) == list(range(16))
+    config = TrainConfig(batch_size=32, accumulation=2)
+    assert sorted(local_rows(config, mesh)) == list(range(32))
+
+
+def test_processes_whose_devices_are_scattered_hold_the_rows_of_those() -> None:
+    """As on TPUs, where the mesh follows the wires and not the processes' numbers."""
+    devices = jax.devices()
+    mesh = make_mesh(MeshConfig(), devices[::-1])
+    assert sharding.local_rows(mesh, 16, [devices[0], devices[7]]) == [0, 1, 14, 15]
+
+
+def test_a_checkpoint_is_restored_onto_any_mesh(tmp_path: Path, mesh: Mesh, eight: Mesh) -> None:
+    """Saved from eight devices, restored on eight others and on one: the bits, and each in its own placement."""
+    path = place(tiny.path(), declared_path(), eight)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, {"path": path})
+    checkpoints.close()
+    checkpoints = Checkpoints(tmp_path)
+    for config in (MeshConfig(), MeshConfig(data=8, fsdp=1), MeshConfig(tensor=4), None):
+        other = mesh if config is None else make_mesh(config)
+        like = sharding.abstract(declared_path(), other)
+        found = checkpoints.restore(1, {"path": like})["path"]
+        jax.tree.map(np.testing.assert_array_equal, found, tiny.path())
+        assert [x.sharding for x in jax.tree.leaves(found)] == [x.sharding for x in jax.tree.leaves(like)]
+    checkpoints.close()
+
+
+def test_validation_batches_fill_the_mesh(eight: Mesh) -> None:
+    config = DataConfig(source="problems", validation_split="validation", validation_examples=5, max_length=1024)
+    examples = Examples.load(config, byte_tokenizer(), split="validation")
+    batches = list(placed_in_order(examples, 3, eight))
+    for batch, plain in zip(batches, examples.in_order(3), strict=True):
+        assert batch.tokens.sharding == sharding.batch_sharding(eight)
+        jax.tree.map(lambda ours, theirs: np.testing.assert_array_equal(ours[:3], theirs), batch, plain)
+        assert len(batch.tokens) == 4
+        assert not np.any(batch.weights[3])
 
 
 def test_constraints_hold_inside_a_mesh(eight: Mesh) -> None:

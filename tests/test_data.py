@@ -160,16 +160,17 @@ def test_a_step_is_the_same_wherever_the_run_began(tmp_path, start, options):
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_processes_share_the_same_batches(tmp_path, count, packing):
     examples = numbered(tmp_path, 10, packing=packing)
+    parts = np.arange(4).reshape(count, -1).tolist()
 
     def joined(streams, steps):
         batches = itertools.islice(zip(*streams, strict=True), steps)
         return [jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts) for parts in batches]
 
     for start in (0, 3):
-        shares = [examples.batches(4, start_step=start, process_index=i, process_count=count) for i in range(count)]
+        shares = [examples.batches(4, start_step=start, rows=rows) for rows in parts]
         whole = itertools.islice(examples.batches(4, start_step=start), 6)
         assert all(same(one, other) for one, other in zip(joined(shares, 6), whole, strict=True))
-    shares = [examples.in_order(4, process_index=i, process_count=count) for i in range(count)]
+    shares = [examples.in_order(4, rows=rows) for rows in parts]
     whole = list(examples.in_order(4))
     assert len(whole) == 3
     assert all(same(one, other) for one, other in zip(joined(shares, 9), whole, strict=True))
@@ -403,9 +404,13 @@ def test_nothing_fits(tmp_path):
         load(folder_config(tmp_path, rows, answer_length=20))
 
 
-def test_processes_must_divide_the_batch(tmp_path):
-    with pytest.raises(InputError, match=r"multiple of the 3 processes, got 4"):
-        numbered(tmp_path, 3).batches(4, process_count=3)
+def test_rows_may_be_any(tmp_path):
+    """Such as those of two micro-batches on one of two processes, and some beyond the batch, which fill a mesh."""
+    examples = numbered(tmp_path, 10)
+    part, whole = (next(examples.batches(4, start_step=2, rows=rows)) for rows in ([0, 2], None))
+    assert answers(part) == [answers(whole)[0], answers(whole)[2]]
+    last = list(examples.in_order(4, rows=[1, 5, 7]))[-1]
+    assert answers(last) == ["9<|im_end|>", None, None]
 
 
 def test_no_chat_template():

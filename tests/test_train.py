@@ -14,7 +14,7 @@ import pytest
 from programs import ROOT, base_tensors, call, config, options, same_bits, write_base
 from safetensors.numpy import save_file
 
-from l2d_jax import accounting, checkpoint, models, train
+from l2d_jax import accounting, checkpoint, hosts, models, train
 from l2d_jax.architecture import Architecture
 from l2d_jax.config import Config
 from l2d_jax.diffusion_path import DiffusionPath
@@ -164,6 +164,20 @@ def test_another_config_is_refused(run):
     outcome = call(train.main, *options(optim__peak_rate=0.5), "--workdir", run)
     assert "belongs to another config: config.optim.peak_rate was 0.001, is 0.5: choose another" in outcome.error
     assert (run / "config.json").read_text() == before
+
+
+def test_another_mesh_is_not_another_config(run):
+    """Of one device here; eight_devices.py restores onto others."""
+    outcome = call(train.main, *options(mesh__data=-1, mesh__fsdp=1), "--workdir", run)
+    assert (outcome.status, outcome.err) == (0, "")
+    assert "resuming after step 6" in outcome.out
+
+
+def test_a_process_with_another_config_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(hosts, "decide", lambda function: function() | {"optim": {"peak_rate": 0.5}})
+    error = call(train.main, *options(), "--workdir", tmp_path).error
+    assert "process 0 runs another config: config.optim.peak_rate was 0.5, is 0.001; " in error
+    assert error.endswith("start the same command everywhere")
 
 
 def test_a_checkpoint_of_another_shape_is_refused(run, tmp_path):

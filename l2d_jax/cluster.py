@@ -1,0 +1,124 @@
+"""Tells from the environment which processes run one program together, before any of them has met another.
+
+In this order: `JAX_COORDINATOR_ADDRESS` (host:port of process 0), `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, for any
+machines; SLURM and Open MPI; TPU pods on GKE (its variables) and on TPU VMs (Google's metadata server, which is asked
+only where libtpu is installed and `JAX_PLATFORMS` does not rule TPUs out). `JAX_NUM_PROCESSES=1` keeps a process alone.
+"""
+
+import importlib.util
+import re
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from l2d_jax.errors import InputError
+
+EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+METADATA_SECONDS = 3  # for an answer of the metadata server, which is on the same machine
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """The variables that a scheduler sets in each process; all must be there."""
+
+    count: str
+    index: str
+    place: str  # where process 0 is, among other places
+    others: tuple[str, ...] = ()  # without which JAX does not believe that it is there
+
+
+SCHEDULERS = (
+    Scheduler("SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_NODELIST", ("SLURM_JOB_ID", "SLURM_LOCALID")),
+    Scheduler("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_MCA_orte_hnp_uri", ("OMPI_COMM_WORLD_LOCAL_RANK",)),
+)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The place of this process among several."""
+
+    index: int
+    count: int
+    place: str  # where they meet, for messages
+    arguments: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # of jax.distributed.initialize; none: JAX reads the same environment
+
+
+def find_cluster(environment: Mapping[str, str]) -> Cluster | None:
+    """The processes that run together with this one, or None where it is alone; raises `InputError`."""
+    if environment.get("JAX_NUM_PROCESSES") == "1":
+        return None
+    found = _explicit(environment) or _scheduled(environment) or _pod(environment)
+    return found if found is not None and found.count > 1 else None
+
+
+def _explicit(environment: Mapping[str, str]) -> Cluster | None:
+    if not any(name in environment for name in EXPLICIT):
+        return None
+    missing = [name for name in EXPLICIT if name not in environment]
+    if missing:
+        raise InputError(f"{', '.join(EXPLICIT)} go together, but {' and '.join(missing)} is missing: set all three")
+    address = environment["JAX_COORDINATOR_ADDRESS"]
+    count, index = (_number(environment, name) for name in EXPLICIT[1:])
+    if not re.fullmatch(r".+:\d+", address):
+        raise InputError(f"JAX_COORDINATOR_ADDRESS must be host:port of process 0, got {address!r}: add the port")
+    if not 0 <= index < count:
+        raise InputError(f"JAX_PROCESS_ID must be from 0 to {count - 1}, got {index}: count the processes from 0")
+    arguments = {"coordinator_address": address, "num_processes": count, "process_id": index}
+    return Cluster(index, count, address, arguments | {"cluster_detection_method": "deactivate"})
+
+
+def _scheduled(environment: Mapping[str, str]) -> Cluster | None:
+    for scheduler in SCHEDULERS:
+        if all(name in environment for name in (scheduler.count, scheduler.index, scheduler.place, *scheduler.others)):
+            count, index = (_number(environment, name) for name in (scheduler.count, scheduler.index))
+            return Cluster(index, count, environment[scheduler.place])
+    return None
+
+
+def _pod(environment: Mapping[str, str]) -> Cluster | None:
+    platforms = environment.get("JAX_PLATFORMS", "")
+    if (platforms and "tpu" not in platforms) or importlib.util.find_spec("libtpu") is None:
+        return None
+    hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES")
+    if hosts is not None:
+        place = hosts.split(",")[0]
+        index, workers = _number(environment, "TPU_WORKER_ID"), len(hosts.split(","))
+        slices = environment
+    elif "TPU_SKIP_MDS_QUERY" in environment:
+        return None
+    else:
+        number, endpoints = (_ask(environment, key) for key in ("agent-worker-number", "worker-network-endpoints"))
+        if number is None or endpoints is None:
+            return None
+        place = endpoints.split(",")[0].split(":")[-1]  # a name, or name:number:address
+        index, workers = int(number), len(endpoints.split(","))
+        told = re.findall(r"^(MEGASCALE_\w+):\s*'?([^'\n]*)'?\s*$", _ask(environment, "tpu-env") or "", re.MULTILINE)
+        slices = {**dict(told), **environment}
+    count, number_of_slice = (
+        int(slices.get(f"MEGASCALE_{name}") or n) for name, n in (("NUM_SLICES", 1), ("SLICE_ID", 0))
+    )
+    place = slices.get("MEGASCALE_COORDINATOR_ADDRESS") or place
+    return Cluster(index + number_of_slice * workers, workers * count, place)
+
+
+def _ask(environment: Mapping[str, str], key: str) -> str | None:
+    """An attribute of this machine from Google's metadata server; None on a machine without one."""
+    server = environment.get("GCE_METADATA_IP", "metadata.google.internal")
+    url = f"http://{server}/computeMetadata/v1/instance/attributes/{key}"
+    request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+    try:
+        with urllib.request.urlopen(request, timeout=METADATA_SECONDS) as answer:
+            text: str = answer.read().decode()
+            return text
+    except OSError:
+        return None
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name, "")
+    if not text.isdigit():
+        raise InputError(f"{name} must be a number, got {text!r}: set it in every process")
+    return int(text)

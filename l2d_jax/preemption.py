@@ -1,0 +1,54 @@
+"""SIGTERM as a question between two steps of training: is this the step to save and stop at?
+
+Schedulers announce the end of a machine by SIGTERM and kill after a grace time: 30 s on Google's spot VMs, and by
+default in Kubernetes and SLURM. That time has to cover the validation or compilation that is under way, one or two
+steps, and a checkpoint. Where it does not, the steps since the newest checkpoint are lost.
+"""
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+
+STOPPED = 143  # the exit status: 128 + SIGTERM
+
+
+class Preemption:
+    """Takes SIGTERM from `watch` to the end of the `with`, and tells by `reached` where to stop.
+
+    Several processes ask JAX, whose coordination service hands the notice on and finds a step that none of them has
+    passed. A process that is alone needs no service: it takes the signal itself, and a second one ends it.
+    """
+
+    def __init__(self) -> None:
+        self._noticed = False
+        self._former: Any = None
+
+    def __enter__(self) -> "Preemption":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._former is not None:
+            signal.signal(signal.SIGTERM, self._former)
+
+    def watch(self) -> None:
+        """From here on there is something to save; before, a SIGTERM ends a process that is alone at once."""
+        # Python gives signals to its main thread alone.
+        if not jax.distributed.is_initialized() and threading.current_thread() is threading.main_thread():
+            self._former = signal.signal(signal.SIGTERM, self._notice)
+
+    def reached(self, step: int) -> bool:
+        """Whether to save and stop after this step; all processes must ask after every step."""
+        return self._noticed or multihost_utils.reached_preemption_sync_point(step)
+
+    def _notice(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self._noticed = True
+        signal.signal(signal.SIGTERM, self._former)
+        os.write(2, b"SIGTERM: saving after the step under way; another one ends at once\n")  # print is not reentrant
