@@ -23,7 +23,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from l2d_jax import decode
-from l2d_jax.config import require
+from l2d_jax.options import require
 from l2d_jax.refine import Model, Refinement
 
 

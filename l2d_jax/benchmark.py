@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from l2d_jax import command_line, rules, runtime
-from l2d_jax.config import Config, require
+from l2d_jax.config import Config
 from l2d_jax.decoding_speed import decoding, draw
+from l2d_jax.options import require
 from l2d_jax.training_speed import training
 
 

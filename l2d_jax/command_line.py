@@ -14,8 +14,9 @@ import jax
 from ml_collections import ConfigDict
 
 from l2d_jax import hosts
-from l2d_jax.config import Config, nearest
-from l2d_jax.errors import InputError
+from l2d_jax.config import Config
+from l2d_jax.errors import InputError, RunError
+from l2d_jax.options import nearest
 
 CONFIG_HELP = "a config file, FILE.py or FILE.py:variant; --config.section.option=value overrides one of its values"
 
@@ -34,7 +35,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def run(main: Callable[[], int | None]) -> None:
-    """Exit with what `main` returns, or with 2 and one line on standard error for bad input.
+    """Exit with what `main` returns, or with one line on standard error: 2 for bad input, 1 for a run that stopped.
 
     One process of several that fails alone must not wait for the others, which may be waiting for it.
     """
@@ -42,9 +43,9 @@ def run(main: Callable[[], int | None]) -> None:
     try:
         status = main() or 0
         together = True
-    except InputError as error:
+    except (InputError, RunError) as error:
         print(f"error: {_one_line(error)}", file=sys.stderr)
-        status, together = 2, isinstance(error, hosts.SharedError)
+        status, together = 2 if isinstance(error, InputError) else 1, isinstance(error, hosts.SharedError)
     except KeyboardInterrupt:
         status = 130
     except Exception:

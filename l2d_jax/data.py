@@ -32,6 +32,7 @@ FEATURES = datasets.Features(
         "context": datasets.Value("int32"),  # number of tokens before the answer
         "length": datasets.Value("int32"),  # number of all tokens
         "class": datasets.Value("int32"),
+        "row": datasets.Value("int32"),  # of the split, the first is 0
     }
 )
 READING = ReadOptions(num_threads=4, prefetch_buffer_size=16)  # batches ahead of the one in use
@@ -116,6 +117,12 @@ class Examples:
         order = self._order()
         return self._read(order, batch_size, start_step, rows, is_packed=self.config.packing)
 
+    def ids(self, batch_size: int, step: int) -> list[int]:
+        """The rows of the split (the first is 0) whose turns the batch of a step (the first is 1) holds, in order."""
+        order = self._order()
+        used = [number for row in range((step - 1) * batch_size, step * batch_size) for number in order[row]]
+        return [int(self.turns[int(self.kept[number])]["row"]) for number in used]
+
     def in_order(self, batch_size: int, *, rows: Sequence[int] | None = None) -> Iterator[Batch]:
         """Every example once, a row each, as they stand; arguments as above.
 
@@ -166,15 +173,8 @@ def _tokenise(
     # `datasets` knows a cached result by the arguments and by this function's name, so the code is an argument too.
     code = hashlib.sha256((inspect.getsource(tokens) + inspect.getsource(_turns)).encode()).hexdigest()
     arguments = {"numbers": numbers, "tokenizer": tokenizer, "name": name, "code": code}
-    return rows.select(numbers).map(
-        _turns,
-        batched=True,
-        with_indices=True,
-        fn_kwargs=arguments,
-        remove_columns=rows.column_names,
-        features=FEATURES,
-        desc=f"tokenising {name}",
-    )
+    options = {"with_indices": True, "remove_columns": rows.column_names, "features": FEATURES, "fn_kwargs": arguments}
+    return rows.select(numbers).map(_turns, batched=True, desc=f"tokenising {name}", **options)
 
 
 def _turns(
@@ -187,10 +187,9 @@ def _turns(
     code: str,  # noqa: ARG001
 ) -> dict[str, list[Any]]:
     """Tokenise a batch of rows: one row of FEATURES per turn of the assistant."""
-    texts, classes = [], []
-    for index, messages, label in zip(
-        indices, _conversations(rows), rows.get("class", [0] * len(indices)), strict=True
-    ):
+    texts, classes, origins = [], [], []
+    labels = rows.get("class", [0] * len(indices))
+    for index, messages, label in zip(indices, _conversations(rows), labels, strict=True):
         try:
             if not (isinstance(messages, list) and all(isinstance(message, dict) for message in messages)):
                 raise InputError(f"'messages' must be a list of objects with role and content, got {messages!r:.60}")
@@ -201,10 +200,11 @@ def _turns(
             raise InputError(f"row {numbers[index]} of {name} (the first is 0): {error}") from error
         texts += [text for pair in pairs for text in pair]
         classes += [label] * len(pairs)
+        origins += [numbers[index]] * len(pairs)
     ids = tokens.encode(texts, tokenizer)
-    contexts, answers = ids[::2], ids[1::2]
-    turns = [context + answer for context, answer in zip(contexts, answers, strict=True)]
-    return {"tokens": turns, "context": [*map(len, contexts)], "length": [*map(len, turns)], "class": classes}
+    turns = [context + answer for context, answer in zip(ids[::2], ids[1::2], strict=True)]
+    lengths = {"context": [*map(len, ids[::2])], "length": [*map(len, turns)]}
+    return {"tokens": turns, **lengths, "class": classes, "row": origins}
 
 
 def _conversations(rows: Mapping[str, list[Any]]) -> Iterable[Any]:

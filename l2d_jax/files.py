@@ -1,6 +1,7 @@
-"""Files of JSON, in which no key may be repeated, and output folders that are complete or absent."""
+"""Files of JSON, in which no key may be repeated, and files and folders that are complete or absent."""
 
 import json
+import os
 import shutil
 import uuid
 from collections import Counter
@@ -35,6 +36,26 @@ def parse_json(text: bytes, path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InputError(f"{path}: malformed JSON ({type(value).__name__} in place of an object): download it again")
     return value
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Put `text` in place of a file, on the disk: whoever is killed, or loses power, leaves the old or the new one."""
+    written = path.with_name(f"{path.name}.partial")
+    with written.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    written.replace(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the list of a folder's files, is on the disk and not in memory alone."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

@@ -9,10 +9,11 @@ from transformers import PreTrainedTokenizerFast
 
 from l2d_jax import models, runtime, sharding
 from l2d_jax.checkpoint import Checkpoints
-from l2d_jax.config import Config, DecodeConfig, MeshConfig, ModelConfig, PathConfig, from_dict
+from l2d_jax.config import Config, DecodeConfig, MeshConfig, ModelConfig, PathConfig
 from l2d_jax.diffusion_path import DiffusionPath
 from l2d_jax.errors import InputError
 from l2d_jax.files import read_json
+from l2d_jax.options import from_dict
 from l2d_jax.refine import Model
 
 
@@ -81,7 +82,7 @@ def _newest_path(folder: Path, config: PathConfig, base: models.Base, mesh: Mesh
     checkpoints = Checkpoints(folder)
     step = checkpoints.latest()
     if step is None:
-        raise InputError(f"{folder} holds no checkpoint yet: train it first")
+        raise InputError(f"{folder} holds no good checkpoint: train it first")
     declared = DiffusionPath.declare(config, base.llm.architecture)
     path: DiffusionPath = checkpoints.restore(step, {"path": sharding.abstract(declared, mesh)})["path"]
     checkpoints.close()

@@ -1,70 +1,164 @@
-"""Writes what a run measures: `metrics.jsonl`, TensorBoard, and a progress bar on a terminal."""
+"""Writes what a run measures: `metrics.jsonl`, TensorBoard, and a progress bar on a terminal.
 
+A disk that is full costs no record and stops nothing: records wait in memory, and TensorBoard, a copy for looking at,
+goes without.
+"""
+
+import contextlib
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.summary import scalar
 from tqdm import tqdm
+
+from l2d_jax.errors import InputError, RunError
+from l2d_jax.files import write_whole
 
 
 class Metrics:
     """The log of one run, from `start` of `total` steps; later records are of a run that was cut off, and go.
 
-    `silent` takes all calls and writes nothing, for the processes other than 0.
+    `silent` takes all calls and writes nothing, for the processes other than 0. Raises `InputError` where the workdir
+    cannot be written to.
+
+    Attributes:
+      skipped: number of updates that were skipped, in all of the run.
     """
 
     def __init__(self, workdir: Path, *, start: int, total: int, silent: bool = False) -> None:
-        path = Path(os.devnull) if silent else workdir / "metrics.jsonl"
-        if not silent:
-            kept = [line for line in _complete_lines(path) if json.loads(line)["step"] <= start]
-            written = path.with_suffix(".partial")  # a run that is killed here loses nothing
-            written.write_text("".join(kept))
-            written.replace(path)
-        self._silent = silent
-        self._file = path.open("a")
-        folder = str(workdir / "tensorboard")
-        self._tensorboard = SummaryWriter(folder, purge_step=start + 1, write_to_disk=not silent)
+        self._silent, self.skipped = silent, 0
+        self._waiting: list[bytes] = []
         self._bar = tqdm(initial=start, total=total, unit="step", disable=silent or not sys.stderr.isatty())
+        if silent:
+            return
+        path = workdir / "metrics.jsonl"
+        records = [(line, json.loads(line)) for line in _complete_lines(path)]
+        kept = [(line, record) for line, record in records if record["step"] <= start]
+        self.skipped = sum(record.get("skipped", 0) for _, record in kept)
+        try:
+            write_whole(path, "".join(line for line, _ in kept))
+            self._file = path.open("ab", buffering=0)
+            self._end = path.stat().st_size  # of what is whole
+            self._events = _Events(workdir / "tensorboard", start=start)
+        except OSError as error:
+            raise InputError(f"cannot write to workdir {workdir}: {error.strerror}: make room in it") from error
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Log scalars (and lists, in the JSON alone) at an optimizer step."""
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
-        self._file.flush()
-        for name, value in values.items():
-            if isinstance(value, int | float):
-                self._tensorboard.add_scalar(name, value, step)
+        if self._silent:
+            return
+        self._waiting.append((json.dumps({"step": step, **values}) + "\n").encode())
+        with contextlib.suppress(OSError):  # `sync` says so
+            self._drain()
+        self._events.write(step, {name: value for name, value in values.items() if isinstance(value, int | float)})
+
+    def sync(self) -> None:
+        """Put all records on the disk; raises `OSError` where that fails."""
+        if self._silent:
+            return
+        self._drain()
+        os.fsync(self._file.fileno())
 
     def progress(self, step: int, text: str) -> None:
         """Show the step and a few figures: on the bar, or as a line where there is no terminal."""
         if self._silent:
             return
         if self._bar.disable:
-            print(f"step {step}/{self._bar.total}  {text}", flush=True)
+            with contextlib.suppress(OSError):
+                print(f"step {step}/{self._bar.total}  {text}", flush=True)
         else:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(step - self._bar.n)
 
     def close(self) -> None:
-        """Finish the files."""
+        """Finish the files; raises `RunError` if records are lost."""
         self._bar.close()
-        self._file.close()
-        self._tensorboard.close()
+        if self._silent:
+            return
+        self._events.close()
+        try:
+            self.sync()
+        except OSError as error:
+            lost = f"the last {len(self._waiting)} records could not be written to {self._file.name}"
+            raise RunError(f"{lost} ({error.strerror}): make room and give the same command again") from error
+        finally:
+            self._file.close()
+
+    def _drain(self) -> None:
+        """Write what is waiting, after what is whole: an attempt that failed may have left a part of a line."""
+        os.ftruncate(self._file.fileno(), self._end)
+        while self._waiting:
+            rest = line = self._waiting[0]
+            while rest:
+                rest = rest[self._file.write(rest) :]
+            self._end += len(line)
+            self._waiting.pop(0)
+
+
+class _Events:
+    """TensorBoard's file, written at once: the library's own thread would die of a full disk, and then block."""
+
+    def __init__(self, folder: Path, *, start: int) -> None:
+        folder.mkdir(exist_ok=True)
+        self._writer = EventsWriter(str(folder / "events"), filename_suffix=f".{os.getpid()}")
+        self._flushed = time.monotonic()
+        resumed = SessionLog(status=SessionLog.START)  # what is shown of later steps is of a run that was cut off
+        self._writer.write_event(Event(step=start + 1, wall_time=time.time(), session_log=resumed))
+
+    def write(self, step: int, values: Mapping[str, int | float]) -> None:
+        with contextlib.suppress(OSError):
+            for name, value in values.items():
+                self._writer.write_event(Event(step=step, wall_time=time.time(), summary=scalar(name, value)))
+            if time.monotonic() > self._flushed + 10:
+                self._flushed = time.monotonic()
+                self._writer.flush()  # which waits for the disk
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._writer.close()
 
 
 class StepLog:
-    """Reads each step's results once the next one is under way, so that the device never waits for the log."""
+    """Reads each step's results once the next one is under way, so that the device never waits for the log.
 
-    def __init__(self, metrics: Metrics, *, every: int, last: int, rate: Callable[[int], Any]) -> None:
+    Attributes:
+      skipped: number of updates that were skipped in a row, up to the last step that was read.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        *,
+        every: int,
+        last: int,
+        rate: Callable[[int], Any],
+        max_skipped: int,
+        ids: Callable[[int], Sequence[int]],
+    ) -> None:
+        """See the class.
+
+        Args:
+          metrics: where to write.
+          every: steps from record to record.
+          last: the run's last step.
+          rate: the learning rate after so many updates.
+          max_skipped: so many updates skipped in a row stop the run.
+          ids: the rows of the data that a step reads.
+        """
         self._metrics, self._every, self._last, self._rate = metrics, every, last, rate
+        self._max_skipped, self._ids = max_skipped, ids
         self._pending: tuple[int, Mapping[str, Any]] | None = None
         self._tokens = 0
         self._began = time.perf_counter()
+        self.skipped = 0
 
     def add(self, step: int, results: Mapping[str, Any], *, tokens: int) -> None:
         """Take the results of a step that has just been dispatched and read those of the one before it."""
@@ -73,18 +167,21 @@ class StepLog:
         self._tokens += tokens
 
     def flush(self) -> None:
-        """Wait for the step that is under way; raises `FloatingPointError` if its loss is not finite."""
+        """Wait for the step that is under way; raises `RunError` if too many updates were skipped in a row."""
         if self._pending is None:
             return
         step, results = self._pending
         self._pending = None
         values = {name: float(value) for name, value in results.items()}
-        if not math.isfinite(values["loss"]):
-            raise FloatingPointError(f"the loss is {values['loss']} at step {step}: lower config.optim.peak_rate")
+        if values.pop("skipped"):
+            self._skip(step, values)
+            return
+        self.skipped = 0
         if step % self._every and step != self._last:
             return
         speed = self._tokens / (time.perf_counter() - self._began)
-        values |= {"learning_rate": float(self._rate(step - 1)), "tokens_per_second": speed}
+        rate = float(self._rate(step - 1 - self._metrics.skipped))
+        values |= {"learning_rate": rate, "tokens_per_second": speed}
         self._metrics.write(step, values)
         self._metrics.progress(step, f"loss {values['loss']:.4f}  {speed:.0f} tokens/s")
         self.restart()
@@ -93,6 +190,20 @@ class StepLog:
         """Start the clock anew, after something else has taken time."""
         self._tokens = 0
         self._began = time.perf_counter()
+
+    def _skip(self, step: int, values: Mapping[str, float]) -> None:
+        """Log a skipped update, whatever its step; JSON has no numbers for what is not finite."""
+        self.skipped += 1
+        self._metrics.skipped += 1
+        self._metrics.write(step, {n: v for n, v in values.items() if math.isfinite(v)} | {"skipped": 1})
+        what = f"loss {values['loss']}, gradient norm {values['gradient_norm']}"
+        self._metrics.progress(step, f"update skipped: {what}")
+        if self.skipped == self._max_skipped:
+            raise RunError(
+                f"{self.skipped} updates in a row were skipped, the last at step {step} ({what}), which read the rows "
+                f"{', '.join(map(str, self._ids(step)))} of the training data: lower config.optim.peak_rate or look at "
+                "these rows; the checkpoints are of before"
+            )
 
 
 def read_metrics(workdir: Path) -> list[dict[str, Any]]:

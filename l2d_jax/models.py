@@ -19,12 +19,13 @@ from transformers import PreTrainedTokenizerFast
 from l2d_jax import hosts, sharding, tokens, weights
 from l2d_jax.adapter import Adapted, Adapter, has_adapter
 from l2d_jax.architecture import Architecture
-from l2d_jax.config import ModelConfig, PathConfig, from_dict
+from l2d_jax.config import ModelConfig, PathConfig
 from l2d_jax.diffusion_path import DiffusionPath, start_from
 from l2d_jax.errors import InputError
 from l2d_jax.files import read_json
 from l2d_jax.gathering import quantize
 from l2d_jax.llm import LLM
+from l2d_jax.options import from_dict
 from l2d_jax.safetensors_file import SafetensorsFolder, write_file
 from l2d_jax.sources import locate
 from l2d_jax.weights import TensorSource

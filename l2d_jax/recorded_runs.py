@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from l2d_jax import decode, diffusion, rules, solvers
-from l2d_jax.config import DecodeConfig, from_dict
+from l2d_jax.config import DecodeConfig
 from l2d_jax.errors import InputError
 from l2d_jax.objective import Context
+from l2d_jax.options import from_dict
 from l2d_jax.recording import Check, Recording, logits_at, read
 from l2d_jax.refine import Model, Refinement, make_target
 

@@ -14,10 +14,11 @@ import numpy as np
 
 from l2d_jax import weights
 from l2d_jax.architecture import Architecture
-from l2d_jax.config import PathConfig, from_dict
+from l2d_jax.config import PathConfig
 from l2d_jax.diffusion_path import DiffusionPath
 from l2d_jax.errors import InputError
 from l2d_jax.llm import LLM
+from l2d_jax.options import from_dict
 from l2d_jax.safetensors_file import SafetensorsFolder, write_file
 from l2d_jax.weights import TensorSource
 

@@ -1,4 +1,7 @@
-"""One optimizer step: gradients of the path summed over micro-batches, then AdamW, in one compiled program."""
+"""One optimizer step: gradients of the path summed over micro-batches, then AdamW, in one compiled program.
+
+A step whose loss or gradient is not finite changes nothing: not the path, not the moments, not their count.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -55,7 +58,7 @@ def make_step(
     """The compiled step: `(state, llm, batch, key) -> (state, metrics)`; `state` is donated.
 
     The batch has a leading axis of micro-batches, as `micro_batches` makes it; the loss is the mean over the whole
-    batch, however it is divided. Metrics: loss in nats and gradient norm.
+    batch, however it is divided. Metrics: loss in nats, gradient norm, and whether the update was skipped (0 or 1).
     """
     objective = partial(
         loss,
@@ -77,7 +80,11 @@ def make_step(
         (value, gradient), _ = jax.lax.scan(accumulate, zero, (batch, keys))
         updates, moments = optimizer.update(gradient, state.optimizer, state.path)
         new_state = TrainState(path=optax.apply_updates(state.path, updates), optimizer=moments)
-        return new_state, {"loss": value, "gradient_norm": optax.tree.norm(gradient)}
+        norm = optax.tree.norm(gradient)
+        # Not optax.apply_if_finite: after so many skips it applies the NaN.
+        finite = jnp.isfinite(value) & jnp.isfinite(norm)
+        new_state = jax.tree.map(partial(jnp.where, finite), new_state, state)
+        return new_state, {"loss": value, "gradient_norm": norm, "skipped": 1 - finite.astype(jnp.float32)}
 
     placements = jax.tree.map(lambda x: x.sharding, state)
     return jax.jit(step, donate_argnums=0, out_shardings=(placements, NamedSharding(mesh, PartitionSpec())))

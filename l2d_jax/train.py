@@ -4,10 +4,10 @@ The same command again resumes from the newest checkpoint. Only the path, its op
 the frozen model is read from where it came from, and the order of the data is a function of the step.
 """
 
-import json
+import contextlib
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,20 +16,20 @@ import datasets
 import jax
 from jax.sharding import Mesh
 
-from l2d_jax import accounting, command_line, hosts, models, profile, runtime, sharding
+from l2d_jax import accounting, command_line, hosts, lock, models, profile, runtime, sharding
 from l2d_jax.batches import count_text
 from l2d_jax.checkpoint import Checkpoints
 from l2d_jax.config import Config
 from l2d_jax.data import Examples
-from l2d_jax.errors import InputError
-from l2d_jax.files import read_json
-from l2d_jax.metrics import Metrics, StepLog, read_metrics
+from l2d_jax.errors import InputError, RunError
+from l2d_jax.metrics import Metrics, StepLog
 from l2d_jax.objective import Batch
 from l2d_jax.optim import optimizer, schedule
 from l2d_jax.preemption import STOPPED, Preemption
 from l2d_jax.refine import Model, Refinement
 from l2d_jax.step import TrainState, check_batch, local_rows, make_step, micro_batches, optimizer_shardings
 from l2d_jax.validate import validate
+from l2d_jax.workdir import claim, differences, is_measured, plain
 
 
 def main() -> int | None:
@@ -50,11 +50,18 @@ def main() -> int | None:
 
 
 def train(config: Config, workdir: Path, *, preemption: Preemption) -> bool:
-    """Train from the newest checkpoint in `workdir`, if there is one, and return whether the last step was reached.
+    """Train from the newest good checkpoint in `workdir`, if there is one; return whether the last step was reached.
 
-    Otherwise `preemption` has stopped it, after saving.
+    Otherwise `preemption` has stopped it, after saving. Raises `InputError`, and `RunError` where the run has to stop
+    or its end cannot be saved.
     """
-    mesh = prepare(config, workdir)
+    with contextlib.ExitStack() as held:
+        mesh = prepare(config, workdir, held)
+        return train_on(mesh, config, workdir, preemption=preemption)
+
+
+def train_on(mesh: Mesh, config: Config, workdir: Path, *, preemption: Preemption) -> bool:
+    """Train in a workdir that process 0 holds, as `train` does."""
     base, training, held_out = hosts.take_turns(partial(read_inputs, config))
     hosts.report(f"training examples: {training.describe()}; validation examples: {held_out.counts}")
     steps = config.train.steps or max(1, math.ceil(config.train.epochs * training.rows / config.train.batch_size))
@@ -67,8 +74,10 @@ def train(config: Config, workdir: Path, *, preemption: Preemption) -> bool:
     moments = jax.jit(adam.init, out_shardings=optimizer_shardings(adam, path, mesh))(path)
     state = TrainState(path=path, optimizer=moments)
 
+    if hosts.is_first():
+        (workdir / "checkpoints").mkdir(exist_ok=True)  # from here on the workdir belongs to this config
     checkpoints = Checkpoints(workdir / "checkpoints", keep=config.train.keep)
-    start = hosts.decide(checkpoints.latest) or 0
+    start = checkpoints.latest() or 0
     if start:
         state = TrainState(**checkpoints.restore(start, vars_of(state)))
         hosts.report(f"resuming after step {start}")
@@ -94,37 +103,43 @@ def train(config: Config, workdir: Path, *, preemption: Preemption) -> bool:
     if due(start) and not measured:
         measure(start, state)
     preemption.watch()
-    step, stopped = start, False
-    log = StepLog(metrics, every=config.train.log_every, last=steps, rate=rate)
+    step, stopped, owed = start, False, False
+    log = StepLog(
+        metrics,
+        every=config.train.log_every,
+        last=steps,
+        rate=rate,
+        max_skipped=config.train.max_skipped,
+        ids=partial(training.ids, config.train.batch_size),
+    )
     for step, batch in zip(range(start + 1, steps + 1), batches, strict=False):
         placed = micro_batches(batch, config.train.accumulation, mesh)
         state, results = run_step(state, llm, placed, jax.random.fold_in(key, step))
         text = count_text(batch) * config.train.batch_size // len(batch.tokens)  # of all processes, by this one's rows
         log.add(step, results, tokens=text)
         stopped = preemption.reached(step) and step < steps
-        saved = stopped or step == steps or step % config.train.checkpoint_every == 0
+        saved = owed or stopped or step == steps or step % config.train.checkpoint_every == 0
         if saved or due(step):
             log.flush()  # before it is saved, or a run that is cut off in between would lack it
-        if saved:
-            checkpoints.save(step, vars_of(state))
+        owed = saved and log.skipped > 0 and step < steps  # what a skipped update leaves waits for one that is not
+        if saved and not owed:
+            save(step, state, checkpoints, metrics)
         if stopped:
             break
         if due(step):
             measure(step, state)
             log.restart()
-    checkpoints.close()
-    metrics.close()
+    finish(checkpoints, metrics)
     if stopped:
-        hosts.report(f"stopped by SIGTERM: step {step} is saved, and the same command goes on from there")
+        kept = "the newest checkpoint is from before a skipped update" if owed else f"step {step} is saved"
+        hosts.report(f"stopped by SIGTERM: {kept}, and the same command goes on from there")
         return False
-    if hosts.is_first():
-        (workdir / "export").mkdir(exist_ok=True)
-    models.save_path(workdir / "export", state.path, base=config.model.name)
+    export(state, config, workdir)
     return True
 
 
-def prepare(config: Config, workdir: Path) -> Mesh:
-    """Start JAX and claim the workdir, once everything that needs no file has been checked; raises `InputError`."""
+def prepare(config: Config, workdir: Path, held: contextlib.ExitStack) -> Mesh:
+    """Start JAX, then claim the workdir and keep it `held`; raises `InputError`, before any model or data is read."""
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     mesh = runtime.start(config.mesh)
@@ -133,6 +148,7 @@ def prepare(config: Config, workdir: Path) -> Mesh:
         check_batch(config.train, mesh)
         for budget in config.validation.budgets:
             Refinement.from_config(config.decode, budget=budget)
+        held.enter_context(lock.hold(workdir))
         claim(workdir, config)
         return plain(config)
 
@@ -162,52 +178,40 @@ def placed_in_order(examples: Examples, batch_size: int, mesh: Mesh) -> Iterator
     return (jax.tree.map(place, batch) for batch in examples.in_order(batch_size, rows=rows))
 
 
-def is_measured(workdir: Path, step: int) -> bool:
-    """Whether the log has a validation of this step."""
-    return any(record["step"] == step and "validation/loss" in record for record in read_metrics(workdir))
+def save(step: int, state: TrainState, checkpoints: Checkpoints, metrics: Metrics) -> None:
+    """Begin a checkpoint; it holds no step that is not in the log, on the disk."""
+    for failed in checkpoints.failures():
+        metrics.write(step, {"failed_save": failed})
+    checkpoints.save(step, vars_of(state), first=metrics.sync)
+
+
+def finish(checkpoints: Checkpoints, metrics: Metrics) -> None:
+    """Wait for the files of a run at its end; raises `RunError` where the last checkpoint or records are not saved."""
+    failed = hosts.decide(checkpoints.failures)
+    checkpoints.close()
+    metrics.close()
+    if failed:
+        raise RunError(
+            f"the last checkpoint, of step {failed[-1]}, could not be saved: mend what is wrong and give the same "
+            "command again, which goes on from the newest good one"
+        )
+
+
+def export(state: TrainState, config: Config, workdir: Path) -> None:
+    """Write the trained path as a model folder; raises `RunError` where that fails."""
+    folder = workdir / "export"
+    try:
+        if hosts.is_first():
+            folder.mkdir(exist_ok=True)
+        models.save_path(folder, state.path, base=config.model.name)
+    except OSError as error:
+        again = "make room and give the same command again, which does this alone"
+        raise RunError(f"the trained path cannot be written to {folder} ({error.strerror}): {again}") from error
 
 
 def vars_of(state: TrainState) -> dict[str, Any]:
     """The named parts of a checkpoint."""
     return {"path": state.path, "optimizer": state.optimizer}
-
-
-def claim(workdir: Path, config: Config) -> None:
-    """Make the workdir and write the resolved config.
-
-    Raises `InputError` where that fails, and if the workdir has checkpoints of another config, but for the mesh: a run
-    may go on with other devices.
-    """
-    file = workdir / "config.json"
-    text = json.dumps(config.to_dict(), indent=2) + "\n"
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        if not (workdir / "checkpoints").exists():  # nothing is trained yet: an attempt that failed may be mended
-            file.write_text(text)
-    except OSError as error:
-        raise InputError(f"cannot write to workdir {workdir}: {error.strerror}: choose another --workdir") from error
-    free = ("config.mesh.", "config.profile.")  # a run may go on with other devices, and trace other steps
-    changed = [line for line in differences(read_json(file), config) if not line.startswith(free)]
-    if changed:
-        raise InputError(
-            f"workdir {workdir} belongs to another config: {'; '.join(changed[:5])}: choose another --workdir"
-        )
-
-
-def plain(config: Config) -> dict[str, Any]:
-    """A config as JSON gives it back, with lists for tuples."""
-    values: dict[str, Any] = json.loads(json.dumps(config.to_dict()))
-    return values
-
-
-def differences(old: Mapping[str, Any], config: Config) -> list[str]:
-    """A line for each option that is not as it was in `old`, a `plain` config."""
-    return [
-        f"config.{section}.{name} was {old.get(section, {}).get(name)!r}, is {value!r}"
-        for section, values in plain(config).items()
-        for name, value in values.items()
-        if old.get(section, {}).get(name) != value
-    ]
 
 
 if __name__ == "__main__":

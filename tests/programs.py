@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import resource
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -124,6 +125,17 @@ def write_release(folder: Path, kind: str, **changes: Any) -> dict[str, np.ndarr
     save_file(state, folder / "l2d.safetensors")
     (folder / "l2d.json").write_text(json.dumps({"l2d_kwargs": release.options(path.config)}))
     return state
+
+
+@contextlib.contextmanager
+def full_disk(*, room: int = 0) -> Iterator[None]:
+    """No file of this process may grow beyond so many bytes; for a moment, since its output may go to files too."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def same_bits(one: Any, other: Any) -> bool:

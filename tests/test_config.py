@@ -64,6 +64,7 @@ train.checkpoint_every: int = 500
 train.keep: int = 3
 train.validate_every: int = 500
 train.log_every: int = 10
+train.max_skipped: int = 10
 train.seed: int = 0
 decode.solver: Literal['euler', 'midpoint', 'heun', 'heun3', 'rk4', 'fehlberg2', 'adaptive_heun', 'bosh3'] = 'midpoint'
 decode.budget: int = 15
@@ -168,6 +169,7 @@ def test_a_missing_section_is_named():
         (DataConfig, {"answer_length": 4000}, "4000 exceeds config.data.max_length 2048"),
         (TrainConfig, {"keep": 0}, "keep must be positive"),
         (TrainConfig, {"draws_per_context": 0}, "draws_per_context must be positive, got 0"),
+        (TrainConfig, {"max_skipped": 0}, "max_skipped must be positive"),
         (TrainConfig, {"epochs": 0.0}, "epochs must be positive"),
         (TrainConfig, {"accumulation": 3}, "batch_size 32 is not a multiple of config.train.accumulation 3"),
         (DecodeConfig, {"budget": 0}, "at least 1 evaluation, got 0"),

@@ -176,6 +176,18 @@ def test_processes_share_the_same_batches(tmp_path, count, packing):
     assert all(same(one, other) for one, other in zip(joined(shares, 9), whole, strict=True))
 
 
+@pytest.mark.parametrize("options", [{}, {"train_examples": 4}])
+def test_the_ids_of_a_step_are_the_rows_that_it_read(tmp_path, options):
+    """Rows of two turns, of which some are too long and some are not taken; over two epochs."""
+    rows = []
+    for number in range(9):
+        turns = dialogue("?", f"{number}" * (1 + 200 * (number % 4 == 1)))["messages"]
+        rows.append({"messages": turns + dialogue("and?", str(number))["messages"]})
+    examples = load(folder_config(tmp_path, rows, **options))
+    for step, batch in zip(range(1, 9), examples.batches(3), strict=False):
+        assert examples.ids(3, step) == [int(text[0]) for text in answers(batch)]
+
+
 def test_in_order_is_one_pass_filled_with_weight_zero(tmp_path):
     batches = list(numbered(tmp_path, 5, answer_length=4).in_order(3))
     assert [answers(batch) for batch in batches] == [

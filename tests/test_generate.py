@@ -177,7 +177,7 @@ def test_folders_that_are_no_models(tmp_path, workdir):
     (tmp_path / "checkpoints").mkdir()
     assert "config.json" in call(generate.main, "--workdir", tmp_path, "--prompt", "Hi").error
     (tmp_path / "config.json").write_text((workdir / "config.json").read_text())
-    assert "holds no checkpoint yet" in call(generate.main, "--workdir", tmp_path, "--prompt", "Hi").error
+    assert "holds no good checkpoint" in call(generate.main, "--workdir", tmp_path, "--prompt", "Hi").error
 
 
 def test_an_export_of_random_weights_says_what_to_do(tmp_path):

@@ -1,9 +1,12 @@
 import json
+import math
 
 import pytest
+from programs import full_disk
 from tensorboardX.proto.event_pb2 import Event
 
-from l2d_jax.metrics import Metrics, read_metrics
+from l2d_jax.errors import InputError, RunError
+from l2d_jax.metrics import Metrics, StepLog, read_metrics
 
 
 def write(workdir, steps, *, start=0, **values):
@@ -76,3 +79,88 @@ def test_progress_is_a_line_where_there_is_no_terminal(tmp_path, capsys):
     captured = capsys.readouterr()
     assert captured.out == "step 3/9  loss 1.5\n"
     assert captured.err == ""
+
+
+@pytest.mark.parametrize("room", [0, 10])
+def test_records_wait_while_the_disk_is_full(tmp_path, room):
+    """Also where a part of a line fits; none is lost, none is cut in two."""
+    metrics = Metrics(tmp_path, start=0, total=9)
+    metrics.write(1, {"loss": 0.5})
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    with full_disk(room=size + room):
+        for step in (2, 3):
+            metrics.write(step, {"loss": step / 2})
+        with pytest.raises(OSError, match="File too large"):
+            metrics.sync()
+        assert steps_of(tmp_path) == [1]
+    metrics.write(4, {"loss": 2.0})
+    metrics.sync()
+    metrics.close()
+    assert read_metrics(tmp_path) == [{"step": step, "loss": step / 2} for step in (1, 2, 3, 4)]
+
+
+def test_a_run_is_not_held_up_by_the_copy_for_tensorboard(tmp_path):
+    metrics = Metrics(tmp_path, start=0, total=9)
+    with full_disk():
+        for step in range(1000):
+            metrics.write(step, {"loss": 0.5, "gradient_norm": 1.0})
+    metrics.close()
+    assert len(steps_of(tmp_path)) == 1000
+
+
+def test_records_that_are_lost_at_the_end_are_an_error(tmp_path):
+    metrics = Metrics(tmp_path, start=0, total=9)
+    with full_disk():
+        metrics.write(1, {"loss": 0.5})
+        with pytest.raises(RunError, match=r"the last 1 records could not be written to .*metrics.jsonl \(File too"):
+            metrics.close()
+
+
+def test_a_full_disk_at_the_start_is_one_line(tmp_path):
+    write(tmp_path, [1, 2])
+    with full_disk(), pytest.raises(InputError, match=r"cannot write to workdir .*: File too large"):
+        Metrics(tmp_path, start=2, total=9)
+    assert steps_of(tmp_path) == [1, 2]
+
+
+def step_log(metrics, *, every=1):
+    return StepLog(
+        metrics, every=every, last=9, rate=lambda updates: updates / 2, max_skipped=3, ids=lambda step: [step, 70]
+    )
+
+
+def results(*, skipped=0, loss=1.0):
+    return {"loss": loss, "gradient_norm": 2.0, "skipped": skipped}
+
+
+def test_a_skipped_update_is_a_record_whatever_its_step(tmp_path):
+    """And it is no update: the learning rate is that of as many updates as there were, also in a run that resumes."""
+    metrics = Metrics(tmp_path, start=0, total=9)
+    log = step_log(metrics, every=2)
+    for step in (1, 2, 3, 4):
+        log.add(step, results(skipped=step == 3, loss=math.nan if step == 3 else 1.0), tokens=8)
+    log.flush()
+    metrics.close()
+    metrics = Metrics(tmp_path, start=4, total=9)
+    assert metrics.skipped == 1
+    log = step_log(metrics)
+    log.add(5, results(), tokens=8)
+    log.flush()
+    metrics.close()
+    records = [{k: v for k, v in record.items() if k != "tokens_per_second"} for record in read_metrics(tmp_path)]
+    assert records == [
+        {"step": 2, "loss": 1.0, "gradient_norm": 2.0, "learning_rate": 0.5},
+        {"step": 3, "gradient_norm": 2.0, "skipped": 1},
+        {"step": 4, "loss": 1.0, "gradient_norm": 2.0, "learning_rate": 1.0},
+        {"step": 5, "loss": 1.0, "gradient_norm": 2.0, "learning_rate": 1.5},
+    ]
+
+
+def test_so_many_skipped_updates_in_a_row_stop_the_run(tmp_path):
+    metrics = Metrics(tmp_path, start=0, total=9)
+    log = step_log(metrics)
+    for step, skipped in enumerate([1, 1, 0, 1, 1, 1], start=1):
+        log.add(step, results(skipped=skipped, loss=math.inf), tokens=8)
+        assert log.skipped in (0, 1, 2)
+    with pytest.raises(RunError, match=r"^3 updates in a row .* at step 6 \(loss inf, .* read the rows 6, 70 of the"):
+        log.flush()

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from programs import call, config, options
 
-from l2d_jax import train
+from l2d_jax import train, workdir
 from l2d_jax.config import ProfileConfig
 from l2d_jax.errors import InputError
 from l2d_jax.profile import check_steps, trace_steps
@@ -59,8 +59,8 @@ def test_a_training_run(tmp_path):
 
 
 def test_a_run_that_goes_on_may_trace_other_steps(tmp_path):
-    train.claim(tmp_path, config())
+    workdir.claim(tmp_path, config())
     (tmp_path / "checkpoints").mkdir()
-    train.claim(tmp_path, dataclasses.replace(config(), profile=ProfileConfig(steps="5:7")))
+    workdir.claim(tmp_path, dataclasses.replace(config(), profile=ProfileConfig(steps="5:7")))
     with pytest.raises(InputError, match=r"config\.train\.steps was 6, is 7"):
-        train.claim(tmp_path, config(train__steps=7))
+        workdir.claim(tmp_path, config(train__steps=7))

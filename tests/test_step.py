@@ -10,6 +10,7 @@ import optax
 import pytest
 import tiny
 from jax.sharding import Mesh
+from programs import same_bits
 
 from l2d_jax import models, objective, sharding
 from l2d_jax.config import OptimConfig, TrainConfig
@@ -122,6 +123,29 @@ def test_a_new_path_learns_from_its_output_backwards(mesh: Mesh, program: Any) -
     }
     assert moved[2] == moved[1] | heads | {name for name in updates if name.endswith(".b")}
     assert moved[3] == names - {".merge.last.bias"}
+
+
+@pytest.mark.parametrize("poison", ["loss", "gradient"])
+def test_what_is_not_finite_changes_nothing(poison: str, mesh: Mesh, program: tuple[Any, Any]) -> None:
+    """Neither the path, nor the moments, nor their count; the next step goes on from there."""
+    adam, step = program
+    state = start(tiny.path(), mesh, adam)
+    llm, batch = tiny.llm(), micro_batches(tiny.batch(examples=4), 1, mesh)
+    state, metrics = step(state, llm, batch, KEY)
+    assert metrics["skipped"] == 0
+    before = jax.tree.map(np.array, state)
+    # Two tokens of one row whose losses cancel, each so large that the square of its gradient is not a number.
+    values = {"loss": [np.nan, 1.0], "gradient": [1e30, -1e30]}[poison]
+    bad = batch._replace(weights=batch.weights.at[0, 0, :2].set(jnp.array(values)))
+    for _ in range(3):  # however often
+        state, metrics = step(state, llm, bad, KEY)
+        assert metrics["skipped"] == 1
+        assert np.isfinite(metrics["loss"]) == (poison == "gradient")
+        assert not np.isfinite(metrics["gradient_norm"])
+        assert same_bits(state, before)
+    state, metrics = step(state, llm, batch, KEY)
+    assert metrics["skipped"] == 0
+    assert not same_bits(state.path, before.path)
 
 
 def test_rematerialisation_changes_no_gradient() -> None:

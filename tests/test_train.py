@@ -1,3 +1,4 @@
+import itertools
 import json
 import os
 import re
@@ -14,14 +15,16 @@ import pytest
 from programs import ROOT, base_tensors, call, config, options, same_bits, write_base
 from safetensors.numpy import save_file
 
-from l2d_jax import accounting, checkpoint, hosts, models, train
+from l2d_jax import accounting, checkpoint, hosts, manifest, models, train
 from l2d_jax.architecture import Architecture
 from l2d_jax.config import Config
+from l2d_jax.data import Examples
 from l2d_jax.diffusion_path import DiffusionPath
 from l2d_jax.files import read_json
 from l2d_jax.metrics import read_metrics
 from l2d_jax.safetensors_file import SafetensorsFolder
 from l2d_jax.sharding import abstract
+from l2d_jax.tokens import byte_tokenizer
 
 STEPS = 6  # of configs/tiny.py, with a checkpoint after 3
 
@@ -54,6 +57,7 @@ def without_times(workdir):
 
 def test_what_a_run_leaves(run):
     assert sorted(path.name for path in run.iterdir()) == [
+        ".lock",
         "checkpoints",
         "config.json",
         "export",
@@ -98,10 +102,9 @@ def test_checkpoints_hold_the_path_and_its_moments_alone(run):
     )
     step = run / "checkpoints" / "6"
     assert {path.name for path in step.iterdir() if path.is_dir()} == {"path", "optimizer"}
-    manager = checkpoint.Checkpoints(run / "checkpoints")
     sizes = {
-        name: sum(4 * int(np.prod(leaf.shape)) for leaf in manager._manager.item_metadata(6)[name].tree.values())
-        for name in ("path", "optimizer")
+        name: sum(4 * int(np.prod(leaf["shape"])) for leaf in tree.values())
+        for name, tree in manifest.read(step).items()
     }
     assert sizes["path"] == trained
     assert 2 * trained <= sizes["optimizer"] <= 2 * trained + 16  # and the counts of steps
@@ -145,7 +148,7 @@ def test_a_run_that_is_cut_off_goes_on_bit_for_bit(run, tmp_path, mesh, monkeypa
 
 def wait_for_checkpoint(workdir):
     """A killed process has no thread that still writes; this one may."""
-    while any("tmp" in path.name for path in (workdir / "checkpoints").iterdir()):
+    while any(not (step / manifest.NAME).exists() for step in (workdir / "checkpoints").iterdir()):
         time.sleep(0.05)
 
 
@@ -234,17 +237,58 @@ def test_packed_rows_and_several_draws(tmp_path):
     assert [r["step"] for r in read_metrics(tmp_path) if "loss" in r] == list(range(1, (rows + 1) // 2 + 1))
 
 
-def test_a_loss_that_is_not_finite_stops(tmp_path, monkeypatch):
-    """And the weights that gave it are not saved."""
+@pytest.fixture
+def poison(monkeypatch):
+    """Makes the loss of these steps of the next run NaN."""
     place = train.micro_batches
 
-    def poisoned(batch, *arguments):
-        return place(batch._replace(weights=batch.weights * np.nan), *arguments)
+    def choose(*steps):
+        numbers = itertools.count(1)
 
-    monkeypatch.setattr(train, "micro_batches", poisoned)
-    with pytest.raises(FloatingPointError, match="the loss is nan at step 1"):
-        call(train.main, *options(train__checkpoint_every=1), "--workdir", tmp_path)
-    assert not list((tmp_path / "checkpoints").iterdir())
+        def poisoned(batch, *arguments):
+            bad = batch._replace(weights=batch.weights * np.nan) if next(numbers) in steps else batch
+            return place(bad, *arguments)
+
+        monkeypatch.setattr(train, "micro_batches", poisoned)
+
+    return choose
+
+
+def test_a_loss_that_is_not_finite_is_skipped(run, tmp_path, mesh, poison):
+    """And counted; the checkpoint that is due waits for a step that is not, and a run that resumes is the same."""
+    poison(3)
+    workdirs = tmp_path / "whole", tmp_path / "resumed"
+    assert call(train.main, *options(), "--workdir", workdirs[0]).status == 0
+    assert sorted(path.name for path in (workdirs[0] / "checkpoints").iterdir()) == ["4", "6"]
+    records, whole = without_times(workdirs[0]), without_times(run)
+    assert records[:3] == whole[:3]
+    assert records[3] == {"step": 3, "skipped": 1}
+    assert [record["learning_rate"] for record in records[4:7]] == [record["learning_rate"] for record in whole[3:6]]
+    shutil.copytree(workdirs[0], workdirs[1])
+    shutil.rmtree(workdirs[1] / "checkpoints" / "6")
+    poison()
+    outcome = call(train.main, *options(), "--workdir", workdirs[1])
+    assert "resuming after step 4" in outcome.out
+    assert without_times(workdirs[1]) == records
+    assert same_bits(newest_path(workdirs[1], mesh), newest_path(workdirs[0], mesh))
+
+
+def test_losses_that_stay_not_finite_stop_the_run(tmp_path, poison):
+    """The rows of the last of them are named, and nothing is saved after the last good step."""
+    poison(3, 4)
+    changes = {"train__max_skipped": 2, "train__checkpoint_every": 1}
+    outcome = call(train.main, *options(**changes), "--workdir", tmp_path)
+    assert outcome.status == 1
+    settings = config(**changes)
+    examples = Examples.load(settings.data, byte_tokenizer(), split="train")
+    rows = ", ".join(map(str, examples.ids(settings.train.batch_size, 4)))
+    assert outcome.err.startswith("error: 2 updates in a row were skipped, the last at step 4 (loss nan, gradient norm")
+    assert f"which read the rows {rows} of the training data: lower config.optim.peak_rate" in outcome.err
+    assert outcome.err.count("\n") == 1
+    wait_for_checkpoint(tmp_path)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["1", "2"]
+    poison(1, 2)  # the same steps of a run that goes on after step 2
+    assert call(train.main, *options(**changes), "--workdir", tmp_path).err == outcome.err
 
 
 def spoil_json(base):
