@@ -49,6 +49,30 @@ def flops_per_token(architecture: Architecture, config: PathConfig, *, draws_per
     }
 
 
+def flops_per_step(config: Config, architecture: Architecture) -> int:
+    """Useful operations of an optimizer step: the frozen pass over all tokens, the rest over the predicted ones."""
+    parts = flops_per_token(architecture, config.path, draws_per_context=config.train.draws_per_context)
+    tokens = config.train.batch_size * config.data.max_length
+    predicted = config.train.batch_size * (config.data.answer_length or config.data.max_length)
+    frozen = parts.pop("frozen pass")
+    return frozen * tokens + sum(parts.values()) * predicted
+
+
+def flops_per_decoded_token(config: Config, architecture: Architecture) -> int:
+    """Useful operations of a token of the answer: the frozen pass once; the path and the head once per evaluation.
+
+    Conditions come from a table. A budget of 1 is the LM alone.
+    """
+    parts = flops_per_token(architecture, config.path)
+    path = DiffusionPath.declare(config.path, architecture)
+    tabulated = parameters((path.layers.modulation, path.time, path.merge, path.vocabulary))
+    head = parts["output head"] // 2
+    evaluations = config.decode.draws * config.decode.budget
+    if config.decode.budget == 1:
+        return parts["frozen pass"] + head
+    return parts["frozen pass"] + evaluations * (parts["path forward"] - 2 * tabulated + head)
+
+
 def summary(config: Config, architecture: Architecture, mesh: Mesh) -> str:
     """The table that `--dry_run` prints."""
     llm = LLM.declare(architecture, dtype=config.model.dtype)

@@ -18,11 +18,15 @@ def start(config: MeshConfig) -> Mesh:
     It can be called again, for another mesh. Raises `InputError` if the sizes do not fit.
     """
     if not jax.config.values["jax_compilation_cache_dir"]:
-        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        jax.config.update("jax_compilation_cache_dir", str(Path(root) / "l2d_jax" / "compiled"))
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
     cluster = None if jax.distributed.is_initialized() else find_cluster(os.environ)
     if cluster is not None:
         hosts.join(cluster)
     mesh = make_mesh(config)
     jax.set_mesh(mesh)
     return mesh
+
+
+def cache_folder() -> Path:
+    """Where results go that can be computed again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "l2d_jax"

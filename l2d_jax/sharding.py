@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from l2d_jax.config import MeshConfig
@@ -129,7 +130,22 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
     if total != len(devices):
         wanted = " x ".join(f"{name}={size}" for name, size in sizes.items())
         raise InputError(f"config.mesh {wanted} needs {total} devices, found {len(devices)}: change config.mesh")
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes), devices=devices)
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if slices == 1:
+        return jax.make_mesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes), devices=devices)
+    # Between slices the network is slow: only what crosses it least may lie there, copies before shards of weights.
+    across = next((name for name in ("data", "fsdp") if sizes[name] % slices == 0), None)
+    if across is None:
+        raise InputError(
+            f"{slices} slices need config.mesh.data or fsdp to be a multiple of {slices}, got data={sizes['data']} "
+            f"fsdp={sizes['fsdp']}: try --config.mesh.data={slices}"
+        )
+    between = {name: slices if name == across else 1 for name in sizes}
+    within = [size // between[name] for name, size in sizes.items()]
+    arranged = mesh_utils.create_hybrid_device_mesh(
+        within, list(between.values()), devices, allow_split_physical_axes=True
+    )
+    return Mesh(arranged, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

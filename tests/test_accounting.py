@@ -9,6 +9,7 @@ from l2d_jax.architecture import Architecture
 from l2d_jax.command_line import read_config
 from l2d_jax.config import PathConfig
 from l2d_jax.diffusion_path import DiffusionPath
+from l2d_jax.llm import LLM
 
 # Trainable parameters of the release: LoRA of rank 32, full copies, LoRA with 3 classes.
 TRAINABLE = {
@@ -70,6 +71,29 @@ def test_flops_are_twice_the_weights_of_every_product(layers):
     more = accounting.flops_per_token(a, path, draws_per_context=3)
     one = accounting.flops_per_token(a, path)
     assert more == {name: count if name == "frozen pass" else 3 * count for name, count in one.items()}
+
+
+def test_flops_of_a_step_and_of_a_decoded_token():
+    a = Architecture.from_hf(config().model.architecture)
+    options = config(train__batch_size=2, data__max_length=256, data__answer_length=128)
+    parts = accounting.flops_per_token(a, options.path)
+    predicted = parts["path forward"] + parts["path backward"] + parts["output head"]
+    assert accounting.flops_per_step(options, a) == 2 * 256 * parts["frozen pass"] + 2 * 128 * predicted
+
+    def decoded(**changes):
+        return accounting.flops_per_decoded_token(config(**changes), a)
+
+    head = a.vocab_size * a.hidden_size
+    path = DiffusionPath.declare(options.path, a)
+    read = accounting.parameters(
+        (path.translation, *(getattr(path.layers, n) for n in ("q", "o", "gate", "up", "down")))
+    )
+    shared = accounting.parameters(
+        [getattr(LLM.declare(a, dtype="float32").layers, n) for n in ("q", "o", "gate", "up", "down")]
+    )
+    assert decoded(decode__budget=1) == parts["frozen pass"] + 2 * head
+    assert decoded(decode__budget=3) == parts["frozen pass"] + 3 * 2 * (head + shared + read)
+    assert decoded(decode__budget=3, decode__draws=2) == parts["frozen pass"] + 6 * 2 * (head + shared + read)
 
 
 def test_dry_run_reads_no_weights(monkeypatch):

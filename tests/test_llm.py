@@ -155,8 +155,8 @@ def norm_weight_plus_one(llm: LLM, patch: pytest.MonkeyPatch) -> LLM:
 def mask_off_by_one(llm: LLM, patch: pytest.MonkeyPatch) -> LLM:
     right = llm_module.attention
 
-    def wrong(q: Any, k: Any, v: Any, *, q_positions: Any, **others: Any) -> Any:
-        return right(q, k, v, q_positions=q_positions + 1, **others)
+    def wrong(q: Any, k: Any, v: Any, *, kv_positions: Any, **others: Any) -> Any:
+        return right(q, k, v, **{**others, "q_positions": kv_positions + 1}, kv_positions=kv_positions)
 
     patch.setattr(llm_module, "attention", wrong)
     return llm

@@ -1,0 +1,179 @@
+"""Compiles for a TPU without one: `python -m l2d_jax.compile --config configs/qwen7b.py --topology v5e:16x16`.
+
+The real training step and the real decoding, from shapes alone, on an ordinary machine with libtpu: whether they fit
+the memory of each chip, what they compute and move, and the compiler's own estimate of the time. All figures are per
+device, which is a chip except on tpu7x, where a chip is two. The estimate is of computing alone: it holds as far as
+collectives hide behind that. It takes minutes, and is kept: the same question again is answered at once.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+from jax.sharding import Mesh
+
+from l2d_jax import accounting, command_line, estimate, lowering, models, rules, runtime
+from l2d_jax.config import Config
+from l2d_jax.options import require
+from l2d_jax.sharding import make_mesh
+from l2d_jax.step import check_batch
+from l2d_jax.topologies import GENERATIONS, Topology
+
+LIBRARIES = ("jax", "jaxlib", "libtpu", "flax", "optax", "diffrax")  # that the compiled program depends on
+EVERY = 10  # seconds between two lines of progress
+
+Work = Literal["train", "decode"]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is compiled, and for what."""
+
+    work: Work
+    config: Config
+    topology: Topology
+    batch: int  # sequences at a time, in decoding
+    prompt: int  # tokens of each prompt, in decoding
+
+    def key(self) -> str:
+        """A name for all that the answer depends on: the question, the libraries and the source of this project."""
+        versions = [importlib.metadata.version(name) for name in LIBRARIES]
+        sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+        asked = asdict(self)
+        if self.work == "train":
+            del asked["batch"], asked["prompt"]
+        architecture = models.read_architecture(self.config.model)
+        text = json.dumps([asked, str(architecture), versions], sort_keys=True)
+        return hashlib.sha256(text.encode() + sources).hexdigest()[:24]
+
+    def lower(self, mesh: Mesh) -> jax.stages.Lowered:
+        """The program, traced for a mesh over the topology's devices; raises `InputError` as its parts do."""
+        if self.work == "train":
+            return lowering.lower_train(self.config, mesh)
+        return lowering.lower_decode(self.config, mesh, batch=self.batch, prompt=self.prompt)
+
+    def useful(self) -> tuple[int, int]:
+        """Tokens of one execution on all devices, and the operations they need: nothing that is computed again."""
+        config, architecture = self.config, models.read_architecture(self.config.model)
+        if self.work == "train":
+            return config.train.batch_size * config.data.max_length, accounting.flops_per_step(config, architecture)
+        tokens = self.batch * config.decode.max_new_tokens
+        return tokens, tokens * accounting.flops_per_decoded_token(config, architecture)
+
+
+def main() -> int:
+    """Parse the command line, compile what is not known yet, and print; 1 if something does not fit."""
+    parser = command_line.Parser(prog="python -m l2d_jax.compile", description=__doc__)
+    parser.add_argument("--config", required=True, help=command_line.CONFIG_HELP)
+    parser.add_argument("--topology", required=True, help=f"a slice, such as v5e:16x16: {', '.join(GENERATIONS)}")
+    parser.add_argument("--slices", type=int, default=1, help="so many such slices, joined by the slower network")
+    parser.add_argument("--work", choices=["train", "decode", "both"], default="both", help="what to compile")
+    parser.add_argument("--batch", type=int, default=8, help="decode: sequences at a time")
+    parser.add_argument("--prompt", type=int, default=512, help="decode: tokens of each prompt")
+    parser.add_argument("--top", type=int, default=0, help="list so many of the instructions that take the time")
+    parser.add_argument("--hlo", type=Path, help="write the optimized programs into this folder")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options, config = parser.parse_with_config()
+    for name in ("batch", "prompt"):
+        require(getattr(options, name) > 0, f"--{name} must be positive, got {getattr(options, name)}")
+    works: tuple[Work, ...] = ("train", "decode") if options.work == "both" else (options.work,)
+    jax.config.update("jax_platforms", "cpu")  # or a machine's own TPU would be started
+    topology = Topology.parse(options.topology, slices=options.slices)
+    mesh = make_mesh(config.mesh, topology.devices())
+    if "train" in works:
+        check_batch(config.train, mesh)
+    rules.steps_of(config.decode.solver, config.decode.budget)
+    answers = {}
+    for work in works:
+        question = Question(work, config, topology, options.batch, options.prompt)
+        answers[work] = found = answer(question, mesh, folder=options.hlo)
+        if not options.json:
+            lines = [title(question, found, mesh), *estimate.table(found, top=options.top)]
+            print("\n  ".join(lines).replace("\n  \n", "\n\n"), end="\n\n", flush=True)
+    if options.json:
+        print(json.dumps(answers))
+    return 0 if all(estimate.fits(found) for found in answers.values()) else 1
+
+
+def answer(question: Question, mesh: Mesh, *, folder: Path | None = None) -> dict[str, Any]:
+    """What `estimate.read` says of the program, or `estimate.too_large`; from the cache where it was asked before.
+
+    With a `folder`, the cache is not read, and the optimized program goes there as `train.hlo` or `decode.hlo`.
+    """
+    file = runtime.cache_folder() / "estimates" / f"{question.key()}.json"
+    if file.exists() and folder is None:
+        return {**json.loads(file.read_text()), "cached": True}
+    began = time.monotonic()
+    with progress(f"compiling {question.work} for {question.topology.name}"):
+        found = compile_and_read(question, mesh, folder)
+    found["seconds of compiling"] = time.monotonic() - began
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(f".{os.getpid()}.partial")
+    partial.write_text(json.dumps(found))
+    partial.rename(file)
+    return {**found, "cached": False}
+
+
+def compile_and_read(question: Question, mesh: Mesh, folder: Path | None) -> dict[str, Any]:
+    """The answer, which takes minutes."""
+    lowered = question.lower(mesh)
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        refused = estimate.too_large(str(error))
+        if refused is None:
+            raise
+        return refused
+    text = compiled.as_text() or ""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{question.work}.hlo").write_text(text)
+    tokens, flops = question.useful()
+    decode = question.config.decode
+    return estimate.read(
+        compiled.memory_analysis(),
+        text,
+        question.topology.generation,
+        useful=flops / mesh.size,
+        tokens=tokens,
+        unknown_trips=rules.steps_of(decode.solver, decode.budget),
+    )
+
+
+def title(question: Question, found: dict[str, Any], mesh: Mesh) -> str:
+    """What a table is about."""
+    sizes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    origin = "from the cache" if found["cached"] else f"compiled in {found['seconds of compiling']:.0f} s"
+    return f"{question.work} on {question.topology.name}, {mesh.size} devices, {sizes} ({origin}); per device:"
+
+
+@contextmanager
+def progress(what: str) -> Iterator[None]:
+    """Say on standard error every few seconds how long the work has taken."""
+    began, done = time.monotonic(), threading.Event()
+
+    def report() -> None:
+        while not done.wait(EVERY):
+            print(f"{what}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=report, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,259 @@
+"""Reads the text of an optimized XLA program: its computations, how often each runs, and what one instruction takes.
+
+Compiled for a TPU, a loop does not say how often it runs: that is read off its condition, `counter < constant`, and
+off what its body adds to the counter. Lines within a Pallas kernel's attributes may begin with a brace: only a line
+that is a closing brace and nothing else ends a computation.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+_HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_NAMED = re.compile(r"  (ROOT )?%?([\w.\-]+) = ")
+_OPCODE = re.compile(r" ([a-z][\w\-]*)\(")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_ARRAY = re.compile(r"\b(pred|token|[a-z]+\d+\w*)\[([\d,<=]*)\]")
+_CALLED = re.compile(r"\b(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
+_CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_LABELS = re.compile(r"\bdim_labels=(\w+)_(\w+)->(\w+)")
+_NAME = re.compile(r'\bop_name="([^"]*)"')
+_GROUPS = re.compile(r"\b(feature|batch)_group_count=(\d+)")
+_CONTRACTED = re.compile(r"\blhs_contracting_dims=\{([\d,]*)\}")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_BITS = re.compile(r"\d+")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation."""
+
+    name: str
+    opcode: str
+    shape: str  # of the result, with its layout
+    operands: tuple[str, ...]  # names
+    literal: str  # what stands between the parentheses: a constant's value, a parameter's number
+    attributes: str
+    is_root: bool
+
+    @cached_property
+    def arrays(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Type and dimensions of the result, or of each part of a tuple."""
+        return [
+            (kind, tuple(int(size.removeprefix("<=")) for size in sizes.split(",") if size))
+            for kind, sizes in _ARRAY.findall(self.shape)
+        ]
+
+    @property
+    def dimensions(self) -> tuple[int, ...]:
+        """Of a result that is one array."""
+        return self.arrays[0][1] if self.arrays else ()
+
+    @property
+    def cycles(self) -> int | None:
+        """The compiler's estimate of one execution; None where it made none."""
+        found = _CYCLES.search(self.attributes)
+        return int(found[1]) if found else None
+
+    @property
+    def called(self) -> list[str]:
+        """Computations that it runs, but for the branches of a conditional and a loop's condition."""
+        return _CALLED.findall(self.attributes)
+
+    @property
+    def branches(self) -> list[str]:
+        """Of a conditional."""
+        listed = _BRANCHES.search(self.attributes)
+        return _OPERAND.findall(listed[1]) if listed else self.called
+
+    @property
+    def source(self) -> str:
+        """The operation of the traced program that it came from."""
+        found = _NAME.search(self.attributes)
+        return found[1] if found else ""
+
+
+Computation = Mapping[str, Instruction]
+
+
+@dataclass(frozen=True)
+class Program:
+    """The computations of a program by name."""
+
+    computations: dict[str, dict[str, Instruction]]
+    entry: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Program":
+        """Read what `Compiled.as_text()` gives."""
+        computations: dict[str, dict[str, Instruction]] = {}
+        entry, current = "", None
+        for line in _joined(text):
+            head = _HEAD.match(line)
+            if head:
+                current = computations.setdefault(head[2], {})
+                entry = head[2] if head[1] else entry
+            elif line == "}":
+                current = None
+            elif current is not None and (found := _NAMED.match(line)):
+                current[found[2]] = _instruction(found[2], line[found.end() - 1 :], is_root=bool(found[1]))
+        return cls(computations, entry)
+
+    def trips(self, loop: Instruction, caller: Computation) -> int | None:
+        """How often a loop's body runs; None where that is not known before the program runs."""
+        known = _TRIPS.search(loop.attributes)
+        if known:
+            return int(known[1])
+        condition = _CONDITION.search(loop.attributes)
+        assert condition is not None, loop.name
+        inside = self.computations[condition[1]]
+        root = _root(inside)
+        sides = [inside.get(name) for name in root.operands]
+        if root.opcode == "fusion":  # the comparison is in a computation of its own: put its operands in place
+            inside, outer = self.computations[root.called[0]], sides
+            root = _root(inside)
+            sides = [_through(inside, name, outer) for name in root.operands]
+        if root.opcode != "compare" or "direction=LT" not in root.attributes:
+            return None
+        counter, limit = sides
+        if counter is None or limit is None or counter.opcode != "get-tuple-element" or limit.opcode != "constant":
+            return None
+        body, index = self.computations[loop.called[0]], _index(counter)
+        step = _increase(body, _element(body, _root(body).name, index), index)
+        first = _constant(caller, _element(caller, loop.operands[0], index))
+        return None if not step else max(0, -(-(int(limit.literal) - (first or 0)) // step))
+
+    def flops(self, instruction: Instruction, computation: Computation) -> int:
+        """Floating-point operations of the matrix products in one execution of an instruction."""
+        if instruction.opcode == "fusion":
+            inside = self.computations[instruction.called[0]]
+            return sum(self.flops(i, inside) for i in inside.values())
+        if instruction.opcode == "convolution":
+            return _convolution(instruction, computation)
+        if instruction.opcode == "dot":
+            contracted = _CONTRACTED.search(instruction.attributes)
+            sizes = computation[instruction.operands[0]].dimensions
+            summed = [sizes[int(i)] for i in contracted[1].split(",") if i] if contracted else []
+            return 2 * _product(instruction.dimensions) * _product(tuple(summed))
+        return 0
+
+
+def size_in_bytes(instruction: Instruction) -> int:
+    """Of the result, padding not counted; of the start of an asynchronous operation, of the largest part."""
+    sizes = [_bits(kind) * _product(sizes) // 8 for kind, sizes in instruction.arrays]
+    return max(sizes, default=0) if instruction.opcode.endswith("-start") else sum(sizes)
+
+
+def _joined(text: str) -> Iterator[str]:
+    """Lines, with those that an attribute's text has broken put together again."""
+    whole = ""
+    for line in text.splitlines():
+        if line.startswith(("  %", "  ROOT ", "%", "ENTRY ")) or line in ("", "}"):
+            if whole:
+                yield whole
+            whole = line
+        else:
+            whole += line
+    yield whole
+
+
+def _instruction(name: str, rest: str, *, is_root: bool) -> Instruction:
+    found = _OPCODE.search(rest)
+    assert found is not None, rest[:200]
+    depth, end = 1, found.end()
+    for end in range(found.end(), len(rest)):
+        depth += {"(": 1, ")": -1}.get(rest[end], 0)
+        if depth == 0:
+            break
+    inside = rest[found.end() : end]
+    return Instruction(
+        name, found[1], rest[: found.start()], tuple(_OPERAND.findall(inside)), inside, rest[end + 1 :], is_root
+    )
+
+
+def _through(inside: Computation, name: str, outer: list[Instruction | None]) -> Instruction | None:
+    """The instruction outside of a fusion that one of its parameters stands for."""
+    found = inside[name]
+    return outer[int(found.literal)] if found.opcode == "parameter" else found
+
+
+def _root(computation: Computation) -> Instruction:
+    return next(i for i in computation.values() if i.is_root)
+
+
+def _index(instruction: Instruction) -> int:
+    return int(instruction.attributes.partition("index=")[2].partition(",")[0])
+
+
+def _increase(body: Computation, name: str | None, index: int) -> int | None:
+    """What one run of a loop's body adds to element `index` of its state: a compiler may have unrolled the loop."""
+    found = body.get(name or "")
+    if found is None or found.opcode not in ("get-tuple-element", "copy", "add"):
+        return None
+    if found.opcode == "get-tuple-element":
+        return 0 if _index(found) == index else None
+    if found.opcode == "copy":
+        return _increase(body, found.operands[0], index)
+    for rest, added in (found.operands, found.operands[::-1]):
+        before, value = _increase(body, rest, index), _constant(body, added)
+        if before is not None and value is not None:
+            return before + value
+    return None
+
+
+def _element(computation: Computation, name: str, index: int) -> str | None:
+    found = computation.get(name)
+    while found is not None and found.opcode in ("copy", "opt-barrier"):
+        found = computation.get(found.operands[0])
+    return found.operands[index] if found is not None and found.opcode == "tuple" else None
+
+
+def _constant(computation: Computation, name: str | None) -> int | None:
+    found = computation.get(name or "")
+    while found is not None and found.opcode in ("copy", "copy-done", "copy-start", "bitcast", "broadcast"):
+        found = computation.get(found.operands[0])
+    return int(found.literal) if found is not None and found.opcode == "constant" and found.literal.isdigit() else None
+
+
+def _product(sizes: tuple[int, ...]) -> int:
+    result = 1
+    for size in sizes:
+        result *= size
+    return result
+
+
+def _bits(kind: str) -> int:
+    if kind == "token":
+        return 0
+    found = _BITS.search(kind)
+    return int(found[0]) if found else 8  # pred
+
+
+def _convolution(instruction: Instruction, computation: Computation) -> int:
+    """Twice the multiplications: a matrix product is a convolution, its batch axes are windows that mostly miss."""
+    labels = _LABELS.search(instruction.attributes)
+    assert labels is not None, instruction.name
+    left, right = (
+        dict(zip(labels[i + 1], computation[name].dimensions, strict=True))
+        for i, name in enumerate(instruction.operands)
+    )
+    out = dict(zip(labels[3], instruction.dimensions, strict=True))
+    groups = {kind: int(count) for kind, count in _GROUPS.findall(instruction.attributes)}
+    window = dict(re.findall(r"(\w+)=([\w\-]+)", instruction.attributes.partition("window={")[2].partition("}")[0]))
+    count = right["i"] * right["o"] * left["b"] // groups.get("batch", 1)
+    for axis in (label for label in labels[3] if label.isdigit()):
+
+        def read(key: str, default: str, place: int = int(axis)) -> str:
+            return window.get(key, "x".join([default] * (place + 1))).split("x")[place]
+
+        low = int(read("pad", "0_0").split("_")[0])
+        out_at = np.arange(out[axis])[:, None] * int(read("stride", "1"))
+        at = out_at + np.arange(int(read("size", "1"))) * int(read("rhs_dilate", "1")) - low
+        dilation = int(read("lhs_dilate", "1"))
+        count *= int(((at >= 0) & (at <= (left[axis] - 1) * dilation) & (at % dilation == 0)).sum())
+    return 2 * count

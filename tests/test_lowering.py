@@ -1,0 +1,59 @@
+"""The programs that are traced from shapes are those that run."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+from programs import config
+
+from l2d_jax import decode, lowering, sharding, training_speed
+from l2d_jax.decoding_speed import random_model
+from l2d_jax.draw import Sampling
+from l2d_jax.llm import LLM
+from l2d_jax.models import new_path, read_architecture
+from l2d_jax.optim import optimizer
+from l2d_jax.refine import Refinement, tabulate
+from l2d_jax.step import TrainState, make_step, micro_batches, optimizer_shardings
+
+
+def operations(lowered: jax.stages.Lowered) -> set[str]:
+    """The lines of a program, without placements and the numbers of values and of functions, whose sharing varies.
+
+    Nor are reshapes to the shape that is there: jax 0.12 leaves some, where an argument is placed.
+    """
+    lines = [re.sub(r"%\w+(:\d+)?(#\d+)?|_\d+\b", "%", line) for line in lowered.as_text().splitlines()]
+    return {line for line in lines if "sdy." not in line and not re.search(r"reshape % : \((.*)\) -> \1$", line)}
+
+
+def test_the_training_step_is_that_of_training(mesh):
+    options = config(train__accumulation=2)
+    architecture = read_architecture(options.model)
+    llm = sharding.initialize(LLM.declare(architecture, dtype=jnp.float32), jax.random.key(0), mesh)
+    path = new_path(options.path, llm, mesh, seed=0)
+    adam = optimizer(options.optim, options.optim.peak_rate)
+    moments = jax.jit(adam.init, out_shardings=optimizer_shardings(adam, path, mesh))(path)
+    state = TrainState(path=path, optimizer=moments)
+    batch = micro_batches(training_speed.random_batch(options, architecture.vocab_size), 2, mesh)
+    step = make_step(adam, options.train, state, mesh)
+    real = step.lower(state, llm, batch, jax.random.key(0))
+    assert operations(lowering.lower_train(options, mesh)) == operations(real)
+
+
+def test_decoding_is_that_of_generation(mesh):
+    options = config(decode__max_new_tokens=2)
+    model = random_model(options, mesh)
+    refinement = Refinement.from_config(options.decode)
+    settings = tabulate(model, refinement, budget=options.decode.budget)
+    keys = jax.random.split(jax.random.key(0), 2)
+    state = decode.prefill(model.llm, jnp.zeros((2, 8), jnp.int32), jnp.full(2, 8, jnp.int32), keys, room=2)
+    real = decode.decode.lower(
+        model,
+        state,
+        settings=settings,
+        sampling=Sampling.from_config(options.decode),
+        ends=jnp.zeros(2, jnp.int32),
+        steps=2,
+        draws=1,
+    )
+    found = lowering.lower_decode(options, mesh, batch=2, prompt=8)
+    assert operations(found) == operations(real)
