@@ -3,8 +3,10 @@
 `tiny` has the models that the tests share.
 """
 
+import gc
 import os
 import tempfile
+from collections.abc import Iterator
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # with libtpu installed, every start would look for a TPU
 # Most of the time goes into compiling programs that run once: this halves it. The arithmetic is the same.
@@ -22,6 +24,14 @@ from l2d_jax.sharding import make_mesh  # noqa: E402
 
 jax.config.update("jax_platforms", "cpu")  # for a jax that was imported before this file
 jax.config.update("jax_default_matmul_precision", "highest")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget() -> Iterator[None]:
+    """Lets go of a file's compiled programs: those of all files take more memory maps than Linux gives a process."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
