@@ -39,7 +39,7 @@ def v5e_2x4(config: ConfigDict) -> None:
 
 
 def v5e_4x4(config: ConfigDict) -> None:
-    """Sixteen chips of TPU v5e: 12 of 15.75 GiB (compiled, not run)."""
+    """Sixteen chips of TPU v5e."""
     config.train.accumulation = 2  # one sequence per chip at a time
     config.train.remat = "products"
 
