@@ -27,7 +27,7 @@ def get_config() -> ConfigDict:
 
 
 def v5e_2x2(config: ConfigDict) -> None:
-    """The smallest slice of TPU v5e that trains it: 9.7 of 15.75 GiB (compiled, not run)."""
+    """Four chips of TPU v5e: 9.7 of 15.75 GiB (compiled, not run)."""
     config.train.accumulation = 8  # one sequence per chip at a time
     config.train.remat = "full"
 
