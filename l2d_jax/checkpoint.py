@@ -21,11 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
-from l2d_jax import manifest
+from l2d_jax import hosts, manifest
 from l2d_jax.errors import InputError
 from l2d_jax.manifest import DamagedError
 
@@ -39,7 +37,7 @@ class Checkpoints:
     def __init__(self, folder: Path, *, keep: int = 1) -> None:
         self._orbax = _checkpointer()
         self._folder, self._keep = folder.absolute(), keep
-        self._primary = jax.process_index() == 0  # which verifies, writes manifests and deletes, for all processes
+        self._primary = hosts.is_first()  # which verifies, writes manifests and deletes, for all processes
         self._faults: dict[int, str] = {}  # of the steps that were looked at; "": the step is good
         self._failed: list[int] = []
         self._abandoned: set[int] = set()  # whose remains may be written to even after the failure
@@ -58,10 +56,10 @@ class Checkpoints:
           first: what has to succeed before, on process 0: where it raises, the save fails.
         """
         self._wait()
-        if self._agree(int(self._primary and (self._folder / str(step)).exists() and self._is_good(step))):
+        if hosts.decide(lambda: (self._folder / str(step)).exists() and self._is_good(step)):
             return
         trees = {name: _named(tree) for name, tree in items.items()}
-        if not self._agree(int(self._prepare(step, first))):
+        if not hosts.decide(lambda: self._prepare(step, first)):
             return
         try:
             saves = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
@@ -81,9 +79,8 @@ class Checkpoints:
     def latest(self) -> int | None:
         """The newest good step, or None; says on standard error what is wrong with each newer one."""
         self._wait()
-        good = (step for step in self._steps() if self._is_good(step)) if self._primary else iter(())
-        step = self._agree(next(good, -1))
-        return None if step < 0 else step
+        step: int | None = hosts.decide(lambda: next(filter(self._is_good, self._steps()), None))
+        return step
 
     def restore(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
         """The named trees saved at `step`, in the shapes, types and placements of `like`.
@@ -121,10 +118,6 @@ class Checkpoints:
             self._saving.join()
             self._saving = None
 
-    def _agree(self, value: int) -> int:
-        """What process 0 says."""
-        return value if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.int32(value)))
-
     def _steps(self) -> list[int]:
         """All steps of which there is anything, newest first."""
         names = [path.name.removesuffix(UNDER_WAY) for path in self._folder.glob("*")]
@@ -143,9 +136,7 @@ class Checkpoints:
         return not self._faults[step]
 
     def _prepare(self, step: int, first: Callable[[], None] | None) -> bool:
-        """Do what has to come first, and move away what there is of a step that is not good."""
-        if not self._primary:
-            return True
+        """On process 0: do what has to come first, and move away what there is of a step that is not good."""
         try:
             if first is not None:
                 first()
