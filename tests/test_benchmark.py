@@ -14,12 +14,11 @@ SHAPE = ["--batches", 1, 2, "--budgets", 1, 5, "--prompt", 8, "--new", 4]
 
 
 def test_training() -> None:
-    outcome = call(benchmark.main, "train", *options(train__batch_size=2, data__max_length=64, data__answer_length=64))
+    shape = options(train__batch_size=2, data__max_length=64, data__answer_length=64)
+    outcome = call(benchmark.main, "train", *shape, "--json")
     assert outcome.status == 0, outcome.err
-    figures = {
-        line.rsplit(maxsplit=1)[0]: float(line.split()[-1].replace(",", "")) for line in outcome.out.splitlines()
-    }
-    assert figures["tokens per second"] * figures["seconds per step"] == pytest.approx(2 * 64, rel=0.5)
+    figures = json.loads(outcome.out)
+    assert figures["tokens per second"] * figures["seconds per step"] == pytest.approx(2 * 64)
     assert figures["useful GFLOP/s"] > 0
 
 
