@@ -49,13 +49,12 @@ def flops_per_token(architecture: Architecture, config: PathConfig, *, draws_per
     }
 
 
-def flops_per_step(config: Config, architecture: Architecture) -> int:
-    """Useful operations of an optimizer step: the frozen pass over all tokens, the rest over the predicted ones."""
+def flops_per_step(config: Config, architecture: Architecture) -> dict[str, int]:
+    """Useful operations of an optimizer step by part: the frozen pass over all tokens, the rest over predicted ones."""
     parts = flops_per_token(architecture, config.path, draws_per_context=config.train.draws_per_context)
     tokens = config.train.batch_size * config.data.max_length
     predicted = config.train.batch_size * (config.data.answer_length or config.data.max_length)
-    frozen = parts.pop("frozen pass")
-    return frozen * tokens + sum(parts.values()) * predicted
+    return {name: count * (tokens if name == "frozen pass" else predicted) for name, count in parts.items()}
 
 
 def flops_per_decoded_token(config: Config, architecture: Architecture) -> int:

@@ -31,10 +31,10 @@ def main() -> None:
     options, config = parser.parse_with_config()
     if options.work == "train":
         figures = training(config, runtime.start(config.mesh))
-        lines = [f"{name:<36} {value:>12,.2f}" for name, value in figures.items()]
+        lines = training_table(figures)
     else:
         figures = decode(options, config)
-        lines = table(figures)
+        lines = decoding_table(figures)
     print(json.dumps(figures) if options.json else "\n".join(lines))
 
 
@@ -54,7 +54,18 @@ def decode(options: argparse.Namespace, config: Config) -> dict[str, Any]:
     return figures
 
 
-def table(figures: dict[str, Any]) -> list[str]:
+def training_table(figures: dict[str, Any]) -> list[str]:
+    """The figures of a whole step, then where its time goes."""
+    lines = [f"{name:<36} {value:>12,.2f}" for name, value in figures.items() if name != "parts"]
+    lines += ["", "part            seconds  of the step  share of the matrix product's rate"]
+    peak, whole = 1e9 * figures["float32 matrix product, GFLOP/s"], figures["seconds per step"]
+    for name, part in figures["parts"].items():
+        share = f"{part['FLOPs'] / part['seconds'] / peak:.0%}" if part["FLOPs"] else "-"
+        lines.append(f"{name:<14} {part['seconds']:>8.3f}  {part['seconds'] / whole:>11.0%}  {share:>34}")
+    return lines
+
+
+def decoding_table(figures: dict[str, Any]) -> list[str]:
     """Speed by batch size and budget, then the time of an evaluation by batch size."""
     lines = ["batch  budget  tokens per second  milliseconds per token"]
     for row in figures["rows"]:

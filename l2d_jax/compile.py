@@ -66,7 +66,8 @@ class Question:
         """Tokens of one execution on all devices, and the operations they need: nothing that is computed again."""
         config, architecture = self.config, models.read_architecture(self.config.model)
         if self.work == "train":
-            return config.train.batch_size * config.data.max_length, accounting.flops_per_step(config, architecture)
+            flops = accounting.flops_per_step(config, architecture)
+            return config.train.batch_size * config.data.max_length, sum(flops.values())
         tokens = self.batch * config.decode.max_new_tokens
         return tokens, tokens * accounting.flops_per_decoded_token(config, architecture)
 

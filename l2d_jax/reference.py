@@ -22,7 +22,7 @@ from l2d_jax.recorded_adaptive import adaptive_trajectories
 from l2d_jax.recorded_runs import generations, trajectories
 from l2d_jax.recording import Check, Recording, logits_at, read
 from l2d_jax.refine import Model
-from l2d_jax.step import optimizer_shardings
+from l2d_jax.step import begin
 
 Group = Callable[[Model, Recording], Iterator[Check]]
 
@@ -118,7 +118,7 @@ def optimization(model: Model, a: Recording) -> Iterator[Check]:
         return optax.apply_updates(path, updates), moments, optax.tree.norm(gradient)
 
     mesh = jax.tree.leaves(path)[0].sharding.mesh
-    moments = jax.jit(adam.init, out_shardings=optimizer_shardings(adam, path, mesh))(path)
+    moments = begin(adam, path, mesh).optimizer
     losses, norms = [], []
     for step in range(len(a["opt.losses"])):
         (value, _), gradient = _gradient(path, model.llm, *_batch(path, a, "tr", noise="opt", at=step))

@@ -52,6 +52,12 @@ def optimizer_shardings(optimizer: optax.GradientTransformation, path: Diffusion
     )
 
 
+def begin(optimizer: optax.GradientTransformation, path: DiffusionPath, mesh: Mesh) -> TrainState:
+    """A path with its moments at zero."""
+    init = jax.jit(optimizer.init, out_shardings=optimizer_shardings(optimizer, path, mesh))
+    return TrainState(path=path, optimizer=init(path))
+
+
 def make_step(
     optimizer: optax.GradientTransformation, config: TrainConfig, state: TrainState, mesh: Mesh
 ) -> Callable[[TrainState, LLM, Batch, jax.Array], tuple[TrainState, dict[str, jax.Array]]]:

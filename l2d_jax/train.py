@@ -27,7 +27,7 @@ from l2d_jax.objective import Batch
 from l2d_jax.optim import optimizer, schedule
 from l2d_jax.preemption import STOPPED, Preemption
 from l2d_jax.refine import Model, Refinement
-from l2d_jax.step import TrainState, check_batch, local_rows, make_step, micro_batches, optimizer_shardings
+from l2d_jax.step import TrainState, begin, check_batch, local_rows, make_step, micro_batches
 from l2d_jax.validate import validate
 from l2d_jax.workdir import claim, differences, is_measured, plain
 
@@ -70,9 +70,7 @@ def train_on(mesh: Mesh, config: Config, workdir: Path, *, preemption: Preemptio
     llm = base.load(dtype=config.model.dtype, mesh=mesh, seed=config.train.seed)
     rate = schedule(config.optim, steps)
     adam = optimizer(config.optim, rate)
-    path = models.new_path(config.path, llm, mesh, seed=config.train.seed)
-    moments = jax.jit(adam.init, out_shardings=optimizer_shardings(adam, path, mesh))(path)
-    state = TrainState(path=path, optimizer=moments)
+    state = begin(adam, models.new_path(config.path, llm, mesh, seed=config.train.seed), mesh)
 
     if hosts.is_first():
         (workdir / "checkpoints").mkdir(exist_ok=True)  # from here on the workdir belongs to this config

@@ -4,6 +4,8 @@ Random weights of the config's architecture and random tokens; every position ca
 """
 
 import resource
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,23 +14,24 @@ from jax.sharding import Mesh
 
 from l2d_jax import accounting, models
 from l2d_jax.config import Config
-from l2d_jax.objective import Batch
+from l2d_jax.diffusion_path import DiffusionPath
+from l2d_jax.llm import LLM
+from l2d_jax.objective import Batch, Context, correct, draw_each, read_context, target_losses
 from l2d_jax.optim import optimizer
-from l2d_jax.step import TrainState, check_batch, make_step, micro_batches, optimizer_shardings
+from l2d_jax.step import REMAT, TrainState, begin, check_batch, make_step, micro_batches
 from l2d_jax.timing import matmul_rate, median
 
 
-def training(config: Config, mesh: Mesh) -> dict[str, float]:
-    """Tokens per second of the compiled training step, and what share of the machine's matrix-product rate that is."""
+def training(config: Config, mesh: Mesh) -> dict[str, Any]:
+    """Tokens per second of the compiled training step, where its time goes, and the machine's matrix-product rate."""
     check_batch(config.train, mesh)
     architecture = models.read_architecture(config.model)
     llm = models.random_base(architecture, mesh, dtype=config.model.dtype)
-    path = models.new_path(config.path, llm, mesh, seed=1)
     adam = optimizer(config.optim, config.optim.peak_rate)
-    moments = jax.jit(adam.init, out_shardings=optimizer_shardings(adam, path, mesh))(path)
-    state = TrainState(path=path, optimizer=moments)
+    state = begin(adam, models.new_path(config.path, llm, mesh, seed=1), mesh)
     step = make_step(adam, config.train, state, mesh)
     batch = micro_batches(random_batch(config, architecture.vocab_size), config.train.accumulation, mesh)
+    parts = {name: config.train.accumulation * seconds for name, seconds in _parts(config, state, llm, batch).items()}
 
     def run() -> None:
         nonlocal state
@@ -37,18 +40,48 @@ def training(config: Config, mesh: Mesh) -> dict[str, float]:
 
     run()  # compiles
     seconds = median(run)
-    tokens = config.train.batch_size * config.data.max_length
-    counts = accounting.flops_per_token(architecture, config.path, draws_per_context=config.train.draws_per_context)
-    flops = sum(counts.values()) * tokens / seconds
     peak = matmul_rate()
+    flops = accounting.flops_per_step(config, architecture)
+    tokens = config.train.batch_size * config.data.max_length
+    rest = {"all else": {"seconds": seconds - sum(parts.values()), "FLOPs": 0}}
     return {
         "tokens per second": tokens / seconds,
         "seconds per step": seconds,
-        "useful GFLOP/s": flops / 1e9,
+        "useful GFLOP/s": sum(flops.values()) / seconds / 1e9,
         "float32 matrix product, GFLOP/s": peak / 1e9,
-        "share of the matrix product's rate": flops / peak,
+        "share of the matrix product's rate": sum(flops.values()) / seconds / peak,
         "peak memory of the process, GiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "parts": {name: {"seconds": took, "FLOPs": flops[name]} for name, took in parts.items()} | rest,
     }
+
+
+def _parts(config: Config, state: TrainState, llm: LLM, batch: Batch) -> dict[str, float]:
+    """Seconds of the parts of a micro-batch, each compiled and run alone, by the names of `accounting`."""
+    micro: Batch = jax.tree.map(lambda array: array[0], batch)
+    micro, draws = draw_each(jax.random.key(3), micro, state.path, draws_per_context=config.train.draws_per_context)
+
+    def correct_and_pull(path: DiffusionPath, llm: LLM, context: Context) -> tuple[Any, Any]:
+        forward = partial(correct, llm=llm, context=context, batch=micro, draws=draws, remat=REMAT[config.train.remat])
+        hidden, pull = jax.vjp(forward, path)
+        return hidden, pull(hidden)
+
+    def correct_alone(path: DiffusionPath, llm: LLM, context: Context) -> Any:
+        return correct(path, llm, context, micro, draws)
+
+    def lose(hidden: Any, llm: LLM) -> tuple[Any, Any]:
+        losses, pull = jax.vjp(lambda h: target_losses(llm, h, micro.targets, chunk=config.train.loss_chunk), hidden)
+        return losses, pull(micro.weights)
+
+    def timed(function: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
+        compiled = jax.jit(function)
+        result = jax.block_until_ready(compiled(*arguments))
+        return median(lambda: jax.block_until_ready(compiled(*arguments))), result
+
+    frozen, context = timed(read_context, llm, micro)
+    forward, hidden = timed(correct_alone, state.path, llm, context)
+    both, _ = timed(correct_and_pull, state.path, llm, context)
+    head, _ = timed(lose, hidden, llm)
+    return {"frozen pass": frozen, "path forward": forward, "path backward": both - forward, "output head": head}
 
 
 def random_batch(config: Config, vocab_size: int) -> Batch:

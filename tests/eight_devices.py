@@ -24,7 +24,7 @@ from l2d_jax.llm import LLM
 from l2d_jax.optim import optimizer
 from l2d_jax.refine import Model, Refinement
 from l2d_jax.sharding import constrain, make_mesh
-from l2d_jax.step import TrainState, local_rows, make_step, micro_batches, optimizer_shardings
+from l2d_jax.step import TrainState, begin, local_rows, make_step, micro_batches
 from l2d_jax.tokens import byte_tokenizer
 from l2d_jax.train import placed_in_order
 from l2d_jax.weights import LLM_ROWS
@@ -94,8 +94,7 @@ def train(m: Mesh) -> Trained:
     losses = []
     with jax.set_mesh(m):
         llm, path = place(tiny.llm(), declared_llm(), m), place(tiny.path(), declared_path(), m)
-        placements = optimizer_shardings(adam, path, m)
-        state = TrainState(path=path, optimizer=jax.jit(adam.init, out_shardings=placements)(path))
+        state = begin(adam, path, m)
         step = make_step(adam, config, state, m)
         for number in range(3):
             batch = micro_batches(tiny.batch(examples=16, seed=number), 2, m)

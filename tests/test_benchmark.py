@@ -20,6 +20,11 @@ def test_training() -> None:
     figures = json.loads(outcome.out)
     assert figures["tokens per second"] * figures["seconds per step"] == pytest.approx(2 * 64)
     assert figures["useful GFLOP/s"] > 0
+    parts = figures["parts"]
+    assert sum(part["seconds"] for part in parts.values()) == pytest.approx(figures["seconds per step"])
+    flops = sum(part["FLOPs"] for part in parts.values())
+    assert flops / figures["seconds per step"] / 1e9 == pytest.approx(figures["useful GFLOP/s"])
+    assert [line.split("  ")[0] for line in benchmark.training_table(figures)[-5:]] == list(parts)
 
 
 def test_decoding(tmp_path) -> None:
@@ -30,7 +35,7 @@ def test_decoding(tmp_path) -> None:
     for row in figures["rows"]:
         assert row["tokens per second"] * row["seconds per token"] == pytest.approx(row["batch"])
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
-    lines = benchmark.table(figures)
+    lines = benchmark.decoding_table(figures)
     assert len(lines) == 1 + 4 + 2 + 2
 
 

@@ -13,7 +13,7 @@ from l2d_jax.llm import LLM
 from l2d_jax.models import new_path, read_architecture
 from l2d_jax.optim import optimizer
 from l2d_jax.refine import Refinement, tabulate
-from l2d_jax.step import TrainState, make_step, micro_batches, optimizer_shardings
+from l2d_jax.step import begin, make_step, micro_batches
 
 
 def operations(lowered: jax.stages.Lowered) -> set[str]:
@@ -29,10 +29,8 @@ def test_the_training_step_is_that_of_training(mesh):
     options = config(train__accumulation=2)
     architecture = read_architecture(options.model)
     llm = sharding.initialize(LLM.declare(architecture, dtype=jnp.float32), jax.random.key(0), mesh)
-    path = new_path(options.path, llm, mesh, seed=0)
     adam = optimizer(options.optim, options.optim.peak_rate)
-    moments = jax.jit(adam.init, out_shardings=optimizer_shardings(adam, path, mesh))(path)
-    state = TrainState(path=path, optimizer=moments)
+    state = begin(adam, new_path(options.path, llm, mesh, seed=0), mesh)
     batch = micro_batches(training_speed.random_batch(options, architecture.vocab_size), 2, mesh)
     step = make_step(adam, options.train, state, mesh)
     real = step.lower(state, llm, batch, jax.random.key(0))

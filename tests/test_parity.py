@@ -55,6 +55,17 @@ def test_every_kind_of_model_passes(folders, kind):
         assert 0 < mean < largest < 1e-8
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_a_coarser_type_is_judged_by_its_divergence(folders, dtype):
+    outcome = run(folders["qwen"], "--dtype", dtype)
+    assert names(outcome) == ["random 1", "random 2"]
+    for line in outcome.out.splitlines()[:-1]:
+        mean = float(line.split("KL")[1].split()[0])
+        agreement = float(line.split("same arg max at")[1].split()[0])
+        assert 1e-6 < mean < 0.05
+        assert 50 < agreement <= 100
+
+
 def test_the_rows(folders):
     architecture, tokenizer = tiny.architecture("llama"), tokens.byte_tokenizer()
     rows = parity.choose_rows(architecture, None, length=None)
@@ -193,6 +204,10 @@ def test_a_measure():
     np.testing.assert_allclose(row.divergence, [0, wanted, 0], atol=1e-9)
     assert not row.passed()
     assert parity.measure("row", ours[2:], theirs[2:]).passed()
+    assert row.agreement == pytest.approx(1)  # a tie is its first
+    coarse = row._replace(is_coarse=True)  # whose mean divergence is 0.131 / 3
+    assert coarse.passed()
+    assert not coarse._replace(divergence=1.2 * row.divergence).passed()
     small = parity.measure("row", ours[2:] * 0, theirs[2:] * 0 + 1.1e-4)
     assert not small.passed()  # small logits: 1e-4
     assert not small._replace(rounding=1.09e-5).passed()
@@ -224,6 +239,8 @@ def test_options_that_exclude_each_other(folders, tmp_path):
     assert "invalid choice: 'torch'" in call(verify.main, "--model", model, "--against", "torch").error
     alone = call(verify.main, "--model", model, "--reference", tmp_path / "file.npz", "--tokens", 3)
     assert "--tokens goes with --against" in alone.error
+    coarse = call(verify.main, "--model", model, "--reference", tmp_path / "file.npz", "--dtype", "int8")
+    assert "--dtype int8 goes with --against" in coarse.error
 
 
 def test_without_torch_it_says_so_before_it_reads_weights(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from l2d_jax.diffusion_path import DiffusionPath
 from l2d_jax.errors import InputError
 from l2d_jax.objective import Batch, Draws
 from l2d_jax.optim import optimizer
-from l2d_jax.step import REMAT, TrainState, check_batch, make_step, micro_batches, optimizer_shardings
+from l2d_jax.step import REMAT, TrainState, begin, check_batch, make_step, micro_batches
 
 KEY = jax.random.key(0)
 
@@ -27,8 +27,7 @@ def start(path: DiffusionPath, mesh: Mesh, adam: optax.GradientTransformation) -
     """On the mesh, from a copy of the path, since steps donate their state."""
     declared = DiffusionPath.declare(path.config, tiny.architecture("llama"))
     path = jax.device_put(jax.tree.map(np.array, path), sharding.shardings(declared, mesh))
-    moments = jax.jit(adam.init, out_shardings=optimizer_shardings(adam, path, mesh))(path)
-    return TrainState(path=path, optimizer=moments)
+    return begin(adam, path, mesh)
 
 
 @pytest.fixture(scope="module")
