@@ -7,7 +7,6 @@ draws from the config, and compares the time of an evaluation with that of readi
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 from l2d_jax import command_line, rules, runtime
@@ -27,7 +26,7 @@ def main() -> None:
     parser.add_argument("--budgets", type=int, nargs="+", default=[1, 7, 15], help="decode: evaluations a token")
     parser.add_argument("--prompt", type=int, default=64, help="decode: tokens of each prompt, not timed")
     parser.add_argument("--new", type=int, default=16, help="decode: tokens that are generated and timed")
-    parser.add_argument("--plot", type=Path, help="decode: draw the table as this PNG file")
+    parser.add_argument("--plot", type=command_line.local_path, help="decode: draw the table as this PNG file")
     options, config = parser.parse_with_config()
     if options.work == "train":
         figures = training(config, runtime.start(config.mesh))

@@ -34,6 +34,14 @@ class Parser(argparse.ArgumentParser):
         return options, read_config(options.config, split_overrides(rest))
 
 
+def local_path(text: str) -> Path:
+    """An argument that names a file or folder; refuses a URL, which would become a folder with a colon in its name."""
+    if "://" in text:
+        remedy = "mount the bucket (Cloud Storage FUSE) or a shared disk, and name the folder"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a path of this machine: {remedy}")
+    return Path(text)
+
+
 def run(main: Callable[[], int | None]) -> None:
     """Exit with what `main` returns, or with one line on standard error: 2 for bad input, 1 for a run that stopped.
 

@@ -82,7 +82,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=8, help="decode: sequences at a time")
     parser.add_argument("--prompt", type=int, default=512, help="decode: tokens of each prompt")
     parser.add_argument("--top", type=int, default=0, help="list so many of the instructions that take the time")
-    parser.add_argument("--hlo", type=Path, help="write the optimized programs into this folder")
+    parser.add_argument("--hlo", type=command_line.local_path, help="write the optimized programs into this folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options, config = parser.parse_with_config()
     for name in ("batch", "prompt"):

@@ -23,15 +23,17 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True, parser_class=command_line.Parser)
     importing = commands.add_parser("import", help="make a model folder")
     importing.add_argument("--base", required=True, help="a Hugging Face folder, a hub id or a GGUF file")
-    importing.add_argument("--l2d", type=Path, help="a checkpoint of the authors' release")
-    importing.add_argument("--hyperparameters", type=Path, help="its keyword arguments, as JSON")
-    importing.add_argument("--adapter", type=Path, help="a folder with a LoRA adapter of the base, as PEFT writes it")
+    importing.add_argument("--l2d", type=command_line.local_path, help="a checkpoint of the authors' release")
+    importing.add_argument("--hyperparameters", type=command_line.local_path, help="its keyword arguments, as JSON")
+    importing.add_argument(
+        "--adapter", type=command_line.local_path, help="a folder with a LoRA adapter of the base, as PEFT writes it"
+    )
     exporting = commands.add_parser("export", help="write a model for other programs")
     exporting.add_argument("--model", required=True, help="a model folder, or a workdir that has finished")
     exporting.add_argument("--format", required=True, choices=list(FORMATS), help="for which program")
     exporting.add_argument("--torch", action="store_true", help="l2d, l2d-full: as pytorch_model.bin; needs torch")
     for command in (importing, exporting):
-        command.add_argument("--out", type=Path, required=True, help="a new folder")
+        command.add_argument("--out", type=command_line.local_path, required=True, help="a new folder")
     options = parser.parse_args()
     if options.command == "export":
         export(options.model, options.out, format=options.format, as_torch=options.torch)

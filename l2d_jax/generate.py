@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import dataclasses
-from pathlib import Path
 
 from l2d_jax import command_line, models, trace_page
 from l2d_jax.answers import Answer, Searched, Streamed, Traced
@@ -57,7 +56,9 @@ def parse() -> argparse.Namespace:
     """The command line; raises `InputError` for options that do not go together."""
     parser = command_line.Parser(prog="python -m l2d_jax.generate", description=__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--workdir", type=Path, help="a workdir of training: its newest checkpoint answers")
+    source.add_argument(
+        "--workdir", type=command_line.local_path, help="a workdir of training: its newest checkpoint answers"
+    )
     source.add_argument("--model", help="a model folder, a hub id or a GGUF file; without a path the budget is 1")
     parser.add_argument("--prompt", action="append", help="a message to answer, given once or more; without it, a chat")
     parser.add_argument("--max_new_tokens", type=int, help="at most so many tokens an answer")
@@ -91,7 +92,7 @@ def parse() -> argparse.Namespace:
     penalty = "nats of a beam's score that a repeated trigram costs"
     searching.add_argument("--repetition_penalty", type=float, help=penalty)
     trace = "a new folder for what each token of the answers took: trace.jsonl and trace.html"
-    parser.add_argument("--trace", type=Path, help=trace)
+    parser.add_argument("--trace", type=command_line.local_path, help=trace)
     options = parser.parse_args()
     if options.workdir and not (options.workdir / "checkpoints").is_dir():
         raise InputError(f"{options.workdir} is no workdir of training: it has no checkpoints folder")

@@ -23,7 +23,9 @@ KINDS = {"expected": "expected (probability of the true token)", "greedy": "gree
 def main() -> None:
     """Parse the command line and report every workdir."""
     parser = command_line.Parser(prog="python -m l2d_jax.report", description=__doc__)
-    parser.add_argument("--workdir", type=Path, nargs="+", required=True, help="workdirs of training")
+    parser.add_argument(
+        "--workdir", type=command_line.local_path, nargs="+", required=True, help="workdirs of training"
+    )
     for workdir in parser.parse_args().workdir:
         before, after = first_and_last(workdir)
         print(f"{workdir}, after {after['step']} steps")

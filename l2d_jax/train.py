@@ -36,7 +36,7 @@ def main() -> int | None:
     """Parse the command line, then train or, with `--dry_run`, say what training would take."""
     parser = command_line.Parser(prog="python -m l2d_jax.train", description=__doc__)
     parser.add_argument("--config", required=True, help=command_line.CONFIG_HELP)
-    parser.add_argument("--workdir", type=Path, help="where config, checkpoints and metrics go")
+    parser.add_argument("--workdir", type=command_line.local_path, help="where config, checkpoints and metrics go")
     parser.add_argument("--dry_run", action="store_true", help="print parameters, memory and FLOPs; no weights needed")
     options, config = parser.parse_with_config()
     if options.dry_run:

@@ -32,7 +32,7 @@ def main() -> int:
         "--model", required=True, help="a model folder or workdir; a plain model by hub id or GGUF file"
     )
     other = parser.add_mutually_exclusive_group(required=True)
-    other.add_argument("--reference", type=Path, help="arrays recorded from the authors' release")
+    other.add_argument("--reference", type=command_line.local_path, help="arrays recorded from the authors' release")
     other.add_argument("--against", choices=["transformers"], help="compare the language model with transformers' own")
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "int8"], default="float32", help="of our model; float32"

@@ -15,14 +15,14 @@
 #   and the slice that replaces a preempted one does not compile again. (JAX trusts what it finds there: keep it private.)
 #
 # LIBTPU_INIT_ARGS
-#   XLA's options for TPUs, such as LIBTPU_INIT_ARGS="--xla_tpu_scoped_vmem_limit_kib=65536". Left alone here: what lets
+#   XLA's options for TPUs, such as LIBTPU_INIT_ARGS="--xla_tpu_enable_latency_hiding_scheduler=true". Left alone here: what lets
 #   FSDP gather the next weights while it multiplies by the last ones is on by itself,
 #     --xla_tpu_enable_latency_hiding_scheduler         orders the operations so that transfers begin early
 #     --xla_enable_async_all_gather, --xla_enable_async_collective_permute
 #     --xla_tpu_overlap_compute_collective_tc, --xla_tpu_enable_async_collective_fusion
 #     --xla_tpu_enable_async_collective_fusion_fuse_all_gather, --xla_tpu_enable_async_collective_fusion_multiple_steps
 #   (libtpu 0.0.42.1 and 0.0.51: with =true, an FSDP program for v5e compiles to what it is without; not with =false.)
-#     --xla_tpu_scoped_vmem_limit_kib                   on-chip memory of one fusion: does change programs, measure it
+#     --xla_tpu_scoped_vmem_limit_kib                   on-chip memory of one fusion: training sets it itself
 #   An unknown flag ends the process at once, with the nearest name.
 #
 # TPU_SKIP_MDS_QUERY

@@ -1,10 +1,11 @@
 import re
+from pathlib import Path
 
 import pytest
 from programs import ROOT, call
 
 from l2d_jax.architecture import Architecture
-from l2d_jax.command_line import Parser, read_config, split_overrides
+from l2d_jax.command_line import Parser, local_path, read_config, split_overrides
 from l2d_jax.config import Config, DecodeConfig, OptimConfig, PathConfig, TrainConfig
 from l2d_jax.errors import InputError
 
@@ -133,6 +134,16 @@ def test_bad_options_are_bad_input():
     assert "invalid int value: 'x'" in call(main, "--budget", "x").error
     assert "unrecognized arguments: --solver" in call(main, "--budget", "3", "--solver").error
     assert call(main, "--help").status == 0
+
+
+def test_a_url_is_not_a_folder():
+    def main():
+        parser = Parser(prog="test")
+        parser.add_argument("--workdir", type=local_path)
+        assert parser.parse_args().workdir == Path("runs/a")
+
+    assert call(main, "--workdir", "runs/a").status == 0
+    assert "'gs://bucket/run' is not a path of this machine: mount" in call(main, "--workdir", "gs://bucket/run").error
 
 
 FILES = sorted((ROOT / "configs").glob("*.py"))
