@@ -15,8 +15,8 @@
 #   and the slice that replaces a preempted one does not compile again. (JAX trusts what it finds there: keep it private.)
 #
 # LIBTPU_INIT_ARGS
-#   XLA's options for TPUs, such as LIBTPU_INIT_ARGS="--xla_tpu_enable_latency_hiding_scheduler=true". Left alone here: what lets
-#   FSDP gather the next weights while it multiplies by the last ones is on by itself,
+#   XLA's options for TPUs, such as LIBTPU_INIT_ARGS="--xla_tpu_enable_latency_hiding_scheduler=true". Left alone here:
+#   what lets FSDP gather the next weights while it multiplies by the last ones is on by itself,
 #     --xla_tpu_enable_latency_hiding_scheduler         orders the operations so that transfers begin early
 #     --xla_enable_async_all_gather, --xla_enable_async_collective_permute
 #     --xla_tpu_overlap_compute_collective_tc, --xla_tpu_enable_async_collective_fusion
