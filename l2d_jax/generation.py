@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from l2d_jax import decode, tokens
+from l2d_jax import decode, hosts, sharding, tokens
 from l2d_jax.architecture import Architecture
 from l2d_jax.config import DecodeConfig
 from l2d_jax.draw import Sampling, allow
@@ -18,7 +18,7 @@ from l2d_jax.loaded import Loaded
 from l2d_jax.refine import Model, Refinement, check_labels, tabulate
 
 CHUNK = 8  # tokens between two pieces of streamed text
-SHORTEST_BUCKET = 64  # prompts are padded to this many tokens, or twice, four times … as many
+SHORTEST_BUCKET = 64  # tokens that prompts are padded to, or more
 
 
 class Restrictions(NamedTuple):
@@ -40,6 +40,7 @@ def generate(
     seed: int = 0,
     samples: int = 1,
     labels: Sequence[int] | None = None,
+    numbers: Sequence[int] | None = None,
     restrictions: Restrictions = FREE,
 ) -> list[list[int]]:
     """Token ids that follow each prompt of token ids, without the end token; `samples` answers to a prompt in a row.
@@ -47,7 +48,7 @@ def generate(
     A sequence's result does not depend on the others in the batch. Arguments and errors are those of `stream`.
     """
     answers: list[list[int]] = [[] for _ in range(len(prompts) * samples)]
-    options = {"settings": settings, "seed": seed, "samples": samples, "labels": labels}
+    options = {"settings": settings, "seed": seed, "samples": samples, "labels": labels, "numbers": numbers}
     for piece in stream(loaded, prompts, restrictions=restrictions, **options):  # type: ignore[arg-type]
         for answer, new in zip(answers, piece, strict=True):
             answer.extend(new)
@@ -62,6 +63,7 @@ def stream(
     seed: int = 0,
     samples: int = 1,
     labels: Sequence[int] | None = None,
+    numbers: Sequence[int] | None = None,
     restrictions: Restrictions = FREE,
 ) -> Iterator[list[list[int]]]:
     """Yield the next few token ids of every sequence until all have ended.
@@ -70,9 +72,11 @@ def stream(
       loaded: from `load`.
       prompts: token ids.
       settings: budget, solver, temperatures and length; None: the model's own.
-      seed: sequence i draws from a key that is a function of the seed and i.
+      seed: sequence i draws from a key that is a function of the seed and of its number.
       samples: answers to each prompt, which share its prefill and follow each other.
       labels: classes for guidance, one per prompt.
+      numbers: of the sequences, one per prompt; None: 0, 1 and so on. With a number of its own, a prompt has the same
+        answer in any batch.
       restrictions: stop strings, and tokens that may or may not be drawn.
 
     Raises:
@@ -92,7 +96,8 @@ def stream(
     chunks = -(-settings.max_new_tokens // CHUNK)
     ids, lengths = pad(prompts)
     refinement = tabulate(model, refinement, budget=settings.budget)
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(len(prompts)))
+    own = jnp.arange(len(prompts)) if numbers is None else jnp.array(numbers)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), own)
     state = decode.prefill(model.llm, ids, lengths, keys, room=chunks * CHUNK)
     if samples > 1:
         state = decode.fan_out(state, copies=samples)
@@ -108,14 +113,14 @@ def stream(
         state, new = decode.decode(model, state, steps=CHUNK, draws=settings.draws, **options)
         left = settings.max_new_tokens - number * CHUNK
         piece = []
-        for i, row in enumerate(np.asarray(new)[:, :left].tolist()):
+        for i, row in enumerate(hosts.gather(new)[:, :left].tolist()):
             stop = next((j for j, token in enumerate(row) if token in ends), None)
             is_last = stop is not None or number == chunks - 1
             new_ids, is_stopped = ([], True) if finished[i] else search.add(i, row[:stop], is_last=is_last)
             piece.append(new_ids)
             finished[i] = finished[i] or stop is not None or is_stopped
         state = dataclasses.replace(state, done=jnp.array(finished))
-        broken = np.flatnonzero(np.asarray(state.broken)).tolist()
+        broken = np.flatnonzero(hosts.gather(state.broken)).tolist()
         finished = [end or i in broken for i, end in enumerate(finished)]
         yield piece
         if all(finished):
@@ -236,11 +241,18 @@ def to_text(ids: Sequence[int], tokenizer: PreTrainedTokenizerFast | None) -> st
 
 
 def pad(prompts: Sequence[Sequence[int]]) -> tuple[jax.Array, jax.Array]:
-    """Prompts padded on the right to a length bucket, so that few lengths are ever compiled."""
-    bucket = SHORTEST_BUCKET
-    while bucket < max(map(len, prompts)):
-        bucket *= 2
-    ids = np.zeros((len(prompts), bucket), np.int32)
+    """Prompts padded on the right to a length bucket, so that few lengths are ever compiled, spread over the mesh."""
+    length = bucket(max(map(len, prompts)))
+    ids = np.zeros((len(prompts), length), np.int32)
     for row, prompt in zip(ids, prompts, strict=True):
         row[: len(prompt)] = prompt
-    return jnp.array(ids), jnp.array([len(prompt) for prompt in prompts], jnp.int32)
+    return sharding.spread(ids), sharding.spread(np.array([len(prompt) for prompt in prompts], np.int32))
+
+
+def bucket(length: int) -> int:
+    """The least of 64, 96, 128, 192, 256, 384 … that is at least `length`: a third is padding at most."""
+    power = SHORTEST_BUCKET
+    while power < length:
+        power *= 2
+    between = 3 * power // 4
+    return between if between > SHORTEST_BUCKET and length <= between else power

@@ -98,6 +98,11 @@ def decide(function: Callable[[], Any]) -> Any:
     return outcome["value"]
 
 
+def gather(array: Any) -> np.ndarray:
+    """The whole of an array, on every process."""
+    return np.asarray(array if jax.process_count() == 1 else multihost_utils.process_allgather(array, tiled=True))
+
+
 def take_turns(function: Callable[[], T]) -> T:
     """What `function` returns here, called on the first process of each host before the others of that host.
 

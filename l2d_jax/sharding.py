@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -151,6 +152,15 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """The placement of a batch: examples over `data` x `fsdp`."""
     return NamedSharding(mesh, PartitionSpec(RULES["batch"]))
+
+
+def spread(array: np.ndarray) -> jax.Array:
+    """Place an array that every process has: rows over `data` x `fsdp` of the set mesh, where these divide them."""
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty or mesh.size == 1:
+        return jnp.asarray(array)
+    rows = partition(("batch",), array.shape[:1], mesh)
+    return jax.make_array_from_callback(array.shape, NamedSharding(mesh, rows), lambda index: array[index])
 
 
 def axis_size(axis: str) -> int:

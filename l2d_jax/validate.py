@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jaxtyping import Array, Float, Int, Key
 
+from l2d_jax import hosts
 from l2d_jax.config import Config
 from l2d_jax.objective import Batch, Context, Draws, correct, draw, negative_log_likelihood, over_logits, read_context
 from l2d_jax.refine import Model, Refinement, refine
@@ -96,11 +96,6 @@ def _scores(
     return over_logits(model.llm, hidden, read, batch.targets, chunk=chunk)
 
 
-def _gather(array: Any) -> np.ndarray:
-    """The whole of an array, on every process."""
-    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
-
-
 def validate(
     model: Model, batches: Iterable[Batch], config: Config, *, budgets: Sequence[int] | None = None
 ) -> dict[str, Any]:
@@ -118,13 +113,13 @@ def validate(
     for number, batch in enumerate(batches):
         batch_key = jax.random.fold_in(key, number)
         context = _context(model, batch)
-        losses = _gather(_loss_by_bin(model, context, batch, batch_key, chunk=chunk, bins=bins))
+        losses = hosts.gather(_loss_by_bin(model, context, batch, batch_key, chunk=chunk, bins=bins))
         values = {f"loss{i}": losses[i] for i in range(bins)} | {"loss": losses.mean(axis=0)}
         keys = jax.random.split(batch_key, len(batch.tokens))
         for budget, setting in settings.items():
             scores = _scores(model, context, batch, setting, keys, chunk=chunk)
-            values |= {f"{name}@{budget}": _gather(value) for name, value in scores.items()}
-        tally.add(_gather(batch.weights), values)
+            values |= {f"{name}@{budget}": hosts.gather(value) for name, value in scores.items()}
+        tally.add(hosts.gather(batch.weights), values)
     loss = tally.mean("loss")[0]
     report: dict[str, Any] = {
         "validation/loss": loss,
