@@ -39,15 +39,21 @@ def v5e_2x4(config: ConfigDict) -> None:
 
 
 def v5e_4x4(config: ConfigDict) -> None:
-    """Sixteen chips of TPU v5e."""
+    """Sixteen chips of TPU v5e: 11.8 of 15.75 GiB (compiled, not run)."""
     config.train.accumulation = 2  # one sequence per chip at a time
     config.train.remat = "products"
 
 
 def v5p_2x2x1(config: ConfigDict) -> None:
-    """Four chips of TPU v5p: 22 of 95.74 GiB (compiled, not run)."""
-    config.train.accumulation = 4  # two sequences per chip at a time
+    """Four chips of TPU v5p: 35.1 of 95.74 GiB (compiled, not run)."""
+    config.train.accumulation = 2  # four sequences per chip at a time
     config.train.remat = "products"
+
+
+def v6e_1x1(config: ConfigDict) -> None:
+    """One chip of TPU v6e: 22.0 of 31.25 GiB (compiled, not run)."""
+    config.train.accumulation = 32  # one sequence at a time
+    config.train.remat = "full"
 
 
 def dense(config: ConfigDict) -> None:
