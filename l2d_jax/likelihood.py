@@ -7,7 +7,6 @@ the product over an answer's tokens is unbiased too. Its logarithm is not: it is
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
+from l2d_jax import hosts, sharding
 from l2d_jax.config import DecodeConfig
 from l2d_jax.draw import token_keys
 from l2d_jax.errors import InputError
 from l2d_jax.generation import check_classes, check_prompts, check_settings, pad
 from l2d_jax.loaded import Loaded
-from l2d_jax.objective import Context, negative_log_likelihood, over_logits
+from l2d_jax.objective import Context, over_logits
 from l2d_jax.refine import Model, Refinement, refine, tabulate
 
 
@@ -80,25 +80,72 @@ def score(
         tabulate(model, refinement, budget=settings.budget),
         ids,
         jnp.asarray(queries, jnp.int32),
-        targets,
+        targets[:, :, None],
         jax.random.split(jax.random.key(seed), draws),
+        jnp.arange(len(prompts)),
         None if labels is None else jnp.asarray(labels, jnp.int32),
     )
-    return [_summary(np.asarray(chances[:, i, : len(answer)], np.float64)) for i, answer in enumerate(answers)]
+    return [_summary(np.asarray(chances[:, i, : len(answer), 0], np.float64)) for i, answer in enumerate(answers)]
 
 
-@partial(jax.jit, static_argnames="chunk")
+def rank(
+    loaded: Loaded,
+    prompts: Sequence[Sequence[int]],
+    options: Sequence[Sequence[int]],
+    *,
+    settings: DecodeConfig,
+    draws: int = 8,
+    labels: Sequence[int] | None = None,
+    numbers: Sequence[int] | None = None,
+    seed: int = 0,
+) -> list[Float[np.ndarray, " J"]]:
+    """Log-probabilities of a few next tokens of each prompt, by the mean over `draws`: one pass over each prompt.
+
+    Args:
+      loaded: from `load`.
+      prompts: token ids.
+      options: the tokens to rank, of each prompt.
+      settings: budget, solver and velocity.
+      draws: noise draws of each prompt.
+      labels: classes for guidance, one per prompt.
+      numbers: of the prompts, which their noise depends on; None: 0, 1 and so on.
+      seed: of the noise and the velocity's draws.
+
+    Raises:
+      InputError: as `generation.stream`.
+    """
+    model = loaded.model
+    refinement = check_settings(settings, has_path=model.path is not None)
+    check_prompts(prompts, replace(settings, max_new_tokens=1), model.llm.architecture)
+    check_classes(model, labels, prompts=len(prompts))
+    ids, lengths = pad(prompts)
+    width = max(map(len, options))
+    tokens = np.array([[*own, *[0] * (width - len(own))] for own in options], np.int32)
+    chances = _chances(
+        model,
+        tabulate(model, refinement, budget=settings.budget),
+        ids,
+        (lengths - 1)[:, None],
+        sharding.spread(tokens[:, None]),
+        jax.random.split(jax.random.key(seed), draws),
+        jnp.arange(len(prompts)) if numbers is None else jnp.array(numbers),
+        None if labels is None else jnp.asarray(labels, jnp.int32),
+    )
+    mean = np.logaddexp.reduce(hosts.gather(chances)[:, :, 0].astype(np.float64), axis=0) - np.log(draws)
+    return [row[: len(own)] for row, own in zip(mean, options, strict=True)]
+
+
+@jax.jit
 def _chances(
     model: Model,
     settings: Refinement,
     ids: Int[Array, "B T"],
     queries: Int[Array, "B M"],
-    targets: Int[Array, "B M"],
+    targets: Int[Array, "B M J"],
     keys: Key[Array, " draws"],
+    numbers: Int[Array, " B"],
     labels: Int[Array, " B"] | None,
-    *,
-    chunk: int = 1024,
-) -> Float[Array, "draws B M"]:
+) -> Float[Array, "draws B M J"]:
     """Log-probability of every target under every draw of noise; the frozen pass is shared."""
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
     hidden, cache = model.llm(ids, positions)
@@ -108,14 +155,18 @@ def _chances(
     width = 1 if model.path is None else model.path.config.width
 
     def once(key: Any) -> Array:
-        sequences = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(queries.shape[0]))
-        numbers = jnp.arange(queries.shape[1])[:, None]
-        noise_keys, velocity_keys, _ = jax.vmap(token_keys, (None, 0), out_axes=1)(sequences, numbers)
+        sequences = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
+        places = jnp.arange(queries.shape[1])[:, None]
+        noise_keys, velocity_keys, _ = jax.vmap(token_keys, (None, 0), out_axes=1)(sequences, places)
         noise = jax.vmap(jax.vmap(lambda own: jax.random.normal(own, (width,), jnp.float32)))(noise_keys)
         refined = refine(model, context, noise, settings=settings, keys=velocity_keys)
-        return -over_logits(model.llm, refined, negative_log_likelihood, targets, chunk=chunk)
+        return over_logits(model.llm, refined, _log_probabilities, targets)
 
     return jax.lax.map(once, keys)
+
+
+def _log_probabilities(logits: Float[Array, "n V"], tokens: Int[Array, "n J"]) -> Float[Array, "n J"]:
+    return jnp.take_along_axis(jax.nn.log_softmax(logits), tokens, axis=-1)
 
 
 def _summary(chances: Float[np.ndarray, "draws n"]) -> Score:

@@ -24,6 +24,7 @@ class Loaded(NamedTuple):
     tokenizer: PreTrainedTokenizerFast | None
     ends: tuple[int, ...]  # tokens that end an answer
     defaults: DecodeConfig  # how it was validated while it was trained
+    step: int | None = None  # of the checkpoint; None: it was not read from one
 
 
 class Folder(NamedTuple):
@@ -63,12 +64,12 @@ def load(folder: str | os.PathLike[str], *, mesh: Mesh | None = None, dtype: str
     found = find(folder, dtype=dtype)
     mesh = runtime.start(MeshConfig()) if mesh is None else mesh
     base = models.open_base(found.base, mesh, seed=found.seed)
-    path = None
+    path, step = None, None
     if found.is_workdir and found.path_config is not None:
-        path = _newest_path(found.path / "checkpoints", found.path_config, base, mesh)
+        path, step = _newest_path(found.path / "checkpoints", found.path_config, base, mesh)
     elif found.path_config is not None:
         path = models.load_path(found.path, base.llm.architecture, mesh)
-    return Loaded(Model.build(base.llm, path), base.tokenizer, base.ends, found.defaults)
+    return Loaded(Model.build(base.llm, path), base.tokenizer, base.ends, found.defaults, step)
 
 
 def _base(options: dict[str, Any], dtype: str | None) -> ModelConfig:
@@ -78,7 +79,7 @@ def _base(options: dict[str, Any], dtype: str | None) -> ModelConfig:
     return config
 
 
-def _newest_path(folder: Path, config: PathConfig, base: models.Base, mesh: Mesh) -> DiffusionPath:
+def _newest_path(folder: Path, config: PathConfig, base: models.Base, mesh: Mesh) -> tuple[DiffusionPath, int]:
     checkpoints = Checkpoints(folder)
     step = checkpoints.latest()
     if step is None:
@@ -86,4 +87,4 @@ def _newest_path(folder: Path, config: PathConfig, base: models.Base, mesh: Mesh
     declared = DiffusionPath.declare(config, base.llm.architecture)
     path: DiffusionPath = checkpoints.restore(step, {"path": sharding.abstract(declared, mesh)})["path"]
     checkpoints.close()
-    return path
+    return path, step

@@ -52,7 +52,7 @@ def test_more_draws_are_nearer_to_the_mean_and_say_how_near(loaded):
 def test_the_mean_is_of_probabilities(loaded, monkeypatch):
     rng = np.random.default_rng(0)
     chances = rng.normal(-3, 1, (6, 1, 4)).astype(np.float32)
-    monkeypatch.setattr(likelihood, "_chances", lambda *_: chances)
+    monkeypatch.setattr(likelihood, "_chances", lambda *_: chances[..., None])
     [one] = score(loaded, PROMPTS[:1], ANSWERS[:1])
     mean = np.exp(chances[:, 0]).mean(axis=0)
     np.testing.assert_allclose(one.tokens, np.log(mean), rtol=1e-6)

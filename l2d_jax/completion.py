@@ -1,0 +1,65 @@
+"""Completes any number of prompts in batches of few shapes; no answer depends on its batch or on their order."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from l2d_jax.config import DecodeConfig
+from l2d_jax.errors import InputError
+from l2d_jax.generation import FREE, Restrictions, generate
+from l2d_jax.loaded import Loaded
+
+
+class Prompt(NamedTuple):
+    """A prompt of a larger set."""
+
+    number: int  # in that set, which its noise and draws depend on
+    ids: Sequence[int]
+    label: int | None = None  # class for guidance
+
+
+def complete(
+    loaded: Loaded,
+    prompts: Sequence[Prompt],
+    *,
+    settings: DecodeConfig,
+    batch_size: int,
+    samples: int = 1,
+    seed: int = 0,
+    restrictions: Restrictions = FREE,
+) -> Iterator[dict[int, list[list[int]]]]:
+    """Yield the answers of each batch, `samples` of them by the number of their prompt; the longest prompts come first.
+
+    Every batch has as many rows, the last one by repeating a prompt, and a length from `generation.bucket`: so there
+    are as many programs as buckets.
+
+    Args:
+      loaded: from `load`.
+      prompts: to complete; all with a label, or none.
+      settings: of decoding.
+      batch_size: sequences at a time; `samples` of a prompt share a batch.
+      samples: answers to each prompt.
+      seed: with the prompt's number, determines its draws.
+      restrictions: of the answers.
+
+    Raises:
+      InputError: as `generation.stream`, and for a batch that does not hold the samples of one prompt.
+    """
+    rows = batch_size // samples
+    if rows < 1:
+        raise InputError(f"a batch of {batch_size} does not hold {samples} samples of a prompt: use {samples} or more")
+    ordered = sorted(prompts, key=lambda prompt: (-len(prompt.ids), prompt.number))
+    for first in range(0, len(ordered), rows):
+        batch = ordered[first : first + rows]
+        filled = batch + batch[-1:] * (rows - len(batch))
+        labels = [prompt.label for prompt in filled if prompt.label is not None]
+        answers = generate(
+            loaded,
+            [prompt.ids for prompt in filled],
+            settings=settings,
+            seed=seed,
+            samples=samples,
+            labels=labels or None,
+            numbers=[prompt.number for prompt in filled],
+            restrictions=restrictions,
+        )
+        yield {prompt.number: answers[samples * i : samples * (i + 1)] for i, prompt in enumerate(batch)}
