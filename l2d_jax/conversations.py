@@ -4,12 +4,13 @@ from pathlib import Path
 
 import datasets
 
-from l2d_jax import problems, tokens
+from l2d_jax import problems
 from l2d_jax.config import DataConfig
 from l2d_jax.errors import InputError
+from l2d_jax.rows import find_file, read_file, read_hub
 
 HUB = {"smoltalk": ("HuggingFaceTB/smoltalk", ("all",)), "gsm8k": ("openai/gsm8k", ("main",))}  # id, default subsets
-FORMATS = {".jsonl": "json", ".parquet": "parquet"}
+REMEDY = "check the names, or put its rows into a folder and set config.data.data_dir"
 PROBLEMS = 20_000  # rows of a split where the config sets no number
 COLUMNS = ("messages", "question", "answer", "class")  # all that is read of a row
 
@@ -30,39 +31,16 @@ def read_rows(config: DataConfig, split: str) -> datasets.Dataset:
     if config.data_dir or folder.is_dir():
         if config.subsets:
             raise InputError(f"config.data.subsets is for the hub, but rows are read from {folder}: leave it empty")
-        return _read_file(folder, split)
+        file = find_file(folder, split)
+        return _check_columns(read_file(file), str(file))
     return _read_hub(config, split)
-
-
-def _read_file(folder: Path, split: str) -> datasets.Dataset:
-    files = [folder / f"{split}{suffix}" for suffix in FORMATS]
-    file = next((file for file in files if file.is_file()), None)
-    if file is None:
-        found = sorted({file.stem for file in folder.glob("*") if file.suffix in FORMATS})
-        raise InputError(
-            f"no split {split!r} in {folder}: it needs {files[0].name} or {files[1].name}, and the splits there are "
-            f"{', '.join(found) or 'none'}"
-        )
-    if file.stat().st_size == 0:
-        raise InputError(f"{file} is empty: put one row a line into it")
-    try:
-        rows = datasets.load_dataset(FORMATS[file.suffix], data_files=str(file), split="train")
-    except Exception as error:  # each format's parser raises its own, wrapped or not
-        raise InputError(f"{file} cannot be read: {tokens.first_line(error)}: mend or replace it") from error
-    return _check_columns(rows, str(file))
 
 
 def _read_hub(config: DataConfig, split: str) -> datasets.Dataset:
     name, subsets = HUB.get(config.source, (config.source, (None,)))
     parts = []
     for subset in config.subsets or subsets:
-        try:
-            rows = datasets.load_dataset(name, subset, split=split)
-        except Exception as error:  # of the network, the hub's client, the parsers; all mean that there are no rows
-            raise InputError(
-                f"data set {name!r} (subset {subset}, split {split!r}) cannot be read: {tokens.first_line(error)}: "
-                "check the names, or put its rows into a folder and set config.data.data_dir"
-            ) from error
+        rows = read_hub(name, subset, split=split, remedy=REMEDY)
         parts.append(_check_columns(rows, f"{name} {subset or ''}".strip()))
     return datasets.concatenate_datasets(parts)
 

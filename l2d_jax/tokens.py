@@ -111,10 +111,18 @@ def stop_ids(tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
 
 
 def prompt_ids(messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """The ids that generation of the next answer starts from; `InputError` as for `turn_texts`."""
+    """The ids that generation of the next answer starts from; `InputError` as for `turn_texts`.
+
+    Where the last message is the assistant's, that answer is continued, from its last visible character.
+    """
     require_chat_template(tokenizer)
     _check(messages)
-    return encode([_render(messages, tokenizer, prompt=True)], tokenizer)[0]
+    if messages[-1]["role"] == "assistant":
+        opening = {**messages[-1], "content": messages[-1]["content"].rstrip()}
+        text = _render([*messages[:-1], opening], tokenizer, prompt=False, continued=True)
+    else:
+        text = _render(messages, tokenizer, prompt=True)
+    return encode([text], tokenizer)[0]
 
 
 def encode_turns(messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast) -> list[Turn]:
@@ -192,10 +200,14 @@ def _check(messages: Sequence[Message]) -> None:
                 raise InputError(f"{key!r} of every message must be text, got {message.get(key)!r} in message {number}")
 
 
-def _render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast, *, prompt: bool) -> str:
+def _render(
+    messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast, *, prompt: bool, continued: bool = False
+) -> str:
     plain = [dict(message) for message in messages]
     try:
-        text = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=prompt, date_string=DATE)
+        text = tokenizer.apply_chat_template(
+            plain, tokenize=False, add_generation_prompt=prompt, continue_final_message=continued, date_string=DATE
+        )
     except (jinja2.TemplateError, ValueError, TypeError) as error:
         roles = ", ".join(message["role"] for message in messages)
         raise InputError(

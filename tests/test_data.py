@@ -321,7 +321,7 @@ def test_built_in_problems():
 
 
 def hub(monkeypatch, sets):
-    def load_dataset(name, subset, *, split):
+    def load_dataset(name, subset, *, split, revision):
         if (name, subset) not in sets:
             raise ConnectionError(f"Couldn't reach {name!r} on the Hub\nwith a second line")
         return datasets.Dataset.from_list(sets[name, subset])
@@ -378,7 +378,7 @@ def test_no_rows(tmp_path, monkeypatch):
     empty.to_parquet(tmp_path / "rows" / "train.parquet")
     with pytest.raises(InputError, match=r"train.parquet cannot be read: .* no data"):
         load(DataConfig(source=str(tmp_path / "rows")))
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, split: empty)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, split, revision: empty)
     with pytest.raises(InputError, match=r"me/mine has no rows: choose another"):
         load(DataConfig(source="me/mine"))
 

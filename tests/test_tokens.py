@@ -228,3 +228,9 @@ def test_real_tokenizers(name):
         content = messages[length - 1]["content"]
         assert turn.answer == tokenizer(content, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
         assert tokenizer.eos_token_id in tokens.stop_ids(tokenizer)
+
+
+def test_a_prompt_that_ends_with_an_answer_continues_it(tokenizer):
+    opened = [*MESSAGES[:2], {"role": "assistant", "content": "def f():\n"}]
+    assert tokenizer.decode(tokens.prompt_ids(opened, tokenizer)) == PROMPT + "def f():"
+    assert tokenizer.decode(tokens.prompt_ids(MESSAGES[:2], tokenizer)) == PROMPT

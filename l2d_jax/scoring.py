@@ -1,0 +1,92 @@
+"""Statistics of scores: pass@k, intervals, and tables by subject.
+
+The unit is the problem, not the completion: the completions of one problem are no independent evidence of each other.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from scipy.stats import binomtest
+
+from l2d_jax.errors import InputError
+
+RESAMPLES = 2000  # of the bootstrap: its ends are then steady to about a twentieth of the interval
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A mean over problems and the interval that holds it with 95 % confidence."""
+
+    mean: float
+    low: float
+    high: float
+    problems: int
+
+    def __str__(self) -> str:
+        return f"{100 * self.mean:.1f} % ({100 * self.low:.1f} to {100 * self.high:.1f}, n = {self.problems})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+def pass_at(k: int, *, samples: int, correct: int) -> float:
+    """The chance that one of `k` of these samples is right: the unbiased estimate (Chen et al., 2021, equation 1).
+
+    >>> pass_at(1, samples=4, correct=1), pass_at(4, samples=4, correct=1)
+    (0.25, 1.0)
+    """
+    if not 1 <= k <= samples:
+        raise InputError(
+            f"pass@{k} needs at least {max(k, 1)} samples of each problem and k of 1 or more, got {samples}"
+        )
+    if not 0 <= correct <= samples:
+        raise InputError(f"of {samples} samples 0 to {samples} can be right, got {correct}")
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def rate(values: Sequence[float]) -> Rate:
+    """The mean of one value, 0 to 1, for each problem, and its interval; `InputError` for no problem.
+
+    Where each value is 0 or 1 that is Wilson's score interval; else the percentile interval of a bootstrap, whose
+    resamples are the same in every call.
+    """
+    if not values:
+        raise InputError("a rate needs at least one problem, got 0")
+    scores = np.asarray(values, np.float64)
+    if np.isin(scores, (0.0, 1.0)).all():
+        test = binomtest(int(scores.sum()), len(scores))
+        low, high = test.proportion_ci(confidence_level=CONFIDENCE, method="wilson")
+    else:
+        draws = np.random.default_rng(0)
+        means = [scores[draws.integers(len(scores), size=len(scores))].mean() for _ in range(RESAMPLES)]
+        low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return Rate(float(scores.mean()), float(low), float(high), len(scores))
+
+
+def accuracy(scores: Mapping[str, Sequence[float]]) -> Rate:
+    """The mean over problems of the share of right completions, given the scores (0 or 1) of each problem."""
+    return rate([float(np.mean(given)) for given in scores.values()])
+
+
+def pass_rates(scores: Mapping[str, Sequence[float]], ks: Sequence[int] = (1, 5, 10)) -> dict[int, Rate]:
+    """pass@k for each k that no problem has too few samples for, given the scores (0 or 1) of each problem."""
+    fewest = min(map(len, scores.values()), default=0)
+    return {
+        k: rate([pass_at(k, samples=len(given), correct=int(sum(given))) for given in scores.values()])
+        for k in ks
+        if k <= fewest
+    }
+
+
+def by_subject(scores: Mapping[str, Sequence[float]], subjects: Mapping[str, str | None]) -> dict[str, Rate]:
+    """The accuracy in each subject, in the order of their names; `subjects` has that of each problem, or None."""
+    names = sorted({name for problem in scores if (name := subjects[problem]) is not None})
+    return {
+        name: accuracy({problem: given for problem, given in scores.items() if subjects[problem] == name})
+        for name in names
+    }

@@ -1,0 +1,139 @@
+r"""MATH's answers as the release reads, rewrites and compares them: the strict rules, quirks included.
+
+What stands in the last `\boxed{}` is rewritten, so that answers that differ in notation alone become the same text.
+The rules are those of the data set's authors (github.com/hendrycks/math, is_equiv) as the release has them. Where its
+functions raise, for a `\frac` or `\sqrt` with nothing behind it, and would end the evaluation, there is no answer here.
+"""
+
+import re
+
+# From, to; in this order.
+REPLACEMENTS = (
+    ("\n", ""),
+    ("\\!", ""),
+    ("\\\\", "\\"),
+    ("tfrac", "frac"),
+    ("dfrac", "frac"),
+    ("\\left", ""),
+    ("\\right", ""),
+    ("^{\\circ}", ""),
+    ("^\\circ", ""),
+    ("\\$", ""),
+)
+
+
+def boxed(text: str) -> str | None:
+    r"""The last `\boxed` or, without any, `\fbox`, up to the brace that closes it; None where none does.
+
+    >>> boxed(r"so \boxed{1} or \boxed{\frac{1}{2}}.")
+    '\\boxed{\\frac{1}{2}}'
+    """
+    start = text.rfind("\\boxed") if "\\boxed" in text else text.rfind("\\fbox")
+    depth = 0
+    for end in range(start, len(text)) if start >= 0 else ():
+        if text[end] == "{":
+            depth += 1
+        elif text[end] == "}":
+            depth -= 1
+            if depth == 0:
+                return text[start : end + 1]
+    return None
+
+
+def extract(text: str) -> str | float | None:
+    r"""The answer in a solution: what the last box holds, rewritten; without a closed box, the last number.
+
+    That number has no sign, and a box that is no `\boxed{}` has no answer:
+
+    >>> extract(r"\boxed{\tfrac12}"), extract("it is -0.5 or -3"), extract(r"\fbox{3}")
+    ('\\frac{1}{2}', 3.0, None)
+    """
+    box = boxed(text)
+    if box is not None:
+        return rewrite(box[len("\\boxed{") : -1]) if box.startswith("\\boxed{") else None
+    numbers = re.findall(r"\d*\.?\d+", text)
+    return float(numbers[-1]) if numbers else None
+
+
+def rewrite(text: str) -> str | None:
+    r"""An answer in the notation that answers are compared in; None where the release raises.
+
+    >>> rewrite(r"x = 3\text{ cm}"), rewrite(r"\dfrac34"), rewrite(r"\sqrt3"), rewrite(".5"), rewrite("1/2")
+    ('3', '\\frac{3}{4}', '\\sqrt{3}', '\\frac{1}{2}', '\\frac{1}{2}')
+    """
+    for old, new in REPLACEMENTS:
+        text = text.replace(old, new)
+    text = text.partition("\\text{ ")[0]  # units
+    text = text.replace("\\%", "").replace(" .", " 0.").replace("{.", "{0.")
+    if not text:
+        return text
+    text = "0" + text if text[0] == "." else text
+    name, *values = text.split("=")
+    text = values[0] if len(values) == 1 and len(name) <= 2 else text
+    braced = _brace_roots(text)
+    braced = None if braced is None else _brace_fractions(braced.replace(" ", ""))
+    if braced is None:
+        return None
+    text = "\\frac{1}{2}" if braced == "0.5" else braced
+    if found := re.fullmatch(r"(-?[1-9][0-9]*|0)/(-?[1-9][0-9]*|0)", text):
+        text = f"\\frac{{{found[1]}}}{{{found[2]}}}"
+    text = text.strip()
+    if "_" in text:
+        first, second, *rest = text.split("_")
+        text = "_".join([first, second.replace("{", "").replace("}", ""), *rest])
+    return text if "(" in text else text.replace(",", "")
+
+
+def is_same(reference: str | float, found: str | float) -> bool:
+    r"""Whether two extracted answers are the same text, number, or number and rounded fraction.
+
+    >>> is_same("5", 5.0), is_same(r"\frac{1}{2}", 0.5), is_same(r"\frac{1}{2}", 0.4), is_same("-5", 5.0)
+    (True, True, True, False)
+    """
+    if reference == found:
+        return True
+    one, other = _number(reference), _number(found)
+    if isinstance(one, float) and isinstance(other, str):
+        return _is_fraction(other, one)
+    if isinstance(other, float) and isinstance(one, str):
+        return _is_fraction(one, other)
+    return one == other
+
+
+def _brace_roots(text: str) -> str | None:
+    head, *pieces = text.split("\\sqrt")
+    if not all(pieces):
+        return None
+    return "\\sqrt".join([head, *(piece if piece[0] == "{" else f"{{{piece[0]}}}{piece[1:]}" for piece in pieces)])
+
+
+def _brace_fractions(text: str) -> str | None:
+    head, *pieces = text.split("\\frac")
+    braced = [head]
+    for piece in pieces:
+        if not piece:
+            return None
+        if piece[0] == "{":
+            braced.append(piece)
+        elif len(piece) == 1:
+            return text
+        else:
+            below = piece[1:] if piece[1] == "{" else f"{{{piece[1]}}}{piece[2:]}"
+            braced.append(f"{{{piece[0]}}}{below}")
+    return "\\frac".join(braced)
+
+
+def _number(answer: str | float) -> str | float:
+    try:
+        return float(answer)
+    except ValueError:
+        return answer
+
+
+def _is_fraction(latex: str, value: float) -> bool:
+    r"""Whether `value` times the denominator rounds to the numerator: 0.4 is \frac{1}{2}, for 0.8 rounds to 1."""
+    found = re.fullmatch(r"\\frac\{(-?\d+)\}\{(-?\d+)\}", latex)
+    try:
+        return found is not None and round(value * int(found[2])) == int(found[1])
+    except (OverflowError, ValueError):  # infinity, or not a number: the release ends here
+        return False
