@@ -1,0 +1,166 @@
+"""Plain data between two processes that do not trust each other: values of exact builtin types, as lines of JSON.
+
+None, bool, str, float, lists and ints of up to 64 bits are JSON's own; what JSON lacks is an object with one key, the
+name of the type. A subclass of a builtin type is sent as the plain value it holds, so that no method of it reaches the
+reader; anything else (functions, instances, generators) is not plain data. The builtin types themselves are.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+DEPTH = 100  # of nested containers
+_LARGE = 2**63
+_TYPES: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
+}
+
+
+class NotPlainError(TypeError):
+    """A value that is not plain data; the message names its type."""
+
+
+class MalformedError(ValueError):
+    """Bytes that are not a message of this format."""
+
+
+class TooLargeError(ValueError):
+    """A message beyond the limit."""
+
+
+class ClosedError(EOFError):
+    """Nobody is at the other end."""
+
+
+def encode(value: Any, depth: int = DEPTH) -> Any:
+    """Plain data as what JSON can hold; raises `NotPlainError`."""
+    if value is None or type(value) in (bool, str, float):
+        return value
+    if depth == 0:
+        raise NotPlainError(f"containers nested more than {DEPTH} deep")
+    for kind, write in _WRITERS:
+        if isinstance(value, kind):
+            return write(value, depth - 1)
+    if type(value) is type and _TYPES.get(value.__name__) is value:
+        return {"type": value.__name__}
+    raise NotPlainError(type(value).__name__)
+
+
+def _encode_all(values: Any, depth: int) -> list[Any]:
+    return [encode(value, depth) for value in values]
+
+
+def _encode_int(value: int) -> Any:
+    exact = int.__int__(value)
+    return exact if -_LARGE < exact < _LARGE else {"int": int.__format__(exact, "x")}
+
+
+def _parts(value: complex) -> list[float]:
+    exact = -complex.__neg__(value)  # unlike a sum, it keeps the sign of zero
+    return [exact.real, exact.imag]
+
+
+# The methods are those of the builtin types, whatever a subclass has made of them.
+_WRITERS: tuple[tuple[type, Callable[[Any, int], Any]], ...] = (
+    (int, lambda value, _: _encode_int(value)),
+    (str, lambda value, _: str.__str__(value)),
+    (float, lambda value, _: float.__float__(value)),
+    (list, lambda value, depth: _encode_all(list.__iter__(value), depth)),
+    (tuple, lambda value, depth: {"tuple": _encode_all(tuple.__iter__(value), depth)}),
+    (dict, lambda value, depth: {"dict": [_encode_all(pair, depth) for pair in dict.items(value)]}),
+    (set, lambda value, depth: {"set": _encode_all(set.__iter__(value), depth)}),
+    (frozenset, lambda value, depth: {"frozenset": _encode_all(frozenset.__iter__(value), depth)}),
+    (bytes, lambda value, _: {"bytes": bytes.hex(value)}),
+    (bytearray, lambda value, _: {"bytearray": bytearray.hex(value)}),
+    (complex, lambda value, _: {"complex": _parts(value)}),
+)
+
+
+def decode(value: Any, depth: int = DEPTH) -> Any:
+    """The inverse of `encode`; raises `MalformedError` for anything that `encode` does not write."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if depth > 0 and type(value) is list:
+        return [decode(item, depth - 1) for item in value]
+    if depth > 0 and type(value) is dict and len(value) == 1:
+        [(kind, content)] = value.items()
+        read, holds = _READERS.get(kind, (None, None))
+        if read is not None and type(content) is holds:
+            try:
+                return read(content, depth - 1)
+            except (LookupError, ValueError, TypeError) as error:
+                raise MalformedError(f"not a {kind}") from error
+    raise MalformedError("not plain data")
+
+
+def _decode_all(values: list[Any], depth: int) -> list[Any]:
+    return [decode(value, depth) for value in values]
+
+
+def _decode_dict(pairs: list[Any], depth: int) -> dict[Any, Any]:
+    if not all(type(pair) is list for pair in pairs):
+        raise MalformedError("not pairs")
+    return dict(_decode_all(pair, depth) for pair in pairs)
+
+
+def _decode_complex(parts: list[Any], _: int) -> complex:
+    real, imaginary = parts
+    if type(real) is not float or type(imaginary) is not float:
+        raise MalformedError("not two floats")
+    return complex(real, imaginary)
+
+
+_READERS: dict[str, tuple[Callable[[Any, int], Any], type]] = {
+    "int": (lambda content, _: int(content, 16), str),
+    "tuple": (lambda content, depth: tuple(_decode_all(content, depth)), list),
+    "dict": (_decode_dict, list),
+    "set": (lambda content, depth: set(_decode_all(content, depth)), list),
+    "frozenset": (lambda content, depth: frozenset(_decode_all(content, depth)), list),
+    "bytes": (lambda content, _: bytes.fromhex(content), str),
+    "bytearray": (lambda content, _: bytearray.fromhex(content), str),
+    "complex": (_decode_complex, list),
+    "type": (lambda content, _: _TYPES[content], str),
+}
+
+
+class Channel:
+    """Messages over two pipes: four bytes of length, then JSON."""
+
+    def __init__(self, incoming: int, outgoing: int, *, limit: int):
+        self._incoming, self._outgoing, self._limit = incoming, outgoing, limit
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Write a message; raises `TooLargeError` or `ClosedError`."""
+        data = json.dumps(message).encode()
+        if len(data) > self._limit:
+            raise TooLargeError(f"{len(data)} bytes")
+        data = len(data).to_bytes(4, "big") + data
+        try:
+            while data:
+                data = data[os.write(self._outgoing, data) :]
+        except OSError as error:
+            raise ClosedError from error
+
+    def receive(self) -> dict[str, Any]:
+        """Read a message; raises `ClosedError`, `TooLargeError` or `MalformedError`."""
+        length = int.from_bytes(self._read(4), "big")
+        if length > self._limit:
+            raise TooLargeError(f"{length} bytes")
+        try:
+            message = json.loads(self._read(length))
+        except (ValueError, RecursionError) as error:
+            raise MalformedError("not JSON") from error
+        if type(message) is not dict:
+            raise MalformedError("not an object")
+        return message
+
+    def _read(self, count: int) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            part = os.read(self._incoming, min(count - len(data), 2**20))
+            if not part:
+                raise ClosedError
+            data += part
+        return bytes(data)
