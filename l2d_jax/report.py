@@ -1,116 +1,79 @@
 """Shows what runs have measured: `python -m l2d_jax.report --workdir DIR [DIR ...]`.
 
-Prints tables of loss by t and of teacher-forced accuracy against the budget, before and after training, and draws both
-as `report.png` in each workdir.
+Of training, tables of loss by t and of teacher-forced accuracy against the budget, before and after; of evaluations
+(`python -m l2d_jax.evaluate` or `sweep`), tables with intervals and figures. All of it goes into `report.html` in each
+workdir, a page that asks for no other file, with the figures beside it as PNG and SVG.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import matplotlib as mpl
-
-from l2d_jax import command_line
+from l2d_jax import command_line, report_page
+from l2d_jax import evaluation_report as evaluations
+from l2d_jax import training_report as training
 from l2d_jax.errors import InputError
-from l2d_jax.metrics import read_metrics
 
-mpl.use("Agg")  # draws into files, with no display
-from matplotlib import pyplot as plt
-
-KINDS = {"expected": "expected (probability of the true token)", "greedy": "greedy (arg max)"}
+INTERVALS = "Intervals are 95 %, over problems."
 
 
 def main() -> None:
     """Parse the command line and report every workdir."""
     parser = command_line.Parser(prog="python -m l2d_jax.report", description=__doc__)
     parser.add_argument(
-        "--workdir", type=command_line.local_path, nargs="+", required=True, help="workdirs of training"
+        "--workdir", type=command_line.local_path, nargs="+", required=True, help="workdirs, or --out of evaluations"
     )
-    for workdir in parser.parse_args().workdir:
-        before, after = first_and_last(workdir)
-        print(f"{workdir}, after {after['step']} steps")
-        print(loss_table(before, after))
-        print(accuracy_table(after))
-        draw(before, after, workdir / "report.png")
-        print(f"drawn in {workdir / 'report.png'}")
+    beside = 'rows of others, such as the paper\'s, in the tables: JSON, {"label": {"gsm8k": 0.5}}'
+    parser.add_argument("--beside", type=command_line.local_path, help=beside)
+    options = parser.parse_args()
+    others = evaluations.read_beside(options.beside)
+    for workdir in options.workdir:
+        report(workdir, others)
 
 
-def first_and_last(workdir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The first and the newest validation of a run; raises `InputError` if there is none."""
-    records = [record for record in read_metrics(workdir) if "validation/loss" in record]
-    if not records:
-        raise InputError(f"workdir {workdir} has no validation in metrics.jsonl: train it first")
-    return records[0], records[-1]
+def report(workdir: Path, beside: Mapping[str, Mapping[str, float]]) -> None:
+    """Print the tables of a workdir, and write its figures and its page; raises `InputError` if it has neither."""
+    found = [*of_training(workdir), *of_evaluations(workdir, beside)]
+    if not found:
+        raise InputError(f"workdir {workdir} has no validation and no evaluation: train or evaluate first")
+    report_page.write(workdir / "report.html", f"Report of {workdir.name}", found)
+    print(f"written to {workdir / 'report.html'}")
 
 
-def loss_table(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """Loss by t, in nats per token."""
-    losses = before["validation/loss_by_t"], after["validation/loss_by_t"]
-    bins = len(losses[0])
-    rows = [
-        (f"{i / bins:.1f} - {(i + 1) / bins:.1f}", f"{first:.3f}", f"{last:.3f}")
-        for i, (first, last) in enumerate(zip(*losses, strict=True))
-    ]
-    overall = "all", f"{before['validation/loss']:.3f}", f"{after['validation/loss']:.3f}"
-    return _table(("t", "loss before", "loss after"), [*rows, overall])
+def of_training(workdir: Path) -> list[str]:
+    """The section on training, which is printed too; none if nothing was validated."""
+    if not (workdir / "metrics.jsonl").exists():
+        return []
+    before, after = training.first_and_last(workdir)
+    print(f"{workdir}, after {after['step']} steps")
+    print(training.loss_table(before, after))
+    print(training.accuracy_table(after))
+    training.draw(before, after, workdir / "report.png")
+    text = f"After {after['step']} steps; accuracy is teacher-forced, on held-out answers. {INTERVALS}"
+    tables = [report_page.table(*training.accuracy_rows(after)), report_page.table(*training.loss_rows(before, after))]
+    return [report_page.section("Training", text, report_page.figure(workdir / "report.png"), *tables)]
 
 
-def accuracy_table(record: dict[str, Any]) -> str:
-    """Accuracy at each budget with its 95 % interval, and the paired gain over the smallest budget."""
-    rows = []
-    for budget in budgets(record):
-        row = [str(budget)]
-        for kind in KINDS:
-            name = f"validation/{kind}@{budget}"
-            low, high = record[f"{name}_interval"]
-            gain, gain_low, gain_high = record[f"{name}_gain"]
-            row += [
-                f"{record[name]:.3f} [{low:.3f}, {high:.3f}]",
-                f"{gain:+.3f} [{gain_low:+.3f}, {gain_high:+.3f}]",
-            ]
-        rows.append(tuple(row))
-    return _table(("budget", "expected", "gain", "greedy", "gain"), rows)
-
-
-def budgets(record: dict[str, Any]) -> list[int]:
-    """The budgets that a validation has measured, in order."""
-    names = [name.removeprefix("validation/expected@") for name in record]
-    return sorted(int(name) for name in names if name.isdigit())
-
-
-def draw(before: dict[str, Any], after: dict[str, Any], file: Path) -> None:
-    """Two panels: accuracy against the budget with its intervals, and loss by t before and after."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    measured = budgets(after)
-    places = range(len(measured))  # evenly spaced: budgets double
-    for kind, label in KINDS.items():
-        means = [after[f"validation/{kind}@{budget}"] for budget in measured]
-        bounds = [after[f"validation/{kind}@{budget}_interval"] for budget in measured]
-        errors = [
-            [mean - low for mean, (low, _) in zip(means, bounds, strict=True)],
-            [high - mean for mean, (_, high) in zip(means, bounds, strict=True)],
-        ]
-        left.errorbar(places, means, yerr=errors, marker="o", capsize=3, label=label)
-    left.set_xticks(places, [str(budget) for budget in measured])
-    left.set(xlabel="evaluations of the path per token", ylabel="accuracy on held-out answers", title="Accuracy")
-    left.legend()
-    bins = len(before["validation/loss_by_t"])
-    middles = [(i + 0.5) / bins for i in range(bins)]
-    for record, label in ((before, "before training"), (after, f"after {after['step']} steps")):
-        right.plot(middles, record["validation/loss_by_t"], marker="o", label=label)
-    right.set(xlabel="t", ylabel="nats per token", title="Loss of one evaluation at t", ylim=(0, None))
-    right.legend()
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)
-    )
+def of_evaluations(workdir: Path, beside: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """The sections on evaluations, whose table is printed too; none if there is none."""
+    folder = workdir / "eval" if (workdir / "eval").is_dir() else workdir
+    found, within = evaluations.collect(folder), evaluations.collect_within(folder)
+    if not found:
+        return []
+    print(evaluations.table(found, beside))
+    text = f"Strict scores follow the rules of the authors' release, relaxed ones what readers accept. {INTERVALS}"
+    table = report_page.table(evaluations.HEADER, evaluations.rows_of(found, beside))
+    sections = [report_page.section("Tasks", text, table)]
+    steps, inside, guided = (folder / name for name in ("budgets.png", "within.png", "guidance.png"))
+    if evaluations.draw_budgets(found, steps):
+        words = "A budget of 1 is the language model itself."
+        sections.append(report_page.section("Accuracy against the budget", words, report_page.figure(steps)))
+    if evaluations.draw_within(within, inside):
+        words = "Tokens of right answers, with the true tokens before them, read off at every t of one run."
+        sections.append(report_page.section("Within one diffusion", words, report_page.figure(inside)))
+    if evaluations.draw_guidance(found, guided):
+        words = "Accuracy against the strength of the class label."
+        sections.append(report_page.section("Guidance", words, report_page.figure(guided)))
+    return sections
 
 
 if __name__ == "__main__":

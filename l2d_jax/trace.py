@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Key
 from transformers import PreTrainedTokenizerFast
 
 from l2d_jax import rules, trajectory
@@ -21,7 +22,7 @@ from l2d_jax.config import DecodeConfig
 from l2d_jax.errors import InputError
 from l2d_jax.generation import check_classes, check_prompts, check_settings, pad, to_text
 from l2d_jax.loaded import Loaded
-from l2d_jax.refine import tabulate
+from l2d_jax.refine import Model, tabulate
 
 
 class TokenTrace(NamedTuple):
@@ -73,17 +74,26 @@ def trace(
     for number, answer in enumerate(answers):
         prompt, copy = divmod(number, samples)
         key = jax.random.fold_in(jax.random.key(seed), prompt)
-        given = trajectory.read(
-            model.llm,
-            *pad([[*prompts[prompt], *answer[:-1]]]),
-            length=jnp.int32(len(answer)),
-            key=jax.random.fold_in(key, copy) if copy else key,  # of `decode.fan_out`
-            label=None if labels is None else jnp.int32(labels[prompt]),
-        )
+        key = jax.random.fold_in(key, copy) if copy else key  # of `decode.fan_out`
+        label = None if labels is None else labels[prompt]
+        given = read(model, prompts[prompt], answer, key=key, label=label)
         starts = range(0, len(answer), trajectory.CHUNK)
         pieces = [follow(given, start=jnp.int32(start)) for start in starts]
         traces.append(_rows(answer, _pieces_of_text(answer, loaded.tokenizer), pieces))
     return traces
+
+
+def read(
+    model: Model, prompt: Sequence[int], answer: Sequence[int], *, key: Key[Array, ""], label: int | None = None
+) -> trajectory.Given:
+    """An answer whose tokens are known, ready to be followed."""
+    return trajectory.read(
+        model.llm,
+        *pad([[*prompt, *answer[:-1]]]),
+        length=jnp.int32(len(answer)),
+        key=key,
+        label=None if label is None else jnp.int32(label),
+    )
 
 
 def check_draws(settings: DecodeConfig) -> None:

@@ -76,10 +76,7 @@ def follow(
       gate: entropy of the LM alone below which it is left alone, in nats.
       steps: grid intervals, or the most steps of an adaptive solver.
     """
-    numbers = jnp.minimum(start + jnp.arange(CHUNK), given.length - 1)
-    positions = (given.first + numbers)[None]
-    labels = None if given.label is None else jnp.full_like(positions, given.label)
-    context = Context(given.hidden[:, positions[0]], given.cache, positions, labels)
+    context, numbers = _place(given, start)
     plain = model.llm.logits(context.hidden[0])
     alone = {"likeliest": jnp.argmax(plain, axis=-1), "entropy": entropy(plain)}
     none, at_start = jnp.zeros(CHUNK, jnp.int32), jnp.zeros(CHUNK)
@@ -87,27 +84,55 @@ def follow(
     common = {"plain_entropy": alone["entropy"], "skipped": skipped}
     if model.path is None:
         return alone | common | {"evaluations": none, "rejected": none, "settled": at_start}
-    noise_keys, velocity_keys, _ = token_keys(jnp.broadcast_to(given.key, numbers.shape), numbers)
-    config = model.path.config
-    noise = config.sigma * jax.vmap(lambda key: jax.random.normal(key, (config.width,), jnp.float32))(noise_keys)
-    path = _integrate(model, context, noise, settings=settings, keys=velocity_keys, steps=steps)
+    path = _integrate(model, context, given.key, numbers, settings=settings, steps=steps)
     refined = _read_out(model, context, path, settings=settings)
     taken = {"evaluations": _evaluations(settings.solver, steps, path), "rejected": path.rejected}
     left_alone = alone | {"evaluations": none, "rejected": none, "settled": at_start}
     return common | {name: jnp.where(skipped, left_alone[name], value) for name, value in (refined | taken).items()}
 
 
+@partial(jax.jit, static_argnames="steps")
+def score_points(
+    model: Model, given: Given, targets: Int[Array, " M"], *, start: Int[Array, ""], settings: Refinement, steps: int
+) -> dict[str, Float[Array, "points M"]]:
+    """At every point of a uniform grid, the probability of the true token, and 1 where it is the arg max, else 0.
+
+    The arguments are those of `follow`, with the true tokens from `start` on.
+    """
+    context, numbers = _place(given, start)
+    path = _integrate(model, context, given.key, numbers, settings=settings, steps=steps)
+
+    def at(point: Array) -> dict[str, Array]:
+        x, t = path.states[point][None], path.times[point, :1][None]
+        logits = model.llm.logits(evaluate(model, context, x, t, table=settings.table)[0, 0])
+        chances = jnp.take_along_axis(jax.nn.softmax(logits), targets[:, None], axis=-1)[:, 0]
+        return {"expected": chances, "greedy": (jnp.argmax(logits, axis=-1) == targets).astype(jnp.float32)}
+
+    return jax.lax.map(at, jnp.arange(steps + 1))
+
+
+def _place(given: Given, start: Int[Array, ""]) -> tuple[Context, Int[Array, " M"]]:
+    """The context of M tokens of an answer, and their numbers."""
+    numbers = jnp.minimum(start + jnp.arange(CHUNK), given.length - 1)
+    positions = (given.first + numbers)[None]
+    labels = None if given.label is None else jnp.full_like(positions, given.label)
+    return Context(given.hidden[:, positions[0]], given.cache, positions, labels), numbers
+
+
 def _integrate(
     model: Model,
     context: Context,
-    noise: Float[Array, "M C"],
+    key: Key[Array, ""],
+    numbers: Int[Array, " M"],
     *,
     settings: Refinement,
-    keys: Key[Array, " M"],
     steps: int,
 ) -> _Path:
     """All points of a uniform grid, or each token's own accepted steps (as `refine.adapt` takes them)."""
     assert model.path is not None
+    config = model.path.config
+    noise_keys, keys, _ = token_keys(jnp.broadcast_to(key, numbers.shape), numbers)
+    noise = config.sigma * jax.vmap(lambda key: jax.random.normal(key, (config.width,), jnp.float32))(noise_keys)
     none = jnp.zeros(CHUNK, jnp.int32)
     if steps == 0:
         return _Path(jnp.zeros((1, CHUNK)), noise[None], none, none)

@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import resource
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,11 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tiny
+from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
-from l2d_jax import command_line, release, tokens, weights
+from l2d_jax import command_line, models, release, tokens, weights
 from l2d_jax.architecture import Architecture
-from l2d_jax.config import Config
+from l2d_jax.config import Config, ModelConfig, PathConfig
 from l2d_jax.llm import LLM
 
 ROOT = Path(__file__).parent.parent
@@ -39,6 +41,9 @@ SMALLER = {
     "validation.batch_size": 2,
     "train.batch_size": 2,
 }
+
+
+PATH = PathConfig(width=8, translation_width=8, frequency_width=8, condition_width=8, lora_rank=2, lora_alpha=2.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +104,16 @@ def write_base(folder: Path, *, text: bool = True, **changes: Any) -> Path:
     save_file(base_tensors(**changes), folder / "model.safetensors", metadata={"format": "pt"})
     if text:
         tokens.byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def write_model(folder: Path, base: Path, mesh: Mesh) -> Path:
+    """A model folder with a path that says something else than its base."""
+    shutil.copytree(base, folder)
+    llm = models.open_base(ModelConfig(name=str(base), dtype="float32"), mesh).llm
+    path = tiny.randomise(models.new_path(PATH, llm, mesh, seed=0))
+    path = dataclasses.replace(path, merge=jax.tree.map(lambda leaf: 10 * leaf, path.merge))
+    models.save_path(folder, path, base=str(base))
     return folder
 
 

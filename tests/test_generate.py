@@ -1,19 +1,12 @@
-import dataclasses
 import io
-import shutil
 
-import jax
 import pytest
-import tiny
-from programs import call, options, write_base
+from programs import call, options, write_base, write_model
 from test_train import remove_template, remove_tokenizer
 
 import l2d_jax.generate as generate  # the program; the package's own name is the function
 from l2d_jax import answers, generation, loaded, models, tokens, train
-from l2d_jax.config import PathConfig
 from l2d_jax.loaded import load
-
-SMALL = PathConfig(width=8, translation_width=8, frequency_width=8, condition_width=8, lora_rank=2, lora_alpha=2.0)
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +27,7 @@ def workdir(tmp_path_factory, base):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, base, mesh):
     """A model folder with a path that says something else than its base."""
-    folder = tmp_path_factory.mktemp("model") / "model"
-    shutil.copytree(base, folder)
-    llm = models.open_base(models.ModelConfig(name=str(base), dtype="float32"), mesh).llm
-    path = tiny.randomise(models.new_path(SMALL, llm, mesh, seed=0))
-    path = dataclasses.replace(path, merge=jax.tree.map(lambda leaf: 10 * leaf, path.merge))
-    models.save_path(folder, path, base=str(base))
-    return folder
+    return write_model(tmp_path_factory.mktemp("model") / "model", base, mesh)
 
 
 def answer_of(outcome):

@@ -251,7 +251,7 @@ def test_xpk_runs_the_program():
     ("words", "message"),
     [
         (["tpu_vm.sh"], "no program ''"),
-        (["tpu_vm.sh", "trian"], "no program 'trian': choose from benchmark compile convert generate"),
+        (["tpu_vm.sh", "trian"], "no program 'trian': choose from benchmark compile convert"),
         (["tpu_vm.sh", "config"], "no program 'config'"),
         (["tpu_vm.sh", "--instal"], "unknown option --instal"),
         (["tpu_vm.sh", "--install", "train"], "--install runs no program, got 'train'"),

@@ -1,0 +1,112 @@
+"""Evaluates a model on the paper's tasks: `python -m l2d_jax.evaluate --workdir DIR --tasks gsm8k,mmlu --budget 1 15`.
+
+Problems, prompts and strict scores are those of the paper; beside each stands a relaxed score. Results go to
+`DIR/eval/<task>/<solver>-<budget>/`: `samples.jsonl`, a line per problem with prompt, completions, what was extracted
+and the scores, and `results.json`. The same command again goes on where it stopped. A budget of 1 is the LM itself.
+"""
+
+import argparse
+from typing import Any
+
+from l2d_jax import command_line, hosts, models, runtime
+from l2d_jax.config import Config, MeshConfig
+from l2d_jax.evaluation import evaluate
+from l2d_jax.generation import check_prompts, check_settings
+from l2d_jax.loaded import Loaded, find, load
+from l2d_jax.options import require
+from l2d_jax.plans import Plan, check_same, choose_run, make_plans, open_results
+from l2d_jax.refine import check_labels
+from l2d_jax.results import KINDS
+from l2d_jax.rules import SOLVERS
+from l2d_jax.tasks import registry
+
+
+def main() -> None:
+    """Parse the command line, and ask."""
+    options, config = parse(command_line.Parser(prog="python -m l2d_jax.evaluate", description=__doc__))
+    ask(options, config)
+
+
+def ask(options: argparse.Namespace, config: Config | None) -> tuple[Loaded, list[Plan]]:
+    """Read the problems, load the model, then ask task by task and budget by budget; raises `InputError`."""
+    found = find(options.workdir or options.model, dtype=options.dtype)
+    if config is not None:
+        check_same(found, config)
+    tasks = [registry.find(name) for name in options.tasks.split(",")]
+    run = choose_run(tasks, is_allowed=options.allow_code_execution)
+    mesh = runtime.start(MeshConfig() if config is None else config.mesh)
+    base = hosts.take_turns(lambda: models.find_base(found.base))
+    plans = make_plans(tasks, options, found.defaults if config is None else config.decode, base)
+    for plan in plans:
+        check_settings(plan.settings, has_path=found.path_config is not None)
+        check_prompts([one.ids for one in plan.asked], plan.settings, base.architecture)
+    check_labels(found.path_config, [] if options.label is None else [options.label])
+    loaded = load(options.workdir or options.model, mesh=mesh, dtype=options.dtype)
+    for plan in plans:
+        results = open_results(plan, options, found, loaded)
+        figures = evaluate(loaded, plan.task, plan.asked, results, settings=plan.settings, asking=plan.asking, run=run)
+        hosts.report(line(plan, figures))
+    return loaded, plans
+
+
+def parse(parser: command_line.Parser) -> tuple[argparse.Namespace, Config | None]:
+    """The command line and the config, if one is given; raises `InputError`."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--workdir", type=command_line.local_path, help="a workdir of training: its newest checkpoint")
+    source.add_argument("--model", help="a model folder, a hub id or a GGUF file; without a path the budget is 1")
+    parser.add_argument(
+        "--config", help=f"for its decode and mesh sections; None: the workdir's; {command_line.CONFIG_HELP}"
+    )
+    parser.add_argument("--tasks", required=True, help=f"with commas between them: {', '.join(registry.TASKS)}")
+    parser.add_argument("--out", type=command_line.local_path, help="where results go; DIR/eval of a workdir")
+    parser.add_argument("--name", help="of the folder within a task's; <solver>-<budget>, and how problems are put")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "int8"], help="of weights and products")
+    problems = parser.add_argument_group("problems")
+    problems.add_argument("--data_dir", help="read <data_dir>/<task>/<split>.jsonl or .parquet instead of the hub")
+    problems.add_argument("--split", help="another than the paper's")
+    problems.add_argument("--limit", type=int, help="so many problems, evenly spaced; None: all")
+    problems.add_argument("--shots", type=int, help="examples before each question; None: the paper's")
+    prompts = "paper, or thoughts: chain-of-thought examples, or the request to think"
+    problems.add_argument("--prompts", choices=["paper", "thoughts"], default="paper", help=prompts)
+    tagged = "judge what stands in <answer> tags, or behind </think>, as R1-style models write"
+    problems.add_argument("--tagged", action="store_true", help=tagged)
+    choices = (
+        "likelihood: of tasks with options, the likeliest letter, by one pass over each prompt; not the paper's way"
+    )
+    problems.add_argument("--choices", choices=["generate", "likelihood"], default="generate", help=choices)
+    code = "run the programs that the model writes, each isolated (l2d_jax/sandbox.py says how well)"
+    problems.add_argument("--allow_code_execution", action="store_true", help=code)
+    decoding = parser.add_argument_group("decoding")
+    decoding.add_argument("--budget", type=int, nargs="+", help="evaluations of the path per token; several compare")
+    decoding.add_argument("--solver", choices=SOLVERS, help="how the path is integrated")
+    decoding.add_argument("--tolerance", type=float, help="of each step of an adaptive solver")
+    decoding.add_argument("--label", type=int, help="class for guidance, for a path that was trained with classes")
+    decoding.add_argument("--guidance", type=float, help="its strength; 1: the class alone")
+    decoding.add_argument("--temperature", type=float, help="of the final draw; None: the task's; 0: arg max")
+    decoding.add_argument("--max_new_tokens", type=int, help="of a completion; None: the task's")
+    decoding.add_argument("--samples", type=int, help="completions of each problem; None: the task's")
+    decoding.add_argument("--draws", type=int, default=8, help="of noise, with --choices likelihood")
+    decoding.add_argument("--batch_size", type=int, default=16, help="sequences at a time, on all devices together")
+    decoding.add_argument("--seed", type=int, default=0, help="of the noise and the draws")
+    options, rest = parser.parse_known_args()
+    require(options.config is not None or not rest, f"unknown arguments {' '.join(rest)} (--help lists the options)")
+    require(options.workdir is not None or options.out is not None, "--model needs --out DIR, for the results")
+    config = (
+        None if options.config is None else command_line.read_config(options.config, command_line.split_overrides(rest))
+    )
+    return options, config
+
+
+def line(plan: Plan, figures: dict[str, Any]) -> str:
+    """One line for people."""
+    rates = {kind: figures[kind]["accuracy"] for kind in KINDS}
+    shown = ", ".join(f"{kind} {r['mean']:.3f} [{r['low']:.3f}, {r['high']:.3f}]" for kind, r in rates.items())
+    speed = figures["speed"]
+    return (
+        f"{plan.task.name} {plan.settings.solver} {plan.settings.budget}: {shown} of {figures['problems']} problems; "
+        f"{speed['tokens']} tokens in {speed['seconds']:.0f} s, {speed['tokens per second']:.1f} tokens/s"
+    )
+
+
+if __name__ == "__main__":
+    command_line.run(main)

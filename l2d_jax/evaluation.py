@@ -1,0 +1,165 @@
+"""Asks a model the problems of a task, in batches, and scores what it says."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from l2d_jax import hosts, tokens
+from l2d_jax.completion import Prompt, complete
+from l2d_jax.config import DecodeConfig
+from l2d_jax.generation import to_text
+from l2d_jax.likelihood import rank
+from l2d_jax.loaded import Loaded
+from l2d_jax.options import require
+from l2d_jax.results import Results, sample
+from l2d_jax.tasks.problem import Problem, Prompts, Run, Score
+from l2d_jax.tasks.task import Task
+
+Choices = Literal["generate", "likelihood"]
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How problems are put to the model, whatever the task."""
+
+    batch_size: int = 16  # sequences at a time
+    samples: int | None = None  # completions of each problem; None: as the task has it
+    seed: int = 0
+    label: int | None = None  # class for guidance
+    prompts: Prompts = "paper"
+    tagged: bool = False  # judge what stands in <answer> tags, or behind </think>
+    choices: Choices = "generate"  # or the likeliest letter, by one pass over the prompt
+    draws: int = 8  # of noise, for that
+
+
+class Asked(NamedTuple):
+    """A problem with the ids of its prompt."""
+
+    problem: Problem
+    ids: list[int]
+
+
+def settings_for(task: Task, asking: Asking, settings: DecodeConfig, **given: Any) -> tuple[DecodeConfig, int]:
+    """Decoding as the task has it where nothing else was `given`, and the number of completions of each problem."""
+    usual = task.sampling_for(asking.prompts)
+    fields = {
+        name: getattr(usual, name) for name in ("max_new_tokens", "temperature", "velocity_temperature", "anneal")
+    }
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return replace(settings, **(fields | chosen)), asking.samples or usual.samples
+
+
+def check_asking(asking: Asking, asked: Sequence[Asked]) -> None:
+    """Raise `InputError` for a batch that is too small, and for options to rank where there are none."""
+    for name in ("batch_size", "draws", "samples"):
+        require((getattr(asking, name) or 1) > 0, f"--{name} must be positive, got {getattr(asking, name)}")
+    samples = asking.samples or 1
+    require(
+        asking.batch_size >= samples,
+        f"--batch_size {asking.batch_size} does not hold the {samples} samples of a problem: use {samples} or more",
+    )
+    if asking.choices == "likelihood":
+        without = next((one.problem.id for one in asked if not one.problem.options), None)
+        require(without is None, f"{without} has no options to rank: use --choices generate")
+
+
+def evaluate(
+    loaded: Loaded,
+    task: Task,
+    asked: Sequence[Asked],
+    results: Results,
+    *,
+    settings: DecodeConfig,
+    asking: Asking,
+    run: Run | None = None,
+) -> dict[str, Any]:
+    """Score the problems that `results` lacks, write each batch as it comes, and return the figures of all.
+
+    Raises `InputError` as `generation.stream` and `Task.grade` do.
+    """
+    done = set(hosts.decide(lambda: sorted(results.samples)))
+    left = {number: one for number, one in enumerate(asked) if one.problem.id not in done}
+    likelihood = asking.choices == "likelihood"
+    batches = _ranked(loaded, left, settings, asking) if likelihood else _completed(loaded, left, settings, asking)
+    began, count = time.monotonic(), 0
+    shown = tqdm(total=len(asked), initial=len(asked) - len(left), desc=task.name, unit="problem", disable=_is_silent())
+    with shown:
+        for batch in batches:
+            count += sum(tokens for _, tokens in batch.values())
+            if hosts.is_first():
+                results.add(_scored(loaded, task, left, batch, run=run, tagged=asking.tagged))
+            shown.update(len(batch))
+            shown.set_postfix_str(f"{count / (time.monotonic() - began):.0f} tokens/s")
+    seconds = time.monotonic() - began
+    speed = {"problems": len(left), "tokens": count, "seconds": seconds, "tokens per second": count / seconds}
+    return dict(hosts.decide(lambda: results.finish(speed)))
+
+
+Batch = dict[int, tuple[list[str], int]]  # completions by the number of the problem, and how many tokens they took
+
+
+def _completed(loaded: Loaded, asked: dict[int, Asked], settings: DecodeConfig, asking: Asking) -> Iterator[Batch]:
+    prompts = [Prompt(number, one.ids, asking.label) for number, one in asked.items()]
+    samples, size, seed = asking.samples or 1, asking.batch_size, asking.seed
+    for batch in complete(loaded, prompts, settings=settings, batch_size=size, samples=samples, seed=seed):
+        yield {
+            number: ([to_text(ids, loaded.tokenizer) for ids in answers], sum(map(len, answers)))
+            for number, answers in batch.items()
+        }
+
+
+def _ranked(loaded: Loaded, asked: dict[int, Asked], settings: DecodeConfig, asking: Asking) -> Iterator[Batch]:
+    """The letter whose first token is the likeliest; the options are scored, none is written."""
+    ordered = sorted(asked, key=lambda number: (-len(asked[number].ids), number))
+    for first in range(0, len(ordered), asking.batch_size):
+        batch = ordered[first : first + asking.batch_size]
+        filled = batch + batch[-1:] * (asking.batch_size - len(batch))
+        found = rank(
+            loaded,
+            [asked[number].ids for number in filled],
+            [_letters(asked[number].problem, loaded) for number in filled],
+            settings=settings,
+            draws=1 if settings.budget == 1 else asking.draws,
+            labels=None if asking.label is None else [asking.label] * len(filled),
+            numbers=filled,
+            seed=asking.seed,
+        )
+        best = (asked[number].problem.options[int(np.argmax(row))] for number, row in zip(batch, found, strict=False))
+        yield {number: ([letter], 1) for number, letter in zip(batch, best, strict=True)}
+
+
+def _letters(problem: Problem, loaded: Loaded) -> list[int]:
+    assert loaded.tokenizer is not None
+    return [ids[0] for ids in tokens.encode(problem.options, loaded.tokenizer)]
+
+
+def _scored(
+    loaded: Loaded, task: Task, asked: dict[int, Asked], batch: Batch, *, run: Run | None, tagged: bool
+) -> list[dict[str, Any]]:
+    """The lines of a batch; all of its completions are judged together, since running programs takes time."""
+    flat = [(number, text) for number, (texts, _) in batch.items() for text in texts]
+    problems = [asked[number].problem for number, _ in flat]
+    scores: dict[int, list[Score]] = {number: [] for number in batch}
+    for (number, _), score in zip(
+        flat, task.grade(problems, [text for _, text in flat], run=run, tagged=tagged), strict=True
+    ):
+        scores[number].append(score)
+    return [
+        sample(asked[number].problem, to_prompt(asked[number].ids, loaded), texts, scores[number])
+        for number, (texts, _) in batch.items()
+    ]
+
+
+def to_prompt(ids: Sequence[int], loaded: Loaded) -> str:
+    """A prompt as text, with the template's special tokens."""
+    assert loaded.tokenizer is not None
+    return str(loaded.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+
+def _is_silent() -> bool | None:
+    """None: where standard error is no terminal."""
+    return None if hosts.is_first() else True

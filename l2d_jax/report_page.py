@@ -1,0 +1,58 @@
+"""A report as one HTML page that asks for no other file: tables, and the figures as SVG within it."""
+
+import html
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from string import Template
+
+PAGE = Template("""<!DOCTYPE html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>$title</title>
+<style>
+:root { color-scheme: light dark; }
+body { font: 1rem/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin-top: 2.5rem; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .25rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #7a7a7a50; }
+th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) { text-align: left; }
+svg { width: 100%; height: auto; }
+p { max-width: 44rem; }
+</style>
+<h1>$title</h1>
+$sections
+</html>
+""")
+
+
+def section(title: str, text: str, *parts: str) -> str:
+    """A heading, a paragraph and what follows it."""
+    return "\n".join([f"<h2>{html.escape(title)}</h2>", f"<p>{html.escape(text)}</p>", *parts])
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table that scrolls by itself where the page is narrow."""
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    body = "\n".join([line(header, "th"), *(line(row, "td") for row in rows)])
+    return f'<div class="wide"><table>\n{body}\n</table></div>'
+
+
+def figure(file: Path) -> str:
+    """A figure that `figures.save` has written, within the page; its names are made its own."""
+    text = file.with_suffix(".svg").read_text()
+    text = text[text.index("<svg") :]
+    names = set(re.findall(r'id="([^"]+)"', text))
+    for name in sorted(names, key=len, reverse=True):
+        text = re.sub(rf'(id="|"#|url\(#){re.escape(name)}(?=["\)])', rf"\g<1>{file.stem}-{name}", text)
+    return text
+
+
+def write(file: Path, title: str, sections: Sequence[str]) -> None:
+    """Write the page."""
+    file.write_text(PAGE.substitute(title=html.escape(title), sections="\n".join(sections)), encoding="utf-8")

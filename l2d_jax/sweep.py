@@ -1,0 +1,64 @@
+"""Draws the paper's figures for a path: `python -m l2d_jax.sweep --workdir DIR --tasks gsm8k,mmlu`.
+
+Accuracy against the budget; against t within one diffusion, all points of one run, on the tokens of right answers; how
+many evaluations per token an adaptive solver takes on each task; and, with `--label`, accuracy against the strength of
+guidance. The options are those of `evaluate`. Then comes `report`: tables, PNG and SVG files, and a page.
+"""
+
+import json
+from dataclasses import replace
+
+from l2d_jax import command_line, hosts, report, tokens, within
+from l2d_jax.errors import InputError
+from l2d_jax.evaluate import ask, parse
+from l2d_jax.evaluation_report import WITHIN
+from l2d_jax.files import write_whole
+from l2d_jax.loaded import Loaded
+from l2d_jax.plans import Plan, results_folder
+
+BUDGETS = [1, 3, 7, 15, 31]
+AMPLE = 512  # evaluations: more than the paper's adaptive solver takes
+FOLLOWED = 64  # right answers of each task whose diffusions are followed, evenly spaced
+
+
+def main() -> None:
+    """Parse the command line; evaluate, follow and report."""
+    parser = command_line.Parser(prog="python -m l2d_jax.sweep", description=__doc__)
+    parser.add_argument("--strengths", type=float, nargs="+", default=[0.0, 0.5, 1.0, 1.5, 2.0], help="of guidance")
+    options, config = parse(parser)
+    options.budget = options.budget or BUDGETS
+    loaded, plans = ask(options, config)
+    if loaded.model.path is None:
+        raise InputError("a sweep is of a diffusion path, and this model has none: use evaluate")
+    for name in {plan.task.name: None for plan in plans}:
+        largest = max((plan for plan in plans if plan.task.name == name), key=lambda plan: plan.settings.budget)
+        found = follow(loaded, largest)
+        if hosts.is_first():
+            write_whole(results_folder(options) / name / WITHIN, json.dumps(found, indent=2) + "\n")
+    if options.label is not None:
+        options.budget = options.budget[-1:]
+        for strength in options.strengths:
+            options.guidance = strength
+            ask(options, config)
+    if hosts.is_first():
+        report.report(options.workdir or options.out, {})
+
+
+def follow(loaded: Loaded, plan: Plan) -> dict[str, object]:
+    """What happens within the diffusions of right answers."""
+    assert loaded.tokenizer is not None
+    count = min(FOLLOWED, len(plan.asked))
+    asked = [plan.asked[index * len(plan.asked) // count] for index in range(count)]
+    prompts = [one.ids for one in asked]
+    answers = tokens.encode([one.problem.answer for one in asked], loaded.tokenizer)
+    adaptive = replace(plan.settings, solver="fehlberg2", budget=AMPLE)
+    return {
+        "solver": adaptive.solver,
+        "tolerance": adaptive.tolerance,
+        **within.accuracy_by_time(loaded, prompts, answers, settings=plan.settings),
+        "evaluations": within.evaluations(loaded, prompts, answers, settings=adaptive),
+    }
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,92 @@
+"""What training has measured of itself: loss by t, and teacher-forced accuracy against the budget."""
+
+from pathlib import Path
+from typing import Any
+
+from l2d_jax.errors import InputError
+from l2d_jax.figures import new_figure, save
+from l2d_jax.metrics import read_metrics
+from l2d_jax.text_table import text_table
+
+KINDS = {"expected": "expected (probability of the true token)", "greedy": "greedy (arg max)"}
+
+
+def first_and_last(workdir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The first and the newest validation of a run; raises `InputError` if there is none."""
+    records = [record for record in read_metrics(workdir) if "validation/loss" in record]
+    if not records:
+        raise InputError(f"workdir {workdir} has no validation in metrics.jsonl: train it first")
+    return records[0], records[-1]
+
+
+Table = tuple[tuple[str, ...], list[tuple[str, ...]]]  # header and rows
+
+
+def loss_table(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Loss by t, in nats per token."""
+    return text_table(*loss_rows(before, after))
+
+
+def loss_rows(before: dict[str, Any], after: dict[str, Any]) -> Table:
+    """The cells of `loss_table`."""
+    losses = before["validation/loss_by_t"], after["validation/loss_by_t"]
+    bins = len(losses[0])
+    rows = [
+        (f"{i / bins:.1f} - {(i + 1) / bins:.1f}", f"{first:.3f}", f"{last:.3f}")
+        for i, (first, last) in enumerate(zip(*losses, strict=True))
+    ]
+    overall = "all", f"{before['validation/loss']:.3f}", f"{after['validation/loss']:.3f}"
+    return ("t", "loss before", "loss after"), [*rows, overall]
+
+
+def accuracy_table(record: dict[str, Any]) -> str:
+    """Accuracy at each budget with its 95 % interval, and the paired gain over the smallest budget."""
+    return text_table(*accuracy_rows(record))
+
+
+def accuracy_rows(record: dict[str, Any]) -> Table:
+    """The cells of `accuracy_table`."""
+    rows = []
+    for budget in budgets(record):
+        row = [str(budget)]
+        for kind in KINDS:
+            name = f"validation/{kind}@{budget}"
+            low, high = record[f"{name}_interval"]
+            gain, gain_low, gain_high = record[f"{name}_gain"]
+            row += [
+                f"{record[name]:.3f} [{low:.3f}, {high:.3f}]",
+                f"{gain:+.3f} [{gain_low:+.3f}, {gain_high:+.3f}]",
+            ]
+        rows.append(tuple(row))
+    return ("budget", "expected", "gain", "greedy", "gain"), rows
+
+
+def budgets(record: dict[str, Any]) -> list[int]:
+    """The budgets that a validation has measured, in order."""
+    names = [name.removeprefix("validation/expected@") for name in record]
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def draw(before: dict[str, Any], after: dict[str, Any], file: Path) -> None:
+    """Two panels: accuracy against the budget with its intervals, and loss by t before and after."""
+    figure, [left, right] = new_figure(2)
+    measured = budgets(after)
+    places = range(len(measured))  # evenly spaced: budgets double
+    for kind, label in KINDS.items():
+        means = [after[f"validation/{kind}@{budget}"] for budget in measured]
+        bounds = [after[f"validation/{kind}@{budget}_interval"] for budget in measured]
+        errors = [
+            [mean - low for mean, (low, _) in zip(means, bounds, strict=True)],
+            [high - mean for mean, (_, high) in zip(means, bounds, strict=True)],
+        ]
+        left.errorbar(places, means, yerr=errors, marker="o", capsize=3, label=label)
+    left.set_xticks(places, [str(budget) for budget in measured])
+    left.set(xlabel="evaluations of the path per token", ylabel="accuracy on held-out answers", title="Accuracy")
+    left.legend()
+    bins = len(before["validation/loss_by_t"])
+    middles = [(i + 0.5) / bins for i in range(bins)]
+    for record, label in ((before, "before training"), (after, f"after {after['step']} steps")):
+        right.plot(middles, record["validation/loss_by_t"], marker="o", label=label)
+    right.set(xlabel="t", ylabel="nats per token", title="Loss of one evaluation at t", ylim=(0, None))
+    right.legend()
+    save(figure, file)
