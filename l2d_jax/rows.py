@@ -1,5 +1,6 @@
 """Rows of data sets, by the names that Hugging Face's hub gives them: from files of a folder, or from the hub."""
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -29,6 +30,7 @@ def read_file(file: Path) -> datasets.Dataset:
     """The rows of a file; `InputError` where it is empty or unreadable."""
     if file.stat().st_size == 0:
         raise InputError(f"{file} is empty: put one row a line into it")
+    _keep_quiet()
     try:
         return FORMATS[file.suffix](str(file))
     except Exception as error:  # each format's parser raises its own, wrapped or not
@@ -47,12 +49,19 @@ def read_hub(
       revision: a commit, tag or branch; None: the newest.
       remedy: the end of the error's line, where there is no such data set, or no network.
     """
+    _keep_quiet()
     try:
         return datasets.load_dataset(name, subset, split=split, revision=revision)
     except Exception as error:  # of the network, the hub's client, the parsers; all mean that there are no rows
         raise InputError(
             f"data set {name!r} (subset {subset}, split {split!r}) cannot be read: {tokens.first_line(error)}: {remedy}"
         ) from error
+
+
+def _keep_quiet() -> None:
+    """Show the progress of reading on a terminal alone."""
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
 
 
 def require_columns(rows: datasets.Dataset, columns: Iterable[str], *, name: str) -> None:

@@ -6,13 +6,11 @@ the frozen model is read from where it came from, and the order of the data is a
 
 import contextlib
 import math
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import datasets
 import jax
 from jax.sharding import Mesh
 
@@ -138,8 +136,6 @@ def train_on(mesh: Mesh, config: Config, workdir: Path, *, preemption: Preemptio
 
 def prepare(config: Config, workdir: Path, held: contextlib.ExitStack) -> Mesh:
     """Start JAX, then claim the workdir and keep it `held`; raises `InputError`, before any model or data is read."""
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
     mesh = runtime.start(config.mesh)
 
     def check() -> dict[str, Any]:
