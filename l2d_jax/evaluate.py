@@ -6,6 +6,7 @@ and the scores, and `results.json`. The same command again goes on where it stop
 """
 
 import argparse
+from functools import partial
 from typing import Any
 
 from l2d_jax import command_line, hosts, models, runtime
@@ -33,8 +34,8 @@ def ask(options: argparse.Namespace, config: Config | None) -> tuple[Loaded, lis
     if config is not None:
         check_same(found, config)
     tasks = [registry.find(name) for name in options.tasks.split(",")]
-    run = choose_run(tasks, is_allowed=options.allow_code_execution)
     mesh = runtime.start(MeshConfig() if config is None else config.mesh)
+    run = choose_run(tasks, is_allowed=options.allow_code_execution)
     base = hosts.take_turns(lambda: models.find_base(found.base))
     plans = make_plans(tasks, options, found.defaults if config is None else config.decode, base)
     for plan in plans:
@@ -43,7 +44,7 @@ def ask(options: argparse.Namespace, config: Config | None) -> tuple[Loaded, lis
     check_labels(found.path_config, [] if options.label is None else [options.label])
     loaded = load(options.workdir or options.model, mesh=mesh, dtype=options.dtype)
     for plan in plans:
-        results = open_results(plan, options, found, loaded)
+        results = partial(open_results, plan, options, found, loaded)
         figures = evaluate(loaded, plan.task, plan.asked, results, settings=plan.settings, asking=plan.asking, run=run)
         hosts.report(line(plan, figures))
     return loaded, plans

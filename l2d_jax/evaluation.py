@@ -1,7 +1,7 @@
 """Asks a model the problems of a task, in batches, and scores what it says."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -71,17 +71,24 @@ def evaluate(
     loaded: Loaded,
     task: Task,
     asked: Sequence[Asked],
-    results: Results,
+    open_results: Callable[[], Results],
     *,
     settings: DecodeConfig,
     asking: Asking,
     run: Run | None = None,
 ) -> dict[str, Any]:
-    """Score the problems that `results` lacks, write each batch as it comes, and return the figures of all.
+    """Score the problems that the results lack, write each batch as it comes, and return the figures of all.
 
-    Raises `InputError` as `generation.stream` and `Task.grade` do.
+    Process 0 alone opens the results, scores and writes. Raises `InputError` as `Results`, `generation.stream` and
+    `Task.grade` do.
     """
-    done = set(hosts.decide(lambda: sorted(results.samples)))
+    opened: list[Results] = []
+
+    def begin() -> list[str]:
+        opened.append(open_results())
+        return sorted(opened[0].samples)
+
+    done = set(hosts.decide(begin))
     left = {number: one for number, one in enumerate(asked) if one.problem.id not in done}
     likelihood = asking.choices == "likelihood"
     batches = _ranked(loaded, left, settings, asking) if likelihood else _completed(loaded, left, settings, asking)
@@ -90,13 +97,13 @@ def evaluate(
     with shown:
         for batch in batches:
             count += sum(tokens for _, tokens in batch.values())
-            if hosts.is_first():
-                results.add(_scored(loaded, task, left, batch, run=run, tagged=asking.tagged))
+            if opened:
+                opened[0].add(_scored(loaded, task, left, batch, run=run, tagged=asking.tagged))
             shown.update(len(batch))
             shown.set_postfix_str(f"{count / (time.monotonic() - began):.0f} tokens/s")
     seconds = time.monotonic() - began
     speed = {"problems": len(left), "tokens": count, "seconds": seconds, "tokens per second": count / seconds}
-    return dict(hosts.decide(lambda: results.finish(speed)))
+    return dict(hosts.decide(lambda: opened[0].finish(speed)))
 
 
 Batch = dict[int, tuple[list[str], int]]  # completions by the number of the problem, and how many tokens they took

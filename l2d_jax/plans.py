@@ -45,7 +45,7 @@ def choose_run(tasks: Sequence[Task], *, is_allowed: bool) -> Run | None:
     if not names:
         return None
     require(is_allowed, f"{', '.join(names)} runs programs that the model writes: allow it with --allow_code_execution")
-    reason = sandbox.unavailable() if hosts.is_first() else None
+    reason = hosts.decide(sandbox.unavailable)
     if reason is not None:
         raise InputError(reason)
     return run_programs

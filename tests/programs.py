@@ -117,6 +117,23 @@ def write_model(folder: Path, base: Path, mesh: Mesh) -> Path:
     return folder
 
 
+def write_tasks(folder: Path) -> Path:
+    """Rows of three tasks, in the form of their data sets."""
+    sums = [{"question": f"{i} + {i}?", "answer": f"It is {2 * i}.\n#### {2 * i}"} for i in range(8)]
+    choices = [
+        {"question": f"{i}?", "subject": "sums" if i % 2 else "signs", "choices": list("abcd"), "answer": 0}
+        for i in range(6)
+    ]
+    code = {"code": "def add(a, b):\n    return a + b", "test_list": ["assert add(1, 2) == 3"]}
+    tasks = [{"task_id": i, "text": f"Add {i}.", **code} for i in range(2)]
+    files = {"gsm8k/train": sums, "gsm8k/test": sums, "mmlu/dev": choices, "mmlu/test": choices}
+    files |= {"mbpp/prompt": tasks[:1], "mbpp/train": tasks[:1], "mbpp/test": tasks[1:]}
+    for name, rows in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
 def base_tensors(*, seed: int = 0, **changes: Any) -> dict[str, np.ndarray]:
     """Random tensors by their names in Hugging Face's layout; a model that answers in letters, not in odd bytes."""
     architecture = Architecture.from_hf({**(config().model.architecture or {}), **changes})

@@ -5,30 +5,10 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from programs import TINY, call, write_base, write_model
+from programs import TINY, call, write_base, write_model, write_tasks
 
 from l2d_jax import evaluate, sandbox, sweep
 from l2d_jax.loaded import load
-
-ROWS = [{"question": f"{i} + {i}?", "answer": f"It is {2 * i}.\n#### {2 * i}"} for i in range(8)]
-CHOICES = [
-    {
-        "question": f"Which is {i}?",
-        "subject": "sums" if i % 2 else "signs",
-        "choices": [str(i + j) for j in range(4)],
-        "answer": 0,
-    }
-    for i in range(6)
-]
-PROGRAMS = [
-    {
-        "task_id": i,
-        "text": f"Add {i}.",
-        "code": "def add(a, b):\n    return a + b",
-        "test_list": ["assert add(1, 2) == 3"],
-    }
-    for i in range(2)
-]
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +23,7 @@ def model(tmp_path_factory, base, mesh):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    files = {"gsm8k/train": ROWS, "gsm8k/test": ROWS, "mmlu/dev": CHOICES, "mmlu/test": CHOICES}
-    files |= {"mbpp/prompt": PROGRAMS[:1], "mbpp/train": PROGRAMS[:1], "mbpp/test": PROGRAMS[1:]}
-    for name, rows in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
+    return write_tasks(tmp_path_factory.mktemp("data") / "data")
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from programs import ROOT, call, config, options, same_bits
+from programs import ROOT, call, config, options, same_bits, write_base, write_model, write_tasks
 from test_train import without_times
 
-from l2d_jax import hosts, models, sharding, train
+from l2d_jax import evaluate, hosts, models, sharding, train
 from l2d_jax.architecture import Architecture
 from l2d_jax.cluster import find_cluster
 from l2d_jax.diffusion_path import DiffusionPath
@@ -245,3 +245,23 @@ def number(out, words):
     """The number after these words, which one line has."""
     [found] = re.findall(rf"^{words} (\d+)", out, re.MULTILINE)
     return int(found)
+
+
+def test_two_processes_evaluate_as_one(tmp_path, mesh):
+    """The same completions and letters, written by process 0 alone."""
+    model = write_model(tmp_path / "model", write_base(tmp_path / "base"), mesh)
+    data = write_tasks(tmp_path / "data")
+    words = ["--model", model, "--dtype", "float32", "--data_dir", data, "--shots", 1, "--budget", 3, "--batch_size", 4]
+    asked = {
+        "gsm8k": ["--tasks", "gsm8k", "--max_new_tokens", 4],
+        "mmlu": ["--tasks", "mmlu", "--choices", "likelihood"],
+    }
+    for name, more in asked.items():
+        assert call(evaluate.main, *words, *more, "--out", tmp_path / "alone").status == 0
+        command = [sys.executable, "-m", "l2d_jax.evaluate", *map(str, [*words, *more, "--out", tmp_path / "both"])]
+        first, second = finish(launch({0: command, 1: command}))
+        assert (first[0], second[0]) == (0, 0), (first, second)
+        assert "problems;" in first[1]
+        assert "problems;" not in second[1]
+        [alone], [both] = ((tmp_path / out).glob(f"{name}/*/samples.jsonl") for out in ("alone", "both"))
+        assert sorted(both.read_text().splitlines()) == sorted(alone.read_text().splitlines())
