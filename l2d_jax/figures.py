@@ -9,27 +9,27 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 
 GREY = "#7a7a7a"  # of text and lines: it reads on white and on black, so that one SVG serves both
-STYLE: Any = {
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY),
-    "axes.titlecolor": GREY,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-    "legend.framealpha": 0.0,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "l2d_jax",  # the same figure is the same file
-}
+mpl.rcParams.update(
+    {
+        **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY),
+        "axes.titlecolor": GREY,
+        "axes.grid": True,
+        "grid.alpha": 0.3,
+        "legend.frameon": False,
+        "svg.fonttype": "none",
+        "svg.hashsalt": "l2d_jax",  # the same figure is the same file
+    }
+)
 
 
 def new_figure(panels: int) -> tuple[Any, list[Any]]:
     """A figure with panels side by side, and these."""
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(1, panels, figsize=(5 * panels, 4), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(1, panels, figsize=(5 * panels, 4), layout="constrained", squeeze=False)
     return figure, list(axes[0])
 
 
 def save(figure: Any, file: Path) -> None:
     """Write a figure as `file`, a PNG on white, and beside it as an SVG without a background; it is closed."""
-    with plt.rc_context(STYLE):
-        figure.savefig(file.with_suffix(".png"), dpi=150)
-        figure.savefig(file.with_suffix(".svg"), transparent=True, metadata={"Date": None})
+    figure.savefig(file.with_suffix(".png"), dpi=150)
+    figure.savefig(file.with_suffix(".svg"), transparent=True, metadata={"Date": None})
     plt.close(figure)

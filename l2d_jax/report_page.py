@@ -16,10 +16,10 @@ PAGE = Template("""<!DOCTYPE html>
 body { font: 1rem/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin-top: 2.5rem; }
 .wide { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin-bottom: 1.5rem; }
 th, td { padding: .25rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #7a7a7a50; }
-th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) { text-align: left; }
-svg { width: 100%; height: auto; }
+th:first-child, td:first-child, .text { text-align: left; }
+svg { width: 100%; min-width: 36rem; height: auto; }
 p { max-width: 44rem; }
 </style>
 <h1>$title</h1>
@@ -35,9 +35,12 @@ def section(title: str, text: str, *parts: str) -> str:
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table that scrolls by itself where the page is narrow."""
+    is_text = [any(row[column][:1].isalpha() for row in rows) for column in range(len(header))]
 
     def line(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+        kinds = [' class="text"' if is_left else "" for is_left in is_text]
+        inner = (f"<{tag}{kind}>{html.escape(cell)}</{tag}>" for cell, kind in zip(cells, kinds, strict=True))
+        return f"<tr>{''.join(inner)}</tr>"
 
     body = "\n".join([line(header, "th"), *(line(row, "td") for row in rows)])
     return f'<div class="wide"><table>\n{body}\n</table></div>'
@@ -50,7 +53,7 @@ def figure(file: Path) -> str:
     names = set(re.findall(r'id="([^"]+)"', text))
     for name in sorted(names, key=len, reverse=True):
         text = re.sub(rf'(id="|"#|url\(#){re.escape(name)}(?=["\)])', rf"\g<1>{file.stem}-{name}", text)
-    return text
+    return f'<div class="wide">{text}</div>'
 
 
 def write(file: Path, title: str, sections: Sequence[str]) -> None:
