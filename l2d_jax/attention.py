@@ -20,6 +20,7 @@ from l2d_jax import sharding
 
 LANES = 128  # of a TPU: splash attention takes lengths that are multiples
 BLOCK = 512  # queries and keys of one tile of splash attention, at most
+SCORES = 2**25  # at most, that XLA holds at a time, where the queries can be halved so often
 NAME = "attention"  # of what rematerialisation may save of the kernel
 
 
@@ -66,10 +67,21 @@ def is_tiled(length: int) -> bool:
 
 
 def plain(q: Array, k: Array, v: Array, seen: Bool[Array, "B T S"], *, platform: str) -> Float[Array, "B T N H"]:
-    """Attention under a mask, by cuDNN or XLA."""
+    """Attention under a mask, by cuDNN or XLA; XLA, which holds all scores, takes some queries at a time."""
     is_half = q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[1] > 1
     kernel: Any = "cudnn" if platform == "gpu" and is_half else "xla"
-    return checkpoint_name(jax.nn.dot_product_attention(q, k, v, mask=seen[:, None], implementation=kernel), NAME)
+
+    def attend(own: tuple[Array, Array]) -> Array:
+        q, seen = own
+        return jax.nn.dot_product_attention(q, k, v, mask=seen[:, None], implementation=kernel)
+
+    pieces = 1
+    while kernel == "xla" and q.size // q.shape[3] * k.shape[1] > SCORES * pieces and q.shape[1] % (2 * pieces) == 0:
+        pieces *= 2
+    if pieces == 1:
+        return checkpoint_name(attend((q, seen)), NAME)
+    split = [jnp.moveaxis(a.reshape(a.shape[0], pieces, -1, *a.shape[2:]), 1, 0) for a in (q, seen)]
+    return checkpoint_name(jnp.moveaxis(jax.lax.map(attend, tuple(split)), 0, 1).reshape(q.shape), NAME)
 
 
 def splash(q: Array, k: Array, v: Array, segments: Int[Array, "B T"], *, interpret: bool = False) -> Array:
