@@ -49,6 +49,22 @@ def test_attention_of_an_empty_slot_is_finite() -> None:
     assert np.isfinite(out).all()
 
 
+def test_a_few_queries_at_a_time_are_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values and gradients, with ten queries: two halves of five, which cannot be halved again."""
+    q, k, v, direction = normal(2, 10, 4, 8), normal(2, 7, 2, 8), normal(2, 7, 2, 8), normal(2, 10, 4, 8)
+    places = {"q_positions": jnp.tile(jnp.arange(10), (2, 1)), "kv_positions": jnp.tile(jnp.arange(7), (2, 1))}
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return jnp.sum(direction * attention(q, k, v, **places))
+
+    whole, gradients = jax.value_and_grad(run, argnums=(0, 1, 2))(q, k, v)
+    monkeypatch.setattr(module, "SCORES", 100)
+    assert "scan" in str(jax.make_jaxpr(run)(q, k, v))
+    some, others = jax.value_and_grad(run, argnums=(0, 1, 2))(q, k, v)
+    np.testing.assert_allclose(some, whole, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), others, gradients)
+
+
 @pytest.fixture
 def rows() -> dict[str, jax.Array]:
     """Four rows of 256 tokens: full, padded on the right, padded on the left, and three sequences in one."""
