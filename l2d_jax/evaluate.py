@@ -11,7 +11,7 @@ from typing import Any
 
 from l2d_jax import command_line, hosts, models, runtime
 from l2d_jax.config import Config, MeshConfig
-from l2d_jax.evaluation import evaluate
+from l2d_jax.evaluation import evaluate, label_of
 from l2d_jax.generation import check_prompts, check_settings
 from l2d_jax.loaded import Loaded, find, load
 from l2d_jax.options import require
@@ -20,6 +20,7 @@ from l2d_jax.refine import check_labels
 from l2d_jax.results import KINDS
 from l2d_jax.rules import SOLVERS
 from l2d_jax.tasks import registry
+from l2d_jax.tasks.problem import CATEGORIES
 
 
 def main() -> None:
@@ -41,7 +42,9 @@ def ask(options: argparse.Namespace, config: Config | None) -> tuple[Loaded, lis
     for plan in plans:
         check_settings(plan.settings, has_path=found.path_config is not None)
         check_prompts([one.ids for one in plan.asked], plan.settings, base.architecture)
-    check_labels(found.path_config, [] if options.label is None else [options.label])
+    if options.label is not None:
+        labels = {label_of(one.problem, plan.asking) for plan in plans for one in plan.asked}
+        check_labels(found.path_config, sorted(label for label in labels if label is not None))
     loaded = load(options.workdir or options.model, mesh=mesh, dtype=options.dtype)
     for plan in plans:
         results = partial(open_results, plan, options, found, loaded)
@@ -81,7 +84,8 @@ def parse(parser: command_line.Parser) -> tuple[argparse.Namespace, Config | Non
     decoding.add_argument("--budget", type=int, nargs="+", help="evaluations of the path per token; several compare")
     decoding.add_argument("--solver", choices=SOLVERS, help="how the path is integrated")
     decoding.add_argument("--tolerance", type=float, help="of each step of an adaptive solver")
-    decoding.add_argument("--label", type=int, help="class for guidance, for a path that was trained with classes")
+    label = f"class for guidance, for a path with classes; category: each problem's own of {', '.join(CATEGORIES)}"
+    decoding.add_argument("--label", type=class_label, help=label)
     decoding.add_argument("--guidance", type=float, help="its strength; 1: the class alone")
     decoding.add_argument("--temperature", type=float, help="of the final draw; None: the task's; 0: arg max")
     decoding.add_argument("--max_new_tokens", type=int, help="of a completion; None: the task's")
@@ -96,6 +100,11 @@ def parse(parser: command_line.Parser) -> tuple[argparse.Namespace, Config | Non
         None if options.config is None else command_line.read_config(options.config, command_line.split_overrides(rest))
     )
     return options, config
+
+
+def class_label(text: str) -> int | str:
+    """The value of `--label`."""
+    return text if text == "category" else int(text)
 
 
 def line(plan: Plan, figures: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from l2d_jax.likelihood import rank
 from l2d_jax.loaded import Loaded
 from l2d_jax.options import require
 from l2d_jax.results import Results, sample
-from l2d_jax.tasks.problem import Problem, Prompts, Run, Score
+from l2d_jax.tasks.problem import CATEGORIES, Problem, Prompts, Run, Score
 from l2d_jax.tasks.task import Task
 
 Choices = Literal["generate", "likelihood"]
@@ -29,7 +29,7 @@ class Asking:
     batch_size: int = 16  # sequences at a time
     samples: int | None = None  # completions of each problem; None: as the task has it
     seed: int = 0
-    label: int | None = None  # class for guidance
+    label: int | Literal["category"] | None = None  # class for guidance; "category": that of each problem
     prompts: Prompts = "paper"
     tagged: bool = False  # judge what stands in <answer> tags, or behind </think>
     choices: Choices = "generate"  # or the likeliest letter, by one pass over the prompt
@@ -51,6 +51,11 @@ def settings_for(task: Task, asking: Asking, settings: DecodeConfig, **given: An
     }
     chosen = {name: value for name, value in given.items() if value is not None}
     return replace(settings, **(fields | chosen)), asking.samples or usual.samples
+
+
+def label_of(problem: Problem, asking: Asking) -> int | None:
+    """The class of a problem for guidance: the number of its category, or the one for all."""
+    return CATEGORIES.index(problem.category) if asking.label == "category" else asking.label
 
 
 def check_asking(asking: Asking, asked: Sequence[Asked]) -> None:
@@ -110,7 +115,7 @@ Batch = dict[int, tuple[list[str], int]]  # completions by the number of the pro
 
 
 def _completed(loaded: Loaded, asked: dict[int, Asked], settings: DecodeConfig, asking: Asking) -> Iterator[Batch]:
-    prompts = [Prompt(number, one.ids, asking.label) for number, one in asked.items()]
+    prompts = [Prompt(number, one.ids, label_of(one.problem, asking)) for number, one in asked.items()]
     samples, size, seed = asking.samples or 1, asking.batch_size, asking.seed
     for batch in complete(loaded, prompts, settings=settings, batch_size=size, samples=samples, seed=seed):
         yield {
@@ -125,13 +130,14 @@ def _ranked(loaded: Loaded, asked: dict[int, Asked], settings: DecodeConfig, ask
     for first in range(0, len(ordered), asking.batch_size):
         batch = ordered[first : first + asking.batch_size]
         filled = batch + batch[-1:] * (asking.batch_size - len(batch))
+        labels = [label_of(asked[number].problem, asking) for number in filled]
         found = rank(
             loaded,
             [asked[number].ids for number in filled],
             [_letters(asked[number].problem, loaded) for number in filled],
             settings=settings,
             draws=1 if settings.budget == 1 else asking.draws,
-            labels=None if asking.label is None else [asking.label] * len(filled),
+            labels=[label for label in labels if label is not None] or None,
             numbers=filled,
             seed=asking.seed,
         )

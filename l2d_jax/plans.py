@@ -84,7 +84,7 @@ def open_results(plan: Plan, options: argparse.Namespace, found: Folder, loaded:
     """The folder of a plan; raises `InputError` if it holds another evaluation."""
     parts = [plan.settings.solver, str(plan.settings.budget)]
     parts += [plan.asking.prompts] if plan.asking.prompts != "paper" else []
-    parts += [] if plan.asking.label is None else [f"label{plan.asking.label}", f"{plan.settings.guidance:g}"]
+    parts += [] if plan.asking.label is None else [f"label_{plan.asking.label}", f"{plan.settings.guidance:g}"]
     parts += [plan.asking.choices] if plan.asking.choices != "generate" else []
     split = options.split or plan.task.dataset.split
     about = {"task": plan.task.name, "split": split, "limit": options.limit, "shots": options.shots}

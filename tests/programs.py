@@ -107,11 +107,11 @@ def write_base(folder: Path, *, text: bool = True, **changes: Any) -> Path:
     return folder
 
 
-def write_model(folder: Path, base: Path, mesh: Mesh) -> Path:
+def write_model(folder: Path, base: Path, mesh: Mesh, **changes: Any) -> Path:
     """A model folder with a path that says something else than its base."""
     shutil.copytree(base, folder)
     llm = models.open_base(ModelConfig(name=str(base), dtype="float32"), mesh).llm
-    path = tiny.randomise(models.new_path(PATH, llm, mesh, seed=0))
+    path = tiny.randomise(models.new_path(dataclasses.replace(PATH, **changes), llm, mesh, seed=0))
     path = dataclasses.replace(path, merge=jax.tree.map(lambda leaf: 10 * leaf, path.merge))
     models.save_path(folder, path, base=str(base))
     return folder

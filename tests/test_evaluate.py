@@ -75,6 +75,19 @@ def test_several_samples(run, tmp_path):
         assert len({sample["text"] for sample in line["samples"]}) > 1
 
 
+def test_each_problem_has_its_category(base, mesh, data, tmp_path):
+    model = write_model(tmp_path / "model", base, mesh, classes=4)
+    words = ["--data_dir", data, "--out", tmp_path / "out", "--max_new_tokens", 6, "--shots", 1, "--budget", 3]
+    words += ["--model", model, "--dtype", "float32", "--tasks", "gsm8k", "--limit", 3, "--guidance", 2.0]
+    own, same, other = ("label_category-2", "label_0-2", "label_2-2")  # GSM8K is math, the first
+    for label in ("category", 0, 2):
+        assert call(evaluate.main, *words, "--label", label).status == 0
+    found = {name: lines(tmp_path / f"out/gsm8k/midpoint-3-{name}") for name in (own, same, other)}
+    assert found[own] == found[same] != found[other]
+    assert "class label 4 is unknown to this path" in call(evaluate.main, *words, "--label", 4).error
+    assert "invalid class_label value: 'maths'" in call(evaluate.main, *words, "--label", "maths").error
+
+
 def test_the_likeliest_letter(run, model, tmp_path):
     outcome = run(tmp_path, "--budget", 1, "--choices", "likelihood", "--batch_size", 4, tasks="mmlu")
     assert outcome.status == 0, outcome.err
