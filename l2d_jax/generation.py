@@ -27,6 +27,7 @@ class Restrictions(NamedTuple):
     stops: Sequence[str] = ()  # texts that end an answer, and are left out of it
     allowed: Sequence[int] | None = None  # tokens that may be drawn; None: all
     banned: Sequence[int] = ()  # tokens that may not
+    keeps_stop: bool = False  # what has come with a stop stays in the answer, for a caller that cuts the text itself
 
 
 FREE = Restrictions()
@@ -92,7 +93,9 @@ def stream(
         raise InputError(f"samples must be at least 1, got {samples}")
     check_classes(model, labels, prompts=len(prompts))
     mask = allow(model.llm.architecture.vocab_size, allowed=restrictions.allowed, banned=restrictions.banned)
-    search = StopSearch(restrictions.stops, loaded.tokenizer, len(prompts) * samples)
+    search = StopSearch(
+        restrictions.stops, loaded.tokenizer, len(prompts) * samples, keeps_stop=restrictions.keeps_stop
+    )
     chunks = -(-settings.max_new_tokens // CHUNK)
     ids, lengths = pad(prompts)
     refinement = tabulate(model, refinement, budget=settings.budget)
@@ -134,7 +137,14 @@ def stream(
 class StopSearch:
     """Finds stop strings in answers that come token by token, and holds back what may be the beginning of one."""
 
-    def __init__(self, stops: Sequence[str], tokenizer: PreTrainedTokenizerFast | None, sequences: int) -> None:
+    def __init__(
+        self,
+        stops: Sequence[str],
+        tokenizer: PreTrainedTokenizerFast | None,
+        sequences: int,
+        *,
+        keeps_stop: bool = False,
+    ) -> None:
         """Raises `InputError` for a string that no answer can contain."""
         if stops and tokenizer is None:
             raise InputError("stop strings need a tokenizer, and the model folder has none: add its tokenizer files")
@@ -145,6 +155,7 @@ class StopSearch:
                     "give ordinary text; end tokens end an answer by themselves"
                 )
         self._stops = stops
+        self._keeps_stop = keeps_stop
         self._tokenizer = tokenizer
         self._answers: list[list[int]] = [[] for _ in range(sequences)]
         self._released = [0] * sequences  # tokens of each answer
@@ -152,7 +163,7 @@ class StopSearch:
     def add(self, index: int, ids: Sequence[int], *, is_last: bool) -> tuple[list[int], bool]:
         """The tokens of a sequence that are certain by now, given its next ones, and whether a stop string ends it.
 
-        The token in which a stop string begins is left out.
+        The token in which a stop string begins is left out; if stops are kept, nothing is.
         """
         if not self._stops:
             return list(ids), False
@@ -161,6 +172,8 @@ class StopSearch:
         text = to_text(answer, self._tokenizer)
         found = [place for place in map(text.find, self._stops) if place >= 0]
         held = 0 if is_last else max(map(len, self._stops)) - 1
+        if found and self._keeps_stop:
+            return answer[released:], True
         certain = min(found, default=len(text) - held)
         count = len(answer)
         while count > released and len(to_text(answer[:count], self._tokenizer)) > certain:
@@ -240,19 +253,22 @@ def to_text(ids: Sequence[int], tokenizer: PreTrainedTokenizerFast | None) -> st
     return text
 
 
-def pad(prompts: Sequence[Sequence[int]]) -> tuple[jax.Array, jax.Array]:
+def pad(prompts: Sequence[Sequence[int]], *, shortest: int = SHORTEST_BUCKET) -> tuple[jax.Array, jax.Array]:
     """Prompts padded on the right to a length bucket, so that few lengths are ever compiled, spread over the mesh."""
-    length = bucket(max(map(len, prompts)))
+    length = bucket(max(map(len, prompts)), shortest=shortest)
     ids = np.zeros((len(prompts), length), np.int32)
     for row, prompt in zip(ids, prompts, strict=True):
         row[: len(prompt)] = prompt
     return sharding.spread(ids), sharding.spread(np.array([len(prompt) for prompt in prompts], np.int32))
 
 
-def bucket(length: int) -> int:
-    """The least of 64, 96, 128, 192, 256, 384 … that is at least `length`: a third is padding at most."""
-    power = SHORTEST_BUCKET
+def bucket(length: int, *, shortest: int = SHORTEST_BUCKET) -> int:
+    """The least of 64, 96, 128, 192, 256, 384 … that is at least `length`: a third is padding at most.
+
+    They begin with `shortest`, a power of two.
+    """
+    power = shortest
     while power < length:
         power *= 2
     between = 3 * power // 4
-    return between if between > SHORTEST_BUCKET and length <= between else power
+    return between if between > shortest and length <= between else power

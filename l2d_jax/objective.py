@@ -144,14 +144,14 @@ def correct(
 
 
 def over_logits(
-    llm: LLM, hidden: Float[Array, "B M D"], function: Callable[..., Any], *arrays: Array, chunk: int = 1024
+    llm: LLM, hidden: Float[Array, "B M *draws D"], function: Callable[..., Any], *arrays: Array, chunk: int = 1024
 ) -> Any:
     """`function(logits, *arrays)` at every position, never holding the logits of all.
 
     Args:
       llm: whose norm and head give the logits.
-      hidden: last hidden states.
-      function: from float32 logits of shape [n, V] and the slices [n, ...] of `arrays` to arrays of shape [n, ...].
+      hidden: last hidden states, one or several a position.
+      function: from float32 logits of shape [n, *draws, V] and the slices [n, ...] of `arrays` to arrays [n, ...].
       *arrays: of shape [B, M, ...].
       chunk: positions whose logits each device holds at a time; at least one of each of its sequences.
     """

@@ -225,6 +225,12 @@ def test_stop_strings(size, said, stops, answer):
     assert search.add(0, [97], is_last=True) == ([97], False)
 
 
+def test_stop_strings_are_kept_for_those_who_cut_the_text(loaded):
+    search = generation.StopSearch(["two"], tokens.byte_tokenizer(), 1, keeps_stop=True)
+    pieces = [search.add(0, list(piece), is_last=False) for piece in (b"one t", b"wo thr")]
+    assert pieces == [(list(b"one"), False), (list(b" two thr"), True)]
+
+
 @pytest.fixture
 def spelling(loaded):
     """Tokens are bytes below 96; the answers have digits and capitals."""
@@ -238,6 +244,10 @@ def test_a_stop_string_ends_one_sequence(spelling):
     answers = generate(spelling, PROMPTS, restrictions=generation.Restrictions(stops=[stop]))
     assert bytes(answers[0]).decode() == texts[0][: texts[0].index(stop)]
     assert answers[1:] == free[1:]
+    kept = generate(spelling, PROMPTS, restrictions=generation.Restrictions(stops=[stop], keeps_stop=True))
+    assert stop in bytes(kept[0]).decode()
+    assert len(kept[0]) < len(free[0])
+    assert kept[1:] == free[1:]
 
 
 @pytest.mark.parametrize("stop", ["", "<|im_end|>", "a<|im_end|>b"])

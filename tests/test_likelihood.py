@@ -13,7 +13,7 @@ from l2d_jax import likelihood
 from l2d_jax.config import DecodeConfig
 from l2d_jax.errors import InputError
 from l2d_jax.generation import generate
-from l2d_jax.likelihood import score
+from l2d_jax.likelihood import rank, score
 from l2d_jax.loaded import Loaded
 
 PROMPTS = [[5, 17, 3], [60, 2, 41, 8, 8, 30], [11]]
@@ -52,7 +52,7 @@ def test_more_draws_are_nearer_to_the_mean_and_say_how_near(loaded):
 def test_the_mean_is_of_probabilities(loaded, monkeypatch):
     rng = np.random.default_rng(0)
     chances = rng.normal(-3, 1, (6, 1, 4)).astype(np.float32)
-    monkeypatch.setattr(likelihood, "_chances", lambda *_: chances[..., None])
+    monkeypatch.setattr(likelihood, "_chances", lambda *_: (chances[..., None], np.zeros((1, 4), np.int32)))
     [one] = score(loaded, PROMPTS[:1], ANSWERS[:1])
     mean = np.exp(chances[:, 0]).mean(axis=0)
     np.testing.assert_allclose(one.tokens, np.log(mean), rtol=1e-6)
@@ -68,6 +68,30 @@ def test_an_answer_does_not_depend_on_its_batch_mates(loaded):
     np.testing.assert_allclose(together[0].tokens, alone.tokens, atol=1e-4)
     longer = score(loaded, [PROMPTS[0], PROMPTS[1] * 20], [ANSWERS[0], [3] * 70])[0]  # other buckets of both lengths
     np.testing.assert_allclose(longer.tokens, alone.tokens, atol=1e-4)
+
+
+def test_noise_goes_with_the_number(loaded):
+    first, second = score(loaded, PROMPTS[:1] * 2, ANSWERS[:1] * 2, numbers=[4, 9])
+    assert abs(first.total - second.total) > 1e-5
+    again, _ = score(loaded, [PROMPTS[0], PROMPTS[1]], [ANSWERS[0], ANSWERS[1]], numbers=[9, 4])
+    np.testing.assert_allclose(again.tokens, second.tokens, atol=1e-4)
+
+
+def test_the_likeliest_tokens_are_those_of_the_mean(loaded):
+    """Which is what greedy decoding with as many draws would say, and no draw on its own."""
+    settings = DecodeConfig(budget=5, velocity_temperature=1.0)
+    [one] = score(loaded, PROMPTS[:1], ANSWERS[:1], settings=settings, draws=64)
+    contexts = [PROMPTS[0] + ANSWERS[0][:place] for place in range(4)]
+    means = rank(loaded, contexts, [list(range(96))] * 4, settings=settings, draws=500, seed=1)
+    # It may be another of two that are as likely.
+    assert all(mean[token] > mean.max() - 0.05 for mean, token in zip(means, one.likeliest, strict=True))
+    assert any(mean[token] < mean.max() - 0.05 for mean, token in zip(means, ANSWERS[0], strict=True))
+
+
+def test_all_positions_can_be_used(loaded):
+    """The last token of an answer takes none."""
+    found = score(loaded, [[1] * 1000, [1] * 1024], [[2] * 25, [3]], settings=DecodeConfig(budget=1))
+    assert [len(one.tokens) for one in found] == [25, 1]
 
 
 def test_what_is_generated_is_likely(loaded):
@@ -93,6 +117,7 @@ def test_the_package_hands_it_on():
         (PROMPTS[:1], [[]], {}, "each prompt takes one answer"),
         ([[]], [[1]], {}, "a prompt is empty"),
         ([[1] * 1000], [[1] * 30], {}, "a prompt of 1000 tokens and 30 new ones exceed the 1024 positions"),
+        ([[1] * 1024], [[1] * 2], {}, "a prompt of 1024 tokens and 2 new ones exceed"),
         ([[1]], [[96]], {}, "token 96 is not one of the 96 of the model"),
         ([[1]], [[2]], {"labels": [2]}, "class label 2 is unknown"),
         ([[1]], [[2]], {"labels": [0, 1]}, "guidance takes one class label per prompt, got 2 for 1 prompts"),

@@ -1,0 +1,173 @@
+"""Runs tasks of EleutherAI's lm-evaluation-harness: `python -m l2d_jax.lm_eval --workdir DIR --tasks piqa --out DIR`.
+
+Prompts, few-shot examples and metrics are the harness's; the model is asked as `harness` says. The table of results is
+printed; `results.json` and `samples.jsonl` go to `--out`. The harness is an extra: requirements-lm-eval.txt.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from l2d_jax import command_line, hosts, models, runtime, tokens
+from l2d_jax.config import DecodeConfig, MeshConfig
+from l2d_jax.errors import InputError
+from l2d_jax.files import output_folder
+from l2d_jax.generation import check_settings
+from l2d_jax.loaded import find, load
+from l2d_jax.options import nearest, require
+from l2d_jax.rules import ADAPTIVE, SOLVERS
+
+if TYPE_CHECKING:
+    from l2d_jax.harness import Asking
+
+AMPLE = 512  # evaluations a token, at most: for an adaptive solver that is given no budget
+
+
+def main() -> None:
+    """Parse the command line, open the tasks, load the model, then ask and report."""
+    options = parse()
+    try:
+        from l2d_jax.harness import Asking, Harness, require_tokenizer
+    except ImportError as error:
+        raise InputError(
+            f"lm-evaluation-harness cannot be imported ({error}): pip install -r requirements-lm-eval.txt"
+        ) from None
+    import lm_eval
+
+    found = find(options.workdir or options.model, dtype=options.dtype)
+    settings = choose(found.defaults, options)
+    scoring = dataclasses.replace(settings, budget=1, solver="euler") if options.likelihood == "base" else settings
+    has_path = found.path_config is not None
+    check_settings(settings, has_path=has_path)
+    asking = Asking(settings, scoring, options.draws, options.batch_size, options.max_new_tokens, options.seed)
+    mesh = runtime.start(MeshConfig())
+    base = hosts.take_turns(lambda: models.find_base(found.base))
+    tokenizer = require_tokenizer(base.tokenizer)
+    if options.apply_chat_template:
+        tokens.require_chat_template(tokenizer)
+    tasks = open_tasks(options.tasks.split(","), options.include_path, asking)
+    check_code(tasks, is_allowed=options.confirm_run_unsafe_code)
+    with output_folder(options.out) if hosts.is_first() else contextlib.nullcontext() as folder:
+        loaded = load(options.workdir or options.model, mesh=mesh, dtype=options.dtype)
+        results: dict[str, Any] = lm_eval.simple_evaluate(
+            Harness(loaded, asking=asking),
+            tasks=tasks,
+            num_fewshot=options.num_fewshot,
+            limit=options.limit,
+            apply_chat_template=options.apply_chat_template,
+            confirm_run_unsafe_code=options.confirm_run_unsafe_code,
+        )
+        how = {"model": str(found.path), "step": loaded.step, "likelihood": options.likelihood, **asking._asdict()}
+        results["config"] |= how | {"settings": vars(settings), "scoring": vars(scoring)}
+        if folder is not None:
+            write(folder, results)
+    for column in ("results", "groups"):
+        if results.get(column):
+            hosts.report(lm_eval.utils.make_table(results, column))
+
+
+def parse() -> argparse.Namespace:
+    """The command line; raises `InputError`."""
+    parser = command_line.Parser(prog="python -m l2d_jax.lm_eval", description=__doc__)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--workdir", type=command_line.local_path, help="a workdir of training: its newest checkpoint")
+    source.add_argument("--model", help="a model folder, a hub id or a GGUF file; without a path the budget is 1")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "int8"], help="of weights and products")
+    parser.add_argument("--tasks", required=True, help="names of tasks and groups of them, with commas between them")
+    parser.add_argument("--out", type=command_line.local_path, required=True, help="a new folder for the results")
+    of_tasks = parser.add_argument_group("tasks")
+    folder = "a folder of task files (YAML), given once or more; they come before the harness's own"
+    of_tasks.add_argument("--include_path", type=command_line.local_path, action="append", default=[], help=folder)
+    of_tasks.add_argument("--limit", type=int, help="the first so many examples of each task; None: all")
+    of_tasks.add_argument("--num_fewshot", type=int, help="examples before each question; None: the task's")
+    chat = "put prompts as conversations, by the tokenizer's chat template"
+    of_tasks.add_argument("--apply_chat_template", action="store_true", help=chat)
+    code = "let tasks run the programs that the model writes: the harness does so without any isolation"
+    of_tasks.add_argument("--confirm_run_unsafe_code", action="store_true", help=code)
+    asking = parser.add_argument_group("decoding and likelihoods")
+    asking.add_argument("--budget", type=int, help="evaluations of the path per token; 1: the base model")
+    asking.add_argument("--solver", choices=SOLVERS, help="how the path is integrated")
+    asking.add_argument("--tolerance", type=float, help=f"of each step of {', '.join(ADAPTIVE)}")
+    likelihood = "path: at the budget, by the mean over --draws; base: of the language model alone, in one pass"
+    asking.add_argument("--likelihood", choices=["path", "base"], default="path", help=likelihood)
+    asking.add_argument("--draws", type=int, default=8, help="of noise, for each likelihood")
+    asking.add_argument("--max_new_tokens", type=int, help="of an answer, at most; None: the task's")
+    asking.add_argument("--batch_size", type=int, default=16, help="sequences at a time, on all devices together")
+    asking.add_argument("--seed", type=int, default=0, help="of the noise and the draws")
+    options = parser.parse_args()
+    require(options.batch_size > 0, f"--batch_size must be positive, got {options.batch_size}")
+    require(options.draws > 1, f"--draws must be at least 2, got {options.draws}")
+    require(options.limit is None or options.limit > 0, f"--limit must be positive, got {options.limit}")
+    length = options.max_new_tokens
+    require(length is None or length > 0, f"--max_new_tokens must be positive, got {length}")
+    return options
+
+
+def choose(defaults: DecodeConfig, options: argparse.Namespace) -> DecodeConfig:
+    """The model's own settings with those of the command line; raises `InputError`."""
+    names = ("budget", "solver", "tolerance")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    if given.get("solver") in ADAPTIVE:
+        given = {"budget": AMPLE} | given
+    return dataclasses.replace(defaults, **given)
+
+
+def open_tasks(names: list[str], folders: list[Path], asking: "Asking") -> list[Any]:
+    """Tasks and groups with their data, ready for `simple_evaluate`; raises `InputError` for what cannot be opened."""
+    from lm_eval.tasks import TaskManager
+
+    from l2d_jax.harness import read_generation
+
+    for folder in folders:
+        require(folder.is_dir(), f"--include_path {folder} is not a folder: give one with task files")
+    manager = TaskManager(include_path=[str(folder) for folder in folders], include_defaults=False)
+    if not set(names) <= set(manager.all_subtasks):  # to index the harness's own takes several seconds
+        manager = TaskManager(include_path=[str(folder) for folder in folders])
+    for name in names:
+        require(name in manager.all_tasks, f"no task {name!r}{_alike(name, manager.all_tasks)}")
+    try:
+        opened = manager.load(names)
+    except Exception as error:  # a task is a program of its own, and reads its data from anywhere
+        raise InputError(f"the tasks {', '.join(names)} cannot be opened: {tokens.first_line(error)}") from error
+    for task in opened["tasks"].values():
+        if task.OUTPUT_TYPE == "generate_until":
+            read_generation(task.config.generation_kwargs or {}, asking)
+    inner = {name for children in opened["group_map"].values() for name in children}
+    groups = [group for name, group in opened["groups"].items() if name not in inner]
+    grouped = {task.task_name for group in groups for task in group.get_all_tasks()}
+    return groups + [task for name, task in opened["tasks"].items() if name not in grouped]
+
+
+def _alike(name: str, known: list[str]) -> str:
+    found = nearest(name, known)
+    return found if "did you mean" in found else ": `lm_eval ls tasks` lists them; --include_path adds a folder's"
+
+
+def check_code(tasks: list[Any], *, is_allowed: bool) -> None:
+    """Raise `InputError` for a task that runs generated programs, unless that is allowed."""
+    every = [task for item in tasks for task in (item.get_all_tasks() if hasattr(item, "get_all_tasks") else [item])]
+    unsafe = [task.task_name for task in every if getattr(task, "UNSAFE_CODE", False)]
+    require(
+        is_allowed or not unsafe,
+        f"{', '.join(unsafe)} runs programs that the model writes, without isolation: take `python -m "
+        "l2d_jax.evaluate`, which has a sandbox, or allow it with --confirm_run_unsafe_code",
+    )
+
+
+def write(folder: Path, results: dict[str, Any]) -> None:
+    """Write `results.json`, and `samples.jsonl` with a line per example."""
+    from lm_eval.utils import handle_non_serializable
+
+    samples = results.pop("samples", {})
+    (folder / "results.json").write_text(json.dumps(results, indent=2, default=handle_non_serializable) + "\n")
+    with (folder / "samples.jsonl").open("w") as file:
+        for name, rows in samples.items():
+            for row in rows:
+                file.write(json.dumps({"task": name, **row}, default=handle_non_serializable) + "\n")
+
+
+if __name__ == "__main__":
+    command_line.run(main)
