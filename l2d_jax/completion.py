@@ -5,8 +5,10 @@ from typing import NamedTuple
 
 from l2d_jax.config import DecodeConfig
 from l2d_jax.errors import InputError
-from l2d_jax.generation import FREE, Restrictions, generate
+from l2d_jax.generation import FREE, Part, Restrictions, generate
 from l2d_jax.loaded import Loaded
+
+SHARED = 128  # tokens: what prompts share is cut to a multiple
 
 
 class Prompt(NamedTuple):
@@ -17,6 +19,18 @@ class Prompt(NamedTuple):
     label: int | None = None  # class for guidance
 
 
+def shared_tokens(prompts: Sequence[Sequence[int]]) -> int:
+    """How many tokens all prompts begin with, as the examples before a question; each has more, and it is rounded down.
+
+    Rounding spares few tokens and many programs. One prompt shares nothing.
+    """
+    if len(prompts) < 2:
+        return 0
+    shortest, first = min(map(len, prompts)), prompts[0]
+    same = next((i for i in range(shortest) if any(prompt[i] != first[i] for prompt in prompts)), shortest)
+    return min(same, shortest - 1) // SHARED * SHARED
+
+
 def complete(
     loaded: Loaded,
     prompts: Sequence[Prompt],
@@ -25,6 +39,7 @@ def complete(
     batch_size: int,
     samples: int = 1,
     seed: int = 0,
+    shared: int = 0,
     restrictions: Restrictions = FREE,
 ) -> Iterator[dict[int, list[list[int]]]]:
     """Yield the answers of each batch, `samples` of them by the number of their prompt; the longest prompts come first.
@@ -39,6 +54,7 @@ def complete(
       batch_size: sequences at a time; `samples` of a prompt share a batch.
       samples: answers to each prompt.
       seed: with the prompt's number, determines its draws.
+      shared: of `shared_tokens`, for all prompts of the set.
       restrictions: of the answers.
 
     Raises:
@@ -59,7 +75,7 @@ def complete(
             seed=seed,
             samples=samples,
             labels=labels or None,
-            numbers=[prompt.number for prompt in filled],
+            part=Part([prompt.number for prompt in filled], shared),
             restrictions=restrictions,
         )
         yield {prompt.number: answers[samples * i : samples * (i + 1)] for i, prompt in enumerate(batch)}

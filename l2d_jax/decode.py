@@ -35,18 +35,40 @@ class State(nnx.Module):
 
 @partial(jax.jit, static_argnames="room")
 def prefill(
-    llm: LLM, tokens: Int[Array, "B P"], lengths: Int[Array, " B"], keys: Key[Array, " B"], *, room: int
+    llm: LLM,
+    tokens: Int[Array, "B P"],
+    lengths: Int[Array, " B"],
+    keys: Key[Array, " B"],
+    *,
+    room: int,
+    shared: Int[Array, " S"] | None = None,
 ) -> State:
-    """Run the prompts, padded on the right, and leave `room` slots for new tokens in the cache."""
+    """Run the prompts, padded on the right, and leave `room` slots for new tokens in the cache.
+
+    All prompts may begin with the same `shared` tokens, which are then read once and stand before `tokens`.
+    """
     batch, padded = tokens.shape
     slots = jnp.arange(padded, dtype=jnp.int32)
-    positions = jnp.where(slots < lengths[:, None], slots, -1)
-    hidden, prompt = llm(tokens, positions)
-    cache = KVCache.empty(llm.architecture, batch, padded + room, dtype=llm.embed.dtype).extend(prompt)
+    first = 0 if shared is None else len(shared)
+    positions = jnp.where(slots < lengths[:, None], first + slots, -1)
+    cache = KVCache.empty(llm.architecture, batch, first + padded + room, dtype=llm.embed.dtype)
+    if shared is None:
+        hidden, prompt = llm(tokens, positions)
+    else:
+        _, once = llm(shared[None], jnp.arange(first, dtype=jnp.int32)[None])
+        cache = cache.extend(once.repeat(batch))
+        hidden, prompt = llm(tokens, positions, cache)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
     no = jnp.zeros(batch, bool)
-    count = jnp.int32(0)
-    return State(cache=cache, hidden=last, positions=lengths - 1, keys=keys, count=count, done=no, broken=no)
+    return State(
+        cache=cache.extend(prompt),
+        hidden=last,
+        positions=first + lengths - 1,
+        keys=keys,
+        count=jnp.int32(0),
+        done=no,
+        broken=no,
+    )
 
 
 def select(state: State, rows: Int[Array, " rows"]) -> State:

@@ -9,9 +9,9 @@ import numpy as np
 from tqdm import tqdm
 
 from l2d_jax import hosts, tokens
-from l2d_jax.completion import Prompt, complete
+from l2d_jax.completion import Prompt, complete, shared_tokens
 from l2d_jax.config import DecodeConfig
-from l2d_jax.generation import to_text
+from l2d_jax.generation import FREE, to_text
 from l2d_jax.likelihood import rank
 from l2d_jax.loaded import Loaded
 from l2d_jax.options import require
@@ -95,8 +95,11 @@ def evaluate(
 
     done = set(hosts.decide(begin))
     left = {number: one for number, one in enumerate(asked) if one.problem.id not in done}
-    likelihood = asking.choices == "likelihood"
-    batches = _ranked(loaded, left, settings, asking) if likelihood else _completed(loaded, left, settings, asking)
+    if asking.choices == "likelihood":
+        batches = _ranked(loaded, left, settings, asking)
+    else:
+        shared = shared_tokens([one.ids for one in asked])
+        batches = _completed(loaded, left, settings, asking, shared=shared)
     began, count = time.monotonic(), 0
     shown = tqdm(total=len(asked), initial=len(asked) - len(left), desc=task.name, unit="problem", disable=_is_silent())
     with shown:
@@ -114,10 +117,12 @@ def evaluate(
 Batch = dict[int, tuple[list[str], int]]  # completions by the number of the problem, and how many tokens they took
 
 
-def _completed(loaded: Loaded, asked: dict[int, Asked], settings: DecodeConfig, asking: Asking) -> Iterator[Batch]:
+def _completed(
+    loaded: Loaded, asked: dict[int, Asked], settings: DecodeConfig, asking: Asking, *, shared: int
+) -> Iterator[Batch]:
     prompts = [Prompt(number, one.ids, label_of(one.problem, asking)) for number, one in asked.items()]
-    samples, size, seed = asking.samples or 1, asking.batch_size, asking.seed
-    for batch in complete(loaded, prompts, settings=settings, batch_size=size, samples=samples, seed=seed):
+    options = {"batch_size": asking.batch_size, "samples": asking.samples or 1, "seed": asking.seed, "shared": shared}
+    for batch in complete(loaded, prompts, settings=settings, restrictions=FREE, **options):
         yield {
             number: ([to_text(ids, loaded.tokenizer) for ids in answers], sum(map(len, answers)))
             for number, answers in batch.items()

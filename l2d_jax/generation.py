@@ -33,6 +33,18 @@ class Restrictions(NamedTuple):
 FREE = Restrictions()
 
 
+class Part(NamedTuple):
+    """How the prompts of a batch belong to a larger set."""
+
+    numbers: Sequence[int] | None = (
+        None  # of the prompts, which draws depend on; None: 0, 1 and so on
+    )
+    shared: int = 0  # tokens that all prompts begin with, which are read once; each prompt has more
+
+
+WHOLE = Part()
+
+
 def generate(
     loaded: Loaded,
     prompts: Sequence[Sequence[int]],
@@ -41,7 +53,7 @@ def generate(
     seed: int = 0,
     samples: int = 1,
     labels: Sequence[int] | None = None,
-    numbers: Sequence[int] | None = None,
+    part: Part = WHOLE,
     restrictions: Restrictions = FREE,
 ) -> list[list[int]]:
     """Token ids that follow each prompt of token ids, without the end token; `samples` answers to a prompt in a row.
@@ -49,7 +61,7 @@ def generate(
     A sequence's result does not depend on the others in the batch. Arguments and errors are those of `stream`.
     """
     answers: list[list[int]] = [[] for _ in range(len(prompts) * samples)]
-    options = {"settings": settings, "seed": seed, "samples": samples, "labels": labels, "numbers": numbers}
+    options = {"settings": settings, "seed": seed, "samples": samples, "labels": labels, "part": part}
     for piece in stream(loaded, prompts, restrictions=restrictions, **options):  # type: ignore[arg-type]
         for answer, new in zip(answers, piece, strict=True):
             answer.extend(new)
@@ -64,7 +76,7 @@ def stream(
     seed: int = 0,
     samples: int = 1,
     labels: Sequence[int] | None = None,
-    numbers: Sequence[int] | None = None,
+    part: Part = WHOLE,
     restrictions: Restrictions = FREE,
 ) -> Iterator[list[list[int]]]:
     """Yield the next few token ids of every sequence until all have ended.
@@ -76,8 +88,7 @@ def stream(
       seed: sequence i draws from a key that is a function of the seed and of its number.
       samples: answers to each prompt, which share its prefill and follow each other.
       labels: classes for guidance, one per prompt.
-      numbers: of the sequences, one per prompt; None: 0, 1 and so on. With a number of its own, a prompt has the same
-        answer in any batch.
+      part: how the prompts belong to a larger set.
       restrictions: stop strings, and tokens that may or may not be drawn.
 
     Raises:
@@ -97,11 +108,12 @@ def stream(
         restrictions.stops, loaded.tokenizer, len(prompts) * samples, keeps_stop=restrictions.keeps_stop
     )
     chunks = -(-settings.max_new_tokens // CHUNK)
-    ids, lengths = pad(prompts)
+    ids, lengths = pad([prompt[part.shared :] for prompt in prompts])
     refinement = tabulate(model, refinement, budget=settings.budget)
-    own = jnp.arange(len(prompts)) if numbers is None else jnp.array(numbers)
+    own = jnp.arange(len(prompts)) if part.numbers is None else jnp.array(part.numbers)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), own)
-    state = decode.prefill(model.llm, ids, lengths, keys, room=chunks * CHUNK)
+    beginning = jnp.array(prompts[0][: part.shared], jnp.int32) if part.shared else None
+    state = decode.prefill(model.llm, ids, lengths, keys, room=chunks * CHUNK, shared=beginning)
     if samples > 1:
         state = decode.fan_out(state, copies=samples)
     finished = [False] * len(prompts) * samples

@@ -40,6 +40,16 @@ class KVCache(nnx.Module):
         zeros = jnp.zeros(shape, dtype)
         return cls(k=zeros, v=zeros, positions=jnp.full((batch, slots), -1, jnp.int32), used=jnp.int32(0))
 
+    def repeat(self, batch: int) -> "KVCache":
+        """The one row of the cache, `batch` times; for a row of one sequence."""
+        assert self.segments is None
+        return KVCache(
+            k=jnp.repeat(self.k, batch, axis=1),
+            v=jnp.repeat(self.v, batch, axis=1),
+            positions=jnp.repeat(self.positions, batch, axis=0),
+            used=self.used,
+        )
+
     def extend(self, new: "KVCache") -> "KVCache":
         """The cache with the tokens of `new` in the next slots; for rows of one sequence each."""
         assert self.segments is None

@@ -4,10 +4,11 @@ import pytest
 import tiny
 from jax._src import test_util
 
-from l2d_jax.completion import Prompt, complete
+from l2d_jax import completion
+from l2d_jax.completion import Prompt, complete, shared_tokens
 from l2d_jax.config import DecodeConfig
 from l2d_jax.errors import InputError
-from l2d_jax.generation import bucket, generate
+from l2d_jax.generation import Part, bucket, generate
 from l2d_jax.loaded import Loaded
 
 SETTINGS = DecodeConfig(budget=3, max_new_tokens=6, temperature=1.0)
@@ -32,7 +33,7 @@ def test_answers_depend_on_neither_batches_nor_order(loaded):
     assert whole.keys() == set(range(9))
     assert answers(loaded, PROMPTS[::-1], batch_size=4) == whole
     assert answers(loaded, PROMPTS[3:5], batch_size=2) == {3: whole[3], 4: whole[4]}
-    alone = generate(loaded, [PROMPTS[5].ids], settings=SETTINGS, numbers=[5])
+    alone = generate(loaded, [PROMPTS[5].ids], settings=SETTINGS, part=Part([5]))
     assert whole[5] == alone
     assert generate(loaded, [PROMPTS[5].ids], settings=SETTINGS) != alone
 
@@ -58,6 +59,27 @@ def test_one_program_a_bucket(loaded):
     with test_util.count_jit_and_pmap_lowerings() as count:
         answers(loaded, many, batch_size=2)
     assert count() == 0
+
+
+def test_what_prompts_share_is_read_once(loaded, monkeypatch):
+    monkeypatch.setattr(completion, "SHARED", 16)
+    few = [Prompt(number, [*range(1, 38), 50 + number, *range(number)]) for number in range(5)]
+    assert shared_tokens([prompt.ids for prompt in few]) == 32
+    assert answers(loaded, few, batch_size=3, shared=32) == answers(loaded, few, batch_size=3)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "wanted"),
+    [
+        ([], 0),
+        ([[1] * 300], 0),
+        ([[1] * 300] * 2, 256),
+        ([[1] * 256] * 2, 128),
+        ([[1] * 300, [1] * 200 + [2] * 9], 128),
+    ],
+)
+def test_shared_tokens(prompts, wanted):
+    assert shared_tokens(prompts) == wanted
 
 
 @pytest.mark.parametrize(
