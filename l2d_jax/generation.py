@@ -36,9 +36,7 @@ FREE = Restrictions()
 class Part(NamedTuple):
     """How the prompts of a batch belong to a larger set."""
 
-    numbers: Sequence[int] | None = (
-        None  # of the prompts, which draws depend on; None: 0, 1 and so on
-    )
+    numbers: Sequence[int] | None = None  # of the prompts, which draws depend on; None: 0, 1 and so on
     shared: int = 0  # tokens that all prompts begin with, which are read once; each prompt has more
 
 
