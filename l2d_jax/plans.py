@@ -68,6 +68,8 @@ def make_plans(
         given = {name: getattr(options, name) for name in ("limit", "split", "shots")}
         read = partial(task.load, options.data_dir, prompts=options.prompts, **given)
         problems = hosts.take_turns(read)
+        if options.data_dir is None and options.prompts == "paper" and set(given.values()) == {None}:
+            task.check_size(problems)  # the whole of what the paper asks
         asked = [Asked(*pair) for pair in encode(problems, base.tokenizer)]
         hosts.report(f"{task.name}: {len(asked)} problems, {len(problems) - len(asked)} dropped for their length")
         for budget in options.budget or [decode.budget]:
