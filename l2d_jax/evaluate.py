@@ -9,7 +9,7 @@ import argparse
 from functools import partial
 from typing import Any
 
-from l2d_jax import command_line, hosts, models, runtime
+from l2d_jax import command_line, hosts, models, rows, runtime
 from l2d_jax.config import Config, MeshConfig
 from l2d_jax.evaluation import evaluate, label_of
 from l2d_jax.generation import check_prompts, check_settings
@@ -31,6 +31,7 @@ def main() -> None:
 
 def ask(options: argparse.Namespace, config: Config | None) -> tuple[Loaded, list[Plan]]:
     """Read the problems, load the model, then ask task by task and budget by budget; raises `InputError`."""
+    rows.keep_quiet()
     found = find(options.workdir or options.model, dtype=options.dtype)
     if config is not None:
         check_same(found, config)

@@ -30,7 +30,6 @@ def read_file(file: Path) -> datasets.Dataset:
     """The rows of a file; `InputError` where it is empty or unreadable."""
     if file.stat().st_size == 0:
         raise InputError(f"{file} is empty: put one row a line into it")
-    _keep_quiet()
     try:
         return FORMATS[file.suffix](str(file))
     except Exception as error:  # each format's parser raises its own, wrapped or not
@@ -49,7 +48,6 @@ def read_hub(
       revision: a commit, tag or branch; None: the newest.
       remedy: the end of the error's line, where there is no such data set, or no network.
     """
-    _keep_quiet()
     try:
         return datasets.load_dataset(name, subset, split=split, revision=revision)
     except Exception as error:  # of the network, the hub's client, the parsers; all mean that there are no rows
@@ -58,8 +56,8 @@ def read_hub(
         ) from error
 
 
-def _keep_quiet() -> None:
-    """Show the progress of reading on a terminal alone."""
+def keep_quiet() -> None:
+    """Show the progress of reading and encoding on a terminal alone."""
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from l2d_jax import accounting, command_line, hosts, lock, models, profile, runtime, sharding
+from l2d_jax import accounting, command_line, hosts, lock, models, profile, rows, runtime, sharding
 from l2d_jax.batches import count_text
 from l2d_jax.checkpoint import Checkpoints
 from l2d_jax.config import Config
@@ -136,6 +136,7 @@ def train_on(mesh: Mesh, config: Config, workdir: Path, *, preemption: Preemptio
 
 def prepare(config: Config, workdir: Path, held: contextlib.ExitStack) -> Mesh:
     """Start JAX, then claim the workdir and keep it `held`; raises `InputError`, before any model or data is read."""
+    rows.keep_quiet()
     mesh = runtime.start(config.mesh)
 
     def check() -> dict[str, Any]:
@@ -167,9 +168,9 @@ def read_inputs(config: Config) -> tuple[models.FoundBase, Examples, Examples]:
 def placed_in_order(examples: Examples, batch_size: int, mesh: Mesh) -> Iterator[Batch]:
     """Each example once, in batches on the mesh, which are filled up so that it divides them."""
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
-    rows = sharding.local_rows(mesh, -(-batch_size // shards) * shards)
+    held = sharding.local_rows(mesh, -(-batch_size // shards) * shards)
     place = partial(jax.make_array_from_process_local_data, sharding.batch_sharding(mesh))
-    return (jax.tree.map(place, batch) for batch in examples.in_order(batch_size, rows=rows))
+    return (jax.tree.map(place, batch) for batch in examples.in_order(batch_size, rows=held))
 
 
 def save(step: int, state: TrainState, checkpoints: Checkpoints, metrics: Metrics) -> None:
