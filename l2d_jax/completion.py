@@ -31,6 +31,17 @@ def shared_tokens(prompts: Sequence[Sequence[int]]) -> int:
     return min(same, shortest - 1) // SHARED * SHARED
 
 
+def batches(lengths: Sequence[int], size: int) -> Iterator[tuple[list[int], list[int]]]:
+    """The places of texts of these lengths in batches of one size, the longest first.
+
+    Each batch comes with its rows: its places, and in the last batch the last place again and again.
+    """
+    order = sorted(range(len(lengths)), key=lambda place: -lengths[place])
+    for first in range(0, len(order), size):
+        batch = order[first : first + size]
+        yield batch, batch + batch[-1:] * (size - len(batch))
+
+
 def complete(
     loaded: Loaded,
     prompts: Sequence[Prompt],
@@ -63,10 +74,8 @@ def complete(
     rows = batch_size // samples
     if rows < 1:
         raise InputError(f"a batch of {batch_size} does not hold {samples} samples of a prompt: use {samples} or more")
-    ordered = sorted(prompts, key=lambda prompt: (-len(prompt.ids), prompt.number))
-    for first in range(0, len(ordered), rows):
-        batch = ordered[first : first + rows]
-        filled = batch + batch[-1:] * (rows - len(batch))
+    for batch, places in batches([len(prompt.ids) for prompt in prompts], rows):
+        filled = [prompts[place] for place in places]
         labels = [prompt.label for prompt in filled if prompt.label is not None]
         answers = generate(
             loaded,
@@ -78,4 +87,4 @@ def complete(
             part=Part([prompt.number for prompt in filled], shared),
             restrictions=restrictions,
         )
-        yield {prompt.number: answers[samples * i : samples * (i + 1)] for i, prompt in enumerate(batch)}
+        yield {prompts[place].number: answers[samples * i : samples * (i + 1)] for i, place in enumerate(batch)}

@@ -6,31 +6,41 @@ and the scores, and `results.json`. The same command again goes on where it stop
 """
 
 import argparse
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from l2d_jax import command_line, hosts, models, rows, runtime
 from l2d_jax.config import Config, MeshConfig
 from l2d_jax.evaluation import evaluate, label_of
 from l2d_jax.generation import check_prompts, check_settings
-from l2d_jax.loaded import Loaded, find, load
+from l2d_jax.loaded import Folder, Loaded, find, load
 from l2d_jax.options import require
 from l2d_jax.plans import Plan, check_same, choose_run, make_plans, open_results
 from l2d_jax.refine import check_labels
 from l2d_jax.results import KINDS
 from l2d_jax.rules import SOLVERS
 from l2d_jax.tasks import registry
-from l2d_jax.tasks.problem import CATEGORIES
+from l2d_jax.tasks.problem import CATEGORIES, Run
+
+
+class Session(NamedTuple):
+    """A model that is ready to be asked."""
+
+    options: argparse.Namespace
+    found: Folder
+    loaded: Loaded
+    run: Run | None
 
 
 def main() -> None:
-    """Parse the command line, and ask."""
+    """Parse the command line, open the model, and ask."""
     options, config = parse(command_line.Parser(prog="python -m l2d_jax.evaluate", description=__doc__))
-    ask(options, config)
+    ask(*open_session(options, config))
 
 
-def ask(options: argparse.Namespace, config: Config | None) -> tuple[Loaded, list[Plan]]:
-    """Read the problems, load the model, then ask task by task and budget by budget; raises `InputError`."""
+def open_session(options: argparse.Namespace, config: Config | None) -> tuple[Session, list[Plan]]:
+    """Read the problems, then load the model; raises `InputError`."""
     rows.keep_quiet()
     found = find(options.workdir or options.model, dtype=options.dtype)
     if config is not None:
@@ -47,11 +57,17 @@ def ask(options: argparse.Namespace, config: Config | None) -> tuple[Loaded, lis
         labels = {label_of(one.problem, plan.asking) for plan in plans for one in plan.asked}
         check_labels(found.path_config, sorted(label for label in labels if label is not None))
     loaded = load(options.workdir or options.model, mesh=mesh, dtype=options.dtype)
+    return Session(options, found, loaded, run), plans
+
+
+def ask(session: Session, plans: Sequence[Plan]) -> None:
+    """Ask task by task and budget by budget, and print a line for each; raises `InputError` as `evaluate`."""
+    loaded = session.loaded
     for plan in plans:
-        results = partial(open_results, plan, options, found, loaded)
-        figures = evaluate(loaded, plan.task, plan.asked, results, settings=plan.settings, asking=plan.asking, run=run)
+        task, asked, settings, asking = plan
+        results = partial(open_results, plan, session.options, session.found, loaded)
+        figures = evaluate(loaded, task, asked, results, settings=settings, asking=asking, run=session.run)
         hosts.report(line(plan, figures))
-    return loaded, plans
 
 
 def parse(parser: command_line.Parser) -> tuple[argparse.Namespace, Config | None]:

@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from l2d_jax import hosts, tokens
-from l2d_jax.completion import Prompt, complete, shared_tokens
+from l2d_jax.completion import Prompt, batches, complete, shared_tokens
 from l2d_jax.config import DecodeConfig
 from l2d_jax.generation import FREE, to_text
 from l2d_jax.likelihood import rank
@@ -96,14 +95,13 @@ def evaluate(
     done = set(hosts.decide(begin))
     left = {number: one for number, one in enumerate(asked) if one.problem.id not in done}
     if asking.choices == "likelihood":
-        batches = _ranked(loaded, left, settings, asking)
+        answered = _ranked(loaded, left, settings, asking)
     else:
         shared = shared_tokens([one.ids for one in asked])
-        batches = _completed(loaded, left, settings, asking, shared=shared)
+        answered = _completed(loaded, left, settings, asking, shared=shared)
     began, count = time.monotonic(), 0
-    shown = tqdm(total=len(asked), initial=len(asked) - len(left), desc=task.name, unit="problem", disable=_is_silent())
-    with shown:
-        for batch in batches:
+    with hosts.progress(len(asked), task.name, done=len(asked) - len(left), unit="problem") as shown:
+        for batch in answered:
             count += sum(tokens for _, tokens in batch.values())
             if opened:
                 opened[0].add(_scored(loaded, task, left, batch, run=run, tagged=asking.tagged))
@@ -131,23 +129,22 @@ def _completed(
 
 def _ranked(loaded: Loaded, asked: dict[int, Asked], settings: DecodeConfig, asking: Asking) -> Iterator[Batch]:
     """The letter whose first token is the likeliest; the options are scored, none is written."""
-    ordered = sorted(asked, key=lambda number: (-len(asked[number].ids), number))
-    for first in range(0, len(ordered), asking.batch_size):
-        batch = ordered[first : first + asking.batch_size]
-        filled = batch + batch[-1:] * (asking.batch_size - len(batch))
+    numbers = list(asked)
+    for batch, places in batches([len(one.ids) for one in asked.values()], asking.batch_size):
+        filled = [numbers[place] for place in places]
         labels = [label_of(asked[number].problem, asking) for number in filled]
         found = rank(
             loaded,
             [asked[number].ids for number in filled],
             [_letters(asked[number].problem, loaded) for number in filled],
             settings=settings,
-            draws=1 if settings.budget == 1 else asking.draws,
+            draws=asking.draws,
             labels=[label for label in labels if label is not None] or None,
             numbers=filled,
             seed=asking.seed,
         )
-        best = (asked[number].problem.options[int(np.argmax(row))] for number, row in zip(batch, found, strict=False))
-        yield {number: ([letter], 1) for number, letter in zip(batch, best, strict=True)}
+        best = {n: asked[n].problem.options[int(np.argmax(row))] for n, row in zip(filled, found, strict=True)}
+        yield {numbers[place]: ([best[numbers[place]]], 1) for place in batch}
 
 
 def _letters(problem: Problem, loaded: Loaded) -> list[int]:
@@ -176,8 +173,3 @@ def to_prompt(ids: Sequence[int], loaded: Loaded) -> str:
     """A prompt as text, with the template's special tokens."""
     assert loaded.tokenizer is not None
     return str(loaded.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
-
-
-def _is_silent() -> bool | None:
-    """None: where standard error is no terminal."""
-    return None if hosts.is_first() else True

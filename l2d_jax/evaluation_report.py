@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from l2d_jax.errors import InputError
-from l2d_jax.figures import new_figure, save
+from l2d_jax.figures import draw_rates, new_figure, save
 from l2d_jax.files import read_json
 from l2d_jax.results import KINDS, RESULTS
 from l2d_jax.text_table import text_table
@@ -93,9 +93,7 @@ def draw_budgets(evaluations: Sequence[Evaluation], file: Path) -> bool:
         for (task, own), line in lines.items():
             places = [budgets.index(budget) for budget in sorted(line)]
             rates = [line[budget].rate(kind) for budget in sorted(line)]
-            errors = [[mean - low for mean, low, _ in rates], [high - mean for mean, _, high in rates]]
-            label = f"{task}, {own}"
-            axes.errorbar(places, [mean for mean, _, _ in rates], yerr=errors, marker="o", capsize=3, label=label)
+            draw_rates(axes, places, rates, label=f"{task}, {own}")
         axes.set_xticks(range(len(budgets)), [str(budget) for budget in budgets])
         axes.set(xlabel="evaluations of the path per token", ylabel=f"{kind} accuracy", ylim=(0, None))
         axes.legend()
@@ -134,9 +132,7 @@ def draw_guidance(evaluations: Sequence[Evaluation], file: Path) -> bool:
     figure, [axes] = new_figure(1)
     for task, line in lines.items():
         strengths = sorted(line)
-        rates = [line[strength].rate("strict") for strength in strengths]
-        errors = [[mean - low for mean, low, _ in rates], [high - mean for mean, _, high in rates]]
-        axes.errorbar(strengths, [mean for mean, _, _ in rates], yerr=errors, marker="o", capsize=3, label=task)
+        draw_rates(axes, strengths, [line[strength].rate("strict") for strength in strengths], label=task)
     axes.set(xlabel="strength of guidance", ylabel="strict accuracy", ylim=(0, None))
     axes.legend()
     save(figure, file)

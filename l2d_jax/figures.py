@@ -1,5 +1,6 @@
 """Figures as files, PNG and SVG, in one style; drawn without a display."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,15 @@ def new_figure(panels: int) -> tuple[Any, list[Any]]:
     """A figure with panels side by side, and these."""
     figure, axes = plt.subplots(1, panels, figsize=(5 * panels, 4), layout="constrained", squeeze=False)
     return figure, list(axes[0])
+
+
+def draw_rates(
+    axes: Any, places: Sequence[float | int], rates: Sequence[tuple[float, float, float]], *, label: str
+) -> None:
+    """A line through means, each with the bounds of its interval."""
+    means = [mean for mean, _, _ in rates]
+    errors = [[mean - low for mean, low, _ in rates], [high - mean for mean, _, high in rates]]
+    axes.errorbar(places, means, yerr=errors, marker="o", capsize=3, label=label)
 
 
 def save(figure: Any, file: Path) -> None:

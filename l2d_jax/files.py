@@ -49,6 +49,14 @@ def write_whole(path: Path, text: str) -> None:
     sync(path.parent)
 
 
+def complete_lines(path: Path) -> list[str]:
+    """The lines of a file with their ends, but for a last one that was cut off; none where there is no file."""
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines(keepends=True)
+    return lines if not lines or lines[-1].endswith("\n") else lines[:-1]
+
+
 def sync(path: Path) -> None:
     """Wait until a file, or the list of a folder's files, is on the disk and not in memory alone."""
     descriptor = os.open(path, os.O_RDONLY)

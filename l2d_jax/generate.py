@@ -14,11 +14,10 @@ from l2d_jax.files import output_folder
 from l2d_jax.generation import Restrictions, StopSearch, check_prompts, check_settings, encode_prompt
 from l2d_jax.loaded import Loaded, find, load
 from l2d_jax.refine import check_labels
-from l2d_jax.rules import ADAPTIVE, SOLVERS
+from l2d_jax.rules import ADAPTIVE, AMPLE, SOLVERS
 from l2d_jax.search import check_search
 from l2d_jax.trace import check_draws
 
-AMPLE = 512  # evaluations a token, at most: for an adaptive solver that is given no budget
 OF_SEARCH = ("candidates", "length_power", "repetition_penalty")  # options that go with --beams alone
 
 

@@ -22,11 +22,10 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from l2d_jax import hosts, tokens
-from l2d_jax.completion import Prompt, complete
+from l2d_jax.completion import Prompt, batches, complete
 from l2d_jax.config import DecodeConfig
 from l2d_jax.errors import InputError
 from l2d_jax.generation import Restrictions, to_text
@@ -132,7 +131,7 @@ class Harness(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type Any w
         for index, request in enumerate(requests):
             groups[json.dumps(request.args[1], sort_keys=True)].append(index)
         texts: dict[int, str] = {}
-        with _progress(len(requests), "answers", is_silent=disable_tqdm) as bar:
+        with hosts.progress(len(requests), "answers", is_silent=disable_tqdm) as bar:
             for group in groups.values():
                 asked = read_generation(requests[group[0]].args[1], self._asking)
                 room = self._positions - asked.settings.max_new_tokens
@@ -185,14 +184,10 @@ class Harness(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type Any w
     ) -> list[tuple[float, bool]]:
         """Log-likelihood of each (text, context, continuation), and whether each of its tokens is the likeliest."""
         found: dict[int, tuple[float, bool]] = {}
-        size = self._asking.batch_size
-        order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2]))
-        with _progress(len(requests), "likelihoods", is_silent=disable_tqdm) as bar:
-            for first in range(0, len(order), size):
-                batch = order[first : first + size]
-                contexts, answers = zip(
-                    *(requests[i][1:] for i in batch + batch[-1:] * (size - len(batch))), strict=True
-                )
+        lengths = [len(context) + len(answer) for _, context, answer in requests]
+        with hosts.progress(len(requests), "likelihoods", is_silent=disable_tqdm) as bar:
+            for batch, rows in batches(lengths, self._asking.batch_size):
+                contexts, answers = zip(*(requests[i][1:] for i in rows), strict=True)
                 scores = score(
                     self._loaded,
                     [self._shorten(c, len(a)) for c, a in zip(contexts, answers, strict=True)],
@@ -259,8 +254,3 @@ def _own_numbers(prompts: Sequence[Sequence[int]]) -> list[int]:
             number = (number + 1) % 2**31
         taken[number] = None
     return list(taken)
-
-
-def _progress(total: int, what: str, *, is_silent: bool) -> Any:
-    """A progress bar, on a terminal and on process 0 alone."""
-    return tqdm(total=total, desc=what, disable=True if is_silent or not hosts.is_first() else None)

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from tqdm import tqdm
 
 from l2d_jax.cluster import Cluster
 from l2d_jax.errors import InputError
@@ -74,6 +75,12 @@ def report(line: str) -> None:
     """Print a line, on process 0 alone."""
     if is_first():
         print(line, flush=True)
+
+
+def progress(total: int, what: str, *, done: int = 0, unit: str = "it", is_silent: bool = False) -> Any:
+    """A progress bar with its estimate of the time that is left, on a terminal and on process 0 alone."""
+    is_hidden = is_silent or not is_first()
+    return tqdm(total=total, initial=done, desc=what, unit=unit, disable=True if is_hidden else None)
 
 
 def decide(function: Callable[[], Any]) -> Any:

@@ -117,7 +117,7 @@ def rank(
       prompts: token ids.
       options: the tokens to rank, of each prompt.
       settings: budget, solver and velocity.
-      draws: noise draws of each prompt.
+      draws: noise draws of each prompt; a budget of 1, where all are the same, takes one.
       labels: classes for guidance, one per prompt.
       numbers: of the prompts, which their noise depends on; None: 0, 1 and so on.
       seed: of the noise and the velocity's draws.
@@ -129,6 +129,7 @@ def rank(
     refinement = check_settings(settings, has_path=model.path is not None)
     check_prompts(prompts, replace(settings, max_new_tokens=1), model.llm.architecture)
     check_classes(model, labels, prompts=len(prompts))
+    draws = 1 if settings.budget == 1 else draws
     ids, lengths = pad(prompts)
     width = max(map(len, options))
     tokens = np.array([[*own, *[0] * (width - len(own))] for own in options], np.int32)

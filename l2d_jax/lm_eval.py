@@ -18,12 +18,10 @@ from l2d_jax.files import output_folder
 from l2d_jax.generation import check_settings
 from l2d_jax.loaded import find, load
 from l2d_jax.options import nearest, require
-from l2d_jax.rules import ADAPTIVE, SOLVERS
+from l2d_jax.rules import ADAPTIVE, AMPLE, SOLVERS
 
 if TYPE_CHECKING:
     from l2d_jax.harness import Asking
-
-AMPLE = 512  # evaluations a token, at most: for an adaptive solver that is given no budget
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from tensorboardX.summary import scalar
 from tqdm import tqdm
 
 from l2d_jax.errors import InputError, RunError
-from l2d_jax.files import write_whole
+from l2d_jax.files import complete_lines, write_whole
 
 
 class Metrics:
@@ -40,7 +40,7 @@ class Metrics:
         if silent:
             return
         path = workdir / "metrics.jsonl"
-        records = [(line, json.loads(line)) for line in _complete_lines(path)]
+        records = [(line, json.loads(line)) for line in complete_lines(path)]
         kept = [(line, record) for line, record in records if record["step"] <= start]
         self.skipped = sum(record.get("skipped", 0) for _, record in kept)
         try:
@@ -208,11 +208,4 @@ class StepLog:
 
 def read_metrics(workdir: Path) -> list[dict[str, Any]]:
     """All records of a run, oldest first."""
-    return [json.loads(line) for line in _complete_lines(workdir / "metrics.jsonl")]
-
-
-def _complete_lines(path: Path) -> list[str]:
-    if not path.exists():
-        return []
-    lines = path.read_text().splitlines(keepends=True)
-    return lines if not lines or lines[-1].endswith("\n") else lines[:-1]
+    return [json.loads(line) for line in complete_lines(workdir / "metrics.jsonl")]

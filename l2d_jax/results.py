@@ -10,7 +10,7 @@ from typing import Any
 
 from l2d_jax import scoring
 from l2d_jax.errors import InputError
-from l2d_jax.files import read_json, write_whole
+from l2d_jax.files import complete_lines, read_json, write_whole
 from l2d_jax.tasks.problem import Problem, Score
 
 KINDS = ("strict", "relaxed")
@@ -55,17 +55,13 @@ class Results:
             )
 
     def _read(self) -> dict[str, dict[str, Any]]:
-        """The whole lines; the rest of one that was cut off is removed."""
+        """The complete lines; the rest of one that was cut off is removed."""
         file = self.folder / SAMPLES
-        if not file.exists():
-            return {}
-        text = file.read_bytes()
-        whole = text[: text.rfind(b"\n") + 1]
-        if len(whole) < len(text):
-            with file.open("r+b") as opened:
-                opened.truncate(len(whole))
-        lines = [json.loads(line) for line in whole.splitlines()]
-        return {line["id"]: line for line in lines}
+        lines = complete_lines(file)
+        if file.exists():
+            write_whole(file, "".join(lines))
+        found = map(json.loads, lines)
+        return {line["id"]: line for line in found}
 
 
 def sample(problem: Problem, prompt: str, completions: Sequence[str], scores: Sequence[Score]) -> dict[str, Any]:

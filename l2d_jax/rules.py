@@ -143,6 +143,7 @@ ADAPTIVE: dict[str, tuple[type[EmbeddedPair], int]] = {
     "bosh3": (BogackiShampine, 3),
 }
 SOLVERS = (*FIXED, *ADAPTIVE)
+AMPLE = 512  # evaluations a token, at most: for an adaptive solver that is given no budget
 
 
 def steps_of(solver: str, budget: int) -> int:

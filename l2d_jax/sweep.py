@@ -10,14 +10,14 @@ from dataclasses import replace
 
 from l2d_jax import command_line, hosts, report, tokens, within
 from l2d_jax.errors import InputError
-from l2d_jax.evaluate import ask, parse
+from l2d_jax.evaluate import ask, open_session, parse
 from l2d_jax.evaluation_report import WITHIN
 from l2d_jax.files import write_whole
 from l2d_jax.loaded import Loaded
 from l2d_jax.plans import Plan, results_folder
+from l2d_jax.rules import AMPLE
 
 BUDGETS = [1, 3, 7, 15, 31]
-AMPLE = 512  # evaluations: more than the paper's adaptive solver takes
 FOLLOWED = 64  # right answers of each task whose diffusions are followed, evenly spaced
 
 
@@ -27,19 +27,21 @@ def main() -> None:
     parser.add_argument("--strengths", type=float, nargs="+", default=[0.0, 0.5, 1.0, 1.5, 2.0], help="of guidance")
     options, config = parse(parser)
     options.budget = options.budget or BUDGETS
-    loaded, plans = ask(options, config)
-    if loaded.model.path is None:
+    session, plans = open_session(options, config)
+    if session.loaded.model.path is None:
         raise InputError("a sweep is of a diffusion path, and this model has none: use evaluate")
-    for name in {plan.task.name: None for plan in plans}:
-        largest = max((plan for plan in plans if plan.task.name == name), key=lambda plan: plan.settings.budget)
-        found = follow(loaded, largest)
+    largest = {plan.task.name: plan for plan in sorted(plans, key=lambda plan: plan.settings.budget)}
+    for plan in largest.values():
+        within.check_grid(plan.settings)
+    ask(session, plans)
+    for name, plan in largest.items():
+        found = follow(session.loaded, plan)
         if hosts.is_first():
             write_whole(results_folder(options) / name / WITHIN, json.dumps(found, indent=2) + "\n")
     if options.label is not None:
-        options.budget = options.budget[-1:]
+        last = [plan for plan in plans if plan.settings.budget == options.budget[-1]]
         for strength in options.strengths:
-            options.guidance = strength
-            ask(options, config)
+            ask(session, [plan._replace(settings=replace(plan.settings, guidance=strength)) for plan in last])
     if hosts.is_first():
         report.report(options.workdir or options.out, {})
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from l2d_jax.errors import InputError
-from l2d_jax.figures import new_figure, save
+from l2d_jax.figures import draw_rates, new_figure, save
 from l2d_jax.metrics import read_metrics
 from l2d_jax.text_table import text_table
 
@@ -73,13 +73,8 @@ def draw(before: dict[str, Any], after: dict[str, Any], file: Path) -> None:
     measured = budgets(after)
     places = range(len(measured))  # evenly spaced: budgets double
     for kind, label in KINDS.items():
-        means = [after[f"validation/{kind}@{budget}"] for budget in measured]
-        bounds = [after[f"validation/{kind}@{budget}_interval"] for budget in measured]
-        errors = [
-            [mean - low for mean, (low, _) in zip(means, bounds, strict=True)],
-            [high - mean for mean, (_, high) in zip(means, bounds, strict=True)],
-        ]
-        left.errorbar(places, means, yerr=errors, marker="o", capsize=3, label=label)
+        names = [f"validation/{kind}@{budget}" for budget in measured]
+        draw_rates(left, places, [(after[name], *after[f"{name}_interval"]) for name in names], label=label)
     left.set_xticks(places, [str(budget) for budget in measured])
     left.set(xlabel="evaluations of the path per token", ylabel="accuracy on held-out answers", title="Accuracy")
     left.legend()

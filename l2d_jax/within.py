@@ -32,8 +32,7 @@ def accuracy_by_time(
     Each is that of reading the distribution off where the run is at t. The first is the LM's own. Raises `InputError`
     for an adaptive solver, whose points differ from token to token, and for a budget that is unreachable.
     """
-    if settings.solver not in rules.FIXED:
-        raise InputError(f"accuracy against t needs a grid, which {settings.solver} has not: use midpoint")
+    check_grid(settings)
     refinement = check_settings(settings, has_path=loaded.model.path is not None)
     steps = rules.steps_of(settings.solver, settings.budget)
     options: dict[str, Any] = {
@@ -51,6 +50,12 @@ def accuracy_by_time(
                 found[name].append(np.asarray(values)[:, :count])
     means = {name: np.concatenate(parts, axis=1).mean(axis=1).tolist() for name, parts in found.items()}
     return {"t": [point / steps for point in range(steps + 1)], **means}
+
+
+def check_grid(settings: DecodeConfig) -> None:
+    """Raise `InputError` for a solver whose points are not the same for all tokens."""
+    if settings.solver not in rules.FIXED:
+        raise InputError(f"accuracy against t needs a grid, which {settings.solver} has not: use midpoint")
 
 
 def evaluations(

@@ -7,7 +7,8 @@ import pytest
 from task_rows import ROWS
 
 from l2d_jax.errors import InputError
-from l2d_jax.tasks import TASKS, Problem, Program, Score, find
+from l2d_jax.tasks.problem import Problem, Program, Score
+from l2d_jax.tasks.registry import TASKS, find
 from l2d_jax.tasks.thoughts import answer_part
 
 

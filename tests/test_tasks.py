@@ -12,7 +12,9 @@ from task_rows import ROWS, split_rows, varied, write
 
 from l2d_jax import tasks, tokens
 from l2d_jax.errors import InputError
-from l2d_jax.tasks import CATEGORIES, PAPER, TASKS, Sampling, Task, encode, find
+from l2d_jax.tasks.problem import CATEGORIES, Sampling
+from l2d_jax.tasks.registry import PAPER, TASKS, find
+from l2d_jax.tasks.task import Task, encode
 
 DATA = ROOT.parent / "shared" / "data"
 
