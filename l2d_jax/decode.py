@@ -45,18 +45,18 @@ def prefill(
 ) -> State:
     """Run the prompts, padded on the right, and leave `room` slots for new tokens in the cache.
 
-    All prompts may begin with the same `shared` tokens, which are then read once and stand before `tokens`.
+    All prompts may begin with the same `shared` tokens, which stand before `tokens`: they are read and kept once.
     """
     batch, padded = tokens.shape
     slots = jnp.arange(padded, dtype=jnp.int32)
     first = 0 if shared is None else len(shared)
     positions = jnp.where(slots < lengths[:, None], first + slots, -1)
-    cache = KVCache.empty(llm.architecture, batch, first + padded + room, dtype=llm.embed.dtype)
+    cache = KVCache.empty(llm.architecture, batch, padded + room, dtype=llm.embed.dtype)
     if shared is None:
         hidden, prompt = llm(tokens, positions)
     else:
         _, once = llm(shared[None], jnp.arange(first, dtype=jnp.int32)[None])
-        cache = cache.extend(once.repeat(batch))
+        cache = dataclasses.replace(cache, shared=once)
         hidden, prompt = llm(tokens, positions, cache)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
     no = jnp.zeros(batch, bool)

@@ -225,8 +225,8 @@ class DiffusionPath(nnx.Module):
                 out = ops.project(y, own, dims=dims)
             return ops.settle(checkpoint_name(out, PRODUCT))
 
-        def block(x: Array, scanned: tuple[LLMLayers, PathLayers, Array, Array, Array | None]) -> tuple[Array, None]:
-            w, own, k, v, known = scanned
+        def block(x: Array, scanned: tuple[LLMLayers, PathLayers, Any, Array | None]) -> tuple[Array, None]:
+            w, own, (k, v, before), known = scanned
             w, own = gather(w, shared, dtype=dtype), gather(own, declared, dtype=dtype)
             q_bias = w.q_bias if own.q_bias is None else own.q_bias
             parts = _modulate(own.modulation, condition) if known is None else jnp.moveaxis(known, -2, 0)
@@ -242,6 +242,7 @@ class DiffusionPath(nnx.Module):
                     kv_positions=cache.positions,
                     q_segments=segments,
                     kv_segments=cache.segments,
+                    shared=before,
                 )
                 x = x + gate_1 * project(y, w.o, own.o, dims=2)
             with jax.named_scope("mlp"):
@@ -253,7 +254,7 @@ class DiffusionPath(nnx.Module):
         with jax.named_scope("diffusion_path"):
             y = self.translation(diffusion.scale_input(x, t, self.config.sigma)).astype(dtype)
             y = constrain(y, "batch", "length", "embed_activation")
-            scanned = (llm.layers, self.layers, cache.k, cache.v, modulation)
+            scanned = (llm.layers, self.layers, cache.layers(), modulation)
             return jax.lax.scan(remat(block) if remat else block, y, scanned)[0]
 
 

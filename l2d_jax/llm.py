@@ -31,6 +31,7 @@ class KVCache(nnx.Module):
     positions: Int[Array, "B S"] = nnx.data()  # of the token in each slot; -1: empty
     used: Int[Array, ""] = nnx.data()  # slots written so far, the same for the whole batch
     segments: Int[Array, "B S"] | None = nnx.data(default=None)  # sequence of each slot; None: one sequence per row
+    shared: "KVCache | None" = nnx.data(default=None)  # one row, full: of tokens that come before those of every row
 
     @classmethod
     def empty(cls, architecture: Architecture, batch: int, slots: int, *, dtype: Any) -> "KVCache":
@@ -39,16 +40,6 @@ class KVCache(nnx.Module):
         shape = (a.num_hidden_layers, batch, slots, a.num_key_value_heads, a.head_dim)
         zeros = jnp.zeros(shape, dtype)
         return cls(k=zeros, v=zeros, positions=jnp.full((batch, slots), -1, jnp.int32), used=jnp.int32(0))
-
-    def repeat(self, batch: int) -> "KVCache":
-        """The one row of the cache, `batch` times; for a row of one sequence."""
-        assert self.segments is None
-        return KVCache(
-            k=jnp.repeat(self.k, batch, axis=1),
-            v=jnp.repeat(self.v, batch, axis=1),
-            positions=jnp.repeat(self.positions, batch, axis=0),
-            used=self.used,
-        )
 
     def extend(self, new: "KVCache") -> "KVCache":
         """The cache with the tokens of `new` in the next slots; for rows of one sequence each."""
@@ -63,7 +54,12 @@ class KVCache(nnx.Module):
             v=write(self.v, new.v, 2),
             positions=write(self.positions, new.positions, 1),
             used=self.used + new.used,
+            shared=self.shared,
         )
+
+    def layers(self) -> tuple[Array, Array, tuple[Array, Array] | None]:
+        """Keys and values, for a scan over layers: each row's own, and those that all rows share."""
+        return self.k, self.v, None if self.shared is None else (self.shared.k[:, 0], self.shared.v[:, 0])
 
 
 @nnx.dataclass
@@ -160,7 +156,7 @@ class LLM(nnx.Module):
         if cache is not None:
             kv_positions = jax.lax.dynamic_update_slice_in_dim(cache.positions, positions, cache.used, 1)
 
-        def block(x: Array, scanned: tuple[Layers, tuple[Array, Array] | None]) -> tuple[Array, tuple[Array, Array]]:
+        def block(x: Array, scanned: tuple[Layers, tuple[Array, Array, Any] | None]) -> tuple[Array, Any]:
             w, past = gather(scanned[0], declared.layers, dtype=x.dtype), scanned[1]
             with jax.named_scope("attention"):
                 y = ops.rms_norm(x, w.attention_norm, epsilon)
@@ -177,6 +173,7 @@ class LLM(nnx.Module):
                     q_positions=None if cache is None else positions,
                     kv_positions=kv_positions,
                     kv_segments=segments,
+                    shared=None if past is None else past[2],
                 )
                 x = x + ops.project(y, w.o, dims=2)
             with jax.named_scope("mlp"):
@@ -186,7 +183,7 @@ class LLM(nnx.Module):
             return constrain(x, "batch", "length", "embed_activation"), (new_k, new_v)
 
         with jax.named_scope("llm"):
-            past = None if cache is None else (cache.k, cache.v)
+            past = None if cache is None else cache.layers()
             hidden, (k, v) = jax.lax.scan(block, self.lookup(tokens), (self.layers, past))
         used = jnp.int32(tokens.shape[1])
         return hidden, KVCache(k=k, v=v, positions=positions, used=used, segments=segments)

@@ -231,7 +231,7 @@ def adapt(
     end, cache = 1 - 1 / model.path.config.sigma, context.cache
 
     def sequence(k: Array, v: Array, slots: Array, strength: Array, *rows: Any) -> solvers.AdaptiveSolution:
-        own = KVCache(k=k[:, None], v=v[:, None], positions=slots[None], used=cache.used)
+        own = KVCache(k=k[:, None], v=v[:, None], positions=slots[None], used=cache.used, shared=cache.shared)
         chosen = dataclasses.replace(settings, guidance=strength[None])
 
         def position(*row: Any) -> solvers.AdaptiveSolution:

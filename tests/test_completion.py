@@ -1,5 +1,7 @@
 """Completing sets of prompts: nothing depends on the batches, and few programs are compiled."""
 
+import dataclasses
+
 import pytest
 import tiny
 from jax._src import test_util
@@ -20,9 +22,9 @@ def loaded():
     return Loaded(tiny.model(classes=2), None, (95,), SETTINGS)
 
 
-def answers(loaded, prompts, **options):
+def answers(loaded, prompts, *, settings=SETTINGS, **options):
     found = {}
-    for batch in complete(loaded, prompts, settings=SETTINGS, **options):
+    for batch in complete(loaded, prompts, settings=settings, **options):
         assert not found.keys() & batch.keys()
         found |= batch
     return found
@@ -61,11 +63,14 @@ def test_one_program_a_bucket(loaded):
     assert count() == 0
 
 
-def test_what_prompts_share_is_read_once(loaded, monkeypatch):
+@pytest.mark.parametrize("changes", [{}, {"draws": 2}, {"solver": "fehlberg2", "budget": 12}])
+def test_what_prompts_share_is_read_once(loaded, monkeypatch, changes):
+    settings = dataclasses.replace(SETTINGS, **changes)
     monkeypatch.setattr(completion, "SHARED", 16)
     few = [Prompt(number, [*range(1, 38), 50 + number, *range(number)]) for number in range(5)]
     assert shared_tokens([prompt.ids for prompt in few]) == 32
-    assert answers(loaded, few, batch_size=3, shared=32) == answers(loaded, few, batch_size=3)
+    apart = answers(loaded, few, batch_size=3, settings=settings)
+    assert answers(loaded, few, batch_size=3, settings=settings, shared=32) == apart
 
 
 @pytest.mark.parametrize(
