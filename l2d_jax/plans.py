@@ -91,7 +91,9 @@ def open_results(plan: Plan, options: argparse.Namespace, found: Folder, loaded:
     split = options.split or plan.task.dataset.split
     about = {"task": plan.task.name, "split": split, "limit": options.limit, "shots": options.shots}
     about |= {"model": found.base.name, "dtype": found.base.dtype, "step": loaded.step}
-    about |= {"decode": dataclasses.asdict(plan.settings), "asking": dataclasses.asdict(plan.asking)}
+    asking = dataclasses.asdict(plan.asking)
+    del asking["batch_size"]  # nothing depends on it, and a smaller one may go on where memory was short
+    about |= {"decode": dataclasses.asdict(plan.settings), "asking": asking}
     return Results(results_folder(options) / plan.task.name / (options.name or "-".join(parts)), about)
 
 

@@ -54,7 +54,7 @@ def test_an_evaluation_goes_on_where_it_stopped(run, tmp_path):
     file = tmp_path / "a/gsm8k/midpoint-3/samples.jsonl"
     kept = file.read_text().splitlines(keepends=True)[:3]
     file.write_text("".join(kept) + '{"id"')
-    again = run(tmp_path / "a", "--budget", 3, "--batch_size", 4)
+    again = run(tmp_path / "a", "--budget", 3, "--batch_size", 3)
     assert again.status == 0, again.err
     assert lines(file.parent) == refined
     assert json.loads((file.parent / "results.json").read_text())["speed"]["problems"] == 5
