@@ -21,12 +21,23 @@ from l2d_jax.errors import InputError
 from l2d_jax.llm import LLM
 from l2d_jax.objective import Batch, loss, shares
 
+
+def save_all_but_weights(primitive: Any, *_: Any, **parameters: Any) -> bool:
+    """A policy that saves whatever a layer computes, but no weight that it gathers: those would be a copy of all.
+
+    JAX's `save_anything_except_these_names` saves them, too.
+    """
+    if primitive.name == "name":
+        return bool(parameters["name"] != gathering.NAME)
+    return bool(primitive.name != "sharding_constraint")  # what is gathered, before it has its name
+
+
 _saved = jax.checkpoint_policies
 REMAT: dict[str, Callable[..., Any]] = {
     # Inside a scan, which is a barrier by itself, nothing else has to keep the two passes apart.
     name: partial(jax.checkpoint, policy=policy, prevent_cse=False)
     for name, policy in {
-        "none": _saved.save_anything_except_these_names(gathering.NAME),
+        "none": save_all_but_weights,
         "products": _saved.save_only_these_names(PRODUCT, attention.NAME),
         "full": _saved.nothing_saveable,
     }.items()

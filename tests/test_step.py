@@ -158,6 +158,20 @@ def test_rematerialisation_changes_no_gradient() -> None:
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), gradient(name), plain)
 
 
+@pytest.mark.parametrize("name", REMAT)
+def test_no_gathered_weight_waits_for_the_backward_pass(name: str) -> None:
+    """No loop over layers puts out an array of the weights' shapes: the backward pass reads the weights themselves."""
+    llm, path, batch = tiny.llm(), tiny.path(), tiny.batch()
+
+    def kept(path: DiffusionPath, llm: Any) -> list[Any]:
+        return jax.tree.leaves(jax.vjp(lambda p: objective.loss(p, llm, batch, KEY, remat=REMAT[name]), path)[1])
+
+    loops = [equation for equation in jax.make_jaxpr(kept)(path, llm).eqns if equation.primitive.name == "scan"]
+    made = {variable.aval.shape for loop in loops for variable in loop.outvars}
+    assert (2, 2, 4, 32) in made
+    assert made.isdisjoint({llm.layers.q.shape, llm.layers.o.shape, llm.layers.down.shape})
+
+
 def test_micro_batches_keep_the_order_of_examples(mesh: Mesh) -> None:
     batch = tiny.batch(examples=6, length=5, answers=2)
     split = micro_batches(batch, 3, mesh)
