@@ -199,7 +199,7 @@ class Checkpoints:
 
 
 def _checkpointer() -> ocp.AsyncCheckpointer:
-    handlers = {name: ocp.StandardCheckpointHandler() for name in ("path", "optimizer")}
+    handlers = {name: ocp.StandardCheckpointHandler() for name in ("path", "optimizer", "loss_by_time")}
     # With folders made at once, one that cannot be made is an error of the save and not an endless wait for it.
     options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
     return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers), async_options=options)

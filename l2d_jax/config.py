@@ -6,6 +6,7 @@ The defaults are the paper's hyper-parameters (appendix, Table of implementation
 """
 
 import dataclasses
+import math
 import re
 import typing
 from collections.abc import Mapping
@@ -111,6 +112,10 @@ class TrainConfig:
     batch_size: int = 32  # rows per optimizer step, over all devices; a row is one example, or several if packed
     accumulation: int = 1  # micro-batches that one optimizer step averages
     draws_per_context: int = 1  # times and noises that each position is trained on, all after one frozen pass
+    time_density: Literal["uniform", "cosmap", "logit_normal", "warped"] = "uniform"  # of t; warped: learnt (`times`)
+    logit_normal_mean: float = 0.0  # of log(t / (1 - t)); positive: towards the data
+    logit_normal_deviation: float = 1.0  # of the same
+    stratified_times: bool = False  # let the times of a micro-batch cover the density evenly; False: independent ones
     epochs: float = 1.0
     steps: int | None = None  # optimizer steps; takes the place of `epochs`
     reduction: Literal["example", "token"] = "example"  # mean over examples of token means, or one mean over tokens
@@ -127,6 +132,16 @@ class TrainConfig:
         sizes = ("batch_size", "accumulation", "draws_per_context", "loss_chunk")
         for name in (*sizes, "checkpoint_every", "keep", "log_every", "max_skipped"):
             require(getattr(self, name) > 0, f"config.train.{name} must be positive, got {getattr(self, name)}")
+        require(
+            self.logit_normal_deviation > 0 and math.isfinite(self.logit_normal_mean + self.logit_normal_deviation),
+            "config.train.logit_normal_mean must be finite and logit_normal_deviation finite and positive, got "
+            f"{self.logit_normal_mean} and {self.logit_normal_deviation}",
+        )
+        require(
+            self.time_density == "logit_normal" or (self.logit_normal_mean, self.logit_normal_deviation) == (0, 1),
+            "config.train.logit_normal_mean and logit_normal_deviation say nothing to config.train.time_density "
+            f"{self.time_density!r}: set it to 'logit_normal' or leave them out",
+        )
         require(self.epochs > 0, f"config.train.epochs must be positive, got {self.epochs}")
         require(self.steps is None or self.steps > 0, f"config.train.steps must be positive or None, got {self.steps}")
         require(

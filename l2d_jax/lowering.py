@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from l2d_jax import decode, models, refine, sharding
+from l2d_jax import decode, models, refine, sharding, times
 from l2d_jax.config import Config
 from l2d_jax.diffusion_path import DiffusionPath
 from l2d_jax.draw import Sampling
@@ -27,7 +27,8 @@ def lower_train(config: Config, mesh: Mesh) -> jax.stages.Lowered:
         jax.eval_shape(adam.init, path),
         optimizer_shardings(adam, path, mesh),
     )
-    state = TrainState(path=path, optimizer=moments)
+    seen = _replicated(jax.eval_shape(lambda: times.nothing_seen(config.train)), mesh)
+    state = TrainState(path=path, optimizer=moments, loss_by_time=seen)
     micro = config.train.batch_size // config.train.accumulation
     placement = NamedSharding(mesh, PartitionSpec(None, sharding.RULES["batch"]))
     batch = jax.tree.map(

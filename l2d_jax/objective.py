@@ -18,6 +18,7 @@ from l2d_jax import diffusion
 from l2d_jax.diffusion_path import DiffusionPath
 from l2d_jax.llm import LLM, KVCache
 from l2d_jax.sharding import axis_size
+from l2d_jax.times import Times, as_drawn
 
 Reduction = Literal["example", "token", "sum"]
 
@@ -66,6 +67,14 @@ class Draws(NamedTuple):
     labels: Int[Array, "B M"] | None  # after class dropout
 
 
+class Terms(NamedTuple):
+    """Position by position, what a loss is the sum of: `losses` times `shares`."""
+
+    t: Float[Array, "B M"]
+    losses: Float[Array, "B M"]
+    shares: Float[Array, "B M"]
+
+
 class Context(NamedTuple):
     """All that the path and the head need of the frozen pass."""
 
@@ -90,15 +99,20 @@ def draw(key: Key[Array, ""] | Array, batch: Batch, path: DiffusionPath) -> Draw
 
 
 def draw_each(
-    key: Key[Array, ""] | Array, batch: Batch, path: DiffusionPath, *, draws_per_context: int
+    key: Key[Array, ""] | Array, batch: Batch, path: DiffusionPath, *, draws_per_context: int, times: Times = as_drawn
 ) -> tuple[Batch, Draws]:
-    """The batch with each query repeated, and for each copy what `draw` gives for a key of its own."""
+    """The batch with each query repeated, and for each copy what `draw` gives for a key of its own.
+
+    `times` makes the times of those that are drawn, of all copies together.
+    """
     if draws_per_context == 1:
-        return batch, draw(key, batch, path)
-    keys = jax.random.split(key, draws_per_context)
-    draws = jax.vmap(lambda key: draw(key, batch, path), out_axes=2)(keys)
-    side_by_side = jax.tree.map(lambda a: a.reshape(len(a), -1, *a.shape[3:]), draws)
-    return batch.repeat(draws_per_context), side_by_side
+        draws = draw(key, batch, path)
+    else:
+        keys = jax.random.split(key, draws_per_context)
+        draws = jax.vmap(lambda key: draw(key, batch, path), out_axes=2)(keys)
+        draws = jax.tree.map(lambda a: a.reshape(len(a), -1, *a.shape[3:]), draws)
+        batch = batch.repeat(draws_per_context)
+    return batch, draws._replace(t=times(draws.t, batch.weights))
 
 
 def read_context(llm: LLM, batch: Batch) -> Context:
@@ -259,7 +273,7 @@ def average(
     return jnp.sum(values * shares(weights, reduction, segments=segments))
 
 
-def loss(
+def loss(  # noqa: PLR0913 (what is drawn, how it counts, and how it is computed)
     path: DiffusionPath,
     llm: LLM,
     batch: Batch,
@@ -267,15 +281,17 @@ def loss(
     *,
     reduction: Reduction = "example",
     draws_per_context: int = 1,
+    times: Times = as_drawn,
     chunk: int = 1024,
     remat: Callable[..., Any] | None = None,
-) -> Float[Array, ""]:
-    """Cross-entropy of the answers, in nats (equation 5); differentiable in `path`.
+) -> tuple[Float[Array, ""], Terms]:
+    """Cross-entropy of the answers, in nats (equation 5), and the terms of that sum; differentiable in `path`.
 
     With several draws per context, the mean of as many losses of one draw, whose keys are split off `key`.
     """
-    batch, draws = draw_each(key, batch, path, draws_per_context=draws_per_context)
+    batch, draws = draw_each(key, batch, path, draws_per_context=draws_per_context, times=times)
     context = read_context(llm, batch)
     hidden = correct(path, llm, context, batch, draws, remat=remat)
     losses = target_losses(llm, hidden, batch.targets, chunk=chunk)
-    return average(losses, batch.weights, reduction, segments=batch.query_segments)
+    counts = shares(batch.weights, reduction, segments=batch.query_segments)
+    return jnp.sum(losses * counts), Terms(t=draws.t, losses=losses, shares=counts)

@@ -14,12 +14,13 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from l2d_jax import attention, gathering, sharding
+from l2d_jax import attention, gathering, sharding, times
 from l2d_jax.config import TrainConfig
 from l2d_jax.diffusion_path import PRODUCT, DiffusionPath
 from l2d_jax.errors import InputError
 from l2d_jax.llm import LLM
 from l2d_jax.objective import Batch, loss, shares
+from l2d_jax.times import LossByTime
 
 
 def save_all_but_weights(primitive: Any, *_: Any, **parameters: Any) -> bool:
@@ -55,6 +56,7 @@ class TrainState(nnx.Module):
 
     path: DiffusionPath = nnx.data()
     optimizer: Any = nnx.data()  # Adam moments of the path, placed like it
+    loss_by_time: LossByTime | None = nnx.data(default=None)  # what a warped density of t follows; the same everywhere
 
 
 def optimizer_shardings(optimizer: optax.GradientTransformation, path: DiffusionPath, mesh: Mesh) -> Any:
@@ -68,10 +70,14 @@ def optimizer_shardings(optimizer: optax.GradientTransformation, path: Diffusion
     )
 
 
-def begin(optimizer: optax.GradientTransformation, path: DiffusionPath, mesh: Mesh) -> TrainState:
-    """A path with its moments at zero."""
+def begin(
+    optimizer: optax.GradientTransformation, path: DiffusionPath, mesh: Mesh, *, seen: LossByTime | None = None
+) -> TrainState:
+    """A path with its moments at zero, and what is known of its loss by time."""
     init = jax.jit(optimizer.init, out_shardings=optimizer_shardings(optimizer, path, mesh))
-    return TrainState(path=path, optimizer=init(path))
+    return TrainState(
+        path=path, optimizer=init(path), loss_by_time=jax.device_put(seen, NamedSharding(mesh, PartitionSpec()))
+    )
 
 
 def make_step(
@@ -93,15 +99,24 @@ def make_step(
     def step(state: TrainState, llm: LLM, batch: Batch, key: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         def accumulate(carry: Any, scanned: tuple[Batch, jax.Array]) -> tuple[Any, None]:
             micro, key = scanned
-            new = jax.value_and_grad(objective)(state.path, llm, micro, key)
-            return jax.tree.map(jnp.add, carry, new), None
+            (value, terms), gradient = jax.value_and_grad(objective, has_aux=True)(
+                state.path, llm, micro, key, times=draw_times
+            )
+            seen = None if state.loss_by_time is None else times.observe(*terms, sigma=sigma)
+            return jax.tree.map(jnp.add, carry, (value, gradient, seen)), None
 
+        sigma = state.path.config.sigma
+        draw_times = times.choose(config, state.loss_by_time, sigma=sigma)
         batch = batch._replace(weights=shares(batch.weights, config.reduction, segments=batch.query_segments))
-        zero = jax.tree.map(jnp.zeros_like, (jnp.float32(0), state.path))
+        zero = jax.tree.map(jnp.zeros_like, (jnp.float32(0), state.path, state.loss_by_time))
         keys = jax.random.split(key, config.accumulation)
-        (value, gradient), _ = jax.lax.scan(accumulate, zero, (batch, keys))
+        (value, gradient, seen), _ = jax.lax.scan(accumulate, zero, (batch, keys))
         updates, moments = optimizer.update(gradient, state.optimizer, state.path)
-        new_state = TrainState(path=optax.apply_updates(state.path, updates), optimizer=moments)
+        new_state = TrainState(
+            path=optax.apply_updates(state.path, updates),
+            optimizer=moments,
+            loss_by_time=times.follow(state.loss_by_time, seen),
+        )
         norm = optax.tree.norm(gradient)
         # Not optax.apply_if_finite: after so many skips it applies the NaN.
         finite = jnp.isfinite(value) & jnp.isfinite(norm)

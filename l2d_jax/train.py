@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from l2d_jax import accounting, command_line, hosts, lock, models, profile, rows, runtime, sharding
+from l2d_jax import accounting, command_line, hosts, lock, models, profile, rows, runtime, sharding, times
 from l2d_jax.batches import count_text
 from l2d_jax.checkpoint import Checkpoints
 from l2d_jax.config import Config
@@ -68,7 +68,8 @@ def train_on(mesh: Mesh, config: Config, workdir: Path, *, preemption: Preemptio
     llm = base.load(dtype=config.model.dtype, mesh=mesh, seed=config.train.seed)
     rate = schedule(config.optim, steps)
     adam = optimizer(config.optim, rate)
-    state = begin(adam, models.new_path(config.path, llm, mesh, seed=config.train.seed), mesh)
+    path = models.new_path(config.path, llm, mesh, seed=config.train.seed)
+    state = begin(adam, path, mesh, seen=times.nothing_seen(config.train))
 
     if hosts.is_first():
         (workdir / "checkpoints").mkdir(exist_ok=True)  # from here on the workdir belongs to this config
@@ -84,7 +85,7 @@ def train_on(mesh: Mesh, config: Config, workdir: Path, *, preemption: Preemptio
         budgets = config.validation.budgets if step else (1,)  # an untrained path is the LM at every budget
         examples = placed_in_order(held_out, config.validation.batch_size, mesh)
         report = validate(Model.build(llm, state.path), examples, config, budgets=budgets)
-        metrics.write(step, report)
+        metrics.write(step, report | times.describe(state.loss_by_time, sigma=config.path.sigma))
         figures = {name: value for name, value in report.items() if isinstance(value, float)}
         metrics.progress(step, "  ".join(f"{name.split('/')[1]} {value:.4f}" for name, value in figures.items()))
 
@@ -206,7 +207,8 @@ def export(state: TrainState, config: Config, workdir: Path) -> None:
 
 def vars_of(state: TrainState) -> dict[str, Any]:
     """The named parts of a checkpoint."""
-    return {"path": state.path, "optimizer": state.optimizer}
+    parts = {"path": state.path, "optimizer": state.optimizer, "loss_by_time": state.loss_by_time}
+    return {name: part for name, part in parts.items() if part is not None}
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from l2d_jax import accounting, models
+from l2d_jax import accounting, models, times
 from l2d_jax.config import Config
 from l2d_jax.diffusion_path import DiffusionPath
 from l2d_jax.llm import LLM
@@ -28,7 +28,8 @@ def training(config: Config, mesh: Mesh) -> dict[str, Any]:
     architecture = models.read_architecture(config.model)
     llm = models.random_base(architecture, mesh, dtype=config.model.dtype)
     adam = optimizer(config.optim, config.optim.peak_rate)
-    state = begin(adam, models.new_path(config.path, llm, mesh, seed=1), mesh)
+    path = models.new_path(config.path, llm, mesh, seed=1)
+    state = begin(adam, path, mesh, seen=times.nothing_seen(config.train))
     step = make_step(adam, config.train, state, mesh)
     batch = micro_batches(random_batch(config, architecture.vocab_size), config.train.accumulation, mesh)
     parts = {name: config.train.accumulation * seconds for name, seconds in _parts(config, state, llm, batch).items()}

@@ -13,7 +13,7 @@ import tiny
 from jax.sharding import Mesh
 from test_weights import declarations, theirs
 
-from l2d_jax import sharding, weights
+from l2d_jax import sharding, times, weights
 from l2d_jax.attention import attention, splash
 from l2d_jax.checkpoint import Checkpoints
 from l2d_jax.config import DataConfig, DecodeConfig, MeshConfig, OptimConfig, TrainConfig
@@ -89,12 +89,12 @@ class Trained(NamedTuple):
     state: TrainState
 
 
-def train(m: Mesh) -> Trained:
-    adam, config = optimizer(OptimConfig(), 1e-2), TrainConfig(batch_size=16, accumulation=2)
+def train(m: Mesh, **options: Any) -> Trained:
+    adam, config = optimizer(OptimConfig(), 1e-2), TrainConfig(batch_size=16, accumulation=2, **options)
     losses = []
     with jax.set_mesh(m):
         llm, path = place(tiny.llm(), declared_llm(), m), place(tiny.path(), declared_path(), m)
-        state = begin(adam, path, m)
+        state = begin(adam, path, m, seen=times.nothing_seen(config))
         step = make_step(adam, config, state, m)
         for number in range(3):
             batch = micro_batches(tiny.batch(examples=16, seed=number), 2, m)
@@ -134,6 +134,16 @@ def test_training_is_split_and_equal_to_one_device(alone: Trained, sizes: dict[s
         assert moment.sharding.is_equivalent_to(placements[moment.shape], moment.ndim)
     if sizes.get("fsdp") != 1:
         assert sum(not moment.sharding.is_fully_replicated for moment in moments) > len(moments) / 3
+
+
+def test_times_that_are_stratified_and_learnt_are_the_same_on_eight_devices(mesh: Mesh, eight: Mesh) -> None:
+    options = {"time_density": "warped", "stratified_times": True, "draws_per_context": 2}
+    one, split = (train(m, **options) for m in (mesh, eight))
+    np.testing.assert_allclose(split.losses, one.losses, rtol=1e-5)
+    assert split.state.loss_by_time is not None
+    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(split.state.loss_by_time))
+    close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7)
+    jax.tree.map(close, split.state.loss_by_time, one.state.loss_by_time)
 
 
 @pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "context": 4}], ids=str)

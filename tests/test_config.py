@@ -55,6 +55,10 @@ optim.clip_norm: float = 1.0
 train.batch_size: int = 32
 train.accumulation: int = 1
 train.draws_per_context: int = 1
+train.time_density: Literal['uniform', 'cosmap', 'logit_normal', 'warped'] = 'uniform'
+train.logit_normal_mean: float = 0.0
+train.logit_normal_deviation: float = 1.0
+train.stratified_times: bool = False
 train.epochs: float = 1.0
 train.steps: int | None = None
 train.reduction: Literal['example', 'token'] = 'example'
@@ -140,6 +144,11 @@ def test_defaults_refuse_a_name_that_they_do_not_know():
         ({"validation": {"budgets": 3}}, "config.validation.budgets must be of type tuple[int, ...], got 3"),
         ({"validation": {"budgets": [1, "x"]}}, "config.validation.budgets[1] must be of type int, got 'x'"),
         ({"path": {"layers": "loar"}}, "config.path.layers must be one of 'lora', 'dense', got 'loar'"),
+        (
+            {"train": {"time_density": "cosine"}},
+            "config.train.time_density must be one of 'uniform', 'cosmap', 'logit_normal', 'warped', got 'cosine'",
+        ),
+        ({"train": {"stratified_times": "yes"}}, "config.train.stratified_times must be of type bool, got 'yes'"),
         ({"model": {"name": "a", "dtype": "float16"}}, "config.model.dtype must be one of 'bfloat16', 'float32'"),
         ({"model": {"name": "random"}}, "config.model.architecture is None: give the keys of a config.json"),
         ({"model": {"name": "a", "architecture": 3}}, "config.model.architecture must be of type"),
@@ -170,6 +179,10 @@ def test_a_missing_section_is_named():
         (TrainConfig, {"keep": 0}, "keep must be positive"),
         (TrainConfig, {"draws_per_context": 0}, "draws_per_context must be positive, got 0"),
         (TrainConfig, {"max_skipped": 0}, "max_skipped must be positive"),
+        (TrainConfig, {"time_density": "logit_normal", "logit_normal_deviation": 0.0}, "positive, got 0.0 and 0.0"),
+        (TrainConfig, {"time_density": "logit_normal", "logit_normal_deviation": float("inf")}, "finite and positive"),
+        (TrainConfig, {"time_density": "logit_normal", "logit_normal_mean": float("nan")}, "mean must be finite"),
+        (TrainConfig, {"time_density": "cosmap", "logit_normal_mean": 1.0}, "say nothing to .* 'cosmap'"),
         (TrainConfig, {"epochs": 0.0}, "epochs must be positive"),
         (TrainConfig, {"accumulation": 3}, "batch_size 32 is not a multiple of config.train.accumulation 3"),
         (DecodeConfig, {"budget": 0}, "at least 1 evaluation, got 0"),

@@ -67,7 +67,7 @@ def test_the_loss_by_hand(classes: int) -> None:
         "sum": losses[0].sum() + losses[1, :3].sum(),
     }
     kinds: Any = list(wanted)
-    found = jax.jit(lambda *arguments: [objective.loss(*arguments, reduction=kind) for kind in kinds])
+    found = jax.jit(lambda *arguments: [objective.loss(*arguments, reduction=kind)[0] for kind in kinds])
     np.testing.assert_allclose(found(model.path, model.llm, batch, KEY), list(wanted.values()), rtol=1e-4)
 
 
@@ -94,7 +94,11 @@ def test_examples_of_a_packed_row_count_as_rows_do() -> None:
 
 def program(draws_per_context: int) -> Any:
     """Loss and gradient."""
-    return jax.jit(jax.value_and_grad(partial(objective.loss, draws_per_context=draws_per_context)))
+
+    def loss(*arguments: Any) -> jax.Array:
+        return objective.loss(*arguments, draws_per_context=draws_per_context)[0]
+
+    return jax.jit(jax.value_and_grad(loss))
 
 
 def test_several_draws_are_the_mean_of_several_losses() -> None:
@@ -191,7 +195,7 @@ def test_no_gradient_enters_the_frozen_model() -> None:
 
     for leaf in jax.tree.leaves(jax.jit(jax.grad(through_context))(tiny.llm())):
         np.testing.assert_array_equal(leaf, 0.0)
-    gradient = jax.grad(lambda path: objective.loss(path, tiny.llm(), batch, KEY))
+    gradient = jax.grad(lambda path: objective.loss(path, tiny.llm(), batch, KEY)[0])
     moments = jax.eval_shape(gradient, path)  # the shape of the path, and of nothing else
     assert jax.tree.structure(moments) == jax.tree.structure(path)
 

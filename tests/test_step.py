@@ -12,7 +12,7 @@ import tiny
 from jax.sharding import Mesh
 from programs import same_bits
 
-from l2d_jax import models, objective, sharding
+from l2d_jax import models, objective, sharding, times
 from l2d_jax.config import OptimConfig, TrainConfig
 from l2d_jax.diffusion_path import DiffusionPath
 from l2d_jax.errors import InputError
@@ -23,11 +23,11 @@ from l2d_jax.step import REMAT, TrainState, begin, check_batch, make_step, micro
 KEY = jax.random.key(0)
 
 
-def start(path: DiffusionPath, mesh: Mesh, adam: optax.GradientTransformation) -> TrainState:
+def start(path: DiffusionPath, mesh: Mesh, adam: optax.GradientTransformation, **seen: Any) -> TrainState:
     """On the mesh, from a copy of the path, since steps donate their state."""
     declared = DiffusionPath.declare(path.config, tiny.architecture("llama"))
     path = jax.device_put(jax.tree.map(np.array, path), sharding.shardings(declared, mesh))
-    return begin(adam, path, mesh)
+    return begin(adam, path, mesh, **seen)
 
 
 @pytest.fixture(scope="module")
@@ -147,11 +147,74 @@ def test_what_is_not_finite_changes_nothing(poison: str, mesh: Mesh, program: tu
     assert not same_bits(state.path, before.path)
 
 
+@pytest.mark.parametrize("name", ["cosmap", "logit_normal"])
+def test_a_step_at_times_of_another_density(name: Any, mesh: Mesh) -> None:
+    """Is the loss of the same noise at those times."""
+    llm, path, batch = tiny.llm(), tiny.path(), uneven()
+    adam, config = optimizer(OptimConfig(), 1e-2), TrainConfig(batch_size=4, time_density=name)
+    state = start(path, mesh, adam)
+    _, metrics = make_step(adam, config, state, mesh)(state, llm, micro_batches(batch, 1, mesh), KEY)
+    draws = objective.draw(jax.random.split(KEY, 1)[0], batch, path)
+    u = np.asarray(draws.t, np.float64)
+    t = {"cosmap": 1 - 1 / (1 + np.tan(np.pi / 2 * u)), "logit_normal": 1 / (1 + np.exp(-jax.scipy.special.ndtri(u)))}
+    draws = draws._replace(t=jnp.asarray(t[name], jnp.float32))
+
+    @jax.jit
+    def loss() -> jax.Array:
+        hidden = objective.correct(path, llm, objective.read_context(llm, batch), batch, draws)
+        losses = objective.over_logits(llm, hidden, objective.negative_log_likelihood, batch.targets)
+        return objective.average(losses, batch.weights, "example")
+
+    np.testing.assert_allclose(metrics["loss"], loss(), rtol=1e-4)
+
+
+def test_a_warped_density_follows_the_losses_of_the_steps(mesh: Mesh) -> None:
+    """Of all micro-batches and draws, each as it counts; a skipped step leaves it as it is."""
+    llm, path, batch = tiny.llm(), tiny.path(), uneven()
+    config = TrainConfig(
+        batch_size=4, accumulation=2, draws_per_context=2, time_density="warped", stratified_times=True
+    )
+    adam = optimizer(OptimConfig(), 1e-2)
+    first = times.nothing_seen(config)
+    state = start(path, mesh, adam, seen=first)
+    step = make_step(adam, config, state, mesh)
+
+    placed, counts = micro_batches(batch, 2, mesh), objective.shares(batch.weights, "example")
+    choose = times.choose(config, first, sigma=64.0)
+    objects = partial(objective.loss, reduction="sum", draws_per_context=2, times=choose)
+    value, losses, weights = 0.0, np.zeros(times.BINS), np.zeros(times.BINS)
+    for i, key in enumerate(jax.random.split(KEY, 2)):
+        half = jax.tree.map(lambda a, i=i: a[2 * i : 2 * i + 2], batch._replace(weights=counts))
+        part, terms = jax.jit(objects)(path, llm, half, key)
+        t, each, share = (np.asarray(a, np.float64) for a in terms)
+        value += part
+        bins = np.minimum(times.BINS * t / (t + 64 * (1 - t)), times.BINS - 1).astype(int)
+        np.add.at(losses, bins, each * share)
+        np.add.at(weights, bins, share)
+
+    state, metrics = step(state, llm, placed, KEY)
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
+    np.testing.assert_allclose(losses.sum(), value, rtol=1e-5)
+    np.testing.assert_allclose(weights.sum(), 1.0, rtol=1e-5)
+    np.testing.assert_allclose(state.loss_by_time.losses, (1 - times.DECAY) * losses, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(state.loss_by_time.weights, (1 - times.DECAY) * weights, rtol=1e-4, atol=1e-7)
+
+    before = jax.tree.map(np.array, state)
+    state, metrics = step(state, llm, placed._replace(weights=placed.weights * jnp.nan), KEY)
+    assert metrics["skipped"] == 1
+    assert same_bits(state, before)
+    state, metrics = step(state, llm, placed, KEY)
+    assert metrics["skipped"] == 0
+    trust = float(jnp.sum(state.loss_by_time.weights))
+    np.testing.assert_allclose(trust, 1 - times.DECAY**2, rtol=1e-3)
+    assert step._cache_size() == 1
+
+
 def test_rematerialisation_changes_no_gradient() -> None:
     llm, path, batch = tiny.llm(), tiny.path(), tiny.batch()
 
     def gradient(name: str) -> Any:
-        return jax.jit(jax.grad(partial(objective.loss, remat=REMAT[name])))(path, llm, batch, KEY)
+        return jax.jit(jax.grad(partial(objective.loss, remat=REMAT[name]), has_aux=True))(path, llm, batch, KEY)[0]
 
     plain = gradient("none")
     for name in REMAT.keys() - {"none"}:
@@ -164,7 +227,7 @@ def test_no_gathered_weight_waits_for_the_backward_pass(name: str) -> None:
     llm, path, batch = tiny.llm(), tiny.path(), tiny.batch()
 
     def kept(path: DiffusionPath, llm: Any) -> list[Any]:
-        return jax.tree.leaves(jax.vjp(lambda p: objective.loss(p, llm, batch, KEY, remat=REMAT[name]), path)[1])
+        return jax.tree.leaves(jax.vjp(lambda p: objective.loss(p, llm, batch, KEY, remat=REMAT[name])[0], path)[1])
 
     loops = [equation for equation in jax.make_jaxpr(kept)(path, llm).eqns if equation.primitive.name == "scan"]
     made = {variable.aval.shape for loop in loops for variable in loop.outvars}
