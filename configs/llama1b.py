@@ -49,8 +49,3 @@ def v6e_1x1(config: ConfigDict) -> None:
     """One chip of TPU v6e: 9.4 of 31.25 GiB (compiled, not run)."""
     config.train.accumulation = 16  # two sequences at a time
     config.train.remat = "products"
-
-
-def dense(config: ConfigDict) -> None:
-    """The path with full copies of the LM's layers instead of LoRA ("full f_d")."""
-    config.path.layers = "dense"

@@ -54,8 +54,3 @@ def v6e_1x1(config: ConfigDict) -> None:
     """One chip of TPU v6e: 22.0 of 31.25 GiB (compiled, not run)."""
     config.train.accumulation = 32  # one sequence at a time
     config.train.remat = "full"
-
-
-def dense(config: ConfigDict) -> None:
-    """The path with full copies of the LM's layers instead of LoRA ("full f_d")."""
-    config.path.layers = "dense"

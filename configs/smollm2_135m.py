@@ -26,11 +26,6 @@ def get_config() -> ConfigDict:
     return config
 
 
-def dense(config: ConfigDict) -> None:
-    """The path with full copies of the LM's layers instead of LoRA ("full f_d")."""
-    config.path.layers = "dense"
-
-
 def quickstart(config: ConfigDict) -> None:
     """Minutes on two cores instead of days on a pod: everything that differs from the paper, and why.
 

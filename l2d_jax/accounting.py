@@ -19,6 +19,11 @@ def parameters(declared: Any) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(declared))
 
 
+def trainable_parameters(config: Config, architecture: Architecture) -> int:
+    """Number of values that training changes; exact."""
+    return parameters(DiffusionPath.declare(config.path, architecture))
+
+
 def bytes_per_device(declared: Any, mesh: Mesh) -> int:
     """Bytes that the fullest device holds of a declared tree."""
     placements = jax.tree.leaves(sharding.shardings(declared, mesh))

@@ -6,19 +6,23 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 import jax
 from ml_collections import ConfigDict
 
-from l2d_jax import hosts
+from l2d_jax import hosts, variants
 from l2d_jax.config import Config
 from l2d_jax.errors import InputError, RunError
 from l2d_jax.options import nearest
 
-CONFIG_HELP = "a config file, FILE.py or FILE.py:variant; --config.section.option=value overrides one of its values"
+CONFIG_HELP = (
+    "a config file, FILE.py, FILE.py:variant or FILE.py:several,variants (train --variants lists them); "
+    "--config.section.option=value overrides one of its values"
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -86,10 +90,10 @@ def split_overrides(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def read_config(reference: str, overrides: Mapping[str, Any] | None = None) -> Config:
-    """The checked config of `FILE.py` or `FILE.py:variant`, with overrides by dotted name; raises `InputError`.
+    """The checked config of `FILE.py` or `FILE.py:variant,...`, with overrides by dotted name; raises `InputError`.
 
-    A variant is a function of the file that edits the config that `get_config()` returns; a file whose `get_config`
-    takes an argument is given the variant's name instead.
+    A variant is a function of the file, or of `l2d_jax.variants`, that edits the config that `get_config()` returns;
+    several are applied in order. A file whose `get_config` takes an argument is given what stands behind the colon.
     """
     file, _, variant = reference.partition(":")
     module = _import(Path(file))
@@ -104,6 +108,12 @@ def read_config(reference: str, overrides: Mapping[str, Any] | None = None) -> C
     for name, value in (overrides or {}).items():
         _override(config, name, value)
     return Config.from_dict(config.to_dict() if isinstance(config, ConfigDict) else dict(config))
+
+
+def find_variants(reference: str) -> dict[str, Callable[[Any], None]]:
+    """The variants that a config file may take, by name: its own, then the shared ones; raises `InputError`."""
+    file = reference.partition(":")[0]
+    return _variants(_import(Path(file)))
 
 
 def _import(file: Path) -> Any:
@@ -126,16 +136,42 @@ def _call(module: Any, file: str, variant: str) -> Any:
     if inspect.signature(module.get_config).parameters:
         return module.get_config(variant) if variant else module.get_config()
     config = module.get_config()
-    if variant:
-        known = [
-            name
-            for name, value in vars(module).items()
-            if inspect.isfunction(value) and value.__module__ == module.__name__ and name != "get_config"
-        ]
-        if variant not in known:
-            raise InputError(f"{file} has no variant {variant!r}{nearest(variant, known)}")
-        getattr(module, variant)(config)
+    known, owner = _variants(module), dict[str, str]()
+    for name in [name.strip() for name in variant.split(",")] if variant else []:
+        if name not in known:
+            raise InputError(f"{file} has no variant {name!r}{nearest(name, known)}")
+        before = dict(_leaves(config))
+        known[name](config)
+        if known[name].__module__ != variants.__name__:
+            continue  # a file's own variant is where a run starts, which others may refine
+        for option, value in _leaves(config):
+            if before.get(option) != value and owner.setdefault(option, name) != name:
+                raise InputError(
+                    f"the variants {owner[option]} and {name} both set config.{option}: choose one of them"
+                )
     return config
+
+
+def _variants(module: ModuleType) -> dict[str, Callable[[Any], None]]:
+    """The public functions that a file defines, but for `get_config`, and the shared ones of other names."""
+    own, shared = (
+        {
+            name: value
+            for name, value in vars(source).items()
+            if inspect.isfunction(value) and value.__module__ == source.__name__ and not name.startswith("_")
+        }
+        for source in (module, variants)
+    )
+    return {name: value for name, value in {**own, **shared, **own}.items() if name != "get_config"}
+
+
+def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every option of a config, by its dotted name."""
+    for name, value in node.items():
+        if isinstance(value, ConfigDict | Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def _override(config: Any, name: str, value: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from ml_collections import ConfigDict
 
+from l2d_jax import contradictions
 from l2d_jax.options import from_dict, require
 
 
@@ -64,7 +65,7 @@ class DataConfig:
     """Conversations: where they are, and the fixed shape they are brought to."""
 
     source: str = "smoltalk"  # "problems" (built in), "smoltalk", a data set's hub name, or a folder of rows
-    subsets: tuple[str, ...] = ()  # hub configurations to join; () takes the source's own default
+    subsets: tuple[str, ...] = ()  # hub configurations, or folders, to join; () takes the source's own default
     data_dir: str | None = None  # read <data_dir>/<source>/<split>.jsonl or .parquet instead of the hub
     train_split: str = "train"
     validation_split: str = "test"
@@ -72,6 +73,7 @@ class DataConfig:
     validation_examples: int | None = 256  # at most so many; None: all
     max_length: int = 2048  # tokens of context and answer; longer examples are dropped and counted
     answer_length: int | None = None  # positions that carry a loss, per row; None: max_length
+    empty_thoughts: bool = False  # where a prompt opens a thought (R1's do), close it before an answer without one
     packing: bool = False  # let training examples share a row of those lengths; False: one a row, as in the paper
     seed: int = 0  # of the order
 
@@ -101,6 +103,10 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         require(self.peak_rate > 0, f"config.optim.peak_rate must be positive, got {self.peak_rate}")
+        require(
+            0 <= self.final_rate <= self.peak_rate,
+            f"config.optim.final_rate must be from 0 to config.optim.peak_rate {self.peak_rate}, got {self.final_rate}",
+        )
         require(self.warmup_steps >= 0, f"config.optim.warmup_steps must not be negative, got {self.warmup_steps}")
         require(self.clip_norm > 0, f"config.optim.clip_norm must be positive, got {self.clip_norm}")
 
@@ -240,6 +246,9 @@ class Config:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+    def __post_init__(self) -> None:
+        contradictions.check(vars(self))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Config":

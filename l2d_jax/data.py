@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from l2d_jax import tokens
 from l2d_jax.batches import stack
 from l2d_jax.config import DataConfig
-from l2d_jax.conversations import most_examples, read_rows
+from l2d_jax.conversations import most_examples, papers_count, read_rows
 from l2d_jax.errors import InputError
 from l2d_jax.objective import Batch
 from l2d_jax.packing import Plan, pack
@@ -45,9 +45,15 @@ class Counts:
     kept: int
     too_long: int  # context and answer exceed config.data.max_length
     answer_too_long: int  # the answer exceeds config.data.answer_length
+    papers: int | None = None  # how many the paper has of these
 
     def __str__(self) -> str:
-        return f"{self.kept} ({self.too_long} too long and {self.answer_too_long} with too long an answer left out)"
+        found = f"{self.kept} ({self.too_long} too long and {self.answer_too_long} with too long an answer left out)"
+        if self.papers is None:
+            return found
+        if self.papers == self.kept:
+            return f"{found}, as many as in the paper"
+        return f"{found}, not the paper's {self.papers}: the rows, the tokenizer or its chat template are not the same"
 
 
 @dataclass(frozen=True)
@@ -61,18 +67,23 @@ class Examples:
     padding: int  # id of the token that fills the rows of a batch
 
     @classmethod
-    def load(cls, config: DataConfig, tokenizer: PreTrainedTokenizerFast, *, split: str) -> "Examples":
+    def load(
+        cls, config: DataConfig, tokenizer: PreTrainedTokenizerFast, *, split: str, classes: int = 0
+    ) -> "Examples":
         """Read and tokenise a split, at most the number of examples that the config asks for.
 
-        That number is spread evenly over the split. Raises `InputError` for rows that cannot be read, for a tokenizer
-        without a chat template, and where no example fits the lengths of the config.
+        That number is spread evenly over the split. Raises `InputError` for rows that cannot be read, for rows without
+        one of so many `classes` for guidance where there are any, for a tokenizer without a chat template, and where no
+        example fits the lengths of the config.
         """
         tokens.require_chat_template(tokenizer)
         name, limit = f"{config.source}/{split}", most_examples(config, split)
         rows = read_rows(config, split)
+        _check_classes(rows, classes, name=name)
         taken = limit or len(rows)
         while True:
-            turns = _tokenise(rows, _spread(len(rows), taken), tokenizer, name=name)
+            numbers = _spread(len(rows), taken)
+            turns = _tokenise(rows, numbers, tokenizer, name=name, empty_thoughts=config.empty_thoughts)
             fits, counts = _fit(turns, config)
             if limit is None or counts.kept >= limit or taken >= len(rows):
                 break
@@ -80,7 +91,7 @@ class Examples:
         if counts.kept == 0:
             raise InputError(_misfit(turns, config, name))
         kept = np.flatnonzero(fits)[_spread(counts.kept, limit or counts.kept)]
-        counts = dataclasses.replace(counts, kept=len(kept))
+        counts = dataclasses.replace(counts, kept=len(kept), papers=papers_count(config, split))
         return cls(config, counts, turns.with_format("numpy"), kept, tokens.padding_id(tokenizer))
 
     def __len__(self) -> int:
@@ -160,6 +171,23 @@ class Examples:
         return iter(picked.batch(share, drop_remainder=True, batch_fn=stack_rows).to_iter_dataset(READING))
 
 
+def _check_classes(rows: datasets.Dataset, classes: int, *, name: str) -> None:
+    """Raise `InputError` where guidance is trained and the rows do not say with which class."""
+    if classes == 0:
+        return
+    if "class" not in rows.column_names:
+        raise InputError(
+            f"guidance needs the class of each row, but those of {name} have none: add a column 'class' with numbers "
+            f"from 0 to {classes - 1}, or set config.path.classes to 0"
+        )
+    found = rows.select_columns(["class"]).unique("class")  # alone: it copies what it reads, texts included
+    large = [label for label in found if isinstance(label, int) and label >= classes]
+    if large:
+        raise InputError(
+            f"{name} has rows of class {max(large)}, but config.path.classes {classes} ends at {classes - 1}: raise it"
+        )
+
+
 def _spread(length: int, count: int) -> Int[np.ndarray, " n"]:
     """At most `count` of `length` indices, evenly spaced: joined subsets all get their share."""
     count = min(count, length)
@@ -167,13 +195,18 @@ def _spread(length: int, count: int) -> Int[np.ndarray, " n"]:
 
 
 def _tokenise(
-    rows: datasets.Dataset, numbers: Int[np.ndarray, " n"], tokenizer: PreTrainedTokenizerFast, *, name: str
+    rows: datasets.Dataset,
+    numbers: Int[np.ndarray, " n"],
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    name: str,
+    empty_thoughts: bool,
 ) -> datasets.Dataset:
     """The turns of the rows of these numbers, or those of an earlier call from the cache of `datasets`."""
     # `datasets` knows a cached result by the arguments and by this function's name, so the code is an argument too.
     code = hashlib.sha256((inspect.getsource(tokens) + inspect.getsource(_turns)).encode()).hexdigest()
-    arguments = {"numbers": numbers, "tokenizer": tokenizer, "name": name, "code": code}
-    options = {"with_indices": True, "remove_columns": rows.column_names, "features": FEATURES, "fn_kwargs": arguments}
+    given = {"numbers": numbers, "tokenizer": tokenizer, "name": name, "empty_thoughts": empty_thoughts, "code": code}
+    options = {"with_indices": True, "remove_columns": rows.column_names, "features": FEATURES, "fn_kwargs": given}
     return rows.select(numbers).map(_turns, batched=True, desc=f"tokenising {name}", **options)
 
 
@@ -184,6 +217,7 @@ def _turns(
     numbers: Int[np.ndarray, " n"],
     tokenizer: PreTrainedTokenizerFast,
     name: str,
+    empty_thoughts: bool,
     code: str,  # noqa: ARG001
 ) -> dict[str, list[Any]]:
     """Tokenise a batch of rows: one row of FEATURES per turn of the assistant."""
@@ -195,7 +229,7 @@ def _turns(
                 raise InputError(f"'messages' must be a list of objects with role and content, got {messages!r:.60}")
             if not isinstance(label, int) or label < 0:
                 raise InputError(f"'class' must be an integer, 0 or more, got {label!r}")
-            pairs = tokens.turn_texts(messages, tokenizer)
+            pairs = tokens.turn_texts(messages, tokenizer, empty_thoughts=empty_thoughts)
         except InputError as error:
             raise InputError(f"row {numbers[index]} of {name} (the first is 0): {error}") from error
         texts += [text for pair in pairs for text in pair]

@@ -7,8 +7,9 @@ and answer are tokenised apart, so that the ids in training are those in generat
 merged across the border (the release does the same: ids of the context, then ids of the response).
 
 Where a template rewrites an answer (R1's drop the reasoning) or its prompt opens something (`<think>`), the answer is
-the message as it stands, less that opening, and the turn's end. Special tokens spelled out in a message are read as
-special tokens, as transformers does; nothing here protects from that.
+the message as it stands, less that opening, and the turn's end. A message without a thought does not continue a prompt
+that opens one: it is refused or, with `empty_thoughts`, closes the thought first. Special tokens spelled out in a
+message are read as special tokens, as transformers does; nothing here protects from that.
 """
 
 import functools
@@ -26,6 +27,7 @@ from l2d_jax.errors import InputError
 Message = Mapping[str, Any]  # "role" and "content", both text
 
 DATE = "26 Jul 2024"  # Llama 3's templates print one; today's would change the data from one day to the next
+THOUGHT = ("<think>", "</think>")  # what opens and closes one
 PROBE = "\N{SNOWMAN}"  # an answer that no template contains
 
 CHATML = """\
@@ -137,18 +139,23 @@ def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> list[lis
     return tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
 
 
-def turn_texts(messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast) -> list[tuple[str, str]]:
+def turn_texts(
+    messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast, *, empty_thoughts: bool = False
+) -> list[tuple[str, str]]:
     """Context and answer of each of the assistant's turns, as text.
+
+    With `empty_thoughts`, an answer without a thought first closes the one that the template's prompt opens.
 
     Raises `InputError` for messages without role or content, for a conversation that the assistant begins, and for a
     template that refuses it or leaves no sound border between prompt and answer.
     """
     require_chat_template(tokenizer)
     _check(messages)
-    return [_turn(messages[: i + 1], tokenizer) for i, message in enumerate(messages) if message["role"] == "assistant"]
+    turn = functools.partial(_turn, tokenizer=tokenizer, empty_thoughts=empty_thoughts)
+    return [turn(messages[: i + 1]) for i, message in enumerate(messages) if message["role"] == "assistant"]
 
 
-def _turn(messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast) -> tuple[str, str]:
+def _turn(messages: Sequence[Message], *, tokenizer: PreTrainedTokenizerFast, empty_thoughts: bool) -> tuple[str, str]:
     """Context and answer of the last message."""
     if len(messages) == 1:
         raise InputError(
@@ -160,9 +167,12 @@ def _turn(messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast) -> tu
         return prompt, text[len(prompt) : text.rindex(frame.end) + len(frame.end)]
     if content.startswith(frame.opening):  # the template rewrites the answer, so the message itself is what to say
         return prompt, content[len(frame.opening) :] + frame.end
+    if empty_thoughts and frame.opening.strip() == THOUGHT[0]:
+        return prompt, f"\n{THOUGHT[1]}\n\n{content}{frame.end}"
     raise InputError(
         f"an answer must continue the chat template's prompt, which ends with {frame.opening!r}, but one begins with "
-        f"{content[:20]!r}: begin answers with {frame.opening!r}, or take a chat template whose prompt does not open it"
+        f"{content[:20]!r}: begin answers with {frame.opening!r}, take a chat template whose prompt does not open it, "
+        "or close thoughts with config.data.empty_thoughts"
     )
 
 

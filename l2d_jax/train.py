@@ -27,6 +27,7 @@ from l2d_jax.preemption import STOPPED, Preemption
 from l2d_jax.refine import Model, Refinement
 from l2d_jax.step import TrainState, begin, check_batch, local_rows, make_step, micro_batches
 from l2d_jax.validate import validate
+from l2d_jax.variant_table import variant_table
 from l2d_jax.workdir import claim, differences, is_measured, plain
 
 
@@ -36,7 +37,12 @@ def main() -> int | None:
     parser.add_argument("--config", required=True, help=command_line.CONFIG_HELP)
     parser.add_argument("--workdir", type=command_line.local_path, help="where config, checkpoints and metrics go")
     parser.add_argument("--dry_run", action="store_true", help="print parameters, memory and FLOPs; no weights needed")
+    listing = "list the variants of the config file, with their trainable parameters; overrides do not count"
+    parser.add_argument("--variants", action="store_true", help=listing)
     options, config = parser.parse_with_config()
+    if options.variants:
+        print(variant_table(options.config))
+        return 0
     if options.dry_run:
         mesh = runtime.start(config.mesh)
         print(accounting.summary(config, models.read_architecture(config.model), mesh))
@@ -161,7 +167,8 @@ def read_inputs(config: Config) -> tuple[models.FoundBase, Examples, Examples]:
         raise InputError(f"{config.model.name} has no tokenizer: training reads text; add its tokenizer files")
     data = config.data
     training, held_out = (
-        Examples.load(data, base.tokenizer, split=split) for split in (data.train_split, data.validation_split)
+        Examples.load(data, base.tokenizer, split=split, classes=config.path.classes)
+        for split in (data.train_split, data.validation_split)
     )
     return base, training, held_out
 

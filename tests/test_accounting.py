@@ -15,6 +15,7 @@ from l2d_jax.llm import LLM
 TRAINABLE = {
     "llama1b": (73_344_256, 992_945_408, 73_345_280),
     "qwen1p5b": (103_324_928, 1_357_825_280, 103_325_952),
+    "r1_qwen1p5b": (103_324_928, 1_357_825_280, 103_325_952),  # the path has neither a head nor embeddings of its own
     "llama8b": (281_036_032, 6_918_522_112, 281_037_056),
     "qwen7b": (233_008_384, 6_582_236_416, 233_009_408),
     "smollm2_135m": (37_620_864, 128_859_264, 37_621_888),
@@ -33,6 +34,14 @@ def test_trainable_parameters_are_those_of_the_release(name):
         architecture = Architecture.from_hf(options.model.architecture)
         found.append(accounting.parameters(DiffusionPath.declare(options.path, architecture)))
     assert tuple(found) == TRAINABLE[name]
+
+
+def test_the_frozen_parameters_of_r1_are_those_counted_by_hand():
+    options = read_config(str(ROOT / "configs" / "r1_qwen1p5b.py"))
+    attention = 1536 * (1536 + 2 * 256) + (1536 + 2 * 256) + 1536 * 1536  # q, k and v with biases, o
+    layer = attention + 3 * 1536 * 8960 + 2 * 1536
+    llm = LLM.declare(Architecture.from_hf(options.model.architecture), dtype="bfloat16")
+    assert accounting.parameters(llm) == 2 * 151936 * 1536 + 28 * layer + 1536 == 1_777_088_000
 
 
 def test_the_parts_are_those_of_the_release():

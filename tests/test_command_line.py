@@ -147,7 +147,7 @@ def test_a_url_is_not_a_folder():
 
 
 FILES = sorted((ROOT / "configs").glob("*.py"))
-MODELS = ["llama1b", "llama8b", "qwen1p5b", "qwen7b", "smollm2_135m"]
+MODELS = ["llama1b", "llama8b", "qwen1p5b", "qwen7b", "r1_qwen1p5b", "smollm2_135m"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -10,6 +10,7 @@ from l2d_jax.config import (
     DecodeConfig,
     MeshConfig,
     ModelConfig,
+    OptimConfig,
     PathConfig,
     ProfileConfig,
     TrainConfig,
@@ -42,6 +43,7 @@ data.train_examples: int | None = None
 data.validation_examples: int | None = 256
 data.max_length: int = 2048
 data.answer_length: int | None = None
+data.empty_thoughts: bool = False
 data.packing: bool = False
 data.seed: int = 0
 optim.peak_rate: float = 0.0001
@@ -176,6 +178,8 @@ def test_a_missing_section_is_named():
         (DataConfig, {"max_length": 1}, "at least 2 tokens"),
         (DataConfig, {"train_examples": 0}, "must be positive or None"),
         (DataConfig, {"answer_length": 4000}, "4000 exceeds config.data.max_length 2048"),
+        (OptimConfig, {"peak_rate": 1e-5, "final_rate": 1e-4}, r"from 0 to config.optim.peak_rate 1e-05, got 0.0001"),
+        (OptimConfig, {"final_rate": -1e-6}, "got -1e-06"),
         (TrainConfig, {"keep": 0}, "keep must be positive"),
         (TrainConfig, {"draws_per_context": 0}, "draws_per_context must be positive, got 0"),
         (TrainConfig, {"max_skipped": 0}, "max_skipped must be positive"),
@@ -199,6 +203,43 @@ def test_a_missing_section_is_named():
 def test_values_are_checked_on_construction(kind, values, message):
     with pytest.raises(InputError, match=message):
         kind(**values)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"path": {"dense_init": "scratch"}}, "there is no from-scratch LoRA: set layers to 'dense'"),
+        ({"path": {"class_dropout": 0.1}}, "class_dropout 0.1 drops classes, but config.path.classes is 0"),
+        ({"decode": {"guidance": 2.0}}, "guidance 2.0 is the strength of a class, but config.path.classes is 0"),
+        (
+            {"path": {"classes": 4, "class_dropout": 0.0}, "decode": {"guidance": 1.5}},
+            "guidance 1.5 mixes in the null class, which is never trained with config.path.class_dropout 0",
+        ),
+        ({"data": {"source": "problems", "data_dir": "rows"}}, "config.data.source 'problems' is built in, but"),
+        ({"data": {"source": "problems", "subsets": ["a"]}}, "config.data.source 'problems' is built in, but"),
+        ({"data": {"validation_split": "train"}}, "validation_split are both 'train': held-out answers need"),
+        ({"decode": {"anneal": True}}, "velocity_temperature fall to 0, but it is 0 already"),
+        ({"decode": {"velocity": "expectation"}}, "'expectation' is the arg max where config.decode.velocity_temp"),
+    ],
+)
+def test_contradictions_are_refused(sections, message):
+    with pytest.raises(InputError) as caught:
+        build(**sections)
+    assert message in str(caught.value)
+    assert "{" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"path": {"layers": "dense", "dense_init": "scratch", "lora_rank": 16}},
+        {"path": {"classes": 4, "class_dropout": 0.0}},
+        {"path": {"classes": 4, "class_dropout": 0.1}, "decode": {"guidance": 0.0}},
+        {"decode": {"velocity": "expectation", "velocity_temperature": 1.0, "anneal": True}},
+    ],
+)
+def test_what_goes_together_is_taken(sections):
+    build(**sections)
 
 
 def test_values_are_cast_where_nothing_is_lost():

@@ -335,9 +335,9 @@ def test_hub_names_and_subsets(monkeypatch):
         ("HuggingFaceTB/smoltalk", "a"): [one | {"source": "x"}],
         ("HuggingFaceTB/smoltalk", "b"): [two | {"source": 1}],
     }
-    hub(monkeypatch, sets | {("HuggingFaceTB/smoltalk", "all"): [all_], ("me/mine", None): [one]})
+    hub(monkeypatch, sets | {("openai/gsm8k", "main"): [all_], ("me/mine", None): [one]})
+    assert served(load(DataConfig(source="gsm8k", max_length=128)).in_order(1), 1) == [[3]]
     config = DataConfig(source="smoltalk", max_length=128)
-    assert served(load(config).in_order(1), 1) == [[3]]
     joined = dataclasses.replace(config, subsets=("a", "b"))
     assert served(load(joined).in_order(2), 1) == [[1, 2]]
     assert served(load(DataConfig(source="me/mine", max_length=128)).in_order(1), 1) == [[1]]
@@ -401,9 +401,13 @@ def test_missing_split_lists_the_others(tmp_path):
         load(DataConfig(source="problems"), "dev")
 
 
-def test_subsets_need_the_hub(tmp_path):
-    with pytest.raises(InputError, match=r"config.data.subsets is for the hub"):
-        load(folder_config(tmp_path, [dialogue("?", "7")], subsets=("a",)))
+def test_subsets_of_a_folder_are_folders(tmp_path):
+    for name in "ab":
+        write(tmp_path / "rows" / name / "train.jsonl", [dialogue("?", name) | {name: 1}])
+    config = folder_config(tmp_path, [dialogue("?", "7")], subsets=("b", "a"))
+    assert answers(next(load(config).in_order(2))) == ["b<|im_end|>", "a<|im_end|>"]
+    with pytest.raises(InputError, match=r"no split 'train' in .*/c: it needs train.jsonl or train.parquet"):
+        load(dataclasses.replace(config, subsets=("a", "c")))
 
 
 def test_nothing_fits(tmp_path):

@@ -115,6 +115,30 @@ def test_reasoning_is_learnt_though_the_template_drops_it(tokenizer, opening):
     assert second == ("<|im_start|>q<|pad|>\n\n<b><|im_end|><|im_start|>q<|pad|>" + begin, answer)
 
 
+def test_a_thought_that_the_prompt_opens_is_closed_where_that_is_asked_for(tokenizer):
+    tokenizer.chat_template = REASONING.replace("OPENING", "<think>\\n")
+    plain = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "4"}]
+    [(context, answer)] = tokens.turn_texts(plain, tokenizer, empty_thoughts=True)
+    assert context + answer == "<|im_start|>q<|pad|><think>\n\n</think>\n\n4<|im_end|>"
+    assert tokenizer.decode(tokens.prompt_ids(plain[:1], tokenizer)) == context  # generation starts from the same
+    thought = [plain[0], {"role": "assistant", "content": "<think>\nhm\n</think>\n\n4"}]
+    assert tokens.turn_texts(thought, tokenizer, empty_thoughts=True) == tokens.turn_texts(thought, tokenizer)
+
+
+@pytest.mark.parametrize("template", [tokens.CHATML, REASONING.replace("OPENING", "")])
+def test_other_prompts_have_no_thought_to_close(tokenizer, template):
+    tokenizer.chat_template = template
+    assert tokens.turn_texts(MESSAGES[1:3], tokenizer, empty_thoughts=True) == tokens.turn_texts(
+        MESSAGES[1:3], tokenizer
+    )
+
+
+def test_an_opening_that_is_no_thought_is_refused_even_then(tokenizer):
+    tokenizer.chat_template = REASONING.replace("OPENING", "<b>")
+    with pytest.raises(InputError, match=r"must continue the chat template's prompt, which ends with '<b>'"):
+        tokens.turn_texts(MESSAGES[1:3], tokenizer, empty_thoughts=True)
+
+
 def test_an_answer_that_breaks_the_prompt_is_refused(tokenizer):
     tokenizer.chat_template = REASONING.replace("OPENING", "<think>\\n")
     with pytest.raises(InputError, match=r"ends with '<think>\\n', but one begins with '<b>plain'"):
