@@ -11,7 +11,11 @@ from l2d_jax import sharding
 from l2d_jax.architecture import Architecture
 from l2d_jax.config import Config, PathConfig
 from l2d_jax.diffusion_path import DiffusionPath
+from l2d_jax.gathering import CONTRACTED
 from l2d_jax.llm import LLM
+from l2d_jax.methods import method_of
+
+READ = ("frozen pass", "forward", "backward")  # parts whose operations are of every token; others, of predicted ones
 
 
 def parameters(declared: Any) -> int:
@@ -21,7 +25,7 @@ def parameters(declared: Any) -> int:
 
 def trainable_parameters(config: Config, architecture: Architecture) -> int:
     """Number of values that training changes; exact."""
-    return parameters(DiffusionPath.declare(config.path, architecture))
+    return parameters(method_of(config).declare(config, architecture))
 
 
 def bytes_per_device(declared: Any, mesh: Mesh) -> int:
@@ -34,7 +38,7 @@ def bytes_per_device(declared: Any, mesh: Mesh) -> int:
 
 
 def flops_per_token(architecture: Architecture, config: PathConfig, *, draws_per_context: int = 1) -> dict[str, int]:
-    """Useful floating-point operations of training on one token: matrix products alone, nothing recomputed.
+    """Useful floating-point operations of training a path on one token: matrix products alone, nothing recomputed.
 
     A product with n weights takes 2n forward; backward, 2n for the input and 2n more for a trained weight.
     """
@@ -54,12 +58,30 @@ def flops_per_token(architecture: Architecture, config: PathConfig, *, draws_per
     }
 
 
+def flops_of_finetuning(config: Config, architecture: Architecture) -> dict[str, int]:
+    """The same of training the language model itself, by low-rank updates or in full."""
+    llm = LLM.declare(architecture, dtype=np.float32)
+    products = sum(parameters(getattr(llm.layers, name)) for name in CONTRACTED)
+    head = architecture.vocab_size * architecture.hidden_size
+    if config.train.method == "full":
+        return {"forward": 2 * products, "backward": 4 * products, "output head": 6 * head}
+    own = parameters(method_of(config).declare(config, architecture))
+    return {"forward": 2 * (products + own), "backward": 2 * products + 4 * own, "output head": 4 * head}
+
+
+def flops_of_training(config: Config, architecture: Architecture) -> dict[str, int]:
+    """Useful operations of training on one token, by the config's method."""
+    if config.train.method == "l2d":
+        return flops_per_token(architecture, config.path, draws_per_context=config.train.draws_per_context)
+    return flops_of_finetuning(config, architecture)
+
+
 def flops_per_step(config: Config, architecture: Architecture) -> dict[str, int]:
-    """Useful operations of an optimizer step by part: the frozen pass over all tokens, the rest over predicted ones."""
-    parts = flops_per_token(architecture, config.path, draws_per_context=config.train.draws_per_context)
+    """Useful operations of an optimizer step by part: those of `READ` over all tokens, the rest over predicted ones."""
+    parts = flops_of_training(config, architecture)
     tokens = config.train.batch_size * config.data.max_length
     predicted = config.train.batch_size * (config.data.answer_length or config.data.max_length)
-    return {name: count * (tokens if name == "frozen pass" else predicted) for name, count in parts.items()}
+    return {name: count * (tokens if name in READ else predicted) for name, count in parts.items()}
 
 
 def flops_per_decoded_token(config: Config, architecture: Architecture) -> int:
@@ -72,29 +94,28 @@ def flops_per_decoded_token(config: Config, architecture: Architecture) -> int:
     tabulated = parameters((path.layers.modulation, path.time, path.merge, path.vocabulary))
     head = parts["output head"] // 2
     evaluations = config.decode.draws * config.decode.budget
-    if config.decode.budget == 1:
+    if config.decode.budget == 1 or config.train.method != "l2d":
         return parts["frozen pass"] + head
     return parts["frozen pass"] + evaluations * (parts["path forward"] - 2 * tabulated + head)
 
 
 def summary(config: Config, architecture: Architecture, mesh: Mesh) -> str:
     """The table that `--dry_run` prints."""
-    llm = LLM.declare(architecture, dtype=config.model.dtype)
-    path = DiffusionPath.declare(config.path, architecture)
-    frozen, trained = bytes_per_device(llm, mesh), bytes_per_device(path, mesh)
-    micro = config.train.batch_size // config.train.accumulation / (mesh.shape["data"] * mesh.shape["fsdp"])
-    kv_width = 2 * architecture.num_hidden_layers * architecture.num_key_value_heads * architecture.head_dim
-    cache = int(micro * config.data.max_length * kv_width * np.dtype(llm.embed.dtype).itemsize)
-    memory = {
-        f"frozen weights ({config.model.dtype})": frozen,
-        "path (float32)": trained,
-        "its gradient and Adam moments": 3 * trained,
-        "keys and values of a micro-batch": cache,
-    }
-    flops = flops_per_token(architecture, config.path, draws_per_context=config.train.draws_per_context)
+    method = method_of(config)
+    frozen, trained = method.declare_frozen(config, architecture), method.declare(config, architecture)
+    size = bytes_per_device(trained, mesh)
+    memory = {f"{method.says} (float32)": size, "its gradient and Adam moments": 3 * size}
+    if frozen is not None:
+        memory = {f"frozen weights ({config.model.dtype})": bytes_per_device(frozen, mesh)} | memory
+    if frozen is not None and config.train.method == "l2d":
+        micro = config.train.batch_size // config.train.accumulation / (mesh.shape["data"] * mesh.shape["fsdp"])
+        kv_width = 2 * architecture.num_hidden_layers * architecture.num_key_value_heads * architecture.head_dim
+        cache = micro * config.data.max_length * kv_width * np.dtype(frozen.embed.dtype).itemsize
+        memory["keys and values of a micro-batch"] = int(cache)
+    flops = flops_of_training(config, architecture)
     rows = [
-        ("frozen parameters", f"{parameters(llm):,}"),
-        ("trainable parameters", f"{parameters(path):,}"),
+        ("frozen parameters", f"{0 if frozen is None else parameters(frozen):,}"),
+        ("trainable parameters", f"{parameters(trained):,}"),
         *((f"memory per device: {name}", f"{size / 2**30:.2f} GiB") for name, size in memory.items()),
         ("memory per device: sum, activations not counted", f"{sum(memory.values()) / 2**30:.2f} GiB"),
         *((f"FLOPs per token: {name}", f"{count:.3e}") for name, count in flops.items()),

@@ -6,6 +6,7 @@ W + (alpha / r) B A, computed in float32 and rounded once to the type of the mod
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,21 +15,38 @@ import numpy as np
 
 from l2d_jax import weights
 from l2d_jax.architecture import Architecture
+from l2d_jax.config import PROJECTIONS, LoraConfig
 from l2d_jax.errors import InputError
 from l2d_jax.files import read_json
+from l2d_jax.llm import LLM
+from l2d_jax.llm_adapter import LLMAdapter
 from l2d_jax.safetensors_file import SafetensorsFolder, write_file
-from l2d_jax.weights import TensorSource
+from l2d_jax.weights import Row, TensorSource
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 LAYERS = {  # that may have an adapter, by the name that PEFT knows them by
-    name: f"model.layers.{{}}.{block}.{name}"
-    for block, names in {
-        "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
-        "mlp": ("gate_proj", "up_proj", "down_proj"),
-    }.items()
-    for name in names
+    name: f"model.layers.{{}}.{'self_attn' if name[0] in 'qkvo' else 'mlp'}.{name}" for name in PROJECTIONS
 }
+AXES = {  # inputs and outputs of each, as `weights.Row` writes them
+    "q_proj": ("d", "n h"),
+    "k_proj": ("d", "k h"),
+    "v_proj": ("d", "k h"),
+    "o_proj": ("n h", "d"),
+    "gate_proj": ("d", "f"),
+    "up_proj": ("d", "f"),
+    "down_proj": ("f", "d"),
+}
+ROWS = [  # of an `LLMAdapter`
+    row
+    for name, (inward, outward) in AXES.items()
+    for row in (
+        Row(f"{PREFIX}{LAYERS[name]}.lora_A.weight", f"{name.removesuffix('_proj')}.a", f"{inward} r -> r ({inward})"),
+        Row(
+            f"{PREFIX}{LAYERS[name]}.lora_B.weight", f"{name.removesuffix('_proj')}.b", f"r {outward} -> ({outward}) r"
+        ),
+    )
+]
 # Options of PEFT that would change the result, at the one value that is implemented here.
 PLAIN = {
     "peft_type": "LORA",
@@ -80,6 +98,10 @@ class Adapter:
         down = self.source.read(f"{PREFIX}{layer}.lora_A.weight", (slice(None), index[1])).astype(np.float32)
         return np.float32(self.config.scale) * (up @ down)
 
+    def write(self, folder: Path, *, base: str) -> None:
+        """Write it into another existing folder, bit by bit."""
+        write_adapter(folder, self.config, {n: self.source.read(n) for n in self.source.names()}, base=base)
+
 
 @dataclass(frozen=True)
 class Adapted:
@@ -109,6 +131,29 @@ class Adapted:
         return tensor.astype(np.float32) + self.adapter.product(layer, whole if index is None else index)
 
 
+@dataclass(frozen=True)
+class Rounded:
+    """Tensors in the type that each has in its file, adapted or not: a `TensorSource`."""
+
+    source: TensorSource
+
+    def names(self) -> frozenset[str]:
+        """Of all tensors."""
+        return self.source.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one tensor."""
+        return self.source.shape(name)
+
+    def dtype(self, name: str) -> np.dtype:
+        """Of one tensor."""
+        return self.source.dtype(name)
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
+        """One tensor or a slice of it."""
+        return self.source.read(name, index).astype(self.dtype(name))
+
+
 def has_adapter(folder: Path) -> bool:
     """Whether one lies in a model folder."""
     return (folder / CONFIG).exists() or (folder / WEIGHTS).exists()
@@ -130,29 +175,12 @@ def read_config(file: Path) -> AdapterConfig:
 
 def expected(config: AdapterConfig, architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of an adapter."""
-    a = architecture
-    heads, shared = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
-    sizes = {  # [out, in]
-        "q_proj": (heads, a.hidden_size),
-        "k_proj": (shared, a.hidden_size),
-        "v_proj": (shared, a.hidden_size),
-        "o_proj": (a.hidden_size, heads),
-        "gate_proj": (a.intermediate_size, a.hidden_size),
-        "up_proj": (a.intermediate_size, a.hidden_size),
-        "down_proj": (a.hidden_size, a.intermediate_size),
-    }
-    shapes: dict[str, tuple[int, ...]] = {}
-    for i in range(a.num_hidden_layers):
-        for name in config.modules:
-            stem, (rows, columns) = f"{PREFIX}{LAYERS[name].format(i)}", sizes[name]
-            shapes[f"{stem}.lora_A.weight"] = (config.rank, columns)
-            shapes[f"{stem}.lora_B.weight"] = (rows, config.rank)
-    return shapes
+    options = LoraConfig(rank=config.rank, modules=config.modules)
+    return weights.expected(LLMAdapter.declare(options, LLM.declare(architecture, dtype=np.float32).layers), ROWS)
 
 
-def write_adapter(folder: Path, adapter: Adapter, *, base: str) -> None:
+def write_adapter(folder: Path, config: AdapterConfig, tensors: Mapping[str, np.ndarray], *, base: str) -> None:
     """Write an adapter's two files into an existing folder, as PEFT reads them; the tensors keep their bits."""
-    config, source = adapter.config, adapter.source
     options: dict[str, Any] = {
         **PLAIN,
         "task_type": "CAUSAL_LM",
@@ -165,4 +193,4 @@ def write_adapter(folder: Path, adapter: Adapter, *, base: str) -> None:
         "inference_mode": True,
     }
     (folder / CONFIG).write_text(json.dumps(options, indent=2) + "\n")
-    write_file(folder / WEIGHTS, {name: source.read(name) for name in source.names()})
+    write_file(folder / WEIGHTS, tensors)

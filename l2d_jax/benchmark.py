@@ -42,6 +42,11 @@ def decode(options: argparse.Namespace, config: Config) -> dict[str, Any]:
     for name in ("batches", "budgets", "prompt", "new"):
         given = getattr(options, name)
         require(min(given if isinstance(given, list) else [given]) > 0, f"--{name} must be positive, got {given}")
+    method = config.train.method
+    require(
+        method == "l2d",
+        f"decode measures evaluations of a path, and config.train.method {method!r} trains none: take 'l2d'",
+    )
     require(len(set(options.budgets)) > 1, f"--budgets needs two or more for a slope, got {options.budgets}")
     for budget in options.budgets:
         rules.steps_of(config.decode.solver, budget)

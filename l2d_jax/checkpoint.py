@@ -1,4 +1,4 @@
-"""Checkpoints of path and optimizer state with orbax; the frozen model is never in them.
+"""Checkpoints of what is trained and of its optimizer state with orbax; a frozen model is never in them.
 
 The position in the data is the step itself, since the order of the examples is a function of the step.
 
@@ -27,6 +27,8 @@ from l2d_jax import hosts, manifest
 from l2d_jax.errors import InputError
 from l2d_jax.manifest import DamagedError
 
+# Of a checkpoint: one of what a method trains, its moments, and what a warped density of times has learnt.
+PARTS = ("path", "adapter", "weights", "optimizer", "loss_by_time")
 UNDER_WAY = ocp.utils.TMP_DIR_SUFFIX  # of a step's folder until orbax has written all of it
 SURPLUS = ".surplus"  # of a good step's folder while it is deleted, since newer ones are enough
 
@@ -199,7 +201,7 @@ class Checkpoints:
 
 
 def _checkpointer() -> ocp.AsyncCheckpointer:
-    handlers = {name: ocp.StandardCheckpointHandler() for name in ("path", "optimizer", "loss_by_time")}
+    handlers = {name: ocp.StandardCheckpointHandler() for name in PARTS}
     # With folders made at once, one that cannot be made is an error of the save and not an endless wait for it.
     options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
     return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers), async_options=options)

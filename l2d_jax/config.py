@@ -16,14 +16,16 @@ from typing import Any, Literal
 from ml_collections import ConfigDict
 
 from l2d_jax import contradictions
-from l2d_jax.options import from_dict, require
+from l2d_jax.options import from_dict, nearest, require
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # as PEFT names them
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """Which language model is the frozen main path."""
 
-    name: str = ""  # a folder, a hub id or a GGUF file; "random": initial values from `architecture` and the seed
+    name: str = ""  # folder (an adapter's, too), hub id or GGUF file; "random": values from `architecture` and the seed
     architecture: Mapping[str, Any] | None = None  # the keys of HF's config.json; read from the weights where None
     dtype: Literal["bfloat16", "float32", "int8"] = "bfloat16"  # of weights and products; int8: products in bfloat16
 
@@ -58,6 +60,28 @@ class PathConfig:
         require(self.sigma > 0, f"config.path.sigma must be positive, got {self.sigma}")
         require(self.classes >= 0, f"config.path.classes must not be negative, got {self.classes}")
         require(0 <= self.class_dropout < 1, f"config.path.class_dropout must be in [0, 1), got {self.class_dropout}")
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank updates of the LM's own weights, where `config.train.method` is "lora" (Hu et al. 2021)."""
+
+    rank: int = 32
+    alpha: float = 64.0  # the update counts alpha / rank
+    modules: tuple[str, ...] = ("q_proj", "v_proj")  # of `PROJECTIONS`
+
+    def __post_init__(self) -> None:
+        require(self.rank > 0, f"config.lora.rank must be positive, got {self.rank}")
+        require(self.alpha > 0, f"config.lora.alpha must be positive, got {self.alpha}")
+        for name in self.modules:
+            require(
+                name in PROJECTIONS,
+                f"config.lora.modules has {name!r}, which is no layer of the LM{nearest(name, PROJECTIONS)}",
+            )
+        require(
+            0 < len(set(self.modules)) == len(self.modules),
+            f"config.lora.modules must name one or more layers, each once, got {self.modules}",
+        )
 
 
 @dataclass(frozen=True)
@@ -98,7 +122,7 @@ class OptimConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     epsilon: float = 1e-8
-    weight_decay: float = 0.01  # on matrices; biases are left out
+    weight_decay: float = 0.01  # on matrices; biases and norms are left out
     clip_norm: float = 1.0  # of the global gradient
 
     def __post_init__(self) -> None:
@@ -115,6 +139,7 @@ class OptimConfig:
 class TrainConfig:
     """The loop."""
 
+    method: Literal["l2d", "lora", "full"] = "l2d"  # what is trained: a path, updates of the LM's layers, or the LM
     batch_size: int = 32  # rows per optimizer step, over all devices; a row is one example, or several if packed
     accumulation: int = 1  # micro-batches that one optimizer step averages
     draws_per_context: int = 1  # times and noises that each position is trained on, all after one frozen pass
@@ -239,6 +264,7 @@ class Config:
 
     model: ModelConfig
     path: PathConfig = field(default_factory=PathConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

@@ -24,6 +24,25 @@ def check(sections: Mapping[str, Any]) -> None:
 # What must not hold, and the line that says so.
 CONTRADICTIONS: tuple[tuple[Callable[[Options], bool], str], ...] = (
     (
+        lambda o: o.train.method == "full" and o.model.dtype == "int8",
+        "config.train.method 'full' trains the LM's weights, which config.model.dtype 'int8' freezes: take bfloat16 or "
+        "float32, or the method 'lora'",
+    ),
+    (
+        lambda o: o.train.method != "l2d" and (o.path.layers != "lora" or o.path.classes > 0),
+        "config.train.method {train.method!r} trains no diffusion path, but config.path.layers {path.layers!r} and "
+        "config.path.classes {path.classes} ask for one of a kind: leave them out, or set the method to 'l2d'",
+    ),
+    (
+        lambda o: (
+            o.train.method != "l2d"
+            and (o.train.draws_per_context, o.train.time_density, o.train.stratified_times) != (1, "uniform", False)
+        ),
+        "config.train.method {train.method!r} trains no diffusion path, and config.train.draws_per_context "
+        "{train.draws_per_context}, time_density {train.time_density!r} and stratified_times {train.stratified_times} "
+        "are of one: leave them at 1, 'uniform' and False",
+    ),
+    (
         lambda o: o.path.layers == "lora" and o.path.dense_init == "scratch",
         "config.path.dense_init 'scratch' is for full copies of layers, but config.path.layers 'lora' updates the LM's "
         "own, so there is no from-scratch LoRA: set layers to 'dense' (variant dense_scratch), or dense_init to 'lm'",

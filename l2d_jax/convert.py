@@ -8,13 +8,13 @@ authors' release, or a LoRA adapter of PEFT, beside it. `export` writes a model 
 from pathlib import Path
 
 from l2d_jax import command_line, models, release
-from l2d_jax.adapter import Adapter, has_adapter, write_adapter
+from l2d_jax.adapter import CONFIG, Adapter
 from l2d_jax.architecture import Architecture
 from l2d_jax.errors import InputError
 from l2d_jax.export import FORMATS, copy_texts, export, write_llm
 from l2d_jax.files import output_folder, read_json
+from l2d_jax.lineage import follow
 from l2d_jax.safetensors_file import SafetensorsFolder
-from l2d_jax.sources import locate
 
 
 def main() -> None:
@@ -57,14 +57,19 @@ def import_model(base: str, out: Path, *, l2d: tuple[Path, Path] | None = None, 
     Raises:
       InputError: for anything malformed, missing or extra, naming file and tensor.
     """
-    folder = locate(base)
+    lineage = follow(base)
+    folder, own = lineage.folder, lineage.adapters
     architecture = Architecture.from_hf(read_json(folder / "config.json"))
-    if adapter is None and has_adapter(folder):
-        adapter = folder
+    if len(own) > 1 or (own and adapter is not None):
+        raise InputError(
+            f"a model folder has one adapter, and {base} has {len(own)} already: add them up first (python -m "
+            f"l2d_jax.convert export --model {base} --format hf --out DIR) and give that folder"
+        )
+    adapter = own[0] if own else adapter
     if adapter is not None and l2d is not None:
         raise InputError(f"the weights of {l2d[0]} include those of the LM: leave the adapter in {adapter} out")
     with output_folder(out) as partial:
-        copy_texts(folder, partial)
+        copy_texts(lineage, partial)
         if l2d is not None:
             file, hyperparameters = l2d
             config = release.path_config(read_json(hyperparameters))
@@ -77,7 +82,8 @@ def import_model(base: str, out: Path, *, l2d: tuple[Path, Path] | None = None, 
         models.check_llm(source, architecture)
         write_llm(source, architecture, partial)
         if adapter is not None:
-            write_adapter(partial, Adapter.open(adapter, architecture), base=base)
+            named = read_json(adapter / CONFIG).get("base_model_name_or_path") if own else None
+            Adapter.open(adapter, architecture).write(partial, base=named or base)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ from l2d_jax.llm import Layers as LLMLayers
 from l2d_jax.ops import Linear, Lora, Mlp
 from l2d_jax.sharding import Declared, Weight, constrain
 
-PRODUCT = "product"  # name of what rematerialisation may save of a block
 PARTS = 6  # scale, shift and gate of the attention, then of the MLP
 
 
@@ -223,7 +222,7 @@ class DiffusionPath(nnx.Module):
                 out = ops.project(y, weight, own, scale=scale, dims=dims)
             else:
                 out = ops.project(y, own, dims=dims)
-            return ops.settle(checkpoint_name(out, PRODUCT))
+            return ops.settle(checkpoint_name(out, ops.PRODUCT))
 
         def block(x: Array, scanned: tuple[LLMLayers, PathLayers, Any, Array | None]) -> tuple[Array, None]:
             w, own, (k, v, before), known = scanned

@@ -6,7 +6,8 @@
 * `peft`: the language model's own LoRA adapter, as PEFT loads it.
 
 Tensors keep their bits, except those that a format has to compute: W + (alpha / r) A B of `l2d-full`, in float32, and
-an adapted weight of the language model, in the type of the base.
+an adapted weight of the language model, in the type of the base. A language model that is a chain
+of folders (`lineage`) keeps its adapter apart in `peft` alone.
 """
 
 import json
@@ -17,13 +18,16 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from jax.sharding import Mesh
 
-from l2d_jax import adapter, models, release, weights
+from l2d_jax import adapter, hosts, models, release, tokens, weights
 from l2d_jax.architecture import SUPPORTED, Architecture
-from l2d_jax.config import PathConfig
+from l2d_jax.config import ModelConfig, PathConfig
 from l2d_jax.errors import InputError
 from l2d_jax.files import output_folder, read_json
+from l2d_jax.lineage import Lineage, follow
 from l2d_jax.llm import LLM
+from l2d_jax.llm_adapter import LLMAdapter
 from l2d_jax.safetensors_file import write_safetensors
 from l2d_jax.sources import locate
 from l2d_jax.weights import TensorSource
@@ -38,9 +42,9 @@ class Parts:
     """What a model folder holds, checked; its weights are read when they are needed."""
 
     name: str  # as the user gave it
-    folder: Path  # of the language model
+    lineage: Lineage  # of the language model
     architecture: Architecture
-    llm: TensorSource
+    llm: TensorSource  # each tensor in the type of its file, with its adapters
     path: tuple[PathConfig, TensorSource] | None
 
     @classmethod
@@ -51,12 +55,13 @@ class Parts:
             given = given / "export"
             if not given.is_dir():
                 raise InputError(f"{name} has no export yet: finish the training by the same command again")
-        folder = given
-        if not (given / "config.json").exists() and (given / "path.json").exists():
-            folder = locate(models.base_name(given))
-        architecture = Architecture.from_hf(read_json(folder / "config.json"))
-        path = models.find_path(given, architecture) if (given / "path.json").exists() else None
-        return cls(name, folder, architecture, models.open_weights(folder, architecture), path)
+        has_path = (given / "path.json").exists()
+        is_alone = has_path and not (given / "config.json").exists()
+        lineage = follow(models.base_name(given) if is_alone else str(given))
+        architecture = Architecture.from_hf(read_json(lineage.folder / "config.json"))
+        path = models.find_path(given, architecture) if has_path else None
+        llm = adapter.Rounded(models.open_weights(lineage, architecture))
+        return cls(name, lineage, architecture, llm, path)
 
     def require_path(self) -> tuple[PathConfig, TensorSource]:
         """The path; raises `InputError` if there is none."""
@@ -84,22 +89,51 @@ def export(model: str, out: Path, *, format: str, as_torch: bool = False) -> Non
         FORMATS[format](parts, partial_folder, "pytorch_model.bin" if as_torch else "l2d.safetensors")
 
 
-def copy_texts(folder: Path, out: Path) -> None:
+def copy_texts(lineage: Lineage, out: Path) -> None:
     """Copy config, tokenizer and chat template of a language model."""
-    for pattern in KEPT:
-        for file in folder.glob(pattern):
-            if file.name not in REPLACED:
-                shutil.copyfile(file, out / file.name)
+    for folder in dict.fromkeys((lineage.folder, lineage.texts)):
+        for pattern in KEPT:
+            for file in folder.glob(pattern):
+                if file.name not in REPLACED:
+                    shutil.copyfile(file, out / file.name)
 
 
 def write_llm(llm: TensorSource, architecture: Architecture, out: Path) -> None:
     """Write the language model's weights, each in the type it has there."""
-
-    def tensor(name: str) -> np.ndarray:
-        return llm.read(name).astype(llm.dtype(name))
-
     names = weights.expected(LLM.declare(architecture, dtype=np.float32), weights.LLM_ROWS)
-    write_safetensors(out, ((name, partial(tensor, name)) for name in names))
+    write_safetensors(out, ((name, partial(llm.read, name)) for name in names))
+
+
+def save_adapter(folder: Path, trained: LLMAdapter, *, base: str) -> None:
+    """Write a trained adapter into an existing folder, as PEFT reads it, on process 0; all processes must call it."""
+    config = adapter.AdapterConfig(trained.config.rank, trained.config.alpha, trained.config.modules)
+    tensors = {name: make() for name, make in weights.tensors(trained, adapter.ROWS)}
+    if hosts.is_first():
+        adapter.write_adapter(folder, config, tensors, base=base)
+
+
+def save_llm(folder: Path, trained: LLM, base: ModelConfig, *, mesh: Mesh) -> None:
+    """Write a trained model into an existing folder, as `transformers` reads it; all processes must call it.
+
+    Its weights are of the type of the products that it was trained with; its texts are those of its base.
+    """
+    trained = models.bring(trained, dtype=base.dtype, mesh=mesh)
+    tensors = weights.tensors(trained, weights.LLM_ROWS)
+    if not hosts.is_first():
+        for _, make in tensors:  # process 0 needs the parts that are here
+            make()
+        return
+    if base.name == "random":
+        tokens.byte_tokenizer().save_pretrained(folder)
+        given = dict(base.architecture or {})
+        raw = {"model_type": _family(Architecture.from_hf(given))} | given
+    else:
+        lineage = follow(base.name)
+        copy_texts(lineage, folder)
+        raw = read_json(lineage.folder / "config.json")
+    kind = {"torch_dtype" if "torch_dtype" in raw else "dtype": base.dtype}
+    (folder / "config.json").write_text(json.dumps(raw | kind, indent=2) + "\n")
+    write_safetensors(folder, tensors)
 
 
 def _release(parts: Parts, out: Path, file: str) -> None:
@@ -117,25 +151,30 @@ def _full_release(parts: Parts, out: Path, file: str) -> None:
 
 def _write_release(parts: Parts, file: Path, trained: dict[str, release.Tensor], config: PathConfig) -> None:
     release.write_checkpoint(file, release.state_dict(parts.llm, trained, parts.architecture, config))
-    family = {bias: name.removesuffix("ForCausalLM").lower() for name, bias in SUPPORTED.items()}
-    options = {"family": family[parts.architecture.qkv_bias], "l2d_kwargs": release.options(config)}
+    options = {"family": _family(parts.architecture), "l2d_kwargs": release.options(config)}
     (file.parent / "l2d.json").write_text(json.dumps(options, indent=2) + "\n")
+
+
+def _family(architecture: Architecture) -> str:
+    """What `transformers` and the release call an architecture."""
+    family = {bias: name.removesuffix("ForCausalLM").lower() for name, bias in SUPPORTED.items()}
+    return family[architecture.qkv_bias]
 
 
 def _hugging_face(parts: Parts, out: Path, file: str) -> None:
     del file
-    copy_texts(parts.folder, out)
+    copy_texts(parts.lineage, out)
     write_llm(parts.llm, parts.architecture, out)
 
 
 def _peft(parts: Parts, out: Path, file: str) -> None:
     del file
-    if not isinstance(parts.llm, adapter.Adapted):
-        raise InputError(
-            f"the language model of {parts.name} has no LoRA adapter of its own: export it with another format"
-        )
-    base = read_json(parts.folder / adapter.CONFIG).get("base_model_name_or_path") or str(parts.folder)
-    adapter.write_adapter(out, parts.llm.adapter, base=base)
+    folders = parts.lineage.adapters
+    if len(folders) != 1:
+        found = f"{len(folders)} LoRA adapters, one upon the other" if folders else "no LoRA adapter of its own"
+        raise InputError(f"the language model of {parts.name} has {found}: export it with another format")
+    named = read_json(folders[0] / adapter.CONFIG).get("base_model_name_or_path")
+    adapter.Adapter.open(folders[0], parts.architecture).write(out, base=named or str(parts.lineage.folder))
 
 
 FORMATS: dict[str, Callable[[Parts, Path, str], None]] = {

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.nn import initializers
 from jaxtyping import Array, Float, Int
 
@@ -19,6 +20,8 @@ from l2d_jax.architecture import Architecture
 from l2d_jax.attention import attention
 from l2d_jax.gathering import Quantized, gather
 from l2d_jax.gathering import declare as declare_quantized
+from l2d_jax.llm_adapter import LLMAdapter
+from l2d_jax.ops import Lora
 from l2d_jax.sharding import Declared, Weight, constrain
 
 
@@ -89,6 +92,13 @@ class LLM(nnx.Module):
     norm: Float[Array, " D"] | Declared = nnx.data()
     head: Float[Array, "V D"] | Declared | None = nnx.data()  # None: the embedding, transposed
     architecture: Architecture = nnx.static()
+    adapter: LLMAdapter | None = nnx.data(default=None)  # added to the products of the layers that it has updates of
+    products: str | None = nnx.static(default=None)  # type of products and activations; None: that of the weights
+
+    @property
+    def dtype(self) -> Any:
+        """The type of activations and products."""
+        return self.embed.dtype if self.products is None else jnp.dtype(self.products)
 
     @classmethod
     def declare(cls, architecture: Architecture, *, dtype: Any) -> "LLM":
@@ -138,11 +148,12 @@ class LLM(nnx.Module):
         cache: KVCache | None = None,
         *,
         segments: Int[Array, "B T"] | None = None,
+        remat: Callable[..., Any] | None = None,
     ) -> tuple[Float[Array, "B T D"], KVCache]:
         """Run the decoder on tokens that follow those of `cache`.
 
         Several sequences may share a row: `segments` numbers them, and each begins at position 0. Such rows are read in
-        one call, without a cache.
+        one call, without a cache. `remat` wraps the block for rematerialisation where the model itself is trained.
 
         Returns:
           The last hidden state before the final norm, and the keys and values of these tokens alone: they are the
@@ -151,18 +162,29 @@ class LLM(nnx.Module):
         epsilon = self.architecture.rms_norm_eps
         frequencies = ops.rope_frequencies(self.architecture)
         declared = LLM.declare(self.architecture, dtype=self.embed.dtype)
+        updates = None if self.adapter is None else LLMAdapter.declare(self.adapter.config, declared.layers)
+        scale = 1.0 if self.adapter is None else self.adapter.scale
         kv_positions = positions
         assert cache is None or segments is None
         if cache is not None:
             kv_positions = jax.lax.dynamic_update_slice_in_dim(cache.positions, positions, cache.used, 1)
 
-        def block(x: Array, scanned: tuple[Layers, tuple[Array, Array, Any] | None]) -> tuple[Array, Any]:
-            w, past = gather(scanned[0], declared.layers, dtype=x.dtype), scanned[1]
+        def project(y: Array, weight: Array, own: Lora | None, *, dims: int = 1) -> Array:
+            if remat is None:
+                return ops.project(y, weight, own, scale=scale, dims=dims)
+            out = ops.project(ops.settle(y), weight, own, scale=scale, dims=dims)
+            return ops.settle(checkpoint_name(out, ops.PRODUCT))
+
+        def block(
+            x: Array, scanned: tuple[Layers, LLMAdapter | None, tuple[Array, Array, Any] | None]
+        ) -> tuple[Array, tuple[Array, Array]]:
+            w, past = gather(scanned[0], declared.layers, dtype=x.dtype), scanned[2]
+            own = {} if scanned[1] is None else gather(scanned[1], updates, dtype=x.dtype).updates()
             with jax.named_scope("attention"):
                 y = ops.rms_norm(x, w.attention_norm, epsilon)
-                q = ops.rope(ops.project(y, w.q) + bias(w.q_bias, y), positions, frequencies)
-                k = new_k = ops.rope(ops.project(y, w.k) + bias(w.k_bias, y), positions, frequencies)
-                v = new_v = ops.project(y, w.v) + bias(w.v_bias, y)
+                q = ops.rope(project(y, w.q, own.get("q")) + bias(w.q_bias, y), positions, frequencies)
+                k = new_k = ops.rope(project(y, w.k, own.get("k")) + bias(w.k_bias, y), positions, frequencies)
+                v = new_v = project(y, w.v, own.get("v")) + bias(w.v_bias, y)
                 if cache is not None and past is not None:
                     k = jax.lax.dynamic_update_slice_in_dim(past[0], k, cache.used, 1)
                     v = jax.lax.dynamic_update_slice_in_dim(past[1], v, cache.used, 1)
@@ -175,37 +197,39 @@ class LLM(nnx.Module):
                     kv_segments=segments,
                     shared=None if past is None else past[2],
                 )
-                x = x + ops.project(y, w.o, dims=2)
+                x = x + project(y, w.o, own.get("o"), dims=2)
             with jax.named_scope("mlp"):
                 y = ops.rms_norm(x, w.mlp_norm, epsilon)
-                x = x + ops.project(jax.nn.silu(ops.project(y, w.gate)) * ops.project(y, w.up), w.down)
+                y = jax.nn.silu(project(y, w.gate, own.get("gate"))) * project(y, w.up, own.get("up"))
+                x = x + project(y, w.down, own.get("down"))
             new_k, new_v = (constrain(a, "batch", "length", "kv_heads", "head_dim") for a in (new_k, new_v))
             return constrain(x, "batch", "length", "embed_activation"), (new_k, new_v)
 
         with jax.named_scope("llm"):
             past = None if cache is None else cache.layers()
-            hidden, (k, v) = jax.lax.scan(block, self.lookup(tokens), (self.layers, past))
+            scanned = (self.layers, self.adapter, past)
+            hidden, (k, v) = jax.lax.scan(remat(block) if remat else block, self.lookup(tokens), scanned)
         used = jnp.int32(tokens.shape[1])
         return hidden, KVCache(k=k, v=v, positions=positions, used=used, segments=segments)
 
     def lookup(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Rows of the embedding table, which is gathered first: rows that lie in pieces would be moved twice."""
         table = gather(self.embed, LLM.declare(self.architecture, dtype=self.embed.dtype).embed, dtype=self.embed.dtype)
-        return constrain(table[tokens], "batch", "length", "embed_activation")
+        return constrain(table[tokens].astype(self.dtype), "batch", "length", "embed_activation")
 
     def with_whole_head(self) -> "LLM":
         """The same with an output head that is gathered here, for a loop to use many times."""
         readout = self.embed if self.head is None else self.head
         declared = LLM.declare(self.architecture, dtype=readout.dtype)
         axes = declared.embed if self.head is None else declared.head
-        return dataclasses.replace(self, head=gather(readout, axes, dtype=readout.dtype))
+        return dataclasses.replace(self, head=gather(readout, axes, dtype=self.dtype))
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """Final norm and output head, in float32."""
         with jax.named_scope("head"):
             y = ops.rms_norm(hidden, self.norm, self.architecture.rms_norm_eps)
             readout = self.embed if self.head is None else self.head
-            return jnp.einsum("...D,VD->...V", y, readout, preferred_element_type=jnp.float32)
+            return jnp.einsum("...D,VD->...V", y, readout.astype(y.dtype), preferred_element_type=jnp.float32)
 
 
 def bias(value: Array | None, like: Array) -> Array | float:

@@ -1,5 +1,6 @@
 """Opens what training or a conversion has written, ready to generate."""
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,11 +11,13 @@ from transformers import PreTrainedTokenizerFast
 from l2d_jax import models, runtime, sharding
 from l2d_jax.checkpoint import Checkpoints
 from l2d_jax.config import Config, DecodeConfig, MeshConfig, ModelConfig, PathConfig
-from l2d_jax.diffusion_path import DiffusionPath
 from l2d_jax.errors import InputError
 from l2d_jax.files import read_json
+from l2d_jax.methods import method_of
 from l2d_jax.options import from_dict
 from l2d_jax.refine import Model
+
+PLAIN: dict[str, Any] = {"budget": 1, "solver": "euler"}  # of a language model without a path
 
 
 class Loaded(NamedTuple):
@@ -32,10 +35,9 @@ class Folder(NamedTuple):
 
     path: Path
     base: ModelConfig
-    seed: int  # of a random base
     defaults: DecodeConfig
     path_config: PathConfig | None  # None: the LM alone
-    is_workdir: bool  # the path is in its checkpoints
+    trained: Config | None  # of a workdir, in whose checkpoints there is what was trained; None: it is no workdir
 
 
 def find(folder: str | os.PathLike[str], *, dtype: str | None = None) -> Folder:
@@ -43,18 +45,21 @@ def find(folder: str | os.PathLike[str], *, dtype: str | None = None) -> Folder:
     path = Path(folder)
     if (path / "checkpoints").is_dir():
         config = Config.from_dict(read_json(path / "config.json"))
-        return Folder(path, _base(vars(config.model), dtype), config.train.seed, config.decode, config.path, True)
+        config = dataclasses.replace(config, model=_base(vars(config.model), dtype))
+        if config.train.method == "l2d":
+            return Folder(path, config.model, config.decode, config.path, config)
+        return Folder(path, config.model, dataclasses.replace(config.decode, **PLAIN), None, config)
     if (path / "path.json").exists():
         name = str(folder) if (path / "config.json").exists() else models.base_name(path)
-        return Folder(path, _base({"name": name}, dtype), 0, DecodeConfig(), models.path_config(path), False)
-    return Folder(path, _base({"name": str(folder)}, dtype), 0, DecodeConfig(budget=1, solver="euler"), None, False)
+        return Folder(path, _base({"name": name}, dtype), DecodeConfig(), models.path_config(path), None)
+    return Folder(path, _base({"name": str(folder)}, dtype), DecodeConfig(**PLAIN), None, None)
 
 
 def load(folder: str | os.PathLike[str], *, mesh: Mesh | None = None, dtype: str | None = None) -> Loaded:
-    """Open a workdir of training, a model folder, or a plain Hugging Face folder (which knows a budget of 1 alone).
+    """Open a workdir of training, a model folder, or a plain language model (which knows a budget of 1 alone).
 
     Args:
-      folder: where the model is; a hub id or GGUF file is a plain model.
+      folder: where the model is; a hub id, a GGUF file or a folder with a LoRA adapter is a plain model.
       mesh: the devices to use; None: all.
       dtype: "float32" or "bfloat16", of weights and products; None: as it was trained, bfloat16 for plain models.
 
@@ -63,13 +68,15 @@ def load(folder: str | os.PathLike[str], *, mesh: Mesh | None = None, dtype: str
     """
     found = find(folder, dtype=dtype)
     mesh = runtime.start(MeshConfig()) if mesh is None else mesh
-    base = models.open_base(found.base, mesh, seed=found.seed)
-    path, step = None, None
-    if found.is_workdir and found.path_config is not None:
-        path, step = _newest_path(found.path / "checkpoints", found.path_config, base, mesh)
-    elif found.path_config is not None:
-        path = models.load_path(found.path, base.llm.architecture, mesh)
-    return Loaded(Model.build(base.llm, path), base.tokenizer, base.ends, found.defaults, step)
+    base, step = models.find_base(found.base), None
+    if found.trained is not None:
+        trained, step = _newest(found.path / "checkpoints", found.trained, base, mesh)
+        model = method_of(found.trained).open(found.trained, base, trained, mesh)
+    else:
+        llm = base.load(dtype=found.base.dtype, mesh=mesh)
+        path = None if found.path_config is None else models.load_path(found.path, base.architecture, mesh)
+        model = Model.build(llm, path)
+    return Loaded(model, base.tokenizer, base.ends, found.defaults, step)
 
 
 def _base(options: dict[str, Any], dtype: str | None) -> ModelConfig:
@@ -79,12 +86,13 @@ def _base(options: dict[str, Any], dtype: str | None) -> ModelConfig:
     return config
 
 
-def _newest_path(folder: Path, config: PathConfig, base: models.Base, mesh: Mesh) -> tuple[DiffusionPath, int]:
+def _newest(folder: Path, config: Config, base: models.FoundBase, mesh: Mesh) -> tuple[Any, int]:
     checkpoints = Checkpoints(folder)
     step = checkpoints.latest()
     if step is None:
         raise InputError(f"{folder} holds no good checkpoint: train it first")
-    declared = DiffusionPath.declare(config, base.llm.architecture)
-    path: DiffusionPath = checkpoints.restore(step, {"path": sharding.abstract(declared, mesh)})["path"]
+    method = method_of(config)
+    declared = sharding.abstract(method.declare(config, base.architecture), mesh)
+    trained = checkpoints.restore(step, {method.part: declared})[method.part]
     checkpoints.close()
-    return path, step
+    return trained, step

@@ -1,5 +1,6 @@
 """The programs that run on the devices, traced from shapes alone: no weight is made and no device is touched."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from l2d_jax.config import Config
 from l2d_jax.diffusion_path import DiffusionPath
 from l2d_jax.draw import Sampling
 from l2d_jax.llm import LLM
+from l2d_jax.methods import method_of
 from l2d_jax.optim import optimizer
 from l2d_jax.refine import Model, Refinement
 from l2d_jax.step import TrainState, check_batch, make_step, optimizer_shardings
@@ -20,37 +22,48 @@ from l2d_jax.training_speed import random_batch
 def lower_train(config: Config, mesh: Mesh) -> jax.stages.Lowered:
     """The training step of a config on a mesh; raises `InputError` for a batch that the mesh does not divide."""
     check_batch(config.train, mesh)
-    llm, path = _weights(config, mesh)
+    method, architecture = method_of(config), models.read_architecture(config.model)
+    trained = sharding.abstract(method.declare(config, architecture), mesh)
+    declared = method.declare_frozen(config, architecture)
+    frozen = None if declared is None else sharding.abstract(declared, mesh)
     adam = optimizer(config.optim, config.optim.peak_rate)
     moments = jax.tree.map(
         lambda leaf, placement: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement),
-        jax.eval_shape(adam.init, path),
-        optimizer_shardings(adam, path, mesh),
+        jax.eval_shape(adam.init, trained),
+        optimizer_shardings(adam, trained, mesh),
     )
     seen = _replicated(jax.eval_shape(lambda: times.nothing_seen(config.train)), mesh)
-    state = TrainState(path=path, optimizer=moments, loss_by_time=seen)
+    state = TrainState(trained=trained, optimizer=moments, loss_by_time=seen)
     micro = config.train.batch_size // config.train.accumulation
     placement = NamedSharding(mesh, PartitionSpec(None, sharding.RULES["batch"]))
     batch = jax.tree.map(
         lambda array: jax.ShapeDtypeStruct(
             (config.train.accumulation, micro, *array.shape[1:]), array.dtype, sharding=placement
         ),
-        random_batch(config, llm.architecture.vocab_size),
+        random_batch(config, architecture.vocab_size),
     )
     key = _replicated(jax.eval_shape(lambda: jax.random.key(0)), mesh)
-    step: Any = make_step(adam, config.train, state, mesh)
+    step: Any = make_step(adam, config.train, state, mesh, objective=method.objective(config))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return step.lower(state, llm, batch, key)
+        return step.lower(state, frozen, batch, key)
 
 
 def lower_decode(config: Config, mesh: Mesh, *, batch: int, prompt: int) -> jax.stages.Lowered:
-    """Decoding of `max_new_tokens` tokens after prompts of one length; raises `InputError` for an impossible budget."""
+    """Decoding of `max_new_tokens` tokens after prompts of one length; raises `InputError` for an impossible budget.
+
+    A method that trains no path leaves a plain language model, of a budget of 1.
+    """
     llm, path = _weights(config, mesh)
     shapes = jax.eval_shape(Model.build, llm, path)
-    rows = sharding.partition(("vocab", "diffusion"), shapes.table.shape, mesh)
-    table = jax.ShapeDtypeStruct(shapes.table.shape, shapes.table.dtype, sharding=NamedSharding(mesh, rows))
+    leaves = jax.tree.leaves((llm, path))
+    if path is None:
+        config = dataclasses.replace(config, decode=dataclasses.replace(config.decode, budget=1, solver="euler"))
+    else:
+        rows = sharding.partition(("vocab", "diffusion"), shapes.table.shape, mesh)
+        placement = NamedSharding(mesh, rows)
+        leaves.append(jax.ShapeDtypeStruct(shapes.table.shape, shapes.table.dtype, sharding=placement))
     # By its leaves: the constructor takes arrays.
-    model = jax.tree.unflatten(jax.tree.structure(shapes), [*jax.tree.leaves((llm, path)), table])
+    model = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
     plain = Refinement.from_config(config.decode)
     settings = jax.eval_shape(lambda: refine.tabulate(model, plain, budget=config.decode.budget))
     options: dict[str, Any] = {
@@ -65,9 +78,11 @@ def lower_decode(config: Config, mesh: Mesh, *, batch: int, prompt: int) -> jax.
         return decode.decode.lower(model, state, **options)
 
 
-def _weights(config: Config, mesh: Mesh) -> tuple[LLM, DiffusionPath]:
+def _weights(config: Config, mesh: Mesh) -> tuple[LLM, DiffusionPath | None]:
     architecture = models.read_architecture(config.model)
     llm = sharding.abstract(LLM.declare(architecture, dtype=jnp.dtype(config.model.dtype)), mesh)
+    if config.train.method != "l2d":
+        return llm, None
     return llm, sharding.abstract(DiffusionPath.declare(config.path, architecture), mesh)
 
 

@@ -1,7 +1,8 @@
 """Opens models: the frozen base by folder, hub id or GGUF file, and the path that lies beside it.
 
 A model folder is an ordinary Hugging Face folder with two files more: `path.safetensors`, with the tensor names of the
-authors' release, and `path.json`, with the options of the path and the name of its base.
+authors' release, and `path.json`, with the options of the path and the name of its base. A base may also be a folder
+with a LoRA adapter alone, which names its own (`lineage`).
 """
 
 import dataclasses
@@ -17,17 +18,18 @@ from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerFast
 
 from l2d_jax import hosts, sharding, tokens, weights
-from l2d_jax.adapter import Adapted, Adapter, has_adapter
+from l2d_jax.adapter import Adapted, Adapter
 from l2d_jax.architecture import Architecture
 from l2d_jax.config import ModelConfig, PathConfig
 from l2d_jax.diffusion_path import DiffusionPath, start_from
 from l2d_jax.errors import InputError
 from l2d_jax.files import read_json
 from l2d_jax.gathering import quantize
+from l2d_jax.lineage import Lineage, follow
 from l2d_jax.llm import LLM
+from l2d_jax.llm_adapter import LLMAdapter, merge
 from l2d_jax.options import from_dict
 from l2d_jax.safetensors_file import SafetensorsFolder, write_file
-from l2d_jax.sources import locate
 from l2d_jax.weights import TensorSource
 
 
@@ -48,25 +50,37 @@ class FoundBase:
     ends: tuple[int, ...]
     source: TensorSource | None  # None: random initial values
 
-    def load(self, *, dtype: str, mesh: Mesh, seed: int = 0) -> LLM:
-        """The weights, on the mesh."""
+    def load(self, *, dtype: str, mesh: Mesh, seed: int = 0, adapter: LLMAdapter | None = None) -> LLM:
+        """The weights, on the mesh, with an adapter added to them if one is given."""
         declared = LLM.declare(self.architecture, dtype="bfloat16" if dtype == "int8" else dtype)
         if self.source is None:
             llm: LLM = sharding.initialize(declared, jax.random.key(seed), mesh)
         else:
             llm = weights.load(declared, self.source, mesh, rows=weights.LLM_ROWS)
-        if dtype != "int8":
-            return llm
-        placed = sharding.shardings(LLM.declare(self.architecture, dtype="int8").layers, mesh)
-        shrink = jax.jit(lambda layers: quantize(layers, declared.layers), out_shardings=placed, donate_argnums=0)
-        return dataclasses.replace(llm, layers=shrink(llm.layers))
+        if adapter is not None:
+            placed = sharding.shardings(declared.layers, mesh)
+            llm = dataclasses.replace(llm, layers=jax.jit(merge, out_shardings=placed)(llm.layers, adapter))
+        return bring(llm, dtype=dtype, mesh=mesh)
+
+
+def bring(llm: LLM, *, dtype: str, mesh: Mesh) -> LLM:
+    """A model of floating-point weights in another type; int8 gives up the arrays that it replaces."""
+    declared = LLM.declare(llm.architecture, dtype="bfloat16" if dtype == "int8" else dtype)
+    if llm.embed.dtype != declared.embed.dtype:
+        cast = jax.jit(lambda tree: jax.tree.map(lambda a: a.astype(declared.embed.dtype), tree))
+        llm = cast(llm)
+    if dtype != "int8":
+        return llm
+    placed = sharding.shardings(LLM.declare(llm.architecture, dtype="int8").layers, mesh)
+    shrink = jax.jit(lambda layers: quantize(layers, declared.layers), out_shardings=placed, donate_argnums=0)
+    return dataclasses.replace(llm, layers=shrink(llm.layers))
 
 
 def read_architecture(config: ModelConfig) -> Architecture:
     """The architecture from the config where it is given, otherwise from the weights' folder; reads no weight."""
     if config.architecture is not None:
         return Architecture.from_hf(config.architecture)
-    return Architecture.from_hf(read_json(locate(config.name) / "config.json"))
+    return Architecture.from_hf(read_json(follow(config.name).folder / "config.json"))
 
 
 def open_base(config: ModelConfig, mesh: Mesh, *, seed: int = 0) -> Base:
@@ -84,7 +98,8 @@ def find_base(config: ModelConfig) -> FoundBase:
     if config.name == "random":
         made = tokens.byte_tokenizer()
         return FoundBase(read_architecture(config), made, tokens.stop_ids(made), None)
-    folder = locate(config.name)
+    lineage = follow(config.name)
+    folder = lineage.folder
     raw = read_json(folder / "config.json")
     architecture = Architecture.from_hf(raw)
     if config.architecture is not None and Architecture.from_hf(config.architecture) != architecture:
@@ -92,8 +107,8 @@ def find_base(config: ModelConfig) -> FoundBase:
             f"config.model.architecture differs from {folder / 'config.json'}: {_difference(config, architecture)}: "
             "set --config.model.architecture=None to take the folder's"
         )
-    source = open_weights(folder, architecture)
-    tokenizer = tokens.load_tokenizer(folder) if (folder / "tokenizer.json").exists() else None
+    source = open_weights(lineage, architecture)
+    tokenizer = tokens.load_tokenizer(lineage.texts) if (lineage.texts / "tokenizer.json").exists() else None
     return FoundBase(architecture, tokenizer, _ends(folder, raw, tokenizer), source)
 
 
@@ -108,14 +123,13 @@ def new_path(config: PathConfig, llm: LLM, mesh: Mesh, *, seed: int) -> Diffusio
     return start_from(path, llm) if config.layers == "dense" and config.dense_init == "lm" else path
 
 
-def open_weights(folder: Path, architecture: Architecture) -> TensorSource:
-    """The LM's tensors in a folder, with those of an adapter that lies beside them added as they are read.
-
-    Raises `InputError` for anything that is malformed or does not fit.
-    """
-    source = SafetensorsFolder.open(folder)
+def open_weights(lineage: Lineage, architecture: Architecture) -> TensorSource:
+    """The LM's tensors, with its adapters added as they are read; raises `InputError` for what does not fit."""
+    source: TensorSource = SafetensorsFolder.open(lineage.folder)
     check_llm(source, architecture)
-    return Adapted(source, Adapter.open(folder, architecture)) if has_adapter(folder) else source
+    for folder in lineage.adapters:
+        source = Adapted(source, Adapter.open(folder, architecture))
+    return source
 
 
 def check_llm(source: TensorSource, architecture: Architecture) -> list[str]:

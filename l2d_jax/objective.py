@@ -115,12 +115,18 @@ def draw_each(
     return batch, draws._replace(t=times(draws.t, batch.weights))
 
 
+def token_positions(batch: Batch) -> Int[Array, "B T"]:
+    """Of each token in its own example."""
+    positions = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1], dtype=jnp.int32), batch.tokens.shape)
+    if batch.segments is None:
+        return positions
+    begins = jnp.diff(batch.segments, axis=1, prepend=-1) != 0
+    return positions - jax.lax.cummax(jnp.where(begins, positions, 0), axis=1)
+
+
 def read_context(llm: LLM, batch: Batch) -> Context:
     """The frozen pass over a batch; no gradient enters it."""
-    positions = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1], dtype=jnp.int32), batch.tokens.shape)
-    if batch.segments is not None:
-        begins = jnp.diff(batch.segments, axis=1, prepend=-1) != 0
-        positions = positions - jax.lax.cummax(jnp.where(begins, positions, 0), axis=1)
+    positions = token_positions(batch)
     hidden, cache = jax.lax.stop_gradient(llm(batch.tokens, positions, segments=batch.segments))
     if batch.queries is None:
         copies = batch.targets.shape[1] // batch.tokens.shape[1]
@@ -170,7 +176,7 @@ def over_logits(
       chunk: positions whose logits each device holds at a time; at least one of each of its sequences.
     """
     llm = llm.with_whole_head()
-    return _in_chunks(lambda h, *own: function(llm.logits(h), *own), (hidden, *arrays), chunk=chunk)
+    return in_chunks(lambda h, *own: function(llm.logits(h), *own), (hidden, *arrays), chunk=chunk)
 
 
 def target_losses(
@@ -192,11 +198,11 @@ def target_losses(
 
     @jax.custom_vjp
     def losses(hidden: Array) -> Array:
-        values: Array = _in_chunks(at, (hidden, targets), chunk=chunk)
+        values: Array = in_chunks(at, (hidden, targets), chunk=chunk)
         return values
 
     def forward(hidden: Array) -> tuple[Array, Array]:
-        values, gradient = _in_chunks(at_with_gradient, (hidden, targets), chunk=chunk)
+        values, gradient = in_chunks(at_with_gradient, (hidden, targets), chunk=chunk)
         return values, gradient
 
     def backward(gradient: Array, cotangent: Array) -> tuple[Array]:
@@ -206,7 +212,7 @@ def target_losses(
     return losses(hidden)
 
 
-def _in_chunks(function: Callable[..., Any], arrays: tuple[Array, ...], *, chunk: int) -> Any:
+def in_chunks(function: Callable[..., Any], arrays: tuple[Array, ...], *, chunk: int) -> Any:
     """`function` of flat slices [n, ...] of arrays [B, M, ...], some columns of every device's share at a time."""
     batch, length = arrays[0].shape[:2]
     parts = axis_size("context") if length % axis_size("context") == 0 else 1

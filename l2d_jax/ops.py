@@ -17,6 +17,8 @@ from jaxtyping import Array, Float, Int
 from l2d_jax.architecture import Architecture
 from l2d_jax.sharding import Declared
 
+PRODUCT = "product"  # name of what rematerialisation may save of a block
+
 
 def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, "*b D"], epsilon: float) -> Float[Array, "*B D"]:
     """Root-mean-square norm, computed in float32."""

@@ -1,4 +1,4 @@
-"""AdamW over the path's weights alone: no moment and no update exists for the frozen model."""
+"""AdamW over what is trained: no moment and no update exists for a frozen model."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
 
 
 def optimizer(config: OptimConfig, rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
-    """Global-norm clipping, then AdamW with weight decay on everything but biases."""
+    """Global-norm clipping, then AdamW with weight decay on everything but biases and the weights of norms."""
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(
@@ -28,9 +28,10 @@ def optimizer(config: OptimConfig, rate: optax.ScalarOrSchedule) -> optax.Gradie
 
 
 def decayed(params: Any) -> Any:
-    """True for every leaf but the biases."""
+    """True for every leaf but biases and the weights of norms."""
 
     def is_weight(path: Any, _: Any) -> bool:
-        return "bias" not in jax.tree_util.keystr(path, simple=True, separator=".").rsplit(".", 1)[-1]
+        name = jax.tree_util.keystr(path, simple=True, separator=".").rsplit(".", 1)[-1]
+        return "bias" not in name and "norm" not in name
 
     return jax.tree_util.tree_map_with_path(is_weight, params)

@@ -30,13 +30,12 @@ from jaxtyping import Array, Float, Int
 from transformers import PreTrainedTokenizerFast
 
 from l2d_jax import loaded, models, problems, runtime, tokens
-from l2d_jax.adapter import has_adapter
 from l2d_jax.architecture import Architecture
 from l2d_jax.config import MeshConfig
 from l2d_jax.errors import InputError
 from l2d_jax.files import read_json
+from l2d_jax.lineage import follow
 from l2d_jax.llm import LLM
-from l2d_jax.sources import locate
 
 TOLERANCE = 1e-4  # of a logit, relative to the largest one or to 1
 ROUNDINGS = 10  # of theirs, that a logit may differ by
@@ -81,16 +80,20 @@ def compare(model: str, *, length: int | None = None, dtype: str = "float32") ->
         it has no room for, and where torch is missing.
     """
     _require_torch()
-    base = loaded.find(model, dtype="float32").base
+    opened = loaded.find(model, dtype="float32")
+    base = opened.base
+    if opened.trained is not None and opened.path_config is None:
+        raise InputError(f"{model} has trained the language model itself: give its {Path(model) / 'export'}")
     if base.name == "random":
         raise InputError(
             f"the base of {model} is random weights, which transformers cannot read: give a model in files"
         )
-    folder = locate(base.name)
-    if has_adapter(folder):
+    lineage = follow(base.name)
+    folder = lineage.folder
+    if lineage.adapters:
         raise InputError(
-            f"{folder} has a LoRA adapter, and plain weights are compared: merge it first "
-            f"(python -m l2d_jax.convert export --model {folder} --format hf --out DIR) and give that folder"
+            f"{base.name} has a LoRA adapter, and plain weights are compared: merge it first "
+            f"(python -m l2d_jax.convert export --model {base.name} --format hf --out DIR) and give that folder"
         )
     found = models.find_base(base)
     rows = choose_rows(found.architecture, found.tokenizer, length=length)

@@ -1,6 +1,7 @@
-"""One optimizer step: gradients of the path summed over micro-batches, then AdamW, in one compiled program.
+"""One optimizer step: gradients summed over micro-batches, then AdamW, in one compiled program.
 
-A step whose loss or gradient is not finite changes nothing: not the path, not the moments, not their count.
+What is trained, and by which loss, is its caller's to say (`methods`). A step whose loss or gradient is not finite
+changes nothing: not the weights, not the moments, not their count.
 """
 
 from collections.abc import Callable
@@ -14,12 +15,11 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from l2d_jax import attention, gathering, sharding, times
+from l2d_jax import attention, gathering, ops, sharding, times
 from l2d_jax.config import TrainConfig
-from l2d_jax.diffusion_path import PRODUCT, DiffusionPath
 from l2d_jax.errors import InputError
 from l2d_jax.llm import LLM
-from l2d_jax.objective import Batch, loss, shares
+from l2d_jax.objective import Batch, shares
 from l2d_jax.times import LossByTime
 
 
@@ -39,11 +39,15 @@ REMAT: dict[str, Callable[..., Any]] = {
     name: partial(jax.checkpoint, policy=policy, prevent_cse=False)
     for name, policy in {
         "none": save_all_but_weights,
-        "products": _saved.save_only_these_names(PRODUCT, attention.NAME),
+        "products": _saved.save_only_these_names(ops.PRODUCT, attention.NAME),
         "full": _saved.nothing_saveable,
     }.items()
 }
 
+# From what is trained, the frozen model (None: all of it is trained), a micro-batch whose weights are shares of the
+# whole batch, a key, and what is known of the loss by time, to the micro-batch's part of the loss and of that.
+Seen = LossByTime | None
+Objective = Callable[[Any, LLM | None, Batch, jax.Array, Seen], tuple[jax.Array, Seen]]
 
 # XLA's options by kind of device. Where a fusion may take 64 MiB of on-chip memory, the products of v5p run at 98 % of
 # peak instead of 80 %; v5e and v6e gain nothing by more than the default (all compiled, not run).
@@ -54,66 +58,57 @@ COMPILER_OPTIONS: dict[str, dict[str, Any]] = {"TPU v5": {"xla_tpu_scoped_vmem_l
 class TrainState(nnx.Module):
     """What a step changes."""
 
-    path: DiffusionPath = nnx.data()
-    optimizer: Any = nnx.data()  # Adam moments of the path, placed like it
+    trained: Any = nnx.data()  # the tree of float32 weights
+    optimizer: Any = nnx.data()  # their Adam moments, placed like them
     loss_by_time: LossByTime | None = nnx.data(default=None)  # what a warped density of t follows; the same everywhere
 
 
-def optimizer_shardings(optimizer: optax.GradientTransformation, path: DiffusionPath, mesh: Mesh) -> Any:
+def optimizer_shardings(optimizer: optax.GradientTransformation, trained: Any, mesh: Mesh) -> Any:
     """Placements of the optimizer's state: moments lie where their weights lie."""
     return optax.tree_utils.tree_map_params(
         optimizer,
         lambda _, placement: placement,
-        jax.eval_shape(optimizer.init, path),
-        jax.tree.map(lambda x: x.sharding, path),
+        jax.eval_shape(optimizer.init, trained),
+        jax.tree.map(lambda x: x.sharding, trained),
         transform_non_params=lambda _: NamedSharding(mesh, PartitionSpec()),
     )
 
 
 def begin(
-    optimizer: optax.GradientTransformation, path: DiffusionPath, mesh: Mesh, *, seen: LossByTime | None = None
+    optimizer: optax.GradientTransformation, trained: Any, mesh: Mesh, *, seen: LossByTime | None = None
 ) -> TrainState:
-    """A path with its moments at zero, and what is known of its loss by time."""
-    init = jax.jit(optimizer.init, out_shardings=optimizer_shardings(optimizer, path, mesh))
-    return TrainState(
-        path=path, optimizer=init(path), loss_by_time=jax.device_put(seen, NamedSharding(mesh, PartitionSpec()))
-    )
+    """Weights with their moments at zero, and what is known of a path's loss by time."""
+    init = jax.jit(optimizer.init, out_shardings=optimizer_shardings(optimizer, trained, mesh))
+    known = jax.device_put(seen, NamedSharding(mesh, PartitionSpec()))
+    return TrainState(trained=trained, optimizer=init(trained), loss_by_time=known)
 
 
 def make_step(
-    optimizer: optax.GradientTransformation, config: TrainConfig, state: TrainState, mesh: Mesh
-) -> Callable[[TrainState, LLM, Batch, jax.Array], tuple[TrainState, dict[str, jax.Array]]]:
-    """The compiled step: `(state, llm, batch, key) -> (state, metrics)`; `state` is donated.
+    optimizer: optax.GradientTransformation, config: TrainConfig, state: TrainState, mesh: Mesh, *, objective: Objective
+) -> Callable[[TrainState, LLM | None, Batch, jax.Array], tuple[TrainState, dict[str, jax.Array]]]:
+    """The compiled step: `(state, frozen, batch, key) -> (state, metrics)`; `state` is donated.
 
     The batch has a leading axis of micro-batches, as `micro_batches` makes it; the loss is the mean over the whole
     batch, however it is divided. Metrics: loss in nats, gradient norm, and whether the update was skipped (0 or 1).
     """
-    objective = partial(
-        loss,
-        reduction="sum",
-        draws_per_context=config.draws_per_context,
-        chunk=config.loss_chunk,
-        remat=REMAT[config.remat],
-    )
 
-    def step(state: TrainState, llm: LLM, batch: Batch, key: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+    def step(
+        state: TrainState, frozen: LLM | None, batch: Batch, key: jax.Array
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
         def accumulate(carry: Any, scanned: tuple[Batch, jax.Array]) -> tuple[Any, None]:
             micro, key = scanned
-            (value, terms), gradient = jax.value_and_grad(objective, has_aux=True)(
-                state.path, llm, micro, key, times=draw_times
+            (value, seen), gradient = jax.value_and_grad(objective, has_aux=True)(
+                state.trained, frozen, micro, key, state.loss_by_time
             )
-            seen = None if state.loss_by_time is None else times.observe(*terms, sigma=sigma)
             return jax.tree.map(jnp.add, carry, (value, gradient, seen)), None
 
-        sigma = state.path.config.sigma
-        draw_times = times.choose(config, state.loss_by_time, sigma=sigma)
         batch = batch._replace(weights=shares(batch.weights, config.reduction, segments=batch.query_segments))
-        zero = jax.tree.map(jnp.zeros_like, (jnp.float32(0), state.path, state.loss_by_time))
+        zero = jax.tree.map(jnp.zeros_like, (jnp.float32(0), state.trained, state.loss_by_time))
         keys = jax.random.split(key, config.accumulation)
         (value, gradient, seen), _ = jax.lax.scan(accumulate, zero, (batch, keys))
-        updates, moments = optimizer.update(gradient, state.optimizer, state.path)
+        updates, moments = optimizer.update(gradient, state.optimizer, state.trained)
         new_state = TrainState(
-            path=optax.apply_updates(state.path, updates),
+            trained=optax.apply_updates(state.trained, updates),
             optimizer=moments,
             loss_by_time=times.follow(state.loss_by_time, seen),
         )

@@ -1,7 +1,8 @@
 """Trains a diffusion path: `python -m l2d_jax.train --config configs/smollm2_135m.py --workdir DIR`.
 
-The same command again resumes from the newest checkpoint. Only the path, its optimizer state and the step are saved:
-the frozen model is read from where it came from, and the order of the data is a function of the step.
+Or, for comparison, the language model itself (`config.train.method`: `methods`). The same command again resumes from
+the newest checkpoint. Only what is trained, its optimizer state and the step are saved: a frozen model is read from
+where it came from, and the order of the data is a function of the step.
 """
 
 import contextlib
@@ -20,13 +21,13 @@ from l2d_jax.checkpoint import Checkpoints
 from l2d_jax.config import Config
 from l2d_jax.data import Examples
 from l2d_jax.errors import InputError, RunError
+from l2d_jax.methods import budgets_of, method_of
 from l2d_jax.metrics import Metrics, StepLog
 from l2d_jax.objective import Batch
 from l2d_jax.optim import optimizer, schedule
 from l2d_jax.preemption import STOPPED, Preemption
-from l2d_jax.refine import Model, Refinement
+from l2d_jax.refine import Refinement
 from l2d_jax.step import TrainState, begin, check_batch, local_rows, make_step, micro_batches
-from l2d_jax.validate import validate
 from l2d_jax.variant_table import variant_table
 from l2d_jax.workdir import claim, differences, is_measured, plain
 
@@ -71,26 +72,28 @@ def train_on(mesh: Mesh, config: Config, workdir: Path, *, preemption: Preemptio
     steps = config.train.steps or max(1, math.ceil(config.train.epochs * training.rows / config.train.batch_size))
     profile.check_steps(config.profile, steps)
 
-    llm = base.load(dtype=config.model.dtype, mesh=mesh, seed=config.train.seed)
+    method = method_of(config)
+    trained, frozen = method.begin(config, base, mesh)
     rate = schedule(config.optim, steps)
     adam = optimizer(config.optim, rate)
-    path = models.new_path(config.path, llm, mesh, seed=config.train.seed)
-    state = begin(adam, path, mesh, seen=times.nothing_seen(config.train))
+    state = begin(adam, trained, mesh, seen=times.nothing_seen(config.train))
+    del trained  # steps donate it
 
     if hosts.is_first():
         (workdir / "checkpoints").mkdir(exist_ok=True)  # from here on the workdir belongs to this config
     checkpoints = Checkpoints(workdir / "checkpoints", keep=config.train.keep)
     start = checkpoints.latest() or 0
     if start:
-        state = TrainState(**checkpoints.restore(start, vars_of(state)))
+        found = checkpoints.restore(start, parts_of(state, config))
+        state = TrainState(found[method.part], found["optimizer"], found.get("loss_by_time"))
         hosts.report(f"resuming after step {start}")
     measured = hosts.decide(partial(is_measured, workdir, start))  # a run that was cut off may not have come to it
     metrics = Metrics(workdir, start=start, total=steps, silent=not hosts.is_first())
 
     def measure(step: int, state: TrainState) -> None:
-        budgets = config.validation.budgets if step else (1,)  # an untrained path is the LM at every budget
+        budgets = budgets_of(config) if step else (1,)  # an untrained path is the LM at every budget
         examples = placed_in_order(held_out, config.validation.batch_size, mesh)
-        report = validate(Model.build(llm, state.path), examples, config, budgets=budgets)
+        report = method.validate(config, state.trained, frozen, examples, budgets=budgets)
         metrics.write(step, report | times.describe(state.loss_by_time, sigma=config.path.sigma))
         figures = {name: value for name, value in report.items() if isinstance(value, float)}
         metrics.progress(step, "  ".join(f"{name.split('/')[1]} {value:.4f}" for name, value in figures.items()))
@@ -99,7 +102,7 @@ def train_on(mesh: Mesh, config: Config, workdir: Path, *, preemption: Preemptio
         every = config.train.validate_every
         return step in (0, steps) or (every > 0 and step % every == 0)
 
-    run_step = make_step(adam, config.train, state, mesh)
+    run_step = make_step(adam, config.train, state, mesh, objective=method.objective(config))
     run_step = profile.trace_steps(run_step, config.profile, workdir, start=start)
     key = jax.random.key(config.train.seed + 1)
     batches = training.batches(config.train.batch_size, start_step=start, rows=local_rows(config.train, mesh))
@@ -117,7 +120,7 @@ def train_on(mesh: Mesh, config: Config, workdir: Path, *, preemption: Preemptio
     )
     for step, batch in zip(range(start + 1, steps + 1), batches, strict=False):
         placed = micro_batches(batch, config.train.accumulation, mesh)
-        state, results = run_step(state, llm, placed, jax.random.fold_in(key, step))
+        state, results = run_step(state, frozen, placed, jax.random.fold_in(key, step))
         text = count_text(batch) * config.train.batch_size // len(batch.tokens)  # of all processes, by this one's rows
         log.add(step, results, tokens=text)
         stopped = preemption.reached(step) and step < steps
@@ -126,7 +129,7 @@ def train_on(mesh: Mesh, config: Config, workdir: Path, *, preemption: Preemptio
             log.flush()  # before it is saved, or a run that is cut off in between would lack it
         owed = saved and log.skipped > 0 and step < steps  # what a skipped update leaves waits for one that is not
         if saved and not owed:
-            save(step, state, checkpoints, metrics)
+            save(step, parts_of(state, config), checkpoints, metrics)
         if stopped:
             break
         if due(step):
@@ -137,7 +140,7 @@ def train_on(mesh: Mesh, config: Config, workdir: Path, *, preemption: Preemptio
         kept = "the newest checkpoint is from before a skipped update" if owed else f"step {step} is saved"
         hosts.report(f"stopped by SIGTERM: {kept}, and the same command goes on from there")
         return False
-    export(state, config, workdir)
+    export(state.trained, config, workdir, mesh)
     return True
 
 
@@ -148,7 +151,7 @@ def prepare(config: Config, workdir: Path, held: contextlib.ExitStack) -> Mesh:
 
     def check() -> dict[str, Any]:
         check_batch(config.train, mesh)
-        for budget in config.validation.budgets:
+        for budget in config.validation.budgets:  # unused without a path, but its evaluation may ask for them
             Refinement.from_config(config.decode, budget=budget)
         held.enter_context(lock.hold(workdir))
         claim(workdir, config)
@@ -157,6 +160,8 @@ def prepare(config: Config, workdir: Path, held: contextlib.ExitStack) -> Mesh:
     changed = differences(hosts.decide(check), config)
     if changed:
         raise InputError(f"process 0 runs another config: {'; '.join(changed[:5])}: start the same command everywhere")
+    if budgets_of(config) != config.validation.budgets:
+        hosts.report("validation is at a budget of 1: a language model without a path has no other")
     return mesh
 
 
@@ -181,11 +186,11 @@ def placed_in_order(examples: Examples, batch_size: int, mesh: Mesh) -> Iterator
     return (jax.tree.map(place, batch) for batch in examples.in_order(batch_size, rows=held))
 
 
-def save(step: int, state: TrainState, checkpoints: Checkpoints, metrics: Metrics) -> None:
+def save(step: int, parts: dict[str, Any], checkpoints: Checkpoints, metrics: Metrics) -> None:
     """Begin a checkpoint; it holds no step that is not in the log, on the disk."""
     for failed in checkpoints.failures():
         metrics.write(step, {"failed_save": failed})
-    checkpoints.save(step, vars_of(state), first=metrics.sync)
+    checkpoints.save(step, parts, first=metrics.sync)
 
 
 def finish(checkpoints: Checkpoints, metrics: Metrics) -> None:
@@ -200,21 +205,23 @@ def finish(checkpoints: Checkpoints, metrics: Metrics) -> None:
         )
 
 
-def export(state: TrainState, config: Config, workdir: Path) -> None:
-    """Write the trained path as a model folder; raises `RunError` where that fails."""
+def export(trained: Any, config: Config, workdir: Path, mesh: Mesh) -> None:
+    """Write what was trained as a model folder; raises `RunError` where that fails."""
     folder = workdir / "export"
     try:
         if hosts.is_first():
             folder.mkdir(exist_ok=True)
-        models.save_path(folder, state.path, base=config.model.name)
+        method_of(config).export(config, folder, trained, mesh)
     except OSError as error:
         again = "make room and give the same command again, which does this alone"
-        raise RunError(f"the trained path cannot be written to {folder} ({error.strerror}): {again}") from error
+        raise RunError(
+            f"the trained {method_of(config).says} cannot be written to {folder} ({error.strerror}): {again}"
+        ) from error
 
 
-def vars_of(state: TrainState) -> dict[str, Any]:
+def parts_of(state: TrainState, config: Config) -> dict[str, Any]:
     """The named parts of a checkpoint."""
-    parts = {"path": state.path, "optimizer": state.optimizer, "loss_by_time": state.loss_by_time}
+    parts = {method_of(config).part: state.trained, "optimizer": state.optimizer, "loss_by_time": state.loss_by_time}
     return {name: part for name, part in parts.items() if part is not None}
 
 

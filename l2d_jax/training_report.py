@@ -28,8 +28,8 @@ def loss_table(before: dict[str, Any], after: dict[str, Any]) -> str:
 
 
 def loss_rows(before: dict[str, Any], after: dict[str, Any]) -> Table:
-    """The cells of `loss_table`."""
-    losses = before["validation/loss_by_t"], after["validation/loss_by_t"]
+    """The cells of `loss_table`; a run without a path has the last row alone."""
+    losses = by_t(before), by_t(after)
     bins = len(losses[0])
     rows = [
         (f"{i / bins:.1f} - {(i + 1) / bins:.1f}", f"{first:.3f}", f"{last:.3f}")
@@ -37,6 +37,12 @@ def loss_rows(before: dict[str, Any], after: dict[str, Any]) -> Table:
     ]
     overall = "all", f"{before['validation/loss']:.3f}", f"{after['validation/loss']:.3f}"
     return ("t", "loss before", "loss after"), [*rows, overall]
+
+
+def by_t(record: dict[str, Any]) -> list[float]:
+    """The loss of a path in each bin of t; none where a language model was trained."""
+    found: list[float] = record.get("validation/loss_by_t", [])
+    return found
 
 
 def accuracy_table(record: dict[str, Any]) -> str:
@@ -68,8 +74,9 @@ def budgets(record: dict[str, Any]) -> list[int]:
 
 
 def draw(before: dict[str, Any], after: dict[str, Any], file: Path) -> None:
-    """Two panels: accuracy against the budget with its intervals, and loss by t before and after."""
-    figure, [left, right] = new_figure(2)
+    """Two panels: accuracy against the budget with its intervals, and, of a path, loss by t before and after."""
+    bins = len(by_t(before))
+    figure, [left, *others] = new_figure(2 if bins else 1)
     measured = budgets(after)
     places = range(len(measured))  # evenly spaced: budgets double
     for kind, label in KINDS.items():
@@ -78,10 +85,10 @@ def draw(before: dict[str, Any], after: dict[str, Any], file: Path) -> None:
     left.set_xticks(places, [str(budget) for budget in measured])
     left.set(xlabel="evaluations of the path per token", ylabel="accuracy on held-out answers", title="Accuracy")
     left.legend()
-    bins = len(before["validation/loss_by_t"])
     middles = [(i + 0.5) / bins for i in range(bins)]
-    for record, label in ((before, "before training"), (after, f"after {after['step']} steps")):
-        right.plot(middles, record["validation/loss_by_t"], marker="o", label=label)
-    right.set(xlabel="t", ylabel="nats per token", title="Loss of one evaluation at t", ylim=(0, None))
-    right.legend()
+    for right in others:
+        for record, label in ((before, "before training"), (after, f"after {after['step']} steps")):
+            right.plot(middles, by_t(record), marker="o", label=label)
+        right.set(xlabel="t", ylabel="nats per token", title="Loss of one evaluation at t", ylim=(0, None))
+        right.legend()
     save(figure, file)

@@ -16,27 +16,32 @@ from l2d_jax import accounting, models, times
 from l2d_jax.config import Config
 from l2d_jax.diffusion_path import DiffusionPath
 from l2d_jax.llm import LLM
+from l2d_jax.methods import method_of
 from l2d_jax.objective import Batch, Context, correct, draw_each, read_context, target_losses
 from l2d_jax.optim import optimizer
-from l2d_jax.step import REMAT, TrainState, begin, check_batch, make_step, micro_batches
+from l2d_jax.step import REMAT, begin, check_batch, make_step, micro_batches
 from l2d_jax.timing import matmul_rate, median
 
 
 def training(config: Config, mesh: Mesh) -> dict[str, Any]:
-    """Tokens per second of the compiled training step, where its time goes, and the machine's matrix-product rate."""
+    """Tokens per second of the compiled step, where a path's time goes, and the machine's matrix-product rate."""
     check_batch(config.train, mesh)
     architecture = models.read_architecture(config.model)
-    llm = models.random_base(architecture, mesh, dtype=config.model.dtype)
+    method = method_of(config)
+    trained, frozen = method.begin(config, models.FoundBase(architecture, None, (), None), mesh)
     adam = optimizer(config.optim, config.optim.peak_rate)
-    path = models.new_path(config.path, llm, mesh, seed=1)
-    state = begin(adam, path, mesh, seen=times.nothing_seen(config.train))
-    step = make_step(adam, config.train, state, mesh)
+    state = begin(adam, trained, mesh, seen=times.nothing_seen(config.train))
+    step = make_step(adam, config.train, state, mesh, objective=method.objective(config))
     batch = micro_batches(random_batch(config, architecture.vocab_size), config.train.accumulation, mesh)
-    parts = {name: config.train.accumulation * seconds for name, seconds in _parts(config, state, llm, batch).items()}
+    parts = {}
+    if frozen is not None and isinstance(trained, DiffusionPath):
+        found = _parts(config, trained, frozen, batch)
+        parts = {name: config.train.accumulation * seconds for name, seconds in found.items()}
+    del trained  # steps donate it
 
     def run() -> None:
         nonlocal state
-        state, results = step(state, llm, batch, jax.random.key(2))
+        state, results = step(state, frozen, batch, jax.random.key(2))
         float(results["loss"])
 
     run()  # compiles
@@ -56,10 +61,10 @@ def training(config: Config, mesh: Mesh) -> dict[str, Any]:
     }
 
 
-def _parts(config: Config, state: TrainState, llm: LLM, batch: Batch) -> dict[str, float]:
+def _parts(config: Config, path: DiffusionPath, llm: LLM, batch: Batch) -> dict[str, float]:
     """Seconds of the parts of a micro-batch, each compiled and run alone, by the names of `accounting`."""
     micro: Batch = jax.tree.map(lambda array: array[0], batch)
-    micro, draws = draw_each(jax.random.key(3), micro, state.path, draws_per_context=config.train.draws_per_context)
+    micro, draws = draw_each(jax.random.key(3), micro, path, draws_per_context=config.train.draws_per_context)
 
     def correct_and_pull(path: DiffusionPath, llm: LLM, context: Context) -> tuple[Any, Any]:
         forward = partial(correct, llm=llm, context=context, batch=micro, draws=draws, remat=REMAT[config.train.remat])
@@ -79,8 +84,8 @@ def _parts(config: Config, state: TrainState, llm: LLM, batch: Batch) -> dict[st
         return median(lambda: jax.block_until_ready(compiled(*arguments))), result
 
     frozen, context = timed(read_context, llm, micro)
-    forward, hidden = timed(correct_alone, state.path, llm, context)
-    both, _ = timed(correct_and_pull, state.path, llm, context)
+    forward, hidden = timed(correct_alone, path, llm, context)
+    both, _ = timed(correct_and_pull, path, llm, context)
     head, _ = timed(lose, hidden, llm)
     return {"frozen pass": frozen, "path forward": forward, "path backward": both - forward, "output head": head}
 

@@ -1,4 +1,4 @@
-"""What a path is worth on held-out answers: loss by t, and teacher-forced accuracy against the budget.
+"""What a model is worth on held-out answers: its loss (a path's by t), and teacher-forced accuracy against the budget.
 
 Teacher-forced: every answer position is refined from noise with the true tokens before it. "Expected" accuracy is the
 probability of the true token under untempered sampling, "greedy" whether it is the arg max. All budgets use the same
@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from l2d_jax import hosts
 from l2d_jax.config import Config
+from l2d_jax.llm import LLM
 from l2d_jax.objective import Batch, Context, Draws, correct, draw, negative_log_likelihood, over_logits, read_context
 from l2d_jax.refine import Model, Refinement, refine
 
@@ -87,13 +88,32 @@ def _scores(
         keys=jax.vmap(lambda key: jax.random.split(key, shape[1]))(velocity_keys),
     )
 
-    def read(logits: Float[Array, "n V"], targets: Int[Array, " n"]) -> dict[str, Array]:
-        return {
-            "expected": jnp.exp(-negative_log_likelihood(logits, targets)),
-            "greedy": (jnp.argmax(logits, axis=-1) == targets).astype(jnp.float32),
-        }
+    return over_logits(model.llm, hidden, _accuracy, batch.targets, chunk=chunk)
 
-    return over_logits(model.llm, hidden, read, batch.targets, chunk=chunk)
+
+def _accuracy(logits: Float[Array, "n V"], targets: Int[Array, " n"]) -> dict[str, Array]:
+    return {
+        "expected": jnp.exp(-negative_log_likelihood(logits, targets)),
+        "greedy": (jnp.argmax(logits, axis=-1) == targets).astype(jnp.float32),
+    }
+
+
+@partial(jax.jit, static_argnames="chunk")
+def _plain_scores(llm: LLM, batch: Batch, *, chunk: int) -> dict[str, Float[Array, "B M"]]:
+    def read(logits: Float[Array, "n V"], targets: Int[Array, " n"]) -> dict[str, Array]:
+        return {"loss": negative_log_likelihood(logits, targets)} | _accuracy(logits, targets)
+
+    return over_logits(llm, read_context(llm, batch).hidden, read, batch.targets, chunk=chunk)
+
+
+def validate_plain(llm: LLM, batches: Iterable[Batch], config: Config) -> dict[str, Any]:
+    """The loss and the accuracy of a language model alone, by the keys of `validate` at a budget of 1."""
+    tally = Tally()
+    for batch in batches:
+        values = _plain_scores(llm, batch, chunk=config.train.loss_chunk)
+        named = {name if name == "loss" else f"{name}@1": hosts.gather(value) for name, value in values.items()}
+        tally.add(hosts.gather(batch.weights), named)
+    return _losses(tally) | _accuracies(tally, (1,))
 
 
 def validate(
@@ -120,12 +140,17 @@ def validate(
             scores = _scores(model, context, batch, setting, keys, chunk=chunk)
             values |= {f"{name}@{budget}": hosts.gather(value) for name, value in scores.items()}
         tally.add(hosts.gather(batch.weights), values)
+    by_t = {"validation/loss_by_t": [tally.mean(f"loss{i}")[0] for i in range(bins)]}
+    return _losses(tally) | by_t | _accuracies(tally, budgets)
+
+
+def _losses(tally: Tally) -> dict[str, Any]:
     loss = tally.mean("loss")[0]
-    report: dict[str, Any] = {
-        "validation/loss": loss,
-        "validation/perplexity": float(np.exp(loss)),
-        "validation/loss_by_t": [tally.mean(f"loss{i}")[0] for i in range(bins)],
-    }
+    return {"validation/loss": loss, "validation/perplexity": float(np.exp(loss))}
+
+
+def _accuracies(tally: Tally, budgets: Sequence[int]) -> dict[str, Any]:
+    report: dict[str, Any] = {}
     for budget in budgets:
         for name in ("expected", "greedy"):
             mean, *interval = tally.mean(f"{name}@{budget}")

@@ -54,6 +54,23 @@ def rate_3e5(config: ConfigDict) -> None:
     config.optim.final_rate = 1e-6
 
 
+# --- baselines: the language model itself, finetuned ---
+
+
+def lora(config: ConfigDict) -> None:
+    """The paper's baseline: LoRA on the LM's q and v, rank 32, alpha 64, at a peak rate of 1e-5; no path."""
+    config.train.method = "lora"
+    config.optim.peak_rate = 1e-5
+    config.optim.final_rate = 1e-6
+
+
+def full(config: ConfigDict) -> None:
+    """The paper's baseline: all of the LM's weights, at a peak rate of 1e-5; no path."""
+    config.train.method = "full"
+    config.optim.peak_rate = 1e-5
+    config.optim.final_rate = 1e-6
+
+
 # --- times of training (uniform and independent in the paper) ---
 
 

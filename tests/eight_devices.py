@@ -1,5 +1,6 @@
 """Tests that need eight devices: `test_sharding` runs this file in a process that has them (it is not collected)."""
 
+import dataclasses
 import math
 from functools import partial
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import tiny
 from jax.sharding import Mesh
@@ -16,11 +18,12 @@ from test_weights import declarations, theirs
 from l2d_jax import sharding, times, weights
 from l2d_jax.attention import attention, splash
 from l2d_jax.checkpoint import Checkpoints
-from l2d_jax.config import DataConfig, DecodeConfig, MeshConfig, OptimConfig, TrainConfig
+from l2d_jax.config import Config, DataConfig, DecodeConfig, MeshConfig, OptimConfig, TrainConfig
 from l2d_jax.data import Examples
 from l2d_jax.decode import decode, prefill
 from l2d_jax.draw import Sampling
 from l2d_jax.llm import LLM
+from l2d_jax.methods import METHODS, Method
 from l2d_jax.optim import optimizer
 from l2d_jax.refine import Model, Refinement
 from l2d_jax.sharding import constrain, make_mesh
@@ -89,49 +92,68 @@ class Trained(NamedTuple):
     state: TrainState
 
 
-def train(m: Mesh, **options: Any) -> Trained:
-    adam, config = optimizer(OptimConfig(), 1e-2), TrainConfig(batch_size=16, accumulation=2, **options)
+def begin_method(method: Method, config: Config, m: Mesh) -> tuple[Any, LLM | None]:
+    """What is trained and what is frozen, of the same random values on every mesh."""
+    architecture = tiny.architecture("llama")
+    tree = {"path": tiny.path, "adapter": tiny.adapter, "weights": tiny.llm}[method.part]()
+    declared = method.declare_frozen(config, architecture)
+    frozen = None if declared is None else place(tiny.llm(), declared, m)
+    wanted = method.declare(dataclasses.replace(config, path=tiny.path_config()), architecture)
+    return place(tree, wanted, m), frozen
+
+
+def train(m: Mesh, method: str = "l2d", **options: Any) -> Trained:
+    adam = optimizer(OptimConfig(), 1e-2)
+    config = TrainConfig(method=method, batch_size=16, accumulation=2, **options)
     losses = []
     with jax.set_mesh(m):
-        llm, path = place(tiny.llm(), declared_llm(), m), place(tiny.path(), declared_path(), m)
-        state = begin(adam, path, m, seen=times.nothing_seen(config))
-        step = make_step(adam, config, state, m)
+        trained, llm = begin_method(METHODS[method], tiny.config(config), m)
+        state = begin(adam, trained, m, seen=times.nothing_seen(config))
+        step = make_step(adam, config, state, m, objective=tiny.objective(config))
         for number in range(3):
             batch = micro_batches(tiny.batch(examples=16, seed=number), 2, m)
             state, metrics = step(state, llm, batch, jax.random.fold_in(jax.random.key(0), number))
             losses.append(float(metrics["loss"]))
         assert step._cache_size() == 1
-        jax.tree.map(np.testing.assert_array_equal, llm, tiny.llm())  # the frozen bits stay
+        if llm is not None:
+            jax.tree.map(np.testing.assert_array_equal, llm, tiny.llm())  # the frozen bits stay
     return Trained(losses, state)
 
 
 @pytest.fixture(scope="module")
-def alone(mesh: Mesh) -> Trained:
-    return train(mesh)
+def alone(mesh: Mesh) -> dict[str, Trained]:
+    return {method: train(mesh, method) for method in METHODS}
 
 
 @pytest.mark.parametrize(
-    "sizes",
+    ("method", "sizes"),
     [
-        {"data": 2, "fsdp": 2, "tensor": 2},
-        {"fsdp": 8},
-        {"data": 8, "fsdp": 1},
-        {"fsdp": 2, "tensor": 2, "context": 2},
-        {"fsdp": 2},  # on two devices
+        ("l2d", {"data": 2, "fsdp": 2, "tensor": 2}),
+        ("l2d", {"fsdp": 8}),
+        ("l2d", {"data": 8, "fsdp": 1}),
+        ("l2d", {"fsdp": 2, "tensor": 2, "context": 2}),
+        ("l2d", {"fsdp": 2}),  # on two devices
+        ("lora", {"fsdp": 2, "tensor": 2, "context": 2}),
+        ("full", {"data": 2, "fsdp": 2, "tensor": 2}),
+        ("full", {"fsdp": 4, "context": 2}),
     ],
     ids=str,
 )
-def test_training_is_split_and_equal_to_one_device(alone: Trained, sizes: dict[str, int]) -> None:
+def test_training_is_split_and_equal_to_one_device(
+    alone: dict[str, Trained], method: str, sizes: dict[str, int]
+) -> None:
     """The same losses and weights on every mesh; moments lie where their weights lie."""
     devices = jax.devices()[: math.prod(sizes.values())]
-    losses, state = train(make_mesh(MeshConfig(**sizes), devices))
-    np.testing.assert_allclose(losses, alone.losses, rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), state.path, alone.state.path)
-    moments = [leaf for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim]
-    placements = {leaf.shape: leaf.sharding for leaf in jax.tree.leaves(state.path)}
-    assert len(moments) == 2 * len(jax.tree.leaves(state.path))
-    for moment in moments:
-        assert moment.sharding.is_equivalent_to(placements[moment.shape], moment.ndim)
+    losses, state = train(make_mesh(MeshConfig(**sizes), devices), method)
+    np.testing.assert_allclose(losses, alone[method].losses, rtol=1e-5)
+    wanted = alone[method].state.trained
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), state.trained, wanted)
+    weights, moments = jax.tree.leaves(state.trained), []
+    for name in ("mu", "nu"):
+        own = jax.tree.leaves(optax.tree.get(state.optimizer, name))
+        for moment, weight in zip(own, weights, strict=True):
+            assert moment.sharding.is_equivalent_to(weight.sharding, weight.ndim)
+        moments += own
     if sizes.get("fsdp") != 1:
         assert sum(not moment.sharding.is_fully_replicated for moment in moments) > len(moments) / 3
 

@@ -8,6 +8,7 @@ from l2d_jax.config import (
     Config,
     DataConfig,
     DecodeConfig,
+    LoraConfig,
     MeshConfig,
     ModelConfig,
     OptimConfig,
@@ -34,6 +35,9 @@ path.lora_rank: int = 32
 path.lora_alpha: float = 32.0
 path.classes: int = 0
 path.class_dropout: float = 0.2
+lora.rank: int = 32
+lora.alpha: float = 64.0
+lora.modules: tuple[str, ...] = ('q_proj', 'v_proj')
 data.source: str = 'smoltalk'
 data.subsets: tuple[str, ...] = ()
 data.data_dir: str | None = None
@@ -54,6 +58,7 @@ optim.beta2: float = 0.95
 optim.epsilon: float = 1e-08
 optim.weight_decay: float = 0.01
 optim.clip_norm: float = 1.0
+train.method: Literal['l2d', 'lora', 'full'] = 'l2d'
 train.batch_size: int = 32
 train.accumulation: int = 1
 train.draws_per_context: int = 1
@@ -146,6 +151,12 @@ def test_defaults_refuse_a_name_that_they_do_not_know():
         ({"validation": {"budgets": 3}}, "config.validation.budgets must be of type tuple[int, ...], got 3"),
         ({"validation": {"budgets": [1, "x"]}}, "config.validation.budgets[1] must be of type int, got 'x'"),
         ({"path": {"layers": "loar"}}, "config.path.layers must be one of 'lora', 'dense', got 'loar'"),
+        ({"train": {"method": "qlora"}}, "config.train.method must be one of 'l2d', 'lora', 'full', got 'qlora'"),
+        ({"train": {"method": "full"}, "model": {"name": "a", "dtype": "int8"}}, "which config.model.dtype 'int8' fre"),
+        (
+            {"train": {"method": "lora", "draws_per_context": 2}},
+            "trains no diffusion path, and config.train.draws_per_context 2",
+        ),
         (
             {"train": {"time_density": "cosine"}},
             "config.train.time_density must be one of 'uniform', 'cosmap', 'logit_normal', 'warped', got 'cosine'",
@@ -175,6 +186,11 @@ def test_a_missing_section_is_named():
         (PathConfig, {"sigma": float("nan")}, "sigma must be positive, got nan"),
         (PathConfig, {"classes": -1}, "must not be negative"),
         (PathConfig, {"class_dropout": 1.0}, r"must be in \[0, 1\)"),
+        (LoraConfig, {"rank": 0}, "config.lora.rank must be positive, got 0"),
+        (LoraConfig, {"alpha": -1.0}, "config.lora.alpha must be positive"),
+        (LoraConfig, {"modules": ("q_prj",)}, "has 'q_prj', which is no layer of the LM: did you mean 'q_proj'"),
+        (LoraConfig, {"modules": ()}, "one or more layers, each once"),
+        (LoraConfig, {"modules": ("q_proj", "q_proj")}, "each once, got"),
         (DataConfig, {"max_length": 1}, "at least 2 tokens"),
         (DataConfig, {"train_examples": 0}, "must be positive or None"),
         (DataConfig, {"answer_length": 4000}, "4000 exceeds config.data.max_length 2048"),

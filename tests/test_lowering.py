@@ -4,13 +4,14 @@ import re
 
 import jax
 import jax.numpy as jnp
+import pytest
 from programs import config
 
-from l2d_jax import decode, lowering, sharding, training_speed
+from l2d_jax import decode, lowering, training_speed
 from l2d_jax.decoding_speed import random_model
 from l2d_jax.draw import Sampling
-from l2d_jax.llm import LLM
-from l2d_jax.models import new_path, read_architecture
+from l2d_jax.methods import METHODS
+from l2d_jax.models import FoundBase, read_architecture
 from l2d_jax.optim import optimizer
 from l2d_jax.refine import Refinement, tabulate
 from l2d_jax.step import begin, make_step, micro_batches
@@ -25,14 +26,15 @@ def operations(lowered: jax.stages.Lowered) -> set[str]:
     return {line for line in lines if "sdy." not in line and not re.search(r"reshape % : \((.*)\) -> \1$", line)}
 
 
-def test_the_training_step_is_that_of_training(mesh):
-    options = config(train__accumulation=2)
+@pytest.mark.parametrize("method", METHODS)
+def test_the_training_step_is_that_of_training(method, mesh):
+    options = config(train__accumulation=2, train__method=method, lora__modules="('q_proj', 'o_proj')")
     architecture = read_architecture(options.model)
-    llm = sharding.initialize(LLM.declare(architecture, dtype=jnp.float32), jax.random.key(0), mesh)
     adam = optimizer(options.optim, options.optim.peak_rate)
-    state = begin(adam, new_path(options.path, llm, mesh, seed=0), mesh)
+    trained, llm = METHODS[method].begin(options, FoundBase(architecture, None, (), None), mesh)
+    state = begin(adam, trained, mesh)
     batch = micro_batches(training_speed.random_batch(options, architecture.vocab_size), 2, mesh)
-    step = make_step(adam, options.train, state, mesh)
+    step = make_step(adam, options.train, state, mesh, objective=METHODS[method].objective(options))
     real = step.lower(state, llm, batch, jax.random.key(0))
     assert operations(lowering.lower_train(options, mesh)) == operations(real)
 

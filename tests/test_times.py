@@ -57,7 +57,7 @@ def logit_normal(t: np.ndarray, mean: float, deviation: float) -> np.ndarray:
             partial(logit_normal, mean=1.5, deviation=0.5),
         ),
     ],
-    ids=str,
+    ids=["uniform", "cosmap", "logit_normal", "shifted"],
 )
 @pytest.mark.parametrize("stratified", [False, True])
 def test_times_have_their_density(options: Any, density: Any, *, stratified: bool) -> None:

@@ -15,7 +15,7 @@ import pytest
 from programs import ROOT, base_tensors, call, config, options, same_bits, write_base
 from safetensors.numpy import save_file
 
-from l2d_jax import accounting, checkpoint, hosts, manifest, models, train
+from l2d_jax import accounting, checkpoint, hosts, manifest, methods, models, train
 from l2d_jax.architecture import Architecture
 from l2d_jax.config import Config
 from l2d_jax.data import Examples
@@ -134,7 +134,7 @@ def test_a_run_that_is_cut_off_goes_on_bit_for_bit(run, tmp_path, mesh, monkeypa
     elif when == "after a step":
         kill("micro_batches", train, at=5)
     else:
-        kill("validate", train, at=2)
+        kill("validate", methods, at=2)
     with pytest.raises(Killed):
         call(train.main, *arguments)
     monkeypatch.undo()

@@ -7,11 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from l2d_jax.architecture import Architecture
-from l2d_jax.config import PathConfig
+from l2d_jax.config import Config, LoraConfig, ModelConfig, PathConfig, TrainConfig
 from l2d_jax.diffusion_path import DiffusionPath
 from l2d_jax.llm import LLM
+from l2d_jax.llm_adapter import LLMAdapter
+from l2d_jax.methods import method_of
 from l2d_jax.objective import Batch
 from l2d_jax.refine import Model
+from l2d_jax.step import Objective
 
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -94,6 +97,22 @@ def llm(kind: str = "llama", *, dtype: Any = jnp.float32, seed: int = 0) -> LLM:
 def path(kind: str = "llama", *, seed: int = 1, **changes: Any) -> DiffusionPath:
     """A path for `llm(kind)`; `changes` are options of its config."""
     return randomise(DiffusionPath.declare(path_config(**changes), architecture(kind)), seed=seed)
+
+
+def adapter(kind: str = "llama", *, seed: int = 2, **changes: Any) -> LLMAdapter:
+    """Updates of the layers of `llm(kind)`; `changes` are options of its config."""
+    config = LoraConfig(**{"rank": 3, "alpha": 6.0, **changes})
+    declared = LLMAdapter.declare(config, LLM.declare(architecture(kind), dtype=jnp.float32).layers)
+    return randomise(declared, seed=seed)
+
+
+def config(train: TrainConfig, *, dtype: Any = "float32") -> Config:
+    return Config(model=ModelConfig(name="unused", dtype=dtype), train=train, lora=LoraConfig(rank=3, alpha=6.0))
+
+
+def objective(train: TrainConfig) -> Objective:
+    """The loss of a step, by the method that the options name."""
+    return method_of(config(train)).objective(config(train))
 
 
 def model(kind: str = "llama", **changes: Any) -> Model:
