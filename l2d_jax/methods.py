@@ -24,7 +24,7 @@ from l2d_jax.objective import Batch
 from l2d_jax.refine import Model
 from l2d_jax.sharding import initialize
 from l2d_jax.step import REMAT, Objective, Seen
-from l2d_jax.validate import validate, validate_plain
+from l2d_jax.validate import validate
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,7 @@ class Method:
         self, config: Config, trained: Any, frozen: LLM | None, batches: Iterable[Batch], *, budgets: tuple[int, ...]
     ) -> dict[str, Any]:
         """The report of a validation; a model without a path has a budget of 1, whatever `budgets` are."""
-        model = self.model(config, trained, frozen)
-        if model.path is None:
-            return validate_plain(model.llm, batches, config)
-        return validate(model, batches, config, budgets=budgets)
+        return validate(self.model(config, trained, frozen), batches, config, budgets=budgets)
 
 
 def method_of(config: Config) -> Method:

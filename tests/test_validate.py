@@ -10,7 +10,7 @@ import tiny
 from l2d_jax import objective, validate
 from l2d_jax.config import Config
 from l2d_jax.objective import Draws
-from l2d_jax.validate import Tally
+from l2d_jax.tally import Tally
 
 
 def test_means_over_tokens() -> None:

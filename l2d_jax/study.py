@@ -1,0 +1,132 @@
+"""Compares models on the same held-out answers: `python -m l2d_jax.study --config FILE --out DIR --models NAME=MODEL`.
+
+A model is a workdir of training, a model folder, a hub id or a GGUF file. Every token of an answer is predicted with
+the true tokens before it: by the language model alone, which is a budget of 1, and where there is a path, with each
+solver at each budget. What is measured of a model is kept in `DIR/NAME.json`; the same command again measures what is
+missing. Then come tables, `study.png` and `study.svg`, and a page, `study.html`. Gains are over the first model.
+"""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from l2d_jax import accounting, command_line, hosts, rows, rules, runtime, study_report, within
+from l2d_jax.config import Config, DecodeConfig
+from l2d_jax.data import Examples
+from l2d_jax.errors import InputError
+from l2d_jax.files import read_json, write_whole
+from l2d_jax.loaded import Folder, Loaded, find, load
+from l2d_jax.options import require
+from l2d_jax.refine import Refinement
+from l2d_jax.train import placed_in_order
+from l2d_jax.validate import measure
+
+BUDGETS_HELP = "evaluations per token; a solver that cannot spend one exactly takes the next smaller that it can"
+
+
+def main() -> None:
+    """Parse the command line, measure every model, and compare."""
+    parser = command_line.Parser(prog="python -m l2d_jax.study", description=__doc__)
+    parser.add_argument("--models", nargs="+", type=named, metavar="NAME=MODEL", required=True, help="to compare")
+    parser.add_argument("--config", required=True, help=f"for its data, decoding and type; {command_line.CONFIG_HELP}")
+    parser.add_argument("--out", type=command_line.local_path, required=True, help="where the results go")
+    parser.add_argument("--split", help="of the answers; None: the config's for validation")
+    parser.add_argument("--solvers", nargs="+", choices=rules.SOLVERS, default=["midpoint"], help="of a path")
+    parser.add_argument("--budgets", nargs="+", type=int, default=[1, 3, 7, 15, 31], help=BUDGETS_HELP)
+    options, config = parser.parse_with_config()
+    names = [name for name, _ in options.models]
+    require(len(set(names)) == len(names), f"each model needs a name of its own, got {', '.join(names)}")
+    require(min(options.budgets) > 0, f"--budgets must be at least 1 evaluation, got {min(options.budgets)}")
+    if options.split:
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, validation_split=options.split))
+    rows.keep_quiet()
+    for _, model in options.models:
+        find(model)  # complains before anything is measured
+    mesh = runtime.start(config.mesh)
+    options.out.mkdir(parents=True, exist_ok=True)
+    found = {name: known_or_measured(name, model, options, config, mesh) for name, model in options.models}
+    if hosts.is_first():
+        study_report.report(options.out, found)
+
+
+def named(text: str) -> tuple[str, str]:
+    """The parts of NAME=MODEL."""
+    name, equals, model = text.partition("=")
+    if not (equals and model and name.isidentifier()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=MODEL, such as base=Qwen/Qwen2.5-7B-Instruct")
+    return name, model
+
+
+def known_or_measured(name: str, model: str, options: argparse.Namespace, config: Config, mesh: Mesh) -> dict[str, Any]:
+    """What is known of a model from its file, or measured now; raises `InputError` for a file of other measurements."""
+    file, loaded = options.out / f"{name}.json", load(model, mesh=mesh, dtype=config.model.dtype)
+    about = {"model": model, "step": loaded.step, "solvers": options.solvers, "budgets": options.budgets}
+    about |= {"data": dataclasses.asdict(config.data), "decode": dataclasses.asdict(config.decode)}
+    about = json.loads(json.dumps(about))
+    known: dict[str, Any] | None = hosts.decide(lambda: read_json(file) if file.exists() else None)
+    if known is not None:
+        changed = " and ".join(key for key in about if about[key] != known["about"].get(key))
+        require(not changed, f"{file} was measured with another {changed}: remove it, or take another --out")
+        return known
+    hosts.report(f"measuring {name}: {model}")
+    found = {"about": about, "trained": trained_parameters(find(model), loaded)}
+    found |= compare(loaded, config, options.solvers, options.budgets, mesh)
+    if hosts.is_first():
+        write_whole(file, json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def trained_parameters(found: Folder, loaded: Loaded) -> int:
+    """How many parameters training has changed, as far as the folder knows; none of a plain language model."""
+    architecture = loaded.model.llm.architecture
+    if found.trained is not None:
+        return accounting.trainable_parameters(found.trained, architecture)
+    return 0 if loaded.model.path is None else accounting.parameters(loaded.model.path)
+
+
+def compare(
+    loaded: Loaded, config: Config, solvers: Sequence[Any], budgets: Sequence[int], mesh: Mesh
+) -> dict[str, Any]:
+    """The sums by example of every measure, and the settings that they were taken at; raises `InputError`."""
+    if loaded.tokenizer is None:
+        raise InputError("a study reads text, and a model has no tokenizer: add its tokenizer files")
+    examples = Examples.load(config.data, loaded.tokenizer, split=config.data.validation_split)
+    settings = {"1": dataclasses.replace(config.decode, solver="euler", budget=1)}
+    if loaded.model.path is not None:
+        settings |= {f"{one.solver}-{one.budget}": one for one in settings_of(config.decode, solvers, budgets)}
+    refinements = {key: Refinement.from_config(one) for key, one in settings.items()}
+    batches = placed_in_order(examples, config.validation.batch_size, mesh)
+    shown = [
+        {"key": key, "solver": "" if key == "1" else one.solver, "evaluations": evaluations(loaded, examples, one)}
+        for key, one in settings.items()
+    ]
+    return {"settings": shown, "tally": measure(loaded.model, batches, config, refinements).to_dict()}
+
+
+def settings_of(decode: DecodeConfig, solvers: Sequence[Any], budgets: Sequence[int]) -> Iterator[DecodeConfig]:
+    """Every solver at every budget beyond the language model's own; an adaptive one once, at what it takes."""
+    for solver in solvers:
+        if solver in rules.ADAPTIVE:
+            yield dataclasses.replace(decode, solver=solver, budget=rules.AMPLE)
+            continue
+        reached = {rules.split_budget(solver, budget, beams=1) for budget in budgets}
+        yield from (dataclasses.replace(decode, solver=solver, budget=budget) for budget in sorted(reached - {1}))
+
+
+def evaluations(loaded: Loaded, examples: Examples, settings: DecodeConfig) -> float:
+    """Of the path per token: the budget, or the mean of what an adaptive solver takes."""
+    if settings.solver not in rules.ADAPTIVE:
+        return settings.budget
+    turns = [examples.turns[int(number)] for number in examples.kept]
+    prompts = [turn["tokens"][: turn["context"]].tolist() for turn in turns]
+    answers = [turn["tokens"][turn["context"] :].tolist() for turn in turns]
+    return float(np.mean(within.evaluations(loaded, prompts, answers, settings=settings)))
+
+
+if __name__ == "__main__":
+    command_line.run(main)
