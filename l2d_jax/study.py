@@ -121,7 +121,7 @@ def settings_of(decode: DecodeConfig, solvers: Sequence[Any], budgets: Sequence[
 def evaluations(loaded: Loaded, examples: Examples, settings: DecodeConfig) -> float:
     """Of the path per token: the budget, or the mean of what an adaptive solver takes."""
     if settings.solver not in rules.ADAPTIVE:
-        return settings.budget
+        return float(settings.budget)
     turns = [examples.turns[int(number)] for number in examples.kept]
     prompts = [turn["tokens"][: turn["context"]].tolist() for turn in turns]
     answers = [turn["tokens"][turn["context"] :].tolist() for turn in turns]
