@@ -14,7 +14,7 @@ from l2d_jax import command_line, hosts, models, rows, runtime
 from l2d_jax.config import Config, MeshConfig
 from l2d_jax.evaluation import evaluate, label_of
 from l2d_jax.generation import check_prompts, check_settings
-from l2d_jax.loaded import Folder, Loaded, find, load
+from l2d_jax.loaded import Folder, Loaded, find, load, newest_step
 from l2d_jax.options import require
 from l2d_jax.plans import Plan, check_same, choose_run, make_plans, open_results
 from l2d_jax.refine import check_labels
@@ -56,6 +56,8 @@ def open_session(options: argparse.Namespace, config: Config | None) -> tuple[Se
     if options.label is not None:
         labels = {label_of(one.problem, plan.asking) for plan in plans for one in plan.asked}
         check_labels(found.path_config, sorted(label for label in labels if label is not None))
+    step = newest_step(found)
+    hosts.decide(lambda: [open_results(plan, options, found, step).folder.name for plan in plans])  # before any weight
     loaded = load(options.workdir or options.model, mesh=mesh, dtype=options.dtype)
     return Session(options, found, loaded, run), plans
 
@@ -65,7 +67,7 @@ def ask(session: Session, plans: Sequence[Plan]) -> None:
     loaded = session.loaded
     for plan in plans:
         task, asked, settings, asking = plan
-        results = partial(open_results, plan, session.options, session.found, loaded)
+        results = partial(open_results, plan, session.options, session.found, loaded.step)
         figures = evaluate(loaded, task, asked, results, settings=settings, asking=asking, run=session.run)
         hosts.report(line(plan, figures))
 

@@ -70,7 +70,7 @@ def load(folder: str | os.PathLike[str], *, mesh: Mesh | None = None, dtype: str
     mesh = runtime.start(MeshConfig()) if mesh is None else mesh
     base, step = models.find_base(found.base), None
     if found.trained is not None:
-        trained, step = _newest(found.path / "checkpoints", found.trained, base, mesh)
+        trained, step = _newest(found, found.trained, base, mesh)
         model = method_of(found.trained).open(found.trained, base, trained, mesh)
     else:
         llm = base.load(dtype=found.base.dtype, mesh=mesh)
@@ -86,12 +86,25 @@ def _base(options: dict[str, Any], dtype: str | None) -> ModelConfig:
     return config
 
 
-def _newest(folder: Path, config: Config, base: models.FoundBase, mesh: Mesh) -> tuple[Any, int]:
-    checkpoints = Checkpoints(folder)
+def newest_step(found: Folder) -> int | None:
+    """The step that `load` reads of a workdir, once JAX has started; None: the folder is none.
+
+    Raises `InputError` for a workdir without a good checkpoint.
+    """
+    if found.trained is None:
+        return None
+    checkpoints = Checkpoints(found.path / "checkpoints")
     step = checkpoints.latest()
+    checkpoints.close()
     if step is None:
-        raise InputError(f"{folder} holds no good checkpoint: train it first")
-    method = method_of(config)
+        raise InputError(f"{found.path / 'checkpoints'} holds no good checkpoint: train it first")
+    return step
+
+
+def _newest(found: Folder, config: Config, base: models.FoundBase, mesh: Mesh) -> tuple[Any, int | None]:
+    step, method = newest_step(found), method_of(config)
+    assert step is not None
+    checkpoints = Checkpoints(found.path / "checkpoints")
     declared = sharding.abstract(method.declare(config, base.architecture), mesh)
     trained = checkpoints.restore(step, {method.part: declared})[method.part]
     checkpoints.close()

@@ -11,7 +11,7 @@ from l2d_jax import hosts, models, sandbox
 from l2d_jax.config import Config, DecodeConfig
 from l2d_jax.errors import InputError
 from l2d_jax.evaluation import Asked, Asking, check_asking, settings_for
-from l2d_jax.loaded import Folder, Loaded
+from l2d_jax.loaded import Folder
 from l2d_jax.options import require
 from l2d_jax.results import Results
 from l2d_jax.submission import Submission
@@ -82,15 +82,15 @@ def make_plans(
     return plans
 
 
-def open_results(plan: Plan, options: argparse.Namespace, found: Folder, loaded: Loaded) -> Results:
-    """The folder of a plan; raises `InputError` if it holds another evaluation."""
+def open_results(plan: Plan, options: argparse.Namespace, found: Folder, step: int | None) -> Results:
+    """The folder of a plan, for a model of this step; raises `InputError` if it holds another evaluation."""
     parts = [plan.settings.solver, str(plan.settings.budget)]
     parts += [plan.asking.prompts] if plan.asking.prompts != "paper" else []
     parts += [] if plan.asking.label is None else [f"label_{plan.asking.label}", f"{plan.settings.guidance:g}"]
     parts += [plan.asking.choices] if plan.asking.choices != "generate" else []
     split = options.split or plan.task.dataset.split
     about = {"task": plan.task.name, "split": split, "limit": options.limit, "shots": options.shots}
-    about |= {"model": found.base.name, "dtype": found.base.dtype, "step": loaded.step}
+    about |= {"model": found.base.name, "dtype": found.base.dtype, "step": step}
     asking = dataclasses.asdict(plan.asking)
     del asking["batch_size"]  # nothing depends on it, and a smaller one may go on where memory was short
     about |= {"decode": dataclasses.asdict(plan.settings), "asking": asking}

@@ -60,6 +60,13 @@ def test_an_evaluation_goes_on_where_it_stopped(run, tmp_path):
     assert json.loads((file.parent / "results.json").read_text())["speed"]["problems"] == 5
 
 
+def test_another_evaluation_is_refused_before_weights_are_read(run, tmp_path, monkeypatch):
+    assert run(tmp_path, "--budget", 1).status == 0
+    monkeypatch.setattr(evaluate, "load", None)
+    error = run(tmp_path, "--budget", 1, "--seed", 1).error
+    assert "holds another evaluation (asking was" in error
+
+
 def test_answers_do_not_depend_on_batches(run, tmp_path):
     for size in (3, 8):
         assert run(tmp_path / str(size), "--budget", 3, "--batch_size", size).status == 0
