@@ -23,8 +23,7 @@ from l2d_jax.files import read_json, write_whole
 from l2d_jax.loaded import Folder, Loaded, find, load
 from l2d_jax.options import require
 from l2d_jax.refine import Refinement
-from l2d_jax.train import placed_in_order
-from l2d_jax.validate import measure
+from l2d_jax.validate import measure, placed_in_order
 
 BUDGETS_HELP = "evaluations per token; a solver that cannot spend one exactly takes the next smaller that it can"
 

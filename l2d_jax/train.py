@@ -7,7 +7,6 @@ where it came from, and the order of the data is a function of the step.
 
 import contextlib
 import math
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from l2d_jax import accounting, command_line, hosts, lock, models, profile, rows, runtime, sharding, times
+from l2d_jax import accounting, command_line, hosts, lock, models, profile, rows, runtime, times
 from l2d_jax.batches import count_text
 from l2d_jax.checkpoint import Checkpoints
 from l2d_jax.config import Config
@@ -23,11 +22,11 @@ from l2d_jax.data import Examples
 from l2d_jax.errors import InputError, RunError
 from l2d_jax.methods import budgets_of, method_of
 from l2d_jax.metrics import Metrics, StepLog
-from l2d_jax.objective import Batch
 from l2d_jax.optim import optimizer, schedule
 from l2d_jax.preemption import STOPPED, Preemption
 from l2d_jax.refine import Refinement
 from l2d_jax.step import TrainState, begin, check_batch, local_rows, make_step, micro_batches
+from l2d_jax.validate import placed_in_order
 from l2d_jax.variant_table import variant_table
 from l2d_jax.workdir import claim, differences, is_measured, plain
 
@@ -176,14 +175,6 @@ def read_inputs(config: Config) -> tuple[models.FoundBase, Examples, Examples]:
         for split in (data.train_split, data.validation_split)
     )
     return base, training, held_out
-
-
-def placed_in_order(examples: Examples, batch_size: int, mesh: Mesh) -> Iterator[Batch]:
-    """Each example once, in batches on the mesh, which are filled up so that it divides them."""
-    shards = mesh.shape["data"] * mesh.shape["fsdp"]
-    held = sharding.local_rows(mesh, -(-batch_size // shards) * shards)
-    place = partial(jax.make_array_from_process_local_data, sharding.batch_sharding(mesh))
-    return (jax.tree.map(place, batch) for batch in examples.in_order(batch_size, rows=held))
 
 
 def save(step: int, parts: dict[str, Any], checkpoints: Checkpoints, metrics: Metrics) -> None:

@@ -5,17 +5,19 @@ probability of the true token under untempered sampling, "greedy" whether it is 
 noise.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Key
 
-from l2d_jax import hosts
+from l2d_jax import hosts, sharding
 from l2d_jax.config import Config
+from l2d_jax.data import Examples
 from l2d_jax.objective import Batch, Context, Draws, correct, draw, negative_log_likelihood, over_logits, read_context
 from l2d_jax.refine import Model, Refinement, refine
 from l2d_jax.tally import Tally
@@ -116,3 +118,11 @@ def validate(
         report[f"validation/{name}_interval"] = interval
         report[f"validation/{name}_gain"] = tally.mean(name, minus=f"{name.partition('@')[0]}@{min(budgets)}")
     return report
+
+
+def placed_in_order(examples: Examples, batch_size: int, mesh: Mesh) -> Iterator[Batch]:
+    """Each example once, in batches on the mesh, which are filled up so that it divides them."""
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    held = sharding.local_rows(mesh, -(-batch_size // shards) * shards)
+    place = partial(jax.make_array_from_process_local_data, sharding.batch_sharding(mesh))
+    return (jax.tree.map(place, batch) for batch in examples.in_order(batch_size, rows=held))

@@ -29,7 +29,7 @@ from l2d_jax.refine import Model, Refinement
 from l2d_jax.sharding import constrain, make_mesh
 from l2d_jax.step import TrainState, begin, local_rows, make_step, micro_batches
 from l2d_jax.tokens import byte_tokenizer
-from l2d_jax.train import placed_in_order
+from l2d_jax.validate import placed_in_order
 from l2d_jax.weights import LLM_ROWS
 
 
