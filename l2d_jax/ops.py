@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from l2d_jax.architecture import Architecture
-from l2d_jax.sharding import Declared
+from l2d_jax.sharding import Declared, platform
 
 PRODUCT = "product"  # name of what rematerialisation may save of a block
 
@@ -64,16 +64,17 @@ def project(x: Array, weight: Array, update: Lora | None = None, *, scale: float
     y = jnp.tensordot(x, weight.astype(x.dtype), dims)
     if update is None:
         return y
-    rank = update.a.shape[-1]
-    x = x.reshape(*x.shape[: x.ndim - dims], -1)
-    return y + low_rank(x, update.a.astype(x.dtype).reshape(-1, rank), (scale * update.b).astype(x.dtype))
+    a, b = update.a.astype(x.dtype), (scale * update.b).astype(x.dtype)
+    if platform() == "cpu":
+        return y + low_rank(x.reshape(*x.shape[: x.ndim - dims], -1), a.reshape(-1, a.shape[-1]), b)
+    return y + jnp.tensordot(jnp.tensordot(x, a, dims), b, 1)
 
 
 @jax.custom_vjp
 def low_rank(x: Float[Array, "*B i"], a: Float[Array, "i R"], b: Float[Array, "R ..."]) -> Array:
-    """`x @ a @ b`, with gradients that write no wide array the other way round.
+    """`x @ a @ b`, with gradients that write no wide array the other way round, for CPUs.
 
-    Left alone, the gradient of `b` would be the transpose of `g^T (x a)`, for which XLA on CPUs transposes g and all
+    Left alone, the gradient of `b` is the transpose of `g^T (x a)`, for which XLA on CPUs transposes g and all
     element-wise work before it: half of the backward pass.
     """
     return jnp.tensordot(x @ a, b, 1)

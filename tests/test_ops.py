@@ -67,6 +67,22 @@ def test_a_projection_with_lora_is_one_with_the_sum_of_the_matrices(dims: int) -
     )
 
 
+@pytest.mark.parametrize("dims", [1, 2])
+def test_a_projection_has_the_same_gradients_on_every_platform(monkeypatch: pytest.MonkeyPatch, dims: int) -> None:
+    inward, outward = ((6,), (2, 4)) if dims == 1 else ((2, 3), (5,))
+    x, weight, direction = normal(2, 4, *inward), normal(*inward, *outward), normal(2, 4, *outward)
+    update = Lora(a=normal(*inward, 3), b=normal(3, *outward))
+
+    def run(x: jax.Array, update: Lora) -> jax.Array:
+        return jnp.sum(direction * ops.project(x, weight, update, scale=1.5, dims=dims))
+
+    found = []
+    for platform in ("cpu", "tpu"):
+        monkeypatch.setattr(ops, "platform", lambda platform=platform: platform)
+        found.append(jax.grad(run, argnums=(0, 1))(x, update))
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4), *found)
+
+
 def test_affine_maps_keep_the_type_of_their_input() -> None:
     linear = Linear(weight=normal(4, 3), bias=normal(3))
     x = normal(2, 4)
