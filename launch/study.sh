@@ -33,7 +33,7 @@ if [[ -z $base ]]; then
 else
   overrides+=(--config.model.architecture=None) # the config describes SmolLM2
 fi
-overrides+=("--config.data.validation_examples=$examples" "--config.train.steps=$steps")
+overrides+=("--config.train.steps=$steps")
 
 train() {
   local name=$1 model=$2 variants=$3
@@ -49,5 +49,5 @@ train l2d "$base" quickstart
 train l2d_on_lora "$out/lora/export" quickstart
 
 python -m l2d_jax.study --config configs/smollm2_135m.py:quickstart --out "$out" --solvers midpoint euler rk4 fehlberg2 \
-  --split test ${overrides[@]+"${overrides[@]}"} \
+  --split test ${overrides[@]+"${overrides[@]}"} "--config.data.validation_examples=$examples" \
   --models "base=$base" "lora=$out/lora" "full=$out/full" "l2d=$out/l2d" "l2d_on_lora=$out/l2d_on_lora"
