@@ -63,7 +63,7 @@ def test_one_program_a_bucket(loaded):
     assert count() == 0
 
 
-@pytest.mark.parametrize("changes", [{}, {"draws": 2}, {"solver": "fehlberg2", "budget": 12}])
+@pytest.mark.parametrize("changes", [{"draws": 2}, {"solver": "fehlberg2", "budget": 12}])
 def test_what_prompts_share_is_read_once(loaded, monkeypatch, changes):
     settings = dataclasses.replace(SETTINGS, **changes)
     monkeypatch.setattr(completion, "SHARED", 16)

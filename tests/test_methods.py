@@ -76,7 +76,7 @@ def test_what_a_run_measures(trained, method):
     assert np.mean(losses[3:]) < np.mean(losses[:3])
     assert last["validation/loss"] < first["validation/loss"] - 0.05
     wanted = {"step", "validation/loss", "validation/perplexity"}
-    for name in ("expected", "greedy"):
+    for name in ("loss", "expected", "greedy"):
         wanted |= {f"validation/{name}@1{end}" for end in ("", "_interval", "_gain")}
         low, high = last[f"validation/{name}@1_interval"]
         assert low <= last[f"validation/{name}@1"] <= high
