@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.nn import initializers
 from jaxtyping import Array, Float, Int
 
@@ -217,12 +216,9 @@ class DiffusionPath(nnx.Module):
             angles = jnp.repeat(cache.positions, x.shape[1] // cache.positions.shape[1], axis=1)
 
         def project(y: Array, weight: Array, own: Lora | Array, *, dims: int = 1) -> Array:
-            y = ops.settle(y)
             if isinstance(own, Lora):
-                out = ops.project(y, weight, own, scale=scale, dims=dims)
-            else:
-                out = ops.project(y, own, dims=dims)
-            return ops.settle(checkpoint_name(out, ops.PRODUCT))
+                return ops.kept_product(y, weight, own, scale=scale, dims=dims)
+            return ops.kept_product(y, own, dims=dims)
 
         def block(x: Array, scanned: tuple[LLMLayers, PathLayers, Any, Array | None]) -> tuple[Array, None]:
             w, own, (k, v, before), known = scanned

@@ -22,6 +22,7 @@ from l2d_jax.results import KINDS
 from l2d_jax.rules import SOLVERS
 from l2d_jax.tasks import registry
 from l2d_jax.tasks.problem import CATEGORIES, Run
+from l2d_jax.text_table import interval
 
 
 class Session(NamedTuple):
@@ -128,8 +129,8 @@ def class_label(text: str) -> int | str:
 
 def line(plan: Plan, figures: dict[str, Any]) -> str:
     """One line for people."""
-    rates = {kind: figures[kind]["accuracy"] for kind in KINDS}
-    shown = ", ".join(f"{kind} {r['mean']:.3f} [{r['low']:.3f}, {r['high']:.3f}]" for kind, r in rates.items())
+    rates = {kind: [figures[kind]["accuracy"][name] for name in ("mean", "low", "high")] for kind in KINDS}
+    shown = ", ".join(f"{kind} {interval(rate)}" for kind, rate in rates.items())
     speed = figures["speed"]
     return (
         f"{plan.task.name} {plan.settings.solver} {plan.settings.budget}: {shown} of {figures['problems']} problems; "

@@ -8,7 +8,7 @@ from l2d_jax.errors import InputError
 from l2d_jax.figures import draw_rates, new_figure, save
 from l2d_jax.files import read_json
 from l2d_jax.results import KINDS, RESULTS
-from l2d_jax.text_table import text_table
+from l2d_jax.text_table import interval, text_table
 
 WITHIN = "within.json"  # of a task's folder: what happens within one diffusion (`sweep` writes it)
 
@@ -62,7 +62,7 @@ def rows_of(evaluations: Sequence[Evaluation], beside: Mapping[str, Mapping[str,
     for task in dict.fromkeys(one.task for one in evaluations):
         for one in evaluations:
             if one.task == task:
-                shown = [f"{mean:.3f} [{low:.3f}, {high:.3f}]" for mean, low, high in map(one.rate, KINDS)]
+                shown = [interval(one.rate(kind)) for kind in KINDS]
                 passed = one.figures["strict"]["pass"].get("10")
                 at_ten = "" if passed is None else f"{passed['mean']:.3f}"
                 rows.append((task, one.name, *shown, at_ten, str(one.figures["problems"])))

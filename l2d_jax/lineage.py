@@ -36,20 +36,22 @@ def follow(name: str) -> Lineage:
         if folder in adapters:
             raise InputError(f"{folder} is its own base: mend base_model_name_or_path in its {adapter.CONFIG}")
         adapters.insert(0, folder)
-        folder = _locate(base_name(folder), adapters)
+        folder = _locate(named_base(folder / adapter.CONFIG, "base_model_name_or_path"), adapters)
     if adapter.has_adapter(folder):
         adapters.insert(0, folder)
     return Lineage(folder, tuple(adapters))
 
 
-def base_name(folder: Path) -> str:
-    """What an adapter's folder names as its base; raises `InputError` for random weights, which are in no folder."""
-    file = folder / adapter.CONFIG
-    name = read_json(file).get("base_model_name_or_path")
+def named_base(file: Path, key: str, *, what: str | None = None) -> str:
+    """The base that a file names under a key; raises `InputError` for random weights, which are in no folder.
+
+    `what` says in words what the file has to name.
+    """
+    name = read_json(file).get(key)
     if not isinstance(name, str) or not name:
-        raise InputError(f"{file} must name the base in base_model_name_or_path, got {name!r}: add it")
+        raise InputError(f"{file} must name {what or f'the base in {key}'}, got {name!r}: add it")
     if name == "random":
-        raise InputError(f"the base of {folder} is random weights, which only a workdir can make again: give that")
+        raise InputError(f"the base of {file.parent} is random weights, which only a workdir can make again: give that")
     return name
 
 

@@ -6,12 +6,12 @@ gaps and ragged prompts are one mask; a call emits only its new keys and values,
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.nn import initializers
 from jaxtyping import Array, Float, Int
 
@@ -21,7 +21,6 @@ from l2d_jax.attention import attention
 from l2d_jax.gathering import Quantized, gather
 from l2d_jax.gathering import declare as declare_quantized
 from l2d_jax.llm_adapter import LLMAdapter
-from l2d_jax.ops import Lora
 from l2d_jax.sharding import Declared, Weight, constrain
 
 
@@ -169,11 +168,7 @@ class LLM(nnx.Module):
         if cache is not None:
             kv_positions = jax.lax.dynamic_update_slice_in_dim(cache.positions, positions, cache.used, 1)
 
-        def project(y: Array, weight: Array, own: Lora | None, *, dims: int = 1) -> Array:
-            if remat is None:
-                return ops.project(y, weight, own, scale=scale, dims=dims)
-            out = ops.project(ops.settle(y), weight, own, scale=scale, dims=dims)
-            return ops.settle(checkpoint_name(out, ops.PRODUCT))
+        project = partial(ops.project if remat is None else ops.kept_product, scale=scale)
 
         def block(
             x: Array, scanned: tuple[Layers, LLMAdapter | None, tuple[Array, Array, Any] | None]

@@ -94,17 +94,21 @@ def newest_step(found: Folder) -> int | None:
     if found.trained is None:
         return None
     checkpoints = Checkpoints(found.path / "checkpoints")
-    step = checkpoints.latest()
+    step = _latest(checkpoints, found)
     checkpoints.close()
+    return step
+
+
+def _latest(checkpoints: Checkpoints, found: Folder) -> int:
+    step = checkpoints.latest()
     if step is None:
         raise InputError(f"{found.path / 'checkpoints'} holds no good checkpoint: train it first")
     return step
 
 
-def _newest(found: Folder, config: Config, base: models.FoundBase, mesh: Mesh) -> tuple[Any, int | None]:
-    step, method = newest_step(found), method_of(config)
-    assert step is not None
-    checkpoints = Checkpoints(found.path / "checkpoints")
+def _newest(found: Folder, config: Config, base: models.FoundBase, mesh: Mesh) -> tuple[Any, int]:
+    checkpoints, method = Checkpoints(found.path / "checkpoints"), method_of(config)
+    step = _latest(checkpoints, found)
     declared = sharding.abstract(method.declare(config, base.architecture), mesh)
     trained = checkpoints.restore(step, {method.part: declared})[method.part]
     checkpoints.close()

@@ -59,11 +59,6 @@ def method_of(config: Config) -> Method:
     return METHODS[config.train.method]
 
 
-def budgets_of(config: Config) -> tuple[int, ...]:
-    """The budgets that a config's method can be validated at."""
-    return config.validation.budgets if config.train.method == "l2d" else (1,)
-
-
 # --- l2d ---
 
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,7 +25,7 @@ from l2d_jax.diffusion_path import DiffusionPath, start_from
 from l2d_jax.errors import InputError
 from l2d_jax.files import read_json
 from l2d_jax.gathering import quantize
-from l2d_jax.lineage import Lineage, follow
+from l2d_jax.lineage import Lineage, follow, named_base
 from l2d_jax.llm import LLM
 from l2d_jax.llm_adapter import LLMAdapter, merge
 from l2d_jax.options import from_dict
@@ -33,21 +33,13 @@ from l2d_jax.safetensors_file import SafetensorsFolder, write_file
 from l2d_jax.weights import TensorSource
 
 
-class Base(NamedTuple):
-    """A frozen language model as its users need it."""
-
-    llm: LLM
-    tokenizer: PreTrainedTokenizerFast | None  # None: the folder has none; only token ids can be used
-    ends: tuple[int, ...]  # tokens that end an answer
-
-
 @dataclass(frozen=True)
 class FoundBase:
     """A base model all of whose files have been checked, before any weight is read."""
 
     architecture: Architecture
-    tokenizer: PreTrainedTokenizerFast | None
-    ends: tuple[int, ...]
+    tokenizer: PreTrainedTokenizerFast | None  # None: the folder has none; only token ids can be used
+    ends: tuple[int, ...]  # tokens that end an answer
     source: TensorSource | None  # None: random initial values
 
     def load(self, *, dtype: str, mesh: Mesh, seed: int = 0, adapter: LLMAdapter | None = None) -> LLM:
@@ -81,12 +73,6 @@ def read_architecture(config: ModelConfig) -> Architecture:
     if config.architecture is not None:
         return Architecture.from_hf(config.architecture)
     return Architecture.from_hf(read_json(follow(config.name).folder / "config.json"))
-
-
-def open_base(config: ModelConfig, mesh: Mesh, *, seed: int = 0) -> Base:
-    """Load the base model onto the mesh; raises `InputError` as `find_base` does."""
-    found = find_base(config)
-    return Base(found.load(dtype=config.dtype, mesh=mesh, seed=seed), found.tokenizer, found.ends)
 
 
 def find_base(config: ModelConfig) -> FoundBase:
@@ -162,12 +148,7 @@ def save_path(folder: Path, path: DiffusionPath, *, base: str) -> None:
 
 def base_name(folder: Path) -> str:
     """The base that a path was trained on; raises `InputError` for random weights, which are in no folder."""
-    name = read_json(folder / "path.json").get("base")
-    if not isinstance(name, str):
-        raise InputError(f"{folder / 'path.json'} must name the base that the path was trained on, got {name!r}")
-    if name == "random":
-        raise InputError(f"the base of {folder} is random weights, which only a workdir can make again: give that")
-    return name
+    return named_base(folder / "path.json", "base", what="the base that the path was trained on")
 
 
 def path_config(folder: Path) -> PathConfig:

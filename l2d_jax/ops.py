@@ -12,6 +12,7 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from l2d_jax.architecture import Architecture
@@ -68,6 +69,11 @@ def project(x: Array, weight: Array, update: Lora | None = None, *, scale: float
     if platform() == "cpu":
         return y + low_rank(x.reshape(*x.shape[: x.ndim - dims], -1), a.reshape(-1, a.shape[-1]), b)
     return y + jnp.tensordot(jnp.tensordot(x, a, dims), b, 1)
+
+
+def kept_product(x: Array, weight: Array, update: Lora | None = None, *, scale: float = 1.0, dims: int = 1) -> Array:
+    """`project` for a block that is trained: what rematerialisation may save, fused with nothing around it."""
+    return settle(checkpoint_name(project(settle(x), weight, update, scale=scale, dims=dims), PRODUCT))
 
 
 @jax.custom_vjp

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from l2d_jax.config import Config, DecodeConfig
 from l2d_jax.data import Examples
 from l2d_jax.errors import InputError
 from l2d_jax.files import read_json, write_whole
-from l2d_jax.loaded import Folder, Loaded, find, load
+from l2d_jax.loaded import Folder, Loaded, find, load, newest_step
 from l2d_jax.options import require
 from l2d_jax.refine import Refinement
 from l2d_jax.validate import measure, placed_in_order
@@ -44,11 +45,21 @@ def main() -> None:
     if options.split:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, validation_split=options.split))
     rows.keep_quiet()
-    for _, model in options.models:
-        find(model)  # complains before anything is measured
+    folders = {name: find(model, dtype=config.model.dtype) for name, model in options.models}
     mesh = runtime.start(config.mesh)
     options.out.mkdir(parents=True, exist_ok=True)
-    found = {name: known_or_measured(name, model, options, config, mesh) for name, model in options.models}
+    about = {name: describe(folder, options, config) for name, folder in folders.items()}
+    known = {name: read_known(options.out / f"{name}.json", about[name]) for name in names}
+    found: dict[str, dict[str, Any]] = {}
+    for name, model in options.models:
+        found[name] = known[name] or {}
+        if not found[name]:
+            hosts.report(f"measuring {name}: {model}")
+            loaded = load(model, mesh=mesh, dtype=config.model.dtype)
+            measured = compare(loaded, config, options.solvers, options.budgets, mesh)
+            found[name] = {"about": about[name], "trained": trained_parameters(folders[name], loaded)} | measured
+            if hosts.is_first():
+                write_whole(options.out / f"{name}.json", json.dumps(found[name], indent=1) + "\n")
     if hosts.is_first():
         study_report.report(options.out, found)
 
@@ -61,23 +72,27 @@ def named(text: str) -> tuple[str, str]:
     return name, model
 
 
-def known_or_measured(name: str, model: str, options: argparse.Namespace, config: Config, mesh: Mesh) -> dict[str, Any]:
-    """What is known of a model from its file, or measured now; raises `InputError` for a file of other measurements."""
-    file, loaded = options.out / f"{name}.json", load(model, mesh=mesh, dtype=config.model.dtype)
-    about = {"model": model, "step": loaded.step, "solvers": options.solvers, "budgets": options.budgets}
-    about |= {"data": dataclasses.asdict(config.data), "decode": dataclasses.asdict(config.decode)}
-    about = json.loads(json.dumps(about))
+def describe(folder: Folder, options: argparse.Namespace, config: Config) -> dict[str, Any]:
+    """What the measurements of a model depend on, as JSON keeps it; raises `InputError` as `newest_step`."""
+    about = {
+        "model": str(folder.path),
+        "step": newest_step(folder),
+        "solvers": options.solvers,
+        "budgets": options.budgets,
+        "data": dataclasses.asdict(config.data),
+        "decode": dataclasses.asdict(config.decode),
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(about))
+    return plain
+
+
+def read_known(file: Path, about: dict[str, Any]) -> dict[str, Any] | None:
+    """What a model's file holds, if there is one; raises `InputError` for one of other measurements."""
     known: dict[str, Any] | None = hosts.decide(lambda: read_json(file) if file.exists() else None)
     if known is not None:
         changed = " and ".join(key for key in about if about[key] != known["about"].get(key))
         require(not changed, f"{file} was measured with another {changed}: remove it, or take another --out")
-        return known
-    hosts.report(f"measuring {name}: {model}")
-    found = {"about": about, "trained": trained_parameters(find(model), loaded)}
-    found |= compare(loaded, config, options.solvers, options.budgets, mesh)
-    if hosts.is_first():
-        write_whole(file, json.dumps(found, indent=1) + "\n")
-    return found
+    return known
 
 
 def trained_parameters(found: Folder, loaded: Loaded) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 from l2d_jax import report_page
 from l2d_jax.figures import draw_rates, new_figure, save
 from l2d_jax.tally import Tally
-from l2d_jax.text_table import text_table
+from l2d_jax.text_table import interval, text_table
 
 MEASURES = {"loss": "nats per token", "expected": "expected accuracy", "greedy": "greedy accuracy"}
 HEADER = ("model", "trained", "solver", "evaluations", *MEASURES, "greedy, gain")
@@ -39,10 +39,10 @@ def rows_of(tally: Tally, found: Found) -> list[tuple[str, ...]]:
     for name, one in found.items():
         for setting in one["settings"]:
             key = setting["key"]
-            shown = [_shown(tally.mean(f"{name}/{measure}@{key}")) for measure in MEASURES]
-            gain = tally.mean(f"{name}/greedy@{key}", minus=f"{first}/greedy@1")
-            trained = f"{one['trained']:,}"
-            rows.append((name, trained, setting["solver"], f"{setting['evaluations']:.4g}", *shown, _shown(gain, "+")))
+            shown = [interval(tally.mean(f"{name}/{measure}@{key}")) for measure in MEASURES]
+            gain = interval(tally.mean(f"{name}/greedy@{key}", minus=f"{first}/greedy@1"), sign="+")
+            trained, count = f"{one['trained']:,}", f"{setting['evaluations']:.4g}"
+            rows.append((name, trained, setting["solver"], count, *shown, gain))
     return rows
 
 
@@ -52,15 +52,13 @@ def draw(tally: Tally, found: Found, file: Path) -> None:
     budgets = sorted({setting["evaluations"] for one in found.values() for setting in one["settings"]})
     for axes, measure in ((losses, "loss"), (rates, "greedy")):
         for name, one in found.items():
-            used = [setting for setting in one["settings"] if setting["solver"] in ("", _solvers(one)[0])]
-            _draw_line(axes, tally, name, measure, used, budgets, label=name)
+            _draw_line(axes, tally, name, measure, _settings(one, _solvers(one)[0]), budgets, label=name)
         axes.set(title="all models", ylabel=MEASURES[measure])
     paths = [name for name, one in found.items() if len(one["settings"]) > 1]
     if paths:
         name, one = paths[0], found[paths[0]]
         for solver in _solvers(one):
-            used = [setting for setting in one["settings"] if setting["solver"] in ("", solver)]
-            _draw_line(solvers, tally, name, "greedy", used, budgets, label=solver)
+            _draw_line(solvers, tally, name, "greedy", _settings(one, solver), budgets, label=solver)
         solvers.set(title=name, ylabel=MEASURES["greedy"])
     for axes in (losses, rates, solvers):
         axes.set_xscale("log", base=2)
@@ -85,18 +83,14 @@ def _solvers(one: Mapping[str, Any]) -> list[str]:
     return list(dict.fromkeys(setting["solver"] for setting in one["settings"] if setting["solver"])) or [""]
 
 
+def _settings(one: Mapping[str, Any], solver: str) -> list[Mapping[str, Any]]:
+    """A model's settings with a solver, by their budgets; the language model alone, a budget of 1, is the first."""
+    return [setting for setting in one["settings"] if setting["solver"] in ("", solver)]
+
+
 def _difference(tally: Tally, found: Found, name: str, other: str) -> str:
     if name == other:
         return ""
-    mine, its = (f"{model}/greedy@{_largest(found[model])['key']}" for model in (name, other))
-    return _shown(tally.mean(mine, minus=its), "+")
-
-
-def _largest(one: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The setting of a model's largest budget with its first solver."""
-    return [setting for setting in one["settings"] if setting["solver"] in ("", _solvers(one)[0])][-1]
-
-
-def _shown(rate: tuple[float, float, float], sign: str = "") -> str:
-    mean, low, high = rate
-    return f"{mean:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"
+    largest = (_settings(found[model], _solvers(found[model])[0])[-1]["key"] for model in (name, other))
+    mine, its = (f"{model}/greedy@{key}" for model, key in zip((name, other), largest, strict=True))
+    return interval(tally.mean(mine, minus=its), sign="+")

@@ -1,4 +1,4 @@
-"""Tables as aligned text."""
+"""Tables as aligned text, and what stands in them."""
 
 from collections.abc import Sequence
 
@@ -9,3 +9,9 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)
     )
+
+
+def interval(rate: Sequence[float], *, sign: str = "") -> str:
+    """A mean with the bounds of its interval; `sign` "+" is for differences."""
+    mean, low, high = rate
+    return f"{mean:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"

@@ -20,7 +20,7 @@ from l2d_jax.checkpoint import Checkpoints
 from l2d_jax.config import Config
 from l2d_jax.data import Examples
 from l2d_jax.errors import InputError, RunError
-from l2d_jax.methods import budgets_of, method_of
+from l2d_jax.methods import method_of
 from l2d_jax.metrics import Metrics, StepLog
 from l2d_jax.optim import optimizer, schedule
 from l2d_jax.preemption import STOPPED, Preemption
@@ -90,7 +90,7 @@ def train_on(mesh: Mesh, config: Config, workdir: Path, *, preemption: Preemptio
     metrics = Metrics(workdir, start=start, total=steps, silent=not hosts.is_first())
 
     def measure(step: int, state: TrainState) -> None:
-        budgets = budgets_of(config) if step else (1,)  # an untrained path is the LM at every budget
+        budgets = config.validation.budgets if step else (1,)  # an untrained path is the LM at every budget
         examples = placed_in_order(held_out, config.validation.batch_size, mesh)
         report = method.validate(config, state.trained, frozen, examples, budgets=budgets)
         metrics.write(step, report | times.describe(state.loss_by_time, sigma=config.path.sigma))
@@ -159,7 +159,7 @@ def prepare(config: Config, workdir: Path, held: contextlib.ExitStack) -> Mesh:
     changed = differences(hosts.decide(check), config)
     if changed:
         raise InputError(f"process 0 runs another config: {'; '.join(changed[:5])}: start the same command everywhere")
-    if budgets_of(config) != config.validation.budgets:
+    if config.train.method != "l2d" and config.validation.budgets != (1,):
         hosts.report("validation is at a budget of 1: a language model without a path has no other")
     return mesh
 

@@ -6,7 +6,7 @@ from typing import Any
 from l2d_jax.errors import InputError
 from l2d_jax.figures import draw_rates, new_figure, save
 from l2d_jax.metrics import read_metrics
-from l2d_jax.text_table import text_table
+from l2d_jax.text_table import interval, text_table
 
 KINDS = {"expected": "expected (probability of the true token)", "greedy": "greedy (arg max)"}
 
@@ -57,12 +57,8 @@ def accuracy_rows(record: dict[str, Any]) -> Table:
         row = [str(budget)]
         for kind in KINDS:
             name = f"validation/{kind}@{budget}"
-            low, high = record[f"{name}_interval"]
-            gain, gain_low, gain_high = record[f"{name}_gain"]
-            row += [
-                f"{record[name]:.3f} [{low:.3f}, {high:.3f}]",
-                f"{gain:+.3f} [{gain_low:+.3f}, {gain_high:+.3f}]",
-            ]
+            rate = interval((record[name], *record[f"{name}_interval"]))
+            row += [rate, interval(record[f"{name}_gain"], sign="+")]
         rows.append(tuple(row))
     return ("budget", "expected", "gain", "greedy", "gain"), rows
 

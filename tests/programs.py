@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ import numpy as np
 import tiny
 from jax.sharding import Mesh
 from safetensors.numpy import save_file
+from transformers import PreTrainedTokenizerFast
 
 from l2d_jax import command_line, models, release, tokens, weights
 from l2d_jax.architecture import Architecture
@@ -107,10 +108,24 @@ def write_base(folder: Path, *, text: bool = True, **changes: Any) -> Path:
     return folder
 
 
+class Base(NamedTuple):
+    """A frozen language model, read."""
+
+    llm: LLM
+    tokenizer: PreTrainedTokenizerFast | None
+    ends: tuple[int, ...]
+
+
+def open_base(config: ModelConfig, mesh: Mesh, *, seed: int = 0) -> Base:
+    """Find the base model and load it onto the mesh."""
+    found = models.find_base(config)
+    return Base(found.load(dtype=config.dtype, mesh=mesh, seed=seed), found.tokenizer, found.ends)
+
+
 def write_model(folder: Path, base: Path, mesh: Mesh, **changes: Any) -> Path:
     """A model folder with a path that says something else than its base."""
     shutil.copytree(base, folder)
-    llm = models.open_base(ModelConfig(name=str(base), dtype="float32"), mesh).llm
+    llm = open_base(ModelConfig(name=str(base), dtype="float32"), mesh).llm
     path = tiny.randomise(models.new_path(dataclasses.replace(PATH, **changes), llm, mesh, seed=0))
     path = dataclasses.replace(path, merge=jax.tree.map(lambda leaf: 10 * leaf, path.merge))
     models.save_path(folder, path, base=str(base))

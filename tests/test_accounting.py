@@ -2,7 +2,7 @@ import re
 
 import jax
 import pytest
-from programs import ROOT, call, config, options
+from programs import ROOT, call, config, open_base, options
 
 from l2d_jax import accounting, models, train
 from l2d_jax.architecture import Architecture
@@ -56,7 +56,7 @@ def test_the_parts_are_those_of_the_release():
 
 def test_declared_and_real_trees_have_the_same_size(mesh):
     declared = DiffusionPath.declare(config().path, Architecture.from_hf(config().model.architecture))
-    llm = models.open_base(config().model, mesh).llm
+    llm = open_base(config().model, mesh).llm
     path = models.new_path(config().path, llm, mesh, seed=0)
     assert accounting.parameters(path) == accounting.parameters(declared) == sum(x.size for x in jax.tree.leaves(path))
     assert accounting.bytes_per_device(declared, mesh) == sum(x.nbytes for x in jax.tree.leaves(path))
@@ -108,7 +108,7 @@ def test_flops_of_a_step_and_of_a_decoded_token():
 
 def test_dry_run_reads_no_weights(monkeypatch):
     monkeypatch.setattr(models, "find_base", None)
-    monkeypatch.setattr(models, "open_base", None)
+    monkeypatch.setattr(models.FoundBase, "load", None)
     outcome = call(train.main, "--config", ROOT / "configs" / "llama1b.py", "--dry_run")
     assert outcome.status == 0
     assert outcome.err == ""

@@ -3,9 +3,9 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 import tiny
-from programs import config
+from programs import config, open_base
 
-from l2d_jax import decode, generation, models, tokens
+from l2d_jax import decode, generation, tokens
 from l2d_jax.config import DecodeConfig
 from l2d_jax.errors import InputError
 from l2d_jax.generation import generate, stream, stream_text
@@ -186,7 +186,7 @@ def test_text_needs_a_tokenizer(loaded):
 
 def test_text_is_the_tokens_as_text(mesh):
     """With the tokenizer of bytes, whose ids the model's vocabulary holds."""
-    base = models.open_base(config().model, mesh)
+    base = open_base(config().model, mesh)
     tokenizer = base.tokenizer
     loaded = Loaded(Model.build(base.llm, None), tokenizer, base.ends, DecodeConfig(budget=1, max_new_tokens=12))
     messages = [{"role": "user", "content": "Hi"}]

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import tiny
 from jax.sharding import Mesh
+from programs import open_base
 
 from l2d_jax import llm as llm_module
-from l2d_jax import models, ops
+from l2d_jax import ops
 from l2d_jax.config import ModelConfig
 from l2d_jax.llm import LLM, KVCache
 
@@ -51,7 +52,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory, mesh: Mesh) -> Callable[
             logits = theirs(tokens).logits.numpy()
         folder = tmp_path_factory.mktemp(kind)
         theirs.save_pretrained(folder)
-        ours = models.open_base(ModelConfig(name=str(folder), dtype="float32"), mesh).llm
+        ours = open_base(ModelConfig(name=str(folder), dtype="float32"), mesh).llm
         made[kind] = Reference(ours, tokens.numpy(), logits)
         return made[kind]
 

@@ -6,7 +6,7 @@ import math
 import sys
 
 import pytest
-from programs import call, write_base
+from programs import call, open_base, write_base
 
 import l2d_jax.lm_eval as program  # the program; lm_eval alone is the harness
 from l2d_jax import models
@@ -62,7 +62,7 @@ def tasks(tmp_path_factory):
 def model(tmp_path_factory, mesh):
     """A model folder with a path."""
     folder = write_base(tmp_path_factory.mktemp("model") / "model")
-    llm = models.open_base(models.ModelConfig(name=str(folder), dtype="float32"), mesh).llm
+    llm = open_base(models.ModelConfig(name=str(folder), dtype="float32"), mesh).llm
     models.save_path(folder, models.new_path(SMALL, llm, mesh, seed=0), base=str(folder))
     return folder
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from programs import base_tensors, config, same_bits, write_base
+from programs import base_tensors, config, open_base, same_bits, write_base
 from safetensors.numpy import load_file, save_file
 
 from l2d_jax import models, tokens, weights
@@ -24,7 +24,7 @@ def edit_json(file, **changes):
 
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False}, {"architectures": ["Qwen2ForCausalLM"]}])
 def test_every_weight_arrives(tmp_path, mesh, changes):
-    base = models.open_base(base_config(write_base(tmp_path / "base", **changes)), mesh)
+    base = open_base(base_config(write_base(tmp_path / "base", **changes)), mesh)
     found = {name: make() for name, make in weights.tensors(base.llm, weights.LLM_ROWS)}
     wanted = base_tensors(**changes)
     assert found.keys() == wanted.keys()
@@ -32,21 +32,21 @@ def test_every_weight_arrives(tmp_path, mesh, changes):
 
 
 def test_weights_are_brought_to_the_type_that_is_asked_for(tmp_path, mesh):
-    llm = models.open_base(base_config(write_base(tmp_path / "base"), dtype="bfloat16"), mesh).llm
+    llm = open_base(base_config(write_base(tmp_path / "base"), dtype="bfloat16"), mesh).llm
     assert {leaf.dtype for leaf in jax.tree.leaves(llm)} == {jnp.dtype(jnp.bfloat16)}
     assert np.array_equal(llm.norm, base_tensors()["model.norm.weight"].astype(jnp.bfloat16))
 
 
 def test_shards_and_spare_tensors_of_old_exports(tmp_path, mesh):
     folder = write_base(tmp_path / "base")
-    whole = models.open_base(base_config(folder), mesh).llm
+    whole = open_base(base_config(folder), mesh).llm
     (folder / "model.safetensors").unlink()
     tensors = base_tensors()
     spare = {"lm_head.weight": tensors["model.embed_tokens.weight"]}
     spare["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
     write_safetensors(folder, (tensors | spare).items(), max_shard_bytes=30_000)
     assert len(list(folder.glob("model-*.safetensors"))) > 1
-    assert same_bits(models.open_base(base_config(folder), mesh).llm, whole)
+    assert same_bits(open_base(base_config(folder), mesh).llm, whole)
 
 
 def test_a_shard_that_is_missing(tmp_path):
@@ -90,7 +90,7 @@ def test_a_base_without_a_tokenizer(tmp_path):
 
 
 def test_random_weights_follow_the_seed(mesh):
-    bases = [models.open_base(config().model, mesh, seed=seed) for seed in (0, 0, 1)]
+    bases = [open_base(config().model, mesh, seed=seed) for seed in (0, 0, 1)]
     assert same_bits(bases[0].llm, bases[1].llm)
     assert not np.array_equal(bases[0].llm.embed, bases[2].llm.embed)
     assert bases[0].ends == (258,)

@@ -23,7 +23,7 @@ def run(tmp_path_factory, mesh):
     return run
 
 
-def test_a_study(run, tmp_path):
+def test_a_study(run, tmp_path, monkeypatch):
     outcome = run(tmp_path)
     assert outcome.status == 0, outcome.err
     rows = [line.split() for line in outcome.out.splitlines() if line.lstrip().startswith(("base ", "path "))]
@@ -44,6 +44,7 @@ def test_a_study(run, tmp_path):
     assert (tmp_path / "study.png").stat().st_size > 10_000
 
     written = {file.name: file.stat().st_mtime_ns for file in tmp_path.glob("*.json")}
+    monkeypatch.setattr(study, "load", None)  # what is known, and what is refused, needs no weights
     again = run(tmp_path)
     assert again.status == 0
     assert "measuring" not in again.out

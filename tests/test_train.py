@@ -12,7 +12,7 @@ import datasets
 import jax
 import numpy as np
 import pytest
-from programs import ROOT, base_tensors, call, config, options, same_bits, write_base
+from programs import ROOT, base_tensors, call, config, open_base, options, same_bits, write_base
 from safetensors.numpy import save_file
 
 from l2d_jax import accounting, checkpoint, hosts, manifest, methods, models, train
@@ -90,7 +90,7 @@ def test_the_export_is_the_last_checkpoint(run, mesh):
 
 
 def test_the_path_has_learnt(run, mesh):
-    llm = models.open_base(config().model, mesh).llm
+    llm = open_base(config().model, mesh).llm
     start = models.new_path(config().path, llm, mesh, seed=0)
     path = newest_path(run, mesh)
     assert not same_bits(path.merge.last, start.merge.last)
