@@ -25,7 +25,7 @@ def parameters(declared: Any) -> int:
 
 def trainable_parameters(config: Config, architecture: Architecture) -> int:
     """Number of values that training changes; exact."""
-    return parameters(method_of(config).declare(config, architecture))
+    return parameters(method_of(config).declare(architecture))
 
 
 def bytes_per_device(declared: Any, mesh: Mesh) -> int:
@@ -65,7 +65,7 @@ def flops_of_finetuning(config: Config, architecture: Architecture) -> dict[str,
     head = architecture.vocab_size * architecture.hidden_size
     if config.train.method == "full":
         return {"forward": 2 * products, "backward": 4 * products, "output head": 6 * head}
-    own = parameters(method_of(config).declare(config, architecture))
+    own = parameters(method_of(config).declare(architecture))
     return {"forward": 2 * (products + own), "backward": 2 * products + 4 * own, "output head": 4 * head}
 
 
@@ -102,7 +102,7 @@ def flops_per_decoded_token(config: Config, architecture: Architecture) -> int:
 def summary(config: Config, architecture: Architecture, mesh: Mesh) -> str:
     """The table that `--dry_run` prints."""
     method = method_of(config)
-    frozen, trained = method.declare_frozen(config, architecture), method.declare(config, architecture)
+    frozen, trained = method.declare_frozen(architecture), method.declare(architecture)
     size = bytes_per_device(trained, mesh)
     memory = {f"{method.says} (float32)": size, "its gradient and Adam moments": 3 * size}
     if frozen is not None:

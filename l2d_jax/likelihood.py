@@ -20,7 +20,8 @@ from l2d_jax.draw import token_keys
 from l2d_jax.errors import InputError
 from l2d_jax.generation import check_classes, check_prompts, check_settings, pad
 from l2d_jax.loaded import Loaded
-from l2d_jax.objective import Context, over_logits
+from l2d_jax.objective import Context
+from l2d_jax.readout import over_logits
 from l2d_jax.refine import Model, Refinement, refine, tabulate
 
 CHUNK = 1024  # positions whose logits are held at a time, over all draws

@@ -71,7 +71,7 @@ def load(folder: str | os.PathLike[str], *, mesh: Mesh | None = None, dtype: str
     base, step = models.find_base(found.base), None
     if found.trained is not None:
         trained, step = _newest(found, found.trained, base, mesh)
-        model = method_of(found.trained).open(found.trained, base, trained, mesh)
+        model = method_of(found.trained).open(base, trained, mesh)
     else:
         llm = base.load(dtype=found.base.dtype, mesh=mesh)
         path = None if found.path_config is None else models.load_path(found.path, base.architecture, mesh)
@@ -109,7 +109,7 @@ def _latest(checkpoints: Checkpoints, found: Folder) -> int:
 def _newest(found: Folder, config: Config, base: models.FoundBase, mesh: Mesh) -> tuple[Any, int]:
     checkpoints, method = Checkpoints(found.path / "checkpoints"), method_of(config)
     step = _latest(checkpoints, found)
-    declared = sharding.abstract(method.declare(config, base.architecture), mesh)
+    declared = sharding.abstract(method.declare(base.architecture), mesh)
     trained = checkpoints.restore(step, {method.part: declared})[method.part]
     checkpoints.close()
     return trained, step

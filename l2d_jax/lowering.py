@@ -23,8 +23,8 @@ def lower_train(config: Config, mesh: Mesh) -> jax.stages.Lowered:
     """The training step of a config on a mesh; raises `InputError` for a batch that the mesh does not divide."""
     check_batch(config.train, mesh)
     method, architecture = method_of(config), models.read_architecture(config.model)
-    trained = sharding.abstract(method.declare(config, architecture), mesh)
-    declared = method.declare_frozen(config, architecture)
+    trained = sharding.abstract(method.declare(architecture), mesh)
+    declared = method.declare_frozen(architecture)
     frozen = None if declared is None else sharding.abstract(declared, mesh)
     adam = optimizer(config.optim, config.optim.peak_rate)
     moments = jax.tree.map(
@@ -43,7 +43,7 @@ def lower_train(config: Config, mesh: Mesh) -> jax.stages.Lowered:
         random_batch(config, architecture.vocab_size),
     )
     key = _replicated(jax.eval_shape(lambda: jax.random.key(0)), mesh)
-    step: Any = make_step(adam, config.train, state, mesh, objective=method.objective(config))
+    step: Any = make_step(adam, config.train, state, mesh, objective=method.objective())
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return step.lower(state, frozen, batch, key)
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from l2d_jax import diffusion, objective, weights
+from l2d_jax import diffusion, objective, readout, weights
 from l2d_jax.config import OptimConfig
 from l2d_jax.diffusion_path import DiffusionPath
 from l2d_jax.llm import LLM
@@ -183,7 +183,7 @@ def _features(path: DiffusionPath, llm: LLM, x: Any, t: Any, context: Context) -
 def _loss(path: DiffusionPath, llm: LLM, batch: Batch, draws: Draws) -> tuple[jax.Array, jax.Array]:
     context = objective.read_context(llm, batch)
     logits = llm.logits(objective.correct(path, llm, context, batch, draws))
-    losses = objective.negative_log_likelihood(logits.reshape(-1, logits.shape[-1]), batch.targets.reshape(-1))
+    losses = readout.negative_log_likelihood(logits.reshape(-1, logits.shape[-1]), batch.targets.reshape(-1))
     return objective.average(losses.reshape(batch.targets.shape), batch.weights, "token"), logits
 
 

@@ -18,7 +18,8 @@ from l2d_jax.config import DecodeConfig, PathConfig
 from l2d_jax.diffusion_path import Conditions, DiffusionPath
 from l2d_jax.errors import InputError
 from l2d_jax.llm import LLM, KVCache
-from l2d_jax.objective import Context, over_logits
+from l2d_jax.objective import Context
+from l2d_jax.readout import over_logits
 
 TABULATED = 128  # evaluations whose conditions a table holds: 50 MB at the SmolLM2-135M shape, 200 MB at Llama 8B's
 

@@ -72,7 +72,7 @@ def train_on(mesh: Mesh, config: Config, workdir: Path, *, preemption: Preemptio
     profile.check_steps(config.profile, steps)
 
     method = method_of(config)
-    trained, frozen = method.begin(config, base, mesh)
+    trained, frozen = method.begin(base, mesh)
     rate = schedule(config.optim, steps)
     adam = optimizer(config.optim, rate)
     state = begin(adam, trained, mesh, seen=times.nothing_seen(config.train))
@@ -92,7 +92,7 @@ def train_on(mesh: Mesh, config: Config, workdir: Path, *, preemption: Preemptio
     def measure(step: int, state: TrainState) -> None:
         budgets = config.validation.budgets if step else (1,)  # an untrained path is the LM at every budget
         examples = placed_in_order(held_out, config.validation.batch_size, mesh)
-        report = method.validate(config, state.trained, frozen, examples, budgets=budgets)
+        report = method.validate(state.trained, frozen, examples, budgets=budgets)
         metrics.write(step, report | times.describe(state.loss_by_time, sigma=config.path.sigma))
         figures = {name: value for name, value in report.items() if isinstance(value, float)}
         metrics.progress(step, "  ".join(f"{name.split('/')[1]} {value:.4f}" for name, value in figures.items()))
@@ -101,7 +101,7 @@ def train_on(mesh: Mesh, config: Config, workdir: Path, *, preemption: Preemptio
         every = config.train.validate_every
         return step in (0, steps) or (every > 0 and step % every == 0)
 
-    run_step = make_step(adam, config.train, state, mesh, objective=method.objective(config))
+    run_step = make_step(adam, config.train, state, mesh, objective=method.objective())
     run_step = profile.trace_steps(run_step, config.profile, workdir, start=start)
     key = jax.random.key(config.train.seed + 1)
     batches = training.batches(config.train.batch_size, start_step=start, rows=local_rows(config.train, mesh))
@@ -202,7 +202,7 @@ def export(trained: Any, config: Config, workdir: Path, mesh: Mesh) -> None:
     try:
         if hosts.is_first():
             folder.mkdir(exist_ok=True)
-        method_of(config).export(config, folder, trained, mesh)
+        method_of(config).export(folder, trained, mesh)
     except OSError as error:
         again = "make room and give the same command again, which does this alone"
         raise RunError(

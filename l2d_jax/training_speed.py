@@ -17,8 +17,9 @@ from l2d_jax.config import Config
 from l2d_jax.diffusion_path import DiffusionPath
 from l2d_jax.llm import LLM
 from l2d_jax.methods import method_of
-from l2d_jax.objective import Batch, Context, correct, draw_each, read_context, target_losses
+from l2d_jax.objective import Batch, Context, correct, draw_each, read_context
 from l2d_jax.optim import optimizer
+from l2d_jax.readout import target_losses
 from l2d_jax.step import REMAT, begin, check_batch, make_step, micro_batches
 from l2d_jax.timing import matmul_rate, median
 
@@ -28,10 +29,10 @@ def training(config: Config, mesh: Mesh) -> dict[str, Any]:
     check_batch(config.train, mesh)
     architecture = models.read_architecture(config.model)
     method = method_of(config)
-    trained, frozen = method.begin(config, models.FoundBase(architecture, None, (), None), mesh)
+    trained, frozen = method.begin(models.FoundBase(architecture, None, (), None), mesh)
     adam = optimizer(config.optim, config.optim.peak_rate)
     state = begin(adam, trained, mesh, seen=times.nothing_seen(config.train))
-    step = make_step(adam, config.train, state, mesh, objective=method.objective(config))
+    step = make_step(adam, config.train, state, mesh, objective=method.objective())
     batch = micro_batches(random_batch(config, architecture.vocab_size), config.train.accumulation, mesh)
     parts = {}
     if frozen is not None and isinstance(trained, DiffusionPath):

@@ -18,7 +18,8 @@ from jaxtyping import Array, Float, Int, Key
 from l2d_jax import hosts, sharding
 from l2d_jax.config import Config
 from l2d_jax.data import Examples
-from l2d_jax.objective import Batch, Context, Draws, correct, draw, negative_log_likelihood, over_logits, read_context
+from l2d_jax.objective import Batch, Context, Draws, correct, draw, read_context
+from l2d_jax.readout import negative_log_likelihood, over_logits
 from l2d_jax.refine import Model, Refinement, refine
 from l2d_jax.tally import Tally
 

@@ -23,7 +23,7 @@ from l2d_jax.data import Examples
 from l2d_jax.decode import decode, prefill
 from l2d_jax.draw import Sampling
 from l2d_jax.llm import LLM
-from l2d_jax.methods import METHODS, Method
+from l2d_jax.methods import METHODS, method_of
 from l2d_jax.optim import optimizer
 from l2d_jax.refine import Model, Refinement
 from l2d_jax.sharding import constrain, make_mesh
@@ -92,13 +92,13 @@ class Trained(NamedTuple):
     state: TrainState
 
 
-def begin_method(method: Method, config: Config, m: Mesh) -> tuple[Any, LLM | None]:
+def begin_method(config: Config, m: Mesh) -> tuple[Any, LLM | None]:
     """What is trained and what is frozen, of the same random values on every mesh."""
-    architecture = tiny.architecture("llama")
+    method, architecture = method_of(config), tiny.architecture("llama")
     tree = {"path": tiny.path, "adapter": tiny.adapter, "weights": tiny.llm}[method.part]()
-    declared = method.declare_frozen(config, architecture)
+    declared = method.declare_frozen(architecture)
     frozen = None if declared is None else place(tiny.llm(), declared, m)
-    wanted = method.declare(dataclasses.replace(config, path=tiny.path_config()), architecture)
+    wanted = method.declare(architecture)
     return place(tree, wanted, m), frozen
 
 
@@ -107,7 +107,7 @@ def train(m: Mesh, method: str = "l2d", **options: Any) -> Trained:
     config = TrainConfig(method=method, batch_size=16, accumulation=2, **options)
     losses = []
     with jax.set_mesh(m):
-        trained, llm = begin_method(METHODS[method], tiny.config(config), m)
+        trained, llm = begin_method(dataclasses.replace(tiny.config(config), path=tiny.path_config()), m)
         state = begin(adam, trained, m, seen=times.nothing_seen(config))
         step = make_step(adam, config, state, m, objective=tiny.objective(config))
         for number in range(3):

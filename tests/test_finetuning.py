@@ -11,12 +11,12 @@ import pytest
 import tiny
 from safetensors.numpy import save_file
 
-from l2d_jax import adapter, export, finetuning, objective, sharding, weights
+from l2d_jax import adapter, export, finetuning, objective, readout, sharding, weights
 from l2d_jax.config import OptimConfig, TrainConfig
 from l2d_jax.llm import LLM
-from l2d_jax.methods import METHODS
-from l2d_jax.objective import negative_log_likelihood
+from l2d_jax.methods import method_of
 from l2d_jax.optim import optimizer
+from l2d_jax.readout import negative_log_likelihood
 from l2d_jax.step import REMAT, begin, make_step, micro_batches
 
 KEY = jax.random.key(0)
@@ -36,7 +36,7 @@ def by_definition(llm, batch, reduction="example"):
 @pytest.mark.parametrize(("kind", "chunk"), [("llama-tied", 2), ("qwen", 1024)])
 def test_the_loss_and_its_gradient_in_every_weight(kind, chunk):
     llm, batch = tiny.llm(kind), tiny.batch(examples=3)
-    own = partial(finetuning.loss, losses=finetuning.target_losses_of_all, chunk=chunk, remat=REMAT["full"])
+    own = partial(finetuning.loss, losses=readout.target_losses_of_all, chunk=chunk, remat=REMAT["full"])
     value, gradient = jax.jit(jax.value_and_grad(own))(llm, batch)
     wanted, plain = jax.jit(jax.value_and_grad(by_definition))(llm, batch)
     np.testing.assert_allclose(value, wanted, rtol=1e-5)
@@ -102,7 +102,7 @@ def test_master_weights_are_multiplied_in_the_type_of_the_products():
     rounded = jax.tree.map(lambda a: a.astype(jnp.bfloat16), tiny.llm())
     master = jax.tree.map(lambda a: a.astype(jnp.float32), rounded)
     batch = tiny.batch()
-    own = partial(finetuning.loss, losses=finetuning.target_losses_of_all)
+    own = partial(finetuning.loss, losses=readout.target_losses_of_all)
     wanted, plain = jax.jit(jax.value_and_grad(own))(rounded, batch)
     value, gradient = jax.jit(jax.value_and_grad(own))(dataclasses.replace(master, products="bfloat16"), batch)
     np.testing.assert_allclose(value, wanted, rtol=1e-6)
@@ -134,7 +134,7 @@ def train(method, kind, mesh, trained, frozen):
         optimizer(OptimConfig(epsilon=EPSILON), RATE),
         TrainConfig(method=method, batch_size=4, accumulation=2),
     )
-    declared = METHODS[method].declare(tiny.config(config), tiny.architecture(kind))
+    declared = method_of(tiny.config(config)).declare(tiny.architecture(kind))
     state = begin(adam, jax.device_put(jax.tree.map(np.array, trained), sharding.shardings(declared, mesh)), mesh)
     step = make_step(adam, config, state, mesh, objective=tiny.objective(config))
     losses = []

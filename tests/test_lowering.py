@@ -10,7 +10,7 @@ from programs import config
 from l2d_jax import decode, lowering, training_speed
 from l2d_jax.decoding_speed import random_model
 from l2d_jax.draw import Sampling
-from l2d_jax.methods import METHODS
+from l2d_jax.methods import METHODS, method_of
 from l2d_jax.models import FoundBase, read_architecture
 from l2d_jax.optim import optimizer
 from l2d_jax.refine import Refinement, tabulate
@@ -31,10 +31,10 @@ def test_the_training_step_is_that_of_training(method, mesh):
     options = config(train__accumulation=2, train__method=method, lora__modules="('q_proj', 'o_proj')")
     architecture = read_architecture(options.model)
     adam = optimizer(options.optim, options.optim.peak_rate)
-    trained, llm = METHODS[method].begin(options, FoundBase(architecture, None, (), None), mesh)
+    trained, llm = method_of(options).begin(FoundBase(architecture, None, (), None), mesh)
     state = begin(adam, trained, mesh)
     batch = micro_batches(training_speed.random_batch(options, architecture.vocab_size), 2, mesh)
-    step = make_step(adam, options.train, state, mesh, objective=METHODS[method].objective(options))
+    step = make_step(adam, options.train, state, mesh, objective=method_of(options).objective())
     real = step.lower(state, llm, batch, jax.random.key(0))
     assert operations(lowering.lower_train(options, mesh)) == operations(real)
 

@@ -21,7 +21,7 @@ from l2d_jax.command_line import read_config
 from l2d_jax.files import read_json
 from l2d_jax.lineage import follow
 from l2d_jax.loaded import load
-from l2d_jax.methods import METHODS, method_of
+from l2d_jax.methods import method_of
 from l2d_jax.metrics import read_metrics
 from l2d_jax.models import read_architecture
 from l2d_jax.sharding import abstract
@@ -63,7 +63,7 @@ def newest(workdir, mesh):
     given = read_json(workdir / "config.json")
     options = config(model__name=given["model"]["name"], **BASELINES[given["train"]["method"]])
     method, checkpoints = method_of(options), Checkpoints(workdir / "checkpoints")
-    like = abstract(method.declare(options, read_architecture(options.model)), mesh)
+    like = abstract(method.declare(read_architecture(options.model)), mesh)
     return checkpoints.restore(checkpoints.latest(), {method.part: like})[method.part]
 
 
@@ -240,7 +240,7 @@ def test_trainable_parameters_of_the_paper(name):
     given = read_config(str(ROOT / "configs" / f"{name}.py"), {"train.method": "lora"})
     a = read_architecture(given.model)
     widths = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
-    assert accounting.parameters(METHODS["lora"].declare(given, a)) == ADAPTERS[name]
+    assert accounting.parameters(method_of(given).declare(a)) == ADAPTERS[name]
     assert ADAPTERS[name] == a.num_hidden_layers * sum(32 * (a.hidden_size + width) for width in widths)
 
 

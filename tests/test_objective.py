@@ -10,7 +10,7 @@ import plain
 import pytest
 import tiny
 
-from l2d_jax import objective
+from l2d_jax import objective, readout
 from l2d_jax.diffusion_path import DiffusionPath
 from l2d_jax.llm import LLM
 from l2d_jax.objective import Batch, Context, Draws
@@ -26,7 +26,7 @@ def value_and_gradient(path: DiffusionPath, llm: LLM, batch: Batch, draws: Draws
     def loss(path: DiffusionPath) -> jax.Array:
         context = objective.read_context(llm, batch)
         hidden = objective.correct(path, llm, context, batch, draws)
-        losses = objective.over_logits(llm, hidden, objective.negative_log_likelihood, batch.targets, chunk=chunk)
+        losses = readout.over_logits(llm, hidden, readout.negative_log_likelihood, batch.targets, chunk=chunk)
         return objective.average(losses, batch.weights, reduction)
 
     return jax.value_and_grad(loss)(path)
@@ -163,26 +163,6 @@ def test_logits_in_chunks_change_neither_value_nor_gradient(chunk: int) -> None:
     whole = value_and_gradient(path, llm, batch, draws, reduction="token", chunk=8)
     chunked = value_and_gradient(path, llm, batch, draws, reduction="token", chunk=chunk)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), whole, chunked)
-
-
-def test_over_logits_keeps_the_order_of_positions_and_never_holds_all_logits() -> None:
-    llm, hidden = tiny.llm(), jax.random.normal(KEY, (3, 5, 32))
-    extra = jnp.arange(30, dtype=jnp.float32).reshape(3, 5, 2)
-
-    def function(logits: jax.Array, extra: jax.Array) -> dict[str, jax.Array]:
-        return {"best": jnp.argmax(logits, axis=-1), "extra": extra}
-
-    def run(hidden: jax.Array, extra: jax.Array) -> Any:
-        return objective.over_logits(llm, hidden, function, extra, chunk=4)
-
-    found = jax.jit(run)(hidden, extra)
-    np.testing.assert_array_equal(found["best"], jnp.argmax(llm.logits(hidden), axis=-1))
-    np.testing.assert_array_equal(found["extra"], extra)
-    text = str(jax.make_jaxpr(run)(hidden, extra))
-    assert "f32[3,96]" in text  # one position of each of the three
-    assert "f32[15,96]" not in text
-    assert "f32[16,96]" not in text
-    assert "f32[5,3,96]" not in text
 
 
 def test_no_gradient_enters_the_frozen_model() -> None:

@@ -10,7 +10,7 @@ import pytest
 import tiny
 from programs import config
 
-from l2d_jax import objective, tokens
+from l2d_jax import objective, readout, tokens
 from l2d_jax.architecture import Architecture
 from l2d_jax.batches import stack
 from l2d_jax.config import DataConfig
@@ -110,7 +110,7 @@ def places(batch: Batch, together: list[list[int]]) -> list[tuple[int, np.ndarra
 @jax.jit
 def losses(path: DiffusionPath, llm: LLM, batch: Batch, draws: Draws) -> jax.Array:
     hidden = objective.correct(path, llm, objective.read_context(llm, batch), batch, draws)
-    return objective.over_logits(llm, hidden, objective.negative_log_likelihood, batch.targets)
+    return readout.over_logits(llm, hidden, readout.negative_log_likelihood, batch.targets)
 
 
 @pytest.mark.parametrize("answer_length", [None, 300])

@@ -12,7 +12,7 @@ import tiny
 from jax.sharding import Mesh
 from programs import same_bits
 
-from l2d_jax import models, objective, sharding, times
+from l2d_jax import models, objective, readout, sharding, times
 from l2d_jax.config import OptimConfig, TrainConfig
 from l2d_jax.diffusion_path import DiffusionPath
 from l2d_jax.errors import InputError
@@ -64,7 +64,7 @@ def test_micro_batches_are_one_batch(reduction: Any, mesh: Mesh) -> None:
     @jax.value_and_grad
     def whole(path: DiffusionPath) -> jax.Array:
         hidden = objective.correct(path, llm, objective.read_context(llm, batch), batch, draws)
-        losses = objective.over_logits(llm, hidden, objective.negative_log_likelihood, batch.targets)
+        losses = readout.over_logits(llm, hidden, readout.negative_log_likelihood, batch.targets)
         return objective.average(losses, batch.weights, reduction)
 
     loss, gradient = whole(path)
@@ -167,7 +167,7 @@ def test_a_step_at_times_of_another_density(name: Any, mesh: Mesh) -> None:
     @jax.jit
     def loss() -> jax.Array:
         hidden = objective.correct(path, llm, objective.read_context(llm, batch), batch, draws)
-        losses = objective.over_logits(llm, hidden, objective.negative_log_likelihood, batch.targets)
+        losses = readout.over_logits(llm, hidden, readout.negative_log_likelihood, batch.targets)
         return objective.average(losses, batch.weights, "example")
 
     np.testing.assert_allclose(metrics["loss"], loss(), rtol=1e-4)
