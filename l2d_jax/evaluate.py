@@ -132,10 +132,11 @@ def line(plan: Plan, figures: dict[str, Any]) -> str:
     rates = {kind: [figures[kind]["accuracy"][name] for name in ("mean", "low", "high")] for kind in KINDS}
     shown = ", ".join(f"{kind} {interval(rate)}" for kind, rate in rates.items())
     speed = figures["speed"]
-    return (
-        f"{plan.task.name} {plan.settings.solver} {plan.settings.budget}: {shown} of {figures['problems']} problems; "
-        f"{speed['tokens']} tokens in {speed['seconds']:.0f} s, {speed['tokens per second']:.1f} tokens/s"
-    )
+    took = f"{speed['problems']} answered in {speed['seconds']:.0f} s"
+    if speed["tokens"]:
+        took += f", {speed['tokens per second']:.1f} tokens/s"
+    name = f"{plan.task.name} {plan.settings.solver} {plan.settings.budget}"
+    return f"{name}: {shown} of {figures['problems']} problems; {took}"
 
 
 if __name__ == "__main__":

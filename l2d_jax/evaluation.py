@@ -106,13 +106,14 @@ def evaluate(
             if opened:
                 opened[0].add(_scored(loaded, task, left, batch, run=run, tagged=asking.tagged))
             shown.update(len(batch))
-            shown.set_postfix_str(f"{count / (time.monotonic() - began):.0f} tokens/s")
+            if count:  # options are ranked without writing any
+                shown.set_postfix_str(f"{count / (time.monotonic() - began):.0f} tokens/s")
     seconds = time.monotonic() - began
     speed = {"problems": len(left), "tokens": count, "seconds": seconds, "tokens per second": count / seconds}
     return dict(hosts.decide(lambda: opened[0].finish(speed)))
 
 
-Batch = dict[int, tuple[list[str], int]]  # completions by the number of the problem, and how many tokens they took
+Batch = dict[int, tuple[list[str], int]]  # completions by the number of the problem, and how many tokens were written
 
 
 def _completed(
@@ -144,7 +145,7 @@ def _ranked(loaded: Loaded, asked: dict[int, Asked], settings: DecodeConfig, ask
             seed=asking.seed,
         )
         best = {n: asked[n].problem.options[int(np.argmax(row))] for n, row in zip(filled, found, strict=True)}
-        yield {numbers[place]: ([best[numbers[place]]], 1) for place in batch}
+        yield {numbers[place]: ([best[numbers[place]]], 0) for place in batch}
 
 
 def _letters(problem: Problem, loaded: Loaded) -> list[int]:

@@ -44,6 +44,7 @@ def test_an_evaluation_goes_on_where_it_stopped(run, tmp_path):
     assert outcome.status == 0, outcome.err
     assert "gsm8k: 8 problems, 0 dropped for their length" in outcome.out
     assert [line.split(":")[0] for line in outcome.out.splitlines()[1:]] == ["gsm8k midpoint 1", "gsm8k midpoint 3"]
+    assert outcome.out.count("problems; 8 answered in ") == outcome.out.count(" tokens/s\n") == 2
     plain, refined = (lines(tmp_path / "a/gsm8k" / name) for name in ("midpoint-1", "midpoint-3"))
     assert plain.keys() == refined.keys() == {f"gsm8k/test/{i}" for i in range(8)}
     assert any(plain[name]["samples"] != refined[name]["samples"] for name in plain)
@@ -98,6 +99,8 @@ def test_each_problem_has_its_category(base, mesh, data, tmp_path):
 def test_the_likeliest_letter(run, model, tmp_path):
     outcome = run(tmp_path, "--budget", 1, "--choices", "likelihood", "--batch_size", 4, tasks="mmlu")
     assert outcome.status == 0, outcome.err
+    assert "answered in" in outcome.out
+    assert "tokens/s" not in outcome.out + outcome.err  # none is written
     ready = load(model, dtype="float32")
     found = lines(tmp_path / "mmlu/midpoint-1-likelihood")
     assert len(found) > 3
