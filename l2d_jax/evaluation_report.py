@@ -8,7 +8,7 @@ from l2d_jax.errors import InputError
 from l2d_jax.figures import draw_rates, new_figure, save
 from l2d_jax.files import read_json
 from l2d_jax.results import KINDS, RESULTS
-from l2d_jax.text_table import interval, text_table
+from l2d_jax.text_table import Table, interval
 
 WITHIN = "within.json"  # of a task's folder: what happens within one diffusion (`sweep` writes it)
 
@@ -56,8 +56,14 @@ def read_beside(file: Path | None) -> dict[str, dict[str, float]]:
     return rows
 
 
-def rows_of(evaluations: Sequence[Evaluation], beside: Mapping[str, Mapping[str, float]]) -> list[tuple[str, ...]]:
-    """Rows for a table; `beside` comes after the evaluations of each task, labelled."""
+HEADER = ("task", "evaluation", *KINDS, "pass@10", "problems")
+
+
+def accuracy_rows(evaluations: Sequence[Evaluation], beside: Mapping[str, Mapping[str, float]]) -> Table:
+    """Header and rows of accuracy with 95 % intervals, without columns that no row fills.
+
+    `beside` comes after the evaluations of each task, labelled.
+    """
     rows: list[tuple[str, ...]] = []
     for task in dict.fromkeys(one.task for one in evaluations):
         for one in evaluations:
@@ -67,15 +73,8 @@ def rows_of(evaluations: Sequence[Evaluation], beside: Mapping[str, Mapping[str,
                 at_ten = "" if passed is None else f"{passed['mean']:.3f}"
                 rows.append((task, one.name, *shown, at_ten, str(one.figures["problems"])))
         rows += [(task, label, f"{row[task]:.3f}", "", "", "") for label, row in beside.items() if task in row]
-    return rows
-
-
-HEADER = ("task", "evaluation", *KINDS, "pass@10", "problems")
-
-
-def table(evaluations: Sequence[Evaluation], beside: Mapping[str, Mapping[str, float]]) -> str:
-    """Accuracy with 95 % intervals."""
-    return text_table(HEADER, rows_of(evaluations, beside))
+    header, *filled = zip(*(column for column in zip(HEADER, *rows, strict=True) if any(column[1:])), strict=True)
+    return header, filled
 
 
 def draw_budgets(evaluations: Sequence[Evaluation], file: Path) -> bool:

@@ -12,6 +12,7 @@ from l2d_jax import command_line, report_page
 from l2d_jax import evaluation_report as evaluations
 from l2d_jax import training_report as training
 from l2d_jax.errors import InputError
+from l2d_jax.text_table import text_table
 
 INTERVALS = "Intervals are 95 %, over problems."
 
@@ -45,11 +46,12 @@ def of_training(workdir: Path) -> list[str]:
         return []
     before, after = training.first_and_last(workdir)
     print(f"{workdir}, after {after['step']} steps")
-    print(training.loss_table(before, after))
-    print(training.accuracy_table(after))
+    losses, accuracy = training.loss_rows(before, after), training.accuracy_rows(after)
+    print(text_table(*losses))
+    print(text_table(*accuracy))
     training.draw(before, after, workdir / "report.png")
     text = f"After {after['step']} steps; accuracy is teacher-forced, on held-out answers. {INTERVALS}"
-    tables = [report_page.table(*training.accuracy_rows(after)), report_page.table(*training.loss_rows(before, after))]
+    tables = [report_page.table(*accuracy), report_page.table(*losses)]
     return [report_page.section("Training", text, report_page.figure(workdir / "report.png"), *tables)]
 
 
@@ -59,10 +61,10 @@ def of_evaluations(workdir: Path, beside: Mapping[str, Mapping[str, float]]) -> 
     found, within = evaluations.collect(folder), evaluations.collect_within(folder)
     if not found:
         return []
-    print(evaluations.table(found, beside))
+    accuracy = evaluations.accuracy_rows(found, beside)
+    print(text_table(*accuracy))
     text = f"Strict scores follow the rules of the authors' release, relaxed ones what readers accept. {INTERVALS}"
-    table = report_page.table(evaluations.HEADER, evaluations.rows_of(found, beside))
-    sections = [report_page.section("Tasks", text, table)]
+    sections = [report_page.section("Tasks", text, report_page.table(*accuracy))]
     steps, inside, guided = (folder / name for name in ("budgets.png", "within.png", "guidance.png"))
     if evaluations.draw_budgets(found, steps):
         words = "A budget of 1 is the language model itself."

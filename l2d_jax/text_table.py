@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+Table = tuple[tuple[str, ...], list[tuple[str, ...]]]  # header and rows
+
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns as wide as their widest cell, aligned on the right."""

@@ -6,7 +6,7 @@ from typing import Any
 from l2d_jax.errors import InputError
 from l2d_jax.figures import draw_rates, new_figure, save
 from l2d_jax.metrics import read_metrics
-from l2d_jax.text_table import interval, text_table
+from l2d_jax.text_table import Table, interval
 
 KINDS = {"expected": "expected (probability of the true token)", "greedy": "greedy (arg max)"}
 
@@ -19,16 +19,8 @@ def first_and_last(workdir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return records[0], records[-1]
 
 
-Table = tuple[tuple[str, ...], list[tuple[str, ...]]]  # header and rows
-
-
-def loss_table(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """Loss by t, in nats per token."""
-    return text_table(*loss_rows(before, after))
-
-
 def loss_rows(before: dict[str, Any], after: dict[str, Any]) -> Table:
-    """The cells of `loss_table`; a run without a path has the last row alone."""
+    """Loss by t, in nats per token; a run without a path has the last row alone."""
     losses = by_t(before), by_t(after)
     bins = len(losses[0])
     rows = [
@@ -45,13 +37,8 @@ def by_t(record: dict[str, Any]) -> list[float]:
     return found
 
 
-def accuracy_table(record: dict[str, Any]) -> str:
-    """Accuracy at each budget with its 95 % interval, and the paired gain over the smallest budget."""
-    return text_table(*accuracy_rows(record))
-
-
 def accuracy_rows(record: dict[str, Any]) -> Table:
-    """The cells of `accuracy_table`."""
+    """Accuracy at each budget with its 95 % interval, and the paired gain over the smallest budget."""
     rows = []
     for budget in budgets(record):
         row = [str(budget)]
