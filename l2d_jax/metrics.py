@@ -149,7 +149,7 @@ class StepLog:
           metrics: where to write.
           every: steps from record to record.
           last: the run's last step.
-          rate: the learning rate after so many updates.
+          rate: the learning rate after so many updates, at hand: computed by JAX, it would wait for the step under way.
           max_skipped: so many updates skipped in a row stop the run.
           ids: the rows of the data that a step reads.
         """
@@ -179,12 +179,13 @@ class StepLog:
         self.skipped = 0
         if step % self._every and step != self._last:
             return
-        speed = self._tokens / (time.perf_counter() - self._began)
+        now = time.perf_counter()  # from here on, time counts for the next record
+        speed = self._tokens / (now - self._began)
         rate = float(self._rate(step - 1 - self._metrics.skipped))
         values |= {"learning_rate": rate, "tokens_per_second": speed}
         self._metrics.write(step, values)
         self._metrics.progress(step, f"loss {values['loss']:.4f}  {speed:.0f} tokens/s")
-        self.restart()
+        self._tokens, self._began = 0, now
 
     def restart(self) -> None:
         """Start the clock anew, after something else has taken time."""

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from l2d_jax import accounting, command_line, hosts, lock, models, profile, rows, runtime, times
@@ -113,7 +115,7 @@ def train_on(mesh: Mesh, config: Config, workdir: Path, *, preemption: Preemptio
         metrics,
         every=config.train.log_every,
         last=steps,
-        rate=rate,
+        rate=np.asarray(jax.vmap(rate)(jnp.arange(steps))).__getitem__,
         max_skipped=config.train.max_skipped,
         ids=partial(training.ids, config.train.batch_size),
     )

@@ -1,5 +1,6 @@
 import json
 import math
+import time
 
 import pytest
 from programs import full_disk
@@ -127,6 +128,16 @@ def step_log(metrics, *, every=1):
     return StepLog(
         metrics, every=every, last=9, rate=lambda updates: updates / 2, max_skipped=3, ids=lambda step: [step, 70]
     )
+
+
+def test_time_that_a_record_takes_counts_for_the_next(tmp_path):
+    metrics = Metrics(tmp_path, start=0, total=9)
+    log = StepLog(metrics, every=1, last=9, rate=lambda _: time.sleep(0.2) or 0.1, max_skipped=3, ids=lambda _: [])
+    for step in (1, 2, 3):
+        log.add(step, results(), tokens=100)
+    metrics.close()
+    first, second = (record["tokens_per_second"] for record in read_metrics(tmp_path))
+    assert second < 500 < first
 
 
 def results(*, skipped=0, loss=1.0):
