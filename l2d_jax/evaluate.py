@@ -18,7 +18,7 @@ from l2d_jax.loaded import Folder, Loaded, find, load, newest_step
 from l2d_jax.options import require
 from l2d_jax.plans import Plan, check_same, choose_run, make_plans, open_results
 from l2d_jax.refine import check_labels
-from l2d_jax.results import KINDS
+from l2d_jax.results import KINDS, accuracy
 from l2d_jax.rules import SOLVERS
 from l2d_jax.tasks import registry
 from l2d_jax.tasks.problem import CATEGORIES, Run
@@ -129,8 +129,7 @@ def class_label(text: str) -> int | str:
 
 def line(plan: Plan, figures: dict[str, Any]) -> str:
     """One line for people."""
-    rates = {kind: [figures[kind]["accuracy"][name] for name in ("mean", "low", "high")] for kind in KINDS}
-    shown = ", ".join(f"{kind} {interval(rate)}" for kind, rate in rates.items())
+    shown = ", ".join(f"{kind} {interval(accuracy(figures, kind))}" for kind in KINDS)
     speed = figures["speed"]
     took = f"{speed['problems']} answered in {speed['seconds']:.0f} s"
     if speed["tokens"]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from l2d_jax.errors import InputError
 from l2d_jax.figures import draw_rates, new_figure, save
 from l2d_jax.files import read_json
-from l2d_jax.results import KINDS, RESULTS
+from l2d_jax.results import KINDS, RESULTS, accuracy
 from l2d_jax.text_table import Table, interval
 
 WITHIN = "within.json"  # of a task's folder: what happens within one diffusion (`sweep` writes it)
@@ -28,8 +28,7 @@ class Evaluation(NamedTuple):
 
     def rate(self, kind: str) -> tuple[float, float, float]:
         """The mean with the bounds of its interval."""
-        found = self.figures[kind]["accuracy"]
-        return found["mean"], found["low"], found["high"]
+        return accuracy(self.figures, kind)
 
 
 def collect(folder: Path) -> list[Evaluation]:

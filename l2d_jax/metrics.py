@@ -185,12 +185,12 @@ class StepLog:
         values |= {"learning_rate": rate, "tokens_per_second": speed}
         self._metrics.write(step, values)
         self._metrics.progress(step, f"loss {values['loss']:.4f}  {speed:.0f} tokens/s")
-        self._tokens, self._began = 0, now
+        self.restart(at=now)
 
-    def restart(self) -> None:
-        """Start the clock anew, after something else has taken time."""
+    def restart(self, *, at: float | None = None) -> None:
+        """Start the clock anew, after something else has taken time: now, or at a time that it showed."""
         self._tokens = 0
-        self._began = time.perf_counter()
+        self._began = time.perf_counter() if at is None else at
 
     def _skip(self, step: int, values: Mapping[str, float]) -> None:
         """Log a skipped update, whatever its step; JSON has no numbers for what is not finite."""

@@ -17,6 +17,12 @@ KINDS = ("strict", "relaxed")
 SAMPLES, RESULTS = "samples.jsonl", "results.json"
 
 
+def accuracy(figures: Mapping[str, Any], kind: str) -> tuple[float, float, float]:
+    """The mean with the bounds of its interval, of the figures of an evaluation."""
+    found = figures[kind]["accuracy"]
+    return found["mean"], found["low"], found["high"]
+
+
 class Results:
     """What has been scored so far, in a folder that belongs to one run."""
 

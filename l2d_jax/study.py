@@ -50,16 +50,17 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     about = {name: describe(folder, options, config) for name, folder in folders.items()}
     known = {name: read_known(options.out / f"{name}.json", about[name]) for name in names}
-    found: dict[str, dict[str, Any]] = {}
-    for name, model in options.models:
-        found[name] = known[name] or {}
-        if not found[name]:
-            hosts.report(f"measuring {name}: {model}")
-            loaded = load(model, mesh=mesh, dtype=config.model.dtype)
-            measured = compare(loaded, config, options.solvers, options.budgets, mesh)
-            found[name] = {"about": about[name], "trained": trained_parameters(folders[name], loaded)} | measured
-            if hosts.is_first():
-                write_whole(options.out / f"{name}.json", json.dumps(found[name], indent=1) + "\n")
+
+    def measured(name: str, model: str) -> dict[str, Any]:
+        hosts.report(f"measuring {name}: {model}")
+        loaded = load(model, mesh=mesh, dtype=config.model.dtype)
+        found = {"about": about[name], "trained": trained_parameters(folders[name], loaded)}
+        found |= compare(loaded, config, options.solvers, options.budgets, mesh)
+        if hosts.is_first():
+            write_whole(options.out / f"{name}.json", json.dumps(found, indent=1) + "\n")
+        return found
+
+    found = {name: known[name] or measured(name, model) for name, model in options.models}
     if hosts.is_first():
         study_report.report(options.out, found)
 
