@@ -6,26 +6,37 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-REPEATS = 3  # of a piece of work, of which the median counts
+REPEATS = 5  # of a piece of work, of which the median counts
+
+
+def medians(*works: Callable[[], object]) -> list[float]:
+    """Median wall-clock seconds of pieces of work that take turns, so that a shared machine slows them alike."""
+    times: list[list[float]] = [[] for _ in works]
+    for _ in range(REPEATS):
+        for work, own in zip(works, times, strict=True):
+            began = time.perf_counter()
+            work()
+            own.append(time.perf_counter() - began)
+    return [sorted(own)[REPEATS // 2] for own in times]
 
 
 def median(work: Callable[[], object]) -> float:
     """Median wall-clock seconds of a piece of work."""
-    times = []
-    for _ in range(REPEATS):
-        began = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - began)
-    return sorted(times)[REPEATS // 2]
+    return medians(work)[0]
 
 
-def matmul_rate() -> float:
-    """Floating-point operations per second of a float32 matrix product of 2048 x 2048."""
-    size = 2048
+def matrix_products() -> tuple[Callable[[], object], int]:
+    """Ten float32 matrix products of 2048 x 2048, one after the other, and their floating-point operations."""
+    size, times = 2048, 10
     x = jnp.ones((size, size))
-    product = jax.jit(jnp.matmul)
-    jax.block_until_ready(product(x, x))
-    return 2 * size**3 / median(lambda: jax.block_until_ready(product(x, x)))
+    product = jax.jit(jnp.matmul).lower(x, x).compile()
+
+    def multiply() -> None:
+        for _ in range(times):
+            jax.block_until_ready(product(x, x))
+
+    multiply()
+    return multiply, times * 2 * size**3
 
 
 def read_rate() -> float:

@@ -21,7 +21,7 @@ from l2d_jax.objective import Batch, Context, correct, draw_each, read_context
 from l2d_jax.optim import optimizer
 from l2d_jax.readout import target_losses
 from l2d_jax.step import REMAT, begin, check_batch, make_step, micro_batches
-from l2d_jax.timing import matmul_rate, median
+from l2d_jax.timing import matrix_products, median, medians
 
 
 def training(config: Config, mesh: Mesh) -> dict[str, Any]:
@@ -46,8 +46,9 @@ def training(config: Config, mesh: Mesh) -> dict[str, Any]:
         float(results["loss"])
 
     run()  # compiles
-    seconds = median(run)
-    peak = matmul_rate()
+    multiply, operations = matrix_products()
+    seconds, multiplying = medians(run, multiply)
+    peak = operations / multiplying
     flops = accounting.flops_per_step(config, architecture)
     tokens = config.train.batch_size * config.data.max_length
     rest = {"all else": {"seconds": seconds - sum(parts.values()), "FLOPs": 0}}

@@ -32,6 +32,11 @@
 # XLA_PYTHON_CLIENT_MEM_FRACTION
 #   The share of a GPU's memory that JAX takes at its start, 0.75 by itself: the rest is of no use to a run that has the
 #   GPU for itself, but for some hundred megabytes of CUDA's libraries.
+#
+# MALLOC_ARENA_MAX, MALLOC_MMAP_MAX_, MALLOC_TRIM_THRESHOLD_
+#   Of glibc, for CPUs: a step's temporary arrays stay with the process, and the next step does not wait for the kernel
+#   to hand them out anew, page by page, filled with zeros: training by a fifth faster on two cores. Memory is given
+#   back when the process ends. (One arena, since those of other threads return all that is large.)
 
 case ${1:-} in
   tpu)
@@ -45,6 +50,9 @@ case ${1:-} in
   cpu)
     export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu}
     export TPU_SKIP_MDS_QUERY=${TPU_SKIP_MDS_QUERY:-1}
+    export MALLOC_ARENA_MAX=${MALLOC_ARENA_MAX:-1}
+    export MALLOC_MMAP_MAX_=${MALLOC_MMAP_MAX_:-0}
+    export MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-1000000000000}
     ;;
   *)
     echo "flags.sh takes tpu, cuda or cpu, got '${1:-}'" >&2

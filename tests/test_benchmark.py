@@ -1,6 +1,7 @@
 """The benchmarks run on tiny models and count what they say they count."""
 
 import json
+import time
 
 import jax
 import pytest
@@ -49,9 +50,17 @@ def test_bytes_of_an_evaluation(layers: str) -> None:
 
 
 def test_rates_are_those_of_this_machine() -> None:
-    assert timing.matmul_rate() > 1e8
+    multiply, operations = timing.matrix_products()
+    assert operations / timing.median(multiply) > 1e8
     assert timing.read_rate() > 1e8
     assert jax.default_backend() == "cpu"
+
+
+def test_pieces_of_work_take_turns() -> None:
+    turns = []
+    short, long = timing.medians(lambda: turns.append("short"), lambda: time.sleep(len(turns) * 2e-3))
+    assert turns == ["short"] * timing.REPEATS
+    assert short < 1e-3 < 2e-3 * (timing.REPEATS // 2) < long  # the third of its naps, each longer than the one before
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ POD = ["pod.sh", "--print"]
 PLACE = ["s1", "--zone", "us-west4-a", "--project", "p"]
 GKE = ["gke.sh", "--print"]
 OUTSIDE = {"TPU_SKIP_MDS_QUERY": "1"}
+KEPT = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "1000000000000"}
 IMAGE = ["r1", "--type", "v6e-16", "--image", "gcr.io/p/l2d:1"]
 
 
@@ -86,7 +87,7 @@ def test_a_tpu_vm_is_prepared():
     ("device", "found"),
     [
         ("tpu", {"JAX_PLATFORMS": "tpu,cpu"}),
-        ("cpu", {"JAX_PLATFORMS": "cpu"} | OUTSIDE),
+        ("cpu", {"JAX_PLATFORMS": "cpu"} | OUTSIDE | KEPT),
         ("cuda", {"JAX_PLATFORMS": "cuda,cpu", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"} | OUTSIDE),
     ],
 )
@@ -98,7 +99,8 @@ def test_flags_leave_what_is_set(device, found):
 
     before = read(**dict.fromkeys(found, "mine"))
     assert {name: before[name] for name in found} == dict.fromkeys(found, "mine")
-    after = {name: value for name, value in read().items() if name.startswith(("JAX", "TPU", "XLA", "LIBTPU"))}
+    ours = ("JAX", "TPU", "XLA", "LIBTPU", "MALLOC")
+    after = {name: value for name, value in read().items() if name.startswith(ours)}
     assert after == found
 
 
