@@ -57,9 +57,14 @@ def test_rates_are_those_of_this_machine() -> None:
 
 
 def test_pieces_of_work_take_turns() -> None:
-    turns = []
-    short, long = timing.medians(lambda: turns.append("short"), lambda: time.sleep(len(turns) * 2e-3))
-    assert turns == ["short"] * timing.REPEATS
+    turns: list[str] = []
+
+    def nap() -> None:
+        turns.append("long")
+        time.sleep(len(turns) * 1e-3)
+
+    short, long = timing.medians(lambda: turns.append("short"), nap)
+    assert turns == ["short", "long"] * timing.REPEATS
     assert short < 1e-3 < 2e-3 * (timing.REPEATS // 2) < long  # the third of its naps, each longer than the one before
 
 
