@@ -7,8 +7,7 @@ from typing import Protocol, runtime_checkable
 from l2d_jax import generation
 from l2d_jax.beams import SearchConfig
 from l2d_jax.config import DecodeConfig
-from l2d_jax.generation import Restrictions, encode_prompt, stream_text, to_text
-from l2d_jax.loaded import Loaded
+from l2d_jax.generation import Loaded, Restrictions, encode_prompt, stream_text, to_text
 from l2d_jax.search import search
 from l2d_jax.trace import TokenTrace, trace
 

@@ -1,12 +1,49 @@
 """Tokenised examples as batches of one fixed shape, with one example per row or several."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
-from l2d_jax.config import DataConfig
-from l2d_jax.objective import Batch
+from l2d_jax.config import Config, DataConfig
+
+
+class Batch(NamedTuple):
+    """Examples in one fixed shape: T tokens of context and answer, M positions that predict the answer.
+
+    A row holds one example, or several (`packing`), which `segments` then numbers.
+    """
+
+    tokens: Int[Array, "B T"]  # context and answer without its last token, padded on the right
+    queries: Int[Array, "B M"] | None  # indices into T of the tokens whose successor is predicted; None: all in turn
+    targets: Int[Array, "B M"]  # those successors
+    weights: Float[Array, "B M"]  # 1 where there is a loss, 0 where there is padding
+    classes: Int[Array, " B"] | Int[Array, "B M"]  # labels for guidance, by query if packed; 0 where there are none
+    segments: Int[Array, "B T"] | None = None  # the example of each token, from 1 on, 0 for padding; None: not packed
+
+    @property
+    def query_segments(self) -> Int[Array, "*A B M"] | None:
+        """The example of each query, in packed rows."""
+        if self.segments is None:
+            return None
+        if self.queries is None:
+            return jnp.repeat(self.segments, self.targets.shape[-1] // self.tokens.shape[-1], axis=-1)
+        return jnp.take_along_axis(self.segments, self.queries, axis=-1)
+
+    def repeat(self, count: int) -> "Batch":
+        """Each query `count` times over, at the same weight in all; copies are neighbours, so queries still ascend."""
+
+        def copy(array: Array) -> Array:
+            return jnp.repeat(array, count, axis=1)
+
+        return self._replace(
+            queries=None if self.queries is None else copy(self.queries),
+            targets=copy(self.targets),
+            weights=copy(self.weights) / count,
+            classes=self.classes if self.classes.ndim == 1 else copy(self.classes),
+        )
 
 
 def stack(
@@ -59,3 +96,19 @@ def count_text(batch: Batch) -> int:
     queries = np.arange(batch.weights.shape[1]) if batch.queries is None else batch.queries
     last = np.where(np.asarray(batch.weights) > 0, queries, -1).max(axis=1)  # an example ends with its answer
     return int((last + 1).sum())
+
+
+def random_batch(config: Config, vocab_size: int) -> Batch:
+    """Full rows of random tokens, in the config's shape, as NumPy arrays like those of the data loader."""
+    rng = np.random.default_rng(0)
+    rows, length = config.train.batch_size, config.data.max_length
+    width, is_packed = config.data.answer_length or length, config.data.packing
+    arrays: dict[str, Any] = {
+        "tokens": rng.integers(vocab_size, size=(rows, length), dtype=np.int32),
+        "queries": None if width == length else np.tile(np.arange(length - width, length, dtype=np.int32), (rows, 1)),
+        "targets": rng.integers(vocab_size, size=(rows, width), dtype=np.int32),
+        "weights": np.ones((rows, width), np.float32),
+        "classes": np.zeros((rows, width) if is_packed else rows, np.int32),
+        "segments": np.ones((rows, length), np.int32) if is_packed else None,
+    }
+    return Batch(**arrays)

@@ -23,8 +23,9 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from l2d_jax import decode
+from l2d_jax.l2d import Model
 from l2d_jax.options import require
-from l2d_jax.refine import Model, Refinement
+from l2d_jax.refine import Refinement
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import argparse
 import json
 from typing import Any
 
-from l2d_jax import command_line, rules, runtime
+from l2d_jax import command_line, config_file, rules, runtime
 from l2d_jax.config import Config
 from l2d_jax.decoding_speed import decoding, draw
 from l2d_jax.options import require
@@ -20,7 +20,7 @@ def main() -> None:
     """Parse the command line, measure, and print the figures."""
     parser = command_line.Parser(prog="python -m l2d_jax.benchmark", description=__doc__)
     parser.add_argument("work", choices=["train", "decode"], help="what to measure")
-    parser.add_argument("--config", default="configs/smollm2_135m.py", help=command_line.CONFIG_HELP)
+    parser.add_argument("--config", default="configs/smollm2_135m.py", help=config_file.CONFIG_HELP)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16], help="decode: sequences at a time")
     parser.add_argument("--budgets", type=int, nargs="+", default=[1, 7, 15], help="decode: evaluations a token")

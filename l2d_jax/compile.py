@@ -22,7 +22,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh
 
-from l2d_jax import accounting, command_line, estimate, lowering, models, rules, runtime
+from l2d_jax import accounting, command_line, config_file, estimate, lowering, models, rules, runtime
 from l2d_jax.config import Config
 from l2d_jax.options import require
 from l2d_jax.sharding import make_mesh
@@ -75,7 +75,7 @@ class Question:
 def main() -> int:
     """Parse the command line, compile what is not known yet, and print; 1 if something does not fit."""
     parser = command_line.Parser(prog="python -m l2d_jax.compile", description=__doc__)
-    parser.add_argument("--config", required=True, help=command_line.CONFIG_HELP)
+    parser.add_argument("--config", required=True, help=config_file.CONFIG_HELP)
     parser.add_argument("--topology", required=True, help=f"a slice, such as v5e:16x16: {', '.join(GENERATIONS)}")
     parser.add_argument("--slices", type=int, default=1, help="so many such slices, joined by the slower network")
     parser.add_argument("--work", choices=["train", "decode", "both"], default="both", help="what to compile")

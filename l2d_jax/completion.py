@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 from l2d_jax.config import DecodeConfig
 from l2d_jax.errors import InputError
-from l2d_jax.generation import FREE, Part, Restrictions, generate
-from l2d_jax.loaded import Loaded
+from l2d_jax.generation import FREE, Loaded, Part, Restrictions, generate
 
 SHARED = 128  # tokens: what prompts share is cut to a multiple
 

@@ -18,6 +18,9 @@ from ml_collections import ConfigDict
 from l2d_jax import contradictions
 from l2d_jax.options import from_dict, nearest, require
 
+CATEGORIES = ("math", "coding", "general_qa", "other")  # the classes that guidance knows, in the release's order
+
+
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # as PEFT names them
 
 

@@ -7,10 +7,9 @@ import datasets
 import numpy as np
 
 from l2d_jax import problems, smoltalk
-from l2d_jax.config import DataConfig
+from l2d_jax.config import CATEGORIES, DataConfig
 from l2d_jax.errors import InputError
 from l2d_jax.rows import FORMATS, find_file, read_file, read_hub
-from l2d_jax.tasks.problem import CATEGORIES
 
 # The hub's id and default subsets of each source that has a name of its own.
 HUB = {"smoltalk": ("HuggingFaceTB/smoltalk", smoltalk.SUBSETS), "gsm8k": ("openai/gsm8k", ("main",))}

@@ -19,11 +19,10 @@ from jaxtyping import Bool, Int
 from transformers import PreTrainedTokenizerFast
 
 from l2d_jax import tokens
-from l2d_jax.batches import stack
+from l2d_jax.batches import Batch, stack
 from l2d_jax.config import DataConfig
 from l2d_jax.conversations import most_examples, papers_count, read_rows
 from l2d_jax.errors import InputError
-from l2d_jax.objective import Batch
 from l2d_jax.packing import Plan, pack
 
 FEATURES = datasets.Features(

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from l2d_jax.context import Context
 from l2d_jax.draw import Sampling, draw, entropy, token_keys
+from l2d_jax.l2d import Model
 from l2d_jax.llm import LLM, KVCache
-from l2d_jax.objective import Context
-from l2d_jax.refine import Model, Refinement, refine
+from l2d_jax.refine import Refinement, refine
 
 
 @nnx.dataclass

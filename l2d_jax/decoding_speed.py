@@ -18,7 +18,8 @@ from jax.sharding import Mesh
 from l2d_jax import decode, models
 from l2d_jax.config import Config
 from l2d_jax.draw import Sampling
-from l2d_jax.refine import Model, Refinement, tabulate
+from l2d_jax.l2d import Model
+from l2d_jax.refine import Refinement, tabulate
 from l2d_jax.timing import REPEATS, read_rate
 
 mpl.use("Agg")  # draws into files, with no display

@@ -10,18 +10,18 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from l2d_jax import command_line, hosts, models, rows, runtime
-from l2d_jax.config import Config, MeshConfig
+from l2d_jax import command_line, config_file, hosts, models, rows, runtime
+from l2d_jax.config import CATEGORIES, Config, MeshConfig
 from l2d_jax.evaluation import evaluate, label_of
-from l2d_jax.generation import check_prompts, check_settings
-from l2d_jax.loaded import Folder, Loaded, find, load, newest_step
+from l2d_jax.generation import Loaded, check_prompts, check_settings
+from l2d_jax.l2d import check_labels
+from l2d_jax.loaded import Folder, find, load, newest_step
 from l2d_jax.options import require
 from l2d_jax.plans import Plan, check_same, choose_run, make_plans, open_results
-from l2d_jax.refine import check_labels
 from l2d_jax.results import KINDS, accuracy
 from l2d_jax.rules import SOLVERS
 from l2d_jax.tasks import registry
-from l2d_jax.tasks.problem import CATEGORIES, Run
+from l2d_jax.tasks.problem import Run
 from l2d_jax.text_table import interval
 
 
@@ -79,7 +79,7 @@ def parse(parser: command_line.Parser) -> tuple[argparse.Namespace, Config | Non
     source.add_argument("--workdir", type=command_line.local_path, help="a workdir of training: its newest checkpoint")
     source.add_argument("--model", help="a model folder, a hub id or a GGUF file; without a path the budget is 1")
     parser.add_argument(
-        "--config", help=f"for its decode and mesh sections; None: the workdir's; {command_line.CONFIG_HELP}"
+        "--config", help=f"for its decode and mesh sections; None: the workdir's; {config_file.CONFIG_HELP}"
     )
     parser.add_argument("--tasks", required=True, help=f"with commas between them: {', '.join(registry.TASKS)}")
     parser.add_argument("--out", type=command_line.local_path, help="where results go; DIR/eval of a workdir")
@@ -117,7 +117,7 @@ def parse(parser: command_line.Parser) -> tuple[argparse.Namespace, Config | Non
     require(options.config is not None or not rest, f"unknown arguments {' '.join(rest)} (--help lists the options)")
     require(options.workdir is not None or options.out is not None, "--model needs --out DIR, for the results")
     config = (
-        None if options.config is None else command_line.read_config(options.config, command_line.split_overrides(rest))
+        None if options.config is None else config_file.read_config(options.config, config_file.split_overrides(rest))
     )
     return options, config
 

@@ -9,13 +9,12 @@ import numpy as np
 
 from l2d_jax import hosts, tokens
 from l2d_jax.completion import Prompt, batches, complete, shared_tokens
-from l2d_jax.config import DecodeConfig
-from l2d_jax.generation import FREE, to_text
+from l2d_jax.config import CATEGORIES, DecodeConfig
+from l2d_jax.generation import FREE, Loaded, to_text
 from l2d_jax.likelihood import rank
-from l2d_jax.loaded import Loaded
 from l2d_jax.options import require
 from l2d_jax.results import Results, sample
-from l2d_jax.tasks.problem import CATEGORIES, Problem, Prompts, Run, Score
+from l2d_jax.tasks.problem import Problem, Prompts, Run, Score
 from l2d_jax.tasks.task import Task
 
 Choices = Literal["generate", "likelihood"]

@@ -9,8 +9,10 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from l2d_jax.batches import Batch
+from l2d_jax.context import token_positions
 from l2d_jax.llm import LLM
-from l2d_jax.objective import Batch, Reduction, average, token_positions
+from l2d_jax.objective import Reduction, average
 from l2d_jax.readout import target_losses
 
 

@@ -11,9 +11,9 @@ from l2d_jax.beams import SearchConfig
 from l2d_jax.config import DecodeConfig
 from l2d_jax.errors import InputError
 from l2d_jax.files import output_folder
-from l2d_jax.generation import Restrictions, StopSearch, check_prompts, check_settings, encode_prompt
-from l2d_jax.loaded import Loaded, find, load
-from l2d_jax.refine import check_labels
+from l2d_jax.generation import Loaded, Restrictions, StopSearch, check_prompts, check_settings, encode_prompt
+from l2d_jax.l2d import check_labels
+from l2d_jax.loaded import find, load
 from l2d_jax.rules import ADAPTIVE, AMPLE, SOLVERS
 from l2d_jax.search import check_search
 from l2d_jax.trace import check_draws

@@ -14,8 +14,19 @@ from l2d_jax.architecture import Architecture
 from l2d_jax.config import DecodeConfig
 from l2d_jax.draw import Sampling, allow
 from l2d_jax.errors import InputError
-from l2d_jax.loaded import Loaded
-from l2d_jax.refine import Model, Refinement, check_labels, tabulate
+from l2d_jax.l2d import Model, check_labels
+from l2d_jax.refine import Refinement, tabulate
+
+
+class Loaded(NamedTuple):
+    """A model that is ready to generate."""
+
+    model: Model
+    tokenizer: PreTrainedTokenizerFast | None
+    ends: tuple[int, ...]  # tokens that end an answer
+    defaults: DecodeConfig  # how it was validated while it was trained
+    step: int | None = None  # of the checkpoint; None: it was not read from one
+
 
 CHUNK = 8  # tokens between two pieces of streamed text
 SHORTEST_BUCKET = 64  # tokens that prompts are padded to, or more

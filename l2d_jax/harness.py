@@ -28,9 +28,8 @@ from l2d_jax import hosts, tokens
 from l2d_jax.completion import Prompt, batches, complete
 from l2d_jax.config import DecodeConfig
 from l2d_jax.errors import InputError
-from l2d_jax.generation import Restrictions, to_text
+from l2d_jax.generation import Loaded, Restrictions, to_text
 from l2d_jax.likelihood import score
-from l2d_jax.loaded import Loaded
 
 NEW_TOKENS = 256  # of an answer, where a task does not say
 OF_DECODING = ("top_k", "top_p", "temperature")

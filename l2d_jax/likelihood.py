@@ -16,13 +16,13 @@ from jaxtyping import Array, Float, Int, Key
 
 from l2d_jax import hosts, sharding
 from l2d_jax.config import DecodeConfig
+from l2d_jax.context import Context
 from l2d_jax.draw import token_keys
 from l2d_jax.errors import InputError
-from l2d_jax.generation import check_classes, check_prompts, check_settings, pad
-from l2d_jax.loaded import Loaded
-from l2d_jax.objective import Context
+from l2d_jax.generation import Loaded, check_classes, check_prompts, check_settings, pad
+from l2d_jax.l2d import Model
 from l2d_jax.readout import over_logits
-from l2d_jax.refine import Model, Refinement, refine, tabulate
+from l2d_jax.refine import Refinement, refine, tabulate
 
 CHUNK = 1024  # positions whose logits are held at a time, over all draws
 SHORTEST_ANSWER = 8  # tokens that answers are padded to, or more: an option is often a single one

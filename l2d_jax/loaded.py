@@ -6,28 +6,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
-from transformers import PreTrainedTokenizerFast
 
 from l2d_jax import models, runtime, sharding
 from l2d_jax.checkpoint import Checkpoints
 from l2d_jax.config import Config, DecodeConfig, MeshConfig, ModelConfig, PathConfig
 from l2d_jax.errors import InputError
 from l2d_jax.files import read_json
+from l2d_jax.generation import Loaded
+from l2d_jax.l2d import Model
 from l2d_jax.methods import method_of
 from l2d_jax.options import from_dict
-from l2d_jax.refine import Model
 
 PLAIN: dict[str, Any] = {"budget": 1, "solver": "euler"}  # of a language model without a path
-
-
-class Loaded(NamedTuple):
-    """A model that is ready to generate."""
-
-    model: Model
-    tokenizer: PreTrainedTokenizerFast | None
-    ends: tuple[int, ...]  # tokens that end an answer
-    defaults: DecodeConfig  # how it was validated while it was trained
-    step: int | None = None  # of the checkpoint; None: it was not read from one
 
 
 class Folder(NamedTuple):

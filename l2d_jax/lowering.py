@@ -8,15 +8,16 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from l2d_jax import decode, models, refine, sharding, times
+from l2d_jax.batches import random_batch
 from l2d_jax.config import Config
 from l2d_jax.diffusion_path import DiffusionPath
 from l2d_jax.draw import Sampling
+from l2d_jax.l2d import Model
 from l2d_jax.llm import LLM
 from l2d_jax.methods import method_of
 from l2d_jax.optim import optimizer
-from l2d_jax.refine import Model, Refinement
+from l2d_jax.refine import Refinement
 from l2d_jax.step import TrainState, check_batch, make_step, optimizer_shardings
-from l2d_jax.training_speed import random_batch
 
 
 def lower_train(config: Config, mesh: Mesh) -> jax.stages.Lowered:

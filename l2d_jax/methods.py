@@ -17,12 +17,12 @@ from jax.sharding import Mesh
 
 from l2d_jax import export, finetuning, models, objective, readout, times
 from l2d_jax.architecture import Architecture
+from l2d_jax.batches import Batch
 from l2d_jax.config import Config
 from l2d_jax.diffusion_path import DiffusionPath
+from l2d_jax.l2d import Model
 from l2d_jax.llm import LLM
 from l2d_jax.llm_adapter import LLMAdapter
-from l2d_jax.objective import Batch
-from l2d_jax.refine import Model
 from l2d_jax.sharding import initialize
 from l2d_jax.step import REMAT, Objective, Seen
 from l2d_jax.validate import validate

@@ -15,48 +15,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from l2d_jax import diffusion
+from l2d_jax.batches import Batch
+from l2d_jax.context import Context, read_context
 from l2d_jax.diffusion_path import DiffusionPath
-from l2d_jax.llm import LLM, KVCache
+from l2d_jax.llm import LLM
 from l2d_jax.readout import target_losses
 from l2d_jax.times import Times, as_drawn
 
 Reduction = Literal["example", "token", "sum"]
-
-
-class Batch(NamedTuple):
-    """Examples in one fixed shape: T tokens of context and answer, M positions that predict the answer.
-
-    A row holds one example, or several (`packing`), which `segments` then numbers.
-    """
-
-    tokens: Int[Array, "B T"]  # context and answer without its last token, padded on the right
-    queries: Int[Array, "B M"] | None  # indices into T of the tokens whose successor is predicted; None: all in turn
-    targets: Int[Array, "B M"]  # those successors
-    weights: Float[Array, "B M"]  # 1 where there is a loss, 0 where there is padding
-    classes: Int[Array, " B"] | Int[Array, "B M"]  # labels for guidance, by query if packed; 0 where there are none
-    segments: Int[Array, "B T"] | None = None  # the example of each token, from 1 on, 0 for padding; None: not packed
-
-    @property
-    def query_segments(self) -> Int[Array, "*A B M"] | None:
-        """The example of each query, in packed rows."""
-        if self.segments is None:
-            return None
-        if self.queries is None:
-            return jnp.repeat(self.segments, self.targets.shape[-1] // self.tokens.shape[-1], axis=-1)
-        return jnp.take_along_axis(self.segments, self.queries, axis=-1)
-
-    def repeat(self, count: int) -> "Batch":
-        """Each query `count` times over, at the same weight in all; copies are neighbours, so queries still ascend."""
-
-        def copy(array: Array) -> Array:
-            return jnp.repeat(array, count, axis=1)
-
-        return self._replace(
-            queries=None if self.queries is None else copy(self.queries),
-            targets=copy(self.targets),
-            weights=copy(self.weights) / count,
-            classes=self.classes if self.classes.ndim == 1 else copy(self.classes),
-        )
 
 
 class Draws(NamedTuple):
@@ -73,16 +39,6 @@ class Terms(NamedTuple):
     t: Float[Array, "B M"]
     losses: Float[Array, "B M"]
     shares: Float[Array, "B M"]
-
-
-class Context(NamedTuple):
-    """All that the path and the head need of the frozen pass."""
-
-    hidden: Float[Array, "B M D"]  # last hidden state of the main path at `positions`
-    cache: KVCache
-    positions: Int[Array, "B M"]
-    labels: Int[Array, "B M"] | None = None  # classes for guidance
-    segments: Int[Array, "B M"] | None = None  # examples of a packed row
 
 
 def draw(key: Key[Array, ""] | Array, batch: Batch, path: DiffusionPath) -> Draws:
@@ -113,28 +69,6 @@ def draw_each(
         draws = jax.tree.map(lambda a: a.reshape(len(a), -1, *a.shape[3:]), draws)
         batch = batch.repeat(draws_per_context)
     return batch, draws._replace(t=times(draws.t, batch.weights))
-
-
-def token_positions(batch: Batch) -> Int[Array, "B T"]:
-    """Of each token in its own example."""
-    positions = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1], dtype=jnp.int32), batch.tokens.shape)
-    if batch.segments is None:
-        return positions
-    begins = jnp.diff(batch.segments, axis=1, prepend=-1) != 0
-    return positions - jax.lax.cummax(jnp.where(begins, positions, 0), axis=1)
-
-
-def read_context(llm: LLM, batch: Batch) -> Context:
-    """The frozen pass over a batch; no gradient enters it."""
-    positions = token_positions(batch)
-    hidden, cache = jax.lax.stop_gradient(llm(batch.tokens, positions, segments=batch.segments))
-    if batch.queries is None:
-        copies = batch.targets.shape[1] // batch.tokens.shape[1]
-        hidden, places = (jnp.repeat(array, copies, axis=1) for array in (hidden, positions))
-        return Context(hidden=hidden, cache=cache, positions=places, segments=batch.query_segments)
-    places = jnp.take_along_axis(positions, batch.queries, axis=1)
-    hidden = jnp.take_along_axis(hidden, batch.queries[..., None], axis=1)
-    return Context(hidden=hidden, cache=cache, positions=places, segments=batch.query_segments)
 
 
 def correct(

@@ -19,10 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from l2d_jax import rules, solvers
-from l2d_jax.objective import Context
+from l2d_jax.context import Context
+from l2d_jax.l2d import Model
 from l2d_jax.recorded_runs import context_of, make_refinement, read_out
 from l2d_jax.recording import Check, Recording, logits_at
-from l2d_jax.refine import Model, Refinement, make_target
+from l2d_jax.refine import Refinement, make_target
 
 STEPS = (
     1e-3  # of times, and of states relative to the largest: a step's length answers to an error estimate's last bits

@@ -14,11 +14,12 @@ import numpy as np
 
 from l2d_jax import decode, diffusion, rules, solvers
 from l2d_jax.config import DecodeConfig
+from l2d_jax.context import Context
 from l2d_jax.errors import InputError
-from l2d_jax.objective import Context
+from l2d_jax.l2d import Model
 from l2d_jax.options import from_dict
 from l2d_jax.recording import Check, Recording, logits_at, read
-from l2d_jax.refine import Model, Refinement, make_target
+from l2d_jax.refine import Refinement, make_target
 
 METHODS = {"euler": "euler", "midpoint": "midpoint", "rk4": "rk4", "heun2": "heun", "heun3": "heun3"}  # fixed grids
 DRAWS = 32  # places for recorded draws in every run: programs are compiled once for each shape

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from l2d_jax.context import Context
 from l2d_jax.errors import InputError
 from l2d_jax.files import read_json
+from l2d_jax.l2d import Model
 from l2d_jax.llm import LLM
-from l2d_jax.objective import Context
-from l2d_jax.refine import Model
 
 LOGITS = 1e-4  # absolute, float32
 

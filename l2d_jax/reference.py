@@ -13,15 +13,17 @@ import numpy as np
 import optax
 
 from l2d_jax import diffusion, objective, readout, weights
+from l2d_jax.batches import Batch
 from l2d_jax.config import OptimConfig
+from l2d_jax.context import Context, read_context
 from l2d_jax.diffusion_path import DiffusionPath
+from l2d_jax.l2d import Model
 from l2d_jax.llm import LLM
-from l2d_jax.objective import Batch, Context, Draws
+from l2d_jax.objective import Draws
 from l2d_jax.optim import optimizer
 from l2d_jax.recorded_adaptive import adaptive_trajectories
 from l2d_jax.recorded_runs import generations, trajectories
 from l2d_jax.recording import Check, Recording, logits_at, read
-from l2d_jax.refine import Model
 from l2d_jax.step import begin
 
 Group = Callable[[Model, Recording], Iterator[Check]]
@@ -181,7 +183,7 @@ def _features(path: DiffusionPath, llm: LLM, x: Any, t: Any, context: Context) -
 
 @jax.jit
 def _loss(path: DiffusionPath, llm: LLM, batch: Batch, draws: Draws) -> tuple[jax.Array, jax.Array]:
-    context = objective.read_context(llm, batch)
+    context = read_context(llm, batch)
     logits = llm.logits(objective.correct(path, llm, context, batch, draws))
     losses = readout.negative_log_likelihood(logits.reshape(-1, logits.shape[-1]), batch.targets.reshape(-1))
     return objective.average(losses.reshape(batch.targets.shape), batch.weights, "token"), logits

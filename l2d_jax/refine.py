@@ -4,7 +4,6 @@ Decoding refines the last position of each sequence; teacher-forced evaluation r
 """
 
 import dataclasses
-from collections.abc import Iterable
 from functools import partial
 from typing import Any, Literal
 
@@ -14,32 +13,14 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from l2d_jax import diffusion, rules, solvers
-from l2d_jax.config import DecodeConfig, PathConfig
+from l2d_jax.config import DecodeConfig
+from l2d_jax.context import Context
 from l2d_jax.diffusion_path import Conditions, DiffusionPath
-from l2d_jax.errors import InputError
-from l2d_jax.llm import LLM, KVCache
-from l2d_jax.objective import Context
+from l2d_jax.l2d import Model
+from l2d_jax.llm import KVCache
 from l2d_jax.readout import over_logits
 
 TABULATED = 128  # evaluations whose conditions a table holds: 50 MB at the SmolLM2-135M shape, 200 MB at Llama 8B's
-
-
-@nnx.dataclass
-class Model(nnx.Module):
-    """The frozen LM and the path, with the table of vocabulary vectors that the path's weights determine."""
-
-    llm: LLM = nnx.data()
-    path: DiffusionPath | None = nnx.data()  # None: the LM alone, for a budget of 1
-    table: Float[Array, "V C"] | None = nnx.data()
-
-    @classmethod
-    def build(cls, llm: LLM, path: DiffusionPath | None) -> "Model":
-        """Compute the table once for these weights."""
-        table = None if path is None else _embed(path, llm.embed)
-        return cls(llm=llm, path=path, table=table)
-
-
-_embed = jax.jit(DiffusionPath.embed)  # here, so that new weights of the same shapes are not a new program
 
 
 @nnx.dataclass
@@ -248,12 +229,3 @@ def adapt(
     strengths = jnp.broadcast_to(settings.guidance, noise.shape[:1])
     rows = (cache.positions, strengths, context.hidden, context.positions, context.labels, noise, keys)
     return jax.vmap(sequence, in_axes=(1, 1, *[0] * 7))(cache.k, cache.v, *rows)
-
-
-def check_labels(path: PathConfig | None, labels: Iterable[int]) -> None:
-    """Raise `InputError` for a class that a path of these options was not trained with."""
-    classes = 0 if path is None else path.classes
-    for label in labels:
-        if not 0 <= label < classes:
-            known = f"0 to {classes - 1}" if classes else "none: it was trained without classes"
-            raise InputError(f"class label {label} is unknown to this path: it knows {known}")

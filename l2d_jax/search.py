@@ -17,8 +17,7 @@ from l2d_jax.beams import Beams, Scoring, SearchConfig, extend, start
 from l2d_jax.config import DecodeConfig
 from l2d_jax.draw import allow
 from l2d_jax.errors import InputError
-from l2d_jax.generation import CHUNK, FREE, Restrictions, check_classes, check_prompts, check_settings, pad
-from l2d_jax.loaded import Loaded
+from l2d_jax.generation import CHUNK, FREE, Loaded, Restrictions, check_classes, check_prompts, check_settings, pad
 from l2d_jax.refine import tabulate
 
 

@@ -10,7 +10,7 @@ is longer, which is the same, since every later one is longer still.
 import datasets
 import numpy as np
 
-from l2d_jax.tasks.problem import CATEGORIES
+from l2d_jax.config import CATEGORIES
 
 SUBSETS = ("self-oss-instruct", "metamathqa-50k", "numina-cot-100k", "openhermes-100k", "smol-magpie-ultra")
 LEFT_OUT = frozenset({"advice-seeking", "brainstorming", "creative-writing", "editing", "planning", "role-playing"})

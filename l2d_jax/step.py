@@ -16,10 +16,11 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from l2d_jax import attention, gathering, ops, sharding, times
+from l2d_jax.batches import Batch
 from l2d_jax.config import TrainConfig
 from l2d_jax.errors import InputError
 from l2d_jax.llm import LLM
-from l2d_jax.objective import Batch, shares
+from l2d_jax.objective import shares
 from l2d_jax.times import LossByTime
 
 

@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from l2d_jax import accounting, command_line, hosts, rows, rules, runtime, study_report, within
+from l2d_jax import accounting, command_line, config_file, hosts, rows, rules, runtime, study_report, within
 from l2d_jax.config import Config, DecodeConfig
 from l2d_jax.data import Examples
 from l2d_jax.errors import InputError
 from l2d_jax.files import read_json, write_whole
-from l2d_jax.loaded import Folder, Loaded, find, load, newest_step
+from l2d_jax.generation import Loaded
+from l2d_jax.loaded import Folder, find, load, newest_step
 from l2d_jax.options import require
 from l2d_jax.refine import Refinement
 from l2d_jax.validate import measure, placed_in_order
@@ -33,7 +34,7 @@ def main() -> None:
     """Parse the command line, measure every model, and compare."""
     parser = command_line.Parser(prog="python -m l2d_jax.study", description=__doc__)
     parser.add_argument("--models", nargs="+", type=named, metavar="NAME=MODEL", required=True, help="to compare")
-    parser.add_argument("--config", required=True, help=f"for its data, decoding and type; {command_line.CONFIG_HELP}")
+    parser.add_argument("--config", required=True, help=f"for its data, decoding and type; {config_file.CONFIG_HELP}")
     parser.add_argument("--out", type=command_line.local_path, required=True, help="where the results go")
     parser.add_argument("--split", help="of the answers; None: the config's for validation")
     parser.add_argument("--solvers", nargs="+", choices=rules.SOLVERS, default=["midpoint"], help="of a path")

@@ -13,7 +13,7 @@ from l2d_jax.errors import InputError
 from l2d_jax.evaluate import ask, open_session, parse
 from l2d_jax.evaluation_report import WITHIN
 from l2d_jax.files import write_whole
-from l2d_jax.loaded import Loaded
+from l2d_jax.generation import Loaded
 from l2d_jax.plans import Plan, results_folder
 from l2d_jax.rules import AMPLE
 

@@ -20,9 +20,9 @@ from transformers import PreTrainedTokenizerFast
 from l2d_jax import rules, trajectory
 from l2d_jax.config import DecodeConfig
 from l2d_jax.errors import InputError
-from l2d_jax.generation import check_classes, check_prompts, check_settings, pad, to_text
-from l2d_jax.loaded import Loaded
-from l2d_jax.refine import Model, tabulate
+from l2d_jax.generation import Loaded, check_classes, check_prompts, check_settings, pad, to_text
+from l2d_jax.l2d import Model
+from l2d_jax.refine import tabulate
 
 
 class TokenTrace(NamedTuple):

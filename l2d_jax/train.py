@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from l2d_jax import accounting, command_line, hosts, lock, models, profile, rows, runtime, times
+from l2d_jax import accounting, command_line, config_file, hosts, lock, models, profile, rows, runtime, times
 from l2d_jax.batches import count_text
 from l2d_jax.checkpoint import Checkpoints
 from l2d_jax.config import Config
@@ -36,7 +36,7 @@ from l2d_jax.workdir import claim, differences, is_measured, plain
 def main() -> int | None:
     """Parse the command line, then train or, with `--dry_run`, say what training would take."""
     parser = command_line.Parser(prog="python -m l2d_jax.train", description=__doc__)
-    parser.add_argument("--config", required=True, help=command_line.CONFIG_HELP)
+    parser.add_argument("--config", required=True, help=config_file.CONFIG_HELP)
     parser.add_argument("--workdir", type=command_line.local_path, help="where config, checkpoints and metrics go")
     parser.add_argument("--dry_run", action="store_true", help="print parameters, memory and FLOPs; no weights needed")
     listing = "list the variants of the config file, with their trainable parameters; overrides do not count"

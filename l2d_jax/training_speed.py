@@ -9,15 +9,16 @@ from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from l2d_jax import accounting, models, times
+from l2d_jax.batches import Batch, random_batch
 from l2d_jax.config import Config
+from l2d_jax.context import Context, read_context
 from l2d_jax.diffusion_path import DiffusionPath
 from l2d_jax.llm import LLM
 from l2d_jax.methods import method_of
-from l2d_jax.objective import Batch, Context, correct, draw_each, read_context
+from l2d_jax.objective import correct, draw_each
 from l2d_jax.optim import optimizer
 from l2d_jax.readout import target_losses
 from l2d_jax.step import REMAT, begin, check_batch, make_step, micro_batches
@@ -90,19 +91,3 @@ def _parts(config: Config, path: DiffusionPath, llm: LLM, batch: Batch) -> dict[
     both, _ = timed(correct_and_pull, path, llm, context)
     head, _ = timed(lose, hidden, llm)
     return {"frozen pass": frozen, "path forward": forward, "path backward": both - forward, "output head": head}
-
-
-def random_batch(config: Config, vocab_size: int) -> Batch:
-    """Full rows of random tokens, in the config's shape, as NumPy arrays like those of the data loader."""
-    rng = np.random.default_rng(0)
-    rows, length = config.train.batch_size, config.data.max_length
-    width, is_packed = config.data.answer_length or length, config.data.packing
-    arrays: dict[str, Any] = {
-        "tokens": rng.integers(vocab_size, size=(rows, length), dtype=np.int32),
-        "queries": None if width == length else np.tile(np.arange(length - width, length, dtype=np.int32), (rows, 1)),
-        "targets": rng.integers(vocab_size, size=(rows, width), dtype=np.int32),
-        "weights": np.ones((rows, width), np.float32),
-        "classes": np.zeros((rows, width) if is_packed else rows, np.int32),
-        "segments": np.ones((rows, length), np.int32) if is_packed else None,
-    }
-    return Batch(**arrays)

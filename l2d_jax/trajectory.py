@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from l2d_jax import rules, solvers
+from l2d_jax.context import Context
 from l2d_jax.draw import entropy, token_keys
+from l2d_jax.l2d import Model
 from l2d_jax.llm import LLM, KVCache
-from l2d_jax.objective import Context
-from l2d_jax.refine import Model, Refinement, evaluate, make_target
+from l2d_jax.refine import Refinement, evaluate, make_target
 
 CHUNK = 64  # tokens that are integrated side by side: M, below
 

@@ -16,11 +16,14 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Key
 
 from l2d_jax import hosts, sharding
+from l2d_jax.batches import Batch
 from l2d_jax.config import Config
+from l2d_jax.context import Context, read_context
 from l2d_jax.data import Examples
-from l2d_jax.objective import Batch, Context, Draws, correct, draw, read_context
+from l2d_jax.l2d import Model
+from l2d_jax.objective import Draws, correct, draw
 from l2d_jax.readout import negative_log_likelihood, over_logits
-from l2d_jax.refine import Model, Refinement, refine
+from l2d_jax.refine import Refinement, refine
 from l2d_jax.tally import Tally
 
 MEASURES = ("loss", "expected", "greedy")  # of every setting

@@ -2,7 +2,7 @@
 
 from l2d_jax import models
 from l2d_jax.accounting import trainable_parameters
-from l2d_jax.command_line import find_variants, read_config
+from l2d_jax.config_file import find_variants, read_config
 from l2d_jax.errors import InputError
 
 

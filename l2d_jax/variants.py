@@ -8,7 +8,7 @@ refined by any.
 
 from ml_collections import ConfigDict
 
-from l2d_jax.tasks.problem import CATEGORIES
+from l2d_jax.config import CATEGORIES
 
 # --- the path (paper section 3.2 and its ablations) ---
 

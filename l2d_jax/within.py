@@ -13,8 +13,7 @@ import numpy as np
 from l2d_jax import rules, trajectory
 from l2d_jax.config import DecodeConfig
 from l2d_jax.errors import InputError
-from l2d_jax.generation import check_settings
-from l2d_jax.loaded import Loaded
+from l2d_jax.generation import Loaded, check_settings
 from l2d_jax.refine import tabulate
 from l2d_jax.trace import read, trace
 

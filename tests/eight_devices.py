@@ -22,10 +22,11 @@ from l2d_jax.config import Config, DataConfig, DecodeConfig, MeshConfig, OptimCo
 from l2d_jax.data import Examples
 from l2d_jax.decode import decode, prefill
 from l2d_jax.draw import Sampling
+from l2d_jax.l2d import Model
 from l2d_jax.llm import LLM
 from l2d_jax.methods import METHODS, method_of
 from l2d_jax.optim import optimizer
-from l2d_jax.refine import Model, Refinement
+from l2d_jax.refine import Refinement
 from l2d_jax.sharding import constrain, make_mesh
 from l2d_jax.step import TrainState, begin, local_rows, make_step, micro_batches
 from l2d_jax.tokens import byte_tokenizer

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerFast
 
-from l2d_jax import command_line, models, release, tokens, weights
+from l2d_jax import command_line, config_file, models, release, tokens, weights
 from l2d_jax.architecture import Architecture
 from l2d_jax.config import Config, ModelConfig, PathConfig
 from l2d_jax.llm import LLM
@@ -94,7 +94,7 @@ def options(**changes: Any) -> list[str]:
 def config(**changes: Any) -> Config:
     """The config of `options(**changes)`."""
     reference, overrides = options(**changes)[1], options(**changes)[2:]
-    return command_line.read_config(reference, command_line.split_overrides(overrides))
+    return config_file.read_config(reference, config_file.split_overrides(overrides))
 
 
 def write_base(folder: Path, *, text: bool = True, **changes: Any) -> Path:

@@ -6,8 +6,8 @@ from programs import ROOT, call, config, open_base, options
 
 from l2d_jax import accounting, models, train
 from l2d_jax.architecture import Architecture
-from l2d_jax.command_line import read_config
 from l2d_jax.config import PathConfig
+from l2d_jax.config_file import read_config
 from l2d_jax.diffusion_path import DiffusionPath
 from l2d_jax.llm import LLM
 

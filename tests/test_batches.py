@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from l2d_jax.batches import count_text, stack
+from l2d_jax.batches import Batch, count_text, stack
 from l2d_jax.config import DataConfig
-from l2d_jax.objective import Batch
 
 ONE = {"tokens": [1, 2, 3, 4], "context": 2, "class": 1}
 TWO = {"tokens": [5, 6, 7, 8, 9], "context": 4, "class": 2}

@@ -5,8 +5,9 @@ import pytest
 from programs import ROOT, call
 
 from l2d_jax.architecture import Architecture
-from l2d_jax.command_line import Parser, local_path, read_config, split_overrides
+from l2d_jax.command_line import Parser, local_path
 from l2d_jax.config import Config, DecodeConfig, OptimConfig, PathConfig, TrainConfig
+from l2d_jax.config_file import read_config, split_overrides
 from l2d_jax.errors import InputError
 
 CONFIG = """

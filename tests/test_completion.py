@@ -10,8 +10,7 @@ from l2d_jax import completion
 from l2d_jax.completion import Prompt, complete, shared_tokens
 from l2d_jax.config import DecodeConfig
 from l2d_jax.errors import InputError
-from l2d_jax.generation import Part, bucket, generate
-from l2d_jax.loaded import Loaded
+from l2d_jax.generation import Loaded, Part, bucket, generate
 
 SETTINGS = DecodeConfig(budget=3, max_new_tokens=6, temperature=1.0)
 PROMPTS = [Prompt(number, [1 + (7 * number + i) % 90 for i in range(2 + 9 * number)]) for number in range(9)]

@@ -12,10 +12,11 @@ import tiny
 from l2d_jax import decode as decode_module
 from l2d_jax import diffusion
 from l2d_jax.config import DecodeConfig
+from l2d_jax.context import Context
 from l2d_jax.decode import State, decode, fan_out, next_logits, prefill
 from l2d_jax.draw import Sampling
-from l2d_jax.objective import Context
-from l2d_jax.refine import Model, Refinement, refine
+from l2d_jax.l2d import Model
+from l2d_jax.refine import Refinement, refine
 
 NO_ENDS = (-1, -1)
 PROMPTS = [[5, 17, 80, 3], [44, 2], [9, 9, 61, 70, 33, 12]]

@@ -11,7 +11,7 @@ import pytest
 import tiny
 from safetensors.numpy import save_file
 
-from l2d_jax import adapter, export, finetuning, objective, readout, sharding, weights
+from l2d_jax import adapter, context, export, finetuning, objective, readout, sharding, weights
 from l2d_jax.config import OptimConfig, TrainConfig
 from l2d_jax.llm import LLM
 from l2d_jax.methods import method_of
@@ -27,7 +27,7 @@ def close(ours, theirs, *, atol=1e-6, rtol=1e-4):
 
 
 def by_definition(llm, batch, reduction="example"):
-    hidden, _ = llm(batch.tokens, objective.token_positions(batch), segments=batch.segments)
+    hidden, _ = llm(batch.tokens, context.token_positions(batch), segments=batch.segments)
     logits = jnp.take_along_axis(llm.logits(hidden), batch.queries[..., None], axis=1)
     losses = negative_log_likelihood(logits.reshape(-1, logits.shape[-1]), batch.targets.reshape(-1))
     return objective.average(losses.reshape(batch.targets.shape), batch.weights, reduction)

@@ -8,9 +8,8 @@ from programs import config, open_base
 from l2d_jax import decode, generation, tokens
 from l2d_jax.config import DecodeConfig
 from l2d_jax.errors import InputError
-from l2d_jax.generation import generate, stream, stream_text
-from l2d_jax.loaded import Loaded
-from l2d_jax.refine import Model
+from l2d_jax.generation import Loaded, generate, stream, stream_text
+from l2d_jax.l2d import Model
 
 NEVER = (95,)  # an end token that these models do not choose
 PROMPTS = [[5, 17, 3], [60, 2, 41, 8, 8, 30], [11]]

@@ -8,9 +8,9 @@ import pytest
 from programs import TINY, call, options, write_tasks
 
 from l2d_jax import evaluate, sweep, tokens, train
+from l2d_jax.config import CATEGORIES
 from l2d_jax.likelihood import score
 from l2d_jax.loaded import load
-from l2d_jax.tasks.problem import CATEGORIES
 
 SUBSETS = {"metamathqa-50k": "math", "self-oss-instruct": "coding"}
 

@@ -17,8 +17,8 @@ from l2d_jax import likelihood, models, tokens
 from l2d_jax.config import DecodeConfig, PathConfig
 from l2d_jax.errors import InputError
 from l2d_jax.harness import Asking, Harness, cut, noise_number, read_generation
+from l2d_jax.l2d import Model
 from l2d_jax.loaded import load
-from l2d_jax.refine import Model
 
 POSITIONS = 96
 BASE = DecodeConfig(budget=1, solver="euler")

@@ -12,9 +12,8 @@ import l2d_jax
 from l2d_jax import likelihood
 from l2d_jax.config import DecodeConfig
 from l2d_jax.errors import InputError
-from l2d_jax.generation import generate
+from l2d_jax.generation import Loaded, generate
 from l2d_jax.likelihood import rank, score
-from l2d_jax.loaded import Loaded
 
 PROMPTS = [[5, 17, 3], [60, 2, 41, 8, 8, 30], [11]]
 ANSWERS = [[7, 7, 90, 4], [1], [33, 12]]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from programs import config
 
-from l2d_jax import decode, lowering, training_speed
+from l2d_jax import batches, decode, lowering
 from l2d_jax.decoding_speed import random_model
 from l2d_jax.draw import Sampling
 from l2d_jax.methods import METHODS, method_of
@@ -33,7 +33,7 @@ def test_the_training_step_is_that_of_training(method, mesh):
     adam = optimizer(options.optim, options.optim.peak_rate)
     trained, llm = method_of(options).begin(FoundBase(architecture, None, (), None), mesh)
     state = begin(adam, trained, mesh)
-    batch = micro_batches(training_speed.random_batch(options, architecture.vocab_size), 2, mesh)
+    batch = micro_batches(batches.random_batch(options, architecture.vocab_size), 2, mesh)
     step = make_step(adam, options.train, state, mesh, objective=method_of(options).objective())
     real = step.lower(state, llm, batch, jax.random.key(0))
     assert operations(lowering.lower_train(options, mesh)) == operations(real)

@@ -17,7 +17,7 @@ from test_export import files, logits, theirs
 from l2d_jax import accounting, benchmark, convert, models, report, train
 from l2d_jax.adapter import Adapter
 from l2d_jax.checkpoint import Checkpoints
-from l2d_jax.command_line import read_config
+from l2d_jax.config_file import read_config
 from l2d_jax.files import read_json
 from l2d_jax.lineage import follow
 from l2d_jax.loaded import load

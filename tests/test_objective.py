@@ -11,10 +11,12 @@ import pytest
 import tiny
 
 from l2d_jax import objective, readout
+from l2d_jax.batches import Batch
+from l2d_jax.context import Context, read_context
 from l2d_jax.diffusion_path import DiffusionPath
+from l2d_jax.l2d import Model
 from l2d_jax.llm import LLM
-from l2d_jax.objective import Batch, Context, Draws
-from l2d_jax.refine import Model
+from l2d_jax.objective import Draws
 
 KEY = jax.random.key(0)
 
@@ -24,7 +26,7 @@ def value_and_gradient(path: DiffusionPath, llm: LLM, batch: Batch, draws: Draws
     """Of `objective.loss` with these draws."""
 
     def loss(path: DiffusionPath) -> jax.Array:
-        context = objective.read_context(llm, batch)
+        context = read_context(llm, batch)
         hidden = objective.correct(path, llm, context, batch, draws)
         losses = readout.over_logits(llm, hidden, readout.negative_log_likelihood, batch.targets, chunk=chunk)
         return objective.average(losses, batch.weights, reduction)
@@ -34,7 +36,7 @@ def value_and_gradient(path: DiffusionPath, llm: LLM, batch: Batch, draws: Draws
 
 @jax.jit
 def read(llm: LLM, batch: Batch) -> Context:
-    return objective.read_context(llm, batch)
+    return read_context(llm, batch)
 
 
 def loss_by_hand(model: Model, batch: Batch, draws: Draws) -> np.ndarray:
@@ -122,7 +124,7 @@ def test_several_draws_share_one_frozen_pass() -> None:
     keys = jax.random.split(KEY, 3)
     np.testing.assert_array_equal(draws.t[:, 1::3], objective.draw(keys[1], batch, path).t)
     np.testing.assert_array_equal(draws.noise[:, 2::3], objective.draw(keys[2], batch, path).noise)
-    context = objective.read_context(llm, several)
+    context = read_context(llm, several)
     assert context.cache.k.shape[1:3] == (2, 10)
     assert context.hidden.shape == (2, 12, 32)
 
@@ -170,7 +172,7 @@ def test_no_gradient_enters_the_frozen_model() -> None:
     path, batch = tiny.path(), tiny.batch()
 
     def through_context(llm: LLM) -> jax.Array:
-        context = objective.read_context(llm, batch)
+        context = read_context(llm, batch)
         return jnp.sum(context.hidden) + jnp.sum(jnp.sin(context.cache.k)) + jnp.sum(jnp.cos(context.cache.v))
 
     for leaf in jax.tree.leaves(jax.jit(jax.grad(through_context))(tiny.llm())):

@@ -12,12 +12,13 @@ from programs import config
 
 from l2d_jax import objective, readout, tokens
 from l2d_jax.architecture import Architecture
-from l2d_jax.batches import stack
+from l2d_jax.batches import Batch, stack
 from l2d_jax.config import DataConfig
+from l2d_jax.context import read_context
 from l2d_jax.data import Examples
 from l2d_jax.diffusion_path import DiffusionPath
 from l2d_jax.llm import LLM
-from l2d_jax.objective import Batch, Draws
+from l2d_jax.objective import Draws
 from l2d_jax.packing import pack
 
 EXAMPLES = 4  # of real text
@@ -109,7 +110,7 @@ def places(batch: Batch, together: list[list[int]]) -> list[tuple[int, np.ndarra
 
 @jax.jit
 def losses(path: DiffusionPath, llm: LLM, batch: Batch, draws: Draws) -> jax.Array:
-    hidden = objective.correct(path, llm, objective.read_context(llm, batch), batch, draws)
+    hidden = objective.correct(path, llm, read_context(llm, batch), batch, draws)
     return readout.over_logits(llm, hidden, readout.negative_log_likelihood, batch.targets)
 
 
@@ -138,7 +139,7 @@ def test_packed_rows_have_the_losses_of_their_examples(model: Any, answer_length
 def test_each_example_of_a_row_begins_at_position_zero_and_keeps_its_class(model: Any) -> None:
     llm, path = model
     _, packed, together = real(answer_length=300)
-    context = objective.read_context(llm, packed)
+    context = read_context(llm, packed)
     assert packed.segments is not None
     for row, numbers in enumerate(together):
         segments, positions = np.array(packed.segments[row]), np.array(context.cache.positions[row])

@@ -14,9 +14,10 @@ import tiny
 from l2d_jax import refine as refine_module
 from l2d_jax import rules, solvers
 from l2d_jax.config import DecodeConfig
+from l2d_jax.context import Context
 from l2d_jax.errors import InputError
-from l2d_jax.objective import Context
-from l2d_jax.refine import Model, Refinement, check_labels, estimate, refine
+from l2d_jax.l2d import Model, check_labels
+from l2d_jax.refine import Refinement, estimate, refine
 
 run = jax.jit(refine)
 

@@ -17,12 +17,14 @@ from l2d_jax import search as search_module
 from l2d_jax.architecture import Architecture
 from l2d_jax.beams import SearchConfig
 from l2d_jax.config import DecodeConfig
+from l2d_jax.context import Context
 from l2d_jax.diffusion_path import DiffusionPath
 from l2d_jax.errors import InputError
+from l2d_jax.generation import Loaded
+from l2d_jax.l2d import Model
 from l2d_jax.llm import LLM
-from l2d_jax.loaded import Loaded, load
-from l2d_jax.objective import Context
-from l2d_jax.refine import Model, Refinement, refine
+from l2d_jax.loaded import load
+from l2d_jax.refine import Refinement, refine
 from l2d_jax.rules import SOLVERS, split_budget, steps_of
 from l2d_jax.search import Beam, search
 

@@ -7,10 +7,9 @@ import datasets
 import pytest
 
 from l2d_jax import conversations, smoltalk, tokens
-from l2d_jax.config import DataConfig
+from l2d_jax.config import CATEGORIES, DataConfig
 from l2d_jax.data import Counts, Examples
 from l2d_jax.errors import InputError
-from l2d_jax.tasks.problem import CATEGORIES
 
 TOKENIZER = tokens.byte_tokenizer()
 CATEGORIES_OF_MAGPIE = sorted([*smoltalk.OF_CATEGORY, *smoltalk.LEFT_OUT])

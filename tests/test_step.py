@@ -12,11 +12,12 @@ import tiny
 from jax.sharding import Mesh
 from programs import same_bits
 
-from l2d_jax import models, objective, readout, sharding, times
+from l2d_jax import context, models, objective, readout, sharding, times
+from l2d_jax.batches import Batch
 from l2d_jax.config import OptimConfig, TrainConfig
 from l2d_jax.diffusion_path import DiffusionPath
 from l2d_jax.errors import InputError
-from l2d_jax.objective import Batch, Draws
+from l2d_jax.objective import Draws
 from l2d_jax.optim import optimizer
 from l2d_jax.step import REMAT, TrainState, begin, check_batch, make_step, micro_batches
 
@@ -63,7 +64,7 @@ def test_micro_batches_are_one_batch(reduction: Any, mesh: Mesh) -> None:
     @jax.jit
     @jax.value_and_grad
     def whole(path: DiffusionPath) -> jax.Array:
-        hidden = objective.correct(path, llm, objective.read_context(llm, batch), batch, draws)
+        hidden = objective.correct(path, llm, context.read_context(llm, batch), batch, draws)
         losses = readout.over_logits(llm, hidden, readout.negative_log_likelihood, batch.targets)
         return objective.average(losses, batch.weights, reduction)
 
@@ -166,7 +167,7 @@ def test_a_step_at_times_of_another_density(name: Any, mesh: Mesh) -> None:
 
     @jax.jit
     def loss() -> jax.Array:
-        hidden = objective.correct(path, llm, objective.read_context(llm, batch), batch, draws)
+        hidden = objective.correct(path, llm, context.read_context(llm, batch), batch, draws)
         losses = readout.over_logits(llm, hidden, readout.negative_log_likelihood, batch.targets)
         return objective.average(losses, batch.weights, "example")
 

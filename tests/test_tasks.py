@@ -11,8 +11,9 @@ from programs import ROOT
 from task_rows import ROWS, split_rows, varied, write
 
 from l2d_jax import tasks, tokens
+from l2d_jax.config import CATEGORIES
 from l2d_jax.errors import InputError
-from l2d_jax.tasks.problem import CATEGORIES, Sampling
+from l2d_jax.tasks.problem import Sampling
 from l2d_jax.tasks.registry import PAPER, TASKS, find
 from l2d_jax.tasks.task import Task, encode
 

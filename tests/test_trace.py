@@ -16,12 +16,12 @@ import l2d_jax.generate as program  # the package's own name is the function
 from l2d_jax import solvers, trace_page, trajectory
 from l2d_jax.architecture import Architecture
 from l2d_jax.config import DecodeConfig
+from l2d_jax.context import Context
 from l2d_jax.errors import InputError
-from l2d_jax.generation import generate
+from l2d_jax.generation import Loaded, generate
+from l2d_jax.l2d import Model
 from l2d_jax.llm import LLM
-from l2d_jax.loaded import Loaded
-from l2d_jax.objective import Context
-from l2d_jax.refine import Model, Refinement, adapt, evaluate, make_target
+from l2d_jax.refine import Refinement, adapt, evaluate, make_target
 from l2d_jax.tokens import byte_tokenizer
 from l2d_jax.trace import TokenTrace, trace
 

@@ -9,6 +9,7 @@ import tiny
 
 from l2d_jax import objective, validate
 from l2d_jax.config import Config
+from l2d_jax.context import read_context
 from l2d_jax.objective import Draws
 
 
@@ -24,7 +25,7 @@ def test_the_report(mesh: Any) -> None:
 
     weights, losses, greedy, expected = [], [], [], []
     for number, batch in enumerate((first, second)):
-        context = objective.read_context(model.llm, batch)
+        context = read_context(model.llm, batch)
         draws = objective.draw(jax.random.fold_in(jax.random.key(config.train.seed), number), batch, model.path)
         for index in range(2):
             moved = Draws(t=(index + draws.t) / 2, noise=draws.noise, labels=None)

@@ -9,10 +9,9 @@ from programs import ROOT, call
 from l2d_jax import train, variants
 from l2d_jax.accounting import trainable_parameters
 from l2d_jax.architecture import Architecture
-from l2d_jax.command_line import find_variants, read_config
-from l2d_jax.config import Config
+from l2d_jax.config import CATEGORIES, Config
+from l2d_jax.config_file import find_variants, read_config
 from l2d_jax.errors import InputError
-from l2d_jax.tasks.problem import CATEGORIES
 
 FILES = {file.stem: str(file) for file in sorted((ROOT / "configs").glob("*.py"))}
 SHARED = re.findall(r"^def (\w+)\(", (ROOT / "l2d_jax" / "variants.py").read_text(), re.MULTILINE)

@@ -8,7 +8,7 @@ import tiny
 
 from l2d_jax.config import DecodeConfig
 from l2d_jax.errors import InputError
-from l2d_jax.loaded import Loaded
+from l2d_jax.generation import Loaded
 from l2d_jax.trace import trace
 from l2d_jax.within import accuracy_by_time, evaluations
 

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from l2d_jax.architecture import Architecture
+from l2d_jax.batches import Batch
 from l2d_jax.config import Config, LoraConfig, ModelConfig, PathConfig, TrainConfig
 from l2d_jax.diffusion_path import DiffusionPath
+from l2d_jax.l2d import Model
 from l2d_jax.llm import LLM
 from l2d_jax.llm_adapter import LLMAdapter
 from l2d_jax.methods import method_of
-from l2d_jax.objective import Batch
-from l2d_jax.refine import Model
 from l2d_jax.step import Objective
 
 _LLAMA = {

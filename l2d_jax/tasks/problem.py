@@ -6,8 +6,6 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from l2d_jax.errors import InputError
 
-CATEGORIES = ("math", "coding", "general_qa", "other")  # the classes that guidance knows, in the release's order
-
 Row = Mapping[str, Any]
 Prompts = Literal["paper", "thoughts"]  # few-shot as in the paper; examples that think, or the request to
 
