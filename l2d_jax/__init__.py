@@ -11,11 +11,11 @@ import importlib
 from typing import Any
 
 _HOMES = {
-    "load": "loaded",
-    "generate": "generation",
-    "stream": "generation",
-    "stream_text": "generation",
-    "score": "likelihood",
+    "load": "loading",
+    "generate": "decoding.generation",
+    "stream": "decoding.generation",
+    "stream_text": "decoding.generation",
+    "score": "decoding.likelihood",
 }
 
 

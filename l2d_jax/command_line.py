@@ -9,9 +9,9 @@ from typing import NoReturn
 
 import jax
 
-from l2d_jax import hosts
-from l2d_jax.config import Config
-from l2d_jax.config_file import one_line, read_config, split_overrides
+from l2d_jax.config.config_file import one_line, read_config, split_overrides
+from l2d_jax.config.schema import Config
+from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError, RunError
 
 
@@ -47,7 +47,7 @@ def run(main: Callable[[], int | None]) -> None:
         together = True
     except (InputError, RunError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
-        status, together = 2 if isinstance(error, InputError) else 1, isinstance(error, hosts.SharedError)
+        status, together = 2 if isinstance(error, InputError) else 1, isinstance(error, processes.SharedError)
     except KeyboardInterrupt:
         status = 130
     except Exception:
@@ -55,5 +55,5 @@ def run(main: Callable[[], int | None]) -> None:
             raise
         traceback.print_exc()
         status = 1
-    hosts.leave(status, together=together)
+    processes.leave(status, together=together)
     sys.exit(status)

@@ -22,12 +22,17 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh
 
-from l2d_jax import accounting, command_line, config_file, estimate, lowering, models, rules, runtime
-from l2d_jax.config import Config
-from l2d_jax.options import require
-from l2d_jax.sharding import make_mesh
-from l2d_jax.step import check_batch
-from l2d_jax.topologies import GENERATIONS, Topology
+from l2d_jax import command_line
+from l2d_jax.config import config_file
+from l2d_jax.config.parsing import require
+from l2d_jax.config.schema import Config
+from l2d_jax.decoding import budget
+from l2d_jax.distributed import runtime
+from l2d_jax.distributed.sharding import make_mesh
+from l2d_jax.performance import costs, lowering, tpu_estimate
+from l2d_jax.performance.topologies import GENERATIONS, Topology
+from l2d_jax.training.step import check_batch
+from l2d_jax.weights import model_folder
 
 LIBRARIES = ("jax", "jaxlib", "libtpu", "flax", "optax", "diffrax")  # that the compiled program depends on
 EVERY = 10  # seconds between two lines of progress
@@ -48,11 +53,11 @@ class Question:
     def key(self) -> str:
         """A name for all that the answer depends on: the question, the libraries and the source of this project."""
         versions = [importlib.metadata.version(name) for name in LIBRARIES]
-        sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+        sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py")))
         asked = asdict(self)
         if self.work == "train":
             del asked["batch"], asked["prompt"]
-        architecture = models.read_architecture(self.config.model)
+        architecture = model_folder.read_architecture(self.config.model)
         text = json.dumps([asked, str(architecture), versions], sort_keys=True)
         return hashlib.sha256(text.encode() + sources).hexdigest()[:24]
 
@@ -64,12 +69,12 @@ class Question:
 
     def useful(self) -> tuple[int, int]:
         """Tokens of one execution on all devices, and the operations they need: nothing that is computed again."""
-        config, architecture = self.config, models.read_architecture(self.config.model)
+        config, architecture = self.config, model_folder.read_architecture(self.config.model)
         if self.work == "train":
-            flops = accounting.flops_per_step(config, architecture)
+            flops = costs.flops_per_step(config, architecture)
             return config.train.batch_size * config.data.max_length, sum(flops.values())
         tokens = self.batch * config.decode.max_new_tokens
-        return tokens, tokens * accounting.flops_per_decoded_token(config, architecture)
+        return tokens, tokens * costs.flops_per_decoded_token(config, architecture)
 
 
 def main() -> int:
@@ -93,17 +98,17 @@ def main() -> int:
     mesh = make_mesh(config.mesh, topology.devices())
     if "train" in works:
         check_batch(config.train, mesh)
-    rules.steps_of(config.decode.solver, config.decode.budget)
+    budget.steps_of(config.decode.solver, config.decode.budget)
     answers = {}
     for work in works:
         question = Question(work, config, topology, options.batch, options.prompt)
         answers[work] = found = answer(question, mesh, folder=options.hlo)
         if not options.json:
-            lines = [title(question, found, mesh), *estimate.table(found, top=options.top)]
+            lines = [title(question, found, mesh), *tpu_estimate.table(found, top=options.top)]
             print("\n  ".join(lines).replace("\n  \n", "\n\n"), end="\n\n", flush=True)
     if options.json:
         print(json.dumps(answers))
-    return 0 if all(estimate.fits(found) for found in answers.values()) else 1
+    return 0 if all(tpu_estimate.fits(found) for found in answers.values()) else 1
 
 
 def answer(question: Question, mesh: Mesh, *, folder: Path | None = None) -> dict[str, Any]:
@@ -131,7 +136,7 @@ def compile_and_read(question: Question, mesh: Mesh, folder: Path | None) -> dic
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        refused = estimate.too_large(str(error))
+        refused = tpu_estimate.too_large(str(error))
         if refused is None:
             raise
         return refused
@@ -141,13 +146,13 @@ def compile_and_read(question: Question, mesh: Mesh, folder: Path | None) -> dic
         (folder / f"{question.work}.hlo").write_text(text)
     tokens, flops = question.useful()
     decode = question.config.decode
-    return estimate.read(
+    return tpu_estimate.read(
         compiled.memory_analysis(),
         text,
         question.topology.generation,
         useful=flops / mesh.size,
         tokens=tokens,
-        unknown_trips=rules.steps_of(decode.solver, decode.budget),
+        unknown_trips=budget.steps_of(decode.solver, decode.budget),
     )
 
 

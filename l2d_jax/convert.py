@@ -7,14 +7,15 @@ authors' release, or a LoRA adapter of PEFT, beside it. `export` writes a model 
 
 from pathlib import Path
 
-from l2d_jax import command_line, models, release
-from l2d_jax.adapter import CONFIG, Adapter
-from l2d_jax.architecture import Architecture
+from l2d_jax import command_line
 from l2d_jax.errors import InputError
-from l2d_jax.export import FORMATS, copy_texts, export, write_llm
 from l2d_jax.files import output_folder, read_json
-from l2d_jax.lineage import follow
-from l2d_jax.safetensors_file import SafetensorsFolder
+from l2d_jax.model.architecture import Architecture
+from l2d_jax.weights import model_folder, release
+from l2d_jax.weights.export import FORMATS, copy_texts, export, write_llm
+from l2d_jax.weights.locate import follow
+from l2d_jax.weights.peft import CONFIG, Adapter
+from l2d_jax.weights.safetensors_file import SafetensorsFolder
 
 
 def main() -> None:
@@ -76,10 +77,10 @@ def import_model(base: str, out: Path, *, l2d: tuple[Path, Path] | None = None, 
             checkpoint = release.open_checkpoint(file)
             _, trained = release.check_checkpoint(checkpoint, architecture, config)
             write_llm(checkpoint, architecture, partial)
-            models.write_path(partial, dict(release.named(checkpoint, trained)), config, base=base)
+            model_folder.write_path(partial, dict(release.named(checkpoint, trained)), config, base=base)
             return
         source = SafetensorsFolder.open(folder)
-        models.check_llm(source, architecture)
+        model_folder.check_llm(source, architecture)
         write_llm(source, architecture, partial)
         if adapter is not None:
             named = read_json(adapter / CONFIG).get("base_model_name_or_path") if own else None

@@ -10,19 +10,23 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from l2d_jax import command_line, config_file, hosts, models, rows, runtime
-from l2d_jax.config import CATEGORIES, Config, MeshConfig
-from l2d_jax.evaluation import evaluate, label_of
-from l2d_jax.generation import Loaded, check_prompts, check_settings
-from l2d_jax.l2d import check_labels
-from l2d_jax.loaded import Folder, find, load, newest_step
-from l2d_jax.options import require
-from l2d_jax.plans import Plan, check_same, choose_run, make_plans, open_results
-from l2d_jax.results import KINDS, accuracy
-from l2d_jax.rules import SOLVERS
-from l2d_jax.tasks import registry
-from l2d_jax.tasks.problem import Run
-from l2d_jax.text_table import interval
+from l2d_jax import command_line
+from l2d_jax.config import config_file
+from l2d_jax.config.parsing import require
+from l2d_jax.config.schema import CATEGORIES, Config, MeshConfig
+from l2d_jax.data import rows
+from l2d_jax.decoding.generation import Loaded, check_prompts, check_settings
+from l2d_jax.decoding.runge_kutta import SOLVERS
+from l2d_jax.distributed import processes, runtime
+from l2d_jax.evaluation.plan import Plan, check_same, choose_run, make_plans, open_results
+from l2d_jax.evaluation.results import KINDS, accuracy
+from l2d_jax.evaluation.runner import evaluate, label_of
+from l2d_jax.evaluation.tasks import registry
+from l2d_jax.evaluation.tasks.problem import Run
+from l2d_jax.loading import Folder, find, load, newest_step
+from l2d_jax.model.l2d import check_labels
+from l2d_jax.reports.tables import interval
+from l2d_jax.weights import model_folder
 
 
 class Session(NamedTuple):
@@ -49,7 +53,7 @@ def open_session(options: argparse.Namespace, config: Config | None) -> tuple[Se
     tasks = [registry.find(name) for name in options.tasks.split(",")]
     mesh = runtime.start(MeshConfig() if config is None else config.mesh)
     run = choose_run(tasks, is_allowed=options.allow_code_execution)
-    base = hosts.take_turns(lambda: models.find_base(found.base))
+    base = processes.take_turns(lambda: model_folder.find_base(found.base))
     plans = make_plans(tasks, options, found.defaults if config is None else config.decode, base)
     for plan in plans:
         check_settings(plan.settings, has_path=found.path_config is not None)
@@ -58,7 +62,9 @@ def open_session(options: argparse.Namespace, config: Config | None) -> tuple[Se
         labels = {label_of(one.problem, plan.asking) for plan in plans for one in plan.asked}
         check_labels(found.path_config, sorted(label for label in labels if label is not None))
     step = newest_step(found)
-    hosts.decide(lambda: [open_results(plan, options, found, step).folder.name for plan in plans])  # before any weight
+    processes.decide(
+        lambda: [open_results(plan, options, found, step).folder.name for plan in plans]
+    )  # before any weight
     loaded = load(options.workdir or options.model, mesh=mesh, dtype=options.dtype)
     return Session(options, found, loaded, run), plans
 
@@ -70,7 +76,7 @@ def ask(session: Session, plans: Sequence[Plan]) -> None:
         task, asked, settings, asking = plan
         results = partial(open_results, plan, session.options, session.found, loaded.step)
         figures = evaluate(loaded, task, asked, results, settings=settings, asking=asking, run=session.run)
-        hosts.report(line(plan, figures))
+        processes.report(line(plan, figures))
 
 
 def parse(parser: command_line.Parser) -> tuple[argparse.Namespace, Config | None]:
@@ -98,7 +104,7 @@ def parse(parser: command_line.Parser) -> tuple[argparse.Namespace, Config | Non
         "likelihood: of tasks with options, the likeliest letter, by one pass over each prompt; not the paper's way"
     )
     problems.add_argument("--choices", choices=["generate", "likelihood"], default="generate", help=choices)
-    code = "run the programs that the model writes, each isolated (l2d_jax/sandbox.py says how well)"
+    code = "run the programs that the model writes, each isolated (l2d_jax/evaluation/sandbox/grade.py says how well)"
     problems.add_argument("--allow_code_execution", action="store_true", help=code)
     decoding = parser.add_argument_group("decoding")
     decoding.add_argument("--budget", type=int, nargs="+", help="evaluations of the path per token; several compare")

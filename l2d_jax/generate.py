@@ -3,20 +3,96 @@
 import argparse
 import contextlib
 import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
-from l2d_jax import command_line, models, trace_page
-from l2d_jax.answers import Answer, Searched, Streamed, Traced
-from l2d_jax.architecture import Architecture
-from l2d_jax.beams import SearchConfig
-from l2d_jax.config import DecodeConfig
+from l2d_jax import command_line
+from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.decoding import generation
+from l2d_jax.decoding.beam_search import check_search, search
+from l2d_jax.decoding.beams import SearchConfig
+from l2d_jax.decoding.budget import AMPLE
+from l2d_jax.decoding.generation import Loaded, Restrictions, check_prompts, check_settings, encode_prompt, stream_text
+from l2d_jax.decoding.runge_kutta import ADAPTIVE, SOLVERS
+from l2d_jax.decoding.stop_strings import StopSearch, to_text
+from l2d_jax.decoding.trace import TokenTrace, check_draws, trace
 from l2d_jax.errors import InputError
 from l2d_jax.files import output_folder
-from l2d_jax.generation import Loaded, Restrictions, StopSearch, check_prompts, check_settings, encode_prompt
-from l2d_jax.l2d import check_labels
-from l2d_jax.loaded import find, load
-from l2d_jax.rules import ADAPTIVE, AMPLE, SOLVERS
-from l2d_jax.search import check_search
-from l2d_jax.trace import check_draws
+from l2d_jax.loading import find, load
+from l2d_jax.model.architecture import Architecture
+from l2d_jax.model.l2d import check_labels
+from l2d_jax.reports.trace import AnswerTrace, write
+from l2d_jax.weights import model_folder
+
+Messages = Sequence[dict[str, str]]
+
+
+@runtime_checkable
+class Answer(Protocol):
+    """Prints the answer to a conversation, and returns it."""
+
+    def __call__(self, loaded: Loaded, messages: Messages, settings: DecodeConfig, *, seed: int) -> str:
+        """Raises `InputError` as `generation.stream` does."""
+        ...
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """Prints text as it comes."""
+
+    restrictions: Restrictions
+    label: int | None  # class for guidance
+
+    def __call__(self, loaded: Loaded, messages: Messages, settings: DecodeConfig, *, seed: int) -> str:
+        """Print and return the answer."""
+        text = ""
+        options = {"settings": settings, "seed": seed, "label": self.label}
+        for piece in stream_text(loaded, messages, restrictions=self.restrictions, **options):  # type: ignore[arg-type]
+            print(piece, end="", flush=True)
+            text += piece
+        print()
+        return text
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Prints the whole answer, and keeps what each of its tokens took."""
+
+    restrictions: Restrictions
+    label: int | None
+    traces: list[list[TokenTrace]] = field(default_factory=list)  # of all answers so far
+
+    def __call__(self, loaded: Loaded, messages: Messages, settings: DecodeConfig, *, seed: int) -> str:
+        """Print and return the answer."""
+        prompts = [encode_prompt(messages, loaded.tokenizer)]
+        labels = None if self.label is None else [self.label]
+        answers = generation.generate(
+            loaded, prompts, settings=settings, seed=seed, labels=labels, restrictions=self.restrictions
+        )
+        self.traces.extend(trace(loaded, prompts, answers, settings=settings, seed=seed, labels=labels))
+        return _show(loaded, answers[0])
+
+
+@dataclass(frozen=True)
+class Searched:
+    """Prints the best answer of a search."""
+
+    config: SearchConfig
+    label: int | None
+
+    def __call__(self, loaded: Loaded, messages: Messages, settings: DecodeConfig, *, seed: int) -> str:
+        """Print and return the answer."""
+        prompt = encode_prompt(messages, loaded.tokenizer)
+        found = search(loaded, prompt, settings=settings, config=self.config, seed=seed, label=self.label)
+        return _show(loaded, found.answer)
+
+
+def _show(loaded: Loaded, ids: Sequence[int]) -> str:
+    text = to_text(ids, loaded.tokenizer)
+    print(text, flush=True)
+    return text
+
 
 OF_SEARCH = ("candidates", "length_power", "repetition_penalty")  # options that go with --beams alone
 
@@ -28,7 +104,7 @@ def main() -> None:
     variants = [choose(found.defaults, options, budget=budget) for budget in options.budget or [None]]
     prompts = options.prompt or []
     conversations = [[{"role": "user", "content": prompt}] for prompt in prompts or [""]]
-    base = models.find_base(found.base)
+    base = model_folder.find_base(found.base)
     ids = [encode_prompt(messages, base.tokenizer) for messages in conversations]
     for settings in variants:
         check_settings(settings, has_path=found.path_config is not None)
@@ -48,7 +124,7 @@ def main() -> None:
             answer(loaded, conversations[number], settings, seed=options.seed)
         if folder is not None and isinstance(answer, Traced):
             traced = zip(asked, answer.traces, strict=True)
-            trace_page.write(folder, [trace_page.AnswerTrace(n, prompts[n], s, tokens) for (n, s), tokens in traced])
+            write(folder, [AnswerTrace(n, prompts[n], s, tokens) for (n, s), tokens in traced])
 
 
 def parse() -> argparse.Namespace:

@@ -11,24 +11,28 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from l2d_jax import command_line, hosts, models, runtime, tokens
-from l2d_jax.config import DecodeConfig, MeshConfig
+from l2d_jax import command_line
+from l2d_jax.config.parsing import nearest, require
+from l2d_jax.config.schema import DecodeConfig, MeshConfig
+from l2d_jax.data.tokenizer import first_line, require_chat_template
+from l2d_jax.decoding.budget import AMPLE
+from l2d_jax.decoding.generation import check_settings
+from l2d_jax.decoding.runge_kutta import ADAPTIVE, SOLVERS
+from l2d_jax.distributed import processes, runtime
 from l2d_jax.errors import InputError
 from l2d_jax.files import output_folder
-from l2d_jax.generation import check_settings
-from l2d_jax.loaded import find, load
-from l2d_jax.options import nearest, require
-from l2d_jax.rules import ADAPTIVE, AMPLE, SOLVERS
+from l2d_jax.loading import find, load
+from l2d_jax.weights import model_folder
 
 if TYPE_CHECKING:
-    from l2d_jax.harness import Asking
+    from l2d_jax.evaluation.lm_eval_model import Asking
 
 
 def main() -> None:
     """Parse the command line, open the tasks, load the model, then ask and report."""
     options = parse()
     try:
-        from l2d_jax.harness import Asking, Harness, require_tokenizer
+        from l2d_jax.evaluation.lm_eval_model import Asking, Harness, require_tokenizer
     except ImportError as error:
         raise InputError(
             f"lm-evaluation-harness cannot be imported ({error}): pip install -r requirements-lm-eval.txt"
@@ -42,13 +46,13 @@ def main() -> None:
     check_settings(settings, has_path=has_path)
     asking = Asking(settings, scoring, options.draws, options.batch_size, options.max_new_tokens, options.seed)
     mesh = runtime.start(MeshConfig())
-    base = hosts.take_turns(lambda: models.find_base(found.base))
+    base = processes.take_turns(lambda: model_folder.find_base(found.base))
     tokenizer = require_tokenizer(base.tokenizer)
     if options.apply_chat_template:
-        tokens.require_chat_template(tokenizer)
+        require_chat_template(tokenizer)
     tasks = open_tasks(options.tasks.split(","), options.include_path, asking)
     check_code(tasks, is_allowed=options.confirm_run_unsafe_code)
-    with output_folder(options.out) if hosts.is_first() else contextlib.nullcontext() as folder:
+    with output_folder(options.out) if processes.is_first() else contextlib.nullcontext() as folder:
         loaded = load(options.workdir or options.model, mesh=mesh, dtype=options.dtype)
         results: dict[str, Any] = lm_eval.simple_evaluate(
             Harness(loaded, asking=asking),
@@ -64,7 +68,7 @@ def main() -> None:
             write(folder, results)
     for column in ("results", "groups"):
         if results.get(column):
-            hosts.report(lm_eval.utils.make_table(results, column))
+            processes.report(lm_eval.utils.make_table(results, column))
 
 
 def parse() -> argparse.Namespace:
@@ -117,7 +121,7 @@ def open_tasks(names: list[str], folders: list[Path], asking: "Asking") -> list[
     """Tasks and groups with their data, ready for `simple_evaluate`; raises `InputError` for what cannot be opened."""
     from lm_eval.tasks import TaskManager
 
-    from l2d_jax.harness import read_generation
+    from l2d_jax.evaluation.lm_eval_model import read_generation
 
     for folder in folders:
         require(folder.is_dir(), f"--include_path {folder} is not a folder: give one with task files")
@@ -129,7 +133,7 @@ def open_tasks(names: list[str], folders: list[Path], asking: "Asking") -> list[
     try:
         opened = manager.load(names)
     except Exception as error:  # a task is a program of its own, and reads its data from anywhere
-        raise InputError(f"the tasks {', '.join(names)} cannot be opened: {tokens.first_line(error)}") from error
+        raise InputError(f"the tasks {', '.join(names)} cannot be opened: {first_line(error)}") from error
     for task in opened["tasks"].values():
         if task.OUTPUT_TYPE == "generate_until":
             read_generation(task.config.generation_kwargs or {}, asking)

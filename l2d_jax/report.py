@@ -8,11 +8,11 @@ workdir, a page that asks for no other file, with the figures beside it as PNG a
 from collections.abc import Mapping
 from pathlib import Path
 
-from l2d_jax import command_line, report_page
-from l2d_jax import evaluation_report as evaluations
-from l2d_jax import training_report as training
+from l2d_jax import command_line
 from l2d_jax.errors import InputError
-from l2d_jax.text_table import text_table
+from l2d_jax.reports import evaluation as evaluations
+from l2d_jax.reports import page, training
+from l2d_jax.reports.tables import text_table
 
 INTERVALS = "Intervals are 95 %, over problems."
 
@@ -36,7 +36,7 @@ def report(workdir: Path, beside: Mapping[str, Mapping[str, float]]) -> None:
     found = [*of_training(workdir), *of_evaluations(workdir, beside)]
     if not found:
         raise InputError(f"workdir {workdir} has no validation and no evaluation: train or evaluate first")
-    report_page.write(workdir / "report.html", f"Report of {workdir.name}", found)
+    page.write(workdir / "report.html", f"Report of {workdir.name}", found)
     print(f"written to {workdir / 'report.html'}")
 
 
@@ -51,8 +51,8 @@ def of_training(workdir: Path) -> list[str]:
     print(text_table(*accuracy))
     training.draw(before, after, workdir / "report.png")
     text = f"After {after['step']} steps; accuracy is teacher-forced, on held-out answers. {INTERVALS}"
-    tables = [report_page.table(*accuracy), report_page.table(*losses)]
-    return [report_page.section("Training", text, report_page.figure(workdir / "report.png"), *tables)]
+    tables = [page.table(*accuracy), page.table(*losses)]
+    return [page.section("Training", text, page.figure(workdir / "report.png"), *tables)]
 
 
 def of_evaluations(workdir: Path, beside: Mapping[str, Mapping[str, float]]) -> list[str]:
@@ -64,17 +64,17 @@ def of_evaluations(workdir: Path, beside: Mapping[str, Mapping[str, float]]) -> 
     accuracy = evaluations.accuracy_rows(found, beside)
     print(text_table(*accuracy))
     text = f"Strict scores follow the rules of the authors' release, relaxed ones what readers accept. {INTERVALS}"
-    sections = [report_page.section("Tasks", text, report_page.table(*accuracy))]
+    sections = [page.section("Tasks", text, page.table(*accuracy))]
     steps, inside, guided = (folder / name for name in ("budgets.png", "within.png", "guidance.png"))
     if evaluations.draw_budgets(found, steps):
         words = "A budget of 1 is the language model itself."
-        sections.append(report_page.section("Accuracy against the budget", words, report_page.figure(steps)))
+        sections.append(page.section("Accuracy against the budget", words, page.figure(steps)))
     if evaluations.draw_within(within, inside):
         words = "Tokens of right answers, with the true tokens before them, read off at every t of one run."
-        sections.append(report_page.section("Within one diffusion", words, report_page.figure(inside)))
+        sections.append(page.section("Within one diffusion", words, page.figure(inside)))
     if evaluations.draw_guidance(found, guided):
         words = "Accuracy against the strength of the class label."
-        sections.append(report_page.section("Guidance", words, report_page.figure(guided)))
+        sections.append(page.section("Guidance", words, page.figure(guided)))
     return sections
 
 

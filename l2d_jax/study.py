@@ -16,16 +16,23 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from l2d_jax import accounting, command_line, config_file, hosts, rows, rules, runtime, study_report, within
-from l2d_jax.config import Config, DecodeConfig
-from l2d_jax.data import Examples
+from l2d_jax import command_line
+from l2d_jax.config import config_file
+from l2d_jax.config.parsing import require
+from l2d_jax.config.schema import Config, DecodeConfig
+from l2d_jax.data import rows
+from l2d_jax.data.examples import Examples
+from l2d_jax.decoding import runge_kutta, trace
+from l2d_jax.decoding.budget import AMPLE, split_budget
+from l2d_jax.decoding.generation import Loaded
+from l2d_jax.decoding.refine import Refinement
+from l2d_jax.distributed import processes, runtime
 from l2d_jax.errors import InputError
 from l2d_jax.files import read_json, write_whole
-from l2d_jax.generation import Loaded
-from l2d_jax.loaded import Folder, find, load, newest_step
-from l2d_jax.options import require
-from l2d_jax.refine import Refinement
-from l2d_jax.validate import measure, placed_in_order
+from l2d_jax.loading import Folder, find, load, newest_step
+from l2d_jax.performance import costs
+from l2d_jax.reports import study
+from l2d_jax.training.validation import measure, placed_in_order
 
 BUDGETS_HELP = "evaluations per token; a solver that cannot spend one exactly takes the next smaller that it can"
 
@@ -37,7 +44,7 @@ def main() -> None:
     parser.add_argument("--config", required=True, help=f"for its data, decoding and type; {config_file.CONFIG_HELP}")
     parser.add_argument("--out", type=command_line.local_path, required=True, help="where the results go")
     parser.add_argument("--split", help="of the answers; None: the config's for validation")
-    parser.add_argument("--solvers", nargs="+", choices=rules.SOLVERS, default=["midpoint"], help="of a path")
+    parser.add_argument("--solvers", nargs="+", choices=runge_kutta.SOLVERS, default=["midpoint"], help="of a path")
     parser.add_argument("--budgets", nargs="+", type=int, default=[1, 3, 7, 15, 31], help=BUDGETS_HELP)
     options, config = parser.parse_with_config()
     names = [name for name, _ in options.models]
@@ -53,17 +60,17 @@ def main() -> None:
     known = {name: read_known(options.out / f"{name}.json", about[name]) for name in names}
 
     def measured(name: str, model: str) -> dict[str, Any]:
-        hosts.report(f"measuring {name}: {model}")
+        processes.report(f"measuring {name}: {model}")
         loaded = load(model, mesh=mesh, dtype=config.model.dtype)
         found = {"about": about[name], "trained": trained_parameters(folders[name], loaded)}
         found |= compare(loaded, config, options.solvers, options.budgets, mesh)
-        if hosts.is_first():
+        if processes.is_first():
             write_whole(options.out / f"{name}.json", json.dumps(found, indent=1) + "\n")
         return found
 
     found = {name: known[name] or measured(name, model) for name, model in options.models}
-    if hosts.is_first():
-        study_report.report(options.out, found)
+    if processes.is_first():
+        study.report(options.out, found)
 
 
 def named(text: str) -> tuple[str, str]:
@@ -90,7 +97,7 @@ def describe(folder: Folder, options: argparse.Namespace, config: Config) -> dic
 
 def read_known(file: Path, about: dict[str, Any]) -> dict[str, Any] | None:
     """What a model's file holds, if there is one; raises `InputError` for one of other measurements."""
-    known: dict[str, Any] | None = hosts.decide(lambda: read_json(file) if file.exists() else None)
+    known: dict[str, Any] | None = processes.decide(lambda: read_json(file) if file.exists() else None)
     if known is not None:
         changed = " and ".join(key for key in about if about[key] != known["about"].get(key))
         require(not changed, f"{file} was measured with another {changed}: remove it, or take another --out")
@@ -101,8 +108,8 @@ def trained_parameters(found: Folder, loaded: Loaded) -> int:
     """How many parameters training has changed, as far as the folder knows; none of a plain language model."""
     architecture = loaded.model.llm.architecture
     if found.trained is not None:
-        return accounting.trainable_parameters(found.trained, architecture)
-    return 0 if loaded.model.path is None else accounting.parameters(loaded.model.path)
+        return costs.trainable_parameters(found.trained, architecture)
+    return 0 if loaded.model.path is None else costs.parameters(loaded.model.path)
 
 
 def compare(
@@ -127,21 +134,21 @@ def compare(
 def settings_of(decode: DecodeConfig, solvers: Sequence[Any], budgets: Sequence[int]) -> Iterator[DecodeConfig]:
     """Every solver at every budget beyond the language model's own; an adaptive one once, at what it takes."""
     for solver in solvers:
-        if solver in rules.ADAPTIVE:
-            yield dataclasses.replace(decode, solver=solver, budget=rules.AMPLE)
+        if solver in runge_kutta.ADAPTIVE:
+            yield dataclasses.replace(decode, solver=solver, budget=AMPLE)
             continue
-        reached = {rules.split_budget(solver, budget, beams=1) for budget in budgets}
+        reached = {split_budget(solver, budget, beams=1) for budget in budgets}
         yield from (dataclasses.replace(decode, solver=solver, budget=budget) for budget in sorted(reached - {1}))
 
 
 def evaluations(loaded: Loaded, examples: Examples, settings: DecodeConfig) -> float:
     """Of the path per token: the budget, or the mean of what an adaptive solver takes."""
-    if settings.solver not in rules.ADAPTIVE:
+    if settings.solver not in runge_kutta.ADAPTIVE:
         return float(settings.budget)
     turns = [examples.turns[int(number)] for number in examples.kept]
     prompts = [turn["tokens"][: turn["context"]].tolist() for turn in turns]
     answers = [turn["tokens"][turn["context"] :].tolist() for turn in turns]
-    return float(np.mean(within.evaluations(loaded, prompts, answers, settings=settings)))
+    return float(np.mean(trace.evaluations(loaded, prompts, answers, settings=settings)))
 
 
 if __name__ == "__main__":

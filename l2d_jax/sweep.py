@@ -8,14 +8,17 @@ guidance. The options are those of `evaluate`. Then comes `report`: tables, PNG 
 import json
 from dataclasses import replace
 
-from l2d_jax import command_line, hosts, report, tokens, within
+from l2d_jax import command_line, report
+from l2d_jax.data import tokenizer
+from l2d_jax.decoding import trace
+from l2d_jax.decoding.budget import AMPLE
+from l2d_jax.decoding.generation import Loaded
+from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError
 from l2d_jax.evaluate import ask, open_session, parse
-from l2d_jax.evaluation_report import WITHIN
+from l2d_jax.evaluation.plan import Plan, results_folder
 from l2d_jax.files import write_whole
-from l2d_jax.generation import Loaded
-from l2d_jax.plans import Plan, results_folder
-from l2d_jax.rules import AMPLE
+from l2d_jax.reports.evaluation import WITHIN
 
 BUDGETS = [1, 3, 7, 15, 31]
 FOLLOWED = 64  # right answers of each task whose diffusions are followed, evenly spaced
@@ -32,17 +35,17 @@ def main() -> None:
         raise InputError("a sweep is of a diffusion path, and this model has none: use evaluate")
     largest = {plan.task.name: plan for plan in sorted(plans, key=lambda plan: plan.settings.budget)}
     for plan in largest.values():
-        within.check_grid(plan.settings)
+        trace.check_grid(plan.settings)
     ask(session, plans)
     for name, plan in largest.items():
         found = follow(session.loaded, plan)
-        if hosts.is_first():
+        if processes.is_first():
             write_whole(results_folder(options) / name / WITHIN, json.dumps(found, indent=2) + "\n")
     if options.label is not None:
         last = [plan for plan in plans if plan.settings.budget == options.budget[-1]]
         for strength in options.strengths:
             ask(session, [plan._replace(settings=replace(plan.settings, guidance=strength)) for plan in last])
-    if hosts.is_first():
+    if processes.is_first():
         report.report(options.workdir or options.out, {})
 
 
@@ -52,13 +55,13 @@ def follow(loaded: Loaded, plan: Plan) -> dict[str, object]:
     count = min(FOLLOWED, len(plan.asked))
     asked = [plan.asked[index * len(plan.asked) // count] for index in range(count)]
     prompts = [one.ids for one in asked]
-    answers = tokens.encode([one.problem.answer for one in asked], loaded.tokenizer)
+    answers = tokenizer.encode([one.problem.answer for one in asked], loaded.tokenizer)
     adaptive = replace(plan.settings, solver="fehlberg2", budget=AMPLE)
     return {
         "solver": adaptive.solver,
         "tolerance": adaptive.tolerance,
-        **within.accuracy_by_time(loaded, prompts, answers, settings=plan.settings),
-        "evaluations": within.evaluations(loaded, prompts, answers, settings=adaptive),
+        **trace.accuracy_by_time(loaded, prompts, answers, settings=plan.settings),
+        "evaluations": trace.evaluations(loaded, prompts, answers, settings=adaptive),
     }
 
 

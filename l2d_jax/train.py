@@ -16,21 +16,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from l2d_jax import accounting, command_line, config_file, hosts, lock, models, profile, rows, runtime, times
-from l2d_jax.batches import count_text
-from l2d_jax.checkpoint import Checkpoints
-from l2d_jax.config import Config
-from l2d_jax.data import Examples
+from l2d_jax import command_line
+from l2d_jax.config import config_file
+from l2d_jax.config.schema import Config
+from l2d_jax.data import rows
+from l2d_jax.data.batch import count_text
+from l2d_jax.data.examples import Examples
+from l2d_jax.decoding.refine import Refinement
+from l2d_jax.distributed import processes, runtime
 from l2d_jax.errors import InputError, RunError
-from l2d_jax.methods import method_of
-from l2d_jax.metrics import Metrics, StepLog
-from l2d_jax.optim import optimizer, schedule
-from l2d_jax.preemption import STOPPED, Preemption
-from l2d_jax.refine import Refinement
-from l2d_jax.step import TrainState, begin, check_batch, local_rows, make_step, micro_batches
-from l2d_jax.validate import placed_in_order
-from l2d_jax.variant_table import variant_table
-from l2d_jax.workdir import claim, differences, is_measured, plain
+from l2d_jax.performance import costs
+from l2d_jax.performance.costs import variant_table
+from l2d_jax.training import profiler, time_density
+from l2d_jax.training.checkpoint import Checkpoints
+from l2d_jax.training.methods import method_of
+from l2d_jax.training.metrics import Metrics, StepLog
+from l2d_jax.training.optimizer import optimizer, schedule
+from l2d_jax.training.preemption import STOPPED, Preemption
+from l2d_jax.training.step import TrainState, begin, check_batch, local_rows, make_step, micro_batches
+from l2d_jax.training.validation import placed_in_order
+from l2d_jax.training.workdir import claim, differences, hold, is_measured, plain
+from l2d_jax.weights import model_folder
 
 
 def main() -> int | None:
@@ -47,7 +53,7 @@ def main() -> int | None:
         return 0
     if options.dry_run:
         mesh = runtime.start(config.mesh)
-        print(accounting.summary(config, models.read_architecture(config.model), mesh))
+        print(costs.summary(config, model_folder.read_architecture(config.model), mesh))
         return 0
     if options.workdir is None:
         raise InputError("--workdir is missing: name a folder for config, checkpoints and metrics")
@@ -68,34 +74,34 @@ def train(config: Config, workdir: Path, *, preemption: Preemption) -> bool:
 
 def train_on(mesh: Mesh, config: Config, workdir: Path, *, preemption: Preemption) -> bool:
     """Train in a workdir that process 0 holds, as `train` does."""
-    base, training, held_out = hosts.take_turns(partial(read_inputs, config))
-    hosts.report(f"training examples: {training.describe()}; validation examples: {held_out.counts}")
+    base, training, held_out = processes.take_turns(partial(read_inputs, config))
+    processes.report(f"training examples: {training.describe()}; validation examples: {held_out.counts}")
     steps = config.train.steps or max(1, math.ceil(config.train.epochs * training.rows / config.train.batch_size))
-    profile.check_steps(config.profile, steps)
+    profiler.check_steps(config.profile, steps)
 
     method = method_of(config)
     trained, frozen = method.begin(base, mesh)
     rate = schedule(config.optim, steps)
     adam = optimizer(config.optim, rate)
-    state = begin(adam, trained, mesh, seen=times.nothing_seen(config.train))
+    state = begin(adam, trained, mesh, seen=time_density.nothing_seen(config.train))
     del trained  # steps donate it
 
-    if hosts.is_first():
+    if processes.is_first():
         (workdir / "checkpoints").mkdir(exist_ok=True)  # from here on the workdir belongs to this config
     checkpoints = Checkpoints(workdir / "checkpoints", keep=config.train.keep)
     start = checkpoints.latest() or 0
     if start:
         found = checkpoints.restore(start, parts_of(state, config))
         state = TrainState(found[method.part], found["optimizer"], found.get("loss_by_time"))
-        hosts.report(f"resuming after step {start}")
-    measured = hosts.decide(partial(is_measured, workdir, start))  # a run that was cut off may not have come to it
-    metrics = Metrics(workdir, start=start, total=steps, silent=not hosts.is_first())
+        processes.report(f"resuming after step {start}")
+    measured = processes.decide(partial(is_measured, workdir, start))  # a run that was cut off may not have come to it
+    metrics = Metrics(workdir, start=start, total=steps, silent=not processes.is_first())
 
     def measure(step: int, state: TrainState) -> None:
         budgets = config.validation.budgets if step else (1,)  # an untrained path is the LM at every budget
         examples = placed_in_order(held_out, config.validation.batch_size, mesh)
         report = method.validate(state.trained, frozen, examples, budgets=budgets)
-        metrics.write(step, report | times.describe(state.loss_by_time, sigma=config.path.sigma))
+        metrics.write(step, report | time_density.describe(state.loss_by_time, sigma=config.path.sigma))
         figures = {name: value for name, value in report.items() if isinstance(value, float)}
         metrics.progress(step, "  ".join(f"{name.split('/')[1]} {value:.4f}" for name, value in figures.items()))
 
@@ -104,7 +110,7 @@ def train_on(mesh: Mesh, config: Config, workdir: Path, *, preemption: Preemptio
         return step in (0, steps) or (every > 0 and step % every == 0)
 
     run_step = make_step(adam, config.train, state, mesh, objective=method.objective())
-    run_step = profile.trace_steps(run_step, config.profile, workdir, start=start)
+    run_step = profiler.trace_steps(run_step, config.profile, workdir, start=start)
     key = jax.random.key(config.train.seed + 1)
     batches = training.batches(config.train.batch_size, start_step=start, rows=local_rows(config.train, mesh))
     if due(start) and not measured:
@@ -139,7 +145,7 @@ def train_on(mesh: Mesh, config: Config, workdir: Path, *, preemption: Preemptio
     finish(checkpoints, metrics)
     if stopped:
         kept = "the newest checkpoint is from before a skipped update" if owed else f"step {step} is saved"
-        hosts.report(f"stopped by SIGTERM: {kept}, and the same command goes on from there")
+        processes.report(f"stopped by SIGTERM: {kept}, and the same command goes on from there")
         return False
     export(state.trained, config, workdir, mesh)
     return True
@@ -154,21 +160,21 @@ def prepare(config: Config, workdir: Path, held: contextlib.ExitStack) -> Mesh:
         check_batch(config.train, mesh)
         for budget in config.validation.budgets:  # unused without a path, but its evaluation may ask for them
             Refinement.from_config(config.decode, budget=budget)
-        held.enter_context(lock.hold(workdir))
+        held.enter_context(hold(workdir))
         claim(workdir, config)
         return plain(config)
 
-    changed = differences(hosts.decide(check), config)
+    changed = differences(processes.decide(check), config)
     if changed:
         raise InputError(f"process 0 runs another config: {'; '.join(changed[:5])}: start the same command everywhere")
     if config.train.method != "l2d" and config.validation.budgets != (1,):
-        hosts.report("validation is at a budget of 1: a language model without a path has no other")
+        processes.report("validation is at a budget of 1: a language model without a path has no other")
     return mesh
 
 
-def read_inputs(config: Config) -> tuple[models.FoundBase, Examples, Examples]:
+def read_inputs(config: Config) -> tuple[model_folder.FoundBase, Examples, Examples]:
     """The files of the base model, checked, with the examples for training and validation; raises `InputError`."""
-    base = models.find_base(config.model)
+    base = model_folder.find_base(config.model)
     if base.tokenizer is None:
         raise InputError(f"{config.model.name} has no tokenizer: training reads text; add its tokenizer files")
     data = config.data
@@ -188,7 +194,7 @@ def save(step: int, parts: dict[str, Any], checkpoints: Checkpoints, metrics: Me
 
 def finish(checkpoints: Checkpoints, metrics: Metrics) -> None:
     """Wait for the files of a run at its end; raises `RunError` where the last checkpoint or records are not saved."""
-    failed = hosts.decide(checkpoints.failures)
+    failed = processes.decide(checkpoints.failures)
     checkpoints.close()
     metrics.close()
     if failed:
@@ -202,7 +208,7 @@ def export(trained: Any, config: Config, workdir: Path, mesh: Mesh) -> None:
     """Write what was trained as a model folder; raises `RunError` where that fails."""
     folder = workdir / "export"
     try:
-        if hosts.is_first():
+        if processes.is_first():
             folder.mkdir(exist_ok=True)
         method_of(config).export(folder, trained, mesh)
     except OSError as error:

@@ -16,10 +16,12 @@ from pathlib import Path
 
 import jax
 
-from l2d_jax import command_line, parity, reference
+from l2d_jax import command_line
 from l2d_jax.errors import InputError
-from l2d_jax.loaded import load
-from l2d_jax.recording import Recording
+from l2d_jax.loading import load
+from l2d_jax.parity import against_release
+from l2d_jax.parity.against_transformers import DIVERGENCE, LENGTH, compare
+from l2d_jax.parity.recording import Recording
 
 Line = tuple[str, bool | None]  # what to print, and whether it passes (None: not judged)
 VERDICTS = {True: "pass", False: "FAIL", None: "(not judged)"}
@@ -37,7 +39,7 @@ def main() -> int:
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "int8"], default="float32", help="of our model; float32"
     )
-    parser.add_argument("--tokens", type=int, help=f"a row, with --against; {parity.LENGTH} if the model has the room")
+    parser.add_argument("--tokens", type=int, help=f"a row, with --against; {LENGTH} if the model has the room")
     options = parser.parse_args()
     if options.reference is not None and options.tokens is not None:
         raise InputError("--tokens goes with --against: a recording has its own tokens")
@@ -63,7 +65,7 @@ def against_recording(model: str, file: Path, dtype: str) -> Iterator[Line]:
     """One line per array."""
     recording = Recording.open(file)
     loaded = load(model, dtype=dtype)
-    for check in reference.checks(loaded.model, recording):
+    for check in against_release.checks(loaded.model, recording):
         kind = "relative" if check.relative else "absolute"
         passed = check.passed() if check.judged else None
         yield f"{check.name:<64} {check.difference():9.2e} {kind}", passed
@@ -71,13 +73,13 @@ def against_recording(model: str, file: Path, dtype: str) -> Iterator[Line]:
 
 def against_transformers(model: str, length: int | None, dtype: str) -> Iterator[Line]:
     """One line per row of tokens."""
-    for row in parity.compare(model, length=length, dtype=dtype):
+    for row in compare(model, length=length, dtype=dtype):
         mean, largest = row.divergence.mean(), row.divergence.max()
         difference = f"{row.name:<10} {row.difference:9.2e}"
         if row.is_coarse:
             agreement = f"same arg max at {100 * row.agreement:.1f} %"
             yield (
-                f"{difference}  KL {mean:9.2e} of at most {parity.DIVERGENCE} nats in the mean  {agreement}",
+                f"{difference}  KL {mean:9.2e} of at most {DIVERGENCE} nats in the mean  {agreement}",
                 row.passed(),
             )
             continue

@@ -22,8 +22,8 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402
 
-from l2d_jax.config import MeshConfig  # noqa: E402
-from l2d_jax.sharding import make_mesh  # noqa: E402
+from l2d_jax.config.schema import MeshConfig  # noqa: E402
+from l2d_jax.distributed.sharding import make_mesh  # noqa: E402
 
 jax.config.update("jax_platforms", "cpu")  # for a jax that was imported before this file
 jax.config.update("jax_default_matmul_precision", "highest")

@@ -1,0 +1,149 @@
+"""Reads a config file, its variants and its overrides."""
+
+import ast
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from l2d_jax.config import variants
+from l2d_jax.config.parsing import nearest
+from l2d_jax.config.schema import Config
+from l2d_jax.errors import InputError
+
+CONFIG_HELP = (
+    "a config file, FILE.py, FILE.py:variant or FILE.py:several,variants (train --variants lists them); "
+    "--config.section.option=value overrides one of its values"
+)
+
+
+def split_overrides(arguments: Sequence[str]) -> dict[str, Any]:
+    """`--config.a.b=value` (or `--config.a.b value`) as {"a.b": value}; a value is a Python literal or a string."""
+    overrides: dict[str, Any] = {}
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if not argument.startswith("--config."):
+            raise InputError(f"unknown argument {argument!r} (--help lists the options)")
+        name, equals, text = argument.removeprefix("--config.").partition("=")
+        if not equals:
+            if not rest:
+                raise InputError(f"--config.{name} needs a value: --config.{name}=VALUE")
+            text = rest.pop(0)
+        try:
+            overrides[name] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            overrides[name] = text
+    return overrides
+
+
+def read_config(reference: str, overrides: Mapping[str, Any] | None = None) -> Config:
+    """The checked config of `FILE.py` or `FILE.py:variant,...`, with overrides by dotted name; raises `InputError`.
+
+    A variant is a function of the file, or of `l2d_jax.config.variants`, that edits what `get_config()` returns;
+    several are applied in order. A file whose `get_config` takes an argument is given what stands behind the colon.
+    """
+    file, _, variant = reference.partition(":")
+    module = _import(Path(file))
+    try:
+        config = _call(module, file, variant)
+    except InputError:
+        raise
+    except Exception as error:  # the file is the user's code: whatever it raises is reported as their line
+        raise InputError(f"{file} fails: {type(error).__name__}: {one_line(error)}") from error
+    if not isinstance(config, ConfigDict | Mapping):
+        raise InputError(f"{file}: get_config() must return an ml_collections.ConfigDict, got {type(config).__name__}")
+    for name, value in (overrides or {}).items():
+        _override(config, name, value)
+    return Config.from_dict(config.to_dict() if isinstance(config, ConfigDict) else dict(config))
+
+
+def find_variants(reference: str) -> dict[str, Callable[[Any], None]]:
+    """The variants that a config file may take, by name: its own, then the shared ones; raises `InputError`."""
+    file = reference.partition(":")[0]
+    return _variants(_import(Path(file)))
+
+
+def _import(file: Path) -> Any:
+    if not file.is_file():
+        raise InputError(f"no config file {file}: give a path such as configs/smollm2_135m.py")
+    spec = importlib.util.spec_from_file_location(f"l2d_jax_config_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise InputError(f"{file} is not a Python file: a config file ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise InputError(f"{file} fails: {type(error).__name__}: {one_line(error)}") from error
+    if not hasattr(module, "get_config"):
+        raise InputError(f"{file} has no get_config(): define it and return an ml_collections.ConfigDict")
+    return module
+
+
+def _call(module: Any, file: str, variant: str) -> Any:
+    if inspect.signature(module.get_config).parameters:
+        return module.get_config(variant) if variant else module.get_config()
+    config = module.get_config()
+    known, owner = _variants(module), dict[str, str]()
+    for name in [name.strip() for name in variant.split(",")] if variant else []:
+        if name not in known:
+            raise InputError(f"{file} has no variant {name!r}{nearest(name, known)}")
+        before = dict(_leaves(config))
+        known[name](config)
+        if known[name].__module__ != variants.__name__:
+            continue  # a file's own variant is where a run starts, which others may refine
+        for option, value in _leaves(config):
+            if before.get(option) != value and owner.setdefault(option, name) != name:
+                raise InputError(
+                    f"the variants {owner[option]} and {name} both set config.{option}: choose one of them"
+                )
+    return config
+
+
+def _variants(module: ModuleType) -> dict[str, Callable[[Any], None]]:
+    """The public functions that a file defines, but for `get_config`, and the shared ones of other names."""
+    own, shared = (
+        {
+            name: value
+            for name, value in vars(source).items()
+            if inspect.isfunction(value) and value.__module__ == source.__name__ and not name.startswith("_")
+        }
+        for source in (module, variants)
+    )
+    return {name: value for name, value in {**own, **shared, **own}.items() if name != "get_config"}
+
+
+def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every option of a config, by its dotted name."""
+    for name, value in node.items():
+        if isinstance(value, ConfigDict | Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _override(config: Any, name: str, value: Any) -> None:
+    *sections, last = name.split(".")
+    node, done = config, "config"
+    for section in sections:
+        if not isinstance(node, ConfigDict | dict) or section not in node:
+            raise InputError(f"unknown option {done}.{section}{_choices(section, node)}")
+        node, done = node[section], f"{done}.{section}"
+    if not isinstance(node, ConfigDict | dict) or last not in node:
+        raise InputError(f"unknown option {done}.{last}{_choices(last, node)}")
+    if isinstance(node[last], ConfigDict | dict) and value is not None and not isinstance(value, dict):
+        raise InputError(f"{done}.{last} is a section: set one of {', '.join(sorted(node[last]))} in it")
+    node[last] = value
+
+
+def _choices(name: str, node: Any) -> str:
+    return nearest(name, node.keys()) if isinstance(node, ConfigDict | dict) else ": it is below a plain value"
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error, without line breaks."""
+    return " ".join(str(error).split())

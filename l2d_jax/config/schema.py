@@ -1,0 +1,297 @@
+"""Every option of the project, as frozen dataclasses that check themselves on construction.
+
+A config file holds what differs from these defaults (`configs/`); `defaults()` turns them into the editable
+`ml_collections.ConfigDict` that such a file starts from, and `resolve()` turns the edited dictionary back.
+The defaults are the paper's hyper-parameters (appendix, Table of implementation hyper-parameters).
+"""
+
+import dataclasses
+import math
+import re
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ml_collections import ConfigDict
+
+from l2d_jax.config.conflicts import check as check_conflicts
+from l2d_jax.config.parsing import from_dict, nearest, require
+
+CATEGORIES = ("math", "coding", "general_qa", "other")  # the classes that guidance knows, in the release's order
+
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # as PEFT names them
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which language model is the frozen main path."""
+
+    name: str = ""  # folder (an adapter's, too), hub id or GGUF file; "random": values from `architecture` and the seed
+    architecture: Mapping[str, Any] | None = None  # the keys of HF's config.json; read from the weights where None
+    dtype: Literal["bfloat16", "float32", "int8"] = "bfloat16"  # of weights and products; int8: products in bfloat16
+
+    def __post_init__(self) -> None:
+        require(self.name != "", "config.model.name is empty: give a folder, a hub id or a GGUF file")
+        require(
+            self.name != "random" or self.architecture is not None,
+            "config.model.name is 'random' but config.model.architecture is None: give the keys of a config.json",
+        )
+
+
+@dataclass(frozen=True)
+class PathConfig:
+    """The trainable diffusion path (paper section 3)."""
+
+    width: int = 256  # d̄, of the diffusion token
+    translation_width: int = 256  # hidden width of the MLP that maps a diffusion token to the model width
+    frequency_width: int = 256  # number of cosine and sine features of t
+    condition_width: int = 256  # of the time and class embedding
+    sigma: float = 64.0  # standard deviation of the noise x_0
+    layers: Literal["lora", "dense"] = "lora"  # low-rank updates of the LM's own layers, or full copies of them
+    dense_init: Literal["lm", "scratch"] = "lm"  # where full copies start
+    lora_rank: int = 32
+    lora_alpha: float = 32.0
+    classes: int = 0  # for classifier-free guidance; 0: no class embedding
+    class_dropout: float = 0.2  # probability, per position, of training on the null class
+
+    def __post_init__(self) -> None:
+        for name in ("width", "translation_width", "frequency_width", "condition_width", "lora_rank"):
+            require(getattr(self, name) > 0, f"config.path.{name} must be positive, got {getattr(self, name)}")
+        require(self.frequency_width % 2 == 0, f"config.path.frequency_width must be even, got {self.frequency_width}")
+        require(self.sigma > 0, f"config.path.sigma must be positive, got {self.sigma}")
+        require(self.classes >= 0, f"config.path.classes must not be negative, got {self.classes}")
+        require(0 <= self.class_dropout < 1, f"config.path.class_dropout must be in [0, 1), got {self.class_dropout}")
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank updates of the LM's own weights, where `config.train.method` is "lora" (Hu et al. 2021)."""
+
+    rank: int = 32
+    alpha: float = 64.0  # the update counts alpha / rank
+    modules: tuple[str, ...] = ("q_proj", "v_proj")  # of `PROJECTIONS`
+
+    def __post_init__(self) -> None:
+        require(self.rank > 0, f"config.lora.rank must be positive, got {self.rank}")
+        require(self.alpha > 0, f"config.lora.alpha must be positive, got {self.alpha}")
+        for name in self.modules:
+            require(
+                name in PROJECTIONS,
+                f"config.lora.modules has {name!r}, which is no layer of the LM{nearest(name, PROJECTIONS)}",
+            )
+        require(
+            0 < len(set(self.modules)) == len(self.modules),
+            f"config.lora.modules must name one or more layers, each once, got {self.modules}",
+        )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Conversations: where they are, and the fixed shape they are brought to."""
+
+    source: str = "smoltalk"  # "problems" (built in), "smoltalk", a data set's hub name, or a folder of rows
+    subsets: tuple[str, ...] = ()  # hub configurations, or folders, to join; () takes the source's own default
+    data_dir: str | None = None  # read <data_dir>/<source>/<split>.jsonl or .parquet instead of the hub
+    train_split: str = "train"
+    validation_split: str = "test"
+    train_examples: int | None = None  # at most so many; None: all
+    validation_examples: int | None = 256  # at most so many; None: all
+    max_length: int = 2048  # tokens of context and answer; longer examples are dropped and counted
+    answer_length: int | None = None  # positions that carry a loss, per row; None: max_length
+    empty_thoughts: bool = False  # where a prompt opens a thought (R1's do), close it before an answer without one
+    packing: bool = False  # let training examples share a row of those lengths; False: one a row, as in the paper
+    seed: int = 0  # of the order
+
+    def __post_init__(self) -> None:
+        require(self.max_length > 1, f"config.data.max_length must be at least 2 tokens, got {self.max_length}")
+        for name in ("train_examples", "validation_examples", "answer_length"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"config.data.{name} must be positive or None, got {value}")
+        require(
+            (self.answer_length or 0) <= self.max_length,
+            f"config.data.answer_length {self.answer_length} exceeds config.data.max_length {self.max_length}",
+        )
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW with a linear warmup and a linear decay."""
+
+    peak_rate: float = 1e-4
+    final_rate: float = 1e-6
+    warmup_steps: int = 100
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.01  # on matrices; biases and norms are left out
+    clip_norm: float = 1.0  # of the global gradient
+
+    def __post_init__(self) -> None:
+        require(self.peak_rate > 0, f"config.optim.peak_rate must be positive, got {self.peak_rate}")
+        require(
+            0 <= self.final_rate <= self.peak_rate,
+            f"config.optim.final_rate must be from 0 to config.optim.peak_rate {self.peak_rate}, got {self.final_rate}",
+        )
+        require(self.warmup_steps >= 0, f"config.optim.warmup_steps must not be negative, got {self.warmup_steps}")
+        require(self.clip_norm > 0, f"config.optim.clip_norm must be positive, got {self.clip_norm}")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The loop."""
+
+    method: Literal["l2d", "lora", "full"] = "l2d"  # what is trained: a path, updates of the LM's layers, or the LM
+    batch_size: int = 32  # rows per optimizer step, over all devices; a row is one example, or several if packed
+    accumulation: int = 1  # micro-batches that one optimizer step averages
+    draws_per_context: int = 1  # times and noises that each position is trained on, all after one frozen pass
+    time_density: Literal["uniform", "cosmap", "logit_normal", "warped"] = "uniform"  # of t; warped: learnt (`times`)
+    logit_normal_mean: float = 0.0  # of log(t / (1 - t)); positive: towards the data
+    logit_normal_deviation: float = 1.0  # of the same
+    stratified_times: bool = False  # let the times of a micro-batch cover the density evenly; False: independent ones
+    epochs: float = 1.0
+    steps: int | None = None  # optimizer steps; takes the place of `epochs`
+    reduction: Literal["example", "token"] = "example"  # mean over examples of token means, or one mean over tokens
+    loss_chunk: int = 1024  # positions whose logits each device holds at a time
+    remat: Literal["none", "products", "full"] = "full"  # recomputed for the gradient: nothing, all but products, all
+    checkpoint_every: int = 500  # optimizer steps
+    keep: int = 3  # newest checkpoints that stay
+    validate_every: int = 500  # optimizer steps; 0: only at the end
+    log_every: int = 10  # optimizer steps
+    max_skipped: int = 10  # updates in a row skipped for a loss or gradient that is not finite; as many stop the run
+    seed: int = 0  # of the initial values and the noise
+
+    def __post_init__(self) -> None:
+        sizes = ("batch_size", "accumulation", "draws_per_context", "loss_chunk")
+        for name in (*sizes, "checkpoint_every", "keep", "log_every", "max_skipped"):
+            require(getattr(self, name) > 0, f"config.train.{name} must be positive, got {getattr(self, name)}")
+        require(
+            self.logit_normal_deviation > 0 and math.isfinite(self.logit_normal_mean + self.logit_normal_deviation),
+            "config.train.logit_normal_mean must be finite and logit_normal_deviation finite and positive, got "
+            f"{self.logit_normal_mean} and {self.logit_normal_deviation}",
+        )
+        require(
+            self.time_density == "logit_normal" or (self.logit_normal_mean, self.logit_normal_deviation) == (0, 1),
+            "config.train.logit_normal_mean and logit_normal_deviation say nothing to config.train.time_density "
+            f"{self.time_density!r}: set it to 'logit_normal' or leave them out",
+        )
+        require(self.epochs > 0, f"config.train.epochs must be positive, got {self.epochs}")
+        require(self.steps is None or self.steps > 0, f"config.train.steps must be positive or None, got {self.steps}")
+        require(
+            self.batch_size % self.accumulation == 0,
+            f"config.train.batch_size {self.batch_size} is not a multiple of "
+            f"config.train.accumulation {self.accumulation}",
+        )
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How the diffusion token is integrated and how the next token is drawn (paper section 3.3)."""
+
+    solver: Literal["euler", "midpoint", "heun", "heun3", "rk4", "fehlberg2", "adaptive_heun", "bosh3"] = "midpoint"
+    budget: int = 15  # evaluations of the path per token, the final one included; at most, for the three adaptive ones
+    tolerance: float = 3e-4  # of the adaptive solvers' steps, relative and absolute
+    velocity: Literal["sample", "expectation"] = "sample"  # x̂: the vector of a drawn token, or the mean over tokens
+    velocity_temperature: float = 0.0  # of that draw; 0: arg max
+    anneal: bool = False  # let that temperature fall linearly to 0 as t goes to 1
+    guidance: float = 1.0  # strength w_g of a class label; 1: the class alone, 0: the null class
+    temperature: float = 0.0  # of the final draw; 0: arg max
+    top_k: int = 0  # draw from so many of the likeliest tokens; 0: from all
+    top_p: float = 1.0  # draw from the likeliest tokens that together reach this probability
+    draws: int = 1  # noise draws whose mean distribution is the answer's
+    gate: float = 0.0  # skip the ODE where the entropy of the LM alone is below this, in nats; 0: never
+    max_new_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        require(self.budget >= 1, f"config.decode.budget must be at least 1 evaluation, got {self.budget}")
+        require(self.max_new_tokens > 0, f"config.decode.max_new_tokens must be positive, got {self.max_new_tokens}")
+        require(self.tolerance > 0, f"config.decode.tolerance must be positive, got {self.tolerance}")
+        require(0 < self.top_p <= 1, f"config.decode.top_p must be in (0, 1], got {self.top_p}")
+        require(self.draws >= 1, f"config.decode.draws must be at least 1, got {self.draws}")
+        for name in ("velocity_temperature", "temperature", "top_k", "gate"):
+            require(getattr(self, name) >= 0, f"config.decode.{name} must not be negative, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """What is measured on held-out answers, during and after training."""
+
+    batch_size: int = 8  # examples
+    time_bins: int = 10  # equal bins of t for the loss
+    budgets: tuple[int, ...] = (1, 15)  # teacher-forced accuracy at these budgets
+
+    def __post_init__(self) -> None:
+        require(self.batch_size > 0, f"config.validation.batch_size must be positive, got {self.batch_size}")
+        require(self.time_bins > 0, f"config.validation.time_bins must be positive, got {self.time_bins}")
+        require(
+            all(budget >= 1 for budget in self.budgets),
+            f"config.validation.budgets must be at least 1 each, got {self.budgets}",
+        )
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Devices per mesh axis; one axis may be -1, which takes what the others leave."""
+
+    data: int = 1  # copies of the weights
+    fsdp: int = -1  # shards of the weights; the batch is split over data x fsdp
+    tensor: int = 1  # shards of heads and hidden units
+    context: int = 1  # shards of each sequence's tokens, for long ones
+
+    def __post_init__(self) -> None:
+        sizes = (self.data, self.fsdp, self.tensor, self.context)
+        require(
+            all(size == -1 or size > 0 for size in sizes) and sizes.count(-1) <= 1,
+            f"config.mesh takes positive sizes and at most one -1, got data, fsdp, tensor and context {sizes}",
+        )
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """What of a run is traced for TensorBoard; nothing that is trained depends on it."""
+
+    steps: str | None = None  # "10:13": optimizer steps 10, 11 and 12, like a slice of Python; never 1, which compiles
+
+    def __post_init__(self) -> None:
+        found = re.fullmatch(r"(\d+):(\d+)", "2:3" if self.steps is None else self.steps)
+        require(
+            found is not None and 1 < int(found[1]) < int(found[2]),
+            f"config.profile.steps must be FIRST:STOP with 1 < FIRST < STOP, such as 10:13, got {self.steps!r}",
+        )
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run."""
+
+    model: ModelConfig
+    path: PathConfig = field(default_factory=PathConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+    def __post_init__(self) -> None:
+        check_conflicts(vars(self))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Config":
+        """Check names and types of a nested dictionary and build the config; raises `InputError`."""
+        return from_dict(cls, values, prefix="config")
+
+    def to_dict(self) -> dict[str, Any]:
+        """A nested dictionary of plain values, which `from_dict` turns back and JSON can hold."""
+        return dataclasses.asdict(self)
+
+
+def defaults() -> ConfigDict:
+    """The options with the paper's values, for a config file to edit; an unknown name raises as it is set."""
+    sections = typing.get_type_hints(Config).items()
+    values = {name: {f.name: f.default for f in dataclasses.fields(section)} for name, section in sections}
+    config = ConfigDict(values, type_safe=False)
+    return config.lock()

@@ -1,0 +1,1 @@
+"""From rows of conversations to batches of token ids."""

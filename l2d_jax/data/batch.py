@@ -1,0 +1,114 @@
+"""Tokenised examples as batches of one fixed shape, with one example per row or several."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from l2d_jax.config.schema import Config, DataConfig
+
+
+class Batch(NamedTuple):
+    """Examples in one fixed shape: T tokens of context and answer, M positions that predict the answer.
+
+    A row holds one example, or several (`packing`), which `segments` then numbers.
+    """
+
+    tokens: Int[Array, "B T"]  # context and answer without its last token, padded on the right
+    queries: Int[Array, "B M"] | None  # indices into T of the tokens whose successor is predicted; None: all in turn
+    targets: Int[Array, "B M"]  # those successors
+    weights: Float[Array, "B M"]  # 1 where there is a loss, 0 where there is padding
+    classes: Int[Array, " B"] | Int[Array, "B M"]  # labels for guidance, by query if packed; 0 where there are none
+    segments: Int[Array, "B T"] | None = None  # the example of each token, from 1 on, 0 for padding; None: not packed
+
+    @property
+    def query_segments(self) -> Int[Array, "*A B M"] | None:
+        """The example of each query, in packed rows."""
+        if self.segments is None:
+            return None
+        if self.queries is None:
+            return jnp.repeat(self.segments, self.targets.shape[-1] // self.tokens.shape[-1], axis=-1)
+        return jnp.take_along_axis(self.segments, self.queries, axis=-1)
+
+    def repeat(self, count: int) -> "Batch":
+        """Each query `count` times over, at the same weight in all; copies are neighbours, so queries still ascend."""
+
+        def copy(array: Array) -> Array:
+            return jnp.repeat(array, count, axis=1)
+
+        return self._replace(
+            queries=None if self.queries is None else copy(self.queries),
+            targets=copy(self.targets),
+            weights=copy(self.weights) / count,
+            classes=self.classes if self.classes.ndim == 1 else copy(self.classes),
+        )
+
+
+def stack(
+    rows: Sequence[Sequence[Mapping[str, Any]]], config: DataConfig, *, padding: int, is_packed: bool = False
+) -> Batch:
+    """A batch as NumPy arrays, which become JAX's as they are placed on the mesh.
+
+    Args:
+      rows: the examples of each row, which fit into it; none make a row of padding. An example has its `tokens`, the
+        number of those before the answer as `context`, and a `class`.
+      config: of the row's shape.
+      padding: id of the token that fills a row.
+      is_packed: number the examples of a row, of which there may be several.
+    """
+    length, width = config.max_length, config.answer_length or config.max_length
+    full: Any = np.full
+    batch: Any = Batch(
+        tokens=full((len(rows), length), padding, np.int32),
+        queries=None if config.answer_length is None else full((len(rows), width), np.arange(width), np.int32),
+        targets=full((len(rows), width), padding, np.int32),
+        weights=full((len(rows), width), 0, np.float32),
+        classes=full((len(rows), width) if is_packed else len(rows), 0, np.int32),
+        segments=full((len(rows), length), 0, np.int32) if is_packed else None,
+    )
+    for row, examples in enumerate(rows):
+        assert is_packed or len(examples) <= 1
+        start = answered = 0  # tokens and answer positions that are taken
+        for number, example in enumerate(examples, 1):
+            ids, context = example["tokens"], int(example["context"])
+            answer, end = len(ids) - context, start + len(ids) - 1
+            first = start + context - 1  # the context's last token predicts the answer's first
+            place = slice(first, first + answer)
+            if config.answer_length is not None:
+                place = slice(answered, answered + answer)
+                batch.queries[row, answered:] = first + np.minimum(np.arange(width - answered), answer - 1)
+            batch.tokens[row, start:end] = ids[:-1]
+            batch.targets[row, place] = ids[context:]
+            batch.weights[row, place] = 1
+            batch.classes[(row, place) if is_packed else row] = example["class"]
+            if batch.segments is not None:
+                batch.segments[row, start:end] = number
+            start, answered = end, answered + answer
+    return batch
+
+
+def count_text(batch: Batch) -> int:
+    """The tokens of a batch without padding."""
+    if batch.segments is not None:
+        return int(np.count_nonzero(batch.segments))
+    queries = np.arange(batch.weights.shape[1]) if batch.queries is None else batch.queries
+    last = np.where(np.asarray(batch.weights) > 0, queries, -1).max(axis=1)  # an example ends with its answer
+    return int((last + 1).sum())
+
+
+def random_batch(config: Config, vocab_size: int) -> Batch:
+    """Full rows of random tokens, in the config's shape, as NumPy arrays like those of the data loader."""
+    rng = np.random.default_rng(0)
+    rows, length = config.train.batch_size, config.data.max_length
+    width, is_packed = config.data.answer_length or length, config.data.packing
+    arrays: dict[str, Any] = {
+        "tokens": rng.integers(vocab_size, size=(rows, length), dtype=np.int32),
+        "queries": None if width == length else np.tile(np.arange(length - width, length, dtype=np.int32), (rows, 1)),
+        "targets": rng.integers(vocab_size, size=(rows, width), dtype=np.int32),
+        "weights": np.ones((rows, width), np.float32),
+        "classes": np.zeros((rows, width) if is_packed else rows, np.int32),
+        "segments": np.ones((rows, length), np.int32) if is_packed else None,
+    }
+    return Batch(**arrays)

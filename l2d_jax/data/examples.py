@@ -1,0 +1,274 @@
+"""Conversations to batches of one fixed shape, in an order that is a pure function of the seed and the step.
+
+They are tokenised once, each of the assistant's turns as one example, and `datasets` keeps the result in its cache.
+There is no iterator state: step k of any run, resumed or not and on any number of processes, reads the same examples.
+"""
+
+import dataclasses
+import hashlib
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from typing import Any
+
+import datasets
+import numpy as np
+from grain import MapDataset, ReadOptions
+from jaxtyping import Bool, Int
+from transformers import PreTrainedTokenizerFast
+
+from l2d_jax.config.schema import DataConfig
+from l2d_jax.data.batch import Batch, stack
+from l2d_jax.data.packing import Plan, pack
+from l2d_jax.data.sources import most_examples, papers_count, read_rows
+from l2d_jax.errors import InputError
+
+FEATURES = datasets.Features(
+    {
+        "tokens": datasets.List(datasets.Value("int32")),  # context and answer
+        "context": datasets.Value("int32"),  # number of tokens before the answer
+        "length": datasets.Value("int32"),  # number of all tokens
+        "class": datasets.Value("int32"),
+        "row": datasets.Value("int32"),  # of the split, the first is 0
+    }
+)
+READING = ReadOptions(num_threads=4, prefetch_buffer_size=16)  # batches ahead of the one in use
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many examples are used, and how many were left out for their length."""
+
+    kept: int
+    too_long: int  # context and answer exceed config.data.max_length
+    answer_too_long: int  # the answer exceeds config.data.answer_length
+    papers: int | None = None  # how many the paper has of these
+
+    def __str__(self) -> str:
+        found = f"{self.kept} ({self.too_long} too long and {self.answer_too_long} with too long an answer left out)"
+        if self.papers is None:
+            return found
+        if self.papers == self.kept:
+            return f"{found}, as many as in the paper"
+        return f"{found}, not the paper's {self.papers}: the rows, the tokenizer or its chat template are not the same"
+
+
+@dataclass(frozen=True)
+class Examples:
+    """The examples of one split, tokenised."""
+
+    config: DataConfig
+    counts: Counts
+    turns: datasets.Dataset  # of FEATURES, whatever their length
+    kept: Int[np.ndarray, " n"]  # the rows of `turns` that are used
+    padding: int  # id of the token that fills the rows of a batch
+
+    @classmethod
+    def load(
+        cls, config: DataConfig, tokenizer: PreTrainedTokenizerFast, *, split: str, classes: int = 0
+    ) -> "Examples":
+        """Read and tokenise a split, at most the number of examples that the config asks for.
+
+        That number is spread evenly over the split. Raises `InputError` for rows that cannot be read, for rows without
+        one of so many `classes` for guidance where there are any, for a tokenizer without a chat template, and where no
+        example fits the lengths of the config.
+        """
+        tokenizer.require_chat_template(tokenizer)
+        name, limit = f"{config.source}/{split}", most_examples(config, split)
+        rows = read_rows(config, split)
+        _check_classes(rows, classes, name=name)
+        taken = limit or len(rows)
+        while True:
+            numbers = _spread(len(rows), taken)
+            turns = _tokenise(rows, numbers, tokenizer, name=name, empty_thoughts=config.empty_thoughts)
+            fits, counts = _fit(turns, config)
+            if limit is None or counts.kept >= limit or taken >= len(rows):
+                break
+            taken *= 2  # some were too long, or had no answer
+        if counts.kept == 0:
+            raise InputError(_misfit(turns, config, name))
+        kept = np.flatnonzero(fits)[_spread(counts.kept, limit or counts.kept)]
+        counts = dataclasses.replace(counts, kept=len(kept), papers=papers_count(config, split))
+        return cls(config, counts, turns.with_format("numpy"), kept, tokenizer.padding_id(tokenizer))
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Which examples share a row, where the config asks for packing."""
+        length, answer_length = self.config.max_length, self.config.answer_length or self.config.max_length
+        lengths, answers = (sizes[self.kept] for sizes in _lengths(self.turns))
+        return pack(lengths, answers, length=length, answer_length=answer_length)
+
+    @property
+    def rows(self) -> int:
+        """Rows of an epoch of training."""
+        return len(self.plan) if self.config.packing else len(self)
+
+    def describe(self) -> str:
+        """How many examples there are, and how full the rows of training are."""
+        text = _lengths(self.turns)[0][self.kept].sum() / self.config.max_length
+        padding, alone = (f"{100 * (1 - text / rows):.0f} %" for rows in (self.rows, len(self)))
+        if not self.config.packing:
+            return f"{self.counts}, {padding} padding"
+        return f"{self.counts}, packed into {self.rows} rows, {padding} padding instead of {alone}"
+
+    def batches(self, batch_size: int, *, start_step: int = 0, rows: Sequence[int] | None = None) -> Iterator[Batch]:
+        """Batches without end, from `start_step` on; each epoch has an order of its own.
+
+        Args:
+          batch_size: rows of one step over all processes.
+          start_step: batches that an earlier run has used.
+          rows: those of a batch that this process reads; None: all. No other example is read.
+        """
+        order = self._order()
+        return self._read(order, batch_size, start_step, rows, is_packed=self.config.packing)
+
+    def ids(self, batch_size: int, step: int) -> list[int]:
+        """The rows of the split (the first is 0) whose turns the batch of a step (the first is 1) holds, in order."""
+        order = self._order()
+        used = [number for row in range((step - 1) * batch_size, step * batch_size) for number in order[row]]
+        return [int(self.turns[int(self.kept[number])]["row"]) for number in used]
+
+    def in_order(self, batch_size: int, *, rows: Sequence[int] | None = None) -> Iterator[Batch]:
+        """Every example once, a row each, as they stand; arguments as above.
+
+        Rows that are missing in the last batch, or beyond a batch, have weight 0.
+        """
+        order = MapDataset.range(-(-len(self) // batch_size) * batch_size)
+        order = order.map(lambda index: [index] if index < len(self) else [])
+        return self._read(order, batch_size, 0, rows, is_packed=False)
+
+    def _order(self) -> MapDataset:
+        """The examples of each row, epoch after epoch."""
+        seed, rows = self.config.seed, self.rows
+        deal = lru_cache(maxsize=2)(lambda epoch: self.plan.deal(seed, epoch))  # rows of two are read at its turn
+
+        def examples(index: int, row: int) -> list[int]:
+            return deal(index // rows)[row].tolist() if self.config.packing else [row]
+
+        return MapDataset.range(rows).seed(seed).shuffle().repeat().map_with_index(examples)
+
+    def _read(
+        self, order: MapDataset, batch_size: int, start: int, given: Sequence[int] | None, *, is_packed: bool
+    ) -> Iterator[Batch]:
+        """Batches of rows, of which `order` has the numbers of the examples."""
+        rows = range(batch_size) if given is None else given
+        share = len(rows)
+
+        def pick(number: int) -> list[dict[str, Any]]:
+            step, row = start + number // share, rows[number % share]
+            numbers = order[step * batch_size + row] if row < batch_size else []
+            return [self.turns[int(self.kept[number])] for number in numbers]
+
+        picked = MapDataset.range((len(order) // batch_size - start) * share).map(pick)
+        stack_rows = partial(stack, config=self.config, padding=self.padding, is_packed=is_packed)
+        # Nothing remains to be dropped; but without it, grain fails to count the batches of one of an endless order.
+        return iter(picked.batch(share, drop_remainder=True, batch_fn=stack_rows).to_iter_dataset(READING))
+
+
+def _check_classes(rows: datasets.Dataset, classes: int, *, name: str) -> None:
+    """Raise `InputError` where guidance is trained and the rows do not say with which class."""
+    if classes == 0:
+        return
+    if "class" not in rows.column_names:
+        raise InputError(
+            f"guidance needs the class of each row, but those of {name} have none: add a column 'class' with numbers "
+            f"from 0 to {classes - 1}, or set config.path.classes to 0"
+        )
+    found = rows.select_columns(["class"]).unique("class")  # alone: it copies what it reads, texts included
+    large = [label for label in found if isinstance(label, int) and label >= classes]
+    if large:
+        raise InputError(
+            f"{name} has rows of class {max(large)}, but config.path.classes {classes} ends at {classes - 1}: raise it"
+        )
+
+
+def _spread(length: int, count: int) -> Int[np.ndarray, " n"]:
+    """At most `count` of `length` indices, evenly spaced: joined subsets all get their share."""
+    count = min(count, length)
+    return np.arange(count) * length // count
+
+
+def _tokenise(
+    rows: datasets.Dataset,
+    numbers: Int[np.ndarray, " n"],
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    name: str,
+    empty_thoughts: bool,
+) -> datasets.Dataset:
+    """The turns of the rows of these numbers, or those of an earlier call from the cache of `datasets`."""
+    # `datasets` knows a cached result by the arguments and by this function's name, so the code is an argument too.
+    code = hashlib.sha256((inspect.getsource(tokenizer) + inspect.getsource(_turns)).encode()).hexdigest()
+    given = {"numbers": numbers, "tokenizer": tokenizer, "name": name, "empty_thoughts": empty_thoughts, "code": code}
+    options = {"with_indices": True, "remove_columns": rows.column_names, "features": FEATURES, "fn_kwargs": given}
+    return rows.select(numbers).map(_turns, batched=True, desc=f"tokenising {name}", **options)
+
+
+def _turns(
+    rows: Mapping[str, list[Any]],
+    indices: list[int],
+    *,
+    numbers: Int[np.ndarray, " n"],
+    tokenizer: PreTrainedTokenizerFast,
+    name: str,
+    empty_thoughts: bool,
+    code: str,  # noqa: ARG001
+) -> dict[str, list[Any]]:
+    """Tokenise a batch of rows: one row of FEATURES per turn of the assistant."""
+    texts, classes, origins = [], [], []
+    labels = rows.get("class", [0] * len(indices))
+    for index, messages, label in zip(indices, _conversations(rows), labels, strict=True):
+        try:
+            if not (isinstance(messages, list) and all(isinstance(message, dict) for message in messages)):
+                raise InputError(f"'messages' must be a list of objects with role and content, got {messages!r:.60}")
+            if not isinstance(label, int) or label < 0:
+                raise InputError(f"'class' must be an integer, 0 or more, got {label!r}")
+            pairs = tokenizer.turn_texts(messages, tokenizer, empty_thoughts=empty_thoughts)
+        except InputError as error:
+            raise InputError(f"row {numbers[index]} of {name} (the first is 0): {error}") from error
+        texts += [text for pair in pairs for text in pair]
+        classes += [label] * len(pairs)
+        origins += [numbers[index]] * len(pairs)
+    ids = tokenizer.encode(texts, tokenizer)
+    turns = [context + answer for context, answer in zip(ids[::2], ids[1::2], strict=True)]
+    lengths = {"context": [*map(len, ids[::2])], "length": [*map(len, turns)]}
+    return {"tokens": turns, **lengths, "class": classes, "row": origins}
+
+
+def _conversations(rows: Mapping[str, list[Any]]) -> Iterable[Any]:
+    if "messages" in rows:
+        return rows["messages"]
+    pairs = zip(rows["question"], rows["answer"], strict=True)
+    return ([{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in pairs)
+
+
+def _lengths(turns: datasets.Dataset) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
+    """The number of tokens that go in (nothing is predicted from the last one), and of those in the answer."""
+    lengths, contexts = (turns.data.column(name).to_numpy() for name in ("length", "context"))
+    return lengths - 1, lengths - contexts
+
+
+def _fit(turns: datasets.Dataset, config: DataConfig) -> tuple[Bool[np.ndarray, " n"], Counts]:
+    """Which turns the batch's shape can hold."""
+    lengths, answers = _lengths(turns)
+    long = lengths > config.max_length
+    long_answer = ~long & (answers > (config.answer_length or config.max_length))
+    fits = ~long & ~long_answer
+    return fits, Counts(int(fits.sum()), int(long.sum()), int(long_answer.sum()))
+
+
+def _misfit(turns: datasets.Dataset, config: DataConfig, name: str) -> str:
+    """Why there is no example at all."""
+    if len(turns) == 0:
+        return f"{name} has no message of the assistant to learn from: choose another source"
+    lengths, answers = _lengths(turns)
+    long = lengths > config.max_length
+    option, values = ("max_length", lengths) if long.all() else ("answer_length", answers[~long])
+    return (
+        f"none of the {len(turns)} examples of {name} fits config.data.{option} {getattr(config, option)}: "
+        f"they take {values.min()} to {values.max()} tokens: raise config.data.{option}"
+    )

@@ -1,0 +1,56 @@
+"""The paper's part of SmolTalk: which subsets, which of their rows, and the class of each row for guidance.
+
+An example is one of the assistant's turns with all that comes before it, so that a conversation of three turns gives
+three; this is what the paper's 892,283 and 46,848 count. There is no filter but category and length: context and
+answer, without the token that ends it, may have 2048 tokens. The release stops at the first turn of a conversation that
+is longer, which is the same, since every later one is longer still.
+(SakanaAI/L2D: `cfgs/training.cfg`, `tasks/smoltalk.py`, `tasks/constants.py`.)
+"""
+
+import datasets
+import numpy as np
+
+from l2d_jax.config.schema import CATEGORIES
+
+SUBSETS = ("self-oss-instruct", "metamathqa-50k", "numina-cot-100k", "openhermes-100k", "smol-magpie-ultra")
+LEFT_OUT = frozenset({"advice-seeking", "brainstorming", "creative-writing", "editing", "planning", "role-playing"})
+EXAMPLES = {"train": 892_283, "test": 46_848}  # the paper's counts, by split
+MAX_LENGTH = 2048  # of which they are
+
+# The release's tables, in the names of `CATEGORIES`.
+OF_SUBSET = {
+    "self-oss-instruct": "coding",
+    "metamathqa-50k": "math",
+    "numina-cot-100k": "math",
+    "openhermes-100k": "general_qa",
+    "smol-constraints": "other",
+    "smol-rewrite": "other",
+    "smol-summarize": "other",
+    "apigen-80k": "other",
+    "everyday-conversations": "other",
+    "explore-instruct-rewriting": "other",
+    "longalign": "other",
+    "systemchats-30k": "other",
+}
+OF_CATEGORY = {  # of smol-magpie-ultra's rows, less those that are left out
+    "coding": "coding",
+    "data-analysis": "general_qa",
+    "information-seeking": "general_qa",
+    "math": "math",
+    "reasoning": "general_qa",
+}
+
+
+def choose_rows(rows: datasets.Dataset, subset: str | None) -> datasets.Dataset:
+    """The rows of a subset that the paper trains on, with their `class` where the tables have it for all of them.
+
+    A row's class is that of its `category` where it has one, else that of the subset.
+    """
+    count = len(rows)
+    categories = list(rows["category"]) if "category" in rows.column_names else [None] * count
+    names = [OF_SUBSET.get(subset or "") if entry is None else OF_CATEGORY.get(entry) for entry in categories]
+    kept = [number for number, category in enumerate(categories) if category not in LEFT_OUT]
+    if all(names[number] is not None for number in kept) and "class" not in rows.column_names:
+        classes = [0 if name is None else CATEGORIES.index(name) for name in names]
+        rows = rows.add_column("class", np.array(classes, np.int64))  # before rows are chosen, which it would copy
+    return rows if len(kept) == count else rows.select(kept)

@@ -1,0 +1,102 @@
+"""Rows of conversations: from the built-in problems, from folders of JSON lines or Parquet, or from the hub."""
+
+from collections.abc import Collection
+from pathlib import Path
+
+import datasets
+import numpy as np
+
+from l2d_jax.config.schema import CATEGORIES, DataConfig
+from l2d_jax.data import smoltalk, word_problems
+from l2d_jax.data.rows import FORMATS, find_file, read_file, read_hub
+from l2d_jax.errors import InputError
+
+# The hub's id and default subsets of each source that has a name of its own.
+HUB = {"smoltalk": ("HuggingFaceTB/smoltalk", smoltalk.SUBSETS), "gsm8k": ("openai/gsm8k", ("main",))}
+CATEGORY = {"problems": "math", "gsm8k": "math"}  # of all rows of a source
+REMEDY = "check the names, or put its rows into a folder and set config.data.data_dir"
+PROBLEMS = 20_000  # rows of a split where the config sets no number
+COLUMNS = ("messages", "question", "answer", "class")  # all that is read of a row
+
+
+def most_examples(config: DataConfig, split: str) -> int | None:
+    """How many examples of a split the config asks for at most."""
+    return config.train_examples if split == config.train_split else config.validation_examples
+
+
+def papers_count(config: DataConfig, split: str) -> int | None:
+    """How many examples the paper counts where `config` asks for all that it trains on; None: it asks for others."""
+    asked = config.source == "smoltalk" and set(_subsets(config, split)) == set(smoltalk.SUBSETS)
+    whole = most_examples(config, split) is None and config.max_length == smoltalk.MAX_LENGTH
+    short = config.answer_length is not None and config.answer_length < config.max_length
+    return smoltalk.EXAMPLES.get(split) if asked and whole and not short else None
+
+
+def read_rows(config: DataConfig, split: str) -> datasets.Dataset:
+    """The rows of a split, with a `messages` column or `question` and `answer`, and `class` where there are classes.
+
+    A folder holds the rows themselves or, like the hub, a part for each subset: <folder>/<subset>/<split>.parquet.
+    Raises `InputError` for a source, split or column that is missing, a file that cannot be parsed, and no rows.
+    """
+    parts = [_read_part(config, subset, split) for subset in _subsets(config, split)]
+    columns = [column for column in parts[0].column_names if all(column in part.column_names for part in parts)]
+    if not _have_text(columns):
+        raise InputError(
+            f"subsets of {config.source} have different columns: give all 'messages', or all 'question' and 'answer'"
+        )
+    return datasets.concatenate_datasets([part.select_columns(columns) for part in parts])
+
+
+def _folder(config: DataConfig) -> Path | None:
+    """The folder that rows are read from; None: they are built in or the hub's."""
+    if config.source == "problems":
+        return None
+    folder = Path(config.data_dir, config.source) if config.data_dir else Path(config.source)
+    return folder if config.data_dir or folder.is_dir() else None
+
+
+def _subsets(config: DataConfig, split: str) -> tuple[str | None, ...]:
+    """The parts of a source: None is all of it."""
+    folder = _folder(config)
+    if config.subsets or config.source == "problems":
+        return config.subsets or (None,)
+    subsets = HUB.get(config.source, ("", (None,)))[1]
+    if folder is None:
+        return subsets
+    whole = any((folder / f"{split}{suffix}").is_file() for suffix in FORMATS)
+    return subsets if not whole and any((folder / (name or "")).is_dir() for name in subsets if name) else (None,)
+
+
+def _read_part(config: DataConfig, subset: str | None, split: str) -> datasets.Dataset:
+    """The rows of a subset, of the columns that are used."""
+    folder = _folder(config)
+    if config.source == "problems":
+        count = most_examples(config, split) or PROBLEMS
+        name, rows = config.source, datasets.Dataset.from_list(word_problems.conversations(count, split=split))
+    elif folder is not None:
+        file = find_file(folder / (subset or ""), split)
+        name, rows = str(file), read_file(file)
+    else:
+        hub, _ = HUB.get(config.source, (config.source, ()))
+        name, rows = f"{hub} {subset or ''}".strip(), read_hub(hub, subset, split=split, remedy=REMEDY)
+    if config.source == "smoltalk":
+        rows = smoltalk.choose_rows(rows, subset)
+    elif config.source in CATEGORY and "class" not in rows.column_names:
+        rows = rows.add_column("class", np.full(len(rows), CATEGORIES.index(CATEGORY[config.source]), np.int64))
+    return _check_columns(rows, name)
+
+
+def _check_columns(rows: datasets.Dataset, name: str) -> datasets.Dataset:
+    columns = set(rows.column_names)
+    if not _have_text(columns):
+        found = ", ".join(sorted(columns))
+        raise InputError(
+            f"rows need a column 'messages', or 'question' and 'answer', but {name} has {found}: rename them"
+        )
+    if len(rows) == 0:
+        raise InputError(f"{name} has no rows: choose another split or source")
+    return rows.select_columns([column for column in COLUMNS if column in columns])
+
+
+def _have_text(columns: Collection[str]) -> bool:
+    return "messages" in columns or {"question", "answer"} <= set(columns)

@@ -1,0 +1,226 @@
+"""Decoding: one frozen pass per token, one ODE per token, in a scan over tokens with a persistent cache.
+
+Each sequence has a key of its own, folded with the token's number, so its output does not depend on its batch mates.
+The answer's distribution may be the mean over several noise draws: an unbiased estimate of the model's probabilities,
+which one draw is not. The draws share the cache and the hidden state.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from l2d_jax.decoding.refine import Refinement, refine
+from l2d_jax.decoding.sampler import Sampling, draw, entropy, token_keys
+from l2d_jax.model.context import Context
+from l2d_jax.model.kv_cache import KVCache
+from l2d_jax.model.l2d import Model
+from l2d_jax.model.llm import LLM
+
+
+@nnx.dataclass
+class State(nnx.Module):
+    """Everything that the next token depends on."""
+
+    cache: KVCache = nnx.data()
+    hidden: Float[Array, "B D"] = nnx.data()  # of the main path at the newest token
+    positions: Int[Array, " B"] = nnx.data()  # of the newest token
+    keys: Key[Array, " B"] = nnx.data()
+    count: Int[Array, ""] = nnx.data()  # tokens generated so far
+    done: Bool[Array, " B"] = nnx.data()  # whether the sequence has ended
+    broken: Bool[Array, " B"] = nnx.data()  # whether it ended because a logit was not a number
+
+
+@partial(jax.jit, static_argnames="room")
+def prefill(
+    llm: LLM,
+    tokens: Int[Array, "B P"],
+    lengths: Int[Array, " B"],
+    keys: Key[Array, " B"],
+    *,
+    room: int,
+    shared: Int[Array, " S"] | None = None,
+) -> State:
+    """Run the prompts, padded on the right, and leave `room` slots for new tokens in the cache.
+
+    All prompts may begin with the same `shared` tokens, which stand before `tokens`: they are read and kept once.
+    """
+    batch, padded = tokens.shape
+    slots = jnp.arange(padded, dtype=jnp.int32)
+    first = 0 if shared is None else len(shared)
+    positions = jnp.where(slots < lengths[:, None], first + slots, -1)
+    cache = KVCache.empty(llm.architecture, batch, padded + room, dtype=llm.embed.dtype)
+    if shared is None:
+        hidden, prompt = llm(tokens, positions)
+    else:
+        _, once = llm(shared[None], jnp.arange(first, dtype=jnp.int32)[None])
+        cache = dataclasses.replace(cache, shared=once)
+        hidden, prompt = llm(tokens, positions, cache)
+    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    no = jnp.zeros(batch, bool)
+    return State(
+        cache=cache.extend(prompt),
+        hidden=last,
+        positions=first + lengths - 1,
+        keys=keys,
+        count=jnp.int32(0),
+        done=no,
+        broken=no,
+    )
+
+
+def select(state: State, rows: Int[Array, " rows"]) -> State:
+    """The sequences of these rows, in this order; one may be taken several times, or not at all."""
+    cache = dataclasses.replace(
+        state.cache,
+        k=state.cache.k[:, rows],
+        v=state.cache.v[:, rows],
+        positions=state.cache.positions[rows],
+    )
+    return State(
+        cache=cache,
+        hidden=state.hidden[rows],
+        positions=state.positions[rows],
+        keys=state.keys[rows],
+        count=state.count,
+        done=state.done[rows],
+        broken=state.broken[rows],
+    )
+
+
+@partial(jax.jit, static_argnames="copies")
+def fan_out(state: State, *, copies: int) -> State:
+    """Several continuations of each sequence, side by side, that share its prefill; the first has its key."""
+    sequences = state.keys.shape[0]
+    copied = select(state, jnp.repeat(jnp.arange(sequences), copies))
+    copy = jnp.tile(jnp.arange(copies), sequences)
+    folded = jax.vmap(jax.random.fold_in)(copied.keys, copy)
+    return dataclasses.replace(copied, keys=jnp.where(copy == 0, copied.keys, folded))
+
+
+def next_logits(
+    model: Model,
+    state: State,
+    noise: Float[Array, "B draws C"],
+    *,
+    settings: Refinement,
+    keys: Key[Array, "B draws"],
+    labels: Int[Array, " B"] | None = None,
+) -> Float[Array, "B V"]:
+    """Logits of the next token after the whole budget, from unit noise; of several draws, logs of the mean."""
+    shape = noise.shape[:2]
+    context = Context(
+        hidden=jnp.broadcast_to(state.hidden[:, None], (*shape, state.hidden.shape[-1])),
+        cache=state.cache,
+        positions=jnp.broadcast_to(state.positions[:, None], shape),
+        labels=None if labels is None else jnp.broadcast_to(labels[:, None], shape),
+    )
+    hidden = refine(model, context, noise, settings=settings, keys=keys)
+    if shape[1] == 1:
+        return model.llm.logits(hidden[:, 0])
+    chances = jax.nn.log_softmax(model.llm.logits(hidden))
+    return jax.nn.logsumexp(chances, axis=1) - jnp.log(shape[1])
+
+
+def gated_logits(
+    model: Model,
+    state: State,
+    noise: Array,
+    *,
+    gate: Float[Array, "#B"],
+    settings: Refinement,
+    keys: Array,
+    labels: Any,
+) -> Float[Array, "B V"]:
+    """`next_logits`, but those of the LM alone where their entropy is below the gate.
+
+    Nothing is integrated for a token that all sequences skip; with the gate at 0, the LM's own logits are not needed.
+    """
+
+    def refined() -> Array:
+        return next_logits(model, state, noise, settings=settings, keys=keys, labels=labels)
+
+    def gated() -> Array:
+        plain = model.llm.logits(state.hidden)
+        is_sure = entropy(plain) < gate
+        own = jax.lax.cond((is_sure | state.done).all(), lambda: plain, refined)
+        return jnp.where(is_sure[:, None], plain, own)
+
+    return jax.lax.cond((gate > 0).any(), gated, refined)
+
+
+def refined_logits(
+    model: Model,
+    state: State,
+    *,
+    gate: Float[Array, "#B"],
+    settings: Refinement,
+    draws: int = 1,
+    labels: Int[Array, " B"] | None = None,
+) -> tuple[Key[Array, " B"], Float[Array, "B V"]]:
+    """Keys for the final draw, and the logits it is from; the noise is that of each sequence's key and token number."""
+    width = 1 if model.path is None else model.path.config.width
+    noise_keys, velocity_keys, final_keys = token_keys(state.keys, state.count[None])
+    noise = jax.vmap(lambda key: jax.random.normal(key, (draws, width), jnp.float32))(noise_keys)
+    keys = jax.vmap(lambda key: jax.random.split(key, draws))(velocity_keys) if draws > 1 else velocity_keys[:, None]
+    return final_keys, gated_logits(model, state, noise, gate=gate, settings=settings, keys=keys, labels=labels)
+
+
+def advance(llm: LLM, state: State, tokens: Int[Array, " B"], done: Bool[Array, " B"]) -> State:
+    """Feed one chosen token per sequence to the main path."""
+    positions = state.positions + 1
+    hidden, new = llm(tokens[:, None], positions[:, None], state.cache)
+    return State(
+        cache=state.cache.extend(new),
+        hidden=hidden[:, 0],
+        positions=positions,
+        keys=state.keys,
+        count=state.count + 1,
+        done=done,
+        broken=state.broken,
+    )
+
+
+@partial(jax.jit, static_argnames=("steps", "draws"), donate_argnames="state")
+def decode(
+    model: Model,
+    state: State,
+    *,
+    settings: Refinement,
+    sampling: Sampling,
+    ends: Int[Array, " ends"],
+    steps: int,
+    draws: int = 1,
+    labels: Int[Array, " B"] | None = None,
+) -> tuple[State, Int[Array, "B steps"]]:
+    """Generate `steps` tokens; a sequence that has met one of the `ends` goes on with the first of them.
+
+    So does one whose logits are not numbers, and the state says so; the others go on.
+
+    Args:
+      model: the LM and the path.
+      state: from `prefill` or an earlier call; donated.
+      settings: solver, grid and velocity.
+      sampling: the final draw.
+      ends: tokens that end a sequence.
+      steps: tokens to generate.
+      draws: noise draws whose mean distribution the token is drawn from.
+      labels: classes for guidance, or None.
+    """
+
+    def step(state: State, _: None) -> tuple[State, Array]:
+        final_keys, logits = refined_logits(
+            model, state, gate=sampling.gate, settings=settings, draws=draws, labels=labels
+        )
+        is_bad = jnp.isnan(logits).any(axis=-1) & ~state.done
+        token = jnp.where(state.done | is_bad, ends[0], draw(final_keys, logits, sampling))
+        done = state.done | is_bad | (token[:, None] == ends).any(axis=-1)
+        state = dataclasses.replace(state, broken=state.broken | is_bad)
+        return advance(model.llm, state, token, done), token
+
+    state, tokens = jax.lax.scan(step, state, None, length=steps)
+    return state, tokens.T

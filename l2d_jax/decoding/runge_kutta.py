@@ -1,0 +1,142 @@
+"""The Runge-Kutta rules of the paper's solvers (section 3.3), as diffrax solvers, and what a budget buys of each.
+
+Notable: diffrax has the first three. Heun's three-stage rule and the 3/8 rule are those of torchdiffeq (`heun3`,
+`rk4`). The adaptive pairs are torchdiffeq's too, with its reuse of a slope: the last stage of a step is the first of
+the next. For Bogacki and Shampine's pair that is the same slope; for the other two it was taken at the step's
+lower-order result, and a step costs one evaluation fewer than diffrax's own would.
+"""
+
+from typing import Any, ClassVar
+
+import diffrax
+import numpy as np
+from jaxtyping import Array
+
+
+class _FixedStepRungeKutta(diffrax.AbstractERK):
+    """An explicit rule without an error estimate; the zero `b_error` is never read by `ConstantStepSize`."""
+
+    interpolation_cls: ClassVar[Any] = diffrax.ThirdOrderHermitePolynomialInterpolation.from_k
+    accuracy: ClassVar[int]
+
+    def order(self, terms: Any) -> int:
+        """Of the error at the end."""
+        del terms
+        return self.accuracy
+
+
+class Heun3(_FixedStepRungeKutta):
+    """Heun's third-order rule."""
+
+    tableau: ClassVar[diffrax.ButcherTableau] = diffrax.ButcherTableau(
+        c=np.array([1 / 3, 2 / 3]),
+        a_lower=(np.array([1 / 3]), np.array([0.0, 2 / 3])),
+        b_sol=np.array([1 / 4, 0.0, 3 / 4]),
+        b_error=np.zeros(3),
+    )
+    accuracy: ClassVar[int] = 3
+
+
+class ThreeEighths(_FixedStepRungeKutta):
+    """Kutta's 3/8 rule, of fourth order."""
+
+    tableau: ClassVar[diffrax.ButcherTableau] = diffrax.ButcherTableau(
+        c=np.array([1 / 3, 2 / 3, 1.0]),
+        a_lower=(np.array([1 / 3]), np.array([-1 / 3, 1.0]), np.array([1.0, -1.0, 1.0])),
+        b_sol=np.array([1 / 8, 3 / 8, 3 / 8, 1 / 8]),
+        b_error=np.zeros(4),
+    )
+    accuracy: ClassVar[int] = 4
+
+
+class EmbeddedPair(diffrax.AbstractAdaptiveSolver[Array]):
+    """A rule with an error estimate; its state is the slope at which the next step begins."""
+
+    tableau: ClassVar[diffrax.ButcherTableau]
+    term_structure: ClassVar[Any] = diffrax.ODETerm
+    interpolation_cls: ClassVar[Any] = diffrax.LocalLinearInterpolation
+    accuracy: ClassVar[int]
+
+    def order(self, terms: Any) -> int:
+        """Of the error at the end."""
+        del terms
+        return self.accuracy
+
+    def init(self, terms: Any, t0: Any, t1: Any, y0: Any, args: Any) -> Any:
+        """The slope at the start."""
+        del t1
+        return terms.vf(t0, y0, args)
+
+    def step(
+        self, terms: Any, t0: Any, t1: Any, y0: Any, args: Any, solver_state: Any, made_jump: Any
+    ) -> tuple[Any, Any, dict[str, Any], Any, Any]:
+        """One step, from the slope that the last one left."""
+        del made_jump
+        length, slopes = t1 - t0, [solver_state]
+        for node, row in zip(self.tableau.c, self.tableau.a_lower, strict=True):
+            t = t1 if node == 1 else t0 + node * length
+            slopes.append(terms.vf(t, y0 + length * _combine(row, slopes), args))
+        y1 = y0 + length * _combine(self.tableau.b_sol, slopes)
+        error = length * _combine(self.tableau.b_error, slopes)
+        return y1, error, {"y0": y0, "y1": y1}, slopes[-1], diffrax.RESULTS.successful
+
+    def func(self, terms: Any, t0: Any, y0: Any, args: Any) -> Any:
+        """The slope at a point."""
+        return terms.vf(t0, y0, args)
+
+
+def _combine(shares: Any, slopes: list[Any]) -> Any:
+    return sum(float(share) * slope for share, slope in zip(shares, slopes, strict=True) if share)
+
+
+class Fehlberg2(EmbeddedPair):
+    """Fehlberg's pair of orders 1 and 2: the release's adaptive solver."""
+
+    tableau: ClassVar[diffrax.ButcherTableau] = diffrax.ButcherTableau(
+        c=np.array([1 / 2, 1.0]),
+        a_lower=(np.array([1 / 2]), np.array([1 / 256, 255 / 256])),
+        b_sol=np.array([1 / 512, 255 / 256, 1 / 512]),
+        b_error=np.array([-1 / 512, 0.0, 1 / 512]),
+    )
+    accuracy: ClassVar[int] = 2
+
+
+class AdaptiveHeun(EmbeddedPair):
+    """Heun's second-order rule, with Euler's for the error."""
+
+    tableau: ClassVar[diffrax.ButcherTableau] = diffrax.ButcherTableau(
+        c=np.array([1.0]),
+        a_lower=(np.array([1.0]),),
+        b_sol=np.array([1 / 2, 1 / 2]),
+        b_error=np.array([1 / 2, -1 / 2]),
+    )
+    accuracy: ClassVar[int] = 2
+
+
+class BogackiShampine(EmbeddedPair):
+    """Bogacki and Shampine's pair of orders 2 and 3."""
+
+    tableau: ClassVar[diffrax.ButcherTableau] = diffrax.ButcherTableau(
+        c=np.array([1 / 2, 3 / 4, 1.0]),
+        a_lower=(np.array([1 / 2]), np.array([0.0, 3 / 4]), np.array([2 / 9, 1 / 3, 4 / 9])),
+        b_sol=np.array([2 / 9, 1 / 3, 4 / 9, 0.0]),
+        b_error=np.array([2 / 9 - 7 / 24, 1 / 3 - 1 / 4, 4 / 9 - 1 / 3, -1 / 8]),
+    )
+    accuracy: ClassVar[int] = 3
+
+
+# name -> rule and evaluations per interval of a uniform grid
+FIXED: dict[str, tuple[type[diffrax.AbstractERK] | type[diffrax.Euler], int]] = {
+    "euler": (diffrax.Euler, 1),
+    "midpoint": (diffrax.Midpoint, 2),
+    "heun": (diffrax.Heun, 2),
+    "heun3": (Heun3, 3),
+    "rk4": (ThreeEighths, 4),
+}
+# name -> rule and evaluations per step, accepted or rejected
+ADAPTIVE: dict[str, tuple[type[EmbeddedPair], int]] = {
+    "fehlberg2": (Fehlberg2, 2),
+    "adaptive_heun": (AdaptiveHeun, 1),
+    "bosh3": (BogackiShampine, 3),
+}
+SOLVERS = (*FIXED, *ADAPTIVE)

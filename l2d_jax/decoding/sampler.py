@@ -1,0 +1,100 @@
+"""Draws the next token from the answer's logits: temperature, top-k, top-p and masks of tokens.
+
+The order is that of transformers: tokens that are not allowed are out, then the temperature, then top-k, then top-p of
+what is left. A temperature of 0 is the arg max, which neither top-k nor top-p changes.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.errors import InputError
+from l2d_jax.model import diffusion
+
+
+@nnx.dataclass
+class Sampling(nnx.Module):
+    """How to draw, for each sequence or for all; arguments of one compiled program."""
+
+    temperature: Float[Array, "#B"] = nnx.data()  # 0: arg max
+    top_k: Int[Array, "#B"] = nnx.data()  # draw from so many of the likeliest tokens; 0: from all
+    top_p: Float[Array, "#B"] = nnx.data()  # draw from the likeliest tokens that together reach this probability
+    gate: Float[Array, "#B"] = nnx.data()  # skip the ODE where the LM's own entropy is below this, in nats; 0: never
+    allowed: Bool[Array, " V"] | None = nnx.data(default=None)  # tokens that may be drawn; None: all
+
+    @classmethod
+    def from_config(cls, config: DecodeConfig, *, allowed: Any = None) -> "Sampling":
+        """The same for all sequences."""
+        return cls(
+            temperature=jnp.float32([config.temperature]),
+            top_k=jnp.int32([config.top_k]),
+            top_p=jnp.float32([config.top_p]),
+            gate=jnp.float32([config.gate]),
+            allowed=None if allowed is None else jnp.asarray(allowed, bool),
+        )
+
+
+def draw(keys: Key[Array, " B"], logits: Float[Array, "B V"], sampling: Sampling) -> Int[Array, " B"]:
+    """A token for each sequence."""
+    if sampling.allowed is not None:
+        logits = jnp.where(sampling.allowed, logits, -jnp.inf)
+    temperature, top_k, top_p = (
+        jnp.broadcast_to(a, logits.shape[:1]) for a in (sampling.temperature, sampling.top_k, sampling.top_p)
+    )
+    is_cut = (top_k > 0) | (top_p < 1)
+    logits = jax.lax.cond(
+        (is_cut & (temperature > 0)).any(),  # sorting a vocabulary is worth skipping
+        lambda: jax.vmap(_cut)(logits, temperature, top_k, top_p),
+        lambda: logits,
+    )
+    return jax.vmap(diffusion.sample)(keys, logits, temperature).astype(jnp.int32)
+
+
+def token_keys(keys: Key[Array, " B"], number: Int[Array, "#B"]) -> tuple[Array, Array, Array]:
+    """Keys for the noise, the velocity's draws and the final draw of a sequence's token of that number, from 0."""
+    own = jax.vmap(jax.random.fold_in)(keys, jnp.broadcast_to(number, keys.shape))
+    noise, velocity, final = jax.vmap(partial(jax.random.split, num=3), out_axes=1)(own)
+    return noise, velocity, final
+
+
+def entropy(logits: Float[Array, "*B V"]) -> Float[Array, "*B"]:
+    """Of the distribution at temperature 1, in nats."""
+    chances = jax.nn.log_softmax(logits)
+    return -jnp.sum(jnp.exp(chances) * chances, axis=-1)
+
+
+def _cut(
+    logits: Float[Array, " V"], temperature: Float[Array, ""], top_k: Int[Array, ""], top_p: Float[Array, ""]
+) -> Float[Array, " V"]:
+    """The logits, minus infinity for what top-k and top-p leave out; the likeliest token always stays."""
+    ordered = -jnp.sort(-logits / jnp.maximum(temperature, 1e-6))
+    ordered = jnp.where((jnp.arange(len(logits)) < top_k) | (top_k == 0), ordered, -jnp.inf)
+    shares = jax.nn.softmax(ordered)
+    stays = (jnp.cumsum(shares) - shares < top_p) & (ordered > -jnp.inf)
+    lowest = jnp.min(jnp.where(stays, ordered, jnp.inf))
+    return jnp.where(logits / jnp.maximum(temperature, 1e-6) >= lowest, logits, -jnp.inf)
+
+
+def allow(vocab_size: int, *, allowed: Any = None, banned: Any = ()) -> np.ndarray | None:
+    """The mask of a list of allowed tokens (None: all) without the banned ones; None if that is every token.
+
+    Raises `InputError` for a token beyond the vocabulary and where no token is left.
+    """
+    given = [*(allowed if allowed is not None else ()), *banned]
+    unknown = [token for token in given if not 0 <= token < vocab_size]
+    if unknown:
+        raise InputError(f"token {unknown[0]} is not one of the {vocab_size} of the model: take ids of its tokenizer")
+    if allowed is None and not banned:
+        return None
+    mask = np.full(vocab_size, allowed is None)
+    mask[[] if allowed is None else list(allowed)] = True
+    mask[list(banned)] = False
+    if not mask.any():
+        raise InputError("every token is banned: allow at least one")
+    return mask

@@ -1,0 +1,65 @@
+"""Finds stop strings in answers that are still being written."""
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerFast
+
+from l2d_jax.data.tokenizer import encode
+from l2d_jax.errors import InputError
+
+
+class StopSearch:
+    """Finds stop strings in answers that come token by token, and holds back what may be the beginning of one."""
+
+    def __init__(
+        self,
+        stops: Sequence[str],
+        tokenizer: PreTrainedTokenizerFast | None,
+        sequences: int,
+        *,
+        keeps_stop: bool = False,
+    ) -> None:
+        """Raises `InputError` for a string that no answer can contain."""
+        if stops and tokenizer is None:
+            raise InputError("stop strings need a tokenizer, and the model folder has none: add its tokenizer files")
+        for stop in stops:
+            if not stop or tokenizer is None or to_text(encode([stop], tokenizer)[0], tokenizer) != stop:
+                raise InputError(
+                    f"the stop string {stop!r} cannot occur in an answer, from which special tokens are left out: "
+                    "give ordinary text; end tokens end an answer by themselves"
+                )
+        self._stops = stops
+        self._keeps_stop = keeps_stop
+        self._tokenizer = tokenizer
+        self._answers: list[list[int]] = [[] for _ in range(sequences)]
+        self._released = [0] * sequences  # tokens of each answer
+
+    def add(self, index: int, ids: Sequence[int], *, is_last: bool) -> tuple[list[int], bool]:
+        """The tokens of a sequence that are certain by now, given its next ones, and whether a stop string ends it.
+
+        The token in which a stop string begins is left out; if stops are kept, nothing is.
+        """
+        if not self._stops:
+            return list(ids), False
+        answer, released = self._answers[index], self._released[index]
+        answer.extend(ids)
+        text = to_text(answer, self._tokenizer)
+        found = [place for place in map(text.find, self._stops) if place >= 0]
+        held = 0 if is_last else max(map(len, self._stops)) - 1
+        if found and self._keeps_stop:
+            return answer[released:], True
+        certain = min(found, default=len(text) - held)
+        count = len(answer)
+        while count > released and len(to_text(answer[:count], self._tokenizer)) > certain:
+            count -= 1
+        self._released[index] = count
+        return answer[released:count], bool(found)
+
+
+def to_text(ids: Sequence[int], tokenizer: PreTrainedTokenizerFast | None) -> str:
+    """An answer as text, without special tokens; the tokenizer is there."""
+    assert tokenizer is not None
+    # Llama's tokenizers ask for a clean-up, with which "a" and " ." would be "a.": a stream cannot take a space back.
+    text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text

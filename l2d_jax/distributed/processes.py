@@ -1,0 +1,205 @@
+"""Several processes as one program: how they meet, who decides, who reads first, and how they end.
+
+With one process every function here is a plain call. With several, all of them must call it, in the same order.
+
+Process 0 alone writes, and decides what follows from the files of the workdir, which all share. The files of a model or
+a data set may lie on disks that hosts do not share, so the first process *of each host* downloads and converts them
+while its neighbours wait.
+
+A process that dies takes the others with it: at once on CPUs, and where it was process 0; otherwise when JAX has heard
+nothing of it for `L2D_JAX_HEARTBEAT` seconds (60). JAX aborts them from C++, with a stack trace and status 134; the
+line that says what to do comes from a child process that outlives them (`_last_words`).
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import zlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from tqdm import tqdm
+
+from l2d_jax.distributed.cluster import Cluster
+from l2d_jax.errors import InputError
+
+T = TypeVar("T")
+WAIT = ("L2D_JAX_WAIT", 300)  # seconds until a process gives up waiting for the others
+HEARTBEAT = ("L2D_JAX_HEARTBEAT", 60)  # seconds of silence after which a process counts as dead
+_AFTERWARDS = 'trap "" HUP INT TERM; read -r fine || echo "$0" >&2'  # for the shell that outlives an abort
+_messenger: subprocess.Popen[bytes] | None = None
+
+
+class SharedError(InputError):
+    """Bad input that all processes have learnt of, so that they end together."""
+
+
+def join(cluster: Cluster) -> None:
+    """Meet the other processes; must come before JAX starts a backend.
+
+    Where some do not come within `L2D_JAX_WAIT` seconds, one line says so and the process ends with status 2.
+    Raises `InputError` where the coordinator's port is taken, and where a backend has started.
+    """
+    index, count, place = cluster.index, cluster.count, cluster.place
+    wait, heartbeat = (_seconds(*option) for option in (WAIT, HEARTBEAT))
+    if index == 0 and "coordinator_address" in cluster.arguments:
+        _require_free_port(place)
+    print(f"process {index} of {count}, waiting for the others at {place}", flush=True)
+    _last_words(f"error: process {index} of {count} has ended before its work was done")
+    # JAX's own time-out aborts with a stack trace, so ours comes first.
+    watchdog = threading.Timer(wait, _give_up, [cluster, wait])
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        jax.distributed.initialize(
+            **cluster.arguments, initialization_timeout=wait + 60, heartbeat_timeout_seconds=heartbeat
+        )
+    except RuntimeError as error:
+        raise InputError(f"process {index} of {count} cannot join: {error}") from error
+    finally:
+        watchdog.cancel()
+
+
+def is_first() -> bool:
+    """Whether this is process 0, which alone writes."""
+    return jax.process_index() == 0
+
+
+def report(line: str) -> None:
+    """Print a line, on process 0 alone."""
+    if is_first():
+        print(line, flush=True)
+
+
+def progress(total: int, what: str, *, done: int = 0, unit: str = "it", is_silent: bool = False) -> Any:
+    """A progress bar with its estimate of the time that is left, on a terminal and on process 0 alone."""
+    is_hidden = is_silent or not is_first()
+    return tqdm(total=total, initial=done, desc=what, unit=unit, disable=True if is_hidden else None)
+
+
+def decide(function: Callable[[], Any]) -> Any:
+    """What `function` returns on process 0, where alone it is called: a value that JSON can hold.
+
+    Its `InputError` is raised on every process, as a `SharedError`.
+    """
+    if jax.process_count() == 1:
+        return function()
+    text = ""
+    if is_first():
+        try:
+            text = json.dumps({"value": function()})
+        except InputError as error:
+            text = json.dumps({"error": str(error)})
+    data = np.frombuffer(text.encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(data.size)))
+    data = multihost_utils.broadcast_one_to_all(data if is_first() else np.zeros(size, np.uint8))
+    outcome = json.loads(data.tobytes())
+    if "error" in outcome:
+        raise SharedError(outcome["error"])
+    return outcome["value"]
+
+
+def gather(array: Any) -> np.ndarray:
+    """The whole of an array, on every process."""
+    return np.asarray(array if jax.process_count() == 1 else multihost_utils.process_allgather(array, tiled=True))
+
+
+def take_turns(function: Callable[[], T]) -> T:
+    """What `function` returns here, called on the first process of each host before the others of that host.
+
+    An `InputError` on any process is raised on every one, as a `SharedError`.
+    """
+    if jax.process_count() == 1:
+        return function()
+    names = multihost_utils.process_allgather(np.uint32(zlib.crc32(socket.gethostname().encode()))).tolist()
+    first = names.index(names[jax.process_index()]) == jax.process_index()
+    results: list[T] = []
+    for turn in (True, False):
+        problem = ""
+        if turn == first:
+            try:
+                results.append(function())
+            except InputError as error:
+                problem = str(error)
+        failed = np.flatnonzero(multihost_utils.process_allgather(np.bool_(problem != "")))
+        if failed.size:
+            raise SharedError(problem or f"process {failed[0]} cannot go on: see its own line")
+    return results[0]
+
+
+def leave(status: int, *, together: bool) -> None:
+    """End the part of this process among several.
+
+    Args:
+      status: to exit with.
+      together: whether all end now; otherwise nobody may be waited for, and the process exits here.
+    """
+    if not jax.distributed.is_initialized() or _messenger is None:
+        return
+    if together:
+        multihost_utils.sync_global_devices("leave")  # process 0 may write for longer than a shutdown waits
+        _say_fine()
+        jax.distributed.shutdown()
+        return
+    if status != 1:  # the reason was printed
+        _say_fine()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _seconds(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdigit() or int(text) == 0:
+        raise InputError(f"{name} must be a positive number of seconds, got {text!r}: change or unset it")
+    return int(text)
+
+
+def _require_free_port(address: str) -> None:
+    """Raise `InputError` where another program listens: JAX would crash, or share the port with a run under way."""
+    port = int(address.rsplit(":", 1)[1])
+    both = socket.has_dualstack_ipv6()
+    try:
+        family = socket.AF_INET6 if both else socket.AF_INET
+        socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
+    except OSError as error:
+        problem = f"port {port} of JAX_COORDINATOR_ADDRESS {address} cannot be used ({error.strerror})"
+        raise InputError(f"{problem}: choose another in all processes") from None
+
+
+def _give_up(cluster: Cluster, wait: int) -> None:
+    """Runs in a thread while the process waits; the others cannot be told."""
+    _say_fine()
+    print(
+        f"error: process {cluster.index} of {cluster.count} has waited {wait} s at {cluster.place}, and not all "
+        f"{cluster.count} came: run the same command on all workers at once, and let them reach that address "
+        f"({WAIT[0]}=SECONDS waits longer)",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(2)
+
+
+def _last_words(line: str) -> None:
+    """Have a line printed if this process ends, however it ends, before `_say_fine`."""
+    global _messenger
+    advice = (
+        "see the lines above and those of the other processes, mend what they say, and run the same command on all "
+        "workers again, which goes on from the newest checkpoint"
+    )
+    _messenger = subprocess.Popen(
+        ["/bin/sh", "-c", _AFTERWARDS, f"{line}: {advice}"], stdin=subprocess.PIPE, start_new_session=True
+    )
+
+
+def _say_fine() -> None:
+    global _messenger
+    if _messenger is not None:
+        _messenger.communicate(b"fine\n")
+        _messenger = None

@@ -1,0 +1,32 @@
+"""Starts JAX as every program wants it: the compilation cache, the other processes, and the device mesh."""
+
+import os
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from l2d_jax.config.schema import MeshConfig
+from l2d_jax.distributed import processes
+from l2d_jax.distributed.cluster import find_cluster
+from l2d_jax.distributed.sharding import make_mesh
+
+
+def start(config: MeshConfig) -> Mesh:
+    """Turn on the persistent compilation cache, join the other processes where there are any, make and set the mesh.
+
+    It can be called again, for another mesh. Raises `InputError` if the sizes do not fit.
+    """
+    if not jax.config.values["jax_compilation_cache_dir"]:
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
+    cluster = None if jax.distributed.is_initialized() else find_cluster(os.environ)
+    if cluster is not None:
+        processes.join(cluster)
+    mesh = make_mesh(config)
+    jax.set_mesh(mesh)
+    return mesh
+
+
+def cache_folder() -> Path:
+    """Where results go that can be computed again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "l2d_jax"

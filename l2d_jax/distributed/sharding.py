@@ -1,0 +1,198 @@
+"""Declares each weight once, and maps its logical axes to the axes of the device mesh.
+
+A module's `declare` returns itself with `Weight` leaves; the functions here turn that one tree into shapes
+(`abstract`), placements (`shardings`) and values (`initialize`).
+
+Why this table: `fsdp` shards the model width of every large matrix, so that weights, gradients and Adam moments shrink
+with the slice; `tensor` shards heads, hidden units and the vocabulary, so that two matrix products of a block need
+one reduction; `data` copies the weights and splits the batch only; `context` splits long sequences, whose keys and
+values are gathered where they are read, and serves the weights as more of `fsdp`. Small axes (LoRA rank, diffusion
+width) stay whole.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from l2d_jax.config.schema import MeshConfig
+from l2d_jax.errors import InputError
+
+Initializer = Callable[..., jax.Array]
+
+Rules: TypeAlias = Mapping[str, str | tuple[str, ...] | None]
+
+RULES: Rules = {
+    "batch": ("data", "fsdp"),
+    "vocab": "tensor",
+    "readout": ("tensor", "fsdp", "context"),  # the vocabulary of an output head: gathering rows copies nothing
+    "embed": ("fsdp", "context"),
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+    "layers": None,  # scanned over
+    "head_dim": None,
+    "length": "context",
+    "embed_activation": None,
+    "hidden": None,
+    "rank": None,
+    "diffusion": None,
+    "condition": None,
+    "frequency": None,
+    "classes": None,
+    "parts": None,  # the six modulation vectors
+}
+GATHERED: Rules = {**RULES, "embed": None, "readout": "tensor"}  # where a weight is used
+
+
+@dataclass(frozen=True)
+class Weight:
+    """The declaration of one array: everything that its users derive its shape, placement and value from."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    init: Initializer
+    dtype: Any = jnp.float32
+
+    def __post_init__(self) -> None:
+        assert len(self.shape) == len(self.axes), (self.shape, self.axes)
+
+
+# The type of a leaf beside its array's: in a declared tree, which only the functions here read, it is a `Weight`. Type
+# checkers need not know, or every use of an array would have to rule it out.
+if TYPE_CHECKING:
+    Declared: TypeAlias = Any
+else:
+    Declared = Weight
+
+
+def shardings(declared: Any, mesh: Mesh) -> Any:
+    """The tree of placements of a declared tree on `mesh`."""
+    return jax.tree.map(lambda w: NamedSharding(mesh, partition(w.axes, w.shape, mesh)), declared)
+
+
+def abstract(declared: Any, mesh: Mesh) -> Any:
+    """The tree of `jax.ShapeDtypeStruct`s of a declared tree, placed on `mesh`."""
+    return jax.tree.map(
+        lambda w, s: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=s), declared, shardings(declared, mesh)
+    )
+
+
+def initialize(declared: Any, key: jax.Array, mesh: Mesh) -> Any:
+    """Initial values, created where they belong; the same numbers on every mesh."""
+
+    def values(key: jax.Array) -> Any:
+        leaves, structure = jax.tree.flatten(declared)
+        keys = jax.random.split(key, len(leaves))
+        return jax.tree.unflatten(structure, [w.init(k, w.shape, w.dtype) for w, k in zip(leaves, keys, strict=True)])
+
+    return jax.jit(values, out_shardings=shardings(declared, mesh))(key)
+
+
+def partition(
+    axes: tuple[str, ...],
+    shape: tuple[int, ...],
+    mesh: Mesh | AbstractMesh,
+    *,
+    rules: Rules = RULES,
+) -> PartitionSpec:
+    """The mesh axes of an array with logical `axes`; a dimension that its mesh axis does not divide stays whole.
+
+    Raises `ValueError` if two dimensions map to one mesh axis.
+    """
+    spec: list[Any] = []
+    for name, size in zip(axes, shape, strict=True):
+        rule = rules[name]
+        used = tuple(axis for axis in ((rule,) if isinstance(rule, str) else rule or ()) if mesh.shape.get(axis, 1) > 1)
+        parts = math.prod(mesh.shape[axis] for axis in used)
+        spec.append((used[0] if len(used) == 1 else used) if used and size % parts == 0 else None)
+    flat = [axis for rule in spec if rule for axis in ((rule,) if isinstance(rule, str) else rule)]
+    if len(flat) != len(set(flat)):
+        raise ValueError(f"logical axes {axes} map twice to one mesh axis: {spec}")
+    return PartitionSpec(*spec)
+
+
+def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
+    """The device mesh of a config; raises `InputError` if the sizes do not multiply to the number of devices."""
+    devices = devices or jax.devices()
+    sizes = dataclasses.asdict(config)
+    fixed = 1
+    for size in sizes.values():
+        fixed *= max(size, 1)
+    sizes = {name: len(devices) // fixed if size == -1 else size for name, size in sizes.items()}
+    total = math.prod(sizes.values())
+    if total != len(devices):
+        wanted = " x ".join(f"{name}={size}" for name, size in sizes.items())
+        raise InputError(f"config.mesh {wanted} needs {total} devices, found {len(devices)}: change config.mesh")
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if slices == 1:
+        return jax.make_mesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes), devices=devices)
+    # Between slices the network is slow: only what crosses it least may lie there, copies before shards of weights.
+    across = next((name for name in ("data", "fsdp") if sizes[name] % slices == 0), None)
+    if across is None:
+        raise InputError(
+            f"{slices} slices need config.mesh.data or fsdp to be a multiple of {slices}, got data={sizes['data']} "
+            f"fsdp={sizes['fsdp']}: try --config.mesh.data={slices}"
+        )
+    between = {name: slices if name == across else 1 for name in sizes}
+    within = [size // between[name] for name, size in sizes.items()]
+    arranged = mesh_utils.create_hybrid_device_mesh(
+        within, list(between.values()), devices, allow_split_physical_axes=True
+    )
+    return Mesh(arranged, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """The placement of a batch: examples over `data` x `fsdp`."""
+    return NamedSharding(mesh, PartitionSpec(RULES["batch"]))
+
+
+def spread(array: np.ndarray) -> jax.Array:
+    """Place an array that every process has: rows over `data` x `fsdp` of the set mesh, where these divide them."""
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty or mesh.size == 1:
+        return jnp.asarray(array)
+    rows = partition(("batch",), array.shape[:1], mesh)
+    return jax.make_array_from_callback(array.shape, NamedSharding(mesh, rows), lambda index: array[index])
+
+
+def axis_size(axis: str) -> int:
+    """Devices along an axis of the mesh that is set; 1 where none is."""
+    size: int = dict(jax.sharding.get_abstract_mesh().shape).get(axis, 1)
+    return size
+
+
+def platform() -> str:
+    """What programs are being compiled for: the devices of the mesh that is set, otherwise JAX's own."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None or device.platform is None else str(device.platform)
+
+
+def local_rows(mesh: Mesh, count: int, devices: Iterable[jax.Device] | None = None) -> list[int]:
+    """The rows of a batch of `count` that lie on `devices` (None: those of this process), in rising order.
+
+    Processes whose devices differ in the `tensor` axis alone hold the same rows.
+    """
+    ranges = batch_sharding(mesh).devices_indices_map((count,))
+    held = mesh.local_devices if devices is None else devices
+    return sorted({row for device in held for row in range(*ranges[device][0].indices(count))})
+
+
+def constrain(x: jax.Array, *axes: str) -> jax.Array:
+    """Ask the partitioner to keep `x` on its logical `axes`, inside `jax.set_mesh`; elsewhere `x` as it is."""
+    return place(x, axes)
+
+
+def place(x: jax.Array, axes: tuple[str, ...], *, rules: Rules = RULES) -> jax.Array:
+    """`constrain` by rules of one's own."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, partition(axes, x.shape, mesh, rules=rules))

@@ -1,0 +1,1 @@
+"""The paper's tasks: prompts, answers, scores and their statistics."""

@@ -1,0 +1,1 @@
+"""Runs programs that a model has written, isolated from everything else."""

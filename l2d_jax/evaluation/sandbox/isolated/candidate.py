@@ -1,0 +1,76 @@
+"""One of two isolated processes: runs a candidate's source, then its functions as the grader calls them.
+
+Nothing that happens here is trusted. A candidate may take over the whole process; all it can do then is to send other
+plain data, which it could have returned anyway.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from l2d_jax.evaluation.sandbox.isolated.plain_data import (
+    Channel,
+    ClosedError,
+    NotPlainError,
+    TooLargeError,
+    decode,
+    encode,
+)
+from l2d_jax.evaluation.sandbox.isolated.restraint import restrain
+
+
+def main() -> None:
+    """Serve until the grader ends; reads the task from standard input, the descriptors from the command line."""
+    incoming, outgoing = map(int, sys.argv[1:])
+    task = json.loads(sys.stdin.buffer.read())
+    restrain(task["limits"], task["account"])
+    channel = Channel(incoming, outgoing, limit=task["limits"]["output_bytes"])
+    channel.send({"started": True})
+    module = type(sys)("candidate")  # not "__main__": a solution's own trials are not part of it
+    sys.modules["candidate"] = module  # where dataclasses look their fields' types up
+
+    def load() -> None:
+        exec(_compile(task["source"]), module.__dict__)
+
+    def call(request: dict[str, Any]) -> Any:
+        name, arguments, keywords = decode(request["call"])
+        if name not in module.__dict__:
+            raise NameError(f"name '{name}' is not defined")
+        return module.__dict__[name](*arguments, **keywords)
+
+    try:
+        channel.send(_answer(load))
+        while True:
+            request = channel.receive()
+            answer = _answer(partial(call, request))
+            try:
+                channel.send(answer)
+            except TooLargeError as error:
+                channel.send({"too_large": str(error)})
+    except ClosedError:
+        pass
+
+
+def _compile(source: str) -> Any:
+    try:
+        return compile(source, "candidate", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:  # ValueError: NUL bytes, broken unicode
+        raise SyntaxError(str(error)) from None
+
+
+def _answer(work: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        return {"result": encode(work())}
+    except NotPlainError as error:
+        return {"not_plain": str(error)}
+    except BaseException as error:  # SystemExit too: it is the candidate that ends, not its process
+        return {"error": [type(error).__name__, _text(error)]}
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)[:1000]
+    except BaseException:
+        return ""

@@ -1,0 +1,119 @@
+"""The other isolated process: runs the grader's tests against a candidate that it can only call, and reports.
+
+The pipe on which it reports is held by no process of the candidate's. Whatever goes wrong here counts as not passed.
+"""
+
+import builtins
+import json
+import os
+import sys
+from typing import Any, NoReturn
+
+from l2d_jax.evaluation.sandbox.isolated.plain_data import (
+    Channel,
+    ClosedError,
+    MalformedError,
+    NotPlainError,
+    TooLargeError,
+    decode,
+    encode,
+)
+from l2d_jax.evaluation.sandbox.isolated.restraint import restrain
+
+# Raised inside map() or next(), these would end a loop of the tests early, and quietly.
+_RESERVED = (StopIteration, StopAsyncIteration)
+
+
+def main() -> None:
+    """Run the tests once; reads the task from standard input, the descriptors from the command line."""
+    incoming, outgoing, verdict = map(int, sys.argv[1:])
+    task = json.loads(sys.stdin.buffer.read())
+    restrain(task["limits"], task["account"])
+    channel = Channel(incoming, outgoing, limit=task["limits"]["output_bytes"])
+    report = Channel(-1, verdict, limit=2**16)
+    try:
+        channel.receive()  # from the candidate's process, before it has seen the candidate
+    except ClosedError:
+        os._exit(1)
+    report.send({"started": True})
+    grader = _Grader(channel, report)
+    grader.grade(task["setup"], task["tests"], task["names"])
+
+
+class _Grader:
+    def __init__(self, channel: Channel, report: Channel):
+        self._channel, self._report = channel, report
+
+    def grade(self, setup: str, tests: str, names: list[str]) -> NoReturn:
+        try:
+            self._result()  # of running the candidate's source
+            space: dict[str, Any] = {"__name__": "tests"}
+            exec(compile(setup, "setup", "exec", dont_inherit=True), space)
+            space.update((name, self._proxy(name)) for name in names)
+            exec(compile(tests, "tests", "exec", dont_inherit=True), space)
+        except BaseException as error:
+            self._end(_reason(error))
+        self._end("passed")
+
+    def _proxy(self, name: str) -> Any:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            try:
+                request = encode([name, arguments, keywords])
+            except NotPlainError as error:
+                self._end(f"not plain data: {error} as an argument")
+            try:
+                self._channel.send({"call": request})
+            except ClosedError:
+                self._end("ended")
+            except TooLargeError as error:
+                self._end(f"too large: {error} of arguments")
+            return self._result()
+
+        return call
+
+    def _result(self) -> Any:
+        """What the candidate has answered; ends the grading, whatever the tests catch, where it has not."""
+        try:
+            message = self._channel.receive()
+            [(kind, content)] = message.items()
+            if kind == "result":
+                return decode(content)
+            name, text = content if kind == "error" else (kind, content)
+            if not isinstance(name, str) or not isinstance(text, str):
+                raise MalformedError("not text")
+        except ClosedError:
+            self._end("ended")
+        except TooLargeError as error:
+            self._end(f"too large: {error}")
+        except (ValueError, TypeError):
+            self._end("malformed: not an answer of the candidate's process")
+        if kind == "not_plain":
+            self._end(f"not plain data: {text}")
+        if kind == "too_large":
+            self._end(f"too large: {text}")
+        raise _exception(name, text)
+
+    def _end(self, reason: str) -> NoReturn:
+        self._report.send({"reason": reason[:300]})
+        os._exit(0)
+
+
+def _exception(name: str, text: str) -> Exception:
+    kind = getattr(builtins, name, None)
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _RESERVED):
+        try:
+            return kind(text)
+        except TypeError:  # UnicodeDecodeError and its kin want more than a text
+            pass
+    return RuntimeError(f"{name}: {text}")
+
+
+def _reason(error: BaseException) -> str:
+    text = str(error)
+    if isinstance(error, AssertionError):
+        return f"assertion failed: {text}" if text else "assertion failed"
+    if isinstance(error, MemoryError):
+        return "memory"
+    if isinstance(error, SyntaxError):
+        return f"syntax error: {text}"
+    return f"exception {type(error).__name__}: {text}"

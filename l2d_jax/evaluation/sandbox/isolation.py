@@ -1,0 +1,144 @@
+"""Starts a process that sees next to nothing: bubblewrap's namespaces, a filter of system calls, resource limits.
+
+What it sees is the standard library of Python and the system's shared libraries, read-only and without installed
+packages; an empty folder of bounded size, which is gone afterwards; and the pipes that it is given. There is no
+network, no /proc, no environment and no process but its own.
+
+Started by root, the process becomes a user of its own, whose threads the kernel limits, while it does not limit
+root's. An ordinary user's process stays that user's, in a user namespace, and so does root's without an account.
+"""
+
+import compileall
+import dataclasses
+import functools
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from l2d_jax.evaluation.sandbox import seccomp
+
+_SOURCES = Path(__file__).parent / "isolated"
+_PACKAGE = f"{__package__}.isolated"  # by which its files import one another
+_CODE = "/code"  # where that package is found inside
+_NULL = Path("/dev/null")
+_LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64")
+_ROOT = ("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try")
+_ROOT_MAY = ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")  # until it has become another user
+_ANYONE = ("--unshare-all", "--unshare-user", "--disable-userns")
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What one candidate may use; its grader may use as much again."""
+
+    seconds: float = 10.0  # of wall clock, from when both processes have started
+    cpu_seconds: int = 10
+    memory: int = 2**30  # bytes of address space
+    threads: int = 16
+    file_bytes: int = 2**24  # per file
+    folder_bytes: int = 2**24  # of the temporary folder, which lies in memory
+    output_bytes: int = 2**24  # of one answer
+
+
+def start(
+    role: str,
+    pipes: Sequence[int],
+    *,
+    bwrap: str,
+    task: Mapping[str, Any],
+    limits: Limits,
+    account: int | None,
+) -> subprocess.Popen[bytes]:
+    """Start `main` of a module of the package `isolated` in isolation.
+
+    Killing the process that is returned kills all that is inside. The thread that calls this must outlive it.
+
+    Args:
+        role: the module.
+        pipes: descriptors that it keeps; their numbers are its command line.
+        bwrap: path of bubblewrap.
+        task: what it reads from standard input, as JSON, with the limits and the account.
+        limits: enforced inside, but for the wall clock, which is the caller's.
+        account: number of the user that it becomes, if this process is root; None: no other.
+    """
+    alive = f"import os, sys; os.write(2, b'.'); sys.path.insert(0, {_CODE!r})"
+    entry = f"{alive}; from {_PACKAGE}.{role} import main; main()"
+    filtered, writer = os.pipe()
+    try:
+        with open(writer, "wb") as file:
+            # The kernel sets root no limit of threads, so as root it is one.
+            file.write(seccomp.program(threads=account is not None or os.geteuid() != 0))
+        process = subprocess.Popen(
+            [
+                *(bwrap, *(_ANYONE if account is None else _ROOT), "--cap-drop", "ALL"),
+                *(() if account is None else _ROOT_MAY),
+                *("--die-with-parent", "--new-session", "--clearenv", "--seccomp", str(filtered)),
+                *_mounts(limits.folder_bytes),
+                *(_interpreter(), "-I", "-S", "-c", entry, *map(str, pipes)),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            pass_fds=(filtered, *pipes),
+            env={},
+            cwd="/",
+        )
+    finally:
+        os.close(filtered)
+    assert process.stdin is not None
+    assert isinstance(process.stderr, io.BufferedReader)
+    # Not before it shows that it runs: from then on it dies with this process. Until then, it waits for its task, and
+    # ends without.
+    process.stderr.peek(1)
+    try:
+        with process.stdin as file:
+            file.write(json.dumps({**task, "limits": dataclasses.asdict(limits), "account": account}).encode())
+    except BrokenPipeError:
+        pass  # it has not started: what it says about that is on its standard error
+    return process
+
+
+def compile_sources() -> None:
+    """Write the bytecode of what runs inside, as an import would: without, a process starts 16 ms later."""
+    if not sys.dont_write_bytecode:
+        compileall.compile_dir(_SOURCES, quiet=2)
+
+
+def _interpreter() -> str:
+    # A virtual environment's own is a link to it, or a copy that would look for its environment.
+    return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+
+
+@functools.cache
+def _mounts(folder_bytes: int) -> tuple[str, ...]:
+    return tuple(_mount(folder_bytes))
+
+
+def _mount(folder_bytes: int) -> Iterator[str]:
+    prefixes = {os.path.realpath(prefix) for prefix in (sys.base_prefix, sys.base_exec_prefix)}
+    libraries = [Path(prefix, name) for prefix in sorted(prefixes) for name in ("lib", "lib64")]
+    folders = dict.fromkeys([*map(Path, _LIBRARIES), *libraries])
+    folders = dict.fromkeys(folder for folder in folders if folder.is_dir())
+    files = [Path(_interpreter()), *(path for path in [Path("/etc/ld.so.cache")] if path.exists())]
+    inside = Path(_CODE, *_PACKAGE.split("."))
+    parents = {parent for path in [*folders, *files, inside, _NULL] for parent in path.parents}
+    for parent in sorted(parents - {Path("/"), *folders}):
+        yield from ("--perms", "0755", "--dir", str(parent))
+    for folder in folders:
+        if folder.is_symlink():
+            yield from ("--symlink", os.readlink(folder), str(folder))
+            continue
+        yield from ("--ro-bind", str(folder), str(folder))
+        for packages in folder.glob("python3*/*-packages"):  # some hold the answers
+            yield from ("--size", "4096", "--perms", "0555", "--tmpfs", str(packages), "--remount-ro", str(packages))
+    for file in files:
+        yield from ("--ro-bind", str(file), str(file))
+    yield from ("--ro-bind", str(_SOURCES), str(inside))
+    yield from ("--dev-bind", str(_NULL), str(_NULL))
+    yield from ("--size", str(folder_bytes), "--perms", "1777", "--tmpfs", "/tmp", "--chdir", "/tmp")
+    yield from ("--remount-ro", "/")

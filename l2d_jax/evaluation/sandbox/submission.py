@@ -1,0 +1,147 @@
+"""One candidate's source, the two isolated processes that judge it, and their verdict."""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO, NamedTuple
+
+from l2d_jax.errors import RunError
+from l2d_jax.evaluation.sandbox import isolation
+from l2d_jax.evaluation.sandbox.isolation import Limits
+
+NOT_PLAIN = "not plain data"
+_START_SECONDS = 60.0  # for two processes to start, on a machine that is busy
+_REPORT_BYTES = 2**16
+_REASON_LENGTH = 200
+_SIGNALS = {signal.SIGXCPU: "CPU time", signal.SIGKILL: "killed"}
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A candidate's source and how it is judged."""
+
+    candidate: str  # source that defines the functions
+    tests: str  # source that raises where one of them is wrong; it calls them by their names
+    names: tuple[str, ...]  # those functions; whatever else the tests use must be in `setup`
+    setup: str = ""  # source that comes before the tests: the data set's, never the candidate's
+
+
+class Verdict(NamedTuple):
+    """Whether the tests passed, and one line of why not."""
+
+    passed: bool
+    reason: str
+
+    @property
+    def not_plain(self) -> bool:
+        """Whether it could not be judged, since something between tests and candidate is not plain data."""
+        return self.reason.startswith(NOT_PLAIN)
+
+
+def judge(
+    submission: Submission, *, bwrap: str, limits: Limits, accounts: tuple[int, int] | tuple[None, None]
+) -> Verdict:
+    """Judge a submission in two new isolated processes, which are gone afterwards.
+
+    Args:
+        submission: what to judge.
+        bwrap: path of bubblewrap.
+        limits: of each process.
+        accounts: users that the two become, for root; see `isolation.start`.
+
+    Raises:
+        RunError: one of them has not started.
+    """
+    with contextlib.ExitStack() as stack:
+        # The candidate's process and the tests' talk to each other; this one hears the tests' alone.
+        requests, requesting = _pipe(stack)
+        answers, answering = _pipe(stack)
+        report, reporting = _pipe(stack)
+
+        def start(role: str, pipes: Sequence[BinaryIO], task: Mapping[str, Any], account: int | None) -> Any:
+            numbers = [pipe.fileno() for pipe in pipes]
+            process = isolation.start(role, numbers, bwrap=bwrap, task=task, limits=limits, account=account)
+            stack.callback(_end, process)
+            return process
+
+        tests = {"setup": submission.setup, "tests": submission.tests, "names": submission.names}
+        candidate = start("candidate", (requests, answering), {"source": submission.candidate}, accounts[0])
+        grader = start("grader", (answers, requesting, reporting), tests, accounts[1])
+        for pipe in (requests, requesting, answers, answering, reporting):
+            pipe.close()  # so that each pipe ends when its process does
+        if _message(report, _START_SECONDS) is None:
+            raise RunError(_complaint(candidate, grader))
+        try:
+            message = _message(report, limits.seconds)
+        except TimeoutError:
+            return Verdict(passed=False, reason="timeout")
+        if message is None:
+            return Verdict(passed=False, reason=f"the tests' process: {_ending(grader)}")
+        reason = message["reason"]
+        return Verdict(passed=reason == "passed", reason=_ending(candidate) if reason == "ended" else _line(reason))
+
+
+def _pipe(stack: contextlib.ExitStack) -> tuple[BinaryIO, BinaryIO]:
+    reader, writer = os.pipe()
+    return stack.enter_context(open(reader, "rb", buffering=0)), stack.enter_context(open(writer, "wb", buffering=0))
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    assert process.stderr is not None
+    process.stderr.close()
+
+
+def _message(report: BinaryIO, seconds: float) -> dict[str, Any] | None:
+    """The next message of the tests' process, None where it has ended; raises `TimeoutError`."""
+    end = time.monotonic() + seconds
+    length = _read(report, 4, end)
+    content = length and _read(report, min(int.from_bytes(length, "big"), _REPORT_BYTES), end)
+    return json.loads(content) if content else None
+
+
+def _read(report: BinaryIO, count: int, end: float) -> bytes | None:
+    data = b""
+    waiting = select.poll()  # unlike select(), it takes descriptors beyond 1023
+    waiting.register(report, select.POLLIN)
+    while len(data) < count:
+        if not waiting.poll(max(0.0, end - time.monotonic()) * 1000):
+            raise TimeoutError
+        part = report.read(count - len(data))
+        if not part:
+            return None
+        data += part
+    return data
+
+
+def _complaint(*processes: subprocess.Popen[bytes]) -> str:
+    """What processes that have not started say about it."""
+    said = []
+    for process in processes:
+        process.kill()
+        assert process.stderr is not None
+        said += process.stderr.read().decode(errors="replace").strip(".").splitlines()[-1:]
+    return _line(said[0]) if said else "an isolated process has not started, and does not say why"
+
+
+def _ending(process: subprocess.Popen[bytes]) -> str:
+    try:
+        status = process.wait(timeout=1)
+    except subprocess.TimeoutExpired:
+        return "closed its pipe"
+    if status <= 128:
+        return f"ended with status {status}"
+    number = signal.Signals(status - 128) if status - 128 in set(signal.Signals) else None
+    return _SIGNALS.get(number, f"crashed: {number.name}") if number else f"ended with status {status}"
+
+
+def _line(text: str) -> str:
+    """One printable line: candidates write what becomes a part of it."""
+    return "".join(character if character.isprintable() else " " for character in text)[:_REASON_LENGTH].strip()

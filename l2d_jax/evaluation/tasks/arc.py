@@ -1,0 +1,60 @@
+r"""ARC-Easy and ARC-Challenge: science questions from school exams (Clark et al., 2018).
+
+    user       Question:\nWhich is a star?\nChoices:\nA. Mars\nB. the Sun\n\nAnswer:
+    assistant  B
+
+Some questions number their options, and the labels stay as they are. The examples are the first five of the validation
+split. 2376 and 1172 questions in the test splits: the data sets' own sizes.
+"""
+
+from typing import Any
+
+from l2d_jax.errors import InputError
+from l2d_jax.evaluation.tasks import multiple_choice
+from l2d_jax.evaluation.tasks.dataset import Dataset
+from l2d_jax.evaluation.tasks.problem import Item, Row, text_of, texts_of
+from l2d_jax.evaluation.tasks.task import Task
+
+
+def word(row: Row) -> Item:
+    """A row as the release words it."""
+    given: Any = row["choices"]
+    if not (isinstance(given, dict) and {"label", "text"} <= given.keys()):
+        raise InputError(f"'choices' must hold the lists 'label' and 'text', got {given!r:.60}")
+    labels, options = texts_of(given, "label"), texts_of(given, "text")
+    if len(labels) != len(options) or not all(len(label) == 1 and label.isalnum() for label in labels):
+        raise InputError(f"each option needs a label of one character, got {labels} for {len(options)} options")
+    multiple_choice.lettered(options)
+    right = text_of(row, "answerKey")
+    if right not in labels:
+        raise InputError(f"the answer must be one of the labels {', '.join(labels)}, got {right!r}: mend it")
+    question = multiple_choice.listed(text_of(row, "question"), labels, options, heads=("Question", "Choices"))
+    return Item(
+        question=f"{question}\nAnswer:",
+        answer=right,
+        reference=(right, *options),
+        options=tuple(labels),
+        request=question + multiple_choice.REQUEST,
+    )
+
+
+def _task(name: str, *, subset: str, rows: dict[str, int]) -> Task:
+    return Task(
+        name=name,
+        dataset=Dataset(
+            name=name,
+            hub="allenai/ai2_arc",
+            subset=subset,
+            columns=("question", "choices", "answerKey"),
+            split="test",
+            shot_split="validation",
+            rows=rows,
+        ),
+        word=word,
+        judge=multiple_choice.judge,
+        size=rows["test"],
+    )
+
+
+ARC_EASY = _task("arc_easy", subset="ARC-Easy", rows={"train": 2251, "validation": 570, "test": 2376})
+ARC_CHALLENGE = _task("arc_challenge", subset="ARC-Challenge", rows={"train": 1119, "validation": 299, "test": 1172})

@@ -1,0 +1,55 @@
+"""Scoring of code: programs for the sandbox, and its verdicts as scores."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from l2d_jax.evaluation.tasks.problem import Problem, Program, Run, Score
+
+FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|$)", flags=re.DOTALL | re.IGNORECASE)
+
+
+class Tests(NamedTuple):
+    """The reference of a problem of code."""
+
+    tests: str  # source that raises unless the program is right
+    names: tuple[str, ...]  # what of the program the tests call
+    setup: str  # source of the data set that the tests need before them: helpers, imports
+
+
+def fenced(completion: str) -> str:
+    r"""The first fenced block of code, or all of a completion without one.
+
+    >>> fenced("Here it is:\n```python\nx = 1\n```\nThis sets x.")
+    'x = 1'
+    """
+    found = FENCE.search(completion)
+    return found[1] if found else completion
+
+
+def grade(
+    problems: Sequence[Problem],
+    completions: Sequence[str],
+    *,
+    candidates: Callable[[Problem, str], tuple[str, str]],
+    run: Run,
+) -> list[Score]:
+    """Run the strict and the relaxed candidate of each completion, once where they are the same program.
+
+    What passes the strict way counts as right the relaxed way too.
+    """
+    pairs = [candidates(problem, text) for problem, text in zip(problems, completions, strict=True)]
+    places: dict[tuple[int, str], int] = {}
+    programs: list[Program] = []
+    for number, (problem, pair) in enumerate(zip(problems, pairs, strict=True)):
+        for kind, candidate in zip(("strict", "relaxed"), dict.fromkeys(pair), strict=False):
+            places[number, candidate] = len(programs)
+            programs.append(Program(f"{problem.id}#{number} {kind}", candidate, *problem.reference))
+    verdicts = run(programs)
+    assert len(verdicts) == len(programs)
+    scores = []
+    for number, pair in enumerate(pairs):
+        strict, relaxed = (verdicts[places[number, candidate]] for candidate in pair)
+        reason = "" if strict.passed else str(strict.reason)
+        scores.append(Score(float(strict.passed), float(strict.passed or relaxed.passed), *pair, reason))
+    return scores

@@ -1,0 +1,45 @@
+"""Where a task's rows come from: folders of files, or the hub."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+
+from l2d_jax.data.rows import find_file, read_file, read_hub, require_columns
+from l2d_jax.errors import InputError
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Where rows come from."""
+
+    name: str  # folder below `data_dir`
+    hub: str  # id of the data set
+    columns: tuple[str, ...]  # that a row must have
+    split: str  # that the paper scores
+    shot_split: str  # that the examples of a prompt are from
+    rows: Mapping[str, int]  # of each split, where all is there
+    subset: str | None = None  # of the hub's; None: it has one alone
+    revision: str | None = None  # of the hub's; None: the newest
+
+    def read(self, split: str, *, data_dir: str | None = None) -> datasets.Dataset:
+        """The rows of a split, from `data_dir/<name>/<split>.jsonl` or `.parquet`, or from the hub.
+
+        Raises `InputError` where they cannot be read, lack a column, or are more than the data set has.
+        """
+        if data_dir is None:
+            remedy = "check the network, or put the rows into a folder and give it with --data_dir"
+            place = self.hub
+            rows = read_hub(self.hub, self.subset, split=split, revision=self.revision, remedy=remedy)
+        else:
+            file = find_file(Path(data_dir, self.name), split)
+            place = str(file)
+            rows = read_file(file)
+        require_columns(rows, self.columns, name=place)
+        known = self.rows.get(split)
+        if known is not None and (len(rows) > known or (data_dir is None and len(rows) != known)):
+            raise InputError(
+                f"split {split!r} of {self.hub} has {known} rows, but {place} has {len(rows)}: get it again"
+            )
+        return rows

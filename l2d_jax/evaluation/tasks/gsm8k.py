@@ -1,0 +1,83 @@
+r"""GSM8K: grade-school word problems whose worked solutions end with the number (Cobbe et al., 2021).
+
+    user       Tom has 3 bags of 4 apples. How many apples has he?
+    assistant  Tom has 3*4 = <<3*4=12>>12 apples.\n#### 12
+
+The strict answer is the first number after "#### ", compared as text: "12." is not "12". With thoughts there are eight
+examples, and tokens are drawn greedily: the usual prompt's examples are others' sentences (Wei et al., 2022), so ours
+are the first eight of the train split, whose solutions are chains of thought. 1319 problems in the test split: the data
+set's own size.
+"""
+
+import re
+from decimal import Decimal
+
+from l2d_jax.errors import InputError
+from l2d_jax.evaluation.tasks.dataset import Dataset
+from l2d_jax.evaluation.tasks.problem import Item, Problem, Row, Score, text_of
+from l2d_jax.evaluation.tasks.task import Task
+
+NUMBER = re.compile(r"(?:(?<![\w.)])-)?\d[\d,]*(?:\.\d+)?")
+
+
+def marked_number(completion: str) -> str | None:
+    r"""The strict rule.
+
+    >>> marked_number("3 * 400 = 1200.\n#### 1,200 apples\n#### 7")
+    '1200'
+    >>> marked_number("####12") is None
+    True
+    """
+    found = re.search(r"#### (-?[0-9.,]+)", completion)
+    return found[1].replace(",", "") if found else None
+
+
+def last_number(completion: str) -> str | None:
+    """The relaxed rule: the first number behind the last "####" or "answer is", else the last number.
+
+    >>> last_number("So he pays $1,200.50 in total.")
+    '1200.50'
+    >>> last_number("The answer is -3. That is 3 less.")
+    '-3'
+    """
+    text = completion.replace("$", "").replace("\\", "")
+    _, *behind = re.split(r"####|answer is|answer:", text, flags=re.IGNORECASE)
+    numbers = NUMBER.findall(behind[-1]) if behind else []
+    numbers = numbers[:1] or NUMBER.findall(text)
+    return numbers[-1].replace(",", "") if numbers else None
+
+
+def word(row: Row) -> Item:
+    """A row as the release words it."""
+    question, answer = text_of(row, "question"), text_of(row, "answer")
+    reference = marked_number(answer)
+    if reference is None or not NUMBER.fullmatch(reference):
+        raise InputError(f"the answer must end with '#### ' and a number, got {answer[-30:]!r}: mend it")
+    return Item(question=question, answer=answer, reference=reference, thought=answer)
+
+
+def judge(problem: Problem, completion: str) -> Score:
+    """Compare the strict answer as text, the relaxed one as a number."""
+    right, strict, relaxed = problem.reference, marked_number(completion), last_number(completion)
+    is_equal = relaxed is not None and Decimal(relaxed) == Decimal(right)
+    reason = "" if strict == right and is_equal else "no number after ####" if strict is None else f"{right} is right"
+    return Score(float(strict == right), float(is_equal), strict, relaxed, reason)
+
+
+GSM8K = Task(
+    name="gsm8k",
+    dataset=Dataset(
+        name="gsm8k",
+        hub="openai/gsm8k",
+        subset="main",
+        columns=("question", "answer"),
+        split="test",
+        shot_split="train",
+        rows={"train": 7473, "test": 1319},
+    ),
+    word=word,
+    judge=judge,
+    category="math",
+    thought_shots=8,
+    size=1319,
+)

@@ -1,0 +1,92 @@
+r"""HumanEval: functions to complete from their docstring (Chen et al., 2021), in two wordings.
+
+InstructHumanEval, the paper's, asks in words and begins the answer itself; the model goes on from the signature:
+
+    user       Write a function add(a, b) to solve the following problem:\nThe sum.
+    assistant  def add(a, b):
+
+HumanEval, in the release too, shows the docstring and expects the body:
+
+    user       def add(a, b):\n    '''The sum.'''\n
+    assistant  (of the examples)     return a + b\n
+
+The strict program is HumanEval's prompt and the completion as it stands; the relaxed one takes a fenced block, a whole
+function, and a body without what is said behind it. The examples are the first five of the one split, test, so 159 of
+its 164 problems, the data set's own size, are scored.
+"""
+
+import re
+
+from l2d_jax.evaluation.tasks.code import Tests, fenced
+from l2d_jax.evaluation.tasks.dataset import Dataset
+from l2d_jax.evaluation.tasks.problem import Item, Problem, Row, Sampling, text_of
+from l2d_jax.evaluation.tasks.task import Task
+
+GOES_ON = re.compile(r"\s|def |class |import |from |@|#|[)\]}]|$")  # how a line begins that may belong to a program
+
+
+def word(row: Row) -> Item:
+    """A row of HumanEval as the release words it."""
+    prompt, name = text_of(row, "prompt"), text_of(row, "entry_point")
+    tests = f"{text_of(row, 'test')}\ncheck({name})"
+    return Item(
+        question=prompt,
+        answer=text_of(row, "canonical_solution"),
+        reference=Tests(tests, (name,), prompt),  # three problems' tests call helpers that the prompt defines
+        id=text_of(row, "task_id"),
+    )
+
+
+def word_instruction(row: Row) -> Item:
+    """A row of InstructHumanEval as the release words it."""
+    return word(row)._replace(question=text_of(row, "instruction"), opening=text_of(row, "context"))
+
+
+def candidates(problem: Problem, completion: str) -> tuple[str, str]:
+    """The strict and the relaxed program."""
+    _, (name,), prompt = problem.reference
+    code = fenced(completion)
+    if re.search(rf"^(?:async )?def {name}\b", code, flags=re.MULTILINE):
+        head = re.split(rf"^def {name}\b", prompt, maxsplit=1, flags=re.MULTILINE)[0]  # imports and helpers
+        return prompt + completion, head + code
+    lines = code.split("\n")
+    end = next((number for number, line in enumerate(lines) if number and not GOES_ON.match(line)), len(lines))
+    return prompt + completion, prompt + "\n".join(lines[:end])
+
+
+SAMPLING = Sampling(max_new_tokens=512, samples=10, velocity_temperature=1.0, anneal=True)
+COLUMNS = ("task_id", "prompt", "canonical_solution", "entry_point", "test")
+
+INSTRUCT_HUMANEVAL = Task(
+    name="instructhumaneval",
+    dataset=Dataset(
+        name="instructhumaneval",
+        hub="codeparrot/instructhumaneval",
+        columns=(*COLUMNS, "instruction", "context"),
+        split="test",
+        shot_split="test",
+        rows={"test": 164},
+    ),
+    word=word_instruction,
+    candidates=candidates,
+    category="coding",
+    sampling=SAMPLING,
+    size=159,
+)
+
+HUMANEVAL = Task(
+    name="humaneval",
+    dataset=Dataset(
+        name="humaneval",
+        hub="openai/openai_humaneval",
+        columns=COLUMNS,
+        split="test",
+        shot_split="test",
+        rows={"test": 164},
+    ),
+    word=word,
+    candidates=candidates,
+    category="coding",
+    sampling=SAMPLING,
+    size=159,
+)

@@ -1,0 +1,79 @@
+r"""MATH: competition problems whose worked solutions end with a boxed answer (Hendrycks et al., 2021).
+
+    user       What is $1 + 1$?
+    assistant  We have $1 + 1 = \boxed{2}.$
+
+The examples are five rows of the train split, equally spaced; they think already, so prompts with thoughts differ in
+nothing but the greedy draw. The strict rules are in `latex`; the relaxed one is math-verify's. lighteval/MATH, which
+the release reads, has left the hub; DigitalLearningGmbH/MATH-lighteval is its replacement, row by row. The test split
+has 5000 rows; the release does not count those whose solution has no `\boxed{}` with braces, so no size is asserted.
+"""
+
+import logging
+import threading
+from functools import lru_cache
+from typing import Any
+
+import math_verify
+
+from l2d_jax.evaluation.tasks import math_answers
+from l2d_jax.evaluation.tasks.dataset import Dataset
+from l2d_jax.evaluation.tasks.problem import Item, Problem, Row, Score, text_of
+from l2d_jax.evaluation.tasks.task import Task
+
+SECONDS = 5  # for reading an answer, and for comparing: 9^{9^{9}} would take for ever
+
+
+def word(row: Row) -> Item:
+    """A row as the release words it."""
+    solution = text_of(row, "solution")
+    return Item(
+        question=text_of(row, "problem"),
+        answer=solution,
+        reference=math_answers.extract(solution),
+        subject=text_of(row, "type"),
+        thought=solution,
+    )
+
+
+def judge(problem: Problem, completion: str) -> Score:
+    """Compare by the release's rules, and by mathematics."""
+    strict = math_answers.extract(completion)
+    is_strict = strict is not None and math_answers.is_same(problem.reference, strict)
+    right, relaxed = _parse(problem.answer), _parse(completion)
+    is_relaxed = math_verify.verify(right, relaxed, timeout_seconds=SECONDS)
+    reason = "" if is_strict and is_relaxed else "no answer" if strict is None else f"{problem.reference} is right"
+    return Score(
+        strict=float(is_strict),
+        relaxed=float(is_relaxed),
+        extracted=None if strict is None else str(strict),
+        relaxed_extracted=str(relaxed[-1]) if relaxed else None,
+        reason=reason,
+    )
+
+
+@lru_cache(maxsize=64)  # a problem's answer is read once for all its samples
+def _parse(text: str) -> list[Any]:
+    # math-verify measures time by alarms, which only the main thread gets; elsewhere it would find nothing, silently.
+    assert threading.current_thread() is threading.main_thread()
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it prints every answer that it gives up on
+    return math_verify.parse(text, parsing_timeout=SECONDS)
+
+
+MATH = Task(
+    name="math",
+    dataset=Dataset(
+        name="math",
+        hub="DigitalLearningGmbH/MATH-lighteval",
+        subset="default",
+        columns=("problem", "solution", "type"),
+        split="test",
+        shot_split="train",
+        rows={"train": 7500, "test": 5000},
+    ),
+    word=word,
+    judge=judge,
+    category="math",
+    is_spaced=True,
+    thought_shots=5,
+)

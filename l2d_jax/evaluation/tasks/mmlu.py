@@ -1,0 +1,59 @@
+r"""MMLU: questions of 57 school and university subjects with four options (Hendrycks et al., 2021).
+
+A prompt has the five examples of the question's subject in the dev split:
+
+    user       Question:\nWhat is 2 + 2?\nChoices:\nA. 3\nB. 4\nC. 5\nD. 6\n\nAnswer:
+    assistant  B
+
+14042 questions in the test split: the data set's own size.
+"""
+
+from l2d_jax.evaluation.tasks import multiple_choice
+from l2d_jax.evaluation.tasks.dataset import Dataset
+from l2d_jax.evaluation.tasks.problem import Item, Row, text_of, texts_of
+from l2d_jax.evaluation.tasks.task import Task
+
+# Classes for guidance as in the release's tasks/constants.py; all other subjects are general knowledge.
+CATEGORIES = {
+    "abstract_algebra": "math",
+    "college_mathematics": "math",
+    "elementary_mathematics": "math",
+    "high_school_mathematics": "math",
+    "high_school_statistics": "math",
+    "high_school_computer_science": "coding",
+}
+
+
+def word(row: Row) -> Item:
+    """A row as the release words it."""
+    options, subject = texts_of(row, "choices"), text_of(row, "subject")
+    letters = multiple_choice.lettered(options)
+    right = multiple_choice.letter_of(row["answer"], letters)
+    question = multiple_choice.listed(text_of(row, "question"), letters, options, heads=("Question", "Choices"))
+    return Item(
+        question=f"{question}\nAnswer:",
+        answer=right,
+        reference=(right, *options),
+        subject=subject,
+        category=CATEGORIES.get(subject),
+        options=letters,
+        request=question + multiple_choice.REQUEST,
+    )
+
+
+MMLU = Task(
+    name="mmlu",
+    dataset=Dataset(
+        name="mmlu",
+        hub="cais/mmlu",
+        subset="all",
+        columns=("question", "subject", "choices", "answer"),
+        split="test",
+        shot_split="dev",
+        rows={"test": 14042, "validation": 1531, "dev": 285},
+    ),
+    word=word,
+    judge=multiple_choice.judge,
+    by_subject=True,
+    size=14042,
+)

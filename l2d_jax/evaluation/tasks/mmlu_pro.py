@@ -1,0 +1,51 @@
+r"""MMLU-Pro: harder questions of 14 subjects with up to ten options (Wang et al., 2024).
+
+A prompt has five examples of the question's subject in the validation split, and no "Answer:" at its end:
+
+    user       Question:\nWhat is 2 + 2?\nChoices:\nA. 3\nB. 4\nC. 5\n
+    assistant  B
+
+With thoughts, the examples' answers are the data set's own chains of thought. 12032 questions in the test split: the
+data set's own size.
+"""
+
+from l2d_jax.evaluation.tasks import multiple_choice
+from l2d_jax.evaluation.tasks.dataset import Dataset
+from l2d_jax.evaluation.tasks.problem import Item, Row, text_of, texts_of
+from l2d_jax.evaluation.tasks.task import Task
+
+
+def word(row: Row) -> Item:
+    """A row as the release words it."""
+    options, subject = texts_of(row, "options"), text_of(row, "category")
+    letters = multiple_choice.lettered(options)
+    right = multiple_choice.letter_of(row["answer_index"], letters)
+    question = multiple_choice.listed(text_of(row, "question"), letters, options, heads=("Question", "Choices"))
+    return Item(
+        question=question,
+        answer=right,
+        reference=(right, *options),
+        subject=subject,
+        category="math" if subject == "math" else None,
+        options=letters,
+        request=question + multiple_choice.REQUEST,
+        thought=text_of(row, "cot_content").removeprefix("A: ") or None,
+    )
+
+
+MMLU_PRO = Task(
+    name="mmlu_pro",
+    dataset=Dataset(
+        name="mmlu_pro",
+        hub="TIGER-Lab/MMLU-Pro",
+        columns=("question", "options", "answer_index", "category", "cot_content"),
+        split="test",
+        shot_split="validation",
+        rows={"test": 12032, "validation": 70},
+    ),
+    word=word,
+    judge=multiple_choice.judge,
+    by_subject=True,
+    thought_shots=5,
+    size=12032,
+)

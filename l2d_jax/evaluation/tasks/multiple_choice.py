@@ -1,0 +1,94 @@
+"""Questions with lettered options: their wording, and the letter in a completion.
+
+The strict rule is the release's: the first of the letters that no other letter or digit follows, wherever it stands
+(also the last letter of a word: "B" in "the GLOB of dust"). The relaxed one looks at what the text calls its answer.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from l2d_jax.errors import InputError
+from l2d_jax.evaluation.tasks.problem import Problem, Score
+
+LETTERS = "ABCDEFGHIJ"
+REQUEST = '\nThink step by step. Then end with the sentence "The answer is (X).", where X is the letter of your choice.'
+
+
+def lettered(options: Sequence[str]) -> tuple[str, ...]:
+    """The letters of so many options; `InputError` beyond J."""
+    if len(options) > len(LETTERS):
+        raise InputError(
+            f"a question has at most {len(LETTERS)} options, A to J, but here are {len(options)}: shorten it"
+        )
+    return tuple(LETTERS[: len(options)])
+
+
+def letter_of(answer: Any, labels: Sequence[str]) -> str:
+    """The label of the option with this number, the first is 0; `InputError` where there is none."""
+    if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < len(labels):
+        raise InputError(f"the answer must be the number of an option, 0 to {len(labels) - 1}, got {answer!r}: mend it")
+    return labels[answer]
+
+
+def listed(question: str, labels: Sequence[str], options: Sequence[str], *, heads: tuple[str, str]) -> str:
+    r"""The wording that the release gives to a question: a head above it, and one above its options.
+
+    >>> listed("Which is red?", ["A", "B"], ["blood", "snow"], heads=("Question", "Choices"))
+    'Question:\nWhich is red?\nChoices:\nA. blood\nB. snow\n'
+    """
+    lines = "".join(f"{label}. {option}\n" for label, option in zip(labels, options, strict=True))
+    return f"{heads[0]}:\n{question}\n{heads[1]}:\n{lines}"
+
+
+def first_letter(completion: str, labels: Sequence[str]) -> str | None:
+    """The strict rule.
+
+    >>> first_letter("(B) is right, not A.", "ABCD")
+    'B'
+    >>> first_letter("GLOB", "ABCD")
+    'B'
+    >>> first_letter("Because", "ABCD") is None
+    True
+    """
+    found = re.search(f"([{''.join(labels)}])(?:[^a-zA-Z0-9]|$)", completion)
+    return found[1] if found else None
+
+
+def named_letter(completion: str, labels: Sequence[str], options: Sequence[str] = ()) -> str | None:
+    """The relaxed rule: the last letter that the text calls its answer, else a letter or an option that stands alone.
+
+    >>> named_letter("A cat is no fish, so the answer is (C).", "ABCD")
+    'C'
+    >>> named_letter("b", "ABCD")
+    'B'
+    >>> named_letter("Snow.", "AB", ["blood", "snow"])
+    'B'
+    """
+    labels = tuple(labels)
+    label = f"([{''.join(labels)}])"
+    called = rf"(?i:\banswer)(?i:\s+is|\s*:)*[\s:*]*(?:\\boxed\{{|\\text\{{|[(\[*\"'])*{label}(?![a-zA-Z0-9])"
+    boxed = rf"\\boxed\{{\s*(?:\\text\w*\{{)?[( ]*{label}[) ]*\}}"
+    for pattern in (called, boxed):
+        if found := re.findall(pattern, completion):
+            return str(found[-1])
+    text = completion.strip().strip("()[]*.:\"' ")
+    if text.upper() in labels:
+        return text.upper()
+    for name, option in zip(labels, options, strict=False):
+        if text.casefold() == option.strip().strip(".").casefold():
+            return name
+    # "A" and "I" are words too, so a letter at the start counts with a sign behind it, elsewhere within brackets alone.
+    found = re.findall(rf"^\W*{label}(?:[).:,*\]]|\s*$|\s*\n)", completion) or re.findall(
+        rf"[(\[]{label}[)\]]", completion
+    )
+    return str(found[-1]) if found else None
+
+
+def judge(problem: Problem, completion: str) -> Score:
+    """Compare both letters with the right one, which is `problem.reference[0]`; the options' texts follow it."""
+    right, *options = problem.reference
+    strict = first_letter(completion, problem.options)
+    relaxed = named_letter(completion, problem.options, options)
+    reason = "" if strict == relaxed == right else "no letter" if strict is None else f"{right} is right"
+    return Score(float(strict == right), float(relaxed == right), strict, relaxed, reason)

@@ -1,0 +1,45 @@
+r"""PIQA: which of two ways reaches a goal in the physical world (Bisk et al., 2020).
+
+    user       Goal:\nKeep soup warm.\nOptions:\nA. Put it into a thermos.\nB. Put it into a sieve.\n\nAnswer:
+    assistant  A
+
+The hub's main branch holds a script, which `datasets` no longer runs: rows come from its own conversion to Parquet.
+The test split has no answers, so the validation split is scored: 1838 questions, the data set's own size.
+"""
+
+from l2d_jax.evaluation.tasks import multiple_choice
+from l2d_jax.evaluation.tasks.dataset import Dataset
+from l2d_jax.evaluation.tasks.problem import Item, Row, text_of
+from l2d_jax.evaluation.tasks.task import Task
+
+
+def word(row: Row) -> Item:
+    """A row as the release words it."""
+    options = [text_of(row, "sol1"), text_of(row, "sol2")]
+    letters = multiple_choice.lettered(options)
+    right = multiple_choice.letter_of(row["label"], letters)
+    question = multiple_choice.listed(text_of(row, "goal"), letters, options, heads=("Goal", "Options"))
+    return Item(
+        question=f"{question}\nAnswer:",
+        answer=right,
+        reference=(right, *options),
+        options=letters,
+        request=question + multiple_choice.REQUEST,
+    )
+
+
+PIQA = Task(
+    name="piqa",
+    dataset=Dataset(
+        name="piqa",
+        hub="ybisk/piqa",
+        revision="refs/convert/parquet",
+        columns=("goal", "sol1", "sol2", "label"),
+        split="validation",
+        shot_split="train",
+        rows={"train": 16113, "validation": 1838, "test": 3084},
+    ),
+    word=word,
+    judge=multiple_choice.judge,
+    size=1838,
+)

@@ -1,0 +1,27 @@
+"""The tasks by their names.
+
+>>> find("gsm8k").size
+1319
+"""
+
+from l2d_jax.config.parsing import nearest
+from l2d_jax.errors import InputError
+from l2d_jax.evaluation.tasks.arc import ARC_CHALLENGE, ARC_EASY
+from l2d_jax.evaluation.tasks.gsm8k import GSM8K
+from l2d_jax.evaluation.tasks.humaneval import HUMANEVAL, INSTRUCT_HUMANEVAL
+from l2d_jax.evaluation.tasks.math import MATH
+from l2d_jax.evaluation.tasks.mbpp import MBPP
+from l2d_jax.evaluation.tasks.mmlu import MMLU
+from l2d_jax.evaluation.tasks.mmlu_pro import MMLU_PRO
+from l2d_jax.evaluation.tasks.piqa import PIQA
+from l2d_jax.evaluation.tasks.task import Task
+
+PAPER = (GSM8K, MATH, INSTRUCT_HUMANEVAL, MBPP, MMLU, MMLU_PRO, PIQA, ARC_EASY, ARC_CHALLENGE)  # in its order
+TASKS = {task.name: task for task in (*PAPER, HUMANEVAL)}
+
+
+def find(name: str) -> Task:
+    """The task of this name; `InputError` where there is none."""
+    if name not in TASKS:
+        raise InputError(f"unknown task {name!r}{nearest(name, TASKS)}")
+    return TASKS[name]

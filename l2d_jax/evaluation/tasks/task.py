@@ -1,0 +1,243 @@
+"""A task: how the rows of a data set become conversations, and how completions of them are scored.
+
+The prompt of a problem is a conversation of a few pairs of question and answer (five in the paper) that ends with the
+problem's question. Two scores are given to a completion. The *strict* one is that of the authors' release
+(github.com/SakanaAI/L2D: `tasks/*.py`, `benchmark.py`, `benchmark_code.py`) with all its quirks, for figures that
+compare with the paper's; the *relaxed* one asks whether a reader would call the answer right.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from transformers import PreTrainedTokenizerFast
+
+from l2d_jax.data.tokenizer import encode, prompt_ids
+from l2d_jax.errors import InputError
+from l2d_jax.evaluation.tasks import code
+from l2d_jax.evaluation.tasks.dataset import Dataset
+from l2d_jax.evaluation.tasks.problem import Item, Problem, Prompts, Row, Run, Sampling, Score
+
+MAX_LENGTH = 2048  # tokens of a prompt and its right answer together: the release's max_seq_len
+GREEDY = Sampling(max_new_tokens=512, temperature=0.0)  # for thoughts; this length is ours
+
+Judge = Callable[[Problem, str], Score]
+Candidates = Callable[[Problem, str], tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A data set, the wording of its rows, and the rules of its scores."""
+
+    name: str
+    dataset: Dataset
+    word: Callable[[Row], Item]
+    judge: Judge | None = None  # of completions that are text
+    candidates: Candidates | None = None  # of completions that are code: the strict and the relaxed program
+    category: str = "general_qa"  # class for guidance
+    shots: int = 5  # examples before each question
+    is_spaced: bool = False  # examples equally spaced in their split, not its first
+    by_subject: bool = False  # examples of the question's own subject
+    thought_shots: int = 0  # examples with prompts "thoughts"; 0: none has any, and the question asks for them
+    sampling: Sampling = field(default_factory=Sampling)
+    size: int | None = None  # problems of the paper's split, before any is dropped for its length; None: not known
+
+    @property
+    def kind(self) -> Literal["generate", "code"]:
+        """Whether completions are programs to run."""
+        return "code" if self.judge is None else "generate"
+
+    def sampling_for(self, prompts: Prompts = "paper") -> Sampling:
+        """How completions of these prompts are drawn."""
+        return self.sampling if prompts == "paper" else GREEDY
+
+    def load(
+        self,
+        data_dir: str | None = None,
+        *,
+        limit: int | None = None,
+        split: str | None = None,
+        shots: int | None = None,
+        prompts: Prompts = "paper",
+    ) -> list[Problem]:
+        """Read the problems of a split, in its order.
+
+        Rows that precede the questions as examples are left out, and so are rows whose right answer the strict rules
+        cannot read: the release counts neither.
+
+        Args:
+          data_dir: folder with `<name>/<split>.jsonl` or `.parquet`; None: the hub.
+          limit: at most so many problems, evenly spaced over the split; None: all.
+          split: None: that of the paper.
+          shots: examples before each question; None: as the task has them.
+          prompts: "paper", or "thoughts": examples that think before they answer, or the request to do so.
+
+        Raises:
+          InputError: for data that is missing or malformed, and for an option that does not fit the task.
+        """
+        if prompts == "thoughts" and self.kind == "code":
+            raise InputError(f"{self.name} has no prompts with thoughts, for its completions are run: use 'paper'")
+        for option, value, least in (("limit", limit, 1), ("shots", shots, 0)):
+            if value is not None and value < least:
+                raise InputError(f"{option} of {self.name} must be at least {least}, got {value}")
+        split = split or self.dataset.split
+        usual = self.shots if prompts == "paper" else self.thought_shots
+        examples = self._examples(data_dir, usual if shots is None else shots)
+        groups: defaultdict[str | None, list[Item]] = defaultdict(list)
+        for example in examples.values():
+            groups[self._group(example)].append(example)
+        problems = []
+        for number, row in enumerate(self.dataset.read(split, data_dir=data_dir)):
+            item = self._word(row, split, number)
+            before = groups[self._group(item)]
+            if examples and not before:
+                raise InputError(
+                    f"{self.dataset.shot_split!r} of {self.name} has no example of {item.subject!r}: add some"
+                )
+            is_example = split == self.dataset.shot_split and number in examples
+            is_asked = self.kind == "code" and any(item.question == example.question for example in before)
+            if not (is_example or is_asked or item.reference is None):
+                problems.append(self._problem(item, before, f"{self.name}/{split}/{number}", prompts))
+        if not problems:
+            raise InputError(f"split {split!r} of {self.name} has no row beside the examples: choose another")
+        count = min(len(problems), limit or len(problems))
+        return [problems[index * len(problems) // count] for index in range(count)]
+
+    def check_size(self, problems: Sequence[Problem]) -> None:
+        """Raise `InputError` unless these are as many as the paper's split has, where their number is known."""
+        if self.size is not None and len(problems) != self.size:
+            raise InputError(
+                f"{self.name} has {self.size} problems, but {len(problems)} were read: get its rows again, "
+                "or report the figure as that of a part"
+            )
+
+    def grade(
+        self, problems: Sequence[Problem], completions: Sequence[str], *, run: Run | None = None, tagged: bool = False
+    ) -> list[Score]:
+        """Score completions.
+
+        Args:
+          problems: what was asked, one for each completion; a problem may come several times.
+          completions: what the model said, without the token that ends the turn. Those that are empty, or hold what no
+            text can (lone surrogates), score 0.
+          run: runs programs; of tasks of code only.
+          tagged: judge only what stands between `<answer>` tags, or behind `</think>`.
+
+        Raises:
+          InputError: for a task of code without `run`.
+        """
+        assert len(problems) == len(completions)
+        texts = [answer_part(completion) if tagged else completion for completion in completions]
+        scores = {number: score for number, text in enumerate(texts) if (score := _unfit(text))}
+        rest = [number for number in range(len(texts)) if number not in scores]
+        if self.judge is not None:
+            scores |= {number: self.judge(problems[number], texts[number]) for number in rest}
+        else:
+            if run is None or self.candidates is None:
+                raise InputError(f"{self.name} runs generated code: allow it with --allow_code_execution")
+            asked, given = [problems[number] for number in rest], [texts[number] for number in rest]
+            scores |= dict(zip(rest, code.grade(asked, given, candidates=self.candidates, run=run), strict=True))
+        return [scores[number] for number in range(len(texts))]
+
+    def _examples(self, data_dir: str | None, count: int) -> dict[int, Item]:
+        """The rows that precede questions, by their number; of each subject where there are subjects."""
+        if count == 0:
+            return {}
+        rows = self.dataset.read(self.dataset.shot_split, data_dir=data_dir)
+        step = max(1, len(rows) // count) if self.is_spaced else 1
+        chosen: dict[int, Item] = {}
+        taken: Counter[str | None] = Counter()
+        for number in range(0, len(rows), step):
+            item = self._word(rows[number], self.dataset.shot_split, number)
+            group = self._group(item)
+            taken[group] += 1
+            if taken[group] <= count:
+                chosen[number] = item
+            elif group is None:
+                break
+        return chosen
+
+    def _group(self, item: Item) -> str | None:
+        return item.subject if self.by_subject else None
+
+    def _word(self, row: Row, split: str, number: int) -> Item:
+        try:
+            return self.word(row)
+        except InputError as error:
+            raise InputError(f"row {number} of {self.name}/{split} (the first is 0): {error}") from error
+
+    def _problem(self, item: Item, before: Sequence[Item], name: str, prompts: Prompts) -> Problem:
+        messages = []
+        for example in before:
+            answer = example.opening + example.answer if prompts == "paper" else example.thought
+            if answer is None:
+                raise InputError(f"{self.name} has no examples with thoughts: give 0 shots, or use the prompts 'paper'")
+            messages += [_message("user", example.question), _message("assistant", answer)]
+        asks = item.request if prompts == "thoughts" and not before else None
+        messages.append(_message("user", asks or item.question))
+        if item.opening:
+            messages.append(_message("assistant", item.opening))
+        return Problem(
+            id=item.id or name,
+            messages=tuple(messages),
+            answer=item.answer,
+            reference=item.reference,
+            category=item.category or self.category,
+            subject=item.subject,
+            options=item.options,
+        )
+
+
+def encode_problems(
+    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast, *, max_length: int = MAX_LENGTH
+) -> list[tuple[Problem, list[int]]]:
+    """The problems whose prompt and right answer have at most `max_length` tokens, each with the ids of its prompt.
+
+    The release drops the longer ones in this way. Raises `InputError` where none is left.
+    """
+    answers = encode([problem.answer for problem in problems], tokenizer)
+    pairs = [(problem, prompt_ids(problem.messages, tokenizer)) for problem in problems]
+    lengths = [len(ids) + len(answer) for (_, ids), answer in zip(pairs, answers, strict=True)]
+    kept = [pair for pair, length in zip(pairs, lengths, strict=True) if length <= max_length]
+    if not kept:
+        raise InputError(
+            f"no prompt has at most {max_length} tokens, they take {min(lengths)} or more: use fewer shots, "
+            "or raise the limit"
+        )
+    return kept
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _unfit(text: str) -> Score | None:
+    """The score of what cannot be judged."""
+    if not text.strip():
+        return Score(0.0, 0.0, None, None, "empty")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return Score(0.0, 0.0, None, None, "broken unicode")
+    return None
+
+
+def answer_part(completion: str) -> str:
+    """What stands in the last `<answer>…</answer>`, else behind the last `</think>`, else all.
+
+    Thinking that never ends has no answer, and an answer that the length has cut off counts as far as it goes:
+
+        >>> answer_part("<think>2 + 2 is 4.</think><answer> 4 </answer>")
+        '4'
+        >>> answer_part("2 + 2 is 4.</think>The answer is 4.")  # the prompt has opened the thinking
+        'The answer is 4.'
+        >>> answer_part("<think>2 + 2 is")
+        ''
+    """
+    behind = completion.rpartition("</think>")[2]
+    answers = re.findall(r"<answer>(.*?)(?:</answer>|$)", behind, flags=re.DOTALL)
+    if answers:
+        return str(answers[-1]).strip()
+    return "" if "<think>" in behind else behind.strip()

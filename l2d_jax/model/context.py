@@ -1,0 +1,43 @@
+"""What the diffusion path and the output head need of the frozen pass."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from l2d_jax.data.batch import Batch
+from l2d_jax.model.kv_cache import KVCache
+from l2d_jax.model.llm import LLM
+
+
+class Context(NamedTuple):
+    """All that the path and the head need of the frozen pass."""
+
+    hidden: Float[Array, "B M D"]  # last hidden state of the main path at `positions`
+    cache: KVCache
+    positions: Int[Array, "B M"]
+    labels: Int[Array, "B M"] | None = None  # classes for guidance
+    segments: Int[Array, "B M"] | None = None  # examples of a packed row
+
+
+def token_positions(batch: Batch) -> Int[Array, "B T"]:
+    """Of each token in its own example."""
+    positions = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1], dtype=jnp.int32), batch.tokens.shape)
+    if batch.segments is None:
+        return positions
+    begins = jnp.diff(batch.segments, axis=1, prepend=-1) != 0
+    return positions - jax.lax.cummax(jnp.where(begins, positions, 0), axis=1)
+
+
+def read_context(llm: LLM, batch: Batch) -> Context:
+    """The frozen pass over a batch; no gradient enters it."""
+    positions = token_positions(batch)
+    hidden, cache = jax.lax.stop_gradient(llm(batch.tokens, positions, segments=batch.segments))
+    if batch.queries is None:
+        copies = batch.targets.shape[1] // batch.tokens.shape[1]
+        hidden, places = (jnp.repeat(array, copies, axis=1) for array in (hidden, positions))
+        return Context(hidden=hidden, cache=cache, positions=places, segments=batch.query_segments)
+    places = jnp.take_along_axis(positions, batch.queries, axis=1)
+    hidden = jnp.take_along_axis(hidden, batch.queries[..., None], axis=1)
+    return Context(hidden=hidden, cache=cache, positions=places, segments=batch.query_segments)

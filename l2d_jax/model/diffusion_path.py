@@ -1,0 +1,294 @@
+"""The trainable diffusion path: a reader of the frozen model's cache (paper section 3.2).
+
+It carries one diffusion token per position. The token that predicts position k sits at position k - 1: it takes that
+position's rotary angle and sees the main path's keys up to it, and no other diffusion token. Its layers are the
+main path's own weights with LoRA updates, or full copies; its output, weighted by w(t) - w(0), corrects the last hidden
+state.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.nn import initializers
+from jaxtyping import Array, Float, Int
+
+from l2d_jax.config.schema import PathConfig
+from l2d_jax.distributed.sharding import Declared, Weight, constrain
+from l2d_jax.model import diffusion
+from l2d_jax.model.architecture import Architecture
+from l2d_jax.model.attention import attention
+from l2d_jax.model.gathering import gather
+from l2d_jax.model.kv_cache import KVCache
+from l2d_jax.model.layers import Linear, Lora, Mlp, kept_product, rms_norm, rope, rope_frequencies
+from l2d_jax.model.llm import LLM, bias
+from l2d_jax.model.llm import Layers as LLMLayers
+from l2d_jax.model.quantization import Quantized
+
+PARTS = 6  # scale, shift and gate of the attention, then of the MLP
+
+
+@nnx.dataclass
+class PathLayers(nnx.Module):
+    """Weights of all blocks of the path, stacked; q, o, gate, up, down are updates of the LM's or replace them."""
+
+    modulation: Mlp = nnx.data()  # E -> E -> (6, D)
+    q: Lora | Float[Array, "L D N H"] | Declared = nnx.data()
+    o: Lora | Float[Array, "L N H D"] | Declared = nnx.data()
+    gate: Lora | Float[Array, "L D F"] | Declared = nnx.data()
+    up: Lora | Float[Array, "L D F"] | Declared = nnx.data()
+    down: Lora | Float[Array, "L F D"] | Declared = nnx.data()
+    q_bias: Float[Array, "L N H"] | Declared | None = nnx.data(default=None)  # with full copies of a model that has one
+
+
+class Conditions(NamedTuple):
+    """All that the time and the class determine, which decoding computes once for all evaluations of a grid."""
+
+    modulation: Float[Array, "L *b P D"]  # scale, shift and gate of every block
+    merge: Float[Array, "*b D"]  # w_d(t)
+
+
+@nnx.dataclass
+class DiffusionPath(nnx.Module):
+    """f_d and w_d of the paper, with the maps into and out of the diffusion space."""
+
+    vocabulary: Linear = nnx.data()  # D -> C
+    translation: Mlp = nnx.data()  # C -> D
+    time: Mlp = nnx.data()  # F -> E
+    layers: PathLayers = nnx.data()
+    merge: Mlp = nnx.data()  # E -> D, the weight w
+    classes: Float[Array, "labels E"] | Declared | None = nnx.data()  # the last label is the null class
+    config: PathConfig = nnx.static()
+
+    @classmethod
+    def declare(cls, config: PathConfig, architecture: Architecture) -> "DiffusionPath":
+        """The module with a float32 `Weight` in place of each array, with the release's initial values."""
+        a, c = architecture, config
+        stack = (a.num_hidden_layers,), ("layers",)
+        heads, embed, mlp = ("heads", "head_dim"), ("embed",), ("mlp",)
+        width = (a.num_attention_heads, a.head_dim)
+        d, f = (a.hidden_size,), (a.intermediate_size,)
+
+        def update(
+            inward: tuple[int, ...], outward: tuple[int, ...], axes: tuple[tuple[str, ...], tuple[str, ...]]
+        ) -> Lora | Weight:
+            (layers, scanned), (axes_in, axes_out) = stack, axes
+            if c.layers == "dense":
+                fan_in = -len(outward) - 1 if len(inward) == 1 else (-3, -2)
+                fan_out = -1 if len(outward) == 1 else (-2, -1)
+                init = initializers.glorot_uniform(in_axis=fan_in, out_axis=fan_out, batch_axis=0)
+                return Weight(layers + inward + outward, scanned + axes_in + axes_out, init)
+            low = initializers.normal(1 / c.lora_rank)
+            return Lora(
+                a=Weight((*layers, *inward, c.lora_rank), (*scanned, *axes_in, "rank"), low),
+                b=Weight((*layers, c.lora_rank, *outward), (*scanned, "rank", *axes_out), initializers.zeros),
+            )
+
+        has_q_bias = c.layers == "dense" and a.qkv_bias
+        e = c.condition_width
+        return cls(
+            vocabulary=affine((a.hidden_size, c.width), ("embed", "diffusion")),
+            translation=Mlp(
+                first=affine((c.width, c.translation_width), ("diffusion", "condition")),
+                last=affine((c.translation_width, a.hidden_size), ("condition", "embed")),
+            ),
+            time=Mlp(
+                first=affine((c.frequency_width, e), ("frequency", "condition"), init=initializers.normal(0.02)),
+                last=affine((e, e), ("condition", "condition"), init=initializers.normal(0.02)),
+            ),
+            layers=PathLayers(
+                modulation=Mlp(
+                    first=affine((a.num_hidden_layers, e, e), ("layers", "condition", "condition"), stacked=1),
+                    last=affine(
+                        (a.num_hidden_layers, e, PARTS, a.hidden_size),
+                        ("layers", "condition", "parts", "embed"),
+                        init=initializers.zeros,
+                        stacked=1,
+                    ),
+                ),
+                q=update(d, width, (embed, heads)),
+                o=update(width, d, (heads, embed)),
+                gate=update(d, f, (embed, mlp)),
+                up=update(d, f, (embed, mlp)),
+                down=update(f, d, (mlp, embed)),
+                q_bias=Weight(stack[0] + width, stack[1] + heads, initializers.zeros) if has_q_bias else None,
+            ),
+            merge=Mlp(
+                first=affine((e, e), ("condition", "condition")),
+                last=affine((e, a.hidden_size), ("condition", "embed"), init=initializers.zeros),
+            ),
+            classes=Weight((c.classes + 1, e), ("classes", "condition"), initializers.normal(0.02))
+            if c.classes
+            else None,
+            config=c,
+        )
+
+    def embed(self, embeddings: Float[Array, "*B D"]) -> Float[Array, "*B C"]:
+        """Vocabulary vectors V_y of rows of the LM's embedding table, in float32 (bias as in the released code)."""
+        return diffusion.normalize(self.vocabulary(embeddings.astype(jnp.float32)))
+
+    def condition(self, t: Float[Array, "*#B"], labels: Int[Array, "*#B"] | None = None) -> Float[Array, "*#B E"]:
+        """The embedding of t and of the class, in float32; `labels` None is the null class."""
+        embedded = self.time(diffusion.time_features(t, self.config.frequency_width))
+        if self.classes is None:
+            return embedded
+        null = self.config.classes
+        return embedded + self.classes[null if labels is None else labels]
+
+    def merge_weight(self, t: Float[Array, "*#B"], labels: Int[Array, "*#B"] | None = None) -> Float[Array, "*#B D"]:
+        """w_d(t) = w(t) - w(0), in float32; exactly zero at t = 0."""
+        weight = self.merge(self.condition(t, labels)) - self.merge(self.condition(jnp.zeros_like(t), labels))
+        return jnp.where(t[..., None] == 0, 0.0, weight)
+
+    def conditions(self, t: Float[Array, "*b"], labels: Int[Array, "*b"] | None = None, *, dtype: Any) -> Conditions:
+        """Of any times; the modulation in the type of the blocks' activations."""
+        condition = self.condition(t, labels).astype(dtype)
+        _, modulation = jax.lax.scan(lambda _, own: (None, own(condition)), None, self.layers.modulation)
+        return Conditions(modulation, self.merge_weight(t, labels))
+
+    def __call__(  # noqa: PLR0913 (what places a query, and what it is told)
+        self,
+        llm: LLM,
+        x: Float[Array, "B M C"],
+        t: Float[Array, "#B #M"],
+        *,
+        cache: KVCache,
+        positions: Int[Array, "B M"] | None = None,
+        segments: Int[Array, "B M"] | None = None,
+        labels: Int[Array, "#B #M"] | None = None,
+        conditions: Conditions | None = None,
+        remat: Callable[..., Any] | None = None,
+    ) -> Float[Array, "B M D"]:
+        """The correction w_d(t) * f_d(x_t, t) of the hidden states at `positions`; arguments as of `features`."""
+        modulation = None if conditions is None else conditions.modulation
+        f = self.features(
+            llm,
+            x,
+            t,
+            cache=cache,
+            positions=positions,
+            segments=segments,
+            labels=labels,
+            modulation=modulation,
+            remat=remat,
+        )
+        weight = self.merge_weight(t, labels) if conditions is None else conditions.merge
+        return weight.astype(f.dtype) * f
+
+    def features(  # noqa: PLR0913 (as above)
+        self,
+        llm: LLM,
+        x: Float[Array, "B M C"],
+        t: Float[Array, "#B #M"],
+        *,
+        cache: KVCache,
+        positions: Int[Array, "B M"] | None = None,
+        segments: Int[Array, "B M"] | None = None,
+        labels: Int[Array, "#B #M"] | None = None,
+        modulation: Float[Array, "L #B #M P D"] | None = None,
+        remat: Callable[..., Any] | None = None,
+    ) -> Float[Array, "B M D"]:
+        """The output f_d(x_t, t) of the path's layers, before it is weighted.
+
+        Args:
+          llm: the frozen main path, whose weights the path's layers share.
+          x: diffusion tokens x_t, in float32.
+          t: time in [0, 1], per position or shared.
+          cache: keys and values of the main path, at least up to `positions`.
+          positions: of the main-path token that each diffusion token accompanies; None: M / S side by side for each
+            slot of the cache.
+          segments: the sequence of each diffusion token, where the cache's rows hold several and positions are given.
+          labels: classes for guidance, per position or shared; None: the null class.
+          modulation: of `conditions` at t and the labels; None: computed here, block by block.
+          remat: wraps the block for rematerialisation in training, such as `jax.checkpoint`; None: no wrapping.
+        """
+        assert positions is None or (segments is None) == (cache.segments is None)
+        dtype = llm.embed.dtype
+        epsilon = llm.architecture.rms_norm_eps
+        frequencies = rope_frequencies(llm.architecture)
+        scale = self.config.lora_alpha / self.config.lora_rank
+        condition = self.condition(t, labels).astype(dtype)
+        shared = LLM.declare(llm.architecture, dtype=dtype).layers
+        declared = DiffusionPath.declare(self.config, llm.architecture).layers
+        angles = positions
+        if angles is None:
+            angles = jnp.repeat(cache.positions, x.shape[1] // cache.positions.shape[1], axis=1)
+
+        def project(y: Array, weight: Array, own: Lora | Array, *, dims: int = 1) -> Array:
+            if isinstance(own, Lora):
+                return kept_product(y, weight, own, scale=scale, dims=dims)
+            return kept_product(y, own, dims=dims)
+
+        def block(x: Array, scanned: tuple[LLMLayers, PathLayers, Any, Array | None]) -> tuple[Array, None]:
+            w, own, (k, v, before), known = scanned
+            w, own = gather(w, shared, dtype=dtype), gather(own, declared, dtype=dtype)
+            q_bias = w.q_bias if own.q_bias is None else own.q_bias
+            parts = _modulate(own.modulation, condition) if known is None else jnp.moveaxis(known, -2, 0)
+            scale_1, shift_1, gate_1, scale_2, shift_2, gate_2 = parts
+            with jax.named_scope("attention"):
+                y = rms_norm(x, w.attention_norm.astype(dtype) + scale_1, epsilon) + shift_1
+                q = rope(project(y, w.q, own.q) + bias(q_bias, y), angles, frequencies)
+                y = attention(
+                    q,
+                    k,
+                    v,
+                    q_positions=positions,
+                    kv_positions=cache.positions,
+                    q_segments=segments,
+                    kv_segments=cache.segments,
+                    shared=before,
+                )
+                x = x + gate_1 * project(y, w.o, own.o, dims=2)
+            with jax.named_scope("mlp"):
+                y = rms_norm(x, w.mlp_norm.astype(dtype) + scale_2, epsilon) + shift_2
+                y = jax.nn.silu(project(y, w.gate, own.gate)) * project(y, w.up, own.up)
+                x = x + gate_2 * project(y, w.down, own.down)
+            return constrain(x, "batch", "length", "embed_activation"), None
+
+        with jax.named_scope("diffusion_path"):
+            y = self.translation(diffusion.scale_input(x, t, self.config.sigma)).astype(dtype)
+            y = constrain(y, "batch", "length", "embed_activation")
+            scanned = (llm.layers, self.layers, cache.layers(), modulation)
+            return jax.lax.scan(remat(block) if remat else block, y, scanned)[0]
+
+
+def _modulate(modulation: Mlp, condition: Float[Array, "*B E"]) -> list[Float[Array, "*B D"]]:
+    """The vectors of `modulation(condition)` one by one, so that no gradient is put together from six."""
+    hidden, last = jax.nn.silu(modulation.first(condition)), modulation.last
+    return [Linear(weight=last.weight[:, i], bias=last.bias[i])(hidden) for i in range(PARTS)]
+
+
+def affine(
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
+    *,
+    init: Callable[..., Array] | None = None,
+    stacked: int = 0,
+) -> Linear:
+    """The declaration of an affine map: Xavier-uniform weight unless `init` says otherwise, zero bias."""
+    init = init or initializers.glorot_uniform(in_axis=stacked, out_axis=-1, batch_axis=tuple(range(stacked)))
+    kept = slice(0, stacked), slice(stacked + 1, None)
+    return Linear(
+        weight=Weight(shape, axes, init),
+        bias=Weight(
+            shape[kept[0]] + shape[kept[1]],
+            axes[kept[0]] + axes[kept[1]],
+            initializers.zeros,
+        ),
+    )
+
+
+def start_from(path: DiffusionPath, llm: LLM) -> DiffusionPath:
+    """A path with full layers whose initial values are the LM's own (paper appendix, full f_d)."""
+    own = path.layers
+    names = ("q", "o", "gate", "up", "down")
+    found = {name: getattr(llm.layers, name) for name in names}
+    weights = {
+        name: w.restore(jnp.float32) if isinstance(w, Quantized) else jnp.array(w, jnp.float32)
+        for name, w in found.items()
+    }
+    q_bias = None if own.q_bias is None else jnp.array(llm.layers.q_bias, jnp.float32)
+    return dataclasses.replace(path, layers=PathLayers(modulation=own.modulation, **weights, q_bias=q_bias))

@@ -1,0 +1,50 @@
+"""Keys and values of the main path, which decoding extends and the diffusion path reads."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from l2d_jax.model.architecture import Architecture
+
+
+@nnx.dataclass
+class KVCache(nnx.Module):
+    """Rotated keys and values of the main path, which the diffusion path reads."""
+
+    k: Float[Array, "L B S K H"] = nnx.data()
+    v: Float[Array, "L B S K H"] = nnx.data()
+    positions: Int[Array, "B S"] = nnx.data()  # of the token in each slot; -1: empty
+    used: Int[Array, ""] = nnx.data()  # slots written so far, the same for the whole batch
+    segments: Int[Array, "B S"] | None = nnx.data(default=None)  # sequence of each slot; None: one sequence per row
+    shared: "KVCache | None" = nnx.data(default=None)  # one row, full: of tokens that come before those of every row
+
+    @classmethod
+    def empty(cls, architecture: Architecture, batch: int, slots: int, *, dtype: Any) -> "KVCache":
+        """A cache with room for `slots` tokens per sequence."""
+        a = architecture
+        shape = (a.num_hidden_layers, batch, slots, a.num_key_value_heads, a.head_dim)
+        zeros = jnp.zeros(shape, dtype)
+        return cls(k=zeros, v=zeros, positions=jnp.full((batch, slots), -1, jnp.int32), used=jnp.int32(0))
+
+    def extend(self, new: "KVCache") -> "KVCache":
+        """The cache with the tokens of `new` in the next slots; for rows of one sequence each."""
+        assert self.segments is None
+        assert new.segments is None
+
+        def write(old: Array, update: Array, axis: int) -> Array:
+            return jax.lax.dynamic_update_slice_in_dim(old, update, self.used, axis)
+
+        return KVCache(
+            k=write(self.k, new.k, 2),
+            v=write(self.v, new.v, 2),
+            positions=write(self.positions, new.positions, 1),
+            used=self.used + new.used,
+            shared=self.shared,
+        )
+
+    def layers(self) -> tuple[Array, Array, tuple[Array, Array] | None]:
+        """Keys and values, for a scan over layers: each row's own, and those that all rows share."""
+        return self.k, self.v, None if self.shared is None else (self.shared.k[:, 0], self.shared.v[:, 0])

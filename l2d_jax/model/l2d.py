@@ -1,0 +1,39 @@
+"""The language model and its diffusion path as one model."""
+
+from collections.abc import Iterable
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from l2d_jax.config.schema import PathConfig
+from l2d_jax.errors import InputError
+from l2d_jax.model.diffusion_path import DiffusionPath
+from l2d_jax.model.llm import LLM
+
+
+@nnx.dataclass
+class Model(nnx.Module):
+    """The frozen LM and the path, with the table of vocabulary vectors that the path's weights determine."""
+
+    llm: LLM = nnx.data()
+    path: DiffusionPath | None = nnx.data()  # None: the LM alone, for a budget of 1
+    table: Float[Array, "V C"] | None = nnx.data()
+
+    @classmethod
+    def build(cls, llm: LLM, path: DiffusionPath | None) -> "Model":
+        """Compute the table once for these weights."""
+        table = None if path is None else _embed(path, llm.embed)
+        return cls(llm=llm, path=path, table=table)
+
+
+_embed = jax.jit(DiffusionPath.embed)  # here, so that new weights of the same shapes are not a new program
+
+
+def check_labels(path: PathConfig | None, labels: Iterable[int]) -> None:
+    """Raise `InputError` for a class that a path of these options was not trained with."""
+    classes = 0 if path is None else path.classes
+    for label in labels:
+        if not 0 <= label < classes:
+            known = f"0 to {classes - 1}" if classes else "none: it was trained without classes"
+            raise InputError(f"class label {label} is unknown to this path: it knows {known}")

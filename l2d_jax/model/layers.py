@@ -1,0 +1,138 @@
+"""The building blocks of both paths, as functions of arrays.
+
+Axis letters, here and in every shape of the project:
+    B batch             T tokens            S slots of the cache     M positions of diffusion tokens
+    D model width       N query heads       K key and value heads    H head width
+    F MLP width         V vocabulary        L layers                 R LoRA rank
+    C diffusion width   E condition width
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from l2d_jax.distributed.sharding import Declared, platform
+from l2d_jax.model.architecture import Architecture
+
+PRODUCT = "product"  # name of what rematerialisation may save of a block
+
+
+def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, "*b D"], epsilon: float) -> Float[Array, "*B D"]:
+    """Root-mean-square norm, computed in float32."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + epsilon)
+    return y.astype(x.dtype) * weight.astype(x.dtype)
+
+
+def rope_frequencies(architecture: Architecture) -> Float[Array, " half"]:
+    """Angle per position of each pair of channels, in radians, with Llama 3's scaling where the model has it."""
+    half = architecture.head_dim // 2
+    frequency = architecture.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    scaling = architecture.rope_scaling
+    if scaling is None:
+        return frequency
+    # Llama 3: long waves are slowed by `factor`, short ones kept, those between blended linearly in turns per context.
+    turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = jnp.clip(kept, 0.0, 1.0)
+    return frequency * (kept + (1 - kept) / scaling.factor)
+
+
+def rope(
+    x: Float[Array, "B T N H"], positions: Int[Array, "B T"], frequencies: Float[Array, " half"]
+) -> Float[Array, "B T N H"]:
+    """Rotary embedding in the half-split layout of Hugging Face; angles in float32."""
+    angle = positions[..., None, None].astype(jnp.float32) * frequencies
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+@nnx.dataclass
+class Lora(nnx.Module):
+    """A low-rank update of a weight: `scale * a @ b`."""
+
+    a: Float[Array, "*in R"] | Declared = nnx.data()
+    b: Float[Array, "..."] | Declared = nnx.data()  # [R, *out]; both with a leading L where layers are stacked
+
+
+def project(x: Array, weight: Array, update: Lora | None = None, *, scale: float = 1.0, dims: int = 1) -> Array:
+    """`x @ (weight + scale * a @ b)` over the last `dims` axes of `x`, never forming the sum of the matrices."""
+    y = jnp.tensordot(x, weight.astype(x.dtype), dims)
+    if update is None:
+        return y
+    a, b = update.a.astype(x.dtype), (scale * update.b).astype(x.dtype)
+    if platform() == "cpu":
+        return y + low_rank(x.reshape(*x.shape[: x.ndim - dims], -1), a.reshape(-1, a.shape[-1]), b)
+    return y + jnp.tensordot(jnp.tensordot(x, a, dims), b, 1)
+
+
+def kept_product(x: Array, weight: Array, update: Lora | None = None, *, scale: float = 1.0, dims: int = 1) -> Array:
+    """`project` for a block that is trained: what rematerialisation may save, fused with nothing around it."""
+    return settle(checkpoint_name(project(settle(x), weight, update, scale=scale, dims=dims), PRODUCT))
+
+
+@jax.custom_vjp
+def low_rank(x: Float[Array, "*B i"], a: Float[Array, "i R"], b: Float[Array, "R ..."]) -> Array:
+    """`x @ a @ b`, with gradients that write no wide array the other way round, for CPUs.
+
+    Left alone, the gradient of `b` is the transpose of `g^T (x a)`, for which XLA on CPUs transposes g and all
+    element-wise work before it: half of the backward pass.
+    """
+    return jnp.tensordot(x @ a, b, 1)
+
+
+def _low_rank_forward(x: Array, a: Array, b: Array) -> tuple[Array, tuple[Array, ...]]:
+    low = x @ a
+    return jnp.tensordot(low, b, 1), (x, a, b, low)
+
+
+def _low_rank_backward(saved: tuple[Array, ...], gradient: Array) -> tuple[Array, Array, Array]:
+    x, a, b, low = saved
+    rows = list(range(x.ndim - 1))
+    back = jnp.tensordot(gradient, b, (list(range(x.ndim - 1, gradient.ndim)), list(range(1, b.ndim))))
+    return back @ a.T, jnp.tensordot(back, x, (rows, rows)).T, jnp.tensordot(low, gradient, (rows, rows))
+
+
+low_rank.defvjp(_low_rank_forward, _low_rank_backward)
+
+
+@jax.custom_vjp
+def settle(x: Array) -> Array:
+    """`x`, computed here and once, and its gradient too: neither is fused into the products that read it.
+
+    Two products that read one element-wise result would both compute it again for each of their tiles. Compiled for TPU
+    v5e, that cost a tenth of a training step.
+    """
+    return jax.lax.optimization_barrier(x)
+
+
+settle.defvjp(lambda x: (settle(x), None), lambda _, gradient: (jax.lax.optimization_barrier(gradient),))
+
+
+@nnx.dataclass
+class Linear(nnx.Module):
+    """An affine map; leading axes of the weights are scanned over."""
+
+    weight: Float[Array, "*in out"] | Declared = nnx.data()
+    bias: Float[Array, "*out"] | Declared = nnx.data()
+
+    def __call__(self, x: Float[Array, "*B i"]) -> Float[Array, "..."]:
+        """`x @ weight + bias`, in the type of `x`."""
+        return jnp.tensordot(x, self.weight.astype(x.dtype), 1) + self.bias.astype(x.dtype)
+
+
+@nnx.dataclass
+class Mlp(nnx.Module):
+    """Two affine maps with a SiLU between them."""
+
+    first: Linear = nnx.data()
+    last: Linear = nnx.data()
+
+    def __call__(self, x: Float[Array, "*B i"]) -> Array:
+        """The last map of the SiLU of the first, in the type of `x`."""
+        return self.last(jax.nn.silu(self.first(x)))

@@ -1,0 +1,194 @@
+"""The frozen main path: one decoder for Llama 3.x, Qwen 2/2.5, SmolLM2 and R1-distilled Qwen.
+
+Notable: layers are stacked and run by `lax.scan`; the cache stores a position per slot, so left padding, right padding,
+gaps and ragged prompts are one mask; a call emits only its new keys and values, so extending a cache writes one slice.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.nn import initializers
+from jaxtyping import Array, Float, Int
+
+from l2d_jax.distributed.sharding import Declared, Weight, constrain
+from l2d_jax.model.architecture import Architecture
+from l2d_jax.model.attention import attention
+from l2d_jax.model.gathering import gather
+from l2d_jax.model.kv_cache import KVCache
+from l2d_jax.model.layers import kept_product, project, rms_norm, rope, rope_frequencies
+from l2d_jax.model.lora import LLMAdapter
+from l2d_jax.model.quantization import Quantized
+from l2d_jax.model.quantization import declare as declare_quantized
+
+
+@nnx.dataclass
+class Layers(nnx.Module):
+    """Weights of all decoder blocks, stacked."""
+
+    attention_norm: Float[Array, "L D"] | Declared = nnx.data()
+    q: Float[Array, "L D N H"] | Quantized | Declared = nnx.data()
+    k: Float[Array, "L D K H"] | Quantized | Declared = nnx.data()
+    v: Float[Array, "L D K H"] | Quantized | Declared = nnx.data()
+    o: Float[Array, "L N H D"] | Quantized | Declared = nnx.data()
+    mlp_norm: Float[Array, "L D"] | Declared = nnx.data()
+    gate: Float[Array, "L D F"] | Quantized | Declared = nnx.data()
+    up: Float[Array, "L D F"] | Quantized | Declared = nnx.data()
+    down: Float[Array, "L F D"] | Quantized | Declared = nnx.data()
+    q_bias: Float[Array, "L N H"] | Declared | None = nnx.data(default=None)
+    k_bias: Float[Array, "L K H"] | Declared | None = nnx.data(default=None)
+    v_bias: Float[Array, "L K H"] | Declared | None = nnx.data(default=None)
+
+
+@nnx.dataclass
+class LLM(nnx.Module):
+    """Embedding, decoder blocks, final norm and output head."""
+
+    embed: Float[Array, "V D"] | Declared = nnx.data()
+    layers: Layers = nnx.data()
+    norm: Float[Array, " D"] | Declared = nnx.data()
+    head: Float[Array, "V D"] | Declared | None = nnx.data()  # None: the embedding, transposed
+    architecture: Architecture = nnx.static()
+    adapter: LLMAdapter | None = nnx.data(default=None)  # added to the products of the layers that it has updates of
+    products: str | None = nnx.static(default=None)  # type of products and activations; None: that of the weights
+
+    @property
+    def dtype(self) -> Any:
+        """The type of activations and products."""
+        return self.embed.dtype if self.products is None else jnp.dtype(self.products)
+
+    @classmethod
+    def declare(cls, architecture: Architecture, *, dtype: Any) -> "LLM":
+        """The module with a `Weight` in place of each array; int8: of the layers' matrices, the rest in bfloat16."""
+        a, is_quantized = architecture, jnp.dtype(dtype) == jnp.int8
+        dtype = jnp.bfloat16 if is_quantized else dtype
+        sizes = {
+            "layers": a.num_hidden_layers,
+            "vocab": a.vocab_size,
+            "readout": a.vocab_size,
+            "embed": a.hidden_size,
+            "hidden": a.hidden_size,
+            "heads": a.num_attention_heads,
+            "kv_heads": a.num_key_value_heads,
+            "head_dim": a.head_dim,
+            "mlp": a.intermediate_size,
+        }
+        matrix, one = initializers.normal(0.02), initializers.ones
+
+        def weight(axes: str, init: Callable[..., Array] = matrix) -> Weight:
+            names = tuple(axes.split())
+            return Weight(tuple(sizes[name] for name in names), names, init, dtype)
+
+        layers = Layers(
+            attention_norm=weight("layers embed", one),
+            q=weight("layers embed heads head_dim"),
+            k=weight("layers embed kv_heads head_dim"),
+            v=weight("layers embed kv_heads head_dim"),
+            o=weight("layers heads head_dim embed"),
+            mlp_norm=weight("layers embed", one),
+            gate=weight("layers embed mlp"),
+            up=weight("layers embed mlp"),
+            down=weight("layers mlp embed"),
+            q_bias=weight("layers heads head_dim") if a.qkv_bias else None,
+            k_bias=weight("layers kv_heads head_dim") if a.qkv_bias else None,
+            v_bias=weight("layers kv_heads head_dim") if a.qkv_bias else None,
+        )
+        if is_quantized:
+            layers = declare_quantized(layers)
+        head = None if a.tied else weight("readout hidden")
+        return cls(embed=weight("vocab embed"), layers=layers, norm=weight("embed", one), head=head, architecture=a)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        cache: KVCache | None = None,
+        *,
+        segments: Int[Array, "B T"] | None = None,
+        remat: Callable[..., Any] | None = None,
+    ) -> tuple[Float[Array, "B T D"], KVCache]:
+        """Run the decoder on tokens that follow those of `cache`.
+
+        Several sequences may share a row: `segments` numbers them, and each begins at position 0. Such rows are read in
+        one call, without a cache. `remat` wraps the block for rematerialisation where the model itself is trained.
+
+        Returns:
+          The last hidden state before the final norm, and the keys and values of these tokens alone: they are the
+          whole cache of a first call; `cache.extend` appends those of a later one.
+        """
+        epsilon = self.architecture.rms_norm_eps
+        frequencies = rope_frequencies(self.architecture)
+        declared = LLM.declare(self.architecture, dtype=self.embed.dtype)
+        updates = None if self.adapter is None else LLMAdapter.declare(self.adapter.config, declared.layers)
+        scale = 1.0 if self.adapter is None else self.adapter.scale
+        kv_positions = positions
+        assert cache is None or segments is None
+        if cache is not None:
+            kv_positions = jax.lax.dynamic_update_slice_in_dim(cache.positions, positions, cache.used, 1)
+
+        product = partial(project if remat is None else kept_product, scale=scale)
+
+        def block(
+            x: Array, scanned: tuple[Layers, LLMAdapter | None, tuple[Array, Array, Any] | None]
+        ) -> tuple[Array, tuple[Array, Array]]:
+            w, past = gather(scanned[0], declared.layers, dtype=x.dtype), scanned[2]
+            own = {} if scanned[1] is None else gather(scanned[1], updates, dtype=x.dtype).updates()
+            with jax.named_scope("attention"):
+                y = rms_norm(x, w.attention_norm, epsilon)
+                q = rope(product(y, w.q, own.get("q")) + bias(w.q_bias, y), positions, frequencies)
+                k = new_k = rope(product(y, w.k, own.get("k")) + bias(w.k_bias, y), positions, frequencies)
+                v = new_v = product(y, w.v, own.get("v")) + bias(w.v_bias, y)
+                if cache is not None and past is not None:
+                    k = jax.lax.dynamic_update_slice_in_dim(past[0], k, cache.used, 1)
+                    v = jax.lax.dynamic_update_slice_in_dim(past[1], v, cache.used, 1)
+                y = attention(
+                    q,
+                    k,
+                    v,
+                    q_positions=None if cache is None else positions,
+                    kv_positions=kv_positions,
+                    kv_segments=segments,
+                    shared=None if past is None else past[2],
+                )
+                x = x + product(y, w.o, own.get("o"), dims=2)
+            with jax.named_scope("mlp"):
+                y = rms_norm(x, w.mlp_norm, epsilon)
+                y = jax.nn.silu(product(y, w.gate, own.get("gate"))) * product(y, w.up, own.get("up"))
+                x = x + product(y, w.down, own.get("down"))
+            new_k, new_v = (constrain(a, "batch", "length", "kv_heads", "head_dim") for a in (new_k, new_v))
+            return constrain(x, "batch", "length", "embed_activation"), (new_k, new_v)
+
+        with jax.named_scope("llm"):
+            past = None if cache is None else cache.layers()
+            scanned = (self.layers, self.adapter, past)
+            hidden, (k, v) = jax.lax.scan(remat(block) if remat else block, self.lookup(tokens), scanned)
+        used = jnp.int32(tokens.shape[1])
+        return hidden, KVCache(k=k, v=v, positions=positions, used=used, segments=segments)
+
+    def lookup(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Rows of the embedding table, which is gathered first: rows that lie in pieces would be moved twice."""
+        table = gather(self.embed, LLM.declare(self.architecture, dtype=self.embed.dtype).embed, dtype=self.embed.dtype)
+        return constrain(table[tokens].astype(self.dtype), "batch", "length", "embed_activation")
+
+    def with_whole_head(self) -> "LLM":
+        """The same with an output head that is gathered here, for a loop to use many times."""
+        readout = self.embed if self.head is None else self.head
+        declared = LLM.declare(self.architecture, dtype=readout.dtype)
+        axes = declared.embed if self.head is None else declared.head
+        return dataclasses.replace(self, head=gather(readout, axes, dtype=self.dtype))
+
+    def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+        """Final norm and output head, in float32."""
+        with jax.named_scope("head"):
+            y = rms_norm(hidden, self.norm, self.architecture.rms_norm_eps)
+            readout = self.embed if self.head is None else self.head
+            return jnp.einsum("...D,VD->...V", y, readout.astype(y.dtype), preferred_element_type=jnp.float32)
+
+
+def bias(value: Array | None, like: Array) -> Array | float:
+    """A bias in the type of the activations, or zero where the model has none."""
+    return 0.0 if value is None else value.astype(like.dtype)

@@ -1,0 +1,112 @@
+"""The output head, some positions at a time: the logits of a whole batch never exist."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from l2d_jax.distributed.sharding import axis_size
+from l2d_jax.model.llm import LLM
+
+
+def over_logits(
+    llm: LLM, hidden: Float[Array, "B M *draws D"], function: Callable[..., Any], *arrays: Array, chunk: int = 1024
+) -> Any:
+    """`function(logits, *arrays)` at every position, never holding the logits of all.
+
+    Args:
+      llm: whose norm and head give the logits.
+      hidden: last hidden states, one or several a position.
+      function: from float32 logits of shape [n, *draws, V] and the slices [n, ...] of `arrays` to arrays [n, ...].
+      *arrays: of shape [B, M, ...].
+      chunk: positions whose logits each device holds at a time; at least one of each of its sequences.
+    """
+    llm = llm.with_whole_head()
+    return in_chunks(lambda h, *own: function(llm.logits(h), *own), (hidden, *arrays), chunk=chunk)
+
+
+def target_losses(
+    llm: LLM, hidden: Float[Array, "B M D"], targets: Int[Array, "B M"], *, chunk: int = 1024
+) -> Float[Array, "B M"]:
+    """Cross-entropy of each target, in nats; differentiable in `hidden`.
+
+    A position's gradient is computed along with its loss and waits to be scaled, so that the backward pass makes no
+    logits again.
+    """
+    llm = llm.with_whole_head()
+
+    def at(hidden: Array, targets: Array) -> Array:
+        return negative_log_likelihood(llm.logits(hidden), targets)
+
+    def at_with_gradient(hidden: Array, targets: Array) -> tuple[Array, Array]:
+        values, pull = jax.vjp(lambda h: at(h, targets), hidden)
+        return values, pull(jnp.ones_like(values))[0]
+
+    @jax.custom_vjp
+    def losses(hidden: Array) -> Array:
+        values: Array = in_chunks(at, (hidden, targets), chunk=chunk)
+        return values
+
+    def forward(hidden: Array) -> tuple[Array, Array]:
+        values, gradient = in_chunks(at_with_gradient, (hidden, targets), chunk=chunk)
+        return values, gradient
+
+    def backward(gradient: Array, cotangent: Array) -> tuple[Array]:
+        return ((cotangent[..., None] * gradient).astype(gradient.dtype),)
+
+    losses.defvjp(forward, backward)
+    return losses(hidden)
+
+
+def target_losses_of_all(
+    llm: LLM, hidden: Float[Array, "B M D"], targets: Int[Array, "B M"], *, chunk: int = 1024
+) -> Float[Array, "B M"]:
+    """`target_losses` that are differentiable in the final norm and the output head, too.
+
+    The backward pass makes the logits of a chunk again: their gradient in the head is a sum over all positions, whose
+    weights are not known yet. The head is gathered in each chunk, so that this sum is kept in the type of the weights,
+    and in shards.
+    """
+
+    @jax.checkpoint
+    def at(hidden: Array, targets: Array) -> Array:
+        return negative_log_likelihood(llm.with_whole_head().logits(hidden), targets)
+
+    values: Array = in_chunks(at, (hidden, targets), chunk=chunk)
+    return values
+
+
+def in_chunks(function: Callable[..., Any], arrays: tuple[Array, ...], *, chunk: int) -> Any:
+    """`function` of flat slices [n, ...] of arrays [B, M, ...], some columns of every device's share at a time."""
+    batch, length = arrays[0].shape[:2]
+    parts = axis_size("context") if length % axis_size("context") == 0 else 1
+    rows = -(-batch // (axis_size("data") * axis_size("fsdp")))  # of each device
+    columns = length // parts
+    width = min(max(chunk // rows, 1), columns)
+    pad = -columns % width
+    pieces = (columns + pad) // width
+
+    def split(a: Array) -> Array:
+        rest = a.shape[2:]
+        a = jnp.pad(a.reshape(batch, parts, columns, *rest), [(0, 0), (0, 0), (0, pad)] + [(0, 0)] * len(rest))
+        return jnp.moveaxis(a.reshape(batch, parts, pieces, width, *rest), 2, 0).reshape(pieces, -1, *rest)
+
+    def join(a: Array) -> Array:
+        rest = a.shape[2:]
+        a = jnp.moveaxis(a.reshape(pieces, batch, parts, width, *rest), 0, 2)
+        return a.reshape(batch, parts, columns + pad, *rest)[:, :, :columns].reshape(batch, length, *rest)
+
+    slices = jax.tree.map(split, arrays)
+    if pieces == 1:
+        result = jax.tree.map(lambda a: a[None], function(*(a[0] for a in slices)))
+    else:
+        result = jax.lax.map(lambda own: function(*own), slices)
+    return jax.tree.map(join, result)
+
+
+def negative_log_likelihood(logits: Float[Array, "n V"], targets: Int[Array, " n"]) -> Float[Array, " n"]:
+    """Cross-entropy of each target, in nats."""
+    chosen = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+    return jax.nn.logsumexp(logits, axis=-1) - chosen

@@ -1,0 +1,1 @@
+"""Comparisons with the authors' implementation and with transformers."""

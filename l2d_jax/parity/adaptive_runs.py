@@ -1,0 +1,170 @@
+"""Recomputes the release's recorded runs of adaptive solvers.
+
+A plain loop follows torchdiffeq to the letter: it steps past the end, where the velocity is zero, and interpolates
+back. Its evaluations must be the recorded ones, and diffrax's accepted steps must be the loop's. Both are judged up to
+1 - 1/sigma; on the way from there to t = 1 the last bits of a float32 network decide which steps are taken.
+
+What a user gets differs by design in the last step alone, which diffrax shortens to end there (see `solvers`). So both
+end points must meet at a fine tolerance, where the velocity is the expectation: with the arg max it is piecewise
+constant, and the solvers chatter at its edges.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from l2d_jax.decoding import integrate, runge_kutta
+from l2d_jax.decoding.refine import Refinement, make_target
+from l2d_jax.model.context import Context
+from l2d_jax.model.l2d import Model
+from l2d_jax.parity.fixed_step_runs import context_of, make_refinement, read_out
+from l2d_jax.parity.recording import Check, Recording, logits_at
+
+STEPS = (
+    1e-3  # of times, and of states relative to the largest: a step's length answers to an error estimate's last bits
+)
+FINE = 1e-5  # tolerance at which both ways to end must meet
+MEET = 1e-2  # within this, absolute
+BEYOND = 16.0  # a time that no recorded run's steps pass
+ROOM = 1024  # steps that a recorded run may have
+ROWS = {"b1": [0, 0], "b1r1": [1, 1], "b2": [0, 1]}  # of the recorded batch, by the part of a run's name; always two
+MIDDLE = {"fehlberg2": [0, 0.5, 0], "adaptive_heun": [0.5, 0], "bosh3": [0, 0.5, 0, 0]}  # torchdiffeq's weights at h/2
+
+
+class Step(NamedTuple):
+    """An accepted step of the plain loop."""
+
+    start: float
+    stop: float
+    x: np.ndarray  # at the start
+    new: np.ndarray  # at the end
+    slopes: list[np.ndarray]
+    evaluations: int  # of the loop so far
+
+
+def adaptive_trajectories(model: Model, a: Recording) -> Iterator[Check]:
+    """All recorded ODEs with adaptive steps."""
+    for key, run in a.meta.get("odes", {}).items():
+        if run.get("method") in runge_kutta.ADAPTIVE:
+            yield from adaptive_trajectory(model, a, key, run)
+
+
+def adaptive_trajectory(model: Model, a: Recording, key: str, run: Mapping[str, Any]) -> Iterator[Check]:
+    """One recorded ODE. Not judged: near ties, and the release's Qwen where it evaluates the path beyond t = 1."""
+    assert model.path is not None
+    recorded = {name: a[f"ode.{key}.{name}"] for name in ("x0", "t_grid", "traj", "logits", "times", "argmax", "temps")}
+    end, count = float(run["final_timestep"]), recorded["x0"].shape[1]
+    is_guarded = run["nfe"] - run["net_evals"] == np.sum(recorded["times"] >= 1)
+    settings = _settings(run)
+    rows = ROWS[next(part for part in key.split(".") if part in ROWS)]
+    context = context_of(model, a, run, padded=False, rows=rows)
+    shape = (*context.positions.shape, recorded["x0"].shape[-1])
+    noise, last = (np.broadcast_to(x, shape) for x in (recorded["x0"], recorded["traj"][-1]))
+
+    evaluations, steps = _loop(model, context, settings, noise, end=end)
+    kept = slice(len(recorded["x0"])), slice(count)
+    traj = np.stack([_interpolate(steps, float(t), settings.solver) for t in recorded["t_grid"]])[:, *kept]
+    check = partial(Check, judged=bool(run["robust"] and is_guarded))
+    near_end = 1 - 1 / model.path.config.sigma
+    early = [step for step in steps if step.stop <= near_end]
+    number = early[-1].evaluations if end > near_end else len(evaluations["times"])
+    inside = recorded["t_grid"] <= near_end
+    yield check(f"ode.{key}.times", evaluations["times"][:number], recorded["times"][:number], STEPS)
+    yield check(f"ode.{key}.traj", traj[inside], recorded["traj"][inside])
+    number = int(np.sum(recorded["times"][:number] < 1))  # beyond, the path is not evaluated
+    picked = evaluations["argmax"][:, *kept]
+    yield check(f"ode.{key}.argmax", picked[:number], recorded["argmax"][:number], 0.0)
+    yield check(f"ode.{key}.temps", evaluations["temps"][:number], recorded["temps"][:number], 1e-6)
+    logits = logits_at(model, context, last, end)
+    yield Check(f"ode.{key}.logits", logits[kept], recorded["logits"], judged=is_guarded)
+
+    times, states, _ = _diffrax(model, context, settings, jnp.asarray(noise, jnp.float32), jnp.float32(end))
+    times, states = times[: len(early)], states[: len(early)]
+    yield check(f"ode.{key}.diffrax.times", times, np.array([step.stop for step in early]), STEPS)
+    yield check(f"ode.{key}.diffrax.traj", states, np.stack([step.new for step in early]), STEPS, relative=True)
+    if settings.velocity == "expectation" and end < 1:
+        fine = dataclasses.replace(settings, tolerance=jnp.float32(FINE))
+        theirs = _interpolate(_loop(model, context, fine, noise, end=end)[1], end, settings.solver)
+        *_, ours = _diffrax(model, context, fine, jnp.asarray(noise, jnp.float32), jnp.float32(end))
+        yield Check(f"ode.{key}.converged", ours.x, theirs, MEET)
+
+
+def _settings(run: Mapping[str, Any]) -> Refinement:
+    velocity = "expectation" if run["x1_estimation"] == "average" else "sample"
+    temperature = 0.0 if isinstance(run["temperature"], str) else float(run["temperature"])
+    stages = runge_kutta.ADAPTIVE[run["method"]][1]
+    options = {
+        "solver": run["method"],
+        "budget": 2 + ROOM * stages,
+        "velocity": velocity,
+        "velocity_temperature": temperature,
+    }
+    return make_refinement({**options, "tolerance": run["tol"]}, guidance=None)
+
+
+@jax.jit
+def _diffrax(model: Model, context: Context, settings: Refinement, noise: Any, end: Any) -> Any:
+    """Accepted times and states far beyond the end, and the solution that ends there; one norm for all."""
+    keys = jax.random.split(jax.random.key(0), context.positions.shape)
+    target = make_target(model, context, settings=settings, keys=keys)
+    solve = partial(integrate.solve_adaptive, target, noise, most=settings.steps, end=end)
+    follow = partial(integrate.adaptive_trajectory, target, noise, stop=BEYOND, room=ROOM)
+    options: Any = {"solver": settings.solver, "tolerance": settings.tolerance}
+    return *follow(**options)[:2], solve(**options)
+
+
+def _loop(
+    model: Model, context: Context, settings: Refinement, x: np.ndarray, *, end: float
+) -> tuple[dict[str, np.ndarray], list[Step]]:
+    """Every evaluation and every accepted step, in float64 but for the path."""
+    table, tableau = np.asarray(model.table), runge_kutta.ADAPTIVE[settings.solver][0].tableau
+    order, temperature = runge_kutta.ADAPTIVE[settings.solver][0].accuracy, np.asarray(settings.velocity_temperature)
+    tolerance = float(settings.tolerance)
+    times: list[float] = []
+    picked: list[np.ndarray] = []
+
+    def velocity(t: float, x: np.ndarray) -> np.ndarray:
+        times.append(t)
+        if t >= 1:
+            return np.zeros_like(x)
+        logits = np.asarray(logits_at(model, context, x, t))
+        picked.append(np.argmax(logits, axis=-1))
+        return (read_out(logits, table, settings.velocity, temperature) - x) / (1 - t)
+
+    t, length, x = 0.0, integrate.FIRST_STEP, x.astype(np.float64)
+    slope, steps = velocity(t, x), []
+    while t < end and len(times) < 4 * ROOM:
+        slopes = [slope]
+        for node, row in zip(tableau.c, tableau.a_lower, strict=True):
+            slopes.append(velocity(t + node * length, x + length * _combine(row, slopes)))
+        new, error = (x + length * _combine(tableau.b_sol, slopes), length * _combine(tableau.b_error, slopes))
+        ratio = np.sqrt(np.mean(np.square(error / (tolerance + tolerance * np.maximum(np.abs(x), np.abs(new))))))
+        is_kept = ratio <= 1
+        if is_kept:
+            steps.append(Step(t, t + length, x, new, slopes, len(times)))
+            t, x, slope = t + length, new, slopes[-1]
+        shrunk = 10.0 if ratio == 0 else 0.9 / ratio ** (1 / order)
+        length *= min(10.0, max(shrunk, 1.0 if is_kept else 0.2))
+    temperatures = np.full(len(picked), temperature)
+    return {"times": np.array(times), "argmax": np.stack(picked), "temps": temperatures}, steps
+
+
+def _combine(shares: Any, slopes: list[np.ndarray]) -> Any:
+    return sum(share * slope for share, slope in zip(shares, slopes, strict=True))
+
+
+def _interpolate(steps: list[Step], t: float, solver: str) -> np.ndarray:
+    """The quartic through both ends and the middle of the step around t, with both ends' slopes."""
+    step = next((step for step in steps if t <= step.stop), steps[-1])
+    length = step.stop - step.start
+    middle = step.x + length * _combine(MIDDLE[solver], step.slopes)
+    powers = np.arange(5)
+    conditions = np.stack([0.0**powers, np.ones(5), 0.5**powers, powers == 1, powers])
+    values = np.stack([step.x, step.new, middle, length * step.slopes[0], length * step.slopes[-1]])
+    coefficients = np.tensordot(np.linalg.inv(conditions), values, 1)
+    return np.tensordot(((t - step.start) / length) ** powers, coefficients, 1)

@@ -1,0 +1,194 @@
+"""Recomputes what the authors' PyTorch release has recorded in a `reference.npz`, array by array.
+
+Each function yields `Check`s for a group of arrays: our value beside theirs, and the tolerance.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from l2d_jax.config.schema import OptimConfig
+from l2d_jax.data.batch import Batch
+from l2d_jax.model import diffusion, lm_head
+from l2d_jax.model.context import Context, read_context
+from l2d_jax.model.diffusion_path import DiffusionPath
+from l2d_jax.model.l2d import Model
+from l2d_jax.model.llm import LLM
+from l2d_jax.parity.adaptive_runs import adaptive_trajectories
+from l2d_jax.parity.fixed_step_runs import generations, trajectories
+from l2d_jax.parity.recording import Check, Recording, logits_at, read
+from l2d_jax.training import objective
+from l2d_jax.training.objective import Draws
+from l2d_jax.training.optimizer import optimizer
+from l2d_jax.training.step import begin
+from l2d_jax.weights import mapping
+
+Group = Callable[[Model, Recording], Iterator[Check]]
+
+ACTIVATIONS = 1e-5  # relative to the largest entry
+GRADIENTS = 1e-3  # relative to the largest entry
+BFLOAT16 = 5e-2  # relative to the largest entry, of a bfloat16 model's logits and activations
+
+
+def checks(model: Model, a: Recording) -> Iterator[Check]:
+    """All comparisons: of the LM alone for a model without a path.
+
+    Those of a bfloat16 model are relative, and judged for single evaluations alone: what follows from many of them
+    (gradients at t = 1, picks of tokens) has no bound in that type. Raises `InputError` for what the recording lacks.
+    """
+    a.require_fit(model)
+    single: list[Group] = [forward]
+    many: list[Group] = []
+    if model.path is not None:
+        single += [corrected, intermediate]
+        many = [training, optimization, trajectories, adaptive_trajectories, generations]
+    is_coarse = model.llm.embed.dtype == jnp.bfloat16
+    for group in (*single, *many):
+        for check in group(model, a):
+            coarse = check._replace(tolerance=BFLOAT16, relative=True, judged=group in single)
+            yield coarse if is_coarse else check
+
+
+def forward(model: Model, a: Recording) -> Iterator[Check]:
+    """Logits of the LM."""
+    yield Check("base_logits", _head(model.llm, read(model.llm, a["input_ids"])), a["base_logits"])
+    mask = a["lp.attention_mask"]
+    padded = _head(model.llm, read(model.llm, a["lp.input_ids"], mask))
+    yield Check("lp.base_logits", mask[..., None] * padded, mask[..., None] * a["lp.base_logits"])
+
+
+def corrected(model: Model, a: Recording) -> Iterator[Check]:
+    """Logits of one evaluation of the path at given noise."""
+    assert model.path is not None
+    assert model.table is not None
+    context, t = read(model.llm, a["input_ids"]), jnp.asarray(a["timesteps"])
+    x = diffusion.interpolate(model.table[a["target_ids"]], model.path.config.sigma * jnp.asarray(a["noise"]), t)
+    yield Check("vocab_table", model.table, a["vocab_table"])
+    yield Check("flow_representation_embeds", x, a["flow_representation_embeds"])
+    yield Check("l2d_logits", logits_at(model, context, x, t), a["l2d_logits"])
+    yield Check("l2d_logits_t0.7", logits_at(model, context, x, 0.7), a["l2d_logits_t0.7"])
+    if model.path.config.classes:
+        labelled = logits_at(model, context, x, t, a["class_labels"][:, None])
+        yield Check("l2d_logits_class", labelled, a["l2d_logits_class"])
+    mask = a["lp.attention_mask"]
+    padded = logits_at(model, read(model.llm, a["lp.input_ids"], mask), x, t)
+    yield Check("lp.l2d_logits", mask[..., None] * padded, mask[..., None] * a["lp.l2d_logits"])
+
+
+def intermediate(model: Model, a: Recording) -> Iterator[Check]:
+    """Embeddings of t and x, and hidden states after each layer, from models whose later layers do nothing."""
+    path, llm = model.path, model.llm
+    assert path is not None
+    t, x = jnp.asarray(a["timesteps"]), jnp.asarray(a["flow_representation_embeds"])
+    features = diffusion.time_features(t, path.config.frequency_width)
+    yield Check("mid.freq", features, a["mid.freq"])
+    yield Check("mid.t_emb", path.time(features), a["mid.t_emb"])
+    yield Check("mid.flow_in", path.translation(diffusion.scale_input(x, t, path.config.sigma)), a["mid.flow_in"])
+    yield Check("mid.w_d", path.merge_weight(t), a["mid.w_d"])
+    for i in range(llm.architecture.num_hidden_layers):
+        cut_llm, cut_path = _cut(llm, path, i + 1)
+        context = read(cut_llm, a["input_ids"])
+        ours = {"hidden": context.hidden, "flow": _features(cut_path, cut_llm, x, t, context)}
+        for name, value in ours.items():
+            name = f"mid.layer{i}.{name}"
+            yield Check(name, value, a[name], ACTIVATIONS, relative=True)
+
+
+def training(model: Model, a: Recording) -> Iterator[Check]:
+    """One training forward and the gradient of every parameter; the packed batch's loss."""
+    assert model.path is not None
+    (value, logits), gradient = _gradient(model.path, model.llm, *_batch(model.path, a, "tr"))
+    yield Check("tr.loss", value, a["tr.loss"])
+    yield Check("tr.logits", logits, a["tr.logits"])
+    yield Check("pack.loss", _loss(model.path, model.llm, *_batch(model.path, a, "pack"))[0], a["pack.loss"])
+    for name, make in mapping.tensors(jax.device_get(gradient), mapping.PATH_ROWS):
+        yield Check(f"grad.{name}", make(), a[f"grad.{name}"], GRADIENTS, relative=True)
+
+
+def optimization(model: Model, a: Recording) -> Iterator[Check]:
+    """AdamW steps on one batch, with fresh noise each."""
+    path = model.path
+    assert path is not None
+    adam = optimizer(OptimConfig(), 1e-3)
+
+    @jax.jit
+    def update(path: DiffusionPath, moments: Any, gradient: Any) -> tuple[DiffusionPath, Any, jax.Array]:
+        updates, moments = adam.update(gradient, moments, path)
+        return optax.apply_updates(path, updates), moments, optax.tree.norm(gradient)
+
+    mesh = jax.tree.leaves(path)[0].sharding.mesh
+    moments = begin(adam, path, mesh).optimizer
+    losses, norms = [], []
+    for step in range(len(a["opt.losses"])):
+        (value, _), gradient = _gradient(path, model.llm, *_batch(path, a, "tr", noise="opt", at=step))
+        path, moments, norm = update(path, moments, gradient)
+        losses.append(value)
+        norms.append(norm)
+    yield Check("opt.losses", np.stack(losses), a["opt.losses"])
+    yield Check("opt.grad_norms", np.stack(norms), a["opt.grad_norms"], GRADIENTS, relative=True)
+    for name, make in mapping.tensors(jax.device_get(path), mapping.PATH_ROWS):
+        yield Check(f"opt.final.{name}", make(), a[f"opt.final.{name}"])
+
+
+def _batch(
+    path: DiffusionPath, a: Recording, name: str, *, noise: str | None = None, at: int | None = None
+) -> tuple[Batch, Draws]:
+    """A recorded batch with its draws; `noise` names where the draws are, `at` their index."""
+    labels, tokens = a[f"{name}.labels"], jnp.asarray(a[f"{name}.input_ids"], jnp.int32)
+    classes = a[f"{name}.class_labels"] if path.config.classes else np.zeros(len(tokens))
+    batch = Batch(
+        tokens=tokens,
+        queries=None,
+        targets=jnp.asarray(np.maximum(labels, 0), jnp.int32),
+        weights=jnp.asarray(labels >= 0, jnp.float32),
+        classes=jnp.asarray(classes, jnp.int32),
+    )
+
+    def draw(part: str) -> jax.Array:
+        array = a[f"{noise or name}.{part}"]
+        return jnp.asarray(array if at is None else array[at])
+
+    dropped = None
+    if path.config.classes:
+        is_dropped = draw("drop_uniform") < path.config.class_dropout
+        dropped = jnp.where(is_dropped, path.config.classes, batch.classes[:, None])
+    return batch, Draws(t=draw("timesteps"), noise=draw("noise"), labels=dropped)
+
+
+def _cut(llm: LLM, path: DiffusionPath, count: int) -> tuple[LLM, DiffusionPath]:
+    """The models with `count` layers that do something: the outputs of the others count zero times."""
+
+    def cut(leaf: Any) -> Any:
+        kept = np.asarray(leaf) * (np.arange(len(leaf)) < count).reshape(-1, *[1] * (leaf.ndim - 1))
+        return jax.device_put(kept, leaf.sharding)
+
+    layers = dataclasses.replace(llm.layers, o=cut(llm.layers.o), down=cut(llm.layers.down))
+    modulation = jax.tree.map(cut, path.layers.modulation)  # gates of zero
+    cut_path = dataclasses.replace(path, layers=dataclasses.replace(path.layers, modulation=modulation))
+    return dataclasses.replace(llm, layers=layers), cut_path
+
+
+@jax.jit
+def _head(llm: LLM, context: Context) -> jax.Array:
+    return llm.logits(context.hidden)
+
+
+@jax.jit
+def _features(path: DiffusionPath, llm: LLM, x: Any, t: Any, context: Context) -> jax.Array:
+    return path.features(llm, x, t, cache=context.cache, positions=context.positions)
+
+
+@jax.jit
+def _loss(path: DiffusionPath, llm: LLM, batch: Batch, draws: Draws) -> tuple[jax.Array, jax.Array]:
+    context = read_context(llm, batch)
+    logits = llm.logits(objective.correct(path, llm, context, batch, draws))
+    losses = lm_head.negative_log_likelihood(logits.reshape(-1, logits.shape[-1]), batch.targets.reshape(-1))
+    return objective.average(losses.reshape(batch.targets.shape), batch.weights, "token"), logits
+
+
+_gradient = jax.jit(jax.value_and_grad(_loss, has_aux=True))

@@ -1,0 +1,210 @@
+"""Compares a language model with `transformers`' own model of the same weights, which is in float32.
+
+Rows of random tokens, which reach all of the vocabulary, and one of ordinary text where the folder has a tokenizer. A
+row passes if no logit differs by more than
+
+* 1e-4 of the largest logit, or 1e-4 where all are below 1: float32 rounds relative to what it adds up. Random tiny
+  models have logits of 1 to 3 and differ by 3e-5; SmolLM2's reach 45, and differ by 1e-4 to 1e-3 over 512 tokens;
+* or ten times what transformers in float32, with fused or with eager attention, differs from itself in float64 on this
+  row. That is computed only for a row beyond the first bound, and takes twice the memory. Where activations are in the
+  thousands, a few positions magnify any rounding: one of 2048 random tokens of SmolLM2 differs by 9e-3, and there
+  transformers is 4e-2 from the exact value. Ten, since one rounding may by luck be much smaller than another.
+
+What magnifies rounding magnifies bugs: each of the twelve of `tests/test_llm.py` differs by 100 times the first bound
+and more on tiny models, and by nearly 5 times and more on SmolLM2, where it applies. An error that changes no logit of
+these rows is not seen.
+
+Ours may be in bfloat16 or int8 too, which shows what these cost. A row then passes if its mean KL divergence is within
+0.05 nats: SmolLM2's rows have 0.006 and 0.011 at most. Bugs that divert less are for float32 to find.
+"""
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+from transformers import PreTrainedTokenizerFast
+
+from l2d_jax import loading
+from l2d_jax.config.schema import MeshConfig
+from l2d_jax.data import word_problems
+from l2d_jax.data.tokenizer import encode, first_line
+from l2d_jax.distributed import runtime
+from l2d_jax.errors import InputError
+from l2d_jax.files import read_json
+from l2d_jax.model.architecture import Architecture
+from l2d_jax.model.llm import LLM
+from l2d_jax.weights import model_folder
+from l2d_jax.weights.locate import follow
+
+TOLERANCE = 1e-4  # of a logit, relative to the largest one or to 1
+ROUNDINGS = 10  # of theirs, that a logit may differ by
+DIVERGENCE = 0.05  # mean KL of a row in a coarser type, in nats
+LENGTH = 512  # tokens a row, where nothing else is asked for
+SEED = 0  # of the random tokens
+
+
+class Comparison(NamedTuple):
+    """Our logits and theirs over one row of tokens."""
+
+    name: str
+    difference: float  # the largest of a logit
+    largest: float  # of their logits, by absolute value
+    divergence: Float[np.ndarray, " T"]  # KL(theirs || ours) of the next token at each position, in nats
+    agreement: float  # share of positions with the same likeliest token
+    rounding: float = 0.0  # the largest difference of theirs from their own float64, where that was needed
+    is_coarse: bool = False  # ours are not in float32
+
+    @property
+    def bound(self) -> float:
+        """What the difference may be."""
+        return max(TOLERANCE * max(1.0, self.largest), ROUNDINGS * self.rounding)
+
+    def passed(self) -> bool:
+        """Whether the difference is finite and within the bound, or in a coarse type the mean divergence."""
+        if self.is_coarse:
+            return bool(self.divergence.mean() <= DIVERGENCE)
+        return bool(np.isfinite(self.difference)) and self.difference <= self.bound
+
+
+def compare(model: str, *, length: int | None = None, dtype: str = "float32") -> Iterator[Comparison]:
+    """Run both models on the same rows, theirs first; neither is in memory with the other. Doubtful rows come last.
+
+    Args:
+      model: as `loaded.load` takes it; a path beside the language model is left out.
+      length: tokens a row; None: 512, or as many as the model has positions.
+      dtype: of our weights, as `config.model.dtype`.
+
+    Raises:
+      InputError: before any weight is read, for a model that has no files or is not plain weights, for a length that
+        it has no room for, and where torch is missing.
+    """
+    _require_torch()
+    opened = loading.find(model, dtype="float32")
+    base = opened.base
+    if opened.trained is not None and opened.path_config is None:
+        raise InputError(f"{model} has trained the language model itself: give its {Path(model) / 'export'}")
+    if base.name == "random":
+        raise InputError(
+            f"the base of {model} is random weights, which transformers cannot read: give a model in files"
+        )
+    lineage = follow(base.name)
+    folder = lineage.folder
+    if lineage.adapters:
+        raise InputError(
+            f"{base.name} has a LoRA adapter, and plain weights are compared: merge it first "
+            f"(python -m l2d_jax.convert export --model {base.name} --format hf --out DIR) and give that folder"
+        )
+    found = model_folder.find_base(base)
+    rows = choose_rows(found.architecture, found.tokenizer, length=length)
+    theirs = _their_logits(folder, rows)
+    llm = found.load(dtype=dtype, mesh=runtime.start(MeshConfig()))
+    doubtful: list[Comparison] = []
+    for name, logits in _our_logits(llm, rows):
+        row = measure(name, logits, theirs[name])._replace(is_coarse=dtype != "float32")
+        if row.passed() or row.is_coarse:
+            yield row
+        else:
+            doubtful.append(row)
+    del llm
+    if doubtful:
+        again = {row.name: rows[row.name] for row in doubtful}
+        exact, eager = _their_exact_logits(folder, again), _their_logits(folder, again, attention="eager")
+        for row in doubtful:
+            kinds = (theirs[row.name], eager[row.name])
+            rounding = max(measure(row.name, logits, exact[row.name]).difference for logits in kinds)
+            yield row._replace(rounding=rounding)
+
+
+def choose_rows(
+    architecture: Architecture, tokenizer: PreTrainedTokenizerFast | None, *, length: int | None
+) -> dict[str, Int[np.ndarray, " T"]]:
+    """Two rows of random tokens, and one of word problems if there is a tokenizer; raises `InputError` as `compare`."""
+    limit, size = architecture.max_position_embeddings, architecture.vocab_size
+    length = min(LENGTH, limit) if length is None else length
+    if not 1 <= length <= limit:
+        raise InputError(f"--tokens must be from 1 to the {limit} positions of the model, got {length}")
+    random = np.random.default_rng(SEED).integers(size, size=(2, length))
+    rows = {f"random {i + 1}": row for i, row in enumerate(random)}
+    if tokenizer is not None:
+        told = (word_problems.problem(index) for index in range(length // 16 + 1))  # each is more than 16 tokens long
+        text = "\n\n".join(f"{problem.question}\n{problem.solution}" for problem in told)
+        rows["text"] = np.array(encode([text], tokenizer)[0][:length])
+        if rows["text"].max() >= size:
+            raise InputError(
+                f"the tokenizer of {tokenizer.name_or_path} gives the id {rows['text'].max()}, but the model knows "
+                f"{size} tokens: copy the model's own tokenizer.json"
+            )
+    return rows
+
+
+def measure(name: str, ours: Float[np.ndarray, "T V"], theirs: Float[np.ndarray, "T V"]) -> Comparison:
+    """Compare the logits of one row in float64, position by position: memory for one is enough."""
+    differences, divergence = [], []
+    for pair in zip(ours, theirs, strict=True):
+        a, b = (logits.astype(np.float64) for logits in pair)
+        differences.append(np.max(np.abs(a - b)))
+        log_p, log_q = (logits - np.logaddexp.reduce(logits) for logits in (b, a))
+        divergence.append(np.exp(log_p) @ (log_p - log_q))
+    agreement = float(np.mean(np.argmax(ours, axis=-1) == np.argmax(theirs, axis=-1)))
+    return Comparison(name, float(np.max(differences)), float(np.max(np.abs(theirs))), np.array(divergence), agreement)
+
+
+def _our_logits(llm: LLM, rows: dict[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+    @jax.jit
+    def logits(llm: LLM, row: Int[Array, "1 T"]) -> Float[Array, "1 T V"]:
+        return llm.logits(llm(row, jnp.arange(row.shape[1])[None])[0])
+
+    for name, row in rows.items():
+        with jax.default_matmul_precision("highest"):
+            ours = logits(llm, jnp.asarray(row[None], jnp.int32))
+        yield name, np.asarray(ours)[0]
+
+
+def _their_exact_logits(folder: Path, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """In float64 throughout: norms and rotary angles, for which their modules name float32, are given float64 too."""
+    torch = _require_torch()
+    from torch.overrides import TorchFunctionMode
+
+    def wider(value: Any) -> Any:
+        return torch.float64 if value is torch.float32 else value
+
+    class Float64(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            function = torch.Tensor.double if function is torch.Tensor.float else function
+            return function(*map(wider, args), **{name: wider(value) for name, value in (kwargs or {}).items()})
+
+    with Float64():
+        return _their_logits(folder, rows, dtype="float64")
+
+
+def _their_logits(
+    folder: Path, rows: dict[str, np.ndarray], *, dtype: str = "float32", attention: str = "sdpa"
+) -> dict[str, np.ndarray]:
+    torch = _require_torch()
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    kind = getattr(transformers, read_json(folder / "config.json")["architectures"][0])  # one of `SUPPORTED`
+    options = {"dtype": dtype, "attn_implementation": attention}
+    try:
+        model = kind.from_pretrained(folder, local_files_only=True, use_safetensors=True, **options).eval()
+    except Exception as error:  # of many kinds: a field of the config that it reads and we do not
+        raise InputError(f"transformers cannot open {folder} ({first_line(error)}): mend its files") from error
+    with torch.no_grad():
+        logits = {name: model(torch.tensor(row[None])).logits[0].numpy() for name, row in rows.items()}
+    del model
+    gc.collect()
+    return logits
+
+
+def _require_torch() -> Any:
+    try:
+        import torch
+    except ImportError:
+        raise InputError("transformers' own models need torch: install requirements-torch.txt") from None
+    return torch

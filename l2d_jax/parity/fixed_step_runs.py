@@ -1,0 +1,202 @@
+"""Recomputes the recorded runs of the release: trajectories of the ODE, and whole generations.
+
+A trajectory is checked twice. The states on the grid are diffrax's, by the program that decodes; times, temperatures
+and picked tokens of every evaluation come from a plain loop over the solver's tableau, from those states on.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from l2d_jax.config.parsing import from_dict
+from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.decoding import decode, integrate, runge_kutta
+from l2d_jax.decoding.refine import Refinement, make_target
+from l2d_jax.errors import InputError
+from l2d_jax.model import diffusion
+from l2d_jax.model.context import Context
+from l2d_jax.model.l2d import Model
+from l2d_jax.parity.recording import Check, Recording, logits_at, read
+
+METHODS = {"euler": "euler", "midpoint": "midpoint", "rk4": "rk4", "heun2": "heun", "heun3": "heun3"}  # fixed grids
+DRAWS = 32  # places for recorded draws in every run: programs are compiled once for each shape
+
+
+class Draws(NamedTuple):
+    """The tokens that a recorded run has drawn for its velocity, evaluation by evaluation."""
+
+    times: np.ndarray  # [DRAWS], of the evaluations; infinite beyond the last
+    tokens: np.ndarray  # [DRAWS, B]
+    drawn: np.ndarray  # [DRAWS], whether there is such a draw
+
+    @classmethod
+    def build(cls, times: np.ndarray, samples: np.ndarray) -> "Draws":
+        """Fill up `samples` of shape [n, B]."""
+        tokens = np.pad(np.asarray(samples, np.int32), [(0, DRAWS - len(samples)), (0, 0)])
+        padded = np.append(times, [np.inf] * DRAWS)[:DRAWS].astype(np.float32)
+        return cls(padded, tokens, np.arange(DRAWS) < len(samples))
+
+
+def trajectories(model: Model, a: Recording) -> Iterator[Check]:
+    """All recorded ODEs with a fixed grid."""
+    runs = a.meta.get("odes", {})
+    for key in sorted({name.rsplit(".", 1)[0].removeprefix("ode.") for name in a if name.startswith("ode.")}):
+        if key not in runs:
+            raise InputError(f"{a.file} has a run {key!r}, of which the meta.json beside it says nothing: add it there")
+        if runs[key].get("method") in METHODS:
+            yield from trajectory(model, a, key, runs[key])
+
+
+def trajectory(model: Model, a: Recording, key: str, run: Mapping[str, Any]) -> Iterator[Check]:
+    """One recorded ODE: the states on the grid, the final logits, and every evaluation of the plain loop.
+
+    The final evaluation is on the recorded end state: at t = 1 it answers a change of x with up to 400 times as much,
+    so that the last bits of our own would be as large as the tolerance.
+    """
+    recorded = {name: a[f"ode.{key}.{name}"] for name in ("x0", "t_grid", "traj", "logits", "times", "argmax", "temps")}
+    grid, end, count = recorded["t_grid"], float(run["final_timestep"]), recorded["x0"].shape[1]
+    settings = _settings(run, len(grid) - 1, annealed="poly" in key)
+    context = context_of(model, a, run, padded=".pad" in key)
+    samples = a[f"ode.{key}.samples"] if f"ode.{key}.samples" in a else np.zeros((0, len(recorded["x0"])))
+    draws = Draws.build(recorded["times"], samples)
+    shape = (*context.positions.shape, recorded["x0"].shape[-1])
+    noise, last = (jnp.broadcast_to(x, shape) for x in (recorded["x0"], recorded["traj"][-1]))
+    states = np.asarray(_states(model, context, settings, draws, noise, jnp.float32(end), steps=len(grid) - 1))
+    loop = _loop(model, context, settings, draws, states, grid)
+    check = partial(Check, judged=run["robust"])
+    yield check(f"ode.{key}.traj", states[:, :, :count], recorded["traj"])
+    final = logits_at(model, context, last, end, context.labels)
+    yield check(f"ode.{key}.logits", final[:, :count], recorded["logits"])
+    yield check(f"ode.{key}.argmax", loop["argmax"][..., :count], recorded["argmax"], 0.0)
+    for name in ("times", "temps"):
+        yield check(f"ode.{key}.{name}", loop[name], recorded[name], 1e-6)
+
+
+def _settings(run: Mapping[str, Any], steps: int, *, annealed: bool) -> Refinement:
+    temperature = 0.0 if isinstance(run["temperature"], str) else float(run["temperature"])
+    solver = METHODS[run["method"]]
+    options = {
+        "solver": solver,
+        "budget": 1 + runge_kutta.FIXED[solver][1] * steps,
+        "velocity": "expectation" if run["x1_estimation"] == "average" else "sample",
+        "velocity_temperature": 1.0 if annealed else temperature,
+        "anneal": annealed,
+    }
+    return make_refinement(options, guidance=run["w_g"])
+
+
+def make_refinement(options: dict[str, Any], *, guidance: float | None) -> Refinement:
+    """A recorded run's settings as decoding takes them."""
+    given = {} if guidance is None else {"guidance": float(guidance)}
+    config: DecodeConfig = from_dict(DecodeConfig, options | given, prefix="run")
+    return Refinement.from_config(config)
+
+
+def context_of(
+    model: Model, a: Recording, run: Mapping[str, Any], *, padded: bool, rows: Sequence[int] = (0, 1)
+) -> Context:
+    """The frozen pass of a recorded run over some rows of the recorded batch."""
+    tokens, mask = (a["lp.input_ids"], a["lp.attention_mask"]) if padded else (a["input_ids"][rows, :], None)
+    context = read(model.llm, tokens, mask, last=run["mode"] == "last")
+    if run["class_labels"] is None:
+        return context
+    labels = jnp.array(run["class_labels"], jnp.int32)[:, None]
+    return context._replace(labels=jnp.broadcast_to(labels, context.positions.shape))
+
+
+@partial(jax.jit, static_argnames="steps")
+def _states(
+    model: Model, context: Context, settings: Refinement, draws: Draws, noise: Any, end: Any, *, steps: int
+) -> Any:
+    """diffrax's states on the grid."""
+    keys = jax.random.split(jax.random.key(0), context.positions.shape)
+    target = make_target(model, context, settings=settings, keys=keys, end=end)
+
+    def injected(t: Any, x: Any) -> Any:  # the drawn tokens are given; beyond them the temperature was zero
+        assert model.table is not None
+        at = jnp.argmin(jnp.abs(draws.times - t))
+        return jnp.where(draws.drawn[at], model.table[draws.tokens[at]][:, None], target(t, x))
+
+    return integrate.trajectory(injected, noise, solver=settings.solver, steps=steps, end=end)
+
+
+def _loop(
+    model: Model, context: Context, settings: Refinement, draws: Draws, states: np.ndarray, grid: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Times, temperatures and arg max of every evaluation, stage by stage from the states on the grid."""
+    tableau = getattr(runge_kutta.FIXED[settings.solver][0], "tableau", None)
+    nodes, lower = ([], []) if tableau is None else (tableau.c, tableau.a_lower)
+    table, length = np.asarray(model.table), grid[-1] / (len(grid) - 1)
+    times: list[np.ndarray] = []
+    temperatures: list[np.ndarray] = []
+    picked: list[np.ndarray] = []
+    for start, stop, x in zip(grid, grid[1:], states, strict=False):
+        slopes: list[np.ndarray] = []
+        for node, row in zip([0.0, *nodes], [[], *lower], strict=True):
+            t = np.float32(stop if node == 1 else start + node * (stop - start))
+            y = x + (stop - start) * sum(share * slope for share, slope in zip(row, slopes, strict=True))
+            times.append(np.asarray(t))
+            if 1 - t <= diffusion.END:
+                slopes.append(np.zeros_like(x))
+                continue
+            branches = [logits_at(model, context, y, t, context.labels)]
+            if context.labels is not None:
+                branches.append(logits_at(model, context, y, t))
+            temperature = np.asarray(settings.temperature(jnp.float32(t), jnp.float32(length)))
+            targets = [read_out(np.asarray(logits), table, settings.velocity, temperature) for logits in branches]
+            if draws.drawn[len(temperatures)]:
+                targets = [table[draws.tokens[len(temperatures)]][:, None]]
+            temperatures += [temperature] * len(branches)
+            picked += [np.argmax(logits, axis=-1) for logits in branches]
+            strength = np.asarray(settings.guidance)
+            target = targets[0] if len(targets) == 1 else strength * targets[0] + (1 - strength) * targets[1]
+            slopes.append((target - y) / (1 - t))
+    return {"times": np.stack(times), "temps": np.stack(temperatures), "argmax": np.stack(picked)}
+
+
+def read_out(logits: np.ndarray, table: np.ndarray, velocity: str, temperature: np.ndarray) -> np.ndarray:
+    """The vector of the likeliest token, or the mean over the vocabulary."""
+    if velocity == "sample" or temperature == 0:
+        return table[np.argmax(logits, axis=-1)]
+    shares = np.exp((logits - logits.max(axis=-1, keepdims=True)) / temperature)
+    return shares / shares.sum(axis=-1, keepdims=True) @ table
+
+
+def generations(model: Model, a: Recording) -> Iterator[Check]:
+    """Whole autoregressive generations, token by token, with the recorded noise; "base" is the LM alone."""
+    assert model.path is not None
+    recorded = a.meta.get("decode") or {"outputs": {}}
+    for name, theirs in recorded["outputs"].items():
+        rows = len(recorded["prompts"])
+        lengths = [len(prompt) for prompt in recorded["prompts"]]
+        ids = np.zeros((rows, max(lengths)), np.int32)
+        for row, prompt in zip(ids, recorded["prompts"], strict=True):
+            row[: len(prompt)] = prompt
+        count = recorded["max_new_tokens"]
+        budget, noise = 1, np.zeros((count, rows, model.path.config.width), np.float32)
+        solver = "euler" if name == "base" else name.rstrip("0123456789")
+        if name != "base":
+            budget = 1 + runge_kutta.FIXED[solver][1] * (int(name.removeprefix(solver)) - 1)
+            noise = a[f"dec.{name}.noise"][:, :, 0]
+        settings = make_refinement({"solver": solver, "budget": budget}, guidance=recorded["guidance_parameter"])
+        labels = recorded["class_labels"] and jnp.array(recorded["class_labels"], jnp.int32)
+        keys = jax.random.split(jax.random.key(0), rows)
+        state = decode.prefill(model.llm, jnp.asarray(ids), jnp.array(lengths, jnp.int32), keys, room=count)
+        chosen = []
+        for step in range(count):
+            state, token = _next(model, state, settings, jnp.asarray(noise[step]), labels)
+            chosen.append(token)
+        yield Check(f"dec.{name}", np.stack(chosen, axis=1), theirs, 0.0)
+
+
+@jax.jit
+def _next(model: Model, state: decode.State, settings: Refinement, noise: Any, labels: Any) -> tuple[Any, Any]:
+    logits = decode.next_logits(
+        model, state, noise[:, None], settings=settings, keys=state.keys[:, None], labels=labels
+    )
+    token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return decode.advance(model.llm, state, token, state.done), token

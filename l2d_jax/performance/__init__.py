@@ -1,0 +1,1 @@
+"""What training and decoding cost: counted, compiled for TPUs, and measured."""

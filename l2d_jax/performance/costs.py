@@ -1,0 +1,154 @@
+"""What a config costs, from shapes alone: trainable parameters, memory per device, FLOPs per token."""
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from l2d_jax.config.config_file import find_variants, read_config
+from l2d_jax.config.schema import Config, PathConfig
+from l2d_jax.distributed import sharding
+from l2d_jax.errors import InputError
+from l2d_jax.model.architecture import Architecture
+from l2d_jax.model.diffusion_path import DiffusionPath
+from l2d_jax.model.llm import LLM
+from l2d_jax.model.quantization import CONTRACTED
+from l2d_jax.training.methods import method_of
+from l2d_jax.weights import model_folder
+
+READ = ("frozen pass", "forward", "backward")  # parts whose operations are of every token; others, of predicted ones
+
+
+def parameters(declared: Any) -> int:
+    """Number of values of a declared or real tree; exact."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(declared))
+
+
+def trainable_parameters(config: Config, architecture: Architecture) -> int:
+    """Number of values that training changes; exact."""
+    return parameters(method_of(config).declare(architecture))
+
+
+def bytes_per_device(declared: Any, mesh: Mesh) -> int:
+    """Bytes that the fullest device holds of a declared tree."""
+    placements = jax.tree.leaves(sharding.shardings(declared, mesh))
+    return sum(
+        math.prod(placement.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
+        for leaf, placement in zip(jax.tree.leaves(declared), placements, strict=True)
+    )
+
+
+def flops_per_token(architecture: Architecture, config: PathConfig, *, draws_per_context: int = 1) -> dict[str, int]:
+    """Useful floating-point operations of training a path on one token: matrix products alone, nothing recomputed.
+
+    A product with n weights takes 2n forward; backward, 2n for the input and 2n more for a trained weight.
+    """
+    a = architecture
+    llm = LLM.declare(a, dtype=np.float32)
+    shared = {name: parameters(getattr(llm.layers, name)) for name in ("q", "o", "gate", "up", "down")}
+    keys = parameters((llm.layers.k, llm.layers.v))
+    head = a.vocab_size * a.hidden_size
+    path = DiffusionPath.declare(config, a)
+    trained = parameters(path) - parameters(path.classes)
+    frozen = sum(shared.values()) if config.layers == "lora" else 0
+    return {
+        "frozen pass": 2 * (sum(shared.values()) + keys),
+        "path forward": draws_per_context * 2 * (frozen + trained),
+        "path backward": draws_per_context * (2 * frozen + 4 * trained),
+        "output head": draws_per_context * 4 * head,
+    }
+
+
+def flops_of_finetuning(config: Config, architecture: Architecture) -> dict[str, int]:
+    """The same of training the language model itself, by low-rank updates or in full."""
+    llm = LLM.declare(architecture, dtype=np.float32)
+    products = sum(parameters(getattr(llm.layers, name)) for name in CONTRACTED)
+    head = architecture.vocab_size * architecture.hidden_size
+    if config.train.method == "full":
+        return {"forward": 2 * products, "backward": 4 * products, "output head": 6 * head}
+    own = parameters(method_of(config).declare(architecture))
+    return {"forward": 2 * (products + own), "backward": 2 * products + 4 * own, "output head": 4 * head}
+
+
+def flops_of_training(config: Config, architecture: Architecture) -> dict[str, int]:
+    """Useful operations of training on one token, by the config's method."""
+    if config.train.method == "l2d":
+        return flops_per_token(architecture, config.path, draws_per_context=config.train.draws_per_context)
+    return flops_of_finetuning(config, architecture)
+
+
+def flops_per_step(config: Config, architecture: Architecture) -> dict[str, int]:
+    """Useful operations of an optimizer step by part: those of `READ` over all tokens, the rest over predicted ones."""
+    parts = flops_of_training(config, architecture)
+    tokens = config.train.batch_size * config.data.max_length
+    predicted = config.train.batch_size * (config.data.answer_length or config.data.max_length)
+    return {name: count * (tokens if name in READ else predicted) for name, count in parts.items()}
+
+
+def flops_per_decoded_token(config: Config, architecture: Architecture) -> int:
+    """Useful operations of a token of the answer: the frozen pass once; the path and the head once per evaluation.
+
+    Conditions come from a table. A budget of 1 is the LM alone.
+    """
+    parts = flops_per_token(architecture, config.path)
+    path = DiffusionPath.declare(config.path, architecture)
+    tabulated = parameters((path.layers.modulation, path.time, path.merge, path.vocabulary))
+    head = parts["output head"] // 2
+    evaluations = config.decode.draws * config.decode.budget
+    if config.decode.budget == 1 or config.train.method != "l2d":
+        return parts["frozen pass"] + head
+    return parts["frozen pass"] + evaluations * (parts["path forward"] - 2 * tabulated + head)
+
+
+def summary(config: Config, architecture: Architecture, mesh: Mesh) -> str:
+    """The table that `--dry_run` prints."""
+    method = method_of(config)
+    frozen, trained = method.declare_frozen(architecture), method.declare(architecture)
+    size = bytes_per_device(trained, mesh)
+    memory = {f"{method.says} (float32)": size, "its gradient and Adam moments": 3 * size}
+    if frozen is not None:
+        memory = {f"frozen weights ({config.model.dtype})": bytes_per_device(frozen, mesh)} | memory
+    if frozen is not None and config.train.method == "l2d":
+        micro = config.train.batch_size // config.train.accumulation / (mesh.shape["data"] * mesh.shape["fsdp"])
+        kv_width = 2 * architecture.num_hidden_layers * architecture.num_key_value_heads * architecture.head_dim
+        cache = micro * config.data.max_length * kv_width * np.dtype(frozen.embed.dtype).itemsize
+        memory["keys and values of a micro-batch"] = int(cache)
+    flops = flops_of_training(config, architecture)
+    rows = [
+        ("frozen parameters", f"{0 if frozen is None else parameters(frozen):,}"),
+        ("trainable parameters", f"{parameters(trained):,}"),
+        *((f"memory per device: {name}", f"{size / 2**30:.2f} GiB") for name, size in memory.items()),
+        ("memory per device: sum, activations not counted", f"{sum(memory.values()) / 2**30:.2f} GiB"),
+        *((f"FLOPs per token: {name}", f"{count:.3e}") for name, count in flops.items()),
+        ("FLOPs per token: sum", f"{sum(flops.values()):.3e}"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value:>16}" for name, value in rows)
+
+
+def variant_table(reference: str) -> str:
+    """A line for `FILE.py` or `FILE.py:variants` as it is, and one for each variant that may be added to it.
+
+    Raises `InputError` as `read_config` does; a variant that contradicts the reference has the reason in its line.
+    """
+    rows = [("-", trained(reference), f"{reference} as it is")]
+    taken = reference.partition(":")[2].split(",")
+    for name, variant in find_variants(reference).items():
+        if name in taken:
+            continue
+        try:
+            count = trained(f"{reference}{',' if ':' in reference else ':'}{name}")
+            rows.append((name, count, (variant.__doc__ or "").partition("\n")[0]))
+        except InputError as error:
+            rows.append((name, "refused", str(error)))
+    rows.insert(0, ("variant", "trained", ""))
+    width, digits = (max(len(row[column]) for row in rows) for column in (0, 1))
+    return "\n".join(f"{name:<{width}}  {count:>{digits}}  {what}".rstrip() for name, count, what in rows)
+
+
+def trained(reference: str) -> str:
+    """The trainable parameters of a config, from shapes alone."""
+    config = read_config(reference)
+    return f"{trainable_parameters(config, model_folder.read_architecture(config.model)):,}"

@@ -1,0 +1,132 @@
+"""How fast decoding is, as a share of the rate at which the machine reads memory.
+
+Random weights of the config's architecture, random prompts. An evaluation of the path has to read the path's layers,
+which are the LM's with their LoRA, and the head; its time is the slope of the time per token over the budget.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import matplotlib as mpl
+import numpy as np
+from jax.sharding import Mesh
+
+from l2d_jax.config.schema import Config
+from l2d_jax.decoding import decode
+from l2d_jax.decoding.refine import Refinement, tabulate
+from l2d_jax.decoding.sampler import Sampling
+from l2d_jax.model.l2d import Model
+from l2d_jax.performance.timing import REPEATS, read_rate
+from l2d_jax.weights import model_folder
+
+mpl.use("Agg")  # draws into files, with no display
+from matplotlib import pyplot as plt
+
+LAYERS = ("q", "o", "gate", "up", "down")
+
+
+def decoding(
+    config: Config, mesh: Mesh, *, batches: Sequence[int], budgets: Sequence[int], prompt: int, new: int
+) -> dict[str, Any]:
+    """Tokens per second at each batch size and budget, and each batch size's time per evaluation.
+
+    Args:
+      config: of the model, the path and the solver.
+      mesh: the devices.
+      batches: sequences at a time.
+      budgets: evaluations per token; at least two.
+      prompt: tokens of each prompt, whose pass is not timed.
+      new: tokens that are generated and timed.
+
+    Returns:
+      `rows` with batch, budget, tokens per second and seconds per token; `batches` with seconds per evaluation and
+      the share of the read rate; `bytes per evaluation` and `read rate`.
+    """
+    model = random_model(config, mesh)
+    rows = []
+    for batch in batches:
+        for budget in budgets:
+            seconds = _time(model, config, batch=batch, budget=budget, prompt=prompt, new=new)
+            rows.append(
+                {
+                    "batch": batch,
+                    "budget": budget,
+                    "tokens per second": batch * new / seconds,
+                    "seconds per token": seconds / new,
+                }
+            )
+    read, rate = bytes_per_evaluation(model), read_rate()
+    slopes = []
+    for batch in batches:
+        own = [row for row in rows if row["batch"] == batch]
+        slope, _ = np.polyfit([row["budget"] for row in own], [row["seconds per token"] for row in own], 1)
+        slopes.append(
+            {"batch": batch, "seconds per evaluation": float(slope), "share of the read rate": read / slope / rate}
+        )
+    return {"rows": rows, "batches": slopes, "bytes per evaluation": read, "read rate": rate}
+
+
+def random_model(config: Config, mesh: Mesh) -> Model:
+    """Random weights; the path's in full, since at its own initial values it does nothing."""
+    architecture = model_folder.read_architecture(config.model)
+    llm = model_folder.random_base(architecture, mesh, dtype=config.model.dtype)
+    path = model_folder.new_path(config.path, llm, mesh, seed=1)
+    noise = jax.jit(lambda tree: jax.tree.map(lambda a: a + 0.01 * jax.random.normal(jax.random.key(2), a.shape), tree))
+    return Model.build(llm, noise(path))
+
+
+def bytes_per_evaluation(model: Model) -> int:
+    """Of the weights that one evaluation has to read: the path's layers but for their modulation, and the head."""
+    assert model.path is not None
+    own, shared = ([getattr(layers, name) for name in LAYERS] for layers in (model.path.layers, model.llm.layers))
+    head = model.llm.embed if model.llm.head is None else model.llm.head
+    parts = (own, head) if model.path.config.layers == "dense" else (own, shared, head)
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(parts))
+
+
+def draw(figures: dict[str, Any], file: Path) -> None:
+    """Two panels against the budget: tokens per second, and the time per token."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for own in figures["batches"]:
+        rows = [row for row in figures["rows"] if row["batch"] == own["batch"]]
+        budgets = [row["budget"] for row in rows]
+        left.plot(budgets, [row["tokens per second"] for row in rows], marker="o", label=f"batch {own['batch']}")
+        right.plot(
+            budgets, [1000 * row["seconds per token"] for row in rows], marker="o", label=f"batch {own['batch']}"
+        )
+    left.set(xlabel="evaluations of the path per token", ylabel="tokens per second, all sequences", ylim=(0, None))
+    right.set(xlabel="evaluations of the path per token", ylabel="milliseconds per token", ylim=(0, None))
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
+
+
+def _time(model: Model, config: Config, *, batch: int, budget: int, prompt: int, new: int) -> float:
+    """Seconds for the new tokens of all sequences; the prompts' pass is made before the clock starts."""
+    settings = tabulate(model, Refinement.from_config(config.decode, budget=budget), budget=budget)
+    rng = np.random.default_rng(0)
+    tokens = jnp.asarray(rng.integers(model.llm.architecture.vocab_size, size=(batch, prompt)), jnp.int32)
+    keys = jax.random.split(jax.random.key(0), batch)
+    times = []
+    for _ in range(1 + REPEATS):  # the first compiles
+        state = decode.prefill(model.llm, tokens, jnp.full(batch, prompt, jnp.int32), keys, room=new)
+        jax.block_until_ready(state)
+        began = time.perf_counter()
+        _, answer = decode.decode(
+            model,
+            state,
+            settings=settings,
+            sampling=Sampling.from_config(config.decode),
+            ends=jnp.array([-1], jnp.int32),
+            steps=new,
+            draws=config.decode.draws,
+        )
+        jax.block_until_ready(answer)
+        times.append(time.perf_counter() - began)
+    return sorted(times[1:])[REPEATS // 2]

@@ -1,0 +1,152 @@
+"""What one execution of an optimized XLA program costs a chip: cycles, products and what its collectives move."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from l2d_jax.performance.hlo import Computation, Instruction, Program, size_in_bytes
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+_ATTENTION = re.compile("splash|flash|attention")
+_FUSED = re.compile(r"use_fused_bwd_kernel\W+true")
+BETWEEN = "between slices, "  # before the kind of a collective that leaves the slice
+_BETWEEN = re.compile(r'\b_xla_megascale_transfer_type="(\w+)"')
+_CHANNEL = re.compile(r"\bchannel_id=(\d+)")
+
+
+@dataclass(frozen=True)
+class Execution:
+    """An instruction that runs by itself, not within a fusion."""
+
+    instruction: Instruction
+    computation: str  # that it is in
+    times: int
+
+    @property
+    def cycles(self) -> int:
+        """Of all its runs; 0 where the compiler made no estimate, as for waiting and copies between memories."""
+        return self.times * (self.instruction.cycles or 0)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A line of the list of what takes the time."""
+
+    cycles: int
+    times: int
+    flops: int
+    name: str
+    source: str  # the operation of the traced program
+
+
+@dataclass
+class Cost:
+    """Of one chip and one execution of the program."""
+
+    cycles: int = 0
+    flops: int = 0  # of matrix products that are executed, recomputed ones included, kernels not
+    moved: Counter[str] = field(default_factory=Counter)  # bytes by kind of collective
+    calls: Counter[str] = field(default_factory=Counter)  # collectives by kind
+    kernels: Counter[str] = field(default_factory=Counter)  # runs of hand-written kernels, which have no estimate
+    kernel_flops: int = 0  # of those that are attention
+    unknown_loops: int = 0
+    parts: list[Part] = field(default_factory=list)  # the dearest first
+
+
+def measure(program: Program, *, unknown_trips: int = 1) -> Cost:
+    """Sum over all that runs; of a conditional's branches, the dearest counts.
+
+    Args:
+      program: as compiled, scheduled.
+      unknown_trips: how often a loop runs whose length the program computes for itself, as that of a solver does.
+    """
+    cost = Cost()
+    seen: set[tuple[str, str]] = set()
+    for execution in _executions(program, program.entry, 1, unknown_trips):
+        instruction, times = execution.instruction, execution.times
+        if instruction.opcode == "while":
+            cost.unknown_loops += 1
+            continue
+        if instruction.opcode == "custom-call" and '"tpu_custom_call"' in instruction.attributes:
+            cost.kernels[instruction.name.rpartition(".")[0] or instruction.name] += times
+            cost.kernel_flops += times * _attention(instruction, program.computations[execution.computation])
+        flops = times * program.flops(instruction, program.computations[execution.computation])
+        cost.cycles += execution.cycles
+        cost.flops += flops
+        if execution.cycles:
+            cost.parts.append(Part(execution.cycles, times, flops, instruction.name, instruction.source))
+        for kind, key, size in _collectives(program, execution.computation, instruction):
+            # The pieces of one that runs beside other work share its channel: they are one.
+            if (execution.computation, key) not in seen:
+                seen.add((execution.computation, key))
+                cost.moved[kind] += times * size
+                cost.calls[kind] += times
+    cost.parts.sort(key=lambda part: -part.cycles)
+    return cost
+
+
+def _executions(program: Program, name: str, times: int, unknown_trips: int) -> list[Execution]:
+    """All that running a computation so often runs; a loop of unknown length stands for itself, too."""
+    found: list[Execution] = []
+    computation = program.computations[name]
+    for instruction in computation.values():
+        if instruction.opcode == "while":
+            trips = program.trips(instruction, computation)
+            if trips is None:
+                found.append(Execution(instruction, name, times))
+            body = _executions(
+                program, instruction.called[0], times * (unknown_trips if trips is None else trips), unknown_trips
+            )
+            found += body
+        elif instruction.opcode == "conditional":
+            branches = [_executions(program, branch, times, unknown_trips) for branch in instruction.branches]
+            found += max(branches, key=lambda branch: sum(e.cycles for e in branch))
+        elif instruction.opcode in ("call", "async-start"):
+            found += _executions(program, instruction.called[0], times, unknown_trips)
+        else:
+            found.append(Execution(instruction, name, times))
+    return found
+
+
+def _attention(instruction: Instruction, computation: Computation) -> int:
+    """Operations of a kernel of causal attention, from its name and its shapes; 0 for any other kernel.
+
+    Forward, it takes two products of queries x keys x width; for the queries' gradient three, for that of the keys and
+    values four. Fused, the backward pass takes five.
+    """
+    if not _ATTENTION.search(instruction.name):
+        return 0
+    given = [computation[name] for name in instruction.operands]
+    query, key = [i.dimensions for i in given if i.arrays[0][0] in ("bf16", "f32") and len(i.dimensions) > 1][:2]
+    products = 2
+    if "dq" in instruction.name:
+        products = 3
+    elif "dkv" in instruction.name:
+        products = 5 if _FUSED.search(instruction.attributes) else 4
+    causal = 2 if query[-2] == key[-2] else 1
+    return products * 2 * math.prod(query) * key[-2] // causal
+
+
+def _collectives(program: Program, name: str, instruction: Instruction) -> Iterator[tuple[str, str, int]]:
+    """Kind, identity and bytes of each collective of an instruction: of the whole array that is gathered or reduced.
+
+    Of one between slices, which its parts leave through the host: of what is sent.
+    """
+    computation = program.computations[name]
+    kind = instruction.opcode.removesuffix("-start")
+    if instruction.opcode == "fusion":
+        inner = instruction.called[0]
+        for inside in program.computations[inner].values():
+            for found, key, size in _collectives(program, inner, inside):
+                scattered = found == "all-reduce" and inner.startswith("all-reduce-scatter")
+                yield ("reduce-scatter" if scattered else found), key, size
+    elif kind in KINDS:
+        given = sum(size_in_bytes(computation[operand]) for operand in instruction.operands)
+        made = size_in_bytes(instruction)
+        channel = _CHANNEL.search(instruction.attributes)
+        yield kind, channel[1] if channel else instruction.name, max(given, made)
+    elif kind == "send" and (between := _BETWEEN.search(instruction.attributes)):
+        sent = size_in_bytes(computation[instruction.operands[0]])
+        yield f"{BETWEEN}{between[1].lower().replace('_', '-')}", instruction.name, sent

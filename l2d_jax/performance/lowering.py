@@ -1,0 +1,110 @@
+"""The programs that run on the devices, traced from shapes alone: no weight is made and no device is touched."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from l2d_jax.config.schema import Config
+from l2d_jax.data.batch import random_batch
+from l2d_jax.decoding import decode, refine
+from l2d_jax.decoding.refine import Refinement
+from l2d_jax.decoding.sampler import Sampling
+from l2d_jax.distributed import sharding
+from l2d_jax.model.diffusion_path import DiffusionPath
+from l2d_jax.model.l2d import Model
+from l2d_jax.model.llm import LLM
+from l2d_jax.training import time_density
+from l2d_jax.training.methods import method_of
+from l2d_jax.training.optimizer import optimizer
+from l2d_jax.training.step import TrainState, check_batch, make_step, optimizer_shardings
+from l2d_jax.weights import model_folder
+
+
+def lower_train(config: Config, mesh: Mesh) -> jax.stages.Lowered:
+    """The training step of a config on a mesh; raises `InputError` for a batch that the mesh does not divide."""
+    check_batch(config.train, mesh)
+    method, architecture = method_of(config), model_folder.read_architecture(config.model)
+    trained = sharding.abstract(method.declare(architecture), mesh)
+    declared = method.declare_frozen(architecture)
+    frozen = None if declared is None else sharding.abstract(declared, mesh)
+    adam = optimizer(config.optim, config.optim.peak_rate)
+    moments = jax.tree.map(
+        lambda leaf, placement: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement),
+        jax.eval_shape(adam.init, trained),
+        optimizer_shardings(adam, trained, mesh),
+    )
+    seen = _replicated(jax.eval_shape(lambda: time_density.nothing_seen(config.train)), mesh)
+    state = TrainState(trained=trained, optimizer=moments, loss_by_time=seen)
+    micro = config.train.batch_size // config.train.accumulation
+    placement = NamedSharding(mesh, PartitionSpec(None, sharding.RULES["batch"]))
+    batch = jax.tree.map(
+        lambda array: jax.ShapeDtypeStruct(
+            (config.train.accumulation, micro, *array.shape[1:]), array.dtype, sharding=placement
+        ),
+        random_batch(config, architecture.vocab_size),
+    )
+    key = _replicated(jax.eval_shape(lambda: jax.random.key(0)), mesh)
+    step: Any = make_step(adam, config.train, state, mesh, objective=method.objective())
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return step.lower(state, frozen, batch, key)
+
+
+def lower_decode(config: Config, mesh: Mesh, *, batch: int, prompt: int) -> jax.stages.Lowered:
+    """Decoding of `max_new_tokens` tokens after prompts of one length; raises `InputError` for an impossible budget.
+
+    A method that trains no path leaves a plain language model, of a budget of 1.
+    """
+    llm, path = _weights(config, mesh)
+    shapes = jax.eval_shape(Model.build, llm, path)
+    leaves = jax.tree.leaves((llm, path))
+    if path is None:
+        config = dataclasses.replace(config, decode=dataclasses.replace(config.decode, budget=1, solver="euler"))
+    else:
+        rows = sharding.partition(("vocab", "diffusion"), shapes.table.shape, mesh)
+        placement = NamedSharding(mesh, rows)
+        leaves.append(jax.ShapeDtypeStruct(shapes.table.shape, shapes.table.dtype, sharding=placement))
+    # By its leaves: the constructor takes arrays.
+    model = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+    plain = Refinement.from_config(config.decode)
+    settings = jax.eval_shape(lambda: refine.tabulate(model, plain, budget=config.decode.budget))
+    options: dict[str, Any] = {
+        "settings": _replicated(settings, mesh),
+        "sampling": _replicated(jax.eval_shape(lambda: Sampling.from_config(config.decode)), mesh),
+        "ends": _replicated(jax.ShapeDtypeStruct((2,), jnp.int32), mesh),
+        "steps": config.decode.max_new_tokens,
+        "draws": config.decode.draws,
+    }
+    state = _decoding_state(config, mesh, llm, batch=batch, prompt=prompt)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return decode.decode.lower(model, state, **options)
+
+
+def _weights(config: Config, mesh: Mesh) -> tuple[LLM, DiffusionPath | None]:
+    architecture = model_folder.read_architecture(config.model)
+    llm = sharding.abstract(LLM.declare(architecture, dtype=jnp.dtype(config.model.dtype)), mesh)
+    if config.train.method != "l2d":
+        return llm, None
+    return llm, sharding.abstract(DiffusionPath.declare(config.path, architecture), mesh)
+
+
+def _decoding_state(config: Config, mesh: Mesh, llm: LLM, *, batch: int, prompt: int) -> decode.State:
+    """What `prefill` leaves, with sequences over `data` x `fsdp` and heads over `tensor` where these divide them."""
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch))
+    tokens, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch, prompt), (batch,)))
+    room = config.decode.max_new_tokens
+    state = jax.eval_shape(lambda *arguments: decode.prefill(*arguments, room=room), llm, tokens, lengths, keys)
+    axes = {5: ("layers", "batch", "length", "kv_heads", "head_dim"), 2: ("batch", "length"), 1: ("batch",), 0: ()}
+
+    def place(leaf: Any) -> jax.ShapeDtypeStruct:
+        spec = sharding.partition(axes[leaf.ndim], leaf.shape, mesh)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(place, state)
+
+
+def _replicated(tree: Any, mesh: Mesh) -> Any:
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), tree)

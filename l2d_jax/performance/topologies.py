@@ -1,0 +1,112 @@
+"""TPU slices by name, for compiling without one: libtpu describes their devices on any machine.
+
+Notable: figures are per device, which is a whole chip except on tpu7x, where it is one of a chip's two cores.
+Sources: the manufacturer's tables of system architecture for peak and links; `usable` is what the compiler's own
+message says of a program that is too large. The compiler's estimates are in cycles: the clock is taken to be the one
+at which all matrix units together reach the published peak, 1.5 GHz on v5e, 1.75 on v5p and v6e, 1.05 on v4, 2.2 on
+tpu7x. The compiler prices a large product within 3 to 19 % of that.
+"""
+
+import importlib.util
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from l2d_jax.config.parsing import nearest
+from l2d_jax.errors import InputError
+
+GIB = 2**30
+INSTALL = "pip install -r requirements-tpu.txt"
+# libtpu is to describe and compile alone: neither to look for the machine's own TPUs, nor to lock them, nor to complain
+# that there are none.
+ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_MIN_LOG_LEVEL": "3",
+}
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A kind of TPU."""
+
+    axes: int  # of a slice's shape
+    peak: float  # bfloat16 operations per second of a device, dense
+    per_cycle: int  # such operations in a clock cycle
+    usable: float  # GiB of a device's memory that a program may take
+    links: float  # bytes per second that a device's links bring in, all together
+    devices: int = 1  # that a chip counts as
+    options: tuple[tuple[str, Any], ...] = ()  # what else the description of its slices needs
+
+    def seconds(self, cycles: int) -> float:
+        """What the compiler's estimate comes to."""
+        return cycles * self.per_cycle / self.peak
+
+
+GENERATIONS = {
+    "v4": Generation(3, 275e12, 2 * 8 * 128**2, 30.75, 300e9, options=(("chip_config_name", "megacore"),)),
+    "v5e": Generation(2, 197e12, 2 * 4 * 128**2, 15.75, 200e9),
+    "v5p": Generation(3, 459e12, 2 * 8 * 128**2, 95.74, 600e9),
+    "v6e": Generation(2, 918e12, 2 * 4 * 256**2, 31.25, 400e9),
+    "tpu7x": Generation(3, 2307e12 / 2, 2 * 4 * 256**2, 94.75, 600e9, devices=2),
+}
+
+
+@dataclass(frozen=True)
+class Topology:
+    """One or several equal slices."""
+
+    kind: str
+    shape: tuple[int, ...]  # chips
+    slices: int = 1
+
+    @classmethod
+    def parse(cls, text: str, *, slices: int = 1) -> "Topology":
+        """Read a name such as `v5e:16x16`; raises `InputError` for one that is not of this form."""
+        kind, _, layout = text.partition(":")
+        if kind not in GENERATIONS:
+            raise InputError(f"unknown kind of TPU {kind!r}{nearest(kind, GENERATIONS)}")
+        axes = GENERATIONS[kind].axes
+        if not re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3})*", layout) or layout.count("x") != axes - 1:
+            example = "x".join(["4"] * axes)
+            raise InputError(f"a slice of {kind} has {axes} sizes, got {text!r}: write it as {kind}:{example}")
+        if slices < 1:
+            raise InputError(f"--slices must be at least 1, got {slices}")
+        return cls(kind, tuple(map(int, layout.split("x"))), slices)
+
+    @property
+    def generation(self) -> Generation:
+        """What its devices are."""
+        return GENERATIONS[self.kind]
+
+    @property
+    def name(self) -> str:
+        """As `parse` reads it, and how many."""
+        text = f"{self.kind}:{'x'.join(map(str, self.shape))}"
+        return text if self.slices == 1 else f"{self.slices} x {text}"
+
+    def devices(self) -> list[jax.Device]:
+        """Descriptions of the devices; raises `InputError` without libtpu and for a slice that does not exist."""
+        if importlib.util.find_spec("libtpu") is None:
+            raise InputError(f"compiling for a TPU needs libtpu, which is not installed: {INSTALL}")
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        options: dict[str, Any] = dict(self.generation.options)
+        if self.slices > 1:
+            options["num_slices"] = self.slices
+        host = [*(min(size, 2) for size in self.shape[:2]), 1]
+        try:
+            described = topologies.get_topology_desc(
+                self.name.rpartition(" ")[2], platform="tpu", chips_per_host_bounds=host, **options
+            )
+        except (RuntimeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise InputError(f"there is no slice {self.name} ({reason}): choose another --topology") from None
+        return list(described.devices)

@@ -1,0 +1,166 @@
+"""What the TPU's compiler says of a program: memory, products, collectives and time, as a table or as plain values."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from l2d_jax.performance.hlo import Program
+from l2d_jax.performance.hlo_cost import BETWEEN, Part, measure
+from l2d_jax.performance.topologies import GIB, Generation
+
+_UNITS = {"K": 2**10, "M": 2**20, "G": GIB, "T": 2**40}
+_TOO_LARGE = (
+    re.compile(r"Used ([\d.]+)([KMGT])i?B? of ([\d.]+)([KMGT])i?B? hbm"),
+    re.compile(r"\(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([KMGT])\)"),
+)
+_CROSSINGS = {"all-reduce": 2}  # how often each byte comes in over a device's links; once where nothing is said
+# Where the time goes, by the names of the traced operations; the first that matches counts.
+_PHASES = {
+    "recomputed for the backward pass": "rematted_computation",
+    "frozen pass": r"\bllm\b",
+    "path, backward": r"transpose\(jvp\(diffusion_path",
+    "path, forward": "diffusion_path",
+    "head and loss": r"jvp\(|/head/",
+    "all else": "",
+}
+# Of peak, which kernels of attention reach: an assumption, since the compiler makes no estimate of them.
+ATTENTION = 0.4
+_PARTS = 100  # of the list of what takes the time, that are kept
+
+
+def read(
+    memory: Any, text: str, generation: Generation, *, useful: float, tokens: int, unknown_trips: int = 1
+) -> dict[str, Any]:
+    """The figures of a compiled program, per device and execution; sizes in bytes.
+
+    Args:
+      memory: of `Compiled.memory_analysis()`.
+      text: of `Compiled.as_text()`.
+      generation: what the devices can do.
+      useful: floating-point operations of a device that the model needs.
+      tokens: that an execution of all devices together works off.
+      unknown_trips: of loops whose length is known to the program alone.
+    """
+    cost = measure(Program.parse(text), unknown_trips=unknown_trips)
+    needed = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    needed += memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
+    kernels = cost.kernel_flops / (ATTENTION * generation.peak)
+    seconds = generation.seconds(cost.cycles) + kernels
+    within = {kind: size for kind, size in cost.moved.items() if not kind.startswith(BETWEEN)}
+    crossings = sum(_CROSSINGS.get(kind, 1) * size for kind, size in within.items())
+    return {
+        "arguments": memory.argument_size_in_bytes,
+        "outputs": memory.output_size_in_bytes,
+        "outputs in place of arguments": memory.alias_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
+        "program": memory.generated_code_size_in_bytes,
+        "needed": needed,
+        "usable": generation.usable * GIB,
+        "useful FLOPs": useful,
+        "FLOPs": cost.flops,
+        "moved": dict(cost.moved),
+        "calls": dict(cost.calls),
+        "kernels": dict(cost.kernels),
+        "kernel FLOPs": cost.kernel_flops,
+        "seconds of kernels": kernels,
+        "seconds on the links": crossings / generation.links,
+        "loops of unknown length": cost.unknown_loops,
+        "cycles": cost.cycles,
+        "peak": generation.peak,
+        "FLOPs per cycle": generation.per_cycle,
+        "seconds": seconds,
+        "tokens per second": tokens / seconds if seconds else 0.0,
+        "share of peak": useful / (seconds * generation.peak) if seconds else 0.0,
+        "phases": _phases(cost.parts, generation),
+        "parts": [vars(part) for part in cost.parts[:_PARTS]],
+    }
+
+
+def _phases(parts: Iterable[Part], generation: Generation) -> dict[str, dict[str, float]]:
+    """Seconds in all, seconds of fusions with matrix products, and these products' FLOPs."""
+    phases = {name: {"seconds": 0.0, "seconds of products": 0.0, "FLOPs": 0.0} for name in _PHASES}
+    for part in parts:
+        name = next(name for name, pattern in _PHASES.items() if re.search(pattern, part.source))
+        phase, seconds = phases[name], generation.seconds(part.cycles)
+        phase["seconds"] += seconds
+        phase["seconds of products"] += seconds if part.flops else 0
+        phase["FLOPs"] += part.flops
+    return phases
+
+
+def too_large(message: str) -> dict[str, Any] | None:
+    """The figures of a program that the compiler refused for its size, from its message; None for another failure."""
+    for pattern in _TOO_LARGE:
+        found = pattern.search(message)
+        if found:
+            needed, usable = (float(found[i]) * _UNITS[found[i + 1]] for i in (1, 3))
+            return {"needed": needed, "usable": usable}
+    return None
+
+
+def fits(figures: Mapping[str, Any]) -> bool:
+    """Whether a device's memory is enough."""
+    return bool(figures["needed"] <= figures["usable"])
+
+
+def table(figures: Mapping[str, Any], *, top: int = 0) -> list[str]:
+    """Lines for people; `top` adds so many of the parts that take the time."""
+    needed, usable = figures["needed"], figures["usable"]
+    spare = f"{_size(abs(usable - needed))} ({abs(1 - needed / usable):.0%})"
+    verdict = f"fits, {spare} to spare" if fits(figures) else f"does not fit: {spare} too much"
+    names = ("arguments", "outputs", "outputs in place of arguments", "temporaries", "program", "needed", "usable")
+    rows = [(f"memory: {name}", _size(figures[name])) for name in names if name in figures]
+    rows.append(("memory", verdict))
+    if "cycles" in figures:
+        executed, useful = figures["FLOPs"], figures["useful FLOPs"]
+        rows += [
+            ("FLOPs: useful", f"{useful:.4g}"),
+            ("FLOPs: compiled matrix products", f"{executed:.4g}, {executed / useful:.2f} of the useful"),
+        ]
+        for kind, size in sorted(figures["moved"].items(), key=lambda item: -item[1]):
+            rows.append((f"collectives: {kind}", f"{_size(size)} in {figures['calls'][kind]:,} calls"))
+        for name, count in figures["kernels"].items():
+            rows.append((f"kernel: {name}", f"{count:,} runs"))
+        if figures["kernels"]:
+            rows.append(
+                (
+                    "time of kernels of attention",
+                    f"{figures['seconds of kernels']:.4g} s, taken at {ATTENTION:.0%} of peak",
+                )
+            )
+        rows += [_phase(name, phase, figures) for name, phase in figures["phases"].items() if phase["seconds"]]
+        rows += [
+            ("time on the links of a slice, at least", f"{figures['seconds on the links']:.4g} s"),
+            (
+                "time of computing, the compiler's estimate",
+                f"{figures['seconds']:.4g} s ({figures['cycles']:.4g} cycles)",
+            ),
+            ("tokens per second of all devices, by that", f"{figures['tokens per second']:,.0f}"),
+            ("useful FLOPs as a share of peak", f"{figures['share of peak']:.1%}"),
+        ]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name:<{width}}  {value}" for name, value in rows]
+    if top and "parts" in figures:
+        lines += ["", "  share   runs  of peak  instruction: operation"]
+        for part in figures["parts"][:top]:
+            lines.append(_part(part, figures))
+    return lines
+
+
+def _size(size: int | float) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 100 else f"{size / 2**20:.2f} MiB"
+
+
+def _phase(name: str, phase: Mapping[str, float], figures: Mapping[str, Any]) -> tuple[str, str]:
+    text = f"{phase['seconds'] / figures['seconds']:.1%}"
+    if phase["FLOPs"]:
+        products = phase["seconds of products"]
+        busy = phase["FLOPs"] / products / figures["peak"]
+        text += f", of which products {products / figures['seconds']:.1%}, at {busy:.0%} of peak"
+    return f"time: {name}", text
+
+
+def _part(part: Mapping[str, Any], figures: Mapping[str, Any]) -> str:
+    busy = f"{part['flops'] / part['cycles'] / figures['FLOPs per cycle']:6.0%}" if part["flops"] else "     -"
+    share = part["cycles"] / figures["cycles"]
+    return f"{share:7.1%} {part['times']:>6}   {busy}  {part['name']}: {part['source'][-90:]}"

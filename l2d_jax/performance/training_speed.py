@@ -1,0 +1,95 @@
+"""How fast the compiled training step is, as a share of the machine's matrix-product rate.
+
+Random weights of the config's architecture and random tokens; every position carries a loss.
+"""
+
+import resource
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from l2d_jax.config.schema import Config
+from l2d_jax.data.batch import Batch, random_batch
+from l2d_jax.model.context import Context, read_context
+from l2d_jax.model.diffusion_path import DiffusionPath
+from l2d_jax.model.llm import LLM
+from l2d_jax.model.lm_head import target_losses
+from l2d_jax.performance import costs
+from l2d_jax.performance.timing import matrix_products, median, medians
+from l2d_jax.training import time_density
+from l2d_jax.training.methods import method_of
+from l2d_jax.training.objective import correct, draw_each
+from l2d_jax.training.optimizer import optimizer
+from l2d_jax.training.step import REMAT, begin, check_batch, make_step, micro_batches
+from l2d_jax.weights import model_folder
+
+
+def training(config: Config, mesh: Mesh) -> dict[str, Any]:
+    """Tokens per second of the compiled step, where a path's time goes, and the machine's matrix-product rate."""
+    check_batch(config.train, mesh)
+    architecture = model_folder.read_architecture(config.model)
+    method = method_of(config)
+    trained, frozen = method.begin(model_folder.FoundBase(architecture, None, (), None), mesh)
+    adam = optimizer(config.optim, config.optim.peak_rate)
+    state = begin(adam, trained, mesh, seen=time_density.nothing_seen(config.train))
+    step = make_step(adam, config.train, state, mesh, objective=method.objective())
+    batch = micro_batches(random_batch(config, architecture.vocab_size), config.train.accumulation, mesh)
+    parts = {}
+    if frozen is not None and isinstance(trained, DiffusionPath):
+        found = _parts(config, trained, frozen, batch)
+        parts = {name: config.train.accumulation * seconds for name, seconds in found.items()}
+    del trained  # steps donate it
+
+    def run() -> None:
+        nonlocal state
+        state, results = step(state, frozen, batch, jax.random.key(2))
+        float(results["loss"])
+
+    run()  # compiles
+    multiply, operations = matrix_products()
+    seconds, multiplying = medians(run, multiply)
+    peak = operations / multiplying
+    flops = costs.flops_per_step(config, architecture)
+    tokens = config.train.batch_size * config.data.max_length
+    rest = {"all else": {"seconds": seconds - sum(parts.values()), "FLOPs": 0}}
+    return {
+        "tokens per second": tokens / seconds,
+        "seconds per step": seconds,
+        "useful GFLOP/s": sum(flops.values()) / seconds / 1e9,
+        "float32 matrix product, GFLOP/s": peak / 1e9,
+        "share of the matrix product's rate": sum(flops.values()) / seconds / peak,
+        "peak memory of the process, GiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "parts": {name: {"seconds": took, "FLOPs": flops[name]} for name, took in parts.items()} | rest,
+    }
+
+
+def _parts(config: Config, path: DiffusionPath, llm: LLM, batch: Batch) -> dict[str, float]:
+    """Seconds of the parts of a micro-batch, each compiled and run alone, by the names of `accounting`."""
+    micro: Batch = jax.tree.map(lambda array: array[0], batch)
+    micro, draws = draw_each(jax.random.key(3), micro, path, draws_per_context=config.train.draws_per_context)
+
+    def correct_and_pull(path: DiffusionPath, llm: LLM, context: Context) -> tuple[Any, Any]:
+        forward = partial(correct, llm=llm, context=context, batch=micro, draws=draws, remat=REMAT[config.train.remat])
+        hidden, pull = jax.vjp(forward, path)
+        return hidden, pull(hidden)
+
+    def correct_alone(path: DiffusionPath, llm: LLM, context: Context) -> Any:
+        return correct(path, llm, context, micro, draws)
+
+    def lose(hidden: Any, llm: LLM) -> tuple[Any, Any]:
+        losses, pull = jax.vjp(lambda h: target_losses(llm, h, micro.targets, chunk=config.train.loss_chunk), hidden)
+        return losses, pull(micro.weights)
+
+    def timed(function: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
+        compiled = jax.jit(function)
+        result = jax.block_until_ready(compiled(*arguments))
+        return median(lambda: jax.block_until_ready(compiled(*arguments))), result
+
+    frozen, context = timed(read_context, llm, micro)
+    forward, hidden = timed(correct_alone, path, llm, context)
+    both, _ = timed(correct_and_pull, path, llm, context)
+    head, _ = timed(lose, hidden, llm)
+    return {"frozen pass": frozen, "path forward": forward, "path backward": both - forward, "output head": head}

@@ -1,0 +1,1 @@
+"""Tables, figures and pages of what runs have measured."""

@@ -1,0 +1,99 @@
+"""Writes traces for others to read: `trace.jsonl`, a row per token, and `trace.html`, a page of coloured answers."""
+
+import html
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from string import Template
+from typing import Any, NamedTuple
+
+from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.decoding.trace import TokenTrace
+
+PAGE = Template("""<!DOCTYPE html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Trace of $count answers</title>
+<style>
+:root { color-scheme: light dark; }
+body { font: 1rem/1.6 system-ui, sans-serif; max-width: 56rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1rem; margin: 2rem 0 0; white-space: pre-wrap; }
+p { margin: .3rem 0; } .numbers { opacity: .75; font-size: .9rem; }
+.answer { white-space: pre-wrap; overflow-wrap: anywhere; }
+/* One hue over either background, never opaque: the text keeps its contrast. */
+.answer span, .legend i { background: rgb(235 110 0 / calc(.05 + .5 * var(--t))); border-radius: .15rem; }
+.answer span { margin-right: .08rem; }
+.answer span:hover { outline: .1rem solid; }
+.answer .skipped { background: none; border-bottom: .12rem dashed; }
+.answer .silent { opacity: .6; font-size: .8em; }
+.legend i { padding: 0 .5rem; font-style: normal; }
+</style>
+<h1>When each token was settled</h1>
+<p class="legend">t from which on the arg max was the final one: $legend
+<span class="answer"><span class="skipped">skipped by the gate</span></span></p>
+<p class="numbers">A token that adds no text, such as a part of a character, is shown as ⟨id⟩. Point at a token for its
+numbers: entropies are in nats, evaluations are of the path.</p>
+$answers
+</html>
+""")
+LEGEND = " ".join(f'<i style="--t:{tenth / 10}">{tenth / 10}</i>' for tenth in range(0, 11, 2))
+
+
+class AnswerTrace(NamedTuple):
+    """The trace of one answer, and what it answers."""
+
+    prompt: int  # number of the prompt, from 0
+    question: str  # the prompt as text
+    settings: DecodeConfig
+    tokens: list[TokenTrace]
+
+
+def write(folder: Path, answers: Sequence[AnswerTrace]) -> None:
+    """Write both files into a folder: one of `files.output_folder`, to have both or neither."""
+    rows = "".join(f"{json.dumps(row)}\n" for row in table(answers))
+    (folder / "trace.jsonl").write_text(rows, encoding="utf-8")
+    (folder / "trace.html").write_text(page(answers), encoding="utf-8")
+
+
+def table(answers: Sequence[AnswerTrace]) -> Iterator[dict[str, Any]]:
+    """A row per token: numbers of the sequence, its prompt and the token's position in the answer, then its trace."""
+    for sequence, answer in enumerate(answers):
+        given = {"prompt": answer.prompt, "solver": answer.settings.solver, "budget": answer.settings.budget}
+        for position, token in enumerate(answer.tokens):
+            yield {"sequence": sequence, **given, "position": position, **token._asdict()}
+
+
+def page(answers: Sequence[AnswerTrace]) -> str:
+    """One HTML document that needs no other file, with all text escaped."""
+    return PAGE.substitute(count=len(answers), legend=LEGEND, answers="\n".join(map(_section, answers)))
+
+
+def _section(answer: AnswerTrace) -> str:
+    tokens, settings = answer.tokens, answer.settings
+    number = max(1, len(tokens))
+    numbers = (
+        f"{settings.solver}, budget {settings.budget}: {len(tokens)} tokens, on average "
+        f"{sum(token.evaluations for token in tokens) / number:.1f} evaluations, "
+        f"settled at t = {sum(token.settled for token in tokens) / number:.2f}"
+    )
+    spans = "".join(_span(token, position) for position, token in enumerate(tokens))
+    return (
+        f'<h2>{html.escape(answer.question)}</h2>\n<p class="numbers">{html.escape(numbers)}</p>\n'
+        f'<div class="answer">{spans}</div>'
+    )
+
+
+def _span(token: TokenTrace, position: int) -> str:
+    numbers = [f"{name.replace('_', ' ')}: {_show(value)}" for name, value in token._asdict().items()]
+    tip = html.escape("\n".join([f"position: {position}", *numbers])).replace("\n", "&#10;")
+    kinds = [kind for kind, holds in (("skipped", token.skipped), ("silent", not token.text)) if holds]
+    kind = f' class="{" ".join(kinds)}"' if kinds else ""
+    text = html.escape(token.text.replace("\n", "↵\n") or f"⟨{token.token}⟩")
+    return f'<span{kind} style="--t:{token.settled:.3f}" title="{tip}">{text}</span>'
+
+
+def _show(value: str | float | int) -> str:
+    if isinstance(value, str):
+        return repr(value)
+    return f"{value:.4g}" if type(value) is float else str(value).lower()

@@ -1,0 +1,77 @@
+"""What training has measured of itself: loss by t, and teacher-forced accuracy against the budget."""
+
+from pathlib import Path
+from typing import Any
+
+from l2d_jax.errors import InputError
+from l2d_jax.reports.figures import draw_rates, new_figure, save
+from l2d_jax.reports.tables import Table, interval
+from l2d_jax.training.metrics import read_metrics
+
+KINDS = {"expected": "expected (probability of the true token)", "greedy": "greedy (arg max)"}
+
+
+def first_and_last(workdir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The first and the newest validation of a run; raises `InputError` if there is none."""
+    records = [record for record in read_metrics(workdir) if "validation/loss" in record]
+    if not records:
+        raise InputError(f"workdir {workdir} has no validation in metrics.jsonl: train it first")
+    return records[0], records[-1]
+
+
+def loss_rows(before: dict[str, Any], after: dict[str, Any]) -> Table:
+    """Loss by t, in nats per token; a run without a path has the last row alone."""
+    losses = by_t(before), by_t(after)
+    bins = len(losses[0])
+    rows = [
+        (f"{i / bins:.1f} - {(i + 1) / bins:.1f}", f"{first:.3f}", f"{last:.3f}")
+        for i, (first, last) in enumerate(zip(*losses, strict=True))
+    ]
+    overall = "all", f"{before['validation/loss']:.3f}", f"{after['validation/loss']:.3f}"
+    return ("t", "loss before", "loss after"), [*rows, overall]
+
+
+def by_t(record: dict[str, Any]) -> list[float]:
+    """The loss of a path in each bin of t; none where a language model was trained."""
+    found: list[float] = record.get("validation/loss_by_t", [])
+    return found
+
+
+def accuracy_rows(record: dict[str, Any]) -> Table:
+    """Accuracy at each budget with its 95 % interval, and the paired gain over the smallest budget."""
+    rows = []
+    for budget in budgets(record):
+        row = [str(budget)]
+        for kind in KINDS:
+            name = f"validation/{kind}@{budget}"
+            rate = interval((record[name], *record[f"{name}_interval"]))
+            row += [rate, interval(record[f"{name}_gain"], sign="+")]
+        rows.append(tuple(row))
+    return ("budget", "expected", "gain", "greedy", "gain"), rows
+
+
+def budgets(record: dict[str, Any]) -> list[int]:
+    """The budgets that a validation has measured, in order."""
+    names = [name.removeprefix("validation/expected@") for name in record]
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def draw(before: dict[str, Any], after: dict[str, Any], file: Path) -> None:
+    """Two panels: accuracy against the budget with its intervals, and, of a path, loss by t before and after."""
+    bins = len(by_t(before))
+    figure, [left, *others] = new_figure(2 if bins else 1)
+    measured = budgets(after)
+    places = range(len(measured))  # evenly spaced: budgets double
+    for kind, label in KINDS.items():
+        names = [f"validation/{kind}@{budget}" for budget in measured]
+        draw_rates(left, places, [(after[name], *after[f"{name}_interval"]) for name in names], label=label)
+    left.set_xticks(places, [str(budget) for budget in measured])
+    left.set(xlabel="evaluations of the path per token", ylabel="accuracy on held-out answers", title="Accuracy")
+    left.legend()
+    middles = [(i + 0.5) / bins for i in range(bins)]
+    for right in others:
+        for record, label in ((before, "before training"), (after, f"after {after['step']} steps")):
+            right.plot(middles, by_t(record), marker="o", label=label)
+        right.set(xlabel="t", ylabel="nats per token", title="Loss of one evaluation at t", ylim=(0, None))
+        right.legend()
+    save(figure, file)

@@ -1,0 +1,1 @@
+"""What is minimised, one optimizer step, and what keeps a run safe."""

@@ -1,0 +1,256 @@
+"""Checkpoints of what is trained and of its optimizer state with orbax; a frozen model is never in them.
+
+The position in the data is the step itself, since the order of the examples is a function of the step.
+
+A step is good if it has a manifest and every file is as the manifest says. Steps that are not (cut off, damaged, or of
+a version that wrote no manifests) are passed over with a line that says why, and never deleted: saving such a step
+again moves what is there aside, to `<step>.broken`. Readers lock nothing and change nothing.
+"""
+
+import contextlib
+import functools
+import itertools
+import logging
+import re
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from os import strerror
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from l2d_jax.distributed import processes
+from l2d_jax.errors import InputError
+from l2d_jax.training import manifest
+from l2d_jax.training.manifest import DamagedError
+
+# Of a checkpoint: one of what a method trains, its moments, and what a warped density of times has learnt.
+PARTS = ("path", "adapter", "weights", "optimizer", "loss_by_time")
+UNDER_WAY = ocp.utils.TMP_DIR_SUFFIX  # of a step's folder until orbax has written all of it
+SURPLUS = ".surplus"  # of a good step's folder while it is deleted, since newer ones are enough
+
+
+class Checkpoints:
+    """The folder `checkpoints/` of a workdir, in which the newest `keep` good steps stay."""
+
+    def __init__(self, folder: Path, *, keep: int = 1) -> None:
+        self._orbax = _checkpointer()
+        self._folder, self._keep = folder.absolute(), keep
+        self._primary = processes.is_first()  # which verifies, writes manifests and deletes, for all processes
+        self._faults: dict[int, str] = {}  # of the steps that were looked at; "": the step is good
+        self._failed: list[int] = []
+        self._abandoned: set[int] = set()  # whose remains may be written to even after the failure
+        self._saving: threading.Thread | None = None
+        _quieten()
+
+    def save(self, step: int, items: Mapping[str, Any], *, first: Callable[[], None] | None = None) -> None:
+        """Begin to write named trees as they are after `step` optimizer steps; returns before the write is done.
+
+        A good step that is there already is left alone. A save that fails, at once or later, is a line on standard
+        error and an entry of `failures`, and no exception: what it has written of this step is removed again.
+
+        Args:
+          step: number of the step.
+          items: the trees, by name.
+          first: what has to succeed before, on process 0: where it raises, the save fails.
+        """
+        self._wait()
+        if processes.decide(lambda: (self._folder / str(step)).exists() and self._is_good(step)):
+            return
+        trees = {name: _named(tree) for name, tree in items.items()}
+        if not processes.decide(lambda: self._prepare(step, first)):
+            return
+        try:
+            saves = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
+            self._orbax.save(self._folder / str(step), args=ocp.args.Composite(**saves))
+        except Exception as error:  # of the file system, of tensorstore and of orbax, of many kinds
+            self._abandon(step, error)
+            return
+        self._saving = threading.Thread(target=self._complete, args=(step, manifest.describe(trees)))
+        self._saving.start()
+
+    def failures(self) -> list[int]:
+        """Wait for the save under way, and take the steps whose saves have failed since the last call."""
+        self._wait()
+        failed, self._failed = self._failed, []
+        return failed
+
+    def latest(self) -> int | None:
+        """The newest good step, or None; says on standard error what is wrong with each newer one."""
+        self._wait()
+        step: int | None = processes.decide(lambda: next(filter(self._is_good, self._steps()), None))
+        return step
+
+    def restore(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
+        """The named trees saved at `step`, in the shapes, types and placements of `like`.
+
+        Raises `InputError` if an array is missing, extra or of another shape or type, naming it, and for files that
+        cannot be read. That the files are as they were saved is checked by `latest` alone.
+        """
+        self._wait()
+        wanted = {name: _named(tree) for name, tree in like.items()}
+        try:
+            found = manifest.read(self._folder / str(step))
+            expected = manifest.describe(wanted)
+            faults = [fault for name, tree in expected.items() for fault in _compare(tree, found.get(name, {}))]
+            args = ocp.args.Composite(**{name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()})
+            restored = {} if faults else self._orbax.restore(self._folder / str(step), args=args)
+        except Exception as error:  # as for a save
+            raise InputError(
+                f"checkpoint {step} in {self._folder} cannot be read ({_reason(error)}): if it stays so, move it away "
+                "to go on from an older one"
+            ) from error
+        if faults:
+            raise InputError(f"checkpoint {step} does not fit this config: {'; '.join(faults[:5])}: use its own config")
+        return {
+            name: jax.tree.unflatten(jax.tree.structure(tree), [restored[name][path] for path in wanted[name]])
+            for name, tree in like.items()
+        }
+
+    def close(self) -> None:
+        """Wait for the save under way."""
+        self._wait()
+        self._orbax.close()
+
+    def _wait(self) -> None:
+        if self._saving is not None:
+            self._saving.join()
+            self._saving = None
+
+    def _steps(self) -> list[int]:
+        """All steps of which there is anything, newest first."""
+        names = [path.name.removesuffix(UNDER_WAY) for path in self._folder.glob("*")]
+        return sorted({int(name) for name in names if re.fullmatch("[0-9]+", name)}, reverse=True)
+
+    def _is_good(self, step: int) -> bool:
+        if step not in self._faults:
+            folder, self._faults[step] = self._folder / str(step), ""
+            try:
+                if not folder.exists():
+                    raise DamagedError("its save was cut off, or has not ended")
+                manifest.verify(folder)
+            except DamagedError as fault:
+                self._faults[step] = str(fault)
+                _warn(f"checkpoint {step} in {self._folder} is passed over, and left as it is: {fault}")
+        return not self._faults[step]
+
+    def _prepare(self, step: int, first: Callable[[], None] | None) -> bool:
+        """On process 0: do what has to come first, and move away what there is of a step that is not good."""
+        try:
+            if first is not None:
+                first()
+            for path in (self._folder / str(step), self._folder / f"{step}{UNDER_WAY}"):
+                if path.exists():
+                    names = (f"{step}.broken{number or ''}" for number in itertools.count())
+                    aside = path.rename(
+                        next(path.with_name(name) for name in names if not path.with_name(name).exists())
+                    )
+                    _warn(f"what there was of checkpoint {step} is now in {aside}")
+        except OSError as error:
+            self._fail(step, error)
+            return False
+        return True
+
+    def _complete(self, step: int, arrays: manifest.Arrays) -> None:
+        """In a thread of its own: wait until all processes have written, then make the step good."""
+        try:
+            self._orbax.wait_until_finished()
+            if self._primary:
+                manifest.write(self._folder / str(step), step, arrays)
+        except Exception as error:  # as for a save
+            self._abandon(step, error)
+            return
+        self._faults[step] = ""
+        if self._primary:
+            try:
+                self._remove_surplus()
+            except OSError as error:
+                _warn(f"checkpoints beyond the newest {self._keep} cannot be removed ({_reason(error)})")
+
+    def _remove_surplus(self) -> None:
+        """Delete good steps but the newest; a deletion that was cut off is ended by the next."""
+        for step in [step for step in self._steps() if self._is_good(step)][self._keep :]:
+            path = self._folder / str(step)
+            shutil.rmtree(path.with_name(f"{step}{SURPLUS}"), ignore_errors=True)
+            path.rename(path.with_name(f"{step}{SURPLUS}"))
+            del self._faults[step]
+        for path in self._folder.glob(f"*{SURPLUS}"):
+            shutil.rmtree(path)
+        for step in self._abandoned:
+            shutil.rmtree(self._folder / f"{step}{UNDER_WAY}", ignore_errors=True)
+
+    def _abandon(self, step: int, error: Exception) -> None:
+        """Give up a save of this process: its part of a step would only take up room."""
+        if self._primary:
+            for path in (self._folder / str(step), self._folder / f"{step}{UNDER_WAY}"):
+                shutil.rmtree(path, ignore_errors=True)
+        self._abandoned.add(step)
+        self._orbax = _checkpointer()  # the old one may raise errors of this save at the next
+        self._fail(step, error)
+
+    def _fail(self, step: int, error: Exception) -> None:
+        self._failed.append(step)
+        self._faults.pop(step, None)
+        good = max((step for step, fault in self._faults.items() if not fault), default=None)
+        newest = "there is no good one yet" if good is None else f"the newest good one is step {good}"
+        if self._primary:
+            _warn(f"checkpoint of step {step} was not saved ({_reason(error)}): training goes on; {newest}")
+
+
+def _checkpointer() -> ocp.AsyncCheckpointer:
+    handlers = {name: ocp.StandardCheckpointHandler() for name in PARTS}
+    # With folders made at once, one that cannot be made is an error of the save and not an endless wait for it.
+    options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+    return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers), async_options=options)
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    """Leaves by their path: a plain dictionary survives changes of the classes that hold them."""
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
+
+
+def _compare(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """What orbax would let pass or cast without a word."""
+    faults = [f"{name} is not part of it" for name in found if name not in wanted]
+    for name, leaf in wanted.items():
+        saved = found.get(name)
+        if saved is None:
+            faults.append(f"{name} is missing")
+        elif saved != leaf:
+            faults.append(f"{name} is {saved['dtype']}{saved['shape']}, expected {leaf['dtype']}{leaf['shape']}")
+    return faults
+
+
+def _reason(error: Exception) -> str:
+    """The cause in a few words: tensorstore names the system's error by its number, at the end of a long line."""
+    text = " ".join(str(error).split())
+    number = re.search(r"os_error_code='(\d+)'", text)
+    if number:
+        return strerror(int(number[1]))
+    return (error.strerror if isinstance(error, OSError) else None) or text[:200] or type(error).__name__
+
+
+def _warn(text: str) -> None:
+    with contextlib.suppress(OSError):  # a log on the disk that is full
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+@functools.cache
+def _quieten() -> None:
+    """Leave out the hundreds of lines that a save that fails prints, apart from the error that it raises.
+
+    orbax logs each error as it passes, waits for the first one alone, and closes the loop that the others report to.
+    """
+
+    def report(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            before(unraisable)
+
+    before, sys.unraisablehook = sys.unraisablehook, report
+    logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
+    logging.getLogger("asyncio").addFilter(lambda record: "never retrieved" not in record.getMessage())

@@ -1,0 +1,188 @@
+"""What differs between the methods of training: what is trained, its loss, its validation, and what it leaves.
+
+`L2D` trains a diffusion path and `LoRA` low-rank updates of the language model's layers, both beside frozen weights;
+`Full` trains the language model itself, float32 weights whose products are of `config.model.dtype`.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+from jax.sharding import Mesh
+
+from l2d_jax.config.schema import Config
+from l2d_jax.data.batch import Batch
+from l2d_jax.distributed.sharding import initialize
+from l2d_jax.model import lm_head
+from l2d_jax.model.architecture import Architecture
+from l2d_jax.model.diffusion_path import DiffusionPath
+from l2d_jax.model.l2d import Model
+from l2d_jax.model.llm import LLM
+from l2d_jax.model.lora import LLMAdapter
+from l2d_jax.training import objective, time_density
+from l2d_jax.training.objective import finetuning_loss
+from l2d_jax.training.step import REMAT, Objective, Seen
+from l2d_jax.training.validation import validate
+from l2d_jax.weights import export, model_folder
+
+
+@dataclass(frozen=True)
+class Method(abc.ABC):
+    """One method, as a config sets it: what it does with the two trees of its training, trained and frozen weights."""
+
+    config: Config
+    part: ClassVar[str]  # of a checkpoint: what is trained
+    says: ClassVar[str]  # the same, in words
+
+    @abc.abstractmethod
+    def declare(self, architecture: Architecture) -> Any:
+        """The trained tree, of shapes."""
+
+    def declare_frozen(self, architecture: Architecture) -> LLM | None:
+        """The frozen tree, of shapes; None: all is trained."""
+        return LLM.declare(architecture, dtype=self.config.model.dtype)
+
+    @abc.abstractmethod
+    def begin(self, base: model_folder.FoundBase, mesh: Mesh) -> tuple[Any, LLM | None]:
+        """Both trees, with their initial values."""
+
+    @abc.abstractmethod
+    def loss(
+        self, trained: Any, frozen: LLM | None, batch: Batch, key: jax.Array, seen: Seen, **options: Any
+    ) -> tuple[jax.Array, Seen]:
+        """An `Objective`, with the options of a step."""
+
+    @abc.abstractmethod
+    def model(self, trained: Any, frozen: LLM | None) -> Model:
+        """Both trees as training sees them."""
+
+    @abc.abstractmethod
+    def open(self, base: model_folder.FoundBase, trained: Any, mesh: Mesh) -> Model:
+        """What was trained, as its users see it."""
+
+    @abc.abstractmethod
+    def export(self, folder: Path, trained: Any, mesh: Mesh) -> None:
+        """Write what was trained into an existing folder; all processes call it."""
+
+    def objective(self) -> Objective:
+        """The loss of a micro-batch, for a step."""
+        train = self.config.train
+        return partial(self.loss, reduction="sum", chunk=train.loss_chunk, remat=REMAT[train.remat])
+
+    def validate(
+        self, trained: Any, frozen: LLM | None, batches: Iterable[Batch], *, budgets: tuple[int, ...]
+    ) -> dict[str, Any]:
+        """The report of a validation; a model without a path has a budget of 1, whatever `budgets` are."""
+        return validate(self.model(trained, frozen), batches, self.config, budgets=budgets)
+
+    def load(self, base: model_folder.FoundBase, mesh: Mesh, *, adapter: LLMAdapter | None = None) -> LLM:
+        """The language model in the config's type, with an adapter added to it if one is given."""
+        return base.load(dtype=self.config.model.dtype, mesh=mesh, seed=self.config.train.seed, adapter=adapter)
+
+
+class L2D(Method):
+    """A diffusion path beside a frozen language model."""
+
+    part = "path"
+    says = "path"
+
+    def declare(self, architecture: Architecture) -> DiffusionPath:
+        return DiffusionPath.declare(self.config.path, architecture)
+
+    def begin(self, base: model_folder.FoundBase, mesh: Mesh) -> tuple[DiffusionPath, LLM]:
+        llm = self.load(base, mesh)
+        return model_folder.new_path(self.config.path, llm, mesh, seed=self.config.train.seed), llm
+
+    def loss(
+        self, trained: DiffusionPath, frozen: LLM | None, batch: Batch, key: jax.Array, seen: Seen, **options: Any
+    ) -> tuple[jax.Array, Seen]:
+        assert frozen is not None
+        sigma, draws = trained.config.sigma, self.config.train.draws_per_context
+        chosen = time_density.choose(self.config.train, seen, sigma=sigma)
+        value, terms = objective.diffusion_loss(
+            trained, frozen, batch, key, draws_per_context=draws, times=chosen, **options
+        )
+        return value, None if seen is None else time_density.observe(*terms, sigma=sigma)
+
+    def model(self, trained: DiffusionPath, frozen: LLM | None) -> Model:
+        assert frozen is not None
+        return Model.build(frozen, trained)
+
+    def open(self, base: model_folder.FoundBase, trained: DiffusionPath, mesh: Mesh) -> Model:
+        return Model.build(self.load(base, mesh), trained)
+
+    def export(self, folder: Path, trained: DiffusionPath, mesh: Mesh) -> None:
+        model_folder.save_path(folder, trained, base=self.config.model.name)
+
+
+class LoRA(Method):
+    """Low-rank updates of the language model's layers, beside its frozen weights."""
+
+    part = "adapter"
+    says = "low-rank updates"
+
+    def declare(self, architecture: Architecture) -> LLMAdapter:
+        return LLMAdapter.declare(self.config.lora, LLM.declare(architecture, dtype="float32").layers)
+
+    def begin(self, base: model_folder.FoundBase, mesh: Mesh) -> tuple[LLMAdapter, LLM]:
+        key = jax.random.key(self.config.train.seed)
+        return initialize(self.declare(base.architecture), key, mesh), self.load(base, mesh)
+
+    def loss(
+        self, trained: LLMAdapter, frozen: LLM | None, batch: Batch, key: jax.Array, seen: Seen, **options: Any
+    ) -> tuple[jax.Array, None]:
+        return finetuning_loss(self.model(trained, frozen).llm, batch, **options), None
+
+    def model(self, trained: LLMAdapter, frozen: LLM | None) -> Model:
+        assert frozen is not None
+        return Model.build(dataclasses.replace(frozen, adapter=trained), None)
+
+    def open(self, base: model_folder.FoundBase, trained: LLMAdapter, mesh: Mesh) -> Model:
+        return Model.build(self.load(base, mesh, adapter=trained), None)
+
+    def export(self, folder: Path, trained: LLMAdapter, mesh: Mesh) -> None:
+        export.save_adapter(folder, trained, base=self.config.model.name)
+
+
+class Full(Method):
+    """All weights of the language model."""
+
+    part = "weights"
+    says = "language model"
+
+    def declare(self, architecture: Architecture) -> LLM:
+        return LLM.declare(architecture, dtype="float32")
+
+    def declare_frozen(self, architecture: Architecture) -> None:
+        return None
+
+    def begin(self, base: model_folder.FoundBase, mesh: Mesh) -> tuple[LLM, None]:
+        return base.load(dtype="float32", mesh=mesh, seed=self.config.train.seed), None
+
+    def loss(
+        self, trained: LLM, frozen: LLM | None, batch: Batch, key: jax.Array, seen: Seen, **options: Any
+    ) -> tuple[jax.Array, None]:
+        llm = self.model(trained, frozen).llm
+        return finetuning_loss(llm, batch, losses=lm_head.target_losses_of_all, **options), None
+
+    def model(self, trained: LLM, frozen: LLM | None) -> Model:
+        return Model.build(dataclasses.replace(trained, products=self.config.model.dtype), None)
+
+    def open(self, base: model_folder.FoundBase, trained: LLM, mesh: Mesh) -> Model:
+        return Model.build(model_folder.bring(trained, dtype=self.config.model.dtype, mesh=mesh), None)
+
+    def export(self, folder: Path, trained: LLM, mesh: Mesh) -> None:
+        export.save_llm(folder, trained, self.config.model, mesh=mesh)
+
+
+METHODS: dict[str, type[Method]] = {"l2d": L2D, "lora": LoRA, "full": Full}
+
+
+def method_of(config: Config) -> Method:
+    """The method of a config."""
+    return METHODS[config.train.method](config)

@@ -1,0 +1,37 @@
+"""AdamW over what is trained: no moment and no update exists for a frozen model."""
+
+from typing import Any
+
+import jax
+import optax
+
+from l2d_jax.config.schema import OptimConfig
+
+
+def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
+    """Linear warmup from zero to the peak rate, then linear decay to the final rate at `steps`."""
+    warmup = min(config.warmup_steps, steps - 1)
+    decay = optax.linear_schedule(config.peak_rate, config.final_rate, max(steps - warmup, 1))
+    # The rate of the first step is peak / warmup, not zero: a step that does nothing is a wasted one.
+    rise = optax.linear_schedule(config.peak_rate / max(warmup, 1), config.peak_rate, max(warmup - 1, 1))
+    return optax.join_schedules([rise, decay], [warmup])
+
+
+def optimizer(config: OptimConfig, rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+    """Global-norm clipping, then AdamW with weight decay on everything but biases and the weights of norms."""
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.adamw(
+            rate, b1=config.beta1, b2=config.beta2, eps=config.epsilon, weight_decay=config.weight_decay, mask=decayed
+        ),
+    )
+
+
+def decayed(params: Any) -> Any:
+    """True for every leaf but biases and the weights of norms."""
+
+    def is_weight(path: Any, _: Any) -> bool:
+        name = jax.tree_util.keystr(path, simple=True, separator=".").rsplit(".", 1)[-1]
+        return "bias" not in name and "norm" not in name
+
+    return jax.tree_util.tree_map_with_path(is_weight, params)

@@ -1,0 +1,132 @@
+"""What a model is worth on held-out answers: its loss (a path's by t), and teacher-forced accuracy against the budget.
+
+Teacher-forced: every answer position is refined from noise with the true tokens before it. "Expected" accuracy is the
+probability of the true token under untempered sampling, "greedy" whether it is the arg max. All budgets use the same
+noise.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int, Key
+
+from l2d_jax.config.schema import Config
+from l2d_jax.data.batch import Batch
+from l2d_jax.data.examples import Examples
+from l2d_jax.decoding.refine import Refinement, refine
+from l2d_jax.distributed import processes, sharding
+from l2d_jax.model.context import Context, read_context
+from l2d_jax.model.l2d import Model
+from l2d_jax.model.lm_head import negative_log_likelihood, over_logits
+from l2d_jax.training.bootstrap import Tally
+from l2d_jax.training.objective import Draws, correct, draw
+
+MEASURES = ("loss", "expected", "greedy")  # of every setting
+
+
+@jax.jit
+def _context(model: Model, batch: Batch) -> Context:
+    return read_context(model.llm, batch)
+
+
+@partial(jax.jit, static_argnames=("chunk", "bins"))
+def _loss_by_bin(
+    model: Model, context: Context, batch: Batch, key: Array, *, chunk: int, bins: int
+) -> Float[Array, "bins B M"]:
+    """Every position's loss at one t in each of the equal bins."""
+    assert model.path is not None
+    draws = draw(key, batch, model.path)
+    path = model.path
+
+    def at(index: Array) -> Array:
+        t = (index + draws.t) / bins
+        hidden = correct(path, model.llm, context, batch, Draws(t=t, noise=draws.noise, labels=draws.labels))
+        return over_logits(model.llm, hidden, negative_log_likelihood, batch.targets, chunk=chunk)
+
+    return jax.lax.map(at, jnp.arange(bins, dtype=jnp.float32))
+
+
+@partial(jax.jit, static_argnames="chunk")
+def _scores(
+    model: Model, context: Context, batch: Batch, settings: Refinement, keys: Key[Array, " B"], *, chunk: int
+) -> dict[str, Float[Array, "B M"]]:
+    shape, width = batch.targets.shape, 1 if model.path is None else model.path.config.width
+    noise_keys, velocity_keys = jax.vmap(jax.random.split, out_axes=1)(keys)
+    noise = jax.vmap(lambda key: jax.random.normal(key, (shape[1], width)))(noise_keys)
+    hidden = refine(
+        model,
+        context,
+        noise,
+        settings=settings,
+        keys=jax.vmap(lambda key: jax.random.split(key, shape[1]))(velocity_keys),
+    )
+
+    def read(logits: Float[Array, "n V"], targets: Int[Array, " n"]) -> dict[str, Array]:
+        loss = negative_log_likelihood(logits, targets)
+        is_right = jnp.argmax(logits, axis=-1) == targets
+        return {"loss": loss, "expected": jnp.exp(-loss), "greedy": is_right.astype(jnp.float32)}
+
+    return over_logits(model.llm, hidden, read, batch.targets, chunk=chunk)
+
+
+def measure(model: Model, batches: Iterable[Batch], config: Config, settings: Mapping[str, Refinement]) -> Tally:
+    """Loss, and expected and greedy accuracy, at each of the named settings.
+
+    The measures are `loss@name` and so on for `MEASURES`, and with a path `loss0`, `loss1`, ... of one evaluation in
+    each bin of t, and their mean `loss`.
+    """
+    chunk, bins = config.train.loss_chunk, config.validation.time_bins
+    tally, key = Tally(), jax.random.key(config.train.seed)
+    for number, batch in enumerate(batches):
+        batch_key = jax.random.fold_in(key, number)
+        context = _context(model, batch)
+        values: dict[str, Any] = {}
+        if model.path is not None:
+            losses = processes.gather(_loss_by_bin(model, context, batch, batch_key, chunk=chunk, bins=bins))
+            values = {f"loss{i}": losses[i] for i in range(bins)} | {"loss": losses.mean(axis=0)}
+        keys = jax.random.split(batch_key, len(batch.tokens))
+        for name, setting in settings.items():
+            scores = _scores(model, context, batch, setting, keys, chunk=chunk)
+            values |= {f"{kind}@{name}": processes.gather(value) for kind, value in scores.items()}
+        tally.add(processes.gather(batch.weights), values)
+    return tally
+
+
+def validate(
+    model: Model, batches: Iterable[Batch], config: Config, *, budgets: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """Loss, perplexity and loss by t bin, and what each budget gives, with 95 % intervals over examples.
+
+    Keys: `validation/loss` (nats; of a path, of one evaluation, over all t), `validation/perplexity`, of a path
+    `validation/loss_by_t`, and for a budget n `validation/{loss,expected,greedy}@n` with `…_interval`; `…_gain` is the
+    paired difference to the smallest budget, with the bounds of its interval. A model without a path has a budget of 1,
+    whatever `budgets` are.
+    """
+    budgets = config.validation.budgets if budgets is None else budgets
+    budgets = budgets if model.path is not None else (1,)
+    settings = {str(budget): Refinement.from_config(config.decode, budget=budget) for budget in budgets}
+    tally = measure(model, batches, config, settings)
+    loss = tally.mean("loss@1" if model.path is None else "loss")[0]
+    report: dict[str, Any] = {"validation/loss": loss, "validation/perplexity": float(np.exp(loss))}
+    if model.path is not None:
+        bins = range(config.validation.time_bins)
+        report["validation/loss_by_t"] = [tally.mean(f"loss{i}")[0] for i in bins]
+    for name in (f"{kind}@{budget}" for budget in budgets for kind in MEASURES):
+        mean, *interval = tally.mean(name)
+        report[f"validation/{name}"] = mean
+        report[f"validation/{name}_interval"] = interval
+        report[f"validation/{name}_gain"] = tally.mean(name, minus=f"{name.partition('@')[0]}@{min(budgets)}")
+    return report
+
+
+def placed_in_order(examples: Examples, batch_size: int, mesh: Mesh) -> Iterator[Batch]:
+    """Each example once, in batches on the mesh, which are filled up so that it divides them."""
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    held = sharding.local_rows(mesh, -(-batch_size // shards) * shards)
+    place = partial(jax.make_array_from_process_local_data, sharding.batch_sharding(mesh))
+    return (jax.tree.map(place, batch) for batch in examples.in_order(batch_size, rows=held))

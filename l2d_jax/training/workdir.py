@@ -1,0 +1,94 @@
+"""A run's folder: whose config it has, and what has been measured in it."""
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from l2d_jax.config.schema import Config
+from l2d_jax.errors import InputError
+from l2d_jax.files import read_json, write_whole
+from l2d_jax.training.metrics import read_metrics
+
+
+def claim(workdir: Path, config: Config) -> None:
+    """Make the workdir and write the resolved config.
+
+    Raises `InputError` where that fails, and if the workdir has checkpoints of another config, but for the mesh: a run
+    may go on with other devices.
+    """
+    file = workdir / "config.json"
+    text = json.dumps(config.to_dict(), indent=2) + "\n"
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        if not (workdir / "checkpoints").exists():  # nothing is trained yet: an attempt that failed may be mended
+            write_whole(file, text)
+    except OSError as error:
+        raise InputError(f"cannot write to workdir {workdir}: {error.strerror}: choose another --workdir") from error
+    free = ("config.mesh.", "config.profile.")  # a run may go on with other devices, and trace other steps
+    changed = [line for line in differences(read_json(file), config) if not line.startswith(free)]
+    if changed:
+        raise InputError(
+            f"workdir {workdir} belongs to another config: {'; '.join(changed[:5])}: choose another --workdir"
+        )
+
+
+def plain(config: Config) -> dict[str, Any]:
+    """A config as JSON gives it back, with lists for tuples."""
+    values: dict[str, Any] = json.loads(json.dumps(config.to_dict()))
+    return values
+
+
+def differences(old: Mapping[str, Any], config: Config) -> list[str]:
+    """A line for each option that is not as it was in `old`, a `plain` config."""
+    return [
+        f"config.{section}.{name} was {old.get(section, {}).get(name)!r}, is {value!r}"
+        for section, values in plain(config).items()
+        for name, value in values.items()
+        if old.get(section, {}).get(name) != value
+    ]
+
+
+def is_measured(workdir: Path, step: int) -> bool:
+    """Whether the log has a validation of this step."""
+    return any(record["step"] == step and "validation/loss" in record for record in read_metrics(workdir))
+
+
+@contextmanager
+def hold(workdir: Path) -> Iterator[None]:
+    """Make a workdir and hold it for this process; raises `InputError` where another holds it, which it names.
+
+    The lock is the kernel's, on the file `.lock`: it ends with the process that holds it, however that is killed, and
+    the file stays. Readers take no lock. It does not protect from a run on another machine where the file system
+    does not share such locks (buckets, some network mounts), nor from who removes `.lock` while it is held; a child
+    process that was forked from the holder and outlives it keeps the lock.
+    """
+    path = workdir / ".lock"
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+")
+    except OSError as error:
+        raise InputError(f"cannot write to workdir {workdir}: {error.strerror}: choose another --workdir") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            taken = f"is in use by {_holder(path)}: wait for that run, stop it"
+            reason = taken if isinstance(error, BlockingIOError) else f"cannot be locked ({error.strerror}): unlock it"
+            raise InputError(f"workdir {workdir} {reason}, or choose another --workdir") from error
+        file.truncate(0)
+        file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n")
+        file.flush()
+        yield
+
+
+def _holder(path: Path) -> str:
+    try:
+        held = json.loads(path.read_text())
+        return f"process {held['pid']} on {held['host']}"
+    except (OSError, ValueError, KeyError, TypeError):  # it has been locked, and is not yet signed
+        return "another process"

@@ -1,0 +1,186 @@
+"""Writes a model folder in the formats of other projects.
+
+* `l2d`: the state dict of the authors' release, `l2d.safetensors`, with its hyper-parameters, `l2d.json`;
+* `l2d-full`: the same with every LoRA layer of the path as a full weight, under the names of the release's full path;
+* `hf`: the language model alone, as `transformers` loads it;
+* `peft`: the language model's own LoRA adapter, as PEFT loads it.
+
+Tensors keep their bits, except those that a format has to compute: W + (alpha / r) A B of `l2d-full`, in float32, and
+an adapted weight of the language model, in the type of the base. A language model that is a chain
+of folders (`lineage`) keeps its adapter apart in `peft` alone.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from jax.sharding import Mesh
+
+from l2d_jax.config.schema import ModelConfig, PathConfig
+from l2d_jax.data import tokenizer
+from l2d_jax.distributed import processes
+from l2d_jax.errors import InputError
+from l2d_jax.files import output_folder, read_json
+from l2d_jax.model.architecture import SUPPORTED, Architecture
+from l2d_jax.model.llm import LLM
+from l2d_jax.model.lora import LLMAdapter
+from l2d_jax.weights import mapping, model_folder, peft, release
+from l2d_jax.weights.locate import Lineage, follow, locate
+from l2d_jax.weights.mapping import TensorSource
+from l2d_jax.weights.safetensors_file import write_safetensors
+
+# What lies beside the weights and belongs to the language model; never code, never pickles.
+KEPT = ("*.json", "*.txt", "*.jinja", "tokenizer.model")
+REPLACED = ("model.safetensors.index.json", "path.json", peft.CONFIG)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a model folder holds, checked; its weights are read when they are needed."""
+
+    name: str  # as the user gave it
+    lineage: Lineage  # of the language model
+    architecture: Architecture
+    llm: TensorSource  # each tensor in the type of its file, with its adapters
+    path: tuple[PathConfig, TensorSource] | None
+
+    @classmethod
+    def open(cls, name: str) -> "Parts":
+        """Find all parts of a model folder or of a workdir's export; raises `InputError` for what does not fit."""
+        given = locate(name)
+        if (given / "checkpoints").is_dir():
+            given = given / "export"
+            if not given.is_dir():
+                raise InputError(f"{name} has no export yet: finish the training by the same command again")
+        has_path = (given / "path.json").exists()
+        is_alone = has_path and not (given / "config.json").exists()
+        lineage = follow(model_folder.base_name(given) if is_alone else str(given))
+        architecture = Architecture.from_hf(read_json(lineage.folder / "config.json"))
+        path = model_folder.find_path(given, architecture) if has_path else None
+        llm = peft.Rounded(model_folder.open_weights(lineage, architecture))
+        return cls(name, lineage, architecture, llm, path)
+
+    def require_path(self) -> tuple[PathConfig, TensorSource]:
+        """The path; raises `InputError` if there is none."""
+        if self.path is None:
+            raise InputError(f"{self.name} has no diffusion path: export it with --format hf")
+        return self.path
+
+
+def export(model: str, out: Path, *, format: str, as_torch: bool = False) -> None:
+    """Write a model in one of `FORMATS`, complete or not at all.
+
+    Args:
+      model: a model folder or a workdir that has finished.
+      out: a new or empty folder.
+      format: a key of `FORMATS`.
+      as_torch: write a state dict as `pytorch_model.bin`, which the release's own programs read.
+
+    Raises:
+      InputError: for anything that is missing, malformed or does not fit, and for a part that the model has not.
+    """
+    if as_torch and not format.startswith("l2d"):
+        raise InputError(f"--torch is about the release's state dict: leave it out with --format {format}")
+    parts = Parts.open(model)
+    with output_folder(out) as partial_folder:
+        FORMATS[format](parts, partial_folder, "pytorch_model.bin" if as_torch else "l2d.safetensors")
+
+
+def copy_texts(lineage: Lineage, out: Path) -> None:
+    """Copy config, tokenizer and chat template of a language model."""
+    for folder in dict.fromkeys((lineage.folder, lineage.texts)):
+        for pattern in KEPT:
+            for file in folder.glob(pattern):
+                if file.name not in REPLACED:
+                    shutil.copyfile(file, out / file.name)
+
+
+def write_llm(llm: TensorSource, architecture: Architecture, out: Path) -> None:
+    """Write the language model's weights, each in the type it has there."""
+    names = mapping.expected(LLM.declare(architecture, dtype=np.float32), mapping.LLM_ROWS)
+    write_safetensors(out, ((name, partial(llm.read, name)) for name in names))
+
+
+def save_adapter(folder: Path, trained: LLMAdapter, *, base: str) -> None:
+    """Write a trained adapter into an existing folder, as PEFT reads it, on process 0; all processes must call it."""
+    config = peft.AdapterConfig(trained.config.rank, trained.config.alpha, trained.config.modules)
+    tensors = {name: make() for name, make in mapping.tensors(trained, peft.ROWS)}
+    if processes.is_first():
+        peft.write_adapter(folder, config, tensors, base=base)
+
+
+def save_llm(folder: Path, trained: LLM, base: ModelConfig, *, mesh: Mesh) -> None:
+    """Write a trained model into an existing folder, as `transformers` reads it; all processes must call it.
+
+    Its weights are of the type of the products that it was trained with; its texts are those of its base.
+    """
+    trained = model_folder.bring(trained, dtype=base.dtype, mesh=mesh)
+    tensors = mapping.tensors(trained, mapping.LLM_ROWS)
+    if not processes.is_first():
+        for _, make in tensors:  # process 0 needs the parts that are here
+            make()
+        return
+    if base.name == "random":
+        tokenizer.byte_tokenizer().save_pretrained(folder)
+        given = dict(base.architecture or {})
+        raw = {"model_type": _family(Architecture.from_hf(given))} | given
+    else:
+        lineage = follow(base.name)
+        copy_texts(lineage, folder)
+        raw = read_json(lineage.folder / "config.json")
+    kind = {"torch_dtype" if "torch_dtype" in raw else "dtype": base.dtype}
+    (folder / "config.json").write_text(json.dumps(raw | kind, indent=2) + "\n")
+    write_safetensors(folder, tensors)
+
+
+def _release(parts: Parts, out: Path, file: str) -> None:
+    config, path = parts.require_path()
+    _write_release(parts, out / file, dict(release.named(path, path.names())), config)
+
+
+def _full_release(parts: Parts, out: Path, file: str) -> None:
+    config, path = parts.require_path()
+    if config.layers == "dense":
+        raise InputError(f"the path of {parts.name} has full weights already: export it with --format l2d")
+    trained = release.merge(parts.llm, path, parts.architecture, config)
+    _write_release(parts, out / file, trained, replace(config, layers="dense"))
+
+
+def _write_release(parts: Parts, file: Path, trained: dict[str, release.Tensor], config: PathConfig) -> None:
+    release.write_checkpoint(file, release.state_dict(parts.llm, trained, parts.architecture, config))
+    options = {"family": _family(parts.architecture), "l2d_kwargs": release.options(config)}
+    (file.parent / "l2d.json").write_text(json.dumps(options, indent=2) + "\n")
+
+
+def _family(architecture: Architecture) -> str:
+    """What `transformers` and the release call an architecture."""
+    family = {bias: name.removesuffix("ForCausalLM").lower() for name, bias in SUPPORTED.items()}
+    return family[architecture.qkv_bias]
+
+
+def _hugging_face(parts: Parts, out: Path, file: str) -> None:
+    del file
+    copy_texts(parts.lineage, out)
+    write_llm(parts.llm, parts.architecture, out)
+
+
+def _peft(parts: Parts, out: Path, file: str) -> None:
+    del file
+    folders = parts.lineage.adapters
+    if len(folders) != 1:
+        found = f"{len(folders)} LoRA adapters, one upon the other" if folders else "no LoRA adapter of its own"
+        raise InputError(f"the language model of {parts.name} has {found}: export it with another format")
+    named = read_json(folders[0] / peft.CONFIG).get("base_model_name_or_path")
+    peft.Adapter.open(folders[0], parts.architecture).write(out, base=named or str(parts.lineage.folder))
+
+
+FORMATS: dict[str, Callable[[Parts, Path, str], None]] = {
+    "l2d": _release,
+    "l2d-full": _full_release,
+    "hf": _hugging_face,
+    "peft": _peft,
+}

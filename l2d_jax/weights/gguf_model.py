@@ -1,0 +1,233 @@
+"""What a GGUF file says, in Hugging Face's terms: config, weights and tokenizer of a Llama or a Qwen 2.
+
+Notable:
+* llama.cpp reorders the rows of q and k of architecture llama, where it rotates neighbours and Hugging Face rotates
+  halves (its convert_hf_to_gguf.py, `LlamaModel.permute`); that is undone here. Qwen 2's are not reordered;
+* Llama 3's rope scaling is not in the metadata but in a tensor of divisors, which gives the factor away;
+* a pre-tokenizer is known by its name only; the three here are those of the published tokenizer.json.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+import tokenizers
+from jaxtyping import Float
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from l2d_jax.errors import InputError
+from l2d_jax.weights.gguf_file import GGUFFile
+
+Dtype = Literal["bfloat16", "float32"]
+CONVERSION = 1  # raise it when the same file would convert to something else
+
+# GGUF's name, Hugging Face's name, shape (D: model width, F: of the MLP, V: vocabulary, Q and K: all heads' width)
+TENSORS = {
+    "token_embd.weight": ("model.embed_tokens.weight", "VD"),
+    "output_norm.weight": ("model.norm.weight", "D"),
+    "output.weight": ("lm_head.weight", "VD"),  # absent where the head is the embedding table
+}
+LAYER_TENSORS = {
+    "attn_norm.weight": ("input_layernorm.weight", "D"),
+    "attn_q.weight": ("self_attn.q_proj.weight", "QD"),
+    "attn_k.weight": ("self_attn.k_proj.weight", "KD"),
+    "attn_v.weight": ("self_attn.v_proj.weight", "KD"),
+    "attn_output.weight": ("self_attn.o_proj.weight", "DQ"),
+    "ffn_norm.weight": ("post_attention_layernorm.weight", "D"),
+    "ffn_gate.weight": ("mlp.gate_proj.weight", "FD"),
+    "ffn_up.weight": ("mlp.up_proj.weight", "FD"),
+    "ffn_down.weight": ("mlp.down_proj.weight", "DF"),
+}
+BIASES = {
+    "attn_q.bias": ("self_attn.q_proj.bias", "Q"),
+    "attn_k.bias": ("self_attn.k_proj.bias", "K"),
+    "attn_v.bias": ("self_attn.v_proj.bias", "K"),
+}
+ARCHITECTURES = {"llama": ("LlamaForCausalLM", LAYER_TENSORS), "qwen2": ("Qwen2ForCausalLM", LAYER_TENSORS | BIASES)}
+HEADS = {"attn_q.weight": "num_attention_heads", "attn_k.weight": "num_key_value_heads"}  # rows that are reordered
+ROPE_DIVISORS = "rope_freqs.weight"
+
+_WORDS = (  # of Llama 3 and Qwen 2.5, which differ in how many digits make a word
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PRE_TOKENIZERS = {"smollm": None, "llama-bpe": _WORDS % "{1,3}", "qwen2": _WORDS % ""}
+CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # kinds of tokens; the rest are plain
+
+
+def read_documents(file: GGUFFile, dtype: Dtype) -> dict[str, str]:
+    """The texts of a Hugging Face folder by file name; raises `InputError` for what this project does not support."""
+    config = _config(file)
+    tokens = file.get("tokenizer.ggml.tokens", list)
+    names = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
+    found = {token: file.find(f"tokenizer.ggml.{name}_token_id", int) for token, name in names.items()}
+    ids = {token: i for token, i in found.items() if i is not None}
+    if not 0 < len(tokens) <= config["vocab_size"] or not all(0 <= i < len(tokens) for i in ids.values()):
+        raise InputError(
+            f"{file.path}: {len(tokens)} tokens do not fit token ids {ids} and {config['vocab_size']} rows"
+        )
+    generation = {f"{token}_id": i for token, i in ids.items() if token != "unk_token"}
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # a named class would put its own pre-tokenizer in place of ours
+        "model_max_length": config["max_position_embeddings"],
+        "clean_up_tokenization_spaces": False,
+        **{token: tokens[i] for token, i in ids.items()},
+    }
+    template = file.find("tokenizer.chat_template", str)
+    documents = {
+        "config.json": config | generation | {"torch_dtype": dtype},
+        "generation_config.json": generation,
+        "tokenizer_config.json": tokenizer_config | ({"chat_template": template} if template else {}),
+    }
+    texts = {name: json.dumps(value, indent=2, ensure_ascii=False) + "\n" for name, value in documents.items()}
+    return texts | {"tokenizer.json": _tokenizer(file).to_str()}
+
+
+def read_weights(file: GGUFFile, dtype: Dtype) -> Iterator[tuple[str, Callable[[], Float[np.ndarray, "..."]]]]:
+    """Hugging Face's name of each tensor and a function that reads it.
+
+    Raises `InputError` that names each tensor that is missing, unknown or of an unexpected shape.
+    """
+    config = _config(file)
+    extents = {
+        "D": config["hidden_size"],
+        "F": config["intermediate_size"],
+        "V": config["vocab_size"],
+        "Q": config["num_attention_heads"] * config["head_dim"],
+        "K": config["num_key_value_heads"] * config["head_dim"],
+    }
+    table = {name: row for name, row in TENSORS.items() if name in file.tensors or name != "output.weight"}
+    for i in range(config["num_hidden_layers"]):
+        rows = ARCHITECTURES[config["model_type"]][1].items()
+        table |= {f"blk.{i}.{name}": (f"model.layers.{i}.{target}", letters) for name, (target, letters) in rows}
+    missing = table.keys() - file.tensors.keys()
+    unknown = file.tensors.keys() - table.keys() - ({ROPE_DIVISORS} if config["rope_scaling"] else set())
+    for problem, names in (("lacks", missing), ("has unknown", unknown)):
+        if names:
+            first = ", ".join(sorted(names)[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+            raise InputError(f"{file.path} {problem} tensors for architecture {config['model_type']}: {first}")
+    for name, (_, letters) in table.items():
+        shape = tuple(extents[letter] for letter in letters)
+        if file.tensors[name].shape != shape:
+            raise InputError(f"{file.path}: {name} must have shape {shape}, got {file.tensors[name].shape}")
+
+    def read(name: str) -> Float[np.ndarray, "..."]:
+        values = file.read(name)
+        heads = HEADS.get(name.split(".", 2)[-1]) if config["model_type"] == "llama" else None
+        return (values if heads is None else _restore_rows(values, config[heads])).astype(dtypes[dtype])
+
+    dtypes = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
+    return ((target, partial(read, name)) for name, (target, _) in table.items())
+
+
+def _restore_rows(weight: Float[np.ndarray, "N D"], heads: int) -> Float[np.ndarray, "N D"]:
+    """Undo llama.cpp's interleaving of the two halves of each head's rows."""
+    return weight.reshape(heads, -1, 2, weight.shape[-1]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def _config(file: GGUFFile) -> dict[str, Any]:
+    """The keys of config.json that depend on neither tokenizer nor dtype."""
+    architecture = file.get("general.architecture", str)
+    if architecture not in ARCHITECTURES:
+        raise InputError(f"{file.path} is of architecture {architecture!r}: supported are {', '.join(ARCHITECTURES)}")
+    if (parts := file.find("split.count", int) or 1) > 1:
+        raise InputError(f"{file.path} is one of {parts} parts: join them with llama-gguf-split --merge")
+
+    def count(key: str, default: int | None = None) -> int:
+        key = f"{architecture}.{key}"
+        value = file.get(key, int) if default is None else file.find(key, int) or default
+        if not 0 < value < 2**31:
+            raise InputError(f"{file.path}: metadata {key} must be positive, got {value}")
+        return value
+
+    def number(value: float) -> float:  # 1e-5 for the float32 9.99999974e-06
+        return float(str(np.float32(value)))
+
+    hidden, heads, layers = count("embedding_length"), count("attention.head_count"), count("block_count")
+    head_dim = count("attention.key_length", count("rope.dimension_count", max(hidden // heads, 1)))
+    for key in ("rope.dimension_count", "attention.value_length"):
+        if count(key, head_dim) != head_dim or head_dim % 2:
+            raise InputError(f"{file.path}: {key} {count(key, head_dim)} must be the head's width {head_dim}, and even")
+    if layers > len(file.tensors):  # before a loop over the layers
+        raise InputError(f"{file.path} claims {layers} layers and has {len(file.tensors)} tensors: download it again")
+    if (scaling := file.find(f"{architecture}.rope.scaling.type", str)) not in (None, "none"):
+        raise InputError(f"{file.path}: rope scaling {scaling!r} is not supported (Llama 3's and none are)")
+    embedding = file.tensors.get("token_embd.weight")
+    theta = number(file.find(f"{architecture}.rope.freq_base", float) or 10000.0)
+    return {
+        "architectures": [ARCHITECTURES[architecture][0]],
+        "model_type": architecture,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": count("feed_forward_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": count("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "vocab_size": embedding.shape[0] if embedding else 1,
+        "max_position_embeddings": count("context_length"),
+        "rms_norm_eps": number(file.get(f"{architecture}.attention.layer_norm_rms_epsilon", float)),
+        "rope_theta": theta,
+        "rope_scaling": _rope_scaling(file, theta, head_dim) if architecture == "llama" else None,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+    }
+
+
+def _rope_scaling(file: GGUFFile, theta: float, head_dim: int) -> dict[str, Any] | None:
+    """Llama 3's rope scaling, whose factor is recovered from the tensor of divisors of the frequencies."""
+    if ROPE_DIVISORS not in file.tensors:
+        return None
+    divisors = file.read(ROPE_DIVISORS)
+    turns = 8192 * theta ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)  # over the original context
+    smooth = np.clip((turns - 1) / (4 - 1), 0, 1)  # low and high frequency factors 1 and 4
+    for factor in (8.0, 32.0):  # Llama 3.1 and 3.2
+        expected = 1 / ((1 - smooth) / factor + smooth)
+        if divisors.shape == expected.shape and np.allclose(divisors, expected, rtol=1e-4, atol=0):
+            scaling = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+            return {"rope_type": "llama3", "factor": factor} | scaling
+    raise InputError(f"{file.path}: {ROPE_DIVISORS} is not Llama 3's rope scaling by 8 or 32, which alone is supported")
+
+
+def _tokenizer(file: GGUFFile) -> tokenizers.Tokenizer:
+    """Byte-level BPE with the pre-tokenizer that the file names."""
+    model, pre = file.get("tokenizer.ggml.model", str), file.get("tokenizer.ggml.pre", str)
+    if model != "gpt2" or pre not in PRE_TOKENIZERS:
+        supported = f"'gpt2' with {', '.join(map(repr, PRE_TOKENIZERS))}"
+        raise InputError(f"{file.path}: tokenizer {model!r} with pre-tokenizer {pre!r}; supported: {supported}")
+    tokens, merges = file.get("tokenizer.ggml.tokens", list), file.get("tokenizer.ggml.merges", list)
+    kinds = file.get("tokenizer.ggml.token_type", list)
+    try:
+        used = [(token, i) for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != UNUSED]
+        if len(dict(used)) < len(used):
+            raise ValueError("a token is repeated")
+        pairs = [tuple(merge.split(" ")) for merge in merges]
+        tokenizer = tokenizers.Tokenizer(models.BPE(dict(used), pairs, ignore_merges=pre == "llama-bpe"))
+    except Exception as error:  # tokenizers raises nothing narrower
+        reason = str(error).partition("\n")[0]
+        raise InputError(f"{file.path}: tokens, token_type and merges make no tokenizer ({reason})") from None
+    words = PRE_TOKENIZERS[pre]
+    if words is None:
+        split = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    else:
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        split = [pre_tokenizers.Split(Regex(words), "isolated"), byte_level]
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)
+    tokenizer.decoder = decoders.ByteLevel()
+    for token, kind in zip(tokens, kinds, strict=True):
+        if kind in (CONTROL, USER_DEFINED):
+            tokenizer.add_tokens([tokenizers.AddedToken(token, special=kind == CONTROL, normalized=False)])
+    add_bos = file.find("tokenizer.ggml.add_bos_token", bool)
+    bos = file.find("tokenizer.ggml.bos_token_id", int)
+    steps: list[processors.PostProcessor] = [processors.ByteLevel(trim_offsets=False)]
+    if bos is not None and (pre == "llama-bpe" if add_bos is None else add_bos):
+        bos_token = (tokens[bos], bos)
+        steps.append(
+            processors.TemplateProcessing(f"{tokens[bos]} $A", f"{tokens[bos]} $A {tokens[bos]}:1 $B:1", [bos_token])
+        )
+    tokenizer.post_processor = processors.Sequence(steps)
+    return tokenizer

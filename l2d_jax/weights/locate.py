@@ -1,0 +1,121 @@
+"""Where weights come from: folders in Hugging Face's layout, hub ids and GGUF files, whose conversions are cached."""
+
+import hashlib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from l2d_jax.errors import InputError
+from l2d_jax.files import output_folder, read_json
+from l2d_jax.weights import gguf_model, peft
+from l2d_jax.weights.gguf_file import GGUFFile
+from l2d_jax.weights.safetensors_file import write_safetensors
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]  # neither pickles nor code
+
+
+def locate(name: str) -> Path:
+    """The folder that `name` stands for: itself, a GGUF file's cached conversion, or a download from the hub.
+
+    Conversions (bfloat16) are kept in `$L2D_JAX_CACHE`, else in `~/.cache/l2d_jax`.
+    Raises `InputError` where there is no such folder or file, or where the download fails.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.suffix == ".gguf":
+        return _converted(path)
+    if not HUB_ID.fullmatch(name):
+        raise InputError(f"{name!r} is neither a folder, nor a .gguf file, nor a hub id (org/name): check the path")
+    import huggingface_hub  # here: only this branch needs it, and it reads the environment as it is imported
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES))
+    except Exception as error:  # the client raises those of its HTTP library, which changes, and many others
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise InputError(f"no folder {name!r}, nor could the hub give it ({reason}): give a local folder") from None
+
+
+def convert_gguf(path: Path, out: Path, *, dtype: gguf_model.Dtype = "bfloat16") -> None:
+    """Write a GGUF file as a Hugging Face folder into the existing empty folder `out`: config, weights, tokenizer.
+
+    Raises `InputError` for a malformed file and for what this project does not support.
+    """
+    file = GGUFFile.open(path)
+    for name, text in gguf_model.read_documents(file, dtype).items():
+        (out / name).write_text(text, encoding="utf-8")
+    write_safetensors(out, gguf_model.read_weights(file, dtype))
+
+
+def _converted(path: Path) -> Path:
+    """The cached conversion of a GGUF file, which is made where it is absent."""
+    if not path.is_file():
+        raise InputError(f"there is no file {path}: check the path")
+    state = path.stat()
+    identity = f"{path.resolve()}\n{state.st_size}\n{state.st_mtime_ns}\n{gguf_model.CONVERSION}"
+    root = Path(os.environ.get("L2D_JAX_CACHE") or "~/.cache/l2d_jax").expanduser()
+    folder = root / f"{path.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    if not folder.is_dir():
+        try:
+            with output_folder(folder) as partial:
+                convert_gguf(path, partial)
+        except (InputError, OSError):
+            if not folder.is_dir():  # else another process was faster
+                raise
+    return folder
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """The parts of a language model, none of which has been read."""
+
+    folder: Path  # of config and weights
+    adapters: tuple[Path, ...]  # folders of those to add, in this order
+
+    @property
+    def texts(self) -> Path:
+        """The folder of the tokenizer: the last that has one."""
+        folders = [self.folder, *self.adapters]
+        return next((folder for folder in reversed(folders) if (folder / "tokenizer.json").exists()), self.folder)
+
+
+def follow(name: str) -> Lineage:
+    """The lineage of a folder, hub id or GGUF file; raises `InputError` where a folder of the chain is missing."""
+    adapters: list[Path] = []
+    folder = _locate(name, adapters)
+    while not (folder / "config.json").exists() and peft.has_adapter(folder):
+        if folder in adapters:
+            raise InputError(f"{folder} is its own base: mend base_model_name_or_path in its {peft.CONFIG}")
+        adapters.insert(0, folder)
+        folder = _locate(named_base(folder / peft.CONFIG, "base_model_name_or_path"), adapters)
+    if peft.has_adapter(folder):
+        adapters.insert(0, folder)
+    return Lineage(folder, tuple(adapters))
+
+
+def named_base(file: Path, key: str, *, what: str | None = None) -> str:
+    """The base that a file names under a key; raises `InputError` for random weights, which are in no folder.
+
+    `what` says in words what the file has to name.
+    """
+    name = read_json(file).get(key)
+    if not isinstance(name, str) or not name:
+        raise InputError(f"{file} must name {what or f'the base in {key}'}, got {name!r}: add it")
+    if name == "random":
+        raise InputError(f"the base of {file.parent} is random weights, which only a workdir can make again: give that")
+    return name
+
+
+def _locate(name: str, adapters: list[Path]) -> Path:
+    try:
+        folder = locate(name)
+    except InputError as error:
+        if not adapters:
+            raise
+        raise InputError(f"the base of {adapters[0]}: {error}; a relative path is read from here") from None
+    config = folder / "config.json"
+    if (folder / "checkpoints").is_dir() and config.exists() and "train" in read_json(config):
+        raise InputError(f"{folder} is a workdir of training, not a language model: give its {folder / 'export'}")
+    return folder

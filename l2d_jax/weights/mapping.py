@@ -1,0 +1,253 @@
+"""Hugging Face's tensors and ours, by one table that is read in both directions.
+
+A row names a tensor of the release (or of `transformers`), a leaf of ours and how their axes correspond, in the
+notation of einops: a linear layer is `[out, in]` there and `[in, out]` here, with heads as an axis of their own. Every
+tensor must match one row and every leaf one tensor; all that is missing, extra or misshaped is named in one error.
+Weights stream from the files slice by slice into their shards, so that no host holds a whole model.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from l2d_jax.distributed import sharding
+from l2d_jax.errors import InputError
+
+
+@runtime_checkable
+class TensorSource(Protocol):
+    """A set of named tensors that can be read slice by slice."""
+
+    def names(self) -> frozenset[str]:
+        """Of all tensors."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one tensor."""
+        ...
+
+    def dtype(self, name: str) -> np.dtype:
+        """Of one tensor."""
+        ...
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
+        """One tensor or a slice of it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Row:
+    """One correspondence; `theirs` holds `{}` for the number of the layer where ours is stacked."""
+
+    theirs: str
+    ours: str  # attributes, with dots
+    axes: str  # "our axes -> their axes"
+
+    @property
+    def stacked(self) -> bool:
+        """Whether ours has a leading axis of layers, each of which is one tensor of theirs."""
+        return "{}" in self.theirs
+
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """For each of their axes, the indices of ours that it joins."""
+        ours, theirs = (side.strip() for side in self.axes.split("->"))
+        letters = ours.split()
+        parts = re.findall(r"\([^)]*\)|\w+", theirs)
+        return tuple(tuple(letters.index(letter) for letter in part.strip("()").split()) for part in parts)
+
+    def their_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of their tensor for one layer of ours."""
+        return tuple(math.prod(shape[i] for i in group) for group in self.groups())
+
+    def to_theirs(self, array: np.ndarray) -> np.ndarray:
+        """Their tensor from one layer of ours."""
+        order = [i for group in self.groups() for i in group]
+        return np.ascontiguousarray(array.transpose(order).reshape(self.their_shape(array.shape)))
+
+    def read(self, source: TensorSource, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
+        """The part `index` of one layer of ours, read without the rest of a tensor that is cut along whole blocks."""
+        groups = self.groups()
+        wanted = [slice(*part.indices(size)) for part, size in zip(index, shape, strict=True)]
+        outer, left, sizes = [], list(wanted), list(shape)
+        for group in groups:
+            first, inner = group[0], math.prod(shape[i] for i in group[1:])
+            outer.append(slice(wanted[first].start * inner, wanted[first].stop * inner))
+            sizes[first] = wanted[first].stop - wanted[first].start
+            left[first] = slice(None)
+        order = [i for group in groups for i in group]
+        block = source.read(name, tuple(outer)).reshape([sizes[i] for i in order])
+        return block.transpose(np.argsort(order))[tuple(left)]
+
+
+def _linear(theirs: str, ours: str, axes: str) -> list[Row]:
+    return [
+        Row(f"{theirs}.weight", f"{ours}.weight", axes),
+        Row(
+            f"{theirs}.bias",
+            f"{ours}.bias",
+            axes.split("->")[0].split(maxsplit=1)[1] + "->" + axes.split("->")[1].rsplit(maxsplit=1)[0],
+        ),
+    ]
+
+
+_LAYER = "model.layers.{}."
+
+LLM_ROWS = [
+    Row("model.embed_tokens.weight", "embed", "v d -> v d"),
+    Row("model.norm.weight", "norm", "d -> d"),
+    Row("lm_head.weight", "head", "v d -> v d"),
+    Row(_LAYER + "input_layernorm.weight", "layers.attention_norm", "d -> d"),
+    Row(_LAYER + "self_attn.q_proj.weight", "layers.q", "d n h -> (n h) d"),
+    Row(_LAYER + "self_attn.k_proj.weight", "layers.k", "d k h -> (k h) d"),
+    Row(_LAYER + "self_attn.v_proj.weight", "layers.v", "d k h -> (k h) d"),
+    Row(_LAYER + "self_attn.q_proj.bias", "layers.q_bias", "n h -> (n h)"),
+    Row(_LAYER + "self_attn.k_proj.bias", "layers.k_bias", "k h -> (k h)"),
+    Row(_LAYER + "self_attn.v_proj.bias", "layers.v_bias", "k h -> (k h)"),
+    Row(_LAYER + "self_attn.o_proj.weight", "layers.o", "n h d -> d (n h)"),
+    Row(_LAYER + "post_attention_layernorm.weight", "layers.mlp_norm", "d -> d"),
+    Row(_LAYER + "mlp.gate_proj.weight", "layers.gate", "d f -> f d"),
+    Row(_LAYER + "mlp.up_proj.weight", "layers.up", "d f -> f d"),
+    Row(_LAYER + "mlp.down_proj.weight", "layers.down", "f d -> d f"),
+]
+
+PATH_ROWS = [
+    *_linear("model.flow_token_embedder.embedder.layers_module.0", "vocabulary", "d c -> c d"),
+    *_linear("model.flow_to_lm_encoder.embedder.layers_module.0", "translation.first", "c w -> w c"),
+    *_linear("model.flow_to_lm_encoder.embedder.layers_module.2", "translation.last", "w d -> d w"),
+    *_linear("model.timestep_embedder.mlp.0", "time.first", "f e -> e f"),
+    *_linear("model.timestep_embedder.mlp.2", "time.last", "i e -> e i"),
+    Row("model.data_label_embedder.weight", "classes", "n e -> n e"),
+    *_linear("model.modulation_head.mlp.0", "merge.first", "i e -> e i"),
+    *_linear("model.modulation_head.mlp.2", "merge.last", "e d -> d e"),
+    *_linear(_LAYER + "modulation_head.mlp.0", "layers.modulation.first", "i e -> e i"),
+    *_linear(_LAYER + "modulation_head.mlp.2", "layers.modulation.last", "e p d -> (p d) e"),
+    Row(_LAYER + "self_attn.flow_q_proj.A", "layers.q.a", "d r -> d r"),
+    Row(_LAYER + "self_attn.flow_q_proj.B", "layers.q.b", "r n h -> r (n h)"),
+    Row(_LAYER + "self_attn.flow_o_proj.A", "layers.o.a", "n h r -> (n h) r"),
+    Row(_LAYER + "self_attn.flow_o_proj.B", "layers.o.b", "r d -> r d"),
+    Row(_LAYER + "mlp.flow_gate_proj.A", "layers.gate.a", "d r -> d r"),
+    Row(_LAYER + "mlp.flow_gate_proj.B", "layers.gate.b", "r f -> r f"),
+    Row(_LAYER + "mlp.flow_up_proj.A", "layers.up.a", "d r -> d r"),
+    Row(_LAYER + "mlp.flow_up_proj.B", "layers.up.b", "r f -> r f"),
+    Row(_LAYER + "mlp.flow_down_proj.A", "layers.down.a", "f r -> f r"),
+    Row(_LAYER + "mlp.flow_down_proj.B", "layers.down.b", "r d -> r d"),
+    Row(_LAYER + "self_attn.flow_q_proj.weight", "layers.q", "d n h -> (n h) d"),
+    Row(_LAYER + "self_attn.flow_q_proj.bias", "layers.q_bias", "n h -> (n h)"),
+    Row(_LAYER + "self_attn.flow_o_proj.weight", "layers.o", "n h d -> d (n h)"),
+    Row(_LAYER + "mlp.flow_gate_proj.weight", "layers.gate", "d f -> f d"),
+    Row(_LAYER + "mlp.flow_up_proj.weight", "layers.up", "d f -> f d"),
+    Row(_LAYER + "mlp.flow_down_proj.weight", "layers.down", "f d -> d f"),
+]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One row with the leaf that it fills."""
+
+    row: Row
+    value: Any  # an array, a declaration or a `jax.ShapeDtypeStruct`
+
+    @property
+    def layer_shape(self) -> tuple[int, ...]:
+        """Of ours, without the axis of layers."""
+        return tuple(self.value.shape[1:] if self.row.stacked else self.value.shape)
+
+    def names(self) -> list[str]:
+        """Their tensors, one per layer where ours is stacked."""
+        return (
+            [self.row.theirs.format(i) for i in range(self.value.shape[0])] if self.row.stacked else [self.row.theirs]
+        )
+
+
+def leaves(tree: Any, rows: Iterable[Row]) -> list[Leaf]:
+    """The rows that apply to a tree, in the order of its leaves; every leaf has exactly one."""
+    is_leaf = lambda x: hasattr(x, "shape")  # noqa: E731
+    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
+    by_path = {jax.tree_util.keystr(path, simple=True, separator="."): value for path, value in flat}
+    found = {}
+    for row in rows:
+        if row.ours in by_path:
+            assert row.ours not in found, f"two rows for {row.ours}"
+            found[row.ours] = Leaf(row, by_path[row.ours])
+    assert found.keys() == by_path.keys(), f"no row for {by_path.keys() - found.keys()}"
+    return [found[path] for path in by_path]
+
+
+def expected(tree: Any, rows: Iterable[Row]) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of theirs that a tree of ours corresponds to."""
+    return {name: leaf.row.their_shape(leaf.layer_shape) for leaf in leaves(tree, rows) for name in leaf.names()}
+
+
+def check(source: TensorSource, shapes: dict[str, tuple[int, ...]], *, ignored: frozenset[str] = frozenset()) -> None:
+    """Raise one `InputError` that names every missing, extra and misshaped tensor (the first few of each)."""
+    present = source.names()
+    misshaped = [
+        f"{name} has shape {list(source.shape(name))}, expected {list(shape)}"
+        for name, shape in shapes.items()
+        if name in present and source.shape(name) != shape
+    ]
+    faults = [
+        ("missing", sorted(shapes.keys() - present)),
+        ("not part of this architecture", sorted(present - shapes.keys() - ignored)),
+        ("misshaped", misshaped),
+    ]
+    text = "; ".join(f"{kind}: {_some(names)}" for kind, names in faults if names)
+    if text:
+        raise InputError(f"the tensors do not fit the architecture: {text}: take weights and config.json of one model")
+
+
+def load(declared: Any, source: TensorSource, mesh: Mesh, *, rows: Iterable[Row]) -> Any:
+    """The tree of arrays on `mesh`, in the declared types, each shard read alone."""
+    found = leaves(declared, rows)
+    placements = jax.tree.leaves(sharding.shardings(declared, mesh))
+    arrays = []
+    for leaf, placement in zip(found, placements, strict=True):
+        read = _reader(leaf, source)
+        arrays.append(jax.make_array_from_callback(leaf.value.shape, placement, read))
+    return jax.tree.unflatten(jax.tree.structure(declared), arrays)
+
+
+def tensors(tree: Any, rows: Iterable[Row]) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
+    """Their tensors from a tree of arrays of ours, each made when it is called for; the values keep their bits.
+
+    Where several processes hold parts of the arrays, all must call for all of them, in this order.
+    """
+    for leaf in leaves(tree, rows):
+        for i, name in enumerate(leaf.names()):
+            yield name, partial(_tensor, leaf, i)
+
+
+def _tensor(leaf: Leaf, index: int) -> np.ndarray:
+    """One tensor of theirs, gathered from the processes that hold parts of it; one layer is on a device at a time."""
+    layer = leaf.value[index] if leaf.row.stacked else leaf.value
+    return leaf.row.to_theirs(np.asarray(multihost_utils.process_allgather(layer, tiled=True)))
+
+
+def _reader(leaf: Leaf, source: TensorSource) -> Callable[[tuple[slice, ...] | None], np.ndarray]:
+    names, shape, dtype = leaf.names(), leaf.layer_shape, leaf.value.dtype
+
+    def read(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None  # only of an array with an opaque type
+        if not leaf.row.stacked:
+            return leaf.row.read(source, names[0], shape, index).astype(dtype)
+        layers = range(len(names))[index[0]]
+        return np.stack([leaf.row.read(source, names[i], shape, index[1:]).astype(dtype) for i in layers])
+
+    return read
+
+
+def _some(names: list[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def at(tree: Any, path: str) -> Any:
+    """The attribute of a module at a dotted path."""
+    return reduce(getattr, path.split("."), tree)

@@ -1,0 +1,189 @@
+"""Opens models: the frozen base by folder, hub id or GGUF file, and the path that lies beside it.
+
+A model folder is an ordinary Hugging Face folder with two files more: `path.safetensors`, with the tensor names of the
+authors' release, and `path.json`, with the options of the path and the name of its base. A base may also be a folder
+with a LoRA adapter alone, which names its own (`lineage`).
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from transformers import PreTrainedTokenizerFast
+
+from l2d_jax.config.parsing import from_dict
+from l2d_jax.config.schema import ModelConfig, PathConfig
+from l2d_jax.data.tokenizer import byte_tokenizer, load_tokenizer, stop_ids
+from l2d_jax.distributed import processes, sharding
+from l2d_jax.errors import InputError
+from l2d_jax.files import read_json
+from l2d_jax.model.architecture import Architecture
+from l2d_jax.model.diffusion_path import DiffusionPath, start_from
+from l2d_jax.model.llm import LLM
+from l2d_jax.model.lora import LLMAdapter, merge
+from l2d_jax.model.quantization import quantize
+from l2d_jax.weights import mapping
+from l2d_jax.weights.locate import Lineage, follow, named_base
+from l2d_jax.weights.mapping import TensorSource
+from l2d_jax.weights.peft import Adapted, Adapter
+from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_file
+
+
+@dataclass(frozen=True)
+class FoundBase:
+    """A base model all of whose files have been checked, before any weight is read."""
+
+    architecture: Architecture
+    tokenizer: PreTrainedTokenizerFast | None  # None: the folder has none; only token ids can be used
+    ends: tuple[int, ...]  # tokens that end an answer
+    source: TensorSource | None  # None: random initial values
+
+    def load(self, *, dtype: str, mesh: Mesh, seed: int = 0, adapter: LLMAdapter | None = None) -> LLM:
+        """The weights, on the mesh, with an adapter added to them if one is given."""
+        declared = LLM.declare(self.architecture, dtype="bfloat16" if dtype == "int8" else dtype)
+        if self.source is None:
+            llm: LLM = sharding.initialize(declared, jax.random.key(seed), mesh)
+        else:
+            llm = mapping.load(declared, self.source, mesh, rows=mapping.LLM_ROWS)
+        if adapter is not None:
+            placed = sharding.shardings(declared.layers, mesh)
+            llm = dataclasses.replace(llm, layers=jax.jit(merge, out_shardings=placed)(llm.layers, adapter))
+        return bring(llm, dtype=dtype, mesh=mesh)
+
+
+def bring(llm: LLM, *, dtype: str, mesh: Mesh) -> LLM:
+    """A model of floating-point weights in another type; int8 gives up the arrays that it replaces."""
+    declared = LLM.declare(llm.architecture, dtype="bfloat16" if dtype == "int8" else dtype)
+    if llm.embed.dtype != declared.embed.dtype:
+        cast = jax.jit(lambda tree: jax.tree.map(lambda a: a.astype(declared.embed.dtype), tree))
+        llm = cast(llm)
+    if dtype != "int8":
+        return llm
+    placed = sharding.shardings(LLM.declare(llm.architecture, dtype="int8").layers, mesh)
+    shrink = jax.jit(lambda layers: quantize(layers, declared.layers), out_shardings=placed, donate_argnums=0)
+    return dataclasses.replace(llm, layers=shrink(llm.layers))
+
+
+def read_architecture(config: ModelConfig) -> Architecture:
+    """The architecture from the config where it is given, otherwise from the weights' folder; reads no weight."""
+    if config.architecture is not None:
+        return Architecture.from_hf(config.architecture)
+    return Architecture.from_hf(read_json(follow(config.name).folder / "config.json"))
+
+
+def find_base(config: ModelConfig) -> FoundBase:
+    """Find and check the files of the base model.
+
+    Raises `InputError` for a missing or malformed folder, tensors that do not fit the architecture, and an
+    architecture in the config that differs from the folder's.
+    """
+    if config.name == "random":
+        made = byte_tokenizer()
+        return FoundBase(read_architecture(config), made, stop_ids(made), None)
+    lineage = follow(config.name)
+    folder = lineage.folder
+    raw = read_json(folder / "config.json")
+    architecture = Architecture.from_hf(raw)
+    if config.architecture is not None and Architecture.from_hf(config.architecture) != architecture:
+        raise InputError(
+            f"config.model.architecture differs from {folder / 'config.json'}: {_difference(config, architecture)}: "
+            "set --config.model.architecture=None to take the folder's"
+        )
+    source = open_weights(lineage, architecture)
+    tokenizer = load_tokenizer(lineage.texts) if (lineage.texts / "tokenizer.json").exists() else None
+    return FoundBase(architecture, tokenizer, _ends(folder, raw, tokenizer), source)
+
+
+def random_base(architecture: Architecture, mesh: Mesh, *, dtype: str) -> LLM:
+    """Random weights, for measuring."""
+    return FoundBase(architecture, None, (), None).load(dtype=dtype, mesh=mesh)
+
+
+def new_path(config: PathConfig, llm: LLM, mesh: Mesh, *, seed: int) -> DiffusionPath:
+    """A path with the release's initial values, each shard created where it belongs."""
+    path = sharding.initialize(DiffusionPath.declare(config, llm.architecture), jax.random.key(seed), mesh)
+    return start_from(path, llm) if config.layers == "dense" and config.dense_init == "lm" else path
+
+
+def open_weights(lineage: Lineage, architecture: Architecture) -> TensorSource:
+    """The LM's tensors, with its adapters added as they are read; raises `InputError` for what does not fit."""
+    source: TensorSource = SafetensorsFolder.open(lineage.folder)
+    check_llm(source, architecture)
+    for folder in lineage.adapters:
+        source = Adapted(source, Adapter.open(folder, architecture))
+    return source
+
+
+def check_llm(source: TensorSource, architecture: Architecture) -> list[str]:
+    """The names of the LM's tensors; raises `InputError` unless a source holds them all and nothing else.
+
+    The alias of a tied head and the rotary buffers of old exports are passed over.
+    """
+    shapes = mapping.expected(LLM.declare(architecture, dtype=np.float32), mapping.LLM_ROWS)
+    alias = {"lm_head.weight"} if architecture.tied else set()
+    buffers = {name for name in source.names() if name.endswith("rotary_emb.inv_freq")}
+    mapping.check(source, shapes, ignored=frozenset(alias | buffers))
+    return list(shapes)
+
+
+def write_path(folder: Path, tensors: Mapping[str, Any], config: PathConfig, *, base: str) -> None:
+    """Write `path.safetensors` and `path.json` into an existing folder, from the path's tensors by release name."""
+    write_file(folder / "path.safetensors", {name: np.asarray(make()) for name, make in tensors.items()})
+    (folder / "path.json").write_text(json.dumps({"base": base, "path": vars(config)}, indent=2) + "\n")
+
+
+def save_path(folder: Path, path: DiffusionPath, *, base: str) -> None:
+    """Write a path into an existing folder, on process 0; all processes must call it."""
+    tensors = dict(mapping.tensors(path, mapping.PATH_ROWS))
+    if processes.is_first():
+        write_path(folder, tensors, path.config, base=base)
+    else:
+        for make in tensors.values():  # process 0 needs the parts that are here
+            make()
+
+
+def base_name(folder: Path) -> str:
+    """The base that a path was trained on; raises `InputError` for random weights, which are in no folder."""
+    return named_base(folder / "path.json", "base", what="the base that the path was trained on")
+
+
+def path_config(folder: Path) -> PathConfig:
+    """The options of a model folder's path; raises `InputError` for those that do not exist or do not go."""
+    options = read_json(folder / "path.json").get("path", {})
+    config: PathConfig = from_dict(PathConfig, options, prefix=f"{folder}/path.json: path")
+    return config
+
+
+def find_path(folder: Path, architecture: Architecture) -> tuple[PathConfig, TensorSource]:
+    """The options and the checked tensors of a model folder's path; raises `InputError` naming all that do not fit."""
+    config = path_config(folder)
+    source = SafetensorsFolder.open_file(folder / "path.safetensors")
+    mapping.check(source, mapping.expected(DiffusionPath.declare(config, architecture), mapping.PATH_ROWS))
+    return config, source
+
+
+def load_path(folder: Path, architecture: Architecture, mesh: Mesh) -> DiffusionPath:
+    """Read the path of a model folder; raises `InputError` as `find_path` does."""
+    config, source = find_path(folder, architecture)
+    return mapping.load(DiffusionPath.declare(config, architecture), source, mesh, rows=mapping.PATH_ROWS)
+
+
+def _ends(folder: Path, raw: dict[str, Any], tokenizer: PreTrainedTokenizerFast | None) -> tuple[int, ...]:
+    """End tokens: those of generation_config.json or config.json, as transformers takes them, and the template's."""
+    file = folder / "generation_config.json"
+    given = (read_json(file) if file.exists() else {}).get("eos_token_id", raw.get("eos_token_id"))
+    ends = [] if given is None else np.atleast_1d(given).tolist()
+    return tuple(dict.fromkeys([*ends, *(stop_ids(tokenizer) if tokenizer else ())]))
+
+
+def _difference(config: ModelConfig, folder: Architecture) -> str:
+    given = vars(Architecture.from_hf(config.architecture or {}))
+    return ", ".join(
+        f"{name} {given[name]} here, {value} there" for name, value in vars(folder).items() if given[name] != value
+    )

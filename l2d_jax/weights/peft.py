@@ -1,0 +1,196 @@
+"""LoRA adapters of the language model, in PEFT's files: `adapter_config.json` and `adapter_model.safetensors`.
+
+An adapter lies beside the weights of a model folder and stays apart from them on disk. Where weights are read, each is
+W + (alpha / r) B A, computed in float32 and rounded once to the type of the model (Hu et al. 2021, section 4.1).
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from l2d_jax.config.schema import PROJECTIONS, LoraConfig
+from l2d_jax.errors import InputError
+from l2d_jax.files import read_json
+from l2d_jax.model.architecture import Architecture
+from l2d_jax.model.llm import LLM
+from l2d_jax.model.lora import LLMAdapter
+from l2d_jax.weights import mapping
+from l2d_jax.weights.mapping import Row, TensorSource
+from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_file
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+LAYERS = {  # that may have an adapter, by the name that PEFT knows them by
+    name: f"model.layers.{{}}.{'self_attn' if name[0] in 'qkvo' else 'mlp'}.{name}" for name in PROJECTIONS
+}
+AXES = {  # inputs and outputs of each, as `weights.Row` writes them
+    "q_proj": ("d", "n h"),
+    "k_proj": ("d", "k h"),
+    "v_proj": ("d", "k h"),
+    "o_proj": ("n h", "d"),
+    "gate_proj": ("d", "f"),
+    "up_proj": ("d", "f"),
+    "down_proj": ("f", "d"),
+}
+ROWS = [  # of an `LLMAdapter`
+    row
+    for name, (inward, outward) in AXES.items()
+    for row in (
+        Row(f"{PREFIX}{LAYERS[name]}.lora_A.weight", f"{name.removesuffix('_proj')}.a", f"{inward} r -> r ({inward})"),
+        Row(
+            f"{PREFIX}{LAYERS[name]}.lora_B.weight", f"{name.removesuffix('_proj')}.b", f"r {outward} -> ({outward}) r"
+        ),
+    )
+]
+# Options of PEFT that would change the result, at the one value that is implemented here.
+PLAIN = {
+    "peft_type": "LORA",
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "use_dora": False,
+    "modules_to_save": None,
+    "layers_to_transform": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "trainable_token_indices": None,
+    "lora_bias": False,
+}
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """The shape of an adapter."""
+
+    rank: int
+    alpha: float
+    modules: tuple[str, ...]  # keys of `LAYERS`
+    rank_stabilized: bool = False  # alpha / sqrt(rank) in place of alpha / rank (Kalajdzievski 2023)
+
+    @property
+    def scale(self) -> float:
+        """What the product of the two matrices counts."""
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter whose files have been checked; its weights are read when they are needed."""
+
+    config: AdapterConfig
+    source: TensorSource
+
+    @classmethod
+    def open(cls, folder: Path, architecture: Architecture) -> "Adapter":
+        """Raises `InputError` for an option that is not implemented and for tensors that do not fit."""
+        config = read_config(folder / CONFIG)
+        source = SafetensorsFolder.open_file(folder / WEIGHTS)
+        mapping.check(source, expected(config, architecture))
+        return cls(config, source)
+
+    def product(self, layer: str, index: tuple[slice, ...]) -> np.ndarray:
+        """The part `index` of scale x B A for one layer of the LM, in float32."""
+        up = self.source.read(f"{PREFIX}{layer}.lora_B.weight", (index[0],)).astype(np.float32)
+        down = self.source.read(f"{PREFIX}{layer}.lora_A.weight", (slice(None), index[1])).astype(np.float32)
+        return np.float32(self.config.scale) * (up @ down)
+
+    def write(self, folder: Path, *, base: str) -> None:
+        """Write it into another existing folder, bit by bit."""
+        write_adapter(folder, self.config, {n: self.source.read(n) for n in self.source.names()}, base=base)
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """The tensors of a base with an adapter: a `TensorSource`."""
+
+    base: TensorSource
+    adapter: Adapter
+
+    def names(self) -> frozenset[str]:
+        """Of all tensors."""
+        return self.base.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one tensor."""
+        return self.base.shape(name)
+
+    def dtype(self, name: str) -> np.dtype:
+        """Of one tensor."""
+        return self.base.dtype(name)
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
+        """One tensor or a slice of it; those with an adapter in float32."""
+        tensor, layer = self.base.read(name, index), name.removesuffix(".weight")
+        if f"{PREFIX}{layer}.lora_A.weight" not in self.adapter.source.names():
+            return tensor
+        whole = tuple(map(slice, self.shape(name)))
+        return tensor.astype(np.float32) + self.adapter.product(layer, whole if index is None else index)
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Tensors in the type that each has in its file, adapted or not: a `TensorSource`."""
+
+    source: TensorSource
+
+    def names(self) -> frozenset[str]:
+        """Of all tensors."""
+        return self.source.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one tensor."""
+        return self.source.shape(name)
+
+    def dtype(self, name: str) -> np.dtype:
+        """Of one tensor."""
+        return self.source.dtype(name)
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
+        """One tensor or a slice of it."""
+        return self.source.read(name, index).astype(self.dtype(name))
+
+
+def has_adapter(folder: Path) -> bool:
+    """Whether one lies in a model folder."""
+    return (folder / CONFIG).exists() or (folder / WEIGHTS).exists()
+
+
+def read_config(file: Path) -> AdapterConfig:
+    """PEFT's options; raises `InputError` for one that is missing, or that means something else than plain LoRA."""
+    raw = read_json(file)
+    for name, value in PLAIN.items():
+        if raw.get(name, value) not in (value, value or None):
+            raise InputError(f"{file}: {name} = {raw[name]!r} is not supported, only {value!r}")
+    rank, alpha, modules = raw.get("r"), raw.get("lora_alpha"), raw.get("target_modules")
+    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float):
+        raise InputError(f"{file}: r must be a positive integer and lora_alpha a number, got {rank!r} and {alpha!r}")
+    if not isinstance(modules, list) or not modules or not set(modules) <= LAYERS.keys():
+        raise InputError(f"{file}: target_modules must list some of {', '.join(LAYERS)}, got {modules!r:.80}")
+    return AdapterConfig(rank, float(alpha), tuple(sorted(modules)), bool(raw.get("use_rslora")))
+
+
+def expected(config: AdapterConfig, architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of an adapter."""
+    options = LoraConfig(rank=config.rank, modules=config.modules)
+    return mapping.expected(LLMAdapter.declare(options, LLM.declare(architecture, dtype=np.float32).layers), ROWS)
+
+
+def write_adapter(folder: Path, config: AdapterConfig, tensors: Mapping[str, np.ndarray], *, base: str) -> None:
+    """Write an adapter's two files into an existing folder, as PEFT reads them; the tensors keep their bits."""
+    options: dict[str, Any] = {
+        **PLAIN,
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": 0.0,
+        "use_rslora": config.rank_stabilized,
+        "target_modules": list(config.modules),
+        "inference_mode": True,
+    }
+    (folder / CONFIG).write_text(json.dumps(options, indent=2) + "\n")
+    write_file(folder / WEIGHTS, tensors)

@@ -1,0 +1,249 @@
+"""The authors' PyTorch release: its hyper-parameters, its checkpoints and the aliases that they hold.
+
+A checkpoint is the state dict of the whole model: the frozen LM, the path, and again the weights that the path shares.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from l2d_jax.config.parsing import from_dict
+from l2d_jax.config.schema import PathConfig
+from l2d_jax.errors import InputError
+from l2d_jax.model.architecture import Architecture
+from l2d_jax.model.diffusion_path import DiffusionPath
+from l2d_jax.model.llm import LLM
+from l2d_jax.weights import mapping
+from l2d_jax.weights.mapping import TensorSource
+from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_file
+
+Tensor = Callable[[], np.ndarray]
+
+# Options of the release that this project implements at one value alone: those of all published configs.
+FIXED = {
+    "noise_schedule": "identity",
+    "flow_representation_space": "mapping",
+    "flow_representation_num_layers": 1,
+    "flow_representation_normalize": True,
+    "flow_representation_rescaling": "mult",
+    "flow_to_lm_translation_depth": 2,
+    "flow_to_lm_timestep_rescaling": 1.0,
+    "preserve_behavior_at_flow_start": True,
+    "modulate_hidden_states": False,
+    "full_dit_modulation": True,
+    "timestep_modulation_num_layers": 2,
+    "freeze_modulation_at_flow_start": False,
+    "separate_flow_params": True,
+}
+
+SHARED = ("self_attn.{}q_proj", "self_attn.{}o_proj", "mlp.{}gate_proj", "mlp.{}up_proj", "mlp.{}down_proj")
+
+
+def path_config(raw: Mapping[str, Any]) -> PathConfig:
+    """The path's options from the release's keyword arguments, bare or under `l2d_kwargs`.
+
+    Raises `InputError` for an option that is missing or has a value that no published config uses.
+    """
+    options = raw.get("l2d_kwargs", raw)
+    if not isinstance(options, Mapping):
+        raise InputError(f"l2d_kwargs must be the release's keyword arguments, got {options!r:.60}")
+    for name, value in FIXED.items():
+        if options.get(name, value) != value:
+            raise InputError(f"hyper-parameter {name} = {options[name]!r} is not supported, only {value!r}")
+    try:
+        rank = options.get("flow_lora_rank") or PathConfig.lora_rank
+        alpha = options.get("flow_lora_alpha")
+        ours = {
+            "width": options["flow_representation_dim"],
+            "translation_width": options["flow_to_lm_hidden_size"],
+            "frequency_width": options["timestep_modulation_freq_embedding_size"],
+            "condition_width": options["timestep_modulation_hidden_size"],
+            "sigma": options["noise_rescaling"],
+            "layers": "lora" if options["separate_flow_params_with_lora"] else "dense",
+            "lora_rank": rank,
+            "lora_alpha": 2 * rank if alpha in (None, -1) else alpha,  # the release's own reading of None
+            "classes": options.get("guidance_modulation_num_classes") or 0,
+            "class_dropout": options.get("guidance_modulation_training_dropout", PathConfig.class_dropout),
+        }
+    except KeyError as error:
+        raise InputError(f"hyper-parameter {error.args[0]} is missing: give the release's keyword arguments") from None
+    config: PathConfig = from_dict(PathConfig, ours, prefix="hyper-parameters")
+    return config
+
+
+def options(config: PathConfig) -> dict[str, Any]:
+    """The release's keyword arguments for a path: what `path_config` reads."""
+    return {
+        **FIXED,
+        "flow_representation_dim": config.width,
+        "flow_to_lm_hidden_size": config.translation_width,
+        "timestep_modulation_freq_embedding_size": config.frequency_width,
+        "timestep_modulation_hidden_size": config.condition_width,
+        "noise_rescaling": config.sigma,
+        "separate_flow_params_with_lora": config.layers == "lora",
+        "flow_lora_rank": config.lora_rank,
+        "flow_lora_alpha": config.lora_alpha,
+        "guidance_modulation_num_classes": config.classes,
+        "guidance_modulation_training_dropout": config.class_dropout,
+    }
+
+
+def write_checkpoint(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a state dict: `.safetensors`, or `.bin` as the release's own programs read it, which takes torch.
+
+    All of it is in memory at the time. Raises `InputError` where torch is missing.
+    """
+    torch = None if file.suffix == ".safetensors" else _import_torch(file)
+    made = {tensor: tensor() if torch is None else _tensor(tensor()) for tensor in dict.fromkeys(tensors.values())}
+    state = {name: made[tensor] for name, tensor in tensors.items()}  # aliases share their memory
+    if torch is None:
+        write_file(file, state, metadata=None)
+    else:
+        torch.save(state, file)
+
+
+def open_checkpoint(file: Path) -> TensorSource:
+    """A state dict as a source of tensors: `.safetensors`, or `.pt` and `.bin` read with `weights_only=True`."""
+    if not file.is_file():
+        raise InputError(f"no checkpoint {file}: give a .safetensors, .pt or .bin file")
+    if file.suffix == ".safetensors":
+        return SafetensorsFolder.open_file(file)
+    torch = _import_torch(file)
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # torch raises pickle, zip and runtime errors of many kinds for a bad file
+        raise InputError(f"{file} is not a file of plain tensors: {' '.join(str(error).split())[:200]}") from error
+    if isinstance(state, Mapping) and isinstance(state.get("model_state_dict"), Mapping):
+        state = state["model_state_dict"]
+    if not isinstance(state, Mapping) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise InputError(f"{file} is not a state dict of names and tensors: give pytorch_model.bin of the release")
+    return ArraySource({name: _array(value) for name, value in state.items()})
+
+
+class ArraySource:
+    """A `TensorSource` over arrays in memory."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
+        self._arrays = arrays
+
+    def names(self) -> frozenset[str]:
+        """All names."""
+        return frozenset(self._arrays)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of one tensor."""
+        return self._arrays[name].shape
+
+    def dtype(self, name: str) -> np.dtype:
+        """The type of one tensor."""
+        return self._arrays[name].dtype
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
+        """One tensor, or a slice of it."""
+        return self._arrays[name] if index is None else self._arrays[name][index]
+
+
+def aliases(llm: LLM, path: DiffusionPath) -> dict[str, str]:
+    """Names that the state dict holds twice: alias -> the tensor with the same bits."""
+    a = llm.architecture
+    same = {"lm_head.weight": "model.embed_tokens.weight"} if a.tied else {}
+    if path.config.layers == "dense":
+        return same
+    for i in range(a.num_hidden_layers):
+        for name in SHARED:
+            original, wrapped = (f"model.layers.{i}.{name.format(prefix)}" for prefix in ("", "flow_"))
+            same[f"{wrapped}.wrapped_layer.weight"] = f"{original}.weight"
+            if a.qkv_bias and "q_proj" in name:
+                same[f"{wrapped}.wrapped_layer.bias"] = f"{original}.bias"
+    return same
+
+
+def check_checkpoint(
+    source: TensorSource, architecture: Architecture, config: PathConfig
+) -> tuple[list[str], list[str]]:
+    """The names of the LM's and of the path's tensors in a state dict, once all of it is known to be sound.
+
+    Raises `InputError` for a missing, extra or misshaped tensor, and for an alias whose bits differ from its original.
+    """
+    llm = LLM.declare(architecture, dtype=np.float32)
+    path = DiffusionPath.declare(config, architecture)
+    own, trained = mapping.expected(llm, mapping.LLM_ROWS), mapping.expected(path, mapping.PATH_ROWS)
+    same = aliases(llm, path)
+    shapes = own | trained | {alias: own[name] for alias, name in same.items()}
+    mapping.check(source, shapes)
+    for alias, name in same.items():
+        if not _equal(source.read(alias), source.read(name)):
+            raise InputError(f"tensor {alias} differs from {name}, whose alias it is: the checkpoint is damaged")
+    return list(own), list(trained)
+
+
+def state_dict(
+    llm: TensorSource, trained: Mapping[str, Tensor], architecture: Architecture, config: PathConfig
+) -> dict[str, Tensor]:
+    """The release's state dict, aliases included, from an LM and the tensors of a path; all keep their bits."""
+    declared = LLM.declare(architecture, dtype=np.float32), DiffusionPath.declare(config, architecture)
+    own = dict(named(llm, mapping.expected(declared[0], mapping.LLM_ROWS)))
+    return own | dict(trained) | {alias: own[name] for alias, name in aliases(*declared).items()}
+
+
+def merge(llm: TensorSource, path: TensorSource, architecture: Architecture, config: PathConfig) -> dict[str, Tensor]:
+    """The tensors of a LoRA path under the names of a dense one: W + (alpha / r) A B, in float32."""
+    scale = np.float32(config.lora_alpha / config.lora_rank)
+
+    def weight(stem: str) -> np.ndarray:
+        a, b = (np.asarray(path.read(f"{stem}.{part}"), np.float32) for part in "AB")
+        return np.asarray(llm.read(f"{_frozen(stem)}.weight"), np.float32) + scale * (a @ b).T
+
+    def bias(stem: str) -> np.ndarray:
+        return np.asarray(llm.read(f"{_frozen(stem)}.bias"), np.float32)
+
+    dense = DiffusionPath.declare(dataclasses.replace(config, layers="dense"), architecture)
+    made: dict[str, Tensor] = {}
+    for name in mapping.expected(dense, mapping.PATH_ROWS):
+        stem, _, kind = name.rpartition(".")
+        is_shared = f"{stem}.A" in path.names()
+        made[name] = partial(weight if kind == "weight" else bias, stem) if is_shared else partial(path.read, name)
+    return made
+
+
+def _frozen(stem: str) -> str:
+    """The LM's layer that a layer of the path starts from."""
+    return stem.replace(".flow_", ".")
+
+
+def named(source: TensorSource, names: Iterable[str]) -> Iterable[tuple[str, Tensor]]:
+    """Tensors to write, each read when its turn comes."""
+    return ((name, partial(source.read, name)) for name in names)
+
+
+def _equal(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def _import_torch(file: Path) -> Any:
+    try:
+        import torch
+    except ImportError:
+        raise InputError(f"{file} needs torch: install requirements-torch.txt, or use a .safetensors file") from None
+    return torch
+
+
+def _tensor(array: np.ndarray) -> Any:
+    import torch
+
+    if array.dtype == ml_dtypes.bfloat16:  # torch takes no such array: the bits travel as integers
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(np.array(array))
+
+
+def _array(tensor: Any) -> np.ndarray:
+    import torch
+
+    if tensor.dtype == torch.bfloat16:  # numpy knows no bfloat16: the bits travel as integers
+        return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.contiguous().numpy()

@@ -1,0 +1,271 @@
+import dataclasses
+import json
+import typing
+
+import pytest
+
+from l2d_jax.config.schema import (
+    Config,
+    DataConfig,
+    DecodeConfig,
+    LoraConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    PathConfig,
+    ProfileConfig,
+    TrainConfig,
+    defaults,
+)
+from l2d_jax.errors import InputError
+
+# Every option of the project: its type and default. A new one has to argue its case here.
+OPTIONS = """
+model.name: str = ''
+model.architecture: Mapping[str, Any] | None = None
+model.dtype: Literal['bfloat16', 'float32', 'int8'] = 'bfloat16'
+path.width: int = 256
+path.translation_width: int = 256
+path.frequency_width: int = 256
+path.condition_width: int = 256
+path.sigma: float = 64.0
+path.layers: Literal['lora', 'dense'] = 'lora'
+path.dense_init: Literal['lm', 'scratch'] = 'lm'
+path.lora_rank: int = 32
+path.lora_alpha: float = 32.0
+path.classes: int = 0
+path.class_dropout: float = 0.2
+lora.rank: int = 32
+lora.alpha: float = 64.0
+lora.modules: tuple[str, ...] = ('q_proj', 'v_proj')
+data.source: str = 'smoltalk'
+data.subsets: tuple[str, ...] = ()
+data.data_dir: str | None = None
+data.train_split: str = 'train'
+data.validation_split: str = 'test'
+data.train_examples: int | None = None
+data.validation_examples: int | None = 256
+data.max_length: int = 2048
+data.answer_length: int | None = None
+data.empty_thoughts: bool = False
+data.packing: bool = False
+data.seed: int = 0
+optim.peak_rate: float = 0.0001
+optim.final_rate: float = 1e-06
+optim.warmup_steps: int = 100
+optim.beta1: float = 0.9
+optim.beta2: float = 0.95
+optim.epsilon: float = 1e-08
+optim.weight_decay: float = 0.01
+optim.clip_norm: float = 1.0
+train.method: Literal['l2d', 'lora', 'full'] = 'l2d'
+train.batch_size: int = 32
+train.accumulation: int = 1
+train.draws_per_context: int = 1
+train.time_density: Literal['uniform', 'cosmap', 'logit_normal', 'warped'] = 'uniform'
+train.logit_normal_mean: float = 0.0
+train.logit_normal_deviation: float = 1.0
+train.stratified_times: bool = False
+train.epochs: float = 1.0
+train.steps: int | None = None
+train.reduction: Literal['example', 'token'] = 'example'
+train.loss_chunk: int = 1024
+train.remat: Literal['none', 'products', 'full'] = 'full'
+train.checkpoint_every: int = 500
+train.keep: int = 3
+train.validate_every: int = 500
+train.log_every: int = 10
+train.max_skipped: int = 10
+train.seed: int = 0
+decode.solver: Literal['euler', 'midpoint', 'heun', 'heun3', 'rk4', 'fehlberg2', 'adaptive_heun', 'bosh3'] = 'midpoint'
+decode.budget: int = 15
+decode.tolerance: float = 0.0003
+decode.velocity: Literal['sample', 'expectation'] = 'sample'
+decode.velocity_temperature: float = 0.0
+decode.anneal: bool = False
+decode.guidance: float = 1.0
+decode.temperature: float = 0.0
+decode.top_k: int = 0
+decode.top_p: float = 1.0
+decode.draws: int = 1
+decode.gate: float = 0.0
+decode.max_new_tokens: int = 256
+validation.batch_size: int = 8
+validation.time_bins: int = 10
+validation.budgets: tuple[int, ...] = (1, 15)
+mesh.data: int = 1
+mesh.fsdp: int = -1
+mesh.tensor: int = 1
+mesh.context: int = 1
+profile.steps: str | None = None
+"""
+
+
+def named(kind):
+    return kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind)
+
+
+def test_options_are_these():
+    found = [
+        f"{section}.{f.name}: {named(f.type)} = {f.default!r}"
+        for section, options in typing.get_type_hints(Config).items()
+        for f in dataclasses.fields(options)
+    ]
+    found = [line.replace("typing.", "").replace("collections.abc.", "") for line in found]
+    assert found == OPTIONS.strip().splitlines()
+
+
+def build(**sections):
+    return Config.from_dict({"model": {"name": "org/model"}, **sections})
+
+
+def test_defaults_build_once_a_model_is_named():
+    config = defaults()
+    with pytest.raises(InputError, match=r"config\.model\.name is empty"):
+        Config.from_dict(config.to_dict())
+    config.model.name = "org/model"
+    assert Config.from_dict(config.to_dict()) == build()
+
+
+def test_defaults_refuse_a_name_that_they_do_not_know():
+    with pytest.raises(AttributeError, match='Did you mean "width"'):
+        defaults().path.widht = 3
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"path": {"widht": 3}}, "unknown option config.path.widht: did you mean 'width'?"),
+        ({"pth": {"width": 3}}, "unknown option config.pth: did you mean 'path'?"),
+        ({"mesh": {"zzz": 3}}, "unknown option config.mesh.zzz: choose from context, data, fsdp, tensor"),
+        ({"path": 3}, "config.path must be a section of options, got 3 of type int"),
+        ({"path": None}, "config.path must be a section of options, got None"),
+        ({"path": {"width": "wide"}}, "config.path.width must be of type int, got 'wide' of type str"),
+        ({"path": {"width": 2.0}}, "config.path.width must be of type int, got 2.0 of type float"),
+        ({"path": {"width": True}}, "config.path.width must be of type int, got True of type bool"),
+        ({"path": {"sigma": True}}, "config.path.sigma must be of type float, got True"),
+        ({"path": {"sigma": None}}, "config.path.sigma must be of type float, got None"),
+        ({"data": {"packing": "yes"}}, "config.data.packing must be of type bool, got 'yes' of type str"),
+        ({"decode": {"anneal": 1}}, "config.decode.anneal must be of type bool, got 1"),
+        ({"train": {"steps": "all"}}, "config.train.steps must be of type int, got 'all'"),
+        ({"validation": {"budgets": 3}}, "config.validation.budgets must be of type tuple[int, ...], got 3"),
+        ({"validation": {"budgets": [1, "x"]}}, "config.validation.budgets[1] must be of type int, got 'x'"),
+        ({"path": {"layers": "loar"}}, "config.path.layers must be one of 'lora', 'dense', got 'loar'"),
+        ({"train": {"method": "qlora"}}, "config.train.method must be one of 'l2d', 'lora', 'full', got 'qlora'"),
+        ({"train": {"method": "full"}, "model": {"name": "a", "dtype": "int8"}}, "which config.model.dtype 'int8' fre"),
+        (
+            {"train": {"method": "lora", "draws_per_context": 2}},
+            "trains no diffusion path, and config.train.draws_per_context 2",
+        ),
+        (
+            {"train": {"time_density": "cosine"}},
+            "config.train.time_density must be one of 'uniform', 'cosmap', 'logit_normal', 'warped', got 'cosine'",
+        ),
+        ({"train": {"stratified_times": "yes"}}, "config.train.stratified_times must be of type bool, got 'yes'"),
+        ({"model": {"name": "a", "dtype": "float16"}}, "config.model.dtype must be one of 'bfloat16', 'float32'"),
+        ({"model": {"name": "random"}}, "config.model.architecture is None: give the keys of a config.json"),
+        ({"model": {"name": "a", "architecture": 3}}, "config.model.architecture must be of type"),
+    ],
+)
+def test_bad_values_are_named(sections, message):
+    with pytest.raises(InputError) as caught:
+        build(**sections)
+    assert message in str(caught.value)
+
+
+def test_a_missing_section_is_named():
+    with pytest.raises(InputError, match=r"option config\.model is missing"):
+        Config.from_dict({})
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        (PathConfig, {"lora_rank": 0}, "lora_rank must be positive, got 0"),
+        (PathConfig, {"frequency_width": 3}, "must be even, got 3"),
+        (PathConfig, {"sigma": float("nan")}, "sigma must be positive, got nan"),
+        (PathConfig, {"classes": -1}, "must not be negative"),
+        (PathConfig, {"class_dropout": 1.0}, r"must be in \[0, 1\)"),
+        (LoraConfig, {"rank": 0}, "config.lora.rank must be positive, got 0"),
+        (LoraConfig, {"alpha": -1.0}, "config.lora.alpha must be positive"),
+        (LoraConfig, {"modules": ("q_prj",)}, "has 'q_prj', which is no layer of the LM: did you mean 'q_proj'"),
+        (LoraConfig, {"modules": ()}, "one or more layers, each once"),
+        (LoraConfig, {"modules": ("q_proj", "q_proj")}, "each once, got"),
+        (DataConfig, {"max_length": 1}, "at least 2 tokens"),
+        (DataConfig, {"train_examples": 0}, "must be positive or None"),
+        (DataConfig, {"answer_length": 4000}, "4000 exceeds config.data.max_length 2048"),
+        (OptimConfig, {"peak_rate": 1e-5, "final_rate": 1e-4}, r"from 0 to config.optim.peak_rate 1e-05, got 0.0001"),
+        (OptimConfig, {"final_rate": -1e-6}, "got -1e-06"),
+        (TrainConfig, {"keep": 0}, "keep must be positive"),
+        (TrainConfig, {"draws_per_context": 0}, "draws_per_context must be positive, got 0"),
+        (TrainConfig, {"max_skipped": 0}, "max_skipped must be positive"),
+        (TrainConfig, {"time_density": "logit_normal", "logit_normal_deviation": 0.0}, "positive, got 0.0 and 0.0"),
+        (TrainConfig, {"time_density": "logit_normal", "logit_normal_deviation": float("inf")}, "finite and positive"),
+        (TrainConfig, {"time_density": "logit_normal", "logit_normal_mean": float("nan")}, "mean must be finite"),
+        (TrainConfig, {"time_density": "cosmap", "logit_normal_mean": 1.0}, "say nothing to .* 'cosmap'"),
+        (TrainConfig, {"epochs": 0.0}, "epochs must be positive"),
+        (TrainConfig, {"accumulation": 3}, "batch_size 32 is not a multiple of config.train.accumulation 3"),
+        (DecodeConfig, {"budget": 0}, "at least 1 evaluation, got 0"),
+        (DecodeConfig, {"temperature": -1.0}, "must not be negative"),
+        (MeshConfig, {"data": -1}, "at most one -1"),
+        (MeshConfig, {"data": 0}, "positive sizes"),
+        (ProfileConfig, {"steps": "10"}, "FIRST:STOP with 1 < FIRST < STOP, such as 10:13, got '10'"),
+        (ProfileConfig, {"steps": "1:3"}, "1 < FIRST"),
+        (ProfileConfig, {"steps": "13:13"}, "FIRST < STOP"),
+        (ProfileConfig, {"steps": ""}, "got ''"),
+        (ModelConfig, {}, "config.model.name is empty"),
+    ],
+)
+def test_values_are_checked_on_construction(kind, values, message):
+    with pytest.raises(InputError, match=message):
+        kind(**values)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"path": {"dense_init": "scratch"}}, "there is no from-scratch LoRA: set layers to 'dense'"),
+        ({"path": {"class_dropout": 0.1}}, "class_dropout 0.1 drops classes, but config.path.classes is 0"),
+        ({"decode": {"guidance": 2.0}}, "guidance 2.0 is the strength of a class, but config.path.classes is 0"),
+        (
+            {"path": {"classes": 4, "class_dropout": 0.0}, "decode": {"guidance": 1.5}},
+            "guidance 1.5 mixes in the null class, which is never trained with config.path.class_dropout 0",
+        ),
+        ({"data": {"source": "problems", "data_dir": "rows"}}, "config.data.source 'problems' is built in, but"),
+        ({"data": {"source": "problems", "subsets": ["a"]}}, "config.data.source 'problems' is built in, but"),
+        ({"data": {"validation_split": "train"}}, "validation_split are both 'train': held-out answers need"),
+        ({"decode": {"anneal": True}}, "velocity_temperature fall to 0, but it is 0 already"),
+        ({"decode": {"velocity": "expectation"}}, "'expectation' is the arg max where config.decode.velocity_temp"),
+    ],
+)
+def test_contradictions_are_refused(sections, message):
+    with pytest.raises(InputError) as caught:
+        build(**sections)
+    assert message in str(caught.value)
+    assert "{" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"path": {"layers": "dense", "dense_init": "scratch", "lora_rank": 16}},
+        {"path": {"classes": 4, "class_dropout": 0.0}},
+        {"path": {"classes": 4, "class_dropout": 0.1}, "decode": {"guidance": 0.0}},
+        {"decode": {"velocity": "expectation", "velocity_temperature": 1.0, "anneal": True}},
+    ],
+)
+def test_what_goes_together_is_taken(sections):
+    build(**sections)
+
+
+def test_values_are_cast_where_nothing_is_lost():
+    config = build(path={"sigma": 32}, validation={"budgets": [1, 3]}, data={"subsets": ["a"]}, train={"steps": None})
+    assert (config.path.sigma, type(config.path.sigma)) == (32.0, float)
+    assert config.validation.budgets == (1, 3)
+    assert config.data.subsets == ("a",)
+    assert config.train.steps is None
+
+
+def test_the_resolved_config_survives_json():
+    config = build(data={"subsets": ("a", "b")}, model={"name": "random", "architecture": {"rope": {"factor": 2.0}}})
+    assert Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config

@@ -1,0 +1,52 @@
+"""Rows from files: read as they stand, without asking the hub."""
+
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+
+from l2d_jax.data.rows import find_file, read_file, require_columns
+from l2d_jax.errors import InputError
+
+ROWS = [{"question": "1 + 1?", "answer": "2"}, {"question": "1 + 2?", "answer": "3"}]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    datasets.Dataset.from_list(ROWS).to_parquet(tmp_path / "test.parquet")
+    return tmp_path
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_both_formats_are_read_without_the_hub(folder: Path, split: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.load.get_session", lambda: pytest.fail("asked the hub"))
+    assert list(read_file(find_file(folder, split))) == ROWS
+
+
+def test_a_file_that_has_changed_is_read_again(folder: Path) -> None:
+    file = find_file(folder, "train")
+    assert len(read_file(file)) == 2
+    file.write_text(json.dumps(ROWS[1]) + "\n")
+    assert list(read_file(file)) == ROWS[1:]
+
+
+def test_what_is_missing_or_broken_is_named(folder: Path) -> None:
+    with pytest.raises(InputError, match=r"no split 'dev' in .*needs dev.jsonl or dev.parquet.* there are test, train"):
+        find_file(folder, "dev")
+    (folder / "train.jsonl").write_text("")
+    with pytest.raises(InputError, match=r"train.jsonl is empty: put one row a line into it"):
+        read_file(folder / "train.jsonl")
+    (folder / "train.jsonl").write_text("{]\n")
+    with pytest.raises(InputError, match=r"train.jsonl cannot be read: .*: mend or replace it"):
+        read_file(folder / "train.jsonl")
+
+
+def test_missing_columns_are_named(folder: Path) -> None:
+    rows = read_file(find_file(folder, "train"))
+    require_columns(rows, ("question", "answer"), name="mine")
+    with pytest.raises(InputError, match=r"rows of mine need the columns question, label, but label is missing among"):
+        require_columns(rows, ("question", "label"), name="mine")
+    with pytest.raises(InputError, match=r"mine has no rows: choose another split"):
+        require_columns(rows.select([]), ("question",), name="mine")

@@ -1,0 +1,103 @@
+"""Completing sets of prompts: nothing depends on the batches, and few programs are compiled."""
+
+import dataclasses
+
+import pytest
+from jax._src import test_util
+
+from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.decoding import batching
+from l2d_jax.decoding.batching import Prompt, complete, shared_tokens
+from l2d_jax.decoding.buckets import bucket
+from l2d_jax.decoding.generation import Loaded, Part, generate
+from l2d_jax.errors import InputError
+from tests.support import tiny
+
+SETTINGS = DecodeConfig(budget=3, max_new_tokens=6, temperature=1.0)
+PROMPTS = [Prompt(number, [1 + (7 * number + i) % 90 for i in range(2 + 9 * number)]) for number in range(9)]
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return Loaded(tiny.model(classes=2), None, (95,), SETTINGS)
+
+
+def answers(loaded, prompts, *, settings=SETTINGS, **options):
+    found = {}
+    for batch in complete(loaded, prompts, settings=settings, **options):
+        assert not found.keys() & batch.keys()
+        found |= batch
+    return found
+
+
+def test_answers_depend_on_neither_batches_nor_order(loaded):
+    whole = answers(loaded, PROMPTS, batch_size=9)
+    assert whole.keys() == set(range(9))
+    assert answers(loaded, PROMPTS[::-1], batch_size=4) == whole
+    assert answers(loaded, PROMPTS[3:5], batch_size=2) == {3: whole[3], 4: whole[4]}
+    alone = generate(loaded, [PROMPTS[5].ids], settings=SETTINGS, part=Part([5]))
+    assert whole[5] == alone
+    assert generate(loaded, [PROMPTS[5].ids], settings=SETTINGS) != alone
+
+
+def test_samples_stand_beside_each_other(loaded):
+    one, three = answers(loaded, PROMPTS[:2], batch_size=2), answers(loaded, PROMPTS[:2], batch_size=6, samples=3)
+    for number, [first, *rest] in three.items():
+        assert [first] == one[number]
+        assert len(rest) == 2
+        assert first not in rest
+
+
+def test_labels_and_seeds(loaded):
+    plain = answers(loaded, PROMPTS[:2], batch_size=2)
+    labelled = [prompt._replace(label=1) for prompt in PROMPTS[:2]]
+    assert answers(loaded, labelled, batch_size=2) != plain
+    assert answers(loaded, PROMPTS[:2], batch_size=2, seed=1) != plain
+
+
+def test_one_program_a_bucket(loaded):
+    many = [Prompt(number, [3] * (65 + number)) for number in range(10)]  # all in the bucket of 96
+    answers(loaded, many[:4], batch_size=2)
+    with test_util.count_jit_and_pmap_lowerings() as count:
+        answers(loaded, many, batch_size=2)
+    assert count() == 0
+
+
+@pytest.mark.parametrize("changes", [{"draws": 2}, {"solver": "fehlberg2", "budget": 12}])
+def test_what_prompts_share_is_read_once(loaded, monkeypatch, changes):
+    settings = dataclasses.replace(SETTINGS, **changes)
+    monkeypatch.setattr(batching, "SHARED", 16)
+    few = [Prompt(number, [*range(1, 38), 50 + number, *range(number)]) for number in range(5)]
+    assert shared_tokens([prompt.ids for prompt in few]) == 32
+    apart = answers(loaded, few, batch_size=3, settings=settings)
+    assert answers(loaded, few, batch_size=3, settings=settings, shared=32) == apart
+
+
+@pytest.mark.parametrize(
+    ("prompts", "wanted"),
+    [
+        ([], 0),
+        ([[1] * 300], 0),
+        ([[1] * 300] * 2, 256),
+        ([[1] * 256] * 2, 128),
+        ([[1] * 300, [1] * 200 + [2] * 9], 128),
+    ],
+)
+def test_shared_tokens(prompts, wanted):
+    assert shared_tokens(prompts) == wanted
+
+
+@pytest.mark.parametrize(
+    ("length", "wanted"), [(1, 64), (64, 64), (65, 96), (96, 96), (97, 128), (129, 192), (1025, 1536)]
+)
+def test_buckets(length, wanted):
+    assert bucket(length) == wanted
+
+
+def test_a_batch_that_is_too_small(loaded):
+    with pytest.raises(InputError, match="a batch of 2 does not hold 3 samples of a prompt: use 3 or more"):
+        answers(loaded, PROMPTS, batch_size=2, samples=3)
+
+
+def test_nothing_to_complete(loaded):
+    assert answers(loaded, [], batch_size=2) == {}

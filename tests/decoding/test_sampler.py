@@ -1,0 +1,83 @@
+"""The final draw: frequencies against the plain definition of top-k and top-p, and masks."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.decoding.sampler import Sampling, allow, draw
+from l2d_jax.errors import InputError
+
+LOGITS = np.log(np.array([0.4, 0.25, 0.15, 0.1, 0.06, 0.04]))
+run = jax.jit(draw)
+
+
+def frequencies(*, allowed: Any = None, **options: Any) -> np.ndarray:
+    """Of many draws."""
+    sampling = Sampling.from_config(DecodeConfig(**{"temperature": 1.0, **options}), allowed=allowed)
+    keys = jax.random.split(jax.random.key(0), 4000)
+    tokens = run(keys, jnp.broadcast_to(jnp.asarray(LOGITS, jnp.float32), (4000, 6)), sampling)
+    return np.bincount(tokens, minlength=6) / 4000
+
+
+def shares(kept: list[int], temperature: float = 1.0) -> np.ndarray:
+    weights = np.where(np.isin(np.arange(6), kept), np.exp(LOGITS / temperature), 0)
+    return weights / weights.sum()
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5]),
+        ({"temperature": 0.0}, [0]),
+        ({"temperature": 0.0, "top_k": 3, "top_p": 0.1}, [0]),
+        ({"top_k": 1}, [0]),
+        ({"top_k": 3}, [0, 1, 2]),
+        ({"top_k": 60}, [0, 1, 2, 3, 4, 5]),
+        ({"top_p": 0.3}, [0]),
+        ({"top_p": 0.64}, [0, 1]),
+        ({"top_p": 0.66}, [0, 1, 2]),
+        ({"top_k": 3, "top_p": 0.6}, [0, 1]),  # of .5, .3125, .1875
+        ({"temperature": 2.0, "top_p": 0.45}, [0, 1]),  # of flatter shares
+        ({"allowed": [False, True, False, True, True, False]}, [1, 3, 4]),
+        ({"allowed": [False, True, False, True, True, False], "top_k": 2}, [1, 3]),
+        ({"allowed": [False, False, False, True, True, False], "temperature": 0.0}, [3]),
+    ],
+)
+def test_frequencies(options: dict[str, Any], kept: list[int]) -> None:
+    temperature = options.get("temperature", 1.0) or 1.0
+    np.testing.assert_allclose(frequencies(**options), shares(kept, temperature), atol=0.03)
+
+
+def test_each_sequence_may_have_its_own() -> None:
+    sampling = Sampling(
+        temperature=jnp.float32([0.0, 5.0, 5.0]),
+        top_k=jnp.int32([0, 2, 0]),
+        top_p=jnp.float32([1.0, 1.0, 1.0]),
+        gate=jnp.float32([0.0]),
+    )
+    logits = jnp.broadcast_to(jnp.asarray(LOGITS, jnp.float32), (3, 6))
+    drawn = np.stack([run(jax.random.split(jax.random.key(i), 3), logits, sampling) for i in range(60)], axis=1)
+    assert [len(set(row)) for row in drawn.tolist()] == [1, 2, 6]
+
+
+def test_ties_are_all_kept() -> None:
+    logits = jnp.zeros((1, 4))
+    sampling = Sampling.from_config(DecodeConfig(temperature=1.0, top_k=2))
+    assert len({int(run(jax.random.split(jax.random.key(i), 1), logits, sampling)[0]) for i in range(80)}) == 4
+
+
+def test_masks() -> None:
+    assert allow(5) is None
+    assert allow(5, allowed=[1, 3]).tolist() == [False, True, False, True, False]
+    assert allow(5, banned=[1]).tolist() == [True, False, True, True, True]
+    assert allow(5, allowed=[1, 3], banned=[3]).tolist() == [False, True, False, False, False]
+    with pytest.raises(InputError, match="token 5 is not one of the 5 of the model"):
+        allow(5, banned=[1, 5])
+    with pytest.raises(InputError, match="every token is banned: allow at least one"):
+        allow(3, allowed=[2], banned=[2])
+    with pytest.raises(InputError, match="every token is banned"):
+        allow(3, allowed=[])

@@ -1,0 +1,319 @@
+"""Traces against decoding itself, against a slow loop over every point, and as files."""
+
+import dataclasses
+import json
+from functools import partial
+from html.parser import HTMLParser
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import l2d_jax.generate as program  # the package's own name is the function
+from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.data.tokenizer import byte_tokenizer
+from l2d_jax.decoding import integrate, trajectory
+from l2d_jax.decoding.generation import Loaded, generate
+from l2d_jax.decoding.refine import Refinement, adapt, evaluate, make_target
+from l2d_jax.decoding.trace import TokenTrace, trace
+from l2d_jax.errors import InputError
+from l2d_jax.model.architecture import Architecture
+from l2d_jax.model.context import Context
+from l2d_jax.model.l2d import Model
+from l2d_jax.model.llm import LLM
+from tests.support import tiny
+from tests.support.programs import call, write_base
+
+PROMPTS = [[5, 17, 3], [60, 2, 41, 8, 8, 30]]
+FIXED = {"solver": "midpoint", "budget": 15, "velocity_temperature": 1.0}
+ADAPTIVE = {"solver": "fehlberg2", "budget": 60, "velocity": "expectation", "velocity_temperature": 1.0}
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return Loaded(tiny.model(classes=2), None, (), DecodeConfig())
+
+
+def of(options, length=trajectory.CHUNK + 6):
+    return DecodeConfig(max_new_tokens=length, **options)
+
+
+def both(loaded, settings, prompts=PROMPTS, **options):
+    """Answers and their traces."""
+    answers = generate(loaded, prompts, settings=settings, **options)
+    return answers, trace(loaded, prompts, answers, settings=settings, **options)
+
+
+# --- the numbers ---
+
+
+@pytest.mark.parametrize("options", [FIXED, ADAPTIVE], ids=["fixed", "adaptive"])
+def test_a_trace_ends_where_decoding_did(loaded, options):
+    """At every token of answers of two chunks, with copies and classes; the velocity of the fixed solver is drawn."""
+    answers, traces = both(loaded, of(options), samples=2, labels=[0, 1], seed=3)
+    assert [[token.token for token in tokens] for tokens in traces] == answers
+    assert [[token.likeliest for token in tokens] for tokens in traces] == answers
+    rows = [token for tokens in traces for token in tokens]
+    assert len(rows) == 4 * (trajectory.CHUNK + 6)
+    evaluations = {token.evaluations for token in rows}
+    if options is FIXED:
+        assert evaluations == {15}
+        assert {token.rejected for token in rows} == {0}
+        assert {round(7 * token.settled, 4) for token in rows} == set(range(8))
+    else:
+        assert min(evaluations) < max(evaluations) <= 60
+        assert max(token.rejected for token in rows) > 0
+        assert max(token.settled for token in rows) <= 63 / 64
+    assert len({tuple(map(int, answer)) for answer in answers}) == 4
+
+
+@jax.jit
+def points(model, context, noise, key, settings, number, steps):
+    """The corrected logits after `number` of the steps, from a solver that keeps the end alone."""
+    if settings.solver == "midpoint":
+        target = make_target(model, context, settings=settings, keys=key)
+        x = integrate.solve(target, noise, solver="midpoint", steps=number, end=number / steps)
+        t = number / steps
+        counts = number, 0
+    else:
+        found = adapt(model, context, noise, settings=dataclasses.replace(settings, steps=number), keys=key)
+        x, t, counts = found.x, found.t[0, 0], (found.accepted[0, 0], found.rejected[0, 0])
+    return model.llm.logits(evaluate(model, context, x, jnp.float32(t)[None, None])[0, 0, 0]), t, counts
+
+
+@jax.jit
+def read(model, ids):
+    return model.llm(ids, tiny.positions(ids))
+
+
+def entropy(logits):
+    chances = np.exp(np.float64(logits) - np.logaddexp.reduce(np.float64(logits)))
+    return -np.sum(chances * np.log(chances))
+
+
+@pytest.mark.parametrize("options", [FIXED, ADAPTIVE], ids=["fixed", "adaptive"])
+def test_a_trace_is_that_of_a_loop_over_every_point(loaded, options):
+    """One token at a time, each with a frozen pass and integrations of its own."""
+    settings, seed = of(options), 3
+    model = loaded.model
+    [answer], [traced] = both(loaded, settings, PROMPTS[:1], seed=seed, labels=[1])
+    refinement = Refinement.from_config(settings)
+    hardest = max(range(len(answer)), key=lambda number: traced[number].rejected)
+    assert (traced[hardest].rejected > 0) == (options is ADAPTIVE)
+    for number in (hardest, 5, trajectory.CHUNK + 2):
+        text = [*PROMPTS[0], *answer[:number]]
+        ids = jnp.array([text + [0] * (80 - len(text))], jnp.int32)  # what follows is not seen
+        hidden, cache = read(model, ids)
+        hidden, at = hidden[:, len(text) - 1 : len(text)], jnp.array([[len(text) - 1]], jnp.int32)
+        context = Context(hidden, cache, at, jnp.array([[1]]))
+        keys = jax.random.split(jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 0), number), 3)
+        noise = 64 * jax.random.normal(keys[0], (16,))[None, None]
+        follow = partial(points, model, context, noise, keys[1][None, None], refinement)
+        seen = [follow(jnp.int32(n), refinement.steps) for n in range(int(refinement.steps) + 1)]
+        likeliest = [int(jnp.argmax(logits)) for logits, _, _ in seen]
+        wrong = [n for n, token in enumerate(likeliest) if token != likeliest[-1]]
+        logits, _, (accepted, rejected) = seen[-1]
+        found = traced[number]
+        assert found.likeliest == likeliest[-1]
+        assert found.settled == pytest.approx(float(seen[max(wrong, default=-1) + 1][1]), abs=1e-3)
+        assert found.rejected == rejected
+        assert found.evaluations == (15 if options is FIXED else 2 + 2 * (accepted + rejected))
+        assert found.entropy == pytest.approx(entropy(logits), abs=1e-3)
+        assert found.plain_entropy == pytest.approx(entropy(model.llm.logits(hidden[0, 0])), abs=1e-3)
+        assert abs(found.entropy - found.plain_entropy) > 1e-3
+
+
+def test_a_budget_of_one_is_the_language_model(loaded):
+    one = of({"budget": 1}, 12)
+    answers, traces = both(loaded, one)
+    plain = loaded._replace(model=Model.build(loaded.model.llm, None))
+    assert generate(plain, PROMPTS, settings=one) == answers
+    for model, evaluations in ((loaded, 1), (plain, 0)):
+        for token in (row for tokens in trace(model, PROMPTS, answers, settings=one) for row in tokens):
+            assert token.likeliest == token.token
+            assert token.entropy == pytest.approx(token.plain_entropy, rel=1e-6)
+            assert (token.evaluations, token.settled, token.rejected, token.skipped) == (evaluations, 0.0, 0, False)
+    assert [len(tokens) for tokens in traces] == [12, 12]
+
+
+def test_the_gate_skips_what_decoding_skips(loaded):
+    plain = [token.plain_entropy for tokens in both(loaded, of(FIXED, 12))[1] for token in tokens]
+    gate = float(np.median(plain))
+    answers, traces = both(loaded, of({**FIXED, "gate": gate}, 12))
+    rows = [token for tokens in traces for token in tokens]
+    assert [token.likeliest for token in rows] == [token for answer in answers for token in answer]
+    assert {token.skipped for token in rows} == {True, False}
+    for token in rows:
+        assert token.skipped == (token.plain_entropy < gate)
+        assert token.evaluations == (0 if token.skipped else 15)
+        if token.skipped:
+            assert (token.entropy, token.settled) == (token.plain_entropy, 0.0)
+
+
+def test_the_arg_max_of_a_drawn_token_is_another(loaded):
+    traces = both(loaded, of({**FIXED, "temperature": 0.3}, 12))[1]
+    assert {token.likeliest == token.token for tokens in traces for token in tokens} == {True, False}
+
+
+def test_an_answer_without_tokens(loaded):
+    settings = of(FIXED, 12)
+    answers = [[], generate(loaded, PROMPTS, settings=settings)[1]]
+    none, some = trace(loaded, PROMPTS, answers, settings=settings)
+    assert none == []
+    assert [token.likeliest for token in some] == answers[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"draws": 2}, {}, "a trace follows one noise draw per token, got draws 2"),
+        ({}, {"samples": 2}, "2 prompts with 2 samples each have not 2 answers"),
+        ({}, {"labels": [1]}, "one class label per prompt, got 1 for 2 prompts"),
+        ({}, {"labels": [1, 2]}, "class label 2 is unknown"),
+        ({"budget": 4}, {}, "a budget of 4 evaluations is unreachable for midpoint"),
+    ],
+)
+def test_bad_requests(loaded, changes, options, message):
+    with pytest.raises(InputError, match=message):
+        trace(loaded, PROMPTS, [[1], [2]], settings=of({**FIXED, **changes}), **options)
+
+
+@pytest.mark.parametrize("ids", ["Été — 東京 😀".encode(), b"a\xff", [*b"a", 258, *b"b"]])
+def test_pieces_of_text_are_the_text(ids):
+    """A character is with the last of its tokens; a special token has none."""
+    tokenizer = byte_tokenizer()
+    small = Loaded(tiny.model(), tokenizer, (), of({"budget": 1}))
+    big = small._replace(model=Model.build(tiny.randomise(_with_bytes()), None))
+    [traced] = trace(big, [[1]], [list(ids)])
+    assert "".join(token.text for token in traced) == tokenizer.decode(list(ids), skip_special_tokens=True)
+    assert [len(token.text) <= 1 for token in traced] == [True] * len(ids)
+
+
+def _with_bytes():
+    return LLM.declare(Architecture.from_hf({**tiny.CONFIGS["llama"], "vocab_size": 259}), dtype=jnp.float32)
+
+
+# --- files ---
+
+HOSTILE = '<script>alert("&")</script>'
+
+
+def token(text, **changes):
+    fields = {"token": 7, "text": text, "likeliest": 7, "evaluations": 15, "rejected": 0, "settled": 0.5}
+    return TokenTrace(**{**fields, "entropy": 1.25, "plain_entropy": 2.5, "skipped": False, **changes})
+
+
+ANSWERS = [
+    trace.AnswerTrace(0, f"Say {HOSTILE} $legend", DecodeConfig(), [token(HOSTILE), token("\n"), token("")]),
+    trace.AnswerTrace(0, "Bye\n", DecodeConfig(budget=1), [token("ok", skipped=True, settled=0.0)]),
+    trace.AnswerTrace(1, "?", DecodeConfig(), []),
+]
+
+
+def test_rows(tmp_path):
+    trace.write(tmp_path, ANSWERS)
+    rows = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
+    assert [(row["sequence"], row["prompt"], row["position"]) for row in rows] == [
+        (0, 0, 0),
+        (0, 0, 1),
+        (0, 0, 2),
+        (1, 0, 0),
+    ]
+    assert list(rows[3]) == ["sequence", "prompt", "solver", "budget", "position", *TokenTrace._fields]
+    assert rows[0]["text"] == HOSTILE
+    assert (rows[3]["budget"], rows[3]["solver"], rows[3]["skipped"]) == (1, "midpoint", True)
+
+
+class Page(HTMLParser):
+    """Its elements, and the text and title of every span of an answer."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.names, self.spans = [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, name, attributes):
+        self.names.append(name)
+        if name != "meta":  # which has no end
+            self.open.append(name)
+        assert not {"src", "href"} & dict(attributes).keys()
+        if name == "span" and "title" in dict(attributes):
+            self.spans.append([dict(attributes), ""])
+
+    def handle_endtag(self, name):
+        assert self.open.pop() == name
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "span" and self.spans:
+            self.spans[-1][1] += data
+
+
+def test_a_page_is_whole_and_escapes_all_text(tmp_path):
+    trace.write(tmp_path, ANSWERS)
+    text = (tmp_path / "trace.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert "script" not in page.names
+    assert HOSTILE not in text
+    assert not any(word in text for word in ("http", "url(", "@import"))
+    assert [shown for _, shown in page.spans] == [HOSTILE, "↵\n", "⟨7⟩", "ok"]
+    first, *_, last = (attributes for attributes, _ in page.spans)
+    assert first["style"] == "--t:0.500"
+    assert first["title"].splitlines()[:2] == ["position: 0", "token: 7"]
+    assert HOSTILE in first["title"]
+    assert {"evaluations: 15", "rejected: 0", "settled: 0.5", "entropy: 1.25", "plain entropy: 2.5"} <= {
+        *first["title"].splitlines()
+    }
+    assert last["class"] == "skipped"
+    assert page.names.count("h2") == 3
+    assert "Say &lt;script&gt;" in text
+    assert "color-scheme: light dark" in text
+
+
+# --- the program ---
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return write_base(tmp_path_factory.mktemp("base") / "base")
+
+
+def test_the_program_writes_both_files_for_all_answers(base, tmp_path):
+    arguments = ["--model", base, "--prompt", "Hi", "--prompt", "<b>", "--budget", 1, 1, "--max_new_tokens", 6]
+    plain = call(program.main, *arguments)
+    traced = call(program.main, *arguments, "--trace", tmp_path / "out")
+    assert (traced.status, traced.err, traced.out) == (0, "", plain.out)
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["trace.html", "trace.jsonl"]
+    rows = [json.loads(line) for line in (tmp_path / "out" / "trace.jsonl").read_text().splitlines()]
+    assert {(row["sequence"], row["prompt"]) for row in rows} == {(0, 0), (1, 0), (2, 1), (3, 1)}
+    said = "".join(row["text"] for row in rows if row["sequence"] == 0)
+    assert f"[budget 1] Hi\n{said}\n" in plain.out
+    assert "&lt;b&gt;" in (tmp_path / "out" / "trace.html").read_text()
+    again = call(program.main, *arguments, "--trace", tmp_path / "out")
+    assert "output goes into a new or empty folder" in again.error
+
+
+def test_a_failed_trace_leaves_no_folder(base, tmp_path, monkeypatch):
+    def fail(*_):
+        raise InputError("full")
+
+    monkeypatch.setattr(trace, "page", fail)
+    out = tmp_path / "out"
+    arguments = ["--model", base, "--prompt", "Hi", "--max_new_tokens", 4]
+    assert call(program.main, *arguments, "--trace", out).error == "full"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "a trace is of answers to prompts, not of a chat: give a --prompt"),
+        (["--prompt", "Hi", "--draws", 2], "a trace follows one noise draw per token, got draws 2"),
+    ],
+)
+def test_bad_traces_are_one_line_before_anything_is_loaded(base, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.setattr(program, "load", None)
+    assert message in call(program.main, "--model", base, "--trace", tmp_path / "out", *arguments).error
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,257 @@
+"""Tests that need eight devices: `test_sharding` runs this file in a process that has them (it is not collected)."""
+
+import dataclasses
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+
+from l2d_jax.config.schema import Config, DataConfig, DecodeConfig, MeshConfig, OptimConfig, TrainConfig
+from l2d_jax.data.examples import Examples
+from l2d_jax.data.tokenizer import byte_tokenizer
+from l2d_jax.decoding.decode import decode, prefill
+from l2d_jax.decoding.refine import Refinement
+from l2d_jax.decoding.sampler import Sampling
+from l2d_jax.distributed import sharding
+from l2d_jax.distributed.sharding import constrain, make_mesh
+from l2d_jax.model.attention import attention, splash
+from l2d_jax.model.l2d import Model
+from l2d_jax.model.llm import LLM
+from l2d_jax.training import time_density
+from l2d_jax.training.checkpoint import Checkpoints
+from l2d_jax.training.methods import METHODS, method_of
+from l2d_jax.training.optimizer import optimizer
+from l2d_jax.training.step import TrainState, begin, local_rows, make_step, micro_batches
+from l2d_jax.training.validation import placed_in_order
+from l2d_jax.weights import mapping
+from l2d_jax.weights.mapping import LLM_ROWS
+from tests.support import tiny
+from tests.support.mappings import declarations, theirs
+
+
+@pytest.fixture(scope="session")
+def eight() -> Mesh:
+    assert len(jax.devices()) == 8, "run by test_sharding.py"
+    return make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+
+
+def place(tree: Any, declared: Any, mesh: Mesh) -> Any:
+    return jax.device_put(tree, sharding.shardings(declared, mesh))
+
+
+def declared_llm() -> LLM:
+    return LLM.declare(tiny.architecture("llama"), dtype=jnp.float32)
+
+
+def declared_path() -> Any:
+    return type(tiny.path()).declare(tiny.path_config(), tiny.architecture("llama"))
+
+
+def test_one_axis_takes_the_devices_that_are_left() -> None:
+    assert dict(make_mesh(MeshConfig(data=2, tensor=2)).shape) == {"data": 2, "fsdp": 2, "tensor": 2, "context": 1}
+    assert dict(make_mesh(MeshConfig()).shape) == {"data": 1, "fsdp": 8, "tensor": 1, "context": 1}
+
+
+def test_initial_values_are_the_same_on_every_mesh(mesh: Mesh, eight: Mesh) -> None:
+    one, split = (sharding.initialize(declared_llm(), jax.random.key(0), m) for m in (mesh, eight))
+    jax.tree.map(np.testing.assert_array_equal, one, split)
+    assert split.layers.gate.sharding.shard_shape(split.layers.gate.shape) == (2, 16, 24)
+
+
+@pytest.mark.parametrize("name", declarations())
+def test_sharded_loading_keeps_the_bits_and_reads_each_shard_alone(name: str, eight: Mesh) -> None:
+    declared, rows = declarations()[name]
+    tree = tiny.randomise(declared)
+    source = theirs(tree, rows)
+    loaded = mapping.load(declared, source, eight, rows=rows)
+    for ours, back, placement in zip(
+        jax.tree.leaves(tree),
+        jax.tree.leaves(loaded),
+        jax.tree.leaves(sharding.shardings(declared, eight)),
+        strict=True,
+    ):
+        assert back.sharding == placement
+        assert np.array(ours).tobytes() == np.array(back).tobytes()
+    for key, array in theirs(loaded, rows).items():
+        assert array.tobytes() == source[key].tobytes(), key
+    held = sum(shard.data.size for leaf in jax.tree.leaves(loaded) for shard in leaf.addressable_shards)
+    if rows is LLM_ROWS:  # every device's share, and nothing else
+        assert source.elements == held
+    else:  # the six vectors of a modulation head are one axis there, read whole where ours is split inside
+        assert held < source.elements < 1.3 * held
+
+
+class Trained(NamedTuple):
+    """Three steps of two micro-batches."""
+
+    losses: list[float]
+    state: TrainState
+
+
+def begin_method(config: Config, m: Mesh) -> tuple[Any, LLM | None]:
+    """What is trained and what is frozen, of the same random values on every mesh."""
+    method, architecture = method_of(config), tiny.architecture("llama")
+    tree = {"path": tiny.path, "adapter": tiny.adapter, "weights": tiny.llm}[method.part]()
+    declared = method.declare_frozen(architecture)
+    frozen = None if declared is None else place(tiny.llm(), declared, m)
+    wanted = method.declare(architecture)
+    return place(tree, wanted, m), frozen
+
+
+def train(m: Mesh, method: str = "l2d", **options: Any) -> Trained:
+    adam = optimizer(OptimConfig(), 1e-2)
+    config = TrainConfig(method=method, batch_size=16, accumulation=2, **options)
+    losses = []
+    with jax.set_mesh(m):
+        trained, llm = begin_method(dataclasses.replace(tiny.config(config), path=tiny.path_config()), m)
+        state = begin(adam, trained, m, seen=time_density.nothing_seen(config))
+        step = make_step(adam, config, state, m, objective=tiny.objective(config))
+        for number in range(3):
+            batch = micro_batches(tiny.batch(examples=16, seed=number), 2, m)
+            state, metrics = step(state, llm, batch, jax.random.fold_in(jax.random.key(0), number))
+            losses.append(float(metrics["loss"]))
+        assert step._cache_size() == 1
+        if llm is not None:
+            jax.tree.map(np.testing.assert_array_equal, llm, tiny.llm())  # the frozen bits stay
+    return Trained(losses, state)
+
+
+@pytest.fixture(scope="module")
+def alone(mesh: Mesh) -> dict[str, Trained]:
+    return {method: train(mesh, method) for method in METHODS}
+
+
+@pytest.mark.parametrize(
+    ("method", "sizes"),
+    [
+        ("l2d", {"data": 2, "fsdp": 2, "tensor": 2}),
+        ("l2d", {"fsdp": 8}),
+        ("l2d", {"data": 8, "fsdp": 1}),
+        ("l2d", {"fsdp": 2, "tensor": 2, "context": 2}),
+        ("l2d", {"fsdp": 2}),  # on two devices
+        ("lora", {"fsdp": 2, "tensor": 2, "context": 2}),
+        ("full", {"data": 2, "fsdp": 2, "tensor": 2}),
+        ("full", {"fsdp": 4, "context": 2}),
+    ],
+    ids=str,
+)
+def test_training_is_split_and_equal_to_one_device(
+    alone: dict[str, Trained], method: str, sizes: dict[str, int]
+) -> None:
+    """The same losses and weights on every mesh; moments lie where their weights lie."""
+    devices = jax.devices()[: math.prod(sizes.values())]
+    losses, state = train(make_mesh(MeshConfig(**sizes), devices), method)
+    np.testing.assert_allclose(losses, alone[method].losses, rtol=1e-5)
+    wanted = alone[method].state.trained
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), state.trained, wanted)
+    weights, moments = jax.tree.leaves(state.trained), []
+    for name in ("mu", "nu"):
+        own = jax.tree.leaves(optax.tree.get(state.optimizer, name))
+        for moment, weight in zip(own, weights, strict=True):
+            assert moment.sharding.is_equivalent_to(weight.sharding, weight.ndim)
+        moments += own
+    if sizes.get("fsdp") != 1:
+        assert sum(not moment.sharding.is_fully_replicated for moment in moments) > len(moments) / 3
+
+
+def test_times_that_are_stratified_and_learnt_are_the_same_on_eight_devices(mesh: Mesh, eight: Mesh) -> None:
+    options = {"time_density": "warped", "stratified_times": True, "draws_per_context": 2}
+    one, split = (train(m, **options) for m in (mesh, eight))
+    np.testing.assert_allclose(split.losses, one.losses, rtol=1e-5)
+    assert split.state.loss_by_time is not None
+    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(split.state.loss_by_time))
+    close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7)
+    jax.tree.map(close, split.state.loss_by_time, one.state.loss_by_time)
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "context": 4}], ids=str)
+def test_splash_attention_is_split_and_equal_to_plain_attention(sizes: dict[str, int]) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(4, 512, heads, 16)), jnp.float32) for heads in (4, 2, 2))
+    positions = np.tile(np.arange(512), (4, 1))
+    positions[1, 300:] = -1
+    plain = attention(q, k, v, kv_positions=jnp.asarray(positions, jnp.int32))
+    with jax.set_mesh(make_mesh(MeshConfig(**{"fsdp": 1, **sizes}))):
+        segments = jnp.asarray(np.minimum(positions, 0), jnp.int32)
+        split = jax.jit(partial(splash, interpret=True))(q, k, v, segments)
+    np.testing.assert_allclose(split[0], plain[0], atol=2e-6)
+    np.testing.assert_allclose(split[1, :300], plain[1, :300], atol=2e-6)
+
+
+def test_decoding_gives_the_same_tokens(mesh: Mesh, eight: Mesh) -> None:
+    tokens = []
+    for m in (mesh, eight):
+        with jax.set_mesh(m):
+            model = Model.build(place(tiny.llm(), declared_llm(), m), place(tiny.path(), declared_path(), m))
+            keys = jax.random.split(jax.random.key(0), 4)
+            state = prefill(model.llm, tiny.tokens(4, 6), jnp.array([6, 2, 5, 3], jnp.int32), keys, room=4)
+            config = DecodeConfig(velocity_temperature=1.0, temperature=1.0, budget=5)
+            options = {"sampling": Sampling.from_config(config), "ends": jnp.array([-1], jnp.int32), "steps": 4}
+            tokens.append(np.array(decode(model, state, settings=Refinement.from_config(config), **options)[1]))
+    np.testing.assert_array_equal(*tokens)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wanted"),
+    [
+        ({"fsdp": 8}, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]),
+        ({"data": 2, "tensor": 4}, [[*range(8)]] * 2 + [[*range(8, 16)]] * 2),
+        ({"tensor": 8}, [[*range(16)]] * 4),  # all processes hold all rows
+    ],
+)
+def test_rows_of_four_processes_of_two_devices(sizes: dict[str, int], wanted: list[list[int]]) -> None:
+    mesh = make_mesh(MeshConfig(**{"fsdp": 1, **sizes}))
+    devices = jax.devices()
+    assert [sharding.local_rows(mesh, 16, devices[i : i + 2]) for i in range(0, 8, 2)] == wanted
+    assert sharding.local_rows(mesh, 16) == list(range(16))
+    config = TrainConfig(batch_size=32, accumulation=2)
+    assert sorted(local_rows(config, mesh)) == list(range(32))
+
+
+def test_processes_whose_devices_are_scattered_hold_the_rows_of_those() -> None:
+    """As on TPUs, where the mesh follows the wires and not the processes' numbers."""
+    devices = jax.devices()
+    mesh = make_mesh(MeshConfig(), devices[::-1])
+    assert sharding.local_rows(mesh, 16, [devices[0], devices[7]]) == [0, 1, 14, 15]
+
+
+def test_a_checkpoint_is_restored_onto_any_mesh(tmp_path: Path, mesh: Mesh, eight: Mesh) -> None:
+    """Saved from eight devices, restored on eight others and on one: the bits, and each in its own placement."""
+    path = place(tiny.path(), declared_path(), eight)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, {"path": path})
+    checkpoints.close()
+    checkpoints = Checkpoints(tmp_path)
+    for config in (MeshConfig(), MeshConfig(data=8, fsdp=1), MeshConfig(tensor=4), None):
+        other = mesh if config is None else make_mesh(config)
+        like = sharding.abstract(declared_path(), other)
+        found = checkpoints.restore(1, {"path": like})["path"]
+        jax.tree.map(np.testing.assert_array_equal, found, tiny.path())
+        assert [x.sharding for x in jax.tree.leaves(found)] == [x.sharding for x in jax.tree.leaves(like)]
+    checkpoints.close()
+
+
+def test_validation_batches_fill_the_mesh(eight: Mesh) -> None:
+    config = DataConfig(source="problems", validation_split="validation", validation_examples=5, max_length=1024)
+    examples = Examples.load(config, byte_tokenizer(), split="validation")
+    batches = list(placed_in_order(examples, 3, eight))
+    for batch, plain in zip(batches, examples.in_order(3), strict=True):
+        assert batch.tokens.sharding == sharding.batch_sharding(eight)
+        jax.tree.map(lambda ours, theirs: np.testing.assert_array_equal(ours[:3], theirs), batch, plain)
+        assert len(batch.tokens) == 4
+        assert not np.any(batch.weights[3])
+
+
+def test_constraints_hold_inside_a_mesh(eight: Mesh) -> None:
+    x = jnp.zeros((8, 3, 4))
+    assert constrain(x, "batch", "length", "embed_activation") is x  # no mesh is set
+    with jax.set_mesh(eight):
+        placed = jax.jit(lambda x: constrain(x, "batch", "length", "embed_activation"))(x)
+    assert placed.sharding.shard_shape(x.shape) == (2, 3, 4)

@@ -1,0 +1,279 @@
+"""Real processes on this machine: they meet, share the data, decide together, and one of them does not come or dies."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from l2d_jax import evaluate, train
+from l2d_jax.distributed import sharding
+from l2d_jax.distributed.cluster import find_cluster
+from l2d_jax.distributed.processes import join
+from l2d_jax.errors import InputError
+from l2d_jax.model.architecture import Architecture
+from l2d_jax.model.diffusion_path import DiffusionPath
+from l2d_jax.training.metrics import read_metrics
+from l2d_jax.weights import model_folder
+from tests.support import tiny
+from tests.support.programs import (
+    ROOT,
+    call,
+    config,
+    options,
+    same_bits,
+    without_times,
+    write_base,
+    write_model,
+    write_tasks,
+)
+
+WORKER = [sys.executable, "-m", "tests.support.worker"]
+
+
+def free_port():
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]
+
+
+def variables(port, count, index):
+    """By which a process knows of the others."""
+    return {
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+        "JAX_NUM_PROCESSES": str(count),
+        "JAX_PROCESS_ID": str(index),
+        "L2D_JAX_HEARTBEAT": "10",
+        "PYTHONPATH": str(ROOT),
+    }
+
+
+def launch(commands, *, count=None, **environment):
+    """Start processes 0, 1, ... of `count` (None: as many as there are commands) with a command each."""
+    port = free_port()
+    return [
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **variables(port, count or len(commands), index), **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index, command in commands.items()
+    ]
+
+
+def finish(processes, *, timeout=300):
+    """Exit status, output and errors of each."""
+    results = []
+    for process in processes:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            for other in processes:
+                other.kill()
+            raise
+        results.append((process.returncode, out, err))
+    return results
+
+
+START = """
+from l2d_jax import command_line, runtime
+from l2d_jax.config import MeshConfig
+command_line.run(lambda: runtime.start(MeshConfig()))
+"""
+
+
+def test_one_that_never_comes():
+    """Process 0 without the other, and the other without process 0: one line each, and no abort."""
+    command = [sys.executable, "-c", START]
+    alone = [launch({index: command}, count=2, L2D_JAX_WAIT="3")[0] for index in (0, 1)]
+    for index, (status, out, err) in enumerate(finish(alone)):
+        assert status == 2
+        assert out.startswith(f"process {index} of 2, waiting for the others at localhost:")
+        assert err.startswith(f"error: process {index} of 2 has waited 3 s at localhost:")
+        assert "and not all 2 came: run the same command on all workers at once" in err
+        assert err.count("\n") == 1
+
+
+TALK = """
+import sys, time, jax, numpy as np
+from pathlib import Path
+sys.path.append("tests")
+from l2d_jax import command_line, hosts, runtime, sharding
+from l2d_jax.config import MeshConfig
+from l2d_jax.errors import InputError
+
+def main():
+    file = Path(sys.argv[1])
+    mesh = runtime.start(MeshConfig())
+    index = jax.process_index()
+    print(sharding.local_rows(mesh, 6), sharding.local_rows(runtime.start(MeshConfig(fsdp=1, tensor=-1)), 6))
+    assert hosts.decide(lambda: {"who": [index, "é"]}) == {"who": [0, "é"]}
+    def read():
+        if index == 0:
+            time.sleep(1)
+            file.write_text("downloaded")
+        return file.read_text()  # process 1 is on the same host and comes later
+    assert hosts.take_turns(read) == "downloaded"
+    hosts.report("one line")
+    if sys.argv[2] == "together":
+        import tiny
+        from l2d_jax import models
+        from l2d_jax.diffusion_path import DiffusionPath
+        declared = DiffusionPath.declare(tiny.path_config(), tiny.architecture("llama"))
+        models.save_path(file.parent, sharding.initialize(declared, jax.random.key(0), mesh), base="x")
+    for say in (hosts.take_turns, hosts.decide):
+        def fail():
+            if (say is hosts.decide) or index == 1:
+                raise InputError(f"bad in {index}")
+        try:
+            say(fail)
+        except hosts.SharedError as error:
+            print(error)
+    if sys.argv[2] == "alone":
+        if index == 1:
+            raise InputError("bad here alone")
+        jax.experimental.multihost_utils.sync_global_devices("never")
+    hosts.decide(fail)
+
+command_line.run(main)
+"""
+
+
+def test_what_processes_tell_each_other(tmp_path, mesh):
+    """They end together where all know of an error, and none waits for one that has failed alone."""
+    ends = {}
+    for how in ("together", "alone"):
+        command = [sys.executable, "-c", TALK, str(tmp_path / how), how]
+        ends[how] = launch({0: command, 1: command})
+    told = [
+        ["[0, 1, 2] [0, 1, 2, 3, 4, 5]", "one line", "process 1 cannot go on: see its own line", "bad in 0"],
+        ["[3, 4, 5] [0, 1, 2, 3, 4, 5]", "bad in 1", "bad in 0"],
+    ]
+    for (status, out, err), lines in zip(finish(ends["together"]), told, strict=True):
+        assert status == 2
+        assert [
+            line for line in out.splitlines() if not line.startswith(("process", "[Gloo]")) or "see" in line
+        ] == lines
+        assert err == "error: bad in 0\n"
+    declared = DiffusionPath.declare(tiny.path_config(), tiny.architecture("llama"))
+    path = sharding.initialize(declared, jax.random.key(0), mesh)
+    assert same_bits(model_folder.load_path(tmp_path, tiny.architecture("llama"), mesh), path)  # gathered from both
+    first, second = finish(ends["alone"])
+    assert second[0] == 2
+    assert second[2] == "error: bad here alone\n"
+    assert first[0] not in (0, 2)
+    assert "error: process 0 of 2 has ended before its work was done" in first[2].splitlines()[-1]
+
+
+def test_a_port_that_is_taken_is_one_line():
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        cluster = find_cluster(variables(port, 2, 0))
+        with pytest.raises(InputError, match=rf"port {port} of JAX_COORDINATOR_ADDRESS .* cannot be used"):
+            join(cluster)
+
+
+@pytest.fixture(scope="module")
+def steps():
+    """One validation before the first step, and one after the last."""
+    changes = {
+        "train__steps": 16,
+        "train__batch_size": 4,
+        "train__validate_every": 0,
+        "train__remat": "none",
+        "data__validation_examples": 3,
+    }
+    return options(validation__budgets=(1,), validation__time_bins=1, **changes)
+
+
+@pytest.fixture(scope="module")
+def whole(steps, tmp_path_factory):
+    """A run in one piece, of one process."""
+    workdir = tmp_path_factory.mktemp("whole")
+    outcome = call(train.main, *steps, "--workdir", workdir)
+    assert outcome.status == 0, outcome.err
+    return workdir
+
+
+def test_sigterm_saves_and_the_same_command_goes_on_bit_for_bit(steps, whole, tmp_path, mesh):
+    [(status, out, err)] = finish(launch({0: [*WORKER, "TERM@2", *steps, "--workdir", str(tmp_path)]}))
+    assert status == 143, err
+    assert err == "SIGTERM: saving after the step under way; another one ends at once\n"
+    assert out.endswith("stopped by SIGTERM: step 2 is saved, and the same command goes on from there\n")
+    assert "waiting" not in out
+    assert not (tmp_path / "export").exists()
+    resumed = call(train.main, *steps, "--workdir", tmp_path)
+    assert resumed.status == 0
+    assert "resuming after step 2\n" in resumed.out
+    assert without_times(tmp_path) == without_times(whole)
+    architecture = Architecture.from_hf(config().model.architecture)
+    assert same_bits(*(model_folder.load_path(folder / "export", architecture, mesh) for folder in (tmp_path, whole)))
+
+
+def test_any_number_of_processes_goes_on_with_the_same_curve(steps, whole, tmp_path):
+    """SIGTERM to one of two, -9 to one of four, and one that is alone finishes what they began."""
+    arguments = [*steps, "--workdir", str(tmp_path)]
+
+    def run(*mishaps):
+        return finish(launch(dict(enumerate([*WORKER, mishap, *arguments] for mishap in mishaps))))
+
+    first, second = run("none", "TERM@4")
+    assert (first[0], second[0]) == (143, 143), first[2] + second[2]
+    assert "is saved, and the same command goes on" in first[1]
+    assert "step" not in second[1]  # process 0 alone writes
+    assert 4 <= (stopped := number(first[1], "stopped by SIGTERM: step")) < 10
+
+    results = run("none", "none", "KILL@13", "none")
+    assert number(results[0][1], "resuming after step") == stopped
+    for index, (status, _, err) in enumerate(results):
+        assert (status == -signal.SIGKILL) if index == 2 else (status not in (0, 2, 143)), err
+        assert f"error: process {index} of 4 has ended before its work was done" in err
+        assert "run the same command on all workers again" in err
+
+    end = call(train.main, *arguments)
+    assert end.status == 0, end.err
+    assert number(end.out, "resuming after step") in (
+        stopped,
+        9,
+        12,
+    )  # the killed ones may not have finished writing 12
+    one, other = (read_metrics(folder) for folder in (whole, tmp_path))
+    assert [record["step"] for record in one] == [record["step"] for record in other]
+    for a, b in zip(one, other, strict=True):
+        assert a.keys() == b.keys()
+        for name in a.keys() - {"tokens_per_second"}:
+            bound = 1e-6 if "loss" in name else 1e-4
+            np.testing.assert_allclose(b[name], a[name], rtol=bound, err_msg=f"{name} at step {a['step']}")
+
+
+def number(out, words):
+    """The number after these words, which one line has."""
+    [found] = re.findall(rf"^{words} (\d+)", out, re.MULTILINE)
+    return int(found)
+
+
+def test_two_processes_evaluate_as_one(tmp_path, mesh):
+    """The same completions and letters, written by process 0 alone."""
+    model = write_model(tmp_path / "model", write_base(tmp_path / "base"), mesh)
+    data = write_tasks(tmp_path / "data")
+    words = ["--model", model, "--dtype", "float32", "--data_dir", data, "--shots", 1, "--budget", 3, "--batch_size", 4]
+    asked = {
+        "gsm8k": ["--tasks", "gsm8k", "--max_new_tokens", 4],
+        "mmlu": ["--tasks", "mmlu", "--choices", "likelihood"],
+    }
+    for name, more in asked.items():
+        assert call(evaluate.main, *words, *more, "--out", tmp_path / "alone").status == 0
+        command = [sys.executable, "-m", "l2d_jax.evaluate", *map(str, [*words, *more, "--out", tmp_path / "both"])]
+        first, second = finish(launch({0: command, 1: command}))
+        assert (first[0], second[0]) == (0, 0), (first, second)
+        assert "problems;" in first[1]
+        assert "problems;" not in second[1]
+        [alone], [both] = ((tmp_path / out).glob(f"{name}/*/samples.jsonl") for out in ("alone", "both"))
+        assert sorted(both.read_text().splitlines()) == sorted(alone.read_text().splitlines())

@@ -1,0 +1,76 @@
+"""Statistics of scores, against their definitions."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from l2d_jax.errors import InputError
+from l2d_jax.evaluation.statistics import accuracy, by_subject, pass_at, pass_rates, rate
+
+
+@pytest.mark.parametrize("samples", range(1, 8))
+def test_pass_at_k_is_the_share_of_draws_with_a_right_one(samples: int) -> None:
+    for correct in range(samples + 1):
+        scores = [1] * correct + [0] * (samples - correct)
+        for k in range(1, samples + 1):
+            draws = list(itertools.combinations(scores, k))
+            expected = sum(any(draw) for draw in draws) / len(draws)
+            assert pass_at(k, samples=samples, correct=correct) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("k", "samples", "correct", "message"),
+    [
+        (11, 10, 3, r"pass@11 needs at least 11 samples of each problem and k of 1 or more, got 10"),
+        (0, 10, 3, r"k of 1 or more"),
+        (1, 10, 11, r"of 10 samples 0 to 10 can be right, got 11"),
+    ],
+)
+def test_pass_at_k_of_what_cannot_be(k: int, samples: int, correct: int, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        pass_at(k, samples=samples, correct=correct)
+
+
+@pytest.mark.parametrize(("correct", "total"), [(0, 5), (5, 5), (1, 1), (40, 100), (517, 1319)])
+def test_the_interval_of_a_share_is_wilson_s(correct: int, total: int) -> None:
+    z, share = 1.959963984540054, correct / total
+    middle = (share + z * z / (2 * total)) / (1 + z * z / total)
+    half = z / (1 + z * z / total) * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
+    found = rate([1.0] * correct + [0.0] * (total - correct))
+    assert (found.mean, found.problems) == (share, total)
+    assert (found.low, found.high) == pytest.approx((middle - half, middle + half), abs=1e-9)
+
+
+def test_the_interval_of_other_means_is_a_bootstrap_s() -> None:
+    values = np.random.default_rng(1).uniform(size=400).tolist()
+    found = rate(values)
+    error = 1.96 * np.std(values) / math.sqrt(len(values))  # the normal approximation, close for so many
+    assert (found.low, found.high) == pytest.approx((found.mean - error, found.mean + error), abs=error / 8)
+    assert rate(values) == found
+
+
+def test_rates_of_several_samples() -> None:
+    scores = {"a": [1.0, 0.0, 0.0], "b": [0.0, 0.0, 0.0], "c": [1.0, 1.0, 1.0], "d": [0.0, 1.0]}
+    rates = pass_rates(scores, ks=(1, 2, 3, 10))
+    assert rates.keys() == {1, 2}  # d has two alone
+    assert rates[1].mean == pytest.approx((1 / 3 + 0 + 1 + 1 / 2) / 4)
+    assert rates[2].mean == pytest.approx((2 / 3 + 0 + 1 + 1) / 4)
+    assert accuracy(scores).mean == pytest.approx(rates[1].mean)
+    assert pass_rates({"a": [1.0], "b": [0.0]})[1] == rate([1.0, 0.0])
+    assert pass_rates({}) == {}
+
+
+def test_a_rate_of_nothing_is_refused() -> None:
+    with pytest.raises(InputError, match=r"a rate needs at least one problem, got 0"):
+        accuracy({})
+
+
+def test_subjects_have_a_row_each() -> None:
+    scores = {"1": [1.0], "2": [0.0], "3": [1.0], "4": [0.0]}
+    table = by_subject(scores, {"1": "law", "2": "art", "3": "law", "4": None})
+    assert {name: (row.mean, row.problems) for name, row in table.items()} == {"art": (0.0, 1), "law": (1.0, 2)}
+    assert list(table) == ["art", "law"]
+    assert str(table["law"]) == "100.0 % (34.2 to 100.0, n = 2)"
+    assert table["art"].to_dict()["problems"] == 1

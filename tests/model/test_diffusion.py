@@ -1,0 +1,75 @@
+"""The mathematics of L2D, number by number."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from l2d_jax.model import diffusion
+
+
+def test_vocabulary_vectors_have_the_length_of_the_root_of_their_width() -> None:
+    v = jnp.array([[3.0, 0.0, 4.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
+    np.testing.assert_allclose(diffusion.normalize(v)[0], [1.2, 0.0, 1.6, 0.0], rtol=1e-6)
+    np.testing.assert_array_equal(diffusion.normalize(v)[1], 0.0)
+    assert diffusion.normalize(v.astype(jnp.bfloat16)).dtype == jnp.float32
+
+
+def test_interpolation() -> None:
+    data, noise = jnp.array([[1.0, 2.0], [1.0, 2.0], [1.0, 2.0]]), jnp.array([[-8.0, 4.0]] * 3)
+    x = diffusion.interpolate(data, noise, jnp.array([0.0, 0.25, 1.0]))
+    np.testing.assert_allclose(x, [[-8.0, 4.0], [-5.75, 3.5], [1.0, 2.0]])
+
+
+def test_inputs_have_unit_variance_at_every_time() -> None:
+    key_data, key_noise = jax.random.split(jax.random.key(0))
+    data, noise = jax.random.normal(key_data, (9, 4000)), 64 * jax.random.normal(key_noise, (9, 4000))
+    t = jnp.array([0.0, 0.1, 0.5, 0.9, 0.98, 0.99, 0.999, 0.9999, 1.0])
+    scaled = diffusion.scale_input(diffusion.interpolate(data, noise, t), t, 64.0)
+    np.testing.assert_allclose(jnp.std(scaled, axis=1), 1.0, atol=0.05)
+    by_hand = 5.0 / np.sqrt((0.25 * 64) ** 2 + 0.75**2)
+    np.testing.assert_allclose(diffusion.scale_input(jnp.array([5.0]), jnp.array(0.75), 64.0), [by_hand], rtol=1e-6)
+
+
+def test_time_features() -> None:
+    wanted = [np.cos(0.7), np.cos(0.07), np.cos(0.007), np.cos(0.0007)]
+    wanted += [np.sin(0.7), np.sin(0.07), np.sin(0.007), np.sin(0.0007)]
+    np.testing.assert_allclose(diffusion.time_features(jnp.array([0.7]), 8)[0], wanted, rtol=1e-5)
+    np.testing.assert_array_equal(diffusion.time_features(jnp.zeros(1), 8)[0], [1.0] * 4 + [0.0] * 4)
+
+
+def test_guidance() -> None:
+    conditional, null = jnp.array([[2.0, 0.0]]), jnp.array([[1.0, 4.0]])
+    for strength, wanted in [(0.0, [1.0, 4.0]), (1.0, [2.0, 0.0]), (1.5, [2.5, -2.0])]:
+        np.testing.assert_allclose(diffusion.guide(conditional, null, jnp.float32(strength))[0], wanted)
+
+
+def test_annealing_falls_linearly_to_zero_and_stays_there() -> None:
+    t = jnp.array([0.0, 0.25, 1.0, 1.5])
+    np.testing.assert_allclose(diffusion.anneal(jnp.float32(2.0), t), [2.0, 1.5, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_samples_have_the_frequencies_of_the_softmax(temperature: float) -> None:
+    logits = jnp.array([0.3, -1.0, 1.2, 0.0])
+    keys = jax.random.split(jax.random.key(0), 20000)
+    drawn = jax.vmap(lambda key: diffusion.sample(key, logits, jnp.float32(temperature)))(keys)
+    wanted = np.exp(np.array(logits) / temperature)
+    frequencies = np.bincount(drawn, minlength=4) / len(drawn)
+    np.testing.assert_allclose(frequencies, wanted / wanted.sum(), atol=0.015)  # 4 standard deviations
+
+
+def test_a_temperature_of_zero_takes_the_arg_max_row_by_row() -> None:
+    logits = jax.random.normal(jax.random.key(0), (500, 8))
+    temperature = jnp.where(jnp.arange(500) < 250, 0.0, 5.0)
+    drawn = diffusion.sample(jax.random.key(1), logits, temperature)
+    best = jnp.argmax(logits, axis=-1)
+    np.testing.assert_array_equal(drawn[:250], best[:250])
+    assert float(jnp.mean(drawn[250:] == best[250:])) < 0.5
+
+
+def test_a_vector_of_zeros_has_a_gradient():
+    """Embedding tables have rows of zeros for unused tokens, and the map's bias is zero at first."""
+    gradient = jax.grad(lambda v: jnp.sum(diffusion.normalize(v)))(jnp.zeros((2, 4)))
+    np.testing.assert_array_equal(gradient, 2.0)  # of sqrt(4) v: neither infinite nor so large as to drown the others
+    assert not np.any(diffusion.normalize(jnp.zeros((2, 4))))

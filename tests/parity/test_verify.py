@@ -1,0 +1,273 @@
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from l2d_jax import convert, verify
+from l2d_jax.loading import load
+from l2d_jax.parity import adaptive_runs, against_release, fixed_step_runs
+from l2d_jax.parity.recording import Check, Recording
+from tests.support.programs import FIXTURES, Outcome, call
+
+NAMES = ["llama_lora", "llama_guid", "qwen_lora", "qwen_full"]
+
+pytestmark = pytest.mark.skipif(not FIXTURES.is_dir(), reason=f"no recordings of the release at {FIXTURES}")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The model folders of all recordings."""
+    root = tmp_path_factory.mktemp("models")
+    for name in NAMES:
+        convert.import_model(
+            str(FIXTURES / name / "base"),
+            root / name,
+            l2d=(FIXTURES / name / "l2d.safetensors", FIXTURES / name / "l2d.json"),
+        )
+    return root
+
+
+def recording(name):
+    return Recording.open(FIXTURES / name / "reference.npz")
+
+
+def faults(checks):
+    """The checks that fail, which are all the more telling than one that asserts."""
+    found = list(checks)
+    assert found
+    return [(check.name, check.difference()) for check in found if check.judged and not check.passed()]
+
+
+def test_a_whole_recording_passes(folders):
+    outcome = call(verify.main, "--model", folders / "llama_lora", "--reference", FIXTURES / "llama_lora/reference.npz")
+    assert outcome.status == 0, outcome.out
+    assert outcome.err == ""
+    *lines, last = outcome.out.splitlines()
+    judged = [line for line in lines if not line.endswith("  (not judged)")]
+    assert last == f"{len(judged)} of {len(judged)} arrays pass"
+    assert all(line.endswith("  pass") for line in judged)
+    a = recording("llama_lora")
+    ours = {line.split()[0] for line in lines}
+    # What no line compares: inputs, and whatever is named here.
+    inputs = {"input_ids", "target_ids", "timesteps", "noise", "class_labels", "position_ids"}
+    unread = {name for name in a if name not in ours and name.rsplit(".", 1)[-1] not in inputs}
+    parts = (".x0", ".t_grid", ".samples", ".noise", ".labels", ".attention_mask", ".drop_uniform")
+    assert sorted(name for name in unread if not name.endswith(parts)) == []
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_the_network_its_loss_and_its_gradients(folders, name):
+    model, a = load(folders / name, dtype="float32").model, recording(name)
+    a.require_fit(model)
+    groups = [
+        against_release.forward,
+        against_release.corrected,
+        against_release.intermediate,
+        against_release.training,
+    ]
+    with jax.default_matmul_precision("highest"):
+        assert [fault for group in groups for fault in faults(group(model, a))] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("llama_guid", ["midpoint8.seq.w1.5", "midpoint8.last.w0.0", "midpoint8.last.sampleT1"]),
+        ("qwen_lora", ["midpoint8.last.samplepoly", "midpoint8.last.pad"]),
+        ("qwen_full", ["euler15.seq.avgT1", "euler15.last.avgpoly"]),
+    ],
+)
+def test_trajectories(folders, name, keys):
+    model, a = load(folders / name, dtype="float32").model, recording(name)
+    with jax.default_matmul_precision("highest"):
+        for key in keys:
+            assert faults(fixed_step_runs.trajectory(model, a, key, a.meta["odes"][key])) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("llama_guid", ["fehlberg2.last.f63.b2", "bosh3.seq.f63.b2.avgT1"]),
+        ("qwen_full", ["adaptive_heun.last.f63.b1r1.avgT1"]),
+    ],
+)
+def test_adaptive_trajectories(folders, name, keys):
+    model, a = load(folders / name, dtype="float32").model, recording(name)
+    with jax.default_matmul_precision("highest"):
+        for key in keys:
+            checks = list(adaptive_runs.adaptive_trajectory(model, a, key, a.meta["odes"][key]))
+            assert all(check.judged for check in checks)
+            assert faults(checks) == []
+
+
+def test_a_run_beyond_the_end_without_a_guard_is_not_judged(folders):
+    """The release's Qwen evaluates the path at t > 1."""
+    model, a = load(folders / "qwen_lora", dtype="float32").model, recording("qwen_lora")
+    key = "fehlberg2.last.f63.b1"
+    checks = list(adaptive_runs.adaptive_trajectory(model, a, key, a.meta["odes"][key]))
+    assert not any(check.judged for check in checks)
+
+
+def test_guided_generations(folders):
+    model, a = load(folders / "llama_guid", dtype="float32").model, recording("llama_guid")
+    kept = {name: a.meta["decode"]["outputs"][name] for name in ("base", "euler15")}
+    a.meta["decode"]["outputs"] = kept
+    with jax.default_matmul_precision("highest"):
+        assert faults(fixed_step_runs.generations(model, a)) == []
+
+
+@pytest.fixture
+def small(folders, monkeypatch):
+    """`verify` with the fast groups alone."""
+    for group in ("training", "optimization", "trajectories", "adaptive_trajectories", "generations"):
+        monkeypatch.setattr(against_release, group, lambda *_: iter(()))
+    monkeypatch.setattr(against_release, "intermediate", lambda *_: iter(()))
+    return folders / "qwen_lora"
+
+
+def run(model, file=None) -> Outcome:
+    return call(verify.main, "--model", model, "--reference", file or FIXTURES / "qwen_lora" / "reference.npz")
+
+
+def copy(model, folder):
+    folder.mkdir()
+    for file in model.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("file", "tensor"),
+    [
+        ("model.safetensors", "model.layers.1.self_attn.k_proj.bias"),
+        ("path.safetensors", "model.layers.2.mlp.flow_down_proj.B"),
+    ],
+)
+def test_one_entry_of_one_tensor_is_noticed(small, tmp_path, file, tensor):
+    model = copy(small, tmp_path / "model")
+    tensors = load_file(model / file)
+    tensors[tensor].flat[3] += 0.05
+    save_file(tensors, model / file)
+    outcome = run(model)
+    assert outcome.status == 1
+    lines = outcome.out.splitlines()
+    failed = [line for line in lines if line.endswith("FAIL")]
+    assert any(line.startswith("l2d_logits ") for line in failed)
+    assert lines[-1] == f"{len(lines) - 1 - len(failed)} of {len(lines) - 1} arrays pass"
+
+
+def test_bfloat16_is_as_near_as_its_eight_bits(small):
+    outcome = call(
+        verify.main, "--model", small, "--reference", FIXTURES / "qwen_lora/reference.npz", "--dtype", "bfloat16"
+    )
+    assert outcome.status == 0, outcome.out
+    *lines, last = outcome.out.splitlines()
+    assert last == f"{len(lines)} of {len(lines)} arrays pass"
+    differences = {line.split()[0]: float(line.split()[1]) for line in lines}
+    assert all("relative" in line for line in lines)
+    assert differences["l2d_logits"] > 1e-3
+    assert differences["vocab_table"] < 1e-2
+
+
+def test_a_near_tie_is_printed_and_not_judged(small, tmp_path, monkeypatch):
+    """The same wrong trajectory, with and without the recording's word that it met a near tie."""
+    outcomes = {}
+    for robust in (True, False):
+        tie = Check("ode.key.traj", np.ones(3), np.zeros(3), judged=robust)
+        monkeypatch.setattr(against_release, "trajectories", lambda *_, tie=tie: iter([tie]))
+        outcomes[robust] = run(small)
+    assert outcomes[True].status == 1
+    assert outcomes[False].status == 0
+    [line] = [line for line in outcomes[False].out.splitlines() if line.startswith("ode.key.traj")]
+    assert line.split()[1:] == ["1.00e+00", "absolute", "(not", "judged)"]
+    assert "1 of 8" not in outcomes[False].out.splitlines()[-1]
+
+
+def test_the_recordings_word_is_taken(folders):
+    model, a = load(folders / "qwen_lora", dtype="float32").model, recording("qwen_lora")
+    run = a.meta["odes"]["midpoint8.last"]
+    checks = fixed_step_runs.trajectory(model, a, "midpoint8.last", {**run, "robust": False})
+    assert not any(check.judged for check in checks)
+    checks = fixed_step_runs.trajectory(model, a, "midpoint8.last", {**run, "robust": True})
+    assert all(check.judged for check in checks)
+
+
+def test_a_model_without_a_path_is_compared_as_far_as_it_goes(folders, tmp_path):
+    model = copy(folders / "qwen_lora", tmp_path / "model")
+    for file in model.glob("path.*"):
+        file.unlink()
+    outcome = run(model)
+    assert outcome.status == 0
+    assert [line.split()[0] for line in outcome.out.splitlines()] == ["base_logits", "lp.base_logits", "2"]
+
+
+def rewrite(tmp_path, **changes):
+    """The recording with other arrays; None leaves one out."""
+    arrays = {**recording("qwen_lora"), **changes}
+    file = tmp_path / "reference.npz"
+    np.savez(file, **{name: array for name, array in arrays.items() if array is not None})
+    return file
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"l2d_logits": None}, "has no array 'l2d_logits': record it again"),
+        ({"input_ids": None}, "has no array 'input_ids'"),
+        ({"input_ids": np.full((2, 12), 10**6)}, "input_ids must be rows of tokens below 211"),
+        ({"input_ids": np.zeros(12, np.int64)}, "input_ids must be rows of tokens"),
+        ({"input_ids": np.zeros((2, 12))}, "input_ids must be rows of tokens"),
+        ({"noise": np.zeros((2, 12, 5), np.float32)}, "noise must have the shape [2, 12, 16]"),
+    ],
+)
+def test_a_recording_of_something_else_is_one_line(small, tmp_path, changes, message):
+    assert message in run(small, rewrite(tmp_path, **changes)).error
+
+
+def test_a_recording_that_cannot_be_read_is_one_line(small, tmp_path):
+    file = tmp_path / "reference.npz"
+    assert "cannot read" in run(small, file).error
+    for content in (b"", b"text", (FIXTURES / "qwen_lora" / "reference.npz").read_bytes()[:5000]):
+        file.write_bytes(content)
+        assert "give an .npz of plain arrays" in run(small, file).error
+    with file.open("wb") as stream:
+        np.save(stream, np.zeros(3))
+    assert "give an .npz of plain arrays" in run(small, file).error
+    np.savez(file, input_ids=np.array([{"a": 1}], dtype=object))
+    assert "give an .npz of plain arrays" in run(small, file).error
+
+
+def test_a_run_that_is_not_described_is_one_line(folders, tmp_path, monkeypatch):
+    for group in ("corrected", "intermediate", "training", "optimization"):
+        monkeypatch.setattr(against_release, group, lambda *_: iter(()))
+    assert "has a run 'adaptive_heun.last.f1.b1'" in run(folders / "qwen_lora", rewrite(tmp_path)).error
+    (tmp_path / "meta.json").write_text("{")
+    assert "meta.json: malformed JSON" in run(folders / "qwen_lora", rewrite(tmp_path)).error
+
+
+@pytest.mark.parametrize(
+    ("check", "passed"),
+    [
+        (Check("a", np.ones(2), np.ones(2)), True),
+        (Check("a", np.ones(2), np.ones(2) + 2e-4), False),
+        (Check("a", np.full(2, 1e3), np.full(2, 1e3 + 0.5), 1e-3, relative=True), True),
+        (Check("a", np.ones(2), np.ones(3)), False),
+        (Check("a", np.full(2, np.nan), np.ones(2)), False),
+        (Check("a", np.ones(2), np.full(2, np.nan)), False),
+        (Check("a", np.zeros(0), np.zeros(0)), True),
+    ],
+)
+def test_what_passes(check, passed):
+    assert check.passed() == passed
+
+
+def test_a_layer_that_is_cut_off_does_nothing(folders):
+    model = load(folders / "llama_lora", dtype="float32").model
+    llm, _ = against_release._cut(model.llm, model.path, 2)
+    shorter = jax.tree.map(lambda leaf: leaf[:2], (model.llm.layers, model.path.layers))
+    whole = dataclasses.replace(model.llm, layers=shorter[0])
+    a = recording("llama_lora")
+    hidden = [against_release.read(m, a["input_ids"]).hidden for m in (llm, whole)]
+    assert np.array_equal(*hidden)

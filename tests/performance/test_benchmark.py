@@ -1,0 +1,82 @@
+"""The benchmarks run on tiny models and count what they say they count."""
+
+import json
+import time
+
+import jax
+import pytest
+
+from l2d_jax import benchmark
+from l2d_jax.performance import timing
+from l2d_jax.performance.decoding_speed import bytes_per_evaluation
+from tests.support import tiny
+from tests.support.programs import call, options
+
+SHAPE = ["--batches", 1, 2, "--budgets", 1, 5, "--prompt", 8, "--new", 4]
+
+
+def test_training() -> None:
+    shape = options(train__batch_size=2, data__max_length=64, data__answer_length=64)
+    outcome = call(benchmark.main, "train", *shape, "--json")
+    assert outcome.status == 0, outcome.err
+    figures = json.loads(outcome.out)
+    assert figures["tokens per second"] * figures["seconds per step"] == pytest.approx(2 * 64)
+    assert figures["useful GFLOP/s"] > 0
+    parts = figures["parts"]
+    assert sum(part["seconds"] for part in parts.values()) == pytest.approx(figures["seconds per step"])
+    flops = sum(part["FLOPs"] for part in parts.values())
+    assert flops / figures["seconds per step"] / 1e9 == pytest.approx(figures["useful GFLOP/s"])
+    assert [line.split("  ")[0] for line in benchmark.training_table(figures)[-5:]] == list(parts)
+
+
+def test_decoding(tmp_path) -> None:
+    outcome = call(benchmark.main, "decode", *options(), *SHAPE, "--json", "--plot", tmp_path / "speed.png")
+    assert outcome.status == 0, outcome.err
+    figures = json.loads(outcome.out)
+    assert [(row["batch"], row["budget"]) for row in figures["rows"]] == [(1, 1), (1, 5), (2, 1), (2, 5)]
+    for row in figures["rows"]:
+        assert row["tokens per second"] * row["seconds per token"] == pytest.approx(row["batch"])
+    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+    lines = benchmark.decoding_table(figures)
+    assert len(lines) == 1 + 4 + 2 + 2
+
+
+@pytest.mark.parametrize("layers", ["lora", "dense"])
+def test_bytes_of_an_evaluation(layers: str) -> None:
+    """Two layers of q, o and the MLP, their LoRA, and the head, in float32."""
+    model = tiny.model("llama", layers=layers)
+    weights = 2 * (2 * 32 * 32 + 3 * 32 * 48) + 96 * 32
+    low_rank = 2 * 4 * (4 * 32 + 3 * (32 + 48)) if layers == "lora" else 0
+    assert bytes_per_evaluation(model) == 4 * (weights + low_rank)
+
+
+def test_rates_are_those_of_this_machine() -> None:
+    multiply, operations = timing.matrix_products()
+    assert operations / timing.median(multiply) > 1e8
+    assert timing.read_rate() > 1e8
+    assert jax.default_backend() == "cpu"
+
+
+def test_pieces_of_work_take_turns() -> None:
+    turns: list[str] = []
+
+    def nap() -> None:
+        turns.append("long")
+        time.sleep(len(turns) * 1e-3)
+
+    short, long = timing.medians(lambda: turns.append("short"), nap)
+    assert turns == ["short", "long"] * timing.REPEATS
+    assert short < 1e-3 < 2e-3 * (timing.REPEATS // 2) < long  # the third of its naps, each longer than the one before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--budgets", 15], "--budgets needs two or more for a slope, got [15]"),
+        (["--budgets", 1, 4], "a budget of 4 evaluations is unreachable for midpoint"),
+        (["--batches", 0], "--batches must be positive, got [0]"),
+        (["--new", 0], "--new must be positive, got 0"),
+    ],
+)
+def test_bad_requests_are_one_line(arguments, message) -> None:
+    assert message in call(benchmark.main, "decode", *options(), *arguments).error

@@ -1,0 +1,61 @@
+"""The programs that are traced from shapes are those that run."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from l2d_jax.data.batch import random_batch
+from l2d_jax.decoding import decode
+from l2d_jax.decoding.refine import Refinement, tabulate
+from l2d_jax.decoding.sampler import Sampling
+from l2d_jax.performance import lowering
+from l2d_jax.performance.decoding_speed import random_model
+from l2d_jax.training.methods import METHODS, method_of
+from l2d_jax.training.optimizer import optimizer
+from l2d_jax.training.step import begin, make_step, micro_batches
+from l2d_jax.weights.model_folder import FoundBase, read_architecture
+from tests.support.programs import config
+
+
+def operations(lowered: jax.stages.Lowered) -> set[str]:
+    """The lines of a program, without placements and the numbers of values and of functions, whose sharing varies.
+
+    Nor are reshapes to the shape that is there: jax 0.12 leaves some, where an argument is placed.
+    """
+    lines = [re.sub(r"%\w+(:\d+)?(#\d+)?|_\d+\b", "%", line) for line in lowered.as_text().splitlines()]
+    return {line for line in lines if "sdy." not in line and not re.search(r"reshape % : \((.*)\) -> \1$", line)}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_training_step_is_that_of_training(method, mesh):
+    options = config(train__accumulation=2, train__method=method, lora__modules="('q_proj', 'o_proj')")
+    architecture = read_architecture(options.model)
+    adam = optimizer(options.optim, options.optim.peak_rate)
+    trained, llm = method_of(options).begin(FoundBase(architecture, None, (), None), mesh)
+    state = begin(adam, trained, mesh)
+    batch = micro_batches(random_batch(options, architecture.vocab_size), 2, mesh)
+    step = make_step(adam, options.train, state, mesh, objective=method_of(options).objective())
+    real = step.lower(state, llm, batch, jax.random.key(0))
+    assert operations(lowering.lower_train(options, mesh)) == operations(real)
+
+
+def test_decoding_is_that_of_generation(mesh):
+    options = config(decode__max_new_tokens=2)
+    model = random_model(options, mesh)
+    refinement = Refinement.from_config(options.decode)
+    settings = tabulate(model, refinement, budget=options.decode.budget)
+    keys = jax.random.split(jax.random.key(0), 2)
+    state = decode.prefill(model.llm, jnp.zeros((2, 8), jnp.int32), jnp.full(2, 8, jnp.int32), keys, room=2)
+    real = decode.decode.lower(
+        model,
+        state,
+        settings=settings,
+        sampling=Sampling.from_config(options.decode),
+        ends=jnp.zeros(2, jnp.int32),
+        steps=2,
+        draws=1,
+    )
+    found = lowering.lower_decode(options, mesh, batch=2, prompt=8)
+    assert operations(found) == operations(real)

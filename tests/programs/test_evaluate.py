@@ -1,0 +1,170 @@
+"""The evaluation of a tiny model on rows of the data sets' form: files, going on, and independence of the batches."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from l2d_jax import evaluate, sweep
+from l2d_jax.evaluation.sandbox import grade
+from l2d_jax.loading import load
+from tests.support.programs import TINY, call, write_base, write_model, write_tasks
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return write_base(tmp_path_factory.mktemp("base") / "base")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, base, mesh):
+    return write_model(tmp_path_factory.mktemp("model") / "model", base, mesh)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_tasks(tmp_path_factory.mktemp("data") / "data")
+
+
+@pytest.fixture(scope="module")
+def run(model, data):
+    def run(out, *arguments, tasks="gsm8k"):
+        common = ["--tasks", tasks, "--data_dir", data, "--out", out, "--max_new_tokens", 12, "--shots", 1]
+        return call(evaluate.main, "--model", model, "--dtype", "float32", *common, *arguments)
+
+    return run
+
+
+def lines(folder):
+    return {line["id"]: line for line in map(json.loads, (folder / "samples.jsonl").read_text().splitlines())}
+
+
+def test_an_evaluation_goes_on_where_it_stopped(run, tmp_path):
+    outcome = run(tmp_path / "a", "--budget", 1, 3, "--batch_size", 4)
+    assert outcome.status == 0, outcome.err
+    assert "gsm8k: 8 problems, 0 dropped for their length" in outcome.out
+    assert [line.split(":")[0] for line in outcome.out.splitlines()[1:]] == ["gsm8k midpoint 1", "gsm8k midpoint 3"]
+    assert outcome.out.count("problems; 8 answered in ") == outcome.out.count(" tokens/s\n") == 2
+    plain, refined = (lines(tmp_path / "a/gsm8k" / name) for name in ("midpoint-1", "midpoint-3"))
+    assert plain.keys() == refined.keys() == {f"gsm8k/test/{i}" for i in range(8)}
+    assert any(plain[name]["samples"] != refined[name]["samples"] for name in plain)
+    figures = json.loads((tmp_path / "a/gsm8k/midpoint-3/results.json").read_text())
+    assert figures["problems"] == figures["speed"]["problems"] == 8
+    assert figures["strict"]["accuracy"]["mean"] == np.mean([line["samples"][0]["strict"] for line in refined.values()])
+
+    file = tmp_path / "a/gsm8k/midpoint-3/samples.jsonl"
+    kept = file.read_text().splitlines(keepends=True)[:3]
+    file.write_text("".join(kept) + '{"id"')
+    again = run(tmp_path / "a", "--budget", 3, "--batch_size", 3)
+    assert again.status == 0, again.err
+    assert lines(file.parent) == refined
+    assert json.loads((file.parent / "results.json").read_text())["speed"]["problems"] == 5
+
+
+def test_another_evaluation_is_refused_before_weights_are_read(run, tmp_path, monkeypatch):
+    assert run(tmp_path, "--budget", 1).status == 0
+    monkeypatch.setattr(evaluate, "load", None)
+    error = run(tmp_path, "--budget", 1, "--seed", 1).error
+    assert "holds another evaluation (asking was" in error
+
+
+def test_answers_do_not_depend_on_batches(run, tmp_path):
+    for size in (3, 8):
+        assert run(tmp_path / str(size), "--budget", 3, "--batch_size", size).status == 0
+    assert lines(tmp_path / "3/gsm8k/midpoint-3") == lines(tmp_path / "8/gsm8k/midpoint-3")
+
+
+def test_several_samples(run, tmp_path):
+    outcome = run(tmp_path, "--budget", 3, "--samples", 5, "--limit", 2, "--temperature", 2.0)
+    assert outcome.status == 0, outcome.err
+    figures = json.loads((tmp_path / "gsm8k/midpoint-3/results.json").read_text())
+    assert figures["strict"]["pass"].keys() == {"1", "5"}
+    for line in lines(tmp_path / "gsm8k/midpoint-3").values():
+        assert len({sample["text"] for sample in line["samples"]}) > 1
+
+
+def test_each_problem_has_its_category(base, mesh, data, tmp_path):
+    model = write_model(tmp_path / "model", base, mesh, classes=4)
+    words = ["--data_dir", data, "--out", tmp_path / "out", "--max_new_tokens", 6, "--shots", 1, "--budget", 3]
+    words += ["--model", model, "--dtype", "float32", "--tasks", "gsm8k", "--limit", 3, "--guidance", 2.0]
+    own, same, other = ("label_category-2", "label_0-2", "label_2-2")  # GSM8K is math, the first
+    for label in ("category", 0, 2):
+        assert call(evaluate.main, *words, "--label", label).status == 0
+    found = {name: lines(tmp_path / f"out/gsm8k/midpoint-3-{name}") for name in (own, same, other)}
+    assert found[own] == found[same] != found[other]
+    assert "class label 4 is unknown to this path" in call(evaluate.main, *words, "--label", 4).error
+    assert "invalid class_label value: 'maths'" in call(evaluate.main, *words, "--label", "maths").error
+
+
+def test_the_likeliest_letter(run, model, tmp_path):
+    outcome = run(tmp_path, "--budget", 1, "--choices", "likelihood", "--batch_size", 4, tasks="mmlu")
+    assert outcome.status == 0, outcome.err
+    assert "answered in" in outcome.out
+    assert "tokens/s" not in outcome.out + outcome.err  # none is written
+    ready = load(model, dtype="float32")
+    found = lines(tmp_path / "mmlu/midpoint-1-likelihood")
+    assert len(found) > 3
+    for line in found.values():
+        ids = jnp.asarray([ready.tokenizer(line["prompt"], add_special_tokens=False)["input_ids"]])
+        hidden, _ = ready.model.llm(ids, jnp.arange(ids.shape[1])[None])
+        logits = np.asarray(ready.model.llm.logits(hidden[0, -1]))
+        assert line["samples"][0]["text"] == max("ABCD", key=lambda letter: logits[ord(letter)])
+    figures = json.loads((tmp_path / "mmlu/midpoint-1-likelihood/results.json").read_text())
+    assert figures["strict"]["subjects"].keys() == {"signs", "sums"}
+
+
+def test_programs_are_run_in_isolation(run, tmp_path):
+    outcome = run(tmp_path, "--budget", 1, "--limit", 1, "--samples", 1, "--allow_code_execution", tasks="mbpp")
+    if grade.unavailable():
+        assert outcome.error == grade.unavailable()
+        return
+    assert outcome.status == 0, outcome.err
+    [line] = lines(tmp_path / "mbpp/midpoint-1").values()
+    assert line["samples"][0]["strict"] == 0
+    assert line["samples"][0]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tasks", "message"),
+    [
+        ([], "gsm9k", "unknown task 'gsm9k': did you mean 'gsm8k'?"),
+        ([], "gsm8k,mbpp", "mbpp runs programs that the model writes: allow it with --allow_code_execution"),
+        (["--budget", 4], "gsm8k", "a budget of 4 evaluations is unreachable for midpoint"),
+        (["--samples", 17], "gsm8k", "--batch_size 16 does not hold the 17 samples of a problem: use 17 or more"),
+        (["--choices", "likelihood"], "gsm8k", "gsm8k/test/0 has no options to rank: use --choices generate"),
+        (["--label", 1], "gsm8k", "class"),
+        (["--max_new_tokens", 1000], "gsm8k", "exceed the 1024 positions of the model"),
+        (["--config", TINY], "gsm8k", "and the config's model is another, random"),
+        (["--split", "dev"], "gsm8k", "no split 'dev'"),
+        (["--limit", 0], "gsm8k", "limit of gsm8k must be at least 1, got 0"),
+    ],
+)
+def test_bad_input_is_one_line(run, tmp_path, arguments, tasks, message):
+    assert message in run(tmp_path / "a", *arguments, tasks=tasks).error
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_sweep_draws_the_figures(model, data, tmp_path):
+    words = ["--tasks", "gsm8k", "--data_dir", data, "--out", tmp_path, "--max_new_tokens", 4, "--shots", 1]
+    outcome = call(sweep.main, "--model", model, "--dtype", "float32", *words, "--limit", 2, "--budget", 1, 3)
+    assert outcome.status == 0, outcome.err
+    inside = json.loads((tmp_path / "gsm8k/within.json").read_text())
+    assert inside["t"] == [0.0, 1.0]  # midpoint's grid at a budget of 3
+    assert len(inside["evaluations"]) == 2
+    assert min(inside["evaluations"]) > 2
+    for name in ("budgets", "within"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert "<svg" in (tmp_path / f"{name}.svg").read_text()
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<svg") == 2
+    assert "midpoint-3" in page
+
+
+def test_a_sweep_needs_a_path(base, data, tmp_path):
+    words = ["--tasks", "gsm8k", "--data_dir", data, "--out", tmp_path, "--shots", 1]
+    assert "this model has none" in call(sweep.main, "--model", base, "--budget", 1, 3, *words).error
+
+
+def test_results_need_a_place(model):
+    assert "--model needs --out DIR" in call(evaluate.main, "--model", model, "--tasks", "gsm8k").error

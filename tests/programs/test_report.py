@@ -1,0 +1,101 @@
+"""The report: tables, figures and a page that asks for nothing else, of training and of evaluations."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from l2d_jax import report
+from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.evaluation.results import Results, sample
+from l2d_jax.evaluation.tasks.problem import Problem, Score
+from tests.support.programs import call
+
+
+def evaluation(folder: Path, task: str, budget: int, *scores: int, label: int | None = None, guidance: float = 1.0):
+    """A finished evaluation with one problem for each score."""
+    decode = vars(DecodeConfig(budget=budget, guidance=guidance))
+    name = f"midpoint-{budget}" if label is None else f"midpoint-{budget}-label{label}-{guidance:g}"
+    results = Results(folder / task / name, {"task": task, "decode": decode, "asking": {"label": label}})
+    for number, score in enumerate(scores):
+        problem = Problem(f"{task}/{number}", ({"role": "user", "content": "?"},), "a", "a", "math")
+        results.add([sample(problem, "?", ["a"], [Score(float(score), 1.0, None, None, "")])])
+    results.finish({})
+
+
+@pytest.fixture
+def workdir(tmp_path):
+    """With two validations and several evaluations."""
+    records = []
+    for step, loss in ((0, 2.0), (50, 1.0)):
+        record = {"step": step, "validation/loss": loss, "validation/loss_by_t": [loss, loss / 2]}
+        for kind in ("expected", "greedy"):
+            for budget in (1, 15):
+                name = f"validation/{kind}@{budget}"
+                record |= {name: 0.5, f"{name}_interval": [0.4, 0.6], f"{name}_gain": [0.0, -0.1, 0.1]}
+        records.append(record)
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    evaluation(tmp_path / "eval", "gsm8k", 1, 0, 0, 1, 0)
+    evaluation(tmp_path / "eval", "gsm8k", 15, 1, 0, 1, 1)
+    for strength in (0.0, 2.0):
+        evaluation(tmp_path / "eval", "mmlu", 15, 1, 0, label=1, guidance=strength)
+    inside = {
+        "t": [0, 1],
+        "expected": [0.1, 0.2],
+        "greedy": [0.2, 0.4],
+        "evaluations": [12.5, 30.0],
+        "solver": "fehlberg2",
+    }
+    (tmp_path / "eval/gsm8k/within.json").write_text(json.dumps(inside))
+    Results(tmp_path / "eval/math/midpoint-1", {"task": "math"})  # not finished: left out
+    return tmp_path
+
+
+def test_the_whole_report(workdir):
+    beside = workdir / "paper.json"
+    beside.write_text(json.dumps({"the paper <1B>": {"gsm8k": 0.25}}))
+    outcome = call(report.main, "--workdir", workdir, "--beside", beside)
+    assert outcome.status == 0, outcome.err
+    rows = [re.split(r"  +", line.strip()) for line in outcome.out.splitlines()]
+    assert ["gsm8k", "midpoint-15", "0.750 [0.301, 0.954]", "1.000 [0.510, 1.000]", "4"] in rows
+    assert ["gsm8k", "the paper <1B>", "0.250"] in rows
+    page = (workdir / "report.html").read_text()
+    assert "the paper &lt;1B&gt;" in page
+    assert page.count("<svg") == 4
+    names = re.findall(r'id="([^"]+)"', page)
+    assert len(names) == len(set(names)), "figures must not share names"
+    assert {name[1:] for name in re.findall(r'href="(#[^"]+)"', page)} <= set(names)
+    asked = re.findall(r"""(?:src|href)="(?!#)[^"]*"|url\((?!#)[^)]*\)|@import|<script|<link""", page)
+    assert asked == [], "the page must ask for no other file"
+    for name in ("report", "eval/budgets", "eval/within", "eval/guidance"):
+        assert (workdir / f"{name}.png").exists()
+        assert (workdir / f"{name}.svg").exists()
+
+
+def test_evaluations_alone(tmp_path):
+    evaluation(tmp_path, "gsm8k", 1, 0, 1)
+    outcome = call(report.main, "--workdir", tmp_path)
+    assert outcome.status == 0, outcome.err
+    assert "<svg" not in (tmp_path / "report.html").read_text(), "one budget is no line"
+
+
+def test_the_same_report_is_the_same_page(workdir):
+    pages = []
+    for _ in range(2):
+        assert call(report.main, "--workdir", workdir).status == 0
+        pages.append((workdir / "report.html").read_bytes())
+    assert pages[0] == pages[1]
+
+
+def test_nothing_to_report(tmp_path):
+    assert "has no validation and no evaluation" in call(report.main, "--workdir", tmp_path).error
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    assert "has no validation in metrics.jsonl" in call(report.main, "--workdir", tmp_path).error
+
+
+@pytest.mark.parametrize("row", [{"gsm8k": 25.0}, {"gsm8k": "much"}, [1]])
+def test_rows_of_others_are_shares(workdir, row):
+    (workdir / "paper.json").write_text(json.dumps({"the paper": row}))
+    outcome = call(report.main, "--workdir", workdir, "--beside", workdir / "paper.json")
+    assert "'the paper' must have a share from 0 to 1 for each task" in outcome.error

@@ -1,0 +1,78 @@
+"""One real model end to end: GGUF -> model folder -> logits, a short training, text."""
+
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import l2d_jax.generate as generate  # the program; the package's own name is the function
+from l2d_jax import convert, train
+from l2d_jax.loading import load
+from l2d_jax.training.metrics import read_metrics
+from tests.support.programs import ROOT, call
+
+GGUF = os.environ.get("L2D_JAX_SMOLLM2")
+pytestmark = pytest.mark.skipif(GGUF is None, reason="L2D_JAX_SMOLLM2 names no GGUF file: run bash launch/test.sh")
+QUESTION = "What is the capital of France?"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("smollm2") / "model"
+    outcome = call(convert.main, "import", "--base", str(GGUF), "--out", out)
+    assert outcome.status == 0
+    return out
+
+
+def test_logits_equal_those_of_transformers(folder: Path) -> None:
+    """Float32 itself is coarse here: activations reach thousands, and transformers is 1e-4 off its own float64."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    loaded = load(folder, dtype="float32")
+    text = (ROOT / "README.md").read_text() + (ROOT / "launch" / "environment.sh").read_text()
+    ids = np.array([loaded.tokenizer(text)["input_ids"][:512]])
+    assert ids.shape == (1, 512)
+    positions = jnp.arange(512)[None]
+    hidden, _ = jax.jit(type(loaded.model.llm).__call__)(loaded.model.llm, jnp.asarray(ids, jnp.int32), positions)
+    ours = np.asarray(loaded.model.llm.logits(hidden))[0]
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        theirs = reference(torch.tensor(ids)).logits.numpy()[0]
+        exact = reference.double()(torch.tensor(ids)).logits.numpy()[0]
+    difference = np.abs(ours - theirs).max(axis=-1)
+    assert np.median(difference) < 1e-4
+    assert np.abs(ours - exact).max() < max(2 * np.abs(theirs - exact).max(), 2e-4)
+
+
+def test_it_trains_and_answers(folder: Path, tmp_path: Path) -> None:
+    workdir = tmp_path / "run"
+    small = {
+        "model.name": folder,
+        "train.steps": 4,
+        "train.batch_size": 2,
+        "train.log_every": 1,
+        "optim.warmup_steps": 1,
+        "data.train_examples": 8,
+        "data.validation_examples": 2,
+        "validation.budgets": "(1,3)",
+        "validation.time_bins": 2,
+        "decode.max_new_tokens": 8,
+        "decode.budget": 3,
+    }
+    overrides = [f"--config.{name}={value}" for name, value in small.items()]
+    config = ROOT / "configs" / "smollm2_135m.py"
+    outcome = call(train.main, "--config", f"{config}:quickstart", "--workdir", workdir, *overrides)
+    assert outcome.status == 0, outcome.err
+    first, *_, last = [record for record in read_metrics(workdir) if "validation/loss" in record]
+    assert first["validation/loss_by_t"][0] == pytest.approx(first["validation/loss_by_t"][1], abs=1e-6)
+    assert np.isfinite(last["validation/loss"])
+    assert last["validation/loss"] != first["validation/loss"]  # four steps teach nothing yet, but they do something
+    base = call(generate.main, "--model", folder, "--prompt", QUESTION, "--max_new_tokens", "8")
+    assert "Paris" in base.out
+    one = call(generate.main, "--workdir", workdir, "--prompt", QUESTION, "--budget", "1")
+    assert "Paris" in one.out
+    three = call(generate.main, "--workdir", workdir, "--prompt", QUESTION, "--budget", "3")
+    assert three.out.strip()

@@ -1,0 +1,66 @@
+"""Models compared on the same held-out answers: what is measured, kept, shown and refused."""
+
+import json
+import re
+
+import pytest
+
+from l2d_jax import study
+from tests.support.programs import SMALLER, TINY, call, write_base, write_model
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, mesh):
+    folder = tmp_path_factory.mktemp("models")
+    base = write_base(folder / "base")
+    model = write_model(folder / "model", base, mesh)
+    options = [f"--config.{name}={value}" for name, value in (SMALLER | {"data.validation_examples": 3}).items()]
+
+    def run(out, *arguments, models=(f"base={base}", f"path={model}")):
+        common = ["--config", TINY, "--out", out, "--budgets", 1, 4, "--solvers", "midpoint", "euler", "fehlberg2"]
+        return call(study.main, *common, "--models", *models, *arguments, *options)
+
+    return run
+
+
+def test_a_study(run, tmp_path, monkeypatch):
+    outcome = run(tmp_path)
+    assert outcome.status == 0, outcome.err
+    rows = [line.split() for line in outcome.out.splitlines() if line.lstrip().startswith(("base ", "path "))]
+    settings = [row[2:4] for row in rows[1:5]]
+    assert rows[0][2] == "1"  # the language model has no solver
+    assert settings[:3] == [["1", rows[1][3]], ["midpoint", "3"], ["euler", "4"]]  # the nearest that each can spend
+    assert settings[3][0] == "fehlberg2"
+    known = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in ("base", "path")}
+    sums = {name: one["tally"]["sums"] for name, one in known.items()}
+    assert sums["path"]["greedy@1"] == sums["base"]["greedy@1"]  # a budget of 1 is the language model
+    assert sums["path"]["loss@midpoint-3"] != sums["path"]["loss@1"]
+    assert len(known["base"]["tally"]["counts"]) == 3
+    assert known["base"]["trained"] == 0 < known["path"]["trained"]
+    assert known["path"]["settings"][-1]["evaluations"] > 1
+    page = (tmp_path / "study.html").read_text()
+    assert "<svg" in page
+    assert not re.search(r'(src|href)="http|url\(http|@import', page)  # nothing is asked for
+    assert (tmp_path / "study.png").stat().st_size > 10_000
+
+    written = {file.name: file.stat().st_mtime_ns for file in tmp_path.glob("*.json")}
+    monkeypatch.setattr(study, "load", None)  # what is known, and what is refused, needs no weights
+    again = run(tmp_path)
+    assert again.status == 0
+    assert "measuring" not in again.out
+    assert {file.name: file.stat().st_mtime_ns for file in tmp_path.glob("*.json")} == written
+    other = run(tmp_path, "--split", "test")
+    assert "base.json was measured with another data: remove it, or take another --out" in other.error
+
+
+@pytest.mark.parametrize(
+    ("models", "arguments", "line"),
+    [
+        (["base"], [], "'base' is not NAME=MODEL, such as base=Qwen/Qwen2.5-7B-Instruct"),
+        (["a=x", "a=y"], [], "each model needs a name of its own, got a, a"),
+        (["a=x"], ["--budgets", "0"], "--budgets must be at least 1 evaluation, got 0"),
+        (["a=x"], ["--solvers", "runge"], "invalid choice: 'runge'"),
+    ],
+)
+def test_bad_input_is_one_line(run, tmp_path, models, arguments, line):
+    assert line in run(tmp_path, *arguments, models=models).error

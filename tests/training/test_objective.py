@@ -1,0 +1,212 @@
+"""The loss by hand, its gradient, the draws, and logits that are computed a few positions at a time."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from l2d_jax.data.batch import Batch
+from l2d_jax.model import lm_head
+from l2d_jax.model.context import Context, read_context
+from l2d_jax.model.diffusion_path import DiffusionPath
+from l2d_jax.model.l2d import Model
+from l2d_jax.model.llm import LLM
+from l2d_jax.training import objective
+from l2d_jax.training.objective import Draws
+from tests.support import plain, tiny
+
+KEY = jax.random.key(0)
+
+
+@partial(jax.jit, static_argnames=("reduction", "chunk"))
+def value_and_gradient(path: DiffusionPath, llm: LLM, batch: Batch, draws: Draws, *, reduction: Any, chunk: Any) -> Any:
+    """Of `objective.loss` with these draws."""
+
+    def loss(path: DiffusionPath) -> jax.Array:
+        context = read_context(llm, batch)
+        hidden = objective.correct(path, llm, context, batch, draws)
+        losses = lm_head.over_logits(llm, hidden, lm_head.negative_log_likelihood, batch.targets, chunk=chunk)
+        return objective.average(losses, batch.weights, reduction)
+
+    return jax.value_and_grad(loss)(path)
+
+
+@jax.jit
+def read(llm: LLM, batch: Batch) -> Context:
+    return read_context(llm, batch)
+
+
+def loss_by_hand(model: Model, batch: Batch, draws: Draws) -> np.ndarray:
+    """Cross-entropies [B, M], one position at a time."""
+    llm, path = model.llm, model.path
+    assert path is not None
+    context = read(llm, batch)
+    losses = np.zeros(batch.targets.shape)
+    for b in range(losses.shape[0]):
+        for m in range(losses.shape[1]):
+            t, target = float(draws.t[b, m]), int(batch.targets[b, m])
+            label = None if draws.labels is None else int(draws.labels[b, m])
+            x = t * plain.f64(model.table)[target] + (1 - t) * 64 * plain.f64(draws.noise)[b, m]
+            keys, values = np.array(context.cache.k[:, b]), np.array(context.cache.v[:, b])
+            f = plain.features(path, llm, x, t, label, int(batch.queries[b, m]), keys, values)
+            hidden = plain.f64(context.hidden)[b, m] + plain.merge_weight(path, t, label) * f
+            logits = plain.logits(llm, hidden)
+            losses[b, m] = np.log(np.exp(logits).sum()) - logits[target]
+    return losses
+
+
+@pytest.mark.parametrize("classes", [0, 3])
+def test_the_loss_by_hand(classes: int) -> None:
+    model, batch = tiny.model("qwen", classes=classes), tiny.batch(classes=max(classes, 1))
+    assert model.path is not None
+    losses = loss_by_hand(model, batch, objective.draw(KEY, batch, model.path))
+    wanted = {  # the rows have four and three answer tokens
+        "token": (losses[0].sum() + losses[1, :3].sum()) / 7,
+        "example": (losses[0].mean() + losses[1, :3].mean()) / 2,
+        "sum": losses[0].sum() + losses[1, :3].sum(),
+    }
+    kinds: Any = list(wanted)
+    found = jax.jit(lambda *arguments: [objective.diffusion_loss(*arguments, reduction=kind)[0] for kind in kinds])
+    np.testing.assert_allclose(found(model.path, model.llm, batch, KEY), list(wanted.values()), rtol=1e-4)
+
+
+def test_rows_of_padding_do_not_count() -> None:
+    values, weights = jnp.array([[1.0, 3.0], [5.0, 7.0], [9.0, 9.0]]), jnp.array([[1.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
+    assert float(objective.average(values, weights, "token")) == 3.0
+    assert float(objective.average(values, weights, "example")) == 3.5
+    for reduction in ("token", "example"):
+        assert float(objective.average(values, jnp.zeros((3, 2)), reduction)) == 0.0
+        halves = objective.shares(weights.reshape(3, 1, 2), reduction)  # micro-batches: the same shares
+        np.testing.assert_array_equal(halves[:, 0], objective.shares(weights, reduction))
+        np.testing.assert_allclose(jnp.sum(halves), 1.0)
+
+
+def test_examples_of_a_packed_row_count_as_rows_do() -> None:
+    weights = jnp.array([[1.0, 1.0, 1.0, 0.0, 1.0], [1.0, 0.0, 0.0, 0.0, 0.0]])
+    segments = jnp.array([[1, 1, 2, 2, 3], [5, 5, 5, 0, 0]], jnp.int32)
+    found = objective.shares(weights, "example", segments=segments)
+    np.testing.assert_allclose(found * 4, [[0.5, 0.5, 1, 0, 1], [1, 0, 0, 0, 0]])
+    micro = objective.shares(weights[:, None], "example", segments=segments[:, None])
+    np.testing.assert_array_equal(micro[:, 0], found)
+    np.testing.assert_allclose(objective.shares(weights, "token", segments=segments), weights / 5)
+
+
+def program(draws_per_context: int) -> Any:
+    """Loss and gradient."""
+
+    def loss(*arguments: Any) -> jax.Array:
+        return objective.diffusion_loss(*arguments, draws_per_context=draws_per_context)[0]
+
+    return jax.jit(jax.value_and_grad(loss))
+
+
+def test_several_draws_are_the_mean_of_several_losses() -> None:
+    llm, path, batch = tiny.llm(), tiny.path(classes=3), tiny.batch(examples=3, classes=3)
+    batch = batch._replace(weights=batch.weights.at[2].set(0.0))
+    found, one = program(3)(path, llm, batch, KEY), program(1)
+    each = [one(path, llm, batch, key) for key in jax.random.split(KEY, 3)]
+    assert len({float(value) for value, _ in each}) == 3
+    mean = jax.tree.map(lambda *values: sum(values) / 3, *each)
+    np.testing.assert_allclose(found[0], mean[0], rtol=1e-6)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), found[1], mean[1])
+
+
+def test_several_draws_share_one_frozen_pass() -> None:
+    """And stand side by side: the cache that they read has a row per example."""
+    llm, path, batch = tiny.llm(), tiny.path(), tiny.batch(examples=2, length=10, answers=4)
+    several, draws = objective.draw_each(KEY, batch, path, draws_per_context=3)
+    np.testing.assert_array_equal(several.queries, jnp.repeat(batch.queries, 3, axis=1))
+    np.testing.assert_array_equal(several.targets, jnp.repeat(batch.targets, 3, axis=1))
+    assert draws.noise.shape == (2, 12, 16)
+    keys = jax.random.split(KEY, 3)
+    np.testing.assert_array_equal(draws.t[:, 1::3], objective.draw(keys[1], batch, path).t)
+    np.testing.assert_array_equal(draws.noise[:, 2::3], objective.draw(keys[2], batch, path).noise)
+    context = read_context(llm, several)
+    assert context.cache.k.shape[1:3] == (2, 10)
+    assert context.hidden.shape == (2, 12, 32)
+
+
+def test_one_draw_is_the_plain_loss_bit_for_bit() -> None:
+    llm, path, batch = tiny.llm(), tiny.path(), tiny.batch()
+    draws = objective.draw(KEY, batch, path)
+    plain, _ = value_and_gradient(path, llm, batch, draws, reduction="example", chunk=1024)
+    assert float(program(1)(path, llm, batch, KEY)[0]) == float(plain)
+
+
+def test_the_answers_positions_alone_give_the_loss_of_all_positions() -> None:
+    """Queries of M < T positions, against all T with weight zero outside the answer, with the same draws."""
+    llm, path, few = tiny.llm(), tiny.path(), tiny.batch(examples=2, length=9, answers=4)
+    draws = objective.draw(KEY, few, path)
+    rows = jnp.arange(2)[:, None]
+
+    def spread(values: jax.Array, filler: jax.Array) -> jax.Array:
+        return filler.at[rows, few.queries].set(values)
+
+    everywhere = jnp.tile(jnp.arange(9, dtype=jnp.int32), (2, 1))
+    whole = few._replace(
+        queries=everywhere,
+        targets=spread(few.targets, jnp.ones((2, 9), jnp.int32)),
+        weights=spread(few.weights, jnp.zeros((2, 9))),
+    )
+    other = objective.draw(jax.random.key(1), whole, path)
+    same = Draws(t=spread(draws.t, other.t), noise=spread(draws.noise, other.noise), labels=None)
+    gathered = value_and_gradient(path, llm, few, draws, reduction="example", chunk=1024)
+    full = value_and_gradient(path, llm, whole, same, reduction="example", chunk=1024)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), gathered, full)
+
+
+@pytest.mark.parametrize("chunk", [3, 4])
+def test_logits_in_chunks_change_neither_value_nor_gradient(chunk: int) -> None:
+    llm, path, batch = tiny.llm(), tiny.path(), tiny.batch(examples=2, answers=4)
+    draws = objective.draw(KEY, batch, path)
+    whole = value_and_gradient(path, llm, batch, draws, reduction="token", chunk=8)
+    chunked = value_and_gradient(path, llm, batch, draws, reduction="token", chunk=chunk)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), whole, chunked)
+
+
+def test_no_gradient_enters_the_frozen_model() -> None:
+    """None through the hidden states, the keys and the values; only the loss of the path's own layers remains."""
+    path, batch = tiny.path(), tiny.batch()
+
+    def through_context(llm: LLM) -> jax.Array:
+        context = read_context(llm, batch)
+        return jnp.sum(context.hidden) + jnp.sum(jnp.sin(context.cache.k)) + jnp.sum(jnp.cos(context.cache.v))
+
+    for leaf in jax.tree.leaves(jax.jit(jax.grad(through_context))(tiny.llm())):
+        np.testing.assert_array_equal(leaf, 0.0)
+    gradient = jax.grad(lambda path: objective.diffusion_loss(path, tiny.llm(), batch, KEY)[0])
+    moments = jax.eval_shape(gradient, path)  # the shape of the path, and of nothing else
+    assert jax.tree.structure(moments) == jax.tree.structure(path)
+
+
+def test_the_gradient_reaches_every_parameter_but_one_bias() -> None:
+    """The bias of w's last layer cancels in w(t) - w(0)."""
+    llm, batch = tiny.llm("qwen"), tiny.batch(examples=4, classes=3)
+    for variant in ({"classes": 3}, {"layers": "dense"}):
+        path = tiny.path("qwen", **variant)
+        draws = objective.draw(KEY, batch, path)
+        _, gradient = value_and_gradient(path, llm, batch, draws, reduction="token", chunk=1024)
+        largest = {
+            jax.tree_util.keystr(where): float(jnp.max(jnp.abs(leaf)))
+            for where, leaf in jax.tree_util.tree_leaves_with_path(gradient)
+        }
+        assert [name for name, size in largest.items() if size < 1e-7] == [".merge.last.bias"]
+
+
+def test_draws_are_independent_per_position() -> None:
+    batch, path = tiny.batch(examples=40, length=60, answers=50, classes=3), tiny.path(classes=3)
+    draws = objective.draw(KEY, batch, path)
+    assert draws.labels is not None
+    assert len(np.unique(draws.t)) > 1990
+    np.testing.assert_allclose([draws.t.mean(), draws.t.std(), draws.t.min()], [0.5, 12**-0.5, 0.0], atol=0.02)
+    np.testing.assert_allclose([draws.noise.mean(), draws.noise.std()], [0.0, 1.0], atol=0.02)
+    dropped = np.array(draws.labels) == 3
+    np.testing.assert_allclose(dropped.mean(), 0.2, atol=0.03)  # three standard deviations
+    assert (dropped.any(axis=1) & ~dropped.all(axis=1)).all()  # per position, not per example
+    np.testing.assert_array_equal(np.where(dropped, 3, batch.classes[:, None]), draws.labels)
+    assert abs(np.corrcoef(dropped.ravel(), np.array(draws.t).ravel())[0, 1]) < 0.06
+    assert not np.array_equal(objective.draw(jax.random.key(1), batch, path).t, draws.t)
+    assert objective.draw(KEY, batch, tiny.path()).labels is None

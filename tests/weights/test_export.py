@@ -1,0 +1,301 @@
+"""Every format, read back: by this project, by `torch`, by `transformers` and by PEFT."""
+
+import json
+import warnings
+from functools import partial
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from l2d_jax import convert
+from l2d_jax.loading import load
+from l2d_jax.weights import export, release
+from l2d_jax.weights.peft import LAYERS, AdapterConfig, expected
+from tests.support import tiny
+from tests.support.exports import files, logits, transformers_logits
+from tests.support.programs import FIXTURES, call, same_bits, write_release
+
+KINDS = [
+    ("llama", {}),
+    ("llama-scaled", {"classes": 2}),
+    ("llama-wide-heads", {"layers": "dense"}),
+    ("qwen", {}),
+    ("qwen-tied", {"layers": "dense", "classes": 3}),
+    ("qwen-tied", {}),
+]
+
+
+def run(*arguments):
+    outcome = call(convert.main, *arguments)
+    assert (outcome.status, outcome.err) == (0, ""), outcome
+
+
+def import_release(folder, out):
+    files = ["--l2d", folder / "l2d.safetensors", "--hyperparameters", folder / "l2d.json"]
+    run("import", "--base", folder / "base", *files, "--out", out)
+    return out
+
+
+def export_to(model, out, kind, *arguments):
+    run("export", "--model", model, "--format", kind, "--out", out, *arguments)
+    return out
+
+
+# --- the release's state dict ---
+
+
+@pytest.mark.parametrize(("kind", "changes"), KINDS)
+def test_a_state_dict_comes_back_bit_by_bit(tmp_path, kind, changes):
+    state = write_release(tmp_path / "release", kind, **changes)
+    model = import_release(tmp_path / "release", tmp_path / "model")
+    out = export_to(model, tmp_path / "out", "l2d")
+    assert files(out) == ["l2d.json", "l2d.safetensors"]
+    again = load_file(out / "l2d.safetensors")
+    assert again.keys() == state.keys()
+    assert all(same_bits(again[name], tensor) for name, tensor in state.items())
+    options = [json.loads((folder / "l2d.json").read_text())["l2d_kwargs"] for folder in (tmp_path / "release", out)]
+    assert options[0] == options[1]
+    (out / "base").symlink_to(tmp_path / "release" / "base")
+    second = import_release(out, tmp_path / "second")
+    for file in ("config.json", "model.safetensors", "path.safetensors"):
+        assert (second / file).read_bytes() == (model / file).read_bytes()
+
+
+@pytest.mark.parametrize("name", ["llama_lora", "llama_guid", "qwen_lora", "qwen_full"])
+def test_the_releases_own_files_come_back_byte_by_byte(tmp_path, name):
+    if not FIXTURES.is_dir():
+        pytest.skip(f"no recordings of the release at {FIXTURES}")
+    model = import_release(FIXTURES / name, tmp_path / "model")
+    out = export_to(model, tmp_path / "out", "l2d")
+    assert (out / "l2d.safetensors").read_bytes() == (FIXTURES / name / "l2d.safetensors").read_bytes()
+    given, written = (json.loads((folder / "l2d.json").read_text()) for folder in (FIXTURES / name, out))
+    assert written["family"] == given["family"]
+    changed = {k: v for k, v in written["l2d_kwargs"].items() if given["l2d_kwargs"][k] != v}
+    assert changed.keys() <= {"flow_lora_alpha"}  # of the full path, which has none
+
+
+def test_types_are_kept(tmp_path):
+    state = write_release(tmp_path / "release", "llama")
+    halved = {n: t if "flow_" in n and "wrapped" not in n else t.astype(ml_dtypes.bfloat16) for n, t in state.items()}
+    save_file(halved, tmp_path / "release" / "l2d.safetensors")
+    model = import_release(tmp_path / "release", tmp_path / "model")
+    again = load_file(export_to(model, tmp_path / "out", "l2d") / "l2d.safetensors")
+    assert all(same_bits(again[name], tensor) for name, tensor in halved.items())
+
+
+@pytest.mark.parametrize("kind", ["qwen-tied", "llama"])
+def test_a_torch_file(tmp_path, kind):
+    torch = pytest.importorskip("torch")
+    state = write_release(tmp_path / "release", kind)
+    state["model.norm.weight"] = state["model.norm.weight"].astype(ml_dtypes.bfloat16)
+    save_file(state, tmp_path / "release" / "l2d.safetensors")
+    model = import_release(tmp_path / "release", tmp_path / "model")
+    out = export_to(model, tmp_path / "out", "l2d", "--torch")
+    assert files(out) == ["l2d.json", "pytorch_model.bin"]
+    found = torch.load(out / "pytorch_model.bin", weights_only=True)
+    assert found.keys() == state.keys()
+    assert found["model.norm.weight"].dtype == torch.bfloat16
+    read_back = release.open_checkpoint(out / "pytorch_model.bin")
+    assert all(same_bits(read_back.read(name), tensor) for name, tensor in state.items())
+    alias = "model.layers.1.mlp.flow_up_proj.wrapped_layer.weight"
+    assert found[alias].data_ptr() == found["model.layers.1.mlp.up_proj.weight"].data_ptr()
+
+
+@pytest.mark.parametrize(("kind", "changes"), [("llama-scaled", {}), ("qwen", {"classes": 2})])
+def test_full_weights_compute_what_lora_does(tmp_path, kind, changes):
+    write_release(tmp_path / "release", kind, **changes)
+    model = import_release(tmp_path / "release", tmp_path / "model")
+    out = export_to(model, tmp_path / "out", "l2d-full")
+    state = load_file(out / "l2d.safetensors")
+    dense = write_release(tmp_path / "dense", kind, layers="dense", **changes)
+    assert {n: (t.shape, t.dtype) for n, t in state.items()} == {n: (t.shape, t.dtype) for n, t in dense.items()}
+    (out / "base").symlink_to(tmp_path / "release" / "base")
+    whole = import_release(out, tmp_path / "whole")
+    assert load(whole, dtype="float32").model.path.config.layers == "dense"
+    for ours, theirs in zip(logits(whole), logits(model), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+# --- transformers and PEFT ---
+
+
+def quietly(function):
+    """Call it; any warning, printed or raised, is an error."""
+    from transformers.utils import logging
+
+    messages = []
+    logger = logging.get_logger("transformers")
+    handler = type("Handler", (__import__("logging").Handler,), {"emit": lambda _, record: messages.append(record)})()
+    logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warnings.simplefilter("ignore", FutureWarning)  # PEFT's use of transformers, not ours of either
+            made = function()
+    finally:
+        logger.removeHandler(handler)
+    assert [record.getMessage() for record in messages if record.levelno >= 30] == []
+    return made
+
+
+@pytest.mark.parametrize("kind", tiny.CONFIGS)
+@pytest.mark.parametrize("shard", [5_000_000_000, 20_000])
+def test_transformers_loads_the_language_model(tmp_path, monkeypatch, kind, shard):
+    pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    write_release(tmp_path / "release", kind)
+    model = import_release(tmp_path / "release", tmp_path / "model")
+    monkeypatch.setattr(export, "write_safetensors", partial(export.write_safetensors, max_shard_bytes=shard))
+    out = export_to(model, tmp_path / "out", "hf")
+    assert ("model.safetensors.index.json" in files(out)) == (shard < 10**6)
+    assert not [name for name in files(out) if name.startswith("path")]
+    found = quietly(partial(AutoModelForCausalLM.from_pretrained, out, dtype="float32"))
+    np.testing.assert_allclose(transformers_logits(found), logits(model)[0], atol=1e-4)
+
+
+def write_adapter(folder, kind, *, modules=("q_proj", "v_proj"), rank=3, **options):
+    """A LoRA adapter of a model of `tiny`, as PEFT itself writes it."""
+    folder.mkdir()
+    rng = np.random.default_rng(5)
+    shapes = expected(AdapterConfig(rank, 6.0, tuple(modules)), tiny.architecture(kind))
+    save_file(
+        {n: rng.normal(0, 0.3, s).astype(np.float32) for n, s in shapes.items()}, folder / "adapter_model.safetensors"
+    )
+    raw = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 6.0, "target_modules": [*modules]}
+    (folder / "adapter_config.json").write_text(json.dumps(raw | options))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "modules", "options"),
+    [
+        ("qwen", ("q_proj", "v_proj"), {}),
+        ("llama-scaled", tuple(LAYERS), {"use_rslora": True}),
+        ("llama-wide-heads", ("o_proj", "k_proj", "down_proj"), {"bias": "none", "modules_to_save": None}),
+    ],
+)
+def test_peft_and_transformers_load_a_lora_finetune(tmp_path, kind, modules, options):
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    write_release(tmp_path / "release", kind)
+    base = tmp_path / "release" / "base"
+    given = write_adapter(tmp_path / "adapter", kind, modules=modules, **options)
+    run("import", "--base", base, "--adapter", given, "--out", tmp_path / "model")
+    assert same_bits(load_file(tmp_path / "model" / "model.safetensors"), load_file(base / "model.safetensors"))
+    ours = logits(tmp_path / "model")[0]
+    assert np.abs(ours - logits(base)[0]).max() > 0.1
+
+    out = export_to(tmp_path / "model", tmp_path / "peft", "peft")
+    assert files(out) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert same_bits(load_file(out / "adapter_model.safetensors"), load_file(given / "adapter_model.safetensors"))
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
+    found = quietly(partial(peft.PeftModel.from_pretrained, plain, out))
+    assert sum("lora_" in name for name, _ in found.named_parameters()) == len(modules) * 2 * 2
+    np.testing.assert_allclose(transformers_logits(found), ours, atol=1e-4)
+
+    merged = export_to(tmp_path / "model", tmp_path / "hf", "hf")
+    assert "adapter_config.json" not in files(merged)
+    np.testing.assert_allclose(
+        transformers_logits(AutoModelForCausalLM.from_pretrained(merged, dtype="float32")), ours, atol=1e-4
+    )
+    run("import", "--base", tmp_path / "model", "--out", tmp_path / "again")
+    assert files(tmp_path / "again") == files(tmp_path / "model")
+    np.testing.assert_array_equal(logits(tmp_path / "again")[0], ours)
+
+
+def test_a_sharded_load_adds_the_adapter_once(tmp_path):
+    """Slices of adapted weights, as a mesh reads them."""
+    write_release(tmp_path / "release", "qwen")
+    given = write_adapter(tmp_path / "adapter", "qwen", modules=tuple(LAYERS))
+    run("import", "--base", tmp_path / "release" / "base", "--adapter", given, "--out", tmp_path / "model")
+    source = export.Parts.open(str(tmp_path / "model")).llm
+    for name in source.names():
+        whole = source.read(name)
+        cut = tuple(slice(1, size, 1) for size in whole.shape)
+        np.testing.assert_allclose(source.read(name, cut), whole[cut], rtol=1e-6, atol=1e-7)
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"peft_type": "IA3"}, "peft_type = 'IA3' is not supported, only 'LORA'"),
+        ({"use_dora": True}, "use_dora = True is not supported, only False"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save = ['lm_head'] is not supported"),
+        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern = {'q_proj': 8} is not supported"),
+        ({"r": 0}, "r must be a positive integer and lora_alpha a number, got 0"),
+        ({"r": "8"}, "r must be a positive integer"),
+        ({"lora_alpha": None}, "lora_alpha a number, got 3 and None"),
+        ({"target_modules": "all-linear"}, "target_modules must list some of q_proj, k_proj"),
+        ({"target_modules": ["lm_head"]}, "target_modules must list some of q_proj, k_proj"),
+        ({"r": 4}, "model.layers.0.self_attn.q_proj.lora_A.weight has shape [3, 32], expected [4, 32]"),
+        ({"target_modules": ["q_proj"]}, "not part of this architecture: base_model.model.model.layers.0.self_attn.v_"),
+        ({"target_modules": ["q_proj", "v_proj", "o_proj"]}, "missing: base_model.model.model.layers.0.self_attn.o_"),
+    ],
+)
+def test_adapters_that_are_not_plain_lora_are_refused(tmp_path, changes, message):
+    write_release(tmp_path / "release", "qwen")
+    given = write_adapter(tmp_path / "adapter", "qwen", **changes)
+    base = tmp_path / "release" / "base"
+    outcome = call(convert.main, "import", "--base", base, "--adapter", given, "--out", tmp_path / "model")
+    assert message in outcome.error
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "message"),
+    [
+        ("base", ["--format", "l2d"], "has no diffusion path: export it with --format hf"),
+        ("base", ["--format", "l2d-full"], "has no diffusion path"),
+        ("dense", ["--format", "l2d-full"], "has full weights already: export it with --format l2d"),
+        ("dense", ["--format", "peft"], "has no LoRA adapter of its own"),
+        ("dense", ["--format", "hf", "--torch"], "--torch is about the release's state dict"),
+        ("dense", ["--format", "gguf"], "invalid choice: 'gguf'"),
+        ("none", ["--format", "hf"], "neither a folder"),
+        ("random", ["--format", "l2d"], "is random weights, which only a workdir can make again"),
+        ("workdir", ["--format", "l2d"], "has no export yet: finish the training"),
+    ],
+)
+def test_what_cannot_be_exported(tmp_path, model, arguments, message):
+    write_release(tmp_path / "release", "llama", layers="dense")
+    import_release(tmp_path / "release", tmp_path / "dense")
+    (tmp_path / "release" / "base").rename(tmp_path / "base")
+    (tmp_path / "random").mkdir()
+    (tmp_path / "random" / "path.json").write_text('{"base": "random"}')
+    (tmp_path / "workdir" / "checkpoints").mkdir(parents=True)
+    outcome = call(convert.main, "export", "--model", tmp_path / model, "--out", tmp_path / "out", *arguments)
+    assert message in outcome.error
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    write_release(tmp_path / "release", "llama")
+    model = import_release(tmp_path / "release", tmp_path / "model")
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(release, "options", fail)  # after the weights
+    before = files(tmp_path)
+    assert call(convert.main, "export", "--model", model, "--format", "l2d", "--out", tmp_path / "out").status == 130
+    assert files(tmp_path) == before
+    spoiled = model / "path.safetensors"
+    spoiled.write_bytes(spoiled.read_bytes()[:-8])
+    outcome = call(convert.main, "export", "--model", model, "--format", "l2d", "--out", tmp_path / "out")
+    assert "path.safetensors" in outcome.error
+    assert files(tmp_path) == before
+
+
+def test_without_torch_no_torch_file_is_written(tmp_path, monkeypatch):
+    write_release(tmp_path / "release", "llama")
+    model = import_release(tmp_path / "release", tmp_path / "model")
+    monkeypatch.setitem(__import__("sys").modules, "torch", None)
+    arguments = ["--model", model, "--format", "l2d", "--torch", "--out", tmp_path / "out"]
+    assert "needs torch: install requirements-torch.txt" in call(convert.main, "export", *arguments).error
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,127 @@
+"""Sources: what a name stands for, and the cache of conversions."""
+
+from pathlib import Path
+
+import ml_dtypes
+import pytest
+
+from l2d_jax.errors import InputError
+from l2d_jax.weights.locate import locate
+from l2d_jax.weights.safetensors_file import SafetensorsFolder
+from tests.support.tiny_gguf import write_gguf
+
+# --- names ---
+
+
+def test_a_folder_stands_for_itself(tmp_path: Path) -> None:
+    assert locate(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("name", ["", "/no/such/folder", "./nothing", "a/b/c", "nothing", "org/"])
+def test_a_name_that_can_be_nothing_is_refused_without_asking_the_hub(
+    monkeypatch: pytest.MonkeyPatch, name: str, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "weights").mkdir()
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+    with pytest.raises(InputError, match=r"neither a folder, nor a .gguf file, nor a hub id"):
+        locate(name or str(tmp_path / "model.bin"))
+
+
+def test_a_hub_id_is_downloaded_without_pickles_or_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import fnmatch
+
+    asked = []
+
+    def download(name: str, *, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert locate("meta-llama/Llama-3.2-1B-Instruct") == tmp_path
+    [(name, patterns)] = asked
+    assert name == "meta-llama/Llama-3.2-1B-Instruct"
+
+    def wanted(file: str) -> bool:
+        return any(fnmatch.fnmatch(file, pattern) for pattern in patterns)
+
+    assert all(map(wanted, ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json"]))
+    assert all(map(wanted, ["config.json", "generation_config.json", "chat_template.jinja", "merges.txt"]))
+    assert not any(map(wanted, ["pytorch_model.bin", "modeling_x.py", "original/consolidated.00.pth", "model.gguf"]))
+
+
+def test_a_failed_download_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.errors
+
+    for failure in (
+        huggingface_hub.errors.LocalEntryNotFoundError("no network\nat all"),
+        huggingface_hub.errors.HFValidationError("no id"),
+        Exception("of an HTTP library"),
+        OSError("no space"),
+        RuntimeError("in the transfer"),
+    ):
+
+        def download(*_: object, failure: Exception = failure, **__: object) -> str:
+            raise failure
+
+        monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+        with pytest.raises(InputError, match=r"'org/name'.*give a local folder") as error:
+            locate("org/name")
+        assert "\n" not in str(error.value)
+
+
+# --- the cache of conversions ---
+
+
+def test_a_gguf_file_is_converted_once_and_again_when_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("L2D_JAX_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "x.gguf"
+    write_gguf(path)
+    folder = locate(str(path))
+    assert folder.parent == tmp_path / "cache"
+    assert SafetensorsFolder.open(folder).dtype("model.norm.weight") == ml_dtypes.bfloat16
+    with monkeypatch.context() as context:
+        context.setattr(locate, "convert_gguf", lambda *_, **__: pytest.fail("converted again"))
+        assert locate(str(path)) == folder
+    write_gguf(path, tied=False)
+    other = locate(str(path))
+    assert other != folder
+    assert sorted((tmp_path / "cache").iterdir()) == sorted([folder, other])
+
+
+def test_the_cache_is_in_the_home_folder_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("L2D_JAX_CACHE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_gguf(tmp_path / "x.gguf")
+    assert locate("~/x.gguf").parent == tmp_path / ".cache" / "l2d_jax"
+
+
+def test_a_failed_conversion_leaves_nothing_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("L2D_JAX_CACHE", str(tmp_path / "cache"))
+    write_gguf(tmp_path / "x.gguf", pre="tekken")
+    with pytest.raises(InputError, match="tekken"):
+        locate(str(tmp_path / "x.gguf"))
+    assert list((tmp_path / "cache").iterdir()) == []
+    with pytest.raises(InputError, match=r"there is no file .*absent.gguf"):
+        locate(str(tmp_path / "absent.gguf"))
+
+
+def test_a_conversion_that_another_process_finished_first_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("L2D_JAX_CACHE", str(tmp_path / "cache"))
+    write_gguf(tmp_path / "x.gguf")
+    convert_once = locate.convert_gguf
+
+    def convert_while_another_does(path: Path, out: Path) -> None:
+        convert_once(path, out)
+        target = out.parent / out.name.removeprefix(".").split(".")[0]
+        target.mkdir()
+        convert_once(path, target)
+
+    monkeypatch.setattr(locate, "convert_gguf", convert_while_another_does)
+    folder = locate(str(tmp_path / "x.gguf"))
+    assert list((tmp_path / "cache").iterdir()) == [folder]
+    SafetensorsFolder.open(folder)

@@ -1,0 +1,157 @@
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from l2d_jax.config.schema import ModelConfig
+from l2d_jax.data import tokenizer
+from l2d_jax.errors import InputError
+from l2d_jax.weights import mapping, model_folder
+from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_safetensors
+from tests.support import tiny
+from tests.support.programs import base_tensors, config, open_base, same_bits, write_base
+
+
+def base_config(folder, **changes):
+    return ModelConfig(**{"name": str(folder), "dtype": "float32", **changes})
+
+
+def edit_json(file, **changes):
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False}, {"architectures": ["Qwen2ForCausalLM"]}])
+def test_every_weight_arrives(tmp_path, mesh, changes):
+    base = open_base(base_config(write_base(tmp_path / "base", **changes)), mesh)
+    found = {name: make() for name, make in mapping.tensors(base.llm, mapping.LLM_ROWS)}
+    wanted = base_tensors(**changes)
+    assert found.keys() == wanted.keys()
+    assert all(found[name].tobytes() == wanted[name].tobytes() for name in wanted)
+
+
+def test_weights_are_brought_to_the_type_that_is_asked_for(tmp_path, mesh):
+    llm = open_base(base_config(write_base(tmp_path / "base"), dtype="bfloat16"), mesh).llm
+    assert {leaf.dtype for leaf in jax.tree.leaves(llm)} == {jnp.dtype(jnp.bfloat16)}
+    assert np.array_equal(llm.norm, base_tensors()["model.norm.weight"].astype(jnp.bfloat16))
+
+
+def test_shards_and_spare_tensors_of_old_exports(tmp_path, mesh):
+    folder = write_base(tmp_path / "base")
+    whole = open_base(base_config(folder), mesh).llm
+    (folder / "model.safetensors").unlink()
+    tensors = base_tensors()
+    spare = {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    spare["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+    write_safetensors(folder, (tensors | spare).items(), max_shard_bytes=30_000)
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
+    assert same_bits(open_base(base_config(folder), mesh).llm, whole)
+
+
+def test_a_shard_that_is_missing(tmp_path):
+    folder = write_base(tmp_path / "base")
+    (folder / "model.safetensors").unlink()
+    write_safetensors(folder, base_tensors().items(), max_shard_bytes=30_000)
+    sorted(folder.glob("model-*.safetensors"))[1].unlink()
+    with pytest.raises(InputError, match=r"lists model-00002-of-.*, which is absent"):
+        model_folder.find_base(base_config(folder))
+
+
+def test_an_untied_model_needs_its_head(tmp_path):
+    folder = write_base(tmp_path / "base")
+    edit_json(folder / "config.json", tie_word_embeddings=False)
+    with pytest.raises(InputError, match=r"missing: lm_head\.weight: take weights and config.json of one model"):
+        model_folder.find_base(base_config(folder))
+
+
+def test_qwen_weights_under_a_llama_config(tmp_path):
+    folder = write_base(tmp_path / "base", architectures=["Qwen2ForCausalLM"])
+    edit_json(folder / "config.json", architectures=["LlamaForCausalLM"])
+    with pytest.raises(InputError, match=r"not part of this architecture: .*k_proj.bias.* and 1 more"):
+        model_folder.find_base(base_config(folder))
+
+
+def test_ends_are_all_that_could_end_an_answer(tmp_path):
+    folder = write_base(tmp_path / "base", text=False)
+    assert model_folder.find_base(base_config(folder)).ends == ()
+    edit_json(folder / "config.json", eos_token_id=5)
+    assert model_folder.find_base(base_config(folder)).ends == (5,)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    assert model_folder.find_base(base_config(folder)).ends == (7, 9)
+    tokenizer.byte_tokenizer().save_pretrained(folder)
+    assert model_folder.find_base(base_config(folder)).ends == (7, 9, 258)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 258}')
+    assert model_folder.find_base(base_config(folder)).ends == (258,)
+
+
+def test_a_base_without_a_tokenizer(tmp_path):
+    assert model_folder.find_base(base_config(write_base(tmp_path / "base", text=False))).tokenizer is None
+
+
+def test_random_weights_follow_the_seed(mesh):
+    bases = [open_base(config().model, mesh, seed=seed) for seed in (0, 0, 1)]
+    assert same_bits(bases[0].llm, bases[1].llm)
+    assert not np.array_equal(bases[0].llm.embed, bases[2].llm.embed)
+    assert bases[0].ends == (258,)
+
+
+@pytest.mark.parametrize("changes", [{}, {"classes": 2}, {"layers": "dense"}])
+def test_a_path_comes_back_bit_for_bit(tmp_path, mesh, changes):
+    path = tiny.path("qwen", **changes)
+    model_folder.save_path(tmp_path, path, base="org/model")
+    found = model_folder.load_path(tmp_path, tiny.architecture("qwen"), mesh)
+    assert found.config == path.config
+    assert same_bits(found, path)
+    assert json.loads((tmp_path / "path.json").read_text())["base"] == "org/model"
+
+
+def test_a_path_that_does_not_fit_is_named(tmp_path, mesh):
+    model_folder.save_path(tmp_path, tiny.path(), base="org/model")
+    file = tmp_path / "path.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.0.mlp.flow_up_proj.A"]
+    tensors["model.layers.0.mlp.flow_up_proj.C"] = np.ones(2, np.float32)
+    tensors["model.timestep_embedder.mlp.0.bias"] = np.ones(2, np.float32)
+    save_file(tensors, file)
+    with pytest.raises(InputError) as caught:
+        model_folder.load_path(tmp_path, tiny.architecture("llama"), mesh)
+    for fault in (
+        "missing: model.layers.0.mlp.flow_up_proj.A",
+        "not part of this architecture: model.layers.0.mlp.flow_up_proj.C",
+        "misshaped: model.timestep_embedder.mlp.0.bias has shape [2], expected [24]",
+    ):
+        assert fault in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"path": {"widht": 3}}', "path.widht: did you mean 'width'?"),
+        ('{"path": 3}', "must be a section of options"),
+        ('{"path": ', "malformed JSON"),
+    ],
+)
+def test_a_bad_description_of_a_path_is_one_line(tmp_path, mesh, text, message):
+    model_folder.save_path(tmp_path, tiny.path(), base="org/model")
+    (tmp_path / "path.json").write_text(text)
+    with pytest.raises(InputError) as caught:
+        model_folder.load_path(tmp_path, tiny.architecture("llama"), mesh)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen"])
+def test_full_copies_start_as_the_language_models_layers(mesh, kind):
+    llm = tiny.llm(kind)
+    path = model_folder.new_path(tiny.path_config(layers="dense"), llm, mesh, seed=0)
+    for name in ("q", "o", "gate", "up", "down", *(["q_bias"] if kind == "qwen" else [])):
+        assert np.array_equal(getattr(path.layers, name), getattr(llm.layers, name)), name
+    scratch = model_folder.new_path(tiny.path_config(layers="dense", dense_init="scratch"), llm, mesh, seed=0)
+    assert not np.array_equal(scratch.layers.q, llm.layers.q)
+
+
+def test_the_checks_read_no_tensor(tmp_path, monkeypatch):
+    folder = write_base(tmp_path / "base")
+    monkeypatch.setattr(SafetensorsFolder, "read", None)
+    assert model_folder.find_base(base_config(folder)).architecture.hidden_size == 32
