@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from importlib.metadata import version
+from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # with libtpu installed, every start would look for a TPU
 # Most of the time goes into compiling programs that run once: these make it a third. The arithmetic is the same.
@@ -15,8 +16,13 @@ _QUICK = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_pa
 if version("jaxlib").startswith("0.10."):  # later ones have no other way to make a fusion
     _QUICK.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *_QUICK)).strip()
+# Compiled programs are kept from run to run, and shared by all test processes; what they are of is part of their key.
+_cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_cache_home / "l2d_jax" / "tests"))
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 _caches = tempfile.TemporaryDirectory(prefix="l2d_jax_tests_")  # removed when the interpreter exits
-os.environ["XDG_CACHE_HOME"] = _caches.name  # compiled programs and conversions, here and in child processes
+os.environ["XDG_CACHE_HOME"] = _caches.name  # conversions, here and in child processes
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

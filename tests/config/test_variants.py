@@ -15,7 +15,7 @@ from l2d_jax.performance.costs import trainable_parameters
 from tests.support.programs import ROOT, call
 
 FILES = {file.stem: str(file) for file in sorted((ROOT / "configs").glob("*.py"))}
-SHARED = re.findall(r"^def (\w+)\(", (ROOT / "l2d_jax" / "variants.py").read_text(), re.MULTILINE)
+SHARED = re.findall(r"^def (\w+)\(", (ROOT / "l2d_jax" / "config" / "variants.py").read_text(), re.MULTILINE)
 LLAMA1B = FILES["llama1b"]
 TRAINED = {  # of Llama 1B; less 240 columns, rows and biases around the token for width 16, and five classes of 256
     "dense": 992_945_408,
