@@ -1,7 +1,7 @@
 """Runs tasks of EleutherAI's lm-evaluation-harness: `python -m l2d_jax.lm_eval --workdir DIR --tasks piqa --out DIR`.
 
 Prompts, few-shot examples and metrics are the harness's; the model is asked as `harness` says. The table of results is
-printed; `results.json` and `samples.jsonl` go to `--out`. The harness is an extra: requirements-lm-eval.txt.
+printed; `results.json` and `samples.jsonl` go to `--out`. The harness is an extra: pip install '.[lm-eval]'.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def main() -> None:
         from l2d_jax.evaluation.lm_eval_model import Asking, Harness, require_tokenizer
     except ImportError as error:
         raise InputError(
-            f"lm-evaluation-harness cannot be imported ({error}): pip install -r requirements-lm-eval.txt"
+            f"lm-evaluation-harness cannot be imported ({error}): pip install '.[lm-eval]'"
         ) from None
     import lm_eval
 

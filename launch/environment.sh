@@ -1,10 +1,11 @@
 # shellcheck shell=bash
 # The project's Python environment, for the other scripts to source:
 #
-#   source launch/environment.sh [REQUIREMENTS]     default: requirements.txt
+#   source launch/environment.sh [EXTRAS]           of pyproject.toml, such as tpu, cuda, dev or dev,lm-eval
 #
-# Creates .venv in the clone (or the folder that L2D_VENV names), installs REQUIREMENTS into it at the tested versions
-# and puts it first on PATH. Installs nothing the second time, until a requirements or constraints file changes.
+# Creates .venv in the clone (or the folder that L2D_VENV names), installs the package into it from the clone, editable,
+# with the EXTRAS and at the tested versions, and puts it first on PATH. Installs nothing the second time, until
+# requirements.txt, pyproject.toml or the constraints change.
 # L2D_PYTHON names the interpreter to build on; by default the first one that will do.
 
 _l2d_find_python() {
@@ -22,7 +23,7 @@ _l2d_find_python() {
 }
 
 _l2d_environment() {
-  local root requirements=$1 venv python version constraints stamp wanted
+  local root extras=$1 venv python version constraints stamp wanted
   root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) || return
   venv=${L2D_VENV:-$root/.venv}
   [[ $venv == /* ]] || venv=$PWD/$venv
@@ -38,13 +39,14 @@ _l2d_environment() {
   fi
 
   version=$("$venv/bin/python" -c 'import sys; print("%d%d" % sys.version_info[:2])') || return
-  constraints=$root/constraints-py$version.txt
-  stamp=$venv/.installed-$requirements
-  # All of the files: they include one another.
-  wanted=$(cat "$root"/requirements*.txt "$root"/constraints-py*.txt | cksum) || return
+  constraints=$root/launch/constraints-py$version.txt
+  stamp=$venv/.installed-${extras:-plain}
+  # The clone, too: an environment may serve another one than before.
+  wanted=$(cat "$root"/{requirements.txt,pyproject.toml} "$root"/launch/constraints-py*.txt | cksum) || return
+  wanted="$wanted $root"
   if [[ ! -e $stamp || $(<"$stamp") != "$wanted" ]]; then
-    echo "installing $requirements into $venv (some minutes the first time)" >&2
-    local arguments=(--requirement "$root/$requirements")
+    echo "installing l2d_jax${extras:+[$extras]} into $venv (some minutes the first time)" >&2
+    local arguments=(--editable "$root${extras:+[$extras]}")
     if [[ -e $constraints ]]; then
       arguments+=(--constraint "$constraints")
     else
@@ -59,4 +61,4 @@ _l2d_environment() {
   export PATH=$venv/bin:$PATH
 }
 
-_l2d_environment "${1:-requirements.txt}"
+_l2d_environment "${1:-}"

@@ -4,6 +4,6 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-source launch/environment.sh requirements-dev.txt
+source launch/environment.sh dev
 source launch/smollm2.sh # one real model, end to end
 exec python -m pytest --numprocesses=2 --dist=loadfile "$@"

@@ -45,12 +45,12 @@ if [[ -n $install ]]; then
   fi
   # The TPU runtime starts and stops much faster with them on v5e and later: JAX warns where they are off.
   _l2d_run sudo sh -c 'echo always > /sys/kernel/mm/transparent_hugepage/enabled'
-  _l2d_run source launch/environment.sh requirements-tpu.txt
+  _l2d_run source launch/environment.sh tpu
 else
   _l2d_check_program "${1:-}"
   program=$1
   shift
-  _l2d_run source launch/environment.sh requirements-tpu.txt
+  _l2d_run source launch/environment.sh tpu
   _l2d_run source launch/flags.sh tpu
   _l2d_run exec python -m "l2d_jax.$program" "$@"
 fi

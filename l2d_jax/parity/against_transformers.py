@@ -206,5 +206,5 @@ def _require_torch() -> Any:
     try:
         import torch
     except ImportError:
-        raise InputError("transformers' own models need torch: install requirements-torch.txt") from None
+        raise InputError("transformers' own models need torch: pip install '.[torch]'") from None
     return torch

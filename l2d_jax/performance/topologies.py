@@ -20,7 +20,7 @@ from l2d_jax.config.parsing import nearest
 from l2d_jax.errors import InputError
 
 GIB = 2**30
-INSTALL = "pip install -r requirements-tpu.txt"
+INSTALL = "pip install '.[tpu]'"
 # libtpu is to describe and compile alone: neither to look for the machine's own TPUs, nor to lock them, nor to complain
 # that there are none.
 ENVIRONMENT = {

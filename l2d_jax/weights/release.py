@@ -229,7 +229,7 @@ def _import_torch(file: Path) -> Any:
     try:
         import torch
     except ImportError:
-        raise InputError(f"{file} needs torch: install requirements-torch.txt, or use a .safetensors file") from None
+        raise InputError(f"{file} needs torch: pip install '.[torch]', or use a .safetensors file") from None
     return torch
 
 

@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 from tests.support import tiny
 from tests.support.programs import write_base
 
-pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: requirements-lm-eval.txt")
+pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: the extra lm-eval")
 
 from lm_eval.api.instance import Instance
 

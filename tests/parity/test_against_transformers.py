@@ -253,7 +253,7 @@ def test_without_torch_it_says_so_before_it_reads_weights(tmp_path, monkeypatch)
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setattr(SafetensorsFolder, "read", lambda *_: pytest.fail("read a weight"))
     base = write_base(tmp_path / "base", text=False)
-    assert "need torch: install requirements-torch.txt" in run(base).error
+    assert "need torch: pip install '.[torch]'" in run(base).error
 
 
 def test_models_that_transformers_cannot_be_given(folders, tmp_path):

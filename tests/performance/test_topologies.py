@@ -9,9 +9,7 @@ from l2d_jax.errors import InputError
 from l2d_jax.performance import topologies
 from l2d_jax.performance.topologies import GENERATIONS, Topology
 
-with_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: requirements-tpu.txt"
-)
+with_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: the extra tpu")
 
 
 def test_names():
@@ -40,7 +38,7 @@ def test_a_bad_name_is_one_line(text, slices, message):
 
 def test_without_libtpu_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(topologies.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"needs libtpu.*: pip install -r requirements-tpu\.txt"):
+    with pytest.raises(InputError, match=r"needs libtpu.*: pip install '\.\[tpu\]'"):
         Topology.parse("v5e:2x2").devices()
 
 

@@ -88,7 +88,7 @@ def test_bad_input_is_one_line(here, arguments, message):
     assert here == []
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: requirements-tpu.txt")
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: the extra tpu")
 def test_for_a_tpu(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     arguments = (*SMALL, "--topology", "v5e:2x2", "--json")

@@ -58,7 +58,7 @@ def test_scripts_are_well_formed(script):
     found = str(checker) if checker.exists() else shutil.which("shellcheck")
     subprocess.run(["bash", "-n", script], check=True)
     if found is None:
-        pytest.skip("shellcheck is not installed: requirements-dev.txt has it")
+        pytest.skip("shellcheck is not installed: the extra dev has it")
     done = subprocess.run([found, "--external-sources", script], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")
 
@@ -74,7 +74,7 @@ def test_help_names_every_option(script):
 
 def test_a_tpu_vm_runs_any_program():
     environment, flags, run = printed("tpu_vm.sh", "--print", "generate", "--prompt", *HOSTILE)
-    assert environment == ["source", "launch/environment.sh", "requirements-tpu.txt"]
+    assert environment == ["source", "launch/environment.sh", "tpu"]
     assert flags == ["source", "launch/flags.sh", "tpu"]
     assert run == ["exec", "python", "-m", "l2d_jax.generate", "--prompt", *HOSTILE]
 

@@ -13,7 +13,7 @@ from l2d_jax.weights import model_folder
 from tests.support.programs import call, open_base, write_base
 
 needs_it = pytest.mark.skipif(
-    importlib.util.find_spec("lm_eval") is None, reason="needs lm-evaluation-harness: requirements-lm-eval.txt"
+    importlib.util.find_spec("lm_eval") is None, reason="needs lm-evaluation-harness: the extra lm-eval"
 )
 SMALL = PathConfig(width=8, translation_width=8, frequency_width=8, condition_width=8, lora_rank=2, lora_alpha=2.0)
 ANSWERS = [{"question": f"{i} + {i} =", "answer": f"{2 * i}"} for i in range(5)]
@@ -152,4 +152,4 @@ def test_without_the_harness(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     outcome = run(tmp_path / "out", tmp_path, "--model", "anything", "--tasks", "piqa")
-    assert outcome.error.endswith("pip install -r requirements-lm-eval.txt")
+    assert outcome.error.endswith("pip install '.[lm-eval]'")

@@ -297,5 +297,5 @@ def test_without_torch_no_torch_file_is_written(tmp_path, monkeypatch):
     model = import_release(tmp_path / "release", tmp_path / "model")
     monkeypatch.setitem(__import__("sys").modules, "torch", None)
     arguments = ["--model", model, "--format", "l2d", "--torch", "--out", tmp_path / "out"]
-    assert "needs torch: install requirements-torch.txt" in call(convert.main, "export", *arguments).error
+    assert "needs torch: pip install '.[torch]'" in call(convert.main, "export", *arguments).error
     assert not (tmp_path / "out").exists()

@@ -1,0 +1,90 @@
+"""The house keeps its order: packages import downward, folders and files stay small, a public name has one home."""
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "l2d_jax"
+FLOORS = (  # each may import from those above it
+    {"errors", "files"},
+    {"config"},
+    {"distributed", "data"},
+    {"model"},
+    {"weights", "decoding"},
+    {"training"},
+    {"loading"},
+    {"evaluation", "performance", "parity"},
+    {"reports"},
+)  # and then the programs, which import from all
+FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
+FILES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def module(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(tree: ast.Module) -> set[str]:
+    """The modules of the package that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("l2d_jax"):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (names & MODULES) or {node.module}
+    return found
+
+
+MODULES = {module(path) for path in FILES}
+IMPORTS = {module(path): imports(tree) for path, tree in FILES.items()}
+
+
+def room(name: str) -> str:
+    return name.removeprefix("l2d_jax").removeprefix(".").partition(".")[0]
+
+
+def test_rooms_import_downward():
+    # distributed and data, weights and decoding, and evaluation, performance and parity share a floor.
+    arrows = {(room(a), room(b)) for a, names in IMPORTS.items() for b in names if room(a) != room(b)}
+    programs = len(FLOORS)
+    upward = {(a, b) for a, b in arrows if FLOOR.get(b, programs) > FLOOR.get(a, programs)}
+    assert upward == set()
+    rooms = {name for names in FLOORS for name in names}
+    assert {(a, b) for a, b in arrows if (b, a) in arrows and {a, b} <= rooms} == set()
+
+
+def test_no_module_imports_itself_through_others():
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join((*path, name))
+        if name not in done:
+            for other in IMPORTS[name] - {name}:
+                visit(other, (*path, name))
+            done.add(name)
+
+    done: set[str] = set()
+    for name in MODULES:
+        visit(name, ())
+
+
+@pytest.mark.parametrize("path", FILES, ids=module)
+def test_files_stay_small(path):
+    assert len(path.read_text().splitlines()) <= 300
+    if path.name == "__init__.py" and path.parent != PACKAGE:  # hands on names only
+        assert all(isinstance(node, ast.Expr | ast.ImportFrom) for node in FILES[path].body)
+
+
+def test_folders_stay_small():
+    counts = {folder: len(list(folder.glob("*.py"))) for folder in {path.parent for path in FILES}}
+    assert counts.pop(PACKAGE) <= 22
+    assert max(counts.values()) <= 20
+
+
+def test_a_public_name_has_one_home():
+    homes = defaultdict(set)
+    for path, tree in FILES.items():
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                homes[node.name].add(module(path))
+    twice = {name: found for name, found in homes.items() if len(found) > 1 and name != "main"}
+    assert len(twice) <= 8, twice
