@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from l2d_jax import tasks
 from l2d_jax.config.schema import CATEGORIES
 from l2d_jax.data.tokenizer import byte_tokenizer, prompt_ids
 from l2d_jax.errors import InputError
+from l2d_jax.evaluation import tasks
 from l2d_jax.evaluation.tasks.problem import Sampling
 from l2d_jax.evaluation.tasks.registry import PAPER, TASKS, find
 from l2d_jax.evaluation.tasks.task import Task, encode_problems
@@ -22,7 +22,7 @@ DATA = ROOT.parent / "shared" / "data"
 
 
 def test_every_docstring_says_what_happens() -> None:
-    modules = [f"l2d_jax.tasks.{module.name}" for module in pkgutil.iter_modules(tasks.__path__)]
+    modules = [f"l2d_jax.evaluation.tasks.{module.name}" for module in pkgutil.iter_modules(tasks.__path__)]
     results = [doctest.testmod(importlib.import_module(name)) for name in (*modules, "l2d_jax.evaluation.statistics")]
     assert sum(result.failed for result in results) == 0
     assert sum(result.attempted for result in results) >= 20

@@ -60,6 +60,19 @@ def test_what_makes_another_question(monkeypatch):
     assert len({*keys, asked()}) == 7
 
 
+def test_new_source_is_another_question(monkeypatch, tmp_path):
+    for name in ("compile.py", "model/llm.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x = 1")
+    monkeypatch.setattr(program, "__file__", str(tmp_path / "compile.py"))
+    monkeypatch.setattr(program, "LIBRARIES", ("jax",))
+    question = program.Question("train", config(), Topology.parse("v5e:2x2"), 8, 64)
+    before = question.key()
+    assert question.key() == before
+    (tmp_path / "model" / "llm.py").write_text("x = 2")
+    assert question.key() != before
+
+
 def test_a_program_that_is_refused(here, monkeypatch):
     class Refused(jax.stages.Lowered):
         def __init__(self):

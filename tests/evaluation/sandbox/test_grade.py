@@ -172,8 +172,9 @@ def answer(x): return [kind(descriptor) for descriptor in range(4096) if kind(de
 @isolated
 def test_nothing_outlives_its_parent():
     source = f"""
-from l2d_jax.isolation import Limits
-from l2d_jax.sandbox import Submission, grade
+from l2d_jax.evaluation.sandbox.grade import grade
+from l2d_jax.evaluation.sandbox.isolation import Limits
+from l2d_jax.evaluation.sandbox.submission import Submission
 endless = Submission("while True: pass", "", ())
 grade([endless] * 2, processes=2, limits=Limits(folder_bytes={MARK}))
 """
