@@ -34,9 +34,7 @@ def main() -> None:
     try:
         from l2d_jax.evaluation.lm_eval_model import Asking, Harness, require_tokenizer
     except ImportError as error:
-        raise InputError(
-            f"lm-evaluation-harness cannot be imported ({error}): pip install '.[lm-eval]'"
-        ) from None
+        raise InputError(f"lm-evaluation-harness cannot be imported ({error}): pip install '.[lm-eval]'") from None
     import lm_eval
 
     found = find(options.workdir or options.model, dtype=options.dtype)
