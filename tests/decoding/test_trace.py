@@ -22,6 +22,7 @@ from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.context import Context
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
+from l2d_jax.reports import trace as pages
 from tests.support import tiny
 from tests.support.programs import call, write_base
 
@@ -205,14 +206,14 @@ def token(text, **changes):
 
 
 ANSWERS = [
-    trace.AnswerTrace(0, f"Say {HOSTILE} $legend", DecodeConfig(), [token(HOSTILE), token("\n"), token("")]),
-    trace.AnswerTrace(0, "Bye\n", DecodeConfig(budget=1), [token("ok", skipped=True, settled=0.0)]),
-    trace.AnswerTrace(1, "?", DecodeConfig(), []),
+    pages.AnswerTrace(0, f"Say {HOSTILE} $legend", DecodeConfig(), [token(HOSTILE), token("\n"), token("")]),
+    pages.AnswerTrace(0, "Bye\n", DecodeConfig(budget=1), [token("ok", skipped=True, settled=0.0)]),
+    pages.AnswerTrace(1, "?", DecodeConfig(), []),
 ]
 
 
 def test_rows(tmp_path):
-    trace.write(tmp_path, ANSWERS)
+    pages.write(tmp_path, ANSWERS)
     rows = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
     assert [(row["sequence"], row["prompt"], row["position"]) for row in rows] == [
         (0, 0, 0),
@@ -252,7 +253,7 @@ class Page(HTMLParser):
 
 
 def test_a_page_is_whole_and_escapes_all_text(tmp_path):
-    trace.write(tmp_path, ANSWERS)
+    pages.write(tmp_path, ANSWERS)
     text = (tmp_path / "trace.html").read_text(encoding="utf-8")
     page = Page(text)
     assert "script" not in page.names
@@ -299,7 +300,7 @@ def test_a_failed_trace_leaves_no_folder(base, tmp_path, monkeypatch):
     def fail(*_):
         raise InputError("full")
 
-    monkeypatch.setattr(trace, "page", fail)
+    monkeypatch.setattr(pages, "page", fail)
     out = tmp_path / "out"
     arguments = ["--model", base, "--prompt", "Hi", "--max_new_tokens", 4]
     assert call(program.main, *arguments, "--trace", out).error == "full"
