@@ -19,6 +19,7 @@ from jaxtyping import Bool, Int
 from transformers import PreTrainedTokenizerFast
 
 from l2d_jax.config.schema import DataConfig
+from l2d_jax.data import tokenizer as tokenization
 from l2d_jax.data.batch import Batch, stack
 from l2d_jax.data.packing import Plan, pack
 from l2d_jax.data.sources import most_examples, papers_count, read_rows
@@ -74,7 +75,7 @@ class Examples:
         one of so many `classes` for guidance where there are any, for a tokenizer without a chat template, and where no
         example fits the lengths of the config.
         """
-        tokenizer.require_chat_template(tokenizer)
+        tokenization.require_chat_template(tokenizer)
         name, limit = f"{config.source}/{split}", most_examples(config, split)
         rows = read_rows(config, split)
         _check_classes(rows, classes, name=name)
@@ -90,7 +91,7 @@ class Examples:
             raise InputError(_misfit(turns, config, name))
         kept = np.flatnonzero(fits)[_spread(counts.kept, limit or counts.kept)]
         counts = dataclasses.replace(counts, kept=len(kept), papers=papers_count(config, split))
-        return cls(config, counts, turns.with_format("numpy"), kept, tokenizer.padding_id(tokenizer))
+        return cls(config, counts, turns.with_format("numpy"), kept, tokenization.padding_id(tokenizer))
 
     def __len__(self) -> int:
         return len(self.kept)
@@ -202,7 +203,7 @@ def _tokenise(
 ) -> datasets.Dataset:
     """The turns of the rows of these numbers, or those of an earlier call from the cache of `datasets`."""
     # `datasets` knows a cached result by the arguments and by this function's name, so the code is an argument too.
-    code = hashlib.sha256((inspect.getsource(tokenizer) + inspect.getsource(_turns)).encode()).hexdigest()
+    code = hashlib.sha256((inspect.getsource(tokenization) + inspect.getsource(_turns)).encode()).hexdigest()
     given = {"numbers": numbers, "tokenizer": tokenizer, "name": name, "empty_thoughts": empty_thoughts, "code": code}
     options = {"with_indices": True, "remove_columns": rows.column_names, "features": FEATURES, "fn_kwargs": given}
     return rows.select(numbers).map(_turns, batched=True, desc=f"tokenising {name}", **options)
@@ -227,13 +228,13 @@ def _turns(
                 raise InputError(f"'messages' must be a list of objects with role and content, got {messages!r:.60}")
             if not isinstance(label, int) or label < 0:
                 raise InputError(f"'class' must be an integer, 0 or more, got {label!r}")
-            pairs = tokenizer.turn_texts(messages, tokenizer, empty_thoughts=empty_thoughts)
+            pairs = tokenization.turn_texts(messages, tokenizer, empty_thoughts=empty_thoughts)
         except InputError as error:
             raise InputError(f"row {numbers[index]} of {name} (the first is 0): {error}") from error
         texts += [text for pair in pairs for text in pair]
         classes += [label] * len(pairs)
         origins += [numbers[index]] * len(pairs)
-    ids = tokenizer.encode(texts, tokenizer)
+    ids = tokenization.encode(texts, tokenizer)
     turns = [context + answer for context, answer in zip(ids[::2], ids[1::2], strict=True)]
     lengths = {"context": [*map(len, ids[::2])], "length": [*map(len, turns)]}
     return {"tokens": turns, **lengths, "class": classes, "row": origins}

@@ -12,7 +12,7 @@ from tests.support.programs import ROOT
 HOLD = """
 import sys, time
 from pathlib import Path
-from l2d_jax.lock import hold
+from l2d_jax.training.workdir import hold
 with hold(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
