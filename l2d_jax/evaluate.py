@@ -61,11 +61,11 @@ def open_session(options: argparse.Namespace, config: Config | None) -> tuple[Se
     if options.label is not None:
         labels = {label_of(one.problem, plan.asking) for plan in plans for one in plan.asked}
         check_labels(found.path_config, sorted(label for label in labels if label is not None))
-    step = newest_step(found)
+    step = newest_step(found)  # resolved once: a training run may save another meanwhile
     processes.decide(
         lambda: [open_results(plan, options, found, step).folder.name for plan in plans]
     )  # before any weight
-    loaded = load(options.workdir or options.model, mesh=mesh, dtype=options.dtype)
+    loaded = load(options.workdir or options.model, mesh=mesh, dtype=options.dtype, step=step)
     return Session(options, found, loaded, run), plans
 
 

@@ -46,22 +46,26 @@ def find(folder: str | os.PathLike[str], *, dtype: str | None = None) -> Folder:
     return Folder(path, _base({"name": str(folder)}, dtype), DecodeConfig(**PLAIN), None, None)
 
 
-def load(folder: str | os.PathLike[str], *, mesh: Mesh | None = None, dtype: str | None = None) -> Loaded:
+def load(
+    folder: str | os.PathLike[str], *, mesh: Mesh | None = None, dtype: str | None = None, step: int | None = None
+) -> Loaded:
     """Open a workdir of training, a model folder, or a plain language model (which knows a budget of 1 alone).
 
     Args:
       folder: where the model is; a hub id, a GGUF file or a folder with a LoRA adapter is a plain model.
       mesh: the devices to use; None: all.
       dtype: "float32" or "bfloat16", of weights and products; None: as it was trained, bfloat16 for plain models.
+      step: the checkpoint of a workdir, which `newest_step` has found good; None: the newest good one.
 
     Raises:
       InputError: for anything that is missing, malformed or does not fit.
     """
     found = find(folder, dtype=dtype)
     mesh = runtime.start(MeshConfig()) if mesh is None else mesh
-    base, step = model_folder.find_base(found.base), None
+    base = model_folder.find_base(found.base)
     if found.trained is not None:
-        trained, step = _newest(found, found.trained, base, mesh)
+        step = newest_step(found) if step is None else step
+        trained = _restore(found, found.trained, base, mesh, step=step)
         model = method_of(found.trained).open(base, trained, mesh)
     else:
         llm = base.load(dtype=found.base.dtype, mesh=mesh)
@@ -78,29 +82,24 @@ def _base(options: dict[str, Any], dtype: str | None) -> ModelConfig:
 
 
 def newest_step(found: Folder) -> int | None:
-    """The step that `load` reads of a workdir, once JAX has started; None: the folder is none.
+    """The newest good checkpoint of a workdir, whose files are read, once JAX has started; None for another folder.
 
     Raises `InputError` for a workdir without a good checkpoint.
     """
     if found.trained is None:
         return None
     checkpoints = Checkpoints(found.path / "checkpoints")
-    step = _latest(checkpoints, found)
-    checkpoints.close()
-    return step
-
-
-def _latest(checkpoints: Checkpoints, found: Folder) -> int:
     step = checkpoints.latest()
+    checkpoints.close()
     if step is None:
         raise InputError(f"{found.path / 'checkpoints'} holds no good checkpoint: train it first")
     return step
 
 
-def _newest(found: Folder, config: Config, base: model_folder.FoundBase, mesh: Mesh) -> tuple[Any, int]:
+def _restore(found: Folder, config: Config, base: model_folder.FoundBase, mesh: Mesh, *, step: int | None) -> Any:
+    assert step is not None
     checkpoints, method = Checkpoints(found.path / "checkpoints"), method_of(config)
-    step = _latest(checkpoints, found)
     declared = sharding.abstract(method.declare(base.architecture), mesh)
     trained = checkpoints.restore(step, {method.part: declared})[method.part]
     checkpoints.close()
-    return trained, step
+    return trained

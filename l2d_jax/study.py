@@ -61,7 +61,7 @@ def main() -> None:
 
     def measured(name: str, model: str) -> dict[str, Any]:
         processes.report(f"measuring {name}: {model}")
-        loaded = load(model, mesh=mesh, dtype=config.model.dtype)
+        loaded = load(model, mesh=mesh, dtype=config.model.dtype, step=about[name]["step"])
         found = {"about": about[name], "trained": trained_parameters(folders[name], loaded)}
         found |= compare(loaded, config, options.solvers, options.budgets, mesh)
         if processes.is_first():

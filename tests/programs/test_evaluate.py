@@ -6,10 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from l2d_jax import evaluate, sweep
+from l2d_jax import evaluate, loading, sweep
 from l2d_jax.evaluation.sandbox import grade
 from l2d_jax.loading import load
-from tests.support.programs import TINY, call, write_base, write_model, write_tasks
+from l2d_jax.training import manifest
+from l2d_jax.training.checkpoint import Checkpoints
+from l2d_jax.weights import model_folder
+from tests.support.programs import TINY, call, config, open_base, write_base, write_model, write_tasks
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +70,33 @@ def test_another_evaluation_is_refused_before_weights_are_read(run, tmp_path, mo
     monkeypatch.setattr(evaluate, "load", None)
     error = run(tmp_path, "--budget", 1, "--seed", 1).error
     assert "holds another evaluation (asking was" in error
+
+
+def test_a_checkpoint_that_is_saved_meanwhile_is_not_taken(base, data, tmp_path, mesh, monkeypatch):
+    """What a training run does between the moment a step is chosen and the moment its weights are read."""
+    settings = config(model__name=base, train__checkpoint_every=1)
+    path = model_folder.new_path(settings.path, open_base(settings.model, mesh).llm, mesh, seed=0)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.json").write_text(json.dumps(settings.to_dict()))
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3)
+    checkpoints.save(3, {"path": path})
+    assert checkpoints.latest() == 3
+    verified = []
+
+    def choose(found):
+        step = loading.newest_step(found)
+        checkpoints.save(4, {"path": path})
+        assert checkpoints.latest() == 4
+        verified.clear()
+        monkeypatch.setattr(manifest, "verify", verified.append)
+        return step
+
+    monkeypatch.setattr(evaluate, "newest_step", choose)
+    words = ["--data_dir", data, "--max_new_tokens", 4, "--shots", 1, "--limit", 2, "--budget", 3, "--tasks", "gsm8k"]
+    outcome = call(evaluate.main, "--workdir", tmp_path, *words)
+    assert outcome.status == 0, outcome.err
+    assert json.loads((tmp_path / "eval/gsm8k/midpoint-3/results.json").read_text())["run"]["step"] == 3
+    assert verified == [], "the files of a checkpoint are read and hashed once"
 
 
 def test_answers_do_not_depend_on_batches(run, tmp_path):
