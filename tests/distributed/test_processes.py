@@ -83,8 +83,9 @@ def finish(processes, *, timeout=300):
 
 
 START = """
-from l2d_jax import command_line, runtime
-from l2d_jax.config import MeshConfig
+from l2d_jax import command_line
+from l2d_jax.config.schema import MeshConfig
+from l2d_jax.distributed import runtime
 command_line.run(lambda: runtime.start(MeshConfig()))
 """
 
@@ -104,9 +105,9 @@ def test_one_that_never_comes():
 TALK = """
 import sys, time, jax, numpy as np
 from pathlib import Path
-sys.path.append("tests")
-from l2d_jax import command_line, hosts, runtime, sharding
-from l2d_jax.config import MeshConfig
+from l2d_jax import command_line
+from l2d_jax.config.schema import MeshConfig
+from l2d_jax.distributed import processes, runtime, sharding
 from l2d_jax.errors import InputError
 
 def main():
@@ -114,33 +115,33 @@ def main():
     mesh = runtime.start(MeshConfig())
     index = jax.process_index()
     print(sharding.local_rows(mesh, 6), sharding.local_rows(runtime.start(MeshConfig(fsdp=1, tensor=-1)), 6))
-    assert hosts.decide(lambda: {"who": [index, "é"]}) == {"who": [0, "é"]}
+    assert processes.decide(lambda: {"who": [index, "é"]}) == {"who": [0, "é"]}
     def read():
         if index == 0:
             time.sleep(1)
             file.write_text("downloaded")
         return file.read_text()  # process 1 is on the same host and comes later
-    assert hosts.take_turns(read) == "downloaded"
-    hosts.report("one line")
+    assert processes.take_turns(read) == "downloaded"
+    processes.report("one line")
     if sys.argv[2] == "together":
-        import tiny
-        from l2d_jax import models
-        from l2d_jax.diffusion_path import DiffusionPath
+        from l2d_jax.model.diffusion_path import DiffusionPath
+        from l2d_jax.weights import model_folder
+        from tests.support import tiny
         declared = DiffusionPath.declare(tiny.path_config(), tiny.architecture("llama"))
-        models.save_path(file.parent, sharding.initialize(declared, jax.random.key(0), mesh), base="x")
-    for say in (hosts.take_turns, hosts.decide):
+        model_folder.save_path(file.parent, sharding.initialize(declared, jax.random.key(0), mesh), base="x")
+    for say in (processes.take_turns, processes.decide):
         def fail():
-            if (say is hosts.decide) or index == 1:
+            if (say is processes.decide) or index == 1:
                 raise InputError(f"bad in {index}")
         try:
             say(fail)
-        except hosts.SharedError as error:
+        except processes.SharedError as error:
             print(error)
     if sys.argv[2] == "alone":
         if index == 1:
             raise InputError("bad here alone")
         jax.experimental.multihost_utils.sync_global_devices("never")
-    hosts.decide(fail)
+    processes.decide(fail)
 
 command_line.run(main)
 """

@@ -140,7 +140,7 @@ def test_programs_run_inside_their_mesh():
 
 TWICE = """
 import os, signal
-from l2d_jax.preemption import Preemption
+from l2d_jax.training.preemption import Preemption
 with Preemption() as preemption:
     preemption.watch()
     os.kill(os.getpid(), signal.SIGTERM)

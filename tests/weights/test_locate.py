@@ -6,6 +6,7 @@ import ml_dtypes
 import pytest
 
 from l2d_jax.errors import InputError
+from l2d_jax.weights import locate as sources
 from l2d_jax.weights.locate import locate
 from l2d_jax.weights.safetensors_file import SafetensorsFolder
 from tests.support.tiny_gguf import write_gguf
@@ -83,7 +84,7 @@ def test_a_gguf_file_is_converted_once_and_again_when_it_changes(
     assert folder.parent == tmp_path / "cache"
     assert SafetensorsFolder.open(folder).dtype("model.norm.weight") == ml_dtypes.bfloat16
     with monkeypatch.context() as context:
-        context.setattr(locate, "convert_gguf", lambda *_, **__: pytest.fail("converted again"))
+        context.setattr(sources, "convert_gguf", lambda *_, **__: pytest.fail("converted again"))
         assert locate(str(path)) == folder
     write_gguf(path, tied=False)
     other = locate(str(path))
@@ -113,7 +114,7 @@ def test_a_conversion_that_another_process_finished_first_is_taken(
 ) -> None:
     monkeypatch.setenv("L2D_JAX_CACHE", str(tmp_path / "cache"))
     write_gguf(tmp_path / "x.gguf")
-    convert_once = locate.convert_gguf
+    convert_once = sources.convert_gguf
 
     def convert_while_another_does(path: Path, out: Path) -> None:
         convert_once(path, out)
@@ -121,7 +122,7 @@ def test_a_conversion_that_another_process_finished_first_is_taken(
         target.mkdir()
         convert_once(path, target)
 
-    monkeypatch.setattr(locate, "convert_gguf", convert_while_another_does)
+    monkeypatch.setattr(sources, "convert_gguf", convert_while_another_does)
     folder = locate(str(tmp_path / "x.gguf"))
     assert list((tmp_path / "cache").iterdir()) == [folder]
     SafetensorsFolder.open(folder)
