@@ -156,7 +156,7 @@ def test_a_failure_while_writing_leaves_nothing(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(convert.models, "write_path", fail)
+    monkeypatch.setattr(convert.model_folder, "write_path", fail)
     assert import_release(tmp_path / "release", tmp_path / "out").status == 130
     assert files(tmp_path) == ["release"]
 
