@@ -35,6 +35,7 @@ class Table(nnx.Module):
     def at(self, t: Float[Array, "1 1"], labels: Int[Array, "B M"] | None) -> Conditions:
         """The entries of one time; labels None: the null class, which is the last."""
         index = jnp.argmin(jnp.abs(self.times - t[0, 0]))
+        assert self.conditions.modulation is not None
         picked = jnp.array([[-1]]) if labels is None else labels
         return Conditions(self.conditions.modulation[:, index][:, picked], self.conditions.merge[index][picked])
 
@@ -97,16 +98,8 @@ def evaluate(
     path = model.path
 
     def branch(labels: Array | None) -> Array:
-        update = path(
-            model.llm,
-            x,
-            t,
-            cache=context.cache,
-            positions=context.positions,
-            labels=labels,
-            conditions=None if table is None else table.at(t, labels),
-        )
-        return context.hidden + update
+        conditions = None if table is None else table.at(t, labels)
+        return context.hidden + path(model.llm, x, t, context._replace(labels=labels), conditions=conditions)
 
     if context.labels is None:
         return branch(None)[None]

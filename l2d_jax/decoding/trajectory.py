@@ -156,8 +156,7 @@ def _integrate(
         )
         return times, states[:, 0, 0], rejected
 
-    labels = None if context.labels is None else context.labels[0]
-    rows = (context.hidden[0], context.positions[0], labels, noise, keys)
+    rows = (*jax.tree.map(lambda a: a[0], (context.hidden, context.positions, context.labels)), noise, keys)
     times, states, rejected = jax.vmap(alone, out_axes=(1, 1, 0))(*rows)
     accepted = jnp.isfinite(times).sum(axis=0)
     return _Path(

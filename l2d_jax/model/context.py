@@ -12,12 +12,12 @@ from l2d_jax.model.llm import LLM
 
 
 class Context(NamedTuple):
-    """All that the path and the head need of the frozen pass."""
+    """What M diffusion tokens read of the frozen pass, and where each of them sits."""
 
-    hidden: Float[Array, "B M D"]  # last hidden state of the main path at `positions`
-    cache: KVCache
-    positions: Int[Array, "B M"]
-    labels: Int[Array, "B M"] | None = None  # classes for guidance
+    hidden: Float[Array, "B M D"]  # last hidden state of the main-path token that each one accompanies
+    cache: KVCache  # at least up to `positions`
+    positions: Int[Array, "B M"] | None  # of those main-path tokens; None: of each slot of the cache, M / S times
+    labels: Int[Array, "#B #M"] | None = None  # classes for guidance; None: the null class
     segments: Int[Array, "B M"] | None = None  # examples of a packed row
 
 

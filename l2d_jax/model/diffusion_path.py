@@ -21,8 +21,8 @@ from l2d_jax.distributed.sharding import Declared, Weight, constrain
 from l2d_jax.model import diffusion
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.attention import attention
+from l2d_jax.model.context import Context
 from l2d_jax.model.gathering import gather
-from l2d_jax.model.kv_cache import KVCache
 from l2d_jax.model.layers import Linear, Lora, Mlp, kept_product, rms_norm, rope, rope_frequencies
 from l2d_jax.model.llm import LLM, bias
 from l2d_jax.model.llm import Layers as LLMLayers
@@ -45,10 +45,10 @@ class PathLayers(nnx.Module):
 
 
 class Conditions(NamedTuple):
-    """All that the time and the class determine, which decoding computes once for all evaluations of a grid."""
+    """What time and class alone determine, which decoding computes once for all evaluations of a grid."""
 
-    modulation: Float[Array, "L *b P D"]  # scale, shift and gate of every block
-    merge: Float[Array, "*b D"]  # w_d(t)
+    modulation: Float[Array, "L *b P D"] | None  # scale, shift and gate of each block; None: computed block by block
+    merge: Float[Array, "*b #D"]  # w_d(t)
 
 
 @nnx.dataclass
@@ -149,63 +149,29 @@ class DiffusionPath(nnx.Module):
         _, modulation = jax.lax.scan(lambda _, own: (None, own(condition)), None, self.layers.modulation)
         return Conditions(modulation, self.merge_weight(t, labels))
 
-    def __call__(  # noqa: PLR0913 (what places a query, and what it is told)
+    def __call__(
         self,
         llm: LLM,
         x: Float[Array, "B M C"],
         t: Float[Array, "#B #M"],
+        context: Context,
         *,
-        cache: KVCache,
-        positions: Int[Array, "B M"] | None = None,
-        segments: Int[Array, "B M"] | None = None,
-        labels: Int[Array, "#B #M"] | None = None,
         conditions: Conditions | None = None,
         remat: Callable[..., Any] | None = None,
     ) -> Float[Array, "B M D"]:
-        """The correction w_d(t) * f_d(x_t, t) of the hidden states at `positions`; arguments as of `features`."""
-        modulation = None if conditions is None else conditions.modulation
-        f = self.features(
-            llm,
-            x,
-            t,
-            cache=cache,
-            positions=positions,
-            segments=segments,
-            labels=labels,
-            modulation=modulation,
-            remat=remat,
-        )
-        weight = self.merge_weight(t, labels) if conditions is None else conditions.merge
-        return weight.astype(f.dtype) * f
-
-    def features(  # noqa: PLR0913 (as above)
-        self,
-        llm: LLM,
-        x: Float[Array, "B M C"],
-        t: Float[Array, "#B #M"],
-        *,
-        cache: KVCache,
-        positions: Int[Array, "B M"] | None = None,
-        segments: Int[Array, "B M"] | None = None,
-        labels: Int[Array, "#B #M"] | None = None,
-        modulation: Float[Array, "L #B #M P D"] | None = None,
-        remat: Callable[..., Any] | None = None,
-    ) -> Float[Array, "B M D"]:
-        """The output f_d(x_t, t) of the path's layers, before it is weighted.
+        """The correction w_d(t) * f_d(x_t, t) of the context's hidden states.
 
         Args:
           llm: the frozen main path, whose weights the path's layers share.
           x: diffusion tokens x_t, in float32.
           t: time in [0, 1], per position or shared.
-          cache: keys and values of the main path, at least up to `positions`.
-          positions: of the main-path token that each diffusion token accompanies; None: M / S side by side for each
-            slot of the cache.
-          segments: the sequence of each diffusion token, where the cache's rows hold several and positions are given.
-          labels: classes for guidance, per position or shared; None: the null class.
-          modulation: of `conditions` at t and the labels; None: computed here, block by block.
+          context: the cache that the path reads, and the place and class of each diffusion token.
+          conditions: of t and the labels; None: computed here.
           remat: wraps the block for rematerialisation in training, such as `jax.checkpoint`; None: no wrapping.
         """
-        assert positions is None or (segments is None) == (cache.segments is None)
+        cache, positions, labels = context.cache, context.positions, context.labels
+        modulation = None if conditions is None else conditions.modulation
+        assert positions is None or (context.segments is None) == (cache.segments is None)
         dtype = llm.embed.dtype
         epsilon = llm.architecture.rms_norm_eps
         frequencies = rope_frequencies(llm.architecture)
@@ -237,7 +203,7 @@ class DiffusionPath(nnx.Module):
                     v,
                     q_positions=positions,
                     kv_positions=cache.positions,
-                    q_segments=segments,
+                    q_segments=context.segments,
                     kv_segments=cache.segments,
                     shared=before,
                 )
@@ -252,7 +218,9 @@ class DiffusionPath(nnx.Module):
             y = self.translation(diffusion.scale_input(x, t, self.config.sigma)).astype(dtype)
             y = constrain(y, "batch", "length", "embed_activation")
             scanned = (llm.layers, self.layers, cache.layers(), modulation)
-            return jax.lax.scan(remat(block) if remat else block, y, scanned)[0]
+            f, _ = jax.lax.scan(remat(block) if remat else block, y, scanned)
+        weight = self.merge_weight(t, labels) if conditions is None else conditions.merge
+        return weight.astype(f.dtype) * f
 
 
 def _modulate(modulation: Mlp, condition: Float[Array, "*B E"]) -> list[Float[Array, "*B D"]]:

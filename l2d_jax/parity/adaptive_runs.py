@@ -63,7 +63,7 @@ def adaptive_trajectory(model: Model, a: Recording, key: str, run: Mapping[str, 
     settings = _settings(run)
     rows = ROWS[next(part for part in key.split(".") if part in ROWS)]
     context = context_of(model, a, run, padded=False, rows=rows)
-    shape = (*context.positions.shape, recorded["x0"].shape[-1])
+    shape = (*context.hidden.shape[:2], recorded["x0"].shape[-1])
     noise, last = (np.broadcast_to(x, shape) for x in (recorded["x0"], recorded["traj"][-1]))
 
     evaluations, steps = _loop(model, context, settings, noise, end=end)
@@ -110,7 +110,7 @@ def _settings(run: Mapping[str, Any]) -> Refinement:
 @jax.jit
 def _diffrax(model: Model, context: Context, settings: Refinement, noise: Any, end: Any) -> Any:
     """Accepted times and states far beyond the end, and the solution that ends there; one norm for all."""
-    keys = jax.random.split(jax.random.key(0), context.positions.shape)
+    keys = jax.random.split(jax.random.key(0), context.hidden.shape[:2])
     target = make_target(model, context, settings=settings, keys=keys)
     solve = partial(integrate.solve_adaptive, target, noise, most=settings.steps, end=end)
     follow = partial(integrate.adaptive_trajectory, target, noise, stop=BEYOND, room=ROOM)

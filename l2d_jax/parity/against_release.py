@@ -16,7 +16,7 @@ from l2d_jax.config.schema import OptimConfig
 from l2d_jax.data.batch import Batch
 from l2d_jax.model import diffusion, lm_head
 from l2d_jax.model.context import Context, read_context
-from l2d_jax.model.diffusion_path import DiffusionPath
+from l2d_jax.model.diffusion_path import Conditions, DiffusionPath
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
 from l2d_jax.parity.adaptive_runs import adaptive_trajectories
@@ -180,7 +180,7 @@ def _head(llm: LLM, context: Context) -> jax.Array:
 
 @jax.jit
 def _features(path: DiffusionPath, llm: LLM, x: Any, t: Any, context: Context) -> jax.Array:
-    return path.features(llm, x, t, cache=context.cache, positions=context.positions)
+    return path(llm, x, t, context, conditions=Conditions(modulation=None, merge=jnp.ones(1)))  # f_d alone
 
 
 @jax.jit

@@ -63,7 +63,7 @@ def trajectory(model: Model, a: Recording, key: str, run: Mapping[str, Any]) -> 
     context = context_of(model, a, run, padded=".pad" in key)
     samples = a[f"ode.{key}.samples"] if f"ode.{key}.samples" in a else np.zeros((0, len(recorded["x0"])))
     draws = Draws.build(recorded["times"], samples)
-    shape = (*context.positions.shape, recorded["x0"].shape[-1])
+    shape = (*context.hidden.shape[:2], recorded["x0"].shape[-1])
     noise, last = (jnp.broadcast_to(x, shape) for x in (recorded["x0"], recorded["traj"][-1]))
     states = np.asarray(_states(model, context, settings, draws, noise, jnp.float32(end), steps=len(grid) - 1))
     loop = _loop(model, context, settings, draws, states, grid)
@@ -105,7 +105,7 @@ def context_of(
     if run["class_labels"] is None:
         return context
     labels = jnp.array(run["class_labels"], jnp.int32)[:, None]
-    return context._replace(labels=jnp.broadcast_to(labels, context.positions.shape))
+    return context._replace(labels=jnp.broadcast_to(labels, context.hidden.shape[:2]))
 
 
 @partial(jax.jit, static_argnames="steps")
@@ -113,7 +113,7 @@ def _states(
     model: Model, context: Context, settings: Refinement, draws: Draws, noise: Any, end: Any, *, steps: int
 ) -> Any:
     """diffrax's states on the grid."""
-    keys = jax.random.split(jax.random.key(0), context.positions.shape)
+    keys = jax.random.split(jax.random.key(0), context.hidden.shape[:2])
     target = make_target(model, context, settings=settings, keys=keys, end=end)
 
     def injected(t: Any, x: Any) -> Any:  # the drawn tokens are given; beyond them the temperature was zero

@@ -107,7 +107,7 @@ def _read(llm: LLM, tokens: jax.Array, positions: jax.Array, queries: jax.Array)
 def logits_at(model: Model, context: Context, x: Any, t: Any, labels: Any = None) -> jax.Array:
     """Logits of one evaluation of the path; t and labels per position or shared, labels None: the null class."""
     assert model.path is not None
-    shape = context.positions.shape
+    shape = context.hidden.shape[:2]
     labels = model.path.config.classes if labels is None else labels
     t, labels = jnp.broadcast_to(jnp.float32(t), shape), jnp.broadcast_to(jnp.int32(labels), shape)
     return _logits(model, context._replace(labels=labels), jnp.asarray(x, jnp.float32), t)
@@ -116,6 +116,4 @@ def logits_at(model: Model, context: Context, x: Any, t: Any, labels: Any = None
 @jax.jit
 def _logits(model: Model, context: Context, x: jax.Array, t: jax.Array) -> jax.Array:
     assert model.path is not None
-    positions, labels = context.positions, context.labels
-    update = model.path(model.llm, x, t, cache=context.cache, positions=positions, labels=labels)
-    return model.llm.logits(context.hidden + update)
+    return model.llm.logits(context.hidden + model.path(model.llm, x, t, context))

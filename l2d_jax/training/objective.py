@@ -83,18 +83,10 @@ def correct(
     """Hidden states corrected by one evaluation of the path at the drawn t, on corrupted true tokens."""
     noise = path.config.sigma * draws.noise
     x = diffusion.interpolate(path.embed(llm.lookup(batch.targets)), noise, draws.t)
-    is_everywhere = batch.queries is None
-    update = path(
-        llm,
-        x,
-        draws.t,
-        cache=context.cache,
-        positions=None if is_everywhere else context.positions,
-        segments=None if is_everywhere else context.segments,
-        labels=draws.labels,
-        remat=remat,
-    )
-    return context.hidden + update
+    context = context._replace(labels=draws.labels)
+    if batch.queries is None:  # a kernel that need not be told the positions is faster
+        context = context._replace(positions=None)
+    return context.hidden + path(llm, x, draws.t, context, remat=remat)
 
 
 def shares(

@@ -16,7 +16,8 @@ from jax.sharding import Mesh
 from l2d_jax.config.schema import PathConfig
 from l2d_jax.distributed import sharding
 from l2d_jax.model.architecture import Architecture
-from l2d_jax.model.diffusion_path import DiffusionPath, start_from
+from l2d_jax.model.context import Context
+from l2d_jax.model.diffusion_path import Conditions, DiffusionPath, start_from
 from l2d_jax.model.kv_cache import KVCache
 from l2d_jax.model.llm import LLM
 from l2d_jax.weights import model_folder
@@ -33,20 +34,20 @@ T = jnp.array([[0.0, 1e-3, 0.3, 0.7, 0.999, 1.0]])
 
 
 @jax.jit
-def read(llm: LLM, tokens: jax.Array) -> KVCache:
-    return llm(tokens, tiny.positions(tokens))[1]
+def read(llm: LLM, tokens: jax.Array, labels: Any = None) -> Context:
+    hidden, cache = llm(tokens, tiny.positions(tokens))
+    return Context(hidden, cache, tiny.positions(tokens), labels)
 
 
 @jax.jit
-def features(path: DiffusionPath, llm: LLM, x: Any, t: Any, cache: KVCache, positions: Any, labels: Any = None) -> Any:
-    return path.features(llm, x, t, cache=cache, positions=positions, labels=labels)
+def features(path: DiffusionPath, llm: LLM, x: Any, t: Any, context: Context) -> Any:
+    """The output of the path's layers before it is weighted."""
+    return path(llm, x, t, context, conditions=Conditions(modulation=None, merge=jnp.ones(1)))
 
 
 @jax.jit
-def correction(
-    path: DiffusionPath, llm: LLM, x: Any, t: Any, cache: KVCache, positions: Any, labels: Any = None
-) -> Any:
-    return path(llm, x, t, cache=cache, positions=positions, labels=labels)
+def correction(path: DiffusionPath, llm: LLM, x: Any, t: Any, context: Context) -> Any:
+    return path(llm, x, t, context)
 
 
 def noise(*shape: int, seed: int = 0) -> jax.Array:
@@ -61,9 +62,9 @@ def test_a_new_path_is_the_identity(variant: str, mesh: Mesh) -> None:
     """No correction at any time, to the bit; and its blocks pass the diffusion token on as it is."""
     llm, tokens = tiny.llm("qwen"), tiny.tokens(2, 6)
     path = model_folder.new_path(tiny.path_config(**VARIANTS[variant]), llm, mesh, seed=0)
-    x, positions = noise(2, 6, 16), tiny.positions(tokens)
-    np.testing.assert_array_equal(correction(path, llm, x, T, read(llm, tokens), positions), 0.0)
-    passed = features(path, llm, x, T, read(llm, tokens), positions)
+    x, context = noise(2, 6, 16), read(llm, tokens)
+    np.testing.assert_array_equal(correction(path, llm, x, T, context), 0.0)
+    passed = features(path, llm, x, T, context)
     first = np.array(
         [plain.mlp(path.translation, np.array(x[:, i]) / math.hypot((1 - t) * 64, t)) for i, t in enumerate(T[0])]
     )
@@ -76,7 +77,7 @@ def test_there_is_no_correction_at_time_zero(variant: str) -> None:
     llm, tokens = tiny.llm("llama-scaled"), tiny.tokens(2, 6)
     path = tiny.path("llama-scaled", **VARIANTS[variant])
     labels = jnp.array([[0], [2]]) if path.classes is not None else None
-    out = correction(path, llm, noise(2, 6, 16), T, read(llm, tokens), tiny.positions(tokens), labels)
+    out = correction(path, llm, noise(2, 6, 16), T, read(llm, tokens, labels))
     np.testing.assert_array_equal(out[:, 0], 0.0)
     assert float(jnp.min(jnp.max(jnp.abs(out[:, 1:]), axis=-1))) > 1e-3
 
@@ -86,29 +87,28 @@ def test_there_is_no_correction_at_time_zero(variant: str) -> None:
 
 def test_a_position_depends_on_no_other_diffusion_token_and_on_nothing_later() -> None:
     llm, path, tokens, x = tiny.llm(), tiny.path(), tiny.tokens(1, 8), noise(1, 8, 16)
-    t, positions = jnp.full((1, 8), 0.4), tiny.positions(tokens)
-    before = correction(path, llm, x, t, read(llm, tokens), positions)
+    t, context = jnp.full((1, 8), 0.4), read(llm, tokens)
+    before = correction(path, llm, x, t, context)
 
-    others = correction(
-        path, llm, noise(1, 8, 16, seed=1).at[:, 5].set(x[:, 5]), t.at[0, 3].set(0.9), read(llm, tokens), positions
-    )
+    changed_x = noise(1, 8, 16, seed=1).at[:, 5].set(x[:, 5])
+    others = correction(path, llm, changed_x, t.at[0, 3].set(0.9), context)
     np.testing.assert_array_equal(others[:, 5], before[:, 5])
     assert not np.isclose(others[:, 4], before[:, 4]).any()
 
     changed = tokens.at[0, 5].add(1) % 96
-    after = correction(path, llm, x, t, read(llm, changed), positions)
+    after = correction(path, llm, x, t, read(llm, changed))
     np.testing.assert_array_equal(after[:, :5], before[:, :5])  # a later token
     assert (np.max(np.abs(after[:, 5:] - before[:, 5:]), axis=-1) > 1e-4).all()  # its own and earlier ones
 
 
 def test_a_few_positions_at_a_time_and_a_larger_cache_change_nothing() -> None:
     llm, path, tokens, x = tiny.llm(), tiny.path(), tiny.tokens(2, 8), noise(2, 8, 16)
-    t, cache = jax.random.uniform(jax.random.key(2), (2, 8)), read(llm, tokens)
-    whole = correction(path, llm, x, t, cache, tiny.positions(tokens))
+    t, context = jax.random.uniform(jax.random.key(2), (2, 8)), read(llm, tokens)
+    whole = correction(path, llm, x, t, context)
     some = jnp.array([[5, 2, 6], [7, 0, 0]], jnp.int32)
     pick = jax.vmap(lambda array, index: array[index])
-    room = KVCache.empty(llm.architecture, 2, 11, dtype=jnp.float32).extend(cache)
-    few = correction(path, llm, pick(x, some), pick(t, some), room, some)
+    room = KVCache.empty(llm.architecture, 2, 11, dtype=jnp.float32).extend(context.cache)
+    few = correction(path, llm, pick(x, some), pick(t, some), Context(pick(context.hidden, some), room, some))
     wanted = pick(whole, some)
     np.testing.assert_allclose(few, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
 
@@ -122,10 +122,11 @@ def test_a_few_positions_at_a_time_and_a_larger_cache_change_nothing() -> None:
 )
 def test_the_path_equals_its_plain_version(kind: str, variant: str) -> None:
     llm, path, tokens = tiny.llm(kind), tiny.path(kind, **VARIANTS[variant]), tiny.tokens(2, 6)
-    x, t, positions = noise(2, 6, 16) / 8, jnp.tile(T, (2, 1)), tiny.positions(tokens)
+    x, t = noise(2, 6, 16) / 8, jnp.tile(T, (2, 1))
     labels = jax.random.randint(jax.random.key(3), (2, 6), 0, 4) if path.classes is not None else None
-    cache = read(llm, tokens)
-    f, out = features(path, llm, x, t, cache, positions, labels), correction(path, llm, x, t, cache, positions, labels)
+    context = read(llm, tokens, labels)
+    f, out = features(path, llm, x, t, context), correction(path, llm, x, t, context)
+    cache = context.cache
     for b in range(2):
         for m in range(6):
             label = None if labels is None else int(labels[b, m])
@@ -138,9 +139,8 @@ def test_the_path_equals_its_plain_version(kind: str, variant: str) -> None:
 
 def test_no_label_is_the_null_class_and_one_time_serves_all_positions() -> None:
     llm, path, tokens, x = tiny.llm(), tiny.path(classes=3), tiny.tokens(2, 6), noise(2, 6, 16)
-    cache, positions = read(llm, tokens), tiny.positions(tokens)
-    shared = correction(path, llm, x, jnp.full((1, 1), 0.6), cache, positions)
-    each = correction(path, llm, x, jnp.full((2, 6), 0.6), cache, positions, jnp.full((2, 6), 3))
+    shared = correction(path, llm, x, jnp.full((1, 1), 0.6), read(llm, tokens))
+    each = correction(path, llm, x, jnp.full((2, 6), 0.6), read(llm, tokens, jnp.full((2, 6), 3)))
     np.testing.assert_allclose(shared, each, atol=1e-4)
 
 
@@ -244,7 +244,7 @@ def test_a_full_path_starts_from_the_weights_of_the_language_model() -> None:
     lora = dataclasses.replace(lora, layers=dataclasses.replace(lora.layers, **zero))
     shared = dataclasses.replace(dense.layers, modulation=lora.layers.modulation)
     dense = dataclasses.replace(lora, layers=shared, config=dense.config)
-    arguments = llm, noise(2, 6, 16), T, read(llm, tokens), tiny.positions(tokens)
+    arguments = llm, noise(2, 6, 16), T, read(llm, tokens)
     np.testing.assert_array_equal(features(dense, *arguments), features(lora, *arguments))
 
 
