@@ -1,4 +1,4 @@
-"""Reads a config file, its variants and its overrides."""
+"""Reads a config file, applies its variants and the overrides of the command line, and checks the result."""
 
 import ast
 import importlib.util
@@ -63,7 +63,7 @@ def read_config(reference: str, overrides: Mapping[str, Any] | None = None) -> C
 
 
 def find_variants(reference: str) -> dict[str, Callable[[Any], None]]:
-    """The variants that a config file may take, by name: its own, then the shared ones; raises `InputError`."""
+    """The variants of a config file by name: those that it defines, then the shared ones; raises `InputError`."""
     file = reference.partition(":")[0]
     return _variants(_import(Path(file)))
 
@@ -105,16 +105,15 @@ def _call(module: Any, file: str, variant: str) -> Any:
 
 
 def _variants(module: ModuleType) -> dict[str, Callable[[Any], None]]:
-    """The public functions that a file defines, but for `get_config`, and the shared ones of other names."""
-    own, shared = (
-        {
-            name: value
-            for name, value in vars(source).items()
-            if inspect.isfunction(value) and value.__module__ == source.__name__ and not name.startswith("_")
-        }
-        for source in (module, variants)
-    )
-    return {name: value for name, value in {**own, **shared, **own}.items() if name != "get_config"}
+    """The public functions of a config file except `get_config`, and the shared variants of other names."""
+
+    def functions(source: ModuleType) -> dict[str, Callable[[Any], None]]:
+        names = vars(source).items()
+        return {name: f for name, f in names if inspect.isfunction(f) and f.__module__ == source.__name__}
+
+    own = functions(module)
+    known = own | {name: f for name, f in functions(variants).items() if name not in own}
+    return {name: f for name, f in known.items() if name != "get_config" and not name.startswith("_")}
 
 
 def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

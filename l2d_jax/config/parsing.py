@@ -1,4 +1,4 @@
-"""Frozen dataclasses of options from nested dictionaries, with one clear line for what does not fit."""
+"""Builds frozen dataclasses of options from nested dictionaries; an option that does not fit is one clear line."""
 
 import dataclasses
 import difflib
@@ -57,7 +57,7 @@ def _cast(value: Any, expected: Any, name: str) -> Any:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The end of an error message: the known name closest to an unknown one, or all of them."""
+    """The end of an error message about an unknown name: the known name that is closest, or all of them."""
     names = sorted(names)
     if not names:
         return ": it has none"

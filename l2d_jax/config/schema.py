@@ -1,7 +1,7 @@
 """Every option of the project, as frozen dataclasses that check themselves on construction.
 
 A config file holds what differs from these defaults (`configs/`); `defaults()` turns them into the editable
-`ml_collections.ConfigDict` that such a file starts from, and `resolve()` turns the edited dictionary back.
+`ml_collections.ConfigDict` that such a file starts from, and `Config.from_dict` turns the edited dictionary back.
 The defaults are the paper's hyper-parameters (appendix, Table of implementation hyper-parameters).
 """
 
@@ -15,12 +15,10 @@ from typing import Any, Literal
 
 from ml_collections import ConfigDict
 
-from l2d_jax.config.conflicts import check as check_conflicts
+from l2d_jax.config.conflicts import check_conflicts
 from l2d_jax.config.parsing import from_dict, nearest, require
 
 CATEGORIES = ("math", "coding", "general_qa", "other")  # the classes that guidance knows, in the release's order
-
-
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # as PEFT names them
 
 
@@ -28,9 +26,11 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 class ModelConfig:
     """Which language model is the frozen main path."""
 
-    name: str = ""  # folder (an adapter's, too), hub id or GGUF file; "random": values from `architecture` and the seed
-    architecture: Mapping[str, Any] | None = None  # the keys of HF's config.json; read from the weights where None
-    dtype: Literal["bfloat16", "float32", "int8"] = "bfloat16"  # of weights and products; int8: products in bfloat16
+    name: str = ""  # folder of a model or adapter, hub id or GGUF file; "random": weights drawn for `architecture`
+    architecture: Mapping[str, Any] | None = None  # keys of HF's config.json; None: read beside the weights
+    dtype: Literal["bfloat16", "float32", "int8"] = (
+        "bfloat16"  # type of weights and products; int8: products in bfloat16
+    )
 
     def __post_init__(self) -> None:
         require(self.name != "", "config.model.name is empty: give a folder, a hub id or a GGUF file")
@@ -44,16 +44,16 @@ class ModelConfig:
 class PathConfig:
     """The trainable diffusion path (paper section 3)."""
 
-    width: int = 256  # d̄, of the diffusion token
+    width: int = 256  # width d̄ of the diffusion token
     translation_width: int = 256  # hidden width of the MLP that maps a diffusion token to the model width
     frequency_width: int = 256  # number of cosine and sine features of t
-    condition_width: int = 256  # of the time and class embedding
+    condition_width: int = 256  # width of the time and class embedding
     sigma: float = 64.0  # standard deviation of the noise x_0
     layers: Literal["lora", "dense"] = "lora"  # low-rank updates of the LM's own layers, or full copies of them
-    dense_init: Literal["lm", "scratch"] = "lm"  # where full copies start
+    dense_init: Literal["lm", "scratch"] = "lm"  # initial values of full copies: the LM's weights, or random
     lora_rank: int = 32
-    lora_alpha: float = 32.0
-    classes: int = 0  # for classifier-free guidance; 0: no class embedding
+    lora_alpha: float = 32.0  # the update is scaled by alpha / rank
+    classes: int = 0  # number of classes for classifier-free guidance; 0: no class embedding
     class_dropout: float = 0.2  # probability, per position, of training on the null class
 
     def __post_init__(self) -> None:
@@ -70,8 +70,8 @@ class LoraConfig:
     """Low-rank updates of the LM's own weights, where `config.train.method` is "lora" (Hu et al. 2021)."""
 
     rank: int = 32
-    alpha: float = 64.0  # the update counts alpha / rank
-    modules: tuple[str, ...] = ("q_proj", "v_proj")  # of `PROJECTIONS`
+    alpha: float = 64.0  # the update is scaled by alpha / rank
+    modules: tuple[str, ...] = ("q_proj", "v_proj")  # which of `PROJECTIONS` are updated
 
     def __post_init__(self) -> None:
         require(self.rank > 0, f"config.lora.rank must be positive, got {self.rank}")
@@ -89,20 +89,20 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Conversations: where they are, and the fixed shape they are brought to."""
+    """Where conversations come from, and the fixed shape of their batches."""
 
     source: str = "smoltalk"  # "problems" (built in), "smoltalk", a data set's hub name, or a folder of rows
-    subsets: tuple[str, ...] = ()  # hub configurations, or folders, to join; () takes the source's own default
+    subsets: tuple[str, ...] = ()  # hub configurations, or folders, to join; (): the source's default
     data_dir: str | None = None  # read <data_dir>/<source>/<split>.jsonl or .parquet instead of the hub
     train_split: str = "train"
     validation_split: str = "test"
-    train_examples: int | None = None  # at most so many; None: all
-    validation_examples: int | None = 256  # at most so many; None: all
+    train_examples: int | None = None  # number of training examples at most; None: all
+    validation_examples: int | None = 256  # number of held-out examples at most; None: all
     max_length: int = 2048  # tokens of context and answer; longer examples are dropped and counted
-    answer_length: int | None = None  # positions that carry a loss, per row; None: max_length
-    empty_thoughts: bool = False  # where a prompt opens a thought (R1's do), close it before an answer without one
-    packing: bool = False  # let training examples share a row of those lengths; False: one a row, as in the paper
-    seed: int = 0  # of the order
+    answer_length: int | None = None  # positions per row that carry a loss; None: max_length
+    empty_thoughts: bool = False  # close the thought that a prompt opens (R1's do) before an answer that has none
+    packing: bool = False  # let several training examples share a row; False: one example per row, as in the paper
+    seed: int = 0  # seed of the order of the examples
 
     def __post_init__(self) -> None:
         require(self.max_length > 1, f"config.data.max_length must be at least 2 tokens, got {self.max_length}")
@@ -119,14 +119,14 @@ class DataConfig:
 class OptimConfig:
     """AdamW with a linear warmup and a linear decay."""
 
-    peak_rate: float = 1e-4
-    final_rate: float = 1e-6
-    warmup_steps: int = 100
+    peak_rate: float = 1e-4  # learning rate after the warmup
+    final_rate: float = 1e-6  # learning rate at the end
+    warmup_steps: int = 100  # optimizer steps
     beta1: float = 0.9
     beta2: float = 0.95
     epsilon: float = 1e-8
-    weight_decay: float = 0.01  # on matrices; biases and norms are left out
-    clip_norm: float = 1.0  # of the global gradient
+    weight_decay: float = 0.01  # of matrices; biases and norms are not decayed
+    clip_norm: float = 1.0  # largest norm of the whole gradient
 
     def __post_init__(self) -> None:
         require(self.peak_rate > 0, f"config.optim.peak_rate must be positive, got {self.peak_rate}")
@@ -140,27 +140,27 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The loop."""
+    """What is trained, on how much, and how often it is saved and measured."""
 
     method: Literal["l2d", "lora", "full"] = "l2d"  # what is trained: a path, updates of the LM's layers, or the LM
     batch_size: int = 32  # rows per optimizer step, over all devices; a row is one example, or several if packed
-    accumulation: int = 1  # micro-batches that one optimizer step averages
-    draws_per_context: int = 1  # times and noises that each position is trained on, all after one frozen pass
-    time_density: Literal["uniform", "cosmap", "logit_normal", "warped"] = "uniform"  # of t; warped: learnt (`times`)
-    logit_normal_mean: float = 0.0  # of log(t / (1 - t)); positive: towards the data
-    logit_normal_deviation: float = 1.0  # of the same
-    stratified_times: bool = False  # let the times of a micro-batch cover the density evenly; False: independent ones
-    epochs: float = 1.0
-    steps: int | None = None  # optimizer steps; takes the place of `epochs`
+    accumulation: int = 1  # micro-batches per optimizer step, whose gradients are averaged
+    draws_per_context: int = 1  # pairs of time and noise per position, all of which share one frozen pass
+    time_density: Literal["uniform", "cosmap", "logit_normal", "warped"] = "uniform"  # density of t; warped: learnt
+    logit_normal_mean: float = 0.0  # mean of log(t / (1 - t)); positive: nearer to the data
+    logit_normal_deviation: float = 1.0  # standard deviation of log(t / (1 - t))
+    stratified_times: bool = False  # let the times of a micro-batch cover the density evenly; False: independent times
+    epochs: float = 1.0  # passes over the training examples
+    steps: int | None = None  # optimizer steps, instead of `epochs`
     reduction: Literal["example", "token"] = "example"  # mean over examples of token means, or one mean over tokens
     loss_chunk: int = 1024  # positions whose logits each device holds at a time
-    remat: Literal["none", "products", "full"] = "full"  # recomputed for the gradient: nothing, all but products, all
+    remat: Literal["none", "products", "full"] = "full"  # recompute for the gradient: nothing, all but products, all
     checkpoint_every: int = 500  # optimizer steps
-    keep: int = 3  # newest checkpoints that stay
+    keep: int = 3  # number of newest checkpoints that are kept
     validate_every: int = 500  # optimizer steps; 0: only at the end
     log_every: int = 10  # optimizer steps
-    max_skipped: int = 10  # updates in a row skipped for a loss or gradient that is not finite; as many stop the run
-    seed: int = 0  # of the initial values and the noise
+    max_skipped: int = 10  # consecutive updates skipped for a loss or gradient that is not finite, which end the run
+    seed: int = 0  # seed of the initial values and the noise
 
     def __post_init__(self) -> None:
         sizes = ("batch_size", "accumulation", "draws_per_context", "loss_chunk")
@@ -190,16 +190,16 @@ class DecodeConfig:
     """How the diffusion token is integrated and how the next token is drawn (paper section 3.3)."""
 
     solver: Literal["euler", "midpoint", "heun", "heun3", "rk4", "fehlberg2", "adaptive_heun", "bosh3"] = "midpoint"
-    budget: int = 15  # evaluations of the path per token, the final one included; at most, for the three adaptive ones
-    tolerance: float = 3e-4  # of the adaptive solvers' steps, relative and absolute
-    velocity: Literal["sample", "expectation"] = "sample"  # x̂: the vector of a drawn token, or the mean over tokens
-    velocity_temperature: float = 0.0  # of that draw; 0: arg max
+    budget: int = 15  # evaluations of the path per token, the final one included; adaptive solvers: at most
+    tolerance: float = 3e-4  # relative and absolute error of an adaptive solver's steps
+    velocity: Literal["sample", "expectation"] = "sample"  # x̂: the vector of a sampled token, or the mean over tokens
+    velocity_temperature: float = 0.0  # temperature of that token or mean; 0: arg max
     anneal: bool = False  # let that temperature fall linearly to 0 as t goes to 1
     guidance: float = 1.0  # strength w_g of a class label; 1: the class alone, 0: the null class
-    temperature: float = 0.0  # of the final draw; 0: arg max
-    top_k: int = 0  # draw from so many of the likeliest tokens; 0: from all
-    top_p: float = 1.0  # draw from the likeliest tokens that together reach this probability
-    draws: int = 1  # noise draws whose mean distribution is the answer's
+    temperature: float = 0.0  # temperature of the answer's tokens; 0: arg max
+    top_k: int = 0  # number of likeliest tokens to sample from; 0: all
+    top_p: float = 1.0  # sample from the likeliest tokens that together reach this probability
+    draws: int = 1  # noise samples per token, whose mean distribution gives the answer
     gate: float = 0.0  # skip the ODE where the entropy of the LM alone is below this, in nats; 0: never
     max_new_tokens: int = 256
 
@@ -232,7 +232,7 @@ class ValidationConfig:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Devices per mesh axis; one axis may be -1, which takes what the others leave."""
+    """Devices per mesh axis; one axis may be -1, and takes the devices that the others leave."""
 
     data: int = 1  # copies of the weights
     fsdp: int = -1  # shards of the weights; the batch is split over data x fsdp
@@ -249,7 +249,7 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """What of a run is traced for TensorBoard; nothing that is trained depends on it."""
+    """Which steps of a run are traced for TensorBoard; training does not depend on it."""
 
     steps: str | None = None  # "10:13": optimizer steps 10, 11 and 12, like a slice of Python; never 1, which compiles
 
@@ -263,7 +263,7 @@ class ProfileConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """One run."""
+    """All options of one run."""
 
     model: ModelConfig
     path: PathConfig = field(default_factory=PathConfig)
@@ -277,7 +277,7 @@ class Config:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:
-        check_conflicts(vars(self))
+        check_conflicts(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Config":
@@ -290,7 +290,7 @@ class Config:
 
 
 def defaults() -> ConfigDict:
-    """The options with the paper's values, for a config file to edit; an unknown name raises as it is set."""
+    """The options with the paper's values, for a config file to edit; setting an unknown option raises."""
     sections = typing.get_type_hints(Config).items()
     values = {name: {f.name: f.default for f in dataclasses.fields(section)} for name, section in sections}
     config = ConfigDict(values, type_safe=False)

@@ -1,9 +1,9 @@
 """Variants of every config file: `configs/llama1b.py:dense,sigma_32` applies these functions in order.
 
-Here is what any model may take: the rows of the paper's ablations and extensions, with its hyper-parameters. What
-belongs to one model, such as the slices of TPUs that hold it, is a function of its own file, which also goes before one
-of the same name here. Two of these that set the same option to different values are refused; a file's own may be
-refined by any.
+These variants fit any model: the rows of the paper's ablations and extensions, with its hyper-parameters. A variant of
+one model, such as a slice of TPUs that holds it, is a function of that model's config file, and takes precedence over
+one of the same name here. Two of these variants that set the same option to different values are refused; those of a
+config file may be refined by any.
 """
 
 from ml_collections import ConfigDict
@@ -25,17 +25,17 @@ def dense_scratch(config: ConfigDict) -> None:
 
 
 def width_16(config: ConfigDict) -> None:
-    """A diffusion token of 16 entries instead of 256; the widths of the networks around it stay (as the release's)."""
+    """A diffusion token of 16 entries instead of 256; the networks around it keep their widths, as in the release."""
     config.path.width = 16
 
 
 def sigma_32(config: ConfigDict) -> None:
-    """Noise of half the paper's standard deviation of 64."""
+    """Noise with half the paper's standard deviation of 64."""
     config.path.sigma = 32.0
 
 
 def sigma_128(config: ConfigDict) -> None:
-    """Noise of twice the paper's standard deviation of 64."""
+    """Noise with twice the paper's standard deviation of 64."""
     config.path.sigma = 128.0
 
 
@@ -71,7 +71,7 @@ def full(config: ConfigDict) -> None:
     config.optim.final_rate = 1e-6
 
 
-# --- times of training (uniform and independent in the paper) ---
+# --- density of the training times (uniform and independent in the paper) ---
 
 
 def cosmap(config: ConfigDict) -> None:
@@ -85,7 +85,7 @@ def logit_normal(config: ConfigDict) -> None:
 
 
 def warped(config: ConfigDict) -> None:
-    """Times of a density that follows the fall of the loss (CDCD's time warping)."""
+    """Times with a density that follows the fall of the loss (CDCD's time warping)."""
     config.train.time_density = "warped"
 
 
@@ -98,6 +98,6 @@ def stratified(config: ConfigDict) -> None:
 
 
 def guidance(config: ConfigDict) -> None:
-    """Classes by where an example is from (math, coding, general_qa, other), for classifier-free guidance."""
+    """Classes by the source of an example (math, coding, general_qa, other), for classifier-free guidance."""
     config.path.classes = len(CATEGORIES)
     config.path.class_dropout = 0.2  # probability, per position, of the null class
