@@ -13,7 +13,7 @@ from l2d_jax import command_line
 from l2d_jax.config import config_file
 from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import Config
-from l2d_jax.decoding.budget import steps_of
+from l2d_jax.decoding.solver import find_solver
 from l2d_jax.distributed import runtime
 from l2d_jax.performance.decoding_speed import decoding, draw
 from l2d_jax.performance.training_speed import training
@@ -52,7 +52,7 @@ def decode(options: argparse.Namespace, config: Config) -> dict[str, Any]:
     )
     require(len(set(options.budgets)) > 1, f"--budgets needs two or more for a slope, got {options.budgets}")
     for budget in options.budgets:
-        steps_of(config.decode.solver, budget)
+        find_solver(config.decode.solver).steps(budget)
     mesh = runtime.start(config.mesh)
     shape = {name: getattr(options, name) for name in ("batches", "budgets", "prompt", "new")}
     figures = decoding(config, mesh, **shape)

@@ -26,7 +26,7 @@ from l2d_jax import command_line
 from l2d_jax.config import config_file
 from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import Config
-from l2d_jax.decoding import budget
+from l2d_jax.decoding.solver import find_solver
 from l2d_jax.distributed import runtime
 from l2d_jax.distributed.sharding import make_mesh
 from l2d_jax.performance import costs, lowering, tpu_estimate
@@ -98,7 +98,7 @@ def main() -> int:
     mesh = make_mesh(config.mesh, topology.devices())
     if "train" in works:
         check_batch(config.train, mesh)
-    budget.steps_of(config.decode.solver, config.decode.budget)
+    find_solver(config.decode.solver).steps(config.decode.budget)
     answers = {}
     for work in works:
         question = Question(work, config, topology, options.batch, options.prompt)
@@ -152,7 +152,7 @@ def compile_and_read(question: Question, mesh: Mesh, folder: Path | None) -> dic
         question.topology.generation,
         useful=flops / mesh.size,
         tokens=tokens,
-        unknown_trips=budget.steps_of(decode.solver, decode.budget),
+        unknown_trips=find_solver(decode.solver).steps(decode.budget),
     )
 
 

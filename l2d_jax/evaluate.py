@@ -16,7 +16,7 @@ from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import CATEGORIES, Config, MeshConfig
 from l2d_jax.data import rows
 from l2d_jax.decoding.generation import Loaded, check_prompts, check_settings
-from l2d_jax.decoding.runge_kutta import SOLVERS
+from l2d_jax.decoding.solver import SOLVERS
 from l2d_jax.distributed import processes, runtime
 from l2d_jax.evaluation.plan import Plan, check_same, choose_run, make_plans, open_results
 from l2d_jax.evaluation.results import KINDS, accuracy

@@ -12,9 +12,8 @@ from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding import generation
 from l2d_jax.decoding.beam_search import check_search, search
 from l2d_jax.decoding.beams import SearchConfig
-from l2d_jax.decoding.budget import AMPLE
 from l2d_jax.decoding.generation import Loaded, Restrictions, check_prompts, check_settings, encode_prompt, stream_text
-from l2d_jax.decoding.runge_kutta import ADAPTIVE, SOLVERS
+from l2d_jax.decoding.solver import ADAPTIVE, AMPLE, SOLVERS
 from l2d_jax.decoding.stop_strings import StopSearch, to_text
 from l2d_jax.decoding.trace import TokenTrace, check_draws, trace
 from l2d_jax.errors import InputError

@@ -15,9 +15,8 @@ from l2d_jax import command_line
 from l2d_jax.config.parsing import nearest, require
 from l2d_jax.config.schema import DecodeConfig, MeshConfig
 from l2d_jax.data.tokenizer import first_line, require_chat_template
-from l2d_jax.decoding.budget import AMPLE
 from l2d_jax.decoding.generation import check_settings
-from l2d_jax.decoding.runge_kutta import ADAPTIVE, SOLVERS
+from l2d_jax.decoding.solver import ADAPTIVE, AMPLE, SOLVERS
 from l2d_jax.distributed import processes, runtime
 from l2d_jax.errors import InputError
 from l2d_jax.files import output_folder

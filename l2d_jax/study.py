@@ -22,10 +22,10 @@ from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import Config, DecodeConfig
 from l2d_jax.data import rows
 from l2d_jax.data.examples import Examples
-from l2d_jax.decoding import runge_kutta, trace
-from l2d_jax.decoding.budget import AMPLE, split_budget
+from l2d_jax.decoding import trace
 from l2d_jax.decoding.generation import Loaded
 from l2d_jax.decoding.refine import Refinement
+from l2d_jax.decoding.solver import ADAPTIVE, AMPLE, SOLVERS, split_budget
 from l2d_jax.distributed import processes, runtime
 from l2d_jax.errors import InputError
 from l2d_jax.files import read_json, write_whole
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--config", required=True, help=f"for its data, decoding and type; {config_file.CONFIG_HELP}")
     parser.add_argument("--out", type=command_line.local_path, required=True, help="where the results go")
     parser.add_argument("--split", help="of the answers; None: the config's for validation")
-    parser.add_argument("--solvers", nargs="+", choices=runge_kutta.SOLVERS, default=["midpoint"], help="of a path")
+    parser.add_argument("--solvers", nargs="+", choices=SOLVERS, default=["midpoint"], help="of a path")
     parser.add_argument("--budgets", nargs="+", type=int, default=[1, 3, 7, 15, 31], help=BUDGETS_HELP)
     options, config = parser.parse_with_config()
     names = [name for name, _ in options.models]
@@ -134,7 +134,7 @@ def compare(
 def settings_of(decode: DecodeConfig, solvers: Sequence[Any], budgets: Sequence[int]) -> Iterator[DecodeConfig]:
     """Every solver at every budget beyond the language model's own; an adaptive one once, at what it takes."""
     for solver in solvers:
-        if solver in runge_kutta.ADAPTIVE:
+        if solver in ADAPTIVE:
             yield dataclasses.replace(decode, solver=solver, budget=AMPLE)
             continue
         reached = {split_budget(solver, budget, beams=1) for budget in budgets}
@@ -143,7 +143,7 @@ def settings_of(decode: DecodeConfig, solvers: Sequence[Any], budgets: Sequence[
 
 def evaluations(loaded: Loaded, examples: Examples, settings: DecodeConfig) -> float:
     """Of the path per token: the budget, or the mean of what an adaptive solver takes."""
-    if settings.solver not in runge_kutta.ADAPTIVE:
+    if settings.solver not in ADAPTIVE:
         return float(settings.budget)
     turns = [examples.turns[int(number)] for number in examples.kept]
     prompts = [turn["tokens"][: turn["context"]].tolist() for turn in turns]

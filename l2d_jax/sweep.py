@@ -11,8 +11,8 @@ from dataclasses import replace
 from l2d_jax import command_line, report
 from l2d_jax.data import tokenizer
 from l2d_jax.decoding import trace
-from l2d_jax.decoding.budget import AMPLE
 from l2d_jax.decoding.generation import Loaded
+from l2d_jax.decoding.solver import AMPLE
 from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError
 from l2d_jax.evaluate import ask, open_session, parse

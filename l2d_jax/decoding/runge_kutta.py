@@ -1,9 +1,9 @@
-"""The Runge-Kutta rules of the paper's solvers (section 3.3), as diffrax solvers, and what a budget buys of each.
+"""Runge-Kutta methods of the paper's experiments (section 3.3) that diffrax lacks: their tableaux, as diffrax solvers.
 
-Notable: diffrax has the first three. Heun's three-stage rule and the 3/8 rule are those of torchdiffeq (`heun3`,
-`rk4`). The adaptive pairs are torchdiffeq's too, with its reuse of a slope: the last stage of a step is the first of
-the next. For Bogacki and Shampine's pair that is the same slope; for the other two it was taken at the step's
-lower-order result, and a step costs one evaluation fewer than diffrax's own would.
+Notable: Heun's three-stage method and the 3/8 rule are torchdiffeq's `heun3` and `rk4`. The embedded pairs are
+torchdiffeq's too, and so is their reuse of a slope: the last stage of a step is the first of the next. For Bogacki and
+Shampine's pair both are the same slope. For the other two, the last stage belongs to the step's lower-order result, and
+a step costs one evaluation fewer than diffrax's own solvers of these tableaux would take.
 """
 
 from typing import Any, ClassVar
@@ -13,20 +13,20 @@ import numpy as np
 from jaxtyping import Array
 
 
-class _FixedStepRungeKutta(diffrax.AbstractERK):
-    """An explicit rule without an error estimate; the zero `b_error` is never read by `ConstantStepSize`."""
+class FixedStepRungeKutta(diffrax.AbstractERK):
+    """An explicit method without an error estimate; `ConstantStepSize` never reads the zero `b_error`."""
 
     interpolation_cls: ClassVar[Any] = diffrax.ThirdOrderHermitePolynomialInterpolation.from_k
     accuracy: ClassVar[int]
 
     def order(self, terms: Any) -> int:
-        """Of the error at the end."""
+        """The order of the error at the end of the integration."""
         del terms
         return self.accuracy
 
 
-class Heun3(_FixedStepRungeKutta):
-    """Heun's third-order rule."""
+class Heun3(FixedStepRungeKutta):
+    """Heun's third-order method."""
 
     tableau: ClassVar[diffrax.ButcherTableau] = diffrax.ButcherTableau(
         c=np.array([1 / 3, 2 / 3]),
@@ -37,8 +37,8 @@ class Heun3(_FixedStepRungeKutta):
     accuracy: ClassVar[int] = 3
 
 
-class ThreeEighths(_FixedStepRungeKutta):
-    """Kutta's 3/8 rule, of fourth order."""
+class ThreeEighths(FixedStepRungeKutta):
+    """Kutta's 3/8 rule, a method of fourth order."""
 
     tableau: ClassVar[diffrax.ButcherTableau] = diffrax.ButcherTableau(
         c=np.array([1 / 3, 2 / 3, 1.0]),
@@ -50,7 +50,7 @@ class ThreeEighths(_FixedStepRungeKutta):
 
 
 class EmbeddedPair(diffrax.AbstractAdaptiveSolver[Array]):
-    """A rule with an error estimate; its state is the slope at which the next step begins."""
+    """A method with an error estimate; its state is the slope at the start of the next step."""
 
     tableau: ClassVar[diffrax.ButcherTableau]
     term_structure: ClassVar[Any] = diffrax.ODETerm
@@ -58,19 +58,19 @@ class EmbeddedPair(diffrax.AbstractAdaptiveSolver[Array]):
     accuracy: ClassVar[int]
 
     def order(self, terms: Any) -> int:
-        """Of the error at the end."""
+        """The order of the error at the end of the integration."""
         del terms
         return self.accuracy
 
     def init(self, terms: Any, t0: Any, t1: Any, y0: Any, args: Any) -> Any:
-        """The slope at the start."""
+        """The slope at the start of the integration."""
         del t1
         return terms.vf(t0, y0, args)
 
     def step(
         self, terms: Any, t0: Any, t1: Any, y0: Any, args: Any, solver_state: Any, made_jump: Any
     ) -> tuple[Any, Any, dict[str, Any], Any, Any]:
-        """One step, from the slope that the last one left."""
+        """Take one step from the slope that the previous step left."""
         del made_jump
         length, slopes = t1 - t0, [solver_state]
         for node, row in zip(self.tableau.c, self.tableau.a_lower, strict=True):
@@ -85,8 +85,8 @@ class EmbeddedPair(diffrax.AbstractAdaptiveSolver[Array]):
         return terms.vf(t0, y0, args)
 
 
-def _combine(shares: Any, slopes: list[Any]) -> Any:
-    return sum(float(share) * slope for share, slope in zip(shares, slopes, strict=True) if share)
+def _combine(weights: Any, slopes: list[Any]) -> Any:
+    return sum(float(weight) * slope for weight, slope in zip(weights, slopes, strict=True) if weight)
 
 
 class Fehlberg2(EmbeddedPair):
@@ -102,7 +102,7 @@ class Fehlberg2(EmbeddedPair):
 
 
 class AdaptiveHeun(EmbeddedPair):
-    """Heun's second-order rule, with Euler's for the error."""
+    """Heun's second-order method, with Euler's for the error."""
 
     tableau: ClassVar[diffrax.ButcherTableau] = diffrax.ButcherTableau(
         c=np.array([1.0]),
@@ -123,20 +123,3 @@ class BogackiShampine(EmbeddedPair):
         b_error=np.array([2 / 9 - 7 / 24, 1 / 3 - 1 / 4, 4 / 9 - 1 / 3, -1 / 8]),
     )
     accuracy: ClassVar[int] = 3
-
-
-# name -> rule and evaluations per interval of a uniform grid
-FIXED: dict[str, tuple[type[diffrax.AbstractERK] | type[diffrax.Euler], int]] = {
-    "euler": (diffrax.Euler, 1),
-    "midpoint": (diffrax.Midpoint, 2),
-    "heun": (diffrax.Heun, 2),
-    "heun3": (Heun3, 3),
-    "rk4": (ThreeEighths, 4),
-}
-# name -> rule and evaluations per step, accepted or rejected
-ADAPTIVE: dict[str, tuple[type[EmbeddedPair], int]] = {
-    "fehlberg2": (Fehlberg2, 2),
-    "adaptive_heun": (AdaptiveHeun, 1),
-    "bosh3": (BogackiShampine, 3),
-}
-SOLVERS = (*FIXED, *ADAPTIVE)

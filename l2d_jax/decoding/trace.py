@@ -18,11 +18,11 @@ from jaxtyping import Array, Key
 from transformers import PreTrainedTokenizerFast
 
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.decoding import runge_kutta, trajectory
+from l2d_jax.decoding import trajectory
 from l2d_jax.decoding.buckets import pad
-from l2d_jax.decoding.budget import steps_of
-from l2d_jax.decoding.generation import Loaded, check_classes, check_prompts, check_settings
-from l2d_jax.decoding.refine import tabulate
+from l2d_jax.decoding.generation import Loaded, check_classes, check_prompts
+from l2d_jax.decoding.refine import Refinement
+from l2d_jax.decoding.solver import FIXED
 from l2d_jax.decoding.stop_strings import to_text
 from l2d_jax.errors import InputError
 from l2d_jax.model.l2d import Model
@@ -59,7 +59,7 @@ def trace(
     """
     settings = loaded.defaults if settings is None else settings
     model = loaded.model
-    refinement = check_settings(settings, has_path=model.path is not None)
+    refinement = Refinement.prepare(model, settings)
     check_draws(settings)
     if samples < 1 or len(answers) != samples * len(prompts):
         raise InputError(f"{len(prompts)} prompts with {samples} samples each have not {len(answers)} answers")
@@ -69,9 +69,9 @@ def trace(
     follow = partial(
         trajectory.follow,
         model,
-        settings=tabulate(model, refinement, budget=settings.budget),
+        settings=refinement,
         gate=jnp.float32(settings.gate),
-        steps=steps_of(settings.solver, settings.budget),
+        steps=refinement.solver.steps(settings.budget),
     )
     traces = []
     for number, answer in enumerate(answers):
@@ -139,19 +139,17 @@ def accuracy_by_time(
     for an adaptive solver, whose points differ from token to token, and for a budget that is unreachable.
     """
     check_grid(settings)
-    refinement = check_settings(settings, has_path=loaded.model.path is not None)
-    steps = steps_of(settings.solver, settings.budget)
-    options: dict[str, Any] = {
-        "settings": tabulate(loaded.model, refinement, budget=settings.budget),
-        "steps": steps,
-    }
+    refinement = Refinement.prepare(loaded.model, settings)
+    steps = refinement.solver.steps(settings.budget)
     found: dict[str, list[np.ndarray]] = {"expected": [], "greedy": []}
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         given = read(loaded.model, prompt, answer, key=jax.random.fold_in(jax.random.key(seed), number))
         for start in range(0, len(answer), trajectory.CHUNK):
             targets = np.resize(np.array(answer[start : start + trajectory.CHUNK], np.int32), trajectory.CHUNK)
             count = min(len(answer) - start, trajectory.CHUNK)
-            scores = trajectory.score_points(loaded.model, given, jnp.array(targets), start=jnp.int32(start), **options)
+            scores = trajectory.score_points(
+                loaded.model, given, jnp.array(targets), start=jnp.int32(start), settings=refinement, steps=steps
+            )
             for name, values in scores.items():
                 found[name].append(np.asarray(values)[:, :count])
     means = {name: np.concatenate(parts, axis=1).mean(axis=1).tolist() for name, parts in found.items()}
@@ -160,7 +158,7 @@ def accuracy_by_time(
 
 def check_grid(settings: DecodeConfig) -> None:
     """Raise `InputError` for a solver whose points are not the same for all tokens."""
-    if settings.solver not in runge_kutta.FIXED:
+    if settings.solver not in FIXED:
         raise InputError(f"accuracy against t needs a grid, which {settings.solver} has not: use midpoint")
 
 

@@ -5,15 +5,16 @@ that decoding gave it, and no more than `CHUNK` of them have logits or trajector
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from l2d_jax.decoding import integrate, runge_kutta
-from l2d_jax.decoding.refine import Refinement, evaluate, make_target
+from l2d_jax.decoding import integrate
+from l2d_jax.decoding.refine import Refinement, evaluate, make_target, solve_each
 from l2d_jax.decoding.sampler import entropy, token_keys
+from l2d_jax.decoding.solver import Solver
 from l2d_jax.model.context import Context
 from l2d_jax.model.kv_cache import KVCache
 from l2d_jax.model.l2d import Model
@@ -88,7 +89,7 @@ def follow(
         return alone | common | {"evaluations": none, "rejected": none, "settled": at_start}
     path = _integrate(model, context, given.key, numbers, settings=settings, steps=steps)
     refined = _read_out(model, context, path, settings=settings)
-    taken = {"evaluations": _evaluations(settings.solver, steps, path), "rejected": path.rejected}
+    taken = {"evaluations": _evaluations(settings.solver, path), "rejected": path.rejected}
     left_alone = alone | {"evaluations": none, "rejected": none, "settled": at_start}
     return common | {name: jnp.where(skipped, left_alone[name], value) for name, value in (refined | taken).items()}
 
@@ -138,27 +139,24 @@ def _integrate(
     none = jnp.zeros(CHUNK, jnp.int32)
     if steps == 0:
         return _Path(jnp.zeros((1, CHUNK)), noise[None], none, none)
-    if settings.solver in runge_kutta.FIXED:
+    if not settings.solver.is_adaptive:
         target = make_target(model, context, settings=settings, keys=keys[None])
-        states = integrate.trajectory(target, noise[None], solver=settings.solver, steps=steps)[:, 0]
+        states = integrate.fixed_states(target, noise[None], solver=settings.solver, steps=steps)[:, 0]
         times = jnp.broadcast_to((jnp.arange(steps + 1) / steps)[:, None], states.shape[:2])
         return _Path(times, states, none + steps, none)
-    end = 1 - 1 / model.path.config.sigma
+    end = 1 - 1 / config.sigma
 
-    def alone(hidden: Array, position: Array, labels: Any, noise: Array, key: Array) -> tuple[Array, Array, Array]:
-        hidden, position, labels, noise, key = jax.tree.map(
-            lambda a: a[None, None], (hidden, position, labels, noise, key)
-        )
-        own = Context(hidden, context.cache, position, labels)
-        target = make_target(model, own, settings=settings, keys=key)
-        times, states, rejected = integrate.adaptive_trajectory(
-            target, noise, solver=settings.solver, tolerance=settings.tolerance, stop=end, room=steps
+    def solve(target: integrate.Target, noise: Array) -> tuple[Array, Array, Array]:
+        times, states, rejected = integrate.adaptive_states(
+            target, noise, solver=settings.solver, tolerance=settings.tolerance, end=end, max_steps=steps
         )
         return times, states[:, 0, 0], rejected
 
-    rows = (*jax.tree.map(lambda a: a[0], (context.hidden, context.positions, context.labels)), noise, keys)
-    times, states, rejected = jax.vmap(alone, out_axes=(1, 1, 0))(*rows)
-    accepted = jnp.isfinite(times).sum(axis=0)
+    times, states, rejected = (
+        a[0] for a in solve_each(model, context, noise[None], solve, settings=settings, keys=keys[None])
+    )
+    accepted = jnp.isfinite(times).sum(axis=1)
+    times, states = (jnp.moveaxis(a, 1, 0) for a in (times, states))
     return _Path(
         jnp.concatenate([jnp.zeros((1, CHUNK)), times]), jnp.concatenate([noise[None], states]), accepted, rejected
     )
@@ -170,10 +168,8 @@ def _read_out(model: Model, context: Context, path: _Path, *, settings: Refineme
     def at(point: Array, before: dict[str, Array]) -> dict[str, Array]:
         index = jnp.minimum(point, path.last), jnp.arange(CHUNK)
         x, t = path.states[index][None], path.times[index][None]
-        own = (
-            t[:, :1] if settings.solver in runge_kutta.FIXED else t
-        )  # a grid's time is the same for all, and in the table
-        logits = model.llm.logits(evaluate(model, context, x, own, table=settings.table)[0, 0])
+        t_once = t if settings.solver.is_adaptive else t[:, :1]  # a grid's time is the same for all, and in the table
+        logits = model.llm.logits(evaluate(model, context, x, t_once, table=settings.table)[0, 0])
         likeliest = jnp.argmax(logits, axis=-1)
         settled = jnp.where(likeliest == before["likeliest"], before["settled"], t[0])
         return {"likeliest": likeliest, "entropy": entropy(logits), "settled": settled}
@@ -183,8 +179,7 @@ def _read_out(model: Model, context: Context, path: _Path, *, settings: Refineme
     return jax.lax.fori_loop(0, path.last.max() + 1, at, before)
 
 
-def _evaluations(solver: str, steps: int, path: _Path) -> Int[Array, " M"]:
-    """Those that the integration took, and the final one."""
-    if steps == 0 or solver in runge_kutta.FIXED:
-        return jnp.full(CHUNK, 1 + steps * (0 if steps == 0 else runge_kutta.FIXED[solver][1]))
-    return 2 + runge_kutta.ADAPTIVE[solver][1] * (path.last + path.rejected)
+def _evaluations(solver: Solver, path: _Path) -> Int[Array, " M"]:
+    """Evaluations of the integration, and the final one."""
+    steps = path.last + path.rejected
+    return jnp.where(steps > 0, solver.overhead + solver.stages * steps, 1)

@@ -18,8 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from l2d_jax.decoding import integrate, runge_kutta
+from l2d_jax.decoding import integrate
 from l2d_jax.decoding.refine import Refinement, make_target
+from l2d_jax.decoding.runge_kutta import EmbeddedPair
+from l2d_jax.decoding.solver import ADAPTIVE
 from l2d_jax.model.context import Context
 from l2d_jax.model.l2d import Model
 from l2d_jax.parity.fixed_step_runs import context_of, make_refinement, read_out
@@ -50,7 +52,7 @@ class Step(NamedTuple):
 def adaptive_trajectories(model: Model, a: Recording) -> Iterator[Check]:
     """All recorded ODEs with adaptive steps."""
     for key, run in a.meta.get("odes", {}).items():
-        if run.get("method") in runge_kutta.ADAPTIVE:
+        if run.get("method") in ADAPTIVE:
             yield from adaptive_trajectory(model, a, key, run)
 
 
@@ -68,7 +70,7 @@ def adaptive_trajectory(model: Model, a: Recording, key: str, run: Mapping[str, 
 
     evaluations, steps = _loop(model, context, settings, noise, end=end)
     kept = slice(len(recorded["x0"])), slice(count)
-    traj = np.stack([_interpolate(steps, float(t), settings.solver) for t in recorded["t_grid"]])[:, *kept]
+    traj = np.stack([_interpolate(steps, float(t), settings.solver.name) for t in recorded["t_grid"]])[:, *kept]
     check = partial(Check, judged=bool(run["robust"] and is_guarded))
     near_end = 1 - 1 / model.path.config.sigma
     early = [step for step in steps if step.stop <= near_end]
@@ -89,7 +91,7 @@ def adaptive_trajectory(model: Model, a: Recording, key: str, run: Mapping[str, 
     yield check(f"ode.{key}.diffrax.traj", states, np.stack([step.new for step in early]), STEPS, relative=True)
     if settings.velocity == "expectation" and end < 1:
         fine = dataclasses.replace(settings, tolerance=jnp.float32(FINE))
-        theirs = _interpolate(_loop(model, context, fine, noise, end=end)[1], end, settings.solver)
+        theirs = _interpolate(_loop(model, context, fine, noise, end=end)[1], end, settings.solver.name)
         *_, ours = _diffrax(model, context, fine, jnp.asarray(noise, jnp.float32), jnp.float32(end))
         yield Check(f"ode.{key}.converged", ours.x, theirs, MEET)
 
@@ -97,7 +99,7 @@ def adaptive_trajectory(model: Model, a: Recording, key: str, run: Mapping[str, 
 def _settings(run: Mapping[str, Any]) -> Refinement:
     velocity = "expectation" if run["x1_estimation"] == "average" else "sample"
     temperature = 0.0 if isinstance(run["temperature"], str) else float(run["temperature"])
-    stages = runge_kutta.ADAPTIVE[run["method"]][1]
+    stages = ADAPTIVE[run["method"]].stages
     options = {
         "solver": run["method"],
         "budget": 2 + ROOM * stages,
@@ -112,8 +114,8 @@ def _diffrax(model: Model, context: Context, settings: Refinement, noise: Any, e
     """Accepted times and states far beyond the end, and the solution that ends there; one norm for all."""
     keys = jax.random.split(jax.random.key(0), context.hidden.shape[:2])
     target = make_target(model, context, settings=settings, keys=keys)
-    solve = partial(integrate.solve_adaptive, target, noise, most=settings.steps, end=end)
-    follow = partial(integrate.adaptive_trajectory, target, noise, stop=BEYOND, room=ROOM)
+    solve = partial(integrate.solve_adaptive, target, noise, max_steps=settings.steps, end=end)
+    follow = partial(integrate.adaptive_states, target, noise, end=BEYOND, max_steps=ROOM)
     options: Any = {"solver": settings.solver, "tolerance": settings.tolerance}
     return *follow(**options)[:2], solve(**options)
 
@@ -122,8 +124,10 @@ def _loop(
     model: Model, context: Context, settings: Refinement, x: np.ndarray, *, end: float
 ) -> tuple[dict[str, np.ndarray], list[Step]]:
     """Every evaluation and every accepted step, in float64 but for the path."""
-    table, tableau = np.asarray(model.table), runge_kutta.ADAPTIVE[settings.solver][0].tableau
-    order, temperature = runge_kutta.ADAPTIVE[settings.solver][0].accuracy, np.asarray(settings.velocity_temperature)
+    pair = settings.solver.method
+    assert issubclass(pair, EmbeddedPair)
+    table, tableau = np.asarray(model.table), pair.tableau
+    order, temperature = pair.accuracy, np.asarray(settings.velocity_temperature)
     tolerance = float(settings.tolerance)
     times: list[float] = []
     picked: list[np.ndarray] = []

@@ -14,8 +14,9 @@ import numpy as np
 
 from l2d_jax.config.parsing import from_dict
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.decoding import decode, integrate, runge_kutta
+from l2d_jax.decoding import decode, integrate
 from l2d_jax.decoding.refine import Refinement, make_target
+from l2d_jax.decoding.solver import FIXED
 from l2d_jax.errors import InputError
 from l2d_jax.model import diffusion
 from l2d_jax.model.context import Context
@@ -81,7 +82,7 @@ def _settings(run: Mapping[str, Any], steps: int, *, annealed: bool) -> Refineme
     solver = METHODS[run["method"]]
     options = {
         "solver": solver,
-        "budget": 1 + runge_kutta.FIXED[solver][1] * steps,
+        "budget": 1 + FIXED[solver].stages * steps,
         "velocity": "expectation" if run["x1_estimation"] == "average" else "sample",
         "velocity_temperature": 1.0 if annealed else temperature,
         "anneal": annealed,
@@ -121,14 +122,14 @@ def _states(
         at = jnp.argmin(jnp.abs(draws.times - t))
         return jnp.where(draws.drawn[at], model.table[draws.tokens[at]][:, None], target(t, x))
 
-    return integrate.trajectory(injected, noise, solver=settings.solver, steps=steps, end=end)
+    return integrate.fixed_states(injected, noise, solver=settings.solver, steps=steps, end=end)
 
 
 def _loop(
     model: Model, context: Context, settings: Refinement, draws: Draws, states: np.ndarray, grid: np.ndarray
 ) -> dict[str, np.ndarray]:
     """Times, temperatures and arg max of every evaluation, stage by stage from the states on the grid."""
-    tableau = getattr(runge_kutta.FIXED[settings.solver][0], "tableau", None)
+    tableau = getattr(settings.solver.method, "tableau", None)
     nodes, lower = ([], []) if tableau is None else (tableau.c, tableau.a_lower)
     table, length = np.asarray(model.table), grid[-1] / (len(grid) - 1)
     times: list[np.ndarray] = []
@@ -180,7 +181,7 @@ def generations(model: Model, a: Recording) -> Iterator[Check]:
         budget, noise = 1, np.zeros((count, rows, model.path.config.width), np.float32)
         solver = "euler" if name == "base" else name.rstrip("0123456789")
         if name != "base":
-            budget = 1 + runge_kutta.FIXED[solver][1] * (int(name.removeprefix(solver)) - 1)
+            budget = 1 + FIXED[solver].stages * (int(name.removeprefix(solver)) - 1)
             noise = a[f"dec.{name}.noise"][:, :, 0]
         settings = make_refinement({"solver": solver, "budget": budget}, guidance=recorded["guidance_parameter"])
         labels = recorded["class_labels"] and jnp.array(recorded["class_labels"], jnp.int32)

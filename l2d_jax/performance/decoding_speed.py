@@ -4,6 +4,7 @@ Random weights of the config's architecture, random prompts. An evaluation of th
 which are the LM's with their LoRA, and the head; its time is the slope of the time per token over the budget.
 """
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from jax.sharding import Mesh
 
 from l2d_jax.config.schema import Config
 from l2d_jax.decoding import decode
-from l2d_jax.decoding.refine import Refinement, tabulate
+from l2d_jax.decoding.refine import Refinement
 from l2d_jax.decoding.sampler import Sampling
 from l2d_jax.model.l2d import Model
 from l2d_jax.performance.timing import REPEATS, read_rate
@@ -109,7 +110,7 @@ def draw(figures: dict[str, Any], file: Path) -> None:
 
 def _time(model: Model, config: Config, *, batch: int, budget: int, prompt: int, new: int) -> float:
     """Seconds for the new tokens of all sequences; the prompts' pass is made before the clock starts."""
-    settings = tabulate(model, Refinement.from_config(config.decode, budget=budget), budget=budget)
+    settings = Refinement.prepare(model, dataclasses.replace(config.decode, budget=budget))
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(model.llm.architecture.vocab_size, size=(batch, prompt)), jnp.int32)
     keys = jax.random.split(jax.random.key(0), batch)

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from l2d_jax.config.schema import Config
 from l2d_jax.data.batch import random_batch
-from l2d_jax.decoding import decode, refine
+from l2d_jax.decoding import decode
 from l2d_jax.decoding.refine import Refinement
 from l2d_jax.decoding.sampler import Sampling
 from l2d_jax.distributed import sharding
@@ -68,8 +68,7 @@ def lower_decode(config: Config, mesh: Mesh, *, batch: int, prompt: int) -> jax.
         leaves.append(jax.ShapeDtypeStruct(shapes.table.shape, shapes.table.dtype, sharding=placement))
     # By its leaves: the constructor takes arrays.
     model = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
-    plain = Refinement.from_config(config.decode)
-    settings = jax.eval_shape(lambda: refine.tabulate(model, plain, budget=config.decode.budget))
+    settings = jax.eval_shape(lambda: Refinement.prepare(model, config.decode))
     options: dict[str, Any] = {
         "settings": _replicated(settings, mesh),
         "sampling": _replicated(jax.eval_shape(lambda: Sampling.from_config(config.decode)), mesh),

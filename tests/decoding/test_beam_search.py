@@ -16,10 +16,9 @@ from l2d_jax.decoding import beam_search as search_module
 from l2d_jax.decoding import generation, stop_strings
 from l2d_jax.decoding.beam_search import Beam, search
 from l2d_jax.decoding.beams import SearchConfig
-from l2d_jax.decoding.budget import split_budget, steps_of
 from l2d_jax.decoding.generation import Loaded
 from l2d_jax.decoding.refine import Refinement, refine
-from l2d_jax.decoding.runge_kutta import SOLVERS
+from l2d_jax.decoding.solver import SOLVERS, find_solver, split_budget
 from l2d_jax.errors import InputError
 from l2d_jax.loading import load
 from l2d_jax.model.architecture import Architecture
@@ -359,10 +358,10 @@ def test_a_total_is_split_between_the_beams():
     for solver in SOLVERS:
         for total in range(1, 40):
             budget = split_budget(solver, total, beams=1)
-            steps_of(solver, budget)  # can be spent, and no larger one that fits can
+            find_solver(solver).steps(budget)  # can be spent, and no larger one that fits can
             for larger in range(budget + 1, total + 1):
                 with pytest.raises(InputError):
-                    steps_of(solver, larger)
+                    find_solver(solver).steps(larger)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from l2d_jax.decoding.integrate import adaptive_trajectory, solve, solve_adaptive, trajectory
-from l2d_jax.decoding.runge_kutta import ADAPTIVE, FIXED
+from l2d_jax.decoding.integrate import adaptive_states, fixed_states, solve_adaptive, solve_fixed
+from l2d_jax.decoding.solver import ADAPTIVE, FIXED
 
 # --- the loops: dx/dt = (target - x) / (1 - t), in float64 NumPy ---
 
@@ -44,7 +44,7 @@ def rk4(v: Velocity, t: float, x: np.ndarray, h: float) -> np.ndarray:
     return x + h / 8 * (k1 + 3 * k2 + 3 * k3 + v(t + h, x + h * (k1 - k2 + k3)))
 
 
-RULES = {"euler": euler, "midpoint": midpoint, "heun": heun, "heun3": heun3, "rk4": rk4}
+METHODS = {"euler": euler, "midpoint": midpoint, "heun": heun, "heun3": heun3, "rk4": rk4}
 
 
 def loop(solver: str, target: Any, x: np.ndarray, steps: int, end: float = 1.0) -> list[np.ndarray]:
@@ -55,7 +55,7 @@ def loop(solver: str, target: Any, x: np.ndarray, steps: int, end: float = 1.0) 
 
     states = [np.asarray(x, np.float64)]
     for i in range(steps):
-        states.append(RULES[solver](velocity, i * end / steps, states[-1], end / steps))
+        states.append(METHODS[solver](velocity, i * end / steps, states[-1], end / steps))
     return states
 
 
@@ -82,8 +82,10 @@ def nearest(t: Any, x: Any) -> Any:
     return table[(xp.argmax(x @ table.T, axis=-1) + turn) % len(TABLE)]
 
 
-def ours(target: Any, noise: np.ndarray, **settings: Any) -> np.ndarray:
-    return np.asarray(jax.jit(partial(solve, target, **settings))(jnp.asarray(noise, jnp.float32)))
+def ours(target: Any, noise: np.ndarray, *, solver: str, **settings: Any) -> np.ndarray:
+    return np.asarray(
+        jax.jit(partial(solve_fixed, target, solver=FIXED[solver], **settings))(jnp.asarray(noise, jnp.float32))
+    )
 
 
 # --- diffrax equals the loops ---
@@ -92,7 +94,7 @@ def ours(target: Any, noise: np.ndarray, **settings: Any) -> np.ndarray:
 @pytest.mark.parametrize("solver", FIXED)
 @pytest.mark.parametrize("end", [1.0, 63 / 64])
 def test_each_solver_equals_its_loop(solver: str, end: float) -> None:
-    run = jax.jit(partial(solve, smooth, solver=solver))
+    run = jax.jit(partial(solve_fixed, smooth, solver=FIXED[solver]))
     for steps in (1, 2, 5, 14):
         wanted = loop(solver, smooth, NOISE, steps, end)[-1]
         found = run(jnp.asarray(NOISE, jnp.float32), steps=steps, end=end)
@@ -101,7 +103,7 @@ def test_each_solver_equals_its_loop(solver: str, end: float) -> None:
 
 @pytest.mark.parametrize("solver", FIXED)
 def test_a_trajectory_has_every_point_of_the_grid(solver: str) -> None:
-    states = jax.jit(partial(trajectory, smooth, solver=solver, steps=4))(jnp.asarray(NOISE, jnp.float32))
+    states = jax.jit(partial(fixed_states, smooth, solver=FIXED[solver], steps=4))(jnp.asarray(NOISE, jnp.float32))
     np.testing.assert_allclose(states, np.stack(loop(solver, smooth, NOISE, 4)), rtol=1e-4, atol=1e-4)
 
 
@@ -156,9 +158,9 @@ def test_a_budget_is_spent_to_the_last_evaluation_by_one_program(solver: str) ->
 
     @jax.jit
     def run(steps: jax.Array, end: jax.Array) -> jax.Array:
-        return solve(target, jnp.asarray(NOISE, jnp.float32), solver=solver, steps=steps, end=end)
+        return solve_fixed(target, jnp.asarray(NOISE, jnp.float32), solver=FIXED[solver], steps=steps, end=end)
 
-    stages, traced = FIXED[solver][1], None
+    stages, traced = FIXED[solver].stages, None
     for end in (1.0, 63 / 64):
         for steps in (0, 1, 2, 3, 5, 6, 7, 10, 13, 14, 21, 49, 63, 100, 127):
             calls["ran"] = 0
@@ -175,7 +177,7 @@ def test_a_budget_is_spent_to_the_last_evaluation_by_one_program(solver: str) ->
 
 def adaptive_loop(solver: str, target: Any, x: np.ndarray, *, tolerance: float, end: float) -> tuple[Any, list[float]]:
     """The final state and the ends of all accepted steps, controlled as in the release, the last of them shortened."""
-    tableau, order = ADAPTIVE[solver][0].tableau, 3 if solver == "bosh3" else 2
+    tableau, order = ADAPTIVE[solver].method.tableau, 3 if solver == "bosh3" else 2
 
     def velocity(t: float, x: np.ndarray) -> np.ndarray:
         return (target(t, x) - x) / (1 - t) if t < 1 - 1e-6 else np.zeros_like(x)
@@ -196,19 +198,21 @@ def adaptive_loop(solver: str, target: Any, x: np.ndarray, *, tolerance: float, 
     return x, times
 
 
-def adapt(target: Any, noise: np.ndarray, **settings: Any) -> Any:
-    return jax.jit(partial(solve_adaptive, target, **settings))(jnp.asarray(noise, jnp.float32))
+def adapt(target: Any, noise: np.ndarray, *, solver: str, **settings: Any) -> Any:
+    return jax.jit(partial(solve_adaptive, target, solver=ADAPTIVE[solver], **settings))(
+        jnp.asarray(noise, jnp.float32)
+    )
 
 
 @pytest.mark.parametrize("solver", ADAPTIVE)
 def test_every_adaptive_step_equals_the_loops(solver: str) -> None:
     end = 63 / 64
     wanted, times = adaptive_loop(solver, smooth, NOISE, tolerance=1e-3, end=end)
-    found = adapt(smooth, NOISE, solver=solver, tolerance=1e-3, most=1000, end=end)
+    found = adapt(smooth, NOISE, solver=solver, tolerance=1e-3, max_steps=1000, end=end)
     assert len(times) > 3
     assert (found.accepted, found.t) == (len(times), np.float32(end))
     np.testing.assert_allclose(found.x, wanted, rtol=1e-3, atol=2e-4 * np.abs(wanted).max())
-    kept = partial(adaptive_trajectory, smooth, solver=solver, tolerance=1e-3, stop=end, room=500)
+    kept = partial(adaptive_states, smooth, solver=ADAPTIVE[solver], tolerance=1e-3, end=end, max_steps=500)
     ends, states, rejected = jax.jit(kept)(jnp.asarray(NOISE, jnp.float32))
     np.testing.assert_allclose(ends[: len(times)], times, rtol=1e-3)
     assert np.isinf(ends[len(times) :]).all()
@@ -220,7 +224,7 @@ def test_every_adaptive_step_equals_the_loops(solver: str) -> None:
 def test_a_finer_tolerance_is_nearer_to_the_exact_end(solver: str) -> None:
     exact = loop("rk4", smooth, NOISE, 4000, 63 / 64)[-1]
     errors = [
-        np.abs(adapt(smooth, NOISE, solver=solver, tolerance=tolerance, most=10**6, end=63 / 64).x - exact).max()
+        np.abs(adapt(smooth, NOISE, solver=solver, tolerance=tolerance, max_steps=10**6, end=63 / 64).x - exact).max()
         for tolerance in (1e-2, 1e-3, 1e-4)
     ]
     assert errors[0] > 2 * errors[1] > 4 * errors[2]
@@ -238,7 +242,7 @@ def test_adaptive_evaluations_are_counted_and_capped_by_one_program(solver: str)
     @jax.jit
     def run(most: jax.Array) -> Any:
         noise = jnp.asarray(NOISE, jnp.float32)
-        return solve_adaptive(target, noise, solver=solver, tolerance=1e-4, most=most, end=63 / 64)
+        return solve_adaptive(target, noise, solver=ADAPTIVE[solver], tolerance=1e-4, max_steps=most, end=63 / 64)
 
     for most in (0, 1, 4, 10**6):
         calls.clear()
@@ -246,7 +250,7 @@ def test_adaptive_evaluations_are_counted_and_capped_by_one_program(solver: str)
         jax.effects_barrier()
         steps = int(found.accepted + found.rejected)
         assert steps == most if most < 10 else steps > 10
-        assert calls["ran"] == 1 + ADAPTIVE[solver][1] * steps
+        assert calls["ran"] == 1 + ADAPTIVE[solver].stages * steps
         assert (found.t == np.float32(63 / 64)) == (most > 10)
     assert run._cache_size() == 1
     np.testing.assert_array_equal(run(jnp.int32(0)).x, NOISE.astype(np.float32))
@@ -254,7 +258,7 @@ def test_adaptive_evaluations_are_counted_and_capped_by_one_program(solver: str)
 
 def test_under_vmap_each_row_has_steps_of_its_own() -> None:
     rows = np.stack([NOISE[0], NOISE[0] / 100, NOISE[1]]).astype(np.float32)
-    settings: Any = {"solver": "fehlberg2", "tolerance": 1e-3, "most": 1000, "end": 63 / 64}
+    settings: Any = {"solver": ADAPTIVE["fehlberg2"], "tolerance": 1e-3, "most": 1000, "end": 63 / 64}
     run = jax.jit(jax.vmap(partial(solve_adaptive, smooth, **settings)))
     together = run(jnp.asarray(rows))
     alone = [run(jnp.asarray(rows[i : i + 1])) for i in range(3)]

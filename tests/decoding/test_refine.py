@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.decoding import integrate, runge_kutta
+from l2d_jax.decoding import integrate
 from l2d_jax.decoding import refine as refine_module
-from l2d_jax.decoding.budget import lookahead
 from l2d_jax.decoding.refine import Refinement, estimate, refine
+from l2d_jax.decoding.solver import FIXED
 from l2d_jax.errors import InputError
 from l2d_jax.model.context import Context
 from l2d_jax.model.l2d import Model, check_labels
@@ -186,7 +186,7 @@ def test_without_a_temperature_keys_do_not_matter() -> None:
     assert (np.abs(colder - first).max(axis=-1) > 0.1).any()
 
 
-@pytest.mark.parametrize("solver", runge_kutta.FIXED)
+@pytest.mark.parametrize("solver", FIXED)
 def test_the_last_annealed_draw_is_the_arg_max(solver: str) -> None:
     """Read at the times at which the solver asks for a target, over many budgets."""
     times: list[float] = []
@@ -195,18 +195,16 @@ def test_the_last_annealed_draw_is_the_arg_max(solver: str) -> None:
         jax.debug.callback(lambda t: times.append(float(t)), t)
         return x
 
-    solve = jax.jit(lambda steps: integrate.solve(target, jnp.ones(1), solver=solver, steps=steps))
+    solve = jax.jit(lambda steps: integrate.solve_fixed(target, jnp.ones(1), solver=FIXED[solver], steps=steps))
     for steps in (1, 2, 3, 7, 10, 15, 31, 63):
-        chosen = settings(
-            1 + steps * runge_kutta.FIXED[solver][1], solver=solver, velocity_temperature=0.8, anneal=True
-        )
+        chosen = settings(1 + steps * FIXED[solver].stages, solver=solver, velocity_temperature=0.8, anneal=True)
         times.clear()
         solve(chosen.steps).block_until_ready()
         jax.effects_barrier()
         drawn = [t for t in times if t < 1 - 1e-6]  # at t = 1 the velocity counts as zero
         temperatures = [float(chosen.temperature(jnp.float32(t), jnp.float32(1 / steps))) for t in drawn]
         assert temperatures[-1] < 1e-6
-        ahead = lookahead(solver) / steps
+        ahead = FIXED[solver].lookahead / steps
         np.testing.assert_allclose(temperatures, [0.8 * max(0.0, 1 - t - ahead) for t in drawn], atol=1e-6)
     constant = settings(3, solver="midpoint", velocity_temperature=0.8)
     assert float(constant.temperature(jnp.float32(0.9), jnp.float32(1.0))) == pytest.approx(0.8)
@@ -264,32 +262,3 @@ def test_the_table_is_computed_once_from_the_embedding() -> None:
     assert model.path is not None
     np.testing.assert_allclose(model.table, model.path.embed(model.llm.embed), rtol=1e-5, atol=1e-6)
     assert Model.build(model.llm, None).table is None
-
-
-# --- the table of conditions ---
-
-
-@pytest.mark.parametrize("solver", runge_kutta.FIXED)
-@pytest.mark.parametrize("classes", [0, 3])
-def test_a_table_changes_nothing(solver: str, classes: int) -> None:
-    model = tiny.model("qwen", classes=classes)
-    labels = jnp.array([[0, 2], [3, 1]]) if classes else None
-    at, x = context(model, tiny.tokens(2, 6), labels=labels, last=2), noise(2, 2)
-    for steps in (0, 1, 3, 7):
-        budget = 1 + steps * runge_kutta.FIXED[solver][1]
-        chosen = settings(budget, solver=solver, velocity="expectation", velocity_temperature=1.0, guidance=1.5)
-        tabulated = refine_module.tabulate(model, chosen, budget=budget)
-        assert tabulated.table is not None
-        assert np.isfinite(tabulated.table.times).sum() == budget
-        found, wanted = (run(model, at, x, settings=s, keys=keys(2, 2)) for s in (tabulated, chosen))
-        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())
-        assert steps or np.array_equal(found, at.hidden)
-
-
-def test_what_has_no_table() -> None:
-    model = tiny.model()
-    for budget, solver in [(15, "fehlberg2"), (129, "midpoint")]:
-        chosen = settings(budget, solver=solver)
-        assert refine_module.tabulate(model, chosen, budget=budget) is chosen
-    alone = dataclasses.replace(model, path=None, table=None)
-    assert refine_module.tabulate(alone, settings(1), budget=1).table is None

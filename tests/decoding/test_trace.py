@@ -72,9 +72,9 @@ def test_a_trace_ends_where_decoding_did(loaded, options):
 @jax.jit
 def points(model, context, noise, key, settings, number, steps):
     """The corrected logits after `number` of the steps, from a solver that keeps the end alone."""
-    if settings.solver == "midpoint":
+    if settings.solver.name == "midpoint":
         target = make_target(model, context, settings=settings, keys=key)
-        x = integrate.solve(target, noise, solver="midpoint", steps=number, end=number / steps)
+        x = integrate.solve_fixed(target, noise, solver=settings.solver, steps=number, end=number / steps)
         t = number / steps
         counts = number, 0
     else:

@@ -8,7 +8,7 @@ import pytest
 
 from l2d_jax.data.batch import random_batch
 from l2d_jax.decoding import decode
-from l2d_jax.decoding.refine import Refinement, tabulate
+from l2d_jax.decoding.refine import Refinement
 from l2d_jax.decoding.sampler import Sampling
 from l2d_jax.performance import lowering
 from l2d_jax.performance.decoding_speed import random_model
@@ -44,8 +44,7 @@ def test_the_training_step_is_that_of_training(method, mesh):
 def test_decoding_is_that_of_generation(mesh):
     options = config(decode__max_new_tokens=2)
     model = random_model(options, mesh)
-    refinement = Refinement.from_config(options.decode)
-    settings = tabulate(model, refinement, budget=options.decode.budget)
+    settings = Refinement.prepare(model, options.decode)
     keys = jax.random.split(jax.random.key(0), 2)
     state = decode.prefill(model.llm, jnp.zeros((2, 8), jnp.int32), jnp.full(2, 8, jnp.int32), keys, room=2)
     real = decode.decode.lower(

@@ -1,0 +1,121 @@
+"""The solvers of the ODE by name, and what a budget of evaluations buys of each.
+
+The budget counts evaluations of the path for one token, the final one that gives the answer's logits included. A budget
+of 1 is the LM alone: no step, whatever the solver.
+"""
+
+from dataclasses import dataclass
+
+import diffrax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from l2d_jax.decoding.runge_kutta import (
+    AdaptiveHeun,
+    BogackiShampine,
+    EmbeddedPair,
+    Fehlberg2,
+    FixedStepRungeKutta,
+    Heun3,
+    ThreeEighths,
+)
+from l2d_jax.errors import InputError
+
+AMPLE = 512  # evaluations per token: the budget of an adaptive solver where the user names none
+
+
+@dataclass(frozen=True)
+class Solver:
+    """A Runge-Kutta method on a uniform grid, or with adaptive steps."""
+
+    name: str
+    method: type[diffrax.Euler | diffrax.Midpoint | diffrax.Heun | FixedStepRungeKutta | EmbeddedPair]
+    stages: int  # evaluations per grid interval, or per adaptive step, accepted or rejected
+    lookahead: float = 0.0  # grid intervals beyond t at which an annealed temperature is read, as in the release
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether it chooses its steps by their estimated errors."""
+        return issubclass(self.method, EmbeddedPair)
+
+    @property
+    def overhead(self) -> int:
+        """Evaluations besides those of the steps: the final one, and an adaptive solver's first slope."""
+        return 2 if self.is_adaptive else 1
+
+    def steps(self, budget: int) -> int:
+        """Grid intervals that spend a budget exactly, or the most steps of an adaptive solver within it.
+
+        Raises `InputError` for a budget that cannot be spent, naming the nearest ones that can.
+        """
+        below = self.spendable(budget)
+        if budget == below:
+            return max(0, budget - self.overhead) // self.stages
+        if self.is_adaptive:
+            raise InputError(
+                f"a budget of {budget} evaluations is too small for {self.name}, which takes 2 and {self.stages} a "
+                f"step: try 1 (the LM alone), or at least {2 + self.stages}"
+            )
+        raise InputError(
+            f"a budget of {budget} evaluations is unreachable for {self.name}, which takes 1 + {self.stages} n: "
+            f"try {below} or {below + self.stages}"
+        )
+
+    def spendable(self, budget: int) -> int:
+        """The largest budget that can be spent exactly within this one; at least 1."""
+        steps = max(0, budget - self.overhead) // self.stages
+        if steps == 0:
+            return 1
+        return budget if self.is_adaptive else 1 + self.stages * steps
+
+    def times(self, steps: Int[Array, ""], *, capacity: int) -> Float[Array, " capacity"]:
+        """t of every evaluation on a uniform grid of `steps` intervals; infinite beyond the final one at t = 1."""
+        nodes = jnp.array([0.0, *getattr(getattr(self.method, "tableau", None), "c", ())], jnp.float32)
+        index, last = jnp.arange(capacity), self.stages * jnp.asarray(steps)
+        inner = (index // self.stages + nodes[index % self.stages]) / jnp.maximum(steps, 1)
+        end = jnp.where(last > 0, 1.0, 0.0)
+        return jnp.where(index < last, inner, jnp.where(index == last, end, jnp.inf))
+
+
+FIXED = {
+    solver.name: solver
+    for solver in (
+        Solver("euler", diffrax.Euler, stages=1, lookahead=1.0),
+        Solver("midpoint", diffrax.Midpoint, stages=2, lookahead=0.5),
+        Solver("heun", diffrax.Heun, stages=2, lookahead=1.0),
+        Solver("heun3", Heun3, stages=3, lookahead=1.0),
+        Solver("rk4", ThreeEighths, stages=4, lookahead=1.0),
+    )
+}
+ADAPTIVE = {
+    solver.name: solver
+    for solver in (
+        Solver("fehlberg2", Fehlberg2, stages=2),
+        Solver("adaptive_heun", AdaptiveHeun, stages=1),
+        Solver("bosh3", BogackiShampine, stages=3),
+    )
+}
+SOLVERS = FIXED | ADAPTIVE
+
+
+def find_solver(name: str) -> Solver:
+    """Raises `InputError` for an unknown name."""
+    if name not in SOLVERS:
+        raise InputError(f"unknown solver {name!r}: choose from {', '.join(SOLVERS)}")
+    return SOLVERS[name]
+
+
+def split_budget(solver: str, total: int, *, beams: int) -> int:
+    """The largest budget that each beam of a search can spend where a token may cost `total` evaluations for all.
+
+    Raises `InputError` for an unknown solver, and for a total below the LM alone, which is one evaluation per beam.
+    """
+    found = find_solver(solver)
+    if beams < 1:
+        raise InputError(f"a budget is split between at least 1 beam, got {beams}")
+    if total < beams:
+        raise InputError(
+            f"a total of {total} evaluations per token is less than one for each of {beams} beams: "
+            f"try a total of at least {beams}{f', or {total} beams' if total > 0 else ''}"
+        )
+    return found.spendable(total // beams)
