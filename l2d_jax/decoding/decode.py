@@ -1,8 +1,8 @@
 """Decoding: one frozen pass per token, one ODE per token, in a scan over tokens with a persistent cache.
 
 Each sequence has a key of its own, folded with the token's number, so its output does not depend on its batch mates.
-The answer's distribution may be the mean over several noise draws: an unbiased estimate of the model's probabilities,
-which one draw is not. The draws share the cache and the hidden state.
+The answer's distribution may be the mean over several noise samples: an unbiased estimate of the model's probabilities,
+which a single sample does not give. The samples share the cache and the hidden state.
 """
 
 import dataclasses
@@ -74,19 +74,14 @@ def prefill(
 
 
 def select(state: State, rows: Int[Array, " rows"]) -> State:
-    """The sequences of these rows, in this order; one may be taken several times, or not at all."""
-    cache = dataclasses.replace(
-        state.cache,
-        k=state.cache.k[:, rows],
-        v=state.cache.v[:, rows],
-        positions=state.cache.positions[rows],
-    )
-    return State(
-        cache=cache,
+    """The sequences of these rows, in this order; a row may occur several times, or not at all."""
+    cache = state.cache
+    return dataclasses.replace(
+        state,
+        cache=dataclasses.replace(cache, k=cache.k[:, rows], v=cache.v[:, rows], positions=cache.positions[rows]),
         hidden=state.hidden[rows],
         positions=state.positions[rows],
         keys=state.keys[rows],
-        count=state.count,
         done=state.done[rows],
         broken=state.broken[rows],
     )
@@ -94,7 +89,7 @@ def select(state: State, rows: Int[Array, " rows"]) -> State:
 
 @partial(jax.jit, static_argnames="copies")
 def fan_out(state: State, *, copies: int) -> State:
-    """Several continuations of each sequence, side by side, that share its prefill; the first has its key."""
+    """Make copies of each sequence, side by side, to continue its prefill; the first copy keeps the sequence's key."""
     sequences = state.keys.shape[0]
     copied = select(state, jnp.repeat(jnp.arange(sequences), copies))
     copy = jnp.tile(jnp.arange(copies), sequences)
@@ -105,13 +100,13 @@ def fan_out(state: State, *, copies: int) -> State:
 def next_logits(
     model: Model,
     state: State,
-    noise: Float[Array, "B draws C"],
+    noise: Float[Array, "B samples C"],
     *,
     settings: Refinement,
-    keys: Key[Array, "B draws"],
+    keys: Key[Array, "B samples"],
     labels: Int[Array, " B"] | None = None,
 ) -> Float[Array, "B V"]:
-    """Logits of the next token after the whole budget, from unit noise; of several draws, logs of the mean."""
+    """Logits of the next token after the whole budget; with several noise samples, logs of the mean probabilities."""
     shape = noise.shape[:2]
     context = Context(
         hidden=jnp.broadcast_to(state.hidden[:, None], (*shape, state.hidden.shape[-1])),
@@ -122,8 +117,8 @@ def next_logits(
     hidden = refine(model, context, noise, settings=settings, keys=keys)
     if shape[1] == 1:
         return model.llm.logits(hidden[:, 0])
-    chances = jax.nn.log_softmax(model.llm.logits(hidden))
-    return jax.nn.logsumexp(chances, axis=1) - jnp.log(shape[1])
+    log_probs = jax.nn.log_softmax(model.llm.logits(hidden))
+    return jax.nn.logsumexp(log_probs, axis=1) - jnp.log(shape[1])
 
 
 def gated_logits(
@@ -136,9 +131,9 @@ def gated_logits(
     keys: Array,
     labels: Any,
 ) -> Float[Array, "B V"]:
-    """`next_logits`, but those of the LM alone where their entropy is below the gate.
+    """`next_logits`, or the LM's own logits where their entropy is below the gate.
 
-    Nothing is integrated for a token that all sequences skip; with the gate at 0, the LM's own logits are not needed.
+    Nothing is integrated for a token that all sequences skip. With a gate of 0 the LM's own logits are not computed.
     """
 
     def refined() -> Array:
@@ -147,8 +142,8 @@ def gated_logits(
     def gated() -> Array:
         plain = model.llm.logits(state.hidden)
         is_sure = entropy(plain) < gate
-        own = jax.lax.cond((is_sure | state.done).all(), lambda: plain, refined)
-        return jnp.where(is_sure[:, None], plain, own)
+        logits = jax.lax.cond((is_sure | state.done).all(), lambda: plain, refined)
+        return jnp.where(is_sure[:, None], plain, logits)
 
     return jax.lax.cond((gate > 0).any(), gated, refined)
 
@@ -162,7 +157,7 @@ def refined_logits(
     draws: int = 1,
     labels: Int[Array, " B"] | None = None,
 ) -> tuple[Key[Array, " B"], Float[Array, "B V"]]:
-    """Keys for the final draw, and the logits it is from; the noise is that of each sequence's key and token number."""
+    """Keys to sample the next token with, and its logits; the noise follows from keys and token number."""
     width = 1 if model.path is None else model.path.config.width
     noise_keys, velocity_keys, final_keys = token_keys(state.keys, state.count[None])
     noise = jax.vmap(lambda key: jax.random.normal(key, (draws, width), jnp.float32))(noise_keys)
@@ -174,14 +169,13 @@ def advance(llm: LLM, state: State, tokens: Int[Array, " B"], done: Bool[Array, 
     """Feed one chosen token per sequence to the main path."""
     positions = state.positions + 1
     hidden, new = llm(tokens[:, None], positions[:, None], state.cache)
-    return State(
+    return dataclasses.replace(
+        state,
         cache=state.cache.extend(new),
         hidden=hidden[:, 0],
         positions=positions,
-        keys=state.keys,
         count=state.count + 1,
         done=done,
-        broken=state.broken,
     )
 
 
@@ -197,18 +191,18 @@ def decode(
     draws: int = 1,
     labels: Int[Array, " B"] | None = None,
 ) -> tuple[State, Int[Array, "B steps"]]:
-    """Generate `steps` tokens; a sequence that has met one of the `ends` goes on with the first of them.
+    """Generate `steps` tokens; a sequence that has ended is filled up with the first of the `ends`.
 
-    So does one whose logits are not numbers, and the state says so; the others go on.
+    A sequence ends by one of the `ends`, or where its logits are not numbers, which the state says.
 
     Args:
       model: the LM and the path.
       state: from `prefill` or an earlier call; donated.
       settings: solver, grid and velocity.
-      sampling: the final draw.
+      sampling: how the next token is sampled from its logits.
       ends: tokens that end a sequence.
       steps: tokens to generate.
-      draws: noise draws whose mean distribution the token is drawn from.
+      draws: noise samples whose mean distribution the token is sampled from.
       labels: classes for guidance, or None.
     """
 

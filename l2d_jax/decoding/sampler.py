@@ -1,7 +1,7 @@
-"""Draws the next token from the answer's logits: temperature, top-k, top-p and masks of tokens.
+"""Samples the next token from the answer's logits: temperature, top-k, top-p and masks of tokens.
 
-The order is that of transformers: tokens that are not allowed are out, then the temperature, then top-k, then top-p of
-what is left. A temperature of 0 is the arg max, which neither top-k nor top-p changes.
+The order is that of transformers: first the mask, then the temperature, then top-k, then top-p of the tokens that top-k
+keeps. A temperature of 0 is the arg max, which neither top-k nor top-p changes.
 """
 
 from functools import partial
@@ -20,17 +20,17 @@ from l2d_jax.model import diffusion
 
 @nnx.dataclass
 class Sampling(nnx.Module):
-    """How to draw, for each sequence or for all; arguments of one compiled program."""
+    """How to sample, for each sequence or for all; arguments of one compiled program."""
 
     temperature: Float[Array, "#B"] = nnx.data()  # 0: arg max
-    top_k: Int[Array, "#B"] = nnx.data()  # draw from so many of the likeliest tokens; 0: from all
-    top_p: Float[Array, "#B"] = nnx.data()  # draw from the likeliest tokens that together reach this probability
-    gate: Float[Array, "#B"] = nnx.data()  # skip the ODE where the LM's own entropy is below this, in nats; 0: never
-    allowed: Bool[Array, " V"] | None = nnx.data(default=None)  # tokens that may be drawn; None: all
+    top_k: Int[Array, "#B"] = nnx.data()  # sample from this many of the likeliest tokens; 0: from all
+    top_p: Float[Array, "#B"] = nnx.data()  # sample from the likeliest tokens that together reach this probability
+    gate: Float[Array, "#B"] = nnx.data()  # entropy of the LM alone, in nats, below which the ODE is skipped; 0: never
+    allowed: Bool[Array, " V"] | None = nnx.data(default=None)  # tokens that may be sampled; None: all
 
     @classmethod
     def from_config(cls, config: DecodeConfig, *, allowed: Any = None) -> "Sampling":
-        """The same for all sequences."""
+        """The same options for all sequences."""
         return cls(
             temperature=jnp.float32([config.temperature]),
             top_k=jnp.int32([config.top_k]),
@@ -41,7 +41,7 @@ class Sampling(nnx.Module):
 
 
 def draw(keys: Key[Array, " B"], logits: Float[Array, "B V"], sampling: Sampling) -> Int[Array, " B"]:
-    """A token for each sequence."""
+    """Sample a token for each sequence."""
     if sampling.allowed is not None:
         logits = jnp.where(sampling.allowed, logits, -jnp.inf)
     temperature, top_k, top_p = (
@@ -57,37 +57,37 @@ def draw(keys: Key[Array, " B"], logits: Float[Array, "B V"], sampling: Sampling
 
 
 def token_keys(keys: Key[Array, " B"], number: Int[Array, "#B"]) -> tuple[Array, Array, Array]:
-    """Keys for the noise, the velocity's draws and the final draw of a sequence's token of that number, from 0."""
-    own = jax.vmap(jax.random.fold_in)(keys, jnp.broadcast_to(number, keys.shape))
-    noise, velocity, final = jax.vmap(partial(jax.random.split, num=3), out_axes=1)(own)
+    """Keys for the noise, the velocity's sampled tokens and the token itself, which has this number, from 0."""
+    folded = jax.vmap(jax.random.fold_in)(keys, jnp.broadcast_to(number, keys.shape))
+    noise, velocity, final = jax.vmap(partial(jax.random.split, num=3), out_axes=1)(folded)
     return noise, velocity, final
 
 
 def entropy(logits: Float[Array, "*B V"]) -> Float[Array, "*B"]:
-    """Of the distribution at temperature 1, in nats."""
-    chances = jax.nn.log_softmax(logits)
-    return -jnp.sum(jnp.exp(chances) * chances, axis=-1)
+    """The entropy of the distribution at temperature 1, in nats."""
+    log_probs = jax.nn.log_softmax(logits)
+    return -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
 
 
 def _cut(
     logits: Float[Array, " V"], temperature: Float[Array, ""], top_k: Int[Array, ""], top_p: Float[Array, ""]
 ) -> Float[Array, " V"]:
-    """The logits, minus infinity for what top-k and top-p leave out; the likeliest token always stays."""
+    """The logits, with minus infinity where top-k or top-p excludes a token; the likeliest is never excluded."""
     ordered = -jnp.sort(-logits / jnp.maximum(temperature, 1e-6))
     ordered = jnp.where((jnp.arange(len(logits)) < top_k) | (top_k == 0), ordered, -jnp.inf)
-    shares = jax.nn.softmax(ordered)
-    stays = (jnp.cumsum(shares) - shares < top_p) & (ordered > -jnp.inf)
-    lowest = jnp.min(jnp.where(stays, ordered, jnp.inf))
+    probs = jax.nn.softmax(ordered)
+    is_kept = (jnp.cumsum(probs) - probs < top_p) & (ordered > -jnp.inf)
+    lowest = jnp.min(jnp.where(is_kept, ordered, jnp.inf))
     return jnp.where(logits / jnp.maximum(temperature, 1e-6) >= lowest, logits, -jnp.inf)
 
 
 def allow(vocab_size: int, *, allowed: Any = None, banned: Any = ()) -> np.ndarray | None:
-    """The mask of a list of allowed tokens (None: all) without the banned ones; None if that is every token.
+    """The mask of the allowed tokens (None: all) less the banned ones; None if that is every token.
 
-    Raises `InputError` for a token beyond the vocabulary and where no token is left.
+    Raises `InputError` for a token beyond the vocabulary, and if no token is left.
     """
-    given = [*(allowed if allowed is not None else ()), *banned]
-    unknown = [token for token in given if not 0 <= token < vocab_size]
+    named = [*(allowed if allowed is not None else ()), *banned]
+    unknown = [token for token in named if not 0 <= token < vocab_size]
     if unknown:
         raise InputError(f"token {unknown[0]} is not one of the {vocab_size} of the model: take ids of its tokenizer")
     if allowed is None and not banned:
