@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The study of README.md: what LoRA, full finetuning, a diffusion path, and a path on top of LoRA make of SmolLM2-135M-Instruct.
+# The study of docs/study.md: what LoRA, full finetuning, a diffusion path, and a path on top of LoRA make of SmolLM2-135M-Instruct.
 # All are trained on the same examples and measured on the same held-out answers, the paths with every solver.
 #
 #   bash launch/study.sh [--base FOLDER_OR_HUB_ID_OR_GGUF] [--out DIR] [--steps N] [--examples N]
