@@ -1,4 +1,4 @@
-"""Tokenised examples as batches of one fixed shape, with one example per row or several."""
+"""Batches of tokenised examples in one fixed shape, with one example per row or several packed into it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,19 +13,19 @@ from l2d_jax.config.schema import Config, DataConfig
 class Batch(NamedTuple):
     """Examples in one fixed shape: T tokens of context and answer, M positions that predict the answer.
 
-    A row holds one example, or several (`packing`), which `segments` then numbers.
+    A row holds one example, or several that `segments` numbers (`packing`).
     """
 
     tokens: Int[Array, "B T"]  # context and answer without its last token, padded on the right
-    queries: Int[Array, "B M"] | None  # indices into T of the tokens whose successor is predicted; None: all in turn
-    targets: Int[Array, "B M"]  # those successors
-    weights: Float[Array, "B M"]  # 1 where there is a loss, 0 where there is padding
-    classes: Int[Array, " B"] | Int[Array, "B M"]  # labels for guidance, by query if packed; 0 where there are none
-    segments: Int[Array, "B T"] | None = None  # the example of each token, from 1 on, 0 for padding; None: not packed
+    queries: Int[Array, "B M"] | None  # index of the token whose successor is predicted; None: every token
+    targets: Int[Array, "B M"]  # the token that is predicted
+    weights: Float[Array, "B M"]  # 1 for an answer token, 0 for padding
+    classes: Int[Array, " B"] | Int[Array, "B M"]  # class for guidance, per query if packed; 0 without classes
+    segments: Int[Array, "B T"] | None = None  # number of each token's example, from 1; 0: padding; None: not packed
 
     @property
     def query_segments(self) -> Int[Array, "*A B M"] | None:
-        """The example of each query, in packed rows."""
+        """The number of each query's example in packed rows, else None."""
         if self.segments is None:
             return None
         if self.queries is None:
@@ -33,7 +33,7 @@ class Batch(NamedTuple):
         return jnp.take_along_axis(self.segments, self.queries, axis=-1)
 
     def repeat(self, count: int) -> "Batch":
-        """Each query `count` times over, at the same weight in all; copies are neighbours, so queries still ascend."""
+        """Repeat each query `count` times with its weight divided among the copies, which stand side by side."""
 
         def copy(array: Array) -> Array:
             return jnp.repeat(array, count, axis=1)
@@ -49,14 +49,14 @@ class Batch(NamedTuple):
 def stack(
     rows: Sequence[Sequence[Mapping[str, Any]]], config: DataConfig, *, padding: int, is_packed: bool = False
 ) -> Batch:
-    """A batch as NumPy arrays, which become JAX's as they are placed on the mesh.
+    """Build a batch of NumPy arrays, which become JAX arrays when they are placed on the mesh.
 
     Args:
-      rows: the examples of each row, which fit into it; none make a row of padding. An example has its `tokens`, the
-        number of those before the answer as `context`, and a `class`.
-      config: of the row's shape.
-      padding: id of the token that fills a row.
-      is_packed: number the examples of a row, of which there may be several.
+      rows: the examples of each row, which must fit into it; an empty list makes a row of padding. An example has its
+        `tokens`, `context` (the number of tokens before the answer) and `class`.
+      config: the shape of a row.
+      padding: id of the padding token.
+      is_packed: whether a row may hold several examples, which `segments` then numbers.
     """
     length, width = config.max_length, config.answer_length or config.max_length
     full: Any = np.full
@@ -70,7 +70,7 @@ def stack(
     )
     for row, examples in enumerate(rows):
         assert is_packed or len(examples) <= 1
-        start = answered = 0  # tokens and answer positions that are taken
+        start = answered = 0  # tokens and answer positions filled so far
         for number, example in enumerate(examples, 1):
             ids, context = example["tokens"], int(example["context"])
             answer, end = len(ids) - context, start + len(ids) - 1
@@ -90,7 +90,7 @@ def stack(
 
 
 def count_text(batch: Batch) -> int:
-    """The tokens of a batch without padding."""
+    """The number of tokens of a batch without padding."""
     if batch.segments is not None:
         return int(np.count_nonzero(batch.segments))
     queries = np.arange(batch.weights.shape[1]) if batch.queries is None else batch.queries
@@ -99,7 +99,7 @@ def count_text(batch: Batch) -> int:
 
 
 def random_batch(config: Config, vocab_size: int) -> Batch:
-    """Full rows of random tokens, in the config's shape, as NumPy arrays like those of the data loader."""
+    """A batch of full rows of random tokens in the config's shape, for measuring."""
     rng = np.random.default_rng(0)
     rows, length = config.train.batch_size, config.data.max_length
     width, is_packed = config.data.answer_length or length, config.data.packing

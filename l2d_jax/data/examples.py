@@ -1,6 +1,6 @@
-"""Conversations to batches of one fixed shape, in an order that is a pure function of the seed and the step.
+"""Turns conversations into batches of one fixed shape, in an order that is a pure function of the seed and the step.
 
-They are tokenised once, each of the assistant's turns as one example, and `datasets` keeps the result in its cache.
+Conversations are tokenised once, each of the assistant's turns as one example, and `datasets` caches the result.
 There is no iterator state: step k of any run, resumed or not and on any number of processes, reads the same examples.
 """
 
@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from l2d_jax.config.schema import DataConfig
 from l2d_jax.data import tokenizer as tokenization
 from l2d_jax.data.batch import Batch, stack
-from l2d_jax.data.packing import Plan, pack
+from l2d_jax.data.packing import PackingPlan, pack
 from l2d_jax.data.sources import most_examples, papers_count, read_rows
 from l2d_jax.errors import InputError
 
@@ -31,7 +31,7 @@ FEATURES = datasets.Features(
         "context": datasets.Value("int32"),  # number of tokens before the answer
         "length": datasets.Value("int32"),  # number of all tokens
         "class": datasets.Value("int32"),
-        "row": datasets.Value("int32"),  # of the split, the first is 0
+        "row": datasets.Value("int32"),  # number of the row in the split, from 0
     }
 )
 READING = ReadOptions(num_threads=4, prefetch_buffer_size=16)  # batches ahead of the one in use
@@ -44,7 +44,7 @@ class Counts:
     kept: int
     too_long: int  # context and answer exceed config.data.max_length
     answer_too_long: int  # the answer exceeds config.data.answer_length
-    papers: int | None = None  # how many the paper has of these
+    papers: int | None = None  # the number of these examples in the paper; None: the paper has none of them
 
     def __str__(self) -> str:
         found = f"{self.kept} ({self.too_long} too long and {self.answer_too_long} with too long an answer left out)"
@@ -61,7 +61,7 @@ class Examples:
 
     config: DataConfig
     counts: Counts
-    turns: datasets.Dataset  # of FEATURES, whatever their length
+    turns: datasets.Dataset  # rows of FEATURES, of any length
     kept: Int[np.ndarray, " n"]  # the rows of `turns` that are used
     padding: int  # id of the token that fills the rows of a batch
 
@@ -69,24 +69,23 @@ class Examples:
     def load(
         cls, config: DataConfig, tokenizer: PreTrainedTokenizerFast, *, split: str, classes: int = 0
     ) -> "Examples":
-        """Read and tokenise a split, at most the number of examples that the config asks for.
+        """Read and tokenise a split, with at most as many examples as the config asks for, spread evenly over it.
 
-        That number is spread evenly over the split. Raises `InputError` for rows that cannot be read, for rows without
-        one of so many `classes` for guidance where there are any, for a tokenizer without a chat template, and where no
-        example fits the lengths of the config.
+        Raises `InputError` for rows that cannot be read, for rows whose class is not below `classes` (unless it is 0),
+        for a tokenizer without a chat template, and if no example fits the lengths of the config.
         """
         tokenization.require_chat_template(tokenizer)
         name, limit = f"{config.source}/{split}", most_examples(config, split)
         rows = read_rows(config, split)
         _check_classes(rows, classes, name=name)
-        taken = limit or len(rows)
+        sample = limit or len(rows)
         while True:
-            numbers = _spread(len(rows), taken)
+            numbers = _spread(len(rows), sample)
             turns = _tokenise(rows, numbers, tokenizer, name=name, empty_thoughts=config.empty_thoughts)
             fits, counts = _fit(turns, config)
-            if limit is None or counts.kept >= limit or taken >= len(rows):
+            if limit is None or counts.kept >= limit or sample >= len(rows):
                 break
-            taken *= 2  # some were too long, or had no answer
+            sample *= 2  # some were too long, or had no answer
         if counts.kept == 0:
             raise InputError(_misfit(turns, config, name))
         kept = np.flatnonzero(fits)[_spread(counts.kept, limit or counts.kept)]
@@ -97,19 +96,19 @@ class Examples:
         return len(self.kept)
 
     @cached_property
-    def plan(self) -> Plan:
-        """Which examples share a row, where the config asks for packing."""
+    def plan(self) -> PackingPlan:
+        """Which examples share a row, if the config asks for packing."""
         length, answer_length = self.config.max_length, self.config.answer_length or self.config.max_length
         lengths, answers = (sizes[self.kept] for sizes in _lengths(self.turns))
         return pack(lengths, answers, length=length, answer_length=answer_length)
 
     @property
     def rows(self) -> int:
-        """Rows of an epoch of training."""
+        """The number of rows of one epoch of training."""
         return len(self.plan) if self.config.packing else len(self)
 
     def describe(self) -> str:
-        """How many examples there are, and how full the rows of training are."""
+        """A line with the number of examples and the padding of training rows."""
         text = _lengths(self.turns)[0][self.kept].sum() / self.config.max_length
         padding, alone = (f"{100 * (1 - text / rows):.0f} %" for rows in (self.rows, len(self)))
         if not self.config.packing:
@@ -117,35 +116,37 @@ class Examples:
         return f"{self.counts}, packed into {self.rows} rows, {padding} padding instead of {alone}"
 
     def batches(self, batch_size: int, *, start_step: int = 0, rows: Sequence[int] | None = None) -> Iterator[Batch]:
-        """Batches without end, from `start_step` on; each epoch has an order of its own.
+        """Endless batches from `start_step` on; each epoch has its own order.
 
         Args:
           batch_size: rows of one step over all processes.
-          start_step: batches that an earlier run has used.
-          rows: those of a batch that this process reads; None: all. No other example is read.
+          start_step: number of batches that an earlier run has used.
+          rows: the rows of a batch that this process reads, and no others; None: all.
         """
         order = self._order()
         return self._read(order, batch_size, start_step, rows, is_packed=self.config.packing)
 
     def ids(self, batch_size: int, step: int) -> list[int]:
-        """The rows of the split (the first is 0) whose turns the batch of a step (the first is 1) holds, in order."""
+        """The numbers of the split's rows (from 0) whose turns are in the batch of a step (from 1), in order."""
         order = self._order()
         used = [number for row in range((step - 1) * batch_size, step * batch_size) for number in order[row]]
         return [int(self.turns[int(self.kept[number])]["row"]) for number in used]
 
     def in_order(self, batch_size: int, *, rows: Sequence[int] | None = None) -> Iterator[Batch]:
-        """Every example once, a row each, as they stand; arguments as above.
+        """Every example once, in the order of the split, one per row; arguments as for `batches`.
 
-        Rows that are missing in the last batch, or beyond a batch, have weight 0.
+        Rows that the last batch lacks, or that lie beyond a batch, have weight 0.
         """
         order = MapDataset.range(-(-len(self) // batch_size) * batch_size)
         order = order.map(lambda index: [index] if index < len(self) else [])
         return self._read(order, batch_size, 0, rows, is_packed=False)
 
     def _order(self) -> MapDataset:
-        """The examples of each row, epoch after epoch."""
+        """The numbers of the examples of each row, epoch after epoch."""
         seed, rows = self.config.seed, self.rows
-        deal = lru_cache(maxsize=2)(lambda epoch: self.plan.deal(seed, epoch))  # rows of two are read at its turn
+        deal = lru_cache(maxsize=2)(
+            lambda epoch: self.plan.deal(seed, epoch)
+        )  # rows of two epochs are read where one ends
 
         def examples(index: int, row: int) -> list[int]:
             return deal(index // rows)[row].tolist() if self.config.packing else [row]
@@ -153,25 +154,25 @@ class Examples:
         return MapDataset.range(rows).seed(seed).shuffle().repeat().map_with_index(examples)
 
     def _read(
-        self, order: MapDataset, batch_size: int, start: int, given: Sequence[int] | None, *, is_packed: bool
+        self, order: MapDataset, batch_size: int, start: int, local: Sequence[int] | None, *, is_packed: bool
     ) -> Iterator[Batch]:
-        """Batches of rows, of which `order` has the numbers of the examples."""
-        rows = range(batch_size) if given is None else given
-        share = len(rows)
+        """Batches of the rows whose examples `order` numbers."""
+        rows = range(batch_size) if local is None else local
+        count = len(rows)
 
         def pick(number: int) -> list[dict[str, Any]]:
-            step, row = start + number // share, rows[number % share]
+            step, row = start + number // count, rows[number % count]
             numbers = order[step * batch_size + row] if row < batch_size else []
             return [self.turns[int(self.kept[number])] for number in numbers]
 
-        picked = MapDataset.range((len(order) // batch_size - start) * share).map(pick)
+        picked = MapDataset.range((len(order) // batch_size - start) * count).map(pick)
         stack_rows = partial(stack, config=self.config, padding=self.padding, is_packed=is_packed)
-        # Nothing remains to be dropped; but without it, grain fails to count the batches of one of an endless order.
-        return iter(picked.batch(share, drop_remainder=True, batch_fn=stack_rows).to_iter_dataset(READING))
+        # Nothing is left over to drop, but without this grain cannot count the batches of an endless order.
+        return iter(picked.batch(count, drop_remainder=True, batch_fn=stack_rows).to_iter_dataset(READING))
 
 
 def _check_classes(rows: datasets.Dataset, classes: int, *, name: str) -> None:
-    """Raise `InputError` where guidance is trained and the rows do not say with which class."""
+    """Raise `InputError` if guidance is trained and a row's class is missing or too large."""
     if classes == 0:
         return
     if "class" not in rows.column_names:
@@ -179,7 +180,7 @@ def _check_classes(rows: datasets.Dataset, classes: int, *, name: str) -> None:
             f"guidance needs the class of each row, but those of {name} have none: add a column 'class' with numbers "
             f"from 0 to {classes - 1}, or set config.path.classes to 0"
         )
-    found = rows.select_columns(["class"]).unique("class")  # alone: it copies what it reads, texts included
+    found = rows.select_columns(["class"]).unique("class")  # select first: `unique` would copy the texts too
     large = [label for label in found if isinstance(label, int) and label >= classes]
     if large:
         raise InputError(
@@ -188,7 +189,7 @@ def _check_classes(rows: datasets.Dataset, classes: int, *, name: str) -> None:
 
 
 def _spread(length: int, count: int) -> Int[np.ndarray, " n"]:
-    """At most `count` of `length` indices, evenly spaced: joined subsets all get their share."""
+    """At most `count` of `length` indices, evenly spaced, so that joined subsets are all represented."""
     count = min(count, length)
     return np.arange(count) * length // count
 
@@ -201,11 +202,17 @@ def _tokenise(
     name: str,
     empty_thoughts: bool,
 ) -> datasets.Dataset:
-    """The turns of the rows of these numbers, or those of an earlier call from the cache of `datasets`."""
+    """The turns of the rows with these numbers, from the cache of `datasets` if an earlier call made them."""
     # `datasets` knows a cached result by the arguments and by this function's name, so the code is an argument too.
     code = hashlib.sha256((inspect.getsource(tokenization) + inspect.getsource(_turns)).encode()).hexdigest()
-    given = {"numbers": numbers, "tokenizer": tokenizer, "name": name, "empty_thoughts": empty_thoughts, "code": code}
-    options = {"with_indices": True, "remove_columns": rows.column_names, "features": FEATURES, "fn_kwargs": given}
+    arguments = {
+        "numbers": numbers,
+        "tokenizer": tokenizer,
+        "name": name,
+        "empty_thoughts": empty_thoughts,
+        "code": code,
+    }
+    options = {"with_indices": True, "remove_columns": rows.column_names, "features": FEATURES, "fn_kwargs": arguments}
     return rows.select(numbers).map(_turns, batched=True, desc=f"tokenising {name}", **options)
 
 
@@ -248,13 +255,13 @@ def _conversations(rows: Mapping[str, list[Any]]) -> Iterable[Any]:
 
 
 def _lengths(turns: datasets.Dataset) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
-    """The number of tokens that go in (nothing is predicted from the last one), and of those in the answer."""
+    """The number of input tokens of each turn (all but the last), and of tokens in its answer."""
     lengths, contexts = (turns.data.column(name).to_numpy() for name in ("length", "context"))
     return lengths - 1, lengths - contexts
 
 
 def _fit(turns: datasets.Dataset, config: DataConfig) -> tuple[Bool[np.ndarray, " n"], Counts]:
-    """Which turns the batch's shape can hold."""
+    """Which turns fit into the shape of a batch."""
     lengths, answers = _lengths(turns)
     long = lengths > config.max_length
     long_answer = ~long & (answers > (config.answer_length or config.max_length))
@@ -263,7 +270,7 @@ def _fit(turns: datasets.Dataset, config: DataConfig) -> tuple[Bool[np.ndarray, 
 
 
 def _misfit(turns: datasets.Dataset, config: DataConfig, name: str) -> str:
-    """Why there is no example at all."""
+    """The reason why no example is left."""
     if len(turns) == 0:
         return f"{name} has no message of the assistant to learn from: choose another source"
     lengths, answers = _lengths(turns)

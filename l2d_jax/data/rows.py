@@ -1,4 +1,4 @@
-"""Rows of data sets, by the names that Hugging Face's hub gives them: from files of a folder, or from the hub."""
+"""Reads rows of data sets from files of a folder, or from the Hugging Face hub by name."""
 
 import sys
 from collections.abc import Iterable
@@ -9,12 +9,12 @@ import datasets
 from l2d_jax.data import tokenizer
 from l2d_jax.errors import InputError
 
-# Not `load_dataset`, which reports each use of its readers to the hub first, and waits seconds where there is none.
+# `load_dataset` is not used for files: it first reports to the hub, and waits seconds where there is no network.
 FORMATS = {".jsonl": datasets.Dataset.from_json, ".parquet": datasets.Dataset.from_parquet}
 
 
 def find_file(folder: Path, split: str) -> Path:
-    """`folder/<split>.jsonl` or `.parquet`; `InputError` where there is neither."""
+    """The file `folder/<split>.jsonl` or `.parquet`; raises `InputError` if there is neither."""
     files = [folder / f"{split}{suffix}" for suffix in FORMATS]
     file = next((file for file in files if file.is_file()), None)
     if file is None:
@@ -27,30 +27,32 @@ def find_file(folder: Path, split: str) -> Path:
 
 
 def read_file(file: Path) -> datasets.Dataset:
-    """The rows of a file; `InputError` where it is empty or unreadable."""
+    """The rows of a file; raises `InputError` if it is empty or unreadable."""
     if file.stat().st_size == 0:
         raise InputError(f"{file} is empty: put one row a line into it")
     try:
         return FORMATS[file.suffix](str(file))
-    except Exception as error:  # each format's parser raises its own, wrapped or not
+    except Exception as error:  # each format's parser raises errors of its own
         raise InputError(f"{file} cannot be read: {tokenizer.first_line(error)}: mend or replace it") from error
 
 
 def read_hub(
     name: str, subset: str | None, *, split: str, revision: str | None = None, remedy: str
 ) -> datasets.Dataset:
-    """The rows of a data set of the hub, or of its copy on this machine.
+    """The rows of a data set of the hub, or of its cached copy on this machine.
 
     Args:
       name: the data set's id, such as openai/gsm8k.
-      subset: which of its configurations; None: the only one.
-      split: such as train.
+      subset: name of its configuration; None: it has only one.
+      split: name of the split, such as train.
       revision: a commit, tag or branch; None: the newest.
-      remedy: the end of the error's line, where there is no such data set, or no network.
+      remedy: end of the error message if there is no such data set, or no network.
     """
     try:
         return datasets.load_dataset(name, subset, split=split, revision=revision)
-    except Exception as error:  # of the network, the hub's client, the parsers; all mean that there are no rows
+    except (
+        Exception
+    ) as error:  # the network, the hub's client and the parsers raise many kinds; all mean that there are no rows
         raise InputError(
             f"data set {name!r} (subset {subset}, split {split!r}) cannot be read: {tokenizer.first_line(error)}: "
             f"{remedy}"
@@ -58,13 +60,13 @@ def read_hub(
 
 
 def keep_quiet() -> None:
-    """Show the progress of reading and encoding on a terminal alone."""
+    """Show the progress bars of `datasets` only on a terminal."""
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
 
 
 def require_columns(rows: datasets.Dataset, columns: Iterable[str], *, name: str) -> None:
-    """Raise `InputError` unless there are rows, and they have all these columns; `name` says whose they are."""
+    """Raise `InputError` unless there are rows with all these columns; `name` is that of the data set."""
     missing = [column for column in columns if column not in rows.column_names]
     if missing:
         raise InputError(

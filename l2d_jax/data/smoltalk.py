@@ -1,8 +1,8 @@
 """The paper's part of SmolTalk: which subsets, which of their rows, and the class of each row for guidance.
 
-An example is one of the assistant's turns with all that comes before it, so that a conversation of three turns gives
-three; this is what the paper's 892,283 and 46,848 count. There is no filter but category and length: context and
-answer, without the token that ends it, may have 2048 tokens. The release stops at the first turn of a conversation that
+An example is one of the assistant's turns with everything before it, so that a conversation of three turns gives three
+examples; the paper's 892,283 and 46,848 count these. Only category and length are filtered: context and answer, without
+the token that ends it, may have 2048 tokens. The release stops at the first turn of a conversation that
 is longer, which is the same, since every later one is longer still.
 (SakanaAI/L2D: `cfgs/training.cfg`, `tasks/smoltalk.py`, `tasks/constants.py`.)
 """
@@ -15,7 +15,7 @@ from l2d_jax.config.schema import CATEGORIES
 SUBSETS = ("self-oss-instruct", "metamathqa-50k", "numina-cot-100k", "openhermes-100k", "smol-magpie-ultra")
 LEFT_OUT = frozenset({"advice-seeking", "brainstorming", "creative-writing", "editing", "planning", "role-playing"})
 EXAMPLES = {"train": 892_283, "test": 46_848}  # the paper's counts, by split
-MAX_LENGTH = 2048  # of which they are
+MAX_LENGTH = 2048  # tokens of an example at most, for those counts
 
 # The release's tables, in the names of `CATEGORIES`.
 OF_SUBSET = {
@@ -32,7 +32,7 @@ OF_SUBSET = {
     "longalign": "other",
     "systemchats-30k": "other",
 }
-OF_CATEGORY = {  # of smol-magpie-ultra's rows, less those that are left out
+OF_CATEGORY = {  # categories of smol-magpie-ultra, except those that are left out
     "coding": "coding",
     "data-analysis": "general_qa",
     "information-seeking": "general_qa",
@@ -41,8 +41,8 @@ OF_CATEGORY = {  # of smol-magpie-ultra's rows, less those that are left out
 }
 
 
-def choose_rows(rows: datasets.Dataset, subset: str | None) -> datasets.Dataset:
-    """The rows of a subset that the paper trains on, with their `class` where the tables have it for all of them.
+def select_rows(rows: datasets.Dataset, subset: str | None) -> datasets.Dataset:
+    """The rows of a subset that the paper trains on, with their `class` if the tables have it for all of them.
 
     A row's class is that of its `category` where it has one, else that of the subset.
     """

@@ -1,4 +1,4 @@
-"""Rows of conversations: from the built-in problems, from folders of JSON lines or Parquet, or from the hub."""
+"""Reads rows of conversations from the built-in problems, from folders of JSON lines or Parquet, or from the hub."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -11,29 +11,29 @@ from l2d_jax.data import smoltalk, word_problems
 from l2d_jax.data.rows import FORMATS, find_file, read_file, read_hub
 from l2d_jax.errors import InputError
 
-# The hub's id and default subsets of each source that has a name of its own.
+# Hub id and default subsets of the sources that have a short name.
 HUB = {"smoltalk": ("HuggingFaceTB/smoltalk", smoltalk.SUBSETS), "gsm8k": ("openai/gsm8k", ("main",))}
-CATEGORY = {"problems": "math", "gsm8k": "math"}  # of all rows of a source
+CATEGORY = {"problems": "math", "gsm8k": "math"}  # sources whose rows all have one category
 REMEDY = "check the names, or put its rows into a folder and set config.data.data_dir"
-PROBLEMS = 20_000  # rows of a split where the config sets no number
-COLUMNS = ("messages", "question", "answer", "class")  # all that is read of a row
+PROBLEMS = 20_000  # rows of a built-in split if the config sets no number
+COLUMNS = ("messages", "question", "answer", "class")  # the columns that are read
 
 
 def most_examples(config: DataConfig, split: str) -> int | None:
-    """How many examples of a split the config asks for at most."""
+    """The largest number of examples of a split that the config asks for; None: all."""
     return config.train_examples if split == config.train_split else config.validation_examples
 
 
 def papers_count(config: DataConfig, split: str) -> int | None:
-    """How many examples the paper counts where `config` asks for all that it trains on; None: it asks for others."""
-    asked = config.source == "smoltalk" and set(_subsets(config, split)) == set(smoltalk.SUBSETS)
+    """The paper's number of examples if `config` asks for all that the paper trains on, else None."""
+    is_papers = config.source == "smoltalk" and set(_subsets(config, split)) == set(smoltalk.SUBSETS)
     whole = most_examples(config, split) is None and config.max_length == smoltalk.MAX_LENGTH
     short = config.answer_length is not None and config.answer_length < config.max_length
-    return smoltalk.EXAMPLES.get(split) if asked and whole and not short else None
+    return smoltalk.EXAMPLES.get(split) if is_papers and whole and not short else None
 
 
 def read_rows(config: DataConfig, split: str) -> datasets.Dataset:
-    """The rows of a split, with a `messages` column or `question` and `answer`, and `class` where there are classes.
+    """The rows of a split, with a column `messages` or `question` and `answer`, and `class` if there are classes.
 
     A folder holds the rows themselves or, like the hub, a part for each subset: <folder>/<subset>/<split>.parquet.
     Raises `InputError` for a source, split or column that is missing, a file that cannot be parsed, and no rows.
@@ -48,7 +48,7 @@ def read_rows(config: DataConfig, split: str) -> datasets.Dataset:
 
 
 def _folder(config: DataConfig) -> Path | None:
-    """The folder that rows are read from; None: they are built in or the hub's."""
+    """The folder that rows are read from; None: they are built in, or on the hub."""
     if config.source == "problems":
         return None
     folder = Path(config.data_dir, config.source) if config.data_dir else Path(config.source)
@@ -56,7 +56,7 @@ def _folder(config: DataConfig) -> Path | None:
 
 
 def _subsets(config: DataConfig, split: str) -> tuple[str | None, ...]:
-    """The parts of a source: None is all of it."""
+    """The subsets of a source; None stands for the whole."""
     folder = _folder(config)
     if config.subsets or config.source == "problems":
         return config.subsets or (None,)
@@ -68,7 +68,7 @@ def _subsets(config: DataConfig, split: str) -> tuple[str | None, ...]:
 
 
 def _read_part(config: DataConfig, subset: str | None, split: str) -> datasets.Dataset:
-    """The rows of a subset, of the columns that are used."""
+    """The rows of a subset, with the columns that are used."""
     folder = _folder(config)
     if config.source == "problems":
         count = most_examples(config, split) or PROBLEMS
@@ -80,7 +80,7 @@ def _read_part(config: DataConfig, subset: str | None, split: str) -> datasets.D
         hub, _ = HUB.get(config.source, (config.source, ()))
         name, rows = f"{hub} {subset or ''}".strip(), read_hub(hub, subset, split=split, remedy=REMEDY)
     if config.source == "smoltalk":
-        rows = smoltalk.choose_rows(rows, subset)
+        rows = smoltalk.select_rows(rows, subset)
     elif config.source in CATEGORY and "class" not in rows.column_names:
         rows = rows.add_column("class", np.full(len(rows), CATEGORIES.index(CATEGORY[config.source]), np.int64))
     return _check_columns(rows, name)

@@ -1,10 +1,10 @@
-"""Text to token ids and back: tokenizers, chat templates, and what of a conversation is learnt.
+"""Text to token ids and back: tokenizers, chat templates, and the part of a conversation that is learnt.
 
 A conversation gives one `Turn` per answer of the assistant. The context is what generation starts from: the chat
 template of the messages before it, with the generation prompt. The answer is what the template puts after that, up to
 and including the token that ends the turn; a line break behind it is the template's to write, not the model's. Context
-and answer are tokenised apart, so that the ids in training are those in generation, whatever the tokenizer would have
-merged across the border (the release does the same: ids of the context, then ids of the response).
+and answer are tokenised separately, so that the ids in training are those in generation, whatever the tokenizer would
+have merged across the border (the release does the same: ids of the context, then ids of the response).
 
 Where a template rewrites an answer (R1's drop the reasoning) or its prompt opens something (`<think>`), the answer is
 the message as it stands, less that opening, and the turn's end. A message without a thought does not continue a prompt
@@ -27,8 +27,8 @@ from l2d_jax.errors import InputError
 Message = Mapping[str, Any]  # "role" and "content", both text
 
 DATE = "26 Jul 2024"  # Llama 3's templates print one; today's would change the data from one day to the next
-THOUGHT = ("<think>", "</think>")  # what opens and closes one
-PROBE = "\N{SNOWMAN}"  # an answer that no template contains
+THOUGHT = ("<think>", "</think>")  # the tags that open and close a thought
+PROBE = "\N{SNOWMAN}"  # an answer whose text occurs in no template
 
 CHATML = """\
 {%- for message in messages -%}
@@ -39,17 +39,17 @@ CHATML = """\
 
 @dataclass(frozen=True)
 class Turn:
-    """One answer and all that comes before it, as token ids."""
+    """One answer and everything before it, as token ids."""
 
     context: list[int]  # never empty
     answer: list[int]  # ends with the token that ends the turn
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Read the tokenizer of a Hugging Face folder: tokenizer.json as it stands, and tokenizer_config.json.
+    """Read the tokenizer of a Hugging Face folder: tokenizer.json as it is, and tokenizer_config.json.
 
-    Not by `AutoTokenizer`: it rebuilds the tokenizer as the class that the config names, and SmolLM2's, whose config
-    says GPT2Tokenizer, then no longer splits numbers into digits (transformers 5.23).
+    `AutoTokenizer` is not used, because it rebuilds the tokenizer as the class that the config names; SmolLM2's, whose
+    config says GPT2Tokenizer, then no longer splits numbers into digits (transformers 5.23).
 
     Raises `InputError` where there is no tokenizer or it cannot be read.
     """
@@ -66,7 +66,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Raise `InputError` where `tokenizer` has no chat template: a conversation could not be written down."""
+    """Raise `InputError` if the tokenizer has no chat template, without which a conversation has no text."""
     if not tokenizer.chat_template:
         raise InputError(
             f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template: "
@@ -95,7 +95,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def padding_id(tokenizer: PreTrainedTokenizerFast) -> int:
-    """The id that fills a row: the tokenizer's own, else its end of sequence; `InputError` where it has neither."""
+    """The id of padding: the pad token, else the end of sequence; raises `InputError` if there is neither."""
     for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token_id is not None:
             return token_id
@@ -105,7 +105,7 @@ def padding_id(tokenizer: PreTrainedTokenizerFast) -> int:
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
-    """The ids that end a generated answer: the end of sequence and, where it is another, the template's end of turn."""
+    """The ids that end a generated answer: the end of sequence and, if it differs, the template's end of turn."""
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if tokenizer.chat_template:
         ids.append(encode([_frame(tokenizer, tokenizer.chat_template).end], tokenizer)[0][-1])
@@ -113,9 +113,9 @@ def stop_ids(tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
 
 
 def prompt_ids(messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """The ids that generation of the next answer starts from; `InputError` as for `turn_texts`.
+    """The ids that generation of the next answer starts from; raises `InputError` as `turn_texts` does.
 
-    Where the last message is the assistant's, that answer is continued, from its last visible character.
+    If the last message is the assistant's, that answer is continued after its last visible character.
     """
     require_chat_template(tokenizer)
     _check(messages)
@@ -128,14 +128,14 @@ def prompt_ids(messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast) 
 
 
 def encode_turns(messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast) -> list[Turn]:
-    """One `Turn` per answer of the assistant, in order; `InputError` as for `turn_texts`."""
+    """One `Turn` per answer of the assistant, in order; raises `InputError` as `turn_texts` does."""
     texts = turn_texts(messages, tokenizer)
     ids = encode([text for turn in texts for text in turn], tokenizer)
     return [Turn(context, answer) for context, answer in zip(ids[::2], ids[1::2], strict=True)]
 
 
 def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
-    """The ids of each text and nothing else: a template writes its own special tokens."""
+    """The ids of each text, without special tokens around it: a chat template writes its own."""
     return tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
 
 
@@ -144,7 +144,7 @@ def turn_texts(
 ) -> list[tuple[str, str]]:
     """Context and answer of each of the assistant's turns, as text.
 
-    With `empty_thoughts`, an answer without a thought first closes the one that the template's prompt opens.
+    With `empty_thoughts`, an answer without a thought begins by closing the one that the template's prompt opens.
 
     Raises `InputError` for messages without role or content, for a conversation that the assistant begins, and for a
     template that refuses it or leaves no sound border between prompt and answer.
@@ -178,15 +178,15 @@ def _turn(messages: Sequence[Message], *, tokenizer: PreTrainedTokenizerFast, em
 
 @dataclass(frozen=True)
 class _Frame:
-    """What a template puts around an answer."""
+    """The text that a template puts around an answer."""
 
-    opening: str  # what the prompt for an answer ends with that a finished answer does not begin with; mostly empty
+    opening: str  # end of the prompt that a finished answer does not begin with, such as <think>; mostly empty
     end: str  # from the answer's last character up to and including the token that ends the turn
 
 
 @functools.lru_cache(maxsize=8)
 def _frame(tokenizer: PreTrainedTokenizerFast, template: str) -> _Frame:  # noqa: ARG001
-    """Read the frame off a conversation; `template` is part of the cache's key: a new one is read again."""
+    """Read the frame off a conversation; `template` is part of the cache's key, so that a new one is read again."""
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": PROBE}]
     prompt, text = _render(messages[:1], tokenizer, prompt=True), _render(messages, tokenizer, prompt=False)
     before, _, after = text.partition(PROBE)
@@ -228,6 +228,6 @@ def _render(
 
 
 def first_line(error: BaseException) -> str:
-    """What the cause of an error says, or the error itself where nothing caused it, in one line."""
+    """The first line of the message of an error's cause, or of the error if it has none."""
     cause = error.__cause__ or error
     return (str(cause).strip() or type(cause).__name__).splitlines()[0]

@@ -1,7 +1,7 @@
-"""Arithmetic word problems with worked solutions, made up on the spot: data that needs no download and has no licence.
+"""Generates arithmetic word problems with worked solutions: data that needs no download and has no licence.
 
-A problem is a pure function of (seed, index, split). Which split a problem belongs to is decided by its template and
-its numbers, so no split ever holds the numbers of another in the same template, whatever the seeds and the counts.
+A problem is a pure function of (seed, index, split). Its template and its numbers decide the split it belongs to, so no
+split ever holds the numbers of another in the same template, whatever the seeds and the counts.
 Solutions spell out each step as `a * b = c` and end with the line `#### answer`, as GSM8K's do; answers are integers, 0
 or more. A problem takes 90 to 128 tokens in SmolLM2's tokenizer and chat template, 30 to 60 of them for the answer.
 """
@@ -27,7 +27,7 @@ RIDES = "bus train tram ferry coach"
 
 
 @dataclass(frozen=True)
-class Problem:
+class WordProblem:
     """A question, its worked solution that ends with `#### answer`, and that answer."""
 
     question: str
@@ -53,8 +53,8 @@ class Cast:
 Story = tuple[str, str, int]  # question, solution without its last line, answer
 
 
-def problem(index: int, *, seed: int = 0, split: str = "train") -> Problem:
-    """The problem of this index, 0 or more; neighbours differ in template. Raises `InputError` for an unknown split."""
+def problem(index: int, *, seed: int = 0, split: str = "train") -> WordProblem:
+    """The problem with this index, from 0; neighbours differ in template. Raises `InputError` for an unknown split."""
     if split not in SPLITS:
         raise InputError(
             f"the built-in problems have the splits {', '.join(SPLITS)}, not {split!r}: choose one of them"
@@ -64,7 +64,7 @@ def problem(index: int, *, seed: int = 0, split: str = "train") -> Problem:
     while True:
         question, solution, answer = template(random, _cast(random))
         if _split(template.__name__, question) == split:
-            return Problem(question, f"{solution}\n#### {answer}", answer)
+            return WordProblem(question, f"{solution}\n#### {answer}", answer)
 
 
 def conversations(count: int, *, seed: int = 0, split: str = "train") -> list[dict[str, Any]]:
