@@ -15,8 +15,8 @@ from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import Config
 from l2d_jax.decoding.solver import find_solver
 from l2d_jax.distributed import runtime
-from l2d_jax.performance.decoding_speed import decoding, draw
-from l2d_jax.performance.training_speed import training
+from l2d_jax.performance.decoding_speed import draw_speed, measure_decoding
+from l2d_jax.performance.training_speed import measure_training
 
 
 def main() -> None:
@@ -32,15 +32,15 @@ def main() -> None:
     parser.add_argument("--plot", type=command_line.local_path, help="decode: draw the table as this PNG file")
     options, config = parser.parse_with_config()
     if options.work == "train":
-        figures = training(config, runtime.start(config.mesh))
+        figures = measure_training(config, runtime.start(config.mesh))
         lines = training_table(figures)
     else:
-        figures = decode(options, config)
+        figures = _measure_decode(options, config)
         lines = decoding_table(figures)
     print(json.dumps(figures) if options.json else "\n".join(lines))
 
 
-def decode(options: argparse.Namespace, config: Config) -> dict[str, Any]:
+def _measure_decode(options: argparse.Namespace, config: Config) -> dict[str, Any]:
     """Check what was asked for, measure, and draw; raises `InputError` before anything is built."""
     for name in ("batches", "budgets", "prompt", "new"):
         given = getattr(options, name)
@@ -55,9 +55,9 @@ def decode(options: argparse.Namespace, config: Config) -> dict[str, Any]:
         find_solver(config.decode.solver).steps(budget)
     mesh = runtime.start(config.mesh)
     shape = {name: getattr(options, name) for name in ("batches", "budgets", "prompt", "new")}
-    figures = decoding(config, mesh, **shape)
+    figures = measure_decoding(config, mesh, **shape)
     if options.plot is not None:
-        draw(figures, options.plot)
+        draw_speed(figures, options.plot)
     return figures
 
 

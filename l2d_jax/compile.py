@@ -104,7 +104,7 @@ def main() -> int:
         question = Question(work, config, topology, options.batch, options.prompt)
         answers[work] = found = answer(question, mesh, folder=options.hlo)
         if not options.json:
-            lines = [title(question, found, mesh), *tpu_estimate.table(found, top=options.top)]
+            lines = [title(question, found, mesh), *tpu_estimate.estimate_lines(found, top=options.top)]
             print("\n  ".join(lines).replace("\n  \n", "\n\n"), end="\n\n", flush=True)
     if options.json:
         print(json.dumps(answers))
@@ -112,7 +112,7 @@ def main() -> int:
 
 
 def answer(question: Question, mesh: Mesh, *, folder: Path | None = None) -> dict[str, Any]:
-    """What `estimate.read` says of the program, or `estimate.too_large`; from the cache where it was asked before.
+    """What `tpu_estimate.read_estimate` says of the program, or `tpu_estimate.too_large`; from the cache where it was asked before.
 
     With a `folder`, the cache is not read, and the optimized program goes there as `train.hlo` or `decode.hlo`.
     """
@@ -120,7 +120,7 @@ def answer(question: Question, mesh: Mesh, *, folder: Path | None = None) -> dic
     if file.exists() and folder is None:
         return {**json.loads(file.read_text()), "cached": True}
     began = time.monotonic()
-    with progress(f"compiling {question.work} for {question.topology.name}"):
+    with _progress(f"compiling {question.work} for {question.topology.name}"):
         found = compile_and_read(question, mesh, folder)
     found["seconds of compiling"] = time.monotonic() - began
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -146,7 +146,7 @@ def compile_and_read(question: Question, mesh: Mesh, folder: Path | None) -> dic
         (folder / f"{question.work}.hlo").write_text(text)
     tokens, flops = question.useful()
     decode = question.config.decode
-    return tpu_estimate.read(
+    return tpu_estimate.read_estimate(
         compiled.memory_analysis(),
         text,
         question.topology.generation,
@@ -164,7 +164,7 @@ def title(question: Question, found: dict[str, Any], mesh: Mesh) -> str:
 
 
 @contextmanager
-def progress(what: str) -> Iterator[None]:
+def _progress(what: str) -> Iterator[None]:
     """Say on standard error every few seconds how long the work has taken."""
     began, done = time.monotonic(), threading.Event()
 

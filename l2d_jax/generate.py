@@ -21,7 +21,7 @@ from l2d_jax.files import output_folder
 from l2d_jax.loading import find, load
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.l2d import check_labels
-from l2d_jax.reports.trace import AnswerTrace, write
+from l2d_jax.reports.trace import AnswerTrace, write_trace
 from l2d_jax.weights import model_folder
 
 Messages = Sequence[dict[str, str]]
@@ -123,7 +123,7 @@ def main() -> None:
             answer(loaded, conversations[number], settings, seed=options.seed)
         if folder is not None and isinstance(answer, Traced):
             traced = zip(asked, answer.traces, strict=True)
-            write(folder, [AnswerTrace(n, prompts[n], s, tokens) for (n, s), tokens in traced])
+            write_trace(folder, [AnswerTrace(n, prompts[n], s, tokens) for (n, s), tokens in traced])
 
 
 def parse() -> argparse.Namespace:

@@ -28,15 +28,15 @@ def main() -> None:
     options = parser.parse_args()
     others = evaluations.read_beside(options.beside)
     for workdir in options.workdir:
-        report(workdir, others)
+        report_workdir(workdir, others)
 
 
-def report(workdir: Path, beside: Mapping[str, Mapping[str, float]]) -> None:
+def report_workdir(workdir: Path, beside: Mapping[str, Mapping[str, float]]) -> None:
     """Print the tables of a workdir, and write its figures and its page; raises `InputError` if it has neither."""
     found = [*of_training(workdir), *of_evaluations(workdir, beside)]
     if not found:
         raise InputError(f"workdir {workdir} has no validation and no evaluation: train or evaluate first")
-    page.write(workdir / "report.html", f"Report of {workdir.name}", found)
+    page.write_page(workdir / "report.html", f"Report of {workdir.name}", found)
     print(f"written to {workdir / 'report.html'}")
 
 
@@ -46,12 +46,12 @@ def of_training(workdir: Path) -> list[str]:
         return []
     before, after = training.first_and_last(workdir)
     print(f"{workdir}, after {after['step']} steps")
-    losses, accuracy = training.loss_rows(before, after), training.accuracy_rows(after)
+    losses, accuracy = training.loss_rows(before, after), training.budget_rows(after)
     print(text_table(*losses))
     print(text_table(*accuracy))
-    training.draw(before, after, workdir / "report.png")
+    training.draw_training(before, after, workdir / "report.png")
     text = f"After {after['step']} steps; accuracy is teacher-forced, on held-out answers. {INTERVALS}"
-    tables = [page.table(*accuracy), page.table(*losses)]
+    tables = [page.html_table(*accuracy), page.html_table(*losses)]
     return [page.section("Training", text, page.figure(workdir / "report.png"), *tables)]
 
 
@@ -61,10 +61,10 @@ def of_evaluations(workdir: Path, beside: Mapping[str, Mapping[str, float]]) -> 
     found, within = evaluations.collect(folder), evaluations.collect_within(folder)
     if not found:
         return []
-    accuracy = evaluations.accuracy_rows(found, beside)
+    accuracy = evaluations.task_rows(found, beside)
     print(text_table(*accuracy))
     text = f"Strict scores follow the rules of the authors' release, relaxed ones what readers accept. {INTERVALS}"
-    sections = [page.section("Tasks", text, page.table(*accuracy))]
+    sections = [page.section("Tasks", text, page.html_table(*accuracy))]
     steps, inside, guided = (folder / name for name in ("budgets.png", "within.png", "guidance.png"))
     if evaluations.draw_budgets(found, steps):
         words = "A budget of 1 is the language model itself."

@@ -70,7 +70,7 @@ def main() -> None:
 
     found = {name: known[name] or measured(name, model) for name, model in options.models}
     if processes.is_first():
-        study.report(options.out, found)
+        study.report_study(options.out, found)
 
 
 def named(text: str) -> tuple[str, str]:

@@ -46,7 +46,7 @@ def main() -> None:
         for strength in options.strengths:
             ask(session, [plan._replace(settings=replace(plan.settings, guidance=strength)) for plan in last])
     if processes.is_first():
-        report.report(options.workdir or options.out, {})
+        report.report_workdir(options.workdir or options.out, {})
 
 
 def follow(loaded: Loaded, plan: Plan) -> dict[str, object]:

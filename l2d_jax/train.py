@@ -53,7 +53,7 @@ def main() -> int | None:
         return 0
     if options.dry_run:
         mesh = runtime.start(config.mesh)
-        print(costs.summary(config, model_folder.read_architecture(config.model), mesh))
+        print(costs.cost_table(config, model_folder.read_architecture(config.model), mesh))
         return 0
     if options.workdir is None:
         raise InputError("--workdir is missing: name a folder for config, checkpoints and metrics")

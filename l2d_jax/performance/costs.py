@@ -102,7 +102,7 @@ def flops_per_decoded_token(config: Config, architecture: Architecture) -> int:
     return parts["frozen pass"] + evaluations * (parts["path forward"] - 2 * tabulated + head)
 
 
-def summary(config: Config, architecture: Architecture, mesh: Mesh) -> str:
+def cost_table(config: Config, architecture: Architecture, mesh: Mesh) -> str:
     """The table that `--dry_run` prints."""
     method = method_of(config)
     frozen, trained = method.declare_frozen(architecture), method.declare(architecture)

@@ -30,7 +30,7 @@ from matplotlib import pyplot as plt
 LAYERS = ("q", "o", "gate", "up", "down")
 
 
-def decoding(
+def measure_decoding(
     config: Config, mesh: Mesh, *, batches: Sequence[int], budgets: Sequence[int], prompt: int, new: int
 ) -> dict[str, Any]:
     """Tokens per second at each batch size and budget, and each batch size's time per evaluation.
@@ -89,7 +89,7 @@ def bytes_per_evaluation(model: Model) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(parts))
 
 
-def draw(figures: dict[str, Any], file: Path) -> None:
+def draw_speed(figures: dict[str, Any], file: Path) -> None:
     """Two panels against the budget: tokens per second, and the time per token."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for own in figures["batches"]:

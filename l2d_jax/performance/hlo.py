@@ -82,14 +82,14 @@ Computation = Mapping[str, Instruction]
 
 
 @dataclass(frozen=True)
-class Program:
+class HloProgram:
     """The computations of a program by name."""
 
     computations: dict[str, dict[str, Instruction]]
     entry: str
 
     @classmethod
-    def parse(cls, text: str) -> "Program":
+    def parse(cls, text: str) -> "HloProgram":
         """Read what `Compiled.as_text()` gives."""
         computations: dict[str, dict[str, Instruction]] = {}
         entry, current = "", None

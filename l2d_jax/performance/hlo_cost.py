@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from l2d_jax.performance.hlo import Computation, Instruction, Program, size_in_bytes
+from l2d_jax.performance.hlo import Computation, HloProgram, Instruction, size_in_bytes
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 _ATTENTION = re.compile("splash|flash|attention")
@@ -31,7 +31,7 @@ class Execution:
 
 
 @dataclass(frozen=True)
-class Part:
+class InstructionCost:
     """A line of the list of what takes the time."""
 
     cycles: int
@@ -52,10 +52,10 @@ class Cost:
     kernels: Counter[str] = field(default_factory=Counter)  # runs of hand-written kernels, which have no estimate
     kernel_flops: int = 0  # of those that are attention
     unknown_loops: int = 0
-    parts: list[Part] = field(default_factory=list)  # the dearest first
+    parts: list[InstructionCost] = field(default_factory=list)  # the dearest first
 
 
-def measure(program: Program, *, unknown_trips: int = 1) -> Cost:
+def program_cost(program: HloProgram, *, unknown_trips: int = 1) -> Cost:
     """Sum over all that runs; of a conditional's branches, the dearest counts.
 
     Args:
@@ -76,7 +76,7 @@ def measure(program: Program, *, unknown_trips: int = 1) -> Cost:
         cost.cycles += execution.cycles
         cost.flops += flops
         if execution.cycles:
-            cost.parts.append(Part(execution.cycles, times, flops, instruction.name, instruction.source))
+            cost.parts.append(InstructionCost(execution.cycles, times, flops, instruction.name, instruction.source))
         for kind, key, size in _collectives(program, execution.computation, instruction):
             # The pieces of one that runs beside other work share its channel: they are one.
             if (execution.computation, key) not in seen:
@@ -87,7 +87,7 @@ def measure(program: Program, *, unknown_trips: int = 1) -> Cost:
     return cost
 
 
-def _executions(program: Program, name: str, times: int, unknown_trips: int) -> list[Execution]:
+def _executions(program: HloProgram, name: str, times: int, unknown_trips: int) -> list[Execution]:
     """All that running a computation so often runs; a loop of unknown length stands for itself, too."""
     found: list[Execution] = []
     computation = program.computations[name]
@@ -129,7 +129,7 @@ def _attention(instruction: Instruction, computation: Computation) -> int:
     return products * 2 * math.prod(query) * key[-2] // causal
 
 
-def _collectives(program: Program, name: str, instruction: Instruction) -> Iterator[tuple[str, str, int]]:
+def _collectives(program: HloProgram, name: str, instruction: Instruction) -> Iterator[tuple[str, str, int]]:
     """Kind, identity and bytes of each collective of an instruction: of the whole array that is gathered or reduced.
 
     Of one between slices, which its parts leave through the host: of what is sent.

@@ -34,7 +34,7 @@ ENVIRONMENT = {
 
 
 @dataclass(frozen=True)
-class Generation:
+class TpuGeneration:
     """A kind of TPU."""
 
     axes: int  # of a slice's shape
@@ -51,11 +51,11 @@ class Generation:
 
 
 GENERATIONS = {
-    "v4": Generation(3, 275e12, 2 * 8 * 128**2, 30.75, 300e9, options=(("chip_config_name", "megacore"),)),
-    "v5e": Generation(2, 197e12, 2 * 4 * 128**2, 15.75, 200e9),
-    "v5p": Generation(3, 459e12, 2 * 8 * 128**2, 95.74, 600e9),
-    "v6e": Generation(2, 918e12, 2 * 4 * 256**2, 31.25, 400e9),
-    "tpu7x": Generation(3, 2307e12 / 2, 2 * 4 * 256**2, 94.75, 600e9, devices=2),
+    "v4": TpuGeneration(3, 275e12, 2 * 8 * 128**2, 30.75, 300e9, options=(("chip_config_name", "megacore"),)),
+    "v5e": TpuGeneration(2, 197e12, 2 * 4 * 128**2, 15.75, 200e9),
+    "v5p": TpuGeneration(3, 459e12, 2 * 8 * 128**2, 95.74, 600e9),
+    "v6e": TpuGeneration(2, 918e12, 2 * 4 * 256**2, 31.25, 400e9),
+    "tpu7x": TpuGeneration(3, 2307e12 / 2, 2 * 4 * 256**2, 94.75, 600e9, devices=2),
 }
 
 
@@ -82,7 +82,7 @@ class Topology:
         return cls(kind, tuple(map(int, layout.split("x"))), slices)
 
     @property
-    def generation(self) -> Generation:
+    def generation(self) -> TpuGeneration:
         """What its devices are."""
         return GENERATIONS[self.kind]
 

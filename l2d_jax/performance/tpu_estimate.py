@@ -4,9 +4,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from l2d_jax.performance.hlo import Program
-from l2d_jax.performance.hlo_cost import BETWEEN, Part, measure
-from l2d_jax.performance.topologies import GIB, Generation
+from l2d_jax.performance.hlo import HloProgram
+from l2d_jax.performance.hlo_cost import BETWEEN, InstructionCost, program_cost
+from l2d_jax.performance.topologies import GIB, TpuGeneration
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": GIB, "T": 2**40}
 _TOO_LARGE = (
@@ -28,8 +28,8 @@ ATTENTION = 0.4
 _PARTS = 100  # of the list of what takes the time, that are kept
 
 
-def read(
-    memory: Any, text: str, generation: Generation, *, useful: float, tokens: int, unknown_trips: int = 1
+def read_estimate(
+    memory: Any, text: str, generation: TpuGeneration, *, useful: float, tokens: int, unknown_trips: int = 1
 ) -> dict[str, Any]:
     """The figures of a compiled program, per device and execution; sizes in bytes.
 
@@ -41,7 +41,7 @@ def read(
       tokens: that an execution of all devices together works off.
       unknown_trips: of loops whose length is known to the program alone.
     """
-    cost = measure(Program.parse(text), unknown_trips=unknown_trips)
+    cost = program_cost(HloProgram.parse(text), unknown_trips=unknown_trips)
     needed = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     needed += memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
     kernels = cost.kernel_flops / (ATTENTION * generation.peak)
@@ -76,7 +76,7 @@ def read(
     }
 
 
-def _phases(parts: Iterable[Part], generation: Generation) -> dict[str, dict[str, float]]:
+def _phases(parts: Iterable[InstructionCost], generation: TpuGeneration) -> dict[str, dict[str, float]]:
     """Seconds in all, seconds of fusions with matrix products, and these products' FLOPs."""
     phases = {name: {"seconds": 0.0, "seconds of products": 0.0, "FLOPs": 0.0} for name in _PHASES}
     for part in parts:
@@ -103,7 +103,7 @@ def fits(figures: Mapping[str, Any]) -> bool:
     return bool(figures["needed"] <= figures["usable"])
 
 
-def table(figures: Mapping[str, Any], *, top: int = 0) -> list[str]:
+def estimate_lines(figures: Mapping[str, Any], *, top: int = 0) -> list[str]:
     """Lines for people; `top` adds so many of the parts that take the time."""
     needed, usable = figures["needed"], figures["usable"]
     spare = f"{_size(abs(usable - needed))} ({abs(1 - needed / usable):.0%})"

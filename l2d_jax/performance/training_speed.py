@@ -27,7 +27,7 @@ from l2d_jax.training.step import REMAT, begin, check_batch, make_step, micro_ba
 from l2d_jax.weights import model_folder
 
 
-def training(config: Config, mesh: Mesh) -> dict[str, Any]:
+def measure_training(config: Config, mesh: Mesh) -> dict[str, Any]:
     """Tokens per second of the compiled step, where a path's time goes, and the machine's matrix-product rate."""
     check_batch(config.train, mesh)
     architecture = model_folder.read_architecture(config.model)

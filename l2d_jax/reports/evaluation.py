@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from l2d_jax.errors import InputError
 from l2d_jax.evaluation.results import KINDS, RESULTS, accuracy
 from l2d_jax.files import read_json
-from l2d_jax.reports.figures import draw_rates, new_figure, save
+from l2d_jax.reports.figures import draw_rates, new_figure, save_figure
 from l2d_jax.reports.tables import Table, interval
 
 WITHIN = "within.json"  # of a task's folder: what happens within one diffusion (`sweep` writes it)
@@ -58,7 +58,7 @@ def read_beside(file: Path | None) -> dict[str, dict[str, float]]:
 HEADER = ("task", "evaluation", *KINDS, "pass@10", "problems")
 
 
-def accuracy_rows(evaluations: Sequence[Evaluation], beside: Mapping[str, Mapping[str, float]]) -> Table:
+def task_rows(evaluations: Sequence[Evaluation], beside: Mapping[str, Mapping[str, float]]) -> Table:
     """Header and rows of accuracy with 95 % intervals, without columns that no row fills.
 
     `beside` comes after the evaluations of each task, labelled.
@@ -95,7 +95,7 @@ def draw_budgets(evaluations: Sequence[Evaluation], file: Path) -> bool:
         axes.set_xticks(range(len(budgets)), [str(budget) for budget in budgets])
         axes.set(xlabel="evaluations of the path per token", ylabel=f"{kind} accuracy", ylim=(0, None))
         axes.legend()
-    save(figure, file)
+    save_figure(figure, file)
     return True
 
 
@@ -114,7 +114,7 @@ def draw_within(within: Mapping[str, Mapping[str, Any]], file: Path) -> bool:
         right.boxplot(list(counts.values()), tick_labels=list(counts), showmeans=True)
     solver = next((found["solver"] for found in within.values() if "solver" in found), "adaptive solver")
     right.set(ylabel=f"evaluations per token, {solver}", ylim=(0, None))
-    save(figure, file)
+    save_figure(figure, file)
     return True
 
 
@@ -133,5 +133,5 @@ def draw_guidance(evaluations: Sequence[Evaluation], file: Path) -> bool:
         draw_rates(axes, strengths, [line[strength].rate("strict") for strength in strengths], label=task)
     axes.set(xlabel="strength of guidance", ylabel="strict accuracy", ylim=(0, None))
     axes.legend()
-    save(figure, file)
+    save_figure(figure, file)
     return True

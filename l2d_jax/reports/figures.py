@@ -38,7 +38,7 @@ def draw_rates(
     axes.errorbar(places, means, yerr=errors, marker="o", capsize=3, label=label)
 
 
-def save(figure: Any, file: Path) -> None:
+def save_figure(figure: Any, file: Path) -> None:
     """Write a figure as `file`, a PNG on white, and beside it as an SVG without a background; it is closed."""
     figure.savefig(file.with_suffix(".png"), dpi=150)
     figure.savefig(file.with_suffix(".svg"), transparent=True, metadata={"Date": None})

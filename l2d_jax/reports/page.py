@@ -33,7 +33,7 @@ def section(title: str, text: str, *parts: str) -> str:
     return "\n".join([f"<h2>{html.escape(title)}</h2>", f"<p>{html.escape(text)}</p>", *parts])
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table that scrolls by itself where the page is narrow."""
     is_text = [any(row[column][:1].isalpha() for row in rows) for column in range(len(header))]
 
@@ -47,7 +47,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def figure(file: Path) -> str:
-    """A figure that `figures.save` has written, within the page; its names are made its own."""
+    """A figure that `figures.save_figure` has written, within the page; its names are made its own."""
     text = file.with_suffix(".svg").read_text()
     text = text[text.index("<svg") :]
     names = set(re.findall(r'id="([^"]+)"', text))
@@ -56,6 +56,6 @@ def figure(file: Path) -> str:
     return f'<div class="wide">{text}</div>'
 
 
-def write(file: Path, title: str, sections: Sequence[str]) -> None:
+def write_page(file: Path, title: str, sections: Sequence[str]) -> None:
     """Write the page."""
     file.write_text(PAGE.substitute(title=html.escape(title), sections="\n".join(sections)), encoding="utf-8")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from l2d_jax.reports import page
-from l2d_jax.reports.figures import draw_rates, new_figure, save
+from l2d_jax.reports.figures import draw_rates, new_figure, save_figure
 from l2d_jax.reports.tables import interval, text_table
 from l2d_jax.training.bootstrap import Tally
 
@@ -16,20 +16,20 @@ DIFFERENCES = "Greedy accuracy of the row less that of the column, each at the l
 Found = Mapping[str, Mapping[str, Any]]  # by the name of the model, as `study` writes it
 
 
-def report(folder: Path, found: Found) -> None:
+def report_study(folder: Path, found: Found) -> None:
     """Print the tables, and write them with the figure as a page."""
     tally = Tally.join({name: one["tally"] for name, one in found.items()})
     rows, names = rows_of(tally, found), list(found)
     differences = [(name, *(_difference(tally, found, name, other) for other in names)) for name in names]
     print(text_table(HEADER, rows))
     print(f"\n{DIFFERENCES}\n{text_table(('', *names), differences)}")
-    draw(tally, found, folder / "study.png")
-    parts = [page.figure(folder / "study.png"), page.table(HEADER, rows)]
+    _draw(tally, found, folder / "study.png")
+    parts = [page.figure(folder / "study.png"), page.html_table(HEADER, rows)]
     sections = [
         page.section("Models", MODELS, *parts),
-        page.section("Differences", DIFFERENCES, page.table(("", *names), differences)),
+        page.section("Differences", DIFFERENCES, page.html_table(("", *names), differences)),
     ]
-    page.write(folder / "study.html", f"Study {folder.name}", sections)
+    page.write_page(folder / "study.html", f"Study {folder.name}", sections)
     print(f"written to {folder / 'study.html'}")
 
 
@@ -46,7 +46,7 @@ def rows_of(tally: Tally, found: Found) -> list[tuple[str, ...]]:
     return rows
 
 
-def draw(tally: Tally, found: Found, file: Path) -> None:
+def _draw(tally: Tally, found: Found, file: Path) -> None:
     """Loss and accuracy of all models with their first solver against the budget, and of the first path's solvers."""
     figure, [losses, rates, solvers] = new_figure(3)
     budgets = sorted({setting["evaluations"] for one in found.values() for setting in one["settings"]})
@@ -66,7 +66,7 @@ def draw(tally: Tally, found: Found, file: Path) -> None:
         axes.set(xlabel="evaluations of the path per token")
         if axes.has_data():
             axes.legend()
-    save(figure, file)
+    save_figure(figure, file)
 
 
 def _draw_line(axes: Any, tally: Tally, name: str, measure: str, settings: Any, budgets: Any, *, label: str) -> None:

@@ -49,14 +49,14 @@ class AnswerTrace(NamedTuple):
     tokens: list[TokenTrace]
 
 
-def write(folder: Path, answers: Sequence[AnswerTrace]) -> None:
+def write_trace(folder: Path, answers: Sequence[AnswerTrace]) -> None:
     """Write both files into a folder: one of `files.output_folder`, to have both or neither."""
-    rows = "".join(f"{json.dumps(row)}\n" for row in table(answers))
+    rows = "".join(f"{json.dumps(row)}\n" for row in token_rows(answers))
     (folder / "trace.jsonl").write_text(rows, encoding="utf-8")
     (folder / "trace.html").write_text(page(answers), encoding="utf-8")
 
 
-def table(answers: Sequence[AnswerTrace]) -> Iterator[dict[str, Any]]:
+def token_rows(answers: Sequence[AnswerTrace]) -> Iterator[dict[str, Any]]:
     """A row per token: numbers of the sequence, its prompt and the token's position in the answer, then its trace."""
     for sequence, answer in enumerate(answers):
         given = {"prompt": answer.prompt, "solver": answer.settings.solver, "budget": answer.settings.budget}

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from l2d_jax.errors import InputError
-from l2d_jax.reports.figures import draw_rates, new_figure, save
+from l2d_jax.reports.figures import draw_rates, new_figure, save_figure
 from l2d_jax.reports.tables import Table, interval
 from l2d_jax.training.metrics import read_metrics
 
@@ -37,7 +37,7 @@ def by_t(record: dict[str, Any]) -> list[float]:
     return found
 
 
-def accuracy_rows(record: dict[str, Any]) -> Table:
+def budget_rows(record: dict[str, Any]) -> Table:
     """Accuracy at each budget with its 95 % interval, and the paired gain over the smallest budget."""
     rows = []
     for budget in budgets(record):
@@ -56,7 +56,7 @@ def budgets(record: dict[str, Any]) -> list[int]:
     return sorted(int(name) for name in names if name.isdigit())
 
 
-def draw(before: dict[str, Any], after: dict[str, Any], file: Path) -> None:
+def draw_training(before: dict[str, Any], after: dict[str, Any], file: Path) -> None:
     """Two panels: accuracy against the budget with its intervals, and, of a path, loss by t before and after."""
     bins = len(by_t(before))
     figure, [left, *others] = new_figure(2 if bins else 1)
@@ -74,4 +74,4 @@ def draw(before: dict[str, Any], after: dict[str, Any], file: Path) -> None:
             right.plot(middles, by_t(record), marker="o", label=label)
         right.set(xlabel="t", ylabel="nats per token", title="Loss of one evaluation at t", ylim=(0, None))
         right.legend()
-    save(figure, file)
+    save_figure(figure, file)

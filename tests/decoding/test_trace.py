@@ -213,7 +213,7 @@ ANSWERS = [
 
 
 def test_rows(tmp_path):
-    pages.write(tmp_path, ANSWERS)
+    pages.write_trace(tmp_path, ANSWERS)
     rows = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
     assert [(row["sequence"], row["prompt"], row["position"]) for row in rows] == [
         (0, 0, 0),
@@ -253,7 +253,7 @@ class Page(HTMLParser):
 
 
 def test_a_page_is_whole_and_escapes_all_text(tmp_path):
-    pages.write(tmp_path, ANSWERS)
+    pages.write_trace(tmp_path, ANSWERS)
     text = (tmp_path / "trace.html").read_text(encoding="utf-8")
     page = Page(text)
     assert "script" not in page.names

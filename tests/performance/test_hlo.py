@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from l2d_jax.performance.hlo import Program, size_in_bytes
+from l2d_jax.performance.hlo import HloProgram, size_in_bytes
 
 KERNEL = """HloModule jit_f, is_scheduled=true
 
@@ -39,11 +39,11 @@ ENTRY %main (x: bf16[8,128]) -> bf16[8,128] {
 """
 
 
-def loop(text: str = KERNEL, *, first: str = "0", step: str = "1") -> Program:
-    return Program.parse(text.replace("FIRST", first).replace("STEP", step))
+def loop(text: str = KERNEL, *, first: str = "0", step: str = "1") -> HloProgram:
+    return HloProgram.parse(text.replace("FIRST", first).replace("STEP", step))
 
 
-def trips(program: Program) -> int | None:
+def trips(program: HloProgram) -> int | None:
     entry = program.computations[program.entry]
     return program.trips(entry["loop"], entry)
 
@@ -103,7 +103,7 @@ def test_a_comparison_in_a_fusion():
 
 def convolution(shapes: str, attributes: str) -> int:
     left, right, out = shapes.split()
-    program = Program.parse(
+    program = HloProgram.parse(
         f"ENTRY %main (a: {left}, b: {right}) -> {out} {{\n  %a = {left} parameter(0)\n  %b = {right} parameter(1)\n"
         f"  ROOT %c = {out} convolution(%a, %b), {attributes}\n}}\n"
     )
@@ -142,7 +142,7 @@ def test_a_program_of_this_machine():
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0].sum()
 
     compiled = jax.jit(forward).lower(jnp.ones((16, 32)), jnp.ones((7, 32, 32))).compile()
-    program = Program.parse(compiled.as_text() or "")
+    program = HloProgram.parse(compiled.as_text() or "")
     loops = [(i, c) for c in program.computations.values() for i in c.values() if i.opcode == "while"]
     assert [program.trips(*found) for found in loops] == [7]
     products = [program.flops(i, c) for c in program.computations.values() for i in c.values() if i.opcode == "dot"]

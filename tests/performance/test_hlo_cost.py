@@ -2,18 +2,18 @@
 
 import pytest
 
-from l2d_jax.performance.hlo import Program
-from l2d_jax.performance.hlo_cost import Cost, measure
+from l2d_jax.performance.hlo import HloProgram
+from l2d_jax.performance.hlo_cost import Cost, program_cost
 from tests.support.hlo_text import CYCLES, PRODUCT, SHAPE, computation
 
 
-def program(entry: str, *others: str) -> Program:
+def program(entry: str, *others: str) -> HloProgram:
     lines = "\n".join(f"  {line.strip()}" for line in entry.strip().splitlines())
-    return Program.parse("\n".join([*others, f"ENTRY %main (x: {SHAPE}) -> {SHAPE} {{", lines, "}", ""]))
+    return HloProgram.parse("\n".join([*others, f"ENTRY %main (x: {SHAPE}) -> {SHAPE} {{", lines, "}", ""]))
 
 
 def only(entry: str, *others: str) -> Cost:
-    return measure(program(f"%x = {SHAPE} parameter(0)\n{entry}", *others))
+    return program_cost(program(f"%x = {SHAPE} parameter(0)\n{entry}", *others))
 
 
 def test_a_fusion_counts_its_products_and_its_own_estimate():
@@ -58,8 +58,8 @@ def test_a_loop_counts_its_body_as_often_as_it_runs():
 def test_a_loop_of_unknown_length():
     entry, body, condition = counted(28)
     text = program(f"%x = {SHAPE} parameter(0)\n{entry}", PRODUCT, body, condition.replace("LT", "NE"))
-    assert (measure(text).cycles, measure(text).unknown_loops) == (100, 1)
-    assert (measure(text, unknown_trips=7).cycles, measure(text, unknown_trips=7).unknown_loops) == (700, 1)
+    assert (program_cost(text).cycles, program_cost(text).unknown_loops) == (100, 1)
+    assert (program_cost(text, unknown_trips=7).cycles, program_cost(text, unknown_trips=7).unknown_loops) == (700, 1)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ checkpoint/rematted_computation/copy"}}, {CYCLES % 1}
 def figures(**sizes: int) -> dict:
     names = ("argument", "output", "alias", "temp", "generated_code")
     memory = SimpleNamespace(**{f"{name}_size_in_bytes": sizes.get(name, 0) for name in names})
-    return tpu_estimate.read(memory, TEXT, V5E, useful=FLOPS / 2, tokens=300)
+    return tpu_estimate.read_estimate(memory, TEXT, V5E, useful=FLOPS / 2, tokens=300)
 
 
 def test_figures():
@@ -49,18 +49,18 @@ def test_figures():
 
 
 def test_the_table():
-    text = "\n".join(tpu_estimate.table(figures(argument=14 * GIB), top=2))
+    text = "\n".join(tpu_estimate.estimate_lines(figures(argument=14 * GIB), top=2))
     assert "fits, 1.75 GiB (11%) to spare" in text
     assert "2.00 of the useful" in text
     assert re.search("frozen pass +75.0%, of which products 75.0%, at 33% of peak", text)
     assert "25.0%      1        -  c: " in text
-    assert "f.1" not in "\n".join(tpu_estimate.table(figures()))
+    assert "f.1" not in "\n".join(tpu_estimate.estimate_lines(figures()))
 
 
 def test_what_is_too_large():
     found = figures(argument=18 * GIB)
     assert not tpu_estimate.fits(found)
-    assert "does not fit: 2.25 GiB (14%) too much" in "\n".join(tpu_estimate.table(found))
+    assert "does not fit: 2.25 GiB (14%) too much" in "\n".join(tpu_estimate.estimate_lines(found))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_what_is_too_large():
 def test_what_the_compiler_refused(message):
     found = tpu_estimate.too_large(message)
     assert found == {"needed": 17.5 * GIB, "usable": 15.75 * GIB}
-    lines = tpu_estimate.table(found)
+    lines = tpu_estimate.estimate_lines(found)
     assert lines[-1].split("  ")[-1] == "does not fit: 1.75 GiB (11%) too much"
     assert tpu_estimate.too_large("INTERNAL: Mosaic failed") is None
     assert tpu_estimate.too_large("RESOURCE_EXHAUSTED: scoped vmem limit") is None
