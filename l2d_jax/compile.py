@@ -112,7 +112,7 @@ def main() -> int:
 
 
 def answer(question: Question, mesh: Mesh, *, folder: Path | None = None) -> dict[str, Any]:
-    """What `tpu_estimate.read_estimate` says of the program, or `tpu_estimate.too_large`; from the cache where it was asked before.
+    """The program's figures by `tpu_estimate`, from the cache where the same question was asked before.
 
     With a `folder`, the cache is not read, and the optimized program goes there as `train.hlo` or `decode.hlo`.
     """

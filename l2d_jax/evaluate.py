@@ -18,9 +18,9 @@ from l2d_jax.data import rows
 from l2d_jax.decoding.generation import Loaded, check_prompts, check_settings
 from l2d_jax.decoding.solver import SOLVERS
 from l2d_jax.distributed import processes, runtime
-from l2d_jax.evaluation.plan import Plan, check_same, choose_run, make_plans, open_results
-from l2d_jax.evaluation.results import KINDS, accuracy
-from l2d_jax.evaluation.runner import evaluate, label_of
+from l2d_jax.evaluation.plan import TaskPlan, check_same, choose_run, make_plans, open_results
+from l2d_jax.evaluation.results import KINDS, accuracy_interval
+from l2d_jax.evaluation.runner import evaluate_task, label_of
 from l2d_jax.evaluation.tasks import registry
 from l2d_jax.evaluation.tasks.problem import Run
 from l2d_jax.loading import Folder, find, load, newest_step
@@ -44,22 +44,22 @@ def main() -> None:
     ask(*open_session(options, config))
 
 
-def open_session(options: argparse.Namespace, config: Config | None) -> tuple[Session, list[Plan]]:
+def open_session(options: argparse.Namespace, config: Config | None) -> tuple[Session, list[TaskPlan]]:
     """Read the problems, then load the model; raises `InputError`."""
     rows.keep_quiet()
     found = find(options.workdir or options.model, dtype=options.dtype)
     if config is not None:
         check_same(found, config)
-    tasks = [registry.find(name) for name in options.tasks.split(",")]
+    tasks = [registry.find_task(name) for name in options.tasks.split(",")]
     mesh = runtime.start(MeshConfig() if config is None else config.mesh)
     run = choose_run(tasks, is_allowed=options.allow_code_execution)
     base = processes.take_turns(lambda: model_folder.find_base(found.base))
     plans = make_plans(tasks, options, found.defaults if config is None else config.decode, base)
     for plan in plans:
         check_settings(plan.settings, has_path=found.path_config is not None)
-        check_prompts([one.ids for one in plan.asked], plan.settings, base.architecture)
+        check_prompts([one.ids for one in plan.problems], plan.settings, base.architecture)
     if options.label is not None:
-        labels = {label_of(one.problem, plan.asking) for plan in plans for one in plan.asked}
+        labels = {label_of(one.problem, plan.protocol) for plan in plans for one in plan.problems}
         check_labels(found.path_config, sorted(label for label in labels if label is not None))
     step = newest_step(found)  # resolved once: a training run may save another meanwhile
     processes.decide(
@@ -69,13 +69,13 @@ def open_session(options: argparse.Namespace, config: Config | None) -> tuple[Se
     return Session(options, found, loaded, run), plans
 
 
-def ask(session: Session, plans: Sequence[Plan]) -> None:
+def ask(session: Session, plans: Sequence[TaskPlan]) -> None:
     """Ask task by task and budget by budget, and print a line for each; raises `InputError` as `evaluate`."""
     loaded = session.loaded
     for plan in plans:
-        task, asked, settings, asking = plan
+        task, problems, settings, protocol = plan
         results = partial(open_results, plan, session.options, session.found, loaded.step)
-        figures = evaluate(loaded, task, asked, results, settings=settings, asking=asking, run=session.run)
+        figures = evaluate_task(loaded, task, problems, results, settings=settings, protocol=protocol, run=session.run)
         processes.report(line(plan, figures))
 
 
@@ -133,9 +133,9 @@ def class_label(text: str) -> int | str:
     return text if text == "category" else int(text)
 
 
-def line(plan: Plan, figures: dict[str, Any]) -> str:
+def line(plan: TaskPlan, figures: dict[str, Any]) -> str:
     """One line for people."""
-    shown = ", ".join(f"{kind} {interval(accuracy(figures, kind))}" for kind in KINDS)
+    shown = ", ".join(f"{kind} {interval(accuracy_interval(figures, kind))}" for kind in KINDS)
     speed = figures["speed"]
     took = f"{speed['problems']} answered in {speed['seconds']:.0f} s"
     if speed["tokens"]:

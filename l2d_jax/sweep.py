@@ -16,7 +16,7 @@ from l2d_jax.decoding.solver import AMPLE
 from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError
 from l2d_jax.evaluate import ask, open_session, parse
-from l2d_jax.evaluation.plan import Plan, results_folder
+from l2d_jax.evaluation.plan import TaskPlan, results_folder
 from l2d_jax.files import write_whole
 from l2d_jax.reports.evaluation import WITHIN
 
@@ -49,13 +49,13 @@ def main() -> None:
         report.report_workdir(options.workdir or options.out, {})
 
 
-def follow(loaded: Loaded, plan: Plan) -> dict[str, object]:
+def follow(loaded: Loaded, plan: TaskPlan) -> dict[str, object]:
     """What happens within the diffusions of right answers."""
     assert loaded.tokenizer is not None
-    count = min(FOLLOWED, len(plan.asked))
-    asked = [plan.asked[index * len(plan.asked) // count] for index in range(count)]
-    prompts = [one.ids for one in asked]
-    answers = tokenizer.encode([one.problem.answer for one in asked], loaded.tokenizer)
+    count = min(FOLLOWED, len(plan.problems))
+    problems = [plan.problems[index * len(plan.problems) // count] for index in range(count)]
+    prompts = [one.ids for one in problems]
+    answers = tokenizer.encode([one.problem.answer for one in problems], loaded.tokenizer)
     adaptive = replace(plan.settings, solver="fehlberg2", budget=AMPLE)
     return {
         "solver": adaptive.solver,

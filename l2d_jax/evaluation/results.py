@@ -17,7 +17,7 @@ KINDS = ("strict", "relaxed")
 SAMPLES, RESULTS = "samples.jsonl", "results.json"
 
 
-def accuracy(figures: Mapping[str, Any], kind: str) -> tuple[float, float, float]:
+def accuracy_interval(figures: Mapping[str, Any], kind: str) -> tuple[float, float, float]:
     """The mean with the bounds of its interval, of the figures of an evaluation."""
     found = figures[kind]["accuracy"]
     return found["mean"], found["low"], found["high"]
@@ -48,7 +48,7 @@ class Results:
 
     def finish(self, speed: Mapping[str, Any]) -> dict[str, Any]:
         """Write and return the figures; `speed` is that of this process, over what it did itself."""
-        found = {"run": self.run, **summary(self.samples), "speed": dict(speed)}
+        found = {"run": self.run, **summarise(self.samples), "speed": dict(speed)}
         write_whole(self.folder / RESULTS, json.dumps(found, indent=2) + "\n")
         return found
 
@@ -70,7 +70,7 @@ class Results:
         return {line["id"]: line for line in found}
 
 
-def sample(problem: Problem, prompt: str, completions: Sequence[str], scores: Sequence[Score]) -> dict[str, Any]:
+def sample_line(problem: Problem, prompt: str, completions: Sequence[str], scores: Sequence[Score]) -> dict[str, Any]:
     """A line of `samples.jsonl`."""
     given = [
         {"text": text.encode(errors="replace").decode(), **score._asdict()}
@@ -79,7 +79,7 @@ def sample(problem: Problem, prompt: str, completions: Sequence[str], scores: Se
     return {"id": problem.id, "subject": problem.subject, "answer": problem.answer, "prompt": prompt, "samples": given}
 
 
-def summary(samples: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def summarise(samples: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Accuracy, pass@k and a table by subject of each kind of score, with 95 % intervals over problems."""
     subjects = {name: line["subject"] for name, line in samples.items()}
     figures: dict[str, Any] = {"problems": len(samples)}

@@ -1,4 +1,4 @@
-"""Asks a model the problems of a task, in batches, and scores what it says."""
+"""Puts the problems of a task to a model, in batches, and scores the completions."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ from l2d_jax.decoding.generation import FREE, Loaded
 from l2d_jax.decoding.likelihood import rank
 from l2d_jax.decoding.stop_strings import to_text
 from l2d_jax.distributed import processes
-from l2d_jax.evaluation.results import Results, sample
+from l2d_jax.evaluation.results import Results, sample_line
 from l2d_jax.evaluation.tasks.problem import Problem, Prompts, Run, Score
 from l2d_jax.evaluation.tasks.task import Task
 
@@ -23,66 +23,68 @@ Choices = Literal["generate", "likelihood"]
 
 
 @dataclass(frozen=True)
-class Asking:
+class EvaluationProtocol:
     """How problems are put to the model, whatever the task."""
 
     batch_size: int = 16  # sequences at a time
-    samples: int | None = None  # completions of each problem; None: as the task has it
+    samples: int | None = None  # completions of each problem; None: the task's number
     seed: int = 0
-    label: int | Literal["category"] | None = None  # class for guidance; "category": that of each problem
+    label: int | Literal["category"] | None = None  # class for guidance; "category": each problem's own
     prompts: Prompts = "paper"
-    tagged: bool = False  # judge what stands in <answer> tags, or behind </think>
-    choices: Choices = "generate"  # or the likeliest letter, by one pass over the prompt
-    draws: int = 8  # of noise, for that
+    tagged: bool = False  # judge only what stands in <answer> tags, or behind </think>
+    choices: Choices = "generate"  # "likelihood": answer with the likeliest letter, by one pass over the prompt
+    draws: int = 8  # noise samples for the likelihood
 
 
-class Asked(NamedTuple):
-    """A problem with the ids of its prompt."""
+class EncodedProblem(NamedTuple):
+    """A problem with the token ids of its prompt."""
 
     problem: Problem
     ids: list[int]
 
 
-def settings_for(task: Task, asking: Asking, settings: DecodeConfig, **given: Any) -> tuple[DecodeConfig, int]:
-    """Decoding as the task has it where nothing else was `given`, and the number of completions of each problem."""
-    usual = task.sampling_for(asking.prompts)
+def settings_for(
+    task: Task, protocol: EvaluationProtocol, settings: DecodeConfig, **given: Any
+) -> tuple[DecodeConfig, int]:
+    """The task's decoding settings with those `given` in their place, and the number of completions per problem."""
+    usual = task.sampling_for(protocol.prompts)
     fields = {
         name: getattr(usual, name) for name in ("max_new_tokens", "temperature", "velocity_temperature", "anneal")
     }
     chosen = {name: value for name, value in given.items() if value is not None}
-    return replace(settings, **(fields | chosen)), asking.samples or usual.samples
+    return replace(settings, **(fields | chosen)), protocol.samples or usual.samples
 
 
-def label_of(problem: Problem, asking: Asking) -> int | None:
-    """The class of a problem for guidance: the number of its category, or the one for all."""
-    return CATEGORIES.index(problem.category) if asking.label == "category" else asking.label
+def label_of(problem: Problem, protocol: EvaluationProtocol) -> int | None:
+    """The class for guidance of a problem: the number of its category, or the label that all problems share."""
+    return CATEGORIES.index(problem.category) if protocol.label == "category" else protocol.label
 
 
-def check_asking(asking: Asking, asked: Sequence[Asked]) -> None:
-    """Raise `InputError` for a batch that is too small, and for options to rank where there are none."""
+def check_protocol(protocol: EvaluationProtocol, encoded: Sequence[EncodedProblem]) -> None:
+    """Raise `InputError` for a batch smaller than a problem's samples, and for ranking where a problem has no options."""
     for name in ("batch_size", "draws", "samples"):
-        require((getattr(asking, name) or 1) > 0, f"--{name} must be positive, got {getattr(asking, name)}")
-    samples = asking.samples or 1
+        require((getattr(protocol, name) or 1) > 0, f"--{name} must be positive, got {getattr(protocol, name)}")
+    samples = protocol.samples or 1
     require(
-        asking.batch_size >= samples,
-        f"--batch_size {asking.batch_size} does not hold the {samples} samples of a problem: use {samples} or more",
+        protocol.batch_size >= samples,
+        f"--batch_size {protocol.batch_size} does not hold the {samples} samples of a problem: use {samples} or more",
     )
-    if asking.choices == "likelihood":
-        without = next((one.problem.id for one in asked if not one.problem.options), None)
+    if protocol.choices == "likelihood":
+        without = next((one.problem.id for one in encoded if not one.problem.options), None)
         require(without is None, f"{without} has no options to rank: use --choices generate")
 
 
-def evaluate(
+def evaluate_task(
     loaded: Loaded,
     task: Task,
-    asked: Sequence[Asked],
+    encoded: Sequence[EncodedProblem],
     open_results: Callable[[], Results],
     *,
     settings: DecodeConfig,
-    asking: Asking,
+    protocol: EvaluationProtocol,
     run: Run | None = None,
 ) -> dict[str, Any]:
-    """Score the problems that the results lack, write each batch as it comes, and return the figures of all.
+    """Score the problems that the results lack, write each batch as it finishes, and return the figures of all.
 
     Process 0 alone opens the results, scores and writes. Raises `InputError` as `Results`, `generation.stream` and
     `Task.grade` do.
@@ -94,34 +96,45 @@ def evaluate(
         return sorted(opened[0].samples)
 
     done = set(processes.decide(begin))
-    left = {number: one for number, one in enumerate(asked) if one.problem.id not in done}
-    if asking.choices == "likelihood":
-        answered = _ranked(loaded, left, settings, asking)
+    remaining = {number: one for number, one in enumerate(encoded) if one.problem.id not in done}
+    if protocol.choices == "likelihood":
+        answered = _ranked(loaded, remaining, settings, protocol)
     else:
-        shared = shared_tokens([one.ids for one in asked])
-        answered = _completed(loaded, left, settings, asking, shared=shared)
+        shared = shared_tokens([one.ids for one in encoded])
+        answered = _completed(loaded, remaining, settings, protocol, shared=shared)
     began, count = time.monotonic(), 0
-    with processes.progress(len(asked), task.name, done=len(asked) - len(left), unit="problem") as shown:
+    with processes.progress(len(encoded), task.name, done=len(encoded) - len(remaining), unit="problem") as shown:
         for batch in answered:
             count += sum(tokens for _, tokens in batch.values())
             if opened:
-                opened[0].add(_scored(loaded, task, left, batch, run=run, tagged=asking.tagged))
+                opened[0].add(_scored(loaded, task, remaining, batch, run=run, tagged=protocol.tagged))
             shown.update(len(batch))
-            if count:  # options are ranked without writing any
+            if count:  # ranking options generates no token
                 shown.set_postfix_str(f"{count / (time.monotonic() - began):.0f} tokens/s")
     seconds = time.monotonic() - began
-    speed = {"problems": len(left), "tokens": count, "seconds": seconds, "tokens per second": count / seconds}
+    speed = {"problems": len(remaining), "tokens": count, "seconds": seconds, "tokens per second": count / seconds}
     return dict(processes.decide(lambda: opened[0].finish(speed)))
 
 
-Batch = dict[int, tuple[list[str], int]]  # completions by the number of the problem, and how many tokens were written
+# The completions of each problem by its number, and how many tokens were generated for them.
+Answers = dict[int, tuple[list[str], int]]
 
 
 def _completed(
-    loaded: Loaded, asked: dict[int, Asked], settings: DecodeConfig, asking: Asking, *, shared: int
-) -> Iterator[Batch]:
-    prompts = [Prompt(number, one.ids, label_of(one.problem, asking)) for number, one in asked.items()]
-    options = {"batch_size": asking.batch_size, "samples": asking.samples or 1, "seed": asking.seed, "shared": shared}
+    loaded: Loaded,
+    encoded: dict[int, EncodedProblem],
+    settings: DecodeConfig,
+    protocol: EvaluationProtocol,
+    *,
+    shared: int,
+) -> Iterator[Answers]:
+    prompts = [Prompt(number, one.ids, label_of(one.problem, protocol)) for number, one in encoded.items()]
+    options = {
+        "batch_size": protocol.batch_size,
+        "samples": protocol.samples or 1,
+        "seed": protocol.seed,
+        "shared": shared,
+    }
     for batch in complete(loaded, prompts, settings=settings, restrictions=FREE, **options):
         yield {
             number: ([to_text(ids, loaded.tokenizer) for ids in answers], sum(map(len, answers)))
@@ -129,23 +142,25 @@ def _completed(
         }
 
 
-def _ranked(loaded: Loaded, asked: dict[int, Asked], settings: DecodeConfig, asking: Asking) -> Iterator[Batch]:
-    """The letter whose first token is the likeliest; the options are scored, none is written."""
-    numbers = list(asked)
-    for batch, places in batches([len(one.ids) for one in asked.values()], asking.batch_size):
+def _ranked(
+    loaded: Loaded, encoded: dict[int, EncodedProblem], settings: DecodeConfig, protocol: EvaluationProtocol
+) -> Iterator[Answers]:
+    """Answer each problem with the letter whose first token is the likeliest; nothing is generated."""
+    numbers = list(encoded)
+    for batch, places in batches([len(one.ids) for one in encoded.values()], protocol.batch_size):
         filled = [numbers[place] for place in places]
-        labels = [label_of(asked[number].problem, asking) for number in filled]
+        labels = [label_of(encoded[number].problem, protocol) for number in filled]
         found = rank(
             loaded,
-            [asked[number].ids for number in filled],
-            [_letters(asked[number].problem, loaded) for number in filled],
+            [encoded[number].ids for number in filled],
+            [_letters(encoded[number].problem, loaded) for number in filled],
             settings=settings,
-            draws=asking.draws,
+            draws=protocol.draws,
             labels=[label for label in labels if label is not None] or None,
             numbers=filled,
-            seed=asking.seed,
+            seed=protocol.seed,
         )
-        best = {n: asked[n].problem.options[int(np.argmax(row))] for n, row in zip(filled, found, strict=True)}
+        best = {n: encoded[n].problem.options[int(np.argmax(row))] for n, row in zip(filled, found, strict=True)}
         yield {numbers[place]: ([best[numbers[place]]], 0) for place in batch}
 
 
@@ -155,23 +170,23 @@ def _letters(problem: Problem, loaded: Loaded) -> list[int]:
 
 
 def _scored(
-    loaded: Loaded, task: Task, asked: dict[int, Asked], batch: Batch, *, run: Run | None, tagged: bool
+    loaded: Loaded, task: Task, encoded: dict[int, EncodedProblem], batch: Answers, *, run: Run | None, tagged: bool
 ) -> list[dict[str, Any]]:
-    """The lines of a batch; all of its completions are judged together, since running programs takes time."""
+    """The sample lines of a batch, whose completions are judged together, since running programs takes time."""
     flat = [(number, text) for number, (texts, _) in batch.items() for text in texts]
-    problems = [asked[number].problem for number, _ in flat]
+    problems = [encoded[number].problem for number, _ in flat]
     scores: dict[int, list[Score]] = {number: [] for number in batch}
     for (number, _), score in zip(
         flat, task.grade(problems, [text for _, text in flat], run=run, tagged=tagged), strict=True
     ):
         scores[number].append(score)
     return [
-        sample(asked[number].problem, to_prompt(asked[number].ids, loaded), texts, scores[number])
+        sample_line(encoded[number].problem, to_prompt(encoded[number].ids, loaded), texts, scores[number])
         for number, (texts, _) in batch.items()
     ]
 
 
 def to_prompt(ids: Sequence[int], loaded: Loaded) -> str:
-    """A prompt as text, with the template's special tokens."""
+    """A prompt as text, including the template's special tokens."""
     assert loaded.tokenizer is not None
     return str(loaded.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))

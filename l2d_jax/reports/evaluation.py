@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from l2d_jax.errors import InputError
-from l2d_jax.evaluation.results import KINDS, RESULTS, accuracy
+from l2d_jax.evaluation.results import KINDS, RESULTS, accuracy_interval
 from l2d_jax.files import read_json
 from l2d_jax.reports.figures import draw_rates, new_figure, save_figure
 from l2d_jax.reports.tables import Table, interval
@@ -28,7 +28,7 @@ class Evaluation(NamedTuple):
 
     def rate(self, kind: str) -> tuple[float, float, float]:
         """The mean with the bounds of its interval."""
-        return accuracy(self.figures, kind)
+        return accuracy_interval(self.figures, kind)
 
 
 def collect(folder: Path) -> list[Evaluation]:

@@ -1,26 +1,27 @@
 """What completions are worth: the strict rules, which are the release's, and the relaxed ones."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from l2d_jax.errors import InputError
+from l2d_jax.evaluation.sandbox.submission import Verdict
 from l2d_jax.evaluation.tasks.problem import Problem, Program, Score
-from l2d_jax.evaluation.tasks.registry import TASKS, find
+from l2d_jax.evaluation.tasks.registry import TASKS, find_task
 from l2d_jax.evaluation.tasks.task import answer_part
 from tests.support.task_rows import ROWS
 
 
 def problem(name: str, **changes: Any) -> Problem:
     """That of the made-up row, without examples."""
-    item = find(name).word(ROWS[name] | changes)
+    item = find_task(name).word(ROWS[name] | changes)
     return Problem("p", (), item.answer, item.reference, "other", options=item.options)
 
 
 def grade(name: str, completion: str, **changes: Any) -> Score:
     """Of one completion."""
-    [score] = find(name).grade([problem(name, **changes)], [completion])
+    [score] = find_task(name).grade([problem(name, **changes)], [completion])
     return score
 
 
@@ -134,11 +135,6 @@ def test_math(right: str, completion: str, strict: int, relaxed: int, monkeypatc
 # --- code ---
 
 
-class Verdict(NamedTuple):
-    passed: bool
-    reason: str
-
-
 def run(programs: Sequence[Program]) -> list[Verdict]:
     """Trusted programs, here and now."""
     assert len({program.id for program in programs}) == len(programs)
@@ -177,7 +173,7 @@ WHOLE = "def inc(x):\n    return x + 1"
     ],
 )
 def test_programs(name: str, completion: str, strict: int, relaxed: int, reason: str) -> None:
-    [score] = find(name).grade([problem(name)], [completion], run=run)
+    [score] = find_task(name).grade([problem(name)], [completion], run=run)
     assert (score.strict, score.relaxed, score.reason) == (strict, relaxed, reason)
 
 
@@ -188,18 +184,18 @@ def test_a_program_has_the_fields_of_a_submission() -> None:
         seen.extend(programs)
         return run(programs)
 
-    find("humaneval").grade([problem("humaneval")] * 2, [BODY, BODY + "ok"], run=watch)
+    find_task("humaneval").grade([problem("humaneval")] * 2, [BODY, BODY + "ok"], run=watch)
     prompt = ROWS["humaneval"]["prompt"]
     assert [program.id for program in seen] == ["p#0 strict", "p#1 strict", "p#1 relaxed"]
     assert [program.candidate for program in seen] == [prompt + BODY, prompt + BODY + "ok", prompt + BODY.rstrip("\n")]
     assert seen[0][2:] == (ROWS["humaneval"]["test"] + "\ncheck(inc)", ("inc",), prompt)
-    find("mbpp").grade([problem("mbpp")], [WHOLE], run=watch)
+    find_task("mbpp").grade([problem("mbpp")], [WHOLE], run=watch)
     assert seen[-1][2:] == ("assert inc(1) == 2\nassert inc(2) == 3", ("inc",), "import sys")
 
 
 def test_code_is_not_run_unasked() -> None:
     with pytest.raises(InputError, match=r"mbpp runs generated code: allow it with --allow_code_execution"):
-        find("mbpp").grade([problem("mbpp")], [WHOLE])
+        find_task("mbpp").grade([problem("mbpp")], [WHOLE])
 
 
 # --- all tasks ---
@@ -208,7 +204,7 @@ def test_code_is_not_run_unasked() -> None:
 @pytest.mark.parametrize("name", TASKS)
 @pytest.mark.parametrize(("completion", "reason"), [("", "empty"), (" \n", "empty"), ("2 \ud800", "broken unicode")])
 def test_what_cannot_be_judged_scores_nothing(name: str, completion: str, reason: str) -> None:
-    scores = find(name).grade([problem(name)] * 2, [completion] * 2, run=run)
+    scores = find_task(name).grade([problem(name)] * 2, [completion] * 2, run=run)
     assert scores == [Score(0, 0, None, None, reason)] * 2
 
 
@@ -227,15 +223,15 @@ def test_odd_completions_are_wrong_and_do_no_harm(name: str) -> None:
         "<answer>",
         "\\frac{" * 50,
     ]
-    scores = find(name).grade([problem(name)] * len(odd), odd, run=run)
+    scores = find_task(name).grade([problem(name)] * len(odd), odd, run=run)
     assert [score for score in scores if score.strict or score.relaxed] == []
 
 
 def test_scores_come_in_the_order_of_completions() -> None:
-    scores = find("gsm8k").grade([problem("gsm8k")] * 4, ["#### 2", "", "#### 3", "#### 2"])
+    scores = find_task("gsm8k").grade([problem("gsm8k")] * 4, ["#### 2", "", "#### 3", "#### 2"])
     assert [score.strict for score in scores] == [1, 0, 0, 1]
     with pytest.raises(AssertionError):
-        find("gsm8k").grade([problem("gsm8k")], ["#### 2", "#### 2"])
+        find_task("gsm8k").grade([problem("gsm8k")], ["#### 2", "#### 2"])
 
 
 @pytest.mark.parametrize(
@@ -254,7 +250,7 @@ def test_tags(completion: str, expected: str) -> None:
 
 
 def test_tagged_completions_are_judged_by_their_answer() -> None:
-    [score] = find("gsm8k").grade([problem("gsm8k")], ["<think>#### 3</think>#### 2"], tagged=True)
+    [score] = find_task("gsm8k").grade([problem("gsm8k")], ["<think>#### 3</think>#### 2"], tagged=True)
     assert score[:2] == (1, 1)
-    [score] = find("gsm8k").grade([problem("gsm8k")], ["<think>#### 2"], tagged=True)
+    [score] = find_task("gsm8k").grade([problem("gsm8k")], ["<think>#### 2"], tagged=True)
     assert (score.strict, score.reason) == (0, "empty")

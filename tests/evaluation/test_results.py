@@ -5,7 +5,7 @@ import json
 import pytest
 
 from l2d_jax.errors import InputError
-from l2d_jax.evaluation.results import Results, sample, summary
+from l2d_jax.evaluation.results import Results, sample_line, summarise
 from l2d_jax.evaluation.tasks.problem import Problem, Score
 
 RUN = {"task": "t", "budget": 3}
@@ -14,7 +14,7 @@ RUN = {"task": "t", "budget": 3}
 def line(name, *scores, subject=None):
     problem = Problem(name, ({"role": "user", "content": "?"},), "right", "right", "math", subject)
     judged = [Score(float(score), 1.0, "x", None, "" if score else "wrong") for score in scores]
-    return sample(problem, "prompt of " + name, ["said"] * len(scores), judged)
+    return sample_line(problem, "prompt of " + name, ["said"] * len(scores), judged)
 
 
 def test_an_interrupted_evaluation_goes_on(tmp_path):
@@ -54,7 +54,7 @@ def test_figures_by_subject_and_by_samples():
         line("t/1", 1, 1, 1, 1, 1, subject="a"),
         line("t/2", *[0] * 5, subject="b"),
     ]
-    figures = summary({one["id"]: one for one in lines})["strict"]
+    figures = summarise({one["id"]: one for one in lines})["strict"]
     assert figures["accuracy"]["mean"] == pytest.approx(1.2 / 3)
     assert {k: round(found["mean"], 3) for k, found in figures["pass"].items()} == {"1": 0.4, "5": 0.667}
     assert {name: found["mean"] for name, found in figures["subjects"].items()} == {"a": 0.6, "b": 0.0}
@@ -62,5 +62,5 @@ def test_figures_by_subject_and_by_samples():
 
 def test_text_that_is_no_unicode_is_written():
     problem = Problem("t/0", ({"role": "user", "content": "?"},), "right", "right", "math")
-    written = sample(problem, "p", ["a\ud800b"], [Score(0.0, 0.0, None, None, "broken unicode")])
+    written = sample_line(problem, "p", ["a\ud800b"], [Score(0.0, 0.0, None, None, "broken unicode")])
     assert json.loads(json.dumps(written))["samples"][0]["text"] == "a?b"

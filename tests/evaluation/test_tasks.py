@@ -12,8 +12,8 @@ from l2d_jax.config.schema import CATEGORIES
 from l2d_jax.data.tokenizer import byte_tokenizer, prompt_ids
 from l2d_jax.errors import InputError
 from l2d_jax.evaluation import tasks
-from l2d_jax.evaluation.tasks.problem import Sampling
-from l2d_jax.evaluation.tasks.registry import PAPER, TASKS, find
+from l2d_jax.evaluation.tasks.problem import TaskSampling
+from l2d_jax.evaluation.tasks.registry import PAPER, TASKS, find_task
 from l2d_jax.evaluation.tasks.task import Task, encode_problems
 from tests.support.programs import ROOT
 from tests.support.task_rows import ROWS, split_rows, varied, write
@@ -58,7 +58,7 @@ ANSWERS = {
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_prompt_is_five_examples_and_the_question(name: str, tmp_path: Path) -> None:
-    problems = find(name).load(split_rows(tmp_path, name))
+    problems = find_task(name).load(split_rows(tmp_path, name))
     messages = list(problems[0].messages)
     if name == "instructhumaneval":
         assert messages.pop() == {"role": "assistant", "content": "import re\n\n\ndef inc(x):\n"}
@@ -76,7 +76,7 @@ def test_a_prompt_is_five_examples_and_the_question(name: str, tmp_path: Path) -
 
 
 def test_examples_of_mathematics_are_equally_spaced(tmp_path: Path) -> None:
-    [problem] = find("math").load(split_rows(tmp_path, "math", examples=14, scored=1))
+    [problem] = find_task("math").load(split_rows(tmp_path, "math", examples=14, scored=1))
     asked = [message["content"] for message in problem.messages[:-1:2]]
     assert asked == [f"$1 + 1$? {number}" for number in (0, 2, 4, 6, 8)]
 
@@ -84,38 +84,38 @@ def test_examples_of_mathematics_are_equally_spaced(tmp_path: Path) -> None:
 def test_examples_are_of_the_question_s_subject(tmp_path: Path) -> None:
     rows = [varied("mmlu", number) | {"subject": ("law", "anatomy")[number % 2]} for number in range(14)]
     write(tmp_path, "mmlu", "dev", rows)
-    [problem] = find("mmlu").load(write(tmp_path, "mmlu", "test", [ROWS["mmlu"]]))
+    [problem] = find_task("mmlu").load(write(tmp_path, "mmlu", "test", [ROWS["mmlu"]]))
     asked = [message["content"].split("\n")[1] for message in problem.messages[:-1:2]]
     assert asked == [f"1 + 1? {number}" for number in (1, 3, 5, 7, 9)]
     data = write(tmp_path, "mmlu", "test", [ROWS["mmlu"] | {"subject": "art"}])
     with pytest.raises(InputError, match=r"'dev' of mmlu has no example of 'art': add some"):
-        find("mmlu").load(data)
+        find_task("mmlu").load(data)
 
 
 def test_what_is_asked_in_an_example_is_not_scored(tmp_path: Path) -> None:
     data = split_rows(tmp_path, "gsm8k", examples=9)
-    assert [problem.id for problem in find("gsm8k").load(data, split="train")] == [
+    assert [problem.id for problem in find_task("gsm8k").load(data, split="train")] == [
         f"gsm8k/train/{n}" for n in (5, 6, 7, 8)
     ]
     data = write(tmp_path, "gsm8k", "test", [varied("gsm8k", 0)])  # the release counts it, in another split
-    assert len(find("gsm8k").load(data)) == 1
+    assert len(find_task("gsm8k").load(data)) == 1
     rows = [varied("mbpp", number) | {"task_id": number} for number in range(7)]
     data = split_rows(tmp_path, "mbpp")
     write(tmp_path, "mbpp", "test", rows)
-    assert [problem.id for problem in find("mbpp").load(data)] == ["MBPP/5", "MBPP/6"]
+    assert [problem.id for problem in find_task("mbpp").load(data)] == ["MBPP/5", "MBPP/6"]
 
 
 def test_rows_that_the_release_does_not_count_are_left_out(tmp_path: Path) -> None:
     data = split_rows(tmp_path, "math")
     write(tmp_path, "math", "test", [ROWS["math"] | {"solution": "\\boxed 2 for {x}"}, ROWS["math"]])
-    assert [problem.id for problem in find("math").load(data)] == ["math/test/1"]
+    assert [problem.id for problem in find_task("math").load(data)] == ["math/test/1"]
 
 
 def test_a_limit_is_spread_over_the_split(tmp_path: Path) -> None:
     data = split_rows(tmp_path, "gsm8k", scored=10)
-    ids = [problem.id for problem in find("gsm8k").load(data, limit=4)]
+    ids = [problem.id for problem in find_task("gsm8k").load(data, limit=4)]
     assert ids == [f"gsm8k/test/{number}" for number in (0, 2, 5, 7)]
-    assert len(find("gsm8k").load(data, limit=40)) == 10
+    assert len(find_task("gsm8k").load(data, limit=40)) == 10
 
 
 def test_the_classes_of_guidance_are_those_of_the_release(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_the_classes_of_guidance_are_those_of_the_release(tmp_path: Path) -> Non
         for subject in ("anatomy", "abstract_algebra", "high_school_computer_science")
     ]
     write(tmp_path, "mmlu", "dev", rows)
-    problems = find("mmlu").load(write(tmp_path, "mmlu", "test", rows))
+    problems = find_task("mmlu").load(write(tmp_path, "mmlu", "test", rows))
     assert [problem.category for problem in problems] == ["general_qa", "math", "coding"]
     assert {task.name: task.category for task in PAPER if task.category != "general_qa"} == {
         "gsm8k": "math",
@@ -135,27 +135,27 @@ def test_the_classes_of_guidance_are_those_of_the_release(tmp_path: Path) -> Non
 
 
 def test_completions_are_drawn_as_in_the_release() -> None:
-    short = Sampling(max_new_tokens=256, samples=1, temperature=1.0, velocity_temperature=0.0, anneal=False)
-    code = Sampling(max_new_tokens=512, samples=10, temperature=1.0, velocity_temperature=1.0, anneal=True)
+    short = TaskSampling(max_new_tokens=256, samples=1, temperature=1.0, velocity_temperature=0.0, anneal=False)
+    code = TaskSampling(max_new_tokens=512, samples=10, temperature=1.0, velocity_temperature=1.0, anneal=True)
     assert {task.kind: task.sampling for task in TASKS.values()} == {"generate": short, "code": code}
-    assert find("gsm8k").sampling_for("thoughts").temperature == 0
+    assert find_task("gsm8k").sampling_for("thoughts").temperature == 0
 
 
 # --- prompts with thoughts ---
 
 
 def test_thoughts_are_shown_or_asked_for(tmp_path: Path) -> None:
-    [problem] = find("gsm8k").load(split_rows(tmp_path, "gsm8k", examples=9, scored=1), prompts="thoughts")
+    [problem] = find_task("gsm8k").load(split_rows(tmp_path, "gsm8k", examples=9, scored=1), prompts="thoughts")
     assert len(problem.messages) == 17
-    [problem] = find("mmlu_pro").load(split_rows(tmp_path, "mmlu_pro", scored=1), prompts="thoughts")
+    [problem] = find_task("mmlu_pro").load(split_rows(tmp_path, "mmlu_pro", scored=1), prompts="thoughts")
     assert problem.messages[1]["content"] == "Let's think step by step. It is 2. The answer is (C)."
-    [problem] = find("piqa").load(split_rows(tmp_path, "piqa", scored=1), prompts="thoughts")
+    [problem] = find_task("piqa").load(split_rows(tmp_path, "piqa", scored=1), prompts="thoughts")
     [message] = problem.messages
     assert message["content"].startswith("Goal:\nEat soup. 100\nOptions:\nA. Use a fork.\nB. Use a spoon.\n\nThink")
     with pytest.raises(InputError, match=r"piqa has no examples with thoughts: give 0 shots"):
-        find("piqa").load(split_rows(tmp_path, "piqa"), prompts="thoughts", shots=5)
+        find_task("piqa").load(split_rows(tmp_path, "piqa"), prompts="thoughts", shots=5)
     with pytest.raises(InputError, match=r"mbpp has no prompts with thoughts"):
-        find("mbpp").load(split_rows(tmp_path, "mbpp"), prompts="thoughts")
+        find_task("mbpp").load(split_rows(tmp_path, "mbpp"), prompts="thoughts")
 
 
 # --- lengths ---
@@ -163,7 +163,7 @@ def test_thoughts_are_shown_or_asked_for(tmp_path: Path) -> None:
 
 def test_prompts_that_are_too_long_with_their_answer_are_dropped(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
-    problems = find("gsm8k").load(split_rows(tmp_path, "gsm8k", scored=2), shots=0)
+    problems = find_task("gsm8k").load(split_rows(tmp_path, "gsm8k", scored=2), shots=0)
     length = len(prompt_ids(problems[0].messages, tokenizer)) + len(problems[0].answer)
     pairs = encode_problems(problems, tokenizer, max_length=length)
     assert [problem for problem, _ in pairs] == problems
@@ -174,7 +174,7 @@ def test_prompts_that_are_too_long_with_their_answer_are_dropped(tmp_path: Path)
 
 def test_an_opening_is_continued(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
-    problems = find("instructhumaneval").load(split_rows(tmp_path, "instructhumaneval"), shots=0)
+    problems = find_task("instructhumaneval").load(split_rows(tmp_path, "instructhumaneval"), shots=0)
     text = tokenizer.decode(encode_problems(problems, tokenizer)[0][1])
     assert text.endswith("Write inc. 0<|im_end|>\n<|im_start|>assistant\nimport re\n\n\ndef inc(x):")
 
@@ -184,7 +184,7 @@ def test_an_opening_is_continued(tmp_path: Path) -> None:
 
 def test_an_unknown_task_is_named_with_the_nearest() -> None:
     with pytest.raises(InputError, match=r"unknown task 'gsm8': did you mean 'gsm8k'\?"):
-        find("gsm8")
+        find_task("gsm8")
 
 
 BAD = [
@@ -203,7 +203,7 @@ BAD = [
 @pytest.mark.parametrize(("name", "change", "message"), BAD)
 def test_a_bad_row_is_named(name: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:
     split_rows(tmp_path, name)
-    task = find(name)
+    task = find_task(name)
     data = write(tmp_path, name, task.dataset.split, [ROWS[name] | change])
     with pytest.raises(InputError, match=rf"^row 0 of {name}/{task.dataset.split} \(the first is 0\): .*{message}"):
         task.load(data)
@@ -211,26 +211,26 @@ def test_a_bad_row_is_named(name: str, change: dict[str, Any], message: str, tmp
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_missing_column_is_named(name: str, tmp_path: Path) -> None:
-    column = find(name).dataset.columns[-1]
+    column = find_task(name).dataset.columns[-1]
     split_rows(tmp_path, name)
     row = {key: value for key, value in ROWS[name].items() if key != column}
-    data = write(tmp_path, name, find(name).dataset.split, [row])
+    data = write(tmp_path, name, find_task(name).dataset.split, [row])
     with pytest.raises(InputError, match=rf"need the columns .*, but {column} is missing among"):
-        find(name).load(data)
+        find_task(name).load(data)
 
 
 def test_numbers_that_cannot_be_are_refused(tmp_path: Path) -> None:
     data = split_rows(tmp_path, "gsm8k")
     for options, message in ({"limit": 0}, "limit of gsm8k must be at least 1"), ({"shots": -1}, "at least 0, got -1"):
         with pytest.raises(InputError, match=message):
-            find("gsm8k").load(data, **options)
+            find_task("gsm8k").load(data, **options)
     with pytest.raises(InputError, match=r"split 'train' of gsm8k has no row beside the examples"):
-        find("gsm8k").load(data, split="train", shots=6)
+        find_task("gsm8k").load(data, split="train", shots=6)
     with pytest.raises(InputError, match=r"no split 'dev' in .*gsm8k"):
-        find("gsm8k").load(data, split="dev")
+        find_task("gsm8k").load(data, split="dev")
     write(tmp_path, "piqa", "validation", [ROWS["piqa"]] * 1839)
     with pytest.raises(InputError, match=r"split 'validation' of ybisk/piqa has 1838 rows, but .* has 1839"):
-        find("piqa").load(data, shots=0)
+        find_task("piqa").load(data, shots=0)
 
 
 def test_the_hub_is_asked_for_the_paper_s_split(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,11 +262,11 @@ def test_sizes_are_those_of_the_data_sets() -> None:
 
 
 def test_a_part_of_the_problems_is_told_from_all(tmp_path: Path) -> None:
-    problems = find("piqa").load(split_rows(tmp_path, "piqa"))
-    find("piqa").check_size(problems * 612 + problems[:2])
-    find("math").check_size(problems)
+    problems = find_task("piqa").load(split_rows(tmp_path, "piqa"))
+    find_task("piqa").check_size(problems * 612 + problems[:2])
+    find_task("math").check_size(problems)
     with pytest.raises(InputError, match=r"piqa has 1838 problems, but 3 were read"):
-        find("piqa").check_size(problems)
+        find_task("piqa").check_size(problems)
 
 
 REAL = [("gsm8k", "train", 7468), ("math", "train", 19), ("mmlu", "validation", 1531), ("mbpp", "validation", 90)]
@@ -276,7 +276,7 @@ REAL += [("arc_easy", "validation", 565), ("arc_challenge", "validation", 294)]
 @pytest.mark.skipif(not DATA.is_dir(), reason="needs the rows of shared/data")
 @pytest.mark.parametrize(("name", "split", "count"), REAL)
 def test_real_rows_are_read_whole(name: str, split: str, count: int) -> None:
-    task: Task = find(name)
+    task: Task = find_task(name)
     problems = task.load(str(DATA), split=split)
     assert len({problem.id for problem in problems}) == len(problems) == count
     if task.kind == "generate":  # what is right by the data set is right by both rules

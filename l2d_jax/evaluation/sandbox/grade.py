@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from l2d_jax.errors import InputError, RunError
 from l2d_jax.evaluation.sandbox import isolation, seccomp
 from l2d_jax.evaluation.sandbox.isolation import Limits
-from l2d_jax.evaluation.sandbox.submission import Submission, Verdict, judge
+from l2d_jax.evaluation.sandbox.submission import Submission, Verdict, judge_submission
 
 _ACCOUNTS = range(64000, 64512)  # users that isolated processes of root become, two for each submission in progress
 _TRIAL = Submission(candidate="def answer(): return 42", tests="assert answer() == 42", names=("answer",))
@@ -83,7 +83,7 @@ def grade(
         slot = slots.get()
         try:
             accounts = _accounts(slot) if with_accounts else (None, None)
-            return judge(submission, bwrap=bwrap, limits=limits or Limits(), accounts=accounts)
+            return judge_submission(submission, bwrap=bwrap, limits=limits or Limits(), accounts=accounts)
         finally:
             slots.put(slot)
 
@@ -112,7 +112,7 @@ def _try(bwrap: str, user: int) -> tuple[bool, str | None]:
     for with_accounts in [True, False] if user == 0 else [False]:
         accounts = _accounts(0) if with_accounts else (None, None)
         try:
-            verdict = judge(_TRIAL, bwrap=bwrap, limits=Limits(seconds=60.0), accounts=accounts)
+            verdict = judge_submission(_TRIAL, bwrap=bwrap, limits=Limits(seconds=60.0), accounts=accounts)
         except (RunError, OSError) as error:
             reasons.append(str(error))
             continue

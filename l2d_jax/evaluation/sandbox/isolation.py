@@ -45,7 +45,7 @@ class Limits:
     output_bytes: int = 2**24  # of one answer
 
 
-def start(
+def start_isolated(
     role: str,
     pipes: Sequence[int],
     *,

@@ -44,7 +44,7 @@ class Verdict(NamedTuple):
         return self.reason.startswith(NOT_PLAIN)
 
 
-def judge(
+def judge_submission(
     submission: Submission, *, bwrap: str, limits: Limits, accounts: tuple[int, int] | tuple[None, None]
 ) -> Verdict:
     """Judge a submission in two new isolated processes, which are gone afterwards.
@@ -66,7 +66,7 @@ def judge(
 
         def start(role: str, pipes: Sequence[BinaryIO], task: Mapping[str, Any], account: int | None) -> Any:
             numbers = [pipe.fileno() for pipe in pipes]
-            process = isolation.start(role, numbers, bwrap=bwrap, task=task, limits=limits, account=account)
+            process = isolation.start_isolated(role, numbers, bwrap=bwrap, task=task, limits=limits, account=account)
             stack.callback(_end, process)
             return process
 

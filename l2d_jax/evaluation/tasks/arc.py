@@ -16,7 +16,7 @@ from l2d_jax.evaluation.tasks.problem import Item, Row, text_of, texts_of
 from l2d_jax.evaluation.tasks.task import Task
 
 
-def word(row: Row) -> Item:
+def _word(row: Row) -> Item:
     """A row as the release words it."""
     given: Any = row["choices"]
     if not (isinstance(given, dict) and {"label", "text"} <= given.keys()):
@@ -50,8 +50,8 @@ def _task(name: str, *, subset: str, rows: dict[str, int]) -> Task:
             shot_split="validation",
             rows=rows,
         ),
-        word=word,
-        judge=multiple_choice.judge,
+        word=_word,
+        judge=multiple_choice.judge_letter,
         size=rows["test"],
     )
 

@@ -27,21 +27,20 @@ def fenced(completion: str) -> str:
     return found[1] if found else completion
 
 
-def grade(
-    problems: Sequence[Problem],
-    completions: Sequence[str],
+def score_programs(
+    completions: Sequence[tuple[Problem, str]],
     *,
     candidates: Callable[[Problem, str], tuple[str, str]],
     run: Run,
 ) -> list[Score]:
-    """Run the strict and the relaxed candidate of each completion, once where they are the same program.
+    """Score completions, each with its problem, by running their strict and relaxed candidates.
 
-    What passes the strict way counts as right the relaxed way too.
+    A candidate that is both runs once, and a completion that passes the strict way is right the relaxed way too.
     """
-    pairs = [candidates(problem, text) for problem, text in zip(problems, completions, strict=True)]
+    pairs = [candidates(problem, text) for problem, text in completions]
     places: dict[tuple[int, str], int] = {}
     programs: list[Program] = []
-    for number, (problem, pair) in enumerate(zip(problems, pairs, strict=True)):
+    for number, ((problem, _), pair) in enumerate(zip(completions, pairs, strict=True)):
         for kind, candidate in zip(("strict", "relaxed"), dict.fromkeys(pair), strict=False):
             places[number, candidate] = len(programs)
             programs.append(Program(f"{problem.id}#{number} {kind}", candidate, *problem.reference))

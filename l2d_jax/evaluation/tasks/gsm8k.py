@@ -47,7 +47,7 @@ def last_number(completion: str) -> str | None:
     return numbers[-1].replace(",", "") if numbers else None
 
 
-def word(row: Row) -> Item:
+def _word(row: Row) -> Item:
     """A row as the release words it."""
     question, answer = text_of(row, "question"), text_of(row, "answer")
     reference = marked_number(answer)
@@ -56,7 +56,7 @@ def word(row: Row) -> Item:
     return Item(question=question, answer=answer, reference=reference, thought=answer)
 
 
-def judge(problem: Problem, completion: str) -> Score:
+def _judge(problem: Problem, completion: str) -> Score:
     """Compare the strict answer as text, the relaxed one as a number."""
     right, strict, relaxed = problem.reference, marked_number(completion), last_number(completion)
     is_equal = relaxed is not None and Decimal(relaxed) == Decimal(right)
@@ -75,8 +75,8 @@ GSM8K = Task(
         shot_split="train",
         rows={"train": 7473, "test": 1319},
     ),
-    word=word,
-    judge=judge,
+    word=_word,
+    judge=_judge,
     category="math",
     thought_shots=8,
     size=1319,

@@ -19,13 +19,13 @@ import re
 
 from l2d_jax.evaluation.tasks.code import Tests, fenced
 from l2d_jax.evaluation.tasks.dataset import Dataset
-from l2d_jax.evaluation.tasks.problem import Item, Problem, Row, Sampling, text_of
+from l2d_jax.evaluation.tasks.problem import Item, Problem, Row, TaskSampling, text_of
 from l2d_jax.evaluation.tasks.task import Task
 
 GOES_ON = re.compile(r"\s|def |class |import |from |@|#|[)\]}]|$")  # how a line begins that may belong to a program
 
 
-def word(row: Row) -> Item:
+def _word(row: Row) -> Item:
     """A row of HumanEval as the release words it."""
     prompt, name = text_of(row, "prompt"), text_of(row, "entry_point")
     tests = f"{text_of(row, 'test')}\ncheck({name})"
@@ -37,12 +37,12 @@ def word(row: Row) -> Item:
     )
 
 
-def word_instruction(row: Row) -> Item:
+def _word_instruction(row: Row) -> Item:
     """A row of InstructHumanEval as the release words it."""
-    return word(row)._replace(question=text_of(row, "instruction"), opening=text_of(row, "context"))
+    return _word(row)._replace(question=text_of(row, "instruction"), opening=text_of(row, "context"))
 
 
-def candidates(problem: Problem, completion: str) -> tuple[str, str]:
+def _candidates(problem: Problem, completion: str) -> tuple[str, str]:
     """The strict and the relaxed program."""
     _, (name,), prompt = problem.reference
     code = fenced(completion)
@@ -54,7 +54,7 @@ def candidates(problem: Problem, completion: str) -> tuple[str, str]:
     return prompt + completion, prompt + "\n".join(lines[:end])
 
 
-SAMPLING = Sampling(max_new_tokens=512, samples=10, velocity_temperature=1.0, anneal=True)
+SAMPLING = TaskSampling(max_new_tokens=512, samples=10, velocity_temperature=1.0, anneal=True)
 COLUMNS = ("task_id", "prompt", "canonical_solution", "entry_point", "test")
 
 INSTRUCT_HUMANEVAL = Task(
@@ -67,8 +67,8 @@ INSTRUCT_HUMANEVAL = Task(
         shot_split="test",
         rows={"test": 164},
     ),
-    word=word_instruction,
-    candidates=candidates,
+    word=_word_instruction,
+    candidates=_candidates,
     category="coding",
     sampling=SAMPLING,
     size=159,
@@ -84,8 +84,8 @@ HUMANEVAL = Task(
         shot_split="test",
         rows={"test": 164},
     ),
-    word=word,
-    candidates=candidates,
+    word=_word,
+    candidates=_candidates,
     category="coding",
     sampling=SAMPLING,
     size=159,

@@ -24,7 +24,7 @@ from l2d_jax.evaluation.tasks.task import Task
 SECONDS = 5  # for reading an answer, and for comparing: 9^{9^{9}} would take for ever
 
 
-def word(row: Row) -> Item:
+def _word(row: Row) -> Item:
     """A row as the release words it."""
     solution = text_of(row, "solution")
     return Item(
@@ -36,7 +36,7 @@ def word(row: Row) -> Item:
     )
 
 
-def judge(problem: Problem, completion: str) -> Score:
+def _judge(problem: Problem, completion: str) -> Score:
     """Compare by the release's rules, and by mathematics."""
     strict = math_answers.extract(completion)
     is_strict = strict is not None and math_answers.is_same(problem.reference, strict)
@@ -71,8 +71,8 @@ MATH = Task(
         shot_split="train",
         rows={"train": 7500, "test": 5000},
     ),
-    word=word,
-    judge=judge,
+    word=_word,
+    judge=_judge,
     category="math",
     is_spaced=True,
     thought_shots=5,

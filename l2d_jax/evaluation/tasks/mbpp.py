@@ -13,13 +13,13 @@ import re
 from l2d_jax.errors import InputError
 from l2d_jax.evaluation.tasks.code import Tests, fenced
 from l2d_jax.evaluation.tasks.dataset import Dataset
-from l2d_jax.evaluation.tasks.problem import Item, Problem, Row, Sampling, text_of, texts_of
+from l2d_jax.evaluation.tasks.problem import Item, Problem, Row, TaskSampling, text_of, texts_of
 from l2d_jax.evaluation.tasks.task import Task
 
 IMPORT = re.compile(r"^(?:import|from) [^\r\n]*", flags=re.MULTILINE)
 
 
-def word(row: Row) -> Item:
+def _word(row: Row) -> Item:
     """A row as the release words it."""
     tests, code = texts_of(row, "test_list"), text_of(row, "code")
     return Item(
@@ -31,7 +31,7 @@ def word(row: Row) -> Item:
     )
 
 
-def candidates(_problem: Problem, completion: str) -> tuple[str, str]:
+def _candidates(_problem: Problem, completion: str) -> tuple[str, str]:
     """The strict and the relaxed program."""
     return completion, fenced(completion)
 
@@ -57,9 +57,9 @@ MBPP = Task(
         shot_split="prompt",
         rows={"train": 374, "test": 500, "validation": 90, "prompt": 10},
     ),
-    word=word,
-    candidates=candidates,
+    word=_word,
+    candidates=_candidates,
     category="coding",
-    sampling=Sampling(max_new_tokens=512, samples=10, velocity_temperature=1.0, anneal=True),
+    sampling=TaskSampling(max_new_tokens=512, samples=10, velocity_temperature=1.0, anneal=True),
     size=500,
 )

@@ -24,7 +24,7 @@ CATEGORIES = {
 }
 
 
-def word(row: Row) -> Item:
+def _word(row: Row) -> Item:
     """A row as the release words it."""
     options, subject = texts_of(row, "choices"), text_of(row, "subject")
     letters = multiple_choice.lettered(options)
@@ -52,8 +52,8 @@ MMLU = Task(
         shot_split="dev",
         rows={"test": 14042, "validation": 1531, "dev": 285},
     ),
-    word=word,
-    judge=multiple_choice.judge,
+    word=_word,
+    judge=multiple_choice.judge_letter,
     by_subject=True,
     size=14042,
 )

@@ -15,7 +15,7 @@ from l2d_jax.evaluation.tasks.problem import Item, Row, text_of, texts_of
 from l2d_jax.evaluation.tasks.task import Task
 
 
-def word(row: Row) -> Item:
+def _word(row: Row) -> Item:
     """A row as the release words it."""
     options, subject = texts_of(row, "options"), text_of(row, "category")
     letters = multiple_choice.lettered(options)
@@ -43,8 +43,8 @@ MMLU_PRO = Task(
         shot_split="validation",
         rows={"test": 12032, "validation": 70},
     ),
-    word=word,
-    judge=multiple_choice.judge,
+    word=_word,
+    judge=multiple_choice.judge_letter,
     by_subject=True,
     thought_shots=5,
     size=12032,

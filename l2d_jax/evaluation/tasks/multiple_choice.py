@@ -85,7 +85,7 @@ def named_letter(completion: str, labels: Sequence[str], options: Sequence[str] 
     return str(found[-1]) if found else None
 
 
-def judge(problem: Problem, completion: str) -> Score:
+def judge_letter(problem: Problem, completion: str) -> Score:
     """Compare both letters with the right one, which is `problem.reference[0]`; the options' texts follow it."""
     right, *options = problem.reference
     strict = first_letter(completion, problem.options)

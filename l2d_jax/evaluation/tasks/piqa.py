@@ -13,7 +13,7 @@ from l2d_jax.evaluation.tasks.problem import Item, Row, text_of
 from l2d_jax.evaluation.tasks.task import Task
 
 
-def word(row: Row) -> Item:
+def _word(row: Row) -> Item:
     """A row as the release words it."""
     options = [text_of(row, "sol1"), text_of(row, "sol2")]
     letters = multiple_choice.lettered(options)
@@ -39,7 +39,7 @@ PIQA = Task(
         shot_split="train",
         rows={"train": 16113, "validation": 1838, "test": 3084},
     ),
-    word=word,
-    judge=multiple_choice.judge,
+    word=_word,
+    judge=multiple_choice.judge_letter,
     size=1838,
 )

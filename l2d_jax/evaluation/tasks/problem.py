@@ -1,28 +1,29 @@
-"""What the evaluation tasks share: the wording of a row, problems, how completions are drawn, and scores."""
+"""What the evaluation tasks share: worded rows, problems, how completions are sampled, and scores."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple
 
 from l2d_jax.errors import InputError
+from l2d_jax.evaluation.sandbox.submission import Verdict
 
 Row = Mapping[str, Any]
-Prompts = Literal["paper", "thoughts"]  # few-shot as in the paper; examples that think, or the request to
+Prompts = Literal["paper", "thoughts"]  # few-shot as in the paper; or examples with (or a request for) thoughts
 
 
 class Item(NamedTuple):
-    """A row as a task words it."""
+    """A row of a data set in the task's words."""
 
-    question: str  # what the user says
-    answer: str  # what the assistant says to it in an example, and would say to be right
-    reference: Any  # what is right, as the task's judge takes it; None: the release does not count such a row
-    subject: str | None = None  # whose examples precede it and whose table it is counted in
-    category: str | None = None  # class for guidance; None: the task's own
-    options: tuple[str, ...] = ()  # what the answer may be, for the likelihood of options
-    opening: str = ""  # what the assistant has said already when the completion begins
+    question: str  # the user's message
+    answer: str  # a right answer, which is the assistant's message where the row is an example
+    reference: Any  # the right answer as the task's judge reads it; None: the release does not count the row
+    subject: str | None = None  # selects the examples before the question, and the row of the table of subjects
+    category: str | None = None  # class for guidance; None: the task's
+    options: tuple[str, ...] = ()  # the possible answers of a multiple-choice question
+    opening: str = ""  # the beginning of the assistant's message, which the completion continues
     thought: str | None = None  # an answer that thinks first, for examples with thoughts
-    request: str | None = None  # the question with the request to think, for prompts without such examples
-    id: str | None = None  # None: its number in the split
+    request: str | None = None  # the question with a request to think, for prompts without such examples
+    id: str | None = None  # None: the row's number in the split
 
 
 @dataclass(frozen=True)
@@ -31,57 +32,49 @@ class Problem:
 
     id: str  # the same in every run: "gsm8k/test/17"
     messages: tuple[dict[str, str], ...]  # ends with the question, or with an opening that the completion continues
-    answer: str  # a right answer; its length counts for the limit of the prompt's
-    reference: Any  # what the judge compares with
+    answer: str  # a right answer; prompt and answer together must fit `MAX_LENGTH`
+    reference: Any  # the right answer as the task's judge reads it
     category: str  # one of CATEGORIES
     subject: str | None = None
-    options: tuple[str, ...] = ()  # of a choice: the letters
+    options: tuple[str, ...] = ()  # the letters of a multiple-choice question
 
 
 class Score(NamedTuple):
-    """What a completion is worth."""
+    """The scores of one completion."""
 
     strict: float  # 1 or 0, by the release's rules
-    relaxed: float  # 1 or 0
-    extracted: str | None  # the answer that the strict rules find; None: none
+    relaxed: float  # 1 or 0, by what a reader would accept
+    extracted: str | None  # the answer that the strict rules find; None: they find none
     relaxed_extracted: str | None
-    reason: str  # why it is not right, in a few words; empty where both scores are 1
+    reason: str  # why the completion is wrong, in a few words; empty where both scores are 1
 
 
 class Program(NamedTuple):
-    """A completed program and its tests: the fields of the sandbox's `Submission`, in their order."""
+    """A completed program and its tests: an id, then the fields of the sandbox's `Submission` in their order."""
 
-    id: str  # another one for each program of a call
+    id: str  # unique among the programs of a call
     candidate: str
     tests: str  # source that raises unless the program is right
-    names: tuple[str, ...]  # what of the candidate the tests call
+    names: tuple[str, ...]  # the candidate's functions that the tests call
     setup: str  # source that the tests need before them
 
 
-@runtime_checkable
-class Verdict(Protocol):
-    """What the sandbox says of a program."""
-
-    passed: bool
-    reason: str
-
-
-Run = Callable[[Sequence[Program]], Sequence[Any]]  # to one Verdict for each program, in order
+Run = Callable[[Sequence[Program]], Sequence[Verdict]]  # one verdict for each program, in order
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How completions are drawn; the values are the release's for tasks with short answers.
+class TaskSampling:
+    """How completions are sampled; the defaults are the release's for tasks with short answers.
 
-    Its command line leaves the temperature at 1 for every task, with neither top-k nor top-p, and nothing ends a
-    completion but the end of the turn and the length.
+    The release's command line leaves the temperature at 1 for every task, with neither top-k nor top-p. A completion
+    ends at the end of the turn or at `max_new_tokens`, and nowhere else.
     """
 
     max_new_tokens: int = 256
     samples: int = 1  # completions of each problem
-    temperature: float = 1.0  # of the draw of a token; 0: arg max
-    velocity_temperature: float = 0.0  # of the draws within the diffusion
-    anneal: bool = False  # let that one fall linearly to 0
+    temperature: float = 1.0  # for sampling a token; 0: arg max
+    velocity_temperature: float = 0.0  # for sampling the velocity's target within the diffusion
+    anneal: bool = False  # let the velocity's temperature fall linearly to 0
 
 
 def text_of(row: Row, column: str) -> str:

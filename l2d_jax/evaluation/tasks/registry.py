@@ -20,7 +20,7 @@ PAPER = (GSM8K, MATH, INSTRUCT_HUMANEVAL, MBPP, MMLU, MMLU_PRO, PIQA, ARC_EASY, 
 TASKS = {task.name: task for task in (*PAPER, HUMANEVAL)}
 
 
-def find(name: str) -> Task:
+def find_task(name: str) -> Task:
     """The task of this name; `InputError` where there is none."""
     if name not in TASKS:
         raise InputError(f"unknown task {name!r}{nearest(name, TASKS)}")

@@ -18,10 +18,10 @@ from l2d_jax.data.tokenizer import encode, prompt_ids
 from l2d_jax.errors import InputError
 from l2d_jax.evaluation.tasks import code
 from l2d_jax.evaluation.tasks.dataset import Dataset
-from l2d_jax.evaluation.tasks.problem import Item, Problem, Prompts, Row, Run, Sampling, Score
+from l2d_jax.evaluation.tasks.problem import Item, Problem, Prompts, Row, Run, Score, TaskSampling
 
 MAX_LENGTH = 2048  # tokens of a prompt and its right answer together: the release's max_seq_len
-GREEDY = Sampling(max_new_tokens=512, temperature=0.0)  # for thoughts; this length is ours
+GREEDY = TaskSampling(max_new_tokens=512, temperature=0.0)  # for thoughts; this length is ours
 
 Judge = Callable[[Problem, str], Score]
 Candidates = Callable[[Problem, str], tuple[str, str]]
@@ -41,7 +41,7 @@ class Task:
     is_spaced: bool = False  # examples equally spaced in their split, not its first
     by_subject: bool = False  # examples of the question's own subject
     thought_shots: int = 0  # examples with prompts "thoughts"; 0: none has any, and the question asks for them
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: TaskSampling = field(default_factory=TaskSampling)
     size: int | None = None  # problems of the paper's split, before any is dropped for its length; None: not known
 
     @property
@@ -49,7 +49,7 @@ class Task:
         """Whether completions are programs to run."""
         return "code" if self.judge is None else "generate"
 
-    def sampling_for(self, prompts: Prompts = "paper") -> Sampling:
+    def sampling_for(self, prompts: Prompts = "paper") -> TaskSampling:
         """How completions of these prompts are drawn."""
         return self.sampling if prompts == "paper" else GREEDY
 
@@ -137,8 +137,8 @@ class Task:
         else:
             if run is None or self.candidates is None:
                 raise InputError(f"{self.name} runs generated code: allow it with --allow_code_execution")
-            asked, given = [problems[number] for number in rest], [texts[number] for number in rest]
-            scores |= dict(zip(rest, code.grade(asked, given, candidates=self.candidates, run=run), strict=True))
+            pairs = [(problems[number], texts[number]) for number in rest]
+            scores |= dict(zip(rest, code.score_programs(pairs, candidates=self.candidates, run=run), strict=True))
         return [scores[number] for number in range(len(texts))]
 
     def _examples(self, data_dir: str | None, count: int) -> dict[int, Item]:

@@ -18,7 +18,7 @@ import pytest
 from l2d_jax.errors import InputError
 from l2d_jax.evaluation.sandbox.grade import Submission, Verdict, grade, shutil, unavailable
 from l2d_jax.evaluation.sandbox.isolation import Limits
-from l2d_jax.evaluation.sandbox.submission import judge
+from l2d_jax.evaluation.sandbox.submission import judge_submission
 from tests.support.attacks import ATTACKS
 from tests.support.escapes import ESCAPES
 from tests.support.programs import FIXTURES, ROOT
@@ -149,7 +149,7 @@ def test_attacks_fail_where_root_cannot_become_another_user(outside):
 
     def passes(submission):
         bwrap = shutil.which("bwrap")
-        return judge(submission, bwrap=bwrap, limits=Limits(seconds=3.0), accounts=(None, None)).passed
+        return judge_submission(submission, bwrap=bwrap, limits=Limits(seconds=3.0), accounts=(None, None)).passed
 
     with ThreadPoolExecutor(4) as pool:
         passed = list(pool.map(passes, [answer("42"), *(ask(attack.candidate, attack.tests) for attack in quick)]))

@@ -15,8 +15,8 @@ from l2d_jax.evaluation.sandbox.isolated.plain_data import (
     ClosedError,
     NotPlainError,
     TooLargeError,
-    decode,
-    encode,
+    decode_plain,
+    encode_plain,
 )
 from l2d_jax.evaluation.sandbox.isolated.restraint import restrain
 
@@ -35,7 +35,7 @@ def main() -> None:
         exec(_compile(task["source"]), module.__dict__)
 
     def call(request: dict[str, Any]) -> Any:
-        name, arguments, keywords = decode(request["call"])
+        name, arguments, keywords = decode_plain(request["call"])
         if name not in module.__dict__:
             raise NameError(f"name '{name}' is not defined")
         return module.__dict__[name](*arguments, **keywords)
@@ -62,7 +62,7 @@ def _compile(source: str) -> Any:
 
 def _answer(work: Callable[[], Any]) -> dict[str, Any]:
     try:
-        return {"result": encode(work())}
+        return {"result": encode_plain(work())}
     except NotPlainError as error:
         return {"not_plain": str(error)}
     except BaseException as error:  # SystemExit too: it is the candidate that ends, not its process

@@ -15,8 +15,8 @@ from l2d_jax.evaluation.sandbox.isolated.plain_data import (
     MalformedError,
     NotPlainError,
     TooLargeError,
-    decode,
-    encode,
+    decode_plain,
+    encode_plain,
 )
 from l2d_jax.evaluation.sandbox.isolated.restraint import restrain
 
@@ -58,7 +58,7 @@ class _Grader:
     def _proxy(self, name: str) -> Any:
         def call(*arguments: Any, **keywords: Any) -> Any:
             try:
-                request = encode([name, arguments, keywords])
+                request = encode_plain([name, arguments, keywords])
             except NotPlainError as error:
                 self._end(f"not plain data: {error} as an argument")
             try:
@@ -77,7 +77,7 @@ class _Grader:
             message = self._channel.receive()
             [(kind, content)] = message.items()
             if kind == "result":
-                return decode(content)
+                return decode_plain(content)
             name, text = content if kind == "error" else (kind, content)
             if not isinstance(name, str) or not isinstance(text, str):
                 raise MalformedError("not text")

@@ -34,7 +34,7 @@ class ClosedError(EOFError):
     """Nobody is at the other end."""
 
 
-def encode(value: Any, depth: int = DEPTH) -> Any:
+def encode_plain(value: Any, depth: int = DEPTH) -> Any:
     """Plain data as what JSON can hold; raises `NotPlainError`."""
     if value is None or type(value) in (bool, str, float):
         return value
@@ -49,7 +49,7 @@ def encode(value: Any, depth: int = DEPTH) -> Any:
 
 
 def _encode_all(values: Any, depth: int) -> list[Any]:
-    return [encode(value, depth) for value in values]
+    return [encode_plain(value, depth) for value in values]
 
 
 def _encode_int(value: int) -> Any:
@@ -78,12 +78,12 @@ _WRITERS: tuple[tuple[type, Callable[[Any, int], Any]], ...] = (
 )
 
 
-def decode(value: Any, depth: int = DEPTH) -> Any:
-    """The inverse of `encode`; raises `MalformedError` for anything that `encode` does not write."""
+def decode_plain(value: Any, depth: int = DEPTH) -> Any:
+    """The inverse of `encode_plain`; raises `MalformedError` for anything that `encode_plain` does not write."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if depth > 0 and type(value) is list:
-        return [decode(item, depth - 1) for item in value]
+        return [decode_plain(item, depth - 1) for item in value]
     if depth > 0 and type(value) is dict and len(value) == 1:
         [(kind, content)] = value.items()
         read, holds = _READERS.get(kind, (None, None))
@@ -96,7 +96,7 @@ def decode(value: Any, depth: int = DEPTH) -> Any:
 
 
 def _decode_all(values: list[Any], depth: int) -> list[Any]:
-    return [decode(value, depth) for value in values]
+    return [decode_plain(value, depth) for value in values]
 
 
 def _decode_dict(pairs: list[Any], depth: int) -> dict[Any, Any]:
