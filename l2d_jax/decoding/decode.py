@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from l2d_jax.decoding.refine import Refinement, refine
-from l2d_jax.decoding.sampler import Sampling, draw, entropy, token_keys
+from l2d_jax.decoding.sampler import Sampling, entropy, sample_tokens, token_keys
 from l2d_jax.model.context import Context
 from l2d_jax.model.kv_cache import KVCache
 from l2d_jax.model.l2d import Model
@@ -211,7 +211,7 @@ def decode(
             model, state, gate=sampling.gate, settings=settings, draws=draws, labels=labels
         )
         is_bad = jnp.isnan(logits).any(axis=-1) & ~state.done
-        token = jnp.where(state.done | is_bad, ends[0], draw(final_keys, logits, sampling))
+        token = jnp.where(state.done | is_bad, ends[0], sample_tokens(final_keys, logits, sampling))
         done = state.done | is_bad | (token[:, None] == ends).any(axis=-1)
         state = dataclasses.replace(state, broken=state.broken | is_bad)
         return advance(model.llm, state, token, done), token

@@ -84,7 +84,7 @@ def check_budget(config: DecodeConfig, *, has_path: bool) -> None:
     find_solver(config.solver).steps(config.budget)
 
 
-def evaluate(
+def corrected_hidden(
     model: Model,
     context: Context,
     x: Float[Array, "B M C"],
@@ -155,7 +155,7 @@ def make_target(
 
     def target(t: Array, x: Array) -> Array:
         batch, length, _ = x.shape
-        hidden = evaluate(model, context, x, t[None, None], table=settings.table)
+        hidden = corrected_hidden(model, context, x, t[None, None], table=settings.table)
         branches = hidden.shape[0]
         time = jax.lax.bitcast_convert_type(t, jnp.uint32)
         folded = jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, time)))(keys)
@@ -198,11 +198,11 @@ def refine(
     noise = model.path.config.sigma * noise
     if settings.solver.is_adaptive:
         x, t = adapt(model, context, noise, settings=settings, keys=keys)[:2]
-        return evaluate(model, context, x, t)[0]
+        return corrected_hidden(model, context, x, t)[0]
     target = make_target(model, context, settings=settings, keys=keys)
     x = integrate.solve_fixed(target, noise, solver=settings.solver, steps=settings.steps)
     end = jnp.where(settings.steps > 0, jnp.float32(1), 0.0)[None, None]
-    return evaluate(model, context, x, end, table=settings.table)[0]
+    return corrected_hidden(model, context, x, end, table=settings.table)[0]
 
 
 def adapt(

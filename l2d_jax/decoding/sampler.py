@@ -40,7 +40,7 @@ class Sampling(nnx.Module):
         )
 
 
-def draw(keys: Key[Array, " B"], logits: Float[Array, "B V"], sampling: Sampling) -> Int[Array, " B"]:
+def sample_tokens(keys: Key[Array, " B"], logits: Float[Array, "B V"], sampling: Sampling) -> Int[Array, " B"]:
     """Sample a token for each sequence."""
     if sampling.allowed is not None:
         logits = jnp.where(sampling.allowed, logits, -jnp.inf)

@@ -67,7 +67,7 @@ def trace(
     check_prompts(prompts, dataclasses.replace(settings, max_new_tokens=longest), model.llm.architecture)
     check_classes(model, labels, prompts=len(prompts))
     follow = partial(
-        trajectory.follow,
+        trajectory.trace_tokens,
         model,
         settings=refinement,
         gate=jnp.float32(settings.gate),
@@ -82,15 +82,15 @@ def trace(
         given = read(model, prompts[prompt], answer, key=key, label=label)
         starts = range(0, len(answer), trajectory.CHUNK)
         pieces = [follow(given, start=jnp.int32(start)) for start in starts]
-        traces.append(_rows(answer, _pieces_of_text(answer, loaded.tokenizer), pieces))
+        traces.append(_token_traces(answer, _pieces_of_text(answer, loaded.tokenizer), pieces))
     return traces
 
 
 def read(
     model: Model, prompt: Sequence[int], answer: Sequence[int], *, key: Key[Array, ""], label: int | None = None
-) -> trajectory.Given:
+) -> trajectory.KnownAnswer:
     """An answer whose tokens are known, ready to be followed."""
-    return trajectory.read(
+    return trajectory.read_answer(
         model.llm,
         *pad([[*prompt, *answer[:-1]]]),
         length=jnp.int32(len(answer)),
@@ -105,10 +105,10 @@ def check_draws(settings: DecodeConfig) -> None:
         raise InputError(f"a trace follows one noise draw per token, got draws {settings.draws}: trace with draws 1")
 
 
-def _rows(answer: Sequence[int], texts: Sequence[str], pieces: Sequence[Mapping[str, Any]]) -> list[TokenTrace]:
-    """Of the columns of each piece, of which the last is too long."""
-    read = [{name: np.asarray(column).tolist() for name, column in piece.items()} for piece in pieces]
-    rows = [dict(zip(piece, values, strict=True)) for piece in read for values in zip(*piece.values(), strict=True)]
+def _token_traces(answer: Sequence[int], texts: Sequence[str], pieces: Sequence[Mapping[str, Any]]) -> list[TokenTrace]:
+    """Rows from the columns of each piece; the last piece is padded."""
+    columns = [{name: np.asarray(column).tolist() for name, column in piece.items()} for piece in pieces]
+    rows = [dict(zip(piece, values, strict=True)) for piece in columns for values in zip(*piece.values(), strict=True)]
     return [TokenTrace(token=token, text=text, **row) for token, text, row in zip(answer, texts, rows, strict=False)]
 
 

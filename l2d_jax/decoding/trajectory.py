@@ -1,7 +1,7 @@
-"""The ODEs of many tokens of one answer side by side, with every point on their way.
+"""Trajectories of the tokens of a known answer: their ODEs side by side, with every point on the way.
 
-The tokens are given, so one frozen pass over prompt and answer serves them all. Notable: each has the noise and keys
-that decoding gave it, and no more than `CHUNK` of them have logits or trajectories in memory at once.
+The tokens are known, so one frozen pass over prompt and answer serves them all. Notable: each token has the noise and
+the keys that decoding gave it, and at most `CHUNK` tokens have logits or trajectories in memory at once.
 """
 
 from functools import partial
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from l2d_jax.decoding import integrate
-from l2d_jax.decoding.refine import Refinement, evaluate, make_target, solve_each
+from l2d_jax.decoding.refine import Refinement, corrected_hidden, make_target, solve_each
 from l2d_jax.decoding.sampler import entropy, token_keys
 from l2d_jax.decoding.solver import Solver
 from l2d_jax.model.context import Context
@@ -23,8 +23,8 @@ from l2d_jax.model.llm import LLM
 CHUNK = 64  # tokens that are integrated side by side: M, below
 
 
-class Given(NamedTuple):
-    """An answer whose tokens are known, after the frozen pass over its prompt and itself."""
+class KnownAnswer(NamedTuple):
+    """The frozen pass over a prompt and its answer, and what the noise of the answer's tokens depends on."""
 
     hidden: Float[Array, "1 T D"]
     cache: KVCache
@@ -34,8 +34,8 @@ class Given(NamedTuple):
     label: Int[Array, ""] | None  # class for guidance
 
 
-class _Path(NamedTuple):
-    """Where the ODEs of M tokens have been."""
+class _Trajectories(NamedTuple):
+    """The points of the ODEs of M tokens."""
 
     times: Float[Array, "points M"]
     states: Float[Array, "points M C"]
@@ -44,7 +44,7 @@ class _Path(NamedTuple):
 
 
 @jax.jit
-def read(
+def read_answer(
     llm: LLM,
     tokens: Int[Array, "1 T"],
     lengths: Int[Array, " 1"],
@@ -52,74 +52,86 @@ def read(
     length: Int[Array, ""],
     key: Key[Array, ""],
     label: Int[Array, ""] | None,
-) -> Given:
+) -> KnownAnswer:
     """The frozen pass over a prompt and its answer less its last token, padded on the right to T tokens.
 
-    `lengths` is before padding; the other arguments are as in `Given`.
+    `lengths` is before padding; the other arguments are as in `KnownAnswer`.
     """
     slots = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     hidden, cache = llm(tokens, jnp.where(slots < lengths[:, None], slots, -1))
     first = lengths[0] - jnp.maximum(length, 1)
-    return Given(hidden, cache, first, length, key, label)
+    return KnownAnswer(hidden, cache, first, length, key, label)
 
 
 @partial(jax.jit, static_argnames="steps")
-def follow(
-    model: Model, given: Given, *, start: Int[Array, ""], settings: Refinement, gate: Float[Array, ""], steps: int
+def trace_tokens(
+    model: Model,
+    answer: KnownAnswer,
+    *,
+    start: Int[Array, ""],
+    settings: Refinement,
+    gate: Float[Array, ""],
+    steps: int,
 ) -> dict[str, Int[Array, " M"] | Float[Array, " M"] | Bool[Array, " M"]]:
-    """The fields of `trace.TokenTrace`, less token and text, of the tokens `start`, `start` + 1, … of an answer.
+    """The fields of `trace.TokenTrace`, less token and text, of M tokens of an answer from number `start` on.
 
-    Beyond its end, the last token is followed again.
+    Beyond the answer's end, its last token is traced again.
 
     Args:
       model: the LM and the path.
-      given: the answer.
-      start: number of the first token to follow, from 0.
+      answer: the answer and its frozen pass.
+      start: number of the first token to trace, from 0.
       settings: solver, grid and velocity.
-      gate: entropy of the LM alone below which it is left alone, in nats.
+      gate: entropy of the LM alone, in nats, below which the path is skipped.
       steps: grid intervals, or the most steps of an adaptive solver.
     """
-    context, numbers = _place(given, start)
-    plain = model.llm.logits(context.hidden[0])
-    alone = {"likeliest": jnp.argmax(plain, axis=-1), "entropy": entropy(plain)}
-    none, at_start = jnp.zeros(CHUNK, jnp.int32), jnp.zeros(CHUNK)
-    skipped = alone["entropy"] < gate
-    common = {"plain_entropy": alone["entropy"], "skipped": skipped}
+    context, numbers = _place(answer, start)
+    logits = model.llm.logits(context.hidden[0])
+    none = jnp.zeros(CHUNK, jnp.int32)
+    plain = {"likeliest": jnp.argmax(logits, axis=-1), "entropy": entropy(logits)}
+    plain |= {"evaluations": none, "rejected": none, "settled": jnp.zeros(CHUNK)}
+    skipped = plain["entropy"] < gate
+    both = {"plain_entropy": plain["entropy"], "skipped": skipped}
     if model.path is None:
-        return alone | common | {"evaluations": none, "rejected": none, "settled": at_start}
-    path = _integrate(model, context, given.key, numbers, settings=settings, steps=steps)
-    refined = _read_out(model, context, path, settings=settings)
-    taken = {"evaluations": _evaluations(settings.solver, path), "rejected": path.rejected}
-    left_alone = alone | {"evaluations": none, "rejected": none, "settled": at_start}
-    return common | {name: jnp.where(skipped, left_alone[name], value) for name, value in (refined | taken).items()}
+        return plain | both
+    ways = _integrate(model, context, answer.key, numbers, settings=settings, steps=steps)
+    refined = _final_distribution(model, context, ways, settings=settings)
+    refined |= {"evaluations": _evaluations(settings.solver, ways), "rejected": ways.rejected}
+    return both | {name: jnp.where(skipped, plain[name], value) for name, value in refined.items()}
 
 
 @partial(jax.jit, static_argnames="steps")
 def score_points(
-    model: Model, given: Given, targets: Int[Array, " M"], *, start: Int[Array, ""], settings: Refinement, steps: int
+    model: Model,
+    answer: KnownAnswer,
+    targets: Int[Array, " M"],
+    *,
+    start: Int[Array, ""],
+    settings: Refinement,
+    steps: int,
 ) -> dict[str, Float[Array, "points M"]]:
     """At every point of a uniform grid, the probability of the true token, and 1 where it is the arg max, else 0.
 
-    The arguments are those of `follow`, with the true tokens from `start` on.
+    Arguments as for `trace_tokens`, and the true tokens from number `start` on.
     """
-    context, numbers = _place(given, start)
-    path = _integrate(model, context, given.key, numbers, settings=settings, steps=steps)
+    context, numbers = _place(answer, start)
+    ways = _integrate(model, context, answer.key, numbers, settings=settings, steps=steps)
 
     def at(point: Array) -> dict[str, Array]:
-        x, t = path.states[point][None], path.times[point, :1][None]
-        logits = model.llm.logits(evaluate(model, context, x, t, table=settings.table)[0, 0])
-        chances = jnp.take_along_axis(jax.nn.softmax(logits), targets[:, None], axis=-1)[:, 0]
-        return {"expected": chances, "greedy": (jnp.argmax(logits, axis=-1) == targets).astype(jnp.float32)}
+        x, t = ways.states[point][None], ways.times[point, :1][None]
+        logits = model.llm.logits(corrected_hidden(model, context, x, t, table=settings.table)[0, 0])
+        probs = jnp.take_along_axis(jax.nn.softmax(logits), targets[:, None], axis=-1)[:, 0]
+        return {"expected": probs, "greedy": (jnp.argmax(logits, axis=-1) == targets).astype(jnp.float32)}
 
     return jax.lax.map(at, jnp.arange(steps + 1))
 
 
-def _place(given: Given, start: Int[Array, ""]) -> tuple[Context, Int[Array, " M"]]:
+def _place(answer: KnownAnswer, start: Int[Array, ""]) -> tuple[Context, Int[Array, " M"]]:
     """The context of M tokens of an answer, and their numbers."""
-    numbers = jnp.minimum(start + jnp.arange(CHUNK), given.length - 1)
-    positions = (given.first + numbers)[None]
-    labels = None if given.label is None else jnp.full_like(positions, given.label)
-    return Context(given.hidden[:, positions[0]], given.cache, positions, labels), numbers
+    numbers = jnp.minimum(start + jnp.arange(CHUNK), answer.length - 1)
+    positions = (answer.first + numbers)[None]
+    labels = None if answer.label is None else jnp.full_like(positions, answer.label)
+    return Context(answer.hidden[:, positions[0]], answer.cache, positions, labels), numbers
 
 
 def _integrate(
@@ -130,20 +142,20 @@ def _integrate(
     *,
     settings: Refinement,
     steps: int,
-) -> _Path:
-    """All points of a uniform grid, or each token's own accepted steps (as `refine.adapt` takes them)."""
+) -> _Trajectories:
+    """All points of a uniform grid, or the ends of the steps that each token's adaptive solver accepts."""
     assert model.path is not None
     config = model.path.config
     noise_keys, keys, _ = token_keys(jnp.broadcast_to(key, numbers.shape), numbers)
     noise = config.sigma * jax.vmap(lambda key: jax.random.normal(key, (config.width,), jnp.float32))(noise_keys)
     none = jnp.zeros(CHUNK, jnp.int32)
     if steps == 0:
-        return _Path(jnp.zeros((1, CHUNK)), noise[None], none, none)
+        return _Trajectories(jnp.zeros((1, CHUNK)), noise[None], none, none)
     if not settings.solver.is_adaptive:
         target = make_target(model, context, settings=settings, keys=keys[None])
         states = integrate.fixed_states(target, noise[None], solver=settings.solver, steps=steps)[:, 0]
         times = jnp.broadcast_to((jnp.arange(steps + 1) / steps)[:, None], states.shape[:2])
-        return _Path(times, states, none + steps, none)
+        return _Trajectories(times, states, none + steps, none)
     end = 1 - 1 / config.sigma
 
     def solve(target: integrate.Target, noise: Array) -> tuple[Array, Array, Array]:
@@ -157,29 +169,31 @@ def _integrate(
     )
     accepted = jnp.isfinite(times).sum(axis=1)
     times, states = (jnp.moveaxis(a, 1, 0) for a in (times, states))
-    return _Path(
+    return _Trajectories(
         jnp.concatenate([jnp.zeros((1, CHUNK)), times]), jnp.concatenate([noise[None], states]), accepted, rejected
     )
 
 
-def _read_out(model: Model, context: Context, path: _Path, *, settings: Refinement) -> dict[str, Array]:
+def _final_distribution(
+    model: Model, context: Context, ways: _Trajectories, *, settings: Refinement
+) -> dict[str, Array]:
     """The final distribution of each token, and the time from which on its arg max was the same."""
 
     def at(point: Array, before: dict[str, Array]) -> dict[str, Array]:
-        index = jnp.minimum(point, path.last), jnp.arange(CHUNK)
-        x, t = path.states[index][None], path.times[index][None]
-        t_once = t if settings.solver.is_adaptive else t[:, :1]  # a grid's time is the same for all, and in the table
-        logits = model.llm.logits(evaluate(model, context, x, t_once, table=settings.table)[0, 0])
+        index = jnp.minimum(point, ways.last), jnp.arange(CHUNK)
+        x, t = ways.states[index][None], ways.times[index][None]
+        shared = t if settings.solver.is_adaptive else t[:, :1]  # one time of the grid, which the table has
+        logits = model.llm.logits(corrected_hidden(model, context, x, shared, table=settings.table)[0, 0])
         likeliest = jnp.argmax(logits, axis=-1)
         settled = jnp.where(likeliest == before["likeliest"], before["settled"], t[0])
         return {"likeliest": likeliest, "entropy": entropy(logits), "settled": settled}
 
     none = jnp.zeros(CHUNK)
     before = {"likeliest": jnp.full(CHUNK, -1), "entropy": none, "settled": none}
-    return jax.lax.fori_loop(0, path.last.max() + 1, at, before)
+    return jax.lax.fori_loop(0, ways.last.max() + 1, at, before)
 
 
-def _evaluations(solver: Solver, path: _Path) -> Int[Array, " M"]:
-    """Evaluations of the integration, and the final one."""
-    steps = path.last + path.rejected
+def _evaluations(solver: Solver, ways: _Trajectories) -> Int[Array, " M"]:
+    """Evaluations of the path for each token, the final one included."""
+    steps = ways.last + ways.rejected
     return jnp.where(steps > 0, solver.overhead + solver.stages * steps, 1)

@@ -242,7 +242,7 @@ def test_guidance_goes_from_the_null_class_to_the_class_and_beyond() -> None:
         target = jax.jit(refine_module.make_target(model, at, settings=chosen, keys=each))
         targets[strength] = target(jnp.float32(0.6), 10 * x)
     for strength, labelled in [(0.0, jnp.full_like(labels, 3)), (1.0, labels)]:
-        alone = refine_module.evaluate(model, at._replace(labels=labelled), 10 * x, jnp.float32([[0.6]]))[0]
+        alone = refine_module.corrected_hidden(model, at._replace(labels=labelled), 10 * x, jnp.float32([[0.6]]))[0]
         wanted = estimate(model, alone, temperature=jnp.float32(1.0), keys=each, kind="expectation")
         np.testing.assert_allclose(targets[strength], wanted, atol=1e-4)
     np.testing.assert_allclose(targets[2.0], 2 * targets[1.0] - targets[0.0], atol=1e-4)

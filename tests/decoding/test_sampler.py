@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.decoding.sampler import Sampling, allow, draw
+from l2d_jax.decoding.sampler import Sampling, allow, sample_tokens
 from l2d_jax.errors import InputError
 
 LOGITS = np.log(np.array([0.4, 0.25, 0.15, 0.1, 0.06, 0.04]))
-run = jax.jit(draw)
+run = jax.jit(sample_tokens)
 
 
 def frequencies(*, allowed: Any = None, **options: Any) -> np.ndarray:

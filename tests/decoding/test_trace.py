@@ -15,7 +15,7 @@ from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.data.tokenizer import byte_tokenizer
 from l2d_jax.decoding import integrate, trajectory
 from l2d_jax.decoding.generation import Loaded, generate
-from l2d_jax.decoding.refine import Refinement, adapt, evaluate, make_target
+from l2d_jax.decoding.refine import Refinement, adapt, corrected_hidden, make_target
 from l2d_jax.decoding.trace import TokenTrace, trace
 from l2d_jax.errors import InputError
 from l2d_jax.model.architecture import Architecture
@@ -80,7 +80,7 @@ def points(model, context, noise, key, settings, number, steps):
     else:
         found = adapt(model, context, noise, settings=dataclasses.replace(settings, steps=number), keys=key)
         x, t, counts = found.x, found.t[0, 0], (found.accepted[0, 0], found.rejected[0, 0])
-    return model.llm.logits(evaluate(model, context, x, jnp.float32(t)[None, None])[0, 0, 0]), t, counts
+    return model.llm.logits(corrected_hidden(model, context, x, jnp.float32(t)[None, None])[0, 0, 0]), t, counts
 
 
 @jax.jit
