@@ -6,4 +6,4 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 source launch/environment.sh dev
 source launch/smollm2.sh # one real model, end to end
-exec python -m pytest --numprocesses=2 --dist=loadfile "$@"
+exec python -m pytest --slow --numprocesses=2 --dist=loadfile --no-loadscope-reorder "$@"

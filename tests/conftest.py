@@ -35,6 +35,24 @@ jax.config.update("jax_platforms", "cpu")  # for a jax that was imported before 
 jax.config.update("jax_default_matmul_precision", "highest")
 
 
+# Files by the seconds that they take, the longest first, so that two processes end at about the same time.
+LONGEST: tuple[str, ...] = ()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the slow tests, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves slow tests out unless `--slow`, `-m` or their own names ask for them; longest files come first."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.relative_to(config.rootpath).as_posix(), len(places)))
+    is_asked_for = config.getoption("slow") or config.option.markexpr or any("::" in name for name in config.args)
+    slow = [] if is_asked_for else [item for item in items if item.get_closest_marker("slow")]
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [item for item in items if item not in slow]
+
+
 @pytest.fixture(autouse=True, scope="module")
 def forget() -> Iterator[None]:
     """Lets go of a file's compiled programs: those of all files take more memory maps than Linux gives a process."""
