@@ -13,7 +13,7 @@ from l2d_jax.files import output_folder, read_json
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.weights import model_folder, release
 from l2d_jax.weights.export import FORMATS, copy_texts, export, write_llm
-from l2d_jax.weights.locate import follow
+from l2d_jax.weights.locate import absolute_name, follow
 from l2d_jax.weights.peft import CONFIG, Adapter
 from l2d_jax.weights.safetensors_file import SafetensorsFolder
 
@@ -84,7 +84,7 @@ def import_model(base: str, out: Path, *, l2d: tuple[Path, Path] | None = None, 
         write_llm(source, architecture, partial)
         if adapter is not None:
             named = read_json(adapter / CONFIG).get("base_model_name_or_path") if own else None
-            Adapter.open(adapter, architecture).write(partial, base=named or base)
+            Adapter.open(adapter, architecture).write(partial, base=named or absolute_name(base))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,11 @@ class Folder(NamedTuple):
     path_config: PathConfig | None  # None: the LM alone
     trained: Config | None  # of a workdir, in whose checkpoints there is what was trained; None: it is no workdir
 
+    @property
+    def base_name(self) -> str:
+        """The base's name: of a workdir as its config has it, whatever folder it is opened from."""
+        return self.base.name if self.trained is None else self.trained.model.name
+
 
 def find(folder: str | os.PathLike[str], *, dtype: str | None = None) -> Folder:
     """Read what a folder is, with the arguments and errors of `load`."""
@@ -37,9 +42,10 @@ def find(folder: str | os.PathLike[str], *, dtype: str | None = None) -> Folder:
     if (path / "checkpoints").is_dir():
         config = Config.from_dict(read_json(path / "config.json"))
         config = dataclasses.replace(config, model=_base(vars(config.model), dtype))
+        base = model_folder.recorded_base(path, config.model)
         if config.train.method == "l2d":
-            return Folder(path, config.model, config.decode, config.path, config)
-        return Folder(path, config.model, dataclasses.replace(config.decode, **PLAIN), None, config)
+            return Folder(path, base, config.decode, config.path, config)
+        return Folder(path, base, dataclasses.replace(config.decode, **PLAIN), None, config)
     if (path / "path.json").exists():
         name = str(folder) if (path / "config.json").exists() else model_folder.base_name(path)
         return Folder(path, _base({"name": name}, dtype), DecodeConfig(), model_folder.path_config(path), None)

@@ -6,6 +6,7 @@ where it came from, and the order of the data is a function of the step.
 """
 
 import contextlib
+import dataclasses
 import math
 from functools import partial
 from pathlib import Path
@@ -69,6 +70,7 @@ def train(config: Config, workdir: Path, *, preemption: Preemption) -> bool:
     """
     with contextlib.ExitStack() as held:
         mesh = prepare(config, workdir, held)
+        config = dataclasses.replace(config, model=model_folder.recorded_base(workdir, config.model))
         return train_on(mesh, config, workdir, preemption=preemption)
 
 

@@ -19,6 +19,7 @@ from l2d_jax.evaluation.tasks.problem import Program, Run
 from l2d_jax.evaluation.tasks.task import Task, encode_problems
 from l2d_jax.loading import Folder
 from l2d_jax.weights import model_folder
+from l2d_jax.weights.locate import absolute_name
 
 DECODING_OPTIONS = ("solver", "tolerance", "guidance", "temperature", "max_new_tokens")
 
@@ -34,9 +35,9 @@ class TaskPlan(NamedTuple):
 
 def check_same(found: Folder, config: Config) -> None:
     """Raise `InputError` if the config names another model than the workdir's."""
-    if found.base.name != config.model.name:
+    if found.base_name not in (config.model.name, absolute_name(config.model.name)):
         raise InputError(
-            f"the path of {found.path} was trained on {found.base.name}, and the config's model is another, "
+            f"the path of {found.path} was trained on {found.base_name}, and the config's model is another, "
             f"{config.model.name}: give the config that it was trained with, or none"
         )
 
@@ -97,7 +98,7 @@ def open_results(plan: TaskPlan, options: argparse.Namespace, found: Folder, ste
     parts += [plan.protocol.choices] if plan.protocol.choices != "generate" else []
     split = options.split or plan.task.dataset.split
     about = {"task": plan.task.name, "split": split, "limit": options.limit, "shots": options.shots}
-    about |= {"model": found.base.name, "dtype": found.base.dtype, "step": step}
+    about |= {"model": found.base_name, "dtype": found.base.dtype, "step": step}
     protocol = dataclasses.asdict(plan.protocol)
     del protocol["batch_size"]  # no result depends on it, and a smaller one may continue where memory was short
     about |= {"decode": dataclasses.asdict(plan.settings), "asking": protocol}

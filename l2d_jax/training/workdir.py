@@ -13,10 +13,11 @@ from l2d_jax.config.schema import Config
 from l2d_jax.errors import InputError
 from l2d_jax.files import read_json, write_whole
 from l2d_jax.training.metrics import read_metrics
+from l2d_jax.weights import model_folder
 
 
 def claim(workdir: Path, config: Config) -> None:
-    """Make the workdir and write the resolved config.
+    """Make the workdir, and write the resolved config and the place of a local base.
 
     Raises `InputError` where that fails, and if the workdir has checkpoints of another config, but for the mesh: a run
     may go on with other devices.
@@ -27,6 +28,7 @@ def claim(workdir: Path, config: Config) -> None:
         workdir.mkdir(parents=True, exist_ok=True)
         if not (workdir / "checkpoints").exists():  # nothing is trained yet: an attempt that failed may be mended
             write_whole(file, text)
+            model_folder.record_base(workdir, config.model)
     except OSError as error:
         raise InputError(f"cannot write to workdir {workdir}: {error.strerror}: choose another --workdir") from error
     free = ("config.mesh.", "config.profile.")  # a run may go on with other devices, and trace other steps

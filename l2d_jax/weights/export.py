@@ -29,7 +29,7 @@ from l2d_jax.model.architecture import SUPPORTED, Architecture
 from l2d_jax.model.llm import LLM
 from l2d_jax.model.lora import LLMAdapter
 from l2d_jax.weights import mapping, model_folder, peft, release
-from l2d_jax.weights.locate import Lineage, follow, locate
+from l2d_jax.weights.locate import Lineage, absolute_name, follow, locate
 from l2d_jax.weights.mapping import TensorSource
 from l2d_jax.weights.safetensors_file import write_safetensors
 
@@ -110,7 +110,7 @@ def save_adapter(folder: Path, trained: LLMAdapter, *, base: str) -> None:
     config = peft.AdapterConfig(trained.config.rank, trained.config.alpha, trained.config.modules)
     tensors = {name: make() for name, make in mapping.tensors(trained, peft.ROWS)}
     if processes.is_first():
-        peft.write_adapter(folder, config, tensors, base=base)
+        peft.write_adapter(folder, config, tensors, base=absolute_name(base))
 
 
 def save_llm(folder: Path, trained: LLM, base: ModelConfig, *, mesh: Mesh) -> None:
@@ -175,7 +175,7 @@ def _peft(parts: Parts, out: Path, file: str) -> None:
         found = f"{len(folders)} LoRA adapters, one upon the other" if folders else "no LoRA adapter of its own"
         raise InputError(f"the language model of {parts.name} has {found}: export it with another format")
     named = read_json(folders[0] / peft.CONFIG).get("base_model_name_or_path")
-    peft.Adapter.open(folders[0], parts.architecture).write(out, base=named or str(parts.lineage.folder))
+    peft.Adapter.open(folders[0], parts.architecture).write(out, base=named or absolute_name(str(parts.lineage.folder)))
 
 
 FORMATS: dict[str, Callable[[Parts, Path, str], None]] = {

@@ -14,6 +14,7 @@ from l2d_jax.weights.safetensors_file import write_safetensors
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]  # neither pickles nor code
+NEARBY = "base_from_here"  # in a file that names its base: the path from the file's folder to it
 
 
 def locate(name: str) -> Path:
@@ -95,17 +96,48 @@ def follow(name: str) -> Lineage:
     return Lineage(folder, tuple(adapters))
 
 
-def named_base(file: Path, key: str, *, what: str | None = None) -> str:
-    """The base that a file names under a key; raises `InputError` for random weights, which are in no folder.
+def absolute_name(name: str) -> str:
+    """The absolute path of a base in a local folder or GGUF file; a hub id or "random" as it is."""
+    path = Path(name).expanduser()
+    is_local = path.is_dir() or (path.suffix == ".gguf" and path.is_file())
+    return str(path.resolve()) if is_local and name != "random" else name
 
-    `what` says in words what the file has to name.
+
+def base_record(name: str, folder: Path) -> dict[str, str]:
+    """What a file in `folder` records of a base, so that it can be found from any working directory: see `named_base`.
+
+    A local base is recorded by its absolute path, which holds when the folder alone is moved, and by the path from the
+    folder, which holds when both are moved together, or are mounted elsewhere. A hub id stays as it is.
     """
-    name = read_json(file).get(key)
+    absolute = absolute_name(name)
+    nearby = {NEARBY: os.path.relpath(absolute, folder.resolve())} if Path(absolute).is_absolute() else {}
+    return {"base": absolute, **nearby}
+
+
+def named_base(file: Path, key: str = "base", *, what: str | None = None) -> str:
+    """The base that a file names under a key.
+
+    Where the file has no `base_from_here` (PEFT's, and those of former versions), a path is relative to the working
+    directory.
+    Raises `InputError` for random weights, which are in no folder, and for a local base that is missing.
+
+    Args:
+      file: a JSON file.
+      key: under which it names its base.
+      what: what the file has to name, in words.
+    """
+    record = read_json(file)
+    name, nearby = record.get(key), record.get(NEARBY)
     if not isinstance(name, str) or not name:
         raise InputError(f"{file} must name {what or f'the base in {key}'}, got {name!r}: add it")
     if name == "random":
         raise InputError(f"the base of {file.parent} is random weights, which only a workdir can make again: give that")
-    return name
+    if not isinstance(nearby, str) or Path(name).exists():
+        return name
+    if not (file.parent / nearby).exists():
+        problem = f"the base of {file.parent} is neither at {name} nor at {nearby} from there"
+        raise InputError(f"{problem}: put it back, or give its folder as {key} in {file}")
+    return str((file.parent / nearby).resolve())
 
 
 def _locate(name: str, adapters: list[Path]) -> Path:

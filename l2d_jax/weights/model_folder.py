@@ -22,17 +22,19 @@ from l2d_jax.config.schema import ModelConfig, PathConfig
 from l2d_jax.data.tokenizer import byte_tokenizer, load_tokenizer, stop_ids
 from l2d_jax.distributed import processes, sharding
 from l2d_jax.errors import InputError
-from l2d_jax.files import read_json
+from l2d_jax.files import read_json, write_whole
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.diffusion_path import DiffusionPath, start_from
 from l2d_jax.model.llm import LLM
 from l2d_jax.model.lora import LLMAdapter, merge
 from l2d_jax.model.quantization import quantize
 from l2d_jax.weights import mapping
-from l2d_jax.weights.locate import Lineage, follow, named_base
+from l2d_jax.weights.locate import NEARBY, Lineage, base_record, follow, named_base
 from l2d_jax.weights.mapping import TensorSource
 from l2d_jax.weights.peft import Adapted, Adapter
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_file
+
+BASE = "base.json"  # of a workdir whose base is a local folder or file: where that lies
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,8 @@ def check_llm(source: TensorSource, architecture: Architecture) -> list[str]:
 def write_path(folder: Path, tensors: Mapping[str, Any], config: PathConfig, *, base: str) -> None:
     """Write `path.safetensors` and `path.json` into an existing folder, from the path's tensors by release name."""
     write_file(folder / "path.safetensors", {name: np.asarray(make()) for name, make in tensors.items()})
-    (folder / "path.json").write_text(json.dumps({"base": base, "path": vars(config)}, indent=2) + "\n")
+    record = {**base_record(base, folder), "path": vars(config)}
+    (folder / "path.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
 def save_path(folder: Path, path: DiffusionPath, *, base: str) -> None:
@@ -148,9 +151,32 @@ def save_path(folder: Path, path: DiffusionPath, *, base: str) -> None:
             make()
 
 
+def record_base(workdir: Path, config: ModelConfig) -> None:
+    """Write where the base of a run lies into its workdir, unless it is a hub id or random; raises `OSError`."""
+    (workdir / BASE).unlink(missing_ok=True)
+    record = base_record(config.name, workdir)
+    if NEARBY in record:
+        write_whole(workdir / BASE, json.dumps(record, indent=2) + "\n")
+
+
+def recorded_base(workdir: Path, config: ModelConfig) -> ModelConfig:
+    """The config of a run's base, named by the place where its workdir records that it lies.
+
+    Workdirs of former versions record none: a path in their config is relative to the working directory.
+    Raises `InputError` for a recorded base that is missing.
+    """
+    file = workdir / BASE
+    try:
+        return dataclasses.replace(config, name=named_base(file)) if file.exists() else config
+    except InputError:
+        if Path(config.name).expanduser().exists():  # moved, and found as the config says
+            return config
+        raise
+
+
 def base_name(folder: Path) -> str:
     """The base that a path was trained on; raises `InputError` for random weights, which are in no folder."""
-    return named_base(folder / "path.json", "base", what="the base that the path was trained on")
+    return named_base(folder / "path.json", what="the base that the path was trained on")
 
 
 def path_config(folder: Path) -> PathConfig:

@@ -126,3 +126,20 @@ def test_a_conversion_that_another_process_finished_first_is_taken(
     folder = locate(str(tmp_path / "x.gguf"))
     assert list((tmp_path / "cache").iterdir()) == [folder]
     SafetensorsFolder.open(folder)
+
+
+# --- the base that a file names ---
+
+
+def test_a_hub_id_is_recorded_as_it_is_and_a_folder_by_two_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "org" / "base").mkdir(parents=True)
+    (tmp_path / "random").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name in ("org/name", "random", "~/absent.gguf"):
+        assert sources.base_record(name, tmp_path / "out") == {"base": name}
+    local = {"base": str(tmp_path.resolve() / "org" / "base"), "base_from_here": "../org/base"}
+    assert sources.base_record("org/base", tmp_path / "out") == local
+    (tmp_path / "x.gguf").touch()
+    assert sources.base_record("x.gguf", tmp_path)["base_from_here"] == "x.gguf"
