@@ -40,7 +40,7 @@ class Session(NamedTuple):
 
 def main() -> None:
     """Parse the command line, open the model, and ask."""
-    options, config = parse(command_line.Parser(prog="python -m l2d_jax.evaluate", description=__doc__))
+    options, config = parse_arguments(command_line.Parser(prog="python -m l2d_jax.evaluate", description=__doc__))
     ask(*open_session(options, config))
 
 
@@ -76,10 +76,10 @@ def ask(session: Session, plans: Sequence[TaskPlan]) -> None:
         task, problems, settings, protocol = plan
         results = partial(open_results, plan, session.options, session.found, loaded.step)
         figures = evaluate_task(loaded, task, problems, results, settings=settings, protocol=protocol, run=session.run)
-        processes.report(line(plan, figures))
+        processes.report(_line(plan, figures))
 
 
-def parse(parser: command_line.Parser) -> tuple[argparse.Namespace, Config | None]:
+def parse_arguments(parser: command_line.Parser) -> tuple[argparse.Namespace, Config | None]:
     """The command line and the config, if one is given; raises `InputError`."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--workdir", type=command_line.local_path, help="a workdir of training: its newest checkpoint")
@@ -133,7 +133,7 @@ def class_label(text: str) -> int | str:
     return text if text == "category" else int(text)
 
 
-def line(plan: TaskPlan, figures: dict[str, Any]) -> str:
+def _line(plan: TaskPlan, figures: dict[str, Any]) -> str:
     """One line for people."""
     shown = ", ".join(f"{kind} {interval(accuracy_interval(figures, kind))}" for kind in KINDS)
     speed = figures["speed"]

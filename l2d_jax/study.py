@@ -2,8 +2,9 @@
 
 A model is a workdir of training, a model folder, a hub id or a GGUF file. Every token of an answer is predicted with
 the true tokens before it: by the language model alone, which is a budget of 1, and where there is a path, with each
-solver at each budget. What is measured of a model is kept in `DIR/NAME.json`; the same command again measures what is
-missing. Then come tables, `study.png` and `study.svg`, and a page, `study.html`. Gains are over the first model.
+solver at each budget. The measurements of a model are kept in `DIR/NAME.json`, so that the same command again measures
+only the models that lack one. The results are tables, `study.png` and `study.svg`, and a page, `study.html`. Gains are
+over the first model.
 """
 
 import argparse
@@ -40,7 +41,7 @@ BUDGETS_HELP = "evaluations per token; a solver that cannot spend one exactly ta
 def main() -> None:
     """Parse the command line, measure every model, and compare."""
     parser = command_line.Parser(prog="python -m l2d_jax.study", description=__doc__)
-    parser.add_argument("--models", nargs="+", type=named, metavar="NAME=MODEL", required=True, help="to compare")
+    parser.add_argument("--models", nargs="+", type=_named, metavar="NAME=MODEL", required=True, help="to compare")
     parser.add_argument("--config", required=True, help=f"for its data, decoding and type; {config_file.CONFIG_HELP}")
     parser.add_argument("--out", type=command_line.local_path, required=True, help="where the results go")
     parser.add_argument("--split", help="of the answers; None: the config's for validation")
@@ -56,14 +57,14 @@ def main() -> None:
     folders = {name: find(model, dtype=config.model.dtype) for name, model in options.models}
     mesh = runtime.start(config.mesh)
     options.out.mkdir(parents=True, exist_ok=True)
-    about = {name: describe(folder, options, config) for name, folder in folders.items()}
-    known = {name: read_known(options.out / f"{name}.json", about[name]) for name in names}
+    about = {name: _describe(folder, options, config) for name, folder in folders.items()}
+    known = {name: _read_known(options.out / f"{name}.json", about[name]) for name in names}
 
     def measured(name: str, model: str) -> dict[str, Any]:
         processes.report(f"measuring {name}: {model}")
         loaded = load(model, mesh=mesh, dtype=config.model.dtype, step=about[name]["step"])
-        found = {"about": about[name], "trained": trained_parameters(folders[name], loaded)}
-        found |= compare(loaded, config, options.solvers, options.budgets, mesh)
+        found = {"about": about[name], "trained": _trained_parameters(folders[name], loaded)}
+        found |= _measure_model(loaded, config, options.solvers, options.budgets, mesh)
         if processes.is_first():
             write_whole(options.out / f"{name}.json", json.dumps(found, indent=1) + "\n")
         return found
@@ -73,7 +74,7 @@ def main() -> None:
         study.report_study(options.out, found)
 
 
-def named(text: str) -> tuple[str, str]:
+def _named(text: str) -> tuple[str, str]:
     """The parts of NAME=MODEL."""
     name, equals, model = text.partition("=")
     if not (equals and model and name.isidentifier()):
@@ -81,8 +82,8 @@ def named(text: str) -> tuple[str, str]:
     return name, model
 
 
-def describe(folder: Folder, options: argparse.Namespace, config: Config) -> dict[str, Any]:
-    """What the measurements of a model depend on, as JSON keeps it; raises `InputError` as `newest_step`."""
+def _describe(folder: Folder, options: argparse.Namespace, config: Config) -> dict[str, Any]:
+    """All that a model's measurements depend on, as JSON holds it; raises `InputError` as `newest_step` does."""
     about = {
         "model": str(folder.path),
         "step": newest_step(folder),
@@ -91,12 +92,12 @@ def describe(folder: Folder, options: argparse.Namespace, config: Config) -> dic
         "data": dataclasses.asdict(config.data),
         "decode": dataclasses.asdict(config.decode),
     }
-    plain: dict[str, Any] = json.loads(json.dumps(about))
-    return plain
+    as_json: dict[str, Any] = json.loads(json.dumps(about))
+    return as_json
 
 
-def read_known(file: Path, about: dict[str, Any]) -> dict[str, Any] | None:
-    """What a model's file holds, if there is one; raises `InputError` for one of other measurements."""
+def _read_known(file: Path, about: dict[str, Any]) -> dict[str, Any] | None:
+    """A model's measurements from its file, or None without one; raises `InputError` if their conditions differ."""
     known: dict[str, Any] | None = processes.decide(lambda: read_json(file) if file.exists() else None)
     if known is not None:
         changed = " and ".join(key for key in about if about[key] != known["about"].get(key))
@@ -104,35 +105,39 @@ def read_known(file: Path, about: dict[str, Any]) -> dict[str, Any] | None:
     return known
 
 
-def trained_parameters(found: Folder, loaded: Loaded) -> int:
-    """How many parameters training has changed, as far as the folder knows; none of a plain language model."""
+def _trained_parameters(found: Folder, loaded: Loaded) -> int:
+    """The number of parameters that training changed, as far as the folder says; 0 for a plain language model."""
     architecture = loaded.model.llm.architecture
     if found.trained is not None:
         return costs.trainable_parameters(found.trained, architecture)
     return 0 if loaded.model.path is None else costs.parameters(loaded.model.path)
 
 
-def compare(
+def _measure_model(
     loaded: Loaded, config: Config, solvers: Sequence[Any], budgets: Sequence[int], mesh: Mesh
 ) -> dict[str, Any]:
-    """The sums by example of every measure, and the settings that they were taken at; raises `InputError`."""
+    """The sums of every measure by example, and the settings that were measured; raises `InputError`."""
     if loaded.tokenizer is None:
         raise InputError("a study reads text, and a model has no tokenizer: add its tokenizer files")
     examples = Examples.load(config.data, loaded.tokenizer, split=config.data.validation_split)
     settings = {"1": dataclasses.replace(config.decode, solver="euler", budget=1)}
     if loaded.model.path is not None:
-        settings |= {f"{one.solver}-{one.budget}": one for one in settings_of(config.decode, solvers, budgets)}
+        settings |= {f"{one.solver}-{one.budget}": one for one in _settings(config.decode, solvers, budgets)}
     refinements = {key: Refinement.from_config(one) for key, one in settings.items()}
     batches = placed_in_order(examples, config.validation.batch_size, mesh)
-    shown = [
-        {"key": key, "solver": "" if key == "1" else one.solver, "evaluations": evaluations(loaded, examples, one)}
+    measured = [
+        {
+            "key": key,
+            "solver": "" if key == "1" else one.solver,
+            "evaluations": _evaluations_per_token(loaded, examples, one),
+        }
         for key, one in settings.items()
     ]
-    return {"settings": shown, "tally": measure(loaded.model, batches, config, refinements).to_dict()}
+    return {"settings": measured, "tally": measure(loaded.model, batches, config, refinements).to_dict()}
 
 
-def settings_of(decode: DecodeConfig, solvers: Sequence[Any], budgets: Sequence[int]) -> Iterator[DecodeConfig]:
-    """Every solver at every budget beyond the language model's own; an adaptive one once, at what it takes."""
+def _settings(decode: DecodeConfig, solvers: Sequence[Any], budgets: Sequence[int]) -> Iterator[DecodeConfig]:
+    """Every fixed solver at every budget above 1, and every adaptive solver once, at an ample budget."""
     for solver in solvers:
         if solver in ADAPTIVE:
             yield dataclasses.replace(decode, solver=solver, budget=AMPLE)
@@ -141,8 +146,8 @@ def settings_of(decode: DecodeConfig, solvers: Sequence[Any], budgets: Sequence[
         yield from (dataclasses.replace(decode, solver=solver, budget=budget) for budget in sorted(reached - {1}))
 
 
-def evaluations(loaded: Loaded, examples: Examples, settings: DecodeConfig) -> float:
-    """Of the path per token: the budget, or the mean of what an adaptive solver takes."""
+def _evaluations_per_token(loaded: Loaded, examples: Examples, settings: DecodeConfig) -> float:
+    """Evaluations of the path per token: the budget, or the mean count of an adaptive solver."""
     if settings.solver not in ADAPTIVE:
         return float(settings.budget)
     turns = [examples.turns[int(number)] for number in examples.kept]

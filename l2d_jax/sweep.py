@@ -1,8 +1,8 @@
 """Draws the paper's figures for a path: `python -m l2d_jax.sweep --workdir DIR --tasks gsm8k,mmlu`.
 
-Accuracy against the budget; against t within one diffusion, all points of one run, on the tokens of right answers; how
-many evaluations per token an adaptive solver takes on each task; and, with `--label`, accuracy against the strength of
-guidance. The options are those of `evaluate`. Then comes `report`: tables, PNG and SVG files, and a page.
+The figures are accuracy against the budget; accuracy against t within one diffusion, on the tokens of right answers;
+the evaluations per token that an adaptive solver takes on each task; and, with `--label`, accuracy against the strength
+of guidance. The options are those of `evaluate`. At the end `report` writes tables, PNG and SVG files, and a page.
 """
 
 import json
@@ -15,20 +15,20 @@ from l2d_jax.decoding.generation import Loaded
 from l2d_jax.decoding.solver import AMPLE
 from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError
-from l2d_jax.evaluate import ask, open_session, parse
+from l2d_jax.evaluate import ask, open_session, parse_arguments
 from l2d_jax.evaluation.plan import TaskPlan, results_folder
 from l2d_jax.files import write_whole
 from l2d_jax.reports.evaluation import WITHIN
 
 BUDGETS = [1, 3, 7, 15, 31]
-FOLLOWED = 64  # right answers of each task whose diffusions are followed, evenly spaced
+TRACED = 64  # right answers of each task whose diffusions are traced, evenly spaced over its problems
 
 
 def main() -> None:
-    """Parse the command line; evaluate, follow and report."""
+    """Parse the command line, evaluate, trace right answers, and report."""
     parser = command_line.Parser(prog="python -m l2d_jax.sweep", description=__doc__)
     parser.add_argument("--strengths", type=float, nargs="+", default=[0.0, 0.5, 1.0, 1.5, 2.0], help="of guidance")
-    options, config = parse(parser)
+    options, config = parse_arguments(parser)
     options.budget = options.budget or BUDGETS
     session, plans = open_session(options, config)
     if session.loaded.model.path is None:
@@ -38,7 +38,7 @@ def main() -> None:
         trace.check_grid(plan.settings)
     ask(session, plans)
     for name, plan in largest.items():
-        found = follow(session.loaded, plan)
+        found = _trace_answers(session.loaded, plan)
         if processes.is_first():
             write_whole(results_folder(options) / name / WITHIN, json.dumps(found, indent=2) + "\n")
     if options.label is not None:
@@ -49,10 +49,10 @@ def main() -> None:
         report.report_workdir(options.workdir or options.out, {})
 
 
-def follow(loaded: Loaded, plan: TaskPlan) -> dict[str, object]:
-    """What happens within the diffusions of right answers."""
+def _trace_answers(loaded: Loaded, plan: TaskPlan) -> dict[str, object]:
+    """Accuracy by t within the diffusions of right answers, and the evaluations that an adaptive solver takes."""
     assert loaded.tokenizer is not None
-    count = min(FOLLOWED, len(plan.problems))
+    count = min(TRACED, len(plan.problems))
     problems = [plan.problems[index * len(plan.problems) // count] for index in range(count)]
     prompts = [one.ids for one in problems]
     answers = tokenizer.encode([one.problem.answer for one in problems], loaded.tokenizer)

@@ -26,8 +26,8 @@ from l2d_jax.data.examples import Examples
 from l2d_jax.decoding.refine import Refinement
 from l2d_jax.distributed import processes, runtime
 from l2d_jax.errors import InputError, RunError
-from l2d_jax.performance import costs
-from l2d_jax.performance.costs import variant_table
+from l2d_jax.performance import cost_tables
+from l2d_jax.performance.cost_tables import variant_table
 from l2d_jax.training import profiler, time_density
 from l2d_jax.training.checkpoint import Checkpoints
 from l2d_jax.training.methods import method_of
@@ -54,7 +54,7 @@ def main() -> int | None:
         return 0
     if options.dry_run:
         mesh = runtime.start(config.mesh)
-        print(costs.cost_table(config, model_folder.read_architecture(config.model), mesh))
+        print(cost_tables.cost_table(config, model_folder.read_architecture(config.model), mesh))
         return 0
     if options.workdir is None:
         raise InputError("--workdir is missing: name a folder for config, checkpoints and metrics")
