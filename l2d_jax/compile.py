@@ -27,8 +27,8 @@ from l2d_jax.config import config_file
 from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import Config
 from l2d_jax.decoding.solver import find_solver
-from l2d_jax.distributed import runtime
 from l2d_jax.distributed.sharding import make_mesh
+from l2d_jax.files import cache_folder
 from l2d_jax.performance import costs, lowering, tpu_estimate
 from l2d_jax.performance.topologies import GENERATIONS, Topology
 from l2d_jax.training.step import check_batch
@@ -116,7 +116,7 @@ def answer(question: Question, mesh: Mesh, *, folder: Path | None = None) -> dic
 
     With a `folder`, the cache is not read, and the optimized program goes there as `train.hlo` or `decode.hlo`.
     """
-    file = runtime.cache_folder() / "estimates" / f"{question.key()}.json"
+    file = cache_folder() / "estimates" / f"{question.key()}.json"
     if file.exists() and folder is None:
         return {**json.loads(file.read_text()), "cached": True}
     began = time.monotonic()

@@ -38,6 +38,16 @@ def parse_json(text: bytes, path: Path) -> dict[str, Any]:
     return value
 
 
+def cache_folder() -> Path:
+    """The one folder for what can be computed again: compiled programs, converted GGUF files, estimates.
+
+    It is `$L2D_JAX_CACHE`, else `$XDG_CACHE_HOME/l2d_jax`, else `~/.cache/l2d_jax`.
+    """
+    if chosen := os.environ.get("L2D_JAX_CACHE"):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "l2d_jax"
+
+
 def write_whole(path: Path, text: str) -> None:
     """Put `text` in place of a file, on the disk: whoever is killed, or loses power, leaves the old or the new one."""
     written = path.with_name(f"{path.name}.partial")

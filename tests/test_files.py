@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from l2d_jax.errors import InputError
-from l2d_jax.files import output_folder, read_json
+from l2d_jax.files import cache_folder, output_folder, read_json
 
 # --- JSON ---
 
@@ -24,6 +24,20 @@ def test_read_json(tmp_path: Path) -> None:
     assert read_json(tmp_path / "config.json") == {"a": {"b": [1]}}
     with pytest.raises(InputError, match=r"cannot read .*absent.json: No such file"):
         read_json(tmp_path / "absent.json")
+
+
+# --- the cache ---
+
+
+def test_one_cache_for_all_that_can_be_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("L2D_JAX_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / ".cache" / "l2d_jax"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder() == tmp_path / "xdg" / "l2d_jax"
+    monkeypatch.setenv("L2D_JAX_CACHE", "~/ours")
+    assert cache_folder() == tmp_path / "ours"
 
 
 # --- output folders ---

@@ -1,7 +1,6 @@
 """Starts JAX as every program wants it: the compilation cache, the other processes, and the device mesh."""
 
 import os
-from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
@@ -10,6 +9,7 @@ from l2d_jax.config.schema import MeshConfig
 from l2d_jax.distributed import processes
 from l2d_jax.distributed.cluster import find_cluster
 from l2d_jax.distributed.sharding import make_mesh
+from l2d_jax.files import cache_folder
 
 
 def start(config: MeshConfig) -> Mesh:
@@ -25,8 +25,3 @@ def start(config: MeshConfig) -> Mesh:
     mesh = make_mesh(config)
     jax.set_mesh(mesh)
     return mesh
-
-
-def cache_folder() -> Path:
-    """Where results go that can be computed again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "l2d_jax"

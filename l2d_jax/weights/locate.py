@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from l2d_jax.errors import InputError
-from l2d_jax.files import output_folder, read_json
+from l2d_jax.files import cache_folder, output_folder, read_json
 from l2d_jax.weights import gguf_model, peft
 from l2d_jax.weights.gguf_file import GGUFFile
 from l2d_jax.weights.safetensors_file import write_safetensors
@@ -20,7 +20,7 @@ NEARBY = "base_from_here"  # in a file that names its base: the path from the fi
 def locate(name: str) -> Path:
     """The folder that `name` stands for: itself, a GGUF file's cached conversion, or a download from the hub.
 
-    Conversions (bfloat16) are kept in `$L2D_JAX_CACHE`, else in `~/.cache/l2d_jax`.
+    Conversions (bfloat16) are kept in `files.cache_folder`.
     Raises `InputError` where there is no such folder or file, or where the download fails.
     """
     path = Path(name).expanduser()
@@ -56,8 +56,7 @@ def _converted(path: Path) -> Path:
         raise InputError(f"there is no file {path}: check the path")
     state = path.stat()
     identity = f"{path.resolve()}\n{state.st_size}\n{state.st_mtime_ns}\n{gguf_model.CONVERSION}"
-    root = Path(os.environ.get("L2D_JAX_CACHE") or "~/.cache/l2d_jax").expanduser()
-    folder = root / f"{path.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    folder = cache_folder() / f"{path.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     if not folder.is_dir():
         try:
             with output_folder(folder) as partial:

@@ -94,6 +94,7 @@ def test_a_gguf_file_is_converted_once_and_again_when_it_changes(
 
 def test_the_cache_is_in_the_home_folder_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("L2D_JAX_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     write_gguf(tmp_path / "x.gguf")
     assert locate("~/x.gguf").parent == tmp_path / ".cache" / "l2d_jax"
