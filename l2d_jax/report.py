@@ -1,8 +1,8 @@
 """Shows what runs have measured: `python -m l2d_jax.report --workdir DIR [DIR ...]`.
 
-Of training, tables of loss by t and of teacher-forced accuracy against the budget, before and after; of evaluations
-(`python -m l2d_jax.evaluate` or `sweep`), tables with intervals and figures. All of it goes into `report.html` in each
-workdir, a page that asks for no other file, with the figures beside it as PNG and SVG.
+Training is shown by tables of loss by t and of teacher-forced accuracy against the budget, before and after;
+evaluations (`python -m l2d_jax.evaluate` or `sweep`) by tables with intervals and by figures. Each workdir gets a
+`report.html` with all of it, a page that loads no other file, and the figures beside the page as PNG and SVG.
 """
 
 from collections.abc import Mapping
@@ -32,16 +32,16 @@ def main() -> None:
 
 
 def report_workdir(workdir: Path, beside: Mapping[str, Mapping[str, float]]) -> None:
-    """Print the tables of a workdir, and write its figures and its page; raises `InputError` if it has neither."""
-    found = [*of_training(workdir), *of_evaluations(workdir, beside)]
-    if not found:
+    """Print the tables of a workdir, and write its figures and its page; raises `InputError` if there is nothing."""
+    sections = [*_training_sections(workdir), *_evaluation_sections(workdir, beside)]
+    if not sections:
         raise InputError(f"workdir {workdir} has no validation and no evaluation: train or evaluate first")
-    page.write_page(workdir / "report.html", f"Report of {workdir.name}", found)
+    page.write_page(workdir / "report.html", f"Report of {workdir.name}", sections)
     print(f"written to {workdir / 'report.html'}")
 
 
-def of_training(workdir: Path) -> list[str]:
-    """The section on training, which is printed too; none if nothing was validated."""
+def _training_sections(workdir: Path) -> list[str]:
+    """The section on training, whose tables are printed too; none if nothing was validated."""
     if not (workdir / "metrics.jsonl").exists():
         return []
     before, after = training.first_and_last(workdir)
@@ -55,24 +55,24 @@ def of_training(workdir: Path) -> list[str]:
     return [page.section("Training", text, page.figure(workdir / "report.png"), *tables)]
 
 
-def of_evaluations(workdir: Path, beside: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """The sections on evaluations, whose table is printed too; none if there is none."""
+def _evaluation_sections(workdir: Path, beside: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """The sections on evaluations, whose table is printed too; none if nothing was evaluated."""
     folder = workdir / "eval" if (workdir / "eval").is_dir() else workdir
-    found, within = evaluations.collect(folder), evaluations.collect_within(folder)
-    if not found:
+    evaluated, within = evaluations.collect(folder), evaluations.collect_within(folder)
+    if not evaluated:
         return []
-    accuracy = evaluations.task_rows(found, beside)
+    accuracy = evaluations.task_rows(evaluated, beside)
     print(text_table(*accuracy))
     text = f"Strict scores follow the rules of the authors' release, relaxed ones what readers accept. {INTERVALS}"
     sections = [page.section("Tasks", text, page.html_table(*accuracy))]
     steps, inside, guided = (folder / name for name in ("budgets.png", "within.png", "guidance.png"))
-    if evaluations.draw_budgets(found, steps):
+    if evaluations.draw_budgets(evaluated, steps):
         words = "A budget of 1 is the language model itself."
         sections.append(page.section("Accuracy against the budget", words, page.figure(steps)))
     if evaluations.draw_within(within, inside):
         words = "Tokens of right answers, with the true tokens before them, read off at every t of one run."
         sections.append(page.section("Within one diffusion", words, page.figure(inside)))
-    if evaluations.draw_guidance(found, guided):
+    if evaluations.draw_guidance(evaluated, guided):
         words = "Accuracy against the strength of the class label."
         sections.append(page.section("Guidance", words, page.figure(guided)))
     return sections

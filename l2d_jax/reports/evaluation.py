@@ -1,4 +1,4 @@
-"""What evaluations have found: a table, and figures of accuracy against the budget, t and the strength of guidance."""
+"""Reports of evaluations: a table, and figures of accuracy against the budget, t and the strength of guidance."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from l2d_jax.files import read_json
 from l2d_jax.reports.figures import draw_rates, new_figure, save_figure
 from l2d_jax.reports.tables import Table, interval
 
-WITHIN = "within.json"  # of a task's folder: what happens within one diffusion (`sweep` writes it)
+WITHIN = "within.json"  # in a task's folder: accuracy by t within one diffusion, which `sweep` writes
 
 
 class Evaluation(NamedTuple):
@@ -18,8 +18,8 @@ class Evaluation(NamedTuple):
 
     task: str
     name: str  # of its folder
-    run: Mapping[str, Any]  # how it was done
-    figures: Mapping[str, Any]  # what was found
+    run: Mapping[str, Any]  # its settings
+    figures: Mapping[str, Any]  # its results
 
     @property
     def budget(self) -> int:
@@ -27,27 +27,30 @@ class Evaluation(NamedTuple):
         return int(self.run["decode"]["budget"])
 
     def rate(self, kind: str) -> tuple[float, float, float]:
-        """The mean with the bounds of its interval."""
+        """Mean accuracy and the bounds of its 95 % interval, by a kind of score of `KINDS`."""
         return accuracy_interval(self.figures, kind)
 
 
 def collect(folder: Path) -> list[Evaluation]:
     """The finished evaluations below an `eval` folder, by task, solver and budget."""
-    found = []
+    evaluations = []
     for file in sorted(folder.glob(f"*/*/{RESULTS}")):
         figures = read_json(file)
         if "problems" in figures:
-            found.append(Evaluation(figures["run"]["task"], file.parent.name, figures["run"], figures))
-    return sorted(found, key=lambda one: (one.task, one.run["decode"]["solver"], one.budget, one.name))
+            evaluations.append(Evaluation(figures["run"]["task"], file.parent.name, figures["run"], figures))
+    return sorted(evaluations, key=lambda one: (one.task, one.run["decode"]["solver"], one.budget, one.name))
 
 
 def collect_within(folder: Path) -> dict[str, dict[str, Any]]:
-    """What happens within one diffusion, by task."""
+    """What `sweep` measured within one diffusion, by task."""
     return {file.parent.name: read_json(file) for file in sorted(folder.glob(f"*/{WITHIN}"))}
 
 
 def read_beside(file: Path | None) -> dict[str, dict[str, float]]:
-    """Rows of others, such as the paper's: a JSON object of labels, each with a share from 0 to 1 by task."""
+    """Rows to show beside ours, such as the paper's: a JSON object of labels, each with an accuracy (0 to 1) by task.
+
+    Raises `InputError` for a row of another form.
+    """
     rows = {} if file is None else read_json(file)
     for label, row in rows.items():
         if not isinstance(row, dict) or not all(isinstance(v, int | float) and 0 <= v <= 1 for v in row.values()):
@@ -59,9 +62,9 @@ HEADER = ("task", "evaluation", *KINDS, "pass@10", "problems")
 
 
 def task_rows(evaluations: Sequence[Evaluation], beside: Mapping[str, Mapping[str, float]]) -> Table:
-    """Header and rows of accuracy with 95 % intervals, without columns that no row fills.
+    """Header and rows of accuracy with 95 % intervals, without the columns that no row fills.
 
-    `beside` comes after the evaluations of each task, labelled.
+    The labelled rows of `beside` follow the evaluations of each task.
     """
     rows: list[tuple[str, ...]] = []
     for task in dict.fromkeys(one.task for one in evaluations):
@@ -77,21 +80,21 @@ def task_rows(evaluations: Sequence[Evaluation], beside: Mapping[str, Mapping[st
 
 
 def draw_budgets(evaluations: Sequence[Evaluation], file: Path) -> bool:
-    """Accuracy against the budget, a line for each task and way of asking; whether there was anything to draw."""
+    """Draw accuracy against the budget, a line for each task and protocol; False if nothing has two budgets."""
     series: dict[tuple[str, str], dict[int, Evaluation]] = {}
     for one in evaluations:
-        own = one.name.replace(f"-{one.budget}", "", 1)
-        series.setdefault((one.task, own), {})[one.budget] = one
+        protocol = one.name.replace(f"-{one.budget}", "", 1)
+        series.setdefault((one.task, protocol), {})[one.budget] = one
     lines = {key: line for key, line in series.items() if len(line) > 1}
     if not lines:
         return False
     budgets = sorted({budget for line in lines.values() for budget in line})
     figure, panels = new_figure(len(KINDS))
     for axes, kind in zip(panels, KINDS, strict=True):
-        for (task, own), line in lines.items():
+        for (task, protocol), line in lines.items():
             places = [budgets.index(budget) for budget in sorted(line)]
             rates = [line[budget].rate(kind) for budget in sorted(line)]
-            draw_rates(axes, places, rates, label=f"{task}, {own}")
+            draw_rates(axes, places, rates, label=f"{task}, {protocol}")
         axes.set_xticks(range(len(budgets)), [str(budget) for budget in budgets])
         axes.set(xlabel="evaluations of the path per token", ylabel=f"{kind} accuracy", ylim=(0, None))
         axes.legend()
@@ -100,26 +103,26 @@ def draw_budgets(evaluations: Sequence[Evaluation], file: Path) -> bool:
 
 
 def draw_within(within: Mapping[str, Mapping[str, Any]], file: Path) -> bool:
-    """Accuracy of right answers' tokens against t in one run, and an adaptive solver's evaluations by task."""
+    """Draw accuracy on right answers against t, and an adaptive solver's evaluations by task; False without either."""
     if not within:
         return False
     figure, [left, right] = new_figure(2)
-    for task, found in within.items():
-        left.plot(found["t"], found["greedy"], marker="o", label=f"{task}, greedy")
-        left.plot(found["t"], found["expected"], marker=".", linestyle="--", label=f"{task}, expected")
+    for task, measured in within.items():
+        left.plot(measured["t"], measured["greedy"], marker="o", label=f"{task}, greedy")
+        left.plot(measured["t"], measured["expected"], marker=".", linestyle="--", label=f"{task}, expected")
     left.set(xlabel="t within one diffusion", ylabel="accuracy on right answers", ylim=(0, 1))
     left.legend()
-    counts = {task: found["evaluations"] for task, found in within.items() if found.get("evaluations")}
+    counts = {task: measured["evaluations"] for task, measured in within.items() if measured.get("evaluations")}
     if counts:
         right.boxplot(list(counts.values()), tick_labels=list(counts), showmeans=True)
-    solver = next((found["solver"] for found in within.values() if "solver" in found), "adaptive solver")
+    solver = next((measured["solver"] for measured in within.values() if "solver" in measured), "adaptive solver")
     right.set(ylabel=f"evaluations per token, {solver}", ylim=(0, None))
     save_figure(figure, file)
     return True
 
 
 def draw_guidance(evaluations: Sequence[Evaluation], file: Path) -> bool:
-    """Accuracy against the strength of guidance, of evaluations with a label."""
+    """Draw accuracy against the strength of guidance; False if no task was evaluated at two strengths."""
     series: dict[str, dict[float, Evaluation]] = {}
     for one in evaluations:
         if one.run["asking"]["label"] is not None:

@@ -9,7 +9,7 @@ import matplotlib as mpl
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 
-GREY = "#7a7a7a"  # of text and lines: it reads on white and on black, so that one SVG serves both
+GREY = "#7a7a7a"  # for text and lines: legible on white and on black, so that one SVG serves both
 mpl.rcParams.update(
     {
         **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY),
@@ -18,13 +18,13 @@ mpl.rcParams.update(
         "grid.alpha": 0.3,
         "legend.frameon": False,
         "svg.fonttype": "none",
-        "svg.hashsalt": "l2d_jax",  # the same figure is the same file
+        "svg.hashsalt": "l2d_jax",  # so that the same figure gives the same file
     }
 )
 
 
 def new_figure(panels: int) -> tuple[Any, list[Any]]:
-    """A figure with panels side by side, and these."""
+    """A figure, and its panels, which stand side by side."""
     figure, axes = plt.subplots(1, panels, figsize=(5 * panels, 4), layout="constrained", squeeze=False)
     return figure, list(axes[0])
 
@@ -32,14 +32,14 @@ def new_figure(panels: int) -> tuple[Any, list[Any]]:
 def draw_rates(
     axes: Any, places: Sequence[float | int], rates: Sequence[tuple[float, float, float]], *, label: str
 ) -> None:
-    """A line through means, each with the bounds of its interval."""
+    """Draw a line through means, each with its interval; a rate is the mean, the lower and the upper bound."""
     means = [mean for mean, _, _ in rates]
     errors = [[mean - low for mean, low, _ in rates], [high - mean for mean, _, high in rates]]
     axes.errorbar(places, means, yerr=errors, marker="o", capsize=3, label=label)
 
 
 def save_figure(figure: Any, file: Path) -> None:
-    """Write a figure as `file`, a PNG on white, and beside it as an SVG without a background; it is closed."""
+    """Write a figure as `file`, a PNG on white, and beside it as an SVG without a background; then close it."""
     figure.savefig(file.with_suffix(".png"), dpi=150)
     figure.savefig(file.with_suffix(".svg"), transparent=True, metadata={"Date": None})
     plt.close(figure)

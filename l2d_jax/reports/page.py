@@ -1,4 +1,4 @@
-"""A report as one HTML page that asks for no other file: tables, and the figures as SVG within it."""
+"""A report as one HTML page that loads no other file: tables, and the figures as SVG within it."""
 
 import html
 import re
@@ -29,12 +29,12 @@ $sections
 
 
 def section(title: str, text: str, *parts: str) -> str:
-    """A heading, a paragraph and what follows it."""
+    """A heading, a paragraph, and the tables and figures below it."""
     return "\n".join([f"<h2>{html.escape(title)}</h2>", f"<p>{html.escape(text)}</p>", *parts])
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table that scrolls by itself where the page is narrow."""
+    """A table that scrolls within the page where the page is narrow."""
     is_text = [any(row[column][:1].isalpha() for row in rows) for column in range(len(header))]
 
     def line(cells: Sequence[str], tag: str) -> str:
@@ -47,7 +47,7 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def figure(file: Path) -> str:
-    """A figure that `figures.save_figure` has written, within the page; its names are made its own."""
+    """The SVG of a figure that `figures.save_figure` wrote, with ids that are unique within the page."""
     text = file.with_suffix(".svg").read_text()
     text = text[text.index("<svg") :]
     names = set(re.findall(r'id="([^"]+)"', text))
@@ -57,5 +57,5 @@ def figure(file: Path) -> str:
 
 
 def write_page(file: Path, title: str, sections: Sequence[str]) -> None:
-    """Write the page."""
+    """Write a page with these sections."""
     file.write_text(PAGE.substitute(title=html.escape(title), sections="\n".join(sections)), encoding="utf-8")

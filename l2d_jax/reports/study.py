@@ -1,4 +1,4 @@
-"""How models compare on the same held-out answers: tables, a figure and a page."""
+"""Reports of a study, which compares models on the same held-out answers: tables, a figure and a page."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,17 +13,17 @@ MEASURES = {"loss": "nats per token", "expected": "expected accuracy", "greedy":
 HEADER = ("model", "trained", "solver", "evaluations", *MEASURES, "greedy, gain")
 MODELS = "Teacher-forced, on held-out answers; 95 % intervals over examples. Gains are over the first model, paired."
 DIFFERENCES = "Greedy accuracy of the row less that of the column, each at the largest budget of its first solver."
-Found = Mapping[str, Mapping[str, Any]]  # by the name of the model, as `study` writes it
+Measurements = Mapping[str, Mapping[str, Any]]  # by the name of the model, as `study` writes them
 
 
-def report_study(folder: Path, found: Found) -> None:
-    """Print the tables, and write them with the figure as a page."""
-    tally = Tally.join({name: one["tally"] for name, one in found.items()})
-    rows, names = rows_of(tally, found), list(found)
-    differences = [(name, *(_difference(tally, found, name, other) for other in names)) for name in names]
+def report_study(folder: Path, measured: Measurements) -> None:
+    """Print the tables, and write a page with the tables and the figure."""
+    tally = Tally.join({name: one["tally"] for name, one in measured.items()})
+    rows, names = _rows(tally, measured), list(measured)
+    differences = [(name, *(_difference(tally, measured, name, other) for other in names)) for name in names]
     print(text_table(HEADER, rows))
     print(f"\n{DIFFERENCES}\n{text_table(('', *names), differences)}")
-    _draw(tally, found, folder / "study.png")
+    _draw(tally, measured, folder / "study.png")
     parts = [page.figure(folder / "study.png"), page.html_table(HEADER, rows)]
     sections = [
         page.section("Models", MODELS, *parts),
@@ -33,10 +33,10 @@ def report_study(folder: Path, found: Found) -> None:
     print(f"written to {folder / 'study.html'}")
 
 
-def rows_of(tally: Tally, found: Found) -> list[tuple[str, ...]]:
+def _rows(tally: Tally, measured: Measurements) -> list[tuple[str, ...]]:
     """A row for each model at each setting."""
-    first, rows = next(iter(found)), []
-    for name, one in found.items():
+    first, rows = next(iter(measured)), []
+    for name, one in measured.items():
         for setting in one["settings"]:
             key = setting["key"]
             shown = [interval(tally.mean(f"{name}/{measure}@{key}")) for measure in MEASURES]
@@ -46,17 +46,17 @@ def rows_of(tally: Tally, found: Found) -> list[tuple[str, ...]]:
     return rows
 
 
-def _draw(tally: Tally, found: Found, file: Path) -> None:
-    """Loss and accuracy of all models with their first solver against the budget, and of the first path's solvers."""
+def _draw(tally: Tally, measured: Measurements, file: Path) -> None:
+    """Draw loss and accuracy against the budget: all models with their first solver, and the first path's solvers."""
     figure, [losses, rates, solvers] = new_figure(3)
-    budgets = sorted({setting["evaluations"] for one in found.values() for setting in one["settings"]})
+    budgets = sorted({setting["evaluations"] for one in measured.values() for setting in one["settings"]})
     for axes, measure in ((losses, "loss"), (rates, "greedy")):
-        for name, one in found.items():
+        for name, one in measured.items():
             _draw_line(axes, tally, name, measure, _settings(one, _solvers(one)[0]), budgets, label=name)
         axes.set(title="all models", ylabel=MEASURES[measure])
-    paths = [name for name, one in found.items() if len(one["settings"]) > 1]
+    paths = [name for name, one in measured.items() if len(one["settings"]) > 1]
     if paths:
-        name, one = paths[0], found[paths[0]]
+        name, one = paths[0], measured[paths[0]]
         for solver in _solvers(one):
             _draw_line(solvers, tally, name, "greedy", _settings(one, solver), budgets, label=solver)
         solvers.set(title=name, ylabel=MEASURES["greedy"])
@@ -70,13 +70,13 @@ def _draw(tally: Tally, found: Found, file: Path) -> None:
 
 
 def _draw_line(axes: Any, tally: Tally, name: str, measure: str, settings: Any, budgets: Any, *, label: str) -> None:
-    """A model's line; one without a path is the same at every budget, dashed."""
-    found = [tally.mean(f"{name}/{measure}@{setting['key']}") for setting in settings]
-    if len(found) > 1:
-        draw_rates(axes, [setting["evaluations"] for setting in settings], found, label=label)
+    """Draw a model's line; a model without a path is a dashed constant, since no budget changes it."""
+    rates = [tally.mean(f"{name}/{measure}@{setting['key']}") for setting in settings]
+    if len(rates) > 1:
+        draw_rates(axes, [setting["evaluations"] for setting in settings], rates, label=label)
         return
-    [line] = axes.plot([budgets[0], budgets[-1]], [found[0][0]] * 2, linestyle="--", label=label)
-    axes.fill_between([budgets[0], budgets[-1]], *found[0][1:], alpha=0.1, color=line.get_color())
+    [line] = axes.plot([budgets[0], budgets[-1]], [rates[0][0]] * 2, linestyle="--", label=label)
+    axes.fill_between([budgets[0], budgets[-1]], *rates[0][1:], alpha=0.1, color=line.get_color())
 
 
 def _solvers(one: Mapping[str, Any]) -> list[str]:
@@ -84,13 +84,13 @@ def _solvers(one: Mapping[str, Any]) -> list[str]:
 
 
 def _settings(one: Mapping[str, Any], solver: str) -> list[Mapping[str, Any]]:
-    """A model's settings with a solver, by their budgets; the language model alone, a budget of 1, is the first."""
+    """A model's settings with a solver, by their budgets; the first is the language model alone, a budget of 1."""
     return [setting for setting in one["settings"] if setting["solver"] in ("", solver)]
 
 
-def _difference(tally: Tally, found: Found, name: str, other: str) -> str:
+def _difference(tally: Tally, measured: Measurements, name: str, other: str) -> str:
     if name == other:
         return ""
-    largest = (_settings(found[model], _solvers(found[model])[0])[-1]["key"] for model in (name, other))
+    largest = (_settings(measured[model], _solvers(measured[model])[0])[-1]["key"] for model in (name, other))
     mine, its = (f"{model}/greedy@{key}" for model, key in zip((name, other), largest, strict=True))
     return interval(tally.mean(mine, minus=its), sign="+")

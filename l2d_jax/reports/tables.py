@@ -1,4 +1,4 @@
-"""Tables as aligned text, and what stands in them."""
+"""Tables as aligned text, and intervals as their cells."""
 
 from collections.abc import Sequence
 
@@ -14,6 +14,6 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def interval(rate: Sequence[float], *, sign: str = "") -> str:
-    """A mean with the bounds of its interval; `sign` "+" is for differences."""
+    """The text of a mean with the bounds of its interval; `sign` "+" shows the sign of a difference."""
     mean, low, high = rate
     return f"{mean:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"

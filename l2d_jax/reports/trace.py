@@ -1,4 +1,4 @@
-"""Writes traces for others to read: `trace.jsonl`, a row per token, and `trace.html`, a page of coloured answers."""
+"""Traces as files: `trace.jsonl`, a row per token, and `trace.html`, a page of coloured answers."""
 
 import html
 import json
@@ -41,7 +41,7 @@ LEGEND = " ".join(f'<i style="--t:{tenth / 10}">{tenth / 10}</i>' for tenth in r
 
 
 class AnswerTrace(NamedTuple):
-    """The trace of one answer, and what it answers."""
+    """The trace of one answer, and the question."""
 
     prompt: int  # number of the prompt, from 0
     question: str  # the prompt as text
@@ -50,14 +50,14 @@ class AnswerTrace(NamedTuple):
 
 
 def write_trace(folder: Path, answers: Sequence[AnswerTrace]) -> None:
-    """Write both files into a folder: one of `files.output_folder`, to have both or neither."""
+    """Write both files into a folder; take one from `files.output_folder` to get both files or neither."""
     rows = "".join(f"{json.dumps(row)}\n" for row in token_rows(answers))
     (folder / "trace.jsonl").write_text(rows, encoding="utf-8")
     (folder / "trace.html").write_text(page(answers), encoding="utf-8")
 
 
 def token_rows(answers: Sequence[AnswerTrace]) -> Iterator[dict[str, Any]]:
-    """A row per token: numbers of the sequence, its prompt and the token's position in the answer, then its trace."""
+    """A row per token: the numbers of sequence and prompt, the token's position in the answer, and its trace."""
     for sequence, answer in enumerate(answers):
         given = {"prompt": answer.prompt, "solver": answer.settings.solver, "budget": answer.settings.budget}
         for position, token in enumerate(answer.tokens):

@@ -1,4 +1,4 @@
-"""What training has measured of itself: loss by t, and teacher-forced accuracy against the budget."""
+"""Reports of training: loss by t, and teacher-forced accuracy against the budget."""
 
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ def first_and_last(workdir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def loss_rows(before: dict[str, Any], after: dict[str, Any]) -> Table:
-    """Loss by t, in nats per token; a run without a path has the last row alone."""
-    losses = by_t(before), by_t(after)
+    """Loss by t in nats per token, before and after; a run without a path has only the last row, over all t."""
+    losses = _losses_by_t(before), _losses_by_t(after)
     bins = len(losses[0])
     rows = [
         (f"{i / bins:.1f} - {(i + 1) / bins:.1f}", f"{first:.3f}", f"{last:.3f}")
@@ -31,10 +31,10 @@ def loss_rows(before: dict[str, Any], after: dict[str, Any]) -> Table:
     return ("t", "loss before", "loss after"), [*rows, overall]
 
 
-def by_t(record: dict[str, Any]) -> list[float]:
-    """The loss of a path in each bin of t; none where a language model was trained."""
-    found: list[float] = record.get("validation/loss_by_t", [])
-    return found
+def _losses_by_t(record: dict[str, Any]) -> list[float]:
+    """The loss of a path in each bin of t; empty where a language model was trained."""
+    losses: list[float] = record.get("validation/loss_by_t", [])
+    return losses
 
 
 def budget_rows(record: dict[str, Any]) -> Table:
@@ -51,14 +51,14 @@ def budget_rows(record: dict[str, Any]) -> Table:
 
 
 def budgets(record: dict[str, Any]) -> list[int]:
-    """The budgets that a validation has measured, in order."""
+    """The budgets of a validation, in ascending order."""
     names = [name.removeprefix("validation/expected@") for name in record]
     return sorted(int(name) for name in names if name.isdigit())
 
 
 def draw_training(before: dict[str, Any], after: dict[str, Any], file: Path) -> None:
-    """Two panels: accuracy against the budget with its intervals, and, of a path, loss by t before and after."""
-    bins = len(by_t(before))
+    """Draw accuracy against the budget with its intervals and, for a path, loss by t before and after."""
+    bins = len(_losses_by_t(before))
     figure, [left, *others] = new_figure(2 if bins else 1)
     measured = budgets(after)
     places = range(len(measured))  # evenly spaced: budgets double
@@ -71,7 +71,7 @@ def draw_training(before: dict[str, Any], after: dict[str, Any], file: Path) -> 
     middles = [(i + 0.5) / bins for i in range(bins)]
     for right in others:
         for record, label in ((before, "before training"), (after, f"after {after['step']} steps")):
-            right.plot(middles, by_t(record), marker="o", label=label)
+            right.plot(middles, _losses_by_t(record), marker="o", label=label)
         right.set(xlabel="t", ylabel="nats per token", title="Loss of one evaluation at t", ylim=(0, None))
         right.legend()
     save_figure(figure, file)
