@@ -13,7 +13,7 @@ from l2d_jax.weights import model_folder
 
 
 def cost_table(config: Config, architecture: Architecture, mesh: Mesh) -> str:
-    """The table that `--dry_run` prints."""
+    """Parameters, memory per device and FLOPs per token of a config, as `--dry_run` prints them."""
     method = method_of(config)
     frozen, trained = method.declare_frozen(architecture), method.declare(architecture)
     size = bytes_per_device(trained, mesh)
@@ -39,17 +39,17 @@ def cost_table(config: Config, architecture: Architecture, mesh: Mesh) -> str:
 
 
 def variant_table(reference: str) -> str:
-    """A line for `FILE.py` or `FILE.py:variants` as it is, and one for each variant that may be added to it.
+    """A line for `FILE.py` or `FILE.py:variants` as it is, and a line for each variant that can be added to it.
 
-    Raises `InputError` as `read_config` does; a variant that contradicts the reference has the reason in its line.
+    Raises `InputError` as `read_config` does; the line of a variant that contradicts the reference gives the reason.
     """
-    rows = [("-", trained(reference), f"{reference} as it is")]
-    taken = reference.partition(":")[2].split(",")
+    rows = [("-", _trained(reference), f"{reference} as it is")]
+    included = reference.partition(":")[2].split(",")
     for name, variant in find_variants(reference).items():
-        if name in taken:
+        if name in included:
             continue
         try:
-            count = trained(f"{reference}{',' if ':' in reference else ':'}{name}")
+            count = _trained(f"{reference}{',' if ':' in reference else ':'}{name}")
             rows.append((name, count, (variant.__doc__ or "").partition("\n")[0]))
         except InputError as error:
             rows.append((name, "refused", str(error)))
@@ -58,7 +58,7 @@ def variant_table(reference: str) -> str:
     return "\n".join(f"{name:<{width}}  {count:>{digits}}  {what}".rstrip() for name, count, what in rows)
 
 
-def trained(reference: str) -> str:
-    """The trainable parameters of a config, from shapes alone."""
+def _trained(reference: str) -> str:
+    """The number of trainable parameters of a config as text, from shapes alone."""
     config = read_config(reference)
     return f"{trainable_parameters(config, model_folder.read_architecture(config.model)):,}"

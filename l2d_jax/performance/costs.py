@@ -15,7 +15,7 @@ from l2d_jax.model.llm import LLM
 from l2d_jax.model.quantization import CONTRACTED
 from l2d_jax.training.methods import method_of
 
-READ = ("frozen pass", "forward", "backward")  # parts whose operations are of every token; others, of predicted ones
+READ = ("frozen pass", "forward", "backward")  # parts that run on every token; the others run on predicted tokens
 
 
 def parameters(declared: Any) -> int:
@@ -29,7 +29,7 @@ def trainable_parameters(config: Config, architecture: Architecture) -> int:
 
 
 def bytes_per_device(declared: Any, mesh: Mesh) -> int:
-    """Bytes that the fullest device holds of a declared tree."""
+    """Bytes of a declared tree on the device that holds the most."""
     placements = jax.tree.leaves(sharding.shardings(declared, mesh))
     return sum(
         math.prod(placement.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
@@ -38,9 +38,9 @@ def bytes_per_device(declared: Any, mesh: Mesh) -> int:
 
 
 def flops_per_token(architecture: Architecture, config: PathConfig, *, draws_per_context: int = 1) -> dict[str, int]:
-    """Useful floating-point operations of training a path on one token: matrix products alone, nothing recomputed.
+    """Useful floating-point operations of training a path on one token, in matrix products, without recomputation.
 
-    A product with n weights takes 2n forward; backward, 2n for the input and 2n more for a trained weight.
+    A product with n weights takes 2n operations forward and 2n backward for its input, and 2n more for trained weights.
     """
     a = architecture
     llm = LLM.declare(a, dtype=np.float32)
@@ -59,14 +59,14 @@ def flops_per_token(architecture: Architecture, config: PathConfig, *, draws_per
 
 
 def flops_of_finetuning(config: Config, architecture: Architecture) -> dict[str, int]:
-    """The same of training the language model itself, by low-rank updates or in full."""
+    """Useful operations of training the language model itself on one token, by LoRA or in full."""
     llm = LLM.declare(architecture, dtype=np.float32)
     products = sum(parameters(getattr(llm.layers, name)) for name in CONTRACTED)
     head = architecture.vocab_size * architecture.hidden_size
     if config.train.method == "full":
         return {"forward": 2 * products, "backward": 4 * products, "output head": 6 * head}
-    own = parameters(method_of(config).declare(architecture))
-    return {"forward": 2 * (products + own), "backward": 2 * products + 4 * own, "output head": 4 * head}
+    lora = parameters(method_of(config).declare(architecture))
+    return {"forward": 2 * (products + lora), "backward": 2 * products + 4 * lora, "output head": 4 * head}
 
 
 def flops_of_training(config: Config, architecture: Architecture) -> dict[str, int]:
@@ -77,7 +77,7 @@ def flops_of_training(config: Config, architecture: Architecture) -> dict[str, i
 
 
 def flops_per_step(config: Config, architecture: Architecture) -> dict[str, int]:
-    """Useful operations of an optimizer step by part: those of `READ` over all tokens, the rest over predicted ones."""
+    """Useful operations of an optimizer step by part: `READ` over all tokens, the rest over predicted tokens."""
     parts = flops_of_training(config, architecture)
     tokens = config.train.batch_size * config.data.max_length
     predicted = config.train.batch_size * (config.data.answer_length or config.data.max_length)
@@ -85,9 +85,9 @@ def flops_per_step(config: Config, architecture: Architecture) -> dict[str, int]
 
 
 def flops_per_decoded_token(config: Config, architecture: Architecture) -> int:
-    """Useful operations of a token of the answer: the frozen pass once; the path and the head once per evaluation.
+    """Useful operations of decoding one token: the frozen pass once, the path and the LM head once per evaluation.
 
-    Conditions come from a table. A budget of 1 is the LM alone.
+    The conditions (modulation, merge weights) come from a table and cost nothing. A budget of 1 is the LM alone.
     """
     parts = flops_per_token(architecture, config.path)
     path = DiffusionPath.declare(config.path, architecture)

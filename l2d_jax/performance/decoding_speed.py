@@ -1,7 +1,7 @@
-"""How fast decoding is, as a share of the rate at which the machine reads memory.
+"""Measures decoding, and compares it with the rate at which the machine reads memory.
 
-Random weights of the config's architecture, random prompts. An evaluation of the path has to read the path's layers,
-which are the LM's with their LoRA, and the head; its time is the slope of the time per token over the budget.
+Weights and prompts are random, in the config's architecture. An evaluation of the path has to read the path's layers,
+which are the LM's with their LoRA, and the LM head; its time is the slope of the time per token over the budget.
 """
 
 import dataclasses
@@ -36,12 +36,12 @@ def measure_decoding(
     """Tokens per second at each batch size and budget, and each batch size's time per evaluation.
 
     Args:
-      config: of the model, the path and the solver.
+      config: names the model, the path and the solver.
       mesh: the devices.
       batches: sequences at a time.
       budgets: evaluations per token; at least two.
-      prompt: tokens of each prompt, whose pass is not timed.
-      new: tokens that are generated and timed.
+      prompt: tokens of each prompt, whose prefill is not timed.
+      new: tokens to generate, which are timed.
 
     Returns:
       `rows` with batch, budget, tokens per second and seconds per token; `batches` with seconds per evaluation and
@@ -63,8 +63,9 @@ def measure_decoding(
     read, rate = bytes_per_evaluation(model), read_rate()
     slopes = []
     for batch in batches:
-        own = [row for row in rows if row["batch"] == batch]
-        slope, _ = np.polyfit([row["budget"] for row in own], [row["seconds per token"] for row in own], 1)
+        budget_rows = [row for row in rows if row["batch"] == batch]
+        times = [row["seconds per token"] for row in budget_rows]
+        slope, _ = np.polyfit([row["budget"] for row in budget_rows], times, 1)
         slopes.append(
             {"batch": batch, "seconds per evaluation": float(slope), "share of the read rate": read / slope / rate}
         )
@@ -72,7 +73,7 @@ def measure_decoding(
 
 
 def random_model(config: Config, mesh: Mesh) -> Model:
-    """Random weights; the path's in full, since at its own initial values it does nothing."""
+    """A model with random weights, in every leaf of the path, since a path at its initial values does nothing."""
     architecture = model_folder.read_architecture(config.model)
     llm = model_folder.random_base(architecture, mesh, dtype=config.model.dtype)
     path = model_folder.new_path(config.path, llm, mesh, seed=1)
@@ -81,24 +82,22 @@ def random_model(config: Config, mesh: Mesh) -> Model:
 
 
 def bytes_per_evaluation(model: Model) -> int:
-    """Of the weights that one evaluation has to read: the path's layers but for their modulation, and the head."""
+    """Bytes of the weights that one evaluation reads: the path's layers without their modulation, and the LM head."""
     assert model.path is not None
-    own, shared = ([getattr(layers, name) for name in LAYERS] for layers in (model.path.layers, model.llm.layers))
+    path, base = ([getattr(layers, name) for name in LAYERS] for layers in (model.path.layers, model.llm.layers))
     head = model.llm.embed if model.llm.head is None else model.llm.head
-    parts = (own, head) if model.path.config.layers == "dense" else (own, shared, head)
+    parts = (path, head) if model.path.config.layers == "dense" else (path, base, head)
     return sum(leaf.nbytes for leaf in jax.tree.leaves(parts))
 
 
 def draw_speed(figures: dict[str, Any], file: Path) -> None:
-    """Two panels against the budget: tokens per second, and the time per token."""
+    """Draw tokens per second and the time per token against the budget, as a PNG file."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for own in figures["batches"]:
-        rows = [row for row in figures["rows"] if row["batch"] == own["batch"]]
+    for batch in (slope["batch"] for slope in figures["batches"]):
+        rows = [row for row in figures["rows"] if row["batch"] == batch]
         budgets = [row["budget"] for row in rows]
-        left.plot(budgets, [row["tokens per second"] for row in rows], marker="o", label=f"batch {own['batch']}")
-        right.plot(
-            budgets, [1000 * row["seconds per token"] for row in rows], marker="o", label=f"batch {own['batch']}"
-        )
+        left.plot(budgets, [row["tokens per second"] for row in rows], marker="o", label=f"batch {batch}")
+        right.plot(budgets, [1000 * row["seconds per token"] for row in rows], marker="o", label=f"batch {batch}")
     left.set(xlabel="evaluations of the path per token", ylabel="tokens per second, all sequences", ylim=(0, None))
     right.set(xlabel="evaluations of the path per token", ylabel="milliseconds per token", ylim=(0, None))
     for axes in (left, right):
@@ -109,7 +108,7 @@ def draw_speed(figures: dict[str, Any], file: Path) -> None:
 
 
 def _time(model: Model, config: Config, *, batch: int, budget: int, prompt: int, new: int) -> float:
-    """Seconds for the new tokens of all sequences; the prompts' pass is made before the clock starts."""
+    """Median seconds to generate the new tokens of all sequences; the prefill comes before the clock starts."""
     settings = Refinement.prepare(model, dataclasses.replace(config.decode, budget=budget))
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(model.llm.architecture.vocab_size, size=(batch, prompt)), jnp.int32)

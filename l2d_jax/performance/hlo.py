@@ -1,10 +1,11 @@
-"""Reads the text of an optimized XLA program: its computations, how often each runs, and what one instruction takes.
+"""Reads the text of an optimized XLA program: its computations, how often each runs, and what an instruction costs.
 
-Compiled for a TPU, a loop does not say how often it runs: that is read off its condition, `counter < constant`, and
-off what its body adds to the counter. Lines within a Pallas kernel's attributes may begin with a brace: only a line
+The text for a TPU does not say how often a loop runs: that follows from the loop's condition, `counter < constant`, and
+from what its body adds to the counter. Lines within a Pallas kernel's attributes may begin with a brace, so only a line
 that is a closing brace and nothing else ends a computation.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -37,13 +38,13 @@ class Instruction:
     opcode: str
     shape: str  # of the result, with its layout
     operands: tuple[str, ...]  # names
-    literal: str  # what stands between the parentheses: a constant's value, a parameter's number
+    literal: str  # the text between the parentheses: a constant's value, a parameter's number
     attributes: str
     is_root: bool
 
     @cached_property
     def arrays(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Type and dimensions of the result, or of each part of a tuple."""
+        """Type and dimensions of the result, or of each element of a tuple."""
         return [
             (kind, tuple(int(size.removeprefix("<=")) for size in sizes.split(",") if size))
             for kind, sizes in _ARRAY.findall(self.shape)
@@ -51,29 +52,29 @@ class Instruction:
 
     @property
     def dimensions(self) -> tuple[int, ...]:
-        """Of a result that is one array."""
+        """Dimensions of the result, or of the first element of a tuple."""
         return self.arrays[0][1] if self.arrays else ()
 
     @property
     def cycles(self) -> int | None:
-        """The compiler's estimate of one execution; None where it made none."""
+        """The compiler's estimate for one execution; None where it made none."""
         found = _CYCLES.search(self.attributes)
         return int(found[1]) if found else None
 
     @property
     def called(self) -> list[str]:
-        """Computations that it runs, but for the branches of a conditional and a loop's condition."""
+        """The computations that it runs, without the branches of a conditional and a loop's condition."""
         return _CALLED.findall(self.attributes)
 
     @property
     def branches(self) -> list[str]:
-        """Of a conditional."""
+        """The branches of a conditional."""
         listed = _BRANCHES.search(self.attributes)
         return _OPERAND.findall(listed[1]) if listed else self.called
 
     @property
     def source(self) -> str:
-        """The operation of the traced program that it came from."""
+        """The operation of the traced program that the compiler made it from."""
         found = _NAME.search(self.attributes)
         return found[1] if found else ""
 
@@ -83,14 +84,14 @@ Computation = Mapping[str, Instruction]
 
 @dataclass(frozen=True)
 class HloProgram:
-    """The computations of a program by name."""
+    """The computations of an optimized program by name."""
 
     computations: dict[str, dict[str, Instruction]]
     entry: str
 
     @classmethod
     def parse(cls, text: str) -> "HloProgram":
-        """Read what `Compiled.as_text()` gives."""
+        """Read the text that `Compiled.as_text()` returns."""
         computations: dict[str, dict[str, Instruction]] = {}
         entry, current = "", None
         for line in _joined(text):
@@ -105,7 +106,7 @@ class HloProgram:
         return cls(computations, entry)
 
     def trips(self, loop: Instruction, caller: Computation) -> int | None:
-        """How often a loop's body runs; None where that is not known before the program runs."""
+        """How often a loop's body runs; None where only the running program decides it."""
         known = _TRIPS.search(loop.attributes)
         if known:
             return int(known[1])
@@ -114,7 +115,7 @@ class HloProgram:
         inside = self.computations[condition[1]]
         root = _root(inside)
         sides = [inside.get(name) for name in root.operands]
-        if root.opcode == "fusion":  # the comparison is in a computation of its own: put its operands in place
+        if root.opcode == "fusion":  # the fusion holds the comparison: replace its parameters by the operands outside
             inside, outer = self.computations[root.called[0]], sides
             root = _root(inside)
             sides = [_through(inside, name, outer) for name in root.operands]
@@ -139,18 +140,18 @@ class HloProgram:
             contracted = _CONTRACTED.search(instruction.attributes)
             sizes = computation[instruction.operands[0]].dimensions
             summed = [sizes[int(i)] for i in contracted[1].split(",") if i] if contracted else []
-            return 2 * _product(instruction.dimensions) * _product(tuple(summed))
+            return 2 * math.prod(instruction.dimensions) * math.prod(tuple(summed))
         return 0
 
 
 def size_in_bytes(instruction: Instruction) -> int:
-    """Of the result, padding not counted; of the start of an asynchronous operation, of the largest part."""
-    sizes = [_bits(kind) * _product(sizes) // 8 for kind, sizes in instruction.arrays]
+    """Bytes of the result without padding; for the start of an asynchronous operation, of its largest element."""
+    sizes = [_bits(kind) * math.prod(sizes) // 8 for kind, sizes in instruction.arrays]
     return max(sizes, default=0) if instruction.opcode.endswith("-start") else sum(sizes)
 
 
 def _joined(text: str) -> Iterator[str]:
-    """Lines, with those that an attribute's text has broken put together again."""
+    """Lines of the text, joined again where an attribute contains line breaks."""
     whole = ""
     for line in text.splitlines():
         if line.startswith(("  %", "  ROOT ", "%", "ENTRY ")) or line in ("", "}"):
@@ -177,7 +178,7 @@ def _instruction(name: str, rest: str, *, is_root: bool) -> Instruction:
 
 
 def _through(inside: Computation, name: str, outer: list[Instruction | None]) -> Instruction | None:
-    """The instruction outside of a fusion that one of its parameters stands for."""
+    """The instruction of a fusion by name, or the outer instruction that it stands for if it is a parameter."""
     found = inside[name]
     return outer[int(found.literal)] if found.opcode == "parameter" else found
 
@@ -191,7 +192,7 @@ def _index(instruction: Instruction) -> int:
 
 
 def _increase(body: Computation, name: str | None, index: int) -> int | None:
-    """What one run of a loop's body adds to element `index` of its state: a compiler may have unrolled the loop."""
+    """What one run of a loop's body adds to element `index` of its state; more than 1 where the loop is unrolled."""
     found = body.get(name or "")
     if found is None or found.opcode not in ("get-tuple-element", "copy", "add"):
         return None
@@ -220,13 +221,6 @@ def _constant(computation: Computation, name: str | None) -> int | None:
     return int(found.literal) if found is not None and found.opcode == "constant" and found.literal.isdigit() else None
 
 
-def _product(sizes: tuple[int, ...]) -> int:
-    result = 1
-    for size in sizes:
-        result *= size
-    return result
-
-
 def _bits(kind: str) -> int:
     if kind == "token":
         return 0
@@ -235,7 +229,10 @@ def _bits(kind: str) -> int:
 
 
 def _convolution(instruction: Instruction, computation: Computation) -> int:
-    """Twice the multiplications: a matrix product is a convolution, its batch axes are windows that mostly miss."""
+    """Twice the multiplications of a convolution; XLA writes matrix products as convolutions, too.
+
+    There the batch axes are spatial ones, whose windows mostly lie in the padding.
+    """
     labels = _LABELS.search(instruction.attributes)
     assert labels is not None, instruction.name
     left, right = (

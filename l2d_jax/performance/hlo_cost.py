@@ -1,4 +1,4 @@
-"""What one execution of an optimized XLA program costs a chip: cycles, products and what its collectives move."""
+"""What one execution of an optimized XLA program costs a device: cycles, FLOPs and the bytes of its collectives."""
 
 import math
 import re
@@ -11,28 +11,28 @@ from l2d_jax.performance.hlo import Computation, HloProgram, Instruction, size_i
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 _ATTENTION = re.compile("splash|flash|attention")
 _FUSED = re.compile(r"use_fused_bwd_kernel\W+true")
-BETWEEN = "between slices, "  # before the kind of a collective that leaves the slice
+BETWEEN = "between slices, "  # prefix of the kind of a collective that leaves the slice
 _BETWEEN = re.compile(r'\b_xla_megascale_transfer_type="(\w+)"')
 _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 
 
 @dataclass(frozen=True)
 class Execution:
-    """An instruction that runs by itself, not within a fusion."""
+    """An instruction that runs by itself, outside fusions."""
 
     instruction: Instruction
-    computation: str  # that it is in
+    computation: str  # name of the computation that contains it
     times: int
 
     @property
     def cycles(self) -> int:
-        """Of all its runs; 0 where the compiler made no estimate, as for waiting and copies between memories."""
+        """Cycles of all runs; 0 where the compiler made no estimate, as for waiting and copies between memories."""
         return self.times * (self.instruction.cycles or 0)
 
 
 @dataclass(frozen=True)
 class InstructionCost:
-    """A line of the list of what takes the time."""
+    """The cost of one instruction over all its runs."""
 
     cycles: int
     times: int
@@ -43,27 +43,27 @@ class InstructionCost:
 
 @dataclass
 class Cost:
-    """Of one chip and one execution of the program."""
+    """The cost of one execution of the program on one device."""
 
     cycles: int = 0
-    flops: int = 0  # of matrix products that are executed, recomputed ones included, kernels not
+    flops: int = 0  # executed matrix products, with recomputation, without kernels
     moved: Counter[str] = field(default_factory=Counter)  # bytes by kind of collective
     calls: Counter[str] = field(default_factory=Counter)  # collectives by kind
     kernels: Counter[str] = field(default_factory=Counter)  # runs of hand-written kernels, which have no estimate
-    kernel_flops: int = 0  # of those that are attention
+    kernel_flops: int = 0  # of the kernels of attention
     unknown_loops: int = 0
-    parts: list[InstructionCost] = field(default_factory=list)  # the dearest first
+    parts: list[InstructionCost] = field(default_factory=list)  # most cycles first
 
 
 def program_cost(program: HloProgram, *, unknown_trips: int = 1) -> Cost:
-    """Sum over all that runs; of a conditional's branches, the dearest counts.
+    """Sum the costs of all instructions that run; a conditional costs as much as its dearest branch.
 
     Args:
-      program: as compiled, scheduled.
-      unknown_trips: how often a loop runs whose length the program computes for itself, as that of a solver does.
+      program: the optimized program.
+      unknown_trips: how often a loop runs whose length only the running program decides, such as a solver's.
     """
     cost = Cost()
-    seen: set[tuple[str, str]] = set()
+    counted: set[tuple[str, str]] = set()
     for execution in _executions(program, program.entry, 1, unknown_trips):
         instruction, times = execution.instruction, execution.times
         if instruction.opcode == "while":
@@ -78,9 +78,9 @@ def program_cost(program: HloProgram, *, unknown_trips: int = 1) -> Cost:
         if execution.cycles:
             cost.parts.append(InstructionCost(execution.cycles, times, flops, instruction.name, instruction.source))
         for kind, key, size in _collectives(program, execution.computation, instruction):
-            # The pieces of one that runs beside other work share its channel: they are one.
-            if (execution.computation, key) not in seen:
-                seen.add((execution.computation, key))
+            # A collective that runs beside other work is in pieces, which share a channel: count it once.
+            if (execution.computation, key) not in counted:
+                counted.add((execution.computation, key))
                 cost.moved[kind] += times * size
                 cost.calls[kind] += times
     cost.parts.sort(key=lambda part: -part.cycles)
@@ -88,7 +88,7 @@ def program_cost(program: HloProgram, *, unknown_trips: int = 1) -> Cost:
 
 
 def _executions(program: HloProgram, name: str, times: int, unknown_trips: int) -> list[Execution]:
-    """All that running a computation so often runs; a loop of unknown length stands for itself, too."""
+    """All instructions that run when a computation runs `times` times, and each loop of unknown length itself."""
     found: list[Execution] = []
     computation = program.computations[name]
     for instruction in computation.values():
@@ -111,15 +111,15 @@ def _executions(program: HloProgram, name: str, times: int, unknown_trips: int) 
 
 
 def _attention(instruction: Instruction, computation: Computation) -> int:
-    """Operations of a kernel of causal attention, from its name and its shapes; 0 for any other kernel.
+    """Floating-point operations of a kernel of causal attention, by its name and shapes; 0 for any other kernel.
 
-    Forward, it takes two products of queries x keys x width; for the queries' gradient three, for that of the keys and
-    values four. Fused, the backward pass takes five.
+    The forward pass takes two products of queries x keys x width, the queries' gradient three, and the gradient of keys
+    and values four. A fused backward pass takes five.
     """
     if not _ATTENTION.search(instruction.name):
         return 0
-    given = [computation[name] for name in instruction.operands]
-    query, key = [i.dimensions for i in given if i.arrays[0][0] in ("bf16", "f32") and len(i.dimensions) > 1][:2]
+    operands = [computation[name] for name in instruction.operands]
+    query, key = [i.dimensions for i in operands if i.arrays[0][0] in ("bf16", "f32") and len(i.dimensions) > 1][:2]
     products = 2
     if "dq" in instruction.name:
         products = 3
@@ -130,9 +130,10 @@ def _attention(instruction: Instruction, computation: Computation) -> int:
 
 
 def _collectives(program: HloProgram, name: str, instruction: Instruction) -> Iterator[tuple[str, str, int]]:
-    """Kind, identity and bytes of each collective of an instruction: of the whole array that is gathered or reduced.
+    """Kind, identity and bytes of each collective of an instruction.
 
-    Of one between slices, which its parts leave through the host: of what is sent.
+    The bytes are those of the whole array that is gathered or reduced; between slices, where the parts leave through
+    the host, those that are sent.
     """
     computation = program.computations[name]
     kind = instruction.opcode.removesuffix("-start")
@@ -143,10 +144,10 @@ def _collectives(program: HloProgram, name: str, instruction: Instruction) -> It
                 scattered = found == "all-reduce" and inner.startswith("all-reduce-scatter")
                 yield ("reduce-scatter" if scattered else found), key, size
     elif kind in KINDS:
-        given = sum(size_in_bytes(computation[operand]) for operand in instruction.operands)
-        made = size_in_bytes(instruction)
+        inputs = sum(size_in_bytes(computation[operand]) for operand in instruction.operands)
+        output = size_in_bytes(instruction)
         channel = _CHANNEL.search(instruction.attributes)
-        yield kind, channel[1] if channel else instruction.name, max(given, made)
+        yield kind, channel[1] if channel else instruction.name, max(inputs, output)
     elif kind == "send" and (between := _BETWEEN.search(instruction.attributes)):
         sent = size_in_bytes(computation[instruction.operands[0]])
         yield f"{BETWEEN}{between[1].lower().replace('_', '-')}", instruction.name, sent

@@ -1,4 +1,4 @@
-"""The programs that run on the devices, traced from shapes alone: no weight is made and no device is touched."""
+"""The training step and decoding, traced from shapes alone: no weight is created and no device is used."""
 
 import dataclasses
 from typing import Any
@@ -55,7 +55,7 @@ def lower_train(config: Config, mesh: Mesh) -> jax.stages.Lowered:
 def lower_decode(config: Config, mesh: Mesh, *, batch: int, prompt: int) -> jax.stages.Lowered:
     """Decoding of `max_new_tokens` tokens after prompts of one length; raises `InputError` for an impossible budget.
 
-    A method that trains no path leaves a plain language model, of a budget of 1.
+    A method that trains no path gives a plain language model, with a budget of 1.
     """
     llm, path = _weights(config, mesh)
     shapes = jax.eval_shape(Model.build, llm, path)
@@ -66,7 +66,7 @@ def lower_decode(config: Config, mesh: Mesh, *, batch: int, prompt: int) -> jax.
         rows = sharding.partition(("vocab", "diffusion"), shapes.table.shape, mesh)
         placement = NamedSharding(mesh, rows)
         leaves.append(jax.ShapeDtypeStruct(shapes.table.shape, shapes.table.dtype, sharding=placement))
-    # By its leaves: the constructor takes arrays.
+    # Built from its leaves, since the constructor takes arrays.
     model = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
     settings = jax.eval_shape(lambda: Refinement.prepare(model, config.decode))
     options: dict[str, Any] = {
@@ -90,7 +90,7 @@ def _weights(config: Config, mesh: Mesh) -> tuple[LLM, DiffusionPath | None]:
 
 
 def _decoding_state(config: Config, mesh: Mesh, llm: LLM, *, batch: int, prompt: int) -> decode.State:
-    """What `prefill` leaves, with sequences over `data` x `fsdp` and heads over `tensor` where these divide them."""
+    """The state that `prefill` returns: sequences over `data` x `fsdp`, heads over `tensor`, where they divide."""
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch))
     tokens, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch, prompt), (batch,)))
     room = config.decode.max_new_tokens

@@ -1,4 +1,4 @@
-"""Wall-clock times, and what the machine can do at best: the rates that speeds are compared with."""
+"""Wall-clock times, and the machine's best rates, which speeds are compared with."""
 
 import time
 from collections.abc import Callable
@@ -6,18 +6,18 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-REPEATS = 5  # of a piece of work, of which the median counts
+REPEATS = 5  # runs of a piece of work, whose median counts
 
 
 def medians(*works: Callable[[], object]) -> list[float]:
-    """Median wall-clock seconds of pieces of work that take turns, so that a shared machine slows them alike."""
+    """Median wall-clock seconds of pieces of work, which take turns so that a shared machine slows them alike."""
     times: list[list[float]] = [[] for _ in works]
     for _ in range(REPEATS):
-        for work, own in zip(works, times, strict=True):
+        for work, seconds in zip(works, times, strict=True):
             began = time.perf_counter()
             work()
-            own.append(time.perf_counter() - began)
-    return [sorted(own)[REPEATS // 2] for own in times]
+            seconds.append(time.perf_counter() - began)
+    return [sorted(seconds)[REPEATS // 2] for seconds in times]
 
 
 def median(work: Callable[[], object]) -> float:
@@ -26,7 +26,7 @@ def median(work: Callable[[], object]) -> float:
 
 
 def matrix_products() -> tuple[Callable[[], object], int]:
-    """Ten float32 matrix products of 2048 x 2048, one after the other, and their floating-point operations."""
+    """A function that multiplies 2048 x 2048 float32 matrices ten times in turn, and its floating-point operations."""
     size, times = 2048, 10
     x = jnp.ones((size, size))
     product = jax.jit(jnp.matmul)

@@ -1,10 +1,10 @@
-"""TPU slices by name, for compiling without one: libtpu describes their devices on any machine.
+"""TPU slices by name, for compiling without a TPU: libtpu describes their devices on any machine.
 
-Notable: figures are per device, which is a whole chip except on tpu7x, where it is one of a chip's two cores.
-Sources: the manufacturer's tables of system architecture for peak and links; `usable` is what the compiler's own
-message says of a program that is too large. The compiler's estimates are in cycles: the clock is taken to be the one
-at which all matrix units together reach the published peak, 1.5 GHz on v5e, 1.75 on v5p and v6e, 1.05 on v4, 2.2 on
-tpu7x. The compiler prices a large product within 3 to 19 % of that.
+Figures are per device, which is a whole chip except on tpu7x, where it is one of a chip's two cores. `peak` and `links`
+are from the manufacturer's tables of system architecture, `usable` from the compiler's message on a program that is too
+large. The compiler estimates cycles. They become seconds by the clock at which all matrix units together reach the
+published peak: 1.5 GHz on v5e, 1.75 on v5p and v6e, 1.05 on v4, 2.2 on tpu7x. The compiler's estimate for a large
+product is within 3 to 19 % of that.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ from l2d_jax.errors import InputError
 
 GIB = 2**30
 INSTALL = "pip install '.[tpu]'"
-# libtpu is to describe and compile alone: neither to look for the machine's own TPUs, nor to lock them, nor to complain
+# With these libtpu only describes and compiles: it neither looks for this machine's TPUs, nor locks them, nor warns
 # that there are none.
 ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -37,16 +37,16 @@ ENVIRONMENT = {
 class TpuGeneration:
     """A kind of TPU."""
 
-    axes: int  # of a slice's shape
+    axes: int  # length of a slice's shape
     peak: float  # bfloat16 operations per second of a device, dense
     per_cycle: int  # such operations in a clock cycle
-    usable: float  # GiB of a device's memory that a program may take
-    links: float  # bytes per second that a device's links bring in, all together
-    devices: int = 1  # that a chip counts as
-    options: tuple[tuple[str, Any], ...] = ()  # what else the description of its slices needs
+    usable: float  # GiB of a device's memory that a program may use
+    links: float  # bytes per second into a device, over all its links
+    devices: int = 1  # per chip
+    options: tuple[tuple[str, Any], ...] = ()  # further arguments for the description of its slices
 
     def seconds(self, cycles: int) -> float:
-        """What the compiler's estimate comes to."""
+        """The seconds of a number of cycles."""
         return cycles * self.per_cycle / self.peak
 
 
@@ -69,7 +69,7 @@ class Topology:
 
     @classmethod
     def parse(cls, text: str, *, slices: int = 1) -> "Topology":
-        """Read a name such as `v5e:16x16`; raises `InputError` for one that is not of this form."""
+        """Read a name such as `v5e:16x16`; raises `InputError` for a name of another form."""
         kind, _, layout = text.partition(":")
         if kind not in GENERATIONS:
             raise InputError(f"unknown kind of TPU {kind!r}{nearest(kind, GENERATIONS)}")
@@ -83,12 +83,12 @@ class Topology:
 
     @property
     def generation(self) -> TpuGeneration:
-        """What its devices are."""
+        """The kind of its devices."""
         return GENERATIONS[self.kind]
 
     @property
     def name(self) -> str:
-        """As `parse` reads it, and how many."""
+        """The name that `parse` reads, after the number of slices where there are several."""
         text = f"{self.kind}:{'x'.join(map(str, self.shape))}"
         return text if self.slices == 1 else f"{self.slices} x {text}"
 

@@ -1,4 +1,4 @@
-"""What the TPU's compiler says of a program: memory, products, collectives and time, as a table or as plain values."""
+"""The TPU compiler's account of a program: memory, FLOPs, collectives and time, as plain values or as a table."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -13,8 +13,8 @@ _TOO_LARGE = (
     re.compile(r"Used ([\d.]+)([KMGT])i?B? of ([\d.]+)([KMGT])i?B? hbm"),
     re.compile(r"\(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([KMGT])\)"),
 )
-_CROSSINGS = {"all-reduce": 2}  # how often each byte comes in over a device's links; once where nothing is said
-# Where the time goes, by the names of the traced operations; the first that matches counts.
+_CROSSINGS = {"all-reduce": 2}  # how often each byte crosses a device's links; once for kinds that are not here
+# Phases of the time, by patterns of the traced operations' names; the first pattern that matches counts.
 _PHASES = {
     "recomputed for the backward pass": "rematted_computation",
     "frozen pass": r"\bllm\b",
@@ -23,9 +23,8 @@ _PHASES = {
     "head and loss": r"jvp\(|/head/",
     "all else": "",
 }
-# Of peak, which kernels of attention reach: an assumption, since the compiler makes no estimate of them.
-ATTENTION = 0.4
-_PARTS = 100  # of the list of what takes the time, that are kept
+ATTENTION = 0.4  # share of peak of kernels of attention: an assumption, since the compiler does not estimate kernels
+_PARTS = 100  # the dearest instructions that are kept
 
 
 def read_estimate(
@@ -34,12 +33,12 @@ def read_estimate(
     """The figures of a compiled program, per device and execution; sizes in bytes.
 
     Args:
-      memory: of `Compiled.memory_analysis()`.
-      text: of `Compiled.as_text()`.
-      generation: what the devices can do.
-      useful: floating-point operations of a device that the model needs.
-      tokens: that an execution of all devices together works off.
-      unknown_trips: of loops whose length is known to the program alone.
+      memory: the result of `Compiled.memory_analysis()`.
+      text: the result of `Compiled.as_text()`.
+      generation: the kind of the devices.
+      useful: floating-point operations per device that the model needs.
+      tokens: tokens of an execution, on all devices together.
+      unknown_trips: how often a loop runs whose length only the running program decides.
     """
     cost = program_cost(HloProgram.parse(text), unknown_trips=unknown_trips)
     needed = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -77,7 +76,7 @@ def read_estimate(
 
 
 def _phases(parts: Iterable[InstructionCost], generation: TpuGeneration) -> dict[str, dict[str, float]]:
-    """Seconds in all, seconds of fusions with matrix products, and these products' FLOPs."""
+    """By phase: seconds, seconds of instructions with matrix products, and the products' FLOPs."""
     phases = {name: {"seconds": 0.0, "seconds of products": 0.0, "FLOPs": 0.0} for name in _PHASES}
     for part in parts:
         name = next(name for name, pattern in _PHASES.items() if re.search(pattern, part.source))
@@ -89,7 +88,7 @@ def _phases(parts: Iterable[InstructionCost], generation: TpuGeneration) -> dict
 
 
 def too_large(message: str) -> dict[str, Any] | None:
-    """The figures of a program that the compiler refused for its size, from its message; None for another failure."""
+    """The figures in the compiler's message that a program is too large; None for another message."""
     for pattern in _TOO_LARGE:
         found = pattern.search(message)
         if found:
@@ -99,12 +98,12 @@ def too_large(message: str) -> dict[str, Any] | None:
 
 
 def fits(figures: Mapping[str, Any]) -> bool:
-    """Whether a device's memory is enough."""
+    """Whether the program fits the memory of a device."""
     return bool(figures["needed"] <= figures["usable"])
 
 
 def estimate_lines(figures: Mapping[str, Any], *, top: int = 0) -> list[str]:
-    """Lines for people; `top` adds so many of the parts that take the time."""
+    """The lines of a table; `top` adds a list of that many of the dearest instructions."""
     needed, usable = figures["needed"], figures["usable"]
     spare = f"{_size(abs(usable - needed))} ({abs(1 - needed / usable):.0%})"
     verdict = f"fits, {spare} to spare" if fits(figures) else f"does not fit: {spare} too much"

@@ -1,6 +1,6 @@
-"""How fast the compiled training step is, as a share of the machine's matrix-product rate.
+"""Measures the compiled training step, and compares it with the machine's matrix-product rate.
 
-Random weights of the config's architecture and random tokens; every position carries a loss.
+Weights and tokens are random, in the config's architecture; every position has a loss.
 """
 
 import resource
@@ -28,7 +28,7 @@ from l2d_jax.weights import model_folder
 
 
 def measure_training(config: Config, mesh: Mesh) -> dict[str, Any]:
-    """Tokens per second of the compiled step, where a path's time goes, and the machine's matrix-product rate."""
+    """Tokens per second of the compiled step, the seconds of its parts, and the machine's matrix-product rate."""
     check_batch(config.train, mesh)
     architecture = model_folder.read_architecture(config.model)
     method = method_of(config)
@@ -67,7 +67,7 @@ def measure_training(config: Config, mesh: Mesh) -> dict[str, Any]:
 
 
 def _parts(config: Config, path: DiffusionPath, llm: LLM, batch: Batch) -> dict[str, float]:
-    """Seconds of the parts of a micro-batch, each compiled and run alone, by the names of `accounting`."""
+    """Seconds of the parts of a micro-batch, each compiled and run alone, by the names in `costs`."""
     micro: Batch = jax.tree.map(lambda array: array[0], batch)
     micro, draws = draw_each(jax.random.key(3), micro, path, draws_per_context=config.train.draws_per_context)
 
