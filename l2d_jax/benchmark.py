@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--plot", type=command_line.local_path, help="decode: draw the table as this PNG file")
     options, config = parser.parse_with_config()
     if options.work == "train":
-        figures = measure_training(config, runtime.start(config.mesh))
+        figures = measure_training(config, runtime.start_jax(config.mesh))
         lines = training_table(figures)
     else:
         figures = _measure_decode(options, config)
@@ -53,7 +53,7 @@ def _measure_decode(options: argparse.Namespace, config: Config) -> dict[str, An
     require(len(set(options.budgets)) > 1, f"--budgets needs two or more for a slope, got {options.budgets}")
     for budget in options.budgets:
         find_solver(config.decode.solver).steps(budget)
-    mesh = runtime.start(config.mesh)
+    mesh = runtime.start_jax(config.mesh)
     shape = {name: getattr(options, name) for name in ("batches", "budgets", "prompt", "new")}
     figures = measure_decoding(config, mesh, **shape)
     if options.plot is not None:

@@ -12,8 +12,8 @@ from l2d_jax.errors import InputError
 from l2d_jax.files import output_folder, read_json
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.weights import model_folder, release
-from l2d_jax.weights.export import FORMATS, copy_texts, export, write_llm
-from l2d_jax.weights.locate import absolute_name, follow
+from l2d_jax.weights.export import FORMATS, copy_texts, export_model, write_llm
+from l2d_jax.weights.locate import absolute_name, find_base_and_adapters
 from l2d_jax.weights.peft import CONFIG, Adapter
 from l2d_jax.weights.safetensors_file import SafetensorsFolder
 
@@ -37,7 +37,7 @@ def main() -> None:
         command.add_argument("--out", type=command_line.local_path, required=True, help="a new folder")
     options = parser.parse_args()
     if options.command == "export":
-        export(options.model, options.out, format=options.format, as_torch=options.torch)
+        export_model(options.model, options.out, format=options.format, as_torch=options.torch)
     else:
         if (options.l2d is None) != (options.hyperparameters is None):
             raise InputError("--l2d and --hyperparameters go together: give both or neither")
@@ -58,7 +58,7 @@ def import_model(base: str, out: Path, *, l2d: tuple[Path, Path] | None = None, 
     Raises:
       InputError: for anything malformed, missing or extra, naming file and tensor.
     """
-    lineage = follow(base)
+    lineage = find_base_and_adapters(base)
     folder, own = lineage.folder, lineage.adapters
     architecture = Architecture.from_hf(read_json(folder / "config.json"))
     if len(own) > 1 or (own and adapter is not None):
@@ -73,11 +73,11 @@ def import_model(base: str, out: Path, *, l2d: tuple[Path, Path] | None = None, 
         copy_texts(lineage, partial)
         if l2d is not None:
             file, hyperparameters = l2d
-            config = release.path_config(read_json(hyperparameters))
+            config = release.parse_hyperparameters(read_json(hyperparameters))
             checkpoint = release.open_checkpoint(file)
             _, trained = release.check_checkpoint(checkpoint, architecture, config)
             write_llm(checkpoint, architecture, partial)
-            model_folder.write_path(partial, dict(release.named(checkpoint, trained)), config, base=base)
+            model_folder.write_path(partial, dict(release.lazy_tensors(checkpoint, trained)), config, base=base)
             return
         source = SafetensorsFolder.open(folder)
         model_folder.check_llm(source, architecture)

@@ -51,7 +51,7 @@ def open_session(options: argparse.Namespace, config: Config | None) -> tuple[Se
     if config is not None:
         check_same(found, config)
     tasks = [registry.find_task(name) for name in options.tasks.split(",")]
-    mesh = runtime.start(MeshConfig() if config is None else config.mesh)
+    mesh = runtime.start_jax(MeshConfig() if config is None else config.mesh)
     run = choose_run(tasks, is_allowed=options.allow_code_execution)
     base = processes.take_turns(lambda: model_folder.find_base(found.base))
     plans = make_plans(tasks, options, found.defaults if config is None else config.decode, base)
@@ -76,7 +76,7 @@ def ask(session: Session, plans: Sequence[TaskPlan]) -> None:
         task, problems, settings, protocol = plan
         results = partial(open_results, plan, session.options, session.found, loaded.step)
         figures = evaluate_task(loaded, task, problems, results, settings=settings, protocol=protocol, run=session.run)
-        processes.report(_line(plan, figures))
+        processes.print_once(_line(plan, figures))
 
 
 def parse_arguments(parser: command_line.Parser) -> tuple[argparse.Namespace, Config | None]:

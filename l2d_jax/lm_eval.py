@@ -42,7 +42,7 @@ def main() -> None:
     has_path = found.path_config is not None
     check_settings(settings, has_path=has_path)
     asking = Asking(settings, scoring, options.draws, options.batch_size, options.max_new_tokens, options.seed)
-    mesh = runtime.start(MeshConfig())
+    mesh = runtime.start_jax(MeshConfig())
     base = processes.take_turns(lambda: model_folder.find_base(found.base))
     tokenizer = require_tokenizer(base.tokenizer)
     if options.apply_chat_template:
@@ -65,7 +65,7 @@ def main() -> None:
             write(folder, results)
     for column in ("results", "groups"):
         if results.get(column):
-            processes.report(lm_eval.utils.make_table(results, column))
+            processes.print_once(lm_eval.utils.make_table(results, column))
 
 
 def parse() -> argparse.Namespace:

@@ -48,7 +48,7 @@ def find(folder: str | os.PathLike[str], *, dtype: str | None = None) -> Folder:
         return Folder(path, base, dataclasses.replace(config.decode, **PLAIN), None, config)
     if (path / "path.json").exists():
         name = str(folder) if (path / "config.json").exists() else model_folder.base_name(path)
-        return Folder(path, _base({"name": name}, dtype), DecodeConfig(), model_folder.path_config(path), None)
+        return Folder(path, _base({"name": name}, dtype), DecodeConfig(), model_folder.read_path_config(path), None)
     return Folder(path, _base({"name": str(folder)}, dtype), DecodeConfig(**PLAIN), None, None)
 
 
@@ -67,7 +67,7 @@ def load(
       InputError: for anything that is missing, malformed or does not fit.
     """
     found = find(folder, dtype=dtype)
-    mesh = runtime.start(MeshConfig()) if mesh is None else mesh
+    mesh = runtime.start_jax(MeshConfig()) if mesh is None else mesh
     base = model_folder.find_base(found.base)
     if found.trained is not None:
         step = newest_step(found) if step is None else step
@@ -102,7 +102,7 @@ def newest_step(found: Folder) -> int | None:
     return step
 
 
-def _restore(found: Folder, config: Config, base: model_folder.FoundBase, mesh: Mesh, *, step: int | None) -> Any:
+def _restore(found: Folder, config: Config, base: model_folder.BaseFiles, mesh: Mesh, *, step: int | None) -> Any:
     assert step is not None
     checkpoints, method = Checkpoints(found.path / "checkpoints"), method_of(config)
     declared = sharding.abstract(method.declare(base.architecture), mesh)

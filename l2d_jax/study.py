@@ -55,13 +55,13 @@ def main() -> None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, validation_split=options.split))
     rows.keep_quiet()
     folders = {name: find(model, dtype=config.model.dtype) for name, model in options.models}
-    mesh = runtime.start(config.mesh)
+    mesh = runtime.start_jax(config.mesh)
     options.out.mkdir(parents=True, exist_ok=True)
     about = {name: _describe(folder, options, config) for name, folder in folders.items()}
     known = {name: _read_known(options.out / f"{name}.json", about[name]) for name in names}
 
     def measured(name: str, model: str) -> dict[str, Any]:
-        processes.report(f"measuring {name}: {model}")
+        processes.print_once(f"measuring {name}: {model}")
         loaded = load(model, mesh=mesh, dtype=config.model.dtype, step=about[name]["step"])
         found = {"about": about[name], "trained": _trained_parameters(folders[name], loaded)}
         found |= _measure_model(loaded, config, options.solvers, options.budgets, mesh)

@@ -53,7 +53,7 @@ def main() -> int | None:
         print(variant_table(options.config))
         return 0
     if options.dry_run:
-        mesh = runtime.start(config.mesh)
+        mesh = runtime.start_jax(config.mesh)
         print(cost_tables.cost_table(config, model_folder.read_architecture(config.model), mesh))
         return 0
     if options.workdir is None:
@@ -77,7 +77,7 @@ def train(config: Config, workdir: Path, *, preemption: Preemption) -> bool:
 def train_on(mesh: Mesh, config: Config, workdir: Path, *, preemption: Preemption) -> bool:
     """Train in a workdir that process 0 holds, as `train` does."""
     base, training, held_out = processes.take_turns(partial(read_inputs, config))
-    processes.report(f"training examples: {training.describe()}; validation examples: {held_out.counts}")
+    processes.print_once(f"training examples: {training.describe()}; validation examples: {held_out.counts}")
     steps = config.train.steps or max(1, math.ceil(config.train.epochs * training.rows / config.train.batch_size))
     profiler.check_steps(config.profile, steps)
 
@@ -95,7 +95,7 @@ def train_on(mesh: Mesh, config: Config, workdir: Path, *, preemption: Preemptio
     if start:
         found = checkpoints.restore(start, parts_of(state, config))
         state = TrainState(found[method.part], found["optimizer"], found.get("loss_by_time"))
-        processes.report(f"resuming after step {start}")
+        processes.print_once(f"resuming after step {start}")
     measured = processes.decide(partial(is_measured, workdir, start))  # a run that was cut off may not have come to it
     metrics = Metrics(workdir, start=start, total=steps, silent=not processes.is_first())
 
@@ -147,7 +147,7 @@ def train_on(mesh: Mesh, config: Config, workdir: Path, *, preemption: Preemptio
     finish(checkpoints, metrics)
     if stopped:
         kept = "the newest checkpoint is from before a skipped update" if owed else f"step {step} is saved"
-        processes.report(f"stopped by SIGTERM: {kept}, and the same command goes on from there")
+        processes.print_once(f"stopped by SIGTERM: {kept}, and the same command goes on from there")
         return False
     export(state.trained, config, workdir, mesh)
     return True
@@ -156,7 +156,7 @@ def train_on(mesh: Mesh, config: Config, workdir: Path, *, preemption: Preemptio
 def prepare(config: Config, workdir: Path, held: contextlib.ExitStack) -> Mesh:
     """Start JAX, then claim the workdir and keep it `held`; raises `InputError`, before any model or data is read."""
     rows.keep_quiet()
-    mesh = runtime.start(config.mesh)
+    mesh = runtime.start_jax(config.mesh)
 
     def check() -> dict[str, Any]:
         check_batch(config.train, mesh)
@@ -170,11 +170,11 @@ def prepare(config: Config, workdir: Path, held: contextlib.ExitStack) -> Mesh:
     if changed:
         raise InputError(f"process 0 runs another config: {'; '.join(changed[:5])}: start the same command everywhere")
     if config.train.method != "l2d" and config.validation.budgets != (1,):
-        processes.report("validation is at a budget of 1: a language model without a path has no other")
+        processes.print_once("validation is at a budget of 1: a language model without a path has no other")
     return mesh
 
 
-def read_inputs(config: Config) -> tuple[model_folder.FoundBase, Examples, Examples]:
+def read_inputs(config: Config) -> tuple[model_folder.BaseFiles, Examples, Examples]:
     """The files of the base model, checked, with the examples for training and validation; raises `InputError`."""
     base = model_folder.find_base(config.model)
     if base.tokenizer is None:

@@ -140,14 +140,14 @@ def stream(
         state, new = decode.decode(model, state, steps=CHUNK, draws=settings.draws, **options)
         left = settings.max_new_tokens - number * CHUNK
         piece = []
-        for i, row in enumerate(processes.gather(new)[:, :left].tolist()):
+        for i, row in enumerate(processes.gather_array(new)[:, :left].tolist()):
             stop = next((j for j, token in enumerate(row) if token in ends), None)
             is_last = stop is not None or number == chunks - 1
             new_ids, is_stopped = ([], True) if finished[i] else search.add(i, row[:stop], is_last=is_last)
             piece.append(new_ids)
             finished[i] = finished[i] or stop is not None or is_stopped
         state = dataclasses.replace(state, done=jnp.array(finished))
-        broken = np.flatnonzero(processes.gather(state.broken)).tolist()
+        broken = np.flatnonzero(processes.gather_array(state.broken)).tolist()
         finished = [end or i in broken for i, end in enumerate(finished)]
         yield piece
         if all(finished):

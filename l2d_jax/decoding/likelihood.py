@@ -94,7 +94,7 @@ def score(
         jnp.arange(len(prompts)) if numbers is None else jnp.array(numbers),
         None if labels is None else jnp.asarray(labels, jnp.int32),
     )
-    chances, likeliest = map(processes.gather, found)
+    chances, likeliest = map(processes.gather_array, found)
     return [
         _summary(chances[:, i, : len(answer), 0].astype(np.float64), likeliest[i, : len(answer)])
         for i, answer in enumerate(answers)
@@ -145,7 +145,7 @@ def rank(
         jnp.arange(len(prompts)) if numbers is None else jnp.array(numbers),
         None if labels is None else jnp.asarray(labels, jnp.int32),
     )
-    mean = np.logaddexp.reduce(processes.gather(chances)[:, :, 0].astype(np.float64), axis=0) - np.log(draws)
+    mean = np.logaddexp.reduce(processes.gather_array(chances)[:, :, 0].astype(np.float64), axis=0) - np.log(draws)
     return [row[: len(own)] for row, own in zip(mean, options, strict=True)]
 
 

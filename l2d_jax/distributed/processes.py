@@ -71,13 +71,13 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def report(line: str) -> None:
+def print_once(line: str) -> None:
     """Print a line, on process 0 alone."""
     if is_first():
         print(line, flush=True)
 
 
-def progress(total: int, what: str, *, done: int = 0, unit: str = "it", is_silent: bool = False) -> Any:
+def progress_bar(total: int, what: str, *, done: int = 0, unit: str = "it", is_silent: bool = False) -> Any:
     """A progress bar with its estimate of the time that is left, on a terminal and on process 0 alone."""
     is_hidden = is_silent or not is_first()
     return tqdm(total=total, initial=done, desc=what, unit=unit, disable=True if is_hidden else None)
@@ -105,7 +105,7 @@ def decide(function: Callable[[], Any]) -> Any:
     return outcome["value"]
 
 
-def gather(array: Any) -> np.ndarray:
+def gather_array(array: Any) -> np.ndarray:
     """The whole of an array, on every process."""
     return np.asarray(array if jax.process_count() == 1 else multihost_utils.process_allgather(array, tiled=True))
 

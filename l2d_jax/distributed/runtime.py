@@ -12,7 +12,7 @@ from l2d_jax.distributed.sharding import make_mesh
 from l2d_jax.files import cache_folder
 
 
-def start(config: MeshConfig) -> Mesh:
+def start_jax(config: MeshConfig) -> Mesh:
     """Turn on the persistent compilation cache, join the other processes where there are any, make and set the mesh.
 
     It can be called again, for another mesh. Raises `InputError` if the sizes do not fit.

@@ -175,7 +175,7 @@ def platform() -> str:
     return jax.default_backend() if device is None or device.platform is None else str(device.platform)
 
 
-def local_rows(mesh: Mesh, count: int, devices: Iterable[jax.Device] | None = None) -> list[int]:
+def rows_on_devices(mesh: Mesh, count: int, devices: Iterable[jax.Device] | None = None) -> list[int]:
     """The rows of a batch of `count` that lie on `devices` (None: those of this process), in rising order.
 
     Processes whose devices differ in the `tensor` axis alone hold the same rows.

@@ -132,7 +132,7 @@ class Harness(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type Any w
         for index, request in enumerate(requests):
             groups[json.dumps(request.args[1], sort_keys=True)].append(index)
         texts: dict[int, str] = {}
-        with processes.progress(len(requests), "answers", is_silent=disable_tqdm) as bar:
+        with processes.progress_bar(len(requests), "answers", is_silent=disable_tqdm) as bar:
             for group in groups.values():
                 asked = read_generation(requests[group[0]].args[1], self._asking)
                 room = self._positions - asked.settings.max_new_tokens
@@ -186,7 +186,7 @@ class Harness(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type Any w
         """Log-likelihood of each (text, context, continuation), and whether each of its tokens is the likeliest."""
         found: dict[int, tuple[float, bool]] = {}
         lengths = [len(context) + len(answer) for _, context, answer in requests]
-        with processes.progress(len(requests), "likelihoods", is_silent=disable_tqdm) as bar:
+        with processes.progress_bar(len(requests), "likelihoods", is_silent=disable_tqdm) as bar:
             for batch, rows in batches(lengths, self._asking.batch_size):
                 contexts, answers = zip(*(requests[i][1:] for i in rows), strict=True)
                 scores = score(

@@ -63,7 +63,7 @@ def _run_programs(programs: Sequence[Program]) -> list[Verdict]:
 
 
 def make_plans(
-    tasks: Sequence[Task], options: argparse.Namespace, decode: DecodeConfig, base: model_folder.FoundBase
+    tasks: Sequence[Task], options: argparse.Namespace, decode: DecodeConfig, base: model_folder.BaseFiles
 ) -> list[TaskPlan]:
     """A plan for each task and budget, with its problems read and encoded; raises `InputError`."""
     if base.tokenizer is None:
@@ -77,7 +77,7 @@ def make_plans(
         if options.data_dir is None and options.prompts == "paper" and set(given.values()) == {None}:
             task.check_size(problems)  # the paper's whole split
         encoded = [EncodedProblem(*pair) for pair in encode_problems(problems, base.tokenizer)]
-        processes.report(
+        processes.print_once(
             f"{task.name}: {len(encoded)} problems, {len(problems) - len(encoded)} dropped for their length"
         )
         for budget in options.budget or [decode.budget]:

@@ -103,7 +103,7 @@ def evaluate_task(
         shared = shared_tokens([one.ids for one in encoded])
         answered = _completed(loaded, remaining, settings, protocol, shared=shared)
     began, count = time.monotonic(), 0
-    with processes.progress(len(encoded), task.name, done=len(encoded) - len(remaining), unit="problem") as shown:
+    with processes.progress_bar(len(encoded), task.name, done=len(encoded) - len(remaining), unit="problem") as shown:
         for batch in answered:
             count += sum(tokens for _, tokens in batch.values())
             if opened:

@@ -39,7 +39,7 @@ from l2d_jax.files import read_json
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.llm import LLM
 from l2d_jax.weights import model_folder
-from l2d_jax.weights.locate import follow
+from l2d_jax.weights.locate import find_base_and_adapters
 
 TOLERANCE = 1e-4  # of a logit, relative to the largest one or to 1
 ROUNDINGS = 10  # of theirs, that a logit may differ by
@@ -92,7 +92,7 @@ def compare(model: str, *, length: int | None = None, dtype: str = "float32") ->
         raise InputError(
             f"the base of {model} is random weights, which transformers cannot read: give a model in files"
         )
-    lineage = follow(base.name)
+    lineage = find_base_and_adapters(base.name)
     folder = lineage.folder
     if lineage.adapters:
         raise InputError(
@@ -102,7 +102,7 @@ def compare(model: str, *, length: int | None = None, dtype: str = "float32") ->
     found = model_folder.find_base(base)
     rows = choose_rows(found.architecture, found.tokenizer, length=length)
     theirs = _their_logits(folder, rows)
-    llm = found.load(dtype=dtype, mesh=runtime.start(MeshConfig()))
+    llm = found.load(dtype=dtype, mesh=runtime.start_jax(MeshConfig()))
     doubtful: list[Comparison] = []
     for name, logits in _our_logits(llm, rows):
         row = measure(name, logits, theirs[name])._replace(is_coarse=dtype != "float32")

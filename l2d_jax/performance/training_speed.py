@@ -32,7 +32,7 @@ def measure_training(config: Config, mesh: Mesh) -> dict[str, Any]:
     check_batch(config.train, mesh)
     architecture = model_folder.read_architecture(config.model)
     method = method_of(config)
-    trained, frozen = method.begin(model_folder.FoundBase(architecture, None, (), None), mesh)
+    trained, frozen = method.begin(model_folder.BaseFiles(architecture, None, (), None), mesh)
     adam = optimizer(config.optim, config.optim.peak_rate)
     state = begin(adam, trained, mesh, seen=time_density.nothing_seen(config.train))
     step = make_step(adam, config.train, state, mesh, objective=method.objective())

@@ -48,7 +48,7 @@ class Method(abc.ABC):
         return LLM.declare(architecture, dtype=self.config.model.dtype)
 
     @abc.abstractmethod
-    def begin(self, base: model_folder.FoundBase, mesh: Mesh) -> tuple[Any, LLM | None]:
+    def begin(self, base: model_folder.BaseFiles, mesh: Mesh) -> tuple[Any, LLM | None]:
         """Both trees, with their initial values."""
 
     @abc.abstractmethod
@@ -62,7 +62,7 @@ class Method(abc.ABC):
         """Both trees as training sees them."""
 
     @abc.abstractmethod
-    def open(self, base: model_folder.FoundBase, trained: Any, mesh: Mesh) -> Model:
+    def open(self, base: model_folder.BaseFiles, trained: Any, mesh: Mesh) -> Model:
         """What was trained, as its users see it."""
 
     @abc.abstractmethod
@@ -80,7 +80,7 @@ class Method(abc.ABC):
         """The report of a validation; a model without a path has a budget of 1, whatever `budgets` are."""
         return validate(self.model(trained, frozen), batches, self.config, budgets=budgets)
 
-    def load(self, base: model_folder.FoundBase, mesh: Mesh, *, adapter: LLMAdapter | None = None) -> LLM:
+    def load(self, base: model_folder.BaseFiles, mesh: Mesh, *, adapter: LLMAdapter | None = None) -> LLM:
         """The language model in the config's type, with an adapter added to it if one is given."""
         return base.load(dtype=self.config.model.dtype, mesh=mesh, seed=self.config.train.seed, adapter=adapter)
 
@@ -94,7 +94,7 @@ class L2D(Method):
     def declare(self, architecture: Architecture) -> DiffusionPath:
         return DiffusionPath.declare(self.config.path, architecture)
 
-    def begin(self, base: model_folder.FoundBase, mesh: Mesh) -> tuple[DiffusionPath, LLM]:
+    def begin(self, base: model_folder.BaseFiles, mesh: Mesh) -> tuple[DiffusionPath, LLM]:
         llm = self.load(base, mesh)
         return model_folder.new_path(self.config.path, llm, mesh, seed=self.config.train.seed), llm
 
@@ -113,7 +113,7 @@ class L2D(Method):
         assert frozen is not None
         return Model.build(frozen, trained)
 
-    def open(self, base: model_folder.FoundBase, trained: DiffusionPath, mesh: Mesh) -> Model:
+    def open(self, base: model_folder.BaseFiles, trained: DiffusionPath, mesh: Mesh) -> Model:
         return Model.build(self.load(base, mesh), trained)
 
     def export(self, folder: Path, trained: DiffusionPath, mesh: Mesh) -> None:
@@ -129,7 +129,7 @@ class LoRA(Method):
     def declare(self, architecture: Architecture) -> LLMAdapter:
         return LLMAdapter.declare(self.config.lora, LLM.declare(architecture, dtype="float32").layers)
 
-    def begin(self, base: model_folder.FoundBase, mesh: Mesh) -> tuple[LLMAdapter, LLM]:
+    def begin(self, base: model_folder.BaseFiles, mesh: Mesh) -> tuple[LLMAdapter, LLM]:
         key = jax.random.key(self.config.train.seed)
         return initialize(self.declare(base.architecture), key, mesh), self.load(base, mesh)
 
@@ -142,7 +142,7 @@ class LoRA(Method):
         assert frozen is not None
         return Model.build(dataclasses.replace(frozen, adapter=trained), None)
 
-    def open(self, base: model_folder.FoundBase, trained: LLMAdapter, mesh: Mesh) -> Model:
+    def open(self, base: model_folder.BaseFiles, trained: LLMAdapter, mesh: Mesh) -> Model:
         return Model.build(self.load(base, mesh, adapter=trained), None)
 
     def export(self, folder: Path, trained: LLMAdapter, mesh: Mesh) -> None:
@@ -161,7 +161,7 @@ class Full(Method):
     def declare_frozen(self, architecture: Architecture) -> None:
         return None
 
-    def begin(self, base: model_folder.FoundBase, mesh: Mesh) -> tuple[LLM, None]:
+    def begin(self, base: model_folder.BaseFiles, mesh: Mesh) -> tuple[LLM, None]:
         return base.load(dtype="float32", mesh=mesh, seed=self.config.train.seed), None
 
     def loss(
@@ -173,8 +173,8 @@ class Full(Method):
     def model(self, trained: LLM, frozen: LLM | None) -> Model:
         return Model.build(dataclasses.replace(trained, products=self.config.model.dtype), None)
 
-    def open(self, base: model_folder.FoundBase, trained: LLM, mesh: Mesh) -> Model:
-        return Model.build(model_folder.bring(trained, dtype=self.config.model.dtype, mesh=mesh), None)
+    def open(self, base: model_folder.BaseFiles, trained: LLM, mesh: Mesh) -> Model:
+        return Model.build(model_folder.cast_llm(trained, dtype=self.config.model.dtype, mesh=mesh), None)
 
     def export(self, folder: Path, trained: LLM, mesh: Mesh) -> None:
         export.save_llm(folder, trained, self.config.model, mesh=mesh)

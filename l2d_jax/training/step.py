@@ -140,7 +140,7 @@ def check_batch(config: TrainConfig, mesh: Mesh) -> None:
 def local_rows(config: TrainConfig, mesh: Mesh) -> list[int]:
     """The rows of a batch that `micro_batches` wants of this process, in its order."""
     micro = config.batch_size // config.accumulation
-    held = sharding.local_rows(mesh, micro)
+    held = sharding.rows_on_devices(mesh, micro)
     return [first + row for first in range(0, config.batch_size, micro) for row in held]
 
 

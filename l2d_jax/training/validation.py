@@ -87,13 +87,13 @@ def measure(model: Model, batches: Iterable[Batch], config: Config, settings: Ma
         context = _context(model, batch)
         values: dict[str, Any] = {}
         if model.path is not None:
-            losses = processes.gather(_loss_by_bin(model, context, batch, batch_key, chunk=chunk, bins=bins))
+            losses = processes.gather_array(_loss_by_bin(model, context, batch, batch_key, chunk=chunk, bins=bins))
             values = {f"loss{i}": losses[i] for i in range(bins)} | {"loss": losses.mean(axis=0)}
         keys = jax.random.split(batch_key, len(batch.tokens))
         for name, setting in settings.items():
             scores = _scores(model, context, batch, setting, keys, chunk=chunk)
-            values |= {f"{kind}@{name}": processes.gather(value) for kind, value in scores.items()}
-        tally.add(processes.gather(batch.weights), values)
+            values |= {f"{kind}@{name}": processes.gather_array(value) for kind, value in scores.items()}
+        tally.add(processes.gather_array(batch.weights), values)
     return tally
 
 
@@ -127,6 +127,6 @@ def validate(
 def placed_in_order(examples: Examples, batch_size: int, mesh: Mesh) -> Iterator[Batch]:
     """Each example once, in batches on the mesh, which are filled up so that it divides them."""
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
-    held = sharding.local_rows(mesh, -(-batch_size // shards) * shards)
+    held = sharding.rows_on_devices(mesh, -(-batch_size // shards) * shards)
     place = partial(jax.make_array_from_process_local_data, sharding.batch_sharding(mesh))
     return (jax.tree.map(place, batch) for batch in examples.in_order(batch_size, rows=held))

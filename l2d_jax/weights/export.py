@@ -29,7 +29,7 @@ from l2d_jax.model.architecture import SUPPORTED, Architecture
 from l2d_jax.model.llm import LLM
 from l2d_jax.model.lora import LLMAdapter
 from l2d_jax.weights import mapping, model_folder, peft, release
-from l2d_jax.weights.locate import Lineage, absolute_name, follow, locate
+from l2d_jax.weights.locate import BaseAndAdapters, absolute_name, find_base_and_adapters, locate
 from l2d_jax.weights.mapping import TensorSource
 from l2d_jax.weights.safetensors_file import write_safetensors
 
@@ -43,7 +43,7 @@ class Parts:
     """What a model folder holds, checked; its weights are read when they are needed."""
 
     name: str  # as the user gave it
-    lineage: Lineage  # of the language model
+    lineage: BaseAndAdapters  # of the language model
     architecture: Architecture
     llm: TensorSource  # each tensor in the type of its file, with its adapters
     path: tuple[PathConfig, TensorSource] | None
@@ -53,12 +53,12 @@ class Parts:
         """Find all parts of a model folder or of a workdir's export; raises `InputError` for what does not fit."""
         given = locate(name)
         if (given / "checkpoints").is_dir():
-            given = given / "export"
+            given = given / "export_model"
             if not given.is_dir():
                 raise InputError(f"{name} has no export yet: finish the training by the same command again")
         has_path = (given / "path.json").exists()
         is_alone = has_path and not (given / "config.json").exists()
-        lineage = follow(model_folder.base_name(given) if is_alone else str(given))
+        lineage = find_base_and_adapters(model_folder.base_name(given) if is_alone else str(given))
         architecture = Architecture.from_hf(read_json(lineage.folder / "config.json"))
         path = model_folder.find_path(given, architecture) if has_path else None
         llm = peft.Rounded(model_folder.open_weights(lineage, architecture))
@@ -71,7 +71,7 @@ class Parts:
         return self.path
 
 
-def export(model: str, out: Path, *, format: str, as_torch: bool = False) -> None:
+def export_model(model: str, out: Path, *, format: str, as_torch: bool = False) -> None:
     """Write a model in one of `FORMATS`, complete or not at all.
 
     Args:
@@ -90,7 +90,7 @@ def export(model: str, out: Path, *, format: str, as_torch: bool = False) -> Non
         FORMATS[format](parts, partial_folder, "pytorch_model.bin" if as_torch else "l2d.safetensors")
 
 
-def copy_texts(lineage: Lineage, out: Path) -> None:
+def copy_texts(lineage: BaseAndAdapters, out: Path) -> None:
     """Copy config, tokenizer and chat template of a language model."""
     for folder in dict.fromkeys((lineage.folder, lineage.texts)):
         for pattern in KEPT:
@@ -101,7 +101,7 @@ def copy_texts(lineage: Lineage, out: Path) -> None:
 
 def write_llm(llm: TensorSource, architecture: Architecture, out: Path) -> None:
     """Write the language model's weights, each in the type it has there."""
-    names = mapping.expected(LLM.declare(architecture, dtype=np.float32), mapping.LLM_ROWS)
+    names = mapping.tensor_shapes(LLM.declare(architecture, dtype=np.float32), mapping.LLM_ROWS)
     write_safetensors(out, ((name, partial(llm.read, name)) for name in names))
 
 
@@ -118,7 +118,7 @@ def save_llm(folder: Path, trained: LLM, base: ModelConfig, *, mesh: Mesh) -> No
 
     Its weights are of the type of the products that it was trained with; its texts are those of its base.
     """
-    trained = model_folder.bring(trained, dtype=base.dtype, mesh=mesh)
+    trained = model_folder.cast_llm(trained, dtype=base.dtype, mesh=mesh)
     tensors = mapping.tensors(trained, mapping.LLM_ROWS)
     if not processes.is_first():
         for _, make in tensors:  # process 0 needs the parts that are here
@@ -129,7 +129,7 @@ def save_llm(folder: Path, trained: LLM, base: ModelConfig, *, mesh: Mesh) -> No
         given = dict(base.architecture or {})
         raw = {"model_type": _family(Architecture.from_hf(given))} | given
     else:
-        lineage = follow(base.name)
+        lineage = find_base_and_adapters(base.name)
         copy_texts(lineage, folder)
         raw = read_json(lineage.folder / "config.json")
     kind = {"torch_dtype" if "torch_dtype" in raw else "dtype": base.dtype}
@@ -139,14 +139,14 @@ def save_llm(folder: Path, trained: LLM, base: ModelConfig, *, mesh: Mesh) -> No
 
 def _release(parts: Parts, out: Path, file: str) -> None:
     config, path = parts.require_path()
-    _write_release(parts, out / file, dict(release.named(path, path.names())), config)
+    _write_release(parts, out / file, dict(release.lazy_tensors(path, path.names())), config)
 
 
 def _full_release(parts: Parts, out: Path, file: str) -> None:
     config, path = parts.require_path()
     if config.layers == "dense":
         raise InputError(f"the path of {parts.name} has full weights already: export it with --format l2d")
-    trained = release.merge(parts.llm, path, parts.architecture, config)
+    trained = release.merge_lora(parts.llm, path, parts.architecture, config)
     _write_release(parts, out / file, trained, replace(config, layers="dense"))
 
 

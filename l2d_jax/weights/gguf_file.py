@@ -23,7 +23,7 @@ STRING, ARRAY = 8, 9  # the two other kinds of metadata
 
 
 @dataclass(frozen=True)
-class TensorRecord:
+class QuantizedTensor:
     """Where one tensor lies, and how it is quantised."""
 
     kind: gguf.GGMLQuantizationType
@@ -38,7 +38,7 @@ class GGUFFile:
 
     path: Path
     metadata: Mapping[str, Any]
-    tensors: Mapping[str, TensorRecord]
+    tensors: Mapping[str, QuantizedTensor]
 
     @classmethod
     def open(cls, path: Path) -> "GGUFFile":
@@ -85,7 +85,7 @@ class _Cursor:
     size: int  # bytes
     position: int = 0
 
-    def contents(self) -> tuple[dict[str, Any], dict[str, TensorRecord]]:
+    def contents(self) -> tuple[dict[str, Any], dict[str, QuantizedTensor]]:
         if self.take(4) != b"GGUF" or self.number("<I") not in (2, 3):
             raise InputError(f"{self.path} is not a GGUF file of version 2 or 3: check the path")
         tensor_count, value_count = self.number("<Q"), self.number("<Q")
@@ -109,7 +109,7 @@ class _Cursor:
         """Extents (fastest first), kind and offset of a tensor."""
         return [self.number("<Q") for _ in range(self.number("<I"))], self.number("<I"), self.number("<Q")
 
-    def record(self, name: str, start: int, extents: list[int], kind: int, offset: int) -> TensorRecord:
+    def record(self, name: str, start: int, extents: list[int], kind: int, offset: int) -> QuantizedTensor:
         if kind not in gguf.GGML_QUANT_SIZES:
             raise self.malformed(f"{name} is of the unknown kind {kind}")
         block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
@@ -118,7 +118,7 @@ class _Cursor:
         end = start + offset + math.prod(extents) // block * block_bytes
         if end > self.size:
             raise self.malformed(f"{name} ends at byte {end} of {self.size} (truncated?)")
-        return TensorRecord(gguf.GGMLQuantizationType(kind), tuple(reversed(extents)), start + offset, end)
+        return QuantizedTensor(gguf.GGMLQuantizationType(kind), tuple(reversed(extents)), start + offset, end)
 
     def take(self, count: int) -> bytes:
         self.position += count

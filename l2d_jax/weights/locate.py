@@ -68,7 +68,7 @@ def _converted(path: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class Lineage:
+class BaseAndAdapters:
     """The parts of a language model, none of which has been read."""
 
     folder: Path  # of config and weights
@@ -81,7 +81,7 @@ class Lineage:
         return next((folder for folder in reversed(folders) if (folder / "tokenizer.json").exists()), self.folder)
 
 
-def follow(name: str) -> Lineage:
+def find_base_and_adapters(name: str) -> BaseAndAdapters:
     """The lineage of a folder, hub id or GGUF file; raises `InputError` where a folder of the chain is missing."""
     adapters: list[Path] = []
     folder = _locate(name, adapters)
@@ -89,10 +89,10 @@ def follow(name: str) -> Lineage:
         if folder in adapters:
             raise InputError(f"{folder} is its own base: mend base_model_name_or_path in its {peft.CONFIG}")
         adapters.insert(0, folder)
-        folder = _locate(named_base(folder / peft.CONFIG, "base_model_name_or_path"), adapters)
+        folder = _locate(read_base_name(folder / peft.CONFIG, "base_model_name_or_path"), adapters)
     if peft.has_adapter(folder):
         adapters.insert(0, folder)
-    return Lineage(folder, tuple(adapters))
+    return BaseAndAdapters(folder, tuple(adapters))
 
 
 def absolute_name(name: str) -> str:
@@ -103,7 +103,7 @@ def absolute_name(name: str) -> str:
 
 
 def base_record(name: str, folder: Path) -> dict[str, str]:
-    """What a file in `folder` records of a base, so that it can be found from any working directory: see `named_base`.
+    """The entries by which a file in `folder` names a base, wherever the file is read from: see `read_base_name`.
 
     A local base is recorded by its absolute path, which holds when the folder alone is moved, and by the path from the
     folder, which holds when both are moved together, or are mounted elsewhere. A hub id stays as it is.
@@ -113,7 +113,7 @@ def base_record(name: str, folder: Path) -> dict[str, str]:
     return {"base": absolute, **nearby}
 
 
-def named_base(file: Path, key: str = "base", *, what: str | None = None) -> str:
+def read_base_name(file: Path, key: str = "base", *, what: str | None = None) -> str:
     """The base that a file names under a key.
 
     Where the file has no `base_from_here` (PEFT's, and those of former versions), a path is relative to the working

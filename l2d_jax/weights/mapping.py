@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -181,12 +181,14 @@ def leaves(tree: Any, rows: Iterable[Row]) -> list[Leaf]:
     return [found[path] for path in by_path]
 
 
-def expected(tree: Any, rows: Iterable[Row]) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(tree: Any, rows: Iterable[Row]) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of theirs that a tree of ours corresponds to."""
     return {name: leaf.row.their_shape(leaf.layer_shape) for leaf in leaves(tree, rows) for name in leaf.names()}
 
 
-def check(source: TensorSource, shapes: dict[str, tuple[int, ...]], *, ignored: frozenset[str] = frozenset()) -> None:
+def check_tensors(
+    source: TensorSource, shapes: dict[str, tuple[int, ...]], *, ignored: frozenset[str] = frozenset()
+) -> None:
     """Raise one `InputError` that names every missing, extra and misshaped tensor (the first few of each)."""
     present = source.names()
     misshaped = [
@@ -204,7 +206,7 @@ def check(source: TensorSource, shapes: dict[str, tuple[int, ...]], *, ignored: 
         raise InputError(f"the tensors do not fit the architecture: {text}: take weights and config.json of one model")
 
 
-def load(declared: Any, source: TensorSource, mesh: Mesh, *, rows: Iterable[Row]) -> Any:
+def load_tree(declared: Any, source: TensorSource, mesh: Mesh, *, rows: Iterable[Row]) -> Any:
     """The tree of arrays on `mesh`, in the declared types, each shard read alone."""
     found = leaves(declared, rows)
     placements = jax.tree.leaves(sharding.shardings(declared, mesh))
@@ -246,8 +248,3 @@ def _reader(leaf: Leaf, source: TensorSource) -> Callable[[tuple[slice, ...] | N
 
 def _some(names: list[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def at(tree: Any, path: str) -> Any:
-    """The attribute of a module at a dotted path."""
-    return reduce(getattr, path.split("."), tree)

@@ -29,7 +29,7 @@ from l2d_jax.model.llm import LLM
 from l2d_jax.model.lora import LLMAdapter, merge
 from l2d_jax.model.quantization import quantize
 from l2d_jax.weights import mapping
-from l2d_jax.weights.locate import NEARBY, Lineage, base_record, follow, named_base
+from l2d_jax.weights.locate import NEARBY, BaseAndAdapters, base_record, find_base_and_adapters, read_base_name
 from l2d_jax.weights.mapping import TensorSource
 from l2d_jax.weights.peft import Adapted, Adapter
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_file
@@ -38,7 +38,7 @@ BASE = "base.json"  # of a workdir whose base is a local folder or file: where t
 
 
 @dataclass(frozen=True)
-class FoundBase:
+class BaseFiles:
     """A base model all of whose files have been checked, before any weight is read."""
 
     architecture: Architecture
@@ -52,14 +52,14 @@ class FoundBase:
         if self.source is None:
             llm: LLM = sharding.initialize(declared, jax.random.key(seed), mesh)
         else:
-            llm = mapping.load(declared, self.source, mesh, rows=mapping.LLM_ROWS)
+            llm = mapping.load_tree(declared, self.source, mesh, rows=mapping.LLM_ROWS)
         if adapter is not None:
             placed = sharding.shardings(declared.layers, mesh)
             llm = dataclasses.replace(llm, layers=jax.jit(merge, out_shardings=placed)(llm.layers, adapter))
-        return bring(llm, dtype=dtype, mesh=mesh)
+        return cast_llm(llm, dtype=dtype, mesh=mesh)
 
 
-def bring(llm: LLM, *, dtype: str, mesh: Mesh) -> LLM:
+def cast_llm(llm: LLM, *, dtype: str, mesh: Mesh) -> LLM:
     """A model of floating-point weights in another type; int8 gives up the arrays that it replaces."""
     declared = LLM.declare(llm.architecture, dtype="bfloat16" if dtype == "int8" else dtype)
     if llm.embed.dtype != declared.embed.dtype:
@@ -76,10 +76,10 @@ def read_architecture(config: ModelConfig) -> Architecture:
     """The architecture from the config where it is given, otherwise from the weights' folder; reads no weight."""
     if config.architecture is not None:
         return Architecture.from_hf(config.architecture)
-    return Architecture.from_hf(read_json(follow(config.name).folder / "config.json"))
+    return Architecture.from_hf(read_json(find_base_and_adapters(config.name).folder / "config.json"))
 
 
-def find_base(config: ModelConfig) -> FoundBase:
+def find_base(config: ModelConfig) -> BaseFiles:
     """Find and check the files of the base model.
 
     Raises `InputError` for a missing or malformed folder, tensors that do not fit the architecture, and an
@@ -87,8 +87,8 @@ def find_base(config: ModelConfig) -> FoundBase:
     """
     if config.name == "random":
         made = byte_tokenizer()
-        return FoundBase(read_architecture(config), made, stop_ids(made), None)
-    lineage = follow(config.name)
+        return BaseFiles(read_architecture(config), made, stop_ids(made), None)
+    lineage = find_base_and_adapters(config.name)
     folder = lineage.folder
     raw = read_json(folder / "config.json")
     architecture = Architecture.from_hf(raw)
@@ -99,12 +99,12 @@ def find_base(config: ModelConfig) -> FoundBase:
         )
     source = open_weights(lineage, architecture)
     tokenizer = load_tokenizer(lineage.texts) if (lineage.texts / "tokenizer.json").exists() else None
-    return FoundBase(architecture, tokenizer, _ends(folder, raw, tokenizer), source)
+    return BaseFiles(architecture, tokenizer, _ends(folder, raw, tokenizer), source)
 
 
 def random_base(architecture: Architecture, mesh: Mesh, *, dtype: str) -> LLM:
     """Random weights, for measuring."""
-    return FoundBase(architecture, None, (), None).load(dtype=dtype, mesh=mesh)
+    return BaseFiles(architecture, None, (), None).load(dtype=dtype, mesh=mesh)
 
 
 def new_path(config: PathConfig, llm: LLM, mesh: Mesh, *, seed: int) -> DiffusionPath:
@@ -113,7 +113,7 @@ def new_path(config: PathConfig, llm: LLM, mesh: Mesh, *, seed: int) -> Diffusio
     return start_from(path, llm) if config.layers == "dense" and config.dense_init == "lm" else path
 
 
-def open_weights(lineage: Lineage, architecture: Architecture) -> TensorSource:
+def open_weights(lineage: BaseAndAdapters, architecture: Architecture) -> TensorSource:
     """The LM's tensors, with its adapters added as they are read; raises `InputError` for what does not fit."""
     source: TensorSource = SafetensorsFolder.open(lineage.folder)
     check_llm(source, architecture)
@@ -127,10 +127,10 @@ def check_llm(source: TensorSource, architecture: Architecture) -> list[str]:
 
     The alias of a tied head and the rotary buffers of old exports are passed over.
     """
-    shapes = mapping.expected(LLM.declare(architecture, dtype=np.float32), mapping.LLM_ROWS)
+    shapes = mapping.tensor_shapes(LLM.declare(architecture, dtype=np.float32), mapping.LLM_ROWS)
     alias = {"lm_head.weight"} if architecture.tied else set()
     buffers = {name for name in source.names() if name.endswith("rotary_emb.inv_freq")}
-    mapping.check(source, shapes, ignored=frozenset(alias | buffers))
+    mapping.check_tensors(source, shapes, ignored=frozenset(alias | buffers))
     return list(shapes)
 
 
@@ -167,7 +167,7 @@ def recorded_base(workdir: Path, config: ModelConfig) -> ModelConfig:
     """
     file = workdir / BASE
     try:
-        return dataclasses.replace(config, name=named_base(file)) if file.exists() else config
+        return dataclasses.replace(config, name=read_base_name(file)) if file.exists() else config
     except InputError:
         if Path(config.name).expanduser().exists():  # moved, and found as the config says
             return config
@@ -176,10 +176,10 @@ def recorded_base(workdir: Path, config: ModelConfig) -> ModelConfig:
 
 def base_name(folder: Path) -> str:
     """The base that a path was trained on; raises `InputError` for random weights, which are in no folder."""
-    return named_base(folder / "path.json", what="the base that the path was trained on")
+    return read_base_name(folder / "path.json", what="the base that the path was trained on")
 
 
-def path_config(folder: Path) -> PathConfig:
+def read_path_config(folder: Path) -> PathConfig:
     """The options of a model folder's path; raises `InputError` for those that do not exist or do not go."""
     options = read_json(folder / "path.json").get("path", {})
     config: PathConfig = from_dict(PathConfig, options, prefix=f"{folder}/path.json: path")
@@ -188,16 +188,16 @@ def path_config(folder: Path) -> PathConfig:
 
 def find_path(folder: Path, architecture: Architecture) -> tuple[PathConfig, TensorSource]:
     """The options and the checked tensors of a model folder's path; raises `InputError` naming all that do not fit."""
-    config = path_config(folder)
+    config = read_path_config(folder)
     source = SafetensorsFolder.open_file(folder / "path.safetensors")
-    mapping.check(source, mapping.expected(DiffusionPath.declare(config, architecture), mapping.PATH_ROWS))
+    mapping.check_tensors(source, mapping.tensor_shapes(DiffusionPath.declare(config, architecture), mapping.PATH_ROWS))
     return config, source
 
 
 def load_path(folder: Path, architecture: Architecture, mesh: Mesh) -> DiffusionPath:
     """Read the path of a model folder; raises `InputError` as `find_path` does."""
     config, source = find_path(folder, architecture)
-    return mapping.load(DiffusionPath.declare(config, architecture), source, mesh, rows=mapping.PATH_ROWS)
+    return mapping.load_tree(DiffusionPath.declare(config, architecture), source, mesh, rows=mapping.PATH_ROWS)
 
 
 def _ends(folder: Path, raw: dict[str, Any], tokenizer: PreTrainedTokenizerFast | None) -> tuple[int, ...]:

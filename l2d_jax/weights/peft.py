@@ -87,9 +87,9 @@ class Adapter:
     @classmethod
     def open(cls, folder: Path, architecture: Architecture) -> "Adapter":
         """Raises `InputError` for an option that is not implemented and for tensors that do not fit."""
-        config = read_config(folder / CONFIG)
+        config = read_adapter_config(folder / CONFIG)
         source = SafetensorsFolder.open_file(folder / WEIGHTS)
-        mapping.check(source, expected(config, architecture))
+        mapping.check_tensors(source, adapter_shapes(config, architecture))
         return cls(config, source)
 
     def product(self, layer: str, index: tuple[slice, ...]) -> np.ndarray:
@@ -159,7 +159,7 @@ def has_adapter(folder: Path) -> bool:
     return (folder / CONFIG).exists() or (folder / WEIGHTS).exists()
 
 
-def read_config(file: Path) -> AdapterConfig:
+def read_adapter_config(file: Path) -> AdapterConfig:
     """PEFT's options; raises `InputError` for one that is missing, or that means something else than plain LoRA."""
     raw = read_json(file)
     for name, value in PLAIN.items():
@@ -173,10 +173,10 @@ def read_config(file: Path) -> AdapterConfig:
     return AdapterConfig(rank, float(alpha), tuple(sorted(modules)), bool(raw.get("use_rslora")))
 
 
-def expected(config: AdapterConfig, architecture: Architecture) -> dict[str, tuple[int, ...]]:
+def adapter_shapes(config: AdapterConfig, architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of an adapter."""
     options = LoraConfig(rank=config.rank, modules=config.modules)
-    return mapping.expected(LLMAdapter.declare(options, LLM.declare(architecture, dtype=np.float32).layers), ROWS)
+    return mapping.tensor_shapes(LLMAdapter.declare(options, LLM.declare(architecture, dtype=np.float32).layers), ROWS)
 
 
 def write_adapter(folder: Path, config: AdapterConfig, tensors: Mapping[str, np.ndarray], *, base: str) -> None:

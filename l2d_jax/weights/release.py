@@ -44,7 +44,7 @@ FIXED = {
 SHARED = ("self_attn.{}q_proj", "self_attn.{}o_proj", "mlp.{}gate_proj", "mlp.{}up_proj", "mlp.{}down_proj")
 
 
-def path_config(raw: Mapping[str, Any]) -> PathConfig:
+def parse_hyperparameters(raw: Mapping[str, Any]) -> PathConfig:
     """The path's options from the release's keyword arguments, bare or under `l2d_kwargs`.
 
     Raises `InputError` for an option that is missing or has a value that no published config uses.
@@ -77,7 +77,7 @@ def path_config(raw: Mapping[str, Any]) -> PathConfig:
 
 
 def options(config: PathConfig) -> dict[str, Any]:
-    """The release's keyword arguments for a path: what `path_config` reads."""
+    """The release's keyword arguments for a path: what `parse_hyperparameters` reads."""
     return {
         **FIXED,
         "flow_representation_dim": config.width,
@@ -172,10 +172,10 @@ def check_checkpoint(
     """
     llm = LLM.declare(architecture, dtype=np.float32)
     path = DiffusionPath.declare(config, architecture)
-    own, trained = mapping.expected(llm, mapping.LLM_ROWS), mapping.expected(path, mapping.PATH_ROWS)
+    own, trained = mapping.tensor_shapes(llm, mapping.LLM_ROWS), mapping.tensor_shapes(path, mapping.PATH_ROWS)
     same = aliases(llm, path)
     shapes = own | trained | {alias: own[name] for alias, name in same.items()}
-    mapping.check(source, shapes)
+    mapping.check_tensors(source, shapes)
     for alias, name in same.items():
         if not _equal(source.read(alias), source.read(name)):
             raise InputError(f"tensor {alias} differs from {name}, whose alias it is: the checkpoint is damaged")
@@ -187,11 +187,13 @@ def state_dict(
 ) -> dict[str, Tensor]:
     """The release's state dict, aliases included, from an LM and the tensors of a path; all keep their bits."""
     declared = LLM.declare(architecture, dtype=np.float32), DiffusionPath.declare(config, architecture)
-    own = dict(named(llm, mapping.expected(declared[0], mapping.LLM_ROWS)))
+    own = dict(lazy_tensors(llm, mapping.tensor_shapes(declared[0], mapping.LLM_ROWS)))
     return own | dict(trained) | {alias: own[name] for alias, name in aliases(*declared).items()}
 
 
-def merge(llm: TensorSource, path: TensorSource, architecture: Architecture, config: PathConfig) -> dict[str, Tensor]:
+def merge_lora(
+    llm: TensorSource, path: TensorSource, architecture: Architecture, config: PathConfig
+) -> dict[str, Tensor]:
     """The tensors of a LoRA path under the names of a dense one: W + (alpha / r) A B, in float32."""
     scale = np.float32(config.lora_alpha / config.lora_rank)
 
@@ -204,7 +206,7 @@ def merge(llm: TensorSource, path: TensorSource, architecture: Architecture, con
 
     dense = DiffusionPath.declare(dataclasses.replace(config, layers="dense"), architecture)
     made: dict[str, Tensor] = {}
-    for name in mapping.expected(dense, mapping.PATH_ROWS):
+    for name in mapping.tensor_shapes(dense, mapping.PATH_ROWS):
         stem, _, kind = name.rpartition(".")
         is_shared = f"{stem}.A" in path.names()
         made[name] = partial(weight if kind == "weight" else bias, stem) if is_shared else partial(path.read, name)
@@ -216,7 +218,7 @@ def _frozen(stem: str) -> str:
     return stem.replace(".flow_", ".")
 
 
-def named(source: TensorSource, names: Iterable[str]) -> Iterable[tuple[str, Tensor]]:
+def lazy_tensors(source: TensorSource, names: Iterable[str]) -> Iterable[tuple[str, Tensor]]:
     """Tensors to write, each read when its turn comes."""
     return ((name, partial(source.read, name)) for name in names)
 

@@ -498,7 +498,7 @@ def test_generate_searches(folder):
     ],
 )
 def test_bad_requests_are_one_line_before_anything_is_loaded(folder, monkeypatch, arguments, message):
-    monkeypatch.setattr(model_folder.FoundBase, "load", None)
+    monkeypatch.setattr(model_folder.BaseFiles, "load", None)
     assert message in call(program.main, "--model", folder, *GENERATE, *arguments).error
 
 

@@ -70,7 +70,7 @@ def test_sharded_loading_keeps_the_bits_and_reads_each_shard_alone(name: str, ei
     declared, rows = declarations()[name]
     tree = tiny.randomise(declared)
     source = theirs(tree, rows)
-    loaded = mapping.load(declared, source, eight, rows=rows)
+    loaded = mapping.load_tree(declared, source, eight, rows=rows)
     for ours, back, placement in zip(
         jax.tree.leaves(tree),
         jax.tree.leaves(loaded),
@@ -209,8 +209,8 @@ def test_decoding_gives_the_same_tokens(mesh: Mesh, eight: Mesh) -> None:
 def test_rows_of_four_processes_of_two_devices(sizes: dict[str, int], wanted: list[list[int]]) -> None:
     mesh = make_mesh(MeshConfig(**{"fsdp": 1, **sizes}))
     devices = jax.devices()
-    assert [sharding.local_rows(mesh, 16, devices[i : i + 2]) for i in range(0, 8, 2)] == wanted
-    assert sharding.local_rows(mesh, 16) == list(range(16))
+    assert [sharding.rows_on_devices(mesh, 16, devices[i : i + 2]) for i in range(0, 8, 2)] == wanted
+    assert sharding.rows_on_devices(mesh, 16) == list(range(16))
     config = TrainConfig(batch_size=32, accumulation=2)
     assert sorted(local_rows(config, mesh)) == list(range(32))
 
@@ -219,7 +219,7 @@ def test_processes_whose_devices_are_scattered_hold_the_rows_of_those() -> None:
     """As on TPUs, where the mesh follows the wires and not the processes' numbers."""
     devices = jax.devices()
     mesh = make_mesh(MeshConfig(), devices[::-1])
-    assert sharding.local_rows(mesh, 16, [devices[0], devices[7]]) == [0, 1, 14, 15]
+    assert sharding.rows_on_devices(mesh, 16, [devices[0], devices[7]]) == [0, 1, 14, 15]
 
 
 def test_a_checkpoint_is_restored_onto_any_mesh(tmp_path: Path, mesh: Mesh, eight: Mesh) -> None:

@@ -86,7 +86,7 @@ START = """
 from l2d_jax import command_line
 from l2d_jax.config.schema import MeshConfig
 from l2d_jax.distributed import runtime
-command_line.run(lambda: runtime.start(MeshConfig()))
+command_line.run(lambda: runtime.start_jax(MeshConfig()))
 """
 
 
@@ -112,9 +112,10 @@ from l2d_jax.errors import InputError
 
 def main():
     file = Path(sys.argv[1])
-    mesh = runtime.start(MeshConfig())
+    mesh = runtime.start_jax(MeshConfig())
     index = jax.process_index()
-    print(sharding.local_rows(mesh, 6), sharding.local_rows(runtime.start(MeshConfig(fsdp=1, tensor=-1)), 6))
+    other = runtime.start_jax(MeshConfig(fsdp=1, tensor=-1))
+    print(*(sharding.rows_on_devices(each, 6) for each in (mesh, other)))
     assert processes.decide(lambda: {"who": [index, "é"]}) == {"who": [0, "é"]}
     def read():
         if index == 0:
@@ -122,7 +123,7 @@ def main():
             file.write_text("downloaded")
         return file.read_text()  # process 1 is on the same host and comes later
     assert processes.take_turns(read) == "downloaded"
-    processes.report("one line")
+    processes.print_once("one line")
     if sys.argv[2] == "together":
         from l2d_jax.model.diffusion_path import DiffusionPath
         from l2d_jax.weights import model_folder

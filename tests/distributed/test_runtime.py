@@ -123,7 +123,7 @@ def test_a_backend_that_has_started_is_one_line(monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     jax.devices()
     with pytest.raises(InputError, match=r"process 1 of 4 cannot join: .* must be called before"):
-        runtime.start(MeshConfig())
+        runtime.start_jax(MeshConfig())
     assert "process 1 of 4, waiting for the others at ten:1234" in capsys.readouterr().out
 
 
@@ -131,7 +131,7 @@ def test_programs_run_inside_their_mesh():
     """And may start again, for another one."""
     try:
         for config in (MeshConfig(), MeshConfig(data=-1, fsdp=1)):
-            mesh = runtime.start(config)
+            mesh = runtime.start_jax(config)
             assert jax.sharding.get_mesh() == mesh
             assert jax.sharding.get_abstract_mesh().shape == mesh.shape
     finally:

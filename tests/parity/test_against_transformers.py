@@ -190,9 +190,9 @@ def test_one_entry_of_one_tensor_is_noticed(folders, monkeypatch, changed):
 
 @pytest.mark.parametrize(("bug", "kind"), bugs.BUGS.items(), ids=lambda value: getattr(value, "__name__", value))
 def test_bugs_are_noticed(folders, monkeypatch, bug, kind):
-    right = model_folder.FoundBase.load
+    right = model_folder.BaseFiles.load
     monkeypatch.setattr(
-        model_folder.FoundBase, "load", lambda self, **options: bug(right(self, **options), monkeypatch)
+        model_folder.BaseFiles, "load", lambda self, **options: bug(right(self, **options), monkeypatch)
     )
     outcome = short(folders[kind])
     assert outcome.status == 1

@@ -15,7 +15,7 @@ from l2d_jax.performance.decoding_speed import random_model
 from l2d_jax.training.methods import METHODS, method_of
 from l2d_jax.training.optimizer import optimizer
 from l2d_jax.training.step import begin, make_step, micro_batches
-from l2d_jax.weights.model_folder import FoundBase, read_architecture
+from l2d_jax.weights.model_folder import BaseFiles, read_architecture
 from tests.support.programs import config
 
 
@@ -33,7 +33,7 @@ def test_the_training_step_is_that_of_training(method, mesh):
     options = config(train__accumulation=2, train__method=method, lora__modules="('q_proj', 'o_proj')")
     architecture = read_architecture(options.model)
     adam = optimizer(options.optim, options.optim.peak_rate)
-    trained, llm = method_of(options).begin(FoundBase(architecture, None, (), None), mesh)
+    trained, llm = method_of(options).begin(BaseFiles(architecture, None, (), None), mesh)
     state = begin(adam, trained, mesh)
     batch = micro_batches(random_batch(options, architecture.vocab_size), 2, mesh)
     step = make_step(adam, options.train, state, mesh, objective=method_of(options).objective())

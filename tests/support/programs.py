@@ -158,7 +158,7 @@ def base_tensors(*, seed: int = 0, **changes: Any) -> dict[str, np.ndarray]:
     """Random tensors by their names in Hugging Face's layout; a model that answers in letters, not in odd bytes."""
     architecture = Architecture.from_hf({**(config().model.architecture or {}), **changes})
     rng = np.random.default_rng(seed)
-    shapes = mapping.expected(LLM.declare(architecture, dtype=jnp.float32), mapping.LLM_ROWS)
+    shapes = mapping.tensor_shapes(LLM.declare(architecture, dtype=jnp.float32), mapping.LLM_ROWS)
     tensors = {name: rng.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
     for name in tensors.keys() & {"model.embed_tokens.weight", "lm_head.weight"}:
         tensors[name][128:] = 0

@@ -21,6 +21,7 @@ from l2d_jax.training.objective import finetuning_loss
 from l2d_jax.training.optimizer import optimizer
 from l2d_jax.training.step import REMAT, begin, make_step, micro_batches
 from l2d_jax.weights import export, mapping
+from l2d_jax.weights.model_folder import cast_llm
 from l2d_jax.weights.peft import ROWS
 from tests.support import tiny
 
@@ -82,9 +83,7 @@ def test_rematerialisation_changes_no_gradient():
 
 def test_an_int8_base_is_frozen_and_its_adapter_learns(mesh):
     """The gradient is that beside the restored weights."""
-    from l2d_jax.weights.model_folder import bring
-
-    small, batch = bring(tiny.llm(dtype=jnp.bfloat16), dtype="int8", mesh=mesh), tiny.batch()
+    small, batch = cast_llm(tiny.llm(dtype=jnp.bfloat16), dtype="int8", mesh=mesh), tiny.batch()
     restored = dataclasses.replace(
         small,
         layers=jax.tree.map(

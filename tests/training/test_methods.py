@@ -22,7 +22,7 @@ from l2d_jax.training.checkpoint import Checkpoints
 from l2d_jax.training.methods import method_of
 from l2d_jax.training.metrics import read_metrics
 from l2d_jax.weights import model_folder
-from l2d_jax.weights.locate import follow
+from l2d_jax.weights.locate import find_base_and_adapters
 from l2d_jax.weights.model_folder import read_architecture
 from l2d_jax.weights.peft import Adapter
 from tests.support.exports import files, logits, transformers_logits
@@ -192,7 +192,7 @@ def test_updates_upon_updates(trained, tmp_path):
     """A chain of two adapters is followed; PEFT, which adds one, is not given it."""
     upper = trained / "lora" / "export"
     run(train, *options(model__name=upper, **BASELINES["lora"], train__steps=1), "--workdir", tmp_path / "two")
-    lineage = follow(str(tmp_path / "two" / "export"))
+    lineage = find_base_and_adapters(str(tmp_path / "two" / "export"))
     assert lineage.adapters == (upper, tmp_path / "two" / "export")
     np.testing.assert_allclose(logits(tmp_path / "two")[0], logits(tmp_path / "two" / "export")[0], atol=1e-5)
     outcome = call(convert.main, "export", "--model", tmp_path / "two", "--format", "peft", "--out", tmp_path / "out")
@@ -326,16 +326,16 @@ def test_a_base_that_is_not_there(trained, tmp_path, named, message):
 def test_a_relative_base_is_relative_to_the_working_directory(trained, base, tmp_path, monkeypatch):
     monkeypatch.chdir(base.parent)
     folder = copy_adapter(trained, tmp_path / "adapter", base_model_name_or_path=base.name)
-    found = follow(str(folder))
+    found = find_base_and_adapters(str(folder))
     assert (found.folder, found.adapters) == (type(base)(base.name), (folder,))
     np.testing.assert_array_equal(logits(folder)[0], logits(trained / "lora" / "export")[0])
 
 
 def test_the_tokenizer_beside_an_adapter_goes_first(trained, base, tmp_path):
     folder = copy_adapter(trained, tmp_path / "adapter")
-    assert follow(str(folder)).texts == base
+    assert find_base_and_adapters(str(folder)).texts == base
     shutil.copyfile(base / "tokenizer.json", folder / "tokenizer.json")
-    assert follow(str(folder)).texts == folder
+    assert find_base_and_adapters(str(folder)).texts == folder
 
 
 def test_the_scale_of_an_adapter_is_kept(trained):

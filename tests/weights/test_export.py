@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from l2d_jax import convert
 from l2d_jax.loading import load
 from l2d_jax.weights import export, release
-from l2d_jax.weights.peft import LAYERS, AdapterConfig, expected
+from l2d_jax.weights.peft import LAYERS, AdapterConfig, adapter_shapes
 from tests.support import tiny
 from tests.support.exports import files, logits, transformers_logits
 from tests.support.programs import FIXTURES, call, same_bits, write_release
@@ -160,7 +160,7 @@ def write_adapter(folder, kind, *, modules=("q_proj", "v_proj"), rank=3, **optio
     """A LoRA adapter of a model of `tiny`, as PEFT itself writes it."""
     folder.mkdir()
     rng = np.random.default_rng(5)
-    shapes = expected(AdapterConfig(rank, 6.0, tuple(modules)), tiny.architecture(kind))
+    shapes = adapter_shapes(AdapterConfig(rank, 6.0, tuple(modules)), tiny.architecture(kind))
     save_file(
         {n: rng.normal(0, 0.3, s).astype(np.float32) for n, s in shapes.items()}, folder / "adapter_model.safetensors"
     )

@@ -20,9 +20,9 @@ def test_both_ways_keep_the_bits(name: str, mesh: Mesh) -> None:
     declared, rows = declarations()[name]
     tree = tiny.randomise(declared)
     source = theirs(tree, rows)
-    assert {key: array.shape for key, array in source.items()} == mapping.expected(declared, rows)
-    mapping.check(source, mapping.expected(declared, rows))
-    loaded = mapping.load(declared, source, mesh, rows=rows)
+    assert {key: array.shape for key, array in source.items()} == mapping.tensor_shapes(declared, rows)
+    mapping.check_tensors(source, mapping.tensor_shapes(declared, rows))
+    loaded = mapping.load_tree(declared, source, mesh, rows=rows)
     assert source.elements == sum(array.size for array in source.values())  # each element is read once
     for ours, back in zip(jax.tree.leaves(tree), jax.tree.leaves(loaded), strict=True):
         assert (ours.dtype, ours.shape) == (back.dtype, back.shape)
@@ -80,7 +80,7 @@ def test_everything_that_does_not_fit_is_named_in_one_error() -> None:
 def test_long_lists_of_faults_are_cut_short() -> None:
     source = Tensors({f"t{i}": np.zeros(1) for i in range(9)})
     with pytest.raises(InputError, match="architecture: t0, t1, t2, t3, t4 and 4 more:"):
-        mapping.check(source, {})
+        mapping.check_tensors(source, {})
 
 
 def test_weights_of_another_family_are_refused() -> None:
@@ -103,10 +103,12 @@ def test_a_tied_head_and_rotary_buffers_are_passed_over() -> None:
 def test_types_are_those_of_the_declaration(mesh: Mesh) -> None:
     """A float32 file as bfloat16, rounded to nearest, and a bfloat16 file as float32, to the bit."""
     source = theirs(tiny.llm(), LLM_ROWS)
-    rounded = mapping.load(LLM.declare(tiny.architecture("llama"), dtype=jnp.bfloat16), source, mesh, rows=LLM_ROWS)
+    rounded = mapping.load_tree(
+        LLM.declare(tiny.architecture("llama"), dtype=jnp.bfloat16), source, mesh, rows=LLM_ROWS
+    )
     assert {leaf.dtype for leaf in jax.tree.leaves(rounded)} == {jnp.dtype(jnp.bfloat16)}
     np.testing.assert_array_equal(rounded.embed, source["model.embed_tokens.weight"].astype(ml_dtypes.bfloat16))
     narrow = theirs(rounded, LLM_ROWS)
-    widened = mapping.load(LLM.declare(tiny.architecture("llama"), dtype=jnp.float32), narrow, mesh, rows=LLM_ROWS)
+    widened = mapping.load_tree(LLM.declare(tiny.architecture("llama"), dtype=jnp.float32), narrow, mesh, rows=LLM_ROWS)
     assert widened.embed.dtype == jnp.float32
     np.testing.assert_array_equal(widened.layers.o, rounded.layers.o.astype(jnp.float32))

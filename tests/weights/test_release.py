@@ -39,7 +39,7 @@ def test_the_releases_own_state_dicts_are_sound(name):
     raw = json.loads((folder / "l2d.json").read_text())
     architecture = Architecture.from_hf(json.loads((folder / "base" / "config.json").read_text()))
     source = release.open_checkpoint(folder / "l2d.safetensors")
-    own, trained = release.check_checkpoint(source, architecture, release.path_config(raw))
+    own, trained = release.check_checkpoint(source, architecture, release.parse_hyperparameters(raw))
     shapes = next(value for key, value in raw.items() if "trainable" in key)
     assert {name: list(source.shape(name)) for name in trained} == shapes
     assert set(own) == set(load_file(folder / "base" / "model.safetensors")) - {"lm_head.weight"} | (
@@ -77,14 +77,14 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
 @pytest.mark.parametrize("config", [PathConfig(), tiny.path_config(classes=3), PathConfig(layers="dense", sigma=8.0)])
 def test_hyper_parameters_are_read(config):
     raw = release.options(config)
-    assert release.path_config(raw) == config
-    assert release.path_config({"family": "llama", "l2d_kwargs": raw}) == config
+    assert release.parse_hyperparameters(raw) == config
+    assert release.parse_hyperparameters({"family": "llama", "l2d_kwargs": raw}) == config
 
 
 @pytest.mark.parametrize("alpha", [None, -1])
 def test_an_alpha_that_is_not_given_is_twice_the_rank(alpha):
     raw = release.options(tiny.path_config()) | {"flow_lora_alpha": alpha}
-    assert release.path_config(raw).lora_alpha == 8.0
+    assert release.parse_hyperparameters(raw).lora_alpha == 8.0
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_an_alpha_that_is_not_given_is_twice_the_rank(alpha):
 )
 def test_hyper_parameters_that_are_unknown_are_named(changes, message):
     with pytest.raises(InputError) as caught:
-        release.path_config(release.options(PathConfig()) | changes)
+        release.parse_hyperparameters(release.options(PathConfig()) | changes)
     assert message in str(caught.value)
 
 
@@ -108,9 +108,9 @@ def test_hyper_parameters_that_are_missing_are_named():
     raw = release.options(PathConfig())
     del raw["noise_rescaling"]
     with pytest.raises(InputError, match="hyper-parameter noise_rescaling is missing"):
-        release.path_config(raw)
+        release.parse_hyperparameters(raw)
     with pytest.raises(InputError, match="l2d_kwargs must be"):
-        release.path_config({"l2d_kwargs": 3})
+        release.parse_hyperparameters({"l2d_kwargs": 3})
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".bin"])
