@@ -1,22 +1,24 @@
 """L2D in JAX: diffusion finetuning of large language models.
 
     import l2d_jax
-    loaded = l2d_jax.load("runs/quickstart")
-    answers = l2d_jax.generate(loaded, [[1, 2, 3]])
+    model = l2d_jax.load("runs/quickstart")
+    model.generate("What is 12 * 4?", budget=15)
 
-The names are imported when they are first used, so that importing a part of the package imports no more than that part.
+`load` opens a workdir of training, a model folder or a plain language model, and returns a `LoadedModel` with
+`generate`, `stream` and `score`. Bad input raises `InputError`, a run that cannot go on `RunError`. These names are
+imported when they are first used: `import l2d_jax` alone imports neither JAX nor anything else that is large.
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_HOMES = {
-    "load": "loading",
-    "generate": "decoding.generation",
-    "stream": "decoding.generation",
-    "stream_text": "decoding.generation",
-    "score": "decoding.likelihood",
-}
+if TYPE_CHECKING:
+    from l2d_jax.decoding.loaded_model import LoadedModel as LoadedModel
+    from l2d_jax.errors import InputError as InputError
+    from l2d_jax.errors import RunError as RunError
+    from l2d_jax.loading import load as load
+
+_HOMES = {"load": "loading", "LoadedModel": "decoding.loaded_model", "InputError": "errors", "RunError": "errors"}
 
 
 def __getattr__(name: str) -> Any:

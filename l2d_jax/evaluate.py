@@ -15,7 +15,9 @@ from l2d_jax.config import config_file
 from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import CATEGORIES, Config, MeshConfig
 from l2d_jax.data import rows
-from l2d_jax.decoding.generation import Loaded, check_prompts, check_settings
+from l2d_jax.decoding.loaded_model import LoadedModel
+from l2d_jax.decoding.refine import check_budget
+from l2d_jax.decoding.requests import check_prompts
 from l2d_jax.decoding.solver import SOLVERS
 from l2d_jax.distributed import processes, runtime
 from l2d_jax.evaluation.plan import TaskPlan, check_same, choose_run, make_plans, open_results
@@ -34,7 +36,7 @@ class Session(NamedTuple):
 
     options: argparse.Namespace
     found: Folder
-    loaded: Loaded
+    loaded: LoadedModel
     run: Run | None
 
 
@@ -56,7 +58,7 @@ def open_session(options: argparse.Namespace, config: Config | None) -> tuple[Se
     base = processes.take_turns(lambda: model_folder.find_base(found.base))
     plans = make_plans(tasks, options, found.defaults if config is None else config.decode, base)
     for plan in plans:
-        check_settings(plan.settings, has_path=found.path_config is not None)
+        check_budget(plan.settings, has_path=found.path_config is not None)
         check_prompts([one.ids for one in plan.problems], plan.settings, base.architecture)
     if options.label is not None:
         labels = {label_of(one.problem, plan.protocol) for plan in plans for one in plan.problems}

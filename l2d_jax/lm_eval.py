@@ -1,7 +1,10 @@
 """Runs tasks of EleutherAI's lm-evaluation-harness: `python -m l2d_jax.lm_eval --workdir DIR --tasks piqa --out DIR`.
 
-Prompts, few-shot examples and metrics are the harness's; the model is asked as `harness` says. The table of results is
-printed; `results.json` and `samples.jsonl` go to `--out`. The harness is an extra: pip install '.[lm-eval]'.
+Prompts, few-shot examples, metrics and the printed table of results are the harness's; the model that it asks is in
+`lm_eval_model`. `results.json` and `samples.jsonl` go to `--out`.
+
+The harness is an extra: pip install '.[lm-eval]'. Its own command line would not do: it reads the weights before the
+data of the tasks, so that a task that cannot be opened is noticed last, and it names its files by the time.
 """
 
 import argparse
@@ -9,66 +12,68 @@ import contextlib
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from l2d_jax import command_line
 from l2d_jax.config.parsing import nearest, require
-from l2d_jax.config.schema import DecodeConfig, MeshConfig
+from l2d_jax.config.schema import MeshConfig
 from l2d_jax.data.tokenizer import first_line, require_chat_template
-from l2d_jax.decoding.generation import check_settings
-from l2d_jax.decoding.solver import ADAPTIVE, AMPLE, SOLVERS
+from l2d_jax.decoding.refine import check_budget
+from l2d_jax.decoding.requests import override_settings
+from l2d_jax.decoding.solver import ADAPTIVE, SOLVERS
 from l2d_jax.distributed import processes, runtime
 from l2d_jax.errors import InputError
 from l2d_jax.files import output_folder
 from l2d_jax.loading import find, load
 from l2d_jax.weights import model_folder
 
-if TYPE_CHECKING:
-    from l2d_jax.evaluation.lm_eval_model import Asking
-
 
 def main() -> None:
     """Parse the command line, open the tasks, load the model, then ask and report."""
-    options = parse()
+    options = _parse()
     try:
-        from l2d_jax.evaluation.lm_eval_model import Asking, Harness, require_tokenizer
+        from l2d_jax.evaluation.lm_eval_model import HarnessOptions, LmEvalModel, parse_generation, require_tokenizer
     except ImportError as error:
         raise InputError(f"lm-evaluation-harness cannot be imported ({error}): pip install '.[lm-eval]'") from None
     import lm_eval
 
-    found = find(options.workdir or options.model, dtype=options.dtype)
-    settings = choose(found.defaults, options)
+    folder = find(options.workdir or options.model, dtype=options.dtype)
+    changes = {name: getattr(options, name) for name in ("budget", "solver", "tolerance")}
+    settings = override_settings(folder.defaults, {name: value for name, value in changes.items() if value is not None})
     scoring = dataclasses.replace(settings, budget=1, solver="euler") if options.likelihood == "base" else settings
-    has_path = found.path_config is not None
-    check_settings(settings, has_path=has_path)
-    asking = Asking(settings, scoring, options.draws, options.batch_size, options.max_new_tokens, options.seed)
+    check_budget(settings, has_path=folder.path_config is not None)
+    limits = {name: getattr(options, name) for name in ("draws", "batch_size", "max_new_tokens", "seed")}
+    harness_options = HarnessOptions(settings, scoring, **limits)
     mesh = runtime.start_jax(MeshConfig())
-    base = processes.take_turns(lambda: model_folder.find_base(found.base))
+    base = processes.take_turns(lambda: model_folder.find_base(folder.base))
     tokenizer = require_tokenizer(base.tokenizer)
     if options.apply_chat_template:
         require_chat_template(tokenizer)
-    tasks = open_tasks(options.tasks.split(","), options.include_path, asking)
-    check_code(tasks, is_allowed=options.confirm_run_unsafe_code)
-    with output_folder(options.out) if processes.is_first() else contextlib.nullcontext() as folder:
+    tasks = open_tasks(options.tasks.split(","), options.include_path)
+    for task in _leaves(tasks):
+        if task.OUTPUT_TYPE == "generate_until":
+            parse_generation(task.config.generation_kwargs or {}, harness_options)
+    _check_code(tasks, is_allowed=options.confirm_run_unsafe_code)
+    with output_folder(options.out) if processes.is_first() else contextlib.nullcontext() as out:
         loaded = load(options.workdir or options.model, mesh=mesh, dtype=options.dtype)
         results: dict[str, Any] = lm_eval.simple_evaluate(
-            Harness(loaded, asking=asking),
+            LmEvalModel(loaded, options=harness_options),
             tasks=tasks,
             num_fewshot=options.num_fewshot,
             limit=options.limit,
             apply_chat_template=options.apply_chat_template,
             confirm_run_unsafe_code=options.confirm_run_unsafe_code,
         )
-        how = {"model": str(found.path), "step": loaded.step, "likelihood": options.likelihood, **asking._asdict()}
-        results["config"] |= how | {"settings": vars(settings), "scoring": vars(scoring)}
-        if folder is not None:
-            write(folder, results)
+        about = {"model": str(folder.path), "step": loaded.step, "likelihood": options.likelihood}
+        results["config"] |= about | limits | {"settings": vars(settings), "scoring": vars(scoring)}
+        if out is not None:
+            _write_results(out, results)
     for column in ("results", "groups"):
         if results.get(column):
             processes.print_once(lm_eval.utils.make_table(results, column))
 
 
-def parse() -> argparse.Namespace:
+def _parse() -> argparse.Namespace:
     """The command line; raises `InputError`."""
     parser = command_line.Parser(prog="python -m l2d_jax.lm_eval", description=__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
@@ -80,9 +85,9 @@ def parse() -> argparse.Namespace:
     of_tasks = parser.add_argument_group("tasks")
     folder = "a folder of task files (YAML), given once or more; they come before the harness's own"
     of_tasks.add_argument("--include_path", type=command_line.local_path, action="append", default=[], help=folder)
-    of_tasks.add_argument("--limit", type=int, help="the first so many examples of each task; None: all")
+    of_tasks.add_argument("--limit", type=int, help="use the first N examples of each task; None: all")
     of_tasks.add_argument("--num_fewshot", type=int, help="examples before each question; None: the task's")
-    chat = "put prompts as conversations, by the tokenizer's chat template"
+    chat = "write prompts as conversations, by the tokenizer's chat template"
     of_tasks.add_argument("--apply_chat_template", action="store_true", help=chat)
     code = "let tasks run the programs that the model writes: the harness does so without any isolation"
     of_tasks.add_argument("--confirm_run_unsafe_code", action="store_true", help=code)
@@ -92,10 +97,10 @@ def parse() -> argparse.Namespace:
     asking.add_argument("--tolerance", type=float, help=f"of each step of {', '.join(ADAPTIVE)}")
     likelihood = "path: at the budget, by the mean over --draws; base: of the language model alone, in one pass"
     asking.add_argument("--likelihood", choices=["path", "base"], default="path", help=likelihood)
-    asking.add_argument("--draws", type=int, default=8, help="of noise, for each likelihood")
-    asking.add_argument("--max_new_tokens", type=int, help="of an answer, at most; None: the task's")
+    asking.add_argument("--draws", type=int, default=8, help="noise samples for each likelihood")
+    asking.add_argument("--max_new_tokens", type=int, help="a limit of an answer's length in tokens; None: the task's")
     asking.add_argument("--batch_size", type=int, default=16, help="sequences at a time, on all devices together")
-    asking.add_argument("--seed", type=int, default=0, help="of the noise and the draws")
+    asking.add_argument("--seed", type=int, default=0, help="of the noise and of the sampled tokens")
     options = parser.parse_args()
     require(options.batch_size > 0, f"--batch_size must be positive, got {options.batch_size}")
     require(options.draws > 1, f"--draws must be at least 2, got {options.draws}")
@@ -105,20 +110,9 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def choose(defaults: DecodeConfig, options: argparse.Namespace) -> DecodeConfig:
-    """The model's own settings with those of the command line; raises `InputError`."""
-    names = ("budget", "solver", "tolerance")
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    if given.get("solver") in ADAPTIVE:
-        given = {"budget": AMPLE} | given
-    return dataclasses.replace(defaults, **given)
-
-
-def open_tasks(names: list[str], folders: list[Path], asking: "Asking") -> list[Any]:
+def open_tasks(names: list[str], folders: list[Path]) -> list[Any]:
     """Tasks and groups with their data, ready for `simple_evaluate`; raises `InputError` for what cannot be opened."""
     from lm_eval.tasks import TaskManager
-
-    from l2d_jax.evaluation.lm_eval_model import read_generation
 
     for folder in folders:
         require(folder.is_dir(), f"--include_path {folder} is not a folder: give one with task files")
@@ -126,29 +120,31 @@ def open_tasks(names: list[str], folders: list[Path], asking: "Asking") -> list[
     if not set(names) <= set(manager.all_subtasks):  # to index the harness's own takes several seconds
         manager = TaskManager(include_path=[str(folder) for folder in folders])
     for name in names:
-        require(name in manager.all_tasks, f"no task {name!r}{_alike(name, manager.all_tasks)}")
+        require(name in manager.all_tasks, f"no task {name!r}{_remedy(name, manager.all_tasks)}")
     try:
         opened = manager.load(names)
     except Exception as error:  # a task is a program of its own, and reads its data from anywhere
         raise InputError(f"the tasks {', '.join(names)} cannot be opened: {first_line(error)}") from error
-    for task in opened["tasks"].values():
-        if task.OUTPUT_TYPE == "generate_until":
-            read_generation(task.config.generation_kwargs or {}, asking)
     inner = {name for children in opened["group_map"].values() for name in children}
     groups = [group for name, group in opened["groups"].items() if name not in inner]
     grouped = {task.task_name for group in groups for task in group.get_all_tasks()}
     return groups + [task for name, task in opened["tasks"].items() if name not in grouped]
 
 
-def _alike(name: str, known: list[str]) -> str:
-    found = nearest(name, known)
-    return found if "did you mean" in found else ": `lm_eval ls tasks` lists them; --include_path adds a folder's"
+def _remedy(name: str, known: list[str]) -> str:
+    """The end of the message about an unknown task: the nearest name, or how to list the tasks."""
+    end = nearest(name, known)
+    return end if "did you mean" in end else ": `lm_eval ls tasks` lists them; --include_path adds a folder's"
 
 
-def check_code(tasks: list[Any], *, is_allowed: bool) -> None:
+def _leaves(tasks: list[Any]) -> list[Any]:
+    """The tasks, and those of the groups among them."""
+    return [task for item in tasks for task in (item.get_all_tasks() if hasattr(item, "get_all_tasks") else [item])]
+
+
+def _check_code(tasks: list[Any], *, is_allowed: bool) -> None:
     """Raise `InputError` for a task that runs generated programs, unless that is allowed."""
-    every = [task for item in tasks for task in (item.get_all_tasks() if hasattr(item, "get_all_tasks") else [item])]
-    unsafe = [task.task_name for task in every if getattr(task, "UNSAFE_CODE", False)]
+    unsafe = [task.task_name for task in _leaves(tasks) if getattr(task, "UNSAFE_CODE", False)]
     require(
         is_allowed or not unsafe,
         f"{', '.join(unsafe)} runs programs that the model writes, without isolation: take `python -m "
@@ -156,7 +152,7 @@ def check_code(tasks: list[Any], *, is_allowed: bool) -> None:
     )
 
 
-def write(folder: Path, results: dict[str, Any]) -> None:
+def _write_results(folder: Path, results: dict[str, Any]) -> None:
     """Write `results.json`, and `samples.jsonl` with a line per example."""
     from lm_eval.utils import handle_non_serializable
 

@@ -24,7 +24,7 @@ from l2d_jax.config.schema import Config, DecodeConfig
 from l2d_jax.data import rows
 from l2d_jax.data.examples import Examples
 from l2d_jax.decoding import trace
-from l2d_jax.decoding.generation import Loaded
+from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.refine import Refinement
 from l2d_jax.decoding.solver import ADAPTIVE, AMPLE, SOLVERS, split_budget
 from l2d_jax.distributed import processes, runtime
@@ -105,7 +105,7 @@ def _read_known(file: Path, about: dict[str, Any]) -> dict[str, Any] | None:
     return known
 
 
-def _trained_parameters(found: Folder, loaded: Loaded) -> int:
+def _trained_parameters(found: Folder, loaded: LoadedModel) -> int:
     """The number of parameters that training changed, as far as the folder says; 0 for a plain language model."""
     architecture = loaded.model.llm.architecture
     if found.trained is not None:
@@ -114,7 +114,7 @@ def _trained_parameters(found: Folder, loaded: Loaded) -> int:
 
 
 def _measure_model(
-    loaded: Loaded, config: Config, solvers: Sequence[Any], budgets: Sequence[int], mesh: Mesh
+    loaded: LoadedModel, config: Config, solvers: Sequence[Any], budgets: Sequence[int], mesh: Mesh
 ) -> dict[str, Any]:
     """The sums of every measure by example, and the settings that were measured; raises `InputError`."""
     if loaded.tokenizer is None:
@@ -146,7 +146,7 @@ def _settings(decode: DecodeConfig, solvers: Sequence[Any], budgets: Sequence[in
         yield from (dataclasses.replace(decode, solver=solver, budget=budget) for budget in sorted(reached - {1}))
 
 
-def _evaluations_per_token(loaded: Loaded, examples: Examples, settings: DecodeConfig) -> float:
+def _evaluations_per_token(loaded: LoadedModel, examples: Examples, settings: DecodeConfig) -> float:
     """Evaluations of the path per token: the budget, or the mean count of an adaptive solver."""
     if settings.solver not in ADAPTIVE:
         return float(settings.budget)

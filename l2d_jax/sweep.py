@@ -11,7 +11,7 @@ from dataclasses import replace
 from l2d_jax import command_line, report
 from l2d_jax.data import tokenizer
 from l2d_jax.decoding import trace
-from l2d_jax.decoding.generation import Loaded
+from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.solver import AMPLE
 from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError
@@ -49,7 +49,7 @@ def main() -> None:
         report.report_workdir(options.workdir or options.out, {})
 
 
-def _trace_answers(loaded: Loaded, plan: TaskPlan) -> dict[str, object]:
+def _trace_answers(loaded: LoadedModel, plan: TaskPlan) -> dict[str, object]:
     """Accuracy by t within the diffusions of right answers, and the evaluations that an adaptive solver takes."""
     assert loaded.tokenizer is not None
     count = min(TRACED, len(plan.problems))

@@ -1,39 +1,32 @@
-"""Completes any number of prompts in batches of few shapes; no answer depends on its batch or on their order."""
+"""Completes any number of prompts in batches of few shapes; no answer depends on its batch or on the prompts' order."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.decoding.generation import FREE, Loaded, Part, Restrictions, generate
+from l2d_jax.decoding.generation import generate_tokens
+from l2d_jax.decoding.loaded_model import LoadedModel
+from l2d_jax.decoding.requests import UNRESTRICTED, Prompt, Request, Restrictions
 from l2d_jax.errors import InputError
 
-SHARED = 128  # tokens: what prompts share is cut to a multiple
+PREFIX_MULTIPLE = 128  # tokens: the length of a common prefix is rounded down to a multiple, to compile few programs
 
 
-class Prompt(NamedTuple):
-    """A prompt of a larger set."""
+def common_prefix(prompts: Sequence[Sequence[int]]) -> int:
+    """The number of tokens that all prompts begin with, such as the examples before a question, rounded down.
 
-    number: int  # in that set, which its noise and draws depend on
-    ids: Sequence[int]
-    label: int | None = None  # class for guidance
-
-
-def shared_tokens(prompts: Sequence[Sequence[int]]) -> int:
-    """How many tokens all prompts begin with, as the examples before a question; each has more, and it is rounded down.
-
-    Rounding spares few tokens and many programs. One prompt shares nothing.
+    Each prompt has at least one token more. A single prompt has no common prefix.
     """
     if len(prompts) < 2:
         return 0
     shortest, first = min(map(len, prompts)), prompts[0]
     same = next((i for i in range(shortest) if any(prompt[i] != first[i] for prompt in prompts)), shortest)
-    return min(same, shortest - 1) // SHARED * SHARED
+    return min(same, shortest - 1) // PREFIX_MULTIPLE * PREFIX_MULTIPLE
 
 
-def batches(lengths: Sequence[int], size: int) -> Iterator[tuple[list[int], list[int]]]:
-    """The places of texts of these lengths in batches of one size, the longest first.
+def plan_batches(lengths: Sequence[int], size: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield batches of one size, the longest texts first: the places of their texts, and the places of their rows.
 
-    Each batch comes with its rows: its places, and in the last batch the last place again and again.
+    The two differ in the last batch, whose rows repeat its last text.
     """
     order = sorted(range(len(lengths)), key=lambda place: -lengths[place])
     for first in range(0, len(order), size):
@@ -42,48 +35,38 @@ def batches(lengths: Sequence[int], size: int) -> Iterator[tuple[list[int], list
 
 
 def complete(
-    loaded: Loaded,
+    loaded: LoadedModel,
     prompts: Sequence[Prompt],
     *,
     settings: DecodeConfig,
     batch_size: int,
     samples: int = 1,
     seed: int = 0,
-    shared: int = 0,
-    restrictions: Restrictions = FREE,
+    prefix: int = 0,
+    restrictions: Restrictions = UNRESTRICTED,
 ) -> Iterator[dict[int, list[list[int]]]]:
     """Yield the answers of each batch, `samples` of them by the number of their prompt; the longest prompts come first.
 
-    Every batch has as many rows, the last one by repeating a prompt, and a length from `generation.bucket`: so there
-    are as many programs as buckets.
+    Every batch has the same number of rows, and its prompts are padded to a length of `buckets.round_up`: so there are
+    as many programs as buckets.
 
     Args:
       loaded: from `load`.
-      prompts: to complete; all with a label, or none.
+      prompts: all with a label, or none.
       settings: of decoding.
-      batch_size: sequences at a time; `samples` of a prompt share a batch.
+      batch_size: sequences at a time; all samples of a prompt are in one batch.
       samples: answers to each prompt.
-      seed: with the prompt's number, determines its draws.
-      shared: of `shared_tokens`, for all prompts of the set.
+      seed: with a prompt's number, determines its noise and its sampled tokens.
+      prefix: tokens that all prompts of the set begin with, from `common_prefix`.
       restrictions: of the answers.
 
     Raises:
-      InputError: as `generation.stream`, and for a batch that does not hold the samples of one prompt.
+      InputError: as `generation.stream_tokens`, and for a batch that is smaller than the samples of one prompt.
     """
     rows = batch_size // samples
     if rows < 1:
         raise InputError(f"a batch of {batch_size} does not hold {samples} samples of a prompt: use {samples} or more")
-    for batch, places in batches([len(prompt.ids) for prompt in prompts], rows):
-        filled = [prompts[place] for place in places]
-        labels = [prompt.label for prompt in filled if prompt.label is not None]
-        answers = generate(
-            loaded,
-            [prompt.ids for prompt in filled],
-            settings=settings,
-            seed=seed,
-            samples=samples,
-            labels=labels or None,
-            part=Part([prompt.number for prompt in filled], shared),
-            restrictions=restrictions,
-        )
+    for batch, places in plan_batches([len(prompt.ids) for prompt in prompts], rows):
+        request = Request([prompts[place] for place in places], settings, seed, samples, prefix, restrictions)
+        answers = generate_tokens(loaded.model, request, stop_ids=loaded.stop_ids, tokenizer=loaded.tokenizer)
         yield {prompts[place].number: answers[samples * i : samples * (i + 1)] for i, place in enumerate(batch)}

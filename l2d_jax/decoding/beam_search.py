@@ -1,6 +1,6 @@
 """Token search: the paper's beam search over tokens, of which the authors released nothing.
 
-Every step samples completions of each beam and keeps the best of all; the answer is drawn from the last ones.
+Every step samples tokens to extend each beam and keeps the best of all beams. The answer is drawn from the last ones.
 """
 
 import dataclasses
@@ -13,10 +13,12 @@ import numpy as np
 
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding import decode
-from l2d_jax.decoding.beams import Beams, Scoring, SearchConfig, extend, start
+from l2d_jax.decoding.beams import Beams, Scoring, SearchConfig, extend, start_beams
 from l2d_jax.decoding.buckets import pad
-from l2d_jax.decoding.generation import CHUNK, FREE, Loaded, Restrictions, check_classes, check_prompts, check_settings
-from l2d_jax.decoding.refine import tabulate
+from l2d_jax.decoding.generation import CHUNK
+from l2d_jax.decoding.loaded_model import LoadedModel
+from l2d_jax.decoding.refine import Refinement
+from l2d_jax.decoding.requests import UNRESTRICTED, Prompt, Restrictions, check_prompts, class_labels
 from l2d_jax.decoding.sampler import allow
 from l2d_jax.errors import InputError
 from l2d_jax.model import diffusion
@@ -26,44 +28,42 @@ from l2d_jax.model.architecture import Architecture
 class Beam(NamedTuple):
     """One answer of a search."""
 
-    ids: list[int]  # without the end token
+    ids: list[int]  # without the stop token
     score: float
-    log_likelihood: float  # in nats, of the end token too
+    log_likelihood: float  # in nats, that of the stop token included
     repeats: int
-    is_ended: bool  # by an end token; otherwise by its length
+    is_ended: bool  # by a stop token; otherwise by its length
 
 
-class Found(NamedTuple):
-    """What a search has found."""
+class SearchResult(NamedTuple):
+    """The answer of a search, and the beams that it was drawn from."""
 
-    answer: list[int]  # token ids without the end token
+    answer: list[int]  # token ids without the stop token
     beams: list[Beam]  # the best first; the answer is one of them
 
 
 def search(
-    loaded: Loaded,
-    prompt: Sequence[int],
+    loaded: LoadedModel,
+    prompt: Prompt,
     *,
     settings: DecodeConfig | None = None,
     config: SearchConfig | None = None,
     seed: int = 0,
-    label: int | None = None,
-    restrictions: Restrictions = FREE,
-) -> Found:
-    """Search an answer to one prompt of token ids.
+    restrictions: Restrictions = UNRESTRICTED,
+) -> SearchResult:
+    """Search an answer to one prompt.
 
     Args:
       loaded: from `load`.
-      prompt: token ids.
-      settings: budget of each beam, solver, velocity, draws and gate; None: the model's own. Its final temperature and
-        length are not used: those of the search are.
+      prompt: token ids, number and class.
+      settings: budget of each beam, solver, velocity, noise samples and gate; None: the model's defaults. Its final
+        temperature and its length are not used: those of the search are.
       config: of the search; None: the defaults.
-      seed: of the noise and the draws; the noise is that of the first sequence of `generate`.
-      label: class for guidance.
-      restrictions: tokens that may or may not be drawn; likelihoods are those among the tokens that may.
+      seed: of the noise, which is that of `generate_tokens`, and of the sampled tokens.
+      restrictions: tokens that may or may not be sampled; likelihoods are those among the tokens that may.
 
     Raises:
-      InputError: as `generate` does; for more candidates than tokens; for top-k or top-p, which would change the
+      InputError: as `generate_tokens` does; for more candidates than tokens; for top-k or top-p, which would change the
         likelihood that is searched; and for stop strings, which end no beam.
     """
     settings = loaded.defaults if settings is None else settings
@@ -71,19 +71,18 @@ def search(
     model = loaded.model
     architecture = model.llm.architecture
     check_search(settings, config, architecture=architecture)
-    refinement = check_settings(settings, has_path=model.path is not None)
-    check_prompts([prompt], dataclasses.replace(settings, max_new_tokens=config.max_new_tokens), architecture)
-    labels = None if label is None else [label]
-    check_classes(model, labels, prompts=1)
+    refinement = Refinement.prepare(model, settings)
+    check_prompts([prompt.ids], dataclasses.replace(settings, max_new_tokens=config.max_new_tokens), architecture)
+    label = class_labels(model, [prompt])
     if restrictions.stops:
         raise InputError(f"a search knows no stop strings, got {restrictions.stops}: cut its answer instead")
     mask = allow(architecture.vocab_size, allowed=restrictions.allowed, banned=restrictions.banned)
     key, chunks = jax.random.key(seed), -(-config.max_new_tokens // CHUNK)
-    ids, lengths = pad([prompt])
-    state = decode.prefill(model.llm, ids, lengths, jax.random.fold_in(key, 0)[None], room=chunks * CHUNK)
-    beams = start(state, beams=config.beams, room=chunks * CHUNK)
-    refinement = tabulate(model, refinement, budget=settings.budget)
-    scoring = Scoring.from_config(config, ends=loaded.ends, gate=settings.gate, allowed=mask)
+    ids, lengths = pad([prompt.ids])
+    keys = jax.random.fold_in(key, prompt.number)[None]
+    state = decode.prefill(model.llm, ids, lengths, keys, room=chunks * CHUNK)
+    beams = start_beams(state, beams=config.beams, capacity=chunks * CHUNK)
+    scoring = Scoring.from_config(config, stop_ids=loaded.stop_ids, gate=settings.gate, allowed=mask)
     for _ in range(chunks):
         beams = extend(
             model,
@@ -93,16 +92,16 @@ def search(
             candidates=config.candidates,
             steps=CHUNK,
             draws=settings.draws,
-            label=None if label is None else jnp.int32([label]),
+            label=label,
         )
         if beams.state.broken.any():
             raise InputError("logits of the search were not numbers: check the weights, or use float32")
         if beams.state.done.all():
             break
-    found = _read(beams, scoring, loaded.ends)
-    scores = jnp.float32([beam.score for beam in found])
-    drawn = diffusion.sample(jax.random.fold_in(key, 1), scores, jnp.float32(config.final_temperature))
-    return Found(answer=found[int(drawn)].ids, beams=found)
+    best = _read_beams(beams, scoring, loaded.stop_ids)
+    scores = jnp.float32([beam.score for beam in best])
+    place = diffusion.sample(jax.random.fold_in(key, 1), scores, jnp.float32(config.final_temperature))
+    return SearchResult(answer=best[int(place)].ids, beams=best)
 
 
 def check_search(settings: DecodeConfig, config: SearchConfig, *, architecture: Architecture) -> None:
@@ -119,14 +118,14 @@ def check_search(settings: DecodeConfig, config: SearchConfig, *, architecture: 
         )
 
 
-def _read(beams: Beams, scoring: Scoring, ends: Sequence[int]) -> list[Beam]:
-    """The beams that are there, the best first."""
+def _read_beams(beams: Beams, scoring: Scoring, stop_ids: Sequence[int]) -> list[Beam]:
+    """The beams without empty slots, the best first."""
     scores = scoring.score(beams.log_likelihood, beams.repeats, beams.lengths)
     columns = jax.device_get((beams.tokens, beams.lengths, scores, beams.log_likelihood, beams.repeats))
-    found = []
+    answers = []
     for tokens, length, score, likelihood, repeats in zip(*columns, strict=True):
         if np.isfinite(likelihood):
             ids = tokens[:length].tolist()
-            is_ended = ids[-1] in ends
-            found.append(Beam(ids[:-1] if is_ended else ids, float(score), float(likelihood), int(repeats), is_ended))
-    return sorted(found, key=lambda beam: beam.score, reverse=True)
+            is_ended = ids[-1] in stop_ids
+            answers.append(Beam(ids[:-1] if is_ended else ids, float(score), float(likelihood), int(repeats), is_ended))
+    return sorted(answers, key=lambda beam: beam.score, reverse=True)

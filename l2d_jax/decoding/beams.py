@@ -1,21 +1,21 @@
-"""The beams of a token search: how they are sampled, scored, kept and ended, in a scan over tokens.
+"""The beams of a token search, in a scan over tokens: how they are extended, scored, selected and ended.
 
 The score of an answer of L tokens, its end token included, is
 
     score = (log-likelihood - penalty * repeats) / L^power
 
-where a repeat is a token that completes an n-gram which the answer already had: the soft form of the rule that no
-trigram may occur twice (Paulus et al., arXiv 1705.04304), which a large penalty gives back.
+where a repeat is a token that completes an n-gram which the answer already has. This is the soft form of the rule that
+no trigram may occur twice (Paulus et al., arXiv 1705.04304); a large penalty is the rule itself.
 
-Notable: all beams share the noise of the ODE, which is that of `decode.decode`. So a seed is one distribution over
-answers, under which beams compare: with noise of its own each, the search would keep those with the luckiest.
+All beams share the noise of the ODE, which is that of `decode.decode`. So a seed is one distribution over answers, and
+beams are compared under it. If every beam had its own noise, the search would keep those with the luckiest noise.
 """
 
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,15 +30,15 @@ from l2d_jax.model.l2d import Model
 
 @dataclass(frozen=True)
 class SearchConfig:
-    """How to search. The budget of `DecodeConfig` is that of each beam: a token costs `beams` times as much."""
+    """How to search. The budget of `DecodeConfig` is each beam's: a token costs `beams` times as much."""
 
-    beams: int = 4  # answers that are kept
-    candidates: int = 4  # distinct tokens that are sampled to go on with each beam
+    beams: int = 4  # answers that are kept after every token
+    candidates: int = 4  # distinct tokens that are sampled to extend each beam
     length_power: float = 1.0  # of the number of tokens that divides the score; 0: the sum, 1: the mean
     repetition_penalty: float = 0.0  # nats that each repeat costs; 0: none
-    repetition_ngram: int = 3  # consecutive tokens that make a repeat where they occur again
-    temperature: float = 1.0  # of the sampled completions; 0: the likeliest
-    final_temperature: float = 0.0  # of the draw of the answer, in units of the score; 0: the best
+    repetition_ngram: int = 3  # consecutive tokens that count as a repeat when they occur again
+    temperature: float = 1.0  # of the sampled candidates; 0: the likeliest tokens
+    final_temperature: float = 0.0  # of sampling the answer among the last beams, in units of the score; 0: the best
     max_new_tokens: int = 256
 
     def __post_init__(self) -> None:
@@ -61,23 +61,23 @@ class Scoring(nnx.Module):
     repetition_penalty: Float[Array, ""] = nnx.data()
     repetition_ngram: Int[Array, ""] = nnx.data()
     temperature: Float[Array, ""] = nnx.data()
-    longest: Int[Array, ""] = nnx.data()  # tokens at which an answer ends
-    ends: Int[Array, " ends"] = nnx.data()  # tokens that end it
+    max_new_tokens: Int[Array, ""] = nnx.data()
+    stop_ids: Int[Array, " stops"] = nnx.data()  # tokens that end an answer
     gate: Float[Array, " 1"] = nnx.data()  # skip the ODE where the LM's own entropy is below this, in nats
-    allowed: Bool[Array, " V"] | None = nnx.data(default=None)  # tokens that may be drawn; None: all
+    allowed: Bool[Array, " V"] | None = nnx.data(default=None)  # tokens that may be sampled; None: all
 
     @classmethod
     def from_config(
-        cls, config: SearchConfig, *, ends: Sequence[int], gate: float = 0.0, allowed: Any = None
+        cls, config: SearchConfig, *, stop_ids: Sequence[int], gate: float = 0.0, allowed: Any = None
     ) -> "Scoring":
-        """The same numbers as arrays."""
+        """The numbers of the config as arrays."""
         return cls(
             length_power=jnp.float32(config.length_power),
             repetition_penalty=jnp.float32(config.repetition_penalty),
             repetition_ngram=jnp.int32(config.repetition_ngram),
             temperature=jnp.float32(config.temperature),
-            longest=jnp.int32(config.max_new_tokens),
-            ends=jnp.array(list(ends) or [-1], jnp.int32),
+            max_new_tokens=jnp.int32(config.max_new_tokens),
+            stop_ids=jnp.array(list(stop_ids) or [-1], jnp.int32),
             gate=jnp.float32([gate]),
             allowed=None if allowed is None else jnp.asarray(allowed, bool),
         )
@@ -85,33 +85,33 @@ class Scoring(nnx.Module):
     def score(
         self, log_likelihood: Float[Array, "*B"], repeats: Int[Array, "*B"], lengths: Int[Array, "*B"]
     ) -> Float[Array, "*B"]:
-        """Of answers with so many tokens."""
+        """The scores of answers of these lengths in tokens."""
         return (log_likelihood - self.repetition_penalty * repeats) / jnp.maximum(lengths, 1) ** self.length_power
 
 
 @nnx.dataclass
 class Beams(nnx.Module):
-    """Everything that the next step depends on; a log-likelihood of minus infinity is a free place."""
+    """Everything that the next step depends on. A beam with a log-likelihood of minus infinity is an empty slot."""
 
-    state: decode.State = nnx.data()  # the same key for all; done: the answer has ended, or the place is free
-    tokens: Int[Array, "B room"] = nnx.data()  # the answers so far; -1: none
-    matches: Int[Array, "B room"] = nnx.data()  # how many tokens before each slot are those before the next one
+    state: decode.State = nnx.data()  # all with one key; done: the answer has ended, or the slot is empty
+    tokens: Int[Array, "B capacity"] = nnx.data()  # the answers so far; -1: no token
+    matches: Int[Array, "B capacity"] = nnx.data()  # how many tokens before each place equal the newest ones
     lengths: Int[Array, " B"] = nnx.data()
     repeats: Int[Array, " B"] = nnx.data()
     log_likelihood: Float[Array, " B"] = nnx.data()
 
 
-@partial(jax.jit, static_argnames=("beams", "room"))
-def start(state: decode.State, *, beams: int, room: int) -> Beams:
-    """One beam from a prefill of one prompt, and places for the others."""
-    zeros, is_free = jnp.zeros(beams, jnp.int32), jnp.arange(beams) > 0
+@partial(jax.jit, static_argnames=("beams", "capacity"))
+def start_beams(state: decode.State, *, beams: int, capacity: int) -> Beams:
+    """One beam from the prefill of one prompt, and empty slots for the others."""
+    zeros, is_empty = jnp.zeros(beams, jnp.int32), jnp.arange(beams) > 0
     return Beams(
-        state=dataclasses.replace(decode.select(state, zeros), done=is_free),
-        tokens=jnp.full((beams, room), -1, jnp.int32),
-        matches=jnp.zeros((beams, room), jnp.int32),
+        state=dataclasses.replace(decode.select(state, zeros), done=is_empty),
+        tokens=jnp.full((beams, capacity), -1, jnp.int32),
+        matches=jnp.zeros((beams, capacity), jnp.int32),
         lengths=zeros,
         repeats=zeros,
-        log_likelihood=jnp.where(is_free, -jnp.inf, jnp.float32(0)),
+        log_likelihood=jnp.where(is_empty, -jnp.inf, jnp.float32(0)),
     )
 
 
@@ -127,63 +127,91 @@ def extend(
     draws: int = 1,
     label: Int[Array, " 1"] | None = None,
 ) -> Beams:
-    """Go on for `steps` tokens; beams that have ended compete with the score that they ended with.
+    """Extend the beams by `steps` tokens; beams that have ended compete with the score that they ended with.
 
     Args:
       model: the LM and the path.
-      beams: from `start` or an earlier call; donated.
+      beams: from `start_beams` or an earlier call; donated.
       settings: solver, grid and velocity, of each beam.
       scoring: how answers are sampled, scored and ended.
       candidates: tokens that are sampled for each beam.
-      steps: tokens to go on for.
-      draws: noise draws whose mean distribution is the answer's.
+      steps: tokens to add.
+      draws: noise samples whose mean distribution is the answer's.
       label: class for guidance, or None.
     """
 
     def step(beams: Beams, _: None) -> tuple[Beams, None]:
-        state, count = beams.state, beams.state.count
-        labels = None if label is None else jnp.broadcast_to(label, state.done.shape)
+        labels = None if label is None else jnp.broadcast_to(label, beams.state.done.shape)
         keys, logits = decode.refined_logits(
-            model, state, gate=scoring.gate, settings=settings, draws=draws, labels=labels
+            model, beams.state, gate=scoring.gate, settings=settings, draws=draws, labels=labels
         )
-        is_bad = jnp.isnan(logits).any(axis=-1) & ~state.done
-        state = dataclasses.replace(state, broken=state.broken | is_bad.any())  # of all, for beams may be dropped
+        is_bad = jnp.isnan(logits).any(axis=-1) & ~beams.state.done
+        # All beams are marked as broken, since selection may drop the one whose logits are not numbers.
+        state = dataclasses.replace(beams.state, broken=beams.state.broken | is_bad.any())
+        beams = dataclasses.replace(beams, state=state)
         if scoring.allowed is not None:
             logits = jnp.where(scoring.allowed, logits, -jnp.inf)
-        chances = jnp.where(is_bad[:, None], -jnp.inf, jax.nn.log_softmax(logits))
         with jax.named_scope("candidates"):
-            # The largest of log p / T + Gumbel noise are a sample without replacement (Kool et al., arXiv 1903.06059).
-            noise = scoring.temperature * jax.random.gumbel(keys[0], chances.shape)
-            drawn = jax.lax.top_k(logits + noise, candidates)[1]
-            repeats = beams.repeats[:, None] + is_repeat(beams, drawn, ngram=scoring.repetition_ngram)
-            likelihood = beams.log_likelihood[:, None] + jnp.take_along_axis(chances, drawn, axis=1)
-            going = scoring.score(likelihood, repeats, jnp.broadcast_to(count + 1, drawn.shape))
+            sampled = _sample_candidates(beams, logits, is_bad, keys[0], scoring, candidates=candidates)
         with jax.named_scope("selection"):
-            ended = scoring.score(beams.log_likelihood, beams.repeats, beams.lengths)
-            scores = jnp.where(state.done[:, None], -jnp.inf, going)
-            scores = jnp.concatenate([scores, jnp.where(state.done, ended, -jnp.inf)[:, None]], axis=1)
-            kept, best = jax.lax.top_k(scores.reshape(-1), scores.shape[0])
-            parents, column = best // (candidates + 1), best % (candidates + 1)
-            is_old, place = column == candidates, (parents, jnp.minimum(column, candidates - 1))
-            token = jnp.where(is_old, -1, drawn[place])
-            is_free = jnp.isneginf(kept)
-            done = is_free | is_old | (token[:, None] == scoring.ends).any(axis=-1) | (count + 1 >= scoring.longest)
-            agree = jnp.where(beams.tokens[parents] == token[:, None], beams.matches[parents] + 1, 0)
-            sums = jnp.where(is_old, beams.log_likelihood[parents], likelihood[place])
-            state = decode.advance(model.llm, decode.select(state, parents), jnp.maximum(token, 0), done)
-        return Beams(
-            state=state,
-            tokens=beams.tokens[parents].at[:, count].set(token),
-            matches=jnp.roll(agree, 1, axis=1).at[:, 0].set(0),
-            lengths=jnp.where(is_old, beams.lengths[parents], count + 1),
-            repeats=jnp.where(is_old, beams.repeats[parents], repeats[place]),
-            log_likelihood=jnp.where(is_free, -jnp.inf, sums),
-        ), None
+            return _select_beams(model, beams, sampled, scoring), None
 
     return jax.lax.scan(step, beams, None, length=steps)[0]
 
 
-def is_repeat(beams: Beams, tokens: Int[Array, "B K"], *, ngram: Int[Array, ""]) -> Bool[Array, "B K"]:
+class Candidates(NamedTuple):
+    """Tokens that may extend each beam, and what the answers would be with them."""
+
+    tokens: Int[Array, "B K"]
+    log_likelihood: Float[Array, "B K"]
+    repeats: Int[Array, "B K"]
+
+
+def _sample_candidates(
+    beams: Beams, logits: Float[Array, "B V"], is_bad: Bool[Array, " B"], key: Any, scoring: Scoring, *, candidates: int
+) -> Candidates:
+    """Sample tokens for each beam without replacement; beams with bad logits get candidates that are never selected.
+
+    The largest of log p / T + Gumbel noise are a sample without replacement (Kool et al., arXiv 1903.06059).
+    """
+    log_probs = jnp.where(is_bad[:, None], -jnp.inf, jax.nn.log_softmax(logits))
+    noise = scoring.temperature * jax.random.gumbel(key, log_probs.shape)
+    tokens = jax.lax.top_k(logits + noise, candidates)[1]
+    return Candidates(
+        tokens=tokens,
+        log_likelihood=beams.log_likelihood[:, None] + jnp.take_along_axis(log_probs, tokens, axis=1),
+        repeats=beams.repeats[:, None] + _is_repeat(beams, tokens, ngram=scoring.repetition_ngram),
+    )
+
+
+def _select_beams(model: Model, beams: Beams, sampled: Candidates, scoring: Scoring) -> Beams:
+    """The best of all extended beams and of the beams that have ended; feeds the new tokens to the LM."""
+    state, count, candidates = beams.state, beams.state.count, sampled.tokens.shape[1]
+    extended = scoring.score(sampled.log_likelihood, sampled.repeats, jnp.broadcast_to(count + 1, sampled.tokens.shape))
+    ended = scoring.score(beams.log_likelihood, beams.repeats, beams.lengths)
+    scores = jnp.where(state.done[:, None], -jnp.inf, extended)
+    scores = jnp.concatenate([scores, jnp.where(state.done, ended, -jnp.inf)[:, None]], axis=1)
+    best_scores, best = jax.lax.top_k(scores.reshape(-1), scores.shape[0])
+    parents, column = best // (candidates + 1), best % (candidates + 1)
+    is_old, place = column == candidates, (parents, jnp.minimum(column, candidates - 1))
+    token = jnp.where(is_old, -1, sampled.tokens[place])
+    is_empty = jnp.isneginf(best_scores)
+    is_stop = (token[:, None] == scoring.stop_ids).any(axis=-1) | (count + 1 >= scoring.max_new_tokens)
+    log_likelihood = jnp.where(is_old, beams.log_likelihood[parents], sampled.log_likelihood[place])
+    matches = jnp.where(beams.tokens[parents] == token[:, None], beams.matches[parents] + 1, 0)
+    return Beams(
+        state=decode.advance(
+            model.llm, decode.select(state, parents), jnp.maximum(token, 0), is_empty | is_old | is_stop
+        ),
+        tokens=beams.tokens[parents].at[:, count].set(token),
+        matches=jnp.roll(matches, 1, axis=1).at[:, 0].set(0),
+        lengths=jnp.where(is_old, beams.lengths[parents], count + 1),
+        repeats=jnp.where(is_old, beams.repeats[parents], sampled.repeats[place]),
+        log_likelihood=jnp.where(is_empty, -jnp.inf, log_likelihood),
+    )
+
+
+def _is_repeat(beams: Beams, tokens: Int[Array, "B K"], *, ngram: Int[Array, ""]) -> Bool[Array, "B K"]:
     """Whether each token would complete an n-gram that its answer already has; the prompt does not count."""
-    follows = beams.matches >= ngram - 1  # its n - 1 tokens before are the newest of the answer
+    follows = beams.matches >= ngram - 1  # the n - 1 tokens before the place equal the newest ones
     return ((beams.tokens[:, None] == tokens[..., None]) & follows[:, None]).any(axis=-1)

@@ -1,13 +1,14 @@
-"""Probabilities of given answers: what one run of the ODE does not say, and the mean over several does.
+"""Likelihoods of answers, estimated by several noise samples per token.
 
-An answer's logits depend on the noise that it was refined from. The model's probability of a token is the mean over
-that noise, which the mean of several draws estimates without bias; draws are independent from token to token, so that
-the product over an answer's tokens is unbiased too. Its logarithm is not: it is low by about half its squared error.
+The logits of a token depend on the noise that it was refined from. The model's probability of the token is the mean
+over that noise, and the mean over a few noise samples estimates it without bias. Noise is independent from token to
+token, so that the product over the tokens of an answer is unbiased too. The logarithm of the product is not: it is low
+by about half of its squared standard error.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,8 @@ from jaxtyping import Array, Float, Int, Key
 
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding.buckets import pad
-from l2d_jax.decoding.generation import Loaded, check_classes, check_prompts, check_settings
-from l2d_jax.decoding.refine import Refinement, refine, tabulate
+from l2d_jax.decoding.refine import Refinement, refine
+from l2d_jax.decoding.requests import Prompt, check_prompts, check_tokens, class_labels
 from l2d_jax.decoding.sampler import token_keys
 from l2d_jax.distributed import processes, sharding
 from l2d_jax.errors import InputError
@@ -25,132 +26,120 @@ from l2d_jax.model.context import Context
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.lm_head import over_logits
 
-CHUNK = 1024  # positions whose logits are held at a time, over all draws
-SHORTEST_ANSWER = 8  # tokens that answers are padded to, or more: an option is often a single one
+CHUNK = 1024  # logits are held for so many pairs of a position and a noise sample at a time
+SHORTEST_ANSWER = 8  # tokens that answers are padded to, or more: an option is often a single token
 
 
-class Score(NamedTuple):
-    """One answer under the model; all logarithms are natural."""
+class Likelihood(NamedTuple):
+    """How likely an answer is under the model; all logarithms are natural."""
 
-    tokens: Float[np.ndarray, " n"]  # log-probability of each token, given all before it
+    tokens: Float[np.ndarray, " n"]  # log-probability of each token, given all tokens before it
     token_errors: Float[np.ndarray, " n"]  # standard errors of those
     total: float  # log-likelihood of the answer
     error: float  # standard error of that
-    likeliest: Int[np.ndarray, " n"]  # the token that has the highest probability at each place
+    likeliest: Int[np.ndarray, " n"]  # the most probable token at each place of the answer
 
 
-def score(
-    loaded: Loaded,
-    prompts: Sequence[Sequence[int]],
+def score_answers(
+    model: Model,
+    prompts: Sequence[Prompt],
     answers: Sequence[Sequence[int]],
     *,
-    settings: DecodeConfig | None = None,
+    settings: DecodeConfig,
     draws: int = 8,
-    labels: Sequence[int] | None = None,
-    numbers: Sequence[int] | None = None,
     seed: int = 0,
-) -> list[Score]:
-    """Log-likelihoods of answers, each token's by the mean over `draws` runs of the ODE with the true tokens before it.
+) -> list[Likelihood]:
+    """Log-likelihoods of answers; that of a token is by the mean over `draws` ODEs behind the true tokens before it.
 
     Args:
-      loaded: from `load`.
-      prompts: token ids.
-      answers: token ids, one answer per prompt, with the end token if it is to count.
-      settings: budget, solver and velocity; None: the model's own.
-      draws: noise draws per token, at least 2 for standard errors; a budget of 1, where all are the same, takes one.
-      labels: classes for guidance, one per prompt.
-      numbers: of the pairs, which their noise depends on, as `generation.stream` takes them; None: 0, 1 and so on.
-      seed: of the noise and the velocity's draws.
+      model: the LM and the path.
+      prompts: token ids, numbers and classes.
+      answers: token ids, one answer per prompt, with the stop token if it is to count.
+      settings: budget, solver and velocity.
+      draws: noise samples per token, at least 2 for standard errors; a budget of 1, where all are the same, takes one.
+      seed: with a prompt's number, determines its noise and the samples of its velocities.
 
     Raises:
-      InputError: as `generation.stream`, for fewer than 2 draws, and for an answer without tokens or with unknown ones.
-        The last token of an answer is fed to no one, and takes no position.
+      InputError: as `generation.stream_tokens`, for fewer than 2 draws, and for an answer without tokens or with
+        unknown ones. The last token of an answer is fed to no one, and takes no position.
     """
-    settings = loaded.defaults if settings is None else settings
-    model = loaded.model
     architecture = model.llm.architecture
-    refinement = check_settings(settings, has_path=model.path is not None)
+    refinement = Refinement.prepare(model, settings)
     if draws < 2:
         raise InputError(f"a standard error takes at least 2 draws, got {draws}")
     if len(prompts) != len(answers) or not all(answers):
         raise InputError(f"each prompt takes one answer of at least one token, got {len(answers)} for {len(prompts)}")
-    _check_lengths(prompts, answers, limit=architecture.max_position_embeddings)
-    unknown = [token for text in (*prompts, *answers) for token in text if not 0 <= token < architecture.vocab_size]
-    if unknown:
-        raise InputError(f"token {unknown[0]} is not one of the {architecture.vocab_size} of the model")
-    check_classes(model, labels, prompts=len(prompts))
-    ids, _ = pad([[*p, *a[:-1]] for p, a in zip(prompts, answers, strict=True)])
+    contexts = [prompt.ids for prompt in prompts]
+    _check_lengths(contexts, answers, limit=architecture.max_position_embeddings)
+    check_tokens([*contexts, *answers], architecture)
+    labels = class_labels(model, prompts)
+    ids, _ = pad([[*context, *answer[:-1]] for context, answer in zip(contexts, answers, strict=True)])
     targets, _ = pad(answers, shortest=SHORTEST_ANSWER)
     places = np.arange(targets.shape[1])
-    starts, counts = (np.array([len(text) for text in texts])[:, None] for texts in (prompts, answers))
+    starts, counts = (np.array([len(text) for text in texts])[:, None] for texts in (contexts, answers))
     queries = np.where(places < counts, starts - 1 + places, 0).astype(np.int32)
-    found = _chances(
+    results = _log_probs(
         model,
-        tabulate(model, refinement, budget=settings.budget),
+        refinement,
         ids,
         sharding.spread(queries),
         targets[:, :, None],
         jax.random.split(jax.random.key(seed), 1 if settings.budget == 1 else draws),
-        jnp.arange(len(prompts)) if numbers is None else jnp.array(numbers),
-        None if labels is None else jnp.asarray(labels, jnp.int32),
+        jnp.array([prompt.number for prompt in prompts]),
+        labels,
     )
-    chances, likeliest = map(processes.gather_array, found)
+    log_probs, likeliest = map(processes.gather_array, results)
     return [
-        _summary(chances[:, i, : len(answer), 0].astype(np.float64), likeliest[i, : len(answer)])
+        _average(log_probs[:, i, : len(answer), 0].astype(np.float64), likeliest[i, : len(answer)])
         for i, answer in enumerate(answers)
     ]
 
 
 def rank(
-    loaded: Loaded,
-    prompts: Sequence[Sequence[int]],
+    model: Model,
+    prompts: Sequence[Prompt],
     options: Sequence[Sequence[int]],
     *,
     settings: DecodeConfig,
     draws: int = 8,
-    labels: Sequence[int] | None = None,
-    numbers: Sequence[int] | None = None,
     seed: int = 0,
 ) -> list[Float[np.ndarray, " J"]]:
     """Log-probabilities of a few next tokens of each prompt, by the mean over `draws`: one pass over each prompt.
 
     Args:
-      loaded: from `load`.
-      prompts: token ids.
+      model: the LM and the path.
+      prompts: token ids, numbers and classes.
       options: the tokens to rank, of each prompt.
       settings: budget, solver and velocity.
-      draws: noise draws of each prompt; a budget of 1, where all are the same, takes one.
-      labels: classes for guidance, one per prompt.
-      numbers: of the prompts, which their noise depends on; None: 0, 1 and so on.
-      seed: of the noise and the velocity's draws.
+      draws: noise samples of each prompt; a budget of 1, where all are the same, takes one.
+      seed: with a prompt's number, determines its noise and the samples of its velocities.
 
     Raises:
-      InputError: as `generation.stream`.
+      InputError: as `generation.stream_tokens`.
     """
-    model = loaded.model
-    refinement = check_settings(settings, has_path=model.path is not None)
-    check_prompts(prompts, replace(settings, max_new_tokens=1), model.llm.architecture)
-    check_classes(model, labels, prompts=len(prompts))
+    refinement = Refinement.prepare(model, settings)
+    check_prompts([prompt.ids for prompt in prompts], replace(settings, max_new_tokens=1), model.llm.architecture)
+    labels = class_labels(model, prompts)
     draws = 1 if settings.budget == 1 else draws
-    ids, lengths = pad(prompts)
+    ids, lengths = pad([prompt.ids for prompt in prompts])
     width = max(map(len, options))
-    tokens = np.array([[*own, *[0] * (width - len(own))] for own in options], np.int32)
-    chances, _ = _chances(
+    tokens = np.array([[*few, *[0] * (width - len(few))] for few in options], np.int32)
+    log_probs, _ = _log_probs(
         model,
-        tabulate(model, refinement, budget=settings.budget),
+        refinement,
         ids,
         (lengths - 1)[:, None],
         sharding.spread(tokens[:, None]),
         jax.random.split(jax.random.key(seed), draws),
-        jnp.arange(len(prompts)) if numbers is None else jnp.array(numbers),
-        None if labels is None else jnp.asarray(labels, jnp.int32),
+        jnp.array([prompt.number for prompt in prompts]),
+        labels,
     )
-    mean = np.logaddexp.reduce(processes.gather_array(chances)[:, :, 0].astype(np.float64), axis=0) - np.log(draws)
-    return [row[: len(own)] for row, own in zip(mean, options, strict=True)]
+    mean = np.logaddexp.reduce(processes.gather_array(log_probs)[:, :, 0].astype(np.float64), axis=0) - np.log(draws)
+    return [row[: len(few)] for row, few in zip(mean, options, strict=True)]
 
 
 @jax.jit
-def _chances(
+def _log_probs(
     model: Model,
     settings: Refinement,
     ids: Int[Array, "B T"],
@@ -160,9 +149,9 @@ def _chances(
     numbers: Int[Array, " B"],
     labels: Int[Array, " B"] | None,
 ) -> tuple[Float[Array, "draws B M J"], Int[Array, "B M"]]:
-    """Log-probability of every target under every draw of noise, and the token of the highest mean probability.
+    """The log-probability of every target under every noise sample, and the token of the highest mean probability.
 
-    The frozen pass is shared, and no more logits are held at a time than those of so many positions under one draw.
+    All noise samples share the frozen pass. Logits are held for `CHUNK` positions and noise samples at a time.
     """
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
     hidden, cache = model.llm(ids, positions)
@@ -171,26 +160,26 @@ def _chances(
     context = Context(hidden=hidden, cache=cache, positions=queries, labels=spread)
     width = 1 if model.path is None else model.path.config.width
 
-    def once(key: Any) -> Array:
+    def refine_once(key: Key[Array, ""]) -> Float[Array, "B M D"]:
         sequences = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
         places = jnp.arange(queries.shape[1])[:, None]
         noise_keys, velocity_keys, _ = jax.vmap(token_keys, (None, 0), out_axes=1)(sequences, places)
-        noise = jax.vmap(jax.vmap(lambda own: jax.random.normal(own, (width,), jnp.float32)))(noise_keys)
+        noise = jax.vmap(jax.vmap(lambda noise_key: jax.random.normal(noise_key, (width,), jnp.float32)))(noise_keys)
         return refine(model, context, noise, settings=settings, keys=velocity_keys)
 
-    refined = jnp.moveaxis(jax.lax.map(once, keys), 0, 2)
+    refined = jnp.moveaxis(jax.lax.map(refine_once, keys), 0, 2)
     chunk = max(CHUNK // len(keys), 1)
-    chances, likeliest = over_logits(model.llm, refined, _read, targets, chunk=chunk)
-    return jnp.moveaxis(chances, 2, 0), likeliest
+    log_probs, likeliest = over_logits(model.llm, refined, _read_logits, targets, chunk=chunk)
+    return jnp.moveaxis(log_probs, 2, 0), likeliest
 
 
-def _read(
+def _read_logits(
     logits: Float[Array, "n draws V"], tokens: Int[Array, "n J"]
 ) -> tuple[Float[Array, "n draws J"], Int[Array, " n"]]:
     """The tokens' log-probabilities, and the arg max of the mean probability of all tokens."""
-    chances = jax.nn.log_softmax(logits)
-    mean = jax.nn.logsumexp(chances, axis=1)
-    return jnp.take_along_axis(chances, tokens[:, None], axis=-1), jnp.argmax(mean, axis=-1).astype(jnp.int32)
+    log_probs = jax.nn.log_softmax(logits)
+    mean = jax.nn.logsumexp(log_probs, axis=1)
+    return jnp.take_along_axis(log_probs, tokens[:, None], axis=-1), jnp.argmax(mean, axis=-1).astype(jnp.int32)
 
 
 def _check_lengths(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], *, limit: int) -> None:
@@ -204,11 +193,12 @@ def _check_lengths(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[
             )
 
 
-def _summary(chances: Float[np.ndarray, "draws n"], likeliest: Int[np.ndarray, " n"]) -> Score:
-    highest = chances.max(axis=0)
-    shares = np.exp(chances - highest)
-    mean = shares.mean(axis=0)
+def _average(log_probs: Float[np.ndarray, "draws n"], likeliest: Int[np.ndarray, " n"]) -> Likelihood:
+    """The likelihood of an answer by the mean probability of each of its tokens."""
+    highest = log_probs.max(axis=0)
+    probs = np.exp(log_probs - highest)  # relative to the highest, so that none underflows
+    mean = probs.mean(axis=0)
     tokens = highest + np.log(mean)
-    deviation = shares.std(axis=0, ddof=1) if len(shares) > 1 else np.zeros_like(mean)
-    errors = deviation / np.sqrt(len(shares)) / mean  # of the logarithm, to first order
-    return Score(tokens, errors, float(tokens.sum()), float(np.sqrt(np.square(errors).sum())), likeliest)
+    deviation = probs.std(axis=0, ddof=1) if len(probs) > 1 else np.zeros_like(mean)
+    errors = deviation / np.sqrt(len(probs)) / mean  # of the logarithm, to first order
+    return Likelihood(tokens, errors, float(tokens.sum()), float(np.sqrt(np.square(errors).sum())), likeliest)

@@ -1,4 +1,4 @@
-"""Finds stop strings in answers that are still being written."""
+"""Finds stop strings in answers that are still being generated."""
 
 from collections.abc import Sequence
 
@@ -32,32 +32,32 @@ class StopSearch:
         self._keeps_stop = keeps_stop
         self._tokenizer = tokenizer
         self._answers: list[list[int]] = [[] for _ in range(sequences)]
-        self._released = [0] * sequences  # tokens of each answer
+        self._released = [0] * sequences  # tokens of each answer that `add` has returned
 
     def add(self, index: int, ids: Sequence[int], *, is_last: bool) -> tuple[list[int], bool]:
-        """The tokens of a sequence that are certain by now, given its next ones, and whether a stop string ends it.
+        """Add new tokens to an answer: which of its tokens no longer belong to a stop string, and whether one ends it.
 
-        The token in which a stop string begins is left out; if stops are kept, nothing is.
+        The token in which a stop string begins is left out. With `keeps_stop`, no token is.
         """
         if not self._stops:
             return list(ids), False
         answer, released = self._answers[index], self._released[index]
         answer.extend(ids)
         text = to_text(answer, self._tokenizer)
-        found = [place for place in map(text.find, self._stops) if place >= 0]
-        held = 0 if is_last else max(map(len, self._stops)) - 1
-        if found and self._keeps_stop:
+        places = [place for place in map(text.find, self._stops) if place >= 0]
+        if places and self._keeps_stop:
             return answer[released:], True
-        certain = min(found, default=len(text) - held)
+        held = 0 if is_last else max(map(len, self._stops)) - 1
+        certain = min(places, default=len(text) - held)
         count = len(answer)
         while count > released and len(to_text(answer[:count], self._tokenizer)) > certain:
             count -= 1
         self._released[index] = count
-        return answer[released:count], bool(found)
+        return answer[released:count], bool(places)
 
 
 def to_text(ids: Sequence[int], tokenizer: PreTrainedTokenizerFast | None) -> str:
-    """An answer as text, without special tokens; the tokenizer is there."""
+    """An answer as text, without special tokens. The tokenizer must not be None."""
     assert tokenizer is not None
     # Llama's tokenizers ask for a clean-up, with which "a" and " ." would be "a.": a stream cannot take a space back.
     text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)

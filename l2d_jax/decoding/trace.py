@@ -20,8 +20,9 @@ from transformers import PreTrainedTokenizerFast
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding import trajectory
 from l2d_jax.decoding.buckets import pad
-from l2d_jax.decoding.generation import Loaded, check_classes, check_prompts
+from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.refine import Refinement
+from l2d_jax.decoding.requests import Request, check_prompts, class_labels, number_prompts
 from l2d_jax.decoding.solver import FIXED
 from l2d_jax.decoding.stop_strings import to_text
 from l2d_jax.errors import InputError
@@ -42,30 +43,21 @@ class TokenTrace(NamedTuple):
     skipped: bool  # whether the gate left the token to the LM alone: no evaluation, settled at 0
 
 
-def trace(
-    loaded: Loaded,
-    prompts: Sequence[Sequence[int]],
-    answers: Sequence[Sequence[int]],
-    *,
-    settings: DecodeConfig | None = None,
-    seed: int = 0,
-    samples: int = 1,
-    labels: Sequence[int] | None = None,
-) -> list[list[TokenTrace]]:
-    """The trace of every token of the answers that `generation.generate` gave to the same arguments.
+def trace(loaded: LoadedModel, request: Request, answers: Sequence[Sequence[int]]) -> list[list[TokenTrace]]:
+    """The trace of every token of the answers that `generation.generate_tokens` gave to the same request.
 
     Raises:
-      InputError: as `generation.stream`, for several noise draws, and for another number of answers.
+      InputError: as `generation.stream_tokens`, for several noise draws, and for another number of answers.
     """
-    settings = loaded.defaults if settings is None else settings
-    model = loaded.model
+    model, settings, prompts, samples = loaded.model, request.settings, request.prompts, request.samples
     refinement = Refinement.prepare(model, settings)
     check_draws(settings)
     if samples < 1 or len(answers) != samples * len(prompts):
         raise InputError(f"{len(prompts)} prompts with {samples} samples each have not {len(answers)} answers")
     longest = max(1, *map(len, answers)) if answers else 1
-    check_prompts(prompts, dataclasses.replace(settings, max_new_tokens=longest), model.llm.architecture)
-    check_classes(model, labels, prompts=len(prompts))
+    ids = [prompt.ids for prompt in prompts]
+    check_prompts(ids, dataclasses.replace(settings, max_new_tokens=longest), model.llm.architecture)
+    class_labels(model, prompts)
     follow = partial(
         trajectory.trace_tokens,
         model,
@@ -75,11 +67,10 @@ def trace(
     )
     traces = []
     for number, answer in enumerate(answers):
-        prompt, copy = divmod(number, samples)
-        key = jax.random.fold_in(jax.random.key(seed), prompt)
+        prompt, copy = prompts[number // samples], number % samples
+        key = jax.random.fold_in(jax.random.key(request.seed), prompt.number)
         key = jax.random.fold_in(key, copy) if copy else key  # of `decode.fan_out`
-        label = None if labels is None else labels[prompt]
-        given = read(model, prompts[prompt], answer, key=key, label=label)
+        given = read(model, prompt.ids, answer, key=key, label=prompt.label)
         starts = range(0, len(answer), trajectory.CHUNK)
         pieces = [follow(given, start=jnp.int32(start)) for start in starts]
         traces.append(_token_traces(answer, _pieces_of_text(answer, loaded.tokenizer), pieces))
@@ -126,7 +117,7 @@ def _pieces_of_text(answer: Sequence[int], tokenizer: PreTrainedTokenizerFast | 
 
 
 def accuracy_by_time(
-    loaded: Loaded,
+    loaded: LoadedModel,
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[int]],
     *,
@@ -163,7 +154,7 @@ def check_grid(settings: DecodeConfig) -> None:
 
 
 def evaluations(
-    loaded: Loaded,
+    loaded: LoadedModel,
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[int]],
     *,
@@ -171,5 +162,5 @@ def evaluations(
     seed: int = 0,
 ) -> list[float]:
     """The mean evaluations per token of each answer, as an adaptive solver chooses them."""
-    traces = trace(loaded, prompts, answers, settings=settings, seed=seed)
+    traces = trace(loaded, Request(number_prompts(prompts), settings, seed), answers)
     return [float(np.mean([token.evaluations for token in tokens])) for tokens in traces]

@@ -10,9 +10,10 @@ import numpy as np
 from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import CATEGORIES, DecodeConfig
 from l2d_jax.data import tokenizer
-from l2d_jax.decoding.batching import Prompt, batches, complete, shared_tokens
-from l2d_jax.decoding.generation import FREE, Loaded
+from l2d_jax.decoding.batching import common_prefix, complete, plan_batches
 from l2d_jax.decoding.likelihood import rank
+from l2d_jax.decoding.loaded_model import LoadedModel
+from l2d_jax.decoding.requests import Prompt
 from l2d_jax.decoding.stop_strings import to_text
 from l2d_jax.distributed import processes
 from l2d_jax.evaluation.results import Results, sample_line
@@ -75,7 +76,7 @@ def check_protocol(protocol: EvaluationProtocol, encoded: Sequence[EncodedProble
 
 
 def evaluate_task(
-    loaded: Loaded,
+    loaded: LoadedModel,
     task: Task,
     encoded: Sequence[EncodedProblem],
     open_results: Callable[[], Results],
@@ -86,7 +87,7 @@ def evaluate_task(
 ) -> dict[str, Any]:
     """Score the problems that the results lack, write each batch as it finishes, and return the figures of all.
 
-    Process 0 alone opens the results, scores and writes. Raises `InputError` as `Results`, `generation.stream` and
+    Process 0 alone opens the results, scores and writes. Raises `InputError` as `Results`, `stream_tokens` and
     `Task.grade` do.
     """
     opened: list[Results] = []
@@ -100,8 +101,8 @@ def evaluate_task(
     if protocol.choices == "likelihood":
         answered = _ranked(loaded, remaining, settings, protocol)
     else:
-        shared = shared_tokens([one.ids for one in encoded])
-        answered = _completed(loaded, remaining, settings, protocol, shared=shared)
+        prefix = common_prefix([one.ids for one in encoded])
+        answered = _completed(loaded, remaining, settings, protocol, prefix=prefix)
     began, count = time.monotonic(), 0
     with processes.progress_bar(len(encoded), task.name, done=len(encoded) - len(remaining), unit="problem") as shown:
         for batch in answered:
@@ -121,21 +122,23 @@ Answers = dict[int, tuple[list[str], int]]
 
 
 def _completed(
-    loaded: Loaded,
+    loaded: LoadedModel,
     encoded: dict[int, EncodedProblem],
     settings: DecodeConfig,
     protocol: EvaluationProtocol,
     *,
-    shared: int,
+    prefix: int,
 ) -> Iterator[Answers]:
     prompts = [Prompt(number, one.ids, label_of(one.problem, protocol)) for number, one in encoded.items()]
-    options = {
-        "batch_size": protocol.batch_size,
-        "samples": protocol.samples or 1,
-        "seed": protocol.seed,
-        "shared": shared,
-    }
-    for batch in complete(loaded, prompts, settings=settings, restrictions=FREE, **options):
+    for batch in complete(
+        loaded,
+        prompts,
+        settings=settings,
+        batch_size=protocol.batch_size,
+        samples=protocol.samples or 1,
+        seed=protocol.seed,
+        prefix=prefix,
+    ):
         yield {
             number: ([to_text(ids, loaded.tokenizer) for ids in answers], sum(map(len, answers)))
             for number, answers in batch.items()
@@ -143,34 +146,37 @@ def _completed(
 
 
 def _ranked(
-    loaded: Loaded, encoded: dict[int, EncodedProblem], settings: DecodeConfig, protocol: EvaluationProtocol
+    loaded: LoadedModel, encoded: dict[int, EncodedProblem], settings: DecodeConfig, protocol: EvaluationProtocol
 ) -> Iterator[Answers]:
     """Answer each problem with the letter whose first token is the likeliest; nothing is generated."""
     numbers = list(encoded)
-    for batch, places in batches([len(one.ids) for one in encoded.values()], protocol.batch_size):
+    for batch, places in plan_batches([len(one.ids) for one in encoded.values()], protocol.batch_size):
         filled = [numbers[place] for place in places]
-        labels = [label_of(encoded[number].problem, protocol) for number in filled]
         found = rank(
-            loaded,
-            [encoded[number].ids for number in filled],
+            loaded.model,
+            [Prompt(number, encoded[number].ids, label_of(encoded[number].problem, protocol)) for number in filled],
             [_letters(encoded[number].problem, loaded) for number in filled],
             settings=settings,
             draws=protocol.draws,
-            labels=[label for label in labels if label is not None] or None,
-            numbers=filled,
             seed=protocol.seed,
         )
         best = {n: encoded[n].problem.options[int(np.argmax(row))] for n, row in zip(filled, found, strict=True)}
         yield {numbers[place]: ([best[numbers[place]]], 0) for place in batch}
 
 
-def _letters(problem: Problem, loaded: Loaded) -> list[int]:
+def _letters(problem: Problem, loaded: LoadedModel) -> list[int]:
     assert loaded.tokenizer is not None
     return [ids[0] for ids in tokenizer.encode(problem.options, loaded.tokenizer)]
 
 
 def _scored(
-    loaded: Loaded, task: Task, encoded: dict[int, EncodedProblem], batch: Answers, *, run: Run | None, tagged: bool
+    loaded: LoadedModel,
+    task: Task,
+    encoded: dict[int, EncodedProblem],
+    batch: Answers,
+    *,
+    run: Run | None,
+    tagged: bool,
 ) -> list[dict[str, Any]]:
     """The sample lines of a batch, whose completions are judged together, since running programs takes time."""
     flat = [(number, text) for number, (texts, _) in batch.items() for text in texts]
@@ -186,7 +192,7 @@ def _scored(
     ]
 
 
-def to_prompt(ids: Sequence[int], loaded: Loaded) -> str:
+def to_prompt(ids: Sequence[int], loaded: LoadedModel) -> str:
     """A prompt as text, including the template's special tokens."""
     assert loaded.tokenizer is not None
     return str(loaded.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))

@@ -7,11 +7,14 @@ from jax._src import test_util
 
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding import batching
-from l2d_jax.decoding.batching import Prompt, complete, shared_tokens
-from l2d_jax.decoding.buckets import bucket
-from l2d_jax.decoding.generation import Loaded, Part, generate
+from l2d_jax.decoding.batching import common_prefix, complete
+from l2d_jax.decoding.buckets import round_up
+from l2d_jax.decoding.generation import generate_tokens
+from l2d_jax.decoding.loaded_model import LoadedModel
+from l2d_jax.decoding.requests import Prompt, Request
 from l2d_jax.errors import InputError
 from tests.support import tiny
+from tests.support.requests import generate
 
 SETTINGS = DecodeConfig(budget=3, max_new_tokens=6, temperature=1.0)
 PROMPTS = [Prompt(number, [1 + (7 * number + i) % 90 for i in range(2 + 9 * number)]) for number in range(9)]
@@ -19,7 +22,7 @@ PROMPTS = [Prompt(number, [1 + (7 * number + i) % 90 for i in range(2 + 9 * numb
 
 @pytest.fixture(scope="module")
 def loaded():
-    return Loaded(tiny.model(classes=2), None, (95,), SETTINGS)
+    return LoadedModel(tiny.model(classes=2), None, (95,), SETTINGS)
 
 
 def answers(loaded, prompts, *, settings=SETTINGS, **options):
@@ -35,7 +38,7 @@ def test_answers_depend_on_neither_batches_nor_order(loaded):
     assert whole.keys() == set(range(9))
     assert answers(loaded, PROMPTS[::-1], batch_size=4) == whole
     assert answers(loaded, PROMPTS[3:5], batch_size=2) == {3: whole[3], 4: whole[4]}
-    alone = generate(loaded, [PROMPTS[5].ids], settings=SETTINGS, part=Part([5]))
+    alone = generate_tokens(loaded.model, Request([PROMPTS[5]], SETTINGS), stop_ids=loaded.stop_ids)
     assert whole[5] == alone
     assert generate(loaded, [PROMPTS[5].ids], settings=SETTINGS) != alone
 
@@ -66,11 +69,11 @@ def test_one_program_a_bucket(loaded):
 @pytest.mark.parametrize("changes", [{"draws": 2}, {"solver": "fehlberg2", "budget": 12}])
 def test_what_prompts_share_is_read_once(loaded, monkeypatch, changes):
     settings = dataclasses.replace(SETTINGS, **changes)
-    monkeypatch.setattr(batching, "SHARED", 16)
+    monkeypatch.setattr(batching, "PREFIX_MULTIPLE", 16)
     few = [Prompt(number, [*range(1, 38), 50 + number, *range(number)]) for number in range(5)]
-    assert shared_tokens([prompt.ids for prompt in few]) == 32
+    assert common_prefix([prompt.ids for prompt in few]) == 32
     apart = answers(loaded, few, batch_size=3, settings=settings)
-    assert answers(loaded, few, batch_size=3, settings=settings, shared=32) == apart
+    assert answers(loaded, few, batch_size=3, settings=settings, prefix=32) == apart
 
 
 @pytest.mark.parametrize(
@@ -83,15 +86,15 @@ def test_what_prompts_share_is_read_once(loaded, monkeypatch, changes):
         ([[1] * 300, [1] * 200 + [2] * 9], 128),
     ],
 )
-def test_shared_tokens(prompts, wanted):
-    assert shared_tokens(prompts) == wanted
+def test_common_prefix(prompts, wanted):
+    assert common_prefix(prompts) == wanted
 
 
 @pytest.mark.parametrize(
     ("length", "wanted"), [(1, 64), (64, 64), (65, 96), (96, 96), (97, 128), (129, 192), (1025, 1536)]
 )
 def test_buckets(length, wanted):
-    assert bucket(length) == wanted
+    assert round_up(length) == wanted
 
 
 def test_a_batch_that_is_too_small(loaded):

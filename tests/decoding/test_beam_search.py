@@ -9,15 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import l2d_jax.generate as program
+from l2d_jax import generate as program
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.data import tokenizer
 from l2d_jax.decoding import beam_search as search_module
-from l2d_jax.decoding import generation, stop_strings
-from l2d_jax.decoding.beam_search import Beam, search
+from l2d_jax.decoding import stop_strings
+from l2d_jax.decoding.beam_search import Beam
 from l2d_jax.decoding.beams import SearchConfig
-from l2d_jax.decoding.generation import Loaded
+from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.refine import Refinement, refine
+from l2d_jax.decoding.requests import UNRESTRICTED, Prompt, Restrictions
 from l2d_jax.decoding.solver import SOLVERS, find_solver, split_budget
 from l2d_jax.errors import InputError
 from l2d_jax.loading import load
@@ -29,8 +30,15 @@ from l2d_jax.model.llm import LLM
 from l2d_jax.weights import model_folder
 from tests.support import tiny
 from tests.support.programs import call, write_base
+from tests.support.requests import generate
 
 VOCABULARY = 6
+
+
+def search(loaded, ids, *, label=None, **options):
+    return search_module.search(loaded, Prompt(0, ids, label), **options)
+
+
 PROMPT = [5, 1, 2]
 PLAIN = DecodeConfig(budget=1)
 CORRECTED = DecodeConfig(budget=3, velocity_temperature=1.0)
@@ -43,12 +51,12 @@ def few():
     llm = tiny.randomise(LLM.declare(architecture, dtype=jnp.float32))
     llm = dataclasses.replace(llm, head=4 * llm.head)
     path = tiny.randomise(DiffusionPath.declare(tiny.path_config(), architecture), seed=1)
-    return Loaded(Model.build(llm, path), None, (4,), PLAIN)
+    return LoadedModel(Model.build(llm, path), None, (4,), PLAIN)
 
 
 @pytest.fixture(scope="module")
 def loaded():
-    return Loaded(tiny.model(), None, (95,), PLAIN)
+    return LoadedModel(tiny.model(), None, (95,), PLAIN)
 
 
 @pytest.fixture
@@ -186,7 +194,7 @@ def test_one_beam_is_greedy_decoding(loaded, settings):
     for seed in (0, 5):
         found = search(loaded, [5, 17, 3], settings=settings, config=one, seed=seed)
         greedy = dataclasses.replace(settings, max_new_tokens=12)
-        [answer] = generation.generate(loaded, [[5, 17, 3]], settings=greedy, seed=seed)
+        [answer] = generate(loaded, [[5, 17, 3]], settings=greedy, seed=seed)
         assert found.answer == answer
         assert [beam.ids for beam in found.beams] == [answer]
 
@@ -195,9 +203,9 @@ def test_one_beam_stops_where_greedy_decoding_does(loaded):
     one = SearchConfig(beams=1, candidates=1, temperature=0.0, max_new_tokens=12)
     free = search(loaded, [5, 17, 3], config=one).answer
     stop = next(i for i in range(1, 12) if free[i] not in free[:i])
-    [beam] = search(loaded._replace(ends=(94, free[stop])), [5, 17, 3], config=one).beams
+    [beam] = search(dataclasses.replace(loaded, stop_ids=(94, free[stop])), [5, 17, 3], config=one).beams
     assert (beam.ids, beam.is_ended) == (free[:stop], True)
-    assert search(loaded._replace(ends=()), [5, 17, 3], config=one).answer == free
+    assert search(dataclasses.replace(loaded, stop_ids=()), [5, 17, 3], config=one).answer == free
 
 
 def test_several_draws_and_a_gate_are_those_of_decoding(loaded):
@@ -205,22 +213,22 @@ def test_several_draws_and_a_gate_are_those_of_decoding(loaded):
     answers = set()
     for changes in ({"draws": 3}, {"gate": 100.0}, {}):
         settings = dataclasses.replace(CORRECTED, max_new_tokens=12, **changes)
-        [answer] = generation.generate(loaded, [[5, 17, 3]], settings=settings)
+        [answer] = generate(loaded, [[5, 17, 3]], settings=settings)
         assert search(loaded, [5, 17, 3], settings=settings, config=one).answer == answer
         answers.add(tuple(answer))
     assert len(answers) == 3
 
 
 def test_classes_and_masks_are_those_of_decoding():
-    guided = Loaded(tiny.model(classes=3), None, (95,), PLAIN)
+    guided = LoadedModel(tiny.model(classes=3), None, (95,), PLAIN)
     one = SearchConfig(beams=1, candidates=1, temperature=0.0, max_new_tokens=12)
     settings = dataclasses.replace(CORRECTED, guidance=2.0, max_new_tokens=12)
     free = search(guided, [5, 17, 3], settings=settings, config=one).answer
-    banned = generation.Restrictions(banned=free[:2])
+    banned = Restrictions(banned=free[:2])
     answers = {tuple(free)}
-    for label, restrictions in ((0, generation.FREE), (2, generation.FREE), (2, banned)):
+    for label, restrictions in ((0, UNRESTRICTED), (2, UNRESTRICTED), (2, banned)):
         options = {"settings": settings, "restrictions": restrictions}
-        [answer] = generation.generate(guided, [[5, 17, 3]], labels=[label], **options)
+        [answer] = generate(guided, [[5, 17, 3]], labels=[label], **options)
         assert search(guided, [5, 17, 3], config=one, label=label, **options).answer == answer
         answers.add(tuple(answer))
     assert len(answers) == 4
@@ -228,7 +236,7 @@ def test_classes_and_masks_are_those_of_decoding():
 
 def test_likelihoods_are_those_among_the_allowed_tokens(few):
     config = SearchConfig(beams=8, candidates=VOCABULARY, max_new_tokens=3)
-    found = search(few, PROMPT, config=config, restrictions=generation.Restrictions(allowed=[1, 3]))
+    found = search(few, PROMPT, config=config, restrictions=Restrictions(allowed=[1, 3]))
     assert {token for beam in found.beams for token in beam.ids} == {1, 3}
     assert len(found.beams) == 8  # of two tokens, three times; the other completions of each beam are no answers
     np.testing.assert_allclose(sum(np.exp(beam.log_likelihood) for beam in found.beams), 1.0, rtol=1e-5)
@@ -243,7 +251,7 @@ def test_a_wider_beam_is_not_less_likely(few):
 
 def test_a_large_penalty_leaves_no_repeat(few):
     config = SearchConfig(candidates=3, temperature=0.0, max_new_tokens=14, repetition_ngram=2)
-    never = few._replace(ends=())
+    never = dataclasses.replace(few, stop_ids=())
     loops = search(never, PROMPT, config=config).beams[0]
     free = search(never, PROMPT, config=dataclasses.replace(config, repetition_penalty=1e3)).beams[0]
     assert loops.repeats == repeats_of(loops.ids, 2) > 0
@@ -267,7 +275,7 @@ def test_a_search_stops_when_all_beams_have_ended(few, monkeypatch):
     assert len(calls) < 3
     assert all(beam.is_ended for beam in short.beams)
     calls.clear()
-    long = search(few._replace(ends=()), PROMPT, config=SearchConfig(**options, max_new_tokens=24))
+    long = search(dataclasses.replace(few, stop_ids=()), PROMPT, config=SearchConfig(**options, max_new_tokens=24))
     assert len(calls) == 3
     assert [len(beam.ids) for beam in long.beams] == [24] * 4
 
@@ -292,7 +300,7 @@ def test_completions_are_sampled_without_replacement(few, chances):
     config = SearchConfig(beams=2, candidates=2, temperature=2.0, max_new_tokens=1)
     shares = np.exp(chances(tuple(PROMPT), 0, PLAIN, 0) / 2)
     shares /= shares.sum()
-    never = few._replace(ends=())
+    never = dataclasses.replace(few, stop_ids=())
     counts = np.zeros((VOCABULARY, VOCABULARY))
     for seed in range(400):
         first, second = sorted(beam.ids[0] for beam in search(never, PROMPT, config=config, seed=seed).beams)
@@ -423,8 +431,8 @@ def test_settings_that_a_search_cannot_use(few, settings, prompt, message):
     ("changes", "message"),
     [
         ({"label": 0}, "class label 0 is unknown to this path: it knows none"),
-        ({"restrictions": generation.Restrictions(stops=["x"])}, "a search knows no stop strings"),
-        ({"restrictions": generation.Restrictions(banned=[6])}, "token 6 is not one of the 6"),
+        ({"restrictions": Restrictions(stops=["x"])}, "a search knows no stop strings"),
+        ({"restrictions": Restrictions(banned=[6])}, "token 6 is not one of the 6"),
     ],
 )
 def test_conditions_that_a_search_cannot_meet(few, changes, message):
@@ -433,7 +441,7 @@ def test_conditions_that_a_search_cannot_meet(few, changes, message):
 
 
 def test_a_plain_model_has_a_budget_of_one(few):
-    plain = few._replace(model=Model.build(few.model.llm, None))
+    plain = dataclasses.replace(few, model=Model.build(few.model.llm, None))
     config = SearchConfig(max_new_tokens=7)
     assert search(plain, PROMPT, config=config) == search(few, PROMPT, config=config)
     with pytest.raises(InputError, match="a budget of 3 needs a diffusion path"):
@@ -443,7 +451,7 @@ def test_a_plain_model_has_a_budget_of_one(few):
 def test_logits_that_are_not_numbers(few):
     broken = dataclasses.replace(few.model.llm, head=few.model.llm.head.at[3].set(jnp.nan))
     with pytest.raises(InputError, match="logits of the search were not numbers"):
-        search(few._replace(model=Model.build(broken, None)), PROMPT, config=SearchConfig(max_new_tokens=7))
+        search(dataclasses.replace(few, model=Model.build(broken, None)), PROMPT, config=SearchConfig(max_new_tokens=7))
 
 
 # --- the command line ---

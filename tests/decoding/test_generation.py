@@ -5,12 +5,14 @@ import pytest
 
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.data import tokenizer
-from l2d_jax.decoding import buckets, decode, generation, stop_strings
-from l2d_jax.decoding.generation import Loaded, generate, stream, stream_text
+from l2d_jax.decoding import buckets, decode, generation, loaded_model, stop_strings
+from l2d_jax.decoding.loaded_model import LoadedModel
+from l2d_jax.decoding.requests import Restrictions
 from l2d_jax.errors import InputError
 from l2d_jax.model.l2d import Model
 from tests.support import tiny
 from tests.support.programs import config, open_base
+from tests.support.requests import generate, stream
 
 NEVER = (95,)  # an end token that these models do not choose
 PROMPTS = [[5, 17, 3], [60, 2, 41, 8, 8, 30], [11]]
@@ -19,7 +21,7 @@ SETTINGS = DecodeConfig(budget=3, max_new_tokens=12)
 
 @pytest.fixture(scope="module")
 def loaded():
-    return Loaded(tiny.model(classes=2), None, NEVER, SETTINGS)
+    return LoadedModel(tiny.model(classes=2), None, NEVER, SETTINGS)
 
 
 def settings(**changes):
@@ -65,7 +67,7 @@ def test_seeds(loaded):
 def test_end_tokens_are_left_out_and_end_an_answer(loaded):
     answers = generate(loaded, PROMPTS)
     ends = (answers[0][4], answers[1][9])
-    ended = loaded._replace(ends=ends)
+    ended = dataclasses.replace(loaded, stop_ids=ends)
     expected = []
     for answer in answers:
         stop = next((i for i, token in enumerate(answer) if token in ends), len(answer))
@@ -76,15 +78,15 @@ def test_end_tokens_are_left_out_and_end_an_answer(loaded):
 
 def test_the_stream_ends_when_all_have_ended(loaded):
     first = generate(loaded, PROMPTS[:1])[0][0]
-    assert list(stream(loaded._replace(ends=(first,)), PROMPTS[:1])) == [[[]]]
+    assert list(stream(dataclasses.replace(loaded, stop_ids=(first,)), PROMPTS[:1])) == [[[]]]
 
 
 def test_a_model_without_end_tokens(loaded):
-    assert generate(loaded._replace(ends=()), PROMPTS) == generate(loaded, PROMPTS)
+    assert generate(dataclasses.replace(loaded, stop_ids=()), PROMPTS) == generate(loaded, PROMPTS)
 
 
 def test_a_budget_of_one_is_the_language_model(loaded):
-    plain = loaded._replace(model=Model.build(loaded.model.llm, None))
+    plain = dataclasses.replace(loaded, model=Model.build(loaded.model.llm, None))
     one = settings(budget=1)
     answers = generate(plain, PROMPTS, settings=one)
     assert generate(loaded, PROMPTS, settings=one) == answers
@@ -119,7 +121,7 @@ def test_bad_requests(loaded, prompts, changes, message):
 
 
 def test_a_plain_model_knows_a_budget_of_one(loaded):
-    plain = loaded._replace(model=Model.build(loaded.model.llm, None))
+    plain = dataclasses.replace(loaded, model=Model.build(loaded.model.llm, None))
     with pytest.raises(InputError, match="a budget of 3 needs a diffusion path, and this model has none"):
         generate(plain, PROMPTS)
     with pytest.raises(InputError, match="none: it was trained without classes"):
@@ -136,13 +138,13 @@ def speaking(loaded, monkeypatch):
     def speak(said, size=1):
         ids = list(said if isinstance(said, bytes) else said.encode())
 
-        def pieces(model, prompts, **_):
+        def pieces(model, request, **_):
             for start in range(0, len(ids), size):
                 yield [ids[start : start + size]]
 
-        monkeypatch.setattr(generation, "stream", pieces)
+        monkeypatch.setattr(loaded_model, "stream_tokens", pieces)
         messages = [{"role": "user", "content": "?"}]
-        return list(stream_text(loaded._replace(tokenizer=tokenizer.byte_tokenizer()), messages))
+        return list(dataclasses.replace(loaded, tokenizer=tokenizer.byte_tokenizer()).stream(messages))
 
     return speak
 
@@ -161,8 +163,10 @@ def test_bytes_that_are_no_character_are_shown_as_such(speaking):
 
 def test_special_tokens_are_not_shown(loaded, monkeypatch):
     ids = [*b"a", 257, *b"b"]
-    monkeypatch.setattr(generation, "stream", lambda *_, **__: iter([[ids]]))
-    pieces = stream_text(loaded._replace(tokenizer=tokenizer.byte_tokenizer()), [{"role": "user", "content": "?"}])
+    monkeypatch.setattr(loaded_model, "stream_tokens", lambda *_, **__: iter([[ids]]))
+    pieces = dataclasses.replace(loaded, tokenizer=tokenizer.byte_tokenizer()).stream(
+        [{"role": "user", "content": "?"}]
+    )
     assert "".join(pieces) == "ab"
 
 
@@ -181,17 +185,17 @@ def test_spaces_stay_as_they_were_generated(speaking, loaded, monkeypatch):
 
 def test_text_needs_a_tokenizer(loaded):
     with pytest.raises(InputError, match="has no tokenizer"):
-        list(stream_text(loaded, [{"role": "user", "content": "?"}]))
+        list(loaded.stream([{"role": "user", "content": "?"}]))
 
 
 def test_text_is_the_tokens_as_text(mesh):
     """With the tokenizer of bytes, whose ids the model's vocabulary holds."""
     base = open_base(config().model, mesh)
     tokenizer = base.tokenizer
-    loaded = Loaded(Model.build(base.llm, None), tokenizer, base.ends, DecodeConfig(budget=1, max_new_tokens=12))
+    loaded = LoadedModel(Model.build(base.llm, None), tokenizer, base.ends, DecodeConfig(budget=1, max_new_tokens=12))
     messages = [{"role": "user", "content": "Hi"}]
     [ids] = generate(loaded, [tokenizer.prompt_ids(messages, tokenizer)])
-    assert "".join(stream_text(loaded, messages)) == tokenizer.decode(ids, skip_special_tokens=True)
+    assert "".join(loaded.stream(messages)) == tokenizer.decode(ids, skip_special_tokens=True)
 
 
 # --- stop strings, samples, masks, and logits that are not numbers ---
@@ -234,17 +238,17 @@ def test_stop_strings_are_kept_for_those_who_cut_the_text(loaded):
 @pytest.fixture
 def spelling(loaded):
     """Tokens are bytes below 96; the answers have digits and capitals."""
-    return loaded._replace(tokenizer=tokenizer.byte_tokenizer())
+    return dataclasses.replace(loaded, tokenizer=tokenizer.byte_tokenizer())
 
 
 def test_a_stop_string_ends_one_sequence(spelling):
     free = generate(spelling, PROMPTS)
     texts = [bytes(answer).decode() for answer in free]
     stop = next(texts[0][i : i + 2] for i in range(4, 10) if texts[0][i : i + 2] not in texts[1] + texts[2])
-    answers = generate(spelling, PROMPTS, restrictions=generation.Restrictions(stops=[stop]))
+    answers = generate(spelling, PROMPTS, restrictions=Restrictions(stops=[stop]))
     assert bytes(answers[0]).decode() == texts[0][: texts[0].index(stop)]
     assert answers[1:] == free[1:]
-    kept = generate(spelling, PROMPTS, restrictions=generation.Restrictions(stops=[stop], keeps_stop=True))
+    kept = generate(spelling, PROMPTS, restrictions=Restrictions(stops=[stop], keeps_stop=True))
     assert stop in bytes(kept[0]).decode()
     assert len(kept[0]) < len(free[0])
     assert kept[1:] == free[1:]
@@ -253,12 +257,12 @@ def test_a_stop_string_ends_one_sequence(spelling):
 @pytest.mark.parametrize("stop", ["", "<|im_end|>", "a<|im_end|>b"])
 def test_a_stop_string_that_cannot_occur(spelling, stop):
     with pytest.raises(InputError, match="cannot occur in an answer"):
-        list(stream(spelling, PROMPTS, restrictions=generation.Restrictions(stops=[stop])))
+        list(stream(spelling, PROMPTS, restrictions=Restrictions(stops=[stop])))
 
 
 def test_stop_strings_need_a_tokenizer(loaded):
     with pytest.raises(InputError, match="stop strings need a tokenizer"):
-        list(stream(loaded, PROMPTS, restrictions=generation.Restrictions(stops=["a"])))
+        list(stream(loaded, PROMPTS, restrictions=Restrictions(stops=["a"])))
 
 
 def test_several_answers_to_each_prompt(loaded):
@@ -275,25 +279,27 @@ def test_several_answers_to_each_prompt(loaded):
 def test_banned_and_allowed_tokens(loaded):
     free = generate(loaded, PROMPTS)
     banned = sorted({answer[0] for answer in free})
-    answers = generate(loaded, PROMPTS, restrictions=generation.Restrictions(banned=banned))
+    answers = generate(loaded, PROMPTS, restrictions=Restrictions(banned=banned))
     assert not set(banned) & {token for answer in answers for token in answer}
-    few = generate(loaded, PROMPTS, restrictions=generation.Restrictions(allowed=[3, 4, 5], banned=[4]))
+    few = generate(loaded, PROMPTS, restrictions=Restrictions(allowed=[3, 4, 5], banned=[4]))
     assert {token for answer in few for token in answer} <= {3, 5}
     with pytest.raises(InputError, match="token 96 is not one of the 96 of the model"):
-        list(stream(loaded, PROMPTS, restrictions=generation.Restrictions(banned=[96])))
+        list(stream(loaded, PROMPTS, restrictions=Restrictions(banned=[96])))
 
 
 def test_sequences_whose_logits_are_not_numbers_are_reported_at_the_end(loaded):
     model = loaded.model
     embed = model.llm.embed.at[50].set(jnp.nan)
-    poisoned = loaded._replace(model=dataclasses.replace(model, llm=dataclasses.replace(model.llm, embed=embed)))
-    pieces = stream(poisoned, [[5, 17, 3], [5, 50, 3]], restrictions=generation.Restrictions(banned=[50]))
+    poisoned = dataclasses.replace(
+        loaded, model=dataclasses.replace(model, llm=dataclasses.replace(model.llm, embed=embed))
+    )
+    pieces = stream(poisoned, [[5, 17, 3], [5, 50, 3]], restrictions=Restrictions(banned=[50]))
     first, second = next(pieces), next(pieces)
     assert [len(ids) for ids in first] == [8, 0]
     assert [len(ids) for ids in second] == [4, 0]
     with pytest.raises(InputError, match=r"logits of sequences \[1\] were not numbers"):
         next(pieces)
-    endless = stream(poisoned._replace(ends=()), [[5, 50, 3]], restrictions=generation.Restrictions(banned=[50]))
+    endless = stream(dataclasses.replace(poisoned, stop_ids=()), [[5, 50, 3]], restrictions=Restrictions(banned=[50]))
     assert next(endless) == [[]]  # nothing, and no stand-in for an end token that the model has not
 
 

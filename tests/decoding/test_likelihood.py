@@ -10,10 +10,11 @@ import pytest
 import l2d_jax
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding import likelihood
-from l2d_jax.decoding.generation import Loaded, generate
-from l2d_jax.decoding.likelihood import rank, score
+from l2d_jax.decoding.loaded_model import LoadedModel
+from l2d_jax.decoding.requests import number_prompts
 from l2d_jax.errors import InputError
 from tests.support import tiny
+from tests.support.requests import generate, score
 
 PROMPTS = [[5, 17, 3], [60, 2, 41, 8, 8, 30], [11]]
 ANSWERS = [[7, 7, 90, 4], [1], [33, 12]]
@@ -21,7 +22,7 @@ ANSWERS = [[7, 7, 90, 4], [1], [33, 12]]
 
 @pytest.fixture(scope="module")
 def loaded():
-    return Loaded(tiny.model(classes=2), None, (95,), DecodeConfig(budget=3))
+    return LoadedModel(tiny.model(classes=2), None, (95,), DecodeConfig(budget=3))
 
 
 def test_a_budget_of_one_is_the_language_models_own_likelihood(loaded):
@@ -51,7 +52,7 @@ def test_more_draws_are_nearer_to_the_mean_and_say_how_near(loaded):
 def test_the_mean_is_of_probabilities(loaded, monkeypatch):
     rng = np.random.default_rng(0)
     chances = rng.normal(-3, 1, (6, 1, 4)).astype(np.float32)
-    monkeypatch.setattr(likelihood, "_chances", lambda *_: (chances[..., None], np.zeros((1, 4), np.int32)))
+    monkeypatch.setattr(likelihood, "_log_probs", lambda *_: (chances[..., None], np.zeros((1, 4), np.int32)))
     [one] = score(loaded, PROMPTS[:1], ANSWERS[:1])
     mean = np.exp(chances[:, 0]).mean(axis=0)
     np.testing.assert_allclose(one.tokens, np.log(mean), rtol=1e-6)
@@ -81,7 +82,8 @@ def test_the_likeliest_tokens_are_those_of_the_mean(loaded):
     settings = DecodeConfig(budget=5, velocity_temperature=1.0)
     [one] = score(loaded, PROMPTS[:1], ANSWERS[:1], settings=settings, draws=64)
     contexts = [PROMPTS[0] + ANSWERS[0][:place] for place in range(4)]
-    means = rank(loaded, contexts, [list(range(96))] * 4, settings=settings, draws=500, seed=1)
+    options = [list(range(96))] * 4
+    means = likelihood.rank(loaded.model, number_prompts(contexts), options, settings=settings, draws=500, seed=1)
     # It may be another of two that are as likely.
     assert all(mean[token] > mean.max() - 0.05 for mean, token in zip(means, one.likeliest, strict=True))
     assert any(mean[token] < mean.max() - 0.05 for mean, token in zip(means, ANSWERS[0], strict=True))
@@ -105,7 +107,7 @@ def test_classes_change_the_likelihood(loaded):
 
 
 def test_the_package_hands_it_on():
-    assert l2d_jax.score is score
+    assert l2d_jax.LoadedModel is LoadedModel
 
 
 @pytest.mark.parametrize(
@@ -129,6 +131,6 @@ def test_bad_input(loaded, prompts, answers, options, message):
 
 
 def test_a_path_is_needed_for_more_than_one_evaluation(loaded):
-    plain = loaded._replace(model=dataclasses.replace(loaded.model, path=None, table=None))
+    plain = dataclasses.replace(loaded, model=dataclasses.replace(loaded.model, path=None, table=None))
     with pytest.raises(InputError, match="needs a diffusion path"):
         score(plain, PROMPTS, ANSWERS)

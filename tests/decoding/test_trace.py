@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import l2d_jax.generate as program  # the package's own name is the function
+from l2d_jax import generate as program
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.data.tokenizer import byte_tokenizer
 from l2d_jax.decoding import integrate, trajectory
-from l2d_jax.decoding.generation import Loaded, generate
+from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.refine import Refinement, adapt, corrected_hidden, make_target
-from l2d_jax.decoding.trace import TokenTrace, trace
+from l2d_jax.decoding.trace import TokenTrace
 from l2d_jax.errors import InputError
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.context import Context
@@ -25,6 +25,7 @@ from l2d_jax.model.llm import LLM
 from l2d_jax.reports import trace as pages
 from tests.support import tiny
 from tests.support.programs import call, write_base
+from tests.support.requests import generate, trace
 
 PROMPTS = [[5, 17, 3], [60, 2, 41, 8, 8, 30]]
 FIXED = {"solver": "midpoint", "budget": 15, "velocity_temperature": 1.0}
@@ -33,7 +34,7 @@ ADAPTIVE = {"solver": "fehlberg2", "budget": 60, "velocity": "expectation", "vel
 
 @pytest.fixture(scope="module")
 def loaded():
-    return Loaded(tiny.model(classes=2), None, (), DecodeConfig())
+    return LoadedModel(tiny.model(classes=2), None, (), DecodeConfig())
 
 
 def of(options, length=trajectory.CHUNK + 6):
@@ -128,7 +129,7 @@ def test_a_trace_is_that_of_a_loop_over_every_point(loaded, options):
 def test_a_budget_of_one_is_the_language_model(loaded):
     one = of({"budget": 1}, 12)
     answers, traces = both(loaded, one)
-    plain = loaded._replace(model=Model.build(loaded.model.llm, None))
+    plain = dataclasses.replace(loaded, model=Model.build(loaded.model.llm, None))
     assert generate(plain, PROMPTS, settings=one) == answers
     for model, evaluations in ((loaded, 1), (plain, 0)):
         for token in (row for tokens in trace(model, PROMPTS, answers, settings=one) for row in tokens):
@@ -184,8 +185,8 @@ def test_bad_requests(loaded, changes, options, message):
 def test_pieces_of_text_are_the_text(ids):
     """A character is with the last of its tokens; a special token has none."""
     tokenizer = byte_tokenizer()
-    small = Loaded(tiny.model(), tokenizer, (), of({"budget": 1}))
-    big = small._replace(model=Model.build(tiny.randomise(_with_bytes()), None))
+    small = LoadedModel(tiny.model(), tokenizer, (), of({"budget": 1}))
+    big = dataclasses.replace(small, model=Model.build(tiny.randomise(_with_bytes()), None))
     [traced] = trace(big, [[1]], [list(ids)])
     assert "".join(token.text for token in traced) == tokenizer.decode(list(ids), skip_special_tokens=True)
     assert [len(token.text) <= 1 for token in traced] == [True] * len(ids)

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.decoding.generation import Loaded
-from l2d_jax.decoding.trace import accuracy_by_time, evaluations, trace
+from l2d_jax.decoding.loaded_model import LoadedModel
+from l2d_jax.decoding.trace import accuracy_by_time, evaluations
 from l2d_jax.errors import InputError
 from tests.support import tiny
+from tests.support.requests import trace
 
 SETTINGS = DecodeConfig(budget=7)
 PROMPTS = [[5, 17, 3], [60, 2, 41, 8]]
@@ -18,7 +19,7 @@ ANSWERS = [list(range(1, 71)), [9, 8, 7]]  # the first takes two pieces
 
 @pytest.fixture(scope="module")
 def loaded():
-    return Loaded(tiny.model(), None, (95,), SETTINGS)
+    return LoadedModel(tiny.model(), None, (95,), SETTINGS)
 
 
 def test_it_begins_with_the_language_model_and_ends_with_the_answer(loaded):

@@ -16,12 +16,12 @@ from lm_eval.api.instance import Instance
 
 from l2d_jax.config.schema import DecodeConfig, PathConfig
 from l2d_jax.data.tokenizer import CHATML, byte_tokenizer
-from l2d_jax.decoding import likelihood
 from l2d_jax.errors import InputError
-from l2d_jax.evaluation.lm_eval_model import Asking, Harness, cut, noise_number, read_generation
+from l2d_jax.evaluation.lm_eval_model import HarnessOptions, LmEvalModel, cut_text, noise_number, parse_generation
 from l2d_jax.loading import load
 from l2d_jax.model.l2d import Model
 from l2d_jax.weights import model_folder
+from tests.support.requests import score
 
 POSITIONS = 96
 BASE = DecodeConfig(budget=1, solver="euler")
@@ -56,7 +56,7 @@ def loaded(base, mesh):
     """With a path that says something else."""
     path = tiny.randomise(model_folder.new_path(SMALL, base.model.llm, mesh, seed=0))
     path = dataclasses.replace(path, merge=jax.tree.map(lambda leaf: 10 * leaf, path.merge))
-    return base._replace(model=Model.build(base.model.llm, path), defaults=PATH)
+    return dataclasses.replace(base, model=Model.build(base.model.llm, path), defaults=PATH)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def theirs(folder, base):
 
 
 def ours(loaded, settings, *, batch_size=3, **options):
-    return Harness(loaded, asking=Asking(settings, settings, batch_size=batch_size, **options))
+    return LmEvalModel(loaded, options=HarnessOptions(settings, settings, batch_size=batch_size, **options))
 
 
 def ask(kind, arguments):
@@ -121,7 +121,7 @@ def test_a_first_token_is_added_where_the_text_has_none(base, theirs, monkeypatc
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|im_start|> $A", special_tokens=[("<|im_start|>", tokenizer.bos_token_id)]
     )
-    model = ours(base._replace(tokenizer=tokenizer), BASE)
+    model = ours(dataclasses.replace(base, tokenizer=tokenizer), BASE)
     assert model.prefix_token_id == theirs.prefix_token_id == tokenizer.bos_token_id
     assert model.tok_encode("a") == [tokenizer.bos_token_id, 97]
     assert model.tok_encode("<|im_start|>a") == [tokenizer.bos_token_id, 97]
@@ -141,7 +141,7 @@ def test_likelihoods_of_the_path(loaded):
     found, reseeded = (ours(loaded, PATH, draws=4, batch_size=2, seed=seed).loglikelihood(requests) for seed in (0, 1))
     prompts, answers = [list(b"2 + 2 =")] * 2, [list(option.encode()) for option in options]
     numbers = [noise_number(prompts[0])] * 2  # the options of a question are compared under the same noise
-    wanted = likelihood.score(loaded, prompts, answers, settings=PATH, draws=4, numbers=numbers)
+    wanted = score(loaded, prompts, answers, settings=PATH, draws=4, numbers=numbers)
     agree(found, [(one.total, False) for one in wanted])
     assert abs(found[0][0] - reseeded[0][0]) > 1e-3
 
@@ -182,7 +182,7 @@ def test_a_chat_template_writes_its_own_tokens(base):
     strict.chat_template = (
         "{%- if messages[0].role == 'system' -%}{{ raise_exception('no system') }}{%- endif -%}" + CHATML
     )
-    strict = ours(base._replace(tokenizer=strict), BASE)
+    strict = ours(dataclasses.replace(base, tokenizer=strict), BASE)
     assert strict.apply_chat_template([{"role": "system", "content": "Be kind."}, *history]).startswith(
         "<|im_start|>user"
     )
@@ -192,29 +192,29 @@ def test_a_chat_template_writes_its_own_tokens(base):
 
 
 def test_what_a_task_asks_of_answers():
-    asking = Asking(DecodeConfig(budget=3, temperature=0.7, top_k=5), BASE)
-    read = read_generation({"until": ["\n", ""], "do_sample": False, "temperature": 0.0}, asking)
+    options = HarnessOptions(DecodeConfig(budget=3, temperature=0.7, top_k=5), BASE)
+    read = parse_generation({"until": ["\n", ""], "do_sample": False, "temperature": 0.0}, options)
     assert read.until == ("\n",)
     assert read.settings == DecodeConfig(budget=3, max_new_tokens=256)
-    drawn = read_generation(
-        {"until": "\n", "do_sample": True, "temperature": 0.5, "top_p": 0.9, "max_gen_toks": 7}, asking
+    drawn = parse_generation(
+        {"until": "\n", "do_sample": True, "temperature": 0.5, "top_p": 0.9, "max_gen_toks": 7}, options
     )
     assert drawn.settings == DecodeConfig(budget=3, temperature=0.5, top_p=0.9, max_new_tokens=7)
-    assert read_generation({"max_gen_toks": 7}, asking._replace(max_new_tokens=5)).settings.max_new_tokens == 5
+    assert parse_generation({"max_gen_toks": 7}, options._replace(max_new_tokens=5)).settings.max_new_tokens == 5
     with pytest.raises(InputError, match="the task's generation option num_beams is not known here"):
-        read_generation({"num_beams": 4}, asking)
+        parse_generation({"num_beams": 4}, options)
 
 
 def test_an_answer_is_cut_at_the_first_text():
-    assert cut("one, two. three", ["three", ",", "."]) == "one"
-    assert cut("one", ["two"]) == "one"
+    assert cut_text("one, two. three", ["three", ",", "."]) == "one"
+    assert cut_text("one", ["two"]) == "one"
 
 
 def says(base, token, first, **changes):
     """A model that says `token` where it would have said the character `first`."""
     llm = base.model.llm
     loud = dataclasses.replace(llm, embed=llm.embed.at[token].set(1.5 * llm.embed[ord(first)]))
-    return ours(base._replace(model=dataclasses.replace(base.model, llm=loud), **changes), BASE)
+    return ours(dataclasses.replace(base, model=dataclasses.replace(base.model, llm=loud), **changes), BASE)
 
 
 def test_special_tokens_end_answers(base):
@@ -236,7 +236,7 @@ def test_what_stands_before_a_stop_in_its_token_stays(base):
 
 def test_bad_input(base):
     with pytest.raises(InputError, match="the model folder has no tokenizer"):
-        ours(base._replace(tokenizer=None), BASE)
+        ours(dataclasses.replace(base, tokenizer=None), BASE)
     with pytest.raises(InputError, match="96 new tokens leave no room for a prompt in the 96 positions"):
         generated(ours(base, BASE), ["Hi"], max_gen_toks=POSITIONS)
     with pytest.raises(InputError, match="a continuation of 225 tokens exceeds the 96 positions"):
@@ -244,4 +244,4 @@ def test_bad_input(base):
     nameless = byte_tokenizer()
     nameless.eos_token = None
     with pytest.raises(InputError, match="the tokenizer has no eos_token"):
-        ours(base._replace(tokenizer=nameless), BASE)
+        ours(dataclasses.replace(base, tokenizer=nameless), BASE)

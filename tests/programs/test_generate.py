@@ -2,10 +2,10 @@ import io
 
 import pytest
 
-import l2d_jax.generate as generate  # the program; the package's own name is the function
-from l2d_jax import answers, loading, train
+from l2d_jax import generate, loading, train
 from l2d_jax.data import tokenizer
-from l2d_jax.decoding import generation
+from l2d_jax.decoding.loaded_model import LoadedModel
+from l2d_jax.decoding.solver import AMPLE
 from l2d_jax.loading import load
 from l2d_jax.weights import model_folder
 from tests.support.programs import call, options, remove_template, remove_tokenizer, write_base, write_model
@@ -45,16 +45,16 @@ def test_a_prompt_is_answered(folder):
     ready = load(folder)
     settings = generate.DecodeConfig(budget=3, max_new_tokens=10)
     prompt = tokenizer.prompt_ids([{"role": "user", "content": "2 + 2?"}], ready.tokenizer)
-    [ids] = generation.generate(ready, [prompt], settings=settings)
+    [ids] = ready.generate([prompt], settings=settings)
     assert text == ready.tokenizer.decode(ids, skip_special_tokens=True)
     assert text
 
 
 def test_an_adaptive_solver_takes_what_it_needs(folder):
     text = answer_of(call(generate.main, "--model", folder, *PROMPT, "--solver", "fehlberg2"))
-    settings = generate.DecodeConfig(solver="fehlberg2", budget=generate.AMPLE, max_new_tokens=10)
+    settings = generate.DecodeConfig(solver="fehlberg2", budget=AMPLE, max_new_tokens=10)
     messages = [{"role": "user", "content": "2 + 2?"}]
-    assert text == "".join(generation.stream_text(load(folder), messages, settings=settings))
+    assert text == "".join(load(folder).stream(messages, settings=settings))
     coarse = answer_of(call(generate.main, "--model", folder, *PROMPT, "--solver", "fehlberg2", "--tolerance", 10.0))
     few = answer_of(call(generate.main, "--model", folder, *PROMPT, "--solver", "fehlberg2", "--budget", 4))
     assert len({text, coarse, few}) > 1
@@ -83,9 +83,9 @@ def test_every_kind_of_folder_opens(workdir, folder, base):
     assert plain.defaults.budget == 1
     settings = trained.defaults
     prompts = [[5, 6, 7]]
-    answers = [generation.generate(model, prompts, settings=settings) for model in (trained, exported)]
+    answers = [model.generate(prompts, settings=settings) for model in (trained, exported)]
     assert answers[0] == answers[1]
-    assert {ready.ends for ready in (trained, exported, imported, plain)} == {(258,)}
+    assert {ready.stop_ids for ready in (trained, exported, imported, plain)} == {(258,)}
     for ready in (trained, exported, imported, plain):
         assert ready.model.llm.embed.dtype == "float32"
     assert load(base).model.llm.embed.dtype == "bfloat16"
@@ -99,13 +99,13 @@ def test_a_workdir_answers(workdir):
 def test_a_chat_remembers(folder, monkeypatch):
     """Two questions, then the end of input: the second answer has seen the first question and its answer."""
     seen = []
-    stream = answers.stream_text
+    stream = LoadedModel.stream
 
     def listening(ready, messages, **arguments):
         seen.append([dict(message) for message in messages])
         return stream(ready, messages, **arguments)
 
-    monkeypatch.setattr(answers, "stream_text", listening)
+    monkeypatch.setattr(LoadedModel, "stream", listening)
     monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n 2 + 2? \n"))
     outcome = call(generate.main, "--model", folder, "--budget", 3, "--max_new_tokens", 4)
     assert (outcome.status, outcome.err) == (0, "")

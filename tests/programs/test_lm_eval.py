@@ -142,7 +142,7 @@ def test_bad_input(tmp_path, tasks, model, arguments, message):
 def test_unknown_tasks_have_neighbours(tasks, no_others):
     for name, remedy in {"tiny_text": "did you mean 'tiny_texts'", "?": "--include_path adds a folder's"}.items():
         with pytest.raises(program.InputError, match=remedy):
-            program.open_tasks([name], [tasks], None)
+            program.open_tasks([name], [tasks])
 
 
 def test_without_the_harness(tmp_path, monkeypatch):

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import l2d_jax.generate as generate  # the program; the package's own name is the function
-from l2d_jax import convert, train
+from l2d_jax import convert, generate, train
 from l2d_jax.loading import load
 from l2d_jax.training.metrics import read_metrics
 from tests.support.programs import ROOT, call

@@ -117,7 +117,7 @@ def test_a_workdir_and_its_export_are_one_model(trained, base, method):
     opened, exported = load(trained / method), load(trained / method / "export", dtype="float32")
     assert opened.model.path is None
     assert (opened.defaults.budget, opened.defaults.solver, opened.step) == (1, "euler", 6)
-    assert opened.ends == exported.ends == load(base).ends
+    assert opened.stop_ids == exported.stop_ids == load(base).stop_ids
     assert opened.tokenizer.get_vocab() == exported.tokenizer.get_vocab()
     for ours, other in zip(logits(trained / method), logits(trained / method / "export"), strict=True):
         np.testing.assert_allclose(ours, other, atol=1e-5) if ours is not None else None

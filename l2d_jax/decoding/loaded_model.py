@@ -1,0 +1,217 @@
+"""The Python interface: a model that has been opened, and answers.
+
+    model = l2d_jax.load("runs/quickstart")
+    model.generate("What is 12 * 4?", budget=15)
+
+A prompt is one of three things. Text is a message of a user, and is put by the tokenizer's chat template. A
+conversation is a list of messages, each a dictionary with a role and a content. A list of token ids is taken as it is.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.data.tokenizer import Message, encode
+from l2d_jax.decoding.generation import generate_tokens, stream_tokens
+from l2d_jax.decoding.likelihood import Likelihood, score_answers
+from l2d_jax.decoding.requests import (
+    Prompt,
+    Request,
+    Restrictions,
+    check_tokens,
+    encode_prompt,
+    number_prompts,
+    override_settings,
+)
+from l2d_jax.decoding.stop_strings import to_text
+from l2d_jax.errors import InputError
+from l2d_jax.model.l2d import Model
+
+OnePrompt = str | Sequence[Message] | Sequence[int]
+Answer = str | list[int]
+
+OTHER_OPTIONS = ("seed", "samples", "label", "stop", "allowed", "banned", "settings")  # that no `DecodeConfig` has
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A language model, with or without a diffusion path, that is ready to generate.
+
+    All methods take the options of `DecodeConfig` by name: budget, solver, temperature, top_k, top_p, max_new_tokens,
+    guidance, gate and so on. What is left out is as in `defaults`.
+    """
+
+    model: Model = field(repr=False)  # the language model and the path
+    tokenizer: PreTrainedTokenizerFast | None = field(repr=False)
+    stop_ids: tuple[int, ...]  # tokens that end an answer
+    defaults: DecodeConfig  # how the model was validated while it was trained
+    step: int | None = None  # of the checkpoint; None: the weights come from no checkpoint
+
+    def generate(
+        self,
+        prompts: OnePrompt | Sequence[OnePrompt],
+        *,
+        seed: int = 0,
+        samples: int | None = None,
+        label: int | Sequence[int] | None = None,
+        stop: str | Sequence[str] = (),
+        allowed: Sequence[int] | None = None,
+        banned: Sequence[int] = (),
+        settings: DecodeConfig | None = None,
+        **options: Any,
+    ) -> Answer | list[Answer] | list[list[Answer]]:
+        """Answer one prompt or several: text with text, token ids with token ids without the stop token.
+
+            model.generate("What is 12 * 4?")                     # "48"
+            model.generate(["Hi", "2 + 2?"], budget=31, seed=1)   # two answers
+            model.generate([[1, 2, 3]], samples=4, temperature=1.0, max_new_tokens=20)
+
+        An answer depends on the seed and on the prompt's place in the list, and not on the other prompts.
+
+        Args:
+          prompts: a prompt, or a list of prompts.
+          seed: of the noise and of the sampled tokens.
+          samples: so many answers to each prompt, as a list; None: a single answer.
+          label: class for guidance, for all prompts or one for each.
+          stop: strings that end an answer, and are left out of it.
+          allowed: token ids that may be sampled; None: all.
+          banned: token ids that may not be sampled.
+          settings: in place of `defaults`.
+          options: changes of single settings.
+
+        Raises:
+          InputError: for an unknown option, with the nearest name; for values that the model or the solver does not
+            know; for text where the model has no tokenizer or its tokenizer no chat template; for prompts that are
+            empty or too long; and if logits are not numbers.
+        """
+        many, is_single = _as_list(prompts)
+        count = 1 if samples is None else samples
+        request = Request(
+            self._prompts(many, label),
+            self._settings(settings, options),
+            seed=seed,
+            samples=count,
+            restrictions=Restrictions([stop] if isinstance(stop, str) else stop, allowed, banned),
+        )
+        answers = generate_tokens(self.model, request, stop_ids=self.stop_ids, tokenizer=self.tokenizer)
+        shown = [
+            [to_text(ids, self.tokenizer) if _is_text(prompt) else ids for ids in answers[count * i : count * (i + 1)]]
+            for i, prompt in enumerate(many)
+        ]
+        results: list[Any] = shown if samples is not None else [answer for [answer] in shown]
+        return results[0] if is_single else results
+
+    def stream(
+        self,
+        prompt: OnePrompt,
+        *,
+        seed: int = 0,
+        label: int | None = None,
+        stop: str | Sequence[str] = (),
+        settings: DecodeConfig | None = None,
+        **options: Any,
+    ) -> Iterator[str]:
+        """Yield the answer to one prompt as pieces of text, each complete in UTF-8.
+
+            for piece in model.stream([{"role": "user", "content": "Hi"}], temperature=0.7):
+                print(piece, end="", flush=True)
+
+        Arguments and errors are those of `generate`; errors are raised when the first piece is asked for.
+        """
+        tokenizer, answer, shown = self._tokenizer(), list[int](), ""
+        request = Request(
+            self._prompts([prompt], label),
+            self._settings(settings, options),
+            seed=seed,
+            restrictions=Restrictions([stop] if isinstance(stop, str) else stop),
+        )
+        for [new] in stream_tokens(self.model, request, stop_ids=self.stop_ids, tokenizer=tokenizer):
+            answer.extend(new)
+            text = to_text(answer, tokenizer)
+            if not text.endswith("\ufffd"):  # otherwise the rest of a character is still to come
+                yield text[len(shown) :]
+                shown = text
+        yield to_text(answer, tokenizer)[len(shown) :]
+
+    def score(
+        self,
+        prompts: OnePrompt | Sequence[OnePrompt],
+        answers: Answer | Sequence[Answer],
+        *,
+        draws: int = 8,
+        seed: int = 0,
+        label: int | Sequence[int] | None = None,
+        settings: DecodeConfig | None = None,
+        **options: Any,
+    ) -> Likelihood | list[Likelihood]:
+        """Log-likelihoods of answers in nats, with their standard errors.
+
+            model.score("What is 12 * 4?", "48").total
+            model.score("What is 12 * 4?", ["48", "46"], draws=32)   # both under the same noise
+
+        Args:
+          prompts: a prompt, or a list of prompts.
+          answers: one answer, several answers to the single prompt, or one answer for each prompt of the list. Text is
+            scored as it stands; for the token that ends an answer, give token ids.
+          draws: noise samples per token, at least 2.
+          seed: of the noise.
+          label: class for guidance, for all prompts or one for each.
+          settings: in place of `defaults`.
+          options: changes of single settings.
+
+        Raises:
+          InputError: as `generate`, and for lists of different lengths or answers without tokens.
+        """
+        many, is_single = _as_list(prompts)
+        texts, is_one = _as_list(answers)
+        numbered = self._prompts(many, label)
+        likelihoods = score_answers(
+            self.model,
+            numbered * len(texts) if is_single else numbered,
+            [encode([answer], self._tokenizer())[0] if isinstance(answer, str) else answer for answer in texts],
+            settings=self._settings(settings, options),
+            draws=draws,
+            seed=seed,
+        )
+        return likelihoods[0] if is_single and is_one else likelihoods
+
+    def _settings(self, settings: DecodeConfig | None, options: Mapping[str, Any]) -> DecodeConfig:
+        return override_settings(self.defaults if settings is None else settings, options, others=OTHER_OPTIONS)
+
+    def _prompts(self, prompts: Sequence[Any], label: int | Sequence[int] | None) -> list[Prompt]:
+        """The prompts as token ids, numbered; raises `InputError` as `generate` does."""
+        ids = [self._encode(prompt) for prompt in prompts]
+        check_tokens(ids, self.model.llm.architecture)
+        return number_prompts(ids, labels=[label] * len(ids) if isinstance(label, int) else label)
+
+    def _encode(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            return encode_prompt([{"role": "user", "content": prompt}], self.tokenizer)
+        if hasattr(prompt, "__len__"):
+            if _is_text(prompt):
+                return encode_prompt(prompt, self.tokenizer)
+            if all(isinstance(token, Integral) for token in prompt):
+                return [int(token) for token in prompt]
+        raise InputError(f"a prompt is text, a list of messages or a list of token ids, got {prompt!r}")
+
+    def _tokenizer(self) -> PreTrainedTokenizerFast:
+        if self.tokenizer is None:
+            raise InputError("the model folder has no tokenizer: add its tokenizer files to generate text")
+        return self.tokenizer
+
+
+def _is_text(prompt: Any) -> bool:
+    """Whether a prompt is text or a conversation, rather than token ids."""
+    return isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], Mapping))
+
+
+def _as_list(values: Any) -> tuple[Sequence[Any], bool]:
+    """One value or several as a list, and whether it was one."""
+    is_single = (
+        not hasattr(values, "__len__") or _is_text(values) or (len(values) > 0 and isinstance(values[0], Integral))
+    )
+    return ([values] if is_single else values), is_single

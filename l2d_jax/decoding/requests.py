@@ -1,0 +1,117 @@
+"""What a model is asked: prompts and settings, and the checks of both that need no weights."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+from transformers import PreTrainedTokenizerFast
+
+from l2d_jax.config.parsing import from_dict, nearest
+from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.data.tokenizer import Message, prompt_ids
+from l2d_jax.decoding.solver import ADAPTIVE, AMPLE
+from l2d_jax.errors import InputError
+from l2d_jax.model.architecture import Architecture
+from l2d_jax.model.l2d import Model, check_labels
+
+
+class Prompt(NamedTuple):
+    """A prompt, and what its answer depends on besides the settings and the seed."""
+
+    number: int  # the keys of its noise and of its sampled tokens are a function of the seed and this number
+    ids: Sequence[int]
+    label: int | None = None  # class for guidance
+
+
+class Restrictions(NamedTuple):
+    """What ends an answer besides stop tokens, and which tokens it may contain."""
+
+    stops: Sequence[str] = ()  # strings that end an answer, and are left out of it
+    allowed: Sequence[int] | None = None  # token ids that may be sampled; None: all
+    banned: Sequence[int] = ()  # token ids that may not
+    keeps_stop: bool = False  # leave the stop string, and what came with it, to a caller that cuts the text itself
+
+
+UNRESTRICTED = Restrictions()
+
+
+@dataclass(frozen=True)
+class Request:
+    """Prompts to be answered together."""
+
+    prompts: Sequence[Prompt]
+    settings: DecodeConfig  # solver, budget, temperatures and length
+    seed: int = 0  # with a prompt's number, determines its noise and its sampled tokens
+    samples: int = 1  # answers to each prompt, which share its prefill and follow each other
+    prefix: int = 0  # tokens that all prompts begin with, which are read once; each prompt is longer
+    restrictions: Restrictions = UNRESTRICTED
+
+
+def number_prompts(prompts: Sequence[Sequence[int]], *, labels: Sequence[int] | None = None) -> list[Prompt]:
+    """Prompts numbered from 0, with one class each or none; raises `InputError` for another number of classes."""
+    if labels is None:
+        return [Prompt(number, ids) for number, ids in enumerate(prompts)]
+    if len(labels) != len(prompts):
+        raise InputError(f"guidance takes one class label per prompt, got {len(labels)} for {len(prompts)} prompts")
+    return [Prompt(number, ids, label) for number, (ids, label) in enumerate(zip(prompts, labels, strict=True))]
+
+
+def class_labels(model: Model, prompts: Sequence[Prompt]) -> Int[Array, " B"] | None:
+    """The classes of the prompts, or None; raises `InputError` unless the path knows each, and all or none have one."""
+    labels = [prompt.label for prompt in prompts if prompt.label is not None]
+    if not labels:
+        return None
+    if len(labels) != len(prompts):
+        raise InputError(f"guidance takes one class label per prompt, got {len(labels)} for {len(prompts)} prompts")
+    check_labels(None if model.path is None else model.path.config, labels)
+    return jnp.array(labels, jnp.int32)
+
+
+def override_settings(
+    settings: DecodeConfig, options: Mapping[str, Any], *, others: Iterable[str] = ()
+) -> DecodeConfig:
+    """Change options of decoding by name; an adaptive solver that comes without a budget gets an ample one.
+
+    Raises `InputError` for an option that does not exist, with the nearest name among those of `DecodeConfig` and
+    `others`, and for a value that does not fit.
+    """
+    names = [field.name for field in dataclasses.fields(DecodeConfig)]
+    for name in options:
+        if name not in names:
+            raise InputError(f"unknown option {name!r}{nearest(name, [*names, *others])}")
+    ample = {"budget": AMPLE} if options.get("solver") in ADAPTIVE else {}
+    changed: DecodeConfig = from_dict(DecodeConfig, vars(settings) | ample | dict(options), prefix="config.decode")
+    return changed
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], settings: DecodeConfig, architecture: Architecture) -> None:
+    """Raise `InputError` for an empty prompt, and for one that is too long to be answered."""
+    if not prompts or not all(prompts):
+        raise InputError("a prompt is empty: give at least one token")
+    longest, limit = max(map(len, prompts)), architecture.max_position_embeddings
+    if longest + settings.max_new_tokens > limit:
+        raise InputError(
+            f"a prompt of {longest} tokens and {settings.max_new_tokens} new ones exceed the {limit} positions of the "
+            "model: shorten the prompt or lower max_new_tokens"
+        )
+
+
+def check_tokens(texts: Iterable[Sequence[int]], architecture: Architecture) -> None:
+    """Raise `InputError` for a token id that the model's vocabulary lacks."""
+    size = architecture.vocab_size
+    unknown = next((token for ids in texts for token in ids if not 0 <= token < size), None)
+    if unknown is not None:
+        raise InputError(f"token {unknown} is not one of the {size} of the model")
+
+
+def encode_prompt(messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast | None) -> list[int]:
+    """The token ids of a conversation up to the next answer.
+
+    Raises `InputError` if there is no tokenizer, if it has no chat template, and if that refuses the conversation.
+    """
+    if tokenizer is None:
+        raise InputError("the model folder has no tokenizer: add its tokenizer files to generate text")
+    return prompt_ids(messages, tokenizer)
