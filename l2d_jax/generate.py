@@ -24,7 +24,7 @@ from l2d_jax.decoding.requests import (
 )
 from l2d_jax.decoding.solver import ADAPTIVE, SOLVERS
 from l2d_jax.decoding.stop_strings import StopSearch, to_text
-from l2d_jax.decoding.trace import TokenTrace, check_draws, trace
+from l2d_jax.decoding.trace import TokenTrace, check_single_sample, trace
 from l2d_jax.errors import InputError
 from l2d_jax.files import output_folder
 from l2d_jax.loading import find, load
@@ -138,7 +138,7 @@ def _choose_printer(
         if not options.trace:
             return partial(_print_streamed, label=options.label, stops=options.stop)
         for settings in variants:
-            check_draws(settings)
+            check_single_sample(settings)
         return partial(_print_traced, label=options.label, stops=options.stop, traces=traces)
     others = {"a chat": not options.prompt, "--stop": options.stop, "--trace": options.trace}
     for what, is_there in others.items():

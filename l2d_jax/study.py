@@ -23,10 +23,10 @@ from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import Config, DecodeConfig
 from l2d_jax.data import rows
 from l2d_jax.data.examples import Examples
-from l2d_jax.decoding import trace
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.refine import Refinement
 from l2d_jax.decoding.solver import ADAPTIVE, AMPLE, SOLVERS, split_budget
+from l2d_jax.decoding.trace import mean_evaluations
 from l2d_jax.distributed import processes, runtime
 from l2d_jax.errors import InputError
 from l2d_jax.files import read_json, write_whole
@@ -153,7 +153,7 @@ def _evaluations_per_token(loaded: LoadedModel, examples: Examples, settings: De
     turns = [examples.turns[int(number)] for number in examples.kept]
     prompts = [turn["tokens"][: turn["context"]].tolist() for turn in turns]
     answers = [turn["tokens"][turn["context"] :].tolist() for turn in turns]
-    return float(np.mean(trace.evaluations(loaded, prompts, answers, settings=settings)))
+    return float(np.mean(mean_evaluations(loaded, prompts, answers, settings=settings)))
 
 
 if __name__ == "__main__":

@@ -10,9 +10,10 @@ from dataclasses import replace
 
 from l2d_jax import command_line, report
 from l2d_jax.data import tokenizer
-from l2d_jax.decoding import trace
+from l2d_jax.decoding.accuracy_by_time import accuracy_by_time, check_grid
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.solver import AMPLE
+from l2d_jax.decoding.trace import mean_evaluations
 from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError
 from l2d_jax.evaluate import ask, open_session, parse_arguments
@@ -35,7 +36,7 @@ def main() -> None:
         raise InputError("a sweep is of a diffusion path, and this model has none: use evaluate")
     largest = {plan.task.name: plan for plan in sorted(plans, key=lambda plan: plan.settings.budget)}
     for plan in largest.values():
-        trace.check_grid(plan.settings)
+        check_grid(plan.settings)
     ask(session, plans)
     for name, plan in largest.items():
         found = _trace_answers(session.loaded, plan)
@@ -60,8 +61,8 @@ def _trace_answers(loaded: LoadedModel, plan: TaskPlan) -> dict[str, object]:
     return {
         "solver": adaptive.solver,
         "tolerance": adaptive.tolerance,
-        **trace.accuracy_by_time(loaded, prompts, answers, settings=plan.settings),
-        "evaluations": trace.evaluations(loaded, prompts, answers, settings=adaptive),
+        **accuracy_by_time(loaded, prompts, answers, settings=plan.settings),
+        "evaluations": mean_evaluations(loaded, prompts, answers, settings=adaptive),
     }
 
 

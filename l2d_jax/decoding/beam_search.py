@@ -80,7 +80,7 @@ def search(
     key, chunks = jax.random.key(seed), -(-config.max_new_tokens // CHUNK)
     ids, lengths = pad([prompt.ids])
     keys = jax.random.fold_in(key, prompt.number)[None]
-    state = decode.prefill(model.llm, ids, lengths, keys, room=chunks * CHUNK)
+    state = decode.prefill(model.llm, ids, lengths, keys, capacity=chunks * CHUNK)
     beams = start_beams(state, beams=config.beams, capacity=chunks * CHUNK)
     scoring = Scoring.from_config(config, stop_ids=loaded.stop_ids, gate=settings.gate, allowed=mask)
     for _ in range(chunks):

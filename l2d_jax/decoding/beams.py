@@ -143,7 +143,7 @@ def extend(
     def step(beams: Beams, _: None) -> tuple[Beams, None]:
         labels = None if label is None else jnp.broadcast_to(label, beams.state.done.shape)
         keys, logits = decode.refined_logits(
-            model, beams.state, gate=scoring.gate, settings=settings, draws=draws, labels=labels
+            model, beams.state, gate=scoring.gate, settings=settings, noise_samples=draws, labels=labels
         )
         is_bad = jnp.isnan(logits).any(axis=-1) & ~beams.state.done
         # All beams are marked as broken, since selection may drop the one whose logits are not numbers.

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from l2d_jax.decoding.refine import Refinement, refine
-from l2d_jax.decoding.sampler import Sampling, entropy, sample_tokens, token_keys
+from l2d_jax.decoding.sampler import SamplingOptions, entropy, sample_tokens, token_keys
 from l2d_jax.model.context import Context
 from l2d_jax.model.kv_cache import KVCache
 from l2d_jax.model.l2d import Model
@@ -35,29 +35,29 @@ class State(nnx.Module):
     broken: Bool[Array, " B"] = nnx.data()  # whether it ended because a logit was not a number
 
 
-@partial(jax.jit, static_argnames="room")
+@partial(jax.jit, static_argnames="capacity")
 def prefill(
     llm: LLM,
     tokens: Int[Array, "B P"],
     lengths: Int[Array, " B"],
     keys: Key[Array, " B"],
     *,
-    room: int,
-    shared: Int[Array, " S"] | None = None,
+    capacity: int,
+    prefix: Int[Array, " S"] | None = None,
 ) -> State:
-    """Run the prompts, padded on the right, and leave `room` slots for new tokens in the cache.
+    """Read the prompts, padded on the right, into a cache with `capacity` further slots, for new tokens.
 
-    All prompts may begin with the same `shared` tokens, which stand before `tokens`: they are read and kept once.
+    All prompts may begin with the same `prefix`, which comes before `tokens`: it is read and kept once.
     """
     batch, padded = tokens.shape
     slots = jnp.arange(padded, dtype=jnp.int32)
-    first = 0 if shared is None else len(shared)
+    first = 0 if prefix is None else len(prefix)
     positions = jnp.where(slots < lengths[:, None], first + slots, -1)
-    cache = KVCache.empty(llm.architecture, batch, padded + room, dtype=llm.embed.dtype)
-    if shared is None:
+    cache = KVCache.empty(llm.architecture, batch, padded + capacity, dtype=llm.embed.dtype)
+    if prefix is None:
         hidden, prompt = llm(tokens, positions)
     else:
-        _, once = llm(shared[None], jnp.arange(first, dtype=jnp.int32)[None])
+        _, once = llm(prefix[None], jnp.arange(first, dtype=jnp.int32)[None])
         cache = dataclasses.replace(cache, shared=once)
         hidden, prompt = llm(tokens, positions, cache)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
@@ -154,14 +154,16 @@ def refined_logits(
     *,
     gate: Float[Array, "#B"],
     settings: Refinement,
-    draws: int = 1,
+    noise_samples: int = 1,
     labels: Int[Array, " B"] | None = None,
 ) -> tuple[Key[Array, " B"], Float[Array, "B V"]]:
     """Keys to sample the next token with, and its logits; the noise follows from keys and token number."""
     width = 1 if model.path is None else model.path.config.width
     noise_keys, velocity_keys, final_keys = token_keys(state.keys, state.count[None])
-    noise = jax.vmap(lambda key: jax.random.normal(key, (draws, width), jnp.float32))(noise_keys)
-    keys = jax.vmap(lambda key: jax.random.split(key, draws))(velocity_keys) if draws > 1 else velocity_keys[:, None]
+    noise = jax.vmap(lambda key: jax.random.normal(key, (noise_samples, width), jnp.float32))(noise_keys)
+    keys = velocity_keys[:, None]
+    if noise_samples > 1:
+        keys = jax.vmap(lambda key: jax.random.split(key, noise_samples))(velocity_keys)
     return final_keys, gated_logits(model, state, noise, gate=gate, settings=settings, keys=keys, labels=labels)
 
 
@@ -179,40 +181,40 @@ def advance(llm: LLM, state: State, tokens: Int[Array, " B"], done: Bool[Array, 
     )
 
 
-@partial(jax.jit, static_argnames=("steps", "draws"), donate_argnames="state")
-def decode(
+@partial(jax.jit, static_argnames=("steps", "noise_samples"), donate_argnames="state")
+def decode_tokens(
     model: Model,
     state: State,
     *,
     settings: Refinement,
-    sampling: Sampling,
-    ends: Int[Array, " ends"],
+    sampling: SamplingOptions,
+    stop_ids: Int[Array, " n"],
     steps: int,
-    draws: int = 1,
+    noise_samples: int = 1,
     labels: Int[Array, " B"] | None = None,
 ) -> tuple[State, Int[Array, "B steps"]]:
-    """Generate `steps` tokens; a sequence that has ended is filled up with the first of the `ends`.
+    """Generate `steps` tokens; a sequence that has ended is filled up with the first of the `stop_ids`.
 
-    A sequence ends by one of the `ends`, or where its logits are not numbers, which the state says.
+    A sequence ends by one of the `stop_ids`, or where its logits are not numbers, which the state says.
 
     Args:
       model: the LM and the path.
       state: from `prefill` or an earlier call; donated.
       settings: solver, grid and velocity.
       sampling: how the next token is sampled from its logits.
-      ends: tokens that end a sequence.
+      stop_ids: tokens that end a sequence.
       steps: tokens to generate.
-      draws: noise samples whose mean distribution the token is sampled from.
+      noise_samples: noise samples per token, whose mean distribution the token is sampled from.
       labels: classes for guidance, or None.
     """
 
     def step(state: State, _: None) -> tuple[State, Array]:
         final_keys, logits = refined_logits(
-            model, state, gate=sampling.gate, settings=settings, draws=draws, labels=labels
+            model, state, gate=sampling.gate, settings=settings, noise_samples=noise_samples, labels=labels
         )
         is_bad = jnp.isnan(logits).any(axis=-1) & ~state.done
-        token = jnp.where(state.done | is_bad, ends[0], sample_tokens(final_keys, logits, sampling))
-        done = state.done | is_bad | (token[:, None] == ends).any(axis=-1)
+        token = jnp.where(state.done | is_bad, stop_ids[0], sample_tokens(final_keys, logits, sampling))
+        done = state.done | is_bad | (token[:, None] == stop_ids).any(axis=-1)
         state = dataclasses.replace(state, broken=state.broken | is_bad)
         return advance(model.llm, state, token, done), token
 

@@ -13,7 +13,7 @@ from l2d_jax.decoding import decode
 from l2d_jax.decoding.buckets import pad
 from l2d_jax.decoding.refine import Refinement, check_budget
 from l2d_jax.decoding.requests import Request, check_prompts, class_labels
-from l2d_jax.decoding.sampler import Sampling, allow
+from l2d_jax.decoding.sampler import SamplingOptions, allow
 from l2d_jax.decoding.stop_strings import StopSearch
 from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError
@@ -104,7 +104,7 @@ def _start(model: Model, request: Request) -> decode.State:
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(request.seed), numbers)
     shared = jnp.array(prompts[0].ids[:prefix], jnp.int32) if prefix else None
     capacity = -(-request.settings.max_new_tokens // CHUNK) * CHUNK
-    state = decode.prefill(model.llm, ids, lengths, keys, room=capacity, shared=shared)
+    state = decode.prefill(model.llm, ids, lengths, keys, capacity=capacity, prefix=shared)
     return decode.fan_out(state, copies=request.samples) if request.samples > 1 else state
 
 
@@ -114,13 +114,13 @@ def _prepare(model: Model, request: Request, stop_ids: Sequence[int]) -> Callabl
     mask = allow(model.llm.architecture.vocab_size, allowed=restrictions.allowed, banned=restrictions.banned)
     labels = class_labels(model, request.prompts)
     return partial(
-        decode.decode,
+        decode.decode_tokens,
         model,
         settings=Refinement.prepare(model, settings),
-        sampling=Sampling.from_config(settings, allowed=mask),
-        ends=jnp.array(stop_ids, jnp.int32),
+        sampling=SamplingOptions.from_config(settings, allowed=mask),
+        stop_ids=jnp.array(stop_ids, jnp.int32),
         steps=CHUNK,
-        draws=settings.draws,
+        noise_samples=settings.draws,
         labels=None if labels is None else jnp.repeat(labels, request.samples),
     )
 

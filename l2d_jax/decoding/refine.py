@@ -59,20 +59,16 @@ class Refinement(nnx.Module):
         Raises `InputError` as `check_budget` does.
         """
         check_budget(config, has_path=model.path is not None)
-        return tabulate(model, cls.from_config(config), budget=config.budget)
+        settings = cls.from_config(config)
+        if model.path is None or settings.solver.is_adaptive or config.budget > CAPACITY:
+            return settings
+        table = build_table(model.path, settings.steps, solver=settings.solver, dtype=model.llm.embed.dtype)
+        return dataclasses.replace(settings, table=table)
 
     def temperature(self, t: Float[Array, ""], step: Float[Array, ""]) -> Float[Array, ""]:
         """The velocity's temperature at t; annealing reads it ahead, so that the last estimate is the arg max."""
         annealed = diffusion.anneal(self.velocity_temperature, t + self.solver.lookahead * step)
         return jnp.where(self.anneal > 0, annealed, self.velocity_temperature)
-
-
-def tabulate(model: Model, settings: Refinement, *, budget: int) -> Refinement:
-    """The settings with their table, which up to `CAPACITY` evaluations is one program's; as they are beyond."""
-    if model.path is None or settings.solver.is_adaptive or budget > CAPACITY:
-        return settings
-    table = build_table(model.path, settings.steps, solver=settings.solver, dtype=model.llm.embed.dtype)
-    return dataclasses.replace(settings, table=table)
 
 
 def check_budget(config: DecodeConfig, *, has_path: bool) -> None:

@@ -19,7 +19,7 @@ from l2d_jax.model import diffusion
 
 
 @nnx.dataclass
-class Sampling(nnx.Module):
+class SamplingOptions(nnx.Module):
     """How to sample, for each sequence or for all; arguments of one compiled program."""
 
     temperature: Float[Array, "#B"] = nnx.data()  # 0: arg max
@@ -29,7 +29,7 @@ class Sampling(nnx.Module):
     allowed: Bool[Array, " V"] | None = nnx.data(default=None)  # tokens that may be sampled; None: all
 
     @classmethod
-    def from_config(cls, config: DecodeConfig, *, allowed: Any = None) -> "Sampling":
+    def from_config(cls, config: DecodeConfig, *, allowed: Any = None) -> "SamplingOptions":
         """The same options for all sequences."""
         return cls(
             temperature=jnp.float32([config.temperature]),
@@ -40,7 +40,7 @@ class Sampling(nnx.Module):
         )
 
 
-def sample_tokens(keys: Key[Array, " B"], logits: Float[Array, "B V"], sampling: Sampling) -> Int[Array, " B"]:
+def sample_tokens(keys: Key[Array, " B"], logits: Float[Array, "B V"], sampling: SamplingOptions) -> Int[Array, " B"]:
     """Sample a token for each sequence."""
     if sampling.allowed is not None:
         logits = jnp.where(sampling.allowed, logits, -jnp.inf)

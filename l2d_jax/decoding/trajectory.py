@@ -4,6 +4,7 @@ The tokens are known, so one frozen pass over prompt and answer serves them all.
 the keys that decoding gave it, and at most `CHUNK` tokens have logits or trajectories in memory at once.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from l2d_jax.decoding import integrate
+from l2d_jax.decoding.buckets import pad
 from l2d_jax.decoding.refine import Refinement, corrected_hidden, make_target, solve_each
 from l2d_jax.decoding.sampler import entropy, token_keys
 from l2d_jax.decoding.solver import Solver
@@ -43,8 +45,17 @@ class _Trajectories(NamedTuple):
     rejected: Int[Array, " M"]
 
 
-@jax.jit
 def read_answer(
+    model: Model, prompt: Sequence[int], answer: Sequence[int], *, key: Key[Array, ""], label: int | None = None
+) -> KnownAnswer:
+    """The frozen pass over a prompt and its answer; key and class are those of the sequence."""
+    tokens, lengths = pad([[*prompt, *answer[:-1]]])  # the last token is read by none
+    of_class = None if label is None else jnp.int32(label)
+    return _read_answer(model.llm, tokens, lengths, length=jnp.int32(len(answer)), key=key, label=of_class)
+
+
+@jax.jit
+def _read_answer(
     llm: LLM,
     tokens: Int[Array, "1 T"],
     lengths: Int[Array, " 1"],
@@ -53,10 +64,7 @@ def read_answer(
     key: Key[Array, ""],
     label: Int[Array, ""] | None,
 ) -> KnownAnswer:
-    """The frozen pass over a prompt and its answer less its last token, padded on the right to T tokens.
-
-    `lengths` is before padding; the other arguments are as in `KnownAnswer`.
-    """
+    """The tokens are padded on the right to T; `lengths` is without the padding."""
     slots = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     hidden, cache = llm(tokens, jnp.where(slots < lengths[:, None], slots, -1))
     first = lengths[0] - jnp.maximum(length, 1)

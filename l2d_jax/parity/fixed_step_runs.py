@@ -186,7 +186,7 @@ def generations(model: Model, a: Recording) -> Iterator[Check]:
         settings = make_refinement({"solver": solver, "budget": budget}, guidance=recorded["guidance_parameter"])
         labels = recorded["class_labels"] and jnp.array(recorded["class_labels"], jnp.int32)
         keys = jax.random.split(jax.random.key(0), rows)
-        state = decode.prefill(model.llm, jnp.asarray(ids), jnp.array(lengths, jnp.int32), keys, room=count)
+        state = decode.prefill(model.llm, jnp.asarray(ids), jnp.array(lengths, jnp.int32), keys, capacity=count)
         chosen = []
         for step in range(count):
             state, token = _next(model, state, settings, jnp.asarray(noise[step]), labels)

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from l2d_jax.config.schema import Config
 from l2d_jax.decoding import decode
 from l2d_jax.decoding.refine import Refinement
-from l2d_jax.decoding.sampler import Sampling
+from l2d_jax.decoding.sampler import SamplingOptions
 from l2d_jax.model.l2d import Model
 from l2d_jax.performance.timing import REPEATS, read_rate
 from l2d_jax.weights import model_folder
@@ -115,17 +115,17 @@ def _time(model: Model, config: Config, *, batch: int, budget: int, prompt: int,
     keys = jax.random.split(jax.random.key(0), batch)
     times = []
     for _ in range(1 + REPEATS):  # the first compiles
-        state = decode.prefill(model.llm, tokens, jnp.full(batch, prompt, jnp.int32), keys, room=new)
+        state = decode.prefill(model.llm, tokens, jnp.full(batch, prompt, jnp.int32), keys, capacity=new)
         jax.block_until_ready(state)
         began = time.perf_counter()
-        _, answer = decode.decode(
+        _, answer = decode.decode_tokens(
             model,
             state,
             settings=settings,
-            sampling=Sampling.from_config(config.decode),
-            ends=jnp.array([-1], jnp.int32),
+            sampling=SamplingOptions.from_config(config.decode),
+            stop_ids=jnp.array([-1], jnp.int32),
             steps=new,
-            draws=config.decode.draws,
+            noise_samples=config.decode.draws,
         )
         jax.block_until_ready(answer)
         times.append(time.perf_counter() - began)

@@ -11,7 +11,7 @@ from l2d_jax.config.schema import Config
 from l2d_jax.data.batch import random_batch
 from l2d_jax.decoding import decode
 from l2d_jax.decoding.refine import Refinement
-from l2d_jax.decoding.sampler import Sampling
+from l2d_jax.decoding.sampler import SamplingOptions
 from l2d_jax.distributed import sharding
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.l2d import Model
@@ -71,14 +71,14 @@ def lower_decode(config: Config, mesh: Mesh, *, batch: int, prompt: int) -> jax.
     settings = jax.eval_shape(lambda: Refinement.prepare(model, config.decode))
     options: dict[str, Any] = {
         "settings": _replicated(settings, mesh),
-        "sampling": _replicated(jax.eval_shape(lambda: Sampling.from_config(config.decode)), mesh),
-        "ends": _replicated(jax.ShapeDtypeStruct((2,), jnp.int32), mesh),
+        "sampling": _replicated(jax.eval_shape(lambda: SamplingOptions.from_config(config.decode)), mesh),
+        "stop_ids": _replicated(jax.ShapeDtypeStruct((2,), jnp.int32), mesh),
         "steps": config.decode.max_new_tokens,
-        "draws": config.decode.draws,
+        "noise_samples": config.decode.draws,
     }
     state = _decoding_state(config, mesh, llm, batch=batch, prompt=prompt)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return decode.decode.lower(model, state, **options)
+        return decode.decode_tokens.lower(model, state, **options)
 
 
 def _weights(config: Config, mesh: Mesh) -> tuple[LLM, DiffusionPath | None]:
@@ -93,8 +93,8 @@ def _decoding_state(config: Config, mesh: Mesh, llm: LLM, *, batch: int, prompt:
     """The state that `prefill` returns: sequences over `data` x `fsdp`, heads over `tensor`, where they divide."""
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch))
     tokens, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch, prompt), (batch,)))
-    room = config.decode.max_new_tokens
-    state = jax.eval_shape(lambda *arguments: decode.prefill(*arguments, room=room), llm, tokens, lengths, keys)
+    capacity = config.decode.max_new_tokens
+    state = jax.eval_shape(lambda *arguments: decode.prefill(*arguments, capacity=capacity), llm, tokens, lengths, keys)
     axes = {5: ("layers", "batch", "length", "kv_heads", "head_dim"), 2: ("batch", "length"), 1: ("batch",), 0: ()}
 
     def place(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -10,9 +10,9 @@ import numpy as np
 
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding import decode as decode_module
-from l2d_jax.decoding.decode import State, decode, fan_out, next_logits, prefill
+from l2d_jax.decoding.decode import State, decode_tokens, fan_out, next_logits, prefill
 from l2d_jax.decoding.refine import Refinement, refine
-from l2d_jax.decoding.sampler import Sampling
+from l2d_jax.decoding.sampler import SamplingOptions
 from l2d_jax.model import diffusion
 from l2d_jax.model.context import Context
 from l2d_jax.model.l2d import Model
@@ -24,22 +24,24 @@ PROMPTS = [[5, 17, 80, 3], [44, 2], [9, 9, 61, 70, 33, 12]]
 logits_of_next = jax.jit(next_logits)
 
 
-def start(model: Model, prompts: list[list[int]], *, seeds: list[int] | None = None, room: int = 12) -> State:
+def start(model: Model, prompts: list[list[int]], *, seeds: list[int] | None = None, capacity: int = 12) -> State:
     """Prompts padded on the right to eight tokens; each sequence has a seed of its own."""
     ids = np.zeros((len(prompts), 8), np.int32)
     for row, prompt in zip(ids, prompts, strict=True):
         row[: len(prompt)] = prompt
     keys = jax.vmap(jax.random.key)(jnp.array(seeds or range(len(prompts))))
-    return prefill(model.llm, jnp.array(ids), jnp.array([len(p) for p in prompts], jnp.int32), keys, room=room)
+    return prefill(model.llm, jnp.array(ids), jnp.array([len(p) for p in prompts], jnp.int32), keys, capacity=capacity)
 
 
 def generate(model: Model, state: State, budget: int, *, ends: tuple[int, int] = NO_ENDS, **options: Any) -> np.ndarray:
     """Six tokens, in two calls of three, so that these tests compile one program."""
     config, pieces = DecodeConfig(**options), []
     settings = Refinement.from_config(config, budget=budget)
-    sampling, stops = Sampling.from_config(config), jnp.array(ends, jnp.int32)
+    sampling, stops = SamplingOptions.from_config(config), jnp.array(ends, jnp.int32)
     for _ in range(2):
-        state, new = decode(model, state, settings=settings, sampling=sampling, ends=stops, steps=3, draws=config.draws)
+        state, new = decode_tokens(
+            model, state, settings=settings, sampling=sampling, stop_ids=stops, steps=3, noise_samples=config.draws
+        )
         pieces.append(np.asarray(new))
     return np.concatenate(pieces, axis=1)
 
@@ -97,7 +99,7 @@ def test_decoding_equals_a_loop_without_a_cache() -> None:
 def test_one_program_serves_all_budgets_and_temperatures() -> None:
     model, seen = tiny.model(), set()
     generate(model, start(model, PROMPTS), 1)
-    compiled = decode._cache_size()
+    compiled = decode_tokens._cache_size()
     for budget, options in [
         (3, {}),
         (7, SAMPLED),
@@ -108,7 +110,7 @@ def test_one_program_serves_all_budgets_and_temperatures() -> None:
     ]:
         seen.add(generate(model, start(model, PROMPTS), budget, **options).tobytes())
     assert len(seen) >= 5
-    assert decode._cache_size() == compiled
+    assert decode_tokens._cache_size() == compiled
 
 
 def test_sampling_is_reproducible_and_different_for_each_seed() -> None:
@@ -150,13 +152,13 @@ def test_end_tokens_stop_one_sequence_while_the_others_go_on() -> None:
 def test_the_state_says_how_far_each_sequence_is() -> None:
     model = tiny.model()
     settings = Refinement.from_config(DecodeConfig(), budget=1)
-    options = {"settings": settings, "sampling": Sampling.from_config(DecodeConfig()), "steps": 3}
-    state, tokens = decode(model, start(model, PROMPTS), ends=jnp.array(NO_ENDS, jnp.int32), **options)
+    options = {"settings": settings, "sampling": SamplingOptions.from_config(DecodeConfig()), "steps": 3}
+    state, tokens = decode_tokens(model, start(model, PROMPTS), stop_ids=jnp.array(NO_ENDS, jnp.int32), **options)
     assert (int(state.count), int(state.cache.used)) == (3, 11)
     np.testing.assert_array_equal(state.positions, [4 - 1 + 3, 2 - 1 + 3, 6 - 1 + 3])
     np.testing.assert_array_equal(state.cache.positions[1], [0, 1, *[-1] * 6, 2, 3, 4, *[-1] * 9])
     ends = jnp.array([-1, int(tokens[0, 2])], jnp.int32)
-    state, _ = decode(model, start(model, PROMPTS), ends=ends, **options)
+    state, _ = decode_tokens(model, start(model, PROMPTS), stop_ids=ends, **options)
     np.testing.assert_array_equal(state.done, (tokens == ends[1]).any(axis=1))
 
 
@@ -230,10 +232,10 @@ def test_logits_that_are_not_numbers_stop_one_sequence() -> None:
     padding = next(token for token in range(96) if token not in free)
     options = {
         "settings": Refinement.from_config(DecodeConfig(), budget=3),
-        "ends": jnp.array([padding, -1]),
+        "stop_ids": jnp.array([padding, -1]),
         "steps": 3,
     }
-    state, tokens = decode(model, state, sampling=Sampling.from_config(DecodeConfig()), **options)
+    state, tokens = decode_tokens(model, state, sampling=SamplingOptions.from_config(DecodeConfig()), **options)
     np.testing.assert_array_equal(tokens[1], [padding] * 3)
     np.testing.assert_array_equal(state.broken, [False, True, False])
     np.testing.assert_array_equal(tokens[::2], free[::2, :3])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.decoding.sampler import Sampling, allow, sample_tokens
+from l2d_jax.decoding.sampler import SamplingOptions, allow, sample_tokens
 from l2d_jax.errors import InputError
 
 LOGITS = np.log(np.array([0.4, 0.25, 0.15, 0.1, 0.06, 0.04]))
@@ -17,7 +17,7 @@ run = jax.jit(sample_tokens)
 
 def frequencies(*, allowed: Any = None, **options: Any) -> np.ndarray:
     """Of many draws."""
-    sampling = Sampling.from_config(DecodeConfig(**{"temperature": 1.0, **options}), allowed=allowed)
+    sampling = SamplingOptions.from_config(DecodeConfig(**{"temperature": 1.0, **options}), allowed=allowed)
     keys = jax.random.split(jax.random.key(0), 4000)
     tokens = run(keys, jnp.broadcast_to(jnp.asarray(LOGITS, jnp.float32), (4000, 6)), sampling)
     return np.bincount(tokens, minlength=6) / 4000
@@ -53,7 +53,7 @@ def test_frequencies(options: dict[str, Any], kept: list[int]) -> None:
 
 
 def test_each_sequence_may_have_its_own() -> None:
-    sampling = Sampling(
+    sampling = SamplingOptions(
         temperature=jnp.float32([0.0, 5.0, 5.0]),
         top_k=jnp.int32([0, 2, 0]),
         top_p=jnp.float32([1.0, 1.0, 1.0]),
@@ -66,7 +66,7 @@ def test_each_sequence_may_have_its_own() -> None:
 
 def test_ties_are_all_kept() -> None:
     logits = jnp.zeros((1, 4))
-    sampling = Sampling.from_config(DecodeConfig(temperature=1.0, top_k=2))
+    sampling = SamplingOptions.from_config(DecodeConfig(temperature=1.0, top_k=2))
     assert len({int(run(jax.random.split(jax.random.key(i), 1), logits, sampling)[0]) for i in range(80)}) == 4
 
 

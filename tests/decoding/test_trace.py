@@ -169,7 +169,7 @@ def test_an_answer_without_tokens(loaded):
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [
-        ({"draws": 2}, {}, "a trace follows one noise draw per token, got draws 2"),
+        ({"draws": 2}, {}, "a trace follows one noise sample per token, got draws 2"),
         ({}, {"samples": 2}, "2 prompts with 2 samples each have not 2 answers"),
         ({}, {"labels": [1]}, "one class label per prompt, got 1 for 2 prompts"),
         ({}, {"labels": [1, 2]}, "class label 2 is unknown"),
@@ -312,7 +312,7 @@ def test_a_failed_trace_leaves_no_folder(base, tmp_path, monkeypatch):
     ("arguments", "message"),
     [
         ([], "a trace is of answers to prompts, not of a chat: give a --prompt"),
-        (["--prompt", "Hi", "--draws", 2], "a trace follows one noise draw per token, got draws 2"),
+        (["--prompt", "Hi", "--draws", 2], "a trace follows one noise sample per token, got draws 2"),
     ],
 )
 def test_bad_traces_are_one_line_before_anything_is_loaded(base, tmp_path, monkeypatch, arguments, message):

@@ -16,9 +16,9 @@ from jax.sharding import Mesh
 from l2d_jax.config.schema import Config, DataConfig, DecodeConfig, MeshConfig, OptimConfig, TrainConfig
 from l2d_jax.data.examples import Examples
 from l2d_jax.data.tokenizer import byte_tokenizer
-from l2d_jax.decoding.decode import decode, prefill
+from l2d_jax.decoding.decode import decode_tokens, prefill
 from l2d_jax.decoding.refine import Refinement
-from l2d_jax.decoding.sampler import Sampling
+from l2d_jax.decoding.sampler import SamplingOptions
 from l2d_jax.distributed import sharding
 from l2d_jax.distributed.sharding import constrain, make_mesh
 from l2d_jax.model.attention import attention, splash
@@ -191,10 +191,14 @@ def test_decoding_gives_the_same_tokens(mesh: Mesh, eight: Mesh) -> None:
         with jax.set_mesh(m):
             model = Model.build(place(tiny.llm(), declared_llm(), m), place(tiny.path(), declared_path(), m))
             keys = jax.random.split(jax.random.key(0), 4)
-            state = prefill(model.llm, tiny.tokens(4, 6), jnp.array([6, 2, 5, 3], jnp.int32), keys, room=4)
+            state = prefill(model.llm, tiny.tokens(4, 6), jnp.array([6, 2, 5, 3], jnp.int32), keys, capacity=4)
             config = DecodeConfig(velocity_temperature=1.0, temperature=1.0, budget=5)
-            options = {"sampling": Sampling.from_config(config), "ends": jnp.array([-1], jnp.int32), "steps": 4}
-            tokens.append(np.array(decode(model, state, settings=Refinement.from_config(config), **options)[1]))
+            options = {
+                "sampling": SamplingOptions.from_config(config),
+                "stop_ids": jnp.array([-1], jnp.int32),
+                "steps": 4,
+            }
+            tokens.append(np.array(decode_tokens(model, state, settings=Refinement.from_config(config), **options)[1]))
     np.testing.assert_array_equal(*tokens)
 
 

@@ -9,7 +9,7 @@ import pytest
 from l2d_jax.data.batch import random_batch
 from l2d_jax.decoding import decode
 from l2d_jax.decoding.refine import Refinement
-from l2d_jax.decoding.sampler import Sampling
+from l2d_jax.decoding.sampler import SamplingOptions
 from l2d_jax.performance import lowering
 from l2d_jax.performance.decoding_speed import random_model
 from l2d_jax.training.methods import METHODS, method_of
@@ -46,15 +46,15 @@ def test_decoding_is_that_of_generation(mesh):
     model = random_model(options, mesh)
     settings = Refinement.prepare(model, options.decode)
     keys = jax.random.split(jax.random.key(0), 2)
-    state = decode.prefill(model.llm, jnp.zeros((2, 8), jnp.int32), jnp.full(2, 8, jnp.int32), keys, room=2)
-    real = decode.decode.lower(
+    state = decode.prefill(model.llm, jnp.zeros((2, 8), jnp.int32), jnp.full(2, 8, jnp.int32), keys, capacity=2)
+    real = decode.decode_tokens.lower(
         model,
         state,
         settings=settings,
-        sampling=Sampling.from_config(options.decode),
-        ends=jnp.zeros(2, jnp.int32),
+        sampling=SamplingOptions.from_config(options.decode),
+        stop_ids=jnp.zeros(2, jnp.int32),
         steps=2,
-        draws=1,
+        noise_samples=1,
     )
     found = lowering.lower_decode(options, mesh, batch=2, prompt=8)
     assert operations(found) == operations(real)

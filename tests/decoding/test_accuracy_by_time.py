@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.decoding.accuracy_by_time import accuracy_by_time
 from l2d_jax.decoding.loaded_model import LoadedModel
-from l2d_jax.decoding.trace import accuracy_by_time, evaluations
+from l2d_jax.decoding.trace import mean_evaluations
 from l2d_jax.errors import InputError
 from tests.support import tiny
 from tests.support.requests import trace
@@ -41,7 +42,7 @@ def test_evaluations_are_those_of_traces(loaded):
     adaptive = DecodeConfig(solver="fehlberg2", budget=64, tolerance=0.3)
     traces = trace(loaded, PROMPTS, ANSWERS, settings=adaptive)
     wanted = [np.mean([token.evaluations for token in row]) for row in traces]
-    assert evaluations(loaded, PROMPTS, ANSWERS, settings=adaptive) == pytest.approx(wanted)
+    assert mean_evaluations(loaded, PROMPTS, ANSWERS, settings=adaptive) == pytest.approx(wanted)
 
 
 def test_an_adaptive_solver_has_no_grid(loaded):
