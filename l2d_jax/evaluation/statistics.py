@@ -1,6 +1,6 @@
 """Statistics of scores: pass@k, intervals, and tables by subject.
 
-The unit is the problem, not the completion: the completions of one problem are no independent evidence of each other.
+The unit is the problem, not the completion, since the completions of one problem are not independent.
 """
 
 import math
@@ -13,7 +13,7 @@ from scipy.stats import binomtest
 
 from l2d_jax.errors import InputError
 
-RESAMPLES = 2000  # of the bootstrap: its ends are then steady to about a twentieth of the interval
+RESAMPLES = 2000  # bootstrap resamples: the bounds then vary by about a twentieth of the interval
 CONFIDENCE = 0.95
 
 
@@ -35,7 +35,7 @@ class Rate:
 
 
 def pass_at(k: int, *, samples: int, correct: int) -> float:
-    """The chance that one of `k` of these samples is right: the unbiased estimate (Chen et al., 2021, equation 1).
+    """The probability that one of `k` samples is right: the unbiased estimate (Chen et al., 2021, equation 1).
 
     >>> pass_at(1, samples=4, correct=1), pass_at(4, samples=4, correct=1)
     (0.25, 1.0)
@@ -50,10 +50,10 @@ def pass_at(k: int, *, samples: int, correct: int) -> float:
 
 
 def rate(values: Sequence[float]) -> Rate:
-    """The mean of one value, 0 to 1, for each problem, and its interval; `InputError` for no problem.
+    """The mean of one value (0 to 1) per problem, and its 95 % interval; `InputError` for no problem.
 
-    Where each value is 0 or 1 that is Wilson's score interval; else the percentile interval of a bootstrap, whose
-    resamples are the same in every call.
+    The interval is Wilson's score interval where each value is 0 or 1, else the percentile interval of a bootstrap,
+    whose resamples are the same in every call.
     """
     if not values:
         raise InputError("a rate needs at least one problem, got 0")
@@ -62,31 +62,31 @@ def rate(values: Sequence[float]) -> Rate:
         test = binomtest(int(scores.sum()), len(scores))
         low, high = test.proportion_ci(confidence_level=CONFIDENCE, method="wilson")
     else:
-        draws = np.random.default_rng(0)
-        means = [scores[draws.integers(len(scores), size=len(scores))].mean() for _ in range(RESAMPLES)]
+        rng = np.random.default_rng(0)
+        means = [scores[rng.integers(len(scores), size=len(scores))].mean() for _ in range(RESAMPLES)]
         low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return Rate(float(scores.mean()), float(low), float(high), len(scores))
 
 
 def accuracy(scores: Mapping[str, Sequence[float]]) -> Rate:
-    """The mean over problems of the share of right completions, given the scores (0 or 1) of each problem."""
-    return rate([float(np.mean(given)) for given in scores.values()])
+    """The mean over problems of the share of right completions, from the scores (0 or 1) of each problem."""
+    return rate([float(np.mean(values)) for values in scores.values()])
 
 
 def pass_rates(scores: Mapping[str, Sequence[float]], ks: Sequence[int] = (1, 5, 10)) -> dict[int, Rate]:
-    """pass@k for each k that no problem has too few samples for, given the scores (0 or 1) of each problem."""
+    """pass@k for each k for which every problem has enough samples, from the scores (0 or 1) of each problem."""
     fewest = min(map(len, scores.values()), default=0)
     return {
-        k: rate([pass_at(k, samples=len(given), correct=int(sum(given))) for given in scores.values()])
+        k: rate([pass_at(k, samples=len(values), correct=int(sum(values))) for values in scores.values()])
         for k in ks
         if k <= fewest
     }
 
 
 def by_subject(scores: Mapping[str, Sequence[float]], subjects: Mapping[str, str | None]) -> dict[str, Rate]:
-    """The accuracy in each subject, in the order of their names; `subjects` has that of each problem, or None."""
+    """The accuracy in each subject, in alphabetical order; `subjects` maps each problem to its subject or None."""
     names = sorted({name for problem in scores if (name := subjects[problem]) is not None})
     return {
-        name: accuracy({problem: given for problem, given in scores.items() if subjects[problem] == name})
+        name: accuracy({problem: values for problem, values in scores.items() if subjects[problem] == name})
         for name in names
     }

@@ -1,19 +1,19 @@
 """Runs generated code and judges it, where Linux can isolate it.
 
-A submission takes two isolated processes (`isolation`), new for each. One runs the candidate, the other the tests; the
-tests' calls of the candidate's functions, and what these return, go between them as plain data (`isolated.plain_data`).
-So a candidate sees neither the expected values nor the verdict: it is asked, and it answers. The verdict comes over a
-pipe that the tests' process alone holds.
+Each submission takes two new isolated processes (`isolation`). One runs the candidate, the other the tests; the tests'
+calls of the candidate's functions, and the values that these return, travel between them as plain data
+(`isolated.plain_data`). So a candidate sees neither the expected values nor the verdict, which comes over a pipe that
+only the tests' process holds.
 
-This has a price: tests do not see a function change its arguments in place, and tests that pass functions or instances
-of classes, or expect them, cannot be judged (`Verdict.not_plain`).
+This has a price: tests do not see a function change its arguments in place, and tests that pass or expect functions or
+instances of classes cannot be judged (`Verdict.not_plain`).
 
-It does not protect from
+The sandbox does not protect from
 * faults of the kernel, of bubblewrap or of the processor, nor from what two processes learn of each other by timing;
-* work as such: each candidate may use a processor, memory and its folder, which lies in memory, up to the limits, and
-  some memory of the kernel beyond them (pipes, the names of files);
-* reading what every machine has: Python's own library, and the shared libraries of the system;
-* tests that are wrong, or known by heart to the model: answers are judged, not how they were found.
+* the use of resources: each candidate may use a processor, memory and its folder, which lies in memory, up to the
+  limits, and some memory of the kernel beyond them (pipes, the names of files);
+* reading what every machine has: Python's standard library, and the shared libraries of the system;
+* tests that are wrong, or that the model knows by heart: answers are judged, not how they came about.
 """
 
 import functools
@@ -30,12 +30,12 @@ from l2d_jax.evaluation.sandbox import isolation, seccomp
 from l2d_jax.evaluation.sandbox.isolation import Limits
 from l2d_jax.evaluation.sandbox.submission import Submission, Verdict, judge_submission
 
-_ACCOUNTS = range(64000, 64512)  # users that isolated processes of root become, two for each submission in progress
+_ACCOUNTS = range(64000, 64512)  # users that root's isolated processes become, two for each submission in progress
 _TRIAL = Submission(candidate="def answer(): return 42", tests="assert answer() == 42", names=("answer",))
 
 
 def unavailable() -> str | None:
-    """Why generated code cannot be run here, in one line with the remedy; None where it can. Tries it, once."""
+    """Why generated code cannot run here, in one line with the remedy; None where it can. The first call tries it."""
     if sys.platform != "linux":
         return f"generated code needs the isolation of Linux, and this is {sys.platform}: run it on Linux"
     if platform.machine() not in seccomp.ARCHITECTURES:
@@ -61,7 +61,7 @@ def grade(
         submissions: what to judge, each in two isolated processes of its own.
         processes: submissions at a time; by default, one for each processor.
         limits: of each isolated process; by default those of `Limits()`.
-        progress: is told how many are done, after each.
+        progress: is called after each submission with the number of those done.
 
     Raises:
         InputError: there is no isolation here, or `processes` is out of range.
@@ -95,7 +95,7 @@ def grade(
                 if progress is not None:
                     progress(done)
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)  # those in progress end by their own limits
+            pool.shutdown(wait=False, cancel_futures=True)  # submissions in progress end by their limits
             raise
     return [future.result() for future in futures]
 
@@ -106,7 +106,7 @@ def _accounts(slot: int) -> tuple[int, int]:
 
 @functools.cache
 def _try(bwrap: str, user: int) -> tuple[bool, str | None]:
-    """Whether isolated processes become users of their own; and the reason, where there are none."""
+    """Whether isolated processes become other users, and the reason where isolation fails, or None."""
     isolation.compile_sources()
     reasons = []
     for with_accounts in [True, False] if user == 0 else [False]:

@@ -1,11 +1,11 @@
 """Starts a process that sees next to nothing: bubblewrap's namespaces, a filter of system calls, resource limits.
 
-What it sees is the standard library of Python and the system's shared libraries, read-only and without installed
-packages; an empty folder of bounded size, which is gone afterwards; and the pipes that it is given. There is no
-network, no /proc, no environment and no process but its own.
+The process sees Python's standard library and the system's shared libraries, read-only and without installed packages;
+an empty folder of bounded size, which is removed afterwards; and the pipes that its caller passes. It has no network,
+no /proc and no environment, and sees no other process.
 
-Started by root, the process becomes a user of its own, whose threads the kernel limits, while it does not limit
-root's. An ordinary user's process stays that user's, in a user namespace, and so does root's without an account.
+Root's process becomes another user, whose threads the kernel limits, since it does not limit root's. An ordinary user's
+process keeps its user, in a user namespace, and so does root's without an account.
 """
 
 import compileall
@@ -23,8 +23,8 @@ from typing import Any
 from l2d_jax.evaluation.sandbox import seccomp
 
 _SOURCES = Path(__file__).parent / "isolated"
-_PACKAGE = f"{__package__}.isolated"  # by which its files import one another
-_CODE = "/code"  # where that package is found inside
+_PACKAGE = f"{__package__}.isolated"  # the name by which its files import one another
+_CODE = "/code"  # the folder inside that holds the package
 _NULL = Path("/dev/null")
 _LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64")
 _ROOT = ("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try")
@@ -36,13 +36,13 @@ _ANYONE = ("--unshare-all", "--unshare-user", "--disable-userns")
 class Limits:
     """What one candidate may use; its grader may use as much again."""
 
-    seconds: float = 10.0  # of wall clock, from when both processes have started
+    seconds: float = 10.0  # wall clock, from the moment both processes have started
     cpu_seconds: int = 10
     memory: int = 2**30  # bytes of address space
     threads: int = 16
-    file_bytes: int = 2**24  # per file
-    folder_bytes: int = 2**24  # of the temporary folder, which lies in memory
-    output_bytes: int = 2**24  # of one answer
+    file_bytes: int = 2**24  # size of a file
+    folder_bytes: int = 2**24  # size of the temporary folder, which lies in memory
+    output_bytes: int = 2**24  # size of one answer
 
 
 def start_isolated(
@@ -56,22 +56,22 @@ def start_isolated(
 ) -> subprocess.Popen[bytes]:
     """Start `main` of a module of the package `isolated` in isolation.
 
-    Killing the process that is returned kills all that is inside. The thread that calls this must outlive it.
+    Killing the returned process kills everything inside. The calling thread must outlive the process.
 
     Args:
-        role: the module.
-        pipes: descriptors that it keeps; their numbers are its command line.
+        role: name of the module.
+        pipes: descriptors that the process keeps; their numbers are its command line.
         bwrap: path of bubblewrap.
         task: what it reads from standard input, as JSON, with the limits and the account.
-        limits: enforced inside, but for the wall clock, which is the caller's.
-        account: number of the user that it becomes, if this process is root; None: no other.
+        limits: enforced inside, except for the wall clock, which the caller watches.
+        account: number of the user that it becomes, if this process is root; None: it keeps its user.
     """
     alive = f"import os, sys; os.write(2, b'.'); sys.path.insert(0, {_CODE!r})"
     entry = f"{alive}; from {_PACKAGE}.{role} import main; main()"
     filtered, writer = os.pipe()
     try:
         with open(writer, "wb") as file:
-            # The kernel sets root no limit of threads, so as root it is one.
+            # The kernel does not limit root's threads, so a process of root gets no second thread.
             file.write(seccomp.program(threads=account is not None or os.geteuid() != 0))
         process = subprocess.Popen(
             [
@@ -92,25 +92,25 @@ def start_isolated(
         os.close(filtered)
     assert process.stdin is not None
     assert isinstance(process.stderr, io.BufferedReader)
-    # Not before it shows that it runs: from then on it dies with this process. Until then, it waits for its task, and
-    # ends without.
+    # Wait for its sign of life before sending the task: from then on it dies with this process. Until then it waits for
+    # the task, and ends if none comes.
     process.stderr.peek(1)
     try:
         with process.stdin as file:
             file.write(json.dumps({**task, "limits": dataclasses.asdict(limits), "account": account}).encode())
     except BrokenPipeError:
-        pass  # it has not started: what it says about that is on its standard error
+        pass  # it has not started: its standard error says why
     return process
 
 
 def compile_sources() -> None:
-    """Write the bytecode of what runs inside, as an import would: without, a process starts 16 ms later."""
+    """Write the bytecode of the code inside, as an import would; without it a process starts 16 ms later."""
     if not sys.dont_write_bytecode:
         compileall.compile_dir(_SOURCES, quiet=2)
 
 
 def _interpreter() -> str:
-    # A virtual environment's own is a link to it, or a copy that would look for its environment.
+    # A virtual environment has a link to it, or a copy that would look for that environment.
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 

@@ -1,9 +1,9 @@
 """The system calls that isolated processes may not make, as the small program that the kernel runs at each call.
 
-It is a list of what is denied, in classic BPF as in linux/seccomp.h and linux/filter.h. The namespaces of bubblewrap
-hold without it. It makes an isolated process a single one, so that limits on memory and processor time are not to be
-multiplied by forking; it closes doors that no namespace closes (sockets of virtual machines, memory that no limit
-counts); and it leaves the kernel less to be attacked through.
+The program is a list of denied calls in classic BPF, as in linux/seccomp.h and linux/filter.h. Bubblewrap's namespaces
+hold without it. It keeps an isolated process from forking, which would multiply the limits on memory and processor
+time; it denies what no namespace covers (sockets of virtual machines, memory that no limit counts); and it leaves less
+of the kernel open to attack.
 """
 
 import errno
@@ -99,10 +99,10 @@ _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000  # SECCOMP_RET_*
 
 
 def program(machine: str | None = None, *, threads: bool = True) -> bytes:
-    """The filter as `bwrap --seccomp` reads it.
+    """The filter, in the form that `bwrap --seccomp` reads.
 
     Args:
-        machine: one of `ARCHITECTURES`; by default, this one.
+        machine: one of `ARCHITECTURES`; None: this machine's.
         threads: whether a process may have more than one.
     """
     machine = machine or platform.machine()
@@ -120,7 +120,8 @@ def program(machine: str | None = None, *, threads: bool = True) -> bytes:
         if number is not None:
             steps += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERROR | errno.EPERM)]
     steps += [
-        # Its flags lie in memory, which a filter cannot read: as if the kernel were too old, so that libc uses clone.
+        # The flags of clone3 lie in memory, which a filter cannot read: say that the kernel lacks it, so that libc uses
+        # clone.
         (_EQUAL, 0, 1, _CLONE3[column]),
         (_RETURN, 0, 0, _ERROR | errno.ENOSYS),
         (_EQUAL, 0, 3, _CLONE[column]),

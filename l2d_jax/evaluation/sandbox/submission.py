@@ -1,4 +1,4 @@
-"""One candidate's source, the two isolated processes that judge it, and their verdict."""
+"""A candidate's source with its tests, the two isolated processes that judge it, and their verdict."""
 
 import contextlib
 import json
@@ -24,23 +24,23 @@ _SIGNALS = {signal.SIGXCPU: "CPU time", signal.SIGKILL: "killed"}
 
 @dataclass(frozen=True)
 class Submission:
-    """A candidate's source and how it is judged."""
+    """A candidate's source and its tests."""
 
-    candidate: str  # source that defines the functions
-    tests: str  # source that raises where one of them is wrong; it calls them by their names
-    names: tuple[str, ...]  # those functions; whatever else the tests use must be in `setup`
-    setup: str = ""  # source that comes before the tests: the data set's, never the candidate's
+    candidate: str  # source that defines functions
+    tests: str  # source that calls these functions by name, and raises where one is wrong
+    names: tuple[str, ...]  # the functions; whatever else the tests use must be in `setup`
+    setup: str = ""  # source that runs before the tests: from the data set, never from the candidate
 
 
 class Verdict(NamedTuple):
-    """Whether the tests passed, and one line of why not."""
+    """Whether the tests passed, and in one line why not."""
 
     passed: bool
     reason: str
 
     @property
     def not_plain(self) -> bool:
-        """Whether it could not be judged, since something between tests and candidate is not plain data."""
+        """Whether it could not be judged, since a value between tests and candidate is not plain data."""
         return self.reason.startswith(NOT_PLAIN)
 
 
@@ -53,13 +53,13 @@ def judge_submission(
         submission: what to judge.
         bwrap: path of bubblewrap.
         limits: of each process.
-        accounts: users that the two become, for root; see `isolation.start`.
+        accounts: users that the two become, for root; see `isolation.start_isolated`.
 
     Raises:
-        RunError: one of them has not started.
+        RunError: one of the processes has not started.
     """
     with contextlib.ExitStack() as stack:
-        # The candidate's process and the tests' talk to each other; this one hears the tests' alone.
+        # The candidate's process and the tests' process talk to each other; only the latter reports to this process.
         requests, requesting = _pipe(stack)
         answers, answering = _pipe(stack)
         report, reporting = _pipe(stack)
@@ -100,7 +100,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _message(report: BinaryIO, seconds: float) -> dict[str, Any] | None:
-    """The next message of the tests' process, None where it has ended; raises `TimeoutError`."""
+    """The next message of the tests' process, or None if it has ended; raises `TimeoutError`."""
     end = time.monotonic() + seconds
     length = _read(report, 4, end)
     content = length and _read(report, min(int.from_bytes(length, "big"), _REPORT_BYTES), end)
@@ -122,7 +122,7 @@ def _read(report: BinaryIO, count: int, end: float) -> bytes | None:
 
 
 def _complaint(*processes: subprocess.Popen[bytes]) -> str:
-    """What processes that have not started say about it."""
+    """The error message of processes that have not started, which are killed."""
     said = []
     for process in processes:
         process.kill()
@@ -143,5 +143,5 @@ def _ending(process: subprocess.Popen[bytes]) -> str:
 
 
 def _line(text: str) -> str:
-    """One printable line: candidates write what becomes a part of it."""
+    """The text as one printable line, since candidates may write parts of it."""
     return "".join(character if character.isprintable() else " " for character in text)[:_REASON_LENGTH].strip()

@@ -1,1 +1,1 @@
-"""The evaluation tasks of the paper, without a model: what is asked, and what an answer is worth."""
+"""The evaluation tasks of the paper, without a model: their prompts, and the scores of completions."""

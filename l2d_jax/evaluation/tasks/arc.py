@@ -17,7 +17,7 @@ from l2d_jax.evaluation.tasks.task import Task
 
 
 def _word(row: Row) -> Item:
-    """A row as the release words it."""
+    """A row in the release's wording."""
     given: Any = row["choices"]
     if not (isinstance(given, dict) and {"label", "text"} <= given.keys()):
         raise InputError(f"'choices' must hold the lists 'label' and 'text', got {given!r:.60}")

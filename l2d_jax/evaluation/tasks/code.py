@@ -1,4 +1,4 @@
-"""Scoring of code: programs for the sandbox, and its verdicts as scores."""
+"""Scores of code: completions become programs for the sandbox, and its verdicts become scores."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -13,12 +13,12 @@ class Tests(NamedTuple):
     """The reference of a problem of code."""
 
     tests: str  # source that raises unless the program is right
-    names: tuple[str, ...]  # what of the program the tests call
-    setup: str  # source of the data set that the tests need before them: helpers, imports
+    names: tuple[str, ...]  # the program's functions that the tests call
+    setup: str  # source from the data set that the tests need: helpers, imports
 
 
 def fenced(completion: str) -> str:
-    r"""The first fenced block of code, or all of a completion without one.
+    r"""The first fenced block of code, or the whole completion where there is none.
 
     >>> fenced("Here it is:\n```python\nx = 1\n```\nThis sets x.")
     'x = 1'

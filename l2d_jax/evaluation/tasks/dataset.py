@@ -1,4 +1,4 @@
-"""Where a task's rows come from: folders of files, or the hub."""
+"""The data set of a task: rows from a folder of files, or from the hub."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,21 +12,22 @@ from l2d_jax.errors import InputError
 
 @dataclass(frozen=True)
 class Dataset:
-    """Where rows come from."""
+    """Where the rows of a task are, and which."""
 
     name: str  # folder below `data_dir`
-    hub: str  # id of the data set
-    columns: tuple[str, ...]  # that a row must have
-    split: str  # that the paper scores
-    shot_split: str  # that the examples of a prompt are from
-    rows: Mapping[str, int]  # of each split, where all is there
-    subset: str | None = None  # of the hub's; None: it has one alone
-    revision: str | None = None  # of the hub's; None: the newest
+    hub: str  # id of the data set on the hub
+    columns: tuple[str, ...]  # required of every row
+    split: str  # which the paper scores
+    shot_split: str  # source of the examples in a prompt
+    rows: Mapping[str, int]  # number of rows of each complete split
+    subset: str | None = None  # on the hub; None: there is only one
+    revision: str | None = None  # on the hub; None: the newest
 
     def read(self, split: str, *, data_dir: str | None = None) -> datasets.Dataset:
         """The rows of a split, from `data_dir/<name>/<split>.jsonl` or `.parquet`, or from the hub.
 
-        Raises `InputError` where they cannot be read, lack a column, or are more than the data set has.
+        Raises `InputError` where they cannot be read, lack a column, or are more than the data set has (from the hub,
+        also where they are fewer).
         """
         if data_dir is None:
             remedy = "check the network, or put the rows into a folder and give it with --data_dir"

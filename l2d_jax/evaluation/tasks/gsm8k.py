@@ -4,9 +4,8 @@ r"""GSM8K: grade-school word problems whose worked solutions end with the number
     assistant  Tom has 3*4 = <<3*4=12>>12 apples.\n#### 12
 
 The strict answer is the first number after "#### ", compared as text: "12." is not "12". With thoughts there are eight
-examples, and tokens are drawn greedily: the usual prompt's examples are others' sentences (Wei et al., 2022), so ours
-are the first eight of the train split, whose solutions are chains of thought. 1319 problems in the test split: the data
-set's own size.
+examples, and decoding is greedy. The examples are the first eight rows of the train split, whose solutions are chains
+of thought, in place of the usual ones, which are others' text (Wei et al., 2022). The test split has 1319 problems.
 """
 
 import re
@@ -21,7 +20,7 @@ NUMBER = re.compile(r"(?:(?<![\w.)])-)?\d[\d,]*(?:\.\d+)?")
 
 
 def marked_number(completion: str) -> str | None:
-    r"""The strict rule.
+    r"""The number that the strict rule finds, or None.
 
     >>> marked_number("3 * 400 = 1200.\n#### 1,200 apples\n#### 7")
     '1200'
@@ -33,7 +32,7 @@ def marked_number(completion: str) -> str | None:
 
 
 def last_number(completion: str) -> str | None:
-    """The relaxed rule: the first number behind the last "####" or "answer is", else the last number.
+    """The number that the relaxed rule finds: the first behind the last "####" or "answer is", else the last number.
 
     >>> last_number("So he pays $1,200.50 in total.")
     '1200.50'
@@ -48,7 +47,7 @@ def last_number(completion: str) -> str | None:
 
 
 def _word(row: Row) -> Item:
-    """A row as the release words it."""
+    """A row in the release's wording."""
     question, answer = text_of(row, "question"), text_of(row, "answer")
     reference = marked_number(answer)
     if reference is None or not NUMBER.fullmatch(reference):

@@ -10,9 +10,9 @@ HumanEval, in the release too, shows the docstring and expects the body:
     user       def add(a, b):\n    '''The sum.'''\n
     assistant  (of the examples)     return a + b\n
 
-The strict program is HumanEval's prompt and the completion as it stands; the relaxed one takes a fenced block, a whole
-function, and a body without what is said behind it. The examples are the first five of the one split, test, so 159 of
-its 164 problems, the data set's own size, are scored.
+The strict program is HumanEval's prompt and the completion as it stands; the relaxed one also accepts a fenced block or
+a whole function, and drops text behind the body. The examples are the first five of the only split, test, so that 159
+of its 164 problems are scored.
 """
 
 import re
@@ -22,11 +22,11 @@ from l2d_jax.evaluation.tasks.dataset import Dataset
 from l2d_jax.evaluation.tasks.problem import Item, Problem, Row, TaskSampling, text_of
 from l2d_jax.evaluation.tasks.task import Task
 
-GOES_ON = re.compile(r"\s|def |class |import |from |@|#|[)\]}]|$")  # how a line begins that may belong to a program
+CONTINUES = re.compile(r"\s|def |class |import |from |@|#|[)\]}]|$")  # matches a line that may belong to a program
 
 
 def _word(row: Row) -> Item:
-    """A row of HumanEval as the release words it."""
+    """A row of HumanEval in the release's wording."""
     prompt, name = text_of(row, "prompt"), text_of(row, "entry_point")
     tests = f"{text_of(row, 'test')}\ncheck({name})"
     return Item(
@@ -38,7 +38,7 @@ def _word(row: Row) -> Item:
 
 
 def _word_instruction(row: Row) -> Item:
-    """A row of InstructHumanEval as the release words it."""
+    """A row of InstructHumanEval in the release's wording."""
     return _word(row)._replace(question=text_of(row, "instruction"), opening=text_of(row, "context"))
 
 
@@ -50,7 +50,7 @@ def _candidates(problem: Problem, completion: str) -> tuple[str, str]:
         head = re.split(rf"^def {name}\b", prompt, maxsplit=1, flags=re.MULTILINE)[0]  # imports and helpers
         return prompt + completion, head + code
     lines = code.split("\n")
-    end = next((number for number, line in enumerate(lines) if number and not GOES_ON.match(line)), len(lines))
+    end = next((number for number, line in enumerate(lines) if number and not CONTINUES.match(line)), len(lines))
     return prompt + completion, prompt + "\n".join(lines[:end])
 
 

@@ -3,8 +3,8 @@ r"""MATH: competition problems whose worked solutions end with a boxed answer (H
     user       What is $1 + 1$?
     assistant  We have $1 + 1 = \boxed{2}.$
 
-The examples are five rows of the train split, equally spaced; they think already, so prompts with thoughts differ in
-nothing but the greedy draw. The strict rules are in `latex`; the relaxed one is math-verify's. lighteval/MATH, which
+The examples are five rows of the train split, equally spaced; they contain thoughts, so prompts with thoughts differ
+only in greedy decoding. The strict rules are in `math_answers`; the relaxed one is math-verify's. lighteval/MATH, which
 the release reads, has left the hub; DigitalLearningGmbH/MATH-lighteval is its replacement, row by row. The test split
 has 5000 rows; the release does not count those whose solution has no `\boxed{}` with braces, so no size is asserted.
 """
@@ -21,11 +21,11 @@ from l2d_jax.evaluation.tasks.dataset import Dataset
 from l2d_jax.evaluation.tasks.problem import Item, Problem, Row, Score, text_of
 from l2d_jax.evaluation.tasks.task import Task
 
-SECONDS = 5  # for reading an answer, and for comparing: 9^{9^{9}} would take for ever
+SECONDS = 5  # limit for reading an answer, and for comparing two: 9^{9^{9}} would take for ever
 
 
 def _word(row: Row) -> Item:
-    """A row as the release words it."""
+    """A row in the release's wording."""
     solution = text_of(row, "solution")
     return Item(
         question=text_of(row, "problem"),

@@ -1,13 +1,13 @@
 r"""MATH's answers as the release reads, rewrites and compares them: the strict rules, quirks included.
 
-What stands in the last `\boxed{}` is rewritten, so that answers that differ in notation alone become the same text.
-The rules are those of the data set's authors (github.com/hendrycks/math, is_equiv) as the release has them. Where its
-functions raise, for a `\frac` or `\sqrt` with nothing behind it, and would end the evaluation, there is no answer here.
+The content of the last `\boxed{}` is rewritten, so that answers that differ only in notation become the same text. The
+rules are those of the data set's authors (github.com/hendrycks/math, is_equiv) as the release has them. Where its
+functions raise, for a `\frac` or `\sqrt` with nothing behind it, and would end the evaluation, these find no answer.
 """
 
 import re
 
-# From, to; in this order.
+# Texts and their replacements, applied in this order.
 REPLACEMENTS = (
     ("\n", ""),
     ("\\!", ""),

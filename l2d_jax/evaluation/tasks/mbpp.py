@@ -20,7 +20,7 @@ IMPORT = re.compile(r"^(?:import|from) [^\r\n]*", flags=re.MULTILINE)
 
 
 def _word(row: Row) -> Item:
-    """A row as the release words it."""
+    """A row in the release's wording."""
     tests, code = texts_of(row, "test_list"), text_of(row, "code")
     return Item(
         question=f'"""\n{text_of(row, "text")}\n{tests[0]}\n"""\n',
@@ -37,7 +37,7 @@ def _candidates(_problem: Problem, completion: str) -> tuple[str, str]:
 
 
 def _names(code: str, tests: list[str]) -> tuple[str, ...]:
-    """What the tests call of all that the right answer defines, else whatever they call that Python lacks."""
+    """The right answer's functions that the tests call, else all that they call and Python does not have built in."""
     called = re.findall(r"(?<![\w.])(\w+)\s*\(", "\n".join(tests))
     defined = re.findall(r"^(?:def|class)[ \t]+(\w+)", code, flags=re.MULTILINE)
     names = [name for name in called if name in defined] or [name for name in called if not hasattr(builtins, name)]

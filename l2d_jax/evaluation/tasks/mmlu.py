@@ -25,7 +25,7 @@ CATEGORIES = {
 
 
 def _word(row: Row) -> Item:
-    """A row as the release words it."""
+    """A row in the release's wording."""
     options, subject = texts_of(row, "choices"), text_of(row, "subject")
     letters = multiple_choice.lettered(options)
     right = multiple_choice.letter_of(row["answer"], letters)

@@ -16,7 +16,7 @@ from l2d_jax.evaluation.tasks.task import Task
 
 
 def _word(row: Row) -> Item:
-    """A row as the release words it."""
+    """A row in the release's wording."""
     options, subject = texts_of(row, "options"), text_of(row, "category")
     letters = multiple_choice.lettered(options)
     right = multiple_choice.letter_of(row["answer_index"], letters)

@@ -1,7 +1,7 @@
-"""Questions with lettered options: their wording, and the letter in a completion.
+"""Multiple-choice questions: their wording, and the letter that a completion chooses.
 
-The strict rule is the release's: the first of the letters that no other letter or digit follows, wherever it stands
-(also the last letter of a word: "B" in "the GLOB of dust"). The relaxed one looks at what the text calls its answer.
+The strict rule is the release's: the first of the letters that no letter or digit follows, wherever it stands, even at
+the end of a word ("B" in "the GLOB of dust"). The relaxed rule looks for what the text calls its answer.
 """
 
 import re
@@ -16,7 +16,7 @@ REQUEST = '\nThink step by step. Then end with the sentence "The answer is (X)."
 
 
 def lettered(options: Sequence[str]) -> tuple[str, ...]:
-    """The letters of so many options; `InputError` beyond J."""
+    """The letters of these options; `InputError` for more than ten, A to J."""
     if len(options) > len(LETTERS):
         raise InputError(
             f"a question has at most {len(LETTERS)} options, A to J, but here are {len(options)}: shorten it"
@@ -25,14 +25,14 @@ def lettered(options: Sequence[str]) -> tuple[str, ...]:
 
 
 def letter_of(answer: Any, labels: Sequence[str]) -> str:
-    """The label of the option with this number, the first is 0; `InputError` where there is none."""
+    """The label of the option with number `answer`, from 0; `InputError` where there is none."""
     if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < len(labels):
         raise InputError(f"the answer must be the number of an option, 0 to {len(labels) - 1}, got {answer!r}: mend it")
     return labels[answer]
 
 
 def listed(question: str, labels: Sequence[str], options: Sequence[str], *, heads: tuple[str, str]) -> str:
-    r"""The wording that the release gives to a question: a head above it, and one above its options.
+    r"""A question in the release's wording, with a heading above it and another above its options.
 
     >>> listed("Which is red?", ["A", "B"], ["blood", "snow"], heads=("Question", "Choices"))
     'Question:\nWhich is red?\nChoices:\nA. blood\nB. snow\n'
@@ -42,7 +42,7 @@ def listed(question: str, labels: Sequence[str], options: Sequence[str], *, head
 
 
 def first_letter(completion: str, labels: Sequence[str]) -> str | None:
-    """The strict rule.
+    """The letter that the strict rule finds, or None.
 
     >>> first_letter("(B) is right, not A.", "ABCD")
     'B'
@@ -56,7 +56,7 @@ def first_letter(completion: str, labels: Sequence[str]) -> str | None:
 
 
 def named_letter(completion: str, labels: Sequence[str], options: Sequence[str] = ()) -> str | None:
-    """The relaxed rule: the last letter that the text calls its answer, else a letter or an option that stands alone.
+    """The letter that the relaxed rule finds: the last that the text calls its answer, else one on its own.
 
     >>> named_letter("A cat is no fish, so the answer is (C).", "ABCD")
     'C'
@@ -78,7 +78,7 @@ def named_letter(completion: str, labels: Sequence[str], options: Sequence[str] 
     for name, option in zip(labels, options, strict=False):
         if text.casefold() == option.strip().strip(".").casefold():
             return name
-    # "A" and "I" are words too, so a letter at the start counts with a sign behind it, elsewhere within brackets alone.
+    # "A" and "I" are words, too: at the start a letter counts only before a sign, elsewhere only within brackets.
     found = re.findall(rf"^\W*{label}(?:[).:,*\]]|\s*$|\s*\n)", completion) or re.findall(
         rf"[(\[]{label}[)\]]", completion
     )
@@ -86,7 +86,7 @@ def named_letter(completion: str, labels: Sequence[str], options: Sequence[str] 
 
 
 def judge_letter(problem: Problem, completion: str) -> Score:
-    """Compare both letters with the right one, which is `problem.reference[0]`; the options' texts follow it."""
+    """Compare both letters with the right one; `problem.reference` holds that letter, then the texts of the options."""
     right, *options = problem.reference
     strict = first_letter(completion, problem.options)
     relaxed = named_letter(completion, problem.options, options)

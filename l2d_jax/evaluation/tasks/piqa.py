@@ -14,7 +14,7 @@ from l2d_jax.evaluation.tasks.task import Task
 
 
 def _word(row: Row) -> Item:
-    """A row as the release words it."""
+    """A row in the release's wording."""
     options = [text_of(row, "sol1"), text_of(row, "sol2")]
     letters = multiple_choice.lettered(options)
     right = multiple_choice.letter_of(row["label"], letters)

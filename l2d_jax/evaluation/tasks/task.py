@@ -1,7 +1,7 @@
-"""A task: how the rows of a data set become conversations, and how completions of them are scored.
+"""A task: how the rows of a data set become conversations, and how completions are scored.
 
-The prompt of a problem is a conversation of a few pairs of question and answer (five in the paper) that ends with the
-problem's question. Two scores are given to a completion. The *strict* one is that of the authors' release
+The prompt of a problem is a conversation of a few pairs of question and answer (five in the paper), which ends with the
+problem's question. A completion gets two scores. The *strict* one is that of the authors' release
 (github.com/SakanaAI/L2D: `tasks/*.py`, `benchmark.py`, `benchmark_code.py`) with all its quirks, for figures that
 compare with the paper's; the *relaxed* one asks whether a reader would call the answer right.
 """
@@ -21,7 +21,7 @@ from l2d_jax.evaluation.tasks.dataset import Dataset
 from l2d_jax.evaluation.tasks.problem import Item, Problem, Prompts, Row, Run, Score, TaskSampling
 
 MAX_LENGTH = 2048  # tokens of a prompt and its right answer together: the release's max_seq_len
-GREEDY = TaskSampling(max_new_tokens=512, temperature=0.0)  # for thoughts; this length is ours
+GREEDY = TaskSampling(max_new_tokens=512, temperature=0.0)  # for prompts with thoughts; the length is our choice
 
 Judge = Callable[[Problem, str], Score]
 Candidates = Callable[[Problem, str], tuple[str, str]]
@@ -34,23 +34,23 @@ class Task:
     name: str
     dataset: Dataset
     word: Callable[[Row], Item]
-    judge: Judge | None = None  # of completions that are text
-    candidates: Candidates | None = None  # of completions that are code: the strict and the relaxed program
+    judge: Judge | None = None  # scores a completion that is text
+    candidates: Candidates | None = None  # the strict and the relaxed program of a completion that is code
     category: str = "general_qa"  # class for guidance
     shots: int = 5  # examples before each question
-    is_spaced: bool = False  # examples equally spaced in their split, not its first
-    by_subject: bool = False  # examples of the question's own subject
-    thought_shots: int = 0  # examples with prompts "thoughts"; 0: none has any, and the question asks for them
+    is_spaced: bool = False  # take examples equally spaced in their split, not its first rows
+    by_subject: bool = False  # take examples of the question's subject
+    thought_shots: int = 0  # examples with prompts "thoughts"; 0: the question asks for thoughts instead
     sampling: TaskSampling = field(default_factory=TaskSampling)
-    size: int | None = None  # problems of the paper's split, before any is dropped for its length; None: not known
+    size: int | None = None  # problems of the paper's split, before the length drops any; None: not known
 
     @property
     def kind(self) -> Literal["generate", "code"]:
-        """Whether completions are programs to run."""
+        """The kind of its completions: text, or programs to run."""
         return "code" if self.judge is None else "generate"
 
     def sampling_for(self, prompts: Prompts = "paper") -> TaskSampling:
-        """How completions of these prompts are drawn."""
+        """How completions of these prompts are sampled."""
         return self.sampling if prompts == "paper" else GREEDY
 
     def load(
@@ -64,14 +64,14 @@ class Task:
     ) -> list[Problem]:
         """Read the problems of a split, in its order.
 
-        Rows that precede the questions as examples are left out, and so are rows whose right answer the strict rules
-        cannot read: the release counts neither.
+        Rows that serve as examples are left out, and so are rows whose right answer the strict rules cannot read: the
+        release counts neither.
 
         Args:
           data_dir: folder with `<name>/<split>.jsonl` or `.parquet`; None: the hub.
-          limit: at most so many problems, evenly spaced over the split; None: all.
-          split: None: that of the paper.
-          shots: examples before each question; None: as the task has them.
+          limit: the largest number of problems, evenly spaced over the split; None: all.
+          split: name of the split; None: the paper's.
+          shots: examples before each question; None: the task's number.
           prompts: "paper", or "thoughts": examples that think before they answer, or the request to do so.
 
         Raises:
@@ -97,8 +97,8 @@ class Task:
                     f"{self.dataset.shot_split!r} of {self.name} has no example of {item.subject!r}: add some"
                 )
             is_example = split == self.dataset.shot_split and number in examples
-            is_asked = self.kind == "code" and any(item.question == example.question for example in before)
-            if not (is_example or is_asked or item.reference is None):
+            is_repeated = self.kind == "code" and any(item.question == example.question for example in before)
+            if not (is_example or is_repeated or item.reference is None):
                 problems.append(self._problem(item, before, f"{self.name}/{split}/{number}", prompts))
         if not problems:
             raise InputError(f"split {split!r} of {self.name} has no row beside the examples: choose another")
@@ -106,7 +106,7 @@ class Task:
         return [problems[index * len(problems) // count] for index in range(count)]
 
     def check_size(self, problems: Sequence[Problem]) -> None:
-        """Raise `InputError` unless these are as many as the paper's split has, where their number is known."""
+        """Raise `InputError` if their number is not that of the paper's split, where that is known."""
         if self.size is not None and len(problems) != self.size:
             raise InputError(
                 f"{self.name} has {self.size} problems, but {len(problems)} were read: get its rows again, "
@@ -119,11 +119,11 @@ class Task:
         """Score completions.
 
         Args:
-          problems: what was asked, one for each completion; a problem may come several times.
-          completions: what the model said, without the token that ends the turn. Those that are empty, or hold what no
-            text can (lone surrogates), score 0.
-          run: runs programs; of tasks of code only.
-          tagged: judge only what stands between `<answer>` tags, or behind `</think>`.
+          problems: the problem of each completion; a problem may come several times.
+          completions: what the model generated, without the token that ends the turn. A completion that is empty, or is
+            no valid unicode (lone surrogates), scores 0.
+          run: runs programs; only tasks of code need it.
+          tagged: judge only the text between `<answer>` tags, or behind `</think>`.
 
         Raises:
           InputError: for a task of code without `run`.
@@ -142,18 +142,18 @@ class Task:
         return [scores[number] for number in range(len(texts))]
 
     def _examples(self, data_dir: str | None, count: int) -> dict[int, Item]:
-        """The rows that precede questions, by their number; of each subject where there are subjects."""
+        """The rows that serve as examples, by their number: the first `count`, or `count` of each subject."""
         if count == 0:
             return {}
         rows = self.dataset.read(self.dataset.shot_split, data_dir=data_dir)
         step = max(1, len(rows) // count) if self.is_spaced else 1
         chosen: dict[int, Item] = {}
-        taken: Counter[str | None] = Counter()
+        counts: Counter[str | None] = Counter()
         for number in range(0, len(rows), step):
             item = self._word(rows[number], self.dataset.shot_split, number)
             group = self._group(item)
-            taken[group] += 1
-            if taken[group] <= count:
+            counts[group] += 1
+            if counts[group] <= count:
                 chosen[number] = item
             elif group is None:
                 break
@@ -175,8 +175,8 @@ class Task:
             if answer is None:
                 raise InputError(f"{self.name} has no examples with thoughts: give 0 shots, or use the prompts 'paper'")
             messages += [_message("user", example.question), _message("assistant", answer)]
-        asks = item.request if prompts == "thoughts" and not before else None
-        messages.append(_message("user", asks or item.question))
+        request = item.request if prompts == "thoughts" and not before else None
+        messages.append(_message("user", request or item.question))
         if item.opening:
             messages.append(_message("assistant", item.opening))
         return Problem(
@@ -193,9 +193,9 @@ class Task:
 def encode_problems(
     problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast, *, max_length: int = MAX_LENGTH
 ) -> list[tuple[Problem, list[int]]]:
-    """The problems whose prompt and right answer have at most `max_length` tokens, each with the ids of its prompt.
+    """The problems whose prompt and right answer have at most `max_length` tokens, each with its prompt's token ids.
 
-    The release drops the longer ones in this way. Raises `InputError` where none is left.
+    The release drops longer problems by the same rule. Raises `InputError` where none is left.
     """
     answers = encode([problem.answer for problem in problems], tokenizer)
     pairs = [(problem, prompt_ids(problem.messages, tokenizer)) for problem in problems]
@@ -214,7 +214,7 @@ def _message(role: str, content: str) -> dict[str, str]:
 
 
 def _unfit(text: str) -> Score | None:
-    """The score of what cannot be judged."""
+    """The score of a completion that cannot be judged; None where it can be."""
     if not text.strip():
         return Score(0.0, 0.0, None, None, "empty")
     try:
@@ -225,9 +225,9 @@ def _unfit(text: str) -> Score | None:
 
 
 def answer_part(completion: str) -> str:
-    """What stands in the last `<answer>…</answer>`, else behind the last `</think>`, else all.
+    """The text in the last `<answer>…</answer>`, else behind the last `</think>`, else the whole completion.
 
-    Thinking that never ends has no answer, and an answer that the length has cut off counts as far as it goes:
+    Thinking that never ends has no answer, and an answer that the length limit cuts off counts as far as it goes:
 
         >>> answer_part("<think>2 + 2 is 4.</think><answer> 4 </answer>")
         '4'

@@ -1,1 +1,1 @@
-"""What runs inside the isolated processes: the standard library only, and nothing of the rest of this package."""
+"""The code inside the isolated processes, which imports the standard library and nothing else of this package."""

@@ -1,7 +1,7 @@
 """One of two isolated processes: runs a candidate's source, then its functions as the grader calls them.
 
-Nothing that happens here is trusted. A candidate may take over the whole process; all it can do then is to send other
-plain data, which it could have returned anyway.
+Nothing that happens here is trusted. A candidate may take over the whole process; it can then only send other plain
+data, which it could have returned anyway.
 """
 
 import json
@@ -28,8 +28,8 @@ def main() -> None:
     restrain(task["limits"], task["account"])
     channel = Channel(incoming, outgoing, limit=task["limits"]["output_bytes"])
     channel.send({"started": True})
-    module = type(sys)("candidate")  # not "__main__": a solution's own trials are not part of it
-    sys.modules["candidate"] = module  # where dataclasses look their fields' types up
+    module = type(sys)("candidate")  # not "__main__", so that a solution's own trials do not run
+    sys.modules["candidate"] = module  # dataclasses look up their fields' types there
 
     def load() -> None:
         exec(_compile(task["source"]), module.__dict__)
@@ -65,7 +65,7 @@ def _answer(work: Callable[[], Any]) -> dict[str, Any]:
         return {"result": encode_plain(work())}
     except NotPlainError as error:
         return {"not_plain": str(error)}
-    except BaseException as error:  # SystemExit too: it is the candidate that ends, not its process
+    except BaseException as error:  # SystemExit, too: it ends the candidate, not its process
         return {"error": [type(error).__name__, _text(error)]}
 
 

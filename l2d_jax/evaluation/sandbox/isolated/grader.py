@@ -1,6 +1,6 @@
-"""The other isolated process: runs the grader's tests against a candidate that it can only call, and reports.
+"""The other isolated process: runs the tests against a candidate that it can only call, and reports.
 
-The pipe on which it reports is held by no process of the candidate's. Whatever goes wrong here counts as not passed.
+The candidate's process does not hold the pipe of the report. Whatever goes wrong here counts as not passed.
 """
 
 import builtins
@@ -20,7 +20,7 @@ from l2d_jax.evaluation.sandbox.isolated.plain_data import (
 )
 from l2d_jax.evaluation.sandbox.isolated.restraint import restrain
 
-# Raised inside map() or next(), these would end a loop of the tests early, and quietly.
+# Raised inside map() or next(), these would quietly end a loop of the tests.
 _RESERVED = (StopIteration, StopAsyncIteration)
 
 
@@ -72,7 +72,7 @@ class _Grader:
         return call
 
     def _result(self) -> Any:
-        """What the candidate has answered; ends the grading, whatever the tests catch, where it has not."""
+        """The candidate's answer; without one the grading ends, whatever exceptions the tests catch."""
         try:
             message = self._channel.receive()
             [(kind, content)] = message.items()
@@ -103,7 +103,7 @@ def _exception(name: str, text: str) -> Exception:
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _RESERVED):
         try:
             return kind(text)
-        except TypeError:  # UnicodeDecodeError and its kin want more than a text
+        except TypeError:  # UnicodeDecodeError and similar ones need more than a text
             pass
     return RuntimeError(f"{name}: {text}")
 

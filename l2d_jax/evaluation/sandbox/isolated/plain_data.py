@@ -1,8 +1,8 @@
-"""Plain data between two processes that do not trust each other: values of exact builtin types, as lines of JSON.
+"""Plain data between two processes that do not trust each other: values of exact builtin types, as JSON.
 
-None, bool, str, float, lists and ints of up to 64 bits are JSON's own; what JSON lacks is an object with one key, the
-name of the type. A subclass of a builtin type is sent as the plain value it holds, so that no method of it reaches the
-reader; anything else (functions, instances, generators) is not plain data. The builtin types themselves are.
+None, bool, str, float, lists and ints of up to 64 bits are JSON's own; other types become an object with one key, the
+name of the type. A value of a subclass is sent as the plain value it holds, so that none of its methods reaches the
+reader. The builtin types themselves are plain data; functions, instances and generators are not.
 """
 
 import json
@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-DEPTH = 100  # of nested containers
+DEPTH = 100  # levels of nested containers
 _LARGE = 2**63
 _TYPES: dict[str, type] = {
     kind.__name__: kind
@@ -31,11 +31,11 @@ class TooLargeError(ValueError):
 
 
 class ClosedError(EOFError):
-    """Nobody is at the other end."""
+    """The other end of the pipe is closed."""
 
 
 def encode_plain(value: Any, depth: int = DEPTH) -> Any:
-    """Plain data as what JSON can hold; raises `NotPlainError`."""
+    """Plain data as a value that JSON can hold; raises `NotPlainError`."""
     if value is None or type(value) in (bool, str, float):
         return value
     if depth == 0:
@@ -62,7 +62,7 @@ def _parts(value: complex) -> list[float]:
     return [exact.real, exact.imag]
 
 
-# The methods are those of the builtin types, whatever a subclass has made of them.
+# The methods are those of the builtin types, whatever a subclass overrides.
 _WRITERS: tuple[tuple[type, Callable[[Any, int], Any]], ...] = (
     (int, lambda value, _: _encode_int(value)),
     (str, lambda value, _: str.__str__(value)),

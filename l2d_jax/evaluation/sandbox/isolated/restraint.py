@@ -1,4 +1,4 @@
-"""The first steps of an isolated process, before it sees a line of strangers' code: limits, account, output."""
+"""The first steps of an isolated process, before it reads any candidate's code: limits, account, output."""
 
 import os
 import resource
@@ -6,18 +6,18 @@ from collections.abc import Mapping
 
 
 def restrain(limits: Mapping[str, int], account: int | None) -> None:
-    """Give up what a process of this kind does not need, for good.
+    """Give up for good what an isolated process does not need.
 
     Args:
         limits: `memory`, `cpu_seconds`, `threads` and `file_bytes`, as in `isolation.Limits`.
-        account: the user to become, where the process was started by root: the kernel counts root's threads, but
-            sets them no limit. None: stay who you are.
+        account: the user to become, for a process of root, since the kernel does not limit root's threads; None: keep
+            the user.
     """
     if account is not None:
         os.setgroups([])
         os.setresgid(account, account, account)
         os.setresuid(account, account, account)  # which also drops all capabilities
-    # What is printed goes into a file without a name, where the limits of files hold, and is never read.
+    # Output goes into a file without a name, where the limits of files hold; nobody reads it.
     for descriptors in ((0,), (1, 2)):
         file = os.open("/tmp", os.O_TMPFILE | os.O_RDWR)
         for descriptor in descriptors:
