@@ -25,6 +25,7 @@ from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.performance import costs
 from l2d_jax.training import checkpoint, manifest, methods
+from l2d_jax.training import run as loop
 from l2d_jax.training.metrics import read_metrics
 from l2d_jax.weights import model_folder
 from l2d_jax.weights.safetensors_file import SafetensorsFolder
@@ -144,7 +145,7 @@ def test_a_run_that_is_cut_off_goes_on_bit_for_bit(run, tmp_path, mesh, monkeypa
     if when == "during a save":
         kill("save", checkpoint.Checkpoints, at=2)
     elif when == "after a step":
-        kill("micro_batches", train, at=5)
+        kill("micro_batches", loop, at=5)
     else:
         kill("validate", methods, at=2)
     with pytest.raises(Killed):
@@ -271,7 +272,7 @@ def test_a_density_that_is_learnt_is_resumed_bit_for_bit(tmp_path):
 @pytest.fixture
 def poison(monkeypatch):
     """Makes the loss of these steps of the next run NaN."""
-    place = train.micro_batches
+    place = loop.micro_batches
 
     def choose(*steps):
         numbers = itertools.count(1)
@@ -280,7 +281,7 @@ def poison(monkeypatch):
             bad = batch._replace(weights=batch.weights * np.nan) if next(numbers) in steps else batch
             return place(bad, *arguments)
 
-        monkeypatch.setattr(train, "micro_batches", poisoned)
+        monkeypatch.setattr(loop, "micro_batches", poisoned)
 
     return choose
 

@@ -25,6 +25,7 @@ from l2d_jax.distributed.sharding import abstract
 from l2d_jax.generate import main as generate
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.diffusion_path import DiffusionPath
+from l2d_jax.training import run as loop
 from l2d_jax.training.checkpoint import Checkpoints
 from l2d_jax.training.metrics import read_metrics
 from l2d_jax.training.workdir import hold
@@ -75,7 +76,7 @@ def run(arguments, output, room):
     for descriptor in (1, 2):
         os.dup2(output.fileno(), descriptor)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    place, steps = train.micro_batches, itertools.count(1)
+    place, steps = loop.micro_batches, itertools.count(1)
 
     def place_with_limit(*placed):
         limit = room.get(next(steps))
@@ -85,7 +86,7 @@ def run(arguments, output, room):
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         return place(*placed)
 
-    train.micro_batches = place_with_limit
+    loop.micro_batches = place_with_limit
     sys.argv = ["train", *map(str, arguments)]
     train.command_line.run(train.main)
 

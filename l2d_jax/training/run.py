@@ -1,0 +1,210 @@
+"""One run of training, from the newest good checkpoint of its workdir to its last step or to where it is stopped."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from l2d_jax.config.schema import Config
+from l2d_jax.data import rows
+from l2d_jax.data.batch import count_text
+from l2d_jax.data.examples import Examples
+from l2d_jax.decoding.refine import Refinement
+from l2d_jax.distributed import processes, runtime
+from l2d_jax.errors import InputError, RunError
+from l2d_jax.training import profiler, time_density
+from l2d_jax.training.checkpoint import Checkpoints
+from l2d_jax.training.methods import method_of
+from l2d_jax.training.metrics import Metrics, StepLog
+from l2d_jax.training.optimizer import optimizer, schedule
+from l2d_jax.training.preemption import Preemption
+from l2d_jax.training.step import TrainState, begin, check_batch, local_rows, make_step, micro_batches
+from l2d_jax.training.validation import placed_in_order
+from l2d_jax.training.workdir import claim, differences, hold, is_measured, plain
+from l2d_jax.weights import model_folder
+
+
+def train(config: Config, workdir: Path, *, preemption: Preemption) -> bool:
+    """Train from the newest good checkpoint in `workdir`, if there is one; return whether the last step was reached.
+
+    If it was not, `preemption` has stopped the run after saving. Raises `InputError`, and `RunError` where the run has
+    to stop or its end cannot be saved.
+    """
+    with contextlib.ExitStack() as held:
+        mesh = prepare(config, workdir, held)
+        config = dataclasses.replace(config, model=model_folder.recorded_base(workdir, config.model))
+        return Run(config, workdir, mesh).train(preemption)
+
+
+def prepare(config: Config, workdir: Path, held: contextlib.ExitStack) -> Mesh:
+    """Start JAX, then claim the workdir and keep it `held`; raises `InputError`, before any model or data is read."""
+    rows.keep_quiet()
+    mesh = runtime.start_jax(config.mesh)
+
+    def check() -> dict[str, Any]:
+        check_batch(config.train, mesh)
+        for budget in config.validation.budgets:  # unused without a path, but its evaluation may ask for them
+            Refinement.from_config(config.decode, budget=budget)
+        held.enter_context(hold(workdir))
+        claim(workdir, config)
+        return plain(config)
+
+    changed = differences(processes.decide(check), config)
+    if changed:
+        raise InputError(f"process 0 runs another config: {'; '.join(changed[:5])}: start the same command everywhere")
+    if config.train.method != "l2d" and config.validation.budgets != (1,):
+        processes.print_once("validation is at a budget of 1: a language model without a path has no other")
+    return mesh
+
+
+class Run:
+    """A run in a workdir that process 0 holds; every process makes one and calls the same methods."""
+
+    def __init__(self, config: Config, workdir: Path, mesh: Mesh) -> None:
+        self._config, self._workdir, self._mesh = config, workdir, mesh
+        base, self._training, self._held_out = processes.take_turns(partial(read_inputs, config))
+        processes.print_once(
+            f"training examples: {self._training.describe()}; validation examples: {self._held_out.counts}"
+        )
+        epoch = self._training.rows / config.train.batch_size
+        self._steps = config.train.steps or max(1, math.ceil(config.train.epochs * epoch))
+        profiler.check_steps(config.profile, self._steps)
+
+        self._method = method_of(config)
+        trained, self._frozen = self._method.begin(base, mesh)
+        self._rate = schedule(config.optim, self._steps)
+        self._optimizer = optimizer(config.optim, self._rate)
+        self._state = begin(self._optimizer, trained, mesh, seen=time_density.nothing_seen(config.train))
+
+        if processes.is_first():
+            (workdir / "checkpoints").mkdir(exist_ok=True)  # from here on the workdir belongs to this config
+        self._checkpoints = Checkpoints(workdir / "checkpoints", keep=config.train.keep)
+        self._start = self._checkpoints.latest() or 0  # optimizer steps that are done
+        if self._start:
+            parts = self._checkpoints.restore(self._start, self._parts())
+            self._state = TrainState(parts[self._method.part], parts["optimizer"], parts.get("loss_by_time"))
+            processes.print_once(f"resuming after step {self._start}")
+        # A run that was cut off may have saved this step and not validated it.
+        self._is_measured = processes.decide(partial(is_measured, workdir, self._start))
+        self._metrics = Metrics(workdir, start=self._start, total=self._steps, silent=not processes.is_first())
+
+    def train(self, preemption: Preemption) -> bool:
+        """Take the steps that are left, and export; False where `preemption` stops it before, after saving."""
+        config, start = self._config.train, self._start
+        objective = self._method.objective()
+        take_step = make_step(self._optimizer, config, self._state, self._mesh, objective=objective)
+        take_step = profiler.trace_steps(take_step, self._config.profile, self._workdir, start=start)
+        key = jax.random.key(config.seed + 1)
+        batches = self._training.batches(config.batch_size, start_step=start, rows=local_rows(config, self._mesh))
+        if self._validates_at(start) and not self._is_measured:
+            self.validate(start)
+        preemption.watch()
+        log = self._step_log()
+        step, stops, waits = start, False, False
+        for step, batch in zip(range(start + 1, self._steps + 1), batches, strict=False):
+            placed = micro_batches(batch, config.accumulation, self._mesh)
+            self._state, results = take_step(self._state, self._frozen, placed, jax.random.fold_in(key, step))
+            log.add(step, results, tokens=count_text(batch) * config.batch_size // len(batch.tokens))  # by its rows
+            is_last = step == self._steps
+            stops = preemption.reached(step) and not is_last
+            saves = waits or stops or is_last or step % config.checkpoint_every == 0
+            if saves or self._validates_at(step):
+                log.flush()  # before it is saved, or a run that is cut off in between would lack it
+            waits = saves and log.skipped > 0 and not is_last  # for a step whose update is not skipped
+            if saves and not waits:
+                self.save(step)
+            if stops:
+                break
+            if self._validates_at(step):
+                self.validate(step)
+                log.restart()
+        self.finish()
+        if stops:
+            kept = "the newest checkpoint is from before a skipped update" if waits else f"step {step} is saved"
+            processes.print_once(f"stopped by SIGTERM: {kept}, and the same command goes on from there")
+        else:
+            self.export()
+        return not stops
+
+    def validate(self, step: int) -> None:
+        """Measure the held-out examples and log what the state after `step` is worth."""
+        config = self._config
+        budgets = config.validation.budgets if step else (1,)  # an untrained path is the LM at every budget
+        examples = placed_in_order(self._held_out, config.validation.batch_size, self._mesh)
+        report = self._method.validate(self._state.trained, self._frozen, examples, budgets=budgets)
+        density = time_density.describe(self._state.loss_by_time, sigma=config.path.sigma)
+        self._metrics.write(step, report | density)
+        figures = {name: value for name, value in report.items() if isinstance(value, float)}
+        self._metrics.progress(step, "  ".join(f"{name.split('/')[1]} {value:.4f}" for name, value in figures.items()))
+
+    def save(self, step: int) -> None:
+        """Begin a checkpoint; it holds no step that is not in the log, on the disk."""
+        for failed in self._checkpoints.failures():
+            self._metrics.write(step, {"failed_save": failed})
+        self._checkpoints.save(step, self._parts(), first=self._metrics.sync)
+
+    def finish(self) -> None:
+        """Wait for the files of the run; raises `RunError` where the last checkpoint or records are not saved."""
+        failed: Sequence[int] = processes.decide(self._checkpoints.failures)
+        self._checkpoints.close()
+        self._metrics.close()
+        if failed:
+            raise RunError(
+                f"the last checkpoint, of step {failed[-1]}, could not be saved: mend what is wrong and give the same "
+                "command again, which goes on from the newest good one"
+            )
+
+    def export(self) -> None:
+        """Write what was trained as a model folder; raises `RunError` where that fails."""
+        folder = self._workdir / "export"
+        try:
+            if processes.is_first():
+                folder.mkdir(exist_ok=True)
+            self._method.export(folder, self._state.trained, self._mesh)
+        except OSError as error:
+            again = "make room and give the same command again, which does this alone"
+            raise RunError(
+                f"the trained {self._method.says} cannot be written to {folder} ({error.strerror}): {again}"
+            ) from error
+
+    def _validates_at(self, step: int) -> bool:
+        every = self._config.train.validate_every
+        return step in (0, self._steps) or (every > 0 and step % every == 0)
+
+    def _parts(self) -> dict[str, Any]:
+        """The named parts of a checkpoint."""
+        state = self._state
+        parts = {self._method.part: state.trained, "optimizer": state.optimizer, "loss_by_time": state.loss_by_time}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def _step_log(self) -> StepLog:
+        config = self._config.train
+        return StepLog(
+            self._metrics,
+            every=config.log_every,
+            last=self._steps,
+            rate=np.asarray(jax.vmap(self._rate)(jnp.arange(self._steps))).__getitem__,
+            max_skipped=config.max_skipped,
+            ids=partial(self._training.ids, config.batch_size),
+        )
+
+
+def read_inputs(config: Config) -> tuple[model_folder.BaseFiles, Examples, Examples]:
+    """The files of the base model, checked, with the examples for training and validation; raises `InputError`."""
+    base = model_folder.find_base(config.model)
+    if base.tokenizer is None:
+        raise InputError(f"{config.model.name} has no tokenizer: training reads text; add its tokenizer files")
+    data = config.data
+    training, held_out = (
+        Examples.load(data, base.tokenizer, split=split, classes=config.path.classes)
+        for split in (data.train_split, data.validation_split)
+    )
+    return base, training, held_out
