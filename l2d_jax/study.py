@@ -33,7 +33,7 @@ from l2d_jax.files import read_json, write_whole
 from l2d_jax.loading import Folder, find, load, newest_step
 from l2d_jax.performance import costs
 from l2d_jax.reports import study
-from l2d_jax.training.validation import measure, placed_in_order
+from l2d_jax.training.validation import placed_in_order, teacher_forced_sums
 
 BUDGETS_HELP = "evaluations per token; a solver that cannot spend one exactly takes the next smaller that it can"
 
@@ -133,7 +133,7 @@ def _measure_model(
         }
         for key, one in settings.items()
     ]
-    return {"settings": measured, "tally": measure(loaded.model, batches, config, refinements).to_dict()}
+    return {"settings": measured, "tally": teacher_forced_sums(loaded.model, batches, config, refinements).to_dict()}
 
 
 def _settings(decode: DecodeConfig, solvers: Sequence[Any], budgets: Sequence[int]) -> Iterator[DecodeConfig]:

@@ -56,7 +56,7 @@ def _trace_answers(loaded: LoadedModel, plan: TaskPlan) -> dict[str, object]:
     count = min(TRACED, len(plan.problems))
     problems = [plan.problems[index * len(plan.problems) // count] for index in range(count)]
     prompts = [one.ids for one in problems]
-    answers = tokenizer.encode([one.problem.answer for one in problems], loaded.tokenizer)
+    answers = tokenizer.text_ids([one.problem.answer for one in problems], loaded.tokenizer)
     adaptive = replace(plan.settings, solver="fehlberg2", budget=AMPLE)
     return {
         "solver": adaptive.solver,

@@ -241,7 +241,7 @@ def _turns(
         texts += [text for pair in pairs for text in pair]
         classes += [label] * len(pairs)
         origins += [numbers[index]] * len(pairs)
-    ids = tokenization.encode(texts, tokenizer)
+    ids = tokenization.text_ids(texts, tokenizer)
     turns = [context + answer for context, answer in zip(ids[::2], ids[1::2], strict=True)]
     lengths = {"context": [*map(len, ids[::2])], "length": [*map(len, turns)]}
     return {"tokens": turns, **lengths, "class": classes, "row": origins}

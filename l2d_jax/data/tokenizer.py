@@ -108,7 +108,7 @@ def stop_ids(tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
     """The ids that end a generated answer: the end of sequence and, if it differs, the template's end of turn."""
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if tokenizer.chat_template:
-        ids.append(encode([_frame(tokenizer, tokenizer.chat_template).end], tokenizer)[0][-1])
+        ids.append(text_ids([_frame(tokenizer, tokenizer.chat_template).end], tokenizer)[0][-1])
     return tuple(dict.fromkeys(ids))
 
 
@@ -124,17 +124,17 @@ def prompt_ids(messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast) 
         text = _render([*messages[:-1], opening], tokenizer, prompt=False, continued=True)
     else:
         text = _render(messages, tokenizer, prompt=True)
-    return encode([text], tokenizer)[0]
+    return text_ids([text], tokenizer)[0]
 
 
 def encode_turns(messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast) -> list[Turn]:
     """One `Turn` per answer of the assistant, in order; raises `InputError` as `turn_texts` does."""
     texts = turn_texts(messages, tokenizer)
-    ids = encode([text for turn in texts for text in turn], tokenizer)
+    ids = text_ids([text for turn in texts for text in turn], tokenizer)
     return [Turn(context, answer) for context, answer in zip(ids[::2], ids[1::2], strict=True)]
 
 
-def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
+def text_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
     """The ids of each text, without special tokens around it: a chat template writes its own."""
     return tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
 

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.data.tokenizer import Message, encode
+from l2d_jax.data.tokenizer import Message, text_ids
 from l2d_jax.decoding.generation import generate_tokens, stream_tokens
 from l2d_jax.decoding.likelihood import Likelihood, score_answers
 from l2d_jax.decoding.requests import (
@@ -172,7 +172,7 @@ class LoadedModel:
         likelihoods = score_answers(
             self.model,
             numbered * len(texts) if is_single else numbered,
-            [encode([answer], self._tokenizer())[0] if isinstance(answer, str) else answer for answer in texts],
+            [text_ids([answer], self._tokenizer())[0] if isinstance(answer, str) else answer for answer in texts],
             settings=self._settings(settings, options),
             draws=draws,
             seed=seed,

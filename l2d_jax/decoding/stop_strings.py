@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerFast
 
-from l2d_jax.data.tokenizer import encode
+from l2d_jax.data.tokenizer import text_ids
 from l2d_jax.errors import InputError
 
 
@@ -23,7 +23,7 @@ class StopSearch:
         if stops and tokenizer is None:
             raise InputError("stop strings need a tokenizer, and the model folder has none: add its tokenizer files")
         for stop in stops:
-            if not stop or tokenizer is None or to_text(encode([stop], tokenizer)[0], tokenizer) != stop:
+            if not stop or tokenizer is None or to_text(text_ids([stop], tokenizer)[0], tokenizer) != stop:
                 raise InputError(
                     f"the stop string {stop!r} cannot occur in an answer, from which special tokens are left out: "
                     "give ordinary text; end tokens end an answer by themselves"

@@ -27,7 +27,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import PreTrainedTokenizerFast
 
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.data.tokenizer import DATE, encode, first_line, require_chat_template
+from l2d_jax.data.tokenizer import DATE, first_line, require_chat_template, text_ids
 from l2d_jax.decoding.batching import complete, plan_batches
 from l2d_jax.decoding.likelihood import score_answers
 from l2d_jax.decoding.loaded_model import LoadedModel
@@ -226,7 +226,7 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type A
         """
         stops, stop_ids = [], []
         for text in until:
-            ids = encode([text], self.tokenizer)[0]
+            ids = text_ids([text], self.tokenizer)[0]
             if to_text(ids, self.tokenizer) == text:
                 stops.append(text)
             elif ids[0] in self.tokenizer.added_tokens_decoder:

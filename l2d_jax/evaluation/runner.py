@@ -166,7 +166,7 @@ def _ranked(
 
 def _letters(problem: Problem, loaded: LoadedModel) -> list[int]:
     assert loaded.tokenizer is not None
-    return [ids[0] for ids in tokenizer.encode(problem.options, loaded.tokenizer)]
+    return [ids[0] for ids in tokenizer.text_ids(problem.options, loaded.tokenizer)]
 
 
 def _scored(

@@ -23,9 +23,9 @@ from l2d_jax.parity.adaptive_runs import adaptive_trajectories
 from l2d_jax.parity.fixed_step_runs import generations, trajectories
 from l2d_jax.parity.recording import Check, Recording, logits_at, read
 from l2d_jax.training import objective
-from l2d_jax.training.objective import Draws
+from l2d_jax.training.objective import Corruption
 from l2d_jax.training.optimizer import optimizer
-from l2d_jax.training.step import begin
+from l2d_jax.training.step import init_state
 from l2d_jax.weights import mapping
 
 Group = Callable[[Model, Recording], Iterator[Check]]
@@ -122,7 +122,7 @@ def optimization(model: Model, a: Recording) -> Iterator[Check]:
         return optax.apply_updates(path, updates), moments, optax.tree.norm(gradient)
 
     mesh = jax.tree.leaves(path)[0].sharding.mesh
-    moments = begin(adam, path, mesh).optimizer
+    moments = init_state(adam, path, mesh).optimizer
     losses, norms = [], []
     for step in range(len(a["opt.losses"])):
         (value, _), gradient = _gradient(path, model.llm, *_batch(path, a, "tr", noise="opt", at=step))
@@ -137,7 +137,7 @@ def optimization(model: Model, a: Recording) -> Iterator[Check]:
 
 def _batch(
     path: DiffusionPath, a: Recording, name: str, *, noise: str | None = None, at: int | None = None
-) -> tuple[Batch, Draws]:
+) -> tuple[Batch, Corruption]:
     """A recorded batch with its draws; `noise` names where the draws are, `at` their index."""
     labels, tokens = a[f"{name}.labels"], jnp.asarray(a[f"{name}.input_ids"], jnp.int32)
     classes = a[f"{name}.class_labels"] if path.config.classes else np.zeros(len(tokens))
@@ -157,7 +157,7 @@ def _batch(
     if path.config.classes:
         is_dropped = draw("drop_uniform") < path.config.class_dropout
         dropped = jnp.where(is_dropped, path.config.classes, batch.classes[:, None])
-    return batch, Draws(t=draw("timesteps"), noise=draw("noise"), labels=dropped)
+    return batch, Corruption(t=draw("timesteps"), noise=draw("noise"), labels=dropped)
 
 
 def _cut(llm: LLM, path: DiffusionPath, count: int) -> tuple[LLM, DiffusionPath]:
@@ -184,7 +184,7 @@ def _features(path: DiffusionPath, llm: LLM, x: Any, t: Any, context: Context) -
 
 
 @jax.jit
-def _loss(path: DiffusionPath, llm: LLM, batch: Batch, draws: Draws) -> tuple[jax.Array, jax.Array]:
+def _loss(path: DiffusionPath, llm: LLM, batch: Batch, draws: Corruption) -> tuple[jax.Array, jax.Array]:
     context = read_context(llm, batch)
     logits = llm.logits(objective.correct(path, llm, context, batch, draws))
     losses = lm_head.negative_log_likelihood(logits.reshape(-1, logits.shape[-1]), batch.targets.reshape(-1))

@@ -32,7 +32,7 @@ from transformers import PreTrainedTokenizerFast
 from l2d_jax import loading
 from l2d_jax.config.schema import MeshConfig
 from l2d_jax.data import word_problems
-from l2d_jax.data.tokenizer import encode, first_line
+from l2d_jax.data.tokenizer import first_line, text_ids
 from l2d_jax.distributed import runtime
 from l2d_jax.errors import InputError
 from l2d_jax.files import read_json
@@ -133,7 +133,7 @@ def choose_rows(
     if tokenizer is not None:
         told = (word_problems.problem(index) for index in range(length // 16 + 1))  # each is more than 16 tokens long
         text = "\n\n".join(f"{problem.question}\n{problem.solution}" for problem in told)
-        rows["text"] = np.array(encode([text], tokenizer)[0][:length])
+        rows["text"] = np.array(text_ids([text], tokenizer)[0][:length])
         if rows["text"].max() >= size:
             raise InputError(
                 f"the tokenizer of {tokenizer.name_or_path} gives the id {rows['text'].max()}, but the model knows "

@@ -36,8 +36,8 @@ def lower_train(config: Config, mesh: Mesh) -> jax.stages.Lowered:
         jax.eval_shape(adam.init, trained),
         optimizer_shardings(adam, trained, mesh),
     )
-    seen = _replicated(jax.eval_shape(lambda: time_density.nothing_seen(config.train)), mesh)
-    state = TrainState(trained=trained, optimizer=moments, loss_by_time=seen)
+    loss_by_time = _replicated(jax.eval_shape(lambda: time_density.initial_loss_by_time(config.train)), mesh)
+    state = TrainState(trained=trained, optimizer=moments, loss_by_time=loss_by_time)
     micro = config.train.batch_size // config.train.accumulation
     placement = NamedSharding(mesh, PartitionSpec(None, sharding.RULES["batch"]))
     batch = jax.tree.map(
@@ -47,7 +47,7 @@ def lower_train(config: Config, mesh: Mesh) -> jax.stages.Lowered:
         random_batch(config, architecture.vocab_size),
     )
     key = _replicated(jax.eval_shape(lambda: jax.random.key(0)), mesh)
-    step: Any = make_step(adam, config.train, state, mesh, objective=method.objective())
+    step: Any = make_step(adam, config.train, state, mesh, objective=method.loss)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return step.lower(state, frozen, batch, key)
 

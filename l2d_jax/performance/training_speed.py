@@ -21,9 +21,9 @@ from l2d_jax.performance import costs
 from l2d_jax.performance.timing import matrix_products, median, medians
 from l2d_jax.training import time_density
 from l2d_jax.training.methods import method_of
-from l2d_jax.training.objective import correct, draw_each
+from l2d_jax.training.objective import correct, sample_corruptions
 from l2d_jax.training.optimizer import optimizer
-from l2d_jax.training.step import REMAT, begin, check_batch, make_step, micro_batches
+from l2d_jax.training.step import REMAT, check_batch, init_state, make_step, micro_batches
 from l2d_jax.weights import model_folder
 
 
@@ -34,8 +34,8 @@ def measure_training(config: Config, mesh: Mesh) -> dict[str, Any]:
     method = method_of(config)
     trained, frozen = method.begin(model_folder.BaseFiles(architecture, None, (), None), mesh)
     adam = optimizer(config.optim, config.optim.peak_rate)
-    state = begin(adam, trained, mesh, seen=time_density.nothing_seen(config.train))
-    step = make_step(adam, config.train, state, mesh, objective=method.objective())
+    state = init_state(adam, trained, mesh, loss_by_time=time_density.initial_loss_by_time(config.train))
+    step = make_step(adam, config.train, state, mesh, objective=method.loss)
     batch = micro_batches(random_batch(config, architecture.vocab_size), config.train.accumulation, mesh)
     parts = {}
     if frozen is not None and isinstance(trained, DiffusionPath):
@@ -69,15 +69,19 @@ def measure_training(config: Config, mesh: Mesh) -> dict[str, Any]:
 def _parts(config: Config, path: DiffusionPath, llm: LLM, batch: Batch) -> dict[str, float]:
     """Seconds of the parts of a micro-batch, each compiled and run alone, by the names in `costs`."""
     micro: Batch = jax.tree.map(lambda array: array[0], batch)
-    micro, draws = draw_each(jax.random.key(3), micro, path, draws_per_context=config.train.draws_per_context)
+    micro, corruption = sample_corruptions(
+        jax.random.key(3), micro, path, draws_per_context=config.train.draws_per_context
+    )
 
     def correct_and_pull(path: DiffusionPath, llm: LLM, context: Context) -> tuple[Any, Any]:
-        forward = partial(correct, llm=llm, context=context, batch=micro, draws=draws, remat=REMAT[config.train.remat])
+        forward = partial(
+            correct, llm=llm, context=context, batch=micro, corruption=corruption, remat=REMAT[config.train.remat]
+        )
         hidden, pull = jax.vjp(forward, path)
         return hidden, pull(hidden)
 
     def correct_alone(path: DiffusionPath, llm: LLM, context: Context) -> Any:
-        return correct(path, llm, context, micro, draws)
+        return correct(path, llm, context, micro, corruption)
 
     def lose(hidden: Any, llm: LLM) -> tuple[Any, Any]:
         losses, pull = jax.vjp(lambda h: target_losses(llm, h, micro.targets, chunk=config.train.loss_chunk), hidden)

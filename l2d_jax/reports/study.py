@@ -7,7 +7,7 @@ from typing import Any
 from l2d_jax.reports import page
 from l2d_jax.reports.figures import draw_rates, new_figure, save_figure
 from l2d_jax.reports.tables import interval, text_table
-from l2d_jax.training.bootstrap import Tally
+from l2d_jax.training.bootstrap import BootstrapSums
 
 MEASURES = {"loss": "nats per token", "expected": "expected accuracy", "greedy": "greedy accuracy"}
 HEADER = ("model", "trained", "solver", "evaluations", *MEASURES, "greedy, gain")
@@ -18,7 +18,7 @@ Measurements = Mapping[str, Mapping[str, Any]]  # by the name of the model, as `
 
 def report_study(folder: Path, measured: Measurements) -> None:
     """Print the tables, and write a page with the tables and the figure."""
-    tally = Tally.join({name: one["tally"] for name, one in measured.items()})
+    tally = BootstrapSums.join({name: one["tally"] for name, one in measured.items()})
     rows, names = _rows(tally, measured), list(measured)
     differences = [(name, *(_difference(tally, measured, name, other) for other in names)) for name in names]
     print(text_table(HEADER, rows))
@@ -33,7 +33,7 @@ def report_study(folder: Path, measured: Measurements) -> None:
     print(f"written to {folder / 'study.html'}")
 
 
-def _rows(tally: Tally, measured: Measurements) -> list[tuple[str, ...]]:
+def _rows(tally: BootstrapSums, measured: Measurements) -> list[tuple[str, ...]]:
     """A row for each model at each setting."""
     first, rows = next(iter(measured)), []
     for name, one in measured.items():
@@ -46,7 +46,7 @@ def _rows(tally: Tally, measured: Measurements) -> list[tuple[str, ...]]:
     return rows
 
 
-def _draw(tally: Tally, measured: Measurements, file: Path) -> None:
+def _draw(tally: BootstrapSums, measured: Measurements, file: Path) -> None:
     """Draw loss and accuracy against the budget: all models with their first solver, and the first path's solvers."""
     figure, [losses, rates, solvers] = new_figure(3)
     budgets = sorted({setting["evaluations"] for one in measured.values() for setting in one["settings"]})
@@ -69,7 +69,9 @@ def _draw(tally: Tally, measured: Measurements, file: Path) -> None:
     save_figure(figure, file)
 
 
-def _draw_line(axes: Any, tally: Tally, name: str, measure: str, settings: Any, budgets: Any, *, label: str) -> None:
+def _draw_line(
+    axes: Any, tally: BootstrapSums, name: str, measure: str, settings: Any, budgets: Any, *, label: str
+) -> None:
     """Draw a model's line; a model without a path is a dashed constant, since no budget changes it."""
     rates = [tally.mean(f"{name}/{measure}@{setting['key']}") for setting in settings]
     if len(rates) > 1:
@@ -88,7 +90,7 @@ def _settings(one: Mapping[str, Any], solver: str) -> list[Mapping[str, Any]]:
     return [setting for setting in one["settings"] if setting["solver"] in ("", solver)]
 
 
-def _difference(tally: Tally, measured: Measurements, name: str, other: str) -> str:
+def _difference(tally: BootstrapSums, measured: Measurements, name: str, other: str) -> str:
     if name == other:
         return ""
     largest = (_settings(measured[model], _solvers(measured[model])[0])[-1]["key"] for model in (name, other))

@@ -10,7 +10,7 @@ from l2d_jax.errors import InputError
 RESAMPLES = 1000  # of the bootstrap
 
 
-class Tally:
+class BootstrapSums:
     """The sums of several measures, by example, and how many tokens each example has."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Tally:
         return {"counts": np.concatenate(self._counts).tolist(), "sums": sums}
 
     @classmethod
-    def join(cls, parts: Mapping[str, Mapping[str, Any]]) -> "Tally":
+    def join(cls, parts: Mapping[str, Mapping[str, Any]]) -> "BootstrapSums":
         """Several of the same examples, the measures of each as `name/measure`; `InputError` where examples differ."""
         joined, [(first, own), *_] = cls(), list(parts.items())
         joined._counts = [np.asarray(own["counts"])]

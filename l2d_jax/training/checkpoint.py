@@ -28,8 +28,6 @@ from l2d_jax.errors import InputError
 from l2d_jax.training import manifest
 from l2d_jax.training.manifest import DamagedError
 
-# Of a checkpoint: one of what a method trains, its moments, and what a warped density of times has learnt.
-PARTS = ("path", "adapter", "weights", "optimizer", "loss_by_time")
 UNDER_WAY = ocp.utils.TMP_DIR_SUFFIX  # of a step's folder until orbax has written all of it
 SURPLUS = ".surplus"  # of a good step's folder while it is deleted, since newer ones are enough
 
@@ -70,7 +68,7 @@ class Checkpoints:
         except Exception as error:  # of the file system, of tensorstore and of orbax, of many kinds
             self._abandon(step, error)
             return
-        self._saving = threading.Thread(target=self._complete, args=(step, manifest.describe(trees)))
+        self._saving = threading.Thread(target=self._complete, args=(step, manifest.array_specs(trees)))
         self._saving.start()
 
     def failures(self) -> list[int]:
@@ -94,8 +92,8 @@ class Checkpoints:
         self._wait()
         wanted = {name: _named(tree) for name, tree in like.items()}
         try:
-            found = manifest.read(self._folder / str(step))
-            expected = manifest.describe(wanted)
+            found = manifest.read_manifest(self._folder / str(step))
+            expected = manifest.array_specs(wanted)
             faults = [fault for name, tree in expected.items() for fault in _compare(tree, found.get(name, {}))]
             args = ocp.args.Composite(**{name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()})
             restored = {} if faults else self._orbax.restore(self._folder / str(step), args=args)
@@ -160,7 +158,7 @@ class Checkpoints:
         try:
             self._orbax.wait_until_finished()
             if self._primary:
-                manifest.write(self._folder / str(step), step, arrays)
+                manifest.write_manifest(self._folder / str(step), step, arrays)
         except Exception as error:  # as for a save
             self._abandon(step, error)
             return
@@ -202,10 +200,9 @@ class Checkpoints:
 
 
 def _checkpointer() -> ocp.AsyncCheckpointer:
-    handlers = {name: ocp.StandardCheckpointHandler() for name in PARTS}
     # With folders made at once, one that cannot be made is an error of the save and not an endless wait for it.
     options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
-    return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers), async_options=options)
+    return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(), async_options=options)
 
 
 def _named(tree: Any) -> dict[str, Any]:

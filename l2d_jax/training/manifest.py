@@ -24,7 +24,7 @@ class DamagedError(Exception):
     """A checkpoint that is not as it was saved; the message says what is wrong with it."""
 
 
-def describe(trees: Mapping[str, Mapping[str, Any]]) -> Arrays:
+def array_specs(trees: Mapping[str, Mapping[str, Any]]) -> Arrays:
     """Shapes and types of named trees of arrays by name."""
     return {
         name: {leaf: {"shape": list(array.shape), "dtype": str(array.dtype)} for leaf, array in tree.items()}
@@ -32,7 +32,7 @@ def describe(trees: Mapping[str, Mapping[str, Any]]) -> Arrays:
     }
 
 
-def write(folder: Path, step: int, arrays: Arrays) -> None:
+def write_manifest(folder: Path, step: int, arrays: Arrays) -> None:
     """Write the manifest of a step whose files are complete, and put all of them on the disk; raises `OSError`."""
     files = {}
     for path in sorted(folder.rglob("*")):
@@ -44,7 +44,7 @@ def write(folder: Path, step: int, arrays: Arrays) -> None:
     sync(folder.parent)
 
 
-def read(folder: Path) -> Arrays:
+def read_manifest(folder: Path) -> Arrays:
     """The arrays of the step in `folder`; raises `DamagedError` if the manifest is missing, cut off or altered."""
     arrays: Arrays = _content(folder)["arrays"]
     return arrays

@@ -8,7 +8,6 @@ import abc
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,9 +23,10 @@ from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
 from l2d_jax.model.lora import LLMAdapter
-from l2d_jax.training import objective, time_density
-from l2d_jax.training.objective import finetuning_loss
-from l2d_jax.training.step import REMAT, Objective, Seen
+from l2d_jax.training import time_density
+from l2d_jax.training.objective import LossOptions, diffusion_loss, finetuning_loss
+from l2d_jax.training.step import REMAT
+from l2d_jax.training.time_density import LossByTime
 from l2d_jax.training.validation import validate
 from l2d_jax.weights import export, model_folder
 
@@ -53,9 +53,9 @@ class Method(abc.ABC):
 
     @abc.abstractmethod
     def loss(
-        self, trained: Any, frozen: LLM | None, batch: Batch, key: jax.Array, seen: Seen, **options: Any
-    ) -> tuple[jax.Array, Seen]:
-        """An `Objective`, with the options of a step."""
+        self, trained: Any, frozen: LLM | None, batch: Batch, key: jax.Array, loss_by_time: LossByTime | None
+    ) -> tuple[jax.Array, LossByTime | None]:
+        """The loss of a micro-batch, for a step; an `Objective`."""
 
     @abc.abstractmethod
     def model(self, trained: Any, frozen: LLM | None) -> Model:
@@ -69,10 +69,11 @@ class Method(abc.ABC):
     def export(self, folder: Path, trained: Any, mesh: Mesh) -> None:
         """Write what was trained into an existing folder; all processes call it."""
 
-    def objective(self) -> Objective:
-        """The loss of a micro-batch, for a step."""
+    @property
+    def loss_options(self) -> LossOptions:
+        """How a step computes the loss: its batch has the weights of the config's reduction already."""
         train = self.config.train
-        return partial(self.loss, reduction="sum", chunk=train.loss_chunk, remat=REMAT[train.remat])
+        return LossOptions("sum", chunk=train.loss_chunk, remat=REMAT[train.remat])
 
     def validate(
         self, trained: Any, frozen: LLM | None, batches: Iterable[Batch], *, budgets: tuple[int, ...]
@@ -99,15 +100,15 @@ class L2D(Method):
         return model_folder.new_path(self.config.path, llm, mesh, seed=self.config.train.seed), llm
 
     def loss(
-        self, trained: DiffusionPath, frozen: LLM | None, batch: Batch, key: jax.Array, seen: Seen, **options: Any
-    ) -> tuple[jax.Array, Seen]:
+        self, trained: DiffusionPath, frozen: LLM | None, batch: Batch, key: jax.Array, loss_by_time: LossByTime | None
+    ) -> tuple[jax.Array, LossByTime | None]:
         assert frozen is not None
         sigma, draws = trained.config.sigma, self.config.train.draws_per_context
-        chosen = time_density.choose(self.config.train, seen, sigma=sigma)
-        value, terms = objective.diffusion_loss(
-            trained, frozen, batch, key, draws_per_context=draws, times=chosen, **options
+        times = time_density.time_sampler(self.config.train, loss_by_time, sigma=sigma)
+        value, terms = diffusion_loss(
+            trained, frozen, batch, key, draws_per_context=draws, times=times, options=self.loss_options
         )
-        return value, None if seen is None else time_density.observe(*terms, sigma=sigma)
+        return value, None if loss_by_time is None else time_density.observe(*terms, sigma=sigma)
 
     def model(self, trained: DiffusionPath, frozen: LLM | None) -> Model:
         assert frozen is not None
@@ -134,9 +135,9 @@ class LoRA(Method):
         return initialize(self.declare(base.architecture), key, mesh), self.load(base, mesh)
 
     def loss(
-        self, trained: LLMAdapter, frozen: LLM | None, batch: Batch, key: jax.Array, seen: Seen, **options: Any
+        self, trained: LLMAdapter, frozen: LLM | None, batch: Batch, key: jax.Array, loss_by_time: LossByTime | None
     ) -> tuple[jax.Array, None]:
-        return finetuning_loss(self.model(trained, frozen).llm, batch, **options), None
+        return finetuning_loss(self.model(trained, frozen).llm, batch, options=self.loss_options), None
 
     def model(self, trained: LLMAdapter, frozen: LLM | None) -> Model:
         assert frozen is not None
@@ -165,10 +166,10 @@ class Full(Method):
         return base.load(dtype="float32", mesh=mesh, seed=self.config.train.seed), None
 
     def loss(
-        self, trained: LLM, frozen: LLM | None, batch: Batch, key: jax.Array, seen: Seen, **options: Any
+        self, trained: LLM, frozen: LLM | None, batch: Batch, key: jax.Array, loss_by_time: LossByTime | None
     ) -> tuple[jax.Array, None]:
         llm = self.model(trained, frozen).llm
-        return finetuning_loss(llm, batch, losses=lm_head.target_losses_of_all, **options), None
+        return finetuning_loss(llm, batch, losses=lm_head.target_losses_of_all, options=self.loss_options), None
 
     def model(self, trained: LLM, frozen: LLM | None) -> Model:
         return Model.build(dataclasses.replace(trained, products=self.config.model.dtype), None)

@@ -26,9 +26,9 @@ from l2d_jax.training.methods import method_of
 from l2d_jax.training.metrics import Metrics, StepLog
 from l2d_jax.training.optimizer import optimizer, schedule
 from l2d_jax.training.preemption import Preemption
-from l2d_jax.training.step import TrainState, begin, check_batch, local_rows, make_step, micro_batches
+from l2d_jax.training.step import TrainState, check_batch, init_state, make_step, micro_batches, process_rows
 from l2d_jax.training.validation import placed_in_order
-from l2d_jax.training.workdir import claim, differences, hold, is_measured, plain
+from l2d_jax.training.workdir import claim, differences, hold, is_measured, plain_values
 from l2d_jax.weights import model_folder
 
 
@@ -55,7 +55,7 @@ def prepare(config: Config, workdir: Path, held: contextlib.ExitStack) -> Mesh:
             Refinement.from_config(config.decode, budget=budget)
         held.enter_context(hold(workdir))
         claim(workdir, config)
-        return plain(config)
+        return plain_values(config)
 
     changed = differences(processes.decide(check), config)
     if changed:
@@ -82,7 +82,9 @@ class Run:
         trained, self._frozen = self._method.begin(base, mesh)
         self._rate = schedule(config.optim, self._steps)
         self._optimizer = optimizer(config.optim, self._rate)
-        self._state = begin(self._optimizer, trained, mesh, seen=time_density.nothing_seen(config.train))
+        self._state = init_state(
+            self._optimizer, trained, mesh, loss_by_time=time_density.initial_loss_by_time(config.train)
+        )
 
         if processes.is_first():
             (workdir / "checkpoints").mkdir(exist_ok=True)  # from here on the workdir belongs to this config
@@ -99,11 +101,11 @@ class Run:
     def train(self, preemption: Preemption) -> bool:
         """Take the steps that are left, and export; False where `preemption` stops it before, after saving."""
         config, start = self._config.train, self._start
-        objective = self._method.objective()
+        objective = self._method.loss
         take_step = make_step(self._optimizer, config, self._state, self._mesh, objective=objective)
         take_step = profiler.trace_steps(take_step, self._config.profile, self._workdir, start=start)
         key = jax.random.key(config.seed + 1)
-        batches = self._training.batches(config.batch_size, start_step=start, rows=local_rows(config, self._mesh))
+        batches = self._training.batches(config.batch_size, start_step=start, rows=process_rows(config, self._mesh))
         if self._validates_at(start) and not self._is_measured:
             self.validate(start)
         preemption.watch()
@@ -140,7 +142,7 @@ class Run:
         budgets = config.validation.budgets if step else (1,)  # an untrained path is the LM at every budget
         examples = placed_in_order(self._held_out, config.validation.batch_size, self._mesh)
         report = self._method.validate(self._state.trained, self._frozen, examples, budgets=budgets)
-        density = time_density.describe(self._state.loss_by_time, sigma=config.path.sigma)
+        density = time_density.density_record(self._state.loss_by_time, sigma=config.path.sigma)
         self._metrics.write(step, report | density)
         figures = {name: value for name, value in report.items() if isinstance(value, float)}
         self._metrics.progress(step, "  ".join(f"{name.split('/')[1]} {value:.4f}" for name, value in figures.items()))

@@ -22,7 +22,7 @@ from l2d_jax.errors import InputError
 from l2d_jax.model import attention, gathering, layers
 from l2d_jax.model.llm import LLM
 from l2d_jax.training import time_density
-from l2d_jax.training.objective import shares
+from l2d_jax.training.objective import loss_weights
 from l2d_jax.training.time_density import LossByTime
 
 
@@ -47,10 +47,10 @@ REMAT: dict[str, Callable[..., Any]] = {
     }.items()
 }
 
-# From what is trained, the frozen model (None: all of it is trained), a micro-batch whose weights are shares of the
-# whole batch, a key, and what is known of the loss by time, to the micro-batch's part of the loss and of that.
-Seen = LossByTime | None
-Objective = Callable[[Any, LLM | None, Batch, jax.Array, Seen], tuple[jax.Array, Seen]]
+# (trained, frozen, batch, key, loss_by_time) -> the micro-batch's part of the loss, and of the losses by time.
+# `frozen` is None where all of the model is trained, `loss_by_time` where no density of t is learnt; the weights of the
+# micro-batch are the loss weights of the whole batch.
+Objective = Callable[[Any, LLM | None, Batch, jax.Array, LossByTime | None], tuple[jax.Array, LossByTime | None]]
 
 # XLA's options by kind of device. Where a fusion may take 64 MiB of on-chip memory, the products of v5p run at 98 % of
 # peak instead of 80 %; v5e and v6e gain nothing by more than the default (all compiled, not run).
@@ -77,13 +77,13 @@ def optimizer_shardings(optimizer: optax.GradientTransformation, trained: Any, m
     )
 
 
-def begin(
-    optimizer: optax.GradientTransformation, trained: Any, mesh: Mesh, *, seen: LossByTime | None = None
+def init_state(
+    optimizer: optax.GradientTransformation, trained: Any, mesh: Mesh, *, loss_by_time: LossByTime | None = None
 ) -> TrainState:
-    """Weights with their moments at zero, and what is known of a path's loss by time."""
+    """The state before the first step: all moments are zero."""
     init = jax.jit(optimizer.init, out_shardings=optimizer_shardings(optimizer, trained, mesh))
-    known = jax.device_put(seen, NamedSharding(mesh, PartitionSpec()))
-    return TrainState(trained=trained, optimizer=init(trained), loss_by_time=known)
+    replicated = jax.device_put(loss_by_time, NamedSharding(mesh, PartitionSpec()))
+    return TrainState(trained=trained, optimizer=init(trained), loss_by_time=replicated)
 
 
 def make_step(
@@ -100,20 +100,20 @@ def make_step(
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         def accumulate(carry: Any, scanned: tuple[Batch, jax.Array]) -> tuple[Any, None]:
             micro, key = scanned
-            (value, seen), gradient = jax.value_and_grad(objective, has_aux=True)(
+            (value, observed), gradient = jax.value_and_grad(objective, has_aux=True)(
                 state.trained, frozen, micro, key, state.loss_by_time
             )
-            return jax.tree.map(jnp.add, carry, (value, gradient, seen)), None
+            return jax.tree.map(jnp.add, carry, (value, gradient, observed)), None
 
-        batch = batch._replace(weights=shares(batch.weights, config.reduction, segments=batch.query_segments))
+        batch = batch._replace(weights=loss_weights(batch.weights, config.reduction, segments=batch.query_segments))
         zero = jax.tree.map(jnp.zeros_like, (jnp.float32(0), state.trained, state.loss_by_time))
         keys = jax.random.split(key, config.accumulation)
-        (value, gradient, seen), _ = jax.lax.scan(accumulate, zero, (batch, keys))
+        (value, gradient, observed), _ = jax.lax.scan(accumulate, zero, (batch, keys))
         updates, moments = optimizer.update(gradient, state.optimizer, state.trained)
         new_state = TrainState(
             trained=optax.apply_updates(state.trained, updates),
             optimizer=moments,
-            loss_by_time=time_density.follow(state.loss_by_time, seen),
+            loss_by_time=time_density.running_mean(state.loss_by_time, observed),
         )
         norm = optax.tree.norm(gradient)
         # Not optax.apply_if_finite: after so many skips it applies the NaN.
@@ -137,7 +137,7 @@ def check_batch(config: TrainConfig, mesh: Mesh) -> None:
         )
 
 
-def local_rows(config: TrainConfig, mesh: Mesh) -> list[int]:
+def process_rows(config: TrainConfig, mesh: Mesh) -> list[int]:
     """The rows of a batch that `micro_batches` wants of this process, in its order."""
     micro = config.batch_size // config.accumulation
     held = sharding.rows_on_devices(mesh, micro)

@@ -25,7 +25,7 @@ SLACK = 0.01  # nats; a fall of the loss by less than about this leaves the dens
 
 GOLDEN = np.uint32(2654435769)  # 2^32 / golden ratio
 
-Times = Callable[[Float[Array, "B M"], Float[Array, "B M"]], Float[Array, "B M"]]  # (uniform draws, weights) -> t
+TimeSampler = Callable[[Float[Array, "B M"], Float[Array, "B M"]], Float[Array, "B M"]]  # (uniform draws, weights) -> t
 
 
 class LossByTime(NamedTuple):
@@ -35,27 +35,29 @@ class LossByTime(NamedTuple):
     weights: Float[Array, " bins"]  # in all 1 per step, so that their running mean rises from 0 to 1
 
 
-def nothing_seen(config: TrainConfig) -> LossByTime | None:
+def initial_loss_by_time(config: TrainConfig) -> LossByTime | None:
     """Before the first step; None for a density that learns nothing."""
     if config.time_density != "warped":
         return None
     return LossByTime(jnp.zeros(BINS), jnp.zeros(BINS))
 
 
-def as_drawn(uniform: Float[Array, "B M"], weights: Float[Array, "B M"]) -> Float[Array, "B M"]:  # noqa: ARG001 (as `Times`)
+def uniform_times(uniform: Float[Array, "B M"], weights: Float[Array, "B M"]) -> Float[Array, "B M"]:  # noqa: ARG001 (as `TimeSampler`)
     """Independent and uniform times."""
     return uniform
 
 
-def choose(config: TrainConfig, seen: LossByTime | None, *, sigma: float) -> Times:
+def time_sampler(config: TrainConfig, seen: LossByTime | None, *, sigma: float) -> TimeSampler:
     """The config's way from uniform draws and the positions' weights to times; `seen` is what `warped` has learnt."""
     quantiles: dict[str, Callable[[Array], Array]] = {
         "uniform": lambda uniform: uniform,
-        "cosmap": cosmap,
-        "logit_normal": partial(logit_normal, mean=config.logit_normal_mean, deviation=config.logit_normal_deviation),
+        "cosmap": cosmap_times,
+        "logit_normal": partial(
+            logit_normal_times, mean=config.logit_normal_mean, deviation=config.logit_normal_deviation
+        ),
     }
     if seen is not None:
-        quantiles["warped"] = partial(warp, probabilities=density(seen, sigma=sigma), sigma=sigma)
+        quantiles["warped"] = partial(warped_times, probabilities=density(seen, sigma=sigma), sigma=sigma)
     quantile = quantiles[config.time_density]
 
     def times(uniform: Float[Array, "B M"], weights: Float[Array, "B M"]) -> Float[Array, "B M"]:
@@ -64,7 +66,7 @@ def choose(config: TrainConfig, seen: LossByTime | None, *, sigma: float) -> Tim
     return times
 
 
-def cosmap(uniform: Float[Array, "*B"]) -> Float[Array, "*B"]:
+def cosmap_times(uniform: Float[Array, "*B"]) -> Float[Array, "*B"]:
     """Of density 2 / (pi (1 - 2 t + 2 t^2)) (Esser et al. 2024, section 3.1): highest, 4 / pi, at t = 1/2.
 
     1 - 1 / (tan(pi u / 2) + 1), the release's `cosmap`, without its infinity; the release draws so in training alone.
@@ -73,7 +75,7 @@ def cosmap(uniform: Float[Array, "*B"]) -> Float[Array, "*B"]:
     return jnp.sin(angle) / (jnp.sin(angle) + jnp.cos(angle))
 
 
-def logit_normal(uniform: Float[Array, "*B"], *, mean: float, deviation: float) -> Float[Array, "*B"]:
+def logit_normal_times(uniform: Float[Array, "*B"], *, mean: float, deviation: float) -> Float[Array, "*B"]:
     """With log(t / (1 - t)) normal (Esser et al. 2024, section 3.1); here a positive mean is towards the data."""
     return jax.nn.sigmoid(mean + deviation * jax.scipy.special.ndtri(uniform))
 
@@ -105,7 +107,7 @@ def observe(
     return LossByTime(*(jnp.sum(jnp.where(inside, a, 0.0), axis=(1, 2)) for a in (losses * weights, weights)))
 
 
-def follow(seen: LossByTime | None, new: LossByTime | None) -> LossByTime | None:
+def running_mean(seen: LossByTime | None, new: LossByTime | None) -> LossByTime | None:
     """The running mean after one more step, where there is one."""
     after: LossByTime | None = jax.tree.map(lambda old, now: DECAY * old + (1 - DECAY) * now, seen, new)
     return after
@@ -121,14 +123,16 @@ def density(seen: LossByTime, *, sigma: float) -> Float[Array, " bins"]:
     return FLOOR / BINS + (1 - FLOOR) * (start + trust * (learnt - start))
 
 
-def describe(seen: LossByTime | None, *, sigma: float) -> dict[str, list[float]]:
+def density_record(seen: LossByTime | None, *, sigma: float) -> dict[str, list[float]]:
     """For the log: `train/time_density`, the density by bin of the signal's share, where it is learnt."""
     if seen is None:
         return {}
     return {"train/time_density": np.asarray(jax.jit(partial(density, sigma=sigma))(seen)).tolist()}
 
 
-def warp(uniform: Float[Array, "*B"], *, probabilities: Float[Array, " bins"], sigma: float) -> Float[Array, "*B"]:
+def warped_times(
+    uniform: Float[Array, "*B"], *, probabilities: Float[Array, " bins"], sigma: float
+) -> Float[Array, "*B"]:
     """Of these probabilities by bin of the signal's share, which is uniform inside each bin."""
     reached = jnp.concatenate([jnp.zeros(1), jnp.cumsum(probabilities)])
     share = jnp.interp(uniform * reached[-1], reached, jnp.linspace(0.0, 1.0, BINS + 1))

@@ -23,8 +23,8 @@ from l2d_jax.distributed import processes, sharding
 from l2d_jax.model.context import Context, read_context
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.lm_head import negative_log_likelihood, over_logits
-from l2d_jax.training.bootstrap import Tally
-from l2d_jax.training.objective import Draws, correct, draw
+from l2d_jax.training.bootstrap import BootstrapSums
+from l2d_jax.training.objective import Corruption, correct, sample_corruption
 
 MEASURES = ("loss", "expected", "greedy")  # of every setting
 
@@ -40,12 +40,12 @@ def _loss_by_bin(
 ) -> Float[Array, "bins B M"]:
     """Every position's loss at one t in each of the equal bins."""
     assert model.path is not None
-    draws = draw(key, batch, model.path)
+    draws = sample_corruption(key, batch, model.path)
     path = model.path
 
     def at(index: Array) -> Array:
         t = (index + draws.t) / bins
-        hidden = correct(path, model.llm, context, batch, Draws(t=t, noise=draws.noise, labels=draws.labels))
+        hidden = correct(path, model.llm, context, batch, Corruption(t=t, noise=draws.noise, labels=draws.labels))
         return over_logits(model.llm, hidden, negative_log_likelihood, batch.targets, chunk=chunk)
 
     return jax.lax.map(at, jnp.arange(bins, dtype=jnp.float32))
@@ -74,14 +74,16 @@ def _scores(
     return over_logits(model.llm, hidden, read, batch.targets, chunk=chunk)
 
 
-def measure(model: Model, batches: Iterable[Batch], config: Config, settings: Mapping[str, Refinement]) -> Tally:
+def teacher_forced_sums(
+    model: Model, batches: Iterable[Batch], config: Config, settings: Mapping[str, Refinement]
+) -> BootstrapSums:
     """Loss, and expected and greedy accuracy, at each of the named settings.
 
     The measures are `loss@name` and so on for `MEASURES`, and with a path `loss0`, `loss1`, ... of one evaluation in
     each bin of t, and their mean `loss`.
     """
     chunk, bins = config.train.loss_chunk, config.validation.time_bins
-    tally, key = Tally(), jax.random.key(config.train.seed)
+    tally, key = BootstrapSums(), jax.random.key(config.train.seed)
     for number, batch in enumerate(batches):
         batch_key = jax.random.fold_in(key, number)
         context = _context(model, batch)
@@ -110,7 +112,7 @@ def validate(
     budgets = config.validation.budgets if budgets is None else budgets
     budgets = budgets if model.path is not None else (1,)
     settings = {str(budget): Refinement.from_config(config.decode, budget=budget) for budget in budgets}
-    tally = measure(model, batches, config, settings)
+    tally = teacher_forced_sums(model, batches, config, settings)
     loss = tally.mean("loss@1" if model.path is None else "loss")[0]
     report: dict[str, Any] = {"validation/loss": loss, "validation/perplexity": float(np.exp(loss))}
     if model.path is not None:

@@ -39,17 +39,17 @@ def claim(workdir: Path, config: Config) -> None:
         )
 
 
-def plain(config: Config) -> dict[str, Any]:
+def plain_values(config: Config) -> dict[str, Any]:
     """A config as JSON gives it back, with lists for tuples."""
     values: dict[str, Any] = json.loads(json.dumps(config.to_dict()))
     return values
 
 
 def differences(old: Mapping[str, Any], config: Config) -> list[str]:
-    """A line for each option that is not as it was in `old`, a `plain` config."""
+    """A line for each option that is not as it was in `old`, a `plain_values` config."""
     return [
         f"config.{section}.{name} was {old.get(section, {}).get(name)!r}, is {value!r}"
-        for section, values in plain(config).items()
+        for section, values in plain_values(config).items()
         for name, value in values.items()
         if old.get(section, {}).get(name) != value
     ]

@@ -81,7 +81,7 @@ def test_only_answers_carry_a_loss(tmp_path, answer_length):
     inputs = [context + "5", context + "5<|im_end|>\n<|im_start|>user\nNow twice that.<|im_end|>\n"]
     inputs[1] += "<|im_start|>assistant\nTen."
     for row, text in enumerate(inputs):
-        ids = tokenizer.encode([text], TOKENIZER)[0]
+        ids = tokenizer.text_ids([text], TOKENIZER)[0]
         assert batch.tokens[row].tolist() == ids + [256] * (250 - len(ids))
 
 
@@ -302,7 +302,7 @@ def test_rows_are_tokenised_once(tmp_path, monkeypatch):
     config = folder_config(tmp_path, [dialogue("?", "7")])
     load(config)
     calls = []
-    monkeypatch.setattr(tokenizer, "encode", lambda texts, tokenizer: calls.append(texts) or [[1]] * len(texts))
+    monkeypatch.setattr(tokenizer, "text_ids", lambda texts, tokenizer: calls.append(texts) or [[1]] * len(texts))
     shorter = dataclasses.replace(config, max_length=100, answer_length=50, seed=3)
     assert answers(next(load(shorter).batches(1))) == ["7<|im_end|>"]
     assert not calls

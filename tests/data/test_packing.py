@@ -19,7 +19,7 @@ from l2d_jax.model.context import read_context
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.llm import LLM
 from l2d_jax.training import objective
-from l2d_jax.training.objective import Draws
+from l2d_jax.training.objective import Corruption
 from tests.support import tiny
 from tests.support.programs import config
 
@@ -111,7 +111,7 @@ def places(batch: Batch, together: list[list[int]]) -> list[tuple[int, np.ndarra
 
 
 @jax.jit
-def losses(path: DiffusionPath, llm: LLM, batch: Batch, draws: Draws) -> jax.Array:
+def losses(path: DiffusionPath, llm: LLM, batch: Batch, draws: Corruption) -> jax.Array:
     hidden = objective.correct(path, llm, read_context(llm, batch), batch, draws)
     return lm_head.over_logits(llm, hidden, lm_head.negative_log_likelihood, batch.targets)
 
@@ -121,9 +121,9 @@ def test_packed_rows_have_the_losses_of_their_examples(model: Any, answer_length
     """With the same draws: those of each token, and their means, on real rows."""
     llm, path = model
     alone, packed, together = real(answer_length=answer_length)
-    drawn = objective.draw(jax.random.key(0), alone, path)
+    drawn = objective.sample_corruption(jax.random.key(0), alone, path)
     pairs = list(zip(places(alone, [[i] for i in range(EXAMPLES)]), places(packed, together), strict=True))
-    other = jax.tree.map(np.array, objective.draw(jax.random.key(1), packed, path))
+    other = jax.tree.map(np.array, objective.sample_corruption(jax.random.key(1), packed, path))
     for (row, here), (packed_row, there) in pairs:
         assert len(here) == len(there) > 50
         for ours, theirs in zip(other, drawn, strict=True):
@@ -147,6 +147,6 @@ def test_each_example_of_a_row_begins_at_position_zero_and_keeps_its_class(model
         segments, positions = np.array(packed.segments[row]), np.array(context.cache.positions[row])
         lengths = [int((segments == segment).sum()) for segment in (*range(1, len(numbers) + 1), 0)]
         np.testing.assert_array_equal(positions, np.concatenate([np.arange(length) for length in lengths]))
-    labels = objective.draw(jax.random.key(0), packed, path).labels
+    labels = objective.sample_corruption(jax.random.key(0), packed, path).labels
     for number, (row, answer) in enumerate(places(packed, together)):
         assert set(np.unique(labels[row, answer])) == {number % 3, 3}

@@ -123,7 +123,7 @@ def test_a_class_beyond_the_paths_is_refused(hub):
 def test_rows_are_tokenised_once(folder, monkeypatch):
     config = DataConfig(data_dir=str(folder), max_length=250)
     load(config)
-    monkeypatch.setattr(tokenizer, "encode", lambda *_: pytest.fail("tokenised again"))
+    monkeypatch.setattr(tokenizer, "text_ids", lambda *_: pytest.fail("tokenised again"))
     load(config)
 
 

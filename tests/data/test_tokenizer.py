@@ -8,12 +8,12 @@ import pytest
 from l2d_jax.data.tokenizer import (
     CHATML,
     byte_tokenizer,
-    encode,
     encode_turns,
     load_tokenizer,
     padding_id,
     prompt_ids,
     stop_ids,
+    text_ids,
     turn_texts,
 )
 from l2d_jax.errors import InputError
@@ -52,10 +52,10 @@ def test_bytes_are_their_own_ids(tokenizer):
     for byte in range(128):
         assert tokenizer(chr(byte), add_special_tokens=False)["input_ids"] == [byte]
     text = "".join(map(chr, range(0x900))) + "été 東京\n\t 😀 12"
-    assert encode([text], tokenizer)[0] == list(text.encode())
+    assert text_ids([text], tokenizer)[0] == list(text.encode())
     assert tokenizer.decode(list(text.encode())) == text
     special = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
-    assert encode(special, tokenizer) == [[256], [257], [258]]
+    assert text_ids(special, tokenizer) == [[256], [257], [258]]
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (256, 258)
 
 

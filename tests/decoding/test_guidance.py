@@ -59,7 +59,7 @@ def test_each_class_pulls_towards_its_own_answers(workdir):
     loaded = load(workdir)
     assert loaded.model.path.config.classes == len(CATEGORIES)
     question = tokenizer.prompt_ids([{"role": "user", "content": "?"}], loaded.tokenizer)
-    answers = [tokenizer.encode([answer_of(category)], loaded.tokenizer)[0] for category in SUBSETS.values()]
+    answers = [tokenizer.text_ids([answer_of(category)], loaded.tokenizer)[0] for category in SUBSETS.values()]
 
     def lead(category, strength):
         """By how much the answer of mathematics is likelier than that of code."""

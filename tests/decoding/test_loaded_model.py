@@ -9,7 +9,7 @@ import pytest
 
 import l2d_jax
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.data.tokenizer import byte_tokenizer, encode, prompt_ids
+from l2d_jax.data.tokenizer import byte_tokenizer, prompt_ids, text_ids
 from l2d_jax.decoding.likelihood import Likelihood
 from l2d_jax.decoding.loaded_model import OTHER_OPTIONS, LoadedModel
 from l2d_jax.errors import InputError
@@ -102,7 +102,7 @@ def test_likelihoods_of_one_answer_and_of_several(model, speaking):
     pairs = model.score(IDS, [[7, 8], [9]], draws=4)
     wanted = requests.score(model, IDS, [[7, 8], [9]], draws=4)
     assert [pair.total for pair in pairs] == [pair.total for pair in wanted]
-    ids = encode(["48"], speaking.tokenizer)[0]
+    ids = text_ids(["48"], speaking.tokenizer)[0]
     assert speaking.score("Hi", "48").total == speaking.score(HI, ids).total
 
 

@@ -28,7 +28,7 @@ from l2d_jax.training import time_density
 from l2d_jax.training.checkpoint import Checkpoints
 from l2d_jax.training.methods import METHODS, method_of
 from l2d_jax.training.optimizer import optimizer
-from l2d_jax.training.step import TrainState, begin, local_rows, make_step, micro_batches
+from l2d_jax.training.step import TrainState, init_state, make_step, micro_batches, process_rows
 from l2d_jax.training.validation import placed_in_order
 from l2d_jax.weights import mapping
 from l2d_jax.weights.mapping import LLM_ROWS
@@ -111,7 +111,7 @@ def train(m: Mesh, method: str = "l2d", **options: Any) -> Trained:
     losses = []
     with jax.set_mesh(m):
         trained, llm = begin_method(dataclasses.replace(tiny.config(config), path=tiny.path_config()), m)
-        state = begin(adam, trained, m, seen=time_density.nothing_seen(config))
+        state = init_state(adam, trained, m, loss_by_time=time_density.initial_loss_by_time(config))
         step = make_step(adam, config, state, m, objective=tiny.objective(config))
         for number in range(3):
             batch = micro_batches(tiny.batch(examples=16, seed=number), 2, m)
@@ -216,7 +216,7 @@ def test_rows_of_four_processes_of_two_devices(sizes: dict[str, int], wanted: li
     assert [sharding.rows_on_devices(mesh, 16, devices[i : i + 2]) for i in range(0, 8, 2)] == wanted
     assert sharding.rows_on_devices(mesh, 16) == list(range(16))
     config = TrainConfig(batch_size=32, accumulation=2)
-    assert sorted(local_rows(config, mesh)) == list(range(32))
+    assert sorted(process_rows(config, mesh)) == list(range(32))
 
 
 def test_processes_whose_devices_are_scattered_hold_the_rows_of_those() -> None:

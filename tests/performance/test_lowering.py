@@ -14,7 +14,7 @@ from l2d_jax.performance import lowering
 from l2d_jax.performance.decoding_speed import random_model
 from l2d_jax.training.methods import METHODS, method_of
 from l2d_jax.training.optimizer import optimizer
-from l2d_jax.training.step import begin, make_step, micro_batches
+from l2d_jax.training.step import init_state, make_step, micro_batches
 from l2d_jax.weights.model_folder import BaseFiles, read_architecture
 from tests.support.programs import config
 
@@ -34,9 +34,9 @@ def test_the_training_step_is_that_of_training(method, mesh):
     architecture = read_architecture(options.model)
     adam = optimizer(options.optim, options.optim.peak_rate)
     trained, llm = method_of(options).begin(BaseFiles(architecture, None, (), None), mesh)
-    state = begin(adam, trained, mesh)
+    state = init_state(adam, trained, mesh)
     batch = micro_batches(random_batch(options, architecture.vocab_size), 2, mesh)
-    step = make_step(adam, options.train, state, mesh, objective=method_of(options).objective())
+    step = make_step(adam, options.train, state, mesh, objective=method_of(options).loss)
     real = step.lower(state, llm, batch, jax.random.key(0))
     assert operations(lowering.lower_train(options, mesh)) == operations(real)
 

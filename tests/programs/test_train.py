@@ -117,7 +117,7 @@ def test_checkpoints_hold_the_path_and_its_moments_alone(run):
     assert {path.name for path in step.iterdir() if path.is_dir()} == {"path", "optimizer"}
     sizes = {
         name: sum(4 * int(np.prod(leaf["shape"])) for leaf in tree.values())
-        for name, tree in manifest.read(step).items()
+        for name, tree in manifest.read_manifest(step).items()
     }
     assert sizes["path"] == trained
     assert 2 * trained <= sizes["optimizer"] <= 2 * trained + 16  # and the counts of steps
@@ -261,7 +261,7 @@ def test_a_density_that_is_learnt_is_resumed_bit_for_bit(tmp_path):
     assert len(densities) == 3
     np.testing.assert_allclose([sum(density) for density in densities], 1.0, rtol=1e-5)
     assert densities[0] != densities[1] != densities[2]
-    assert manifest.read(workdirs[0] / "checkpoints" / "6")["loss_by_time"].keys() == {"losses", "weights"}
+    assert manifest.read_manifest(workdirs[0] / "checkpoints" / "6")["loss_by_time"].keys() == {"losses", "weights"}
     shutil.copytree(workdirs[0], workdirs[1])
     shutil.rmtree(workdirs[1] / "checkpoints" / "6")
     outcome = call(train.main, *arguments, "--workdir", workdirs[1])

@@ -112,7 +112,7 @@ def config(train: TrainConfig, *, dtype: Any = "float32") -> Config:
 
 def objective(train: TrainConfig) -> Objective:
     """The loss of a step, by the method that the options name."""
-    return method_of(config(train)).objective()
+    return method_of(config(train)).loss
 
 
 def model(kind: str = "llama", **changes: Any) -> Model:

@@ -347,7 +347,7 @@ def test_a_save_that_fails_later_is_a_line_and_the_next_one_works(tmp_path, tree
     checkpoints = Checkpoints(tmp_path, keep=2)
     checkpoints.save(1, {"path": tree})
     assert checkpoints.failures() == []
-    monkeypatch.setattr(manifest, "write", full)
+    monkeypatch.setattr(manifest, "write_manifest", full)
     checkpoints.save(2, {"path": tree})
     assert checkpoints.failures() == [2]
     what = "checkpoint of step 2 was not saved (No space left on device)"

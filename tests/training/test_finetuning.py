@@ -17,9 +17,9 @@ from l2d_jax.model.llm import LLM
 from l2d_jax.model.lm_head import negative_log_likelihood
 from l2d_jax.training import objective
 from l2d_jax.training.methods import method_of
-from l2d_jax.training.objective import finetuning_loss
+from l2d_jax.training.objective import LossOptions, finetuning_loss
 from l2d_jax.training.optimizer import optimizer
-from l2d_jax.training.step import REMAT, begin, make_step, micro_batches
+from l2d_jax.training.step import REMAT, init_state, make_step, micro_batches
 from l2d_jax.weights import export, mapping
 from l2d_jax.weights.model_folder import cast_llm
 from l2d_jax.weights.peft import ROWS
@@ -42,7 +42,9 @@ def by_definition(llm, batch, reduction="example"):
 @pytest.mark.parametrize(("kind", "chunk"), [("llama-tied", 2), ("qwen", 1024)])
 def test_the_loss_and_its_gradient_in_every_weight(kind, chunk):
     llm, batch = tiny.llm(kind), tiny.batch(examples=3)
-    own = partial(finetuning_loss, losses=lm_head.target_losses_of_all, chunk=chunk, remat=REMAT["full"])
+    own = partial(
+        finetuning_loss, losses=lm_head.target_losses_of_all, options=LossOptions(chunk=chunk, remat=REMAT["full"])
+    )
     value, gradient = jax.jit(jax.value_and_grad(own))(llm, batch)
     wanted, plain = jax.jit(jax.value_and_grad(by_definition))(llm, batch)
     np.testing.assert_allclose(value, wanted, rtol=1e-5)
@@ -53,18 +55,18 @@ def test_the_loss_and_its_gradient_in_every_weight(kind, chunk):
 def test_packed_rows_and_rows_without_gaps_have_the_same_losses():
     """Two examples in one row; and the loss at every token, of which all but the answers weigh nothing."""
     llm, batch = tiny.llm(), tiny.batch(examples=2, length=10)
-    wanted = finetuning_loss(llm, batch, reduction="token")
+    wanted = finetuning_loss(llm, batch, options=LossOptions("token"))
     joined = jax.tree.map(lambda a: a.reshape(1, -1), batch)
     packed = joined._replace(
         queries=joined.queries + jnp.array([[0] * 4 + [10] * 4]),
         classes=jnp.zeros((1, 8), jnp.int32),
         segments=jnp.array([[1] * 10 + [2] * 10]),
     )
-    np.testing.assert_allclose(finetuning_loss(llm, packed, reduction="token"), wanted, rtol=1e-5)
+    np.testing.assert_allclose(finetuning_loss(llm, packed, options=LossOptions("token")), wanted, rtol=1e-5)
     rows = jnp.arange(2)[:, None]
     targets, everywhere = (jnp.zeros((2, 10), a.dtype).at[rows, batch.queries].set(a) for a in batch[2:4])
     whole = batch._replace(queries=None, targets=targets, weights=everywhere)
-    np.testing.assert_allclose(finetuning_loss(llm, whole, reduction="token"), wanted, rtol=1e-5)
+    np.testing.assert_allclose(finetuning_loss(llm, whole, options=LossOptions("token")), wanted, rtol=1e-5)
 
 
 def test_rematerialisation_changes_no_gradient():
@@ -72,7 +74,9 @@ def test_rematerialisation_changes_no_gradient():
 
     def gradient(name):
         def lose(lora):
-            return finetuning_loss(dataclasses.replace(llm, adapter=lora), batch, remat=REMAT[name])
+            return finetuning_loss(
+                dataclasses.replace(llm, adapter=lora), batch, options=LossOptions(remat=REMAT[name])
+            )
 
         return jax.jit(jax.grad(lose))(lora)
 
@@ -139,7 +143,7 @@ def train(method, kind, mesh, trained, frozen):
         TrainConfig(method=method, batch_size=4, accumulation=2),
     )
     declared = method_of(tiny.config(config)).declare(tiny.architecture(kind))
-    state = begin(adam, jax.device_put(jax.tree.map(np.array, trained), sharding.shardings(declared, mesh)), mesh)
+    state = init_state(adam, jax.device_put(jax.tree.map(np.array, trained), sharding.shardings(declared, mesh)), mesh)
     step = make_step(adam, config, state, mesh, objective=tiny.objective(config))
     losses = []
     for number in range(STEPS):

@@ -15,15 +15,17 @@ from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
 from l2d_jax.training import objective
-from l2d_jax.training.objective import Draws
+from l2d_jax.training.objective import Corruption, LossOptions
 from tests.support import plain, tiny
 
 KEY = jax.random.key(0)
 
 
 @partial(jax.jit, static_argnames=("reduction", "chunk"))
-def value_and_gradient(path: DiffusionPath, llm: LLM, batch: Batch, draws: Draws, *, reduction: Any, chunk: Any) -> Any:
-    """Of `objective.loss` with these draws."""
+def value_and_gradient(
+    path: DiffusionPath, llm: LLM, batch: Batch, draws: Corruption, *, reduction: Any, chunk: Any
+) -> Any:
+    """Of the loss of this corruption."""
 
     def loss(path: DiffusionPath) -> jax.Array:
         context = read_context(llm, batch)
@@ -39,7 +41,7 @@ def read(llm: LLM, batch: Batch) -> Context:
     return read_context(llm, batch)
 
 
-def loss_by_hand(model: Model, batch: Batch, draws: Draws) -> np.ndarray:
+def loss_by_hand(model: Model, batch: Batch, draws: Corruption) -> np.ndarray:
     """Cross-entropies [B, M], one position at a time."""
     llm, path = model.llm, model.path
     assert path is not None
@@ -62,14 +64,16 @@ def loss_by_hand(model: Model, batch: Batch, draws: Draws) -> np.ndarray:
 def test_the_loss_by_hand(classes: int) -> None:
     model, batch = tiny.model("qwen", classes=classes), tiny.batch(classes=max(classes, 1))
     assert model.path is not None
-    losses = loss_by_hand(model, batch, objective.draw(KEY, batch, model.path))
+    losses = loss_by_hand(model, batch, objective.sample_corruption(KEY, batch, model.path))
     wanted = {  # the rows have four and three answer tokens
         "token": (losses[0].sum() + losses[1, :3].sum()) / 7,
         "example": (losses[0].mean() + losses[1, :3].mean()) / 2,
         "sum": losses[0].sum() + losses[1, :3].sum(),
     }
     kinds: Any = list(wanted)
-    found = jax.jit(lambda *arguments: [objective.diffusion_loss(*arguments, reduction=kind)[0] for kind in kinds])
+    found = jax.jit(
+        lambda *arguments: [objective.diffusion_loss(*arguments, options=LossOptions(kind))[0] for kind in kinds]
+    )
     np.testing.assert_allclose(found(model.path, model.llm, batch, KEY), list(wanted.values()), rtol=1e-4)
 
 
@@ -79,19 +83,19 @@ def test_rows_of_padding_do_not_count() -> None:
     assert float(objective.average(values, weights, "example")) == 3.5
     for reduction in ("token", "example"):
         assert float(objective.average(values, jnp.zeros((3, 2)), reduction)) == 0.0
-        halves = objective.shares(weights.reshape(3, 1, 2), reduction)  # micro-batches: the same shares
-        np.testing.assert_array_equal(halves[:, 0], objective.shares(weights, reduction))
+        halves = objective.loss_weights(weights.reshape(3, 1, 2), reduction)  # micro-batches: the same shares
+        np.testing.assert_array_equal(halves[:, 0], objective.loss_weights(weights, reduction))
         np.testing.assert_allclose(jnp.sum(halves), 1.0)
 
 
 def test_examples_of_a_packed_row_count_as_rows_do() -> None:
     weights = jnp.array([[1.0, 1.0, 1.0, 0.0, 1.0], [1.0, 0.0, 0.0, 0.0, 0.0]])
     segments = jnp.array([[1, 1, 2, 2, 3], [5, 5, 5, 0, 0]], jnp.int32)
-    found = objective.shares(weights, "example", segments=segments)
+    found = objective.loss_weights(weights, "example", segments=segments)
     np.testing.assert_allclose(found * 4, [[0.5, 0.5, 1, 0, 1], [1, 0, 0, 0, 0]])
-    micro = objective.shares(weights[:, None], "example", segments=segments[:, None])
+    micro = objective.loss_weights(weights[:, None], "example", segments=segments[:, None])
     np.testing.assert_array_equal(micro[:, 0], found)
-    np.testing.assert_allclose(objective.shares(weights, "token", segments=segments), weights / 5)
+    np.testing.assert_allclose(objective.loss_weights(weights, "token", segments=segments), weights / 5)
 
 
 def program(draws_per_context: int) -> Any:
@@ -117,13 +121,13 @@ def test_several_draws_are_the_mean_of_several_losses() -> None:
 def test_several_draws_share_one_frozen_pass() -> None:
     """And stand side by side: the cache that they read has a row per example."""
     llm, path, batch = tiny.llm(), tiny.path(), tiny.batch(examples=2, length=10, answers=4)
-    several, draws = objective.draw_each(KEY, batch, path, draws_per_context=3)
+    several, draws = objective.sample_corruptions(KEY, batch, path, draws_per_context=3)
     np.testing.assert_array_equal(several.queries, jnp.repeat(batch.queries, 3, axis=1))
     np.testing.assert_array_equal(several.targets, jnp.repeat(batch.targets, 3, axis=1))
     assert draws.noise.shape == (2, 12, 16)
     keys = jax.random.split(KEY, 3)
-    np.testing.assert_array_equal(draws.t[:, 1::3], objective.draw(keys[1], batch, path).t)
-    np.testing.assert_array_equal(draws.noise[:, 2::3], objective.draw(keys[2], batch, path).noise)
+    np.testing.assert_array_equal(draws.t[:, 1::3], objective.sample_corruption(keys[1], batch, path).t)
+    np.testing.assert_array_equal(draws.noise[:, 2::3], objective.sample_corruption(keys[2], batch, path).noise)
     context = read_context(llm, several)
     assert context.cache.k.shape[1:3] == (2, 10)
     assert context.hidden.shape == (2, 12, 32)
@@ -131,7 +135,7 @@ def test_several_draws_share_one_frozen_pass() -> None:
 
 def test_one_draw_is_the_plain_loss_bit_for_bit() -> None:
     llm, path, batch = tiny.llm(), tiny.path(), tiny.batch()
-    draws = objective.draw(KEY, batch, path)
+    draws = objective.sample_corruption(KEY, batch, path)
     plain, _ = value_and_gradient(path, llm, batch, draws, reduction="example", chunk=1024)
     assert float(program(1)(path, llm, batch, KEY)[0]) == float(plain)
 
@@ -139,7 +143,7 @@ def test_one_draw_is_the_plain_loss_bit_for_bit() -> None:
 def test_the_answers_positions_alone_give_the_loss_of_all_positions() -> None:
     """Queries of M < T positions, against all T with weight zero outside the answer, with the same draws."""
     llm, path, few = tiny.llm(), tiny.path(), tiny.batch(examples=2, length=9, answers=4)
-    draws = objective.draw(KEY, few, path)
+    draws = objective.sample_corruption(KEY, few, path)
     rows = jnp.arange(2)[:, None]
 
     def spread(values: jax.Array, filler: jax.Array) -> jax.Array:
@@ -151,8 +155,8 @@ def test_the_answers_positions_alone_give_the_loss_of_all_positions() -> None:
         targets=spread(few.targets, jnp.ones((2, 9), jnp.int32)),
         weights=spread(few.weights, jnp.zeros((2, 9))),
     )
-    other = objective.draw(jax.random.key(1), whole, path)
-    same = Draws(t=spread(draws.t, other.t), noise=spread(draws.noise, other.noise), labels=None)
+    other = objective.sample_corruption(jax.random.key(1), whole, path)
+    same = Corruption(t=spread(draws.t, other.t), noise=spread(draws.noise, other.noise), labels=None)
     gathered = value_and_gradient(path, llm, few, draws, reduction="example", chunk=1024)
     full = value_and_gradient(path, llm, whole, same, reduction="example", chunk=1024)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), gathered, full)
@@ -161,7 +165,7 @@ def test_the_answers_positions_alone_give_the_loss_of_all_positions() -> None:
 @pytest.mark.parametrize("chunk", [3, 4])
 def test_logits_in_chunks_change_neither_value_nor_gradient(chunk: int) -> None:
     llm, path, batch = tiny.llm(), tiny.path(), tiny.batch(examples=2, answers=4)
-    draws = objective.draw(KEY, batch, path)
+    draws = objective.sample_corruption(KEY, batch, path)
     whole = value_and_gradient(path, llm, batch, draws, reduction="token", chunk=8)
     chunked = value_and_gradient(path, llm, batch, draws, reduction="token", chunk=chunk)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), whole, chunked)
@@ -187,7 +191,7 @@ def test_the_gradient_reaches_every_parameter_but_one_bias() -> None:
     llm, batch = tiny.llm("qwen"), tiny.batch(examples=4, classes=3)
     for variant in ({"classes": 3}, {"layers": "dense"}):
         path = tiny.path("qwen", **variant)
-        draws = objective.draw(KEY, batch, path)
+        draws = objective.sample_corruption(KEY, batch, path)
         _, gradient = value_and_gradient(path, llm, batch, draws, reduction="token", chunk=1024)
         largest = {
             jax.tree_util.keystr(where): float(jnp.max(jnp.abs(leaf)))
@@ -198,7 +202,7 @@ def test_the_gradient_reaches_every_parameter_but_one_bias() -> None:
 
 def test_draws_are_independent_per_position() -> None:
     batch, path = tiny.batch(examples=40, length=60, answers=50, classes=3), tiny.path(classes=3)
-    draws = objective.draw(KEY, batch, path)
+    draws = objective.sample_corruption(KEY, batch, path)
     assert draws.labels is not None
     assert len(np.unique(draws.t)) > 1990
     np.testing.assert_allclose([draws.t.mean(), draws.t.std(), draws.t.min()], [0.5, 12**-0.5, 0.0], atol=0.02)
@@ -208,5 +212,5 @@ def test_draws_are_independent_per_position() -> None:
     assert (dropped.any(axis=1) & ~dropped.all(axis=1)).all()  # per position, not per example
     np.testing.assert_array_equal(np.where(dropped, 3, batch.classes[:, None]), draws.labels)
     assert abs(np.corrcoef(dropped.ravel(), np.array(draws.t).ravel())[0, 1]) < 0.06
-    assert not np.array_equal(objective.draw(jax.random.key(1), batch, path).t, draws.t)
-    assert objective.draw(KEY, batch, tiny.path()).labels is None
+    assert not np.array_equal(objective.sample_corruption(jax.random.key(1), batch, path).t, draws.t)
+    assert objective.sample_corruption(KEY, batch, tiny.path()).labels is None

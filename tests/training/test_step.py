@@ -17,9 +17,9 @@ from l2d_jax.errors import InputError
 from l2d_jax.model import context, lm_head
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.training import objective, time_density
-from l2d_jax.training.objective import Draws
+from l2d_jax.training.objective import Corruption, LossOptions
 from l2d_jax.training.optimizer import optimizer
-from l2d_jax.training.step import REMAT, TrainState, begin, check_batch, make_step, micro_batches
+from l2d_jax.training.step import REMAT, TrainState, check_batch, init_state, make_step, micro_batches
 from l2d_jax.weights import model_folder
 from tests.support import tiny
 from tests.support.programs import same_bits
@@ -31,7 +31,7 @@ def start(path: DiffusionPath, mesh: Mesh, adam: optax.GradientTransformation, *
     """On the mesh, from a copy of the path, since steps donate their state."""
     declared = DiffusionPath.declare(path.config, tiny.architecture("llama"))
     path = jax.device_put(jax.tree.map(np.array, path), sharding.shardings(declared, mesh))
-    return begin(adam, path, mesh, **seen)
+    return init_state(adam, path, mesh, **seen)
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +61,10 @@ def test_micro_batches_are_one_batch(reduction: Any, mesh: Mesh) -> None:
     new, metrics = step(state, llm, micro_batches(batch, 2, mesh), KEY)
 
     halves = [jax.tree.map(lambda a: a[:2], batch), jax.tree.map(lambda a: a[2:], batch)]
-    drawn = [objective.draw(key, half, path) for key, half in zip(jax.random.split(KEY, 2), halves, strict=True)]
-    draws = Draws(*(jnp.concatenate([half[i] for half in drawn]) for i in range(2)), labels=None)
+    drawn = [
+        objective.sample_corruption(key, half, path) for key, half in zip(jax.random.split(KEY, 2), halves, strict=True)
+    ]
+    draws = Corruption(*(jnp.concatenate([half[i] for half in drawn]) for i in range(2)), labels=None)
 
     @jax.jit
     @jax.value_and_grad
@@ -163,7 +165,7 @@ def test_a_step_at_times_of_another_density(name: Any, mesh: Mesh) -> None:
     _, metrics = make_step(adam, config, state, mesh, objective=tiny.objective(config))(
         state, llm, micro_batches(batch, 1, mesh), KEY
     )
-    draws = objective.draw(jax.random.split(KEY, 1)[0], batch, path)
+    draws = objective.sample_corruption(jax.random.split(KEY, 1)[0], batch, path)
     u = np.asarray(draws.t, np.float64)
     t = {"cosmap": 1 - 1 / (1 + np.tan(np.pi / 2 * u)), "logit_normal": 1 / (1 + np.exp(-jax.scipy.special.ndtri(u)))}
     draws = draws._replace(t=jnp.asarray(t[name], jnp.float32))
@@ -184,13 +186,13 @@ def test_a_warped_density_follows_the_losses_of_the_steps(mesh: Mesh) -> None:
         batch_size=4, accumulation=2, draws_per_context=2, time_density="warped", stratified_times=True
     )
     adam = optimizer(OptimConfig(), 1e-2)
-    first = time_density.nothing_seen(config)
-    state = start(path, mesh, adam, seen=first)
+    first = time_density.initial_loss_by_time(config)
+    state = start(path, mesh, adam, loss_by_time=first)
     step = make_step(adam, config, state, mesh, objective=tiny.objective(config))
 
-    placed, counts = micro_batches(batch, 2, mesh), objective.shares(batch.weights, "example")
-    choose = time_density.choose(config, first, sigma=64.0)
-    objects = partial(objective.diffusion_loss, reduction="sum", draws_per_context=2, times=choose)
+    placed, counts = micro_batches(batch, 2, mesh), objective.loss_weights(batch.weights, "example")
+    choose = time_density.time_sampler(config, first, sigma=64.0)
+    objects = partial(objective.diffusion_loss, draws_per_context=2, times=choose, options=LossOptions("sum"))
     value, losses, weights = 0.0, np.zeros(time_density.BINS), np.zeros(time_density.BINS)
     for i, key in enumerate(jax.random.split(KEY, 2)):
         half = jax.tree.map(lambda a, i=i: a[2 * i : 2 * i + 2], batch._replace(weights=counts))
@@ -223,9 +225,9 @@ def test_rematerialisation_changes_no_gradient() -> None:
     llm, path, batch = tiny.llm(), tiny.path(), tiny.batch()
 
     def gradient(name: str) -> Any:
-        return jax.jit(jax.grad(partial(objective.diffusion_loss, remat=REMAT[name]), has_aux=True))(
-            path, llm, batch, KEY
-        )[0]
+        return jax.jit(
+            jax.grad(partial(objective.diffusion_loss, options=LossOptions(remat=REMAT[name])), has_aux=True)
+        )(path, llm, batch, KEY)[0]
 
     plain = gradient("none")
     for name in REMAT.keys() - {"none"}:
@@ -239,7 +241,9 @@ def test_no_gathered_weight_waits_for_the_backward_pass(name: str) -> None:
 
     def kept(path: DiffusionPath, llm: Any) -> list[Any]:
         return jax.tree.leaves(
-            jax.vjp(lambda p: objective.diffusion_loss(p, llm, batch, KEY, remat=REMAT[name])[0], path)[1]
+            jax.vjp(
+                lambda p: objective.diffusion_loss(p, llm, batch, KEY, options=LossOptions(remat=REMAT[name]))[0], path
+            )[1]
         )
 
     loops = [equation for equation in jax.make_jaxpr(kept)(path, llm).eqns if equation.primitive.name == "scan"]

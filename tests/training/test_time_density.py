@@ -22,7 +22,9 @@ EDGES = time_density.time_of_share(jnp.linspace(0, 1, BINS + 1), SIGMA)  # of th
 
 def drawn(seen: LossByTime | None = None, **options: Any) -> np.ndarray:
     """Of times of a config."""
-    return np.asarray(jax.jit(time_density.choose(TrainConfig(**options), seen, sigma=SIGMA))(DRAWS, ONES), np.float64)
+    return np.asarray(
+        jax.jit(time_density.time_sampler(TrainConfig(**options), seen, sigma=SIGMA))(DRAWS, ONES), np.float64
+    )
 
 
 def distance(sample: np.ndarray, cdf: Callable[[np.ndarray], np.ndarray]) -> float:
@@ -70,13 +72,13 @@ def test_times_have_their_density(options: Any, density: Any, *, stratified: boo
 def test_cosmap_is_that_of_the_release() -> None:
     u = np.linspace(0, 1, 1001)[:-1]
     wanted = 1 - 1 / (np.tan(np.pi / 2 * u) + 1)
-    np.testing.assert_allclose(time_density.cosmap(jnp.asarray(u, jnp.float32)), wanted, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(time_density.cosmap_times(jnp.asarray(u, jnp.float32)), wanted, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", ["uniform", "cosmap", "logit_normal", "warped"])
 def test_the_ends_of_the_uniform_draws_are_times(name: Any) -> None:
     config = TrainConfig(time_density=name)
-    choose = time_density.choose(config, time_density.nothing_seen(config), sigma=SIGMA)
+    choose = time_density.time_sampler(config, time_density.initial_loss_by_time(config), sigma=SIGMA)
     ends = jax.jit(choose)(jnp.array([[0.0, 1 - 2.0**-23]]), jnp.ones((1, 2)))
     assert ends.dtype == jnp.float32
     assert ends[0, 0] == 0.0
@@ -85,19 +87,19 @@ def test_the_ends_of_the_uniform_draws_are_times(name: Any) -> None:
 
 def test_the_times_of_the_defaults_are_the_bits_that_are_drawn() -> None:
     batch, path = tiny.batch(), tiny.path()
-    plain = objective.draw(jax.random.key(3), batch, path)
-    choose = time_density.choose(TrainConfig(), None, sigma=SIGMA)
-    _, found = objective.draw_each(jax.random.key(3), batch, path, draws_per_context=1, times=choose)
+    plain = objective.sample_corruption(jax.random.key(3), batch, path)
+    choose = time_density.time_sampler(TrainConfig(), None, sigma=SIGMA)
+    _, found = objective.sample_corruptions(jax.random.key(3), batch, path, draws_per_context=1, times=choose)
     jax.tree.map(np.testing.assert_array_equal, found, plain)
-    _, cosmap = objective.draw_each(
+    _, cosmap = objective.sample_corruptions(
         jax.random.key(3),
         batch,
         path,
         draws_per_context=1,
-        times=time_density.choose(TrainConfig(time_density="cosmap"), None, sigma=SIGMA),
+        times=time_density.time_sampler(TrainConfig(time_density="cosmap"), None, sigma=SIGMA),
     )
     np.testing.assert_array_equal(cosmap.noise, plain.noise)
-    np.testing.assert_array_equal(cosmap.t, time_density.cosmap(plain.t))
+    np.testing.assert_array_equal(cosmap.t, time_density.cosmap_times(plain.t))
 
 
 # --- stratified ---
@@ -140,7 +142,7 @@ def loss_of(**options: Any) -> Any:
     llm, path = tiny.llm(), tiny.path(sigma=0.05)  # so little noise that the loss varies by t
 
     def loss(key: jax.Array) -> jax.Array:
-        choose = time_density.choose(config, None, sigma=SIGMA)
+        choose = time_density.time_sampler(config, None, sigma=SIGMA)
         return objective.diffusion_loss(
             path, llm, batch, key, draws_per_context=config.draws_per_context, times=choose
         )[0]
@@ -169,15 +171,15 @@ def loss_curve(t: Any) -> Any:
 def learn(steps: int, *, noise: float, curve: Callable[[Any], Any] = loss_curve) -> tuple[LossByTime, jax.Array]:
     """After so many steps of 1000 losses, with the times of the last step."""
     config = TrainConfig(time_density="warped")
-    seen = time_density.nothing_seen(config)
+    seen = time_density.initial_loss_by_time(config)
     assert seen is not None
 
     def step(seen: LossByTime, key: jax.Array) -> tuple[LossByTime, jax.Array]:
         key_t, key_noise = jax.random.split(key)
         weights = jnp.full((4, 250), 1 / 1000)
-        t = time_density.choose(config, seen, sigma=SIGMA)(jax.random.uniform(key_t, (4, 250)), weights)
+        t = time_density.time_sampler(config, seen, sigma=SIGMA)(jax.random.uniform(key_t, (4, 250)), weights)
         losses = curve(t) + noise * jax.random.normal(key_noise, t.shape)
-        after = time_density.follow(seen, time_density.observe(t, losses, weights, sigma=SIGMA))
+        after = time_density.running_mean(seen, time_density.observe(t, losses, weights, sigma=SIGMA))
         assert after is not None
         return after, t
 
@@ -193,7 +195,7 @@ def start() -> np.ndarray:
 
 def test_a_warped_density_starts_as_uniform() -> None:
     config = TrainConfig(time_density="warped")
-    seen = time_density.nothing_seen(config)
+    seen = time_density.initial_loss_by_time(config)
     assert seen is not None
     np.testing.assert_allclose(time_density.density(seen, sigma=SIGMA), start(), rtol=1e-4)
     found = np.histogram(drawn(seen, time_density="warped"), bins=np.asarray(EDGES))

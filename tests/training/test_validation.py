@@ -9,7 +9,7 @@ import numpy as np
 from l2d_jax.config.schema import Config
 from l2d_jax.model.context import read_context
 from l2d_jax.training import objective, validation
-from l2d_jax.training.objective import Draws
+from l2d_jax.training.objective import Corruption
 from tests.support import tiny
 
 
@@ -26,9 +26,11 @@ def test_the_report(mesh: Any) -> None:
     weights, losses, greedy, expected = [], [], [], []
     for number, batch in enumerate((first, second)):
         context = read_context(model.llm, batch)
-        draws = objective.draw(jax.random.fold_in(jax.random.key(config.train.seed), number), batch, model.path)
+        draws = objective.sample_corruption(
+            jax.random.fold_in(jax.random.key(config.train.seed), number), batch, model.path
+        )
         for index in range(2):
-            moved = Draws(t=(index + draws.t) / 2, noise=draws.noise, labels=None)
+            moved = Corruption(t=(index + draws.t) / 2, noise=draws.noise, labels=None)
             logits = model.llm.logits(objective.correct(model.path, model.llm, context, batch, moved))
             losses.append(
                 jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, batch.targets[..., None], -1)[..., 0]

@@ -14,7 +14,7 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerFast
 
-from l2d_jax.data.tokenizer import encode, prompt_ids
+from l2d_jax.data.tokenizer import prompt_ids, text_ids
 from l2d_jax.errors import InputError
 from l2d_jax.evaluation.tasks import code
 from l2d_jax.evaluation.tasks.dataset import Dataset
@@ -197,7 +197,7 @@ def encode_problems(
 
     The release drops longer problems by the same rule. Raises `InputError` where none is left.
     """
-    answers = encode([problem.answer for problem in problems], tokenizer)
+    answers = text_ids([problem.answer for problem in problems], tokenizer)
     pairs = [(problem, prompt_ids(problem.messages, tokenizer)) for problem in problems]
     lengths = [len(ids) + len(answer) for (_, ids), answer in zip(pairs, answers, strict=True)]
     kept = [pair for pair, length in zip(pairs, lengths, strict=True) if length <= max_length]
