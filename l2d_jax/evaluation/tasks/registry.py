@@ -1,6 +1,6 @@
 """The tasks by their names.
 
->>> find("gsm8k").size
+>>> find_task("gsm8k").size
 1319
 """
 
