@@ -52,25 +52,25 @@ def import_model(base: str, out: Path, *, l2d: tuple[Path, Path] | None = None, 
     Args:
       base: a Hugging Face folder, a hub id or a GGUF file.
       out: a new or empty folder.
-      l2d: a checkpoint of the release and its hyper-parameters. It holds the whole model: the LM's weights are its own.
+      l2d: a checkpoint of the release and its hyper-parameters. It holds the whole model, whose LM replaces the base's.
       adapter: a folder with a LoRA adapter of the base; it stays apart from the base's weights.
 
     Raises:
       InputError: for anything malformed, missing or extra, naming file and tensor.
     """
-    lineage = find_base_and_adapters(base)
-    folder, own = lineage.folder, lineage.adapters
+    language_model = find_base_and_adapters(base)
+    folder, adapters = language_model.folder, language_model.adapters
     architecture = Architecture.from_hf(read_json(folder / "config.json"))
-    if len(own) > 1 or (own and adapter is not None):
+    if len(adapters) > 1 or (adapters and adapter is not None):
         raise InputError(
-            f"a model folder has one adapter, and {base} has {len(own)} already: add them up first (python -m "
+            f"a model folder has one adapter, and {base} has {len(adapters)} already: add them up first (python -m "
             f"l2d_jax.convert export --model {base} --format hf --out DIR) and give that folder"
         )
-    adapter = own[0] if own else adapter
+    adapter = adapters[0] if adapters else adapter
     if adapter is not None and l2d is not None:
         raise InputError(f"the weights of {l2d[0]} include those of the LM: leave the adapter in {adapter} out")
     with output_folder(out) as partial:
-        copy_texts(lineage, partial)
+        copy_texts(language_model, partial)
         if l2d is not None:
             file, hyperparameters = l2d
             config = release.parse_hyperparameters(read_json(hyperparameters))
@@ -83,8 +83,8 @@ def import_model(base: str, out: Path, *, l2d: tuple[Path, Path] | None = None, 
         model_folder.check_llm(source, architecture)
         write_llm(source, architecture, partial)
         if adapter is not None:
-            named = read_json(adapter / CONFIG).get("base_model_name_or_path") if own else None
-            Adapter.open(adapter, architecture).write(partial, base=named or absolute_name(base))
+            recorded = read_json(adapter / CONFIG).get("base_model_name_or_path") if adapters else None
+            Adapter.open(adapter, architecture).write(partial, base=recorded or absolute_name(base))
 
 
 if __name__ == "__main__":

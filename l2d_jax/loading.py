@@ -81,7 +81,7 @@ def load(
         llm = base.load(dtype=about.base.dtype, mesh=mesh)
         path = None if about.path_config is None else model_folder.load_path(about.path, base.architecture, mesh)
         model = Model.build(llm, path)
-    return LoadedModel(model, base.tokenizer, base.ends, about.defaults, step)
+    return LoadedModel(model, base.tokenizer, base.stop_ids, about.defaults, step)
 
 
 def _base(options: dict[str, Any], dtype: str | None) -> ModelConfig:

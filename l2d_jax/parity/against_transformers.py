@@ -92,9 +92,9 @@ def compare(model: str, *, length: int | None = None, dtype: str = "float32") ->
         raise InputError(
             f"the base of {model} is random weights, which transformers cannot read: give a model in files"
         )
-    lineage = find_base_and_adapters(base.name)
-    folder = lineage.folder
-    if lineage.adapters:
+    language_model = find_base_and_adapters(base.name)
+    folder = language_model.folder
+    if language_model.adapters:
         raise InputError(
             f"{base.name} has a LoRA adapter, and plain weights are compared: merge it first "
             f"(python -m l2d_jax.convert export --model {base.name} --format hf --out DIR) and give that folder"

@@ -6,8 +6,7 @@
 * `peft`: the language model's own LoRA adapter, as PEFT loads it.
 
 Tensors keep their bits, except those that a format has to compute: W + (alpha / r) A B of `l2d-full`, in float32, and
-an adapted weight of the language model, in the type of the base. A language model that is a chain
-of folders (`lineage`) keeps its adapter apart in `peft` alone.
+an adapted weight of the language model, in the type of the base. Only `peft` keeps an adapter apart from the base.
 """
 
 import json
@@ -33,17 +32,17 @@ from l2d_jax.weights.locate import BaseAndAdapters, absolute_name, find_base_and
 from l2d_jax.weights.mapping import TensorSource
 from l2d_jax.weights.safetensors_file import write_safetensors
 
-# What lies beside the weights and belongs to the language model; never code, never pickles.
+# The files of a language model beside its weights; never code, never pickles.
 KEPT = ("*.json", "*.txt", "*.jinja", "tokenizer.model")
 REPLACED = ("model.safetensors.index.json", "path.json", peft.CONFIG)
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a model folder holds, checked; its weights are read when they are needed."""
+    """The checked parts of a model folder; weights are read when they are written."""
 
     name: str  # as the user gave it
-    lineage: BaseAndAdapters  # of the language model
+    language_model: BaseAndAdapters
     architecture: Architecture
     llm: TensorSource  # each tensor in the type of its file, with its adapters
     path: tuple[PathConfig, TensorSource] | None
@@ -51,18 +50,18 @@ class Parts:
     @classmethod
     def open(cls, name: str) -> "Parts":
         """Find all parts of a model folder or of a workdir's export; raises `InputError` for what does not fit."""
-        given = locate(name)
-        if (given / "checkpoints").is_dir():
-            given = given / "export_model"
-            if not given.is_dir():
+        folder = locate(name)
+        if (folder / "checkpoints").is_dir():
+            folder = folder / "export"
+            if not folder.is_dir():
                 raise InputError(f"{name} has no export yet: finish the training by the same command again")
-        has_path = (given / "path.json").exists()
-        is_alone = has_path and not (given / "config.json").exists()
-        lineage = find_base_and_adapters(model_folder.base_name(given) if is_alone else str(given))
-        architecture = Architecture.from_hf(read_json(lineage.folder / "config.json"))
-        path = model_folder.find_path(given, architecture) if has_path else None
-        llm = peft.Rounded(model_folder.open_weights(lineage, architecture))
-        return cls(name, lineage, architecture, llm, path)
+        has_path = (folder / "path.json").exists()
+        is_alone = has_path and not (folder / "config.json").exists()
+        language_model = find_base_and_adapters(model_folder.base_name(folder) if is_alone else str(folder))
+        architecture = Architecture.from_hf(read_json(language_model.folder / "config.json"))
+        path = model_folder.find_path(folder, architecture) if has_path else None
+        llm = peft.Rounded(model_folder.open_weights(language_model, architecture))
+        return cls(name, language_model, architecture, llm, path)
 
     def require_path(self) -> tuple[PathConfig, TensorSource]:
         """The path; raises `InputError` if there is none."""
@@ -81,7 +80,7 @@ def export_model(model: str, out: Path, *, format: str, as_torch: bool = False) 
       as_torch: write a state dict as `pytorch_model.bin`, which the release's own programs read.
 
     Raises:
-      InputError: for anything that is missing, malformed or does not fit, and for a part that the model has not.
+      InputError: for files that are missing or malformed, tensors that do not fit, and a part that the model lacks.
     """
     if as_torch and not format.startswith("l2d"):
         raise InputError(f"--torch is about the release's state dict: leave it out with --format {format}")
@@ -90,9 +89,9 @@ def export_model(model: str, out: Path, *, format: str, as_torch: bool = False) 
         FORMATS[format](parts, partial_folder, "pytorch_model.bin" if as_torch else "l2d.safetensors")
 
 
-def copy_texts(lineage: BaseAndAdapters, out: Path) -> None:
-    """Copy config, tokenizer and chat template of a language model."""
-    for folder in dict.fromkeys((lineage.folder, lineage.texts)):
+def copy_texts(language_model: BaseAndAdapters, out: Path) -> None:
+    """Copy the config, tokenizer and chat template of a language model."""
+    for folder in dict.fromkeys((language_model.folder, language_model.tokenizer_folder)):
         for pattern in KEPT:
             for file in folder.glob(pattern):
                 if file.name not in REPLACED:
@@ -100,13 +99,13 @@ def copy_texts(lineage: BaseAndAdapters, out: Path) -> None:
 
 
 def write_llm(llm: TensorSource, architecture: Architecture, out: Path) -> None:
-    """Write the language model's weights, each in the type it has there."""
+    """Write the language model's weights, each in the type of its source."""
     names = mapping.tensor_shapes(LLM.declare(architecture, dtype=np.float32), mapping.LLM_ROWS)
     write_safetensors(out, ((name, partial(llm.read, name)) for name in names))
 
 
 def save_adapter(folder: Path, trained: LLMAdapter, *, base: str) -> None:
-    """Write a trained adapter into an existing folder, as PEFT reads it, on process 0; all processes must call it."""
+    """Write a trained adapter into an existing folder, as PEFT reads it, on process 0; all processes must call this."""
     config = peft.AdapterConfig(trained.config.rank, trained.config.alpha, trained.config.modules)
     tensors = {name: make() for name, make in mapping.tensors(trained, peft.ROWS)}
     if processes.is_first():
@@ -114,9 +113,9 @@ def save_adapter(folder: Path, trained: LLMAdapter, *, base: str) -> None:
 
 
 def save_llm(folder: Path, trained: LLM, base: ModelConfig, *, mesh: Mesh) -> None:
-    """Write a trained model into an existing folder, as `transformers` reads it; all processes must call it.
+    """Write a trained model into an existing folder, as `transformers` reads it; all processes must call this.
 
-    Its weights are of the type of the products that it was trained with; its texts are those of its base.
+    Weights have the type of the products in training (`config.model.dtype`); config and tokenizer are the base's.
     """
     trained = model_folder.cast_llm(trained, dtype=base.dtype, mesh=mesh)
     tensors = mapping.tensors(trained, mapping.LLM_ROWS)
@@ -126,12 +125,12 @@ def save_llm(folder: Path, trained: LLM, base: ModelConfig, *, mesh: Mesh) -> No
         return
     if base.name == "random":
         tokenizer.byte_tokenizer().save_pretrained(folder)
-        given = dict(base.architecture or {})
-        raw = {"model_type": _family(Architecture.from_hf(given))} | given
+        options = dict(base.architecture or {})
+        raw = {"model_type": _family(Architecture.from_hf(options))} | options
     else:
-        lineage = find_base_and_adapters(base.name)
-        copy_texts(lineage, folder)
-        raw = read_json(lineage.folder / "config.json")
+        language_model = find_base_and_adapters(base.name)
+        copy_texts(language_model, folder)
+        raw = read_json(language_model.folder / "config.json")
     kind = {"torch_dtype" if "torch_dtype" in raw else "dtype": base.dtype}
     (folder / "config.json").write_text(json.dumps(raw | kind, indent=2) + "\n")
     write_safetensors(folder, tensors)
@@ -164,18 +163,20 @@ def _family(architecture: Architecture) -> str:
 
 def _hugging_face(parts: Parts, out: Path, file: str) -> None:
     del file
-    copy_texts(parts.lineage, out)
+    copy_texts(parts.language_model, out)
     write_llm(parts.llm, parts.architecture, out)
 
 
 def _peft(parts: Parts, out: Path, file: str) -> None:
     del file
-    folders = parts.lineage.adapters
+    folders = parts.language_model.adapters
     if len(folders) != 1:
-        found = f"{len(folders)} LoRA adapters, one upon the other" if folders else "no LoRA adapter of its own"
-        raise InputError(f"the language model of {parts.name} has {found}: export it with another format")
+        count = f"{len(folders)} LoRA adapters, one upon the other" if folders else "no LoRA adapter of its own"
+        raise InputError(f"the language model of {parts.name} has {count}: export it with another format")
     named = read_json(folders[0] / peft.CONFIG).get("base_model_name_or_path")
-    peft.Adapter.open(folders[0], parts.architecture).write(out, base=named or absolute_name(str(parts.lineage.folder)))
+    peft.Adapter.open(folders[0], parts.architecture).write(
+        out, base=named or absolute_name(str(parts.language_model.folder))
+    )
 
 
 FORMATS: dict[str, Callable[[Parts, Path, str], None]] = {

@@ -18,9 +18,9 @@ NEARBY = "base_from_here"  # in a file that names its base: the path from the fi
 
 
 def locate(name: str) -> Path:
-    """The folder that `name` stands for: itself, a GGUF file's cached conversion, or a download from the hub.
+    """The folder that `name` stands for: itself, the conversion of a GGUF file, or a download from the hub.
 
-    Conversions (bfloat16) are kept in `files.cache_folder`.
+    Conversions are in bfloat16, and are kept in `files.cache_folder`.
     Raises `InputError` where there is no such folder or file, or where the download fails.
     """
     path = Path(name).expanduser()
@@ -51,7 +51,7 @@ def convert_gguf(path: Path, out: Path, *, dtype: gguf_model.Dtype = "bfloat16")
 
 
 def _converted(path: Path) -> Path:
-    """The cached conversion of a GGUF file, which is made where it is absent."""
+    """The cached conversion of a GGUF file, made on first use."""
     if not path.is_file():
         raise InputError(f"there is no file {path}: check the path")
     state = path.stat()
@@ -69,20 +69,20 @@ def _converted(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class BaseAndAdapters:
-    """The parts of a language model, none of which has been read."""
+    """The folders of a language model: its base, and the LoRA adapters that are added to it."""
 
-    folder: Path  # of config and weights
-    adapters: tuple[Path, ...]  # folders of those to add, in this order
+    folder: Path  # of the base: config and weights
+    adapters: tuple[Path, ...]  # in the order in which they are added
 
     @property
-    def texts(self) -> Path:
-        """The folder of the tokenizer: the last that has one."""
+    def tokenizer_folder(self) -> Path:
+        """The last folder that has a tokenizer: an adapter may have been trained with its own."""
         folders = [self.folder, *self.adapters]
         return next((folder for folder in reversed(folders) if (folder / "tokenizer.json").exists()), self.folder)
 
 
 def find_base_and_adapters(name: str) -> BaseAndAdapters:
-    """The lineage of a folder, hub id or GGUF file; raises `InputError` where a folder of the chain is missing."""
+    """Follow adapters to the base that each names; raises `InputError` where a folder on the way is missing."""
     adapters: list[Path] = []
     folder = _locate(name, adapters)
     while not (folder / "config.json").exists() and peft.has_adapter(folder):

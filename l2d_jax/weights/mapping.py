@@ -27,15 +27,15 @@ class TensorSource(Protocol):
     """A set of named tensors that can be read slice by slice."""
 
     def names(self) -> frozenset[str]:
-        """Of all tensors."""
+        """The names of all tensors."""
         ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of one tensor."""
+        """The shape of one tensor."""
         ...
 
     def dtype(self, name: str) -> np.dtype:
-        """Of one tensor."""
+        """The type of one tensor."""
         ...
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
@@ -73,7 +73,7 @@ class Row:
         return np.ascontiguousarray(array.transpose(order).reshape(self.their_shape(array.shape)))
 
     def read(self, source: TensorSource, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
-        """The part `index` of one layer of ours, read without the rest of a tensor that is cut along whole blocks."""
+        """The slice `index` of one layer of ours; of their tensor only the blocks that hold it are read."""
         groups = self.groups()
         wanted = [slice(*part.indices(size)) for part, size in zip(index, shape, strict=True)]
         outer, left, sizes = [], list(wanted), list(shape)
@@ -150,18 +150,18 @@ PATH_ROWS = [
 
 @dataclass(frozen=True)
 class Leaf:
-    """One row with the leaf that it fills."""
+    """A row and the leaf of ours that it fills."""
 
     row: Row
     value: Any  # an array, a declaration or a `jax.ShapeDtypeStruct`
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
-        """Of ours, without the axis of layers."""
+        """The shape of the leaf without the axis of layers."""
         return tuple(self.value.shape[1:] if self.row.stacked else self.value.shape)
 
     def names(self) -> list[str]:
-        """Their tensors, one per layer where ours is stacked."""
+        """The names of their tensors, one per layer where ours is stacked."""
         return (
             [self.row.theirs.format(i) for i in range(self.value.shape[0])] if self.row.stacked else [self.row.theirs]
         )
@@ -172,13 +172,13 @@ def leaves(tree: Any, rows: Iterable[Row]) -> list[Leaf]:
     is_leaf = lambda x: hasattr(x, "shape")  # noqa: E731
     flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
     by_path = {jax.tree_util.keystr(path, simple=True, separator="."): value for path, value in flat}
-    found = {}
+    filled = {}
     for row in rows:
         if row.ours in by_path:
-            assert row.ours not in found, f"two rows for {row.ours}"
-            found[row.ours] = Leaf(row, by_path[row.ours])
-    assert found.keys() == by_path.keys(), f"no row for {by_path.keys() - found.keys()}"
-    return [found[path] for path in by_path]
+            assert row.ours not in filled, f"two rows for {row.ours}"
+            filled[row.ours] = Leaf(row, by_path[row.ours])
+    assert filled.keys() == by_path.keys(), f"no row for {by_path.keys() - filled.keys()}"
+    return [filled[path] for path in by_path]
 
 
 def tensor_shapes(tree: Any, rows: Iterable[Row]) -> dict[str, tuple[int, ...]]:
@@ -207,20 +207,20 @@ def check_tensors(
 
 
 def load_tree(declared: Any, source: TensorSource, mesh: Mesh, *, rows: Iterable[Row]) -> Any:
-    """The tree of arrays on `mesh`, in the declared types, each shard read alone."""
-    found = leaves(declared, rows)
+    """Read a tree of arrays onto `mesh`, in the declared types; each shard is read alone."""
+    filled = leaves(declared, rows)
     placements = jax.tree.leaves(sharding.shardings(declared, mesh))
     arrays = []
-    for leaf, placement in zip(found, placements, strict=True):
+    for leaf, placement in zip(filled, placements, strict=True):
         read = _reader(leaf, source)
         arrays.append(jax.make_array_from_callback(leaf.value.shape, placement, read))
     return jax.tree.unflatten(jax.tree.structure(declared), arrays)
 
 
 def tensors(tree: Any, rows: Iterable[Row]) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
-    """Their tensors from a tree of arrays of ours, each made when it is called for; the values keep their bits.
+    """The name of each of their tensors, and a function that makes it from our arrays; values keep their bits.
 
-    Where several processes hold parts of the arrays, all must call for all of them, in this order.
+    Where several processes hold parts of the arrays, all must call every function, in this order.
     """
     for leaf in leaves(tree, rows):
         for i, name in enumerate(leaf.names()):

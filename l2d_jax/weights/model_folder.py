@@ -2,7 +2,7 @@
 
 A model folder is an ordinary Hugging Face folder with two files more: `path.safetensors`, with the tensor names of the
 authors' release, and `path.json`, with the options of the path and the name of its base. A base may also be a folder
-with a LoRA adapter alone, which names its own (`lineage`).
+with a LoRA adapter alone, which names its own base (`locate.find_base_and_adapters`).
 """
 
 import dataclasses
@@ -39,15 +39,15 @@ BASE = "base.json"  # of a workdir whose base is a local folder or file: where t
 
 @dataclass(frozen=True)
 class BaseFiles:
-    """A base model all of whose files have been checked, before any weight is read."""
+    """The checked files of a base model, before any weight is read."""
 
     architecture: Architecture
     tokenizer: PreTrainedTokenizerFast | None  # None: the folder has none; only token ids can be used
-    ends: tuple[int, ...]  # tokens that end an answer
+    stop_ids: tuple[int, ...]  # the tokens that end an answer
     source: TensorSource | None  # None: random initial values
 
     def load(self, *, dtype: str, mesh: Mesh, seed: int = 0, adapter: LLMAdapter | None = None) -> LLM:
-        """The weights, on the mesh, with an adapter added to them if one is given."""
+        """Read the weights onto the mesh, and add `adapter` to them unless it is None."""
         declared = LLM.declare(self.architecture, dtype="bfloat16" if dtype == "int8" else dtype)
         if self.source is None:
             llm: LLM = sharding.initialize(declared, jax.random.key(seed), mesh)
@@ -60,7 +60,7 @@ class BaseFiles:
 
 
 def cast_llm(llm: LLM, *, dtype: str, mesh: Mesh) -> LLM:
-    """A model of floating-point weights in another type; int8 gives up the arrays that it replaces."""
+    """Cast floating-point weights to another type; for int8 the arrays of `llm` are donated."""
     declared = LLM.declare(llm.architecture, dtype="bfloat16" if dtype == "int8" else dtype)
     if llm.embed.dtype != declared.embed.dtype:
         cast = jax.jit(lambda tree: jax.tree.map(lambda a: a.astype(declared.embed.dtype), tree))
@@ -73,7 +73,7 @@ def cast_llm(llm: LLM, *, dtype: str, mesh: Mesh) -> LLM:
 
 
 def read_architecture(config: ModelConfig) -> Architecture:
-    """The architecture from the config where it is given, otherwise from the weights' folder; reads no weight."""
+    """The architecture that the config gives, otherwise that of the base's folder; no weight is read."""
     if config.architecture is not None:
         return Architecture.from_hf(config.architecture)
     return Architecture.from_hf(read_json(find_base_and_adapters(config.name).folder / "config.json"))
@@ -86,10 +86,10 @@ def find_base(config: ModelConfig) -> BaseFiles:
     architecture in the config that differs from the folder's.
     """
     if config.name == "random":
-        made = byte_tokenizer()
-        return BaseFiles(read_architecture(config), made, stop_ids(made), None)
-    lineage = find_base_and_adapters(config.name)
-    folder = lineage.folder
+        of_bytes = byte_tokenizer()
+        return BaseFiles(read_architecture(config), of_bytes, stop_ids(of_bytes), None)
+    language_model = find_base_and_adapters(config.name)
+    folder = language_model.folder
     raw = read_json(folder / "config.json")
     architecture = Architecture.from_hf(raw)
     if config.architecture is not None and Architecture.from_hf(config.architecture) != architecture:
@@ -97,9 +97,10 @@ def find_base(config: ModelConfig) -> BaseFiles:
             f"config.model.architecture differs from {folder / 'config.json'}: {_difference(config, architecture)}: "
             "set --config.model.architecture=None to take the folder's"
         )
-    source = open_weights(lineage, architecture)
-    tokenizer = load_tokenizer(lineage.texts) if (lineage.texts / "tokenizer.json").exists() else None
-    return BaseFiles(architecture, tokenizer, _ends(folder, raw, tokenizer), source)
+    source = open_weights(language_model, architecture)
+    texts = language_model.tokenizer_folder
+    tokenizer = load_tokenizer(texts) if (texts / "tokenizer.json").exists() else None
+    return BaseFiles(architecture, tokenizer, _stop_ids(folder, raw, tokenizer), source)
 
 
 def random_base(architecture: Architecture, mesh: Mesh, *, dtype: str) -> LLM:
@@ -113,11 +114,11 @@ def new_path(config: PathConfig, llm: LLM, mesh: Mesh, *, seed: int) -> Diffusio
     return start_from(path, llm) if config.layers == "dense" and config.dense_init == "lm" else path
 
 
-def open_weights(lineage: BaseAndAdapters, architecture: Architecture) -> TensorSource:
-    """The LM's tensors, with its adapters added as they are read; raises `InputError` for what does not fit."""
-    source: TensorSource = SafetensorsFolder.open(lineage.folder)
+def open_weights(language_model: BaseAndAdapters, architecture: Architecture) -> TensorSource:
+    """The LM's tensors, to which adapters are added on reading; raises `InputError` for tensors that do not fit."""
+    source: TensorSource = SafetensorsFolder.open(language_model.folder)
     check_llm(source, architecture)
-    for folder in lineage.adapters:
+    for folder in language_model.adapters:
         source = Adapted(source, Adapter.open(folder, architecture))
     return source
 
@@ -125,7 +126,7 @@ def open_weights(lineage: BaseAndAdapters, architecture: Architecture) -> Tensor
 def check_llm(source: TensorSource, architecture: Architecture) -> list[str]:
     """The names of the LM's tensors; raises `InputError` unless a source holds them all and nothing else.
 
-    The alias of a tied head and the rotary buffers of old exports are passed over.
+    The alias of a tied head and the rotary buffers of old exports are ignored.
     """
     shapes = mapping.tensor_shapes(LLM.declare(architecture, dtype=np.float32), mapping.LLM_ROWS)
     alias = {"lm_head.weight"} if architecture.tied else set()
@@ -142,7 +143,7 @@ def write_path(folder: Path, tensors: Mapping[str, Any], config: PathConfig, *, 
 
 
 def save_path(folder: Path, path: DiffusionPath, *, base: str) -> None:
-    """Write a path into an existing folder, on process 0; all processes must call it."""
+    """Write a path into an existing folder, on process 0; all processes must call this."""
     tensors = dict(mapping.tensors(path, mapping.PATH_ROWS))
     if processes.is_first():
         write_path(folder, tensors, path.config, base=base)
@@ -180,14 +181,14 @@ def base_name(folder: Path) -> str:
 
 
 def read_path_config(folder: Path) -> PathConfig:
-    """The options of a model folder's path; raises `InputError` for those that do not exist or do not go."""
+    """The options of a model folder's path; raises `InputError` for unknown options and values out of range."""
     options = read_json(folder / "path.json").get("path", {})
     config: PathConfig = from_dict(PathConfig, options, prefix=f"{folder}/path.json: path")
     return config
 
 
 def find_path(folder: Path, architecture: Architecture) -> tuple[PathConfig, TensorSource]:
-    """The options and the checked tensors of a model folder's path; raises `InputError` naming all that do not fit."""
+    """The options and tensors of a model folder's path; raises an `InputError` that names all that do not fit."""
     config = read_path_config(folder)
     source = SafetensorsFolder.open_file(folder / "path.safetensors")
     mapping.check_tensors(source, mapping.tensor_shapes(DiffusionPath.declare(config, architecture), mapping.PATH_ROWS))
@@ -200,16 +201,16 @@ def load_path(folder: Path, architecture: Architecture, mesh: Mesh) -> Diffusion
     return mapping.load_tree(DiffusionPath.declare(config, architecture), source, mesh, rows=mapping.PATH_ROWS)
 
 
-def _ends(folder: Path, raw: dict[str, Any], tokenizer: PreTrainedTokenizerFast | None) -> tuple[int, ...]:
-    """End tokens: those of generation_config.json or config.json, as transformers takes them, and the template's."""
+def _stop_ids(folder: Path, raw: dict[str, Any], tokenizer: PreTrainedTokenizerFast | None) -> tuple[int, ...]:
+    """Stop token ids: those of generation_config.json or else config.json, as in transformers, and the template's."""
     file = folder / "generation_config.json"
-    given = (read_json(file) if file.exists() else {}).get("eos_token_id", raw.get("eos_token_id"))
-    ends = [] if given is None else np.atleast_1d(given).tolist()
-    return tuple(dict.fromkeys([*ends, *(stop_ids(tokenizer) if tokenizer else ())]))
+    eos = (read_json(file) if file.exists() else {}).get("eos_token_id", raw.get("eos_token_id"))
+    ids = [] if eos is None else np.atleast_1d(eos).tolist()
+    return tuple(dict.fromkeys([*ids, *(stop_ids(tokenizer) if tokenizer else ())]))
 
 
 def _difference(config: ModelConfig, folder: Architecture) -> str:
-    given = vars(Architecture.from_hf(config.architecture or {}))
+    ours = vars(Architecture.from_hf(config.architecture or {}))
     return ", ".join(
-        f"{name} {given[name]} here, {value} there" for name, value in vars(folder).items() if given[name] != value
+        f"{name} {ours[name]} here, {value} there" for name, value in vars(folder).items() if ours[name] != value
     )

@@ -25,10 +25,10 @@ from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-LAYERS = {  # that may have an adapter, by the name that PEFT knows them by
+LAYERS = {  # the layers that may have an adapter, by PEFT's name of them
     name: f"model.layers.{{}}.{'self_attn' if name[0] in 'qkvo' else 'mlp'}.{name}" for name in PROJECTIONS
 }
-AXES = {  # inputs and outputs of each, as `weights.Row` writes them
+AXES = {  # inputs and outputs of each layer, in the notation of `mapping.Row`
     "q_proj": ("d", "n h"),
     "k_proj": ("d", "k h"),
     "v_proj": ("d", "k h"),
@@ -37,7 +37,7 @@ AXES = {  # inputs and outputs of each, as `weights.Row` writes them
     "up_proj": ("d", "f"),
     "down_proj": ("f", "d"),
 }
-ROWS = [  # of an `LLMAdapter`
+ROWS = [  # the table of an `LLMAdapter`
     row
     for name, (inward, outward) in AXES.items()
     for row in (
@@ -47,7 +47,7 @@ ROWS = [  # of an `LLMAdapter`
         ),
     )
 ]
-# Options of PEFT that would change the result, at the one value that is implemented here.
+# Options of PEFT that would change the result, each with the only value that is implemented here.
 PLAIN = {
     "peft_type": "LORA",
     "bias": "none",
@@ -73,57 +73,57 @@ class AdapterConfig:
 
     @property
     def scale(self) -> float:
-        """What the product of the two matrices counts."""
+        """The factor of the product of the two matrices."""
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter whose files have been checked; its weights are read when they are needed."""
+    """The checked files of an adapter; its weights are read when they are needed."""
 
     config: AdapterConfig
     source: TensorSource
 
     @classmethod
     def open(cls, folder: Path, architecture: Architecture) -> "Adapter":
-        """Raises `InputError` for an option that is not implemented and for tensors that do not fit."""
+        """Check the files of an adapter; raises `InputError` for unsupported options and tensors that do not fit."""
         config = read_adapter_config(folder / CONFIG)
         source = SafetensorsFolder.open_file(folder / WEIGHTS)
         mapping.check_tensors(source, adapter_shapes(config, architecture))
         return cls(config, source)
 
     def product(self, layer: str, index: tuple[slice, ...]) -> np.ndarray:
-        """The part `index` of scale x B A for one layer of the LM, in float32."""
+        """scale x B A of one layer of the LM, or the slice `index` of it, in float32."""
         up = self.source.read(f"{PREFIX}{layer}.lora_B.weight", (index[0],)).astype(np.float32)
         down = self.source.read(f"{PREFIX}{layer}.lora_A.weight", (slice(None), index[1])).astype(np.float32)
         return np.float32(self.config.scale) * (up @ down)
 
     def write(self, folder: Path, *, base: str) -> None:
-        """Write it into another existing folder, bit by bit."""
+        """Write the adapter into another existing folder; its tensors keep their bits."""
         write_adapter(folder, self.config, {n: self.source.read(n) for n in self.source.names()}, base=base)
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """The tensors of a base with an adapter: a `TensorSource`."""
+    """A `TensorSource`: the tensors of a base, to which an adapter is added."""
 
     base: TensorSource
     adapter: Adapter
 
     def names(self) -> frozenset[str]:
-        """Of all tensors."""
+        """The names of all tensors."""
         return self.base.names()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of one tensor."""
+        """The shape of one tensor."""
         return self.base.shape(name)
 
     def dtype(self, name: str) -> np.dtype:
-        """Of one tensor."""
+        """The type of one tensor."""
         return self.base.dtype(name)
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
-        """One tensor or a slice of it; those with an adapter in float32."""
+        """One tensor or a slice of it, in float32 where the adapter changes it."""
         tensor, layer = self.base.read(name, index), name.removesuffix(".weight")
         if f"{PREFIX}{layer}.lora_A.weight" not in self.adapter.source.names():
             return tensor
@@ -133,20 +133,20 @@ class Adapted:
 
 @dataclass(frozen=True)
 class Rounded:
-    """Tensors in the type that each has in its file, adapted or not: a `TensorSource`."""
+    """A `TensorSource` whose tensors are rounded to the type that each has in its file, adapted or not."""
 
     source: TensorSource
 
     def names(self) -> frozenset[str]:
-        """Of all tensors."""
+        """The names of all tensors."""
         return self.source.names()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of one tensor."""
+        """The shape of one tensor."""
         return self.source.shape(name)
 
     def dtype(self, name: str) -> np.dtype:
-        """Of one tensor."""
+        """The type of one tensor."""
         return self.source.dtype(name)
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
@@ -155,12 +155,12 @@ class Rounded:
 
 
 def has_adapter(folder: Path) -> bool:
-    """Whether one lies in a model folder."""
+    """Whether the folder holds a LoRA adapter."""
     return (folder / CONFIG).exists() or (folder / WEIGHTS).exists()
 
 
 def read_adapter_config(file: Path) -> AdapterConfig:
-    """PEFT's options; raises `InputError` for one that is missing, or that means something else than plain LoRA."""
+    """PEFT's options; raises `InputError` where one is missing, or asks for something other than plain LoRA."""
     raw = read_json(file)
     for name, value in PLAIN.items():
         if raw.get(name, value) not in (value, value or None):
@@ -180,7 +180,10 @@ def adapter_shapes(config: AdapterConfig, architecture: Architecture) -> dict[st
 
 
 def write_adapter(folder: Path, config: AdapterConfig, tensors: Mapping[str, np.ndarray], *, base: str) -> None:
-    """Write an adapter's two files into an existing folder, as PEFT reads them; the tensors keep their bits."""
+    """Write an adapter's two files into an existing folder, as PEFT reads them; the tensors keep their bits.
+
+    `base` is a hub id or a path; PEFT reads a relative path from the working directory, so an absolute one is better.
+    """
     options: dict[str, Any] = {
         **PLAIN,
         "task_type": "CAUSAL_LM",

@@ -3,7 +3,8 @@
 Only safetensors are read: pickles (*.bin, *.pt) can run code as they load. A header is checked in full as it is opened
 (the tensors must tile the data, see https://github.com/huggingface/safetensors, "Format"); data is memory-mapped for
 each read, so that a slice costs that slice. No check sees a flipped bit in the data, for which the format has no
-checksum, nor a file that changes after it was opened.
+checksum, nor a file that changes after it was opened. The library's own check names neither file nor tensor, sizes or
+remedy, and lets entries with unknown fields or 70 axes pass, so that headers are parsed here.
 """
 
 import json
@@ -73,15 +74,15 @@ class SafetensorsFolder:
         return cls(path, _read_header(path))
 
     def names(self) -> frozenset[str]:
-        """Of all tensors."""
+        """The names of all tensors."""
         return frozenset(self.records)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of one tensor; raises `InputError` where it is absent."""
+        """The shape of one tensor; raises `InputError` where it is absent."""
         return self._record(name).shape
 
     def dtype(self, name: str) -> np.dtype:
-        """Of one tensor, `ml_dtypes.bfloat16` for BF16; raises `InputError` where it is absent."""
+        """The type of one tensor, `ml_dtypes.bfloat16` for BF16; raises `InputError` where it is absent."""
         return self._record(name).dtype
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> Shaped[np.ndarray, "..."]:
@@ -165,7 +166,7 @@ def _read_shards(folder: Path, index: Path) -> dict[str, TensorRecord]:
 
 
 def _read_header(path: Path) -> dict[str, TensorRecord]:
-    """The checked records of one file, which is: the header's length (8 bytes), the header (JSON), the data."""
+    """The checked records of one file: the header's length (8 bytes), the header (JSON), the data."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

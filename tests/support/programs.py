@@ -124,7 +124,7 @@ class Base(NamedTuple):
 def open_base(config: ModelConfig, mesh: Mesh, *, seed: int = 0) -> Base:
     """Find the base model and load it onto the mesh."""
     found = model_folder.find_base(config)
-    return Base(found.load(dtype=config.dtype, mesh=mesh, seed=seed), found.tokenizer, found.ends)
+    return Base(found.load(dtype=config.dtype, mesh=mesh, seed=seed), found.tokenizer, found.stop_ids)
 
 
 def write_model(folder: Path, base: Path, mesh: Mesh, **changes: Any) -> Path:

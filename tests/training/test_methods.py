@@ -192,8 +192,8 @@ def test_updates_upon_updates(trained, tmp_path):
     """A chain of two adapters is followed; PEFT, which adds one, is not given it."""
     upper = trained / "lora" / "export"
     run(train, *options(model__name=upper, **BASELINES["lora"], train__steps=1), "--workdir", tmp_path / "two")
-    lineage = find_base_and_adapters(str(tmp_path / "two" / "export"))
-    assert lineage.adapters == (upper, tmp_path / "two" / "export")
+    language_model = find_base_and_adapters(str(tmp_path / "two" / "export"))
+    assert language_model.adapters == (upper, tmp_path / "two" / "export")
     np.testing.assert_allclose(logits(tmp_path / "two")[0], logits(tmp_path / "two" / "export")[0], atol=1e-5)
     outcome = call(convert.main, "export", "--model", tmp_path / "two", "--format", "peft", "--out", tmp_path / "out")
     assert "has 2 LoRA adapters, one upon the other: export it with another format" in outcome.error
@@ -333,9 +333,9 @@ def test_a_relative_base_is_relative_to_the_working_directory(trained, base, tmp
 
 def test_the_tokenizer_beside_an_adapter_goes_first(trained, base, tmp_path):
     folder = copy_adapter(trained, tmp_path / "adapter")
-    assert find_base_and_adapters(str(folder)).texts == base
+    assert find_base_and_adapters(str(folder)).tokenizer_folder == base
     shutil.copyfile(base / "tokenizer.json", folder / "tokenizer.json")
-    assert find_base_and_adapters(str(folder)).texts == folder
+    assert find_base_and_adapters(str(folder)).tokenizer_folder == folder
 
 
 def test_the_scale_of_an_adapter_is_kept(trained):

@@ -75,15 +75,15 @@ def test_qwen_weights_under_a_llama_config(tmp_path):
 
 def test_ends_are_all_that_could_end_an_answer(tmp_path):
     folder = write_base(tmp_path / "base", text=False)
-    assert model_folder.find_base(base_config(folder)).ends == ()
+    assert model_folder.find_base(base_config(folder)).stop_ids == ()
     edit_json(folder / "config.json", eos_token_id=5)
-    assert model_folder.find_base(base_config(folder)).ends == (5,)
+    assert model_folder.find_base(base_config(folder)).stop_ids == (5,)
     (folder / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
-    assert model_folder.find_base(base_config(folder)).ends == (7, 9)
+    assert model_folder.find_base(base_config(folder)).stop_ids == (7, 9)
     tokenizer.byte_tokenizer().save_pretrained(folder)
-    assert model_folder.find_base(base_config(folder)).ends == (7, 9, 258)
+    assert model_folder.find_base(base_config(folder)).stop_ids == (7, 9, 258)
     (folder / "generation_config.json").write_text('{"eos_token_id": 258}')
-    assert model_folder.find_base(base_config(folder)).ends == (258,)
+    assert model_folder.find_base(base_config(folder)).stop_ids == (258,)
 
 
 def test_a_base_without_a_tokenizer(tmp_path):
@@ -94,7 +94,7 @@ def test_random_weights_follow_the_seed(mesh):
     bases = [open_base(config().model, mesh, seed=seed) for seed in (0, 0, 1)]
     assert same_bits(bases[0].llm, bases[1].llm)
     assert not np.array_equal(bases[0].llm.embed, bases[2].llm.embed)
-    assert bases[0].ends == (258,)
+    assert bases[0].stop_ids == (258,)
 
 
 @pytest.mark.parametrize("changes", [{}, {"classes": 2}, {"layers": "dense"}])
