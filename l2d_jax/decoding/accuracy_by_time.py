@@ -50,4 +50,4 @@ def accuracy_by_time(
 def check_grid(settings: DecodeConfig) -> None:
     """Raise `InputError` for an adaptive solver, whose points differ from token to token."""
     if settings.solver not in FIXED:
-        raise InputError(f"accuracy against t needs a grid, which {settings.solver} has not: use midpoint")
+        raise InputError(f"accuracy against t needs a grid, which {settings.solver} does not have: use midpoint")

@@ -48,8 +48,9 @@ def trace(loaded: LoadedModel, request: Request, answers: Sequence[Sequence[int]
     model, settings, prompts, samples = loaded.model, request.settings, request.prompts, request.samples
     refinement = Refinement.prepare(model, settings)
     check_single_sample(settings)
-    if samples < 1 or len(answers) != samples * len(prompts):
-        raise InputError(f"{len(prompts)} prompts with {samples} samples each have not {len(answers)} answers")
+    count = samples * len(prompts)
+    if samples < 1 or len(answers) != count:
+        raise InputError(f"{len(prompts)} prompts with {samples} samples each take {count} answers, got {len(answers)}")
     longest = max(1, *map(len, answers)) if answers else 1
     ids = [prompt.ids for prompt in prompts]
     check_prompts(ids, dataclasses.replace(settings, max_new_tokens=longest), model.llm.architecture)

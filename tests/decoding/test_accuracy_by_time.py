@@ -30,8 +30,8 @@ def test_it_begins_with_the_language_model_and_ends_with_the_answer(loaded):
     for prompt, answer in zip(PROMPTS, ANSWERS, strict=True):
         ids = jnp.array([[*prompt, *answer[:-1]]])
         hidden, _ = llm(ids, jnp.arange(ids.shape[1])[None])
-        chances = jax.nn.softmax(llm.logits(hidden[0, len(prompt) - 1 :]))
-        right += [float(row[token]) for row, token in zip(chances, answer, strict=True)]
+        probs = jax.nn.softmax(llm.logits(hidden[0, len(prompt) - 1 :]))
+        right += [float(row[token]) for row, token in zip(probs, answer, strict=True)]
     assert found["expected"][0] == pytest.approx(np.mean(right), rel=1e-4)
     traces = trace(loaded, PROMPTS, ANSWERS, settings=SETTINGS, seed=3)
     assert found["greedy"][-1] == pytest.approx(np.mean([t.likeliest == t.token for row in traces for t in row]))
@@ -46,5 +46,5 @@ def test_evaluations_are_those_of_traces(loaded):
 
 
 def test_an_adaptive_solver_has_no_grid(loaded):
-    with pytest.raises(InputError, match="needs a grid, which bosh3 has not"):
+    with pytest.raises(InputError, match="needs a grid, which bosh3 does not have"):
         accuracy_by_time(loaded, PROMPTS, ANSWERS, settings=DecodeConfig(solver="bosh3", budget=64))

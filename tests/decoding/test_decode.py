@@ -76,7 +76,7 @@ def test_a_budget_of_one_generates_what_the_language_model_does() -> None:
 
 
 def test_decoding_equals_a_loop_without_a_cache() -> None:
-    """Each token draws from its sequence's key and its own number."""
+    """Each token is sampled with its sequence's key and its own number."""
     model = tiny.model()
     found = generate(model, start(model, PROMPTS), 5, **SAMPLED)
     settings = Refinement.from_config(DecodeConfig(**SAMPLED), budget=5)
@@ -97,7 +97,7 @@ def test_decoding_equals_a_loop_without_a_cache() -> None:
 
 
 def test_one_program_serves_all_budgets_and_temperatures() -> None:
-    model, seen = tiny.model(), set()
+    model, outputs = tiny.model(), set()
     generate(model, start(model, PROMPTS), 1)
     compiled = decode_tokens._cache_size()
     for budget, options in [
@@ -108,8 +108,8 @@ def test_one_program_serves_all_budgets_and_temperatures() -> None:
         (3, {"temperature": 2.0, "top_k": 5, "top_p": 0.9}),
         (3, {"gate": 1.0}),
     ]:
-        seen.add(generate(model, start(model, PROMPTS), budget, **options).tobytes())
-    assert len(seen) >= 5
+        outputs.add(generate(model, start(model, PROMPTS), budget, **options).tobytes())
+    assert len(outputs) >= 5
     assert decode_tokens._cache_size() == compiled
 
 
@@ -172,10 +172,10 @@ def test_classes_guide_each_sequence() -> None:
     assert not np.allclose(logits[0], logits[1], atol=1e-2)
 
 
-# --- several draws, copies, gates, and logits that are not numbers ---
+# --- several noise samples, copies, gates, and logits that are not numbers ---
 
 
-def test_the_mean_of_several_draws_is_of_probabilities() -> None:
+def test_the_mean_of_several_noise_samples_is_of_probabilities() -> None:
     model, state = tiny.model(), start(tiny.model(), PROMPTS)
     settings = Refinement.from_config(DecodeConfig(), budget=5)
     noise, keys = jax.random.normal(jax.random.key(0), (3, 4, 16)), jax.random.split(jax.random.key(1), (3, 4))
@@ -188,7 +188,7 @@ def test_the_mean_of_several_draws_is_of_probabilities() -> None:
     assert np.abs(jax.nn.softmax(each[0]) - wanted).max() > 1e-3
 
 
-def test_copies_share_the_prefill_and_differ_in_their_draws() -> None:
+def test_copies_share_the_prefill_and_differ_in_their_samples() -> None:
     model = tiny.model()
     alone = generate(model, start(model, PROMPTS), 3, **SAMPLED)
     copies = generate(model, fan_out(start(model, PROMPTS), copies=3), 3, **SAMPLED).reshape(3, 3, 6)

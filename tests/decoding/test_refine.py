@@ -29,7 +29,7 @@ def _read(model: Model, tokens: jax.Array) -> Context:
 
 
 def context(model: Model, tokens: jax.Array, *, labels: Any = None, last: int = 6) -> Context:
-    """Of the last few positions."""
+    """The context of the last few positions."""
     read = _read(model, tokens)
     return Context(read.hidden[:, -last:], read.cache, read.positions[:, -last:], labels)
 
@@ -143,11 +143,11 @@ def test_one_program_serves_all_budgets_temperatures_and_strengths() -> None:
     model = tiny.model(classes=3)
     at = context(model, tiny.tokens(1, 4), last=2, labels=jnp.array([[0, 2]]))
     fresh = jax.jit(lambda *arguments, **options: refine(*arguments, **options))
-    seen = set()
+    outputs = set()
     for budget, temperature, anneal, guidance in [(1, 0.0, False, 1.0), (3, 0.5, True, 0.0), (15, 1.0, False, 2.0)]:
         chosen = settings(budget, guidance=guidance, velocity_temperature=temperature, anneal=anneal)
-        seen.add(fresh(model, at, noise(1, 2), settings=chosen, keys=keys(1, 2)).tobytes())
-    assert len(seen) == 3
+        outputs.add(fresh(model, at, noise(1, 2), settings=chosen, keys=keys(1, 2)).tobytes())
+    assert len(outputs) == 3
     assert fresh._cache_size() == 1
 
 
@@ -156,11 +156,11 @@ def test_a_budget_out_of_reach_is_refused() -> None:
         settings(16)
 
 
-# --- draws ---
+# --- sampled velocities ---
 
 
-def test_draws_depend_on_the_key_of_their_position_alone() -> None:
-    """The same key draws the same, whatever stands beside it, and another key draws something else."""
+def test_sampled_tokens_depend_on_the_key_of_their_position_alone() -> None:
+    """The same key gives the same, whatever stands beside it, and another key gives something else."""
     model = tiny.model()
     at, x, each = context(model, tiny.tokens(3, 6)), noise(3, 6), keys(3, 6)
     chosen = settings(7, velocity_temperature=2.0)
@@ -212,19 +212,19 @@ def test_the_last_annealed_draw_is_the_arg_max(solver: str) -> None:
 
 def test_estimates_of_a_drawn_token_and_of_the_mean() -> None:
     model, hidden = tiny.model(), 3 * jax.random.normal(jax.random.key(0), (1, 400, 32))
-    hidden = jnp.broadcast_to(hidden[:, :1], hidden.shape)  # one distribution, many draws
+    hidden = jnp.broadcast_to(hidden[:, :1], hidden.shape)  # one distribution, many samples
     read = jax.jit(partial(estimate, model, hidden), static_argnames="kind")
     logits = plain.logits(model.llm, np.array(hidden[0, 0]))
     table = plain.f64(model.table)
     for temperature in (0.0, 0.7):
-        shares = np.exp(logits / temperature) if temperature else (logits == logits.max()).astype(float)
-        shares /= shares.sum()
+        probs = np.exp(logits / temperature) if temperature else (logits == logits.max()).astype(float)
+        probs /= probs.sum()
         mean = read(temperature=jnp.float32(temperature), keys=keys(1, 400), kind="expectation")
-        np.testing.assert_allclose(mean[0, 0], shares @ table, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(mean[0, 0], probs @ table, rtol=1e-3, atol=1e-4)
         drawn = read(temperature=jnp.float32(temperature), keys=keys(1, 400), kind="sample")[0]
         tokens = np.abs(np.array(drawn)[:, None] - table).max(axis=-1).argmin(axis=1)
         np.testing.assert_array_equal(drawn, model.table[tokens])
-        np.testing.assert_allclose(np.bincount(tokens, minlength=96) / 400, shares, atol=0.08)
+        np.testing.assert_allclose(np.bincount(tokens, minlength=96) / 400, probs, atol=0.08)
 
 
 # --- guidance ---

@@ -16,14 +16,14 @@ run = jax.jit(sample_tokens)
 
 
 def frequencies(*, allowed: Any = None, **options: Any) -> np.ndarray:
-    """Of many draws."""
+    """The frequencies of many samples."""
     sampling = SamplingOptions.from_config(DecodeConfig(**{"temperature": 1.0, **options}), allowed=allowed)
     keys = jax.random.split(jax.random.key(0), 4000)
     tokens = run(keys, jnp.broadcast_to(jnp.asarray(LOGITS, jnp.float32), (4000, 6)), sampling)
     return np.bincount(tokens, minlength=6) / 4000
 
 
-def shares(kept: list[int], temperature: float = 1.0) -> np.ndarray:
+def probabilities(kept: list[int], temperature: float = 1.0) -> np.ndarray:
     weights = np.where(np.isin(np.arange(6), kept), np.exp(LOGITS / temperature), 0)
     return weights / weights.sum()
 
@@ -41,7 +41,7 @@ def shares(kept: list[int], temperature: float = 1.0) -> np.ndarray:
         ({"top_p": 0.64}, [0, 1]),
         ({"top_p": 0.66}, [0, 1, 2]),
         ({"top_k": 3, "top_p": 0.6}, [0, 1]),  # of .5, .3125, .1875
-        ({"temperature": 2.0, "top_p": 0.45}, [0, 1]),  # of flatter shares
+        ({"temperature": 2.0, "top_p": 0.45}, [0, 1]),  # of flatter probabilities
         ({"allowed": [False, True, False, True, True, False]}, [1, 3, 4]),
         ({"allowed": [False, True, False, True, True, False], "top_k": 2}, [1, 3]),
         ({"allowed": [False, False, False, True, True, False], "temperature": 0.0}, [3]),
@@ -49,7 +49,7 @@ def shares(kept: list[int], temperature: float = 1.0) -> np.ndarray:
 )
 def test_frequencies(options: dict[str, Any], kept: list[int]) -> None:
     temperature = options.get("temperature", 1.0) or 1.0
-    np.testing.assert_allclose(frequencies(**options), shares(kept, temperature), atol=0.03)
+    np.testing.assert_allclose(frequencies(**options), probabilities(kept, temperature), atol=0.03)
 
 
 def test_each_sequence_may_have_its_own() -> None:

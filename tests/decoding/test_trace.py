@@ -81,8 +81,8 @@ def read(model, ids):
 
 
 def entropy(logits):
-    chances = np.exp(np.float64(logits) - np.logaddexp.reduce(np.float64(logits)))
-    return -np.sum(chances * np.log(chances))
+    probs = np.exp(np.float64(logits) - np.logaddexp.reduce(np.float64(logits)))
+    return -np.sum(probs * np.log(probs))
 
 
 @pytest.mark.parametrize("options", [FIXED, ADAPTIVE], ids=["fixed", "adaptive"])
@@ -96,20 +96,20 @@ def test_a_trace_is_that_of_a_loop_over_every_point(loaded, options):
     assert (traced[hardest].rejected > 0) == (options is ADAPTIVE)
     for number in (hardest, 5, trajectory.CHUNK + 2):
         text = [*PROMPTS[0], *answer[:number]]
-        ids = jnp.array([text + [0] * (80 - len(text))], jnp.int32)  # what follows is not seen
+        ids = jnp.array([text + [0] * (80 - len(text))], jnp.int32)  # what follows is masked
         hidden, cache = read(model, ids)
         hidden, at = hidden[:, len(text) - 1 : len(text)], jnp.array([[len(text) - 1]], jnp.int32)
         context = Context(hidden, cache, at, jnp.array([[1]]))
         keys = jax.random.split(jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 0), number), 3)
         noise = 64 * jax.random.normal(keys[0], (16,))[None, None]
         follow = partial(points, model, context, noise, keys[1][None, None], refinement)
-        seen = [follow(jnp.int32(n), refinement.steps) for n in range(int(refinement.steps) + 1)]
-        likeliest = [int(jnp.argmax(logits)) for logits, _, _ in seen]
+        passed = [follow(jnp.int32(n), refinement.steps) for n in range(int(refinement.steps) + 1)]
+        likeliest = [int(jnp.argmax(logits)) for logits, _, _ in passed]
         wrong = [n for n, token in enumerate(likeliest) if token != likeliest[-1]]
-        logits, _, (accepted, rejected) = seen[-1]
+        logits, _, (accepted, rejected) = passed[-1]
         found = traced[number]
         assert found.likeliest == likeliest[-1]
-        assert found.settled == pytest.approx(float(seen[max(wrong, default=-1) + 1][1]), abs=1e-3)
+        assert found.settled == pytest.approx(float(passed[max(wrong, default=-1) + 1][1]), abs=1e-3)
         assert found.rejected == rejected
         assert found.evaluations == (15 if options is FIXED else 2 + 2 * (accepted + rejected))
         assert found.entropy == pytest.approx(entropy(logits), abs=1e-3)
@@ -161,7 +161,7 @@ def test_an_answer_without_tokens(loaded):
     ("changes", "options", "message"),
     [
         ({"draws": 2}, {}, "a trace follows one noise sample per token, got draws 2"),
-        ({}, {"samples": 2}, "2 prompts with 2 samples each have not 2 answers"),
+        ({}, {"samples": 2}, "2 prompts with 2 samples each take 4 answers, got 2"),
         ({}, {"labels": [1]}, "one class label per prompt, got 1 for 2 prompts"),
         ({}, {"labels": [1, 2]}, "class label 2 is unknown"),
         ({"budget": 4}, {}, "a budget of 4 evaluations is unreachable for midpoint"),
