@@ -1,8 +1,8 @@
 """Measures speed on this machine: `python -m l2d_jax.benchmark train|decode --config configs/smollm2_135m.py`.
 
-Random weights of the config's architecture and random tokens, so that nothing is downloaded. `train` takes the batch
-from the config; its rate is compared with that of a float32 matrix product in the same run. `decode` takes solver and
-draws from the config, and compares the time of an evaluation with that of reading its weights.
+Weights and tokens are random, in the config's architecture, so that nothing is downloaded. `train` takes the batch from
+the config, and compares its rate with that of a float32 matrix product in the same run. `decode` takes solver and noise
+samples from the config, and compares the time of an evaluation with the time to read its weights.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def _measure_decode(options: argparse.Namespace, config: Config) -> dict[str, Any]:
-    """Check what was asked for, measure, and draw; raises `InputError` before anything is built."""
+    """Check the options, measure, and draw; raises `InputError` before anything is built."""
     for name in ("batches", "budgets", "prompt", "new"):
         given = getattr(options, name)
         require(min(given if isinstance(given, list) else [given]) > 0, f"--{name} must be positive, got {given}")
@@ -62,7 +62,7 @@ def _measure_decode(options: argparse.Namespace, config: Config) -> dict[str, An
 
 
 def training_table(figures: dict[str, Any]) -> list[str]:
-    """The figures of a whole step, then where its time goes."""
+    """Lines with the figures of a whole step, then the time of its parts."""
     lines = [f"{name:<36} {value:>12,.2f}" for name, value in figures.items() if name != "parts"]
     lines += ["", "part            seconds  of the step  share of the matrix product's rate"]
     peak, whole = 1e9 * figures["float32 matrix product, GFLOP/s"], figures["seconds per step"]
@@ -73,7 +73,7 @@ def training_table(figures: dict[str, Any]) -> list[str]:
 
 
 def decoding_table(figures: dict[str, Any]) -> list[str]:
-    """Speed by batch size and budget, then the time of an evaluation by batch size."""
+    """Lines with the speed by batch size and budget, then the time of an evaluation by batch size."""
     lines = ["batch  budget  tokens per second  milliseconds per token"]
     for row in figures["rows"]:
         line = f"{row['batch']:>5}  {row['budget']:>6}  {row['tokens per second']:>17.2f}"

@@ -1,9 +1,10 @@
 """Compiles for a TPU without one: `python -m l2d_jax.compile --config configs/qwen7b.py --topology v5e:16x16`.
 
-The real training step and the real decoding, from shapes alone, on an ordinary machine with libtpu: whether they fit
-the memory of each chip, what they compute and move, and the compiler's own estimate of the time. All figures are per
-device, which is a chip except on tpu7x, where a chip is two. The estimate is of computing alone: it holds as far as
-collectives hide behind that. It takes minutes, and is kept: the same question again is answered at once.
+The training step and decoding are compiled from shapes alone, on an ordinary machine with libtpu. The answer says
+whether they fit the memory of each chip, what they compute and move, and the time by the compiler's own estimate. All
+figures are per device, which is a chip except on tpu7x, where a chip has two. The time is of computation alone; it
+holds as far as collectives overlap with it. Compiling takes minutes, and the answer is kept: the same question again is
+answered at once.
 """
 
 import hashlib
@@ -34,15 +35,15 @@ from l2d_jax.performance.topologies import GENERATIONS, Topology
 from l2d_jax.training.step import check_batch
 from l2d_jax.weights import model_folder
 
-LIBRARIES = ("jax", "jaxlib", "libtpu", "flax", "optax", "diffrax")  # that the compiled program depends on
-EVERY = 10  # seconds between two lines of progress
+LIBRARIES = ("jax", "jaxlib", "libtpu", "flax", "optax", "diffrax")  # which the compiled program depends on
+EVERY = 10  # seconds between lines of progress
 
 Work = Literal["train", "decode"]
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is compiled, and for what."""
+    """What is compiled, and for which devices."""
 
     work: Work
     config: Config
@@ -51,7 +52,7 @@ class Question:
     prompt: int  # tokens of each prompt, in decoding
 
     def key(self) -> str:
-        """A name for all that the answer depends on: the question, the libraries and the source of this project."""
+        """A hash of all that the answer depends on: the question, the libraries and this project's source."""
         versions = [importlib.metadata.version(name) for name in LIBRARIES]
         sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py")))
         asked = asdict(self)
@@ -62,13 +63,13 @@ class Question:
         return hashlib.sha256(text.encode() + sources).hexdigest()[:24]
 
     def lower(self, mesh: Mesh) -> jax.stages.Lowered:
-        """The program, traced for a mesh over the topology's devices; raises `InputError` as its parts do."""
+        """The program, traced for a mesh over the topology's devices; raises `InputError` as `lowering` does."""
         if self.work == "train":
             return lowering.lower_train(self.config, mesh)
         return lowering.lower_decode(self.config, mesh, batch=self.batch, prompt=self.prompt)
 
     def useful(self) -> tuple[int, int]:
-        """Tokens of one execution on all devices, and the operations they need: nothing that is computed again."""
+        """Tokens of one execution on all devices, and the FLOPs that they need, without recomputation."""
         config, architecture = self.config, model_folder.read_architecture(self.config.model)
         if self.work == "train":
             flops = costs.flops_per_step(config, architecture)
@@ -78,7 +79,7 @@ class Question:
 
 
 def main() -> int:
-    """Parse the command line, compile what is not known yet, and print; 1 if something does not fit."""
+    """Parse the command line, compile what is not in the cache, and print; 1 if a program does not fit."""
     parser = command_line.Parser(prog="python -m l2d_jax.compile", description=__doc__)
     parser.add_argument("--config", required=True, help=config_file.CONFIG_HELP)
     parser.add_argument("--topology", required=True, help=f"a slice, such as v5e:16x16: {', '.join(GENERATIONS)}")
@@ -131,7 +132,7 @@ def answer(question: Question, mesh: Mesh, *, folder: Path | None = None) -> dic
 
 
 def compile_and_read(question: Question, mesh: Mesh, folder: Path | None) -> dict[str, Any]:
-    """The answer, which takes minutes."""
+    """The answer, which takes minutes to compile."""
     lowered = question.lower(mesh)
     try:
         compiled = lowered.compile()
@@ -157,7 +158,7 @@ def compile_and_read(question: Question, mesh: Mesh, folder: Path | None) -> dic
 
 
 def title(question: Question, found: dict[str, Any], mesh: Mesh) -> str:
-    """What a table is about."""
+    """The title of a table."""
     sizes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items())
     origin = "from the cache" if found["cached"] else f"compiled in {found['seconds of compiling']:.0f} s"
     return f"{question.work} on {question.topology.name}, {mesh.size} devices, {sizes} ({origin}); per device:"
@@ -165,7 +166,7 @@ def title(question: Question, found: dict[str, Any], mesh: Mesh) -> str:
 
 @contextmanager
 def _progress(what: str) -> Iterator[None]:
-    """Say on standard error every few seconds how long the work has taken."""
+    """Print every few seconds on standard error how long the work has taken."""
     began, done = time.monotonic(), threading.Event()
 
     def report() -> None:

@@ -1,8 +1,9 @@
 """Evaluates a model on the paper's tasks: `python -m l2d_jax.evaluate --workdir DIR --tasks gsm8k,mmlu --budget 1 15`.
 
-Problems, prompts and strict scores are those of the paper; beside each stands a relaxed score. Results go to
-`DIR/eval/<task>/<solver>-<budget>/`: `samples.jsonl`, a line per problem with prompt, completions, what was extracted
-and the scores, and `results.json`. The same command again goes on where it stopped. A budget of 1 is the LM itself.
+Problems, prompts and strict scores are those of the paper; each strict score has a relaxed one beside it. Results go to
+`DIR/eval/<task>/<solver>-<budget>/`: `samples.jsonl` has a line per problem with prompt, completions, extracted answers
+and scores, and `results.json` has the figures. The same command again continues where it stopped. A budget of 1 is the
+LM itself.
 """
 
 import argparse
@@ -32,22 +33,22 @@ from l2d_jax.weights import model_folder
 
 
 class Session(NamedTuple):
-    """A model that is ready to be asked."""
+    """A loaded model with the options that it was opened by."""
 
     options: argparse.Namespace
     found: Folder
     loaded: LoadedModel
-    run: Run | None
+    run: Run | None  # runs generated programs; None: no task needs it
 
 
 def main() -> None:
-    """Parse the command line, open the model, and ask."""
+    """Parse the command line, open the model, and evaluate."""
     options, config = parse_arguments(command_line.Parser(prog="python -m l2d_jax.evaluate", description=__doc__))
-    ask(*open_session(options, config))
+    run_plans(*open_session(options, config))
 
 
 def open_session(options: argparse.Namespace, config: Config | None) -> tuple[Session, list[TaskPlan]]:
-    """Read the problems, then load the model; raises `InputError`."""
+    """Read the problems, check them and the results' folders, then load the model; raises `InputError`."""
     rows.keep_quiet()
     found = find(options.workdir or options.model, dtype=options.dtype)
     if config is not None:
@@ -64,15 +65,14 @@ def open_session(options: argparse.Namespace, config: Config | None) -> tuple[Se
         labels = {label_of(one.problem, plan.protocol) for plan in plans for one in plan.problems}
         check_labels(found.path_config, sorted(label for label in labels if label is not None))
     step = newest_step(found)  # resolved once: a training run may save another meanwhile
-    processes.decide(
-        lambda: [open_results(plan, options, found, step).folder.name for plan in plans]
-    )  # before any weight
+    # Other evaluations in these folders are refused before any weight is read.
+    processes.decide(lambda: [open_results(plan, options, found, step).folder.name for plan in plans])
     loaded = load(options.workdir or options.model, mesh=mesh, dtype=options.dtype, step=step)
     return Session(options, found, loaded, run), plans
 
 
-def ask(session: Session, plans: Sequence[TaskPlan]) -> None:
-    """Ask task by task and budget by budget, and print a line for each; raises `InputError` as `evaluate`."""
+def run_plans(session: Session, plans: Sequence[TaskPlan]) -> None:
+    """Evaluate plan by plan, and print a line for each; raises `InputError` as `evaluate_task` does."""
     loaded = session.loaded
     for plan in plans:
         task, problems, settings, protocol = plan
@@ -82,7 +82,7 @@ def ask(session: Session, plans: Sequence[TaskPlan]) -> None:
 
 
 def parse_arguments(parser: command_line.Parser) -> tuple[argparse.Namespace, Config | None]:
-    """The command line and the config, if one is given; raises `InputError`."""
+    """The options, and the config if the command line names one; raises `InputError`."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--workdir", type=command_line.local_path, help="a workdir of training: its newest checkpoint")
     source.add_argument("--model", help="a model folder, a hub id or a GGUF file; without a path the budget is 1")
@@ -131,12 +131,12 @@ def parse_arguments(parser: command_line.Parser) -> tuple[argparse.Namespace, Co
 
 
 def class_label(text: str) -> int | str:
-    """The value of `--label`."""
+    """The value of `--label`: "category", or the number of a class."""
     return text if text == "category" else int(text)
 
 
 def _line(plan: TaskPlan, figures: dict[str, Any]) -> str:
-    """One line for people."""
+    """Accuracy and speed of an evaluation in one line."""
     shown = ", ".join(f"{kind} {interval(accuracy_interval(figures, kind))}" for kind in KINDS)
     speed = figures["speed"]
     took = f"{speed['problems']} answered in {speed['seconds']:.0f} s"

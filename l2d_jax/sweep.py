@@ -16,7 +16,7 @@ from l2d_jax.decoding.solver import AMPLE
 from l2d_jax.decoding.trace import mean_evaluations
 from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError
-from l2d_jax.evaluate import ask, open_session, parse_arguments
+from l2d_jax.evaluate import open_session, parse_arguments, run_plans
 from l2d_jax.evaluation.plan import TaskPlan, results_folder
 from l2d_jax.files import write_whole
 from l2d_jax.reports.evaluation import WITHIN
@@ -37,7 +37,7 @@ def main() -> None:
     largest = {plan.task.name: plan for plan in sorted(plans, key=lambda plan: plan.settings.budget)}
     for plan in largest.values():
         check_grid(plan.settings)
-    ask(session, plans)
+    run_plans(session, plans)
     for name, plan in largest.items():
         found = _trace_answers(session.loaded, plan)
         if processes.is_first():
@@ -45,7 +45,7 @@ def main() -> None:
     if options.label is not None:
         last = [plan for plan in plans if plan.settings.budget == options.budget[-1]]
         for strength in options.strengths:
-            ask(session, [plan._replace(settings=replace(plan.settings, guidance=strength)) for plan in last])
+            run_plans(session, [plan._replace(settings=replace(plan.settings, guidance=strength)) for plan in last])
     if processes.is_first():
         report.report_workdir(options.workdir or options.out, {})
 
