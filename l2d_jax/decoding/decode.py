@@ -58,7 +58,7 @@ def prefill(
         hidden, prompt = llm(tokens, positions)
     else:
         _, once = llm(prefix[None], jnp.arange(first, dtype=jnp.int32)[None])
-        cache = dataclasses.replace(cache, shared=once)
+        cache = dataclasses.replace(cache, prefix=once)
         hidden, prompt = llm(tokens, positions, cache)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
     no = jnp.zeros(batch, bool)

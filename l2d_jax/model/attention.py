@@ -33,7 +33,7 @@ def attention(
     q_positions: Int[Array, "B T"] | None = None,
     kv_segments: Int[Array, "B S"] | None = None,
     q_segments: Int[Array, "B T"] | None = None,
-    shared: tuple[Float[Array, "before K H"], Float[Array, "before K H"]] | None = None,
+    prefix: tuple[Float[Array, "P K H"], Float[Array, "P K H"]] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attention to the keys at or before each query, of the same segment; slots of position -1 are empty and unseen.
 
@@ -46,7 +46,7 @@ def attention(
         slots.
       kv_segments: sequences that share a row have a number each; None: one sequence a row.
       q_segments: the same of the queries, where their positions are given.
-      shared: keys and values that every query sees beside those, of all rows at once.
+      prefix: keys and values of tokens that come before those of every row; every query sees them.
     """
     platform = sharding.platform()
     if q_positions is None:
@@ -59,7 +59,7 @@ def attention(
     seen = (kv_positions[:, None, :] <= q_positions[:, :, None]) & (kv_positions[:, None, :] >= 0)
     if q_segments is not None and kv_segments is not None:
         seen &= kv_segments[:, None, :] == q_segments[:, :, None]
-    return plain(q, k, v, seen, platform=platform, shared=shared)
+    return plain(q, k, v, seen, platform=platform, prefix=prefix)
 
 
 def is_tiled(length: int) -> bool:
@@ -75,19 +75,19 @@ def plain(
     seen: Bool[Array, "B T S"],
     *,
     platform: str,
-    shared: tuple[Array, Array] | None = None,
+    prefix: tuple[Array, Array] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attention under a mask, by cuDNN or XLA; XLA, which holds all scores, takes some queries at a time."""
-    is_half = q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[1] > 1 and shared is None
+    is_half = q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[1] > 1 and prefix is None
     kernel: Any = "cudnn" if platform == "gpu" and is_half else "xla"
 
     def attend(own: tuple[Array, Array]) -> Array:
         q, seen = own
-        if shared is not None:
-            return after(q, k, v, seen, shared=shared)
+        if prefix is not None:
+            return after(q, k, v, seen, prefix=prefix)
         return jax.nn.dot_product_attention(q, k, v, mask=seen[:, None], implementation=kernel)
 
-    pieces, scores = 1, q.size // q.shape[3] * (k.shape[1] + (0 if shared is None else len(shared[0])))
+    pieces, scores = 1, q.size // q.shape[3] * (k.shape[1] + (0 if prefix is None else len(prefix[0])))
     while kernel == "xla" and scores > SCORES * pieces and q.shape[1] % (2 * pieces) == 0:
         pieces *= 2
     if pieces == 1:
@@ -96,15 +96,15 @@ def plain(
     return checkpoint_name(jnp.moveaxis(jax.lax.map(attend, tuple(split)), 0, 1).reshape(q.shape), NAME)
 
 
-def after(q: Array, k: Array, v: Array, seen: Array, *, shared: tuple[Array, Array]) -> Float[Array, "B T N H"]:
-    """Attention to keys of each row under a mask, and to `shared` ones, which are read once and not once a row."""
+def after(q: Array, k: Array, v: Array, seen: Array, *, prefix: tuple[Array, Array]) -> Float[Array, "B T N H"]:
+    """Attention to the keys of each row under a mask, and to those of the prefix, which are read once for all rows."""
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     own = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, k, preferred_element_type=jnp.float32)
     own = jnp.where(seen[:, None, None], own, -jnp.inf)
-    first = jnp.einsum("BTKGH,SKH->BKGTS", grouped, shared[0], preferred_element_type=jnp.float32)
+    first = jnp.einsum("BTKGH,SKH->BKGTS", grouped, prefix[0], preferred_element_type=jnp.float32)
     chances = jax.nn.softmax(jnp.concatenate([first, own], axis=-1) * q.shape[3] ** -0.5).astype(v.dtype)
-    first, own = jnp.split(chances, [len(shared[0])], axis=-1)
-    mean = jnp.einsum("BKGTS,SKH->BTKGH", first, shared[1]) + jnp.einsum("BKGTS,BSKH->BTKGH", own, v)
+    first, own = jnp.split(chances, [len(prefix[0])], axis=-1)
+    mean = jnp.einsum("BKGTS,SKH->BTKGH", first, prefix[1]) + jnp.einsum("BKGTS,BSKH->BTKGH", own, v)
     return mean.reshape(q.shape)
 
 

@@ -23,6 +23,7 @@ from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.attention import attention
 from l2d_jax.model.context import Context
 from l2d_jax.model.gathering import gather
+from l2d_jax.model.kv_cache import LayerCache
 from l2d_jax.model.layers import Linear, Lora, Mlp, kept_product, rms_norm, rope, rope_frequencies
 from l2d_jax.model.llm import LLM, bias
 from l2d_jax.model.llm import Layers as LLMLayers
@@ -188,8 +189,8 @@ class DiffusionPath(nnx.Module):
                 return kept_product(y, weight, own, scale=scale, dims=dims)
             return kept_product(y, own, dims=dims)
 
-        def block(x: Array, scanned: tuple[LLMLayers, PathLayers, Any, Array | None]) -> tuple[Array, None]:
-            w, own, (k, v, before), known = scanned
+        def block(x: Array, scanned: tuple[LLMLayers, PathLayers, LayerCache, Array | None]) -> tuple[Array, None]:
+            w, own, past, known = scanned
             w, own = gather(w, shared, dtype=dtype), gather(own, declared, dtype=dtype)
             q_bias = w.q_bias if own.q_bias is None else own.q_bias
             parts = _modulate(own.modulation, condition) if known is None else jnp.moveaxis(known, -2, 0)
@@ -199,13 +200,13 @@ class DiffusionPath(nnx.Module):
                 q = rope(project(y, w.q, own.q) + bias(q_bias, y), angles, frequencies)
                 y = attention(
                     q,
-                    k,
-                    v,
+                    past.k,
+                    past.v,
                     q_positions=positions,
                     kv_positions=cache.positions,
                     q_segments=context.segments,
                     kv_segments=cache.segments,
-                    shared=before,
+                    prefix=past.prefix,
                 )
                 x = x + gate_1 * project(y, w.o, own.o, dims=2)
             with jax.named_scope("mlp"):

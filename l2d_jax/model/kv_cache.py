@@ -1,6 +1,6 @@
 """Keys and values of the main path, which decoding extends and the diffusion path reads."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,14 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from l2d_jax.model.architecture import Architecture
+
+
+class LayerCache(NamedTuple):
+    """What the attention of one layer reads; or, with a leading L, of all layers for a scan over them."""
+
+    k: Float[Array, "*L B S K H"]
+    v: Float[Array, "*L B S K H"]
+    prefix: tuple[Float[Array, "*L P K H"], Float[Array, "*L P K H"]] | None  # keys and values that all rows share
 
 
 @nnx.dataclass
@@ -19,7 +27,7 @@ class KVCache(nnx.Module):
     positions: Int[Array, "B S"] = nnx.data()  # of the token in each slot; -1: empty
     used: Int[Array, ""] = nnx.data()  # slots written so far, the same for the whole batch
     segments: Int[Array, "B S"] | None = nnx.data(default=None)  # sequence of each slot; None: one sequence per row
-    shared: "KVCache | None" = nnx.data(default=None)  # one row, full: of tokens that come before those of every row
+    prefix: "KVCache | None" = nnx.data(default=None)  # one full row: the tokens that come before those of every row
 
     @classmethod
     def empty(cls, architecture: Architecture, batch: int, slots: int, *, dtype: Any) -> "KVCache":
@@ -42,9 +50,10 @@ class KVCache(nnx.Module):
             v=write(self.v, new.v, 2),
             positions=write(self.positions, new.positions, 1),
             used=self.used + new.used,
-            shared=self.shared,
+            prefix=self.prefix,
         )
 
-    def layers(self) -> tuple[Array, Array, tuple[Array, Array] | None]:
-        """Keys and values, for a scan over layers: each row's own, and those that all rows share."""
-        return self.k, self.v, None if self.shared is None else (self.shared.k[:, 0], self.shared.v[:, 0])
+    def layers(self) -> LayerCache:
+        """Keys and values, for a scan over layers."""
+        prefix = None if self.prefix is None else (self.prefix.k[:, 0], self.prefix.v[:, 0])
+        return LayerCache(self.k, self.v, prefix)

@@ -19,7 +19,7 @@ from l2d_jax.distributed.sharding import Declared, Weight, constrain
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.attention import attention
 from l2d_jax.model.gathering import gather
-from l2d_jax.model.kv_cache import KVCache
+from l2d_jax.model.kv_cache import KVCache, LayerCache
 from l2d_jax.model.layers import kept_product, project, rms_norm, rope, rope_frequencies
 from l2d_jax.model.lora import LLMAdapter
 from l2d_jax.model.quantization import Quantized
@@ -133,7 +133,7 @@ class LLM(nnx.Module):
         product = partial(project if remat is None else kept_product, scale=scale)
 
         def block(
-            x: Array, scanned: tuple[Layers, LLMAdapter | None, tuple[Array, Array, Any] | None]
+            x: Array, scanned: tuple[Layers, LLMAdapter | None, LayerCache | None]
         ) -> tuple[Array, tuple[Array, Array]]:
             w, past = gather(scanned[0], declared.layers, dtype=x.dtype), scanned[2]
             own = {} if scanned[1] is None else gather(scanned[1], updates, dtype=x.dtype).updates()
@@ -143,8 +143,8 @@ class LLM(nnx.Module):
                 k = new_k = rope(product(y, w.k, own.get("k")) + bias(w.k_bias, y), positions, frequencies)
                 v = new_v = product(y, w.v, own.get("v")) + bias(w.v_bias, y)
                 if cache is not None and past is not None:
-                    k = jax.lax.dynamic_update_slice_in_dim(past[0], k, cache.used, 1)
-                    v = jax.lax.dynamic_update_slice_in_dim(past[1], v, cache.used, 1)
+                    k = jax.lax.dynamic_update_slice_in_dim(past.k, k, cache.used, 1)
+                    v = jax.lax.dynamic_update_slice_in_dim(past.v, v, cache.used, 1)
                 y = attention(
                     q,
                     k,
@@ -152,7 +152,7 @@ class LLM(nnx.Module):
                     q_positions=None if cache is None else positions,
                     kv_positions=kv_positions,
                     kv_segments=segments,
-                    shared=None if past is None else past[2],
+                    prefix=None if past is None else past.prefix,
                 )
                 x = x + product(y, w.o, own.get("o"), dims=2)
             with jax.named_scope("mlp"):

@@ -66,18 +66,18 @@ def test_a_few_queries_at_a_time_are_all_of_them(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("limit", [2**25, 100])
-def test_shared_keys_are_those_of_every_row(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+def test_keys_of_the_prefix_are_those_of_every_row(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     """Against the same keys repeated before those of each row; a few queries at a time, too."""
     q, k, v = normal(3, 4, 4, 8), normal(3, 5, 2, 8), normal(3, 5, 2, 8)
-    shared = normal(6, 2, 8), normal(6, 2, 8)
+    prefix = normal(6, 2, 8), normal(6, 2, 8)
     q_positions = jnp.array([[6, 7, 8, 9], [6, 6, 7, -1], [9, 10, 11, 12]], jnp.int32)
     kv_positions = jnp.array([[6, 7, 8, 9, -1], [6, 7, -1, -1, -1], [-1, 9, 10, 8, 12]], jnp.int32)
     monkeypatch.setattr(module, "SCORES", limit)
-    out = attention(q, k, v, q_positions=q_positions, kv_positions=kv_positions, shared=shared)
-    both = [jnp.concatenate([jnp.stack([own] * 3), each], axis=1) for own, each in zip(shared, (k, v), strict=True)]
+    out = attention(q, k, v, q_positions=q_positions, kv_positions=kv_positions, prefix=prefix)
+    both = [jnp.concatenate([jnp.stack([own] * 3), each], axis=1) for own, each in zip(prefix, (k, v), strict=True)]
     places = jnp.concatenate([jnp.tile(jnp.arange(6), (3, 1)), kv_positions], axis=1)
     wanted = attention(q, *both, q_positions=q_positions, kv_positions=places)
-    real = q_positions >= 0  # before them, no key is seen, or all shared ones are
+    real = q_positions >= 0  # before them, no key is seen, or all those of the prefix are
     np.testing.assert_allclose(out[real], wanted[real], atol=1e-6)
     assert np.isfinite(out).all()
 
