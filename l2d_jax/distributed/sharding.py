@@ -32,7 +32,7 @@ Rules: TypeAlias = Mapping[str, str | tuple[str, ...] | None]
 RULES: Rules = {
     "batch": ("data", "fsdp"),
     "vocab": "tensor",
-    "readout": ("tensor", "fsdp", "context"),  # the vocabulary of an output head: gathering rows copies nothing
+    "head_vocab": ("tensor", "fsdp", "context"),  # the vocabulary of an output head: gathering rows copies nothing
     "embed": ("fsdp", "context"),
     "heads": "tensor",
     "kv_heads": "tensor",
@@ -49,7 +49,7 @@ RULES: Rules = {
     "classes": None,
     "parts": None,  # the six modulation vectors
 }
-GATHERED: Rules = {**RULES, "embed": None, "readout": "tensor"}  # where a weight is used
+GATHERED: Rules = {**RULES, "embed": None, "head_vocab": "tensor"}  # where a weight is used
 
 
 @dataclass(frozen=True)

@@ -17,19 +17,21 @@ from jax.nn import initializers
 from jaxtyping import Array, Float, Int
 
 from l2d_jax.config.schema import PathConfig
-from l2d_jax.distributed.sharding import Declared, Weight, constrain
+from l2d_jax.distributed.sharding import Declared, Initializer, Weight, constrain
 from l2d_jax.model import diffusion
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.attention import attention
+from l2d_jax.model.axes import MATRICES, axis_sizes, declare_stacked
 from l2d_jax.model.context import Context
-from l2d_jax.model.gathering import gather
+from l2d_jax.model.gathering import gather_layer
 from l2d_jax.model.kv_cache import LayerCache
 from l2d_jax.model.layers import Linear, Lora, Mlp, kept_product, rms_norm, rope, rope_frequencies
 from l2d_jax.model.llm import LLM, bias
 from l2d_jax.model.llm import Layers as LLMLayers
-from l2d_jax.model.quantization import Quantized
+from l2d_jax.model.quantization import QuantizedWeight
 
 PARTS = 6  # scale, shift and gate of the attention, then of the MLP
+REPLACED = ("q", "o", "gate", "up", "down")  # the LM's matrices that the path updates, or has copies of
 
 
 @nnx.dataclass
@@ -67,59 +69,44 @@ class DiffusionPath(nnx.Module):
     @classmethod
     def declare(cls, config: PathConfig, architecture: Architecture) -> "DiffusionPath":
         """The module with a float32 `Weight` in place of each array, with the release's initial values."""
-        a, c = architecture, config
-        stack = (a.num_hidden_layers,), ("layers",)
-        heads, embed, mlp = ("heads", "head_dim"), ("embed",), ("mlp",)
-        width = (a.num_attention_heads, a.head_dim)
-        d, f = (a.hidden_size,), (a.intermediate_size,)
+        a, c, e = architecture, config, config.condition_width
+        sizes = axis_sizes(a) | {"rank": c.lora_rank, "condition": e, "parts": PARTS}
 
-        def update(
-            inward: tuple[int, ...], outward: tuple[int, ...], axes: tuple[tuple[str, ...], tuple[str, ...]]
-        ) -> Lora | Weight:
-            (layers, scanned), (axes_in, axes_out) = stack, axes
-            if c.layers == "dense":
-                fan_in = -len(outward) - 1 if len(inward) == 1 else (-3, -2)
-                fan_out = -1 if len(outward) == 1 else (-2, -1)
-                init = initializers.glorot_uniform(in_axis=fan_in, out_axis=fan_out, batch_axis=0)
-                return Weight(layers + inward + outward, scanned + axes_in + axes_out, init)
-            low = initializers.normal(1 / c.lora_rank)
-            return Lora(
-                a=Weight((*layers, *inward, c.lora_rank), (*scanned, *axes_in, "rank"), low),
-                b=Weight((*layers, c.lora_rank, *outward), (*scanned, "rank", *axes_out), initializers.zeros),
+        def layer(name: str) -> Lora | Weight:
+            if c.layers == "lora":
+                return Lora.declare(name, sizes, initializers.normal(1 / c.lora_rank))
+            inputs, outputs = map(len, MATRICES[name])
+            fan_in, fan_out = tuple(range(1, 1 + inputs)), tuple(range(1 + inputs, 1 + inputs + outputs))
+            return declare_stacked(name, sizes, initializers.glorot_uniform(fan_in, fan_out, batch_axis=0))
+
+        def modulation(name: str, init: Initializer) -> Linear:
+            return Linear(
+                weight=declare_stacked(f"modulation.{name}.weight", sizes, init),
+                bias=declare_stacked(f"modulation.{name}.bias", sizes, initializers.zeros),
             )
 
         has_q_bias = c.layers == "dense" and a.qkv_bias
-        e = c.condition_width
         return cls(
-            vocabulary=affine((a.hidden_size, c.width), ("embed", "diffusion")),
+            vocabulary=_affine((a.hidden_size, c.width), ("embed", "diffusion")),
             translation=Mlp(
-                first=affine((c.width, c.translation_width), ("diffusion", "condition")),
-                last=affine((c.translation_width, a.hidden_size), ("condition", "embed")),
+                first=_affine((c.width, c.translation_width), ("diffusion", "condition")),
+                last=_affine((c.translation_width, a.hidden_size), ("condition", "embed")),
             ),
             time=Mlp(
-                first=affine((c.frequency_width, e), ("frequency", "condition"), init=initializers.normal(0.02)),
-                last=affine((e, e), ("condition", "condition"), init=initializers.normal(0.02)),
+                first=_affine((c.frequency_width, e), ("frequency", "condition"), init=initializers.normal(0.02)),
+                last=_affine((e, e), ("condition", "condition"), init=initializers.normal(0.02)),
             ),
             layers=PathLayers(
                 modulation=Mlp(
-                    first=affine((a.num_hidden_layers, e, e), ("layers", "condition", "condition"), stacked=1),
-                    last=affine(
-                        (a.num_hidden_layers, e, PARTS, a.hidden_size),
-                        ("layers", "condition", "parts", "embed"),
-                        init=initializers.zeros,
-                        stacked=1,
-                    ),
+                    first=modulation("first", initializers.glorot_uniform(1, -1, batch_axis=0)),
+                    last=modulation("last", initializers.zeros),
                 ),
-                q=update(d, width, (embed, heads)),
-                o=update(width, d, (heads, embed)),
-                gate=update(d, f, (embed, mlp)),
-                up=update(d, f, (embed, mlp)),
-                down=update(f, d, (mlp, embed)),
-                q_bias=Weight(stack[0] + width, stack[1] + heads, initializers.zeros) if has_q_bias else None,
+                **{name: layer(name) for name in REPLACED},
+                q_bias=declare_stacked("q_bias", sizes, initializers.zeros) if has_q_bias else None,
             ),
             merge=Mlp(
-                first=affine((e, e), ("condition", "condition")),
-                last=affine((e, a.hidden_size), ("condition", "embed"), init=initializers.zeros),
+                first=_affine((e, e), ("condition", "condition")),
+                last=_affine((e, a.hidden_size), ("condition", "embed"), init=initializers.zeros),
             ),
             classes=Weight((c.classes + 1, e), ("classes", "condition"), initializers.normal(0.02))
             if c.classes
@@ -178,8 +165,6 @@ class DiffusionPath(nnx.Module):
         frequencies = rope_frequencies(llm.architecture)
         scale = self.config.lora_alpha / self.config.lora_rank
         condition = self.condition(t, labels).astype(dtype)
-        shared = LLM.declare(llm.architecture, dtype=dtype).layers
-        declared = DiffusionPath.declare(self.config, llm.architecture).layers
         angles = positions
         if angles is None:
             angles = jnp.repeat(cache.positions, x.shape[1] // cache.positions.shape[1], axis=1)
@@ -191,7 +176,7 @@ class DiffusionPath(nnx.Module):
 
         def block(x: Array, scanned: tuple[LLMLayers, PathLayers, LayerCache, Array | None]) -> tuple[Array, None]:
             w, own, past, known = scanned
-            w, own = gather(w, shared, dtype=dtype), gather(own, declared, dtype=dtype)
+            w, own = gather_layer(w, dtype=dtype), gather_layer(own, dtype=dtype)
             q_bias = w.q_bias if own.q_bias is None else own.q_bias
             parts = _modulate(own.modulation, condition) if known is None else jnp.moveaxis(known, -2, 0)
             scale_1, shift_1, gate_1, scale_2, shift_2, gate_2 = parts
@@ -230,34 +215,18 @@ def _modulate(modulation: Mlp, condition: Float[Array, "*B E"]) -> list[Float[Ar
     return [Linear(weight=last.weight[:, i], bias=last.bias[i])(hidden) for i in range(PARTS)]
 
 
-def affine(
-    shape: tuple[int, ...],
-    axes: tuple[str, ...],
-    *,
-    init: Callable[..., Array] | None = None,
-    stacked: int = 0,
-) -> Linear:
+def _affine(shape: tuple[int, int], axes: tuple[str, str], *, init: Initializer | None = None) -> Linear:
     """The declaration of an affine map: Xavier-uniform weight unless `init` says otherwise, zero bias."""
-    init = init or initializers.glorot_uniform(in_axis=stacked, out_axis=-1, batch_axis=tuple(range(stacked)))
-    kept = slice(0, stacked), slice(stacked + 1, None)
-    return Linear(
-        weight=Weight(shape, axes, init),
-        bias=Weight(
-            shape[kept[0]] + shape[kept[1]],
-            axes[kept[0]] + axes[kept[1]],
-            initializers.zeros,
-        ),
-    )
+    weight = Weight(shape, axes, init or initializers.glorot_uniform())
+    return Linear(weight=weight, bias=Weight(shape[1:], axes[1:], initializers.zeros))
 
 
 def start_from(path: DiffusionPath, llm: LLM) -> DiffusionPath:
     """A path with full layers whose initial values are the LM's own (paper appendix, full f_d)."""
     own = path.layers
-    names = ("q", "o", "gate", "up", "down")
-    found = {name: getattr(llm.layers, name) for name in names}
     weights = {
-        name: w.restore(jnp.float32) if isinstance(w, Quantized) else jnp.array(w, jnp.float32)
-        for name, w in found.items()
+        name: w.restore(jnp.float32) if isinstance(w, QuantizedWeight) else jnp.array(w, jnp.float32)
+        for name, w in ((name, getattr(llm.layers, name)) for name in REPLACED)
     }
     q_bias = None if own.q_bias is None else jnp.array(llm.layers.q_bias, jnp.float32)
     return dataclasses.replace(path, layers=PathLayers(modulation=own.modulation, **weights, q_bias=q_bias))

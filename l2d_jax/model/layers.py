@@ -8,15 +8,18 @@ Axis letters, here and in every shape of the project:
 """
 
 import math
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.nn import initializers
 from jaxtyping import Array, Float, Int
 
-from l2d_jax.distributed.sharding import Declared, platform
+from l2d_jax.distributed.sharding import Declared, Initializer, platform
 from l2d_jax.model.architecture import Architecture
+from l2d_jax.model.axes import declare_stacked
 
 PRODUCT = "product"  # name of what rematerialisation may save of a block
 
@@ -58,6 +61,13 @@ class Lora(nnx.Module):
 
     a: Float[Array, "*in R"] | Declared = nnx.data()
     b: Float[Array, "..."] | Declared = nnx.data()  # [R, *out]; both with a leading L where layers are stacked
+
+    @classmethod
+    def declare(cls, name: str, sizes: Mapping[str, int], init: Initializer) -> "Lora":
+        """The update of one of `axes.MATRICES` in all blocks: a starts as `init` says, b at zero."""
+        return cls(
+            a=declare_stacked(f"{name}.a", sizes, init), b=declare_stacked(f"{name}.b", sizes, initializers.zeros)
+        )
 
 
 def project(x: Array, weight: Array, update: Lora | None = None, *, scale: float = 1.0, dims: int = 1) -> Array:

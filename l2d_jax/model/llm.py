@@ -15,15 +15,15 @@ from flax import nnx
 from jax.nn import initializers
 from jaxtyping import Array, Float, Int
 
-from l2d_jax.distributed.sharding import Declared, Weight, constrain
+from l2d_jax.distributed.sharding import Declared, constrain
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.attention import attention
-from l2d_jax.model.gathering import gather
+from l2d_jax.model.axes import EMBEDDING_AXES, HEAD_AXES, MATRICES, axis_sizes, declare_stacked, declare_weight
+from l2d_jax.model.gathering import gather_layer, gather_weight
 from l2d_jax.model.kv_cache import KVCache, LayerCache
 from l2d_jax.model.layers import kept_product, project, rms_norm, rope, rope_frequencies
 from l2d_jax.model.lora import LLMAdapter
-from l2d_jax.model.quantization import Quantized
-from l2d_jax.model.quantization import declare as declare_quantized
+from l2d_jax.model.quantization import QuantizedWeight, declare_quantized
 
 
 @nnx.dataclass
@@ -31,14 +31,14 @@ class Layers(nnx.Module):
     """Weights of all decoder blocks, stacked."""
 
     attention_norm: Float[Array, "L D"] | Declared = nnx.data()
-    q: Float[Array, "L D N H"] | Quantized | Declared = nnx.data()
-    k: Float[Array, "L D K H"] | Quantized | Declared = nnx.data()
-    v: Float[Array, "L D K H"] | Quantized | Declared = nnx.data()
-    o: Float[Array, "L N H D"] | Quantized | Declared = nnx.data()
+    q: Float[Array, "L D N H"] | QuantizedWeight | Declared = nnx.data()
+    k: Float[Array, "L D K H"] | QuantizedWeight | Declared = nnx.data()
+    v: Float[Array, "L D K H"] | QuantizedWeight | Declared = nnx.data()
+    o: Float[Array, "L N H D"] | QuantizedWeight | Declared = nnx.data()
     mlp_norm: Float[Array, "L D"] | Declared = nnx.data()
-    gate: Float[Array, "L D F"] | Quantized | Declared = nnx.data()
-    up: Float[Array, "L D F"] | Quantized | Declared = nnx.data()
-    down: Float[Array, "L F D"] | Quantized | Declared = nnx.data()
+    gate: Float[Array, "L D F"] | QuantizedWeight | Declared = nnx.data()
+    up: Float[Array, "L D F"] | QuantizedWeight | Declared = nnx.data()
+    down: Float[Array, "L F D"] | QuantizedWeight | Declared = nnx.data()
     q_bias: Float[Array, "L N H"] | Declared | None = nnx.data(default=None)
     k_bias: Float[Array, "L K H"] | Declared | None = nnx.data(default=None)
     v_bias: Float[Array, "L K H"] | Declared | None = nnx.data(default=None)
@@ -66,41 +66,18 @@ class LLM(nnx.Module):
         """The module with a `Weight` in place of each array; int8: of the layers' matrices, the rest in bfloat16."""
         a, is_quantized = architecture, jnp.dtype(dtype) == jnp.int8
         dtype = jnp.bfloat16 if is_quantized else dtype
-        sizes = {
-            "layers": a.num_hidden_layers,
-            "vocab": a.vocab_size,
-            "readout": a.vocab_size,
-            "embed": a.hidden_size,
-            "hidden": a.hidden_size,
-            "heads": a.num_attention_heads,
-            "kv_heads": a.num_key_value_heads,
-            "head_dim": a.head_dim,
-            "mlp": a.intermediate_size,
-        }
-        matrix, one = initializers.normal(0.02), initializers.ones
-
-        def weight(axes: str, init: Callable[..., Array] = matrix) -> Weight:
-            names = tuple(axes.split())
-            return Weight(tuple(sizes[name] for name in names), names, init, dtype)
-
-        layers = Layers(
-            attention_norm=weight("layers embed", one),
-            q=weight("layers embed heads head_dim"),
-            k=weight("layers embed kv_heads head_dim"),
-            v=weight("layers embed kv_heads head_dim"),
-            o=weight("layers heads head_dim embed"),
-            mlp_norm=weight("layers embed", one),
-            gate=weight("layers embed mlp"),
-            up=weight("layers embed mlp"),
-            down=weight("layers mlp embed"),
-            q_bias=weight("layers heads head_dim") if a.qkv_bias else None,
-            k_bias=weight("layers kv_heads head_dim") if a.qkv_bias else None,
-            v_bias=weight("layers kv_heads head_dim") if a.qkv_bias else None,
+        sizes, matrix, one = axis_sizes(a), initializers.normal(0.02), initializers.ones
+        norms = {name: declare_stacked(name, sizes, one, dtype=dtype) for name in ("attention_norm", "mlp_norm")}
+        biases = ("q_bias", "k_bias", "v_bias") if a.qkv_bias else ()
+        others = {name: declare_stacked(name, sizes, matrix, dtype=dtype) for name in (*MATRICES, *biases)}
+        layers = Layers(**norms, **others)
+        return cls(
+            embed=declare_weight(EMBEDDING_AXES, sizes, matrix, dtype=dtype),
+            layers=declare_quantized(layers) if is_quantized else layers,
+            norm=declare_weight(("embed",), sizes, one, dtype=dtype),
+            head=None if a.tied else declare_weight(HEAD_AXES, sizes, matrix, dtype=dtype),
+            architecture=a,
         )
-        if is_quantized:
-            layers = declare_quantized(layers)
-        head = None if a.tied else weight("readout hidden")
-        return cls(embed=weight("vocab embed"), layers=layers, norm=weight("embed", one), head=head, architecture=a)
 
     def __call__(
         self,
@@ -122,8 +99,6 @@ class LLM(nnx.Module):
         """
         epsilon = self.architecture.rms_norm_eps
         frequencies = rope_frequencies(self.architecture)
-        declared = LLM.declare(self.architecture, dtype=self.embed.dtype)
-        updates = None if self.adapter is None else LLMAdapter.declare(self.adapter.config, declared.layers)
         scale = 1.0 if self.adapter is None else self.adapter.scale
         kv_positions = positions
         assert cache is None or segments is None
@@ -135,8 +110,8 @@ class LLM(nnx.Module):
         def block(
             x: Array, scanned: tuple[Layers, LLMAdapter | None, LayerCache | None]
         ) -> tuple[Array, tuple[Array, Array]]:
-            w, past = gather(scanned[0], declared.layers, dtype=x.dtype), scanned[2]
-            own = {} if scanned[1] is None else gather(scanned[1], updates, dtype=x.dtype).updates()
+            w, past = gather_layer(scanned[0], dtype=x.dtype), scanned[2]
+            own = {} if scanned[1] is None else gather_layer(scanned[1], dtype=x.dtype).updates()
             with jax.named_scope("attention"):
                 y = rms_norm(x, w.attention_norm, epsilon)
                 q = rope(product(y, w.q, own.get("q")) + bias(w.q_bias, y), positions, frequencies)
@@ -171,22 +146,20 @@ class LLM(nnx.Module):
 
     def lookup(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Rows of the embedding table, which is gathered first: rows that lie in pieces would be moved twice."""
-        table = gather(self.embed, LLM.declare(self.architecture, dtype=self.embed.dtype).embed, dtype=self.embed.dtype)
+        table = gather_weight(self.embed, EMBEDDING_AXES, dtype=self.embed.dtype)
         return constrain(table[tokens].astype(self.dtype), "batch", "length", "embed_activation")
 
     def with_whole_head(self) -> "LLM":
         """The same with an output head that is gathered here, for a loop to use many times."""
-        readout = self.embed if self.head is None else self.head
-        declared = LLM.declare(self.architecture, dtype=readout.dtype)
-        axes = declared.embed if self.head is None else declared.head
-        return dataclasses.replace(self, head=gather(readout, axes, dtype=self.dtype))
+        head, axes = (self.embed, EMBEDDING_AXES) if self.head is None else (self.head, HEAD_AXES)
+        return dataclasses.replace(self, head=gather_weight(head, axes, dtype=self.dtype))
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """Final norm and output head, in float32."""
         with jax.named_scope("head"):
             y = rms_norm(hidden, self.norm, self.architecture.rms_norm_eps)
-            readout = self.embed if self.head is None else self.head
-            return jnp.einsum("...D,VD->...V", y, readout.astype(y.dtype), preferred_element_type=jnp.float32)
+            head = self.embed if self.head is None else self.head
+            return jnp.einsum("...D,VD->...V", y, head.astype(y.dtype), preferred_element_type=jnp.float32)
 
 
 def bias(value: Array | None, like: Array) -> Array | float:

@@ -12,9 +12,9 @@ from flax import nnx
 from jax.nn import initializers
 
 from l2d_jax.config.schema import LoraConfig
-from l2d_jax.distributed.sharding import Weight
+from l2d_jax.model.architecture import Architecture
+from l2d_jax.model.axes import MATRICES, axis_sizes
 from l2d_jax.model.layers import Lora
-from l2d_jax.model.quantization import CONTRACTED
 
 
 @nnx.dataclass
@@ -31,11 +31,17 @@ class LLMAdapter(nnx.Module):
     config: LoraConfig = nnx.static()
 
     @classmethod
-    def declare(cls, config: LoraConfig, layers: Any) -> "LLMAdapter":
-        """The module with float32 `Weight`s for arrays, which start as PEFT's do, from the layers' declaration."""
-        chosen = {name.removesuffix("_proj") for name in config.modules}
-        loras = {name: _update(getattr(layers, name), name, config) if name in chosen else None for name in CONTRACTED}
-        return cls(**loras, config=config)
+    def declare(cls, config: LoraConfig, architecture: Architecture) -> "LLMAdapter":
+        """The module with float32 `Weight`s for arrays, which start as PEFT's do: A within 1 / sqrt(inputs), B zero."""
+        sizes = axis_sizes(architecture) | {"rank": config.rank}
+
+        def update(name: str) -> Lora:
+            inputs = tuple(range(1, 1 + len(MATRICES[name][0])))
+            init = initializers.variance_scaling(1 / 3, "fan_in", "uniform", inputs, out_axis=-1, batch_axis=0)
+            return Lora.declare(name, sizes, init)
+
+        adapted = {name.removesuffix("_proj") for name in config.modules}
+        return cls(**{name: update(name) if name in adapted else None for name in MATRICES}, config=config)
 
     @property
     def scale(self) -> float:
@@ -44,23 +50,8 @@ class LLMAdapter(nnx.Module):
 
     def updates(self) -> dict[str, Lora]:
         """The updates that there are, by the name of the layer."""
-        found = {name: getattr(self, name) for name in CONTRACTED}
-        return {name: lora for name, lora in found.items() if lora is not None}
-
-
-def _update(weight: Weight, name: str, config: LoraConfig) -> Lora:
-    """The declaration of one layer's update: A uniform within 1 / sqrt(its inputs), B zero."""
-    named = list(zip(weight.axes[1:], weight.shape[1:], strict=True))  # without the axis of layers
-    inward = [pair for pair in named if pair[0] in CONTRACTED[name]]
-    outward = [pair for pair in named if pair[0] not in CONTRACTED[name]]
-    stack, rank = (weight.axes[0], weight.shape[0]), ("rank", config.rank)
-    fan_in = tuple(range(1, 1 + len(inward)))
-    uniform = initializers.variance_scaling(1 / 3, "fan_in", "uniform", in_axis=fan_in, out_axis=-1, batch_axis=0)
-
-    def declare(axes: list[tuple[str, int]], init: Any) -> Weight:
-        return Weight(tuple(size for _, size in axes), tuple(axis for axis, _ in axes), init)
-
-    return Lora(a=declare([stack, *inward, rank], uniform), b=declare([stack, rank, *outward], initializers.zeros))
+        updates = {name: getattr(self, name) for name in MATRICES}
+        return {name: lora for name, lora in updates.items() if lora is not None}
 
 
 def merge(layers: Any, adapter: LLMAdapter) -> Any:

@@ -10,9 +10,9 @@ from jax.sharding import Mesh
 from l2d_jax.config.schema import Config, PathConfig
 from l2d_jax.distributed import sharding
 from l2d_jax.model.architecture import Architecture
+from l2d_jax.model.axes import MATRICES
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.llm import LLM
-from l2d_jax.model.quantization import CONTRACTED
 from l2d_jax.training.methods import method_of
 
 READ = ("frozen pass", "forward", "backward")  # parts that run on every token; the others run on predicted tokens
@@ -61,7 +61,7 @@ def flops_per_token(architecture: Architecture, config: PathConfig, *, draws_per
 def flops_of_finetuning(config: Config, architecture: Architecture) -> dict[str, int]:
     """Useful operations of training the language model itself on one token, by LoRA or in full."""
     llm = LLM.declare(architecture, dtype=np.float32)
-    products = sum(parameters(getattr(llm.layers, name)) for name in CONTRACTED)
+    products = sum(parameters(getattr(llm.layers, name)) for name in MATRICES)
     head = architecture.vocab_size * architecture.hidden_size
     if config.train.method == "full":
         return {"forward": 2 * products, "backward": 4 * products, "output head": 6 * head}

@@ -128,7 +128,7 @@ class LoRA(Method):
     says = "low-rank updates"
 
     def declare(self, architecture: Architecture) -> LLMAdapter:
-        return LLMAdapter.declare(self.config.lora, LLM.declare(architecture, dtype="float32").layers)
+        return LLMAdapter.declare(self.config.lora, architecture)
 
     def begin(self, base: model_folder.BaseFiles, mesh: Mesh) -> tuple[LLMAdapter, LLM]:
         key = jax.random.key(self.config.train.seed)

@@ -27,7 +27,7 @@ from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.diffusion_path import DiffusionPath, start_from
 from l2d_jax.model.llm import LLM
 from l2d_jax.model.lora import LLMAdapter, merge
-from l2d_jax.model.quantization import quantize
+from l2d_jax.model.quantization import quantize_layers
 from l2d_jax.weights import mapping
 from l2d_jax.weights.locate import NEARBY, BaseAndAdapters, base_record, find_base_and_adapters, read_base_name
 from l2d_jax.weights.mapping import TensorSource
@@ -68,7 +68,7 @@ def cast_llm(llm: LLM, *, dtype: str, mesh: Mesh) -> LLM:
     if dtype != "int8":
         return llm
     placed = sharding.shardings(LLM.declare(llm.architecture, dtype="int8").layers, mesh)
-    shrink = jax.jit(lambda layers: quantize(layers, declared.layers), out_shardings=placed, donate_argnums=0)
+    shrink = jax.jit(quantize_layers, out_shardings=placed, donate_argnums=0)
     return dataclasses.replace(llm, layers=shrink(llm.layers))
 
 

@@ -17,7 +17,6 @@ from l2d_jax.config.schema import PROJECTIONS, LoraConfig
 from l2d_jax.errors import InputError
 from l2d_jax.files import read_json
 from l2d_jax.model.architecture import Architecture
-from l2d_jax.model.llm import LLM
 from l2d_jax.model.lora import LLMAdapter
 from l2d_jax.weights import mapping
 from l2d_jax.weights.mapping import Row, TensorSource
@@ -176,7 +175,7 @@ def read_adapter_config(file: Path) -> AdapterConfig:
 def adapter_shapes(config: AdapterConfig, architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of an adapter."""
     options = LoraConfig(rank=config.rank, modules=config.modules)
-    return mapping.tensor_shapes(LLMAdapter.declare(options, LLM.declare(architecture, dtype=np.float32).layers), ROWS)
+    return mapping.tensor_shapes(LLMAdapter.declare(options, architecture), ROWS)
 
 
 def write_adapter(folder: Path, config: AdapterConfig, tensors: Mapping[str, np.ndarray], *, base: str) -> None:

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from l2d_jax.model import gathering, quantization
+from l2d_jax.model.axes import MATRICES
+from l2d_jax.model.gathering import gather_layer
 from l2d_jax.model.llm import LLM
-from l2d_jax.model.quantization import CONTRACTED, Quantized
+from l2d_jax.model.quantization import QuantizedWeight, quantize_layers
 from l2d_jax.weights import model_folder
 from tests.support import tiny
 
@@ -21,8 +22,8 @@ def declared(dtype: str = "float32") -> LLM:
 
 def test_a_value_is_off_by_half_a_step_at_most() -> None:
     layers = tiny.llm("qwen").layers
-    small = quantization.quantize(layers, declared().layers)
-    for name, axes in CONTRACTED.items():
+    small = quantize_layers(layers)
+    for name, (axes, _) in MATRICES.items():
         weight, quantized = getattr(layers, name), getattr(small, name)
         contracted = tuple(i for i, axis in enumerate(getattr(declared().layers, name).axes) if axis in axes)
         assert quantized.scale.shape == tuple(1 if i in contracted else n for i, n in enumerate(weight.shape))
@@ -37,7 +38,7 @@ def test_a_value_is_off_by_half_a_step_at_most() -> None:
 def test_a_channel_of_zeros_stays_zero() -> None:
     layers = tiny.llm("qwen").layers
     empty = dataclasses.replace(layers, gate=layers.gate.at[0, :, 3].set(0.0))
-    restored = quantization.quantize(empty, declared().layers).gate.restore(jnp.float32)
+    restored = quantize_layers(empty).gate.restore(jnp.float32)
     np.testing.assert_array_equal(restored[0, :, 3], 0.0)
     assert np.isfinite(restored).all()
 
@@ -56,12 +57,11 @@ def test_the_declaration_is_that_of_the_values(mesh: Mesh) -> None:
 def test_an_int8_model_is_the_one_with_its_restored_weights(kind: str) -> None:
     """Layer by layer, what is computed is what the rounded weights give."""
     llm = tiny.llm(kind)
-    axes = LLM.declare(llm.architecture, dtype="float32").layers
-    small = dataclasses.replace(llm, layers=quantization.quantize(llm.layers, axes))
+    small = dataclasses.replace(llm, layers=quantize_layers(llm.layers))
     restored = jax.tree.map(
-        lambda x: x.restore(jnp.float32) if isinstance(x, Quantized) else x,
+        lambda x: x.restore(jnp.float32) if isinstance(x, QuantizedWeight) else x,
         small,
-        is_leaf=lambda x: isinstance(x, Quantized),
+        is_leaf=lambda x: isinstance(x, QuantizedWeight),
     )
     tokens = tiny.tokens(2, 7)
     positions = jnp.broadcast_to(jnp.arange(7, dtype=jnp.int32), (2, 7))
@@ -72,5 +72,5 @@ def test_an_int8_model_is_the_one_with_its_restored_weights(kind: str) -> None:
 def test_one_device_gathers_nothing() -> None:
     llm = tiny.llm("qwen")
     first = jax.tree.map(lambda x: x[0], llm.layers)
-    gathered = gathering.gather(first, declared().layers, dtype=jnp.float32)
+    gathered = gather_layer(first, dtype=jnp.float32)
     jax.tree.map(np.testing.assert_array_equal, gathered, first)

@@ -9,14 +9,13 @@ import pytest
 
 from l2d_jax.config.schema import PROJECTIONS, LoraConfig
 from l2d_jax.distributed.sharding import initialize
-from l2d_jax.model.llm import LLM
 from l2d_jax.model.lora import LLMAdapter, merge
 from tests.support import tiny
 from tests.support.programs import same_bits
 
 
 def declare(kind, **changes):
-    return LLMAdapter.declare(LoraConfig(**changes), LLM.declare(tiny.architecture(kind), dtype=jnp.float32).layers)
+    return LLMAdapter.declare(LoraConfig(**changes), tiny.architecture(kind))
 
 
 def logits(llm):

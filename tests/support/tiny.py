@@ -102,8 +102,7 @@ def path(kind: str = "llama", *, seed: int = 1, **changes: Any) -> DiffusionPath
 def adapter(kind: str = "llama", *, seed: int = 2, **changes: Any) -> LLMAdapter:
     """Updates of the layers of `llm(kind)`; `changes` are options of its config."""
     config = LoraConfig(**{"rank": 3, "alpha": 6.0, **changes})
-    declared = LLMAdapter.declare(config, LLM.declare(architecture(kind), dtype=jnp.float32).layers)
-    return randomise(declared, seed=seed)
+    return randomise(LLMAdapter.declare(config, architecture(kind)), seed=seed)
 
 
 def config(train: TrainConfig, *, dtype: Any = "float32") -> Config:

@@ -1,0 +1,65 @@
+"""The logical axes of all weights of a block: declarations and the gathering of a layer both read this table."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from l2d_jax.distributed.sharding import Initializer, Weight
+from l2d_jax.model.architecture import Architecture
+
+EMBEDDING_AXES = ("vocab", "embed")
+HEAD_AXES = ("head_vocab", "hidden")
+
+MATRICES = {  # by name: the axes that the product with an activation sums over, and those that it adds
+    "q": (("embed",), ("heads", "head_dim")),
+    "k": (("embed",), ("kv_heads", "head_dim")),
+    "v": (("embed",), ("kv_heads", "head_dim")),
+    "o": (("heads", "head_dim"), ("embed",)),
+    "gate": (("embed",), ("mlp",)),
+    "up": (("embed",), ("mlp",)),
+    "down": (("mlp",), ("embed",)),
+}
+
+LAYER_AXES: dict[str, tuple[str, ...]] = {  # by the weight's place in its layer, of the LM, an adapter or the path
+    "attention_norm": ("embed",),
+    "mlp_norm": ("embed",),
+    "q_bias": ("heads", "head_dim"),
+    "k_bias": ("kv_heads", "head_dim"),
+    "v_bias": ("kv_heads", "head_dim"),
+    **{name: (*inputs, *outputs) for name, (inputs, outputs) in MATRICES.items()},
+    **{f"{name}.a": (*inputs, "rank") for name, (inputs, _) in MATRICES.items()},
+    **{f"{name}.b": ("rank", *outputs) for name, (_, outputs) in MATRICES.items()},
+    "modulation.first.weight": ("condition", "condition"),
+    "modulation.first.bias": ("condition",),
+    "modulation.last.weight": ("condition", "parts", "embed"),
+    "modulation.last.bias": ("parts", "embed"),
+}
+
+
+def axis_sizes(architecture: Architecture) -> dict[str, int]:
+    """The size of each logical axis of the language model."""
+    a = architecture
+    return {
+        "layers": a.num_hidden_layers,
+        "vocab": a.vocab_size,
+        "head_vocab": a.vocab_size,
+        "embed": a.hidden_size,
+        "hidden": a.hidden_size,
+        "heads": a.num_attention_heads,
+        "kv_heads": a.num_key_value_heads,
+        "head_dim": a.head_dim,
+        "mlp": a.intermediate_size,
+    }
+
+
+def declare_weight(
+    axes: tuple[str, ...], sizes: Mapping[str, int], init: Initializer, *, dtype: Any = jnp.float32
+) -> Weight:
+    """The declaration of a weight with these logical axes."""
+    return Weight(tuple(sizes[axis] for axis in axes), axes, init, dtype)
+
+
+def declare_stacked(name: str, sizes: Mapping[str, int], init: Initializer, *, dtype: Any = jnp.float32) -> Weight:
+    """The declaration of one weight of all blocks, stacked, by its name in `LAYER_AXES`."""
+    return declare_weight(("layers", *LAYER_AXES[name]), sizes, init, dtype=dtype)
