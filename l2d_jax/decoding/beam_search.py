@@ -100,7 +100,7 @@ def search(
             break
     best = _read_beams(beams, scoring, loaded.stop_ids)
     scores = jnp.float32([beam.score for beam in best])
-    place = diffusion.sample(jax.random.fold_in(key, 1), scores, jnp.float32(config.final_temperature))
+    place = diffusion.sample_token(jax.random.fold_in(key, 1), scores, jnp.float32(config.final_temperature))
     return SearchResult(answer=best[int(place)].ids, beams=best)
 
 

@@ -24,7 +24,7 @@ from l2d_jax.distributed import processes, sharding
 from l2d_jax.errors import InputError
 from l2d_jax.model.context import Context
 from l2d_jax.model.l2d import Model
-from l2d_jax.model.lm_head import over_logits
+from l2d_jax.model.lm_head import map_logits
 
 CHUNK = 1024  # logits are held for so many pairs of a position and a noise sample at a time
 SHORTEST_ANSWER = 8  # tokens that answers are padded to, or more: an option is often a single token
@@ -169,7 +169,7 @@ def _log_probs(
 
     refined = jnp.moveaxis(jax.lax.map(refine_once, keys), 0, 2)
     chunk = max(CHUNK // len(keys), 1)
-    log_probs, likeliest = over_logits(model.llm, refined, _read_logits, targets, chunk=chunk)
+    log_probs, likeliest = map_logits(model.llm, refined, _read_logits, targets, chunk=chunk)
     return jnp.moveaxis(log_probs, 2, 0), likeliest
 
 

@@ -20,7 +20,7 @@ from l2d_jax.errors import InputError
 from l2d_jax.model import diffusion
 from l2d_jax.model.context import Context
 from l2d_jax.model.l2d import Model
-from l2d_jax.model.lm_head import over_logits
+from l2d_jax.model.lm_head import map_logits
 
 Solution = TypeVar("Solution")
 
@@ -128,13 +128,13 @@ def estimate(
         def sampled(operands: tuple[Array, Array]) -> Array:
             logits, key_data = operands
             key = jax.random.wrap_key_data(key_data)
-            return jax.vmap(diffusion.sample, (0, 0, None))(key, logits, temperature)
+            return jax.vmap(diffusion.sample_token, (0, 0, None))(key, logits, temperature)
 
         # The Gumbel noise of a whole vocabulary is worth skipping where nothing is sampled.
         token = jax.lax.cond(temperature > 0, sampled, lambda operands: jnp.argmax(operands[0], -1), (logits, key_data))
         return table[token]
 
-    estimates = over_logits(model.llm, hidden, at, jax.random.key_data(keys))
+    estimates = map_logits(model.llm, hidden, at, jax.random.key_data(keys))
     return jnp.where(jnp.isnan(hidden[..., :1]), jnp.nan, estimates)
 
 

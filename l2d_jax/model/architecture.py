@@ -24,7 +24,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Architecture:
-    """Sizes and constants of the backbone, by the names of `config.json`."""
+    """Sizes and constants of the backbone, under the names of `config.json`."""
 
     vocab_size: int
     hidden_size: int
@@ -42,7 +42,7 @@ class Architecture:
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> "Architecture":
-        """Read a parsed `config.json`; raises `InputError` naming what is unsupported or missing."""
+        """Read a parsed `config.json`; raises `InputError` that names what is unsupported or missing."""
         name = (raw.get("architectures") or ["none"])[0]
         if name not in SUPPORTED:
             raise InputError(f"unsupported architecture {name}: supported are {', '.join(SUPPORTED)}")

@@ -1,4 +1,4 @@
-"""What the diffusion path and the output head need of the frozen pass."""
+"""What the diffusion path and the LM head need of the frozen pass."""
 
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ class Context(NamedTuple):
 
 
 def token_positions(batch: Batch) -> Int[Array, "B T"]:
-    """Of each token in its own example."""
+    """The position of each token in its own example."""
     positions = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1], dtype=jnp.int32), batch.tokens.shape)
     if batch.segments is None:
         return positions
@@ -31,13 +31,13 @@ def token_positions(batch: Batch) -> Int[Array, "B T"]:
 
 
 def read_context(llm: LLM, batch: Batch) -> Context:
-    """The frozen pass over a batch; no gradient enters it."""
+    """Run the frozen pass over a batch; no gradient flows into it."""
     positions = token_positions(batch)
     hidden, cache = jax.lax.stop_gradient(llm(batch.tokens, positions, segments=batch.segments))
     if batch.queries is None:
         copies = batch.targets.shape[1] // batch.tokens.shape[1]
-        hidden, places = (jnp.repeat(array, copies, axis=1) for array in (hidden, positions))
-        return Context(hidden=hidden, cache=cache, positions=places, segments=batch.query_segments)
-    places = jnp.take_along_axis(positions, batch.queries, axis=1)
-    hidden = jnp.take_along_axis(hidden, batch.queries[..., None], axis=1)
-    return Context(hidden=hidden, cache=cache, positions=places, segments=batch.query_segments)
+        hidden, positions = (jnp.repeat(array, copies, axis=1) for array in (hidden, positions))
+    else:
+        positions = jnp.take_along_axis(positions, batch.queries, axis=1)
+        hidden = jnp.take_along_axis(hidden, batch.queries[..., None], axis=1)
+    return Context(hidden=hidden, cache=cache, positions=positions, segments=batch.query_segments)

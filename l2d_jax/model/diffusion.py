@@ -1,4 +1,4 @@
-"""The mathematics of L2D alone, as functions of arrays (paper section 3; symbols of `DESIGN`: x_t, t, V_y, sigma)."""
+"""The mathematics of L2D as functions of arrays (paper section 3; symbols of the paper: x_t, t, V_y, sigma)."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ def normalize(v: Float[Array, "*B C"]) -> Float[Array, "*B C"]:
     """Rescale to length sqrt(C), so that each entry is of order one (section 3.2, the vocabulary vectors)."""
     v = v.astype(jnp.float32)
     squares = jnp.sum(jnp.square(v), axis=-1, keepdims=True)
-    # Tables have rows of zeros for unused tokens: there, the root's gradient is not a number, that of 1 / epsilon huge.
+    # Tables have rows of zeros for unused tokens. There the gradient of the root is NaN, and 1 / epsilon would be huge.
     return v * (v.shape[-1] ** 0.5 / jnp.sqrt(jnp.where(squares > 0, squares, 1.0)))
 
 
@@ -22,7 +22,7 @@ def interpolate(data: Float[Array, "*B C"], noise: Float[Array, "*B C"], t: Floa
 
 
 def scale_input(x: Float[Array, "*B C"], t: Float[Array, "*b"], sigma: float) -> Float[Array, "*B C"]:
-    """Bring x_t to unit variance: divide by sqrt((1 - t)^2 sigma^2 + t^2), in float32."""
+    """Scale x_t to unit variance: divide by sqrt((1 - t)^2 sigma^2 + t^2), in float32."""
     t = t.astype(jnp.float32)[..., None]
     return x.astype(jnp.float32) / jnp.sqrt(jnp.square((1 - t) * sigma) + jnp.square(t))
 
@@ -38,7 +38,7 @@ def time_features(t: Float[Array, "*B"], width: int) -> Float[Array, "*B F"]:
 def guide(
     conditional: Float[Array, "*B C"], null: Float[Array, "*B C"], strength: Float[Array, "..."]
 ) -> Float[Array, "*B C"]:
-    """Classifier-free guidance, w x̂(class) + (1 - w) x̂(null), which is the same mix of the two velocities.
+    """Classifier-free guidance: w x̂(class) + (1 - w) x̂(null), which mixes the two velocities in the same way.
 
     The released code has this form; the sign of the second term in the paper's formula is a slip.
     """
@@ -46,11 +46,11 @@ def guide(
 
 
 def anneal(temperature: Float[Array, ""], t: Float[Array, "*B"]) -> Float[Array, "*B"]:
-    """The velocity's temperature falling linearly to zero as t goes to one."""
+    """The velocity's temperature, which falls linearly to zero as t goes to one."""
     return temperature * jnp.clip(1 - t, 0.0, 1.0)
 
 
-def sample(key: Array, logits: Float[Array, "*B V"], temperature: Float[Array, "*b"]) -> Array:
+def sample_token(key: Array, logits: Float[Array, "*B V"], temperature: Float[Array, "*b"]) -> Array:
     """A token from softmax(logits / temperature); the arg max where the temperature is zero."""
     temperature = temperature[..., None]
     noise = jax.random.gumbel(key, logits.shape, jnp.float32)

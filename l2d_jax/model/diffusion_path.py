@@ -1,8 +1,8 @@
 """The trainable diffusion path: a reader of the frozen model's cache (paper section 3.2).
 
 It carries one diffusion token per position. The token that predicts position k sits at position k - 1: it takes that
-position's rotary angle and sees the main path's keys up to it, and no other diffusion token. Its layers are the
-main path's own weights with LoRA updates, or full copies; its output, weighted by w(t) - w(0), corrects the last hidden
+position's rotary angle and sees the main path's keys up to it, but no other diffusion token. The path's layers are the
+main path's weights with LoRA updates, or full copies. Their output, weighted by w(t) - w(0), corrects the last hidden
 state.
 """
 
@@ -25,18 +25,18 @@ from l2d_jax.model.axes import MATRICES, axis_sizes, declare_stacked
 from l2d_jax.model.context import Context
 from l2d_jax.model.gathering import gather_layer
 from l2d_jax.model.kv_cache import LayerCache
-from l2d_jax.model.layers import Linear, Lora, Mlp, kept_product, rms_norm, rope, rope_frequencies
+from l2d_jax.model.layers import Linear, Lora, Mlp, checkpointed_matmul, rms_norm, rope, rope_frequencies
 from l2d_jax.model.llm import LLM, bias
 from l2d_jax.model.llm import Layers as LLMLayers
 from l2d_jax.model.quantization import QuantizedWeight
 
 PARTS = 6  # scale, shift and gate of the attention, then of the MLP
-REPLACED = ("q", "o", "gate", "up", "down")  # the LM's matrices that the path updates, or has copies of
+ADAPTED = ("q", "o", "gate", "up", "down")  # the LM's matrices that the path updates or copies
 
 
 @nnx.dataclass
 class PathLayers(nnx.Module):
-    """Weights of all blocks of the path, stacked; q, o, gate, up, down are updates of the LM's or replace them."""
+    """Weights of all blocks of the path, stacked; q, o, gate, up and down update the LM's matrices or replace them."""
 
     modulation: Mlp = nnx.data()  # E -> E -> (6, D)
     q: Lora | Float[Array, "L D N H"] | Declared = nnx.data()
@@ -44,13 +44,15 @@ class PathLayers(nnx.Module):
     gate: Lora | Float[Array, "L D F"] | Declared = nnx.data()
     up: Lora | Float[Array, "L D F"] | Declared = nnx.data()
     down: Lora | Float[Array, "L F D"] | Declared = nnx.data()
-    q_bias: Float[Array, "L N H"] | Declared | None = nnx.data(default=None)  # with full copies of a model that has one
+    q_bias: Float[Array, "L N H"] | Declared | None = nnx.data(
+        default=None
+    )  # only of full copies, where the LM has one
 
 
 class Conditions(NamedTuple):
     """What time and class alone determine, which decoding computes once for all evaluations of a grid."""
 
-    modulation: Float[Array, "L *b P D"] | None  # scale, shift and gate of each block; None: computed block by block
+    modulation: Float[Array, "L *b 6 D"] | None  # scale, shift and gate of each block; None: computed block by block
     merge: Float[Array, "*b #D"]  # w_d(t)
 
 
@@ -101,7 +103,7 @@ class DiffusionPath(nnx.Module):
                     first=modulation("first", initializers.glorot_uniform(1, -1, batch_axis=0)),
                     last=modulation("last", initializers.zeros),
                 ),
-                **{name: layer(name) for name in REPLACED},
+                **{name: layer(name) for name in ADAPTED},
                 q_bias=declare_stacked("q_bias", sizes, initializers.zeros) if has_q_bias else None,
             ),
             merge=Mlp(
@@ -132,9 +134,9 @@ class DiffusionPath(nnx.Module):
         return jnp.where(t[..., None] == 0, 0.0, weight)
 
     def conditions(self, t: Float[Array, "*b"], labels: Int[Array, "*b"] | None = None, *, dtype: Any) -> Conditions:
-        """Of any times; the modulation in the type of the blocks' activations."""
+        """The conditions of any times and classes; `dtype` is that of the blocks' activations."""
         condition = self.condition(t, labels).astype(dtype)
-        _, modulation = jax.lax.scan(lambda _, own: (None, own(condition)), None, self.layers.modulation)
+        _, modulation = jax.lax.scan(lambda _, mlp: (None, mlp(condition)), None, self.layers.modulation)
         return Conditions(modulation, self.merge_weight(t, labels))
 
     def __call__(
@@ -153,8 +155,8 @@ class DiffusionPath(nnx.Module):
           llm: the frozen main path, whose weights the path's layers share.
           x: diffusion tokens x_t, in float32.
           t: time in [0, 1], per position or shared.
-          context: the cache that the path reads, and the place and class of each diffusion token.
-          conditions: of t and the labels; None: computed here.
+          context: the cache that the path reads, and the position and class of each diffusion token.
+          conditions: what `conditions` returns for t and the labels; None: computed here.
           remat: wraps the block for rematerialisation in training, such as `jax.checkpoint`; None: no wrapping.
         """
         cache, positions, labels = context.cache, context.positions, context.labels
@@ -169,20 +171,20 @@ class DiffusionPath(nnx.Module):
         if angles is None:
             angles = jnp.repeat(cache.positions, x.shape[1] // cache.positions.shape[1], axis=1)
 
-        def project(y: Array, weight: Array, own: Lora | Array, *, dims: int = 1) -> Array:
-            if isinstance(own, Lora):
-                return kept_product(y, weight, own, scale=scale, dims=dims)
-            return kept_product(y, own, dims=dims)
+        def project(y: Array, weight: Array, change: Lora | Array, *, dims: int = 1) -> Array:
+            if isinstance(change, Lora):
+                return checkpointed_matmul(y, weight, change, scale=scale, dims=dims)
+            return checkpointed_matmul(y, change, dims=dims)
 
         def block(x: Array, scanned: tuple[LLMLayers, PathLayers, LayerCache, Array | None]) -> tuple[Array, None]:
-            w, own, past, known = scanned
-            w, own = gather_layer(w, dtype=dtype), gather_layer(own, dtype=dtype)
-            q_bias = w.q_bias if own.q_bias is None else own.q_bias
-            parts = _modulate(own.modulation, condition) if known is None else jnp.moveaxis(known, -2, 0)
+            w, changes, past, known = scanned
+            w, changes = gather_layer(w, dtype=dtype), gather_layer(changes, dtype=dtype)
+            q_bias = w.q_bias if changes.q_bias is None else changes.q_bias
+            parts = _modulate(changes.modulation, condition) if known is None else jnp.moveaxis(known, -2, 0)
             scale_1, shift_1, gate_1, scale_2, shift_2, gate_2 = parts
             with jax.named_scope("attention"):
                 y = rms_norm(x, w.attention_norm.astype(dtype) + scale_1, epsilon) + shift_1
-                q = rope(project(y, w.q, own.q) + bias(q_bias, y), angles, frequencies)
+                q = rope(project(y, w.q, changes.q) + bias(q_bias, y), angles, frequencies)
                 y = attention(
                     q,
                     past.k,
@@ -193,11 +195,11 @@ class DiffusionPath(nnx.Module):
                     kv_segments=cache.segments,
                     prefix=past.prefix,
                 )
-                x = x + gate_1 * project(y, w.o, own.o, dims=2)
+                x = x + gate_1 * project(y, w.o, changes.o, dims=2)
             with jax.named_scope("mlp"):
                 y = rms_norm(x, w.mlp_norm.astype(dtype) + scale_2, epsilon) + shift_2
-                y = jax.nn.silu(project(y, w.gate, own.gate)) * project(y, w.up, own.up)
-                x = x + gate_2 * project(y, w.down, own.down)
+                y = jax.nn.silu(project(y, w.gate, changes.gate)) * project(y, w.up, changes.up)
+                x = x + gate_2 * project(y, w.down, changes.down)
             return constrain(x, "batch", "length", "embed_activation"), None
 
         with jax.named_scope("diffusion_path"):
@@ -210,7 +212,7 @@ class DiffusionPath(nnx.Module):
 
 
 def _modulate(modulation: Mlp, condition: Float[Array, "*B E"]) -> list[Float[Array, "*B D"]]:
-    """The vectors of `modulation(condition)` one by one, so that no gradient is put together from six."""
+    """The six vectors of `modulation(condition)` one by one, so that no gradient is concatenated from six."""
     hidden, last = jax.nn.silu(modulation.first(condition)), modulation.last
     return [Linear(weight=last.weight[:, i], bias=last.bias[i])(hidden) for i in range(PARTS)]
 
@@ -223,10 +225,9 @@ def _affine(shape: tuple[int, int], axes: tuple[str, str], *, init: Initializer 
 
 def start_from(path: DiffusionPath, llm: LLM) -> DiffusionPath:
     """A path with full layers whose initial values are the LM's own (paper appendix, full f_d)."""
-    own = path.layers
     weights = {
         name: w.restore(jnp.float32) if isinstance(w, QuantizedWeight) else jnp.array(w, jnp.float32)
-        for name, w in ((name, getattr(llm.layers, name)) for name in REPLACED)
+        for name, w in ((name, getattr(llm.layers, name)) for name in ADAPTED)
     }
-    q_bias = None if own.q_bias is None else jnp.array(llm.layers.q_bias, jnp.float32)
-    return dataclasses.replace(path, layers=PathLayers(modulation=own.modulation, **weights, q_bias=q_bias))
+    q_bias = None if path.layers.q_bias is None else jnp.array(llm.layers.q_bias, jnp.float32)
+    return dataclasses.replace(path, layers=PathLayers(modulation=path.layers.modulation, **weights, q_bias=q_bias))

@@ -1,4 +1,4 @@
-"""Keys and values of the main path, which decoding extends and the diffusion path reads."""
+"""The KV cache of the main path, which decoding extends and the diffusion path reads."""
 
 from typing import Any, NamedTuple
 
@@ -20,25 +20,25 @@ class LayerCache(NamedTuple):
 
 @nnx.dataclass
 class KVCache(nnx.Module):
-    """Rotated keys and values of the main path, which the diffusion path reads."""
+    """Keys, rotated already, and values of the main path, with the position of each slot."""
 
     k: Float[Array, "L B S K H"] = nnx.data()
     v: Float[Array, "L B S K H"] = nnx.data()
-    positions: Int[Array, "B S"] = nnx.data()  # of the token in each slot; -1: empty
+    positions: Int[Array, "B S"] = nnx.data()  # position of the token in each slot; -1: the slot is empty
     used: Int[Array, ""] = nnx.data()  # slots written so far, the same for the whole batch
     segments: Int[Array, "B S"] | None = nnx.data(default=None)  # sequence of each slot; None: one sequence per row
     prefix: "KVCache | None" = nnx.data(default=None)  # one full row: the tokens that come before those of every row
 
     @classmethod
     def empty(cls, architecture: Architecture, batch: int, slots: int, *, dtype: Any) -> "KVCache":
-        """A cache with room for `slots` tokens per sequence."""
+        """An empty cache with a capacity of `slots` tokens per sequence."""
         a = architecture
         shape = (a.num_hidden_layers, batch, slots, a.num_key_value_heads, a.head_dim)
         zeros = jnp.zeros(shape, dtype)
         return cls(k=zeros, v=zeros, positions=jnp.full((batch, slots), -1, jnp.int32), used=jnp.int32(0))
 
     def extend(self, new: "KVCache") -> "KVCache":
-        """The cache with the tokens of `new` in the next slots; for rows of one sequence each."""
+        """The cache with the tokens of `new` in its next slots; each row holds one sequence."""
         assert self.segments is None
         assert new.segments is None
 

@@ -14,7 +14,7 @@ from l2d_jax.model.llm import LLM
 
 @nnx.dataclass
 class Model(nnx.Module):
-    """The frozen LM and the path, with the table of vocabulary vectors that the path's weights determine."""
+    """The frozen LM and the path, with the table of vocabulary vectors V_y that the path's weights determine."""
 
     llm: LLM = nnx.data()
     path: DiffusionPath | None = nnx.data()  # None: the LM alone, for a budget of 1
@@ -27,11 +27,11 @@ class Model(nnx.Module):
         return cls(llm=llm, path=path, table=table)
 
 
-_embed = jax.jit(DiffusionPath.embed)  # here, so that new weights of the same shapes are not a new program
+_embed = jax.jit(DiffusionPath.embed)  # jitted once here: new weights of the same shapes do not compile again
 
 
 def check_labels(path: PathConfig | None, labels: Iterable[int]) -> None:
-    """Raise `InputError` for a class that a path of these options was not trained with."""
+    """Raise `InputError` for a class that a path with this config was not trained with."""
     classes = 0 if path is None else path.classes
     for label in labels:
         if not 0 <= label < classes:

@@ -1,10 +1,10 @@
-"""The building blocks of both paths, as functions of arrays.
+"""The building blocks of the main path and the diffusion path, as functions of arrays.
 
 Axis letters, here and in every shape of the project:
     B batch             T tokens            S slots of the cache     M positions of diffusion tokens
     D model width       N query heads       K key and value heads    H head width
     F MLP width         V vocabulary        L layers                 R LoRA rank
-    C diffusion width   E condition width
+    C diffusion width   E condition width   P tokens of a prefix that all rows share
 """
 
 import math
@@ -21,7 +21,7 @@ from l2d_jax.distributed.sharding import Declared, Initializer, platform
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.axes import declare_stacked
 
-PRODUCT = "product"  # name of what rematerialisation may save of a block
+PRODUCT = "product"  # checkpoint name of a block's matrix products, which rematerialisation may save
 
 
 def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, "*b D"], epsilon: float) -> Float[Array, "*B D"]:
@@ -32,13 +32,13 @@ def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, "*b D"], epsilon: flo
 
 
 def rope_frequencies(architecture: Architecture) -> Float[Array, " half"]:
-    """Angle per position of each pair of channels, in radians, with Llama 3's scaling where the model has it."""
+    """The angle per position of each pair of channels, in radians, with Llama 3's scaling where the model has it."""
     half = architecture.head_dim // 2
     frequency = architecture.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     scaling = architecture.rope_scaling
     if scaling is None:
         return frequency
-    # Llama 3: long waves are slowed by `factor`, short ones kept, those between blended linearly in turns per context.
+    # Llama 3 slows long waves by `factor`, keeps short ones, and blends the others linearly in turns per context.
     turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = jnp.clip(kept, 0.0, 1.0)
@@ -77,21 +77,23 @@ def project(x: Array, weight: Array, update: Lora | None = None, *, scale: float
         return y
     a, b = update.a.astype(x.dtype), (scale * update.b).astype(x.dtype)
     if platform() == "cpu":
-        return y + low_rank(x.reshape(*x.shape[: x.ndim - dims], -1), a.reshape(-1, a.shape[-1]), b)
+        return y + _low_rank_product(x.reshape(*x.shape[: x.ndim - dims], -1), a.reshape(-1, a.shape[-1]), b)
     return y + jnp.tensordot(jnp.tensordot(x, a, dims), b, 1)
 
 
-def kept_product(x: Array, weight: Array, update: Lora | None = None, *, scale: float = 1.0, dims: int = 1) -> Array:
-    """`project` for a block that is trained: what rematerialisation may save, fused with nothing around it."""
-    return settle(checkpoint_name(project(settle(x), weight, update, scale=scale, dims=dims), PRODUCT))
+def checkpointed_matmul(
+    x: Array, weight: Array, update: Lora | None = None, *, scale: float = 1.0, dims: int = 1
+) -> Array:
+    """`project` for a block that is trained: rematerialisation may save the result, which is fused with nothing."""
+    return fusion_barrier(checkpoint_name(project(fusion_barrier(x), weight, update, scale=scale, dims=dims), PRODUCT))
 
 
 @jax.custom_vjp
-def low_rank(x: Float[Array, "*B i"], a: Float[Array, "i R"], b: Float[Array, "R ..."]) -> Array:
-    """`x @ a @ b`, with gradients that write no wide array the other way round, for CPUs.
+def _low_rank_product(x: Float[Array, "*B i"], a: Float[Array, "i R"], b: Float[Array, "R ..."]) -> Array:
+    """`x @ a @ b` for CPUs, with gradients that transpose no wide array.
 
-    Left alone, the gradient of `b` is the transpose of `g^T (x a)`, for which XLA on CPUs transposes g and all
-    element-wise work before it: half of the backward pass.
+    Left alone, the gradient of `b` is the transpose of `g^T (x a)`. For it, XLA on CPUs transposes g and all
+    element-wise work before it, which took half of the backward pass.
     """
     return jnp.tensordot(x @ a, b, 1)
 
@@ -108,20 +110,22 @@ def _low_rank_backward(saved: tuple[Array, ...], gradient: Array) -> tuple[Array
     return back @ a.T, jnp.tensordot(back, x, (rows, rows)).T, jnp.tensordot(low, gradient, (rows, rows))
 
 
-low_rank.defvjp(_low_rank_forward, _low_rank_backward)
+_low_rank_product.defvjp(_low_rank_forward, _low_rank_backward)
 
 
 @jax.custom_vjp
-def settle(x: Array) -> Array:
-    """`x`, computed here and once, and its gradient too: neither is fused into the products that read it.
+def fusion_barrier(x: Array) -> Array:
+    """Compute `x` and its gradient here, once: neither is fused into the products that read it.
 
-    Two products that read one element-wise result would both compute it again for each of their tiles. Compiled for TPU
-    v5e, that cost a tenth of a training step.
+    Otherwise, two products that read one element-wise result both compute it again for each of their tiles. Compiled
+    for TPU v5e, that cost a tenth of a training step.
     """
     return jax.lax.optimization_barrier(x)
 
 
-settle.defvjp(lambda x: (settle(x), None), lambda _, gradient: (jax.lax.optimization_barrier(gradient),))
+fusion_barrier.defvjp(
+    lambda x: (fusion_barrier(x), None), lambda _, gradient: (jax.lax.optimization_barrier(gradient),)
+)
 
 
 @nnx.dataclass
@@ -144,5 +148,5 @@ class Mlp(nnx.Module):
     last: Linear = nnx.data()
 
     def __call__(self, x: Float[Array, "*B i"]) -> Array:
-        """The last map of the SiLU of the first, in the type of `x`."""
+        """`last(silu(first(x)))`, in the type of `x`."""
         return self.last(jax.nn.silu(self.first(x)))

@@ -1,7 +1,8 @@
 """The frozen main path: one decoder for Llama 3.x, Qwen 2/2.5, SmolLM2 and R1-distilled Qwen.
 
-Notable: layers are stacked and run by `lax.scan`; the cache stores a position per slot, so left padding, right padding,
-gaps and ragged prompts are one mask; a call emits only its new keys and values, so extending a cache writes one slice.
+Notable: layers are stacked and run by `lax.scan`. The cache stores a position per slot, so that left padding, right
+padding, gaps and ragged prompts are one mask. A call returns only its new keys and values, so that extending a cache
+writes one slice.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from l2d_jax.model.attention import attention
 from l2d_jax.model.axes import EMBEDDING_AXES, HEAD_AXES, MATRICES, axis_sizes, declare_stacked, declare_weight
 from l2d_jax.model.gathering import gather_layer, gather_weight
 from l2d_jax.model.kv_cache import KVCache, LayerCache
-from l2d_jax.model.layers import kept_product, project, rms_norm, rope, rope_frequencies
+from l2d_jax.model.layers import checkpointed_matmul, project, rms_norm, rope, rope_frequencies
 from l2d_jax.model.lora import LLMAdapter
 from l2d_jax.model.quantization import QuantizedWeight, declare_quantized
 
@@ -46,14 +47,14 @@ class Layers(nnx.Module):
 
 @nnx.dataclass
 class LLM(nnx.Module):
-    """Embedding, decoder blocks, final norm and output head."""
+    """Embedding, decoder blocks, final norm and LM head."""
 
     embed: Float[Array, "V D"] | Declared = nnx.data()
     layers: Layers = nnx.data()
     norm: Float[Array, " D"] | Declared = nnx.data()
     head: Float[Array, "V D"] | Declared | None = nnx.data()  # None: the embedding, transposed
     architecture: Architecture = nnx.static()
-    adapter: LLMAdapter | None = nnx.data(default=None)  # added to the products of the layers that it has updates of
+    adapter: LLMAdapter | None = nnx.data(default=None)  # added to the products of the matrices that it adapts
     products: str | None = nnx.static(default=None)  # type of products and activations; None: that of the weights
 
     @property
@@ -63,7 +64,7 @@ class LLM(nnx.Module):
 
     @classmethod
     def declare(cls, architecture: Architecture, *, dtype: Any) -> "LLM":
-        """The module with a `Weight` in place of each array; int8: of the layers' matrices, the rest in bfloat16."""
+        """The module with a `Weight` for each array; int8 makes the layers' matrices int8 and the rest bfloat16."""
         a, is_quantized = architecture, jnp.dtype(dtype) == jnp.int8
         dtype = jnp.bfloat16 if is_quantized else dtype
         sizes, matrix, one = axis_sizes(a), initializers.normal(0.02), initializers.ones
@@ -94,8 +95,8 @@ class LLM(nnx.Module):
         one call, without a cache. `remat` wraps the block for rematerialisation where the model itself is trained.
 
         Returns:
-          The last hidden state before the final norm, and the keys and values of these tokens alone: they are the
-          whole cache of a first call; `cache.extend` appends those of a later one.
+          The last hidden state before the final norm, and the keys and values of these tokens alone. After the first
+          call they are the whole cache; `cache.extend` appends those of a later call.
         """
         epsilon = self.architecture.rms_norm_eps
         frequencies = rope_frequencies(self.architecture)
@@ -105,18 +106,18 @@ class LLM(nnx.Module):
         if cache is not None:
             kv_positions = jax.lax.dynamic_update_slice_in_dim(cache.positions, positions, cache.used, 1)
 
-        product = partial(project if remat is None else kept_product, scale=scale)
+        product = partial(project if remat is None else checkpointed_matmul, scale=scale)
 
         def block(
             x: Array, scanned: tuple[Layers, LLMAdapter | None, LayerCache | None]
         ) -> tuple[Array, tuple[Array, Array]]:
             w, past = gather_layer(scanned[0], dtype=x.dtype), scanned[2]
-            own = {} if scanned[1] is None else gather_layer(scanned[1], dtype=x.dtype).updates()
+            updates = {} if scanned[1] is None else gather_layer(scanned[1], dtype=x.dtype).updates()
             with jax.named_scope("attention"):
                 y = rms_norm(x, w.attention_norm, epsilon)
-                q = rope(product(y, w.q, own.get("q")) + bias(w.q_bias, y), positions, frequencies)
-                k = new_k = rope(product(y, w.k, own.get("k")) + bias(w.k_bias, y), positions, frequencies)
-                v = new_v = product(y, w.v, own.get("v")) + bias(w.v_bias, y)
+                q = rope(product(y, w.q, updates.get("q")) + bias(w.q_bias, y), positions, frequencies)
+                k = new_k = rope(product(y, w.k, updates.get("k")) + bias(w.k_bias, y), positions, frequencies)
+                v = new_v = product(y, w.v, updates.get("v")) + bias(w.v_bias, y)
                 if cache is not None and past is not None:
                     k = jax.lax.dynamic_update_slice_in_dim(past.k, k, cache.used, 1)
                     v = jax.lax.dynamic_update_slice_in_dim(past.v, v, cache.used, 1)
@@ -129,11 +130,11 @@ class LLM(nnx.Module):
                     kv_segments=segments,
                     prefix=None if past is None else past.prefix,
                 )
-                x = x + product(y, w.o, own.get("o"), dims=2)
+                x = x + product(y, w.o, updates.get("o"), dims=2)
             with jax.named_scope("mlp"):
                 y = rms_norm(x, w.mlp_norm, epsilon)
-                y = jax.nn.silu(product(y, w.gate, own.get("gate"))) * product(y, w.up, own.get("up"))
-                x = x + product(y, w.down, own.get("down"))
+                y = jax.nn.silu(product(y, w.gate, updates.get("gate"))) * product(y, w.up, updates.get("up"))
+                x = x + product(y, w.down, updates.get("down"))
             new_k, new_v = (constrain(a, "batch", "length", "kv_heads", "head_dim") for a in (new_k, new_v))
             return constrain(x, "batch", "length", "embed_activation"), (new_k, new_v)
 
@@ -145,17 +146,17 @@ class LLM(nnx.Module):
         return hidden, KVCache(k=k, v=v, positions=positions, used=used, segments=segments)
 
     def lookup(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Rows of the embedding table, which is gathered first: rows that lie in pieces would be moved twice."""
+        """Rows of the embedding table, which is gathered first: rows in shards would be moved twice."""
         table = gather_weight(self.embed, EMBEDDING_AXES, dtype=self.embed.dtype)
         return constrain(table[tokens].astype(self.dtype), "batch", "length", "embed_activation")
 
     def with_whole_head(self) -> "LLM":
-        """The same with an output head that is gathered here, for a loop to use many times."""
+        """The same model with its LM head gathered here, once, for a loop that uses it many times."""
         head, axes = (self.embed, EMBEDDING_AXES) if self.head is None else (self.head, HEAD_AXES)
         return dataclasses.replace(self, head=gather_weight(head, axes, dtype=self.dtype))
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
-        """Final norm and output head, in float32."""
+        """Logits by the final norm and the LM head, in float32."""
         with jax.named_scope("head"):
             y = rms_norm(hidden, self.norm, self.architecture.rms_norm_eps)
             head = self.embed if self.head is None else self.head

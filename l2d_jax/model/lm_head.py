@@ -1,4 +1,4 @@
-"""The output head, some positions at a time: the logits of a whole batch never exist."""
+"""The LM head, applied to some positions at a time: the logits of a whole batch never exist."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,20 +11,20 @@ from l2d_jax.distributed.sharding import axis_size
 from l2d_jax.model.llm import LLM
 
 
-def over_logits(
+def map_logits(
     llm: LLM, hidden: Float[Array, "B M *draws D"], function: Callable[..., Any], *arrays: Array, chunk: int = 1024
 ) -> Any:
-    """`function(logits, *arrays)` at every position, never holding the logits of all.
+    """Apply `function(logits, *arrays)` at every position without holding the logits of all.
 
     Args:
-      llm: whose norm and head give the logits.
-      hidden: last hidden states, one or several a position.
-      function: from float32 logits of shape [n, *draws, V] and the slices [n, ...] of `arrays` to arrays [n, ...].
-      *arrays: of shape [B, M, ...].
+      llm: the model whose norm and head give the logits.
+      hidden: last hidden states, one or several per position.
+      function: maps float32 logits [n, *draws, V] and the slices [n, ...] of `arrays` to arrays [n, ...].
+      *arrays: further inputs, each [B, M, ...].
       chunk: positions whose logits each device holds at a time; at least one of each of its sequences.
     """
     llm = llm.with_whole_head()
-    return in_chunks(lambda h, *own: function(llm.logits(h), *own), (hidden, *arrays), chunk=chunk)
+    return _in_chunks(lambda h, *slices: function(llm.logits(h), *slices), (hidden, *arrays), chunk=chunk)
 
 
 def target_losses(
@@ -32,8 +32,8 @@ def target_losses(
 ) -> Float[Array, "B M"]:
     """Cross-entropy of each target, in nats; differentiable in `hidden`.
 
-    A position's gradient is computed along with its loss and waits to be scaled, so that the backward pass makes no
-    logits again.
+    The gradient of each position is computed along with its loss and scaled later, so that the backward pass does not
+    compute the logits again.
     """
     llm = llm.with_whole_head()
 
@@ -46,11 +46,11 @@ def target_losses(
 
     @jax.custom_vjp
     def losses(hidden: Array) -> Array:
-        values: Array = in_chunks(at, (hidden, targets), chunk=chunk)
+        values: Array = _in_chunks(at, (hidden, targets), chunk=chunk)
         return values
 
     def forward(hidden: Array) -> tuple[Array, Array]:
-        values, gradient = in_chunks(at_with_gradient, (hidden, targets), chunk=chunk)
+        values, gradient = _in_chunks(at_with_gradient, (hidden, targets), chunk=chunk)
         return values, gradient
 
     def backward(gradient: Array, cotangent: Array) -> tuple[Array]:
@@ -60,29 +60,29 @@ def target_losses(
     return losses(hidden)
 
 
-def target_losses_of_all(
+def target_losses_with_trained_head(
     llm: LLM, hidden: Float[Array, "B M D"], targets: Int[Array, "B M"], *, chunk: int = 1024
 ) -> Float[Array, "B M"]:
-    """`target_losses` that are differentiable in the final norm and the output head, too.
+    """`target_losses` that are differentiable in the final norm and the LM head, too.
 
-    The backward pass makes the logits of a chunk again: their gradient in the head is a sum over all positions, whose
-    weights are not known yet. The head is gathered in each chunk, so that this sum is kept in the type of the weights,
-    and in shards.
+    The backward pass computes the logits of a chunk again: the head's gradient is a sum over all positions, with
+    weights that the forward pass does not know yet. Each chunk gathers the head, so that this sum is kept in shards, in
+    the type of the weights.
     """
 
     @jax.checkpoint
     def at(hidden: Array, targets: Array) -> Array:
         return negative_log_likelihood(llm.with_whole_head().logits(hidden), targets)
 
-    values: Array = in_chunks(at, (hidden, targets), chunk=chunk)
+    values: Array = _in_chunks(at, (hidden, targets), chunk=chunk)
     return values
 
 
-def in_chunks(function: Callable[..., Any], arrays: tuple[Array, ...], *, chunk: int) -> Any:
-    """`function` of flat slices [n, ...] of arrays [B, M, ...], some columns of every device's share at a time."""
+def _in_chunks(function: Callable[..., Any], arrays: tuple[Array, ...], *, chunk: int) -> Any:
+    """Apply `function` to flat slices [n, ...] of arrays [B, M, ...]: some columns of each device's part at a time."""
     batch, length = arrays[0].shape[:2]
     parts = axis_size("context") if length % axis_size("context") == 0 else 1
-    rows = -(-batch // (axis_size("data") * axis_size("fsdp")))  # of each device
+    rows = -(-batch // (axis_size("data") * axis_size("fsdp")))  # per device
     columns = length // parts
     width = min(max(chunk // rows, 1), columns)
     pad = -columns % width
@@ -102,7 +102,7 @@ def in_chunks(function: Callable[..., Any], arrays: tuple[Array, ...], *, chunk:
     if pieces == 1:
         result = jax.tree.map(lambda a: a[None], function(*(a[0] for a in slices)))
     else:
-        result = jax.lax.map(lambda own: function(*own), slices)
+        result = jax.lax.map(lambda piece: function(*piece), slices)
     return jax.tree.map(join, result)
 
 

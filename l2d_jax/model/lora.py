@@ -1,6 +1,7 @@
 """Low-rank updates of the language model's own layers: the tree that LoRA finetuning trains (Hu et al. 2021).
 
-It stays a tree of its own. A model that has it adds the update to each product; `merge` adds it to the weights, once.
+It stays a tree of its own. A model with an adapter adds the updates to its products; `merge_adapter` adds them to the
+weights, once.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from l2d_jax.model.layers import Lora
 
 @nnx.dataclass
 class LLMAdapter(nnx.Module):
-    """Updates of all decoder blocks, stacked; None for a layer that has none."""
+    """Updates of all decoder blocks, stacked; None for a matrix that is not adapted."""
 
     q: Lora | None = nnx.data()
     k: Lora | None = nnx.data()
@@ -45,17 +46,17 @@ class LLMAdapter(nnx.Module):
 
     @property
     def scale(self) -> float:
-        """What the product of the two matrices counts."""
+        """The factor alpha / rank of the product of the two matrices."""
         return self.config.alpha / self.config.rank
 
     def updates(self) -> dict[str, Lora]:
-        """The updates that there are, by the name of the layer."""
+        """The updates that exist, by the name of their matrix."""
         updates = {name: getattr(self, name) for name in MATRICES}
         return {name: lora for name, lora in updates.items() if lora is not None}
 
 
-def merge(layers: Any, adapter: LLMAdapter) -> Any:
-    """Decoder layers with their updates added, computed in float32 and rounded once to the type of each weight."""
+def merge_adapter(layers: Any, adapter: LLMAdapter) -> Any:
+    """Decoder layers with the updates added, in float32 and rounded once to the type of each weight."""
 
     def add(weight: jax.Array, lora: Lora) -> jax.Array:
         product = jax.vmap(lambda a, b: jnp.tensordot(a, b, 1, precision="highest"))(lora.a, lora.b)

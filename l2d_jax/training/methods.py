@@ -169,7 +169,9 @@ class Full(Method):
         self, trained: LLM, frozen: LLM | None, batch: Batch, key: jax.Array, loss_by_time: LossByTime | None
     ) -> tuple[jax.Array, None]:
         llm = self.model(trained, frozen).llm
-        return finetuning_loss(llm, batch, losses=lm_head.target_losses_of_all, options=self.loss_options), None
+        return finetuning_loss(
+            llm, batch, losses=lm_head.target_losses_with_trained_head, options=self.loss_options
+        ), None
 
     def model(self, trained: LLM, frozen: LLM | None) -> Model:
         return Model.build(dataclasses.replace(trained, products=self.config.model.dtype), None)

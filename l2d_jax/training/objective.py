@@ -91,7 +91,7 @@ def finetuning_loss(
     Args:
       llm: the language model, an adapter included.
       batch: examples with one query per token; several are for a path alone.
-      losses: `target_losses` where the LM head is frozen, `target_losses_of_all` where it is trained.
+      losses: `target_losses` where the LM head is frozen, `target_losses_with_trained_head` where it is trained.
       options: how the loss is reduced and computed.
     """
     hidden, _ = llm(batch.tokens, token_positions(batch), segments=batch.segments, remat=options.remat)

@@ -22,7 +22,7 @@ from l2d_jax.decoding.refine import Refinement, refine
 from l2d_jax.distributed import processes, sharding
 from l2d_jax.model.context import Context, read_context
 from l2d_jax.model.l2d import Model
-from l2d_jax.model.lm_head import negative_log_likelihood, over_logits
+from l2d_jax.model.lm_head import map_logits, negative_log_likelihood
 from l2d_jax.training.bootstrap import BootstrapSums
 from l2d_jax.training.objective import Corruption, correct, sample_corruption
 
@@ -46,7 +46,7 @@ def _loss_by_bin(
     def at(index: Array) -> Array:
         t = (index + draws.t) / bins
         hidden = correct(path, model.llm, context, batch, Corruption(t=t, noise=draws.noise, labels=draws.labels))
-        return over_logits(model.llm, hidden, negative_log_likelihood, batch.targets, chunk=chunk)
+        return map_logits(model.llm, hidden, negative_log_likelihood, batch.targets, chunk=chunk)
 
     return jax.lax.map(at, jnp.arange(bins, dtype=jnp.float32))
 
@@ -71,7 +71,7 @@ def _scores(
         is_right = jnp.argmax(logits, axis=-1) == targets
         return {"loss": loss, "expected": jnp.exp(-loss), "greedy": is_right.astype(jnp.float32)}
 
-    return over_logits(model.llm, hidden, read, batch.targets, chunk=chunk)
+    return map_logits(model.llm, hidden, read, batch.targets, chunk=chunk)
 
 
 def teacher_forced_sums(

@@ -26,7 +26,7 @@ from l2d_jax.files import read_json, write_whole
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.diffusion_path import DiffusionPath, start_from
 from l2d_jax.model.llm import LLM
-from l2d_jax.model.lora import LLMAdapter, merge
+from l2d_jax.model.lora import LLMAdapter, merge_adapter
 from l2d_jax.model.quantization import quantize_layers
 from l2d_jax.weights import mapping
 from l2d_jax.weights.locate import NEARBY, BaseAndAdapters, base_record, find_base_and_adapters, read_base_name
@@ -55,7 +55,7 @@ class BaseFiles:
             llm = mapping.load_tree(declared, self.source, mesh, rows=mapping.LLM_ROWS)
         if adapter is not None:
             placed = sharding.shardings(declared.layers, mesh)
-            llm = dataclasses.replace(llm, layers=jax.jit(merge, out_shardings=placed)(llm.layers, adapter))
+            llm = dataclasses.replace(llm, layers=jax.jit(merge_adapter, out_shardings=placed)(llm.layers, adapter))
         return cast_llm(llm, dtype=dtype, mesh=mesh)
 
 

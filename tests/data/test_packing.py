@@ -113,7 +113,7 @@ def places(batch: Batch, together: list[list[int]]) -> list[tuple[int, np.ndarra
 @jax.jit
 def losses(path: DiffusionPath, llm: LLM, batch: Batch, draws: Corruption) -> jax.Array:
     hidden = objective.correct(path, llm, read_context(llm, batch), batch, draws)
-    return lm_head.over_logits(llm, hidden, lm_head.negative_log_likelihood, batch.targets)
+    return lm_head.map_logits(llm, hidden, lm_head.negative_log_likelihood, batch.targets)
 
 
 @pytest.mark.parametrize("answer_length", [None, 300])

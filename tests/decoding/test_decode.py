@@ -91,7 +91,7 @@ def test_decoding_equals_a_loop_without_a_cache() -> None:
             keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), number), 3)
             noise = jax.random.normal(keys[0], (16,))[None, None]
             refined = run(model, at, noise, settings=settings, keys=keys[1][None, None])
-            token = diffusion.sample(keys[2], model.llm.logits(refined[0, 0]), jnp.float32(1.0))
+            token = diffusion.sample_token(keys[2], model.llm.logits(refined[0, 0]), jnp.float32(1.0))
             text.append(int(token))
         assert text[len(prompt) :] == answer.tolist()
 

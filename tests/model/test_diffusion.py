@@ -53,7 +53,7 @@ def test_annealing_falls_linearly_to_zero_and_stays_there() -> None:
 def test_samples_have_the_frequencies_of_the_softmax(temperature: float) -> None:
     logits = jnp.array([0.3, -1.0, 1.2, 0.0])
     keys = jax.random.split(jax.random.key(0), 20000)
-    drawn = jax.vmap(lambda key: diffusion.sample(key, logits, jnp.float32(temperature)))(keys)
+    drawn = jax.vmap(lambda key: diffusion.sample_token(key, logits, jnp.float32(temperature)))(keys)
     wanted = np.exp(np.array(logits) / temperature)
     frequencies = np.bincount(drawn, minlength=4) / len(drawn)
     np.testing.assert_allclose(frequencies, wanted / wanted.sum(), atol=0.015)  # 4 standard deviations
@@ -62,7 +62,7 @@ def test_samples_have_the_frequencies_of_the_softmax(temperature: float) -> None
 def test_a_temperature_of_zero_takes_the_arg_max_row_by_row() -> None:
     logits = jax.random.normal(jax.random.key(0), (500, 8))
     temperature = jnp.where(jnp.arange(500) < 250, 0.0, 5.0)
-    drawn = diffusion.sample(jax.random.key(1), logits, temperature)
+    drawn = diffusion.sample_token(jax.random.key(1), logits, temperature)
     best = jnp.argmax(logits, axis=-1)
     np.testing.assert_array_equal(drawn[:250], best[:250])
     assert float(jnp.mean(drawn[250:] == best[250:])) < 0.5

@@ -10,7 +10,7 @@ from l2d_jax.model import lm_head
 from tests.support import tiny
 
 
-def test_over_logits_keeps_the_order_of_positions_and_never_holds_all_logits() -> None:
+def test_map_logits_keeps_the_order_of_positions_and_never_holds_all_logits() -> None:
     llm, hidden = tiny.llm(), jax.random.normal(jax.random.key(0), (3, 5, 32))
     extra = jnp.arange(30, dtype=jnp.float32).reshape(3, 5, 2)
 
@@ -18,7 +18,7 @@ def test_over_logits_keeps_the_order_of_positions_and_never_holds_all_logits() -
         return {"best": jnp.argmax(logits, axis=-1), "extra": extra}
 
     def run(hidden: jax.Array, extra: jax.Array) -> Any:
-        return lm_head.over_logits(llm, hidden, function, extra, chunk=4)
+        return lm_head.map_logits(llm, hidden, function, extra, chunk=4)
 
     found = jax.jit(run)(hidden, extra)
     np.testing.assert_array_equal(found["best"], jnp.argmax(llm.logits(hidden), axis=-1))

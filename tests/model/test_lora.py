@@ -9,7 +9,7 @@ import pytest
 
 from l2d_jax.config.schema import PROJECTIONS, LoraConfig
 from l2d_jax.distributed.sharding import initialize
-from l2d_jax.model.lora import LLMAdapter, merge
+from l2d_jax.model.lora import LLMAdapter, merge_adapter
 from tests.support import tiny
 from tests.support.programs import same_bits
 
@@ -28,7 +28,7 @@ def logits(llm):
 def test_a_model_with_an_adapter_is_the_sum_of_both(kind, modules):
     llm, adapter = tiny.llm(kind), tiny.adapter(kind, modules=modules)
     beside = logits(dataclasses.replace(llm, adapter=adapter))
-    added = dataclasses.replace(llm, layers=merge(llm.layers, adapter))
+    added = dataclasses.replace(llm, layers=merge_adapter(llm.layers, adapter))
     np.testing.assert_allclose(beside, logits(added), atol=2e-4)
     assert np.abs(beside - logits(llm)).max() > 0.1
     untouched = {"attention_norm", *(set("qkvo") | {"gate", "up", "down"}) - {m.removesuffix("_proj") for m in modules}}
@@ -53,7 +53,7 @@ def test_adding_up_rounds_once():
     llm = tiny.llm(dtype=jnp.bfloat16)
     adapter = tiny.adapter()
     exact = np.asarray(llm.layers.q, np.float32) + 2 * np.einsum("ldr,lrnh->ldnh", adapter.q.a, adapter.q.b)
-    found = merge(llm.layers, adapter).q
+    found = merge_adapter(llm.layers, adapter).q
     assert found.dtype == jnp.bfloat16
     assert np.mean(np.asarray(found) == exact.astype(jnp.bfloat16)) > 0.999  # but for ties that sums may decide
 

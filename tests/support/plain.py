@@ -82,8 +82,8 @@ def rms(x: np.ndarray, epsilon: float) -> np.ndarray:
 
 
 def logits(llm: LLM, hidden: np.ndarray) -> np.ndarray:
-    readout = llm.embed if llm.head is None else llm.head
-    return rms(f64(hidden), llm.architecture.rms_norm_eps) * f64(llm.norm) @ f64(readout).T
+    head = llm.embed if llm.head is None else llm.head
+    return rms(f64(hidden), llm.architecture.rms_norm_eps) * f64(llm.norm) @ f64(head).T
 
 
 def f64(array: object) -> np.ndarray:

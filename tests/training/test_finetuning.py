@@ -43,7 +43,9 @@ def by_definition(llm, batch, reduction="example"):
 def test_the_loss_and_its_gradient_in_every_weight(kind, chunk):
     llm, batch = tiny.llm(kind), tiny.batch(examples=3)
     own = partial(
-        finetuning_loss, losses=lm_head.target_losses_of_all, options=LossOptions(chunk=chunk, remat=REMAT["full"])
+        finetuning_loss,
+        losses=lm_head.target_losses_with_trained_head,
+        options=LossOptions(chunk=chunk, remat=REMAT["full"]),
     )
     value, gradient = jax.jit(jax.value_and_grad(own))(llm, batch)
     wanted, plain = jax.jit(jax.value_and_grad(by_definition))(llm, batch)
@@ -110,7 +112,7 @@ def test_master_weights_are_multiplied_in_the_type_of_the_products():
     rounded = jax.tree.map(lambda a: a.astype(jnp.bfloat16), tiny.llm())
     master = jax.tree.map(lambda a: a.astype(jnp.float32), rounded)
     batch = tiny.batch()
-    own = partial(finetuning_loss, losses=lm_head.target_losses_of_all)
+    own = partial(finetuning_loss, losses=lm_head.target_losses_with_trained_head)
     wanted, plain = jax.jit(jax.value_and_grad(own))(rounded, batch)
     value, gradient = jax.jit(jax.value_and_grad(own))(dataclasses.replace(master, products="bfloat16"), batch)
     np.testing.assert_allclose(value, wanted, rtol=1e-6)

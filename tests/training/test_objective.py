@@ -30,7 +30,7 @@ def value_and_gradient(
     def loss(path: DiffusionPath) -> jax.Array:
         context = read_context(llm, batch)
         hidden = objective.correct(path, llm, context, batch, draws)
-        losses = lm_head.over_logits(llm, hidden, lm_head.negative_log_likelihood, batch.targets, chunk=chunk)
+        losses = lm_head.map_logits(llm, hidden, lm_head.negative_log_likelihood, batch.targets, chunk=chunk)
         return objective.average(losses, batch.weights, reduction)
 
     return jax.value_and_grad(loss)(path)

@@ -70,7 +70,7 @@ def test_micro_batches_are_one_batch(reduction: Any, mesh: Mesh) -> None:
     @jax.value_and_grad
     def whole(path: DiffusionPath) -> jax.Array:
         hidden = objective.correct(path, llm, context.read_context(llm, batch), batch, draws)
-        losses = lm_head.over_logits(llm, hidden, lm_head.negative_log_likelihood, batch.targets)
+        losses = lm_head.map_logits(llm, hidden, lm_head.negative_log_likelihood, batch.targets)
         return objective.average(losses, batch.weights, reduction)
 
     loss, gradient = whole(path)
@@ -173,7 +173,7 @@ def test_a_step_at_times_of_another_density(name: Any, mesh: Mesh) -> None:
     @jax.jit
     def loss() -> jax.Array:
         hidden = objective.correct(path, llm, context.read_context(llm, batch), batch, draws)
-        losses = lm_head.over_logits(llm, hidden, lm_head.negative_log_likelihood, batch.targets)
+        losses = lm_head.map_logits(llm, hidden, lm_head.negative_log_likelihood, batch.targets)
         return objective.average(losses, batch.weights, "example")
 
     np.testing.assert_allclose(metrics["loss"], loss(), rtol=1e-4)
