@@ -12,11 +12,15 @@ from l2d_jax.model.llm import LLM
 
 
 class Context(NamedTuple):
-    """What M diffusion tokens read of the frozen pass, and where each of them sits."""
+    """What M diffusion tokens read of the frozen pass, and the position and class of each.
 
-    hidden: Float[Array, "B M D"]  # last hidden state of the main-path token that each one accompanies
-    cache: KVCache  # at least up to `positions`
-    positions: Int[Array, "B M"] | None  # of those main-path tokens; None: of each slot of the cache, M / S times
+    A diffusion token has the position of a main-path token. Without `positions`, each slot of the cache has M / S of
+    them, side by side; attention has a faster kernel for that case.
+    """
+
+    hidden: Float[Array, "B M D"]  # last hidden state of the main-path token at that position
+    cache: KVCache  # holds the main path at least up to these positions
+    positions: Int[Array, "B M"] | None
     labels: Int[Array, "#B #M"] | None = None  # classes for guidance; None: the null class
     segments: Int[Array, "B M"] | None = None  # examples of a packed row
 

@@ -54,6 +54,6 @@ class KVCache(nnx.Module):
         )
 
     def layers(self) -> LayerCache:
-        """Keys and values, for a scan over layers."""
+        """The keys and values that a scan over layers reads, one layer at a time."""
         prefix = None if self.prefix is None else (self.prefix.k[:, 0], self.prefix.v[:, 0])
         return LayerCache(self.k, self.v, prefix)

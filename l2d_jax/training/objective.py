@@ -149,7 +149,7 @@ def correct(
     noise = path.config.sigma * corruption.noise
     x = diffusion.interpolate(path.embed(llm.lookup(batch.targets)), noise, corruption.t)
     context = context._replace(labels=corruption.labels)
-    if batch.queries is None:  # a kernel that need not be told the positions is faster
+    if batch.queries is None:  # attention has a faster kernel for queries in order
         context = context._replace(positions=None)
     return context.hidden + path(llm, x, corruption.t, context, remat=remat)
 
