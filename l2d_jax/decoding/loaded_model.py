@@ -185,7 +185,6 @@ class LoadedModel:
     def _prompts(self, prompts: Sequence[Any], label: int | Sequence[int] | None) -> list[Prompt]:
         """The prompts as token ids, numbered; raises `InputError` as `generate` does."""
         ids = [self._encode(prompt) for prompt in prompts]
-        check_tokens(ids, self.model.llm.architecture)
         return number_prompts(ids, labels=[label] * len(ids) if isinstance(label, int) else label)
 
     def _encode(self, prompt: Any) -> list[int]:
@@ -195,7 +194,9 @@ class LoadedModel:
             if _is_text(prompt):
                 return encode_prompt(prompt, self.tokenizer)
             if all(isinstance(token, Integral) for token in prompt):
-                return [int(token) for token in prompt]
+                ids = [int(token) for token in prompt]
+                check_tokens([ids], self.model.llm.architecture)
+                return ids
         raise InputError(f"a prompt is text, a list of messages or a list of token ids, got {prompt!r}")
 
     def _tokenizer(self) -> PreTrainedTokenizerFast:
