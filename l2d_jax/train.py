@@ -1,8 +1,8 @@
 """Trains a diffusion path: `python -m l2d_jax.train --config configs/smollm2_135m.py --workdir DIR`.
 
-Or, for comparison, the language model itself (`config.train.method`: `methods`). The same command again resumes from
-the newest checkpoint. Only what is trained, its optimizer state and the step are saved: a frozen model is read from
-where it came from, and the order of the data is a function of the step.
+With `--config.train.method=lora` or `full` it trains the language model itself, for comparison. The same command again
+resumes from the newest checkpoint. Only the trained weights, their optimizer state and the step are saved: a frozen
+model is read from where it came from, and the order of the data is a function of the step.
 """
 
 from l2d_jax import command_line

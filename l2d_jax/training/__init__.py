@@ -1,1 +1,1 @@
-"""What is minimised, one optimizer step, and what keeps a run safe."""
+"""Training: the losses, the optimizer step, the run, its checkpoints and its log."""

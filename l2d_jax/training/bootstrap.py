@@ -1,4 +1,4 @@
-"""Sums by example of what is measured at each token, for means over tokens with bootstrap intervals over examples."""
+"""Sums by example of values measured at each token: means over tokens, with bootstrap intervals over examples."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,11 +7,11 @@ import numpy as np
 
 from l2d_jax.errors import InputError
 
-RESAMPLES = 1000  # of the bootstrap
+RESAMPLES = 1000  # bootstrap resamples of the examples
 
 
 class BootstrapSums:
-    """The sums of several measures, by example, and how many tokens each example has."""
+    """The sums of several measures by example, and the number of tokens of each example."""
 
     def __init__(self) -> None:
         self._sums: dict[str, list[np.ndarray]] = {}
@@ -37,17 +37,17 @@ class BootstrapSums:
         return float(sums.sum() / counts.sum()), float(low), float(high)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for `join`."""
+        """Plain values, which `join` reads."""
         sums = {name: np.concatenate(parts).tolist() for name, parts in self._sums.items()}
         return {"counts": np.concatenate(self._counts).tolist(), "sums": sums}
 
     @classmethod
     def join(cls, parts: Mapping[str, Mapping[str, Any]]) -> "BootstrapSums":
-        """Several of the same examples, the measures of each as `name/measure`; `InputError` where examples differ."""
-        joined, [(first, own), *_] = cls(), list(parts.items())
-        joined._counts = [np.asarray(own["counts"])]
+        """Join parts by name, as `name/measure`; raises `InputError` unless all are of the same examples."""
+        joined, [(first, reference), *_] = cls(), list(parts.items())
+        joined._counts = [np.asarray(reference["counts"])]
         for name, part in parts.items():
-            if part["counts"] != own["counts"]:
+            if part["counts"] != reference["counts"]:
                 raise InputError(f"{name} was measured on other examples than {first}: measure it anew")
             joined._sums |= {f"{name}/{key}": [np.asarray(sums)] for key, sums in part["sums"].items()}
         return joined

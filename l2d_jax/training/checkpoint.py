@@ -1,10 +1,10 @@
-"""Checkpoints of what is trained and of its optimizer state with orbax; a frozen model is never in them.
+"""Checkpoints of the trained weights and their optimizer state, written by orbax; they never hold a frozen model.
 
 The position in the data is the step itself, since the order of the examples is a function of the step.
 
-A step is good if it has a manifest and every file is as the manifest says. Steps that are not (cut off, damaged, or of
-a version that wrote no manifests) are passed over with a line that says why, and never deleted: saving such a step
-again moves what is there aside, to `<step>.broken`. Readers lock nothing and change nothing.
+A step is good if it has a manifest and every file is as the manifest says. Other steps (cut off, damaged, or written
+without a manifest) are passed over with a line that says why, and never deleted: saving such a step again first moves
+its folder to `<step>.broken`. Readers lock nothing and change nothing.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ from l2d_jax.errors import InputError
 from l2d_jax.training import manifest
 from l2d_jax.training.manifest import DamagedError
 
-UNDER_WAY = ocp.utils.TMP_DIR_SUFFIX  # of a step's folder until orbax has written all of it
-SURPLUS = ".surplus"  # of a good step's folder while it is deleted, since newer ones are enough
+UNDER_WAY = ocp.utils.TMP_DIR_SUFFIX  # suffix of a step's folder until orbax has written all of it
+SURPLUS = ".surplus"  # suffix of a good step's folder while it is deleted
 
 
 class Checkpoints:
@@ -38,10 +38,10 @@ class Checkpoints:
     def __init__(self, folder: Path, *, keep: int = 1) -> None:
         self._orbax = _checkpointer()
         self._folder, self._keep = folder.absolute(), keep
-        self._primary = processes.is_first()  # which verifies, writes manifests and deletes, for all processes
-        self._faults: dict[int, str] = {}  # of the steps that were looked at; "": the step is good
+        self._primary = processes.is_first()  # process 0 verifies, writes manifests and deletes for all processes
+        self._faults: dict[int, str] = {}  # by step, of the steps that were verified; "": the step is good
         self._failed: list[int] = []
-        self._abandoned: set[int] = set()  # whose remains may be written to even after the failure
+        self._abandoned: set[int] = set()  # failed steps, whose folders may be written to even after the failure
         self._saving: threading.Thread | None = None
         _quieten()
 
@@ -49,12 +49,12 @@ class Checkpoints:
         """Begin to write named trees as they are after `step` optimizer steps; returns before the write is done.
 
         A good step that is there already is left alone. A save that fails, at once or later, is a line on standard
-        error and an entry of `failures`, and no exception: what it has written of this step is removed again.
+        error and an entry of `failures`, not an exception; the files that it has written are removed.
 
         Args:
           step: number of the step.
           items: the trees, by name.
-          first: what has to succeed before, on process 0: where it raises, the save fails.
+          first: called on process 0 before anything is written; if it raises `OSError`, the save fails.
         """
         self._wait()
         if processes.decide(lambda: (self._folder / str(step)).exists() and self._is_good(step)):
@@ -65,20 +65,20 @@ class Checkpoints:
         try:
             saves = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
             self._orbax.save(self._folder / str(step), args=ocp.args.Composite(**saves))
-        except Exception as error:  # of the file system, of tensorstore and of orbax, of many kinds
+        except Exception as error:  # the file system, tensorstore and orbax raise errors of many types
             self._abandon(step, error)
             return
         self._saving = threading.Thread(target=self._complete, args=(step, manifest.array_specs(trees)))
         self._saving.start()
 
     def failures(self) -> list[int]:
-        """Wait for the save under way, and take the steps whose saves have failed since the last call."""
+        """Wait for the save under way; return the steps whose saves have failed since the last call."""
         self._wait()
         failed, self._failed = self._failed, []
         return failed
 
     def latest(self) -> int | None:
-        """The newest good step, or None; says on standard error what is wrong with each newer one."""
+        """The newest good step, or None; a line on standard error says what is wrong with each newer one."""
         self._wait()
         step: int | None = processes.decide(lambda: next(filter(self._is_good, self._steps()), None))
         return step
@@ -87,7 +87,7 @@ class Checkpoints:
         """The named trees saved at `step`, in the shapes, types and placements of `like`.
 
         Raises `InputError` if an array is missing, extra or of another shape or type, naming it, and for files that
-        cannot be read. That the files are as they were saved is checked by `latest` alone.
+        cannot be read. Only `latest` checks that the files are as they were saved.
         """
         self._wait()
         wanted = {name: _named(tree) for name, tree in like.items()}
@@ -120,7 +120,7 @@ class Checkpoints:
             self._saving = None
 
     def _steps(self) -> list[int]:
-        """All steps of which there is anything, newest first."""
+        """All steps that have a folder, good or not, newest first."""
         names = [path.name.removesuffix(UNDER_WAY) for path in self._folder.glob("*")]
         return sorted({int(name) for name in names if re.fullmatch("[0-9]+", name)}, reverse=True)
 
@@ -137,7 +137,7 @@ class Checkpoints:
         return not self._faults[step]
 
     def _prepare(self, step: int, first: Callable[[], None] | None) -> bool:
-        """On process 0: do what has to come first, and move away what there is of a step that is not good."""
+        """On process 0: call `first`, and move a folder of this step that is not good aside."""
         try:
             if first is not None:
                 first()
@@ -154,7 +154,7 @@ class Checkpoints:
         return True
 
     def _complete(self, step: int, arrays: manifest.Arrays) -> None:
-        """In a thread of its own: wait until all processes have written, then make the step good."""
+        """In a thread: wait until all processes have written, then write the manifest, which makes the step good."""
         try:
             self._orbax.wait_until_finished()
             if self._primary:
@@ -170,7 +170,7 @@ class Checkpoints:
                 _warn(f"checkpoints beyond the newest {self._keep} cannot be removed ({_reason(error)})")
 
     def _remove_surplus(self) -> None:
-        """Delete good steps but the newest; a deletion that was cut off is ended by the next."""
+        """Delete all good steps but the newest; the next call completes a deletion that was cut off."""
         for step in [step for step in self._steps() if self._is_good(step)][self._keep :]:
             path = self._folder / str(step)
             shutil.rmtree(path.with_name(f"{step}{SURPLUS}"), ignore_errors=True)
@@ -182,12 +182,12 @@ class Checkpoints:
             shutil.rmtree(self._folder / f"{step}{UNDER_WAY}", ignore_errors=True)
 
     def _abandon(self, step: int, error: Exception) -> None:
-        """Give up a save of this process: its part of a step would only take up room."""
+        """Give up a save: an incomplete step would only take up space."""
         if self._primary:
             for path in (self._folder / str(step), self._folder / f"{step}{UNDER_WAY}"):
                 shutil.rmtree(path, ignore_errors=True)
         self._abandoned.add(step)
-        self._orbax = _checkpointer()  # the old one may raise errors of this save at the next
+        self._orbax = _checkpointer()  # the old one may raise errors of this save at the next one
         self._fail(step, error)
 
     def _fail(self, step: int, error: Exception) -> None:
@@ -212,7 +212,7 @@ def _named(tree: Any) -> dict[str, Any]:
 
 
 def _compare(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """What orbax would let pass or cast without a word."""
+    """The differences that orbax would ignore, or cast away, without a word."""
     faults = [f"{name} is not part of it" for name in found if name not in wanted]
     for name, leaf in wanted.items():
         saved = found.get(name)
@@ -233,13 +233,13 @@ def _reason(error: Exception) -> str:
 
 
 def _warn(text: str) -> None:
-    with contextlib.suppress(OSError):  # a log on the disk that is full
+    with contextlib.suppress(OSError):  # the log may be on the disk that is full
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 @functools.cache
 def _quieten() -> None:
-    """Leave out the hundreds of lines that a save that fails prints, apart from the error that it raises.
+    """Suppress the hundreds of lines that a failed save prints besides the error that it raises.
 
     orbax logs each error as it passes, waits for the first one alone, and closes the loop that the others report to.
     """

@@ -1,8 +1,8 @@
-"""What a checkpoint's folder holds: the size and hash of each file, the shape and type of each array.
+"""The manifest of a checkpoint: the size and hash of each file, and the shape and type of each array.
 
-orbax gives back whatever its files say, so a bit that has flipped is restored without a word. The manifest is written
-last, so that a folder without one is known to have been cut off; and once every other file is on the disk, so that it
-holds after a power cut too. Its hash notices accidents; it does not protect from who means harm.
+orbax restores whatever its files say, so a flipped bit goes unnoticed. The manifest is written last, so that a folder
+without one is known to have been cut off; and only once every other file is on the disk, so that it is right after a
+power cut too. Its hashes notice accidents; they do not protect from an attacker.
 """
 
 import hashlib
@@ -21,11 +21,11 @@ Arrays: TypeAlias = dict[str, dict[str, dict[str, Any]]]  # by tree and by name:
 
 
 class DamagedError(Exception):
-    """A checkpoint that is not as it was saved; the message says what is wrong with it."""
+    """A checkpoint that is not as it was saved; the message says what is wrong."""
 
 
 def array_specs(trees: Mapping[str, Mapping[str, Any]]) -> Arrays:
-    """Shapes and types of named trees of arrays by name."""
+    """The shape and type of each array of named trees; a tree is a dictionary of arrays by name."""
     return {
         name: {leaf: {"shape": list(array.shape), "dtype": str(array.dtype)} for leaf, array in tree.items()}
         for name, tree in trees.items()
@@ -33,7 +33,7 @@ def array_specs(trees: Mapping[str, Mapping[str, Any]]) -> Arrays:
 
 
 def write_manifest(folder: Path, step: int, arrays: Arrays) -> None:
-    """Write the manifest of a step whose files are complete, and put all of them on the disk; raises `OSError`."""
+    """Put the complete files of a step on the disk, and write their manifest; raises `OSError`."""
     files = {}
     for path in sorted(folder.rglob("*")):
         sync(path)
@@ -53,7 +53,7 @@ def read_manifest(folder: Path) -> Arrays:
 def verify(folder: Path) -> None:
     """Read every file of the step in `folder`; raises `DamagedError` unless all are as they were saved.
 
-    Files that the manifest does not know are passed over.
+    Files that are not in the manifest are ignored.
     """
     for name, saved in _content(folder)["files"].items():
         path = folder / name

@@ -1,7 +1,7 @@
-"""What differs between the methods of training: what is trained, its loss, its validation, and what it leaves.
+"""The methods of training, `config.train.method`: each has its trained weights, its loss and its export.
 
 `L2D` trains a diffusion path and `LoRA` low-rank updates of the language model's layers, both beside frozen weights;
-`Full` trains the language model itself, float32 weights whose products are of `config.model.dtype`.
+`Full` trains the language model itself, with float32 weights and matrix products in `config.model.dtype`.
 """
 
 import abc
@@ -33,18 +33,18 @@ from l2d_jax.weights import export, model_folder
 
 @dataclass(frozen=True)
 class Method(abc.ABC):
-    """One method, as a config sets it: what it does with the two trees of its training, trained and frozen weights."""
+    """A method with its config; its weights are two trees, trained and frozen."""
 
     config: Config
-    part: ClassVar[str]  # of a checkpoint: what is trained
+    part: ClassVar[str]  # name of the trained tree in a checkpoint
     says: ClassVar[str]  # the same, in words
 
     @abc.abstractmethod
     def declare(self, architecture: Architecture) -> Any:
-        """The trained tree, of shapes."""
+        """The trained tree, as shapes."""
 
     def declare_frozen(self, architecture: Architecture) -> LLM | None:
-        """The frozen tree, of shapes; None: all is trained."""
+        """The frozen tree, as shapes; None if all is trained."""
         return LLM.declare(architecture, dtype=self.config.model.dtype)
 
     @abc.abstractmethod
@@ -59,15 +59,15 @@ class Method(abc.ABC):
 
     @abc.abstractmethod
     def model(self, trained: Any, frozen: LLM | None) -> Model:
-        """Both trees as training sees them."""
+        """Both trees as one model, as training computes with them."""
 
     @abc.abstractmethod
     def open(self, base: model_folder.BaseFiles, trained: Any, mesh: Mesh) -> Model:
-        """What was trained, as its users see it."""
+        """The trained model, ready to use."""
 
     @abc.abstractmethod
     def export(self, folder: Path, trained: Any, mesh: Mesh) -> None:
-        """Write what was trained into an existing folder; all processes call it."""
+        """Write the trained tree into an existing folder; all processes call this."""
 
     @property
     def loss_options(self) -> LossOptions:
@@ -78,11 +78,11 @@ class Method(abc.ABC):
     def validate(
         self, trained: Any, frozen: LLM | None, batches: Iterable[Batch], *, budgets: tuple[int, ...]
     ) -> dict[str, Any]:
-        """The report of a validation; a model without a path has a budget of 1, whatever `budgets` are."""
+        """The report of a validation; a model without a path is measured at a budget of 1, whatever `budgets` are."""
         return validate(self.model(trained, frozen), batches, self.config, budgets=budgets)
 
     def load(self, base: model_folder.BaseFiles, mesh: Mesh, *, adapter: LLMAdapter | None = None) -> LLM:
-        """The language model in the config's type, with an adapter added to it if one is given."""
+        """The language model in the config's dtype, with `adapter` added to it."""
         return base.load(dtype=self.config.model.dtype, mesh=mesh, seed=self.config.train.seed, adapter=adapter)
 
 

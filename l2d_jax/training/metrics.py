@@ -1,7 +1,6 @@
-"""Writes what a run measures: `metrics.jsonl`, TensorBoard, and a progress bar on a terminal.
+"""Writes the metrics of a run: to `metrics.jsonl`, to TensorBoard, and as a progress bar on a terminal.
 
-A disk that is full costs no record and stops nothing: records wait in memory, and TensorBoard, a copy for looking at,
-goes without.
+A full disk loses no record and stops no run: records wait in memory. TensorBoard, which only shows a copy, lacks them.
 """
 
 import contextlib
@@ -24,13 +23,13 @@ from l2d_jax.files import complete_lines, write_whole
 
 
 class Metrics:
-    """The log of one run, from `start` of `total` steps; later records are of a run that was cut off, and go.
+    """The log of one run that goes on after step `start` of `total`.
 
-    `silent` takes all calls and writes nothing, for the processes other than 0. Raises `InputError` where the workdir
-    cannot be written to.
+    Records after `start` belong to an interrupted run and are dropped. With `silent`, for the processes other than 0,
+    all calls write nothing. Raises `InputError` if the workdir cannot be written to.
 
     Attributes:
-      skipped: number of updates that were skipped, in all of the run.
+      skipped: number of updates that were skipped in the whole run.
     """
 
     def __init__(self, workdir: Path, *, start: int, total: int, silent: bool = False) -> None:
@@ -46,17 +45,17 @@ class Metrics:
         try:
             write_whole(path, "".join(line for line, _ in kept))
             self._file = path.open("ab", buffering=0)
-            self._end = path.stat().st_size  # of what is whole
+            self._end = path.stat().st_size  # bytes of whole lines
             self._events = _Events(workdir / "tensorboard", start=start)
         except OSError as error:
             raise InputError(f"cannot write to workdir {workdir}: {error.strerror}: make room in it") from error
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Log scalars (and lists, in the JSON alone) at an optimizer step."""
+        """Log scalars, and lists (which go to the JSON file alone), at an optimizer step."""
         if self._silent:
             return
         self._waiting.append((json.dumps({"step": step, **values}) + "\n").encode())
-        with contextlib.suppress(OSError):  # `sync` says so
+        with contextlib.suppress(OSError):  # `sync` raises it
             self._drain()
         self._events.write(step, {name: value for name, value in values.items() if isinstance(value, int | float)})
 
@@ -68,7 +67,7 @@ class Metrics:
         os.fsync(self._file.fileno())
 
     def progress(self, step: int, text: str) -> None:
-        """Show the step and a few figures: on the bar, or as a line where there is no terminal."""
+        """Show the step and a few figures on the bar, or as a line if there is no terminal."""
         if self._silent:
             return
         if self._bar.disable:
@@ -93,7 +92,7 @@ class Metrics:
             self._file.close()
 
     def _drain(self) -> None:
-        """Write what is waiting, after what is whole: an attempt that failed may have left a part of a line."""
+        """Write the waiting records after the last whole line: a failed attempt may have left a part of one."""
         os.ftruncate(self._file.fileno(), self._end)
         while self._waiting:
             rest = line = self._waiting[0]
@@ -110,7 +109,7 @@ class _Events:
         folder.mkdir(exist_ok=True)
         self._writer = EventsWriter(str(folder / "events"), filename_suffix=f".{os.getpid()}")
         self._flushed = time.monotonic()
-        resumed = SessionLog(status=SessionLog.START)  # what is shown of later steps is of a run that was cut off
+        resumed = SessionLog(status=SessionLog.START)  # hides later steps, which belong to an interrupted run
         self._writer.write_event(Event(step=start + 1, wall_time=time.time(), session_log=resumed))
 
     def write(self, step: int, values: Mapping[str, int | float]) -> None:
@@ -119,7 +118,7 @@ class _Events:
                 self._writer.write_event(Event(step=step, wall_time=time.time(), summary=scalar(name, value)))
             if time.monotonic() > self._flushed + 10:
                 self._flushed = time.monotonic()
-                self._writer.flush()  # which waits for the disk
+                self._writer.flush()  # this waits for the disk
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -127,7 +126,7 @@ class _Events:
 
 
 class StepLog:
-    """Reads each step's results once the next one is under way, so that the device never waits for the log.
+    """Reads each step's results once the next step is under way, so that the device never waits for the log.
 
     Attributes:
       skipped: number of updates that were skipped in a row, up to the last step that was read.
@@ -149,9 +148,9 @@ class StepLog:
           metrics: where to write.
           every: steps from record to record.
           last: the run's last step.
-          rate: the learning rate after so many updates, at hand: computed by JAX, it would wait for the step under way.
-          max_skipped: so many updates skipped in a row stop the run.
-          ids: the rows of the data that a step reads.
+          rate: the learning rate by number of updates, in host memory: JAX would compute it after the step under way.
+          max_skipped: number of updates skipped in a row that stops the run.
+          ids: the row numbers of the data that a step reads.
         """
         self._metrics, self._every, self._last, self._rate = metrics, every, last, rate
         self._max_skipped, self._ids = max_skipped, ids
@@ -161,13 +160,13 @@ class StepLog:
         self.skipped = 0
 
     def add(self, step: int, results: Mapping[str, Any], *, tokens: int) -> None:
-        """Take the results of a step that has just been dispatched and read those of the one before it."""
+        """Take the results of a step that has just been dispatched, and read those of the step before."""
         self.flush()
         self._pending = step, results
         self._tokens += tokens
 
     def flush(self) -> None:
-        """Wait for the step that is under way; raises `RunError` if too many updates were skipped in a row."""
+        """Wait for the step under way and log it; raises `RunError` if too many updates were skipped in a row."""
         if self._pending is None:
             return
         step, results = self._pending
@@ -179,7 +178,7 @@ class StepLog:
         self.skipped = 0
         if step % self._every and step != self._last:
             return
-        now = time.perf_counter()  # from here on, time counts for the next record
+        now = time.perf_counter()  # time from here on belongs to the next record
         speed = self._tokens / (now - self._began)
         rate = float(self._rate(step - 1 - self._metrics.skipped))
         values |= {"learning_rate": rate, "tokens_per_second": speed}
@@ -188,12 +187,12 @@ class StepLog:
         self.restart(at=now)
 
     def restart(self, *, at: float | None = None) -> None:
-        """Start the clock anew, after something else has taken time: now, or at a time that it showed."""
+        """Restart the clock of tokens per second, now or `at` a reading of it, after something else has taken time."""
         self._tokens = 0
         self._began = time.perf_counter() if at is None else at
 
     def _skip(self, step: int, values: Mapping[str, float]) -> None:
-        """Log a skipped update, whatever its step; JSON has no numbers for what is not finite."""
+        """Log a skipped update at any step; values that are not finite are left out, since JSON has no such numbers."""
         self.skipped += 1
         self._metrics.skipped += 1
         self._metrics.write(step, {n: v for n, v in values.items() if math.isfinite(v)} | {"skipped": 1})

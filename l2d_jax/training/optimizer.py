@@ -1,4 +1,4 @@
-"""AdamW over what is trained: no moment and no update exists for a frozen model."""
+"""AdamW and its learning rate, for the trained weights: a frozen model has no moments and no updates."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
 
 
 def optimizer(config: OptimConfig, rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
-    """Global-norm clipping, then AdamW with weight decay on everything but biases and the weights of norms."""
+    """Clipping by the global norm, then AdamW with weight decay on everything but biases and the weights of norms."""
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(

@@ -1,8 +1,8 @@
-"""SIGTERM as a question between two steps of training: is this the step to save and stop at?
+"""Turns SIGTERM into a question between two steps of training: save and stop after this one?
 
 Schedulers announce the end of a machine by SIGTERM and kill after a grace time: 30 s on Google's spot VMs, and by
-default in Kubernetes and SLURM. That time has to cover the validation or compilation that is under way, one or two
-steps, and a checkpoint. Where it does not, the steps since the newest checkpoint are lost.
+default in Kubernetes and SLURM. That time has to cover the validation or compilation under way, one or two steps, and a
+checkpoint; otherwise the steps since the newest checkpoint are lost.
 """
 
 import os
@@ -18,10 +18,10 @@ STOPPED = 143  # the exit status: 128 + SIGTERM
 
 
 class Preemption:
-    """Takes SIGTERM from `watch` to the end of the `with`, and tells by `reached` where to stop.
+    """Handles SIGTERM from `watch` to the end of the `with`; `reached` tells the step to stop after.
 
-    Several processes ask JAX, whose coordination service hands the notice on and finds a step that none of them has
-    passed. A process that is alone needs no service: it takes the signal itself, and a second one ends it.
+    Several processes ask JAX, whose coordination service spreads the notice and finds a step that none of them has
+    passed. A single process handles the signal itself, and a second signal ends it.
     """
 
     def __init__(self) -> None:
@@ -38,8 +38,8 @@ class Preemption:
             signal.signal(signal.SIGTERM, self._former)
 
     def watch(self) -> None:
-        """From here on there is something to save; before, a SIGTERM ends a process that is alone at once."""
-        # Python gives signals to its main thread alone.
+        """Handle SIGTERM from here on; before this there is nothing to save, and it ends a single process at once."""
+        # Python handles signals in its main thread alone.
         if not jax.distributed.is_initialized() and threading.current_thread() is threading.main_thread():
             self._former = signal.signal(signal.SIGTERM, self._notice)
 

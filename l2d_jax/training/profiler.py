@@ -18,7 +18,7 @@ Step: TypeAlias = Callable[..., tuple[Any, Any]]  # (state, ...) -> (state, metr
 
 
 def check_steps(config: ProfileConfig, steps: int) -> None:
-    """Raise `InputError` if the traced steps are not all among the run's."""
+    """Raise `InputError` if a traced step lies beyond the run's last."""
     if config.steps is not None and _traced(config.steps)[-1] > steps:
         raise InputError(
             f"config.profile.steps {config.steps} goes beyond the run's {steps} steps: choose earlier ones"
@@ -26,7 +26,7 @@ def check_steps(config: ProfileConfig, steps: int) -> None:
 
 
 def trace_steps(run_step: Step, config: ProfileConfig, workdir: Path, *, start: int) -> Step:
-    """`run_step` for the steps after `start`, which also traces those that `config` names.
+    """`run_step` for the steps after `start`, tracing the steps that `config` names.
 
     The first step of a process compiles, so a run that resumes with the steps to trace, or after them, traces nothing.
     """
@@ -41,7 +41,7 @@ def trace_steps(run_step: Step, config: ProfileConfig, workdir: Path, *, start: 
     def run(*arguments: Any) -> tuple[Any, Any]:
         step = next(numbers)
         if step == traced[0]:
-            jax.block_until_ready(arguments)  # the steps before are under way still
+            jax.block_until_ready(arguments)  # earlier steps may still be under way
             jax.profiler.start_trace(workdir / "profile", profiler_options=_options(traced))
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
             results = run_step(*arguments)

@@ -51,7 +51,7 @@ def prepare(config: Config, workdir: Path, held: contextlib.ExitStack) -> Mesh:
 
     def check() -> dict[str, Any]:
         check_batch(config.train, mesh)
-        for budget in config.validation.budgets:  # unused without a path, but its evaluation may ask for them
+        for budget in config.validation.budgets:  # unused without a path, but a later evaluation may ask for them
             Refinement.from_config(config.decode, budget=budget)
         held.enter_context(hold(workdir))
         claim(workdir, config)
@@ -119,7 +119,7 @@ class Run:
             stops = preemption.reached(step) and not is_last
             saves = waits or stops or is_last or step % config.checkpoint_every == 0
             if saves or self._validates_at(step):
-                log.flush()  # before it is saved, or a run that is cut off in between would lack it
+                log.flush()  # before the save, or a run that is cut off in between would lack this record
             waits = saves and log.skipped > 0 and not is_last  # for a step whose update is not skipped
             if saves and not waits:
                 self.save(step)
@@ -137,7 +137,7 @@ class Run:
         return not stops
 
     def validate(self, step: int) -> None:
-        """Measure the held-out examples and log what the state after `step` is worth."""
+        """Measure the held-out examples with the state after `step`, and log the report."""
         config = self._config
         budgets = config.validation.budgets if step else (1,)  # an untrained path is the LM at every budget
         examples = placed_in_order(self._held_out, config.validation.batch_size, self._mesh)
@@ -148,13 +148,13 @@ class Run:
         self._metrics.progress(step, "  ".join(f"{name.split('/')[1]} {value:.4f}" for name, value in figures.items()))
 
     def save(self, step: int) -> None:
-        """Begin a checkpoint; it holds no step that is not in the log, on the disk."""
+        """Begin a checkpoint, once the log of its steps is on the disk."""
         for failed in self._checkpoints.failures():
             self._metrics.write(step, {"failed_save": failed})
         self._checkpoints.save(step, self._parts(), first=self._metrics.sync)
 
     def finish(self) -> None:
-        """Wait for the files of the run; raises `RunError` where the last checkpoint or records are not saved."""
+        """Wait for the files of the run; raises `RunError` if the last checkpoint or records could not be saved."""
         failed: Sequence[int] = processes.decide(self._checkpoints.failures)
         self._checkpoints.close()
         self._metrics.close()
@@ -165,7 +165,7 @@ class Run:
             )
 
     def export(self) -> None:
-        """Write what was trained as a model folder; raises `RunError` where that fails."""
+        """Write the trained weights as a model folder; raises `RunError` if that fails."""
         folder = self._workdir / "export"
         try:
             if processes.is_first():

@@ -1,7 +1,7 @@
 """One optimizer step: gradients summed over micro-batches, then AdamW, in one compiled program.
 
-What is trained, and by which loss, is its caller's to say (`methods`). A step whose loss or gradient is not finite
-changes nothing: not the weights, not the moments, not their count.
+The caller says what is trained by which loss (`methods`). A step whose loss or gradient is not finite changes nothing:
+not the weights, not the moments, not their count.
 """
 
 from collections.abc import Callable
@@ -27,18 +27,18 @@ from l2d_jax.training.time_density import LossByTime
 
 
 def save_all_but_weights(primitive: Any, *_: Any, **parameters: Any) -> bool:
-    """A policy that saves whatever a layer computes, but no weight that it gathers: those would be a copy of all.
+    """A policy that saves all that a layer computes, but not the weights that it gathers, which would be a full copy.
 
     JAX's `save_anything_except_these_names` saves them, too.
     """
     if primitive.name == "name":
         return bool(parameters["name"] != gathering.NAME)
-    return bool(primitive.name != "sharding_constraint")  # what is gathered, before it has its name
+    return bool(primitive.name != "sharding_constraint")  # a gathered weight, before it is named
 
 
 _saved = jax.checkpoint_policies
 REMAT: dict[str, Callable[..., Any]] = {
-    # Inside a scan, which is a barrier by itself, nothing else has to keep the two passes apart.
+    # A scan keeps the two passes apart by itself, so no further barrier is needed.
     name: partial(jax.checkpoint, policy=policy, prevent_cse=False)
     for name, policy in {
         "none": save_all_but_weights,
@@ -52,22 +52,22 @@ REMAT: dict[str, Callable[..., Any]] = {
 # micro-batch are the loss weights of the whole batch.
 Objective = Callable[[Any, LLM | None, Batch, jax.Array, LossByTime | None], tuple[jax.Array, LossByTime | None]]
 
-# XLA's options by kind of device. Where a fusion may take 64 MiB of on-chip memory, the products of v5p run at 98 % of
-# peak instead of 80 %; v5e and v6e gain nothing by more than the default (all compiled, not run).
+# XLA's options by kind of device. If a fusion may take 64 MiB of on-chip memory, the matrix products of v5p run at 98 %
+# of peak instead of 80 %; v5e and v6e gain nothing over the default (all compiled, not run).
 COMPILER_OPTIONS: dict[str, dict[str, Any]] = {"TPU v5": {"xla_tpu_scoped_vmem_limit_kib": "65536"}}
 
 
 @nnx.dataclass
 class TrainState(nnx.Module):
-    """What a step changes."""
+    """All that a step changes."""
 
     trained: Any = nnx.data()  # the tree of float32 weights
     optimizer: Any = nnx.data()  # their Adam moments, placed like them
-    loss_by_time: LossByTime | None = nnx.data(default=None)  # what a warped density of t follows; the same everywhere
+    loss_by_time: LossByTime | None = nnx.data(default=None)  # statistics of a learnt density of t, replicated
 
 
 def optimizer_shardings(optimizer: optax.GradientTransformation, trained: Any, mesh: Mesh) -> Any:
-    """Placements of the optimizer's state: moments lie where their weights lie."""
+    """Shardings of the optimizer's state: moments are placed like their weights."""
     return optax.tree_utils.tree_map_params(
         optimizer,
         lambda _, placement: placement,
@@ -116,7 +116,7 @@ def make_step(
             loss_by_time=time_density.running_mean(state.loss_by_time, observed),
         )
         norm = optax.tree.norm(gradient)
-        # Not optax.apply_if_finite: after so many skips it applies the NaN.
+        # Not optax.apply_if_finite, which applies the NaN after a number of skips.
         finite = jnp.isfinite(value) & jnp.isfinite(norm)
         new_state = jax.tree.map(partial(jnp.where, finite), new_state, state)
         return new_state, {"loss": value, "gradient_norm": norm, "skipped": 1 - finite.astype(jnp.float32)}
@@ -127,7 +127,7 @@ def make_step(
 
 
 def check_batch(config: TrainConfig, mesh: Mesh) -> None:
-    """Raise `InputError` for a micro-batch that the mesh does not divide."""
+    """Raise `InputError` if the mesh does not divide a micro-batch."""
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     micro = config.batch_size // config.accumulation
     if micro % shards:
@@ -138,7 +138,7 @@ def check_batch(config: TrainConfig, mesh: Mesh) -> None:
 
 
 def process_rows(config: TrainConfig, mesh: Mesh) -> list[int]:
-    """The rows of a batch that `micro_batches` wants of this process, in its order."""
+    """The rows of a batch that this process passes to `micro_batches`, in that order."""
     micro = config.batch_size // config.accumulation
     held = sharding.rows_on_devices(mesh, micro)
     return [first + row for first in range(0, config.batch_size, micro) for row in held]

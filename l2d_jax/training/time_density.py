@@ -1,10 +1,10 @@
-"""At which times t training corrupts its tokens: densities of t as inverse CDFs of uniform draws.
+"""At which times t training corrupts its tokens: densities of t, as inverse CDFs of uniform samples.
 
 Notable: `warped` learns its density from the loss, which then falls linearly in the warped time (CDCD, Dieleman et
 al. 2022, section 3.3; the L2D paper leaves it to future work). CDCD fits the curve of the loss by gradient descent;
 here it is a running mean in bins, which needs no rate of learning. Bins are equal in the signal's share of x_t,
 t / (t + sigma (1 - t)): with sigma = 64, bins that are equal in t would put all that the loss does into the last one.
-As there, no density here is weighted back to the uniform one: where it is denser, the loss counts for more.
+As in CDCD, the loss is not weighted back to the uniform density: where a density is higher, the loss counts for more.
 """
 
 from collections.abc import Callable
@@ -18,25 +18,27 @@ from jaxtyping import Array, Float
 
 from l2d_jax.config.schema import TrainConfig
 
-BINS = 32  # of the signal's share
-DECAY = 0.995  # of the running mean, per optimizer step
-FLOOR = 0.1  # share of the warped density that is equal in all bins, so that each is looked at again
-SLACK = 0.01  # nats; a fall of the loss by less than about this leaves the density as it starts
+BINS = 32  # number of bins of the signal's share
+DECAY = 0.995  # decay of the running mean, per optimizer step
+FLOOR = 0.1  # part of the warped density that is equal in all bins, so that each bin keeps being sampled
+SLACK = 0.01  # nats; a loss that falls by less than about this leaves the density at its start
 
 GOLDEN = np.uint32(2654435769)  # 2^32 / golden ratio
 
-TimeSampler = Callable[[Float[Array, "B M"], Float[Array, "B M"]], Float[Array, "B M"]]  # (uniform draws, weights) -> t
+TimeSampler = Callable[
+    [Float[Array, "B M"], Float[Array, "B M"]], Float[Array, "B M"]
+]  # (uniform samples, weights) -> t
 
 
 class LossByTime(NamedTuple):
-    """Sums over what was drawn in each bin of the signal's share; a running mean of such sums over steps."""
+    """Sums over the times in each bin of the signal's share, of one batch or as a running mean over steps."""
 
-    losses: Float[Array, " bins"]  # times their weights
-    weights: Float[Array, " bins"]  # in all 1 per step, so that their running mean rises from 0 to 1
+    losses: Float[Array, " bins"]  # each loss times its weight
+    weights: Float[Array, " bins"]  # they sum to 1 in each step, so that the sum of the running mean rises from 0 to 1
 
 
 def initial_loss_by_time(config: TrainConfig) -> LossByTime | None:
-    """Before the first step; None for a density that learns nothing."""
+    """Initial statistics, or None unless the density is learnt."""
     if config.time_density != "warped":
         return None
     return LossByTime(jnp.zeros(BINS), jnp.zeros(BINS))
@@ -47,8 +49,8 @@ def uniform_times(uniform: Float[Array, "B M"], weights: Float[Array, "B M"]) ->
     return uniform
 
 
-def time_sampler(config: TrainConfig, seen: LossByTime | None, *, sigma: float) -> TimeSampler:
-    """The config's way from uniform draws and the positions' weights to times; `seen` is what `warped` has learnt."""
+def time_sampler(config: TrainConfig, loss_by_time: LossByTime | None, *, sigma: float) -> TimeSampler:
+    """The function of the config that turns uniform samples into times; "warped" needs the `loss_by_time` so far."""
     quantiles: dict[str, Callable[[Array], Array]] = {
         "uniform": lambda uniform: uniform,
         "cosmap": cosmap_times,
@@ -56,8 +58,8 @@ def time_sampler(config: TrainConfig, seen: LossByTime | None, *, sigma: float) 
             logit_normal_times, mean=config.logit_normal_mean, deviation=config.logit_normal_deviation
         ),
     }
-    if seen is not None:
-        quantiles["warped"] = partial(warped_times, probabilities=density(seen, sigma=sigma), sigma=sigma)
+    if loss_by_time is not None:
+        quantiles["warped"] = partial(warped_times, probabilities=density(loss_by_time, sigma=sigma), sigma=sigma)
     quantile = quantiles[config.time_density]
 
     def times(uniform: Float[Array, "B M"], weights: Float[Array, "B M"]) -> Float[Array, "B M"]:
@@ -67,21 +69,21 @@ def time_sampler(config: TrainConfig, seen: LossByTime | None, *, sigma: float) 
 
 
 def cosmap_times(uniform: Float[Array, "*B"]) -> Float[Array, "*B"]:
-    """Of density 2 / (pi (1 - 2 t + 2 t^2)) (Esser et al. 2024, section 3.1): highest, 4 / pi, at t = 1/2.
+    """Times with the density 2 / (pi (1 - 2 t + 2 t^2)) (Esser et al. 2024, section 3.1): highest, 4 / pi, at t = 1/2.
 
-    1 - 1 / (tan(pi u / 2) + 1), the release's `cosmap`, without its infinity; the release draws so in training alone.
+    1 - 1 / (tan(pi u / 2) + 1), the release's `cosmap`, without its infinity; the release uses it in training alone.
     """
     angle = (jnp.pi / 2) * uniform
     return jnp.sin(angle) / (jnp.sin(angle) + jnp.cos(angle))
 
 
 def logit_normal_times(uniform: Float[Array, "*B"], *, mean: float, deviation: float) -> Float[Array, "*B"]:
-    """With log(t / (1 - t)) normal (Esser et al. 2024, section 3.1); here a positive mean is towards the data."""
+    """Times with a normal log(t / (1 - t)) (Esser et al. 2024, section 3.1); a positive mean is towards the data."""
     return jax.nn.sigmoid(mean + deviation * jax.scipy.special.ndtri(uniform))
 
 
 def stratify(uniform: Float[Array, "B M"], weights: Float[Array, "B M"]) -> Float[Array, "B M"]:
-    """Uniform draws that cover [0, 1) evenly, in each sequence and in all of the batch; each alone is still uniform.
+    """Uniform samples that cover [0, 1) evenly, in each sequence and in the whole batch; each alone is still uniform.
 
     From one weighted position to the next, t goes on by the golden ratio, modulo 1, from a random beginning: any n of
     them in a row have gaps of about 1 / n, whatever n is, so that neither answers nor packed rows need to be counted.
@@ -100,47 +102,49 @@ def stratify(uniform: Float[Array, "B M"], weights: Float[Array, "B M"]) -> Floa
 def observe(
     t: Float[Array, "B M"], losses: Float[Array, "B M"], weights: Float[Array, "B M"], *, sigma: float
 ) -> LossByTime:
-    """What a batch adds: the sums of its losses and weights by bin."""
+    """The sums of a batch's losses and weights by bin."""
     # Not a scatter: on GPUs its sums depend on the order of the threads, and a run would not repeat itself.
     bins = jnp.clip((BINS * signal_share(t, sigma)).astype(jnp.int32), 0, BINS - 1)
     inside = bins == jnp.arange(BINS)[:, None, None]
     return LossByTime(*(jnp.sum(jnp.where(inside, a, 0.0), axis=(1, 2)) for a in (losses * weights, weights)))
 
 
-def running_mean(seen: LossByTime | None, new: LossByTime | None) -> LossByTime | None:
-    """The running mean after one more step, where there is one."""
-    after: LossByTime | None = jax.tree.map(lambda old, now: DECAY * old + (1 - DECAY) * now, seen, new)
+def running_mean(old: LossByTime | None, new: LossByTime | None) -> LossByTime | None:
+    """The running mean after one more step; None if the density is not learnt."""
+    after: LossByTime | None = jax.tree.map(lambda a, b: DECAY * a + (1 - DECAY) * b, old, new)
     return after
 
 
-def density(seen: LossByTime, *, sigma: float) -> Float[Array, " bins"]:
-    """The probability of each bin: as t were uniform at first, then more and more the fall of the loss in it."""
+def density(loss_by_time: LossByTime, *, sigma: float) -> Float[Array, " bins"]:
+    """The probability of each bin: that of a uniform t at first, then more and more the fall of the loss in the bin."""
     start = jnp.diff(time_of_share(jnp.linspace(0.0, 1.0, BINS + 1), sigma))
-    curve = jnp.pad(_falling(seen), 1, mode="reflect", reflect_type="odd")  # goes on straight at both ends
+    curve = jnp.pad(
+        _falling(loss_by_time), 1, mode="reflect", reflect_type="odd"
+    )  # a straight continuation at both ends
     fall = (curve[:-2] - curve[2:]) / 2
     learnt = (fall + SLACK * start) / (jnp.sum(fall) + SLACK)
-    trust = jnp.sum(seen.weights)
+    trust = jnp.sum(loss_by_time.weights)
     return FLOOR / BINS + (1 - FLOOR) * (start + trust * (learnt - start))
 
 
-def density_record(seen: LossByTime | None, *, sigma: float) -> dict[str, list[float]]:
-    """For the log: `train/time_density`, the density by bin of the signal's share, where it is learnt."""
-    if seen is None:
+def density_record(loss_by_time: LossByTime | None, *, sigma: float) -> dict[str, list[float]]:
+    """The record `train/time_density`: the density by bin of the signal's share, or nothing unless it is learnt."""
+    if loss_by_time is None:
         return {}
-    return {"train/time_density": np.asarray(jax.jit(partial(density, sigma=sigma))(seen)).tolist()}
+    return {"train/time_density": np.asarray(jax.jit(partial(density, sigma=sigma))(loss_by_time)).tolist()}
 
 
 def warped_times(
     uniform: Float[Array, "*B"], *, probabilities: Float[Array, " bins"], sigma: float
 ) -> Float[Array, "*B"]:
-    """Of these probabilities by bin of the signal's share, which is uniform inside each bin."""
+    """Times whose signal's share has these probabilities by bin, and is uniform inside each bin."""
     reached = jnp.concatenate([jnp.zeros(1), jnp.cumsum(probabilities)])
     share = jnp.interp(uniform * reached[-1], reached, jnp.linspace(0.0, 1.0, BINS + 1))
     return time_of_share(share, sigma)
 
 
 def signal_share(t: Float[Array, "*B"], sigma: float) -> Float[Array, "*B"]:
-    """Of the data in x_t, by standard deviation: t / (t + sigma (1 - t))."""
+    """The data's share of x_t, by standard deviation: t / (t + sigma (1 - t))."""
     return t / (t + sigma * (1 - t))
 
 
@@ -149,17 +153,17 @@ def time_of_share(share: Float[Array, "*B"], sigma: float) -> Float[Array, "*B"]
     return sigma * share / (sigma * share + (1 - share))
 
 
-def _falling(seen: LossByTime) -> Float[Array, " bins"]:
-    """The curve nearest to the bins' mean losses, by weighted squares, that never rises with t.
+def _falling(loss_by_time: LossByTime) -> Float[Array, " bins"]:
+    """The curve that never rises with t and is nearest to the bins' mean losses in weighted least squares.
 
-    By the formula for such fits: the lowest over beginnings, up to the bin, of the highest over ends, from the bin on,
-    of the mean in between.
+    This is isotonic regression by the min-max formula: the minimum over first bins up to this one, of the maximum over
+    last bins from this one on, of the mean in between.
     """
-    overall = jnp.sum(seen.losses) / jnp.maximum(jnp.sum(seen.weights), 1e-6)
-    weights = seen.weights + 1e-6  # a bin that nothing has fallen into yet lies between its neighbours
-    losses = seen.losses + 1e-6 * overall
+    overall = jnp.sum(loss_by_time.losses) / jnp.maximum(jnp.sum(loss_by_time.weights), 1e-6)
+    weights = loss_by_time.weights + 1e-6  # an empty bin then lies between its neighbours
+    losses = loss_by_time.losses + 1e-6 * overall
     k = jnp.arange(BINS)
-    inside = (k[:, None, None] <= k) & (k <= k[:, None])  # of beginning, end, bin
+    inside = (k[:, None, None] <= k) & (k <= k[:, None])  # axes: first bin, last bin, bin
     sums, counts = (jnp.sum(jnp.where(inside, a, 0.0), axis=-1) for a in (losses, weights))
     means = jnp.where(k[:, None] <= k, sums / jnp.where(counts > 0, counts, 1.0), -jnp.inf)
     highest = jax.lax.cummax(means, axis=1, reverse=True)

@@ -1,8 +1,8 @@
-"""What a model is worth on held-out answers: its loss (a path's by t), and teacher-forced accuracy against the budget.
+"""Measures held-out answers: the loss (of a path by t), and teacher-forced accuracy against the budget.
 
-Teacher-forced: every answer position is refined from noise with the true tokens before it. "Expected" accuracy is the
-probability of the true token under untempered sampling, "greedy" whether it is the arg max. All budgets use the same
-noise.
+Teacher-forced means that every answer position is refined from noise with the true tokens before it. "Expected"
+accuracy is the probability of the true token under untempered sampling, "greedy" accuracy whether it is the arg max.
+All budgets use the same noise.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,9 +24,9 @@ from l2d_jax.model.context import Context, read_context
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.lm_head import map_logits, negative_log_likelihood
 from l2d_jax.training.bootstrap import BootstrapSums
-from l2d_jax.training.objective import Corruption, correct, sample_corruption
+from l2d_jax.training.objective import correct, sample_corruption
 
-MEASURES = ("loss", "expected", "greedy")  # of every setting
+MEASURES = ("loss", "expected", "greedy")  # at every setting
 
 
 @jax.jit
@@ -38,14 +38,13 @@ def _context(model: Model, batch: Batch) -> Context:
 def _loss_by_bin(
     model: Model, context: Context, batch: Batch, key: Array, *, chunk: int, bins: int
 ) -> Float[Array, "bins B M"]:
-    """Every position's loss at one t in each of the equal bins."""
+    """The loss of every position at one t in each of the equal bins."""
     assert model.path is not None
-    draws = sample_corruption(key, batch, model.path)
+    sampled = sample_corruption(key, batch, model.path)
     path = model.path
 
     def at(index: Array) -> Array:
-        t = (index + draws.t) / bins
-        hidden = correct(path, model.llm, context, batch, Corruption(t=t, noise=draws.noise, labels=draws.labels))
+        hidden = correct(path, model.llm, context, batch, sampled._replace(t=(index + sampled.t) / bins))
         return map_logits(model.llm, hidden, negative_log_likelihood, batch.targets, chunk=chunk)
 
     return jax.lax.map(at, jnp.arange(bins, dtype=jnp.float32))
@@ -79,11 +78,11 @@ def teacher_forced_sums(
 ) -> BootstrapSums:
     """Loss, and expected and greedy accuracy, at each of the named settings.
 
-    The measures are `loss@name` and so on for `MEASURES`, and with a path `loss0`, `loss1`, ... of one evaluation in
+    The measures are `loss@name` and so on for `MEASURES`; a path also has `loss0`, `loss1`, ..., of one evaluation in
     each bin of t, and their mean `loss`.
     """
     chunk, bins = config.train.loss_chunk, config.validation.time_bins
-    tally, key = BootstrapSums(), jax.random.key(config.train.seed)
+    sums, key = BootstrapSums(), jax.random.key(config.train.seed)
     for number, batch in enumerate(batches):
         batch_key = jax.random.fold_in(key, number)
         context = _context(model, batch)
@@ -95,39 +94,39 @@ def teacher_forced_sums(
         for name, setting in settings.items():
             scores = _scores(model, context, batch, setting, keys, chunk=chunk)
             values |= {f"{kind}@{name}": processes.gather_array(value) for kind, value in scores.items()}
-        tally.add(processes.gather_array(batch.weights), values)
-    return tally
+        sums.add(processes.gather_array(batch.weights), values)
+    return sums
 
 
 def validate(
     model: Model, batches: Iterable[Batch], config: Config, *, budgets: Sequence[int] | None = None
 ) -> dict[str, Any]:
-    """Loss, perplexity and loss by t bin, and what each budget gives, with 95 % intervals over examples.
+    """Loss, perplexity, loss by bin of t, and the measures at each budget, with 95 % intervals over examples.
 
-    Keys: `validation/loss` (nats; of a path, of one evaluation, over all t), `validation/perplexity`, of a path
-    `validation/loss_by_t`, and for a budget n `validation/{loss,expected,greedy}@n` with `…_interval`; `…_gain` is the
-    paired difference to the smallest budget, with the bounds of its interval. A model without a path has a budget of 1,
-    whatever `budgets` are.
+    Keys: `validation/loss` (nats; for a path, of one evaluation at all t), `validation/perplexity`, for a path
+    `validation/loss_by_t`, and for a budget n `validation/{loss,expected,greedy}@n` with `…_interval`; `…_gain` is
+    the paired difference to the smallest budget, with the bounds of its interval. A model without a path is measured at
+    a budget of 1, whatever `budgets` are.
     """
     budgets = config.validation.budgets if budgets is None else budgets
     budgets = budgets if model.path is not None else (1,)
     settings = {str(budget): Refinement.from_config(config.decode, budget=budget) for budget in budgets}
-    tally = teacher_forced_sums(model, batches, config, settings)
-    loss = tally.mean("loss@1" if model.path is None else "loss")[0]
+    sums = teacher_forced_sums(model, batches, config, settings)
+    loss = sums.mean("loss@1" if model.path is None else "loss")[0]
     report: dict[str, Any] = {"validation/loss": loss, "validation/perplexity": float(np.exp(loss))}
     if model.path is not None:
         bins = range(config.validation.time_bins)
-        report["validation/loss_by_t"] = [tally.mean(f"loss{i}")[0] for i in bins]
+        report["validation/loss_by_t"] = [sums.mean(f"loss{i}")[0] for i in bins]
     for name in (f"{kind}@{budget}" for budget in budgets for kind in MEASURES):
-        mean, *interval = tally.mean(name)
+        mean, *interval = sums.mean(name)
         report[f"validation/{name}"] = mean
         report[f"validation/{name}_interval"] = interval
-        report[f"validation/{name}_gain"] = tally.mean(name, minus=f"{name.partition('@')[0]}@{min(budgets)}")
+        report[f"validation/{name}_gain"] = sums.mean(name, minus=f"{name.partition('@')[0]}@{min(budgets)}")
     return report
 
 
 def placed_in_order(examples: Examples, batch_size: int, mesh: Mesh) -> Iterator[Batch]:
-    """Each example once, in batches on the mesh, which are filled up so that it divides them."""
+    """Each example once, in batches on the mesh, padded with empty rows so that the mesh divides them."""
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     held = sharding.rows_on_devices(mesh, -(-batch_size // shards) * shards)
     place = partial(jax.make_array_from_process_local_data, sharding.batch_sharding(mesh))

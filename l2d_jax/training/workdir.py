@@ -1,4 +1,4 @@
-"""A run's folder: whose config it has, and what has been measured in it."""
+"""The folder of a run: its config, its lock, and the validations in its log."""
 
 import fcntl
 import json
@@ -19,19 +19,19 @@ from l2d_jax.weights import model_folder
 def claim(workdir: Path, config: Config) -> None:
     """Make the workdir, and write the resolved config and the place of a local base.
 
-    Raises `InputError` where that fails, and if the workdir has checkpoints of another config, but for the mesh: a run
-    may go on with other devices.
+    Raises `InputError` if that fails, and if the workdir has checkpoints of another config. The sections `mesh` and
+    `profile` may differ.
     """
     file = workdir / "config.json"
     text = json.dumps(config.to_dict(), indent=2) + "\n"
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        if not (workdir / "checkpoints").exists():  # nothing is trained yet: an attempt that failed may be mended
+        if not (workdir / "checkpoints").exists():  # nothing is trained yet, so the config may still change
             write_whole(file, text)
             model_folder.record_base(workdir, config.model)
     except OSError as error:
         raise InputError(f"cannot write to workdir {workdir}: {error.strerror}: choose another --workdir") from error
-    free = ("config.mesh.", "config.profile.")  # a run may go on with other devices, and trace other steps
+    free = ("config.mesh.", "config.profile.")  # a run may resume on other devices, and trace other steps
     changed = [line for line in differences(read_json(file), config) if not line.startswith(free)]
     if changed:
         raise InputError(
@@ -40,13 +40,13 @@ def claim(workdir: Path, config: Config) -> None:
 
 
 def plain_values(config: Config) -> dict[str, Any]:
-    """A config as JSON gives it back, with lists for tuples."""
+    """A config as it is read back from JSON, with lists in place of tuples."""
     values: dict[str, Any] = json.loads(json.dumps(config.to_dict()))
     return values
 
 
 def differences(old: Mapping[str, Any], config: Config) -> list[str]:
-    """A line for each option that is not as it was in `old`, a `plain_values` config."""
+    """A line for each option that differs from `old`, which holds `plain_values` of a config."""
     return [
         f"config.{section}.{name} was {old.get(section, {}).get(name)!r}, is {value!r}"
         for section, values in plain_values(config).items()
@@ -62,12 +62,12 @@ def is_measured(workdir: Path, step: int) -> bool:
 
 @contextmanager
 def hold(workdir: Path) -> Iterator[None]:
-    """Make a workdir and hold it for this process; raises `InputError` where another holds it, which it names.
+    """Make a workdir and lock it for this process; raises `InputError`, naming the process that holds it already.
 
-    The lock is the kernel's, on the file `.lock`: it ends with the process that holds it, however that is killed, and
-    the file stays. Readers take no lock. It does not protect from a run on another machine where the file system
-    does not share such locks (buckets, some network mounts), nor from who removes `.lock` while it is held; a child
-    process that was forked from the holder and outlives it keeps the lock.
+    The kernel holds the lock on the file `.lock`: it ends with the process, however that is killed, and the file stays.
+    Readers take no lock. It does not protect from a run on another machine if the file system does not share such locks
+    (buckets, some network mounts), nor from the removal of `.lock`; and a child process that was forked from the holder
+    and outlives it keeps the lock.
     """
     path = workdir / ".lock"
     try:
@@ -79,8 +79,8 @@ def hold(workdir: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            taken = f"is in use by {_holder(path)}: wait for that run, stop it"
-            reason = taken if isinstance(error, BlockingIOError) else f"cannot be locked ({error.strerror}): unlock it"
+            in_use = f"is in use by {_holder(path)}: wait for that run, stop it"
+            reason = in_use if isinstance(error, BlockingIOError) else f"cannot be locked ({error.strerror}): unlock it"
             raise InputError(f"workdir {workdir} {reason}, or choose another --workdir") from error
         file.truncate(0)
         file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n")
@@ -92,5 +92,5 @@ def _holder(path: Path) -> str:
     try:
         held = json.loads(path.read_text())
         return f"process {held['pid']} on {held['host']}"
-    except (OSError, ValueError, KeyError, TypeError):  # it has been locked, and is not yet signed
+    except (OSError, ValueError, KeyError, TypeError):  # the other process has locked it and not yet signed
         return "another process"
