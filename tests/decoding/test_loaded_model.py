@@ -32,7 +32,7 @@ def speaking(mesh):
     """A plain language model with a tokenizer."""
     base = open_base(config().model, mesh)
     return l2d_jax.LoadedModel(
-        Model.build(base.llm, None), base.tokenizer, base.ends, DecodeConfig(budget=1, max_new_tokens=6)
+        Model.build(base.llm, None), base.tokenizer, base.stop_ids, DecodeConfig(budget=1, max_new_tokens=6)
     )
 
 

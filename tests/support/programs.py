@@ -118,7 +118,7 @@ class Base(NamedTuple):
 
     llm: LLM
     tokenizer: PreTrainedTokenizerFast | None
-    ends: tuple[int, ...]
+    stop_ids: tuple[int, ...]
 
 
 def open_base(config: ModelConfig, mesh: Mesh, *, seed: int = 0) -> Base:
