@@ -192,7 +192,9 @@ def test_text_is_the_tokens_as_text(mesh):
     """With the tokenizer of bytes, whose ids the model's vocabulary holds."""
     base = open_base(config().model, mesh)
     tokenizer = base.tokenizer
-    loaded = LoadedModel(Model.build(base.llm, None), tokenizer, base.stop_ids, DecodeConfig(budget=1, max_new_tokens=12))
+    loaded = LoadedModel(
+        Model.build(base.llm, None), tokenizer, base.stop_ids, DecodeConfig(budget=1, max_new_tokens=12)
+    )
     messages = [{"role": "user", "content": "Hi"}]
     [ids] = generate(loaded, [tokenizer.prompt_ids(messages, tokenizer)])
     assert "".join(loaded.stream(messages)) == tokenizer.decode(ids, skip_special_tokens=True)
