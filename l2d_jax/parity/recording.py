@@ -26,13 +26,14 @@ class Check(NamedTuple):
     tolerance: float = LOGITS
     relative: bool = False  # whether the tolerance is a fraction of the largest entry of `theirs`
     judged: bool = True  # False: reported only, since the recorded run met a near tie
+    noise: Any = 0.0  # by how much float error alone may change each entry; it is not counted
 
     def difference(self) -> float:
-        """The largest absolute difference, as a fraction of the largest entry if `relative`."""
+        """The largest absolute difference beyond `noise`, as a fraction of the largest entry if `relative`."""
         ours, theirs = np.asarray(self.ours, np.float64), np.asarray(self.theirs, np.float64)
         if ours.shape != theirs.shape:
             return float("inf")
-        largest = float(np.max(np.abs(ours - theirs), initial=0.0))
+        largest = float(np.max(np.maximum(np.abs(ours - theirs) - self.noise, 0.0), initial=0.0))
         return largest / max(float(np.max(np.abs(theirs), initial=0.0)), 1e-6) if self.relative else largest
 
     def passed(self) -> bool:

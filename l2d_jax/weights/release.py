@@ -27,6 +27,7 @@ Tensor = Callable[[], np.ndarray]
 # Options of the release that this project implements at one value alone: those of all published configs.
 FIXED = {
     "noise_schedule": "identity",
+    "velocity_schedule": "constant",
     "flow_representation_space": "mapping",
     "flow_representation_num_layers": 1,
     "flow_representation_normalize": True,
@@ -39,6 +40,23 @@ FIXED = {
     "timestep_modulation_num_layers": 2,
     "freeze_modulation_at_flow_start": False,
     "separate_flow_params": True,
+}
+
+# The release's other options, at the values of its command line. Its classes have other defaults for some: without
+# `nstep_x1_estimation` they integrate the expectation, and without `base_params_to_freeze` they train the LM.
+OTHERS = {
+    "base_params_to_freeze": "all",
+    "minimum_training_noise": 0.0,
+    "minimum_training_noise_units": "time",
+    "flow_to_lm_rescale_in_float32": True,
+    "ode_kwargs": {"atol": 1e-5, "rtol": 1e-5, "method": "midpoint"},
+    "nstep_final_timestep": 1.0,
+    "nstep_x1_estimation": "sample",
+    "nstep_normalize_x1_predictions": False,
+    "nstep_clamp_predictions": False,
+    "nstep_temperature_schedule": 0.0,
+    "nstep_guidance_parameter": 1.0,
+    "reinit_flow_params": False,
 }
 
 SHARED = ("self_attn.{}q_proj", "self_attn.{}o_proj", "mlp.{}gate_proj", "mlp.{}up_proj", "mlp.{}down_proj")
@@ -77,9 +95,10 @@ def parse_hyperparameters(raw: Mapping[str, Any]) -> PathConfig:
 
 
 def options(config: PathConfig) -> dict[str, Any]:
-    """The release's keyword arguments for a path: what `parse_hyperparameters` reads."""
+    """All of the release's keyword arguments for a path; `parse_hyperparameters` reads those that describe the path."""
     return {
         **FIXED,
+        **OTHERS,
         "flow_representation_dim": config.width,
         "flow_to_lm_hidden_size": config.translation_width,
         "timestep_modulation_freq_embedding_size": config.frequency_width,

@@ -32,6 +32,8 @@ from tests.support import tiny
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT.parent / "shared" / "fixtures"
 TINY = ROOT / "configs" / "tiny.py"
+RECORDINGS = ROOT / "tests" / "parity" / "recordings"
+STATE_DICTS = json.loads((RECORDINGS / "state_dicts.json").read_text())  # of every variant of the release
 
 # What makes configs/tiny.py tinier: a step compiles and runs in a second.
 SMALLER = {

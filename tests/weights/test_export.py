@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from l2d_jax import convert
+from l2d_jax import convert, train
 from l2d_jax.loading import load
-from l2d_jax.weights import export, release
+from l2d_jax.weights import export, mapping, release
 from l2d_jax.weights.peft import LAYERS, AdapterConfig, adapter_shapes
 from tests.support import tiny
 from tests.support.exports import files, logits, transformers_logits
-from tests.support.programs import FIXTURES, call, same_bits, write_release
+from tests.support.programs import FIXTURES, STATE_DICTS, call, options, same_bits, write_base, write_release
 
 KINDS = [
     ("llama", {}),
@@ -72,8 +72,48 @@ def test_the_releases_own_files_come_back_byte_by_byte(tmp_path, name):
     assert (out / "l2d.safetensors").read_bytes() == (FIXTURES / name / "l2d.safetensors").read_bytes()
     given, written = (json.loads((folder / "l2d.json").read_text()) for folder in (FIXTURES / name, out))
     assert written["family"] == given["family"]
-    changed = {k: v for k, v in written["l2d_kwargs"].items() if given["l2d_kwargs"][k] != v}
+    assert written["l2d_kwargs"].keys() - {"velocity_schedule"} == given["l2d_kwargs"].keys()
+    changed = {k: v for k, v in written["l2d_kwargs"].items() if given["l2d_kwargs"].get(k, v) != v}
     assert changed.keys() <= {"flow_lora_alpha"}  # of the full path, which has none
+
+
+SIZES = {"width": 12, "translation_width": 20, "frequency_width": 16, "condition_width": 24}
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    """Three steps of training, of a model with the sizes of `STATE_DICTS` but for the vocabulary."""
+    folder = tmp_path_factory.mktemp("trained")
+    base = write_base(folder / "base", intermediate_size=56)
+    sizes = {f"path__{name}": value for name, value in {**SIZES, "lora_rank": 4, "lora_alpha": 6.0}.items()}
+    changes = {**sizes, "model__name": base, "model__architecture": None, "train__steps": 3}
+    outcome = call(train.main, *options(**changes), "--workdir", folder / "run")
+    assert outcome.status == 0, outcome
+    return folder / "run"
+
+
+@pytest.mark.parametrize(("kind", "variant"), [("l2d", "llama_tied_lora"), ("l2d-full", "llama_tied_full")])
+def test_a_trained_model_in_the_releases_names(tmp_path, workdir, kind, variant):
+    """Names and shapes are those of the release's own classes; values are the last checkpoint's."""
+    state = load_file(export_to(workdir, tmp_path / "out", kind) / "l2d.safetensors")
+    theirs = STATE_DICTS[variant]
+    sizes = {theirs["base"]["vocab_size"]: 320}
+    wanted = {name: tuple(sizes.get(n, n) for n in shape) for name, shape in theirs["tensors"].items()}
+    assert {name: tensor.shape for name, tensor in state.items()} == wanted
+    written = json.loads((tmp_path / "out" / "l2d.json").read_text())
+    assert written["l2d_kwargs"] == theirs["l2d_kwargs"] | {"nstep_guidance_parameter": 1.0}
+    model = load(workdir, dtype="float32").model
+    trained = {name: make() for name, make in mapping.tensors(model.path, mapping.PATH_ROWS)}
+    assert all(np.any(trained[name]) for name in trained if "modulation_head.mlp.2.weight" in name)  # zero at the start
+    is_merged = [name for name in trained if name not in state]
+    assert bool(is_merged) == (kind == "l2d-full")
+    assert all(same_bits(state[name], tensor) for name, tensor in trained.items() if name not in is_merged)
+    base = load_file(workdir.parent / "base" / "model.safetensors")
+    assert all(same_bits(state[name], tensor) for name, tensor in base.items())
+    for name in {name.rpartition(".")[0] for name in is_merged}:
+        product = trained[f"{name}.A"].astype(np.float64) @ trained[f"{name}.B"]
+        whole = base[f"{name.replace('.flow_', '.')}.weight"] + 1.5 * product.T
+        np.testing.assert_allclose(state[f"{name}.weight"], whole, atol=1e-6)
 
 
 def test_types_are_kept(tmp_path):

@@ -1,5 +1,6 @@
 import json
 import os
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -9,11 +10,24 @@ from safetensors.numpy import load_file, save_file
 from l2d_jax.config.schema import PathConfig
 from l2d_jax.errors import InputError
 from l2d_jax.model.architecture import Architecture
-from l2d_jax.weights import release
+from l2d_jax.model.diffusion_path import DiffusionPath
+from l2d_jax.model.llm import LLM
+from l2d_jax.weights import mapping, release
 from tests.support import tiny
-from tests.support.programs import FIXTURES, same_bits, write_release
+from tests.support.mappings import Tensors
+from tests.support.programs import FIXTURES, STATE_DICTS, same_bits, write_release
 
 KINDS = [("llama", {}), ("llama-tied", {"classes": 2}), ("qwen", {}), ("qwen-tied", {"layers": "dense"})]
+
+
+def release_shapes(architecture, config):
+    """The names and shapes of the state dict that an export writes."""
+    llm = mapping.tensor_shapes(LLM.declare(architecture, dtype=np.float32), mapping.LLM_ROWS)
+    path = mapping.tensor_shapes(DiffusionPath.declare(config, architecture), mapping.PATH_ROWS)
+    source = Tensors({name: np.zeros(shape, np.float32) for name, shape in llm.items()})
+    trained = {name: partial(np.zeros, shape) for name, shape in path.items()}
+    state = release.state_dict(source, trained, architecture, config)
+    return {name: make().shape for name, make in state.items()}
 
 
 def check(folder, kind, **changes):
@@ -45,6 +59,26 @@ def test_the_releases_own_state_dicts_are_sound(name):
     assert set(own) == set(load_file(folder / "base" / "model.safetensors")) - {"lm_head.weight"} | (
         set() if architecture.tied else {"lm_head.weight"}
     )
+
+
+@pytest.mark.parametrize("variant", STATE_DICTS)
+def test_every_state_dict_of_the_release_is_ours(variant):
+    """Names and shapes, aliases included, and all hyper-parameters, as the release's own classes list them."""
+    theirs = STATE_DICTS[variant]
+    config = release.parse_hyperparameters(theirs)
+    ours = release_shapes(Architecture.from_hf(theirs["base"]), config)
+    assert ours == {name: tuple(shape) for name, shape in theirs["tensors"].items()}
+    options = theirs["l2d_kwargs"] | {"nstep_guidance_parameter": 1.0}  # our own exports leave guidance to the user
+    assert release.options(config) == options
+
+
+def test_an_old_list_of_hyper_parameters_is_read():
+    """Exports had no more than what describes the path."""
+    config = tiny.path_config(classes=3)
+    raw = release.options(config)
+    old = {name: value for name, value in raw.items() if name not in (*release.OTHERS, "velocity_schedule")}
+    assert len(old) == len(raw) - 13
+    assert release.parse_hyperparameters(old) == config
 
 
 def test_an_alias_that_differs_is_damage(tmp_path):

@@ -1,0 +1,242 @@
+"""Models of the authors' PyTorch release, built by the classes of a checkout of it.
+
+Nothing here imports JAX: the release needs an environment of its own (`ENVIRONMENT`), whose libraries are older.
+"""
+
+import importlib
+import inspect
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from l2d_jax.errors import InputError
+from l2d_jax.files import read_json
+
+ENVIRONMENT = {"torch": "2.13.0", "transformers": "4.46.3", "torchdiffeq": "0.2.5"}  # tested with these
+CLASSES = {"llama": ("llama", "Llama"), "qwen2": ("qwen2", "Qwen2")}  # module and name, by the family
+
+# The sizes of the tiny models all differ, so that no two can be exchanged unnoticed.
+BASE = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 7,
+    "pad_token_id": None,
+    "attention_dropout": 0.0,
+}
+SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"head_dim": 8, "rms_norm_eps": 1e-5, "rope_theta": 10000.0},
+    "qwen2": {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "use_sliding_window": False},
+}
+HYPERPARAMETERS: dict[str, Any] = {
+    "base_params_to_freeze": "all",
+    "minimum_training_noise": 0.0,
+    "flow_representation_dim": 12,
+    "flow_representation_num_layers": 1,
+    "flow_representation_normalize": True,
+    "flow_representation_rescaling": "mult",
+    "noise_rescaling": 64.0,
+    "flow_to_lm_translation_depth": 2,
+    "flow_to_lm_hidden_size": 20,
+    "flow_to_lm_timestep_rescaling": 1.0,
+    "flow_to_lm_rescale_in_float32": True,
+    "full_dit_modulation": True,
+    "timestep_modulation_freq_embedding_size": 16,
+    "timestep_modulation_hidden_size": 24,
+    "separate_flow_params": True,
+    "flow_lora_rank": 4,
+    "flow_lora_alpha": 6.0,
+    "nstep_x1_estimation": "sample",
+    "nstep_temperature_schedule": 0.0,
+    "nstep_guidance_parameter": 1.5,
+}
+CLASS_COUNT = 3
+
+# Every variant of the release: family, whether the LM head is tied, LoRA or full weights, with or without classes.
+VARIANTS = {
+    "_".join(filter(None, (family.removesuffix("2"), head, layers, classes))): (family, head, layers, classes)
+    for family, head, layers, classes in product(FAMILIES, ("tied", "untied"), ("lora", "full"), ("", "classes"))
+}
+
+
+@dataclass(frozen=True)
+class Release:
+    """The imported modules of a checkout."""
+
+    torch: Any
+    transformers: Any
+    checkout: Path
+
+    def module(self, family: str) -> Any:
+        """The release's file on a model family, whose `odeint` integrates."""
+        return importlib.import_module(f"flow_llms.{CLASSES[family][0]}")
+
+    def functions(self, file: str, names: tuple[str, ...], known: Mapping[str, Any]) -> dict[str, Any]:
+        """Functions and classes of a file of the checkout, without what the file imports; `known` are their globals."""
+        import ast
+
+        tree = ast.parse((self.checkout / file).read_text())
+        wanted = [node for node in tree.body if getattr(node, "name", None) in names]
+        if len(wanted) < len(names):
+            raise InputError(f"{self.checkout / file} lacks some of {', '.join(names)}: check out commit 456871e")
+        namespace: dict[str, Any] = {**vars(importlib.import_module("typing")), "torch": self.torch, **known}
+        exec(compile(ast.Module(body=wanted, type_ignores=[]), file, "exec"), namespace)
+        return namespace
+
+
+def open_release(checkout: Path) -> Release:
+    """Import the release's model classes; raises `InputError` where the checkout or a library is missing."""
+    if not (checkout / "flow_llms" / "llama.py").is_file():
+        raise InputError(f"no flow_llms in {checkout}: give a checkout of github.com/SakanaAI/L2D")
+    for library, version in ENVIRONMENT.items():
+        try:
+            found = importlib.import_module(library)
+        except ImportError:
+            pins = " ".join(f"{name}=={pin}" for name, pin in ENVIRONMENT.items())
+            raise InputError(f"the release needs {library}: pip install {pins} in an environment of its own") from None
+        if library == "transformers" and not found.__version__.startswith("4.46."):
+            raise InputError(f"the release needs transformers {version}, and this is {found.__version__}: install that")
+    for name in ("hydra", "omegaconf"):  # the model classes import these and use nothing of them
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            sys.modules[name] = types.ModuleType(name)
+            vars(sys.modules[name])["DictConfig"] = dict
+    sys.path.insert(0, str(checkout.resolve()))
+    try:
+        importlib.import_module("flow_llms")
+    except ImportError as error:
+        raise InputError(f"cannot import flow_llms of {checkout} ({error}): install what it needs") from error
+    sys.modules["torch"].set_num_threads(1)  # the models are tiny, and sums keep their order
+    return Release(sys.modules["torch"], sys.modules["transformers"], checkout)
+
+
+def build_tiny(release: Release, variant: str, *, seed: int) -> tuple[Any, dict[str, Any]]:
+    """A random base and a random path of a variant, and the path's hyper-parameters."""
+    if variant not in VARIANTS:
+        raise InputError(f"no variant {variant!r}: take one of {', '.join(VARIANTS)}")
+    family, head, layers, classes = VARIANTS[variant]
+    release.torch.manual_seed(seed)
+    name = CLASSES[family][1]
+    config = getattr(release.transformers, f"{name}Config")(
+        **BASE,
+        **FAMILIES[family],
+        tie_word_embeddings=head == "tied",
+        rope_scaling=SCALING if (family, head) == ("llama", "untied") else None,
+    )
+    base = getattr(release.transformers, f"{name}ForCausalLM")(config)
+    options = {
+        **HYPERPARAMETERS,
+        "separate_flow_params_with_lora": layers == "lora",
+        "guidance_modulation_num_classes": CLASS_COUNT if classes else 0,
+    }
+    with release.torch.no_grad():
+        _randomise_base(release.torch, base)
+        model = _build(release, family, base, options)
+        _randomise_path(release.torch, model)
+    return model.float().eval(), {"family": family, "l2d_kwargs": complete(release, family, options)}
+
+
+def open_model(release: Release, base: Path, weights: Path, hyperparameters: Path) -> tuple[Any, dict[str, Any]]:
+    """A base in a folder with a trained path, and the path's hyper-parameters."""
+    raw = read_json(hyperparameters)
+    family = read_json(base / "config.json").get("model_type")
+    if family not in CLASSES:
+        raise InputError(f"{base}/config.json has model_type {family!r}: the release knows {', '.join(CLASSES)}")
+    loaded = release.transformers.AutoModelForCausalLM.from_pretrained(base, torch_dtype=release.torch.float32)
+    given = raw.get("l2d_kwargs", raw)
+    known = keywords(release, family)
+    options = complete(release, family, {name: value for name, value in given.items() if name in known})
+    model = _build(release, family, loaded, options)
+    if weights.suffix == ".safetensors":
+        state = importlib.import_module("safetensors.torch").load_file(weights)
+    else:
+        state = release.torch.load(weights, map_location="cpu", weights_only=True)
+    state = state.get("model_state_dict", state)
+    try:
+        model.load_state_dict(state, strict=True)
+    except RuntimeError as error:
+        raise InputError(f"{weights} does not fit {base} ({' '.join(str(error).split())[:200]})") from error
+    return model.float().eval(), {"family": family, "l2d_kwargs": options}
+
+
+def keywords(release: Release, family: str) -> dict[str, Any]:
+    """The hyper-parameters that the release's class takes, with its own defaults."""
+    parameters = inspect.signature(_model_class(release, family)).parameters
+    others = ("model_or_model_id", "model_loading_kwargs", "default_generation_nstep")
+    return {name: parameter.default for name, parameter in parameters.items() if name not in others}
+
+
+def complete(release: Release, family: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """All hyper-parameters, those that are not given at the class's defaults."""
+    return {**keywords(release, family), **options}
+
+
+@contextmanager
+def replaced(owner: Any, **members: Any) -> Iterator[None]:
+    """Gives an object other members for a while."""
+    own = {name: vars(owner)[name] for name in members if name in vars(owner)}
+    for name, member in members.items():
+        setattr(owner, name, member)
+    try:
+        yield
+    finally:
+        for name in members:
+            if name in own:
+                setattr(owner, name, own[name])
+            else:
+                delattr(owner, name)
+
+
+def _model_class(release: Release, family: str) -> Any:
+    return getattr(release.module(family), f"Flow{CLASSES[family][1]}ForCausalLM")
+
+
+def _build(release: Release, family: str, base: Any, options: Mapping[str, Any]) -> Any:
+    return _model_class(release, family)(model_or_model_id=base, **options)
+
+
+def _randomise_base(torch: Any, base: Any) -> None:
+    """Weights of the size that trained models have; logits have a standard deviation near 2."""
+    width = base.config.hidden_size
+    for name, parameter in base.named_parameters():
+        if "norm" in name:
+            parameter.copy_(1 + 0.1 * torch.randn_like(parameter))
+        elif parameter.ndim == 1:
+            parameter.copy_(0.3 * torch.randn_like(parameter))
+        else:
+            scale = 2 / width**0.5 if "embed" in name or "lm_head" in name else parameter.shape[1] ** -0.5
+            parameter.copy_(scale * torch.randn_like(parameter))
+
+
+def _randomise_path(torch: Any, model: Any) -> None:
+    """Values in place of the zeros that training starts from, so that no part can be left out unnoticed."""
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        noise = torch.randn_like(parameter)
+        if "modulation_head.mlp.2" in name or name.endswith(".B"):
+            parameter.copy_(0.2 * noise)
+        elif "timestep_embedder" in name or "data_label" in name:
+            parameter.copy_((0.05 if name.endswith("bias") else 0.3) * noise)
+        elif ".flow_" in name and "_proj" in name and not name.endswith(".A"):  # full weights start from the LM's
+            parameter.add_(0.1 * noise)
+        elif name.endswith("bias"):
+            parameter.copy_(0.05 * noise)

@@ -1,0 +1,314 @@
+"""Runs the release's ODE solvers and its generation, and notes every evaluation."""
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from importlib import import_module
+from inspect import signature
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from l2d_jax.parity.release_model import Release, replaced
+
+Arrays = dict[str, np.ndarray]
+
+NEAR_END = 63 / 64
+TOLERANCE = 3e-4  # absolute and relative, of the adaptive solvers
+FIRST_STEP = 0.05  # of the adaptive solvers, as the release sets it
+MOST_EVALUATIONS = 1200  # of an adaptive run, which may chatter at the edges of an arg max
+ADAPTIVE = ("fehlberg2", "adaptive_heun", "bosh3")
+# The smallest lead of the likeliest token over the second with which a run counts as robust. An error of the logits
+# changes the states of an adaptive run also through the length of its steps.
+FIXED_MARGIN, ADAPTIVE_MARGIN = 2e-4, 1e-3
+MOST_NEW_TOKENS = 6
+DECODERS = (  # the release's generation loop, and what it calls
+    "autoregressive_decode",
+    "step_decode",
+    "Trie",
+    "temperature_processor",
+    "good_token_ids_processor",
+    "bad_token_ids_processor",
+    "penalty_processor",
+    "top_k_processor",
+    "top_p_processor",
+)
+
+
+class Run(NamedTuple):
+    """One integration, named as in a recording."""
+
+    name: str
+    mode: str  # seq: all positions without a cache; seqcache: with one; last: the last position from the cache
+    method: str
+    points: int
+    end: float = 1.0
+    rows: slice = slice(None)
+    is_padded: bool = False
+    estimate: str = "sample"  # or the average over the vocabulary
+    temperature: float | None = None  # None: the model's own
+    annealed: bool = False  # T(t) = 1 - t in place of the model's own
+    guidance: float | None = None
+
+
+def fixed_step_runs(*, classes: int) -> list[Run]:
+    """Every solver, mode and velocity at least once."""
+    runs = [Run("euler15.last", "last", "euler", 15), Run("rk45.last", "last", "rk4", 5)]
+    runs += [Run("heun28.last", "last", "heun2", 8), Run("heun36.last", "last", "heun3", 6)]
+    runs += [Run("midpoint8.last", "last", "midpoint", 8), Run("midpoint8.seq", "seq", "midpoint", 8)]
+    runs += [Run(f"{run.name}.f63", run.mode, run.method, run.points, NEAR_END) for run in runs[:5]]
+    base = runs[4]
+    runs += [
+        base._replace(name="midpoint8.seqcache", mode="seqcache"),
+        base._replace(name="midpoint8.last.pad", is_padded=True),
+        base._replace(name="midpoint8.seq.avgT1", mode="seq", estimate="average", temperature=1.0),
+        base._replace(name="midpoint8.last.avgpoly", estimate="average", annealed=True),
+        base._replace(name="midpoint8.last.sampleT1", temperature=1.0),
+        base._replace(name="midpoint8.last.samplepoly", annealed=True),
+    ]
+    if classes:
+        runs += [base._replace(name=f"midpoint8.last.w{w}", guidance=w) for w in (0.0, 1.0, 1.5)]
+        runs += [runs[0]._replace(name="euler15.seq.w1.5", mode="seq", guidance=1.5)]
+    return runs
+
+
+def adaptive_runs() -> list[Run]:
+    """Every adaptive solver, for one row and for two that share an error norm."""
+    runs = []
+    for method in ADAPTIVE:
+        run = Run(f"{method}.last", "last", method, 8, NEAR_END)
+        mean = run._replace(estimate="average", temperature=1.0)
+        runs += [
+            run._replace(name=f"{method}.last.f63.b2"),
+            run._replace(name=f"{method}.last.f1.b1", end=1.0, rows=slice(0, 1)),
+            mean._replace(name=f"{method}.last.f63.b1r1.avgT1", rows=slice(1, 2)),
+            mean._replace(name=f"{method}.last.f63.b2.avgT1"),
+        ]
+    return [*runs, mean._replace(name=f"{method}.seq.f63.b2.avgT1", mode="seq")]
+
+
+class Evaluations:
+    """What a run evaluates: times of its velocity; arg max, temperature and margin of every network evaluation."""
+
+    def __init__(self, torch: Any) -> None:
+        self.torch = torch
+        self.times: list[float] = []
+        self.argmax: list[np.ndarray] = []
+        self.temperatures: list[float] = []
+        self.margins: list[float] = []
+        self.samples: list[np.ndarray] = []
+
+    def odeint(self, integrate: Callable[..., Any]) -> Callable[..., Any]:
+        """An integrator that notes when the velocity is evaluated, and gives up after too many times."""
+
+        def odeint(velocity: Callable[..., Any], x: Any, grid: Any, **options: Any) -> Any:
+            def noted(t: Any, x: Any) -> Any:
+                self.times.append(float(t))
+                if len(self.times) > MOST_EVALUATIONS:
+                    raise RuntimeError(f"more than {MOST_EVALUATIONS} evaluations, at t = {float(t)}")
+                return velocity(t, x)
+
+            return integrate(noted, x, grid, **options)
+
+        return odeint
+
+    def targets(self, read: Callable[..., Any]) -> Callable[..., Any]:
+        """The release's reading of a velocity's target from logits, noted."""
+
+        def noted(*, logits: Any, temperature: Any, **options: Any) -> Any:
+            best = logits.topk(2, dim=-1).values
+            self.margins.append(float((best[..., 0] - best[..., 1]).min()))
+            self.argmax.append(logits.argmax(-1).numpy().astype(np.int32))
+            self.temperatures.append(float(temperature))
+            return read(logits=logits, temperature=temperature, **options)
+
+        return noted
+
+    def multinomial(self, draw: Callable[..., Any]) -> Callable[..., Any]:
+        """torch's, noted."""
+
+        def noted(probabilities: Any, **options: Any) -> Any:
+            drawn = draw(probabilities, **options)
+            self.samples.append(drawn.view(-1).numpy().astype(np.int32))
+            return drawn
+
+        return noted
+
+
+def record_run(release: Release, model: Any, family: str, run: Run, inputs: Mapping[str, Any]) -> tuple[Arrays, Any]:
+    """The arrays of one run, under their names in a recording, and its description.
+
+    `inputs` has `input_ids`, `class_labels` (None without classes), `x0` at all positions, and the padded batch.
+    """
+    torch, rows = release.torch, run.rows
+    evaluations = Evaluations(torch)
+    ids, x0 = inputs["input_ids"][rows], inputs["x0"][rows]
+    labels = None if run.guidance is None else inputs["class_labels"][rows]
+    placing = {"position_ids": torch.arange(ids.shape[1]).expand(ids.shape)}
+    if run.is_padded:
+        ids = inputs["lp.input_ids"]
+        placing = {"attention_mask": inputs["lp.attention_mask"], "position_ids": inputs["lp.position_ids"]}
+    cached: dict[str, Any] = {}
+    if run.mode == "last":  # as the release's generation does: a pass over the prompt, then the last position alone
+        with torch.no_grad():
+            empty = release.transformers.DynamicCache()
+            prompt = {"past_key_values": empty, "output_cached_final_hidden_states": True, "use_cache": True}
+            read = model.model(input_ids=ids, **prompt, **placing)
+        cached = {name: read[name] for name in ("past_key_values", "cached_final_hidden_states")}
+        cached["cached_final_hidden_states"] = cached["cached_final_hidden_states"][:, -1:]
+        ids, x0 = ids[:, -1:], x0[:, -1:]
+        placing["position_ids"] = placing["position_ids"][:, -1:]
+    solver: dict[str, Any] = {"method": run.method, "atol": TOLERANCE, "rtol": TOLERANCE}
+    if run.method in ADAPTIVE:
+        solver["options"] = {"first_step": FIRST_STEP}
+    described = {
+        "mode": run.mode,
+        "method": run.method,
+        "ode_steps": run.points,
+        "w_g": run.guidance,
+        "final_timestep": run.end,
+        "x1_estimation": run.estimate,
+        "tol": TOLERANCE,
+        "temperature": "model default" if run.temperature is None else run.temperature,
+        "class_labels": None if labels is None else labels.tolist(),
+    }
+    is_cached = run.mode != "seq"
+    with _watched(release, model, family, evaluations), _annealing(model) if run.annealed else nullcontext():
+        try:
+            result = model.nstep_inference(
+                input_ids=ids,
+                class_labels=labels,
+                initial_flow_representation_embeds=x0,
+                ode_kwargs=solver,
+                final_timestep=run.end,
+                ode_steps=run.points,
+                only_last_token_prediction=run.mode == "last",
+                precompute_non_flow_path=is_cached,
+                x1_estimation=run.estimate,
+                temperature_schedule=run.temperature,
+                guidance_parameter=run.guidance,
+                **cached,
+                **placing,
+            )
+        except (AssertionError, RuntimeError) as error:  # torchdiffeq asserts that its step does not underflow
+            return {}, {"error": str(error), "robust": False}
+    trajectory = result.flow_trajectory.float()
+    if is_cached:
+        cached = {name: result[name] for name in ("past_key_values", "cached_final_hidden_states")}
+    with torch.no_grad():
+        logits = model(
+            input_ids=ids,
+            timesteps=result.timestep_trajectory[-1],
+            class_labels=labels,
+            flow_representation_embeds=trajectory[-1],
+            **(cached or {"use_cache": False}),
+            **placing,
+        ).logits
+    arrays = {
+        "x0": x0.numpy(),
+        "t_grid": result.timestep_trajectory.numpy(),
+        "traj": trajectory.numpy(),
+        "logits": logits.numpy(),
+        "times": np.array(evaluations.times),
+        "argmax": np.stack(evaluations.argmax),
+        "temps": np.array(evaluations.temperatures),
+    }
+    if evaluations.samples:
+        arrays["samples"] = np.stack(evaluations.samples)
+    is_chattering = run.method in ADAPTIVE and run.estimate == "sample"
+    margin, least = min(evaluations.margins), ADAPTIVE_MARGIN if is_chattering else FIXED_MARGIN
+    is_finite = bool(np.all(np.isfinite(arrays["traj"])))
+    described |= {"nfe": len(evaluations.times), "net_evals": len(evaluations.margins), "min_margin": margin}
+    described |= {"finite": is_finite, "robust": is_finite and margin > least}
+    return {f"ode.{run.name}.{name}": array for name, array in arrays.items()}, described
+
+
+def record_generations(
+    release: Release,
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    noise: Callable[[str, tuple[int, ...]], Any],
+    labels: Sequence[int] | None,
+    pad: int,
+) -> tuple[Arrays, dict[str, Any]]:
+    """Whole answers by the release's own loop, which takes the likeliest token; "base" is the LM alone.
+
+    `noise` makes the unit normal noise of a name and shape.
+    """
+    torch, transformers = release.torch, release.transformers
+    known = {
+        "defaultdict": defaultdict,
+        "copy": copy,
+        "DynamicCache": transformers.DynamicCache,
+        "AutoTokenizer": Any,
+        "PeftModelForCausalLM": type("PeftModelForCausalLM", (), {}),
+    }
+    decode = release.functions("pipeline/decoding_util.py", DECODERS, known)["autoregressive_decode"]
+    count, width = MOST_NEW_TOKENS, model.model.flow_representation_dim
+    arrays, outputs = {}, {}
+    for name, method, points in (("base", None, 0), ("midpoint8", "midpoint", 8), ("euler15", "euler", 15)):
+        options: dict[str, Any] = {"lad": False, "do_sample": False}
+        drawn: list[Any] = []
+        if method is not None:
+            options = {"lad": True, "do_sample": True, "ode_steps": points, "class_labels": labels}
+            array = noise(f"dec.{name}.noise", (count, len(prompts), 1, width))
+            arrays[f"dec.{name}.noise"], drawn = array, list(torch.tensor(array))
+        taken = iter(drawn)
+        with (
+            replaced(torch, randn=lambda *_, taken=taken, **__: next(taken), multinomial=_likeliest),
+            replaced(model.model, ode_kwargs={"method": method}),
+            replaced(model, nstep_inference=_tolerant(model.nstep_inference)),
+            torch.no_grad(),
+        ):
+            result = decode(
+                model,
+                SimpleNamespace(pad_token_id=pad, eos_token_id=-1),  # no token ends an answer
+                [list(prompt) for prompt in prompts],
+                max_new_tokens=count,
+                **options,
+            )
+        outputs[name] = result["output_id_seqs"]
+    described = {
+        "prompts": [list(prompt) for prompt in prompts],
+        "max_new_tokens": count,
+        "class_labels": labels,
+        "guidance_parameter": model.model.nstep_guidance_parameter if labels is not None else None,
+        "outputs": outputs,
+        "note": "noise [step, B, 1, d] before sigma",
+    }
+    return arrays, described
+
+
+def _likeliest(probabilities: Any, **_: Any) -> Any:
+    return probabilities.argmax(-1, keepdim=True)
+
+
+def _tolerant(inference: Callable[..., Any]) -> Callable[..., Any]:
+    """The release's Qwen lacks an argument that its loop passes."""
+    known = signature(inference).parameters
+    return lambda **options: inference(**{name: value for name, value in options.items() if name in known})
+
+
+@contextmanager
+def _watched(release: Release, model: Any, family: str, evaluations: Evaluations) -> Iterator[None]:
+    module, inner, torch = release.module(family), model.model, release.torch
+    targets = evaluations.targets(inner.get_weighted_flow_representation_for_logits)
+    with (
+        replaced(module, odeint=evaluations.odeint(module.odeint)),
+        replaced(inner, get_weighted_flow_representation_for_logits=targets),
+        replaced(torch, multinomial=evaluations.multinomial(torch.multinomial)),
+    ):
+        yield
+
+
+@contextmanager
+def _annealing(model: Any) -> Iterator[None]:
+    """The release's polynomial schedule with power 1 and end 1."""
+    schedule = import_module("flow_llms.utils").polynomial_temperature
+    with replaced(
+        model.model, fixed_temperature=False, nstep_temperature_schedule_fn=lambda t: schedule(t=t, p=1.0, end_t=1.0)
+    ):
+        yield
