@@ -115,3 +115,14 @@ def test_options_and_variants_of_configs_are_known(page):
             assert reference == "json" or exists(reference, names), reference
         for file, variants in re.findall(r"(configs/\w+\.py):([a-z0-9_,]+)", span):
             assert set(variants.split(",")) - {""} <= set(find_variants(str(ROOT / file))), (file, variants)
+
+
+def test_the_architecture_page_names_every_module():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    for name in re.findall(r"`(\w+/\w+)`", text):
+        assert (ROOT / "l2d_jax" / f"{name}.py").exists(), name
+    for room, line in re.findall(r"^\| `(\w+)/` \|(.*)\|$", text, re.MULTILINE):
+        modules = {file.stem for file in (ROOT / "l2d_jax" / room).glob("*.py")} - {"__init__"}
+        named = set(re.findall(r"`(\w+)`", line))
+        assert modules <= named, (room, modules - named)
+        assert named - modules <= {"Config"}, (room, named - modules)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from l2d_jax import convert, generate, train
+from l2d_jax.data.word_problems import conversations
 from l2d_jax.loading import load
 from l2d_jax.training.metrics import read_metrics
 from tests.support.programs import ROOT, call
@@ -31,7 +32,7 @@ def test_logits_equal_those_of_transformers(folder: Path) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     loaded = load(folder, dtype="float32")
-    text = (ROOT / "README.md").read_text() + (ROOT / "launch" / "environment.sh").read_text()
+    text = "\n".join(line["content"] for row in conversations(20) for line in row["messages"])
     ids = np.array([loaded.tokenizer(text)["input_ids"][:512]])
     assert ids.shape == (1, 512)
     positions = jnp.arange(512)[None]
