@@ -6,12 +6,12 @@
 # What is already set stays as it is. On other machines, pod.sh and gke.sh set a variable by --env NAME=VALUE.
 #
 # JAX_PLATFORMS
-#   The devices to use, and an error where they do not answer. Unset, JAX goes on with the CPUs, and a slice whose TPUs
+#   The devices to use; JAX fails if they do not answer. If it is unset, JAX goes on with the CPUs, and a slice whose TPUs
 #   another process holds trains on without a word, far too slowly.
 #
 # JAX_COMPILATION_CACHE_DIR
-#   Where compiled programs are kept for the next start. Unset, the programs use ~/.cache/l2d_jax/compiled, which is gone
-#   with its machine. For a slice name a folder of a bucket, gs://BUCKET/compiled: one host writes it, all hosts read it,
+#   Where compiled programs are kept for the next start; by default ~/.cache/l2d_jax/compiled, which is lost with its
+#   machine. For a slice, name a folder of a bucket, gs://BUCKET/compiled: one host writes it, all hosts read it,
 #   and the slice that replaces a preempted one does not compile again. (JAX trusts what it finds there: keep it private.)
 #
 # LIBTPU_INIT_ARGS
@@ -30,13 +30,14 @@
 #   cloud; never on a TPU VM, whose hosts find one another through it. (GKE tells its pods by other variables.)
 #
 # XLA_PYTHON_CLIENT_MEM_FRACTION
-#   The share of a GPU's memory that JAX takes at its start, 0.75 by itself: the rest is of no use to a run that has the
-#   GPU for itself, but for some hundred megabytes of CUDA's libraries.
+#   The share of a GPU's memory that JAX takes at its start, 0.75 by default. A run that has the GPU to itself can use more:
+#   CUDA's libraries need some hundred megabytes.
 #
 # MALLOC_ARENA_MAX, MALLOC_MMAP_MAX_, MALLOC_TRIM_THRESHOLD_
-#   Of glibc, for CPUs: a step's temporary arrays stay with the process, and the next step does not wait for the kernel
-#   to hand them out anew, page by page, filled with zeros. Training on two cores is 10 to 20 % faster, with up to 1.7
-#   times the memory, which goes back when the process ends. (One arena: the others return all that is large.)
+#   These are glibc's, and serve runs on CPUs: a step's temporary arrays stay with the process, so that the next step does
+#   not wait for the kernel to hand them out anew, page by page, filled with zeros. Training on two cores is 10 to 20 %
+#   faster, and takes up to 1.7 times the memory, which goes back when the process ends. (There is one arena, because the
+#   others return every large array.)
 
 case ${1:-} in
   tpu)
