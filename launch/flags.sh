@@ -10,7 +10,7 @@
 #   another process holds trains on without a word, far too slowly.
 #
 # JAX_COMPILATION_CACHE_DIR
-#   Where compiled programs are kept for the next start; by default ~/.cache/l2d_jax/compiled, which is lost with its
+#   Where compiled programs are kept for the next start; by default ~/.cache/l2d_jax/compiled, which is gone with its
 #   machine. For a slice, name a folder of a bucket, gs://BUCKET/compiled: one host writes it, all hosts read it,
 #   and the slice that replaces a preempted one does not compile again. (JAX trusts what it finds there: keep it private.)
 #
