@@ -26,7 +26,7 @@ import pytest
 from l2d_jax.evaluation.plan import choose_run
 from l2d_jax.evaluation.sandbox.grade import unavailable
 from l2d_jax.evaluation.tasks.problem import Problem
-from l2d_jax.evaluation.tasks.registry import find
+from l2d_jax.evaluation.tasks.registry import find_task
 
 RELEASE, ROWS = os.environ.get("L2D_RELEASE"), os.environ.get("L2D_TASK_ROWS")
 pytestmark = pytest.mark.skipif(not (RELEASE and ROWS), reason="L2D_RELEASE and L2D_TASK_ROWS name no folders")
@@ -154,7 +154,7 @@ def release(monkeypatch: pytest.MonkeyPatch) -> Release:
 
 def load(task: str, split: str, tmp_path: Path) -> list[Problem]:
     """Ours, of the same rows; those of a split that is all examples are asked as if they were of the paper's."""
-    dataset = find(task).dataset
+    dataset = find_task(task).dataset
     names = {split: split, dataset.shot_split: dataset.shot_split}
     if task in ("mmlu", "mmlu_pro", "piqa") and split == dataset.shot_split:
         names[dataset.split] = split
@@ -162,7 +162,7 @@ def load(task: str, split: str, tmp_path: Path) -> list[Problem]:
     for name, place in names.items():
         lines = (json.dumps(row) + "\n" for row in read_rows(task, place))
         (tmp_path / task / f"{name}.jsonl").write_text("".join(lines))
-    return find(task).load(str(tmp_path), split=dataset.split if dataset.split in names else split)
+    return find_task(task).load(str(tmp_path), split=dataset.split if dataset.split in names else split)
 
 
 @pytest.mark.parametrize(("task", "split"), SPLITS)
@@ -183,7 +183,7 @@ def made_up(problem: Problem, draw: random.Random) -> str:
     return "".join(pieces)
 
 
-@pytest.mark.parametrize("task", [task for task in READERS if find(task).kind == "generate"])
+@pytest.mark.parametrize("task", [task for task in READERS if find_task(task).kind == "generate"])
 def test_strict_scores_are_those_of_the_release(
     release: Release, task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,7 +197,7 @@ def test_strict_scores_are_those_of_the_release(
         problem = draw.choice(problems)
         completion = made_up(problem, draw)
         space = options[json.dumps(list(problem.messages))]
-        [ours] = find(task).grade([problem], [completion])
+        [ours] = find_task(task).grade([problem], [completion])
         theirs = release.score(task, problem.answer, completion, space)
         assert (ours.strict, completion) == (theirs, completion)
         right += theirs
@@ -219,8 +219,10 @@ def test_own_solutions_of_mbpp_are_right_as_in_the_release(tmp_path: Path) -> No
 
     with ThreadPoolExecutor(2) as pool:
         theirs = {f"MBPP/{row['task_id']}" for row, passed in zip(rows, pool.map(passes, rows), strict=True) if passed}
-    problems = find("mbpp").load(str(tmp_path), shots=0)
-    scores = find("mbpp").grade(problems, [problem.answer for problem in problems], run=choose_run([find("mbpp")], is_allowed=True))
+    problems = find_task("mbpp").load(str(tmp_path), shots=0)
+    scores = find_task("mbpp").grade(
+        problems, [problem.answer for problem in problems], run=choose_run([find_task("mbpp")], is_allowed=True)
+    )
     ours = {problem.id for problem, score in zip(problems, scores, strict=True) if score.strict}
     print(f"\nmbpp: {len(rows)} own solutions, right by the release {len(theirs)}, here {len(ours)}")
     assert theirs - ours == {"MBPP/601"}  # "not plain data: Pair"
