@@ -16,7 +16,7 @@ from l2d_jax.errors import InputError, RunError
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose complaints are one line and exit status 2, like all bad input."""
+    """An argument parser that reports errors in one line with exit status 2, like all bad input."""
 
     def error(self, message: str) -> NoReturn:
         """Raise `InputError`."""
@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def local_path(text: str) -> Path:
-    """An argument that names a file or folder; refuses a URL, which would become a folder with a colon in its name."""
+    """Parse the name of a file or folder; refuse a URL, which would become a folder with a colon in its name."""
     if "://" in text:
         remedy = "mount the bucket (Cloud Storage FUSE) or a shared disk, and name the folder"
         raise argparse.ArgumentTypeError(f"{text!r} is not a path of this machine: {remedy}")
@@ -39,7 +39,7 @@ def local_path(text: str) -> Path:
 def run(main: Callable[[], int | None]) -> None:
     """Exit with what `main` returns, or with one line on standard error: 2 for bad input, 1 for a run that stopped.
 
-    One process of several that fails alone must not wait for the others, which may be waiting for it.
+    If one process of several fails alone, it must not wait for the others, which may be waiting for it.
     """
     together = False
     try:

@@ -1,4 +1,4 @@
-"""The exceptions that programs print as one line: what a user can mend, and what has stopped a run."""
+"""The exceptions that programs print as one line: for what a user can mend, and for what has stopped a run."""
 
 
 class InputError(ValueError):
@@ -6,4 +6,4 @@ class InputError(ValueError):
 
 
 class RunError(RuntimeError):
-    """A run that had to stop, or has lost something: exit status 1. The message is one line, like that of bad input."""
+    """A run had to stop, or has lost something: exit status 1. The message is one line, like that of `InputError`."""

@@ -14,7 +14,7 @@ from l2d_jax.errors import InputError
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; raises `InputError` where it is unreadable, malformed or repeats a key."""
+    """The JSON object in a file; raises `InputError` if the file is unreadable or malformed, or repeats a key."""
     try:
         return parse_json(path.read_bytes(), path)
     except OSError as error:
@@ -49,7 +49,7 @@ def cache_folder() -> Path:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Put `text` in place of a file, on the disk: whoever is killed, or loses power, leaves the old or the new one."""
+    """Replace a file by `text`, on the disk: a kill or a loss of power leaves the old file or the new one, whole."""
     written = path.with_name(f"{path.name}.partial")
     with written.open("w") as file:
         file.write(text)
@@ -60,7 +60,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def complete_lines(path: Path) -> list[str]:
-    """The lines of a file with their ends, but for a last one that was cut off; none where there is no file."""
+    """The lines of a file with their line ends, without a last line that was cut off; none if there is no file."""
     if not path.exists():
         return []
     lines = path.read_text().splitlines(keepends=True)
@@ -68,7 +68,7 @@ def complete_lines(path: Path) -> list[str]:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the list of a folder's files, is on the disk and not in memory alone."""
+    """Wait until a file, or a folder's list of files, is on the disk and not in memory alone."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -80,7 +80,7 @@ def sync(path: Path) -> None:
 def output_folder(path: Path) -> Iterator[Path]:
     """A temporary sibling of `path` that takes its place on success and is removed on an error: complete or absent.
 
-    A killed process leaves `.NAME.*.partial` behind. Raises `InputError` where `path` is taken or cannot be made.
+    A killed process leaves `.NAME.*.partial` behind. Raises `InputError` if `path` exists or cannot be made.
     """
     path = path.resolve()
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):

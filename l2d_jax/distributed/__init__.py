@@ -1,1 +1,1 @@
-"""Several processes and devices as one program: how they meet, and where arrays lie."""
+"""Several processes and devices as one program: how the processes meet, and where arrays lie."""

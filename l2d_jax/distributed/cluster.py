@@ -1,8 +1,11 @@
-"""Tells from the environment which processes run one program together, before any of them has met another.
+"""Finds in the environment which processes run one program together, before any of them has met another.
 
 In this order: `JAX_COORDINATOR_ADDRESS` (host:port of process 0), `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, for any
 machines; SLURM and Open MPI; TPU pods on GKE (its variables) and on TPU VMs (Google's metadata server, which is asked
 only where libtpu is installed and `JAX_PLATFORMS` does not rule TPUs out). `JAX_NUM_PROCESSES=1` keeps a process alone.
+
+JAX detects the same clusters, but tells nobody: who runs together must be known before it is started, so that a process
+that is alone does not wait, and one that waits says for whom.
 """
 
 import importlib.util
@@ -20,12 +23,12 @@ METADATA_SECONDS = 3  # for an answer of the metadata server, which is on the sa
 
 @dataclass(frozen=True)
 class Scheduler:
-    """The variables that a scheduler sets in each process; all must be there."""
+    """The names of the variables that a scheduler sets in each process; all of them must be set."""
 
     count: str
     index: str
-    place: str  # where process 0 is, among other places
-    others: tuple[str, ...] = ()  # without which JAX does not believe that it is there
+    place: str  # the hosts, process 0's among them
+    others: tuple[str, ...] = ()  # what JAX needs besides to recognise the scheduler
 
 
 SCHEDULERS = (
@@ -41,17 +44,16 @@ class Cluster:
     index: int
     count: int
     place: str  # where they meet, for messages
-    arguments: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # of jax.distributed.initialize; none: JAX reads the same environment
+    # Arguments of jax.distributed.initialize; where there are none, JAX reads the same environment.
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 def find_cluster(environment: Mapping[str, str]) -> Cluster | None:
     """The processes that run together with this one, or None where it is alone; raises `InputError`."""
     if environment.get("JAX_NUM_PROCESSES") == "1":
         return None
-    found = _explicit(environment) or _scheduled(environment) or _pod(environment)
-    return found if found is not None and found.count > 1 else None
+    cluster = _explicit(environment) or _scheduled(environment) or _pod(environment)
+    return cluster if cluster is not None and cluster.count > 1 else None
 
 
 def _explicit(environment: Mapping[str, str]) -> Cluster | None:
@@ -95,8 +97,10 @@ def _pod(environment: Mapping[str, str]) -> Cluster | None:
             return None
         place = endpoints.split(",")[0].split(":")[-1]  # a name, or name:number:address
         index, workers = int(number), len(endpoints.split(","))
-        told = re.findall(r"^(MEGASCALE_\w+):\s*'?([^'\n]*)'?\s*$", _ask(environment, "tpu-env") or "", re.MULTILINE)
-        slices = {**dict(told), **environment}
+        variables = re.findall(
+            r"^(MEGASCALE_\w+):\s*'?([^'\n]*)'?\s*$", _ask(environment, "tpu-env") or "", re.MULTILINE
+        )
+        slices = {**dict(variables), **environment}
     count, number_of_slice = (
         int(slices.get(f"MEGASCALE_{name}") or n) for name, n in (("NUM_SLICES", 1), ("SLICE_ID", 0))
     )

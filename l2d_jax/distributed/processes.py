@@ -2,9 +2,9 @@
 
 With one process every function here is a plain call. With several, all of them must call it, in the same order.
 
-Process 0 alone writes, and decides what follows from the files of the workdir, which all share. The files of a model or
-a data set may lie on disks that hosts do not share, so the first process *of each host* downloads and converts them
-while its neighbours wait.
+Process 0 alone writes, and decides what follows from the files of the workdir, which all processes share. The files of
+a model or a data set may lie on disks that hosts do not share, so the first process *of each host* downloads and
+converts them while the others of that host wait.
 
 A process that dies takes the others with it: at once on CPUs, and where it was process 0; otherwise when JAX has heard
 nothing of it for `L2D_JAX_HEARTBEAT` seconds (60). JAX aborts them from C++, with a stack trace and status 134; the
@@ -37,7 +37,7 @@ _messenger: subprocess.Popen[bytes] | None = None
 
 
 class SharedError(InputError):
-    """Bad input that all processes have learnt of, so that they end together."""
+    """Bad input that every process knows of, so that all end together."""
 
 
 def join(cluster: Cluster) -> None:
@@ -78,15 +78,15 @@ def print_once(line: str) -> None:
 
 
 def progress_bar(total: int, what: str, *, done: int = 0, unit: str = "it", is_silent: bool = False) -> Any:
-    """A progress bar with its estimate of the time that is left, on a terminal and on process 0 alone."""
+    """A progress bar that estimates the time left, on a terminal and on process 0 alone."""
     is_hidden = is_silent or not is_first()
     return tqdm(total=total, initial=done, desc=what, unit=unit, disable=True if is_hidden else None)
 
 
 def decide(function: Callable[[], Any]) -> Any:
-    """What `function` returns on process 0, where alone it is called: a value that JSON can hold.
+    """Call `function` on process 0 alone and return its result, a value that JSON can hold, on every process.
 
-    Its `InputError` is raised on every process, as a `SharedError`.
+    An `InputError` of the function is raised on every process, as a `SharedError`.
     """
     if jax.process_count() == 1:
         return function()
@@ -106,12 +106,12 @@ def decide(function: Callable[[], Any]) -> Any:
 
 
 def gather_array(array: Any) -> np.ndarray:
-    """The whole of an array, on every process."""
+    """The whole of an array that is spread over processes, on every process."""
     return np.asarray(array if jax.process_count() == 1 else multihost_utils.process_allgather(array, tiled=True))
 
 
 def take_turns(function: Callable[[], T]) -> T:
-    """What `function` returns here, called on the first process of each host before the others of that host.
+    """Call `function` on the first process of each host, then on the others of that host, and return its result.
 
     An `InputError` on any process is raised on every one, as a `SharedError`.
     """
@@ -134,11 +134,11 @@ def take_turns(function: Callable[[], T]) -> T:
 
 
 def leave(status: int, *, together: bool) -> None:
-    """End the part of this process among several.
+    """End this process among several; a process that is alone returns at once.
 
     Args:
-      status: to exit with.
-      together: whether all end now; otherwise nobody may be waited for, and the process exits here.
+      status: the exit status.
+      together: whether all processes end now; otherwise no other may be waited for, and this one exits here.
     """
     if not jax.distributed.is_initialized() or _messenger is None:
         return
@@ -174,7 +174,7 @@ def _require_free_port(address: str) -> None:
 
 
 def _give_up(cluster: Cluster, wait: int) -> None:
-    """Runs in a thread while the process waits; the others cannot be told."""
+    """Runs in a thread while the process waits, and ends it; the others cannot be told."""
     _say_fine()
     print(
         f"error: process {cluster.index} of {cluster.count} has waited {wait} s at {cluster.place}, and not all "
@@ -187,7 +187,10 @@ def _give_up(cluster: Cluster, wait: int) -> None:
 
 
 def _last_words(line: str) -> None:
-    """Have a line printed if this process ends, however it ends, before `_say_fine`."""
+    """Have a line printed if this process ends before `_say_fine`, however it ends.
+
+    No handler in this process could do that: JAX aborts it from a thread of C++, and nothing runs after SIGKILL.
+    """
     global _messenger
     advice = (
         "see the lines above and those of the other processes, mend what they say, and run the same command on all "

@@ -49,7 +49,7 @@ RULES: Rules = {
     "classes": None,
     "parts": None,  # the six modulation vectors
 }
-GATHERED: Rules = {**RULES, "embed": None, "head_vocab": "tensor"}  # where a weight is used
+GATHERED: Rules = {**RULES, "embed": None, "head_vocab": "tensor"}  # the rules where a weight is used
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def partition(
     *,
     rules: Rules = RULES,
 ) -> PartitionSpec:
-    """The mesh axes of an array with logical `axes`; a dimension that its mesh axis does not divide stays whole.
+    """The mesh axes of an array with logical `axes`; a dimension whose size the mesh axis does not divide stays whole.
 
     Raises `ValueError` if two dimensions map to one mesh axis.
     """
@@ -155,7 +155,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def spread(array: np.ndarray) -> jax.Array:
-    """Place an array that every process has: rows over `data` x `fsdp` of the set mesh, where these divide them."""
+    """Place an array that every process holds: rows over `data` x `fsdp` of the set mesh, if these divide them."""
     mesh = jax.sharding.get_mesh()
     if mesh.empty or mesh.size == 1:
         return jnp.asarray(array)
@@ -164,13 +164,13 @@ def spread(array: np.ndarray) -> jax.Array:
 
 
 def axis_size(axis: str) -> int:
-    """Devices along an axis of the mesh that is set; 1 where none is."""
+    """The number of devices along an axis of the set mesh; 1 where no mesh is set."""
     size: int = dict(jax.sharding.get_abstract_mesh().shape).get(axis, 1)
     return size
 
 
 def platform() -> str:
-    """What programs are being compiled for: the devices of the mesh that is set, otherwise JAX's own."""
+    """The platform that programs are compiled for: that of the set mesh, otherwise JAX's default backend."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None or device.platform is None else str(device.platform)
 
@@ -186,12 +186,12 @@ def rows_on_devices(mesh: Mesh, count: int, devices: Iterable[jax.Device] | None
 
 
 def constrain(x: jax.Array, *axes: str) -> jax.Array:
-    """Ask the partitioner to keep `x` on its logical `axes`, inside `jax.set_mesh`; elsewhere `x` as it is."""
+    """Ask the partitioner to keep `x` on its logical `axes`, inside `jax.set_mesh`; elsewhere return `x` unchanged."""
     return place(x, axes)
 
 
 def place(x: jax.Array, axes: tuple[str, ...], *, rules: Rules = RULES) -> jax.Array:
-    """`constrain` by rules of one's own."""
+    """`constrain` with other rules than `RULES`."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x

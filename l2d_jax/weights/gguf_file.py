@@ -1,7 +1,7 @@
 """The GGUF format (https://github.com/ggml-org/ggml, docs/gguf.md): metadata and tensors by name.
 
-Notable: the format is read here, not by `gguf.GGUFReader`, which believes every length that a file claims and needs a
-NumPy array per token; the dequantisation is `gguf`'s own.
+Notable: the format is read here, not by `gguf.GGUFReader`, which trusts every length in the file and makes a NumPy
+array per token; `gguf` dequantises.
 """
 
 import math
@@ -24,7 +24,7 @@ STRING, ARRAY = 8, 9  # the two other kinds of metadata
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """Where one tensor lies, and how it is quantised."""
+    """The place and the quantisation of one tensor."""
 
     kind: gguf.GGMLQuantizationType
     shape: tuple[int, ...]  # slowest first, as NumPy has it

@@ -1,10 +1,10 @@
-"""What a GGUF file says, in Hugging Face's terms: config, weights and tokenizer of a Llama or a Qwen 2.
+"""Translates a GGUF file of a Llama or a Qwen 2 into Hugging Face's terms: config, weights and tokenizer.
 
 Notable:
 * llama.cpp reorders the rows of q and k of architecture llama, where it rotates neighbours and Hugging Face rotates
   halves (its convert_hf_to_gguf.py, `LlamaModel.permute`); that is undone here. Qwen 2's are not reordered;
 * Llama 3's rope scaling is not in the metadata but in a tensor of divisors, which gives the factor away;
-* a pre-tokenizer is known by its name only; the three here are those of the published tokenizer.json.
+* the file gives only the name of its pre-tokenizer; the three here are those of the published tokenizer.json files.
 """
 
 import json
@@ -63,8 +63,8 @@ def read_documents(file: GGUFFile, dtype: Dtype) -> dict[str, str]:
     config = _config(file)
     tokens = file.get("tokenizer.ggml.tokens", list)
     names = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
-    found = {token: file.find(f"tokenizer.ggml.{name}_token_id", int) for token, name in names.items()}
-    ids = {token: i for token, i in found.items() if i is not None}
+    values = {token: file.find(f"tokenizer.ggml.{name}_token_id", int) for token, name in names.items()}
+    ids = {token: i for token, i in values.items() if i is not None}
     if not 0 < len(tokens) <= config["vocab_size"] or not all(0 <= i < len(tokens) for i in ids.values()):
         raise InputError(
             f"{file.path}: {len(tokens)} tokens do not fit token ids {ids} and {config['vocab_size']} rows"
