@@ -191,13 +191,11 @@ def test_text_needs_a_tokenizer(loaded):
 def test_text_is_the_tokens_as_text(mesh):
     """With the tokenizer of bytes, whose ids the model's vocabulary holds."""
     base = open_base(config().model, mesh)
-    tokenizer = base.tokenizer
-    loaded = LoadedModel(
-        Model.build(base.llm, None), tokenizer, base.stop_ids, DecodeConfig(budget=1, max_new_tokens=12)
-    )
+    settings = DecodeConfig(budget=1, max_new_tokens=12)
+    loaded = LoadedModel(Model.build(base.llm, None), base.tokenizer, base.stop_ids, settings)
     messages = [{"role": "user", "content": "Hi"}]
-    [ids] = generate(loaded, [tokenizer.prompt_ids(messages, tokenizer)])
-    assert "".join(loaded.stream(messages)) == tokenizer.decode(ids, skip_special_tokens=True)
+    [ids] = generate(loaded, [tokenizer.prompt_ids(messages, base.tokenizer)])
+    assert "".join(loaded.stream(messages)) == base.tokenizer.decode(ids, skip_special_tokens=True)
 
 
 # --- stop strings, samples, masks, and logits that are not numbers ---
