@@ -151,7 +151,7 @@ def build_tiny(release: Release, variant: str, *, seed: int) -> tuple[Any, dict[
         _randomise_base(release.torch, base)
         model = _build(release, family, base, options)
         _randomise_path(release.torch, model)
-    return model.float().eval(), {"family": family, "l2d_kwargs": complete(release, family, options)}
+    return model.float().eval(), {"family": family, "l2d_kwargs": with_defaults(release, family, options)}
 
 
 def open_model(release: Release, base: Path, weights: Path, hyperparameters: Path) -> tuple[Any, dict[str, Any]]:
@@ -163,7 +163,7 @@ def open_model(release: Release, base: Path, weights: Path, hyperparameters: Pat
     loaded = release.transformers.AutoModelForCausalLM.from_pretrained(base, torch_dtype=release.torch.float32)
     given = raw.get("l2d_kwargs", raw)
     known = keywords(release, family)
-    options = complete(release, family, {name: value for name, value in given.items() if name in known})
+    options = with_defaults(release, family, {name: value for name, value in given.items() if name in known})
     model = _build(release, family, loaded, options)
     if weights.suffix == ".safetensors":
         state = importlib.import_module("safetensors.torch").load_file(weights)
@@ -184,7 +184,7 @@ def keywords(release: Release, family: str) -> dict[str, Any]:
     return {name: parameter.default for name, parameter in parameters.items() if name not in others}
 
 
-def complete(release: Release, family: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def with_defaults(release: Release, family: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """All hyper-parameters, those that are not given at the class's defaults."""
     return {**keywords(release, family), **options}
 

@@ -37,7 +37,7 @@ DECODERS = (  # the release's generation loop, and what it calls
 )
 
 
-class Run(NamedTuple):
+class Integration(NamedTuple):
     """One integration, named as in a recording."""
 
     name: str
@@ -53,12 +53,12 @@ class Run(NamedTuple):
     guidance: float | None = None
 
 
-def fixed_step_runs(*, classes: int) -> list[Run]:
+def fixed_step_runs(*, classes: int) -> list[Integration]:
     """Every solver, mode and velocity at least once."""
-    runs = [Run("euler15.last", "last", "euler", 15), Run("rk45.last", "last", "rk4", 5)]
-    runs += [Run("heun28.last", "last", "heun2", 8), Run("heun36.last", "last", "heun3", 6)]
-    runs += [Run("midpoint8.last", "last", "midpoint", 8), Run("midpoint8.seq", "seq", "midpoint", 8)]
-    runs += [Run(f"{run.name}.f63", run.mode, run.method, run.points, NEAR_END) for run in runs[:5]]
+    runs = [Integration("euler15.last", "last", "euler", 15), Integration("rk45.last", "last", "rk4", 5)]
+    runs += [Integration("heun28.last", "last", "heun2", 8), Integration("heun36.last", "last", "heun3", 6)]
+    runs += [Integration("midpoint8.last", "last", "midpoint", 8), Integration("midpoint8.seq", "seq", "midpoint", 8)]
+    runs += [Integration(f"{run.name}.f63", run.mode, run.method, run.points, NEAR_END) for run in runs[:5]]
     base = runs[4]
     runs += [
         base._replace(name="midpoint8.seqcache", mode="seqcache"),
@@ -74,11 +74,11 @@ def fixed_step_runs(*, classes: int) -> list[Run]:
     return runs
 
 
-def adaptive_runs() -> list[Run]:
+def adaptive_runs() -> list[Integration]:
     """Every adaptive solver, for one row and for two that share an error norm."""
     runs = []
     for method in ADAPTIVE:
-        run = Run(f"{method}.last", "last", method, 8, NEAR_END)
+        run = Integration(f"{method}.last", "last", method, 8, NEAR_END)
         mean = run._replace(estimate="average", temperature=1.0)
         runs += [
             run._replace(name=f"{method}.last.f63.b2"),
@@ -137,7 +137,9 @@ class Evaluations:
         return noted
 
 
-def record_run(release: Release, model: Any, family: str, run: Run, inputs: Mapping[str, Any]) -> tuple[Arrays, Any]:
+def record_run(
+    release: Release, model: Any, family: str, run: Integration, inputs: Mapping[str, Any]
+) -> tuple[Arrays, Any]:
     """The arrays of one run, under their names in a recording, and its description.
 
     `inputs` has `input_ids`, `class_labels` (None without classes), `x0` at all positions, and the padded batch.
