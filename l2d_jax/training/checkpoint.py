@@ -27,6 +27,10 @@ from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError
 from l2d_jax.training import manifest
 from l2d_jax.training.manifest import DamagedError
+from l2d_jax.training.methods import METHODS
+
+# The trees that a checkpoint may hold. Handlers that orbax makes by itself wait without end for a save that has failed.
+PARTS = (*(method.part for method in METHODS.values()), "optimizer", "loss_by_time")
 
 UNDER_WAY = ocp.utils.TMP_DIR_SUFFIX  # suffix of a step's folder until orbax has written all of it
 SURPLUS = ".surplus"  # suffix of a good step's folder while it is deleted
@@ -200,9 +204,10 @@ class Checkpoints:
 
 
 def _checkpointer() -> ocp.AsyncCheckpointer:
+    handlers = {name: ocp.StandardCheckpointHandler() for name in PARTS}
     # With folders made at once, one that cannot be made is an error of the save and not an endless wait for it.
     options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
-    return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(), async_options=options)
+    return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers), async_options=options)
 
 
 def _named(tree: Any) -> dict[str, Any]:
