@@ -40,7 +40,7 @@ def spans(page: Path) -> Iterator[str]:
 def commands(page: Path) -> Iterator[tuple[str, list[str]]]:
     """Each program of the package that a page shows, with its arguments."""
     for span in spans(page):
-        if found := re.search(r"python -m l2d_jax\.(\w+)(.*)", span):
+        if found := re.search(r"python -m l2d_jax\.([\w.]+)(.*)", span):
             yield found[1], shlex.split(found[2].rstrip(")"), comments=True)
 
 
