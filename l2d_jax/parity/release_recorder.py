@@ -1,0 +1,282 @@
+"""Records what the authors' PyTorch release computes with one model: inputs, single evaluations, training and runs."""
+
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import numpy as np
+
+from l2d_jax.parity import release_generations, release_runs
+from l2d_jax.parity.release_model import Release, replaced
+from l2d_jax.parity.release_runs import Arrays
+
+LENGTH = 12
+
+
+PAD, END = 3, 7  # token ids that no random prompt holds
+
+
+SPECIAL_TIMES = (0.0, 1e-3, 0.5, 0.999, 1.0), (0.9, 0.9999, 0.0)  # at the start of row 0, at the end of row 1
+
+
+STEPS = 5  # of the optimizer
+
+
+ITEMS: list[dict[str, Any]] = [  # two examples for the release's own batching
+    {"context": [9, 10, 11], "response": [12, 13], "category_id": 2},
+    {"context": [14, 15], "response": [16, 17, 18, 19], "category_id": 0},
+]
+
+
+class Inputs:
+    """Random inputs, or those of another recording where it has them; all are kept under their names."""
+
+    def __init__(self, *, seed: int, like: Mapping[str, np.ndarray]) -> None:
+        self.random = np.random.default_rng(seed)
+        self.arrays: Arrays = {}
+        self._like = like
+
+    def keep(self, name: str, array: np.ndarray) -> np.ndarray:
+        """An array of the recording that has this name, or else this one."""
+        self.arrays[name] = self._like.get(name, array)
+        return self.arrays[name]
+
+    def tokens(self, name: str, shape: tuple[int, ...], *, vocabulary: int) -> np.ndarray:
+        """Token ids beyond the special ones."""
+        return self.keep(name, self.random.integers(END + 1, vocabulary, shape))
+
+    def uniform(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Numbers in [0, 1)."""
+        return self.keep(name, self.random.random(shape, np.float32))
+
+    def normal(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Unit normal noise."""
+        return self.keep(name, self.random.standard_normal(shape, np.float32))
+
+
+class Recorder:
+    """The arrays and the description of one model's recording."""
+
+    def __init__(self, release: Release, model: Any, family: str, inputs: Inputs) -> None:
+        self.release, self.torch, self.model, self.family, self.inputs = release, release.torch, model, family, inputs
+        self.arrays: Arrays = {}
+        self.meta: dict[str, Any] = {}
+        self.width = model.model.flow_representation_dim
+        self.sigma = model.noise_rescaling
+        self.classes = (model.guidance_modulation_num_classes or 0) if model.use_guidance else 0
+        self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+    def record(self) -> None:
+        """All of it."""
+        self.single_evaluations()
+        self.training()
+        self.packing()
+        self.optimization()
+        self.runs()
+        self.arrays = self.inputs.arrays | self.arrays
+
+    def tensor(self, array: np.ndarray) -> Any:
+        """As torch takes it."""
+        return self.torch.tensor(array)
+
+    def evaluate(self, ids: Any, x: Any = None, t: Any = None, **options: Any) -> np.ndarray:
+        """Logits of the LM, or of one evaluation of the path."""
+        with self.torch.no_grad():
+            given = {"input_ids": ids, "timesteps": t, "flow_representation_embeds": x, "use_cache": False}
+            return self.model(**given, **options).logits.numpy()
+
+    def single_evaluations(self) -> None:
+        """Logits, intermediate values, and the same for a batch that is padded on the left."""
+        model, inputs, shape = self.model, self.inputs, (2, LENGTH)
+        text = inputs.random.integers(END + 1, model.vocab_size, (2, LENGTH + 1))
+        ids, targets = (self.tensor(inputs.keep(*pair)) for pair in _shifted(text))
+        times = inputs.random.random(shape, np.float32)
+        times[0, : len(SPECIAL_TIMES[0])], times[1, -len(SPECIAL_TIMES[1]) :] = SPECIAL_TIMES
+        t, noise = self.tensor(inputs.keep("timesteps", times)), inputs.normal("noise", (*shape, self.width))
+        with self.torch.no_grad():
+            table = model.model.get_flow_representation_for_tokens(self.torch.arange(model.vocab_size))
+        x = (1 - t[..., None]) * self.sigma * self.tensor(noise) + t[..., None] * table[targets]
+        with self.watch() as seen:
+            logits = self.evaluate(ids, x, t)
+        self.arrays |= seen | {
+            "flow_representation_embeds": x.numpy(),
+            "vocab_table": table.numpy(),
+            "base_logits": self.evaluate(ids),
+            "l2d_logits": logits,
+            "l2d_logits_t0.7": self.evaluate(ids, x, self.torch.tensor(0.7)),
+        }
+        if self.classes:
+            labels = self.tensor(inputs.keep("class_labels", np.array([0, self.classes - 1])))
+            self.arrays["l2d_logits_class"] = self.evaluate(ids, x, t, class_labels=labels)
+        mask = np.ones(shape, np.int64)
+        mask[1, : LENGTH - 7] = 0
+        mask = inputs.keep("lp.attention_mask", mask)
+        positions = inputs.keep("lp.position_ids", np.maximum(np.cumsum(mask, axis=1) - 1, 0))
+        padded = self.tensor(inputs.keep("lp.input_ids", np.where(mask == 1, ids.numpy(), PAD)))
+        placing = {"attention_mask": self.tensor(mask), "position_ids": self.tensor(positions)}
+        self.arrays["lp.base_logits"] = self.evaluate(padded, **placing)
+        self.arrays["lp.l2d_logits"] = self.evaluate(padded, x, t, **placing)
+
+    @contextmanager
+    def watch(self) -> Iterator[Arrays]:
+        """Notes what goes on inside one evaluation of the path."""
+        inner, seen = self.model.model, cast(Arrays, {})
+        merges: list[np.ndarray] = []
+
+        def keep(name: str) -> Any:  # a hook that returned the value would replace it
+            def hook(_module: Any, _inputs: Any, value: Any) -> None:
+                seen.setdefault(name, value.numpy())  # the second evaluation is at t = 0
+
+            return hook
+
+        def keep_layer(i: int) -> Any:
+            def hook(_module: Any, _inputs: Any, values: Any) -> None:
+                seen[f"mid.layer{i}.hidden"], seen[f"mid.layer{i}.flow"] = (value.numpy() for value in values[:2])
+
+            return hook
+
+        def keep_frequencies(_module: Any, values: Any) -> None:
+            seen.setdefault("mid.freq", values[0].numpy())
+
+        def keep_merge(_module: Any, _inputs: Any, value: Any) -> None:
+            merges.append(value.numpy())
+
+        hooks = [
+            inner.timestep_embedder.mlp[0].register_forward_pre_hook(keep_frequencies),
+            inner.timestep_embedder.register_forward_hook(keep("mid.t_emb")),
+            inner.flow_to_lm_encoder.register_forward_hook(keep("mid.flow_in")),
+            inner.modulation_head.register_forward_hook(keep_merge),
+            *(layer.register_forward_hook(keep_layer(i)) for i, layer in enumerate(inner.layers)),
+        ]
+        yield seen
+        for hook in hooks:
+            hook.remove()
+        seen["mid.w_d"] = merges[0] - merges[1]  # at t, less at 0
+
+    def training(self) -> None:
+        """One training forward, its loss and all gradients."""
+        inputs, shape = self.inputs, (2, LENGTH)
+        text = inputs.random.integers(END + 1, self.model.vocab_size, (2, LENGTH + 1))
+        labels = text[:, 1:].copy()
+        labels[0, :4], labels[1, :2], labels[1, -3:] = -100, -100, -100
+        batch = {
+            "input_ids": self.tensor(inputs.keep("tr.input_ids", text[:, :-1])),
+            "labels": self.tensor(inputs.keep("tr.labels", labels)),
+        }
+        if self.classes:
+            classes = np.array([0, self.classes - 1])
+            batch["class_labels"] = self.tensor(inputs.keep("tr.class_labels", classes))
+        loss, logits = self.loss(batch, self.noise("tr", shape))
+        loss.backward()
+        self.arrays |= {"tr.loss": loss.detach().numpy(), "tr.logits": logits.detach().numpy()}
+        for name, parameter in self.trained.items():
+            self.arrays[f"grad.{name}"] = parameter.grad.numpy().copy()
+        self.model.zero_grad()
+
+    def noise(self, prefix: str, shape: tuple[int, ...]) -> Arrays:
+        """What a training forward draws: the times, the noise, and with classes whether one is dropped."""
+        inputs = self.inputs
+        drawn = {
+            "timesteps": inputs.uniform(f"{prefix}.timesteps", shape),
+            "noise": inputs.normal(f"{prefix}.noise", (*shape, self.width)),
+        }
+        if self.classes:
+            drawn["drop"] = inputs.uniform(f"{prefix}.drop_uniform", shape)
+        return drawn
+
+    @contextmanager
+    def drawing(self, drawn: Arrays) -> Iterator[None]:
+        """Gives these in place of torch's random numbers: the drops, then the times, and the noise."""
+        uniform = iter([self.tensor(drawn[name]) for name in ("drop", "timesteps") if name in drawn])
+        self.model.train()
+        with replaced(
+            self.torch, rand=lambda *_, **__: next(uniform), randn_like=lambda *_, **__: self.tensor(drawn["noise"])
+        ):
+            yield
+        self.model.eval()
+        assert next(uniform, None) is None
+
+    def loss(self, batch: Mapping[str, Any], drawn: Arrays) -> tuple[Any, Any]:
+        """Loss and logits of a training forward."""
+        with self.drawing(drawn):
+            output = self.model(**batch, shifted_labels=True, use_cache=False)
+        return output.loss, output.logits
+
+    def packing(self) -> None:
+        """The batch and the loss that the release's training makes of two examples."""
+        torch, seen = self.torch, cast(dict[str, Any], {})
+        names = ("train_forward_step",)
+        step = self.release.functions("training.py", names, {"Namespace": Namespace})["train_forward_step"]
+        items = [item if self.classes else {**item, "category_id": None} for item in ITEMS]
+        length = max(len(item["context"]) + len(item["response"]) for item in items)
+        model = self.model
+
+        class Watched:
+            device = torch.device("cpu")
+
+            def __call__(self, **options: Any) -> Any:
+                seen.update(options)
+                return model(**options)
+
+        settings = Namespace(lad=True, num_t_bins=None, compute_diff_at_training=False)
+        with self.drawing(self.noise("pack", (2, length))), torch.no_grad():
+            loss = step(0, Watched(), Namespace(eos_token_id=END), items, settings)[0]
+        self.arrays["pack.loss"] = loss.numpy()
+        for name in ("input_ids", "labels", *(["class_labels"] if self.classes else [])):
+            self.arrays[f"pack.{name}"] = seen[name].numpy()
+        self.meta["pack_items"] = items
+
+    def optimization(self) -> None:
+        """Steps of AdamW on the training batch by the recipe of the release, with fresh times and noise each."""
+        torch = self.torch
+        start = {name: p.detach().clone() for name, p in self.trained.items()}
+        decays = {True: 0.0, False: 0.01}  # whether it is a bias
+        groups = [
+            {"params": [p for name, p in self.trained.items() if ("bias" in name) == is_bias], "weight_decay": decay}
+            for is_bias, decay in decays.items()
+        ]
+        adam = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
+        drawn = self.noise("opt", (STEPS, 2, LENGTH))
+        named = ("input_ids", "labels", *(["class_labels"] if self.classes else []))
+        batch = {name: self.tensor(self.inputs.arrays[f"tr.{name}"]) for name in named}
+        losses, norms = [], []
+        for step in range(STEPS):
+            loss, _ = self.loss(batch, {name: array[step] for name, array in drawn.items()})
+            loss.backward()
+            norms.append(torch.nn.utils.clip_grad_norm_(self.trained.values(), 1.0).numpy())
+            losses.append(loss.detach().numpy())
+            adam.step()
+            self.model.zero_grad()
+        self.arrays |= {"opt.losses": np.stack(losses), "opt.grad_norms": np.stack(norms)}
+        with torch.no_grad():
+            for name, parameter in self.trained.items():
+                self.arrays[f"opt.final.{name}"] = parameter.numpy().copy()
+                parameter.copy_(start[name])
+
+    def runs(self) -> None:
+        """Every ODE, and whole generations."""
+        inputs = self.inputs
+        x0 = self.sigma * inputs.random.standard_normal((2, LENGTH, self.width), np.float32)
+        if "ode.midpoint8.seq.x0" in inputs._like:
+            x0 = inputs._like["ode.midpoint8.seq.x0"]
+        named = ("input_ids", "class_labels", "lp.input_ids", "lp.attention_mask", "lp.position_ids")
+        given = {name: self.tensor(inputs.arrays[name]) for name in named if name in inputs.arrays}
+        self.meta["odes"] = {}
+        for run in (*release_runs.fixed_step_runs(classes=self.classes), *release_runs.adaptive_runs()):
+            self.torch.manual_seed(0)
+            arrays, described = release_runs.record_run(
+                self.release, self.model, self.family, run, given | {"x0": self.tensor(x0)}
+            )
+            self.arrays |= arrays
+            self.meta["odes"][run.name] = described
+        ids, mask = inputs.arrays["input_ids"], inputs.arrays["lp.attention_mask"]
+        prompts = [[int(token) for token in row[keep == 1]] for row, keep in zip(ids, mask, strict=True)]
+        labels = inputs.arrays["class_labels"].tolist() if self.classes else None
+        _, self.meta["decode"] = release_generations.record_generations(
+            self.release, self.model, prompts, noise=inputs.normal, labels=labels, pad=PAD
+        )
+
+
+def _shifted(text: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    return [("input_ids", text[:, :-1]), ("target_ids", text[:, 1:])]
