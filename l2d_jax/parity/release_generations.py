@@ -10,9 +10,7 @@ from typing import Any
 from l2d_jax.parity.release_model import Release, replaced
 from l2d_jax.parity.release_runs import Arrays
 
-MOST_NEW_TOKENS = 6
-
-
+MOST_NEW_TOKENS = 6  # of a generation
 DECODERS = (  # the release's generation loop, and what it calls
     "autoregressive_decode",
     "step_decode",

@@ -12,17 +12,9 @@ from l2d_jax.parity.release_model import Release, replaced
 from l2d_jax.parity.release_runs import Arrays
 
 LENGTH = 12
-
-
 PAD, END = 3, 7  # token ids that no random prompt holds
-
-
 SPECIAL_TIMES = (0.0, 1e-3, 0.5, 0.999, 1.0), (0.9, 0.9999, 0.0)  # at the start of row 0, at the end of row 1
-
-
 STEPS = 5  # of the optimizer
-
-
 ITEMS: list[dict[str, Any]] = [  # two examples for the release's own batching
     {"context": [9, 10, 11], "response": [12, 13], "category_id": 2},
     {"context": [14, 15], "response": [16, 17, 18, 19], "category_id": 0},
