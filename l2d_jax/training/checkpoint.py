@@ -29,7 +29,7 @@ from l2d_jax.training import manifest
 from l2d_jax.training.manifest import DamagedError
 from l2d_jax.training.methods import METHODS
 
-# The trees that a checkpoint may hold. Handlers that orbax makes by itself wait without end for a save that has failed.
+# The trees that a checkpoint may hold, of which orbax wants a handler each.
 PARTS = (*(method.part for method in METHODS.values()), "optimizer", "loss_by_time")
 
 UNDER_WAY = ocp.utils.TMP_DIR_SUFFIX  # suffix of a step's folder until orbax has written all of it
@@ -175,6 +175,8 @@ class Checkpoints:
 
     def _remove_surplus(self) -> None:
         """Delete all good steps but the newest; the next call completes a deletion that was cut off."""
+        for step in self._abandoned:
+            shutil.rmtree(self._folder / f"{step}{UNDER_WAY}", ignore_errors=True)
         for step in [step for step in self._steps() if self._is_good(step)][self._keep :]:
             path = self._folder / str(step)
             shutil.rmtree(path.with_name(f"{step}{SURPLUS}"), ignore_errors=True)
@@ -182,8 +184,6 @@ class Checkpoints:
             del self._faults[step]
         for path in self._folder.glob(f"*{SURPLUS}"):
             shutil.rmtree(path)
-        for step in self._abandoned:
-            shutil.rmtree(self._folder / f"{step}{UNDER_WAY}", ignore_errors=True)
 
     def _abandon(self, step: int, error: Exception) -> None:
         """Give up a save: an incomplete step would only take up space."""

@@ -81,7 +81,8 @@ def run(arguments, output, room):
     def place_with_limit(*placed):
         limit = room.get(next(steps))
         if limit is not None:
-            while any(not (step / "manifest.json").exists() for step in (arguments[-1] / "checkpoints").iterdir()):
+            folder, end = arguments[-1] / "checkpoints", time.monotonic() + 30  # a failed save may leave folders
+            while any(not (step / "manifest.json").exists() for step in folder.iterdir()) and time.monotonic() < end:
                 time.sleep(0.01)  # a save is under way
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         return place(*placed)
