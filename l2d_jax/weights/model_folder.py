@@ -156,7 +156,7 @@ def record_base(workdir: Path, config: ModelConfig) -> None:
     """Write where the base of a run lies into its workdir, unless it is a hub id or random; raises `OSError`."""
     (workdir / BASE).unlink(missing_ok=True)
     record = base_record(config.name, workdir)
-    if NEARBY in record:
+    if NEARBY in record and Path(record["base"]).exists():  # a mistyped name is refused when it is looked for
         write_whole(workdir / BASE, json.dumps(record, indent=2) + "\n")
 
 

@@ -9,9 +9,9 @@ import pytest
 from l2d_jax import evaluate, sweep, train
 from l2d_jax.config.schema import CATEGORIES
 from l2d_jax.data import tokenizer
-from l2d_jax.decoding.likelihood import score
 from l2d_jax.loading import load
 from tests.support.programs import TINY, call, options, write_tasks
+from tests.support.requests import score
 
 SUBSETS = {"metamathqa-50k": "math", "self-oss-instruct": "coding"}
 

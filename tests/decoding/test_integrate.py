@@ -258,7 +258,7 @@ def test_adaptive_evaluations_are_counted_and_capped_by_one_program(solver: str)
 
 def test_under_vmap_each_row_has_steps_of_its_own() -> None:
     rows = np.stack([NOISE[0], NOISE[0] / 100, NOISE[1]]).astype(np.float32)
-    settings: Any = {"solver": ADAPTIVE["fehlberg2"], "tolerance": 1e-3, "most": 1000, "end": 63 / 64}
+    settings: Any = {"solver": ADAPTIVE["fehlberg2"], "tolerance": 1e-3, "max_steps": 1000, "end": 63 / 64}
     run = jax.jit(jax.vmap(partial(solve_adaptive, smooth, **settings)))
     together = run(jnp.asarray(rows))
     alone = [run(jnp.asarray(rows[i : i + 1])) for i in range(3)]

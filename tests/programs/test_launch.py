@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -297,7 +298,7 @@ def test_the_container_file_copies_what_is_there():
     sources = [word for line in re.findall(r"^COPY (.*)", text, re.M) for word in line.split()[:-1]]
     assert sources
     assert all(list(ROOT.glob(source)) for source in sources)
-    [default] = re.findall(r"^ARG REQUIREMENTS=(.*)", text, re.M)
-    assert (ROOT / default).exists()
+    [default] = re.findall(r"^ARG EXTRA=(.*)", text, re.M)
+    assert default in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     [version] = re.findall(r"^FROM python:3\.(\d+)-slim", text, re.M)
-    assert f"constraints-py3{version}.txt" in sources
+    assert f"launch/constraints-py3{version}.txt" in sources
