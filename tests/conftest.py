@@ -37,7 +37,32 @@ jax.config.update("jax_default_matmul_precision", "highest")
 
 
 # Files by the seconds that they take, the longest first, so that two processes end at about the same time.
-LONGEST: tuple[str, ...] = ()
+LONGEST = (
+    "tests/parity/test_verify.py",
+    "tests/distributed/test_processes.py",
+    "tests/decoding/test_beam_search.py",
+    "tests/distributed/test_sharding.py",
+    "tests/decoding/test_batching.py",
+    "tests/decoding/test_condition_table.py",
+    "tests/parity/test_against_transformers.py",
+    "tests/decoding/test_refine.py",
+    "tests/training/test_faults.py",
+    "tests/decoding/test_generation.py",
+    "tests/decoding/test_likelihood.py",
+    "tests/decoding/test_trace.py",
+    "tests/decoding/test_loaded_model.py",
+    "tests/programs/test_smollm2.py",
+    "tests/decoding/test_integrate.py",
+    "tests/programs/test_train.py",
+    "tests/training/test_methods.py",
+    "tests/evaluation/sandbox/test_grade.py",
+    "tests/decoding/test_accuracy_by_time.py",
+    "tests/programs/test_evaluate.py",
+    "tests/decoding/test_decode.py",
+    "tests/performance/test_benchmark.py",
+    "tests/data/test_examples.py",
+    "tests/training/test_step.py",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

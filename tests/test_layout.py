@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONGEST
+
 PACKAGE = Path(__file__).parents[1] / "l2d_jax"
 FLOORS = (  # each may import from those above it
     {"errors", "files"},
@@ -88,3 +90,7 @@ def test_a_public_name_has_one_home():
                 homes[node.name].add(module(path))
     twice = {name: found for name, found in homes.items() if len(found) > 1 and name != "main"}
     assert len(twice) <= 8, twice
+
+
+def test_the_longest_test_files_are_there():
+    assert all((PACKAGE.parent / name).is_file() for name in LONGEST)

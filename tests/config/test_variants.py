@@ -57,6 +57,7 @@ def trained(reference):
     return trainable_parameters(config, Architecture.from_hf(config.model.architecture))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_every_variant_of_every_model_resolves(name):
     found = find_variants(FILES[name])

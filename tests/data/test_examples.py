@@ -146,6 +146,7 @@ def test_the_seed_decides_the_order(tmp_path):
     assert orders[0] == orders[1] != orders[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"packing": True}, {"packing": True, "answer_length": 16}])
 @pytest.mark.parametrize("start", [1, 4, 11])
 def test_a_step_is_the_same_wherever_the_run_began(tmp_path, start, options):
@@ -156,6 +157,7 @@ def test_a_step_is_the_same_wherever_the_run_began(tmp_path, start, options):
     assert not same(whole[0], resumed[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_processes_share_the_same_batches(tmp_path, count, packing):

@@ -116,6 +116,7 @@ def losses(path: DiffusionPath, llm: LLM, batch: Batch, draws: Corruption) -> ja
     return lm_head.map_logits(llm, hidden, lm_head.negative_log_likelihood, batch.targets)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer_length", [None, 300])
 def test_packed_rows_have_the_losses_of_their_examples(model: Any, answer_length: int | None) -> None:
     """With the same draws: those of each token, and their means, on real rows."""

@@ -242,6 +242,7 @@ def test_unreadable_tokenizer(tmp_path, text):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_import_starts_no_backend():
     code = "import l2d_jax.data.examples; from jax._src.xla_bridge import _backends; assert not _backends, _backends"
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})

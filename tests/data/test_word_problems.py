@@ -29,6 +29,7 @@ def numbers(text: str) -> set[int]:
     return {int(number) for number in re.findall(r"\d+", text)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_arithmetic_is_right(split, seed):

@@ -23,6 +23,7 @@ def loaded():
     return LoadedModel(tiny.model(), None, (95,), SETTINGS)
 
 
+@pytest.mark.slow
 def test_it_begins_with_the_language_model_and_ends_with_the_answer(loaded):
     found = accuracy_by_time(loaded, PROMPTS, ANSWERS, settings=SETTINGS, seed=3)
     assert found["t"] == [0, 1 / 3, 2 / 3, 1]
@@ -38,6 +39,7 @@ def test_it_begins_with_the_language_model_and_ends_with_the_answer(loaded):
     assert len(set(found["expected"])) == 4
 
 
+@pytest.mark.slow
 def test_evaluations_are_those_of_traces(loaded):
     adaptive = DecodeConfig(solver="fehlberg2", budget=64, tolerance=0.3)
     traces = trace(loaded, PROMPTS, ANSWERS, settings=adaptive)

@@ -33,6 +33,7 @@ def answers(loaded, prompts, *, settings=SETTINGS, **options):
     return found
 
 
+@pytest.mark.slow
 def test_answers_depend_on_neither_batches_nor_order(loaded):
     whole = answers(loaded, PROMPTS, batch_size=9)
     assert whole.keys() == set(range(9))
@@ -43,6 +44,7 @@ def test_answers_depend_on_neither_batches_nor_order(loaded):
     assert generate(loaded, [PROMPTS[5].ids], settings=SETTINGS) != alone
 
 
+@pytest.mark.slow
 def test_samples_stand_beside_each_other(loaded):
     one, three = answers(loaded, PROMPTS[:2], batch_size=2), answers(loaded, PROMPTS[:2], batch_size=6, samples=3)
     for number, [first, *rest] in three.items():
@@ -51,6 +53,7 @@ def test_samples_stand_beside_each_other(loaded):
         assert first not in rest
 
 
+@pytest.mark.slow
 def test_labels_and_seeds(loaded):
     plain = answers(loaded, PROMPTS[:2], batch_size=2)
     labelled = [prompt._replace(label=1) for prompt in PROMPTS[:2]]
@@ -58,6 +61,7 @@ def test_labels_and_seeds(loaded):
     assert answers(loaded, PROMPTS[:2], batch_size=2, seed=1) != plain
 
 
+@pytest.mark.slow
 def test_one_program_a_bucket(loaded):
     many = [Prompt(number, [3] * (65 + number)) for number in range(10)]  # all in the bucket of 96
     answers(loaded, many[:4], batch_size=2)
@@ -66,6 +70,7 @@ def test_one_program_a_bucket(loaded):
     assert count() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"draws": 2}, {"solver": "fehlberg2", "budget": 12}])
 def test_what_prompts_share_is_read_once(loaded, monkeypatch, changes):
     settings = dataclasses.replace(SETTINGS, **changes)

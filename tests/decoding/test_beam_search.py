@@ -113,6 +113,7 @@ def same(found, expected):
     np.testing.assert_allclose([b[1:3] for b in found], [b[1:3] for b in expected], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [PLAIN, CORRECTED], ids=["plain", "corrected"])
 @pytest.mark.parametrize("penalty", [0.0, 1.5])
 @pytest.mark.parametrize("power", [0.0, 0.7, 2.0])
@@ -157,6 +158,7 @@ def plain_search(chances, config, settings, *, seed=0, end=4):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [PLAIN, CORRECTED], ids=["plain", "corrected"])
 @pytest.mark.parametrize(
     ("power", "penalty", "ngram"), [(0.0, 0.0, 3), (1.0, 0.0, 3), (1.0, 0.7, 2), (0.5, 2.0, 3), (1.5, 0.7, 1)]
@@ -188,6 +190,7 @@ def test_the_plain_search_meets_every_case(few, chances):
     assert seen >= {("ended", True), ("ended", False), (1, True), (2, True), (3, True)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [PLAIN, CORRECTED], ids=["plain", "corrected"])
 def test_one_beam_is_greedy_decoding(loaded, settings):
     one = SearchConfig(beams=1, candidates=1, temperature=0.0, max_new_tokens=12)
@@ -199,6 +202,7 @@ def test_one_beam_is_greedy_decoding(loaded, settings):
         assert [beam.ids for beam in found.beams] == [answer]
 
 
+@pytest.mark.slow
 def test_one_beam_stops_where_greedy_decoding_does(loaded):
     one = SearchConfig(beams=1, candidates=1, temperature=0.0, max_new_tokens=12)
     free = search(loaded, [5, 17, 3], config=one).answer
@@ -208,6 +212,7 @@ def test_one_beam_stops_where_greedy_decoding_does(loaded):
     assert search(dataclasses.replace(loaded, stop_ids=()), [5, 17, 3], config=one).answer == free
 
 
+@pytest.mark.slow
 def test_several_draws_and_a_gate_are_those_of_decoding(loaded):
     one = SearchConfig(beams=1, candidates=1, temperature=0.0, max_new_tokens=12)
     answers = set()
@@ -219,6 +224,7 @@ def test_several_draws_and_a_gate_are_those_of_decoding(loaded):
     assert len(answers) == 3
 
 
+@pytest.mark.slow
 def test_classes_and_masks_are_those_of_decoding():
     guided = LoadedModel(tiny.model(classes=3), None, (95,), PLAIN)
     one = SearchConfig(beams=1, candidates=1, temperature=0.0, max_new_tokens=12)
@@ -234,6 +240,7 @@ def test_classes_and_masks_are_those_of_decoding():
     assert len(answers) == 4
 
 
+@pytest.mark.slow
 def test_likelihoods_are_those_among_the_allowed_tokens(few):
     config = SearchConfig(beams=8, candidates=VOCABULARY, max_new_tokens=3)
     found = search(few, PROMPT, config=config, restrictions=Restrictions(allowed=[1, 3]))
@@ -242,6 +249,7 @@ def test_likelihoods_are_those_among_the_allowed_tokens(few):
     np.testing.assert_allclose(sum(np.exp(beam.log_likelihood) for beam in found.beams), 1.0, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_wider_beam_is_not_less_likely(few):
     """Here, at a power of 0; in general, a beam may lose the answer that a narrower one would have kept."""
     options = {"candidates": 3, "temperature": 0.0, "length_power": 0.0, "max_new_tokens": 10}
@@ -267,6 +275,7 @@ def test_a_longer_answer_wins_with_a_larger_power(few):
     assert lengths[0] < lengths[1]
 
 
+@pytest.mark.slow
 def test_a_search_stops_when_all_beams_have_ended(few, monkeypatch):
     calls, real = [], search_module.extend
     monkeypatch.setattr(search_module, "extend", lambda *a, **k: calls.append(1) or real(*a, **k))
@@ -283,6 +292,7 @@ def test_a_search_stops_when_all_beams_have_ended(few, monkeypatch):
 # --- draws ---
 
 
+@pytest.mark.slow
 def test_seeds(loaded):
     config = SearchConfig(beams=3, candidates=3, max_new_tokens=12)
     for settings in (PLAIN, CORRECTED):
@@ -295,6 +305,7 @@ def test_seeds(loaded):
     assert search(loaded, [5, 17, 3], config=sure, seed=0) == search(loaded, [5, 17, 3], config=sure, seed=1)
 
 
+@pytest.mark.slow
 def test_completions_are_sampled_without_replacement(few, chances):
     """Both tokens of a first step: p_a p_b / (1 - p_a) for a and then b, of p at the temperature."""
     config = SearchConfig(beams=2, candidates=2, temperature=2.0, max_new_tokens=1)
@@ -311,6 +322,7 @@ def test_completions_are_sampled_without_replacement(few, chances):
     assert np.all(np.abs(counts / 400 - wanted) < 4 * np.sqrt(wanted * (1 - wanted) / 400) + 1e-9)
 
 
+@pytest.mark.slow
 def test_the_answer_is_drawn_from_the_beam(few):
     """With probability in proportion to exp(score / temperature)."""
     config = SearchConfig(beams=3, candidates=3, temperature=0.0, max_new_tokens=3, final_temperature=0.5)
@@ -440,6 +452,7 @@ def test_conditions_that_a_search_cannot_meet(few, changes, message):
         search(few, PROMPT, **changes)
 
 
+@pytest.mark.slow
 def test_a_plain_model_has_a_budget_of_one(few):
     plain = dataclasses.replace(few, model=Model.build(few.model.llm, None))
     config = SearchConfig(max_new_tokens=7)
@@ -466,6 +479,7 @@ def folder(tmp_path_factory):
 GENERATE = ["--prompt", "2 + 2?", "--max_new_tokens", 10]
 
 
+@pytest.mark.slow
 def test_generate_searches(folder):
     options = [
         "--beams",

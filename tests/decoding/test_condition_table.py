@@ -38,6 +38,7 @@ def noise() -> jax.Array:
     return jax.random.normal(jax.random.key(0), (2, 2, 16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", FIXED)
 @pytest.mark.parametrize("classes", [0, 3])
 def test_a_table_changes_nothing(solver: str, classes: int) -> None:
@@ -61,6 +62,7 @@ def entries(solver: str, steps: int) -> ConditionTable:
     return ConditionTable(times, Conditions(jnp.zeros((1, CAPACITY, 1, 6, 1)), numbers))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", FIXED)
 def test_the_entry_is_that_of_the_time_asked(solver: str) -> None:
     """At every time at which the solver evaluates, over all grids that a table can have."""
@@ -87,6 +89,7 @@ def test_the_entry_is_that_of_the_time_asked(solver: str) -> None:
         np.testing.assert_allclose(times, np.asarray(table.times)[entered.astype(int)], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_time_of_another_grid_has_no_entry() -> None:
     """Over all pairs of grids with up to 128 evaluations, but for the times that both grids have."""
     at = jax.jit(jax.vmap(lambda table, t: table.at(t[None, None], None).merge[0, 0, 0], (None, 0)))
@@ -101,6 +104,7 @@ def test_a_time_of_another_grid_has_no_entry() -> None:
                 np.testing.assert_array_equal(np.isfinite(at(table, times)), is_known)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("velocity", ["sample", "expectation"])
 def test_a_table_of_another_grid_is_noticed(velocity: str) -> None:
     """Both grids have t = 0 and t = 1; between them nothing is made up."""

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding import decode as decode_module
@@ -56,6 +57,7 @@ def whole_pass(model: Model, tokens: jax.Array, length: jax.Array) -> tuple[jax.
 SAMPLED = {"temperature": 1.0, "velocity_temperature": 1.0}
 
 
+@pytest.mark.slow
 def test_a_budget_of_one_generates_what_the_language_model_does() -> None:
     """Arg max tokens of a full pass per token, and logits that are the same bits."""
     model = tiny.model()
@@ -75,6 +77,7 @@ def test_a_budget_of_one_generates_what_the_language_model_does() -> None:
     assert not np.allclose(logits_of_next(model, state, noise, settings=more, keys=keys), corrected, atol=0.1)
 
 
+@pytest.mark.slow
 def test_decoding_equals_a_loop_without_a_cache() -> None:
     """Each token is sampled with its sequence's key and its own number."""
     model = tiny.model()
@@ -124,6 +127,7 @@ def test_sampling_is_reproducible_and_different_for_each_seed() -> None:
     assert len({row.tobytes() for row in same_prompt}) == 3
 
 
+@pytest.mark.slow
 def test_a_sequence_does_not_depend_on_its_batch_mates() -> None:
     model = tiny.model()
     together = generate(model, start(model, PROMPTS), 3, **SAMPLED)
@@ -149,6 +153,7 @@ def test_end_tokens_stop_one_sequence_while_the_others_go_on() -> None:
     np.testing.assert_array_equal(stopped[1], [*free[1, : stop + 1], *[padding] * (5 - stop)])
 
 
+@pytest.mark.slow
 def test_the_state_says_how_far_each_sequence_is() -> None:
     model = tiny.model()
     settings = Refinement.from_config(DecodeConfig(), budget=1)
@@ -162,6 +167,7 @@ def test_the_state_says_how_far_each_sequence_is() -> None:
     np.testing.assert_array_equal(state.done, (tokens == ends[1]).any(axis=1))
 
 
+@pytest.mark.slow
 def test_classes_guide_each_sequence() -> None:
     model = tiny.model(classes=3)
     settings = Refinement.from_config(DecodeConfig(guidance=1.5), budget=5)
@@ -175,6 +181,7 @@ def test_classes_guide_each_sequence() -> None:
 # --- several noise samples, copies, gates, and logits that are not numbers ---
 
 
+@pytest.mark.slow
 def test_the_mean_of_several_noise_samples_is_of_probabilities() -> None:
     model, state = tiny.model(), start(tiny.model(), PROMPTS)
     settings = Refinement.from_config(DecodeConfig(), budget=5)
@@ -188,6 +195,7 @@ def test_the_mean_of_several_noise_samples_is_of_probabilities() -> None:
     assert np.abs(jax.nn.softmax(each[0]) - wanted).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_copies_share_the_prefill_and_differ_in_their_samples() -> None:
     model = tiny.model()
     alone = generate(model, start(model, PROMPTS), 3, **SAMPLED)
@@ -204,6 +212,7 @@ def test_a_gate_goes_from_full_refinement_to_the_language_model() -> None:
     assert answers[0.0] != answers[100.0]
 
 
+@pytest.mark.slow
 def test_a_token_that_all_skip_costs_no_evaluation(monkeypatch: Any) -> None:
     model, calls = tiny.model(), []
     real = decode_module.refine

@@ -28,6 +28,7 @@ def settings(**changes):
     return DecodeConfig(**{"budget": 3, "max_new_tokens": 12, **changes})
 
 
+@pytest.mark.slow
 def test_every_answer_has_its_length(loaded):
     assert [len(answer) for answer in generate(loaded, PROMPTS)] == [12, 12, 12]
 
@@ -40,11 +41,13 @@ def test_the_pieces_of_a_stream_are_the_answer(loaded):
     assert [len(piece[0]) for piece in pieces] == [generation.CHUNK, 12 - generation.CHUNK]
 
 
+@pytest.mark.slow
 def test_the_answer_does_not_depend_on_its_length(loaded):
     short = generate(loaded, PROMPTS, settings=settings(max_new_tokens=5))
     assert short == [answer[:5] for answer in generate(loaded, PROMPTS)]
 
 
+@pytest.mark.slow
 def test_an_answer_does_not_depend_on_its_batch_mates(loaded):
     drawn = settings(temperature=1.0, velocity_temperature=1.0)
     together = generate(loaded, PROMPTS, settings=drawn)
@@ -52,6 +55,7 @@ def test_an_answer_does_not_depend_on_its_batch_mates(loaded):
     assert generate(loaded, [PROMPTS[0], [1] * 20, [7]], settings=drawn)[0] == together[0]
 
 
+@pytest.mark.slow
 def test_an_answer_does_not_depend_on_the_prompts_bucket(loaded):
     long = [9] * (buckets.SHORTEST_BUCKET + 1)  # its batch mates are padded as far as this one
     assert generate(loaded, [PROMPTS[0], long])[0] == generate(loaded, PROMPTS)[0]
@@ -64,6 +68,7 @@ def test_seeds(loaded):
     assert one != other
 
 
+@pytest.mark.slow
 def test_end_tokens_are_left_out_and_end_an_answer(loaded):
     answers = generate(loaded, PROMPTS)
     ends = (answers[0][4], answers[1][9])
@@ -97,6 +102,7 @@ def test_a_budget_of_one_is_the_language_model(loaded):
     assert likeliest[len(PROMPTS[1]) - 1 : -1].tolist() == answers[1]
 
 
+@pytest.mark.slow
 def test_classes_change_the_answer(loaded):
     answers = [generate(loaded, PROMPTS[:1], labels=[label]) for label in (0, 1)]
     assert answers[0] != answers[1]
@@ -188,6 +194,7 @@ def test_text_needs_a_tokenizer(loaded):
         list(loaded.stream([{"role": "user", "content": "?"}]))
 
 
+@pytest.mark.slow
 def test_text_is_the_tokens_as_text(mesh):
     """With the tokenizer of bytes, whose ids the model's vocabulary holds."""
     base = open_base(config().model, mesh)
@@ -265,6 +272,7 @@ def test_stop_strings_need_a_tokenizer(loaded):
         list(stream(loaded, PROMPTS, restrictions=Restrictions(stops=["a"])))
 
 
+@pytest.mark.slow
 def test_several_answers_to_each_prompt(loaded):
     drawn = settings(temperature=1.0)
     one, three = (generate(loaded, PROMPTS, settings=drawn, samples=samples) for samples in (1, 3))
@@ -276,6 +284,7 @@ def test_several_answers_to_each_prompt(loaded):
         list(stream(loaded, PROMPTS, samples=0))
 
 
+@pytest.mark.slow
 def test_banned_and_allowed_tokens(loaded):
     free = generate(loaded, PROMPTS)
     banned = sorted({answer[0] for answer in free})
@@ -287,6 +296,7 @@ def test_banned_and_allowed_tokens(loaded):
         list(stream(loaded, PROMPTS, restrictions=Restrictions(banned=[96])))
 
 
+@pytest.mark.slow
 def test_sequences_whose_logits_are_not_numbers_are_reported_at_the_end(loaded):
     model = loaded.model
     embed = model.llm.embed.at[50].set(jnp.nan)
@@ -319,6 +329,7 @@ def test_settings_out_of_range(changes, message):
         settings(**changes)
 
 
+@pytest.mark.slow
 def test_one_program_serves_all_settings_and_all_prompts_of_a_bucket(loaded):
     """Compilations of decoding and of the prompts' pass, over a sweep of what users turn."""
     generate(loaded, PROMPTS, labels=[0, 1, 0])

@@ -13,6 +13,7 @@ from l2d_jax.loading import load
 from tests.support.programs import TINY, call, options, write_tasks
 from tests.support.requests import score
 
+pytestmark = pytest.mark.slow  # a path is trained first
 SUBSETS = {"metamathqa-50k": "math", "self-oss-instruct": "coding"}
 
 

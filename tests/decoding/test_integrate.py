@@ -91,6 +91,7 @@ def ours(target: Any, noise: np.ndarray, *, solver: str, **settings: Any) -> np.
 # --- diffrax equals the loops ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", FIXED)
 @pytest.mark.parametrize("end", [1.0, 63 / 64])
 def test_each_solver_equals_its_loop(solver: str, end: float) -> None:
@@ -101,12 +102,14 @@ def test_each_solver_equals_its_loop(solver: str, end: float) -> None:
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", FIXED)
 def test_a_trajectory_has_every_point_of_the_grid(solver: str) -> None:
     states = jax.jit(partial(fixed_states, smooth, solver=FIXED[solver], steps=4))(jnp.asarray(NOISE, jnp.float32))
     np.testing.assert_allclose(states, np.stack(loop(solver, smooth, NOISE, 4)), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_no_interval_leaves_the_noise_as_it_is() -> None:
     noise = NOISE.astype(np.float32)
     for solver in FIXED:
@@ -119,6 +122,7 @@ def test_the_scaled_state_loses_nothing_of_the_noise() -> None:
     np.testing.assert_allclose(ours(smooth, NOISE, solver="midpoint", steps=60), wanted, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("solver", "order"), [("euler", 1), ("midpoint", 2), ("heun", 2), ("heun3", 3), ("rk4", 4)])
 def test_order_of_convergence(solver: str, order: int) -> None:
     noise = RNG.normal(size=(4, 6))
@@ -146,6 +150,7 @@ def test_arg_max_midpoint_ends_beyond_its_last_two_picks() -> None:
 # --- budgets ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", FIXED)
 def test_a_budget_is_spent_to_the_last_evaluation_by_one_program(solver: str) -> None:
     """Evaluations that run, counted one by one, plus the final one; and tracings, over a sweep of budgets."""
@@ -204,6 +209,7 @@ def adapt(target: Any, noise: np.ndarray, *, solver: str, **settings: Any) -> An
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", ADAPTIVE)
 def test_every_adaptive_step_equals_the_loops(solver: str) -> None:
     end = 63 / 64
@@ -220,6 +226,7 @@ def test_every_adaptive_step_equals_the_loops(solver: str) -> None:
     np.testing.assert_allclose(states[len(times) - 1], found.x, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", ADAPTIVE)
 def test_a_finer_tolerance_is_nearer_to_the_exact_end(solver: str) -> None:
     exact = loop("rk4", smooth, NOISE, 4000, 63 / 64)[-1]
@@ -231,6 +238,7 @@ def test_a_finer_tolerance_is_nearer_to_the_exact_end(solver: str) -> None:
     assert errors[2] < 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", ADAPTIVE)
 def test_adaptive_evaluations_are_counted_and_capped_by_one_program(solver: str) -> None:
     calls: Counter[str] = Counter()

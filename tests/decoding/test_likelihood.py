@@ -25,6 +25,7 @@ def loaded():
     return LoadedModel(tiny.model(classes=2), None, (95,), DecodeConfig(budget=3))
 
 
+@pytest.mark.slow
 def test_a_budget_of_one_is_the_language_models_own_likelihood(loaded):
     found = score(loaded, PROMPTS, ANSWERS, settings=DecodeConfig(budget=1))
     for prompt, answer, one in zip(PROMPTS, ANSWERS, found, strict=True):
@@ -37,6 +38,7 @@ def test_a_budget_of_one_is_the_language_models_own_likelihood(loaded):
         assert one.error < 1e-6
 
 
+@pytest.mark.slow
 def test_more_draws_are_nearer_to_the_mean_and_say_how_near(loaded):
     settings = DecodeConfig(budget=5, velocity_temperature=1.0)
     exact, few = (
@@ -60,6 +62,7 @@ def test_the_mean_is_of_probabilities(loaded, monkeypatch):
     np.testing.assert_allclose((one.total, one.error), (np.log(mean).sum(), np.sqrt((one.token_errors**2).sum())))
 
 
+@pytest.mark.slow
 def test_an_answer_does_not_depend_on_its_batch_mates(loaded):
     together = score(loaded, PROMPTS, ANSWERS)
     alone = score(loaded, PROMPTS[:1], ANSWERS[:1])[0]
@@ -70,6 +73,7 @@ def test_an_answer_does_not_depend_on_its_batch_mates(loaded):
     np.testing.assert_allclose(longer.tokens, alone.tokens, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_noise_goes_with_the_number(loaded):
     first, second = score(loaded, PROMPTS[:1] * 2, ANSWERS[:1] * 2, numbers=[4, 9])
     assert abs(first.total - second.total) > 1e-5
@@ -77,6 +81,7 @@ def test_noise_goes_with_the_number(loaded):
     np.testing.assert_allclose(again.tokens, second.tokens, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_likeliest_tokens_are_those_of_the_mean(loaded):
     """Which is what greedy decoding with as many draws would say, and no draw on its own."""
     settings = DecodeConfig(budget=5, velocity_temperature=1.0)
@@ -89,18 +94,21 @@ def test_the_likeliest_tokens_are_those_of_the_mean(loaded):
     assert any(mean[token] < mean.max() - 0.05 for mean, token in zip(means, ANSWERS[0], strict=True))
 
 
+@pytest.mark.slow
 def test_all_positions_can_be_used(loaded):
     """The last token of an answer takes none."""
     found = score(loaded, [[1] * 1000, [1] * 1024], [[2] * 25, [3]], settings=DecodeConfig(budget=1))
     assert [len(one.tokens) for one in found] == [25, 1]
 
 
+@pytest.mark.slow
 def test_what_is_generated_is_likely(loaded):
     own = generate(loaded, PROMPTS, settings=DecodeConfig(budget=3, max_new_tokens=6))
     likely, others = (score(loaded, PROMPTS, answers) for answers in (own, [[50] * 6] * 3))
     assert all(a.total > b.total for a, b in zip(likely, others, strict=True))
 
 
+@pytest.mark.slow
 def test_classes_change_the_likelihood(loaded):
     with_0, with_1 = (score(loaded, PROMPTS, ANSWERS, labels=[label] * 3)[0].total for label in (0, 1))
     assert abs(with_0 - with_1) > 1e-3

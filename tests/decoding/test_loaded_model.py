@@ -36,6 +36,7 @@ def speaking(mesh):
     )
 
 
+@pytest.mark.slow
 def test_ids_are_answered_with_ids(model):
     both = model.generate(IDS)
     assert both == requests.generate(model, IDS)
@@ -44,6 +45,7 @@ def test_ids_are_answered_with_ids(model):
     assert model.generate(np.array(IDS[0]).tolist()) == both[0]
 
 
+@pytest.mark.slow
 def test_text_is_answered_with_text(speaking):
     text = speaking.generate("Hi")
     ids = speaking.generate(prompt_ids(HI, speaking.tokenizer))
@@ -61,6 +63,7 @@ def test_text_is_answered_with_text(speaking):
     )
 
 
+@pytest.mark.slow
 def test_options_change_the_defaults(model):
     free = model.generate(IDS[0])
     assert len(model.generate(IDS[0], max_new_tokens=2)) == 2
@@ -78,6 +81,7 @@ def test_options_change_the_defaults(model):
     assert model.generate(IDS[0]) == free
 
 
+@pytest.mark.slow
 def test_samples_are_a_list_for_each_prompt(model):
     flat = requests.generate(model, IDS, samples=2, settings=DecodeConfig(budget=3, max_new_tokens=6, temperature=1.0))
     assert model.generate(IDS, samples=2, temperature=1.0) == [flat[:2], flat[2:]]
@@ -85,6 +89,7 @@ def test_samples_are_a_list_for_each_prompt(model):
     assert model.generate(IDS[0], samples=1) == [model.generate(IDS[0])]
 
 
+@pytest.mark.slow
 def test_one_class_for_all_or_one_for_each(model):
     zero, one = (model.generate(IDS, label=label) for label in (0, 1))
     assert zero != one
@@ -92,6 +97,7 @@ def test_one_class_for_all_or_one_for_each(model):
     assert model.score(IDS, IDS, label=1)[0].total == model.score(IDS, IDS, label=[1, 0])[0].total
 
 
+@pytest.mark.slow
 def test_likelihoods_of_one_answer_and_of_several(model, speaking):
     one = model.score(IDS[0], [7, 8], draws=4)
     assert isinstance(one, Likelihood)

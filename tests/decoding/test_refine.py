@@ -80,6 +80,7 @@ def by_hand(model: Model, at: Context, x: np.ndarray, *, steps: int, kind: str, 
     return corrected(1.0, x, label)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sample", "expectation"])
 @pytest.mark.parametrize("guidance", [None, 1.5])
 def test_refinement_by_hand(kind: Any, guidance: float | None) -> None:
@@ -93,6 +94,7 @@ def test_refinement_by_hand(kind: Any, guidance: float | None) -> None:
     np.testing.assert_allclose(found[0, 0], wanted, rtol=1e-3, atol=1e-4 * np.abs(wanted).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("velocity", ["sample", "expectation"])
 def test_each_position_has_adaptive_steps_of_its_own(velocity: Any) -> None:
     """Together as alone; and near the end of a fine uniform grid, where the velocity is smooth."""
@@ -113,6 +115,7 @@ def test_each_position_has_adaptive_steps_of_its_own(velocity: Any) -> None:
     np.testing.assert_allclose(alone.x[0, 0], found.x[1, 2], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_each_sequence_may_have_its_own_strength() -> None:
     model = tiny.model(classes=3)
     at, x = context(model, tiny.tokens(2, 6), last=1, labels=jnp.array([[0], [2]])), noise(2, 1)
@@ -129,6 +132,7 @@ def test_each_sequence_may_have_its_own_strength() -> None:
 # --- budgets ---
 
 
+@pytest.mark.slow
 def test_a_budget_of_one_is_the_language_model_to_the_bit() -> None:
     model = tiny.model()
     at = context(model, tiny.tokens(2, 6))
@@ -139,6 +143,7 @@ def test_a_budget_of_one_is_the_language_model_to_the_bit() -> None:
     np.testing.assert_array_equal(run(alone, at, noise(2, 6), settings=settings(1), keys=keys(2, 6)), at.hidden)
 
 
+@pytest.mark.slow
 def test_one_program_serves_all_budgets_temperatures_and_strengths() -> None:
     model = tiny.model(classes=3)
     at = context(model, tiny.tokens(1, 4), last=2, labels=jnp.array([[0, 2]]))
@@ -159,6 +164,7 @@ def test_a_budget_out_of_reach_is_refused() -> None:
 # --- sampled velocities ---
 
 
+@pytest.mark.slow
 def test_sampled_tokens_depend_on_the_key_of_their_position_alone() -> None:
     """The same key gives the same, whatever stands beside it, and another key gives something else."""
     model = tiny.model()
@@ -186,6 +192,7 @@ def test_without_a_temperature_keys_do_not_matter() -> None:
     assert (np.abs(colder - first).max(axis=-1) > 0.1).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", FIXED)
 def test_the_last_annealed_draw_is_the_arg_max(solver: str) -> None:
     """Read at the times at which the solver asks for a target, over many budgets."""
@@ -230,6 +237,7 @@ def test_estimates_of_a_drawn_token_and_of_the_mean() -> None:
 # --- guidance ---
 
 
+@pytest.mark.slow
 def test_guidance_goes_from_the_null_class_to_the_class_and_beyond() -> None:
     """A strength of 1 is the class alone; the final evaluation is the class's at any strength."""
     model = tiny.model(classes=3)

@@ -41,6 +41,7 @@ def both(loaded, settings, prompts=PROMPTS, **options):
     return answers, trace(loaded, prompts, answers, settings=settings, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [FIXED, ADAPTIVE], ids=["fixed", "adaptive"])
 def test_a_trace_ends_where_decoding_did(loaded, options):
     """At every token of answers of two chunks, with copies and classes; the velocity of the fixed solver is drawn."""
@@ -85,6 +86,7 @@ def entropy(logits):
     return -np.sum(probs * np.log(probs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [FIXED, ADAPTIVE], ids=["fixed", "adaptive"])
 def test_a_trace_is_that_of_a_loop_over_every_point(loaded, options):
     """One token at a time, each with a frozen pass and integrations of its own."""
@@ -117,6 +119,7 @@ def test_a_trace_is_that_of_a_loop_over_every_point(loaded, options):
         assert abs(found.entropy - found.plain_entropy) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_budget_of_one_is_the_language_model(loaded):
     one = of({"budget": 1}, 12)
     answers, traces = both(loaded, one)
@@ -130,6 +133,7 @@ def test_a_budget_of_one_is_the_language_model(loaded):
     assert [len(tokens) for tokens in traces] == [12, 12]
 
 
+@pytest.mark.slow
 def test_the_gate_skips_what_decoding_skips(loaded):
     plain = [token.plain_entropy for tokens in both(loaded, of(FIXED, 12))[1] for token in tokens]
     gate = float(np.median(plain))

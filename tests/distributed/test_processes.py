@@ -90,6 +90,7 @@ command_line.run(lambda: runtime.start_jax(MeshConfig()))
 """
 
 
+@pytest.mark.slow
 def test_one_that_never_comes():
     """Process 0 without the other, and the other without process 0: one line each, and no abort."""
     command = [sys.executable, "-c", START]
@@ -148,6 +149,7 @@ command_line.run(main)
 """
 
 
+@pytest.mark.slow
 def test_what_processes_tell_each_other(tmp_path, mesh):
     """They end together where all know of an error, and none waits for one that has failed alone."""
     ends = {}
@@ -204,6 +206,7 @@ def whole(steps, tmp_path_factory):
     return workdir
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_the_same_command_goes_on_bit_for_bit(steps, whole, tmp_path, mesh):
     [(status, out, err)] = finish(launch({0: [*WORKER, "TERM@2", *steps, "--workdir", str(tmp_path)]}))
     assert status == 143, err
@@ -219,6 +222,7 @@ def test_sigterm_saves_and_the_same_command_goes_on_bit_for_bit(steps, whole, tm
     assert same_bits(*(model_folder.load_path(folder / "export", architecture, mesh) for folder in (tmp_path, whole)))
 
 
+@pytest.mark.slow
 def test_any_number_of_processes_goes_on_with_the_same_curve(steps, whole, tmp_path):
     """SIGTERM to one of two, -9 to one of four, and one that is alone finishes what they began."""
     arguments = [*steps, "--workdir", str(tmp_path)]
@@ -261,6 +265,7 @@ def number(out, words):
     return int(found)
 
 
+@pytest.mark.slow
 def test_two_processes_evaluate_as_one(tmp_path, mesh):
     """The same completions and letters, written by process 0 alone."""
     model = write_model(tmp_path / "model", write_base(tmp_path / "base"), mesh)

@@ -63,6 +63,7 @@ def test_every_declared_axis_has_a_rule_and_every_large_matrix_is_split() -> Non
         assert {"fsdp", "tensor"} <= set(partition(weight.axes, weight.shape, EIGHT))
 
 
+@pytest.mark.slow
 def test_shapes_types_and_values_come_from_one_declaration(mesh: Mesh) -> None:
     declared = LLM.declare(tiny.architecture("qwen"), dtype=jnp.bfloat16)
     abstract = sharding.abstract(declared, mesh)
@@ -96,6 +97,7 @@ def test_the_mesh_takes_all_devices() -> None:
         make_mesh(MeshConfig(data=2), one)
 
 
+@pytest.mark.slow
 def test_on_eight_devices() -> None:
     """Runs `eight_devices.py`, whose tests need a process that starts with eight."""
     root = Path(__file__).parents[2]

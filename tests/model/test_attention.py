@@ -65,6 +65,7 @@ def test_a_few_queries_at_a_time_are_all_of_them(monkeypatch: pytest.MonkeyPatch
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), others, gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [2**25, 100])
 def test_keys_of_the_prefix_are_those_of_every_row(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     """Against the same keys repeated before those of each row; a few queries at a time, too."""
@@ -94,6 +95,7 @@ def rows() -> dict[str, jax.Array]:
     return {"kv_positions": jnp.asarray(positions, jnp.int32), "kv_segments": jnp.asarray(segments, jnp.int32)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copies", [1, 3])
 def test_splash_attention_equals_plain_attention(rows: dict[str, jax.Array], copies: int) -> None:
     """Values and the gradient of the queries, which is all that training asks for."""

@@ -57,6 +57,7 @@ def noise(*shape: int, seed: int = 0) -> jax.Array:
 # --- where the correction is zero ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["lora", "dense"])
 def test_a_new_path_is_the_identity(variant: str, mesh: Mesh) -> None:
     """No correction at any time, to the bit; and its blocks pass the diffusion token on as it is."""
@@ -72,6 +73,7 @@ def test_a_new_path_is_the_identity(variant: str, mesh: Mesh) -> None:
     assert np.std(passed) > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_there_is_no_correction_at_time_zero(variant: str) -> None:
     llm, tokens = tiny.llm("llama-scaled"), tiny.tokens(2, 6)
@@ -116,6 +118,7 @@ def test_a_few_positions_at_a_time_and_a_larger_cache_change_nothing() -> None:
 # --- the plain version ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "variant"),
     [("llama", "lora"), ("qwen", "dense"), ("qwen-tied", "lora-classes"), ("llama-wide-heads", "dense-classes")],
@@ -190,6 +193,7 @@ def test_numbers_of_parameters_by_part() -> None:
     assert [count(part) for part in parts] == [51_580_928, 19_922_944, 592_128, 592_128, 524_544, 131_584]
 
 
+@pytest.mark.slow
 def test_initial_values_are_those_of_the_release(mesh: Mesh) -> None:
     config = PathConfig(classes=40)
     architecture = dataclasses.replace(tiny.architecture("llama"), hidden_size=320, intermediate_size=256)
@@ -228,6 +232,7 @@ def test_initial_values_are_those_of_the_release(mesh: Mesh) -> None:
     assert len(np.unique(np.array(layers.gate.a))) > layers.gate.a.size * 0.9  # no layer has the numbers of another
 
 
+@pytest.mark.slow
 def test_a_full_path_starts_from_the_weights_of_the_language_model() -> None:
     """Copies, to the bit, and with them the output of LoRA whose updates are zero."""
     llm, tokens = tiny.llm("qwen", dtype=jnp.bfloat16), tiny.tokens(2, 6)

@@ -68,6 +68,7 @@ def difference(llm: LLM, reference: Reference) -> float:
     return float(np.max(np.abs(np.asarray(ours) - reference.logits)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", tiny.CONFIGS)
 def test_logits_equal_those_of_transformers(kind: str, reference: Callable[[str], Reference]) -> None:
     wanted = reference(kind)
@@ -79,6 +80,7 @@ def test_logits_equal_those_of_transformers(kind: str, reference: Callable[[str]
 # --- the same comparison finds the bugs that such programs have ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bug", "kind"), BUGS.items(), ids=lambda value: getattr(value, "__name__", value))
 def test_the_comparison_finds(
     bug: Callable[[LLM, pytest.MonkeyPatch], LLM],
@@ -104,6 +106,7 @@ def extend(llm: LLM, tokens: jax.Array, positions: jax.Array, cache: KVCache) ->
     return llm.logits(hidden), cache.extend(new)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama-scaled", "qwen"])
 def test_decoding_from_a_cache_equals_the_full_pass(kind: str) -> None:
     """Three prefills and then single tokens, in a cache with room to spare."""

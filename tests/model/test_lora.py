@@ -23,6 +23,7 @@ def logits(llm):
     return llm.logits(llm(tokens, tiny.positions(tokens))[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama-wide-heads", "qwen"])
 @pytest.mark.parametrize("modules", [("q_proj", "v_proj"), PROJECTIONS])
 def test_a_model_with_an_adapter_is_the_sum_of_both(kind, modules):

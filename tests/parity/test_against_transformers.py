@@ -46,6 +46,7 @@ def names(outcome):
     return [line[:10].strip() for line in lines]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", tiny.CONFIGS)
 def test_every_kind_of_model_passes(folders, kind):
     outcome = run(folders[kind])
@@ -56,6 +57,7 @@ def test_every_kind_of_model_passes(folders, kind):
         assert 0 < mean < largest < 1e-8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_a_coarser_type_is_judged_by_its_divergence(folders, dtype):
     outcome = run(folders["qwen"], "--dtype", dtype)
@@ -92,6 +94,7 @@ def test_a_gguf_file(folders, tmp_path, monkeypatch):
     assert names(short(tmp_path / "model.gguf")) == ["random 1", "random 2", "text"]
 
 
+@pytest.mark.slow
 def test_the_base_of_a_path(folders, tmp_path):
     """A path beside its base, a path alone, and a workdir."""
     beside, alone, workdir = (tmp_path / name for name in ("beside", "alone", "workdir"))
@@ -110,6 +113,7 @@ def test_the_base_of_a_path(folders, tmp_path):
 # --- rows beyond the first bound ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama-scaled", "qwen"])
 def test_a_doubtful_row_is_judged_by_their_own_rounding(folders, monkeypatch, kind):
     plain = list(against_transformers.compare(str(folders[kind]), length=LENGTH))
@@ -126,6 +130,7 @@ def test_a_doubtful_row_is_judged_by_their_own_rounding(folders, monkeypatch, ki
     assert names(outcome) == ["random 1", "random 2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", tiny.CONFIGS)
 def test_their_exact_logits_are_float64_throughout(folders, kind):
     """Against the same with norms and angles written out: transformers alone takes them in float32."""
@@ -166,6 +171,7 @@ def float64_logits(folder, kind, row):
 # --- what is found ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changed", ["self_attn.k_proj.bias", "mlp.down_proj.weight", "input_layernorm.weight"])
 def test_one_entry_of_one_tensor_is_noticed(folders, monkeypatch, changed):
     """In the folder as we read it; transformers reads it by itself.
@@ -188,6 +194,7 @@ def test_one_entry_of_one_tensor_is_noticed(folders, monkeypatch, changed):
     assert last == "0 of 2 rows pass"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bug", "kind"), bugs.BUGS.items(), ids=lambda value: getattr(value, "__name__", value))
 def test_bugs_are_noticed(folders, monkeypatch, bug, kind):
     right = model_folder.BaseFiles.load

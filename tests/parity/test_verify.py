@@ -50,6 +50,7 @@ def faults(checks):
     return [(check.name, check.difference()) for check in found if check.judged and not check.passed()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*COMMITTED, larger("llama_lora")])
 def test_a_whole_recording_passes(folders, name):
     outcome = call(verify.main, "--model", folders / name, "--reference", where(name) / "reference.npz")
@@ -68,6 +69,7 @@ def test_a_whole_recording_passes(folders, name):
     assert sorted(name for name in unread if not name.endswith(parts)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [larger(name) for name in LARGER[1:]])
 def test_the_network_its_loss_and_its_gradients(folders, name):
     model, a = load(folders / name, dtype="float32").model, recording(name)
@@ -82,6 +84,7 @@ def test_the_network_its_loss_and_its_gradients(folders, name):
         assert [fault for group in groups for fault in faults(group(model, a))] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "keys"),
     [
@@ -97,6 +100,7 @@ def test_trajectories(folders, name, keys):
             assert faults(fixed_step_runs.trajectory(model, a, key, a.meta["odes"][key])) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "keys"),
     [
@@ -306,6 +310,7 @@ def doubtful(folders):
     return model, a, {name: np.asarray(check.ours) for name, check in moved.items()}
 
 
+@pytest.mark.slow
 def test_float_errors_of_gradients_are_no_fault(doubtful):
     """They move entries by more than the tolerance, and no further than the bound."""
     model, a, moved = doubtful
@@ -315,6 +320,7 @@ def test_float_errors_of_gradients_are_no_fault(doubtful):
     assert [name for name, check in checks.items() if not check.passed()] == []
 
 
+@pytest.mark.slow
 def test_few_entries_are_in_doubt(doubtful):
     model, a, _ = doubtful
     with jax.default_matmul_precision("highest"):
@@ -324,6 +330,7 @@ def test_few_entries_are_in_doubt(doubtful):
     assert noise.max() <= 2 * 5 * 1.1e-3  # both ways, at the learning rate a step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"beta1": 0.85}, {"beta2": 0.9}, {"epsilon": 1e-5}, {"weight_decay": 0.2}])
 def test_another_optimizer_fails(doubtful, monkeypatch, changes):
     model, a, _ = doubtful

@@ -15,6 +15,7 @@ from tests.support.programs import call, options
 SHAPE = ["--batches", 1, 2, "--budgets", 1, 5, "--prompt", 8, "--new", 4]
 
 
+@pytest.mark.slow
 def test_training() -> None:
     shape = options(train__batch_size=2, data__max_length=64, data__answer_length=64)
     outcome = call(benchmark.main, "train", *shape, "--json")
@@ -29,6 +30,7 @@ def test_training() -> None:
     assert [line.split("  ")[0] for line in benchmark.training_table(figures)[-5:]] == list(parts)
 
 
+@pytest.mark.slow
 def test_decoding(tmp_path) -> None:
     outcome = call(benchmark.main, "decode", *options(), *SHAPE, "--json", "--plot", tmp_path / "speed.png")
     assert outcome.status == 0, outcome.err
@@ -50,6 +52,7 @@ def test_bytes_of_an_evaluation(layers: str) -> None:
     assert bytes_per_evaluation(model) == 4 * (weights + low_rank)
 
 
+@pytest.mark.slow
 def test_rates_are_those_of_this_machine() -> None:
     multiply, operations = timing.matrix_products()
     assert operations / timing.median(multiply) > 1e8

@@ -28,6 +28,7 @@ def operations(lowered: jax.stages.Lowered) -> set[str]:
     return {line for line in lines if "sdy." not in line and not re.search(r"reshape % : \((.*)\) -> \1$", line)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_the_training_step_is_that_of_training(method, mesh):
     options = config(train__accumulation=2, train__method=method, lora__modules="('q_proj', 'o_proj')")
@@ -41,6 +42,7 @@ def test_the_training_step_is_that_of_training(method, mesh):
     assert operations(lowering.lower_train(options, mesh)) == operations(real)
 
 
+@pytest.mark.slow
 def test_decoding_is_that_of_generation(mesh):
     options = config(decode__max_new_tokens=2)
     model = random_model(options, mesh)

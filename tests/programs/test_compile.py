@@ -32,6 +32,7 @@ def here(monkeypatch, tmp_path):
     return lowered
 
 
+@pytest.mark.slow
 def test_a_question_is_compiled_once(here, tmp_path):
     arguments = (*SMALL, "--topology", "v5e:1x1", "--work", "train")
     first = call(program.main, *arguments, "--hlo", tmp_path / "out")

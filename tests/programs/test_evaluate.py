@@ -43,6 +43,7 @@ def lines(folder):
     return {line["id"]: line for line in map(json.loads, (folder / "samples.jsonl").read_text().splitlines())}
 
 
+@pytest.mark.slow
 def test_an_evaluation_goes_on_where_it_stopped(run, tmp_path):
     outcome = run(tmp_path / "a", "--budget", 1, 3, "--batch_size", 4)
     assert outcome.status == 0, outcome.err
@@ -65,6 +66,7 @@ def test_an_evaluation_goes_on_where_it_stopped(run, tmp_path):
     assert json.loads((file.parent / "results.json").read_text())["speed"]["problems"] == 5
 
 
+@pytest.mark.slow
 def test_another_evaluation_is_refused_before_weights_are_read(run, tmp_path, monkeypatch):
     assert run(tmp_path, "--budget", 1).status == 0
     monkeypatch.setattr(evaluate, "load", None)
@@ -72,6 +74,7 @@ def test_another_evaluation_is_refused_before_weights_are_read(run, tmp_path, mo
     assert "holds another evaluation (asking was" in error
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_saved_meanwhile_is_not_taken(base, data, tmp_path, mesh, monkeypatch):
     """What a training run does between the moment a step is chosen and the moment its weights are read."""
     settings = config(model__name=base, train__checkpoint_every=1)
@@ -99,12 +102,14 @@ def test_a_checkpoint_that_is_saved_meanwhile_is_not_taken(base, data, tmp_path,
     assert verified == [], "the files of a checkpoint are read and hashed once"
 
 
+@pytest.mark.slow
 def test_answers_do_not_depend_on_batches(run, tmp_path):
     for size in (3, 8):
         assert run(tmp_path / str(size), "--budget", 3, "--batch_size", size).status == 0
     assert lines(tmp_path / "3/gsm8k/midpoint-3") == lines(tmp_path / "8/gsm8k/midpoint-3")
 
 
+@pytest.mark.slow
 def test_several_samples(run, tmp_path):
     outcome = run(tmp_path, "--budget", 3, "--samples", 5, "--limit", 2, "--temperature", 2.0)
     assert outcome.status == 0, outcome.err
@@ -114,6 +119,7 @@ def test_several_samples(run, tmp_path):
         assert len({sample["text"] for sample in line["samples"]}) > 1
 
 
+@pytest.mark.slow
 def test_each_problem_has_its_category(base, mesh, data, tmp_path):
     model = write_model(tmp_path / "model", base, mesh, classes=4)
     words = ["--data_dir", data, "--out", tmp_path / "out", "--max_new_tokens", 6, "--shots", 1, "--budget", 3]
@@ -127,6 +133,7 @@ def test_each_problem_has_its_category(base, mesh, data, tmp_path):
     assert "invalid class_label value: 'maths'" in call(evaluate.main, *words, "--label", "maths").error
 
 
+@pytest.mark.slow
 def test_the_likeliest_letter(run, model, tmp_path):
     outcome = run(tmp_path, "--budget", 1, "--choices", "likelihood", "--batch_size", 4, tasks="mmlu")
     assert outcome.status == 0, outcome.err
@@ -144,6 +151,7 @@ def test_the_likeliest_letter(run, model, tmp_path):
     assert figures["strict"]["subjects"].keys() == {"signs", "sums"}
 
 
+@pytest.mark.slow
 def test_programs_are_run_in_isolation(run, tmp_path):
     outcome = run(tmp_path, "--budget", 1, "--limit", 1, "--samples", 1, "--allow_code_execution", tasks="mbpp")
     if grade.unavailable():
@@ -175,6 +183,7 @@ def test_bad_input_is_one_line(run, tmp_path, arguments, tasks, message):
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.slow
 def test_a_sweep_draws_the_figures(model, data, tmp_path):
     words = ["--tasks", "gsm8k", "--data_dir", data, "--out", tmp_path, "--max_new_tokens", 4, "--shots", 1]
     outcome = call(sweep.main, "--model", model, "--dtype", "float32", *words, "--limit", 2, "--budget", 1, 3)

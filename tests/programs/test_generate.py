@@ -40,6 +40,7 @@ def answer_of(outcome):
 PROMPT = ["--prompt", "2 + 2?", "--max_new_tokens", 10]
 
 
+@pytest.mark.slow
 def test_a_prompt_is_answered(folder):
     text = answer_of(call(generate.main, "--model", folder, *PROMPT, "--budget", 3))
     ready = load(folder)
@@ -50,6 +51,7 @@ def test_a_prompt_is_answered(folder):
     assert text
 
 
+@pytest.mark.slow
 def test_an_adaptive_solver_takes_what_it_needs(folder):
     text = answer_of(call(generate.main, "--model", folder, *PROMPT, "--solver", "fehlberg2"))
     settings = generate.DecodeConfig(solver="fehlberg2", budget=AMPLE, max_new_tokens=10)
@@ -73,6 +75,7 @@ def test_seed_and_temperature(folder):
     assert one != other
 
 
+@pytest.mark.slow
 def test_every_kind_of_folder_opens(workdir, folder, base):
     """A workdir, its export, a model folder, a plain folder."""
     trained, exported, imported, plain = (load(f, dtype="float32") for f in (workdir, workdir / "export", folder, base))
@@ -92,10 +95,12 @@ def test_every_kind_of_folder_opens(workdir, folder, base):
     assert load(workdir).model.llm.embed.dtype == "float32"  # as it was trained
 
 
+@pytest.mark.slow
 def test_a_workdir_answers(workdir):
     assert len(answer_of(call(generate.main, "--workdir", workdir, "--prompt", "2 + 2?")).encode()) <= 9 * 3
 
 
+@pytest.mark.slow
 def test_a_chat_remembers(folder, monkeypatch):
     """Two questions, then the end of input: the second answer has seen the first question and its answer."""
     seen = []
@@ -159,6 +164,7 @@ def test_text_needs_a_tokenizer_and_its_template(tmp_path, monkeypatch, spoil, m
     assert message in call(generate.main, "--model", base, "--prompt", "Hi").error
 
 
+@pytest.mark.slow
 def test_folders_that_are_no_models(tmp_path, workdir):
     assert "is no workdir of training" in call(generate.main, "--workdir", tmp_path, "--prompt", "Hi").error
     assert "not allowed with" in call(generate.main, "--workdir", workdir, "--model", workdir).error

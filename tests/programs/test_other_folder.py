@@ -35,6 +35,7 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
 
 
+@pytest.mark.slow
 def test_a_run_opens_from_another_folder(trained, tmp_path):
     folder, arguments, text = trained
     workdir = folder / "runs" / "run"
@@ -50,6 +51,7 @@ def test_a_run_opens_from_another_folder(trained, tmp_path):
     assert (outcome.status, "resuming after step 1" in outcome.out) == (0, True), outcome.err
 
 
+@pytest.mark.slow
 def test_a_run_opens_after_a_move(trained, tmp_path):
     """With its base, beside its base, and without it: then one line says what is missing."""
     folder, _, text = trained
@@ -74,6 +76,7 @@ def test_a_run_opens_after_a_move(trained, tmp_path):
     assert call(generate.main, "--workdir", "alone/run", *PROMPT).out == text
 
 
+@pytest.mark.slow
 def test_a_run_of_a_former_version_reads_its_base_from_the_working_directory(trained, tmp_path, monkeypatch):
     folder, _, text = trained
     workdir = shutil.copytree(folder / "runs" / "run", tmp_path / "old")

@@ -27,6 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_logits_equal_those_of_transformers(folder: Path) -> None:
     """Float32 itself is coarse here: activations reach thousands, and transformers is 1e-4 off its own float64."""
     torch = pytest.importorskip("torch")
@@ -47,6 +48,7 @@ def test_logits_equal_those_of_transformers(folder: Path) -> None:
     assert np.abs(ours - exact).max() < max(2 * np.abs(theirs - exact).max(), 2e-4)
 
 
+@pytest.mark.slow
 def test_it_trains_and_answers(folder: Path, tmp_path: Path) -> None:
     workdir = tmp_path / "run"
     small = {

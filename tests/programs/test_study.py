@@ -23,6 +23,7 @@ def run(tmp_path_factory, mesh):
     return run
 
 
+@pytest.mark.slow
 def test_a_study(run, tmp_path, monkeypatch):
     outcome = run(tmp_path)
     assert outcome.status == 0, outcome.err

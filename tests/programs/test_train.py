@@ -68,6 +68,7 @@ def newest_path(workdir, mesh, **changes):
     return checkpoints.restore(checkpoints.latest(), {"path": abstract(declared, mesh)})["path"]
 
 
+@pytest.mark.slow
 def test_what_a_run_leaves(run):
     assert sorted(path.name for path in run.iterdir()) == [
         ".lock",
@@ -83,6 +84,7 @@ def test_what_a_run_leaves(run):
     assert list((run / "tensorboard").iterdir())
 
 
+@pytest.mark.slow
 def test_every_step_is_logged_once(run):
     records = read_metrics(run)
     assert [r["step"] for r in records if "loss" in r] == [1, 2, 3, 4, 5, 6]
@@ -96,12 +98,14 @@ def test_every_step_is_logged_once(run):
     assert len(final["validation/loss_by_t"]) == 2
 
 
+@pytest.mark.slow
 def test_the_export_is_the_last_checkpoint(run, mesh):
     path = newest_path(run, mesh)
     exported = model_folder.load_path(run / "export", Architecture.from_hf(config().model.architecture), mesh)
     assert same_bits(exported, path)
 
 
+@pytest.mark.slow
 def test_the_path_has_learnt(run, mesh):
     llm = open_base(config().model, mesh).llm
     start = model_folder.new_path(config().path, llm, mesh, seed=0)
@@ -109,6 +113,7 @@ def test_the_path_has_learnt(run, mesh):
     assert not same_bits(path.merge.last, start.merge.last)
 
 
+@pytest.mark.slow
 def test_checkpoints_hold_the_path_and_its_moments_alone(run):
     trained = 4 * costs.parameters(
         DiffusionPath.declare(config().path, Architecture.from_hf(config().model.architecture))
@@ -123,6 +128,7 @@ def test_checkpoints_hold_the_path_and_its_moments_alone(run):
     assert 2 * trained <= sizes["optimizer"] <= 2 * trained + 16  # and the counts of steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["during a save", "after a step", "before a validation"])
 def test_a_run_that_is_cut_off_goes_on_bit_for_bit(run, tmp_path, mesh, monkeypatch, when):
     """Stopped after step 3 and started again by the same command, as a run in one piece."""
@@ -165,6 +171,7 @@ def wait_for_checkpoint(workdir):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_left_as_it_is(run, tmp_path):
     before = {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
     outcome = call(train.main, *options(), "--workdir", run)
@@ -175,6 +182,7 @@ def test_a_finished_run_is_left_as_it_is(run, tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_another_config_is_refused(run):
     before = (run / "config.json").read_text()
     outcome = call(train.main, *options(optim__peak_rate=0.5), "--workdir", run)
@@ -182,6 +190,7 @@ def test_another_config_is_refused(run):
     assert (run / "config.json").read_text() == before
 
 
+@pytest.mark.slow
 def test_another_mesh_is_not_another_config(run):
     """Of one device here; eight_devices.py restores onto others."""
     outcome = call(train.main, *options(mesh__data=-1, mesh__fsdp=1), "--workdir", run)
@@ -196,6 +205,7 @@ def test_a_process_with_another_config_is_refused(tmp_path, monkeypatch):
     assert error.endswith("start the same command everywhere")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_shape_is_refused(run, tmp_path):
     """Though its config.json was made to agree."""
     (tmp_path / "checkpoints").symlink_to(run / "checkpoints")
@@ -207,6 +217,7 @@ def test_a_checkpoint_of_another_shape_is_refused(run, tmp_path):
     assert "vocabulary.weight is float32[32, 8], expected float32[32, 12]" in outcome.error
 
 
+@pytest.mark.slow
 def test_the_language_model_does_not_change(tmp_path, mesh, monkeypatch):
     """Its arrays before and after training, and the files that they came from."""
     base = write_base(tmp_path / "base")
@@ -229,6 +240,7 @@ def test_the_language_model_does_not_change(tmp_path, mesh, monkeypatch):
     assert (base / "model.safetensors").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_accumulation_is_the_same_training(run, tmp_path, mesh):
     """Two micro-batches of one example: other noise, but the same examples and sizes."""
     arguments = options(train__accumulation=2, train__steps=1, validation__budgets=(1,))
@@ -236,6 +248,7 @@ def test_accumulation_is_the_same_training(run, tmp_path, mesh):
     assert [r["step"] for r in read_metrics(tmp_path) if "loss" in r] == [1]
 
 
+@pytest.mark.slow
 def test_packed_rows_and_several_draws(tmp_path):
     """An epoch is as many rows as the examples need together."""
     changes = {"data__packing": True, "data__max_length": 512, "data__answer_length": 256, "train__steps": None}
@@ -250,6 +263,7 @@ def test_packed_rows_and_several_draws(tmp_path):
     assert [r["step"] for r in read_metrics(tmp_path) if "loss" in r] == list(range(1, (rows + 1) // 2 + 1))
 
 
+@pytest.mark.slow
 def test_a_density_that_is_learnt_is_resumed_bit_for_bit(tmp_path):
     """With what it has learnt in the checkpoint, and in the log at each validation."""
     changes = {"train__time_density": "warped", "train__stratified_times": True, "train__validate_every": 3}
@@ -286,6 +300,7 @@ def poison(monkeypatch):
     return choose
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_is_skipped(run, tmp_path, mesh, poison):
     """And counted; the checkpoint that is due waits for a step that is not, and a run that resumes is the same."""
     poison(3)
@@ -305,6 +320,7 @@ def test_a_loss_that_is_not_finite_is_skipped(run, tmp_path, mesh, poison):
     assert same_bits(newest_path(workdirs[1], mesh), newest_path(workdirs[0], mesh))
 
 
+@pytest.mark.slow
 def test_losses_that_stay_not_finite_stop_the_run(tmp_path, poison):
     """The rows of the last of them are named, and nothing is saved after the last good step."""
     poison(3, 4)
@@ -434,6 +450,7 @@ def test_a_malformed_config_in_the_workdir_is_one_line(tmp_path):
     assert "config.json: malformed JSON" in call(train.main, *options(), "--workdir", tmp_path).error
 
 
+@pytest.mark.slow
 def test_eight_devices(tmp_path):
     """As the program is run: a batch that they do not divide, and the memory of one of them."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}

@@ -138,6 +138,7 @@ def copy(whole, tmp_path):
     return Path(shutil.copytree(whole, tmp_path / "workdir"))
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_at_any_moment_is_the_whole_run(whole, tmp_path, mesh, capsys):
     """SIGKILL at moments of its life, or at so many milliseconds after a step, each time started again."""
     rng, workdir = random.Random(0), tmp_path / "workdir"
@@ -169,6 +170,7 @@ def test_a_run_that_is_killed_at_any_moment_is_the_whole_run(whole, tmp_path, me
         print(f"\nkilled {len(killed)} times, at the steps {killed}; {ends + 1} whole runs; left at the end: {left}")
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_checkpoints_and_nothing_else(whole, tmp_path, mesh):
     """Too full for arrays at the steps 5 to 7, for anything from step 23 on; then the same command goes on."""
     workdir = tmp_path / "workdir"
@@ -187,6 +189,7 @@ def test_a_full_disk_costs_checkpoints_and_nothing_else(whole, tmp_path, mesh):
     check_whole(workdir, whole, mesh)
 
 
+@pytest.mark.slow
 def test_a_bad_checkpoint_is_passed_over_by_training_and_by_generation(whole, copy, mesh):
     """Generation also while a run holds the workdir, which a second run may not; and it changes nothing."""
     data = max((copy / "checkpoints" / "24").glob("path/ocdbt.process_0/d/*"), key=lambda path: path.stat().st_size)
@@ -213,6 +216,7 @@ def test_a_bad_checkpoint_is_passed_over_by_training_and_by_generation(whole, co
     assert (copy / "checkpoints" / "24.broken" / data.relative_to(copy / "checkpoints" / "24")).read_bytes() == bad
 
 
+@pytest.mark.slow
 def test_without_any_good_checkpoint_a_run_begins_anew(whole, copy, mesh):
     for manifest in (copy / "checkpoints").glob("*/manifest.json"):
         manifest.unlink()

@@ -39,6 +39,7 @@ def by_definition(llm, batch, reduction="example"):
     return objective.average(losses.reshape(batch.targets.shape), batch.weights, reduction)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "chunk"), [("llama-tied", 2), ("qwen", 1024)])
 def test_the_loss_and_its_gradient_in_every_weight(kind, chunk):
     llm, batch = tiny.llm(kind), tiny.batch(examples=3)
@@ -54,6 +55,7 @@ def test_the_loss_and_its_gradient_in_every_weight(kind, chunk):
     assert all(np.any(leaf) for leaf in jax.tree.leaves(gradient))
 
 
+@pytest.mark.slow
 def test_packed_rows_and_rows_without_gaps_have_the_same_losses():
     """Two examples in one row; and the loss at every token, of which all but the answers weigh nothing."""
     llm, batch = tiny.llm(), tiny.batch(examples=2, length=10)
@@ -87,6 +89,7 @@ def test_rematerialisation_changes_no_gradient():
         close(gradient(name), plain)
 
 
+@pytest.mark.slow
 def test_an_int8_base_is_frozen_and_its_adapter_learns(mesh):
     """The gradient is that beside the restored weights."""
     small, batch = cast_llm(tiny.llm(dtype=jnp.bfloat16), dtype="int8", mesh=mesh), tiny.batch()
@@ -215,6 +218,7 @@ def test_full_steps_are_those_of_transformers(tmp_path, mesh):
     close(ours, theirs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_norms_and_biases_do_not_decay():
     adam = optimizer(OptimConfig(weight_decay=1.0), 1.0)
     llm = tiny.llm("qwen")

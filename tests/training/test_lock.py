@@ -37,6 +37,7 @@ def test_an_error_ends_it(tmp_path):
         pass
 
 
+@pytest.mark.slow
 def test_a_killed_process_holds_nothing(tmp_path):
     first = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], cwd=ROOT, stdout=subprocess.PIPE)
     assert first.stdout.readline() == b"held\n"

@@ -69,6 +69,7 @@ def newest(workdir, mesh):
     return checkpoints.restore(checkpoints.latest(), {method.part: like})[method.part]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", BASELINES)
 def test_what_a_run_measures(trained, method):
     records = read_metrics(trained / method)
@@ -87,6 +88,7 @@ def test_what_a_run_measures(trained, method):
     assert f"{last['validation/loss']:.3f}" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", BASELINES)
 def test_a_run_that_is_cut_off_goes_on_bit_for_bit(trained, base, tmp_path, mesh, method):
     shutil.copytree(trained / method, tmp_path / "again")
@@ -104,6 +106,7 @@ def test_a_run_that_is_cut_off_goes_on_bit_for_bit(trained, base, tmp_path, mesh
         assert (tmp_path / "again/export" / name).read_bytes() == (trained / method / "export" / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_the_base_is_left_as_it_is(trained, base):
     assert same_bits(load_file(base / "model.safetensors"), base_tensors())
     assert files(trained / "lora" / "export") == ["adapter_config.json", "adapter_model.safetensors"]
@@ -112,6 +115,7 @@ def test_the_base_is_left_as_it_is(trained, base):
     assert {path.name for path in step.iterdir() if path.is_dir()} == {"adapter", "optimizer"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", BASELINES)
 def test_a_workdir_and_its_export_are_one_model(trained, base, method):
     opened, exported = load(trained / method), load(trained / method / "export", dtype="float32")
@@ -129,6 +133,7 @@ def test_a_workdir_and_its_export_are_one_model(trained, base, method):
     assert "budget" in refused.error
 
 
+@pytest.mark.slow
 def test_peft_loads_the_adapter(trained, base):
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
@@ -138,6 +143,7 @@ def test_peft_loads_the_adapter(trained, base):
     np.testing.assert_allclose(transformers_logits(model), logits(trained / "lora")[0], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_transformers_loads_the_language_model(trained):
     pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -158,6 +164,7 @@ def on_top(trained, tmp_path_factory):
     return workdir
 
 
+@pytest.mark.slow
 def test_a_path_on_a_finetuned_model_keeps_the_whole_chain(trained, on_top, base, tmp_path):
     """Base, adapter and path are three folders, and one model; at t = 0 it is the finetuned one."""
     exported = on_top / "export"
@@ -188,6 +195,7 @@ def test_a_path_on_a_finetuned_model_keeps_the_whole_chain(trained, on_top, base
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_updates_upon_updates(trained, tmp_path):
     """A chain of two adapters is followed; PEFT, which adds one, is not given it."""
     upper = trained / "lora" / "export"
@@ -201,12 +209,14 @@ def test_updates_upon_updates(trained, tmp_path):
     assert "a model folder has one adapter" in outcome.error
 
 
+@pytest.mark.slow
 def test_an_adapter_becomes_a_model_folder(trained, tmp_path):
     run(convert, "import", "--base", trained / "lora" / "export", "--out", tmp_path / "model")
     assert {"adapter_config.json", "config.json", "model.safetensors"} <= set(files(tmp_path / "model"))
     np.testing.assert_allclose(logits(tmp_path / "model")[0], logits(trained / "lora" / "export")[0], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_weights_are_exported_in_the_type_of_the_products(tmp_path, base):
     """Trained in float32, multiplied and written in bfloat16: the export computes what training did."""
     changes = BASELINES["full"] | {"model__dtype": "bfloat16", "train__steps": 2}
@@ -219,6 +229,7 @@ def test_weights_are_exported_in_the_type_of_the_products(tmp_path, base):
     assert opened.embed.dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_random_weights_can_be_finetuned_too(tmp_path):
     """In full they become a model folder; an adapter of them is of use to its workdir alone."""
     for method in BASELINES:
@@ -264,6 +275,7 @@ def test_a_dry_run_counts_what_is_trained(method):
     assert rows["FLOPs per token: output head"].strip() == f"{head:.3e}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", BASELINES)
 def test_the_benchmark_of_training(method):
     found = json.loads(run(benchmark, "train", *options(**BASELINES[method]), "--json").out)
@@ -291,6 +303,7 @@ def test_what_cannot_be_trained(tmp_path, monkeypatch, changes, message):
     assert not (tmp_path / "w").exists()
 
 
+@pytest.mark.slow
 def test_a_workdir_of_another_method_is_refused(trained, base):
     outcome = call(train.main, *options(model__name=base), "--workdir", trained / "lora")
     assert "config.train.method was 'lora', is 'l2d'" in outcome.error
@@ -303,6 +316,7 @@ def copy_adapter(trained, folder, **changes):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("named", "message"),
     [
@@ -323,6 +337,7 @@ def test_a_base_that_is_not_there(trained, tmp_path, named, message):
     assert message.format(folder) in outcome.error
 
 
+@pytest.mark.slow
 def test_a_relative_base_is_relative_to_the_working_directory(trained, base, tmp_path, monkeypatch):
     monkeypatch.chdir(base.parent)
     folder = copy_adapter(trained, tmp_path / "adapter", base_model_name_or_path=base.name)
@@ -331,6 +346,7 @@ def test_a_relative_base_is_relative_to_the_working_directory(trained, base, tmp
     np.testing.assert_array_equal(logits(folder)[0], logits(trained / "lora" / "export")[0])
 
 
+@pytest.mark.slow
 def test_the_tokenizer_beside_an_adapter_goes_first(trained, base, tmp_path):
     folder = copy_adapter(trained, tmp_path / "adapter")
     assert find_base_and_adapters(str(folder)).tokenizer_folder == base
@@ -338,6 +354,7 @@ def test_the_tokenizer_beside_an_adapter_goes_first(trained, base, tmp_path):
     assert find_base_and_adapters(str(folder)).tokenizer_folder == folder
 
 
+@pytest.mark.slow
 def test_the_scale_of_an_adapter_is_kept(trained):
     adapter = Adapter.open(trained / "lora" / "export", read_architecture(config().model))
     assert adapter.config.scale == 16.0

@@ -60,6 +60,7 @@ def loss_by_hand(model: Model, batch: Batch, draws: Corruption) -> np.ndarray:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("classes", [0, 3])
 def test_the_loss_by_hand(classes: int) -> None:
     model, batch = tiny.model("qwen", classes=classes), tiny.batch(classes=max(classes, 1))
@@ -107,6 +108,7 @@ def program(draws_per_context: int) -> Any:
     return jax.jit(jax.value_and_grad(loss))
 
 
+@pytest.mark.slow
 def test_several_draws_are_the_mean_of_several_losses() -> None:
     llm, path, batch = tiny.llm(), tiny.path(classes=3), tiny.batch(examples=3, classes=3)
     batch = batch._replace(weights=batch.weights.at[2].set(0.0))
@@ -133,6 +135,7 @@ def test_several_draws_share_one_frozen_pass() -> None:
     assert context.hidden.shape == (2, 12, 32)
 
 
+@pytest.mark.slow
 def test_one_draw_is_the_plain_loss_bit_for_bit() -> None:
     llm, path, batch = tiny.llm(), tiny.path(), tiny.batch()
     draws = objective.sample_corruption(KEY, batch, path)
@@ -140,6 +143,7 @@ def test_one_draw_is_the_plain_loss_bit_for_bit() -> None:
     assert float(program(1)(path, llm, batch, KEY)[0]) == float(plain)
 
 
+@pytest.mark.slow
 def test_the_answers_positions_alone_give_the_loss_of_all_positions() -> None:
     """Queries of M < T positions, against all T with weight zero outside the answer, with the same draws."""
     llm, path, few = tiny.llm(), tiny.path(), tiny.batch(examples=2, length=9, answers=4)
@@ -162,6 +166,7 @@ def test_the_answers_positions_alone_give_the_loss_of_all_positions() -> None:
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), gathered, full)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [3, 4])
 def test_logits_in_chunks_change_neither_value_nor_gradient(chunk: int) -> None:
     llm, path, batch = tiny.llm(), tiny.path(), tiny.batch(examples=2, answers=4)
@@ -186,6 +191,7 @@ def test_no_gradient_enters_the_frozen_model() -> None:
     assert jax.tree.structure(moments) == jax.tree.structure(path)
 
 
+@pytest.mark.slow
 def test_the_gradient_reaches_every_parameter_but_one_bias() -> None:
     """The bias of w's last layer cancels in w(t) - w(0)."""
     llm, batch = tiny.llm("qwen"), tiny.batch(examples=4, classes=3)

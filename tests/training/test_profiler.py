@@ -50,6 +50,7 @@ def test_steps_beyond_the_run_are_refused():
         check_steps(ProfileConfig(steps="4:8"), 6)
 
 
+@pytest.mark.slow
 def test_a_training_run(tmp_path):
     changes = {"train__steps": 3, "train__validate_every": 0, "validation__budgets": (1,)}
     arguments = [*options(**changes), "--workdir", tmp_path]

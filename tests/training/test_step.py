@@ -50,6 +50,7 @@ def uneven() -> Batch:
     return batch._replace(weights=(jnp.arange(4) < counts).astype(jnp.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["token", "example"])
 def test_micro_batches_are_one_batch(reduction: Any, mesh: Mesh) -> None:
     """Two of two examples, against the mean over all four with the same draws: loss, gradient norm, new weights."""
@@ -87,6 +88,7 @@ def _is_adam(part: Any) -> bool:
     return isinstance(part, optax.ScaleByAdamState)
 
 
+@pytest.mark.slow
 def test_three_steps_of_one_program_leave_the_frozen_model_as_it_is(mesh: Mesh, program: Any) -> None:
     llm, path, (adam, step) = tiny.llm(), tiny.path(), program
     before, losses = jax.tree.map(np.array, llm), []
@@ -133,6 +135,7 @@ def test_a_new_path_learns_from_its_output_backwards(mesh: Mesh, program: Any) -
     assert moved[3] == names - {".merge.last.bias"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("poison", ["loss", "gradient"])
 def test_what_is_not_finite_changes_nothing(poison: str, mesh: Mesh, program: tuple[Any, Any]) -> None:
     """Neither the path, nor the moments, nor their count; the next step goes on from there."""
@@ -156,6 +159,7 @@ def test_what_is_not_finite_changes_nothing(poison: str, mesh: Mesh, program: tu
     assert not same_bits(state.trained, before.trained)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cosmap"])
 def test_a_step_at_times_of_another_density(name: Any, mesh: Mesh) -> None:
     """Is the loss of the same noise at those times."""
@@ -179,6 +183,7 @@ def test_a_step_at_times_of_another_density(name: Any, mesh: Mesh) -> None:
     np.testing.assert_allclose(metrics["loss"], loss(), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_warped_density_follows_the_losses_of_the_steps(mesh: Mesh) -> None:
     """Of all micro-batches and draws, each as it counts; a skipped step leaves it as it is."""
     llm, path, batch = tiny.llm(), tiny.path(), uneven()
@@ -221,6 +226,7 @@ def test_a_warped_density_follows_the_losses_of_the_steps(mesh: Mesh) -> None:
     assert step._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_rematerialisation_changes_no_gradient() -> None:
     llm, path, batch = tiny.llm(), tiny.path(), tiny.batch()
 

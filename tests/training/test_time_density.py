@@ -150,6 +150,7 @@ def loss_of(**options: Any) -> Any:
     return jax.jit(lambda keys: jax.lax.map(loss, keys, batch_size=20))
 
 
+@pytest.mark.slow
 def test_stratified_times_lower_the_variance_of_the_loss() -> None:
     """And leave its mean."""
     keys = jax.random.split(jax.random.key(0), 200)
@@ -202,6 +203,7 @@ def test_a_warped_density_starts_as_uniform() -> None:
     np.testing.assert_allclose(found[0] / DRAWS.size, start(), atol=4 * np.sqrt(start() / DRAWS.size).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("noise", "tolerance"), [(0.0, 0.008), (1.0, 0.03)])
 def test_a_warped_density_becomes_the_fall_of_the_loss(noise: float, tolerance: float) -> None:
     seen, t = learn(600, noise=noise)

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from l2d_jax.config.schema import Config
 from l2d_jax.model.context import read_context
@@ -13,6 +14,7 @@ from l2d_jax.training.objective import Corruption
 from tests.support import tiny
 
 
+@pytest.mark.slow
 def test_the_report(mesh: Any) -> None:
     """Two batches, the second with a row of padding; a budget of one is the language model."""
     model = tiny.model()

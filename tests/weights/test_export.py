@@ -92,6 +92,7 @@ def workdir(tmp_path_factory):
     return folder / "run"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "variant"), [("l2d", "llama_tied_lora"), ("l2d-full", "llama_tied_full")])
 def test_a_trained_model_in_the_releases_names(tmp_path, workdir, kind, variant):
     """Names and shapes are those of the release's own classes; values are the last checkpoint's."""
@@ -143,6 +144,7 @@ def test_a_torch_file(tmp_path, kind):
     assert found[alias].data_ptr() == found["model.layers.1.mlp.up_proj.weight"].data_ptr()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "changes"), [("llama-scaled", {}), ("qwen", {"classes": 2})])
 def test_full_weights_compute_what_lora_does(tmp_path, kind, changes):
     write_release(tmp_path / "release", kind, **changes)
@@ -180,6 +182,7 @@ def quietly(function):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", tiny.CONFIGS)
 @pytest.mark.parametrize("shard", [5_000_000_000, 20_000])
 def test_transformers_loads_the_language_model(tmp_path, monkeypatch, kind, shard):

@@ -282,6 +282,7 @@ def test_what_is_not_supported_is_named(tmp_path: Path, case: str) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_no_changed_byte_of_a_file_causes_anything_but_an_input_error(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     write_gguf(path)
@@ -310,6 +311,7 @@ def real_file() -> Path:
     return files[0]
 
 
+@pytest.mark.slow
 def test_a_real_model_answers(tmp_path: Path) -> None:
     path = real_file()
     torch = pytest.importorskip("torch", reason="runs the converted model with transformers")

@@ -160,6 +160,7 @@ def test_a_malformed_file_is_named_with_the_rule_it_breaks(tmp_path: Path, case:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_no_prefix_and_no_changed_byte_of_a_file_causes_anything_but_an_input_error(tmp_path: Path) -> None:
     write_safetensors(tmp_path, example_tensors().items())
     path = tmp_path / "model.safetensors"

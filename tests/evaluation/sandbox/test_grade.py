@@ -117,6 +117,7 @@ def verdicts(outside):
     return found
 
 
+@pytest.mark.slow
 @isolated
 @pytest.mark.parametrize("attack", ALL, ids=lambda attack: attack.name)
 def test_an_attack_fails(verdicts, attack):
@@ -194,6 +195,7 @@ def solved(problem: dict[str, str], completion: str) -> Submission:
     return Submission(problem["prompt"] + completion, tests, (name,), setup=problem["prompt"])
 
 
+@pytest.mark.slow
 @isolated
 @pytest.mark.parametrize("canonical", [True, False], ids=["canonical solutions", "return None"])
 def test_humaneval(canonical):
@@ -215,6 +217,7 @@ def own_solution(row) -> Submission:
     return Submission(row["code"], tests, names, setup="\n".join(imports))
 
 
+@pytest.mark.slow
 @isolated
 @pytest.mark.skipif(not MBPP.is_dir(), reason=f"no {MBPP}")
 def test_solutions_of_mbpp_pass():
