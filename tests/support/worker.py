@@ -1,6 +1,6 @@
 """The training program with a mishap: `... worker TERM@4 ARGUMENTS` gets SIGTERM after step 4, and is slow then.
 
-`test_hosts` starts it as one of several processes, or alone; it is not collected.
+`test_processes` starts it as one of several processes, or alone; it is not collected.
 """
 
 import os
