@@ -10,6 +10,7 @@ imported when they are first used: `import l2d_jax` alone imports neither JAX no
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,3 +26,12 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _is_program() -> bool:
+    """Whether `python -m l2d_jax.PROGRAM` is about to be imported, for which Python says "-m" in place of its name."""
+    return sys.argv[:1] == ["-m"] and any(word.removeprefix("-m").startswith("l2d_jax.") for word in sys.orig_argv)
+
+
+if _is_program():
+    importlib.import_module(f"{__name__}.console").begin()

@@ -7,6 +7,7 @@ samples from the config, and compares the time of an evaluation with the time to
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 from l2d_jax import command_line
@@ -15,8 +16,9 @@ from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import Config
 from l2d_jax.decoding.solver import find_solver
 from l2d_jax.distributed import runtime
-from l2d_jax.performance.decoding_speed import draw_speed, measure_decoding
+from l2d_jax.performance.decoding_speed import measure_decoding
 from l2d_jax.performance.training_speed import measure_training
+from l2d_jax.reports.figures import new_figure, save_figure
 
 
 def main() -> None:
@@ -25,11 +27,11 @@ def main() -> None:
     parser.add_argument("work", choices=["train", "decode"], help="what to measure")
     parser.add_argument("--config", default="configs/smollm2_135m.py", help=config_file.CONFIG_HELP)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16], help="decode: sequences at a time")
-    parser.add_argument("--budgets", type=int, nargs="+", default=[1, 7, 15], help="decode: evaluations a token")
-    parser.add_argument("--prompt", type=int, default=64, help="decode: tokens of each prompt, not timed")
-    parser.add_argument("--new", type=int, default=16, help="decode: tokens that are generated and timed")
-    parser.add_argument("--plot", type=command_line.local_path, help="decode: draw the table as this PNG file")
+    parser.add_argument("--batches", type="Rows", nargs="+", default=[1, 4, 16], help="decode: sequences at a time")
+    parser.add_argument("--budgets", type="Budget", nargs="+", default=[1, 7, 15], help="decode: evaluations a token")
+    parser.add_argument("--prompt", type="Tokens", default=64, help="decode: tokens of each prompt, not timed")
+    parser.add_argument("--new", type="Tokens", default=16, help="decode: tokens that are generated and timed")
+    parser.add_argument("--plot", type=command_line.local_path, help="decode: draw the table as this file, PNG and SVG")
     options, config = parser.parse_with_config()
     if options.work == "train":
         figures = measure_training(config, runtime.start_jax(config.mesh))
@@ -42,9 +44,6 @@ def main() -> None:
 
 def _measure_decode(options: argparse.Namespace, config: Config) -> dict[str, Any]:
     """Check the options, measure, and draw; raises `InputError` before anything is built."""
-    for name in ("batches", "budgets", "prompt", "new"):
-        given = getattr(options, name)
-        require(min(given if isinstance(given, list) else [given]) > 0, f"--{name} must be positive, got {given}")
     method = config.train.method
     require(
         method == "l2d",
@@ -57,8 +56,22 @@ def _measure_decode(options: argparse.Namespace, config: Config) -> dict[str, An
     shape = {name: getattr(options, name) for name in ("batches", "budgets", "prompt", "new")}
     figures = measure_decoding(config, mesh, **shape)
     if options.plot is not None:
-        draw_speed(figures, options.plot)
+        _draw_speed(figures, options.plot)
     return figures
+
+
+def _draw_speed(figures: dict[str, Any], file: Path) -> None:
+    """Draw tokens per second and the time per token against the budget."""
+    figure, panels = new_figure(2)
+    for batch in (slope["batch"] for slope in figures["batches"]):
+        rows = [row for row in figures["rows"] if row["batch"] == batch]
+        speeds = [row["tokens per second"] for row in rows], [1000 * row["seconds per token"] for row in rows]
+        for axes, speed in zip(panels, speeds, strict=True):
+            axes.plot([row["budget"] for row in rows], speed, marker="o", label=f"batch {batch}")
+    for axes, label in zip(panels, ("tokens per second, all sequences", "milliseconds per token"), strict=True):
+        axes.set(xlabel="evaluations of the path per token", ylabel=label, ylim=(0, None))
+        axes.legend()
+    save_figure(figure, file)
 
 
 def training_table(figures: dict[str, Any]) -> list[str]:

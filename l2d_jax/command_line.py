@@ -1,26 +1,50 @@
-"""What all programs share at their command line: the config file with its overrides, and one line for bad input."""
+"""What all programs share at their command line: types of options, the config file, one line for what goes wrong."""
 
 import argparse
+import contextlib
+import os
 import sys
 import traceback
+import typing
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-import jax
-
+from l2d_jax import console
+from l2d_jax.config import ranges
 from l2d_jax.config.config_file import one_line, read_config, split_overrides
+from l2d_jax.config.parsing import check_value, require
 from l2d_jax.config.schema import Config
 from l2d_jax.distributed import processes
-from l2d_jax.errors import InputError, RunError
+from l2d_jax.errors import LONGEST_LINE, InputError, RunError, shorten
+from l2d_jax.files import check_path, check_text
+
+TRACEBACK = "L2D_JAX_TRACEBACK"  # set: errors of the program's own show where they were raised
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that reports errors in one line with exit status 2, like all bad input."""
+    """An argument parser that reports errors in one line with exit status 2, like all bad input.
+
+    The type of an option that is a number is the name of its range: `type="Budget"` for `ranges.Budget`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for name, declared in vars(ranges).items():
+            if typing.get_origin(declared) is typing.Annotated:
+                self.register("type", name, Number(declared))
 
     def error(self, message: str) -> NoReturn:
         """Raise `InputError`."""
-        raise InputError(f"{message} (--help lists the options)")
+        raise InputError(f"{shorten(message, 200)} (--help lists the options)")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does; raises `InputError` for arguments that are no text."""
+        arguments = sys.argv[1:] if args is None else list(args)
+        for number, argument in enumerate(arguments, 1):
+            check_text(argument, f"argument {number}")
+        return super().parse_known_args(arguments, namespace)
 
     def parse_with_config(self, arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, Config]:
         """Parse, and read `--config` with its overrides; raises `InputError`."""
@@ -28,32 +52,95 @@ class Parser(argparse.ArgumentParser):
         return options, read_config(options.config, split_overrides(rest))
 
 
+@dataclass(frozen=True)
+class Number:
+    """Parses a number of a declared range, such as `ranges.Budget`."""
+
+    declared: Any
+
+    def __call__(self, text: str) -> int | float:
+        """The number; raises what argparse reports."""
+        value: Any = text
+        with contextlib.suppress(ValueError):  # which the check reports, with the type that is wanted
+            value = typing.get_args(self.declared)[0](text)
+        return typing.cast(int | float, _reported(lambda: check_value(value, self.declared, "the number")))
+
+
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """Add `--workdir` and `--model`, one of which says which model to open."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--workdir", type=local_path, help="a workdir of training: its newest checkpoint")
+    model = "a model folder, a hub id or a GGUF file; without a path the budget is 1"
+    source.add_argument("--model", type=model_name, help=model)
+
+
 def local_path(text: str) -> Path:
     """Parse the name of a file or folder; refuse a URL, which would become a folder with a colon in its name."""
     if "://" in text:
         remedy = "mount the bucket (Cloud Storage FUSE) or a shared disk, and name the folder"
         raise argparse.ArgumentTypeError(f"{text!r} is not a path of this machine: {remedy}")
-    return Path(text)
+    return Path(model_name(text))
+
+
+def model_name(text: str) -> str:
+    """Parse a folder, a hub id or a file, or another text that becomes a part of a path."""
+    _reported(lambda: check_path(text, "the name"))
+    _reported(lambda: require(text != "", "the name is empty: give one"))
+    return text
+
+
+def file_name(text: str) -> str:
+    """Parse the name of a file within a folder that another option names; refuse one that leads out of it."""
+    if "/" in text or "\\" in text or text.startswith("."):
+        raise argparse.ArgumentTypeError(f"{text!r} is no name of a file: leave out slashes and the leading dot")
+    return model_name(text)
 
 
 def run(main: Callable[[], int | None]) -> None:
     """Exit with what `main` returns, or with one line on standard error: 2 for bad input, 1 for a run that stopped.
 
-    If one process of several fails alone, it must not wait for the others, which may be waiting for it.
+    If one process of several fails alone, it must not wait for the others, which may be waiting for it. Ctrl-C is a
+    status of 130, and output that nobody reads any more one of 141; neither has a line.
     """
     together = False
-    try:
-        status = main() or 0
-        together = True
-    except (InputError, RunError) as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        status, together = 2 if isinstance(error, InputError) else 1, isinstance(error, processes.SharedError)
-    except KeyboardInterrupt:
-        status = 130
-    except Exception:
-        if not jax.distributed.is_initialized():
-            raise
-        traceback.print_exc()
-        status = 1
+    with console.interruptible() as pressed:
+        try:
+            status = main() or 0
+            together = True
+        except SystemExit as end:  # after --help
+            status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except KeyboardInterrupt:
+            status = console.INTERRUPTED
+        except Exception as error:
+            together = isinstance(error, processes.SharedError)
+            status = console.INTERRUPTED if pressed else _report(error)
+    status = console.finish(status)
     processes.leave(status, together=together)
     sys.exit(status)
+
+
+def _report(error: Exception) -> int:
+    """Print one line for an error; the exit status."""
+    if isinstance(error, BrokenPipeError) and console.is_cut_off():
+        return console.CUT_OFF
+    if os.environ.get(TRACEBACK) and not isinstance(error, InputError | RunError):
+        traceback.print_exc()
+    status, text = 1, one_line(error)
+    if isinstance(error, InputError):
+        status = 2
+    elif isinstance(error, OSError) and error.strerror and not isinstance(error, BrokenPipeError):
+        status, text = 1, error.strerror
+        if error.filename is not None:
+            status, text = 2, f"{error.strerror}: {shorten(str(error.filename), 200)}"
+    elif not isinstance(error, RunError):
+        text = f"{type(error).__name__}: {shorten(text, 180)} (internal; {TRACEBACK}=1 shows where)"
+    console.complain(shorten(f"error: {text}", LONGEST_LINE))
+    return status
+
+
+def _reported(check: Callable[[], Any]) -> Any:
+    """The result of a check, whose `InputError` argparse reports with the option's name."""
+    try:
+        return check()
+    except InputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

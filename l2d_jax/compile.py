@@ -12,10 +12,8 @@ import importlib.metadata
 import json
 import os
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +23,6 @@ from jax.sharding import Mesh
 
 from l2d_jax import command_line
 from l2d_jax.config import config_file
-from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import Config
 from l2d_jax.decoding.solver import find_solver
 from l2d_jax.distributed.sharding import make_mesh
@@ -83,16 +80,16 @@ def main() -> int:
     parser = command_line.Parser(prog="python -m l2d_jax.compile", description=__doc__)
     parser.add_argument("--config", required=True, help=config_file.CONFIG_HELP)
     parser.add_argument("--topology", required=True, help=f"a slice, such as v5e:16x16: {', '.join(GENERATIONS)}")
-    parser.add_argument("--slices", type=int, default=1, help="so many such slices, joined by the slower network")
+    parser.add_argument("--slices", type="Slices", default=1, help="so many such slices, joined by the slower network")
     parser.add_argument("--work", choices=["train", "decode", "both"], default="both", help="what to compile")
-    parser.add_argument("--batch", type=int, default=8, help="decode: sequences at a time")
-    parser.add_argument("--prompt", type=int, default=512, help="decode: tokens of each prompt")
-    parser.add_argument("--top", type=int, default=0, help="list so many of the instructions that take the time")
+    parser.add_argument("--batch", type="Rows", default=8, help="decode: sequences at a time")
+    parser.add_argument("--prompt", type="Tokens", default=512, help="decode: tokens of each prompt")
+    parser.add_argument(
+        "--top", type="CountOrZero", default=0, help="list so many of the instructions that take the time"
+    )
     parser.add_argument("--hlo", type=command_line.local_path, help="write the optimized programs into this folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options, config = parser.parse_with_config()
-    for name in ("batch", "prompt"):
-        require(getattr(options, name) > 0, f"--{name} must be positive, got {getattr(options, name)}")
     works: tuple[Work, ...] = ("train", "decode") if options.work == "both" else (options.work,)
     jax.config.update("jax_platforms", "cpu")  # or a machine's own TPU would be started
     topology = Topology.parse(options.topology, slices=options.slices)
@@ -121,8 +118,12 @@ def answer(question: Question, mesh: Mesh, *, folder: Path | None = None) -> dic
     if file.exists() and folder is None:
         return {**json.loads(file.read_text()), "cached": True}
     began = time.monotonic()
-    with _progress(f"compiling {question.work} for {question.topology.name}"):
-        found = compile_and_read(question, mesh, folder)
+    with ThreadPoolExecutor(1) as pool:
+        compiling = pool.submit(compile_and_read, question, mesh, folder)
+        while not wait([compiling], timeout=EVERY).done:
+            work = f"compiling {question.work} for {question.topology.name}"
+            print(f"{work}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    found = compiling.result()
     found["seconds of compiling"] = time.monotonic() - began
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(f".{os.getpid()}.partial")
@@ -162,24 +163,6 @@ def title(question: Question, found: dict[str, Any], mesh: Mesh) -> str:
     sizes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items())
     origin = "from the cache" if found["cached"] else f"compiled in {found['seconds of compiling']:.0f} s"
     return f"{question.work} on {question.topology.name}, {mesh.size} devices, {sizes} ({origin}); per device:"
-
-
-@contextmanager
-def _progress(what: str) -> Iterator[None]:
-    """Print every few seconds on standard error how long the work has taken."""
-    began, done = time.monotonic(), threading.Event()
-
-    def report() -> None:
-        while not done.wait(EVERY):
-            print(f"{what}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-
-    thread = threading.Thread(target=report, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
 
 
 if __name__ == "__main__":

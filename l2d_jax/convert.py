@@ -8,13 +8,15 @@ authors' release, or a LoRA adapter of PEFT, beside it. `export` writes a model 
 from pathlib import Path
 
 from l2d_jax import command_line
+from l2d_jax.command_line import model_name
+from l2d_jax.config.schema import ModelConfig
 from l2d_jax.errors import InputError
 from l2d_jax.files import output_folder, read_json
 from l2d_jax.model.architecture import Architecture
-from l2d_jax.weights import model_folder, release
+from l2d_jax.weights import digests, model_folder, release
 from l2d_jax.weights.export import FORMATS, copy_texts, export_model, write_llm
 from l2d_jax.weights.locate import absolute_name, find_base_and_adapters
-from l2d_jax.weights.peft import CONFIG, Adapter
+from l2d_jax.weights.peft import CONFIG, WEIGHTS, Adapter
 from l2d_jax.weights.safetensors_file import SafetensorsFolder
 
 
@@ -23,14 +25,18 @@ def main() -> None:
     parser = command_line.Parser(prog="python -m l2d_jax.convert", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=command_line.Parser)
     importing = commands.add_parser("import", help="make a model folder")
-    importing.add_argument("--base", required=True, help="a Hugging Face folder, a hub id or a GGUF file")
+    importing.add_argument(
+        "--base", type=model_name, required=True, help="a Hugging Face folder, a hub id or a GGUF file"
+    )
     importing.add_argument("--l2d", type=command_line.local_path, help="a checkpoint of the authors' release")
     importing.add_argument("--hyperparameters", type=command_line.local_path, help="its keyword arguments, as JSON")
     importing.add_argument(
         "--adapter", type=command_line.local_path, help="a folder with a LoRA adapter of the base, as PEFT writes it"
     )
     exporting = commands.add_parser("export", help="write a model for other programs")
-    exporting.add_argument("--model", required=True, help="a model folder, or a workdir that has finished")
+    exporting.add_argument(
+        "--model", type=model_name, required=True, help="a model folder, or a workdir that has finished"
+    )
     exporting.add_argument("--format", required=True, choices=list(FORMATS), help="for which program")
     exporting.add_argument("--torch", action="store_true", help="l2d, l2d-full: as pytorch_model.bin; needs torch")
     for command in (importing, exporting):
@@ -77,14 +83,18 @@ def import_model(base: str, out: Path, *, l2d: tuple[Path, Path] | None = None, 
             checkpoint = release.open_checkpoint(file)
             _, trained = release.check_checkpoint(checkpoint, architecture, config)
             write_llm(checkpoint, architecture, partial)
-            model_folder.write_path(partial, dict(release.lazy_tensors(checkpoint, trained)), config, base=base)
+            with_path = model_folder.find_base(ModelConfig(name=str(partial))).fingerprint
+            path = dict(release.lazy_tensors(checkpoint, trained))
+            model_folder.write_path(partial, path, config, base=base, base_fingerprint=with_path)
             return
         source = SafetensorsFolder.open(folder)
         model_folder.check_llm(source, architecture)
         write_llm(source, architecture, partial)
         if adapter is not None:
+            digests.check_signature(adapter / WEIGHTS, source)
             recorded = read_json(adapter / CONFIG).get("base_model_name_or_path") if adapters else None
             Adapter.open(adapter, architecture).write(partial, base=recorded or absolute_name(base))
+            digests.sign(partial / WEIGHTS, base_fingerprint=digests.source_fingerprint(source))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,10 @@
 """The exceptions that programs print as one line: for what a user can mend, and for what has stopped a run."""
 
+from typing import Any
+
+LONGEST_LINE = 300  # characters of a message
+LONGEST_SHOWN = 80  # characters of a value in it
+
 
 class InputError(ValueError):
     """Bad input: exit status 2. The message is one line: the rule, the offending value and the remedy."""
@@ -7,3 +12,18 @@ class InputError(ValueError):
 
 class RunError(RuntimeError):
     """A run had to stop, or has lost something: exit status 1. The message is one line, like that of `InputError`."""
+
+
+def shown(value: Any) -> str:
+    """A value as an error message shows it: its middle is left out if it is long."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError) as error:  # Python writes no number of over 4300 digits
+        text = f"a {type(value).__name__} that cannot be written ({error})"
+    return shorten(text, LONGEST_SHOWN)
+
+
+def shorten(text: str, length: int) -> str:
+    """The text, or its ends with dots between them if it is longer."""
+    part = (length - 5) // 2
+    return text if len(text) <= length else f"{text[: length - 5 - part]} ... {text[-part:]}"

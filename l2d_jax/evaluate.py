@@ -12,13 +12,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from l2d_jax import command_line
-from l2d_jax.config import config_file
+from l2d_jax.command_line import file_name, model_name
+from l2d_jax.config import config_file, ranges
 from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import CATEGORIES, Config, MeshConfig
 from l2d_jax.data import rows
+from l2d_jax.decoding.batching import common_prefix
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.refine import check_budget
-from l2d_jax.decoding.requests import check_prompts
+from l2d_jax.decoding.requests import check_decoding_memory, check_prompts
 from l2d_jax.decoding.solver import SOLVERS
 from l2d_jax.distributed import processes, runtime
 from l2d_jax.evaluation.plan import TaskPlan, check_same, choose_run, make_plans, open_results
@@ -26,8 +28,10 @@ from l2d_jax.evaluation.results import KINDS, accuracy_interval
 from l2d_jax.evaluation.runner import evaluate_task, label_of
 from l2d_jax.evaluation.tasks import registry
 from l2d_jax.evaluation.tasks.problem import Run
-from l2d_jax.loading import Folder, find, load, newest_step
+from l2d_jax.fingerprint import Fingerprint
+from l2d_jax.loading import Folder, find, load, model_fingerprint, newest_step
 from l2d_jax.model.l2d import check_labels
+from l2d_jax.model.llm import LLM
 from l2d_jax.reports.tables import interval
 from l2d_jax.weights import model_folder
 
@@ -37,6 +41,7 @@ class Session(NamedTuple):
 
     options: argparse.Namespace
     found: Folder
+    fingerprint: Fingerprint  # of the model
     loaded: LoadedModel
     run: Run | None  # runs generated programs; None: no task needs it
 
@@ -60,44 +65,56 @@ def open_session(options: argparse.Namespace, config: Config | None) -> tuple[Se
     plans = make_plans(tasks, options, found.defaults if config is None else config.decode, base)
     for plan in plans:
         check_budget(plan.settings, has_path=found.path_config is not None)
-        check_prompts([one.ids for one in plan.problems], plan.settings, base.architecture)
+        prompts = [one.ids for one in plan.problems]
+        check_prompts(prompts, plan.settings, base.architecture)
+        check_decoding_memory(
+            LLM.declare(base.architecture, dtype=found.base.dtype),
+            found.path_config,
+            plan.settings,
+            rows=plan.protocol.batch_size,
+            longest=max(map(len, prompts)) - common_prefix(prompts),
+            remedy="--batch_size or --max_new_tokens",
+        )
     if options.label is not None:
         labels = {label_of(one.problem, plan.protocol) for plan in plans for one in plan.problems}
         check_labels(found.path_config, sorted(label for label in labels if label is not None))
     step = newest_step(found)  # resolved once: a training run may save another meanwhile
-    # Other evaluations in these folders are refused before any weight is read.
-    processes.decide(lambda: [open_results(plan, options, found, step).folder.name for plan in plans])
+    # Other evaluations in these folders are refused before any weight is loaded.
+    model = processes.decide(lambda: model_fingerprint(found, base, step))
+    processes.decide(lambda: [open_results(plan, options, found, step, model).folder.name for plan in plans])
     loaded = load(options.workdir or options.model, mesh=mesh, dtype=options.dtype, step=step)
-    return Session(options, found, loaded, run), plans
+    return Session(options, found, model, loaded, run), plans
 
 
 def run_plans(session: Session, plans: Sequence[TaskPlan]) -> None:
     """Evaluate plan by plan, and print a line for each; raises `InputError` as `evaluate_task` does."""
     loaded = session.loaded
     for plan in plans:
-        task, problems, settings, protocol = plan
-        results = partial(open_results, plan, session.options, session.found, loaded.step)
+        task, problems, _, settings, protocol = plan
+        results = partial(open_results, plan, session.options, session.found, loaded.step, session.fingerprint)
         figures = evaluate_task(loaded, task, problems, results, settings=settings, protocol=protocol, run=session.run)
         processes.print_once(_line(plan, figures))
 
 
 def parse_arguments(parser: command_line.Parser) -> tuple[argparse.Namespace, Config | None]:
     """The options, and the config if the command line names one; raises `InputError`."""
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--workdir", type=command_line.local_path, help="a workdir of training: its newest checkpoint")
-    source.add_argument("--model", help="a model folder, a hub id or a GGUF file; without a path the budget is 1")
+    command_line.add_source(parser)
     parser.add_argument(
         "--config", help=f"for its decode and mesh sections; None: the workdir's; {config_file.CONFIG_HELP}"
     )
     parser.add_argument("--tasks", required=True, help=f"with commas between them: {', '.join(registry.TASKS)}")
     parser.add_argument("--out", type=command_line.local_path, help="where results go; DIR/eval of a workdir")
-    parser.add_argument("--name", help="of the folder within a task's; <solver>-<budget>, and how problems are put")
+    parser.add_argument(
+        "--name", type=file_name, help="of the folder within a task's; <solver>-<budget>, and how problems are put"
+    )
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "int8"], help="of weights and products")
     problems = parser.add_argument_group("problems")
-    problems.add_argument("--data_dir", help="read <data_dir>/<task>/<split>.jsonl or .parquet instead of the hub")
-    problems.add_argument("--split", help="another than the paper's")
-    problems.add_argument("--limit", type=int, help="so many problems, evenly spaced; None: all")
-    problems.add_argument("--shots", type=int, help="examples before each question; None: the paper's")
+    problems.add_argument(
+        "--data_dir", type=model_name, help="read <data_dir>/<task>/<split>.jsonl or .parquet instead of the hub"
+    )
+    problems.add_argument("--split", type=file_name, help="another than the paper's")
+    problems.add_argument("--limit", type="Count", help="so many problems, evenly spaced; None: all")
+    problems.add_argument("--shots", type="CountOrZero", help="examples before each question; None: the paper's")
     prompts = "paper, or thoughts: chain-of-thought examples, or the request to think"
     problems.add_argument("--prompts", choices=["paper", "thoughts"], default="paper", help=prompts)
     tagged = "judge what stands in <answer> tags, or behind </think>, as R1-style models write"
@@ -109,18 +126,20 @@ def parse_arguments(parser: command_line.Parser) -> tuple[argparse.Namespace, Co
     code = "run the programs that the model writes, each isolated (l2d_jax/evaluation/sandbox/grade.py says how well)"
     problems.add_argument("--allow_code_execution", action="store_true", help=code)
     decoding = parser.add_argument_group("decoding")
-    decoding.add_argument("--budget", type=int, nargs="+", help="evaluations of the path per token; several compare")
+    decoding.add_argument(
+        "--budget", type="Budget", nargs="+", help="evaluations of the path per token; several compare"
+    )
     decoding.add_argument("--solver", choices=SOLVERS, help="how the path is integrated")
-    decoding.add_argument("--tolerance", type=float, help="of each step of an adaptive solver")
+    decoding.add_argument("--tolerance", type="Tolerance", help="of each step of an adaptive solver")
     label = f"class for guidance, for a path with classes; category: each problem's own of {', '.join(CATEGORIES)}"
     decoding.add_argument("--label", type=class_label, help=label)
-    decoding.add_argument("--guidance", type=float, help="its strength; 1: the class alone")
-    decoding.add_argument("--temperature", type=float, help="of the final draw; None: the task's; 0: arg max")
-    decoding.add_argument("--max_new_tokens", type=int, help="of a completion; None: the task's")
-    decoding.add_argument("--samples", type=int, help="completions of each problem; None: the task's")
-    decoding.add_argument("--draws", type=int, default=8, help="of noise, with --choices likelihood")
-    decoding.add_argument("--batch_size", type=int, default=16, help="sequences at a time, on all devices together")
-    decoding.add_argument("--seed", type=int, default=0, help="of the noise and the draws")
+    decoding.add_argument("--guidance", type="Strength", help="its strength; 1: the class alone")
+    decoding.add_argument("--temperature", type="Temperature", help="of the final draw; None: the task's; 0: arg max")
+    decoding.add_argument("--max_new_tokens", type="Tokens", help="of a completion; None: the task's")
+    decoding.add_argument("--samples", type="Rows", help="completions of each problem; None: the task's")
+    decoding.add_argument("--draws", type="SeveralDraws", default=8, help="of noise, with --choices likelihood")
+    decoding.add_argument("--batch_size", type="Rows", default=16, help="sequences at a time, on all devices together")
+    decoding.add_argument("--seed", type="Seed", default=0, help="of the noise and the draws")
     options, rest = parser.parse_known_args()
     require(options.config is not None or not rest, f"unknown arguments {' '.join(rest)} (--help lists the options)")
     require(options.workdir is not None or options.out is not None, "--model needs --out DIR, for the results")
@@ -130,9 +149,9 @@ def parse_arguments(parser: command_line.Parser) -> tuple[argparse.Namespace, Co
     return options, config
 
 
-def class_label(text: str) -> int | str:
+def class_label(text: str) -> int | float | str:
     """The value of `--label`: "category", or the number of a class."""
-    return text if text == "category" else int(text)
+    return text if text == "category" else command_line.Number(ranges.Label)(text)
 
 
 def _line(plan: TaskPlan, figures: dict[str, Any]) -> str:

@@ -1,16 +1,55 @@
-"""Files of JSON, in which no key may be repeated, and files and folders that are complete or absent."""
+"""Files of JSON, checked against declared types, and files and folders that are complete or absent.
+
+What others wrote, and what may have been damaged, is read in three steps: bytes, strictly as UTF-8; JSON, in which no
+key may be repeated; and the types and ranges that its reader declares, mostly as a `TypedDict`.
+"""
 
 import json
+import math
 import os
 import shutil
+import sys
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from l2d_jax.errors import InputError
+from annotated_types import Interval
+from pydantic import TypeAdapter, ValidationError
+
+from l2d_jax.errors import LONGEST_LINE, InputError, shorten, shown
+
+Count = Annotated[int, Interval(ge=1, lt=2**31)]
+Share = Annotated[float, Interval(ge=0, le=1)]
+Positive = Annotated[float, Interval(gt=0, le=1e12)]
+DOWNLOAD = "download it again"
+
+LONGEST_NAME = 255  # bytes of one name in a path, on all common file systems
+LONGEST_PATH = 4096  # bytes, of Linux
+
+
+def check_text(text: str, name: str) -> None:
+    """Raise `InputError`, which begins with `name`, for text that is not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{name} must be UTF-8, got {text[:80]!a}: write it in that encoding") from None
+
+
+def check_path(text: str, name: str) -> None:
+    """Raise `InputError`, which begins with `name`, for text that no file can be named by."""
+    check_text(text, name)
+    if "\0" in text:
+        raise InputError(f"{name} must have no NUL character, got {text[:80]!r}: leave it out")
+    longest = max(text.split("/"), key=lambda part: len(part.encode()))
+    size, limit = len(longest.encode()), LONGEST_NAME
+    if size <= limit:
+        longest, size, limit = text, len(text.encode()), LONGEST_PATH
+    if size > limit:
+        raise InputError(f"{name} must be at most {limit} bytes long, got {size}: {longest[:60]!r}...: shorten it")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -23,19 +62,113 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def parse_json(text: bytes, path: Path) -> dict[str, Any]:
     """The JSON object in `text`, which is from the file at `path`; raises `InputError` as `read_json` does."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(dict(pairs)) < len(pairs):
-            raise ValueError(f"repeated key {Counter(key for key, _ in pairs).most_common(1)[0][0]!r}")
-        return dict(pairs)
-
     try:
-        value = json.loads(text, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: malformed JSON ({str(error).partition(chr(10))[0]}): download it again") from None
+        return _parse(text)
+    except ValueError as error:
+        raise InputError(f"{path}: malformed JSON ({error}): {DOWNLOAD}") from None
+
+
+def check(value: Any, kind: Any, where: object, *, remedy: str = DOWNLOAD) -> Any:
+    """`value` as the type `kind` declares it; raises an `InputError` that names the first entry that is not.
+
+    Args:
+      value: what a file of JSON holds.
+      kind: a type such as a `TypedDict`, whose bounds are those of `annotated_types`; unknown keys are left out.
+      where: what the value is of, which begins the message.
+      remedy: what ends it.
+    """
+    try:
+        return _adapter(kind).validate_python(value, strict=True)
+    except ValidationError as error:
+        raise InputError(f"{where}: {_fault(error)}: {remedy}") from None
+
+
+def read_lines(
+    path: Path, kinds: Sequence[Any], odd: Callable[[list[dict[str, Any]]], dict[int, str]]
+) -> list[tuple[bytes, dict[str, Any]]]:
+    """The complete lines of a file of JSON and the object in each, without the damaged ones, which a warning counts.
+
+    Raises `InputError` for a file that cannot be read.
+
+    Args:
+      path: the file, which may be missing.
+      kinds: types that each object must have, as for `check`.
+      odd: which of all the objects cannot be right beside the others, by their places, and why.
+    """
+    kept: list[tuple[int, bytes, dict[str, Any]]] = []
+    faults: dict[int, str] = {}  # by the number of the line
+    try:
+        lines = complete_lines(path)
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = _parse(line, is_finite=True)
+            for kind in kinds:
+                _adapter(kind).validate_python(record, strict=True)
+            kept.append((number, line, record))
+        except ValidationError as error:
+            faults[number] = _fault(error)
+        except ValueError as error:
+            faults[number] = str(error)
+    faults |= {kept[place][0]: fault for place, fault in odd([record for _, _, record in kept]).items()}
+    if faults:
+        number, fault = next(iter(faults.items()))
+        more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
+        text = f"warning: line {number} of {path} is damaged and left out{more}: {fault}"
+        print(shorten(text, LONGEST_LINE), file=sys.stderr, flush=True)
+    return [(line, record) for number, line, record in kept if number not in faults]
+
+
+def _parse(text: bytes, *, is_finite: bool = False) -> dict[str, Any]:
+    """A JSON object, of finite numbers alone where that is asked for; raises a `ValueError` of one line."""
+    number = _finite if is_finite else float
+    try:
+        value = json.loads(
+            text.decode("utf-8-sig"), object_pairs_hook=_unique, parse_float=number, parse_constant=number
+        )
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is not UTF-8") from None
+    except RecursionError:
+        raise ValueError("nested too deep") from None
     if not isinstance(value, dict):
-        raise InputError(f"{path}: malformed JSON ({type(value).__name__} in place of an object): download it again")
+        raise ValueError(f"{type(value).__name__} in place of an object")
     return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError(f"repeated key {shown(Counter(key for key, _ in pairs).most_common(1)[0][0])}")
+    return dict(pairs)
+
+
+def _finite(digits: str) -> float:
+    if not math.isfinite(float(digits)):
+        raise ValueError(f"{shown(digits)} is not a finite number")
+    return float(digits)
+
+
+@cache
+def _adapter(kind: Any) -> Any:
+    return TypeAdapter(kind)
+
+
+def _fault(error: ValidationError) -> str:
+    """What is wrong with the first entry that is, in a few words."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    place = ".".join(part if isinstance(part, str) and len(part) < 40 else shown(part) for part in first["loc"])
+    if first["type"] == "missing":
+        return f"{place} is missing"
+    return f"{place} {first['msg'].replace('Input should', 'must')}, got {shown(first['input'])}".strip()
+
+
+def identity(path: Path) -> list[int]:
+    """Numbers that differ once a file has been written to or replaced, even if its dates were set back.
+
+    Raises `OSError` if there is no such file.
+    """
+    state = path.stat()
+    return [state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns]
 
 
 def cache_folder() -> Path:
@@ -48,23 +181,23 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "l2d_jax"
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str | bytes) -> None:
     """Replace a file by `text`, on the disk: a kill or a loss of power leaves the old file or the new one, whole."""
     written = path.with_name(f"{path.name}.partial")
-    with written.open("w") as file:
-        file.write(text)
+    with written.open("wb") as file:
+        file.write(text.encode() if isinstance(text, str) else text)
         file.flush()
         os.fsync(file.fileno())
     written.replace(path)
     sync(path.parent)
 
 
-def complete_lines(path: Path) -> list[str]:
+def complete_lines(path: Path) -> list[bytes]:
     """The lines of a file with their line ends, without a last line that was cut off; none if there is no file."""
     if not path.exists():
         return []
-    lines = path.read_text().splitlines(keepends=True)
-    return lines if not lines or lines[-1].endswith("\n") else lines[:-1]
+    *lines, _ = path.read_bytes().split(b"\n")  # not splitlines, which ends lines at other bytes too
+    return [line + b"\n" for line in lines]
 
 
 def sync(path: Path) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from l2d_jax import command_line
-from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.config.schema import DecodeConfig, MeshConfig
 from l2d_jax.data.tokenizer import Message
-from l2d_jax.decoding.beam_search import check_search, search
+from l2d_jax.decoding.beam_search import check_search, check_search_memory, search
 from l2d_jax.decoding.beams import SearchConfig
 from l2d_jax.decoding.generation import generate_tokens
 from l2d_jax.decoding.loaded_model import LoadedModel
@@ -18,6 +18,7 @@ from l2d_jax.decoding.requests import (
     Prompt,
     Request,
     Restrictions,
+    check_decoding_memory,
     check_prompts,
     encode_prompt,
     override_settings,
@@ -25,11 +26,13 @@ from l2d_jax.decoding.requests import (
 from l2d_jax.decoding.solver import ADAPTIVE, SOLVERS
 from l2d_jax.decoding.stop_strings import StopSearch, to_text
 from l2d_jax.decoding.trace import TokenTrace, check_single_sample, trace
+from l2d_jax.distributed import runtime
 from l2d_jax.errors import InputError
 from l2d_jax.files import output_folder
 from l2d_jax.loading import find, load
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.l2d import check_labels
+from l2d_jax.model.llm import LLM
 from l2d_jax.reports.trace import AnswerTrace, write_trace
 from l2d_jax.weights import model_folder
 
@@ -57,8 +60,15 @@ def main() -> None:
     StopSearch(options.stop, base.tokenizer, 0)  # raises before any weight is read
     traces: list[list[TokenTrace]] = []
     print_answer = _choose_printer(options, variants, traces, architecture=base.architecture)
+    mesh, longest = runtime.start_jax(MeshConfig()), max(map(len, ids))
+    llm = LLM.declare(base.architecture, dtype=folder.base.dtype)
+    for settings in variants:
+        remedy = "--draws or --max_new_tokens"
+        check_decoding_memory(llm, folder.path_config, settings, rows=1, longest=longest, remedy=remedy)
+        if options.beams is not None:
+            check_search_memory(settings, _search_config(options, settings), llm, folder.path_config, longest=longest)
     with output_folder(options.trace) if options.trace else contextlib.nullcontext() as out:
-        loaded = load(options.workdir or options.model)
+        loaded = load(options.workdir or options.model, mesh=mesh)
         if not prompts:
             _chat(loaded, print_answer, variants[0], seed=options.seed)
             return
@@ -75,42 +85,38 @@ def main() -> None:
 def _parse() -> argparse.Namespace:
     """The command line; raises `InputError` for options that do not go together."""
     parser = command_line.Parser(prog="python -m l2d_jax.generate", description=__doc__)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--workdir", type=command_line.local_path, help="a workdir of training: its newest checkpoint answers"
-    )
-    source.add_argument("--model", help="a model folder, a hub id or a GGUF file; without a path the budget is 1")
+    command_line.add_source(parser)
     parser.add_argument("--prompt", action="append", help="a message to answer, given once or more; without it, a chat")
-    parser.add_argument("--max_new_tokens", type=int, help="the longest answer, in tokens")
-    parser.add_argument("--seed", type=int, default=0, help="of the noise and of the sampled tokens")
+    parser.add_argument("--max_new_tokens", type="Tokens", help="the longest answer, in tokens")
+    parser.add_argument("--seed", type="Seed", default=0, help="of the noise and of the sampled tokens")
     refining = parser.add_argument_group("the refinement of each token")
     refining.add_argument(
         "--budget",
-        type=int,
+        type="Budget",
         nargs="+",
         help="evaluations of the path per token, the final one included; several compare; adaptive solvers: at most",
     )
     refining.add_argument("--solver", choices=SOLVERS, help="how the path is integrated")
-    refining.add_argument("--tolerance", type=float, help=f"of each step of {', '.join(ADAPTIVE)}")
-    refining.add_argument("--label", type=int, help="class for guidance, for a path that was trained with classes")
-    refining.add_argument("--guidance", type=float, help="strength of the guidance; 1: the class alone")
+    refining.add_argument("--tolerance", type="Tolerance", help=f"of each step of {', '.join(ADAPTIVE)}")
+    refining.add_argument("--label", type="Label", help="class for guidance, for a path that was trained with classes")
+    refining.add_argument("--guidance", type="Strength", help="strength of the guidance; 1: the class alone")
     gate = "skip the ODE where the entropy of the language model alone is below this, in nats"
-    refining.add_argument("--gate", type=float, help=gate)
+    refining.add_argument("--gate", type="Nats", help=gate)
     sampling = parser.add_argument_group("sampling of each token")
-    sampling.add_argument("--temperature", type=float, help="of sampling a token; 0: arg max")
-    sampling.add_argument("--top_k", type=int, help="sample from this number of the likeliest tokens")
+    sampling.add_argument("--temperature", type="Temperature", help="of sampling a token; 0: arg max")
+    sampling.add_argument("--top_k", type="CountOrZero", help="sample from this number of the likeliest tokens")
     top_p = "sample from the likeliest tokens that together reach this probability"
-    sampling.add_argument("--top_p", type=float, help=top_p)
-    sampling.add_argument("--draws", type=int, help="noise samples, whose mean distribution is the answer's")
+    sampling.add_argument("--top_p", type="TopP", help=top_p)
+    sampling.add_argument("--draws", type="Draws", help="noise samples, whose mean distribution is the answer's")
     stop = "a text that ends an answer, given once or more"
     sampling.add_argument("--stop", action="append", default=[], help=stop)
     searching = parser.add_argument_group("search over tokens, for the best of several answers")
-    searching.add_argument("--beams", type=int, help="answers that are kept; each token costs a budget per beam")
+    searching.add_argument("--beams", type="Beams", help="answers that are kept; each token costs a budget per beam")
     candidates = "tokens that are sampled to extend each beam, at --temperature or else 1"
-    searching.add_argument("--candidates", type=int, help=candidates)
-    searching.add_argument("--length_power", type=float, help="a beam's score is divided by its tokens to this power")
+    searching.add_argument("--candidates", type="Count", help=candidates)
+    searching.add_argument("--length_power", type="Power", help="a beam's score is divided by its tokens to this power")
     penalty = "nats of a beam's score that a repeated trigram costs"
-    searching.add_argument("--repetition_penalty", type=float, help=penalty)
+    searching.add_argument("--repetition_penalty", type="Nats", help=penalty)
     trace = "a new folder for trace.jsonl and trace.html: the evaluations that each token of the answers took"
     parser.add_argument("--trace", type=command_line.local_path, help=trace)
     options = parser.parse_args()
@@ -144,12 +150,16 @@ def _choose_printer(
     for what, is_there in others.items():
         if is_there:
             raise InputError(f"{what} does not go with --beams: leave one out")
-    names = ("beams", *SEARCH_OPTIONS, "temperature")
-    values = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    config = SearchConfig(**values, max_new_tokens=variants[0].max_new_tokens)
+    config = _search_config(options, variants[0])
     for settings in variants:
         check_search(settings, config, architecture=architecture)
     return partial(_print_searched, label=options.label, config=config)
+
+
+def _search_config(options: argparse.Namespace, settings: DecodeConfig) -> SearchConfig:
+    names = ("beams", *SEARCH_OPTIONS, "temperature")
+    values = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    return SearchConfig(**values, max_new_tokens=settings.max_new_tokens)
 
 
 def _print_streamed(

@@ -19,12 +19,13 @@ from l2d_jax.config.parsing import nearest, require
 from l2d_jax.config.schema import MeshConfig
 from l2d_jax.data.tokenizer import first_line, require_chat_template
 from l2d_jax.decoding.refine import check_budget
-from l2d_jax.decoding.requests import override_settings
+from l2d_jax.decoding.requests import check_decoding_memory, override_settings
 from l2d_jax.decoding.solver import ADAPTIVE, SOLVERS
 from l2d_jax.distributed import processes, runtime
 from l2d_jax.errors import InputError
 from l2d_jax.files import output_folder
 from l2d_jax.loading import find, load
+from l2d_jax.model.llm import LLM
 from l2d_jax.weights import model_folder
 
 
@@ -47,6 +48,15 @@ def main() -> None:
     mesh = runtime.start_jax(MeshConfig())
     base = processes.take_turns(lambda: model_folder.find_base(folder.base))
     tokenizer = require_tokenizer(base.tokenizer)
+    length = min(options.max_new_tokens or 1, base.architecture.max_position_embeddings)
+    check_decoding_memory(
+        LLM.declare(base.architecture, dtype=folder.base.dtype),
+        folder.path_config,
+        dataclasses.replace(settings, max_new_tokens=length),
+        rows=options.batch_size,
+        longest=1,
+        remedy="--batch_size",
+    )
     if options.apply_chat_template:
         require_chat_template(tokenizer)
     tasks = open_tasks(options.tasks.split(","), options.include_path)
@@ -76,38 +86,32 @@ def main() -> None:
 def _parse() -> argparse.Namespace:
     """The command line; raises `InputError`."""
     parser = command_line.Parser(prog="python -m l2d_jax.lm_eval", description=__doc__)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--workdir", type=command_line.local_path, help="a workdir of training: its newest checkpoint")
-    source.add_argument("--model", help="a model folder, a hub id or a GGUF file; without a path the budget is 1")
+    command_line.add_source(parser)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "int8"], help="of weights and products")
     parser.add_argument("--tasks", required=True, help="names of tasks and groups of them, with commas between them")
     parser.add_argument("--out", type=command_line.local_path, required=True, help="a new folder for the results")
     of_tasks = parser.add_argument_group("tasks")
     folder = "a folder of task files (YAML), given once or more; they come before the harness's own"
     of_tasks.add_argument("--include_path", type=command_line.local_path, action="append", default=[], help=folder)
-    of_tasks.add_argument("--limit", type=int, help="use the first N examples of each task; None: all")
-    of_tasks.add_argument("--num_fewshot", type=int, help="examples before each question; None: the task's")
+    of_tasks.add_argument("--limit", type="Count", help="use the first N examples of each task; None: all")
+    of_tasks.add_argument("--num_fewshot", type="CountOrZero", help="examples before each question; None: the task's")
     chat = "write prompts as conversations, by the tokenizer's chat template"
     of_tasks.add_argument("--apply_chat_template", action="store_true", help=chat)
     code = "let tasks run the programs that the model writes: the harness does so without any isolation"
     of_tasks.add_argument("--confirm_run_unsafe_code", action="store_true", help=code)
     asking = parser.add_argument_group("decoding and likelihoods")
-    asking.add_argument("--budget", type=int, help="evaluations of the path per token; 1: the base model")
+    asking.add_argument("--budget", type="Budget", help="evaluations of the path per token; 1: the base model")
     asking.add_argument("--solver", choices=SOLVERS, help="how the path is integrated")
-    asking.add_argument("--tolerance", type=float, help=f"of each step of {', '.join(ADAPTIVE)}")
+    asking.add_argument("--tolerance", type="Tolerance", help=f"of each step of {', '.join(ADAPTIVE)}")
     likelihood = "path: at the budget, by the mean over --draws; base: of the language model alone, in one pass"
     asking.add_argument("--likelihood", choices=["path", "base"], default="path", help=likelihood)
-    asking.add_argument("--draws", type=int, default=8, help="noise samples for each likelihood")
-    asking.add_argument("--max_new_tokens", type=int, help="a limit of an answer's length in tokens; None: the task's")
-    asking.add_argument("--batch_size", type=int, default=16, help="sequences at a time, on all devices together")
-    asking.add_argument("--seed", type=int, default=0, help="of the noise and of the sampled tokens")
-    options = parser.parse_args()
-    require(options.batch_size > 0, f"--batch_size must be positive, got {options.batch_size}")
-    require(options.draws > 1, f"--draws must be at least 2, got {options.draws}")
-    require(options.limit is None or options.limit > 0, f"--limit must be positive, got {options.limit}")
-    length = options.max_new_tokens
-    require(length is None or length > 0, f"--max_new_tokens must be positive, got {length}")
-    return options
+    asking.add_argument("--draws", type="SeveralDraws", default=8, help="noise samples for each likelihood")
+    asking.add_argument(
+        "--max_new_tokens", type="Tokens", help="a limit of an answer's length in tokens; None: the task's"
+    )
+    asking.add_argument("--batch_size", type="Rows", default=16, help="sequences at a time, on all devices together")
+    asking.add_argument("--seed", type="Seed", default=0, help="of the noise and of the sampled tokens")
+    return parser.parse_args()
 
 
 def open_tasks(names: list[str], folders: list[Path]) -> list[Any]:

@@ -10,10 +10,11 @@ from jax.sharding import Mesh
 from l2d_jax.config.parsing import from_dict
 from l2d_jax.config.schema import Config, DecodeConfig, MeshConfig, ModelConfig, PathConfig
 from l2d_jax.decoding.loaded_model import LoadedModel
-from l2d_jax.distributed import runtime, sharding
+from l2d_jax.distributed import processes, runtime, sharding
 from l2d_jax.errors import InputError
 from l2d_jax.files import read_json
 from l2d_jax.model.l2d import Model
+from l2d_jax.training import manifest
 from l2d_jax.training.checkpoint import Checkpoints
 from l2d_jax.training.methods import method_of
 from l2d_jax.weights import model_folder
@@ -73,6 +74,7 @@ def load(
     about = find(folder, dtype=dtype)
     mesh = runtime.start_jax(MeshConfig()) if mesh is None else mesh
     base = model_folder.find_base(about.base)
+    processes.decide(lambda: check_base(about, base))
     if about.trained is not None:
         step = newest_step(about) if step is None else step
         trained = _restore(about, about.trained, base, mesh, step=step)
@@ -82,6 +84,25 @@ def load(
         path = None if about.path_config is None else model_folder.load_path(about.path, base.architecture, mesh)
         model = Model.build(llm, path)
     return LoadedModel(model, base.tokenizer, base.stop_ids, about.defaults, step)
+
+
+def check_base(folder: Folder, base: model_folder.BaseFiles) -> None:
+    """Raise `InputError` if a base is not the one that was trained on, or if a path has changed since its export."""
+    record = folder.path / model_folder.BASE
+    if folder.trained is None and folder.path_config is not None:
+        model_folder.check_trained_path(folder.path, base)
+    elif folder.trained is not None and record.exists():
+        base.require_same(read_json(record).get("base_fingerprint"), file=record)
+
+
+def model_fingerprint(folder: Folder, base: model_folder.BaseFiles, step: int | None) -> dict[str, str]:
+    """What the answers of a model depend on: its base, and what was trained, of a workdir at `step`."""
+    trained = {}
+    if folder.trained is not None:
+        trained = {"trained weights": manifest.fingerprint(folder.path / "checkpoints" / str(step))}
+    elif folder.path_config is not None:
+        trained = {"trained weights": model_folder.check_trained_path(folder.path)}
+    return base.fingerprint | trained
 
 
 def _base(options: dict[str, Any], dtype: str | None) -> ModelConfig:

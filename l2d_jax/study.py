@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
+from transformers import PreTrainedTokenizerFast
 
 from l2d_jax import command_line
 from l2d_jax.config import config_file
@@ -29,11 +30,13 @@ from l2d_jax.decoding.solver import ADAPTIVE, AMPLE, SOLVERS, split_budget
 from l2d_jax.decoding.trace import mean_evaluations
 from l2d_jax.distributed import processes, runtime
 from l2d_jax.errors import InputError
-from l2d_jax.files import read_json, write_whole
-from l2d_jax.loading import Folder, find, load, newest_step
+from l2d_jax.files import write_whole
+from l2d_jax.fingerprint import changes
+from l2d_jax.loading import Folder, find, load, model_fingerprint, newest_step
 from l2d_jax.performance import costs
 from l2d_jax.reports import study
 from l2d_jax.training.validation import placed_in_order, teacher_forced_sums
+from l2d_jax.weights import model_folder
 
 BUDGETS_HELP = "evaluations per token; a solver that cannot spend one exactly takes the next smaller that it can"
 
@@ -44,13 +47,14 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", type=_named, metavar="NAME=MODEL", required=True, help="to compare")
     parser.add_argument("--config", required=True, help=f"for its data, decoding and type; {config_file.CONFIG_HELP}")
     parser.add_argument("--out", type=command_line.local_path, required=True, help="where the results go")
-    parser.add_argument("--split", help="of the answers; None: the config's for validation")
+    parser.add_argument(
+        "--split", type=command_line.file_name, help="of the answers; None: the config's for validation"
+    )
     parser.add_argument("--solvers", nargs="+", choices=SOLVERS, default=["midpoint"], help="of a path")
-    parser.add_argument("--budgets", nargs="+", type=int, default=[1, 3, 7, 15, 31], help=BUDGETS_HELP)
+    parser.add_argument("--budgets", nargs="+", type="Budget", default=[1, 3, 7, 15, 31], help=BUDGETS_HELP)
     options, config = parser.parse_with_config()
     names = [name for name, _ in options.models]
     require(len(set(names)) == len(names), f"each model needs a name of its own, got {', '.join(names)}")
-    require(min(options.budgets) > 0, f"--budgets must be at least 1 evaluation, got {min(options.budgets)}")
     if options.split:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, validation_split=options.split))
     rows.keep_quiet()
@@ -79,14 +83,21 @@ def _named(text: str) -> tuple[str, str]:
     name, equals, model = text.partition("=")
     if not (equals and model and name.isidentifier()):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=MODEL, such as base=Qwen/Qwen2.5-7B-Instruct")
-    return name, model
+    return command_line.file_name(name), command_line.model_name(model)
 
 
 def _describe(folder: Folder, options: argparse.Namespace, config: Config) -> dict[str, Any]:
-    """All that a model's measurements depend on, as JSON holds it; raises `InputError` as `newest_step` does."""
+    """All that a model's measurements depend on, as JSON holds it.
+
+    Raises `InputError` for files that are missing or malformed, before any weight is loaded.
+    """
+    base, step = model_folder.find_base(folder.base), newest_step(folder)
+    model = processes.decide(lambda: model_fingerprint(folder, base, step))
+    answers = processes.take_turns(lambda: _examples(base.tokenizer, config)).fingerprint()
     about = {
         "model": str(folder.path),
-        "step": newest_step(folder),
+        "step": step,
+        "fingerprint": model | {"answers": answers},
         "solvers": options.solvers,
         "budgets": options.budgets,
         "data": dataclasses.asdict(config.data),
@@ -96,12 +107,24 @@ def _describe(folder: Folder, options: argparse.Namespace, config: Config) -> di
     return as_json
 
 
+def _examples(tokenizer: PreTrainedTokenizerFast | None, config: Config) -> Examples:
+    """The held-out answers; raises `InputError`."""
+    if tokenizer is None:
+        raise InputError("a study reads text, and a model has no tokenizer: add its tokenizer files")
+    return Examples.load(config.data, tokenizer, split=config.data.validation_split)
+
+
 def _read_known(file: Path, about: dict[str, Any]) -> dict[str, Any] | None:
     """A model's measurements from its file, or None without one; raises `InputError` if their conditions differ."""
-    known: dict[str, Any] | None = processes.decide(lambda: read_json(file) if file.exists() else None)
+    known: dict[str, Any] | None = processes.decide(lambda: study.read_measurements(file) if file.exists() else None)
     if known is not None:
-        changed = " and ".join(key for key in about if about[key] != known["about"].get(key))
-        require(not changed, f"{file} was measured with another {changed}: remove it, or take another --out")
+        before = known["about"]
+        names = [name for name in about if about[name] != before.get(name) and name != "fingerprint"]
+        names = names or changes(before.get("fingerprint", {}), about["fingerprint"])
+        require(
+            not names and "fingerprint" in before,
+            f"{file} was measured with another {' and '.join(names) or 'version'}: remove it, or take another --out",
+        )
     return known
 
 
@@ -117,9 +140,7 @@ def _measure_model(
     loaded: LoadedModel, config: Config, solvers: Sequence[Any], budgets: Sequence[int], mesh: Mesh
 ) -> dict[str, Any]:
     """The sums of every measure by example, and the settings that were measured; raises `InputError`."""
-    if loaded.tokenizer is None:
-        raise InputError("a study reads text, and a model has no tokenizer: add its tokenizer files")
-    examples = Examples.load(config.data, loaded.tokenizer, split=config.data.validation_split)
+    examples = _examples(loaded.tokenizer, config)
     settings = {"1": dataclasses.replace(config.decode, solver="euler", budget=1)}
     if loaded.model.path is not None:
         settings |= {f"{one.solver}-{one.budget}": one for one in _settings(config.decode, solvers, budgets)}

@@ -28,7 +28,9 @@ TRACED = 64  # right answers of each task whose diffusions are traced, evenly sp
 def main() -> None:
     """Parse the command line, evaluate, trace right answers, and report."""
     parser = command_line.Parser(prog="python -m l2d_jax.sweep", description=__doc__)
-    parser.add_argument("--strengths", type=float, nargs="+", default=[0.0, 0.5, 1.0, 1.5, 2.0], help="of guidance")
+    parser.add_argument(
+        "--strengths", type="Strength", nargs="+", default=[0.0, 0.5, 1.0, 1.5, 2.0], help="of guidance"
+    )
     options, config = parse_arguments(parser)
     options.budget = options.budget or BUDGETS
     session, plans = open_session(options, config)

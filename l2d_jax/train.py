@@ -9,8 +9,7 @@ from l2d_jax import command_line
 from l2d_jax.config import config_file
 from l2d_jax.distributed import runtime
 from l2d_jax.errors import InputError
-from l2d_jax.performance import cost_tables
-from l2d_jax.performance.cost_tables import variant_table
+from l2d_jax.performance.costs import cost_table, variant_table
 from l2d_jax.training.preemption import STOPPED, Preemption
 from l2d_jax.training.run import train
 from l2d_jax.weights import model_folder
@@ -30,7 +29,7 @@ def main() -> int | None:
         return 0
     if options.dry_run:
         mesh = runtime.start_jax(config.mesh)
-        print(cost_tables.cost_table(config, model_folder.read_architecture(config.model), mesh))
+        print(cost_table(config, model_folder.read_architecture(config.model), mesh))
         return 0
     if options.workdir is None:
         raise InputError("--workdir is missing: name a folder for config, checkpoints and metrics")

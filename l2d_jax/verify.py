@@ -31,7 +31,10 @@ def main() -> int:
     """Parse the command line, print the table, and return 1 if a line fails."""
     parser = command_line.Parser(prog="python -m l2d_jax.verify", description=__doc__)
     parser.add_argument(
-        "--model", required=True, help="a model folder or workdir; a plain model by hub id or GGUF file"
+        "--model",
+        type=command_line.model_name,
+        required=True,
+        help="a model folder or workdir; a plain model by hub id or GGUF file",
     )
     other = parser.add_mutually_exclusive_group(required=True)
     other.add_argument("--reference", type=command_line.local_path, help="arrays recorded from the authors' release")
@@ -39,7 +42,7 @@ def main() -> int:
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "int8"], default="float32", help="of our model; float32"
     )
-    parser.add_argument("--tokens", type=int, help=f"a row, with --against; {LENGTH} if the model has the room")
+    parser.add_argument("--tokens", type="Length", help=f"a row, with --against; {LENGTH} if the model has the room")
     options = parser.parse_args()
     if options.reference is not None and options.tokens is not None:
         raise InputError("--tokens goes with --against: a recording has its own tokens")

@@ -67,6 +67,7 @@ LONGEST = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the slow tests, too")
+    parser.addoption("--fuzz", type=int, help="damaged files for tests/test_fuzz.py, and a table of what came of them")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

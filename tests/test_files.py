@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from l2d_jax.config.config_file import one_line
 from l2d_jax.errors import InputError
-from l2d_jax.files import cache_folder, output_folder, read_json
+from l2d_jax.files import cache_folder, output_folder, read_json, read_lines
 
 # --- JSON ---
 
@@ -84,3 +85,38 @@ def test_a_parent_that_cannot_hold_a_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a")
     with pytest.raises(InputError, match=r"cannot create a folder in .*file"), output_folder(tmp_path / "file" / "out"):
         pytest.fail("the body must not run")
+
+
+# --- damage ---
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b'{"a": "\xff"}', "byte 7 is not UTF-8"),
+        (b'{"a": \xed\xa0\x80}', "byte 6 is not UTF-8"),
+        (b'{"a":' + b"[" * 100_000, "nested too deep"),
+        (b'{"' + b"k" * 5000 + b'": 1, "' + b"k" * 5000 + b'": 2}', "repeated key 'kkk"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "limit"),
+    ],
+)
+def test_malformed_json_is_a_short_line(tmp_path: Path, text: bytes, message: str) -> None:
+    (tmp_path / "x.json").write_bytes(text)
+    with pytest.raises(InputError, match=message) as error:
+        read_json(tmp_path / "x.json")
+    assert len(str(error.value)) - len(str(tmp_path)) < 250
+
+
+def test_many_damaged_lines_are_one_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"a": 1}\n' + "{\n" * 500 + '{"a": 2}\n{"a": 3')
+    assert [record["a"] for _, record in read_lines(file, (dict[str, int],), lambda records: {})] == [1, 2]
+    [warning] = capsys.readouterr().err.splitlines()
+    assert warning.startswith(f"warning: line 2 of {file} is damaged and left out, and 499 more: ")
+
+
+def test_an_error_is_one_line_of_at_most_300_characters() -> None:
+    line = one_line(InputError("the rule\n" + "y" * 5000 + ": the remedy"))
+    assert len(line) <= 300
+    assert line.startswith("the rule yyy")
+    assert line.endswith("yyy: the remedy")

@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +14,8 @@ from ml_collections import ConfigDict
 from l2d_jax.config import variants
 from l2d_jax.config.parsing import nearest
 from l2d_jax.config.schema import Config
-from l2d_jax.errors import InputError
+from l2d_jax.errors import LONGEST_LINE, InputError, shorten
+from l2d_jax.files import check_path
 
 CONFIG_HELP = (
     "a config file, FILE.py, FILE.py:variant or FILE.py:several,variants (train --variants lists them); "
@@ -35,8 +37,9 @@ def split_overrides(arguments: Sequence[str]) -> dict[str, Any]:
                 raise InputError(f"--config.{name} needs a value: --config.{name}=VALUE")
             text = rest.pop(0)
         try:
-            overrides[name] = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
+            with warnings.catch_warnings(action="ignore"):  # of what looks like Python, and is text
+                overrides[name] = ast.literal_eval(text)
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             overrides[name] = text
     return overrides
 
@@ -69,6 +72,7 @@ def find_variants(reference: str) -> dict[str, Callable[[Any], None]]:
 
 
 def _import(file: Path) -> Any:
+    check_path(str(file), "the config file")
     if not file.is_file():
         raise InputError(f"no config file {file}: give a path such as configs/smollm2_135m.py")
     spec = importlib.util.spec_from_file_location(f"l2d_jax_config_{file.stem}", file)
@@ -144,5 +148,5 @@ def _choices(name: str, node: Any) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error, without line breaks."""
-    return " ".join(str(error).split())
+    """The message of an error without line breaks; a long one keeps its ends, which say the rule and the remedy."""
+    return shorten(" ".join(str(error).split()), LONGEST_LINE)

@@ -1,13 +1,25 @@
-"""Builds frozen dataclasses of options from nested dictionaries; an option that does not fit is one clear line."""
+"""Builds frozen dataclasses of options from nested dictionaries; an option that does not fit is one clear line.
+
+A number is declared with its range, `width: Annotated[int, Interval(ge=1, le=65536)]`, and `check_value` is the one
+place that compares a value with its declaration: in dictionaries, in dataclasses that are constructed directly, and on
+command lines.
+"""
 
 import dataclasses
 import difflib
+import operator
+import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from l2d_jax.errors import InputError
+from annotated_types import Interval
+
+from l2d_jax.errors import InputError, shown
+from l2d_jax.files import check_path
+
+FINITE = Interval(ge=-sys.float_info.max, le=sys.float_info.max)  # of numbers that declare no range
 
 
 def require(condition: bool, message: str) -> None:  # noqa: FBT001 (like the condition of an assert)
@@ -17,43 +29,88 @@ def require(condition: bool, message: str) -> None:  # noqa: FBT001 (like the co
 
 
 def from_dict(cls: type, values: Any, *, prefix: str) -> Any:
-    """Build a dataclass from a nested dictionary, checking names and types; errors name `prefix` and the option."""
+    """Build a dataclass from a nested dictionary, checking names, types and ranges; errors name `prefix` and option."""
     if not isinstance(values, Mapping):
-        raise InputError(f"{prefix} must be a section of options, got {values!r} of type {type(values).__name__}")
-    types_by_name = typing.get_type_hints(cls)
+        raise InputError(f"{prefix} must be a section of options, got {shown(values)} of type {type(values).__name__}")
+    declared = declared_types(cls)
     arguments = {}
     for name, value in values.items():
-        if name not in types_by_name:
-            raise InputError(f"unknown option {prefix}.{name}{nearest(str(name), types_by_name)}")
-        arguments[name] = _cast(value, types_by_name[name], f"{prefix}.{name}")
+        if name not in declared:
+            raise InputError(f"unknown option {prefix}.{name}{nearest(str(name), declared)}")
+        arguments[name] = check_value(value, declared[name], f"{prefix}.{name}")
     for f in dataclasses.fields(cls):
         if f.name not in arguments and f.default is f.default_factory is dataclasses.MISSING:
             raise InputError(f"option {prefix}.{f.name} is missing: give it")
     return cls(**arguments)
 
 
-def _cast(value: Any, expected: Any, name: str) -> Any:
-    """`value` as the declared type, by the lossless conversions that a command line and JSON need."""
-    if dataclasses.is_dataclass(expected):
-        return from_dict(typing.cast(type, expected), value, prefix=name)
-    origin, options = typing.get_origin(expected), typing.get_args(expected)
+def declared_types(cls: type) -> Mapping[str, Any]:
+    """The declared types of a dataclass's fields, with their ranges."""
+    return typing.get_type_hints(cls, include_extras=True)
+
+
+def check_fields(section: Any, *, prefix: str) -> None:
+    """Raise `InputError` unless each field of a dataclass fits its declaration; for its `__post_init__`."""
+    for name, declared in declared_types(type(section)).items():
+        check_value(getattr(section, name), declared, f"{prefix}.{name}")
+
+
+def check_value(value: Any, declared: Any, name: str, *, interval: Interval = FINITE) -> Any:
+    """`value` as its declared type, by the lossless conversions that a command line and JSON need.
+
+    Raises `InputError`, which begins with `name`, for another type, for a number outside its range, and for text that
+    can be neither a name nor a path. NaN lies in no range, and infinity only in one that ends with it.
+    """
+    if dataclasses.is_dataclass(declared):
+        kind = typing.cast(type, declared)
+        return value if isinstance(value, kind) else from_dict(kind, value, prefix=name)
+    origin, options = typing.get_origin(declared), typing.get_args(declared)
+    if origin is Annotated:
+        interval = next((mark for mark in options[1:] if isinstance(mark, Interval)), interval)
+        return check_value(value, options[0], name, interval=interval)
     if origin is Literal:
-        require(value in options, f"{name} must be one of {', '.join(map(repr, options))}, got {value!r}")
+        require(value in options, f"{name} must be one of {', '.join(map(repr, options))}, got {shown(value)}")
         return value
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in options:
             return None
-        return _cast(value, next(o for o in options if o is not type(None)), name)
+        return check_value(value, next(o for o in options if o is not type(None)), name)
     if origin is tuple and isinstance(value, list | tuple):
-        return tuple(_cast(item, options[0], f"{name}[{i}]") for i, item in enumerate(value))
+        return tuple(check_value(item, options[0], f"{name}[{i}]") for i, item in enumerate(value))
     if origin is Mapping and isinstance(value, Mapping):
         return dict(value)
-    if expected is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(expected, type) and isinstance(value, expected) and not (expected is int and isinstance(value, bool)):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and (declared is float or (declared is int and isinstance(value, int))):
+        require(_contains(interval, value), f"{name} must be {range_text(interval)}, got {shown(value)}")
+        return declared(value)
+    if isinstance(value, str) and declared is str:
+        check_path(value, name)  # each text of the options is a name or a path
         return value
-    wanted = expected.__name__ if isinstance(expected, type) and origin is None else str(expected)
-    raise InputError(f"{name} must be of type {wanted}, got {value!r} of type {type(value).__name__}")
+    if declared not in (int, float) and isinstance(declared, type) and isinstance(value, declared):
+        return value
+    wanted = type_text(declared)
+    raise InputError(f"{name} must be of type {wanted}, got {shown(value)} of type {type(value).__name__}")
+
+
+def range_text(interval: Interval) -> str:
+    """An interval as mathematics writes it, such as "in [0, 1)"."""
+    if interval is FINITE:
+        return "finite"
+    low = f"[{interval.ge}" if interval.gt is None else f"({interval.gt}"
+    high = f"{interval.le}]" if interval.lt is None else f"{interval.lt})"
+    return f"in {low}, {high}"
+
+
+def type_text(declared: Any) -> str:
+    """A declared type as its source has it, without ranges."""
+    origin, options = typing.get_origin(declared), typing.get_args(declared)
+    if origin is Annotated:
+        return type_text(options[0])
+    if origin is tuple:
+        return f"tuple[{', '.join('...' if option is ... else type_text(option) for option in options)}]"
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join("None" if option is type(None) else type_text(option) for option in options)
+    return declared.__name__ if isinstance(declared, type) and origin is None else str(declared)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -63,3 +120,14 @@ def nearest(name: str, names: Iterable[str]) -> str:
         return ": it has none"
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f": did you mean {close[0]!r}?" if close else f": choose from {', '.join(names)}"
+
+
+def _contains(interval: Interval, value: int | float) -> bool:
+    """Whether a number lies in an interval; NaN does not."""
+    ends = (
+        (operator.gt, interval.gt),
+        (operator.ge, interval.ge),
+        (operator.lt, interval.lt),
+        (operator.le, interval.le),
+    )
+    return all(end is None or holds(value, end) for holds, end in ends)

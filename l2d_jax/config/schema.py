@@ -1,12 +1,13 @@
 """Every option of the project, as frozen dataclasses that check themselves on construction.
 
+Each number is declared with its range (`ranges`); `__post_init__` adds the relations between options.
+
 A config file holds what differs from these defaults (`configs/`); `defaults()` turns them into the editable
 `ml_collections.ConfigDict` that such a file starts from, and `Config.from_dict` turns the edited dictionary back.
 The defaults are the paper's hyper-parameters (appendix, Table of implementation hyper-parameters).
 """
 
 import dataclasses
-import math
 import re
 import typing
 from collections.abc import Mapping
@@ -15,8 +16,9 @@ from typing import Any, Literal
 
 from ml_collections import ConfigDict
 
+import l2d_jax.config.ranges as ranges
 from l2d_jax.config.conflicts import check_conflicts
-from l2d_jax.config.parsing import from_dict, nearest, require
+from l2d_jax.config.parsing import check_fields, from_dict, nearest, require
 
 CATEGORIES = ("math", "coding", "general_qa", "other")  # the classes that guidance knows, in the release's order
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # as PEFT names them
@@ -33,6 +35,7 @@ class ModelConfig:
     )
 
     def __post_init__(self) -> None:
+        check_fields(self, prefix="config.model")
         require(self.name != "", "config.model.name is empty: give a folder, a hub id or a GGUF file")
         require(
             self.name != "random" or self.architecture is not None,
@@ -44,38 +47,33 @@ class ModelConfig:
 class PathConfig:
     """The trainable diffusion path (paper section 3)."""
 
-    width: int = 256  # width d̄ of the diffusion token
-    translation_width: int = 256  # hidden width of the MLP that maps a diffusion token to the model width
-    frequency_width: int = 256  # number of cosine and sine features of t
-    condition_width: int = 256  # width of the time and class embedding
-    sigma: float = 64.0  # standard deviation of the noise x_0
+    width: ranges.Width = 256  # width d̄ of the diffusion token
+    translation_width: ranges.Width = 256  # hidden width of the MLP that maps a diffusion token to the model width
+    frequency_width: ranges.Width = 256  # number of cosine and sine features of t
+    condition_width: ranges.Width = 256  # width of the time and class embedding
+    sigma: ranges.Scale = 64.0  # standard deviation of the noise x_0
     layers: Literal["lora", "dense"] = "lora"  # low-rank updates of the LM's own layers, or full copies of them
     dense_init: Literal["lm", "scratch"] = "lm"  # initial values of full copies: the LM's weights, or random
-    lora_rank: int = 32
-    lora_alpha: float = 32.0  # the update is scaled by alpha / rank
-    classes: int = 0  # number of classes for classifier-free guidance; 0: no class embedding
-    class_dropout: float = 0.2  # probability, per position, of training on the null class
+    lora_rank: ranges.Width = 32
+    lora_alpha: ranges.Scale = 32.0  # the update is scaled by alpha / rank
+    classes: ranges.Classes = 0  # number of classes for classifier-free guidance; 0: no class embedding
+    class_dropout: ranges.Dropout = 0.2  # probability, per position, of training on the null class
 
     def __post_init__(self) -> None:
-        for name in ("width", "translation_width", "frequency_width", "condition_width", "lora_rank"):
-            require(getattr(self, name) > 0, f"config.path.{name} must be positive, got {getattr(self, name)}")
+        check_fields(self, prefix="config.path")
         require(self.frequency_width % 2 == 0, f"config.path.frequency_width must be even, got {self.frequency_width}")
-        require(self.sigma > 0, f"config.path.sigma must be positive, got {self.sigma}")
-        require(self.classes >= 0, f"config.path.classes must not be negative, got {self.classes}")
-        require(0 <= self.class_dropout < 1, f"config.path.class_dropout must be in [0, 1), got {self.class_dropout}")
 
 
 @dataclass(frozen=True)
 class LoraConfig:
     """Low-rank updates of the LM's own weights, where `config.train.method` is "lora" (Hu et al. 2021)."""
 
-    rank: int = 32
-    alpha: float = 64.0  # the update is scaled by alpha / rank
+    rank: ranges.Width = 32
+    alpha: ranges.Scale = 64.0  # the update is scaled by alpha / rank
     modules: tuple[str, ...] = ("q_proj", "v_proj")  # which of `PROJECTIONS` are updated
 
     def __post_init__(self) -> None:
-        require(self.rank > 0, f"config.lora.rank must be positive, got {self.rank}")
-        require(self.alpha > 0, f"config.lora.alpha must be positive, got {self.alpha}")
+        check_fields(self, prefix="config.lora")
         for name in self.modules:
             require(
                 name in PROJECTIONS,
@@ -96,19 +94,16 @@ class DataConfig:
     data_dir: str | None = None  # read <data_dir>/<source>/<split>.jsonl or .parquet instead of the hub
     train_split: str = "train"
     validation_split: str = "test"
-    train_examples: int | None = None  # number of training examples at most; None: all
-    validation_examples: int | None = 256  # number of held-out examples at most; None: all
-    max_length: int = 2048  # tokens of context and answer; longer examples are dropped and counted
-    answer_length: int | None = None  # positions per row that carry a loss; None: max_length
+    train_examples: ranges.Count | None = None  # number of training examples at most; None: all
+    validation_examples: ranges.Count | None = 256  # number of held-out examples at most; None: all
+    max_length: ranges.Length = 2048  # tokens of context and answer; longer examples are dropped and counted
+    answer_length: ranges.Tokens | None = None  # positions per row that carry a loss; None: max_length
     empty_thoughts: bool = False  # close the thought that a prompt opens (R1's do) before an answer that has none
     packing: bool = False  # let several training examples share a row; False: one example per row, as in the paper
-    seed: int = 0  # seed of the order of the examples
+    seed: ranges.Seed = 0  # seed of the order of the examples
 
     def __post_init__(self) -> None:
-        require(self.max_length > 1, f"config.data.max_length must be at least 2 tokens, got {self.max_length}")
-        for name in ("train_examples", "validation_examples", "answer_length"):
-            value = getattr(self, name)
-            require(value is None or value > 0, f"config.data.{name} must be positive or None, got {value}")
+        check_fields(self, prefix="config.data")
         require(
             (self.answer_length or 0) <= self.max_length,
             f"config.data.answer_length {self.answer_length} exceeds config.data.max_length {self.max_length}",
@@ -119,23 +114,21 @@ class DataConfig:
 class OptimConfig:
     """AdamW with a linear warmup and a linear decay."""
 
-    peak_rate: float = 1e-4  # learning rate after the warmup
-    final_rate: float = 1e-6  # learning rate at the end
-    warmup_steps: int = 100  # optimizer steps
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-8
-    weight_decay: float = 0.01  # of matrices; biases and norms are not decayed
-    clip_norm: float = 1.0  # largest norm of the whole gradient
+    peak_rate: ranges.PeakRate = 1e-4  # learning rate after the warmup
+    final_rate: ranges.FinalRate = 1e-6  # learning rate at the end
+    warmup_steps: ranges.CountOrZero = 100  # optimizer steps
+    beta1: ranges.Average = 0.9
+    beta2: ranges.Average = 0.95
+    epsilon: ranges.Epsilon = 1e-8
+    weight_decay: ranges.WeightDecay = 0.01  # of matrices; biases and norms are not decayed
+    clip_norm: ranges.Norm = 1.0  # largest norm of the whole gradient
 
     def __post_init__(self) -> None:
-        require(self.peak_rate > 0, f"config.optim.peak_rate must be positive, got {self.peak_rate}")
+        check_fields(self, prefix="config.optim")
         require(
-            0 <= self.final_rate <= self.peak_rate,
-            f"config.optim.final_rate must be from 0 to config.optim.peak_rate {self.peak_rate}, got {self.final_rate}",
+            self.final_rate <= self.peak_rate,
+            f"config.optim.final_rate {self.final_rate} exceeds config.optim.peak_rate {self.peak_rate}: lower it",
         )
-        require(self.warmup_steps >= 0, f"config.optim.warmup_steps must not be negative, got {self.warmup_steps}")
-        require(self.clip_norm > 0, f"config.optim.clip_norm must be positive, got {self.clip_norm}")
 
 
 @dataclass(frozen=True)
@@ -143,41 +136,36 @@ class TrainConfig:
     """What is trained, on how much, and how often it is saved and measured."""
 
     method: Literal["l2d", "lora", "full"] = "l2d"  # what is trained: a path, updates of the LM's layers, or the LM
-    batch_size: int = 32  # rows per optimizer step, over all devices; a row is one example, or several if packed
-    accumulation: int = 1  # micro-batches per optimizer step, whose gradients are averaged
-    draws_per_context: int = 1  # pairs of time and noise per position, all of which share one frozen pass
+    batch_size: ranges.Rows = (
+        32  # rows per optimizer step, over all devices; a row is one example, or several if packed
+    )
+    accumulation: ranges.Rows = 1  # micro-batches per optimizer step, whose gradients are averaged
+    draws_per_context: ranges.Draws = 1  # pairs of time and noise per position, all of which share one frozen pass
     time_density: Literal["uniform", "cosmap", "logit_normal", "warped"] = "uniform"  # density of t; warped: learnt
-    logit_normal_mean: float = 0.0  # mean of log(t / (1 - t)); positive: nearer to the data
-    logit_normal_deviation: float = 1.0  # standard deviation of log(t / (1 - t))
+    logit_normal_mean: ranges.LogOdds = 0.0  # mean of log(t / (1 - t)); positive: nearer to the data
+    logit_normal_deviation: ranges.Deviation = 1.0  # standard deviation of log(t / (1 - t))
     stratified_times: bool = False  # let the times of a micro-batch cover the density evenly; False: independent times
-    epochs: float = 1.0  # passes over the training examples
-    steps: int | None = None  # optimizer steps, instead of `epochs`
+    epochs: ranges.Epochs = 1.0  # passes over the training examples
+    steps: ranges.Count | None = None  # optimizer steps, instead of `epochs`
     reduction: Literal["example", "token"] = "example"  # mean over examples of token means, or one mean over tokens
-    loss_chunk: int = 1024  # positions whose logits each device holds at a time
+    loss_chunk: ranges.Tokens = 1024  # positions whose logits each device holds at a time
     remat: Literal["none", "products", "full"] = "full"  # recompute for the gradient: nothing, all but products, all
-    checkpoint_every: int = 500  # optimizer steps
-    keep: int = 3  # number of newest checkpoints that are kept
-    validate_every: int = 500  # optimizer steps; 0: only at the end
-    log_every: int = 10  # optimizer steps
-    max_skipped: int = 10  # consecutive updates skipped for a loss or gradient that is not finite, which end the run
-    seed: int = 0  # seed of the initial values and the noise
+    checkpoint_every: ranges.Count = 500  # optimizer steps
+    keep: ranges.Count = 3  # number of newest checkpoints that are kept
+    validate_every: ranges.CountOrZero = 500  # optimizer steps; 0: only at the end
+    log_every: ranges.Count = 10  # optimizer steps
+    max_skipped: ranges.Count = (
+        10  # consecutive updates skipped for a loss or gradient that is not finite, which end the run
+    )
+    seed: ranges.Seed = 0  # seed of the initial values and the noise
 
     def __post_init__(self) -> None:
-        sizes = ("batch_size", "accumulation", "draws_per_context", "loss_chunk")
-        for name in (*sizes, "checkpoint_every", "keep", "log_every", "max_skipped"):
-            require(getattr(self, name) > 0, f"config.train.{name} must be positive, got {getattr(self, name)}")
-        require(
-            self.logit_normal_deviation > 0 and math.isfinite(self.logit_normal_mean + self.logit_normal_deviation),
-            "config.train.logit_normal_mean must be finite and logit_normal_deviation finite and positive, got "
-            f"{self.logit_normal_mean} and {self.logit_normal_deviation}",
-        )
+        check_fields(self, prefix="config.train")
         require(
             self.time_density == "logit_normal" or (self.logit_normal_mean, self.logit_normal_deviation) == (0, 1),
             "config.train.logit_normal_mean and logit_normal_deviation say nothing to config.train.time_density "
             f"{self.time_density!r}: set it to 'logit_normal' or leave them out",
         )
-        require(self.epochs > 0, f"config.train.epochs must be positive, got {self.epochs}")
-        require(self.steps is None or self.steps > 0, f"config.train.steps must be positive or None, got {self.steps}")
         require(
             self.batch_size % self.accumulation == 0,
             f"config.train.batch_size {self.batch_size} is not a multiple of "
@@ -190,56 +178,46 @@ class DecodeConfig:
     """How the diffusion token is integrated and how the next token is drawn (paper section 3.3)."""
 
     solver: Literal["euler", "midpoint", "heun", "heun3", "rk4", "fehlberg2", "adaptive_heun", "bosh3"] = "midpoint"
-    budget: int = 15  # evaluations of the path per token, the final one included; adaptive solvers: at most
-    tolerance: float = 3e-4  # relative and absolute error of an adaptive solver's steps
+    budget: ranges.Budget = 15  # evaluations of the path per token, the final one included; adaptive solvers: at most
+    tolerance: ranges.Tolerance = 3e-4  # relative and absolute error of an adaptive solver's steps
     velocity: Literal["sample", "expectation"] = "sample"  # x̂: the vector of a sampled token, or the mean over tokens
-    velocity_temperature: float = 0.0  # temperature of that token or mean; 0: arg max
+    velocity_temperature: ranges.Temperature = 0.0  # temperature of that token or mean; 0: arg max
     anneal: bool = False  # let that temperature fall linearly to 0 as t goes to 1
-    guidance: float = 1.0  # strength w_g of a class label; 1: the class alone, 0: the null class
-    temperature: float = 0.0  # temperature of the answer's tokens; 0: arg max
-    top_k: int = 0  # number of likeliest tokens to sample from; 0: all
-    top_p: float = 1.0  # sample from the likeliest tokens that together reach this probability
-    draws: int = 1  # noise samples per token, whose mean distribution gives the answer
-    gate: float = 0.0  # skip the ODE where the entropy of the LM alone is below this, in nats; 0: never
-    max_new_tokens: int = 256
+    guidance: ranges.Strength = 1.0  # strength w_g of a class label; 1: the class alone, 0: the null class
+    temperature: ranges.Temperature = 0.0  # temperature of the answer's tokens; 0: arg max
+    top_k: ranges.CountOrZero = 0  # number of likeliest tokens to sample from; 0: all
+    top_p: ranges.TopP = 1.0  # sample from the likeliest tokens that together reach this probability
+    draws: ranges.Draws = 1  # noise samples per token, whose mean distribution gives the answer
+    gate: ranges.Nats = 0.0  # skip the ODE where the entropy of the LM alone is below this, in nats; 0: never
+    max_new_tokens: ranges.Tokens = 256
 
     def __post_init__(self) -> None:
-        require(self.budget >= 1, f"config.decode.budget must be at least 1 evaluation, got {self.budget}")
-        require(self.max_new_tokens > 0, f"config.decode.max_new_tokens must be positive, got {self.max_new_tokens}")
-        require(self.tolerance > 0, f"config.decode.tolerance must be positive, got {self.tolerance}")
-        require(0 < self.top_p <= 1, f"config.decode.top_p must be in (0, 1], got {self.top_p}")
-        require(self.draws >= 1, f"config.decode.draws must be at least 1, got {self.draws}")
-        for name in ("velocity_temperature", "temperature", "top_k", "gate"):
-            require(getattr(self, name) >= 0, f"config.decode.{name} must not be negative, got {getattr(self, name)}")
+        check_fields(self, prefix="config.decode")
 
 
 @dataclass(frozen=True)
 class ValidationConfig:
     """What is measured on held-out answers, during and after training."""
 
-    batch_size: int = 8  # examples
-    time_bins: int = 10  # equal bins of t for the loss
-    budgets: tuple[int, ...] = (1, 15)  # teacher-forced accuracy at these budgets
+    batch_size: ranges.Rows = 8  # examples
+    time_bins: ranges.Bins = 10  # equal bins of t for the loss
+    budgets: tuple[ranges.Budget, ...] = (1, 15)  # teacher-forced accuracy at these budgets
 
     def __post_init__(self) -> None:
-        require(self.batch_size > 0, f"config.validation.batch_size must be positive, got {self.batch_size}")
-        require(self.time_bins > 0, f"config.validation.time_bins must be positive, got {self.time_bins}")
-        require(
-            all(budget >= 1 for budget in self.budgets),
-            f"config.validation.budgets must be at least 1 each, got {self.budgets}",
-        )
+        check_fields(self, prefix="config.validation")
 
 
 @dataclass(frozen=True)
 class MeshConfig:
     """Devices per mesh axis; one axis may be -1, and takes the devices that the others leave."""
 
-    data: int = 1  # copies of the weights
-    fsdp: int = -1  # shards of the weights; the batch is split over data x fsdp
-    tensor: int = 1  # shards of heads and hidden units
-    context: int = 1  # shards of each sequence's tokens, for long ones
+    data: ranges.MeshSize = 1  # copies of the weights
+    fsdp: ranges.MeshSize = -1  # shards of the weights; the batch is split over data x fsdp
+    tensor: ranges.MeshSize = 1  # shards of heads and hidden units
+    context: ranges.MeshSize = 1  # shards of each sequence's tokens, for long ones
 
     def __post_init__(self) -> None:
+        check_fields(self, prefix="config.mesh")
         sizes = (self.data, self.fsdp, self.tensor, self.context)
         require(
             all(size == -1 or size > 0 for size in sizes) and sizes.count(-1) <= 1,
@@ -254,7 +232,8 @@ class ProfileConfig:
     steps: str | None = None  # "10:13": optimizer steps 10, 11 and 12, like a slice of Python; never 1, which compiles
 
     def __post_init__(self) -> None:
-        found = re.fullmatch(r"(\d+):(\d+)", "2:3" if self.steps is None else self.steps)
+        check_fields(self, prefix="config.profile")
+        found = re.fullmatch(r"(\d{1,9}):(\d{1,9})", "2:3" if self.steps is None else self.steps)
         require(
             found is not None and 1 < int(found[1]) < int(found[2]),
             f"config.profile.steps must be FIRST:STOP with 1 < FIRST < STOP, such as 10:13, got {self.steps!r}",

@@ -23,7 +23,7 @@ from l2d_jax.data import tokenizer as tokenization
 from l2d_jax.data.batch import Batch, stack
 from l2d_jax.data.packing import PackingPlan, pack
 from l2d_jax.data.sources import most_examples, papers_count, read_rows
-from l2d_jax.errors import InputError
+from l2d_jax.errors import InputError, shown
 
 FEATURES = datasets.Features(
     {
@@ -94,6 +94,15 @@ class Examples:
 
     def __len__(self) -> int:
         return len(self.kept)
+
+    def fingerprint(self) -> str:
+        """A hash of the tokens, answers and classes of all examples in their order."""
+        hashed = hashlib.sha256(self.kept.astype("<i8").tobytes())
+        for name in ("tokens", "context", "length", "class"):
+            for chunk in self.turns.data.column(name).chunks:
+                values = chunk.flatten() if name == "tokens" else chunk
+                hashed.update(np.ascontiguousarray(values.to_numpy()).data)
+        return hashed.hexdigest()[:32]
 
     @cached_property
     def plan(self) -> PackingPlan:
@@ -180,6 +189,8 @@ def _check_classes(rows: datasets.Dataset, classes: int, *, name: str) -> None:
             f"guidance needs the class of each row, but those of {name} have none: add a column 'class' with numbers "
             f"from 0 to {classes - 1}, or set config.path.classes to 0"
         )
+    if not str(getattr(rows.features["class"], "dtype", "")).startswith(("int", "uint")):
+        return  # `_turns` names the row
     found = rows.select_columns(["class"]).unique("class")  # select first: `unique` would copy the texts too
     large = [label for label in found if isinstance(label, int) and label >= classes]
     if large:
@@ -233,8 +244,8 @@ def _turns(
         try:
             if not (isinstance(messages, list) and all(isinstance(message, dict) for message in messages)):
                 raise InputError(f"'messages' must be a list of objects with role and content, got {messages!r:.60}")
-            if not isinstance(label, int) or label < 0:
-                raise InputError(f"'class' must be an integer, 0 or more, got {label!r}")
+            if type(label) is not int or label < 0:
+                raise InputError(f"'class' must be an integer, 0 or more, got {shown(label)}")
             pairs = tokenization.turn_texts(messages, tokenizer, empty_thoughts=empty_thoughts)
         except InputError as error:
             raise InputError(f"row {numbers[index]} of {name} (the first is 0): {error}") from error

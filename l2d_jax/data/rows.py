@@ -1,5 +1,8 @@
 """Reads rows of data sets from files of a folder, or from the Hugging Face hub by name."""
 
+import codecs
+import contextlib
+import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -7,7 +10,9 @@ from pathlib import Path
 import datasets
 
 from l2d_jax.data import tokenizer
-from l2d_jax.errors import InputError
+from l2d_jax.errors import InputError, shown
+from l2d_jax.files import identity
+from l2d_jax.fingerprint import digest
 
 # `load_dataset` is not used for files: it first reports to the hub, and waits seconds where there is no network.
 FORMATS = {".jsonl": datasets.Dataset.from_json, ".parquet": datasets.Dataset.from_parquet}
@@ -30,10 +35,37 @@ def read_file(file: Path) -> datasets.Dataset:
     """The rows of a file; raises `InputError` if it is empty or unreadable."""
     if file.stat().st_size == 0:
         raise InputError(f"{file} is empty: put one row a line into it")
+    # `datasets` knows a file by its name and date; a cache for each content notices what was replaced all the same.
+    cache = Path(datasets.config.HF_DATASETS_CACHE) / digest(identity(file))[:16]
+    if file.suffix == ".jsonl":
+        _check_lines(file)
     try:
-        return FORMATS[file.suffix](str(file))
+        rows = FORMATS[file.suffix](str(file), cache_dir=str(cache))
+        rows.data.table.validate(full=True)  # bytes that are no UTF-8 would be found in the middle of training
+        return rows
     except Exception as error:  # each format's parser raises errors of its own
         raise InputError(f"{file} cannot be read: {tokenizer.first_line(error)}: mend or replace it") from error
+
+
+def _check_lines(file: Path) -> None:
+    """Raise `InputError` for a line that pyarrow's parser of JSON ends the process by: no object, or one too deep."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            text = line.removeprefix(codecs.BOM_UTF8).strip() if number == 1 else line.strip()
+            if text and (not text.startswith(b"{") or _is_deep(text)):
+                rule = "must be a JSON object, and not nested too deep"
+                raise InputError(f"line {number} of {file} {rule}, got {shown(text[:200])}: mend or replace it")
+
+
+def _is_deep(text: bytes) -> bool:
+    """Whether a text is nested too deep for Python, which takes less than pyarrow does."""
+    with contextlib.suppress(ValueError):  # pyarrow says what is wrong
+        try:
+            if text.count(b"[") + text.count(b"{") > 500:
+                json.loads(text)
+        except RecursionError:
+            return True
+    return False
 
 
 def read_hub(

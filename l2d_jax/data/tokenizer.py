@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from l2d_jax.errors import InputError
+from l2d_jax.errors import InputError, shown
+from l2d_jax.files import check_text
 
 Message = Mapping[str, Any]  # "role" and "content", both text
 
@@ -45,24 +45,31 @@ class Turn:
     answer: list[int]  # ends with the token that ends the turn
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+def load_tokenizer(folder: Path, *, vocabulary: int | None = None) -> PreTrainedTokenizerFast:
     """Read the tokenizer of a Hugging Face folder: tokenizer.json as it is, and tokenizer_config.json.
 
     `AutoTokenizer` is not used, because it rebuilds the tokenizer as the class that the config names; SmolLM2's, whose
     config says GPT2Tokenizer, then no longer splits numbers into digits (transformers 5.23).
 
-    Raises `InputError` where there is no tokenizer or it cannot be read.
+    Raises `InputError` where there is no tokenizer, where it cannot be read, and where it has ids that the `vocabulary`
+    of a model, if it is given, does not.
     """
     if not (folder / "tokenizer.json").is_file():
         found = ", ".join(sorted(path.name for path in folder.glob("*"))) or "nothing"
         raise InputError(f"a tokenizer is read from tokenizer.json, but {folder} holds {found}: add the model's own")
     try:
-        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # transformers and tokenizers raise whatever the first unreadable byte leads to
-        raise InputError(
-            f"the tokenizer in {folder} cannot be read ({first_line(error)}): copy tokenizer.json and "
-            "tokenizer_config.json of the model again"
-        ) from error
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        tokenizer.decode(text_ids([PROBE], tokenizer)[0])
+        largest = max(tokenizer.get_vocab().values(), default=0)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # whatever the first unreadable byte leads to; panics of Rust are no `Exception`
+        reason, remedy = first_line(error)[:100], "copy its tokenizer*.json and *.jinja of the model again"
+        raise InputError(f"the tokenizer in {folder} cannot be read ({reason}): {remedy}") from error
+    if vocabulary is not None and largest >= vocabulary:
+        problem = f"the tokenizer in {folder} has the id {largest}, and the model a vocabulary of {vocabulary}"
+        raise InputError(f"{problem}: take both from one model")
+    return tokenizer
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -195,7 +202,8 @@ def _frame(tokenizer: PreTrainedTokenizerFast, template: str) -> _Frame:  # noqa
     if not (prompt and ends and (prompt.startswith(before) or before.startswith(prompt))):
         raise InputError(
             f"a chat template must continue its prompt with the answer and a special token that ends it; that of "
-            f"{tokenizer.name_or_path} has the prompt {prompt!r} and writes {text!r} with the answer {PROBE!r}: mend it"
+            f"{tokenizer.name_or_path} has the prompt {shown(prompt)} and writes {shown(text)} with the answer "
+            f"{PROBE!r}: mend it"
         )
     return _Frame(prompt[len(before) :], after[: min(ends)])
 
@@ -207,7 +215,9 @@ def _check(messages: Sequence[Message]) -> None:
     for number, message in enumerate(messages):
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                raise InputError(f"{key!r} of every message must be text, got {message.get(key)!r} in message {number}")
+                problem = f"must be text, got {shown(message.get(key))} in message {number}"
+                raise InputError(f"{key!r} of every message {problem}")
+            check_text(message[key], f"{key!r} of every message")
 
 
 def _render(
@@ -218,8 +228,8 @@ def _render(
         text = tokenizer.apply_chat_template(
             plain, tokenize=False, add_generation_prompt=prompt, continue_final_message=continued, date_string=DATE
         )
-    except (jinja2.TemplateError, ValueError, TypeError) as error:
-        roles = ", ".join(message["role"] for message in messages)
+    except Exception as error:  # a template is a program
+        roles = shown(", ".join(message["role"] for message in messages)).strip("'")
         raise InputError(
             f"the chat template refuses a conversation of the roles {roles}: {first_line(error)}"
         ) from error

@@ -1,4 +1,8 @@
-"""Completes any number of prompts in batches of few shapes; no answer depends on its batch or on the prompts' order."""
+"""Completes any number of prompts in batches of few shapes.
+
+An answer's noise depends on the seed and the prompt's number alone, neither on its batch nor on the prompts' order. Its
+rounding does depend on the shape of the batch: see `generation`.
+"""
 
 from collections.abc import Iterator, Sequence
 

@@ -11,18 +11,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.config.schema import DecodeConfig, PathConfig
 from l2d_jax.decoding import decode
 from l2d_jax.decoding.beams import Beams, Scoring, SearchConfig, extend, start_beams
-from l2d_jax.decoding.buckets import pad
-from l2d_jax.decoding.generation import CHUNK
+from l2d_jax.decoding.buckets import CHUNK, answer_slots, pad
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.refine import Refinement
-from l2d_jax.decoding.requests import UNRESTRICTED, Prompt, Restrictions, check_prompts, class_labels
+from l2d_jax.decoding.requests import (
+    UNRESTRICTED,
+    Prompt,
+    Restrictions,
+    check_decoding_memory,
+    check_prompts,
+    check_seed,
+    class_labels,
+)
 from l2d_jax.decoding.sampler import allow
 from l2d_jax.errors import InputError
 from l2d_jax.model import diffusion
 from l2d_jax.model.architecture import Architecture
+from l2d_jax.model.llm import LLM
 
 
 class Beam(NamedTuple):
@@ -71,19 +79,22 @@ def search(
     model = loaded.model
     architecture = model.llm.architecture
     check_search(settings, config, architecture=architecture)
+    path = None if model.path is None else model.path.config
+    check_search_memory(settings, config, model.llm, path, longest=len(prompt.ids))
     refinement = Refinement.prepare(model, settings)
     check_prompts([prompt.ids], dataclasses.replace(settings, max_new_tokens=config.max_new_tokens), architecture)
+    check_seed(seed)
     label = class_labels(model, [prompt])
     if restrictions.stops:
         raise InputError(f"a search knows no stop strings, got {restrictions.stops}: cut its answer instead")
     mask = allow(architecture.vocab_size, allowed=restrictions.allowed, banned=restrictions.banned)
-    key, chunks = jax.random.key(seed), -(-config.max_new_tokens // CHUNK)
+    key, capacity = jax.random.key(seed), answer_slots(config.max_new_tokens)
     ids, lengths = pad([prompt.ids])
     keys = jax.random.fold_in(key, prompt.number)[None]
-    state = decode.prefill(model.llm, ids, lengths, keys, capacity=chunks * CHUNK)
-    beams = start_beams(state, beams=config.beams, capacity=chunks * CHUNK)
+    state = decode.prefill(model.llm, ids, lengths, keys, capacity=capacity)
+    beams = start_beams(state, beams=config.beams, capacity=capacity)
     scoring = Scoring.from_config(config, stop_ids=loaded.stop_ids, gate=settings.gate, allowed=mask)
-    for _ in range(chunks):
+    for _ in range(capacity // CHUNK):
         beams = extend(
             model,
             beams,
@@ -116,6 +127,21 @@ def check_search(settings: DecodeConfig, config: SearchConfig, *, architecture: 
             f"a search compares likelihoods over all tokens: set top_k to 0 and top_p to 1, got {settings.top_k} and "
             f"{settings.top_p}"
         )
+
+
+def check_search_memory(
+    settings: DecodeConfig, config: SearchConfig, llm: LLM, path: PathConfig | None, *, longest: int
+) -> None:
+    """Raise `InputError` for a search that cannot fit in the memory of the devices; the model may be declared."""
+    check_decoding_memory(
+        llm,
+        path,
+        dataclasses.replace(settings, max_new_tokens=config.max_new_tokens),
+        rows=config.beams,
+        longest=longest,
+        candidates=config.candidates,
+        remedy="--beams, --candidates or --max_new_tokens",
+    )
 
 
 def _read_beams(beams: Beams, scoring: Scoring, stop_ids: Sequence[int]) -> list[Beam]:

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from l2d_jax.config.parsing import require
+from l2d_jax.config import ranges
+from l2d_jax.config.parsing import check_fields, require
 from l2d_jax.decoding import decode
 from l2d_jax.decoding.refine import Refinement
 from l2d_jax.model.l2d import Model
@@ -32,21 +33,18 @@ from l2d_jax.model.l2d import Model
 class SearchConfig:
     """How to search. The budget of `DecodeConfig` is each beam's: a token costs `beams` times as much."""
 
-    beams: int = 4  # answers that are kept after every token
-    candidates: int = 4  # distinct tokens that are sampled to extend each beam
-    length_power: float = 1.0  # of the number of tokens that divides the score; 0: the sum, 1: the mean
-    repetition_penalty: float = 0.0  # nats that each repeat costs; 0: none
-    repetition_ngram: int = 3  # consecutive tokens that count as a repeat when they occur again
-    temperature: float = 1.0  # of the sampled candidates; 0: the likeliest tokens
-    final_temperature: float = 0.0  # of sampling the answer among the last beams, in units of the score; 0: the best
-    max_new_tokens: int = 256
+    beams: ranges.Beams = 4  # answers that are kept after every token
+    candidates: ranges.Count = 4  # distinct tokens that are sampled to extend each beam
+    length_power: ranges.Power = 1.0  # of the number of tokens that divides the score; 0: the sum, 1: the mean
+    repetition_penalty: ranges.Nats = 0.0  # nats that each repeat costs; 0: none
+    repetition_ngram: ranges.Count = 3  # consecutive tokens that count as a repeat when they occur again
+    temperature: ranges.Temperature = 1.0  # of the sampled candidates; 0: the likeliest tokens
+    # of sampling the answer among the last beams, in units of the score; 0: the best
+    final_temperature: ranges.Temperature = 0.0
+    max_new_tokens: ranges.Tokens = 256
 
     def __post_init__(self) -> None:
-        for name in ("beams", "candidates", "repetition_ngram", "max_new_tokens"):
-            require(getattr(self, name) >= 1, f"search.{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("length_power", "repetition_penalty", "temperature", "final_temperature"):
-            value = getattr(self, name)
-            require(0 <= value <= 1000, f"search.{name} must be in [0, 1000], got {value}")
+        check_fields(self, prefix="search")
         require(
             self.beams == 1 or self.candidates > 1,
             f"one candidate a step never makes {self.beams} beams of one prompt: use search.candidates of at least 2",

@@ -1,4 +1,4 @@
-"""Pads prompts to a few lengths, so that few programs are compiled."""
+"""Pads prompts and answers to a few lengths, so that few programs are compiled."""
 
 from collections.abc import Sequence
 
@@ -9,6 +9,12 @@ from jaxtyping import Int
 from l2d_jax.distributed import sharding
 
 SHORTEST_BUCKET = 64  # tokens
+CHUNK = 8  # tokens between two pieces of a stream: an answer has room for a whole number of them
+
+
+def answer_slots(tokens: int) -> int:
+    """The slots of a cache for an answer of at most `tokens`."""
+    return -(-tokens // CHUNK) * CHUNK
 
 
 def pad(

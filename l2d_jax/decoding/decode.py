@@ -1,6 +1,6 @@
 """Decoding: one frozen pass per token, one ODE per token, in a scan over tokens with a persistent cache.
 
-Each sequence has a key of its own, folded with the token's number, so its output does not depend on its batch mates.
+Each sequence has a key of its own, folded with the token's number, so its noise does not depend on its batch mates.
 The answer's distribution may be the mean over several noise samples: an unbiased estimate of the model's probabilities,
 which a single sample does not give. The samples share the cache and the hidden state.
 """

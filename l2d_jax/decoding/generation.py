@@ -1,4 +1,10 @@
-"""Generates token ids: a prefill of the prompts, then chunks of tokens until every answer has ended."""
+"""Generates token ids: a prefill of the prompts, then chunks of tokens until every answer has ended.
+
+The rows of a batch are computed apart: an answer is a function of its prompt, its number, the seed and the settings, up
+to rounding, which depends on the shape of the batch (rows, padded length, common prefix). In float32 that changes a
+logit by some 1e-5, so that a token changes only where two are as good as equal. In bfloat16 and int8 it may change one
+by some tenths, and answers with it.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -9,17 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from l2d_jax.config import ranges
+from l2d_jax.config.parsing import check_value
 from l2d_jax.decoding import decode
-from l2d_jax.decoding.buckets import pad
+from l2d_jax.decoding.buckets import CHUNK, answer_slots, pad
 from l2d_jax.decoding.refine import Refinement, check_budget
-from l2d_jax.decoding.requests import Request, check_prompts, class_labels
+from l2d_jax.decoding.requests import Request, check_decoding_memory, check_prompts, check_seed, class_labels
 from l2d_jax.decoding.sampler import SamplingOptions, allow
 from l2d_jax.decoding.stop_strings import StopSearch
 from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError
 from l2d_jax.model.l2d import Model
-
-CHUNK = 8  # tokens between two pieces of a stream
 
 
 def generate_tokens(
@@ -29,7 +35,7 @@ def generate_tokens(
     stop_ids: Sequence[int] = (),
     tokenizer: PreTrainedTokenizerFast | None = None,
 ) -> list[list[int]]:
-    """The token ids of each answer, without the stop token; an answer does not depend on the other prompts.
+    """The token ids of each answer, without the stop token; the other prompts change the rounding alone.
 
     Arguments and errors are those of `stream_tokens`.
     """
@@ -88,11 +94,14 @@ def _check_request(model: Model, request: Request, tokenizer: PreTrainedTokenize
     settings, restrictions = request.settings, request.restrictions
     check_budget(settings, has_path=model.path is not None)
     check_prompts([prompt.ids for prompt in request.prompts], settings, model.llm.architecture)
-    if request.samples < 1:
-        raise InputError(f"samples must be at least 1, got {request.samples}")
+    check_value(request.samples, ranges.Rows, "samples")
+    check_seed(request.seed)
     class_labels(model, request.prompts)
     allow(model.llm.architecture.vocab_size, allowed=restrictions.allowed, banned=restrictions.banned)
-    count = len(request.prompts) * request.samples
+    count, path = len(request.prompts) * request.samples, None if model.path is None else model.path.config
+    longest = max(len(prompt.ids) for prompt in request.prompts) - request.prefix
+    remedy = "the number of prompts, samples, draws or max_new_tokens"
+    check_decoding_memory(model.llm, path, settings, rows=count, longest=longest, remedy=remedy)
     return StopSearch(restrictions.stops, tokenizer, count, keeps_stop=restrictions.keeps_stop)
 
 
@@ -103,7 +112,7 @@ def _start(model: Model, request: Request) -> decode.State:
     numbers = jnp.array([prompt.number for prompt in prompts])
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(request.seed), numbers)
     shared = jnp.array(prompts[0].ids[:prefix], jnp.int32) if prefix else None
-    capacity = -(-request.settings.max_new_tokens // CHUNK) * CHUNK
+    capacity = answer_slots(request.settings.max_new_tokens)
     state = decode.prefill(model.llm, ids, lengths, keys, capacity=capacity, prefix=shared)
     return decode.fan_out(state, copies=request.samples) if request.samples > 1 else state
 

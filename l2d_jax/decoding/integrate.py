@@ -136,10 +136,10 @@ def _run_fixed(
         solver.method(),
         t0=0.0,
         t1=stop,
-        dt0=stop / jnp.maximum(steps, 1),
+        dt0=None,
         y0=(jnp.ones((), noise.dtype), jnp.zeros_like(noise)),
         saveat=saveat,
-        stepsize_controller=diffrax.ConstantStepSize(),
+        stepsize_controller=_Stepping(diffrax.ConstantStepSize(), stop / jnp.maximum(steps, 1)),
         adjoint=diffrax.DirectAdjoint(),
         max_steps=capacity,
         throw=False,  # a check on the host would end the compiled program after every token
@@ -168,10 +168,14 @@ def _run_adaptive(
         solver.method(),
         t0=0.0,
         t1=stop,
-        dt0=FIRST_STEP,
+        dt0=None,
         y0=noise,
         saveat=saveat,
-        stepsize_controller=_Capped(diffrax.PIDController(rtol=tolerance, atol=tolerance), jnp.asarray(max_steps)),
+        stepsize_controller=_Stepping(
+            diffrax.PIDController(rtol=tolerance, atol=tolerance),
+            jnp.asarray(FIRST_STEP, noise.dtype),
+            jnp.asarray(max_steps),
+        ),
         adjoint=diffrax.DirectAdjoint(),
         max_steps=capacity,
         throw=False,
@@ -184,24 +188,32 @@ def _rate(t: Float[Array, ""]) -> Float[Array, ""]:
     return jnp.where(rest > END, 1 / jnp.maximum(rest, END), 0.0)
 
 
-class _Capped(diffrax.AbstractStepSizeController[Any, Any]):
-    """A controller that ends the integration after a traced number of steps; diffrax's `max_steps` is static."""
+class _Stepping(diffrax.AbstractStepSizeController[Any, Any]):
+    """A controller with the length of its first step, which may end the integration after a traced number of steps.
 
-    controller: diffrax.PIDController
-    max_steps: Int[Array, ""]
+    Where diffrax is given the first step, it compares it with the ends by a call of the host, in the middle of every
+    token; and JAX keeps no program that calls the host in its cache of compiled ones. Its own `max_steps` is static.
+    """
 
-    def wrap(self, direction: Any) -> "_Capped":
+    controller: diffrax.AbstractStepSizeController[Any, Any]
+    first: Float[Array, ""]
+    max_steps: Int[Array, ""] | None = None
+
+    def wrap(self, direction: Any) -> "_Stepping":
         """Called by diffrax with the direction of time."""
-        return _Capped(self.controller.wrap(direction), self.max_steps)
+        return _Stepping(self.controller.wrap(direction), self.first, self.max_steps)
 
-    def init(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def init(self, terms: Any, t0: Any, t1: Any, y0: Any, dt0: None, *args: Any) -> tuple[Any, Any]:
         """The end of the first step, and a count of no steps."""
-        first, state = self.controller.init(*args, **kwargs)
-        return first, (state, jnp.int32(0))
+        del dt0
+        end, state = self.controller.init(terms, t0, t1, y0, self.first, *args)
+        return end, (state, jnp.int32(0))
 
     def adapt_step_size(self, *args: Any, **kwargs: Any) -> Any:
         """The controller's decision, or the end of the integration at the last step."""
         *before, (state, count) = args
         *decision, state, result = self.controller.adapt_step_size(*before, state, **kwargs)  # type: ignore[call-arg]
-        stopped = diffrax.RESULTS.where(count + 1 >= self.max_steps, diffrax.RESULTS.max_steps_reached, result)
-        return *decision, (state, count + 1), stopped
+        if self.max_steps is not None:
+            is_last = count + 1 >= self.max_steps
+            result = diffrax.RESULTS.where(is_last, diffrax.RESULTS.max_steps_reached, result)
+        return *decision, (state, count + 1), result

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, Key
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding.buckets import pad
 from l2d_jax.decoding.refine import Refinement, refine
-from l2d_jax.decoding.requests import Prompt, check_prompts, check_tokens, class_labels
+from l2d_jax.decoding.requests import Prompt, check_prompts, check_seed, check_tokens, class_labels
 from l2d_jax.decoding.sampler import token_keys
 from l2d_jax.distributed import processes, sharding
 from l2d_jax.errors import InputError
@@ -65,6 +65,7 @@ def score_answers(
     """
     architecture = model.llm.architecture
     refinement = Refinement.prepare(model, settings)
+    check_seed(seed)
     if draws < 2:
         raise InputError(f"a standard error takes at least 2 draws, got {draws}")
     if len(prompts) != len(answers) or not all(answers):
@@ -118,6 +119,7 @@ def rank(
       InputError: as `generation.stream_tokens`.
     """
     refinement = Refinement.prepare(model, settings)
+    check_seed(seed)
     check_prompts([prompt.ids for prompt in prompts], replace(settings, max_new_tokens=1), model.llm.architecture)
     labels = class_labels(model, prompts)
     draws = 1 if settings.budget == 1 else draws

@@ -9,13 +9,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 from transformers import PreTrainedTokenizerFast
 
-from l2d_jax.config.parsing import from_dict, nearest
-from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.config import ranges
+from l2d_jax.config.parsing import check_value, from_dict, nearest
+from l2d_jax.config.schema import DecodeConfig, PathConfig
 from l2d_jax.data.tokenizer import Message, prompt_ids
+from l2d_jax.decoding.buckets import answer_slots, round_up
+from l2d_jax.decoding.condition_table import CAPACITY
 from l2d_jax.decoding.solver import ADAPTIVE, AMPLE
+from l2d_jax.distributed.memory import require_memory, tree_bytes
 from l2d_jax.errors import InputError
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.l2d import Model, check_labels
+from l2d_jax.model.llm import LLM
 
 
 class Prompt(NamedTuple):
@@ -99,6 +104,11 @@ def check_prompts(prompts: Sequence[Sequence[int]], settings: DecodeConfig, arch
         )
 
 
+def check_seed(seed: int) -> None:
+    """Raise `InputError` for a seed that JAX would refuse, or take for another one."""
+    check_value(seed, ranges.KeySeed, "seed")
+
+
 def check_tokens(texts: Iterable[Sequence[int]], architecture: Architecture) -> None:
     """Raise `InputError` for a token id that the model's vocabulary lacks."""
     size = architecture.vocab_size
@@ -115,3 +125,37 @@ def encode_prompt(messages: Sequence[Message], tokenizer: PreTrainedTokenizerFas
     if tokenizer is None:
         raise InputError("the model folder has no tokenizer: add its tokenizer files to generate text")
     return prompt_ids(messages, tokenizer)
+
+
+def check_decoding_memory(
+    llm: LLM,
+    path: PathConfig | None,
+    settings: DecodeConfig,
+    *,
+    rows: int,
+    longest: int,
+    remedy: str,
+    candidates: int = 0,
+) -> None:
+    """Raise `InputError` if sequences cannot be decoded together in the memory of the devices.
+
+    Args:
+      llm: the language model, declared or real.
+      path: of the model; None: it has none.
+      settings: noise samples, and the length of answers.
+      rows: sequences that are decoded together.
+      longest: tokens of the longest prompt.
+      remedy: what to lower.
+      candidates: by which token search extends each of its beams, the rows; 0: no search.
+    """
+    a, item, slots = llm.architecture, jnp.dtype(llm.embed.dtype).itemsize, answer_slots(settings.max_new_tokens)
+    width = 2 * a.num_hidden_layers * a.num_key_value_heads * a.head_dim * item
+    needs: dict[str, Any] = {
+        "weights": tree_bytes(llm),
+        "KV cache": rows * (round_up(longest) + slots) * width * (2 if candidates else 1),  # beams move to other rows
+        "logits": 4 * rows * settings.draws * a.vocab_size,
+        "candidates": rows * candidates * (12 + slots),  # compared with all tokens of their answers
+    }
+    if path is not None:
+        needs["conditions"] = CAPACITY * (path.classes + 1) * 6 * a.num_hidden_layers * a.hidden_size * item
+    require_memory(needs, remedy)

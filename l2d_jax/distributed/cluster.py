@@ -21,19 +21,11 @@ EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 METADATA_SECONDS = 3  # for an answer of the metadata server, which is on the same machine
 
 
-@dataclass(frozen=True)
-class Scheduler:
-    """The names of the variables that a scheduler sets in each process; all of them must be set."""
-
-    count: str
-    index: str
-    place: str  # the hosts, process 0's among them
-    others: tuple[str, ...] = ()  # what JAX needs besides to recognise the scheduler
-
-
+# The variables that a scheduler sets in each process, all of them: the number of processes, this one's number, the
+# hosts (process 0's among them), and what JAX needs besides to recognise the scheduler.
 SCHEDULERS = (
-    Scheduler("SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_NODELIST", ("SLURM_JOB_ID", "SLURM_LOCALID")),
-    Scheduler("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_MCA_orte_hnp_uri", ("OMPI_COMM_WORLD_LOCAL_RANK",)),
+    ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_LOCALID"),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_LOCAL_RANK"),
 )
 
 
@@ -73,10 +65,10 @@ def _explicit(environment: Mapping[str, str]) -> Cluster | None:
 
 
 def _scheduled(environment: Mapping[str, str]) -> Cluster | None:
-    for scheduler in SCHEDULERS:
-        if all(name in environment for name in (scheduler.count, scheduler.index, scheduler.place, *scheduler.others)):
-            count, index = (_number(environment, name) for name in (scheduler.count, scheduler.index))
-            return Cluster(index, count, environment[scheduler.place])
+    for names in SCHEDULERS:
+        if all(name in environment for name in names):
+            count, index = (_number(environment, name) for name in names[:2])
+            return Cluster(index, count, environment[names[2]])
     return None
 
 

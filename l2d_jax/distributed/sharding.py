@@ -123,9 +123,7 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
     """The device mesh of a config; raises `InputError` if the sizes do not multiply to the number of devices."""
     devices = devices or jax.devices()
     sizes = dataclasses.asdict(config)
-    fixed = 1
-    for size in sizes.values():
-        fixed *= max(size, 1)
+    fixed = math.prod(max(size, 1) for size in sizes.values())
     sizes = {name: len(devices) // fixed if size == -1 else size for name, size in sizes.items()}
     total = math.prod(sizes.values())
     if total != len(devices):

@@ -7,8 +7,8 @@ Texts become tokens as in the harness's own class for Hugging Face models, so th
 * a context that exceeds the model's positions loses its beginning.
 A likelihood is that of the path, by the mean over several noise samples, or that of the base alone.
 
-Noise depends on a request's text alone. So a result does not depend on batches or on other requests, and all options of
-a question are compared under the same noise.
+Noise depends on a request's text alone. So batches and other requests change a result's rounding alone (`generation`
+says how much), and all options of a question are compared under the same noise.
 """
 
 import dataclasses

@@ -14,9 +14,9 @@ from l2d_jax.errors import InputError
 from l2d_jax.evaluation.results import Results
 from l2d_jax.evaluation.runner import EncodedProblem, EvaluationProtocol, check_protocol, settings_for
 from l2d_jax.evaluation.sandbox import grade
-from l2d_jax.evaluation.sandbox.submission import Submission, Verdict
-from l2d_jax.evaluation.tasks.problem import Program, Run
+from l2d_jax.evaluation.tasks.problem import Run
 from l2d_jax.evaluation.tasks.task import Task, encode_problems
+from l2d_jax.fingerprint import Fingerprint, digest
 from l2d_jax.loading import Folder
 from l2d_jax.weights import model_folder
 from l2d_jax.weights.locate import absolute_name
@@ -29,6 +29,7 @@ class TaskPlan(NamedTuple):
 
     task: Task
     problems: Sequence[EncodedProblem]
+    digest: str  # of the problems and their prompts
     settings: DecodeConfig
     protocol: EvaluationProtocol
 
@@ -54,12 +55,10 @@ def choose_run(tasks: Sequence[Task], *, is_allowed: bool) -> Run | None:
     reason = processes.decide(grade.unavailable)
     if reason is not None:
         raise InputError(reason)
-    return _run_programs
-
-
-def _run_programs(programs: Sequence[Program]) -> list[Verdict]:
-    """Judge programs in the sandbox."""
-    return grade.grade([Submission(*program[1:]) for program in programs])
+    note = processes.decide(grade.unbounded)
+    if note is not None:
+        processes.print_once(note)
+    return grade.grade
 
 
 def make_plans(
@@ -80,17 +79,20 @@ def make_plans(
         processes.print_once(
             f"{task.name}: {len(encoded)} problems, {len(problems) - len(encoded)} dropped for their length"
         )
+        hashed = digest([[dataclasses.asdict(one.problem), one.ids] for one in encoded])
         for budget in options.budget or [decode.budget]:
             protocol = EvaluationProtocol(**{name: getattr(options, name) for name in names})
             chosen = {name: getattr(options, name) for name in DECODING_OPTIONS} | {"budget": budget}
             settings, samples = settings_for(task, protocol, decode, **chosen)
             protocol = dataclasses.replace(protocol, samples=samples)
             check_protocol(protocol, encoded)
-            plans.append(TaskPlan(task, encoded, settings, protocol))
+            plans.append(TaskPlan(task, encoded, hashed, settings, protocol))
     return plans
 
 
-def open_results(plan: TaskPlan, options: argparse.Namespace, found: Folder, step: int | None) -> Results:
+def open_results(
+    plan: TaskPlan, options: argparse.Namespace, found: Folder, step: int | None, model: Fingerprint
+) -> Results:
     """The results of a plan for the model at `step`; raises `InputError` if the folder holds another evaluation."""
     parts = [plan.settings.solver, str(plan.settings.budget)]
     parts += [plan.protocol.prompts] if plan.protocol.prompts != "paper" else []
@@ -99,8 +101,10 @@ def open_results(plan: TaskPlan, options: argparse.Namespace, found: Folder, ste
     split = options.split or plan.task.dataset.split
     about = {"task": plan.task.name, "split": split, "limit": options.limit, "shots": options.shots}
     about |= {"model": found.base_name, "dtype": found.base.dtype, "step": step}
+    about["fingerprint"] = {**model, "problems": plan.digest}
     protocol = dataclasses.asdict(plan.protocol)
-    del protocol["batch_size"]  # no result depends on it, and a smaller one may continue where memory was short
+    if found.base.dtype == "float32":  # elsewhere rounding decides words, and depends on the shape of a batch
+        del protocol["batch_size"]  # a smaller one may continue where memory was short
     about |= {"decode": dataclasses.asdict(plan.settings), "asking": protocol}
     return Results(results_folder(options) / plan.task.name / (options.name or "-".join(parts)), about)
 

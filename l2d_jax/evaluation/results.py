@@ -1,26 +1,96 @@
 """The folder of one evaluation: `samples.jsonl` has a line for each scored problem, `results.json` has the figures.
 
-An evaluation that was interrupted continues where it stopped; with other settings it is refused.
+An evaluation that was interrupted continues where it stopped; with other settings it is refused. Damaged lines are
+left out with a warning, and so are all lines that share an id; their problems are answered again.
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from l2d_jax.errors import InputError
+from annotated_types import Len
+from typing_extensions import TypedDict
+
+from l2d_jax.errors import InputError, shown
 from l2d_jax.evaluation import statistics
 from l2d_jax.evaluation.tasks.problem import Problem, Score
-from l2d_jax.files import complete_lines, read_json, write_whole
+from l2d_jax.files import Count, Share, check, read_json, read_lines, write_whole
+from l2d_jax.fingerprint import changes
 
 KINDS = ("strict", "relaxed")
 SAMPLES, RESULTS = "samples.jsonl", "results.json"
 
 
+class _Judged(TypedDict):
+    """A completion and its scores."""
+
+    text: str
+    strict: Share
+    relaxed: Share
+    extracted: str | None
+    relaxed_extracted: str | None
+    reason: str
+
+
+class _Sample(TypedDict):
+    """A line of `samples.jsonl`."""
+
+    id: str
+    subject: str | None
+    answer: str
+    prompt: str
+    samples: Annotated[list[_Judged], Len(1)]
+
+
+class _Rate(TypedDict):
+    mean: Share
+    low: Share
+    high: Share
+
+
+_Kind = TypedDict("_Kind", {"accuracy": _Rate, "pass": dict[str, _Rate]})
+
+
+class _Decode(TypedDict):
+    solver: str
+    budget: Count
+    guidance: float
+
+
+class _Asking(TypedDict):
+    label: int | str | None
+
+
+class _Run(TypedDict):
+    task: str
+    decode: _Decode
+    asking: _Asking
+
+
+class _Figures(TypedDict):
+    """What reports read of `results.json`."""
+
+    run: _Run
+    problems: Count
+    strict: _Kind
+    relaxed: _Kind
+
+
 def accuracy_interval(figures: Mapping[str, Any], kind: str) -> tuple[float, float, float]:
     """Mean accuracy and the bounds of its 95 % interval, from an evaluation's figures and a kind of score."""
     rate = figures[kind]["accuracy"]
-    return rate["mean"], rate["low"], rate["high"]
+    return float(rate["mean"]), float(rate["low"]), float(rate["high"])
+
+
+def read_figures(file: Path) -> dict[str, Any] | None:
+    """The figures of a finished evaluation, None of another; raises `InputError` for a damaged file."""
+    figures = read_json(file)
+    if figures.keys().isdisjoint(("problems", *KINDS)):
+        return None
+    check(figures, _Figures, file, remedy=f"remove it, and evaluate again: the answers in {SAMPLES} are kept")
+    return figures
 
 
 class Results:
@@ -33,7 +103,7 @@ class Results:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if (folder / RESULTS).exists():
-                self._refuse_other(read_json(folder / RESULTS).get("run", {}))
+                self._refuse_other(self._recorded_run())
             else:
                 write_whole(folder / RESULTS, json.dumps({"run": self.run}, indent=2) + "\n")
             self.samples = self._read()
@@ -53,20 +123,40 @@ class Results:
         return figures
 
     def _refuse_other(self, run: Mapping[str, Any]) -> None:
-        names = sorted(name for name in {*run, *self.run} if run.get(name) != self.run.get(name))
-        if names:
-            changes = "; ".join(f"{name} was {run.get(name)!r}, is {self.run.get(name)!r}" for name in names[:3])
+        names = sorted(name for name in {*run, *self.run} - {"fingerprint"} if run.get(name) != self.run.get(name))
+        changed = [f"{name} was {shown(run.get(name))}, is {shown(self.run.get(name))}" for name in names[:3]]
+        if not changed and run.get("fingerprint") != self.run.get("fingerprint"):
+            ours, theirs = self.run.get("fingerprint") or {}, run.get("fingerprint") or {}
+            changed = changes(theirs, ours) or ["of a former version"]
+        if changed:
             raise InputError(
-                f"{self.folder} holds another evaluation ({changes}): give it another --name, or remove it"
+                f"{self.folder} holds another evaluation ({'; '.join(changed)}): give it another --name, or remove it"
             )
 
+    def _recorded_run(self) -> dict[str, Any]:
+        """The settings in the results' file; raises `InputError` for a damaged one, which nothing else records."""
+        file = self.folder / RESULTS
+        try:
+            run: dict[str, Any] = check(read_json(file).get("run"), dict[str, Any], "run")
+            check(run.get("fingerprint") or {}, dict[str, str], "fingerprint")
+        except InputError:
+            problem = f"{file} does not say what was evaluated"
+            raise InputError(f"{problem}: give another --name, or remove {self.folder}") from None
+        return run
+
     def _read(self) -> dict[str, dict[str, Any]]:
-        """Read the complete lines, and remove the rest of a line that was cut off."""
+        """Read the good lines, and remove the damaged ones and the rest of a line that was cut off."""
         file = self.folder / SAMPLES
-        lines = complete_lines(file)
+        kept = read_lines(file, (_Sample,), _repeated)
         if file.exists():
-            write_whole(file, "".join(lines))
-        return {line["id"]: line for line in map(json.loads, lines)}
+            write_whole(file, b"".join(text for text, _ in kept))
+        return {line["id"]: line for _, line in kept}
+
+
+def _repeated(lines: list[dict[str, Any]]) -> dict[int, str]:
+    """The lines, by their places, that share an id: at most one of them is of its problem."""
+    count = Counter(line["id"] for line in lines)
+    return {i: f"id {shown(line['id'])} is repeated" for i, line in enumerate(lines) if count[line["id"]] > 1}
 
 
 def sample_line(problem: Problem, prompt: str, completions: Sequence[str], scores: Sequence[Score]) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import CATEGORIES, DecodeConfig
-from l2d_jax.data import tokenizer
+from l2d_jax.data.tokenizer import text_ids
 from l2d_jax.decoding.batching import common_prefix, complete, plan_batches
 from l2d_jax.decoding.likelihood import rank
 from l2d_jax.decoding.loaded_model import LoadedModel
@@ -17,7 +18,7 @@ from l2d_jax.decoding.requests import Prompt
 from l2d_jax.decoding.stop_strings import to_text
 from l2d_jax.distributed import processes
 from l2d_jax.evaluation.results import Results, sample_line
-from l2d_jax.evaluation.tasks.problem import Problem, Prompts, Run, Score
+from l2d_jax.evaluation.tasks.problem import Problem, Prompts, Run
 from l2d_jax.evaluation.tasks.task import Task
 
 Choices = Literal["generate", "likelihood"]
@@ -114,6 +115,7 @@ def evaluate_task(
                 shown.set_postfix_str(f"{count / (time.monotonic() - began):.0f} tokens/s")
     seconds = time.monotonic() - began
     speed = {"problems": len(remaining), "tokens": count, "seconds": seconds, "tokens per second": count / seconds}
+    speed["batch_size"] = protocol.batch_size
     return dict(processes.decide(lambda: opened[0].finish(speed)))
 
 
@@ -149,24 +151,20 @@ def _ranked(
     loaded: LoadedModel, encoded: dict[int, EncodedProblem], settings: DecodeConfig, protocol: EvaluationProtocol
 ) -> Iterator[Answers]:
     """Answer each problem with the letter whose first token is the likeliest; nothing is generated."""
-    numbers = list(encoded)
+    numbers, words = list(encoded), loaded.tokenizer
+    assert words is not None
     for batch, places in plan_batches([len(one.ids) for one in encoded.values()], protocol.batch_size):
         filled = [numbers[place] for place in places]
         found = rank(
             loaded.model,
             [Prompt(number, encoded[number].ids, label_of(encoded[number].problem, protocol)) for number in filled],
-            [_letters(encoded[number].problem, loaded) for number in filled],
+            [[ids[0] for ids in text_ids(encoded[number].problem.options, words)] for number in filled],
             settings=settings,
             draws=protocol.draws,
             seed=protocol.seed,
         )
         best = {n: encoded[n].problem.options[int(np.argmax(row))] for n, row in zip(filled, found, strict=True)}
         yield {numbers[place]: ([best[numbers[place]]], 0) for place in batch}
-
-
-def _letters(problem: Problem, loaded: LoadedModel) -> list[int]:
-    assert loaded.tokenizer is not None
-    return [ids[0] for ids in tokenizer.text_ids(problem.options, loaded.tokenizer)]
 
 
 def _scored(
@@ -179,20 +177,13 @@ def _scored(
     tagged: bool,
 ) -> list[dict[str, Any]]:
     """The sample lines of a batch, whose completions are judged together, since running programs takes time."""
-    flat = [(number, text) for number, (texts, _) in batch.items() for text in texts]
-    problems = [encoded[number].problem for number, _ in flat]
-    scores: dict[int, list[Score]] = {number: [] for number in batch}
-    for (number, _), score in zip(
-        flat, task.grade(problems, [text for _, text in flat], run=run, tagged=tagged), strict=True
-    ):
-        scores[number].append(score)
-    return [
-        sample_line(encoded[number].problem, to_prompt(encoded[number].ids, loaded), texts, scores[number])
-        for number, (texts, _) in batch.items()
-    ]
-
-
-def to_prompt(ids: Sequence[int], loaded: LoadedModel) -> str:
-    """A prompt as text, including the template's special tokens."""
     assert loaded.tokenizer is not None
-    return str(loaded.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+    problems = [encoded[number].problem for number, (texts, _) in batch.items() for _ in texts]
+    completions = [text for texts, _ in batch.values() for text in texts]
+    scores = iter(task.grade(problems, completions, run=run, tagged=tagged))
+    lines = []
+    for number, (texts, _) in batch.items():
+        one = encoded[number]
+        prompt = str(loaded.tokenizer.decode(one.ids, clean_up_tokenization_spaces=False))  # with special tokens
+        lines.append(sample_line(one.problem, prompt, texts, list(islice(scores, len(texts)))))
+    return lines

@@ -5,9 +5,13 @@ Llama 3.x, Qwen 2/2.5, SmolLM2 and R1-distilled Qwen are one backbone; they diff
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired
 
-from l2d_jax.errors import InputError
+from annotated_types import Interval
+from typing_extensions import TypedDict
+
+from l2d_jax.errors import InputError, shorten, shown
+from l2d_jax.files import Count, check
 
 SUPPORTED = {"LlamaForCausalLM": False, "Qwen2ForCausalLM": True}  # class name -> biases on q, k and v
 
@@ -20,6 +24,43 @@ class RopeScaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+
+
+Factor = Annotated[float, Interval(gt=0, le=1e6)]
+
+
+class _Rope(TypedDict, total=False):
+    """The entries for rotary embedding, wherever a release of transformers puts them."""
+
+    rope_theta: Annotated[float, Interval(gt=1, le=1e12)]
+    rope_type: str
+    type: str  # the former name of `rope_type`
+    factor: Factor
+    low_freq_factor: Factor
+    high_freq_factor: Factor
+    original_max_position_embeddings: Count
+
+
+class _HFConfig(TypedDict):
+    """The entries of `config.json` that are read; null stands for the default, as in transformers."""
+
+    vocab_size: Count
+    hidden_size: Count
+    intermediate_size: Count
+    num_hidden_layers: Annotated[int, Interval(ge=1, le=10_000)]
+    num_attention_heads: Count
+    num_key_value_heads: NotRequired[Count | None]
+    head_dim: NotRequired[Count | None]
+    max_position_embeddings: NotRequired[Count | None]
+    rms_norm_eps: NotRequired[Annotated[float, Interval(gt=0, lt=1)] | None]
+    tie_word_embeddings: NotRequired[bool | None]
+    hidden_act: NotRequired[Literal["silu"] | None]
+    attention_bias: NotRequired[Literal[False] | None]
+    mlp_bias: NotRequired[Literal[False] | None]
+    use_sliding_window: NotRequired[Literal[False] | None]
+    rope_theta: NotRequired[float | None]
+    rope_scaling: NotRequired[dict[str, Any] | None]
+    rope_parameters: NotRequired[dict[str, Any] | None]
 
 
 @dataclass(frozen=True)
@@ -41,71 +82,57 @@ class Architecture:
     qkv_bias: bool
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> "Architecture":
-        """Read a parsed `config.json`; raises `InputError` that names what is unsupported or missing."""
-        name = (raw.get("architectures") or ["none"])[0]
-        if name not in SUPPORTED:
-            raise InputError(f"unsupported architecture {name}: supported are {', '.join(SUPPORTED)}")
-        _refuse(raw, "hidden_act", "silu")
-        _refuse(raw, "attention_bias", False)
-        _refuse(raw, "mlp_bias", False)
-        _refuse(raw, "use_sliding_window", False)
-        sizes = {}
-        for key in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-        ):
-            sizes[key] = _size(raw, key)
-        kv_heads = _size({"num_key_value_heads": sizes["num_attention_heads"], **raw}, "num_key_value_heads")
-        if sizes["num_attention_heads"] % kv_heads:
+    def from_hf(cls, raw: Mapping[str, Any], *, where: object = "config.json") -> "Architecture":
+        """Read a parsed `config.json`; raises `InputError` that names what is unsupported, missing or out of range."""
+        names = raw.get("architectures")
+        name = names[0] if isinstance(names, list) and names else None
+        if not isinstance(name, str) or name not in SUPPORTED:
+            given = shorten(str("none" if names is None else name or names), 60)
+            raise InputError(f"{where}: unsupported architecture {given}: supported are {', '.join(SUPPORTED)}")
+        remedy = "take another model, or download it again"
+        found = {
+            key: value for key, value in check(dict(raw), _HFConfig, where, remedy=remedy).items() if value is not None
+        }
+        heads, kv_heads = found["num_attention_heads"], found.get("num_key_value_heads", found["num_attention_heads"])
+        if heads % kv_heads:
             raise InputError(
-                f"config.json: num_attention_heads {sizes['num_attention_heads']} is not a multiple of "
-                f"num_key_value_heads {kv_heads}"
+                f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
             )
-        width = sizes["hidden_size"] // sizes["num_attention_heads"]
-        head_dim = width if raw.get("head_dim") is None else _size(raw, "head_dim")
-        if head_dim % 2:
-            raise InputError(f"config.json: head_dim must be even, got {head_dim}: rotary embedding turns pairs")
+        head_dim = found.get("head_dim", found["hidden_size"] // heads)
+        if head_dim % 2 or not head_dim:
+            raise InputError(
+                f"{where}: head_dim must be even and positive, got {head_dim}: rotary embedding turns pairs"
+            )
         # transformers 5 writes both under rope_parameters; earlier releases wrote two keys.
-        rope = {"rope_theta": raw.get("rope_theta", 10000.0), **(raw.get("rope_scaling") or {})}
-        rope |= raw.get("rope_parameters") or {}
+        rope = {"rope_theta": found.get("rope_theta", 10000.0)} | found.get("rope_scaling", {})
+        rope = check(rope | found.get("rope_parameters", {}), _Rope, f"{where}: rope_scaling")
         return cls(
-            **sizes,
+            **{key: found[key] for key in _SIZES},
+            num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
-            max_position_embeddings=int(raw.get("max_position_embeddings", 2048)),
-            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            rope_theta=float(rope["rope_theta"]),
-            rope_scaling=_rope_scaling(rope),
-            tied=bool(raw.get("tie_word_embeddings", False)),
+            max_position_embeddings=found.get("max_position_embeddings", 2048),
+            rms_norm_eps=found.get("rms_norm_eps", 1e-6),
+            rope_theta=rope["rope_theta"],
+            rope_scaling=_rope_scaling(rope, where),
+            tied=found.get("tie_word_embeddings", False),
             qkv_bias=SUPPORTED[name],
         )
 
 
-def _size(raw: Mapping[str, Any], key: str) -> int:
-    value = raw.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-        raise InputError(f"config.json: {key} must be a positive integer, got {value!r}")
-    return value
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 
 
-def _refuse(raw: Mapping[str, Any], key: str, supported: Any) -> None:
-    value = raw.get(key, supported)
-    if value is not None and value != supported:
-        raise InputError(f"config.json: {key} = {value!r} is not supported, only {supported!r}")
-
-
-def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
+def _rope_scaling(rope: Mapping[str, Any], where: object) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
     if kind != "llama3":
-        raise InputError(f"config.json: rope_type {kind!r} is not supported, only 'default' and 'llama3'")
+        raise InputError(f"{where}: rope_type {shown(kind)} is not supported, only 'default' and 'llama3'")
     fields = RopeScaling.__dataclass_fields__
     missing = [key for key in fields if key not in rope]
     if missing:
-        raise InputError(f"config.json: rope_scaling of type 'llama3' lacks {', '.join(missing)}")
+        raise InputError(f"{where}: rope_scaling of type 'llama3' lacks {', '.join(missing)}")
+    if rope["low_freq_factor"] >= rope["high_freq_factor"]:
+        raise InputError(f"{where}: rope_scaling.low_freq_factor must be below high_freq_factor: download it again")
     return RopeScaling(**{key: rope[key] for key in fields})

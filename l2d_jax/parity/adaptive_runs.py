@@ -24,12 +24,11 @@ from l2d_jax.decoding.runge_kutta import EmbeddedPair
 from l2d_jax.decoding.solver import ADAPTIVE
 from l2d_jax.model.context import Context
 from l2d_jax.model.l2d import Model
-from l2d_jax.parity.fixed_step_runs import context_of, make_refinement, read_out
+from l2d_jax.parity.fixed_step_runs import context_of, read_out, settings_of
 from l2d_jax.parity.recording import Check, Recording, logits_at
 
-STEPS = (
-    1e-3  # of times, and of states relative to the largest: a step's length answers to an error estimate's last bits
-)
+# Of times, and of states relative to the largest: a step's length answers to an error estimate's last bits.
+STEPS = 1e-3
 FINE = 1e-5  # tolerance at which both ways to end must meet
 MEET = 1e-2  # within this, absolute
 BEYOND = 16.0  # a time that no recorded run's steps pass
@@ -62,7 +61,8 @@ def adaptive_trajectory(model: Model, a: Recording, key: str, run: Mapping[str, 
     recorded = {name: a[f"ode.{key}.{name}"] for name in ("x0", "t_grid", "traj", "logits", "times", "argmax", "temps")}
     end, count = float(run["final_timestep"]), recorded["x0"].shape[1]
     is_guarded = run["nfe"] - run["net_evals"] == np.sum(recorded["times"] >= 1)
-    settings = _settings(run)
+    budget = 2 + ROOM * ADAPTIVE[run["method"]].stages
+    settings = settings_of(run, run["method"], budget=budget, options={"tolerance": run["tol"]})
     rows = ROWS[next(part for part in key.split(".") if part in ROWS)]
     context = context_of(model, a, run, padded=False, rows=rows)
     shape = (*context.hidden.shape[:2], recorded["x0"].shape[-1])
@@ -94,19 +94,6 @@ def adaptive_trajectory(model: Model, a: Recording, key: str, run: Mapping[str, 
         theirs = _interpolate(_loop(model, context, fine, noise, end=end)[1], end, settings.solver.name)
         *_, ours = _diffrax(model, context, fine, jnp.asarray(noise, jnp.float32), jnp.float32(end))
         yield Check(f"ode.{key}.converged", ours.x, theirs, MEET)
-
-
-def _settings(run: Mapping[str, Any]) -> Refinement:
-    velocity = "expectation" if run["x1_estimation"] == "average" else "sample"
-    temperature = 0.0 if isinstance(run["temperature"], str) else float(run["temperature"])
-    stages = ADAPTIVE[run["method"]].stages
-    options = {
-        "solver": run["method"],
-        "budget": 2 + ROOM * stages,
-        "velocity": velocity,
-        "velocity_temperature": temperature,
-    }
-    return make_refinement({**options, "tolerance": run["tol"]}, guidance=None)
 
 
 @jax.jit

@@ -60,7 +60,8 @@ def trajectory(model: Model, a: Recording, key: str, run: Mapping[str, Any]) -> 
     """
     recorded = {name: a[f"ode.{key}.{name}"] for name in ("x0", "t_grid", "traj", "logits", "times", "argmax", "temps")}
     grid, end, count = recorded["t_grid"], float(run["final_timestep"]), recorded["x0"].shape[1]
-    settings = _settings(run, len(grid) - 1, annealed="poly" in key)
+    solver, annealing = METHODS[run["method"]], {"anneal": True, "velocity_temperature": 1.0} if "poly" in key else {}
+    settings = settings_of(run, solver, budget=1 + FIXED[solver].stages * (len(grid) - 1), options=annealing)
     context = context_of(model, a, run, padded=".pad" in key)
     samples = a[f"ode.{key}.samples"] if f"ode.{key}.samples" in a else np.zeros((0, len(recorded["x0"])))
     draws = Draws.build(recorded["times"], samples)
@@ -77,21 +78,15 @@ def trajectory(model: Model, a: Recording, key: str, run: Mapping[str, Any]) -> 
         yield check(f"ode.{key}.{name}", loop[name], recorded[name], 1e-6)
 
 
-def _settings(run: Mapping[str, Any], steps: int, *, annealed: bool) -> Refinement:
+def settings_of(run: Mapping[str, Any], solver: str, *, budget: int, options: dict[str, Any]) -> Refinement:
+    """The settings of a recorded ODE, with further `options` of decoding."""
     temperature = 0.0 if isinstance(run["temperature"], str) else float(run["temperature"])
-    solver = METHODS[run["method"]]
-    options = {
-        "solver": solver,
-        "budget": 1 + FIXED[solver].stages * steps,
-        "velocity": "expectation" if run["x1_estimation"] == "average" else "sample",
-        "velocity_temperature": 1.0 if annealed else temperature,
-        "anneal": annealed,
-    }
-    return make_refinement(options, guidance=run["w_g"])
+    velocity = "expectation" if run["x1_estimation"] == "average" else "sample"
+    read = {"solver": solver, "budget": budget, "velocity": velocity, "velocity_temperature": temperature}
+    return _refinement(read | options, guidance=run["w_g"])
 
 
-def make_refinement(options: dict[str, Any], *, guidance: float | None) -> Refinement:
-    """A recorded run's settings as decoding takes them."""
+def _refinement(options: dict[str, Any], *, guidance: float | None) -> Refinement:
     given = {} if guidance is None else {"guidance": float(guidance)}
     config: DecodeConfig = from_dict(DecodeConfig, options | given, prefix="run")
     return Refinement.from_config(config)
@@ -183,7 +178,7 @@ def generations(model: Model, a: Recording) -> Iterator[Check]:
         if name != "base":
             budget = 1 + FIXED[solver].stages * (int(name.removeprefix(solver)) - 1)
             noise = a[f"dec.{name}.noise"][:, :, 0]
-        settings = make_refinement({"solver": solver, "budget": budget}, guidance=recorded["guidance_parameter"])
+        settings = _refinement({"solver": solver, "budget": budget}, guidance=recorded["guidance_parameter"])
         labels = recorded["class_labels"] and jnp.array(recorded["class_labels"], jnp.int32)
         keys = jax.random.split(jax.random.key(0), rows)
         state = decode.prefill(model.llm, jnp.asarray(ids), jnp.array(lengths, jnp.int32), keys, capacity=count)

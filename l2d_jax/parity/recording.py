@@ -1,6 +1,6 @@
 """Numbers recorded from the authors' PyTorch release, and the comparison of ours with them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,13 +41,12 @@ class Check(NamedTuple):
         return self.difference() <= self.tolerance
 
 
-class Recording(Mapping[str, np.ndarray]):
+class Recording(dict[str, np.ndarray]):
     """The arrays of a `reference.npz`, and what the `meta.json` beside it says of their runs."""
 
     def __init__(self, file: Path, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> None:
-        self.file = file
-        self.meta = meta
-        self._arrays = arrays
+        super().__init__(arrays)
+        self.file, self.meta = file, meta
 
     @classmethod
     def open(cls, file: Path) -> "Recording":
@@ -61,19 +60,8 @@ class Recording(Mapping[str, np.ndarray]):
         beside = file.with_name("meta.json")
         return cls(file, contents, read_json(beside) if beside.exists() else {})
 
-    def __getitem__(self, name: str) -> np.ndarray:
-        if name not in self._arrays:
-            raise InputError(f"{self.file} has no array {name!r}: record it again")
-        return self._arrays[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._arrays
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._arrays)
-
-    def __len__(self) -> int:
-        return len(self._arrays)
+    def __missing__(self, name: str) -> np.ndarray:
+        raise InputError(f"{self.file} has no array {name!r}: record it again")
 
     def require_fit(self, model: Model) -> None:
         """Raise `InputError` unless tokens and noise have the sizes of this model."""

@@ -151,7 +151,7 @@ def build_tiny(release: Release, variant: str, *, seed: int) -> tuple[Any, dict[
         _randomise_base(release.torch, base)
         model = _build(release, family, base, options)
         _randomise_path(release.torch, model)
-    return model.float().eval(), {"family": family, "l2d_kwargs": with_defaults(release, family, options)}
+    return model.float().eval(), {"family": family, "l2d_kwargs": keywords(release, family) | options}
 
 
 def open_model(release: Release, base: Path, weights: Path, hyperparameters: Path) -> tuple[Any, dict[str, Any]]:
@@ -163,7 +163,7 @@ def open_model(release: Release, base: Path, weights: Path, hyperparameters: Pat
     loaded = release.transformers.AutoModelForCausalLM.from_pretrained(base, torch_dtype=release.torch.float32)
     given = raw.get("l2d_kwargs", raw)
     known = keywords(release, family)
-    options = with_defaults(release, family, {name: value for name, value in given.items() if name in known})
+    options = known | {name: value for name, value in given.items() if name in known}
     model = _build(release, family, loaded, options)
     if weights.suffix == ".safetensors":
         state = importlib.import_module("safetensors.torch").load_file(weights)
@@ -182,11 +182,6 @@ def keywords(release: Release, family: str) -> dict[str, Any]:
     parameters = inspect.signature(_model_class(release, family)).parameters
     others = ("model_or_model_id", "model_loading_kwargs", "default_generation_nstep")
     return {name: parameter.default for name, parameter in parameters.items() if name not in others}
-
-
-def with_defaults(release: Release, family: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """All hyper-parameters, those that are not given at the class's defaults."""
-    return {**keywords(release, family), **options}
 
 
 @contextmanager

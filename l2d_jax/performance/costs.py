@@ -1,4 +1,7 @@
-"""What a config costs, from shapes alone: trainable parameters, memory per device, FLOPs per token."""
+"""What a config costs, from shapes alone: trainable parameters, memory per device, FLOPs per token.
+
+`train --dry_run` and `train --variants` print the tables.
+"""
 
 import math
 from typing import Any
@@ -7,13 +10,16 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from l2d_jax.config.config_file import find_variants, read_config
 from l2d_jax.config.schema import Config, PathConfig
-from l2d_jax.distributed import sharding
+from l2d_jax.errors import InputError
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.axes import MATRICES
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.llm import LLM
+from l2d_jax.training.memory import step_memory
 from l2d_jax.training.methods import method_of
+from l2d_jax.weights import model_folder
 
 READ = ("frozen pass", "forward", "backward")  # parts that run on every token; the others run on predicted tokens
 
@@ -26,15 +32,6 @@ def parameters(declared: Any) -> int:
 def trainable_parameters(config: Config, architecture: Architecture) -> int:
     """Number of values that training changes; exact."""
     return parameters(method_of(config).declare(architecture))
-
-
-def bytes_per_device(declared: Any, mesh: Mesh) -> int:
-    """Bytes of a declared tree on the device that holds the most."""
-    placements = jax.tree.leaves(sharding.shardings(declared, mesh))
-    return sum(
-        math.prod(placement.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
-        for leaf, placement in zip(jax.tree.leaves(declared), placements, strict=True)
-    )
 
 
 def flops_per_token(architecture: Architecture, config: PathConfig, *, draws_per_context: int = 1) -> dict[str, int]:
@@ -97,3 +94,47 @@ def flops_per_decoded_token(config: Config, architecture: Architecture) -> int:
     if config.decode.budget == 1 or config.train.method != "l2d":
         return parts["frozen pass"] + head
     return parts["frozen pass"] + evaluations * (parts["path forward"] - 2 * tabulated + head)
+
+
+def cost_table(config: Config, architecture: Architecture, mesh: Mesh) -> str:
+    """Parameters, memory per device and FLOPs per token of a config, as `--dry_run` prints them."""
+    method = method_of(config)
+    frozen, trained = method.declare_frozen(architecture), method.declare(architecture)
+    memory = step_memory(config, architecture, mesh)
+    flops = flops_of_training(config, architecture)
+    rows = [
+        ("frozen parameters", f"{0 if frozen is None else parameters(frozen):,}"),
+        ("trainable parameters", f"{parameters(trained):,}"),
+        *((f"memory per device: {name}", f"{size / 2**30:.2f} GiB") for name, size in memory.items()),
+        ("memory per device: sum, activations not counted", f"{sum(memory.values()) / 2**30:.2f} GiB"),
+        *((f"FLOPs per token: {name}", f"{count:.3e}") for name, count in flops.items()),
+        ("FLOPs per token: sum", f"{sum(flops.values()):.3e}"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value:>16}" for name, value in rows)
+
+
+def variant_table(reference: str) -> str:
+    """A line for `FILE.py` or `FILE.py:variants` as it is, and a line for each variant that can be added to it.
+
+    Raises `InputError` as `read_config` does; the line of a variant that contradicts the reference gives the reason.
+    """
+    rows = [("-", _trained(reference), f"{reference} as it is")]
+    included = reference.partition(":")[2].split(",")
+    for name, variant in find_variants(reference).items():
+        if name in included:
+            continue
+        try:
+            count = _trained(f"{reference}{',' if ':' in reference else ':'}{name}")
+            rows.append((name, count, (variant.__doc__ or "").partition("\n")[0]))
+        except InputError as error:
+            rows.append((name, "refused", str(error)))
+    rows.insert(0, ("variant", "trained", ""))
+    width, digits = (max(len(row[column]) for row in rows) for column in (0, 1))
+    return "\n".join(f"{name:<{width}}  {count:>{digits}}  {what}".rstrip() for name, count, what in rows)
+
+
+def _trained(reference: str) -> str:
+    """The number of trainable parameters of a config as text, from shapes alone."""
+    config = read_config(reference)
+    return f"{trainable_parameters(config, model_folder.read_architecture(config.model)):,}"

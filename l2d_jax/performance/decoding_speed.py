@@ -7,25 +7,22 @@ which are the LM's with their LoRA, and the LM head; its time is the slope of th
 import dataclasses
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import matplotlib as mpl
 import numpy as np
 from jax.sharding import Mesh
 
 from l2d_jax.config.schema import Config
 from l2d_jax.decoding import decode
 from l2d_jax.decoding.refine import Refinement
+from l2d_jax.decoding.requests import check_decoding_memory
 from l2d_jax.decoding.sampler import SamplingOptions
 from l2d_jax.model.l2d import Model
+from l2d_jax.model.llm import LLM
 from l2d_jax.performance.timing import REPEATS, read_rate
 from l2d_jax.weights import model_folder
-
-mpl.use("Agg")  # draws into files, with no display
-from matplotlib import pyplot as plt
 
 LAYERS = ("q", "o", "gate", "up", "down")
 
@@ -47,19 +44,21 @@ def measure_decoding(
       `rows` with batch, budget, tokens per second and seconds per token; `batches` with seconds per evaluation and
       the share of the read rate; `bytes per evaluation` and `read rate`.
     """
+    check_decoding_memory(
+        LLM.declare(model_folder.read_architecture(config.model), dtype=config.model.dtype),
+        config.path,
+        dataclasses.replace(config.decode, max_new_tokens=new),
+        rows=max(batches),
+        longest=prompt,
+        remedy="--batches, --prompt or --new",
+    )
     model = random_model(config, mesh)
     rows = []
     for batch in batches:
         for budget in budgets:
             seconds = _time(model, config, batch=batch, budget=budget, prompt=prompt, new=new)
-            rows.append(
-                {
-                    "batch": batch,
-                    "budget": budget,
-                    "tokens per second": batch * new / seconds,
-                    "seconds per token": seconds / new,
-                }
-            )
+            speed = {"tokens per second": batch * new / seconds, "seconds per token": seconds / new}
+            rows.append({"batch": batch, "budget": budget, **speed})
     read, rate = bytes_per_evaluation(model), read_rate()
     slopes = []
     for batch in batches:
@@ -88,23 +87,6 @@ def bytes_per_evaluation(model: Model) -> int:
     head = model.llm.embed if model.llm.head is None else model.llm.head
     parts = (path, head) if model.path.config.layers == "dense" else (path, base, head)
     return sum(leaf.nbytes for leaf in jax.tree.leaves(parts))
-
-
-def draw_speed(figures: dict[str, Any], file: Path) -> None:
-    """Draw tokens per second and the time per token against the budget, as a PNG file."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for batch in (slope["batch"] for slope in figures["batches"]):
-        rows = [row for row in figures["rows"] if row["batch"] == batch]
-        budgets = [row["budget"] for row in rows]
-        left.plot(budgets, [row["tokens per second"] for row in rows], marker="o", label=f"batch {batch}")
-        right.plot(budgets, [1000 * row["seconds per token"] for row in rows], marker="o", label=f"batch {batch}")
-    left.set(xlabel="evaluations of the path per token", ylabel="tokens per second, all sequences", ylim=(0, None))
-    right.set(xlabel="evaluations of the path per token", ylabel="milliseconds per token", ylim=(0, None))
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.legend()
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
 
 
 def _time(model: Model, config: Config, *, batch: int, budget: int, prompt: int, new: int) -> float:

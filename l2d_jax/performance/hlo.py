@@ -7,12 +7,13 @@ that is a closing brace and nothing else ends a computation.
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
+_LINES = re.compile(r"\n(?=  %|  ROOT |%|ENTRY |\}?(?:\n|\Z))")  # other line breaks are within an attribute
 _HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _NAMED = re.compile(r"  (ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r" ([a-z][\w\-]*)\(")
@@ -94,7 +95,8 @@ class HloProgram:
         """Read the text that `Compiled.as_text()` returns."""
         computations: dict[str, dict[str, Instruction]] = {}
         entry, current = "", None
-        for line in _joined(text):
+        for broken in _LINES.split(text):
+            line = broken.replace("\n", "")
             head = _HEAD.match(line)
             if head:
                 current = computations.setdefault(head[2], {})
@@ -148,19 +150,6 @@ def size_in_bytes(instruction: Instruction) -> int:
     """Bytes of the result without padding; for the start of an asynchronous operation, of its largest element."""
     sizes = [_bits(kind) * math.prod(sizes) // 8 for kind, sizes in instruction.arrays]
     return max(sizes, default=0) if instruction.opcode.endswith("-start") else sum(sizes)
-
-
-def _joined(text: str) -> Iterator[str]:
-    """Lines of the text, joined again where an attribute contains line breaks."""
-    whole = ""
-    for line in text.splitlines():
-        if line.startswith(("  %", "  ROOT ", "%", "ENTRY ")) or line in ("", "}"):
-            if whole:
-                yield whole
-            whole = line
-        else:
-            whole += line
-    yield whole
 
 
 def _instruction(name: str, rest: str, *, is_root: bool) -> Instruction:

@@ -96,10 +96,8 @@ def _executions(program: HloProgram, name: str, times: int, unknown_trips: int) 
             trips = program.trips(instruction, computation)
             if trips is None:
                 found.append(Execution(instruction, name, times))
-            body = _executions(
-                program, instruction.called[0], times * (unknown_trips if trips is None else trips), unknown_trips
-            )
-            found += body
+            runs = times * (unknown_trips if trips is None else trips)
+            found += _executions(program, instruction.called[0], runs, unknown_trips)
         elif instruction.opcode == "conditional":
             branches = [_executions(program, branch, times, unknown_trips) for branch in instruction.branches]
             found += max(branches, key=lambda branch: sum(e.cycles for e in branch))

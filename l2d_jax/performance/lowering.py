@@ -32,19 +32,20 @@ def lower_train(config: Config, mesh: Mesh) -> jax.stages.Lowered:
     frozen = None if declared is None else sharding.abstract(declared, mesh)
     adam = optimizer(config.optim, config.optim.peak_rate)
     moments = jax.tree.map(
-        lambda leaf, placement: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement),
+        lambda leaf, placement: leaf.update(sharding=placement),
         jax.eval_shape(adam.init, trained),
         optimizer_shardings(adam, trained, mesh),
     )
     loss_by_time = _replicated(jax.eval_shape(lambda: time_density.initial_loss_by_time(config.train)), mesh)
     state = TrainState(trained=trained, optimizer=moments, loss_by_time=loss_by_time)
+    row = dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=1, accumulation=1))
     micro = config.train.batch_size // config.train.accumulation
     placement = NamedSharding(mesh, PartitionSpec(None, sharding.RULES["batch"]))
     batch = jax.tree.map(
         lambda array: jax.ShapeDtypeStruct(
             (config.train.accumulation, micro, *array.shape[1:]), array.dtype, sharding=placement
         ),
-        random_batch(config, architecture.vocab_size),
+        random_batch(row, architecture.vocab_size),
     )
     key = _replicated(jax.eval_shape(lambda: jax.random.key(0)), mesh)
     step: Any = make_step(adam, config.train, state, mesh, objective=method.loss)
@@ -57,15 +58,17 @@ def lower_decode(config: Config, mesh: Mesh, *, batch: int, prompt: int) -> jax.
 
     A method that trains no path gives a plain language model, with a budget of 1.
     """
-    llm, path = _weights(config, mesh)
+    architecture, path = model_folder.read_architecture(config.model), None
+    llm = sharding.abstract(LLM.declare(architecture, dtype=jnp.dtype(config.model.dtype)), mesh)
+    if config.train.method == "l2d":
+        path = sharding.abstract(DiffusionPath.declare(config.path, architecture), mesh)
     shapes = jax.eval_shape(Model.build, llm, path)
     leaves = jax.tree.leaves((llm, path))
     if path is None:
         config = dataclasses.replace(config, decode=dataclasses.replace(config.decode, budget=1, solver="euler"))
     else:
-        rows = sharding.partition(("vocab", "diffusion"), shapes.table.shape, mesh)
-        placement = NamedSharding(mesh, rows)
-        leaves.append(jax.ShapeDtypeStruct(shapes.table.shape, shapes.table.dtype, sharding=placement))
+        placement = NamedSharding(mesh, sharding.partition(("vocab", "diffusion"), shapes.table.shape, mesh))
+        leaves.append(shapes.table.update(sharding=placement))
     # Built from its leaves, since the constructor takes arrays.
     model = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
     settings = jax.eval_shape(lambda: Refinement.prepare(model, config.decode))
@@ -81,14 +84,6 @@ def lower_decode(config: Config, mesh: Mesh, *, batch: int, prompt: int) -> jax.
         return decode.decode_tokens.lower(model, state, **options)
 
 
-def _weights(config: Config, mesh: Mesh) -> tuple[LLM, DiffusionPath | None]:
-    architecture = model_folder.read_architecture(config.model)
-    llm = sharding.abstract(LLM.declare(architecture, dtype=jnp.dtype(config.model.dtype)), mesh)
-    if config.train.method != "l2d":
-        return llm, None
-    return llm, sharding.abstract(DiffusionPath.declare(config.path, architecture), mesh)
-
-
 def _decoding_state(config: Config, mesh: Mesh, llm: LLM, *, batch: int, prompt: int) -> decode.State:
     """The state that `prefill` returns: sequences over `data` x `fsdp`, heads over `tensor`, where they divide."""
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch))
@@ -98,12 +93,11 @@ def _decoding_state(config: Config, mesh: Mesh, llm: LLM, *, batch: int, prompt:
     axes = {5: ("layers", "batch", "length", "kv_heads", "head_dim"), 2: ("batch", "length"), 1: ("batch",), 0: ()}
 
     def place(leaf: Any) -> jax.ShapeDtypeStruct:
-        spec = sharding.partition(axes[leaf.ndim], leaf.shape, mesh)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+        return leaf.update(sharding=NamedSharding(mesh, sharding.partition(axes[leaf.ndim], leaf.shape, mesh)))
 
     return jax.tree.map(place, state)
 
 
 def _replicated(tree: Any, mesh: Mesh) -> Any:
     whole = NamedSharding(mesh, PartitionSpec())
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), tree)
+    return jax.tree.map(lambda leaf: leaf.update(sharding=whole), tree)

@@ -13,6 +13,14 @@ _TOO_LARGE = (
     re.compile(r"Used ([\d.]+)([KMGT])i?B? of ([\d.]+)([KMGT])i?B? hbm"),
     re.compile(r"\(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([KMGT])\)"),
 )
+_IN_PLACE = "outputs in place of arguments"
+_SIZES = {  # fields of `memory_analysis`, without their ending
+    "arguments": "argument",
+    "outputs": "output",
+    _IN_PLACE: "alias",
+    "temporaries": "temp",
+    "program": "generated_code",
+}
 _CROSSINGS = {"all-reduce": 2}  # how often each byte crosses a device's links; once for kinds that are not here
 # Phases of the time, by patterns of the traced operations' names; the first pattern that matches counts.
 _PHASES = {
@@ -41,19 +49,14 @@ def read_estimate(
       unknown_trips: how often a loop runs whose length only the running program decides.
     """
     cost = program_cost(HloProgram.parse(text), unknown_trips=unknown_trips)
-    needed = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    needed += memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
+    sizes = {name: getattr(memory, f"{kind}_size_in_bytes") for name, kind in _SIZES.items()}
     kernels = cost.kernel_flops / (ATTENTION * generation.peak)
     seconds = generation.seconds(cost.cycles) + kernels
     within = {kind: size for kind, size in cost.moved.items() if not kind.startswith(BETWEEN)}
     crossings = sum(_CROSSINGS.get(kind, 1) * size for kind, size in within.items())
     return {
-        "arguments": memory.argument_size_in_bytes,
-        "outputs": memory.output_size_in_bytes,
-        "outputs in place of arguments": memory.alias_size_in_bytes,
-        "temporaries": memory.temp_size_in_bytes,
-        "program": memory.generated_code_size_in_bytes,
-        "needed": needed,
+        **sizes,
+        "needed": sum(sizes.values()) - 2 * sizes[_IN_PLACE],
         "usable": generation.usable * GIB,
         "useful FLOPs": useful,
         "FLOPs": cost.flops,
@@ -107,11 +110,10 @@ def estimate_lines(figures: Mapping[str, Any], *, top: int = 0) -> list[str]:
     needed, usable = figures["needed"], figures["usable"]
     spare = f"{_size(abs(usable - needed))} ({abs(1 - needed / usable):.0%})"
     verdict = f"fits, {spare} to spare" if fits(figures) else f"does not fit: {spare} too much"
-    names = ("arguments", "outputs", "outputs in place of arguments", "temporaries", "program", "needed", "usable")
-    rows = [(f"memory: {name}", _size(figures[name])) for name in names if name in figures]
+    rows = [(f"memory: {name}", _size(figures[name])) for name in (*_SIZES, "needed", "usable") if name in figures]
     rows.append(("memory", verdict))
     if "cycles" in figures:
-        executed, useful = figures["FLOPs"], figures["useful FLOPs"]
+        executed, useful, seconds = figures["FLOPs"], figures["useful FLOPs"], figures["seconds"]
         rows += [
             ("FLOPs: useful", f"{useful:.4g}"),
             ("FLOPs: compiled matrix products", f"{executed:.4g}, {executed / useful:.2f} of the useful"),
@@ -121,19 +123,12 @@ def estimate_lines(figures: Mapping[str, Any], *, top: int = 0) -> list[str]:
         for name, count in figures["kernels"].items():
             rows.append((f"kernel: {name}", f"{count:,} runs"))
         if figures["kernels"]:
-            rows.append(
-                (
-                    "time of kernels of attention",
-                    f"{figures['seconds of kernels']:.4g} s, taken at {ATTENTION:.0%} of peak",
-                )
-            )
+            taken = f"{figures['seconds of kernels']:.4g} s, taken at {ATTENTION:.0%} of peak"
+            rows.append(("time of kernels of attention", taken))
         rows += [_phase(name, phase, figures) for name, phase in figures["phases"].items() if phase["seconds"]]
         rows += [
             ("time on the links of a slice, at least", f"{figures['seconds on the links']:.4g} s"),
-            (
-                "time of computing, the compiler's estimate",
-                f"{figures['seconds']:.4g} s ({figures['cycles']:.4g} cycles)",
-            ),
+            ("time of computing, the compiler's estimate", f"{seconds:.4g} s ({figures['cycles']:.4g} cycles)"),
             ("tokens per second of all devices, by that", f"{figures['tokens per second']:,.0f}"),
             ("useful FLOPs as a share of peak", f"{figures['share of peak']:.1%}"),
         ]
@@ -141,8 +136,7 @@ def estimate_lines(figures: Mapping[str, Any], *, top: int = 0) -> list[str]:
     lines = [f"{name:<{width}}  {value}" for name, value in rows]
     if top and "parts" in figures:
         lines += ["", "  share   runs  of peak  instruction: operation"]
-        for part in figures["parts"][:top]:
-            lines.append(_part(part, figures))
+        lines += [_part(part, figures) for part in figures["parts"][:top]]
     return lines
 
 

@@ -20,6 +20,7 @@ from l2d_jax.model.lm_head import target_losses
 from l2d_jax.performance import costs
 from l2d_jax.performance.timing import matrix_products, median, medians
 from l2d_jax.training import time_density
+from l2d_jax.training.memory import check_training_memory
 from l2d_jax.training.methods import method_of
 from l2d_jax.training.objective import correct, sample_corruptions
 from l2d_jax.training.optimizer import optimizer
@@ -31,6 +32,7 @@ def measure_training(config: Config, mesh: Mesh) -> dict[str, Any]:
     """Tokens per second of the compiled step, the seconds of its parts, and the machine's matrix-product rate."""
     check_batch(config.train, mesh)
     architecture = model_folder.read_architecture(config.model)
+    check_training_memory(config, architecture, mesh)
     method = method_of(config)
     trained, frozen = method.begin(model_folder.BaseFiles(architecture, None, (), None), mesh)
     adam = optimizer(config.optim, config.optim.peak_rate)

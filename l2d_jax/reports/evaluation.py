@@ -2,15 +2,27 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NotRequired
 
-from l2d_jax.errors import InputError
-from l2d_jax.evaluation.results import KINDS, RESULTS, accuracy_interval
-from l2d_jax.files import read_json
+from typing_extensions import TypedDict
+
+from l2d_jax.errors import InputError, shown
+from l2d_jax.evaluation.results import KINDS, RESULTS, accuracy_interval, read_figures
+from l2d_jax.files import Positive, Share, check, read_json
 from l2d_jax.reports.figures import draw_rates, new_figure, save_figure
 from l2d_jax.reports.tables import Table, interval
 
 WITHIN = "within.json"  # in a task's folder: accuracy by t within one diffusion, which `sweep` writes
+
+
+class _Within(TypedDict):
+    """What `sweep` writes into `WITHIN`."""
+
+    t: list[Share]
+    greedy: list[Share]
+    expected: list[Share]
+    evaluations: NotRequired[list[Positive]]
+    solver: NotRequired[str]
 
 
 class Evaluation(NamedTuple):
@@ -32,18 +44,26 @@ class Evaluation(NamedTuple):
 
 
 def collect(folder: Path) -> list[Evaluation]:
-    """The finished evaluations below an `eval` folder, by task, solver and budget."""
+    """The finished evaluations below an `eval` folder, by task, solver and budget; `InputError` for a damaged one."""
     evaluations = []
     for file in sorted(folder.glob(f"*/*/{RESULTS}")):
-        figures = read_json(file)
-        if "problems" in figures:
+        figures = read_figures(file)
+        if figures is not None:
             evaluations.append(Evaluation(figures["run"]["task"], file.parent.name, figures["run"], figures))
     return sorted(evaluations, key=lambda one: (one.task, one.run["decode"]["solver"], one.budget, one.name))
 
 
 def collect_within(folder: Path) -> dict[str, dict[str, Any]]:
-    """What `sweep` measured within one diffusion, by task."""
-    return {file.parent.name: read_json(file) for file in sorted(folder.glob(f"*/{WITHIN}"))}
+    """What `sweep` measured within one diffusion, by task; raises `InputError` for a damaged file."""
+    return {file.parent.name: _read_within(file) for file in sorted(folder.glob(f"*/{WITHIN}"))}
+
+
+def _read_within(file: Path) -> dict[str, Any]:
+    remedy = "remove it, and give the same command of sweep again"
+    within: dict[str, Any] = check(read_json(file), _Within, file, remedy=remedy)
+    if not len(within["t"]) == len(within["greedy"]) == len(within["expected"]):
+        raise InputError(f"{file}: t, greedy and expected must have as many values each: {remedy}")
+    return within
 
 
 def read_beside(file: Path | None) -> dict[str, dict[str, float]]:
@@ -54,7 +74,7 @@ def read_beside(file: Path | None) -> dict[str, dict[str, float]]:
     rows = {} if file is None else read_json(file)
     for label, row in rows.items():
         if not isinstance(row, dict) or not all(isinstance(v, int | float) and 0 <= v <= 1 for v in row.values()):
-            raise InputError(f"{file}: {label!r} must have a share from 0 to 1 for each task, got {row!r:.80}")
+            raise InputError(f"{file}: {shown(label)} must have a share from 0 to 1 for each task, got {shown(row)}")
     return rows
 
 
@@ -81,22 +101,43 @@ def task_rows(evaluations: Sequence[Evaluation], beside: Mapping[str, Mapping[st
 
 def draw_budgets(evaluations: Sequence[Evaluation], file: Path) -> bool:
     """Draw accuracy against the budget, a line for each task and protocol; False if nothing has two budgets."""
-    series: dict[tuple[str, str], dict[int, Evaluation]] = {}
+    series: dict[str, dict[int | float, Evaluation]] = {}
     for one in evaluations:
         protocol = one.name.replace(f"-{one.budget}", "", 1)
-        series.setdefault((one.task, protocol), {})[one.budget] = one
-    lines = {key: line for key, line in series.items() if len(line) > 1}
+        series.setdefault(f"{one.task}, {protocol}", {})[one.budget] = one
+    return _draw_lines(series, KINDS, "evaluations of the path per token", file, is_even=True)
+
+
+def draw_guidance(evaluations: Sequence[Evaluation], file: Path) -> bool:
+    """Draw accuracy against the strength of guidance; False if no task was evaluated at two strengths."""
+    series: dict[str, dict[int | float, Evaluation]] = {}
+    for one in evaluations:
+        if one.run["asking"]["label"] is not None:
+            series.setdefault(one.task, {})[one.run["decode"]["guidance"]] = one
+    return _draw_lines(series, ["strict"], "strength of guidance", file, is_even=False)
+
+
+def _draw_lines(
+    series: Mapping[str, Mapping[int | float, Evaluation]],
+    kinds: Sequence[str],
+    xlabel: str,
+    file: Path,
+    *,
+    is_even: bool,
+) -> bool:
+    """Draw a line for each series of two points or more, a panel for each kind of score; False without any line."""
+    lines = {label: line for label, line in series.items() if len(line) > 1}
     if not lines:
         return False
-    budgets = sorted({budget for line in lines.values() for budget in line})
-    figure, panels = new_figure(len(KINDS))
-    for axes, kind in zip(panels, KINDS, strict=True):
-        for (task, protocol), line in lines.items():
-            places = [budgets.index(budget) for budget in sorted(line)]
-            rates = [line[budget].rate(kind) for budget in sorted(line)]
-            draw_rates(axes, places, rates, label=f"{task}, {protocol}")
-        axes.set_xticks(range(len(budgets)), [str(budget) for budget in budgets])
-        axes.set(xlabel="evaluations of the path per token", ylabel=f"{kind} accuracy", ylim=(0, None))
+    points = sorted({point for line in lines.values() for point in line})
+    figure, panels = new_figure(len(kinds))
+    for axes, kind in zip(panels, kinds, strict=True):
+        for label, line in lines.items():
+            places = [points.index(point) if is_even else point for point in sorted(line)]
+            draw_rates(axes, places, [line[point].rate(kind) for point in sorted(line)], label=label)
+        if is_even:
+            axes.set_xticks(range(len(points)), [str(point) for point in points])
+        axes.set(xlabel=xlabel, ylabel=f"{kind} accuracy", ylim=(0, None))
         axes.legend()
     save_figure(figure, file)
     return True
@@ -117,24 +158,5 @@ def draw_within(within: Mapping[str, Mapping[str, Any]], file: Path) -> bool:
         right.boxplot(list(counts.values()), tick_labels=list(counts), showmeans=True)
     solver = next((measured["solver"] for measured in within.values() if "solver" in measured), "adaptive solver")
     right.set(ylabel=f"evaluations per token, {solver}", ylim=(0, None))
-    save_figure(figure, file)
-    return True
-
-
-def draw_guidance(evaluations: Sequence[Evaluation], file: Path) -> bool:
-    """Draw accuracy against the strength of guidance; False if no task was evaluated at two strengths."""
-    series: dict[str, dict[float, Evaluation]] = {}
-    for one in evaluations:
-        if one.run["asking"]["label"] is not None:
-            series.setdefault(one.task, {})[one.run["decode"]["guidance"]] = one
-    lines = {task: line for task, line in series.items() if len(line) > 1}
-    if not lines:
-        return False
-    figure, [axes] = new_figure(1)
-    for task, line in lines.items():
-        strengths = sorted(line)
-        draw_rates(axes, strengths, [line[strength].rate("strict") for strength in strengths], label=task)
-    axes.set(xlabel="strength of guidance", ylabel="strict accuracy", ylim=(0, None))
-    axes.legend()
     save_figure(figure, file)
     return True

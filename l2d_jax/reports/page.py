@@ -1,4 +1,4 @@
-"""A report as one HTML page that loads no other file: tables, and the figures as SVG within it."""
+"""HTML pages that load no other file: of reports, with tables and the figures as SVG, and of traces."""
 
 import html
 import re
@@ -21,9 +21,10 @@ th, td { padding: .25rem .7rem; text-align: right; white-space: nowrap; border-b
 th:first-child, td:first-child, .text { text-align: left; }
 svg { width: 100%; min-width: 36rem; height: auto; }
 p { max-width: 44rem; }
+$style
 </style>
 <h1>$title</h1>
-$sections
+$body
 </html>
 """)
 
@@ -56,6 +57,7 @@ def figure(file: Path) -> str:
     return f'<div class="wide">{text}</div>'
 
 
-def write_page(file: Path, title: str, sections: Sequence[str]) -> None:
-    """Write a page with these sections."""
-    file.write_text(PAGE.substitute(title=html.escape(title), sections="\n".join(sections)), encoding="utf-8")
+def write_page(file: Path, title: str, sections: Sequence[str], *, style: str = "") -> None:
+    """Write a page with these sections; `style` adds rules to its style sheet."""
+    text = PAGE.substitute(title=html.escape(title), style=style, body="\n".join(sections))
+    file.write_text(text, encoding="utf-8")

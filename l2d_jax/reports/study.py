@@ -2,8 +2,13 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import Interval, Len
+from typing_extensions import TypedDict
+
+from l2d_jax.errors import InputError
+from l2d_jax.files import Positive, check, read_json
 from l2d_jax.reports import page
 from l2d_jax.reports.figures import draw_rates, new_figure, save_figure
 from l2d_jax.reports.tables import interval, text_table
@@ -14,6 +19,41 @@ HEADER = ("model", "trained", "solver", "evaluations", *MEASURES, "greedy, gain"
 MODELS = "Teacher-forced, on held-out answers; 95 % intervals over examples. Gains are over the first model, paired."
 DIFFERENCES = "Greedy accuracy of the row less that of the column, each at the largest budget of its first solver."
 Measurements = Mapping[str, Mapping[str, Any]]  # by the name of the model, as `study` writes them
+
+
+Finite = Annotated[float, Interval(ge=-1e12, le=1e12)]
+
+
+class _Setting(TypedDict):
+    key: str
+    solver: str
+    evaluations: Positive
+
+
+class _Sums(TypedDict):
+    counts: Annotated[list[Annotated[float, Interval(ge=1, le=1e12)]], Len(1)]  # tokens of each example
+    sums: dict[str, list[Finite]]
+
+
+class _Measured(TypedDict):
+    """The measurements of one model."""
+
+    about: dict[str, Any]
+    trained: Annotated[int, Interval(ge=0, lt=2**50)]
+    settings: Annotated[list[_Setting], Len(1)]
+    tally: _Sums
+
+
+def read_measurements(file: Path) -> dict[str, Any]:
+    """What `study` has measured of a model; raises `InputError` for a damaged file."""
+    remedy = "remove it to measure the model again"
+    measured: dict[str, Any] = check(read_json(file), _Measured, file, remedy=remedy)
+    counts, sums = measured["tally"]["counts"], measured["tally"]["sums"]
+    names = [f"{measure}@{one['key']}" for one in measured["settings"] for measure in MEASURES]
+    for name in [*names, "greedy@1"]:
+        if len(sums.get(name, ())) != len(counts):
+            raise InputError(f"{file}: tally.sums must have {name} of {len(counts)} examples: {remedy}")
+    return measured
 
 
 def report_study(folder: Path, measured: Measurements) -> None:

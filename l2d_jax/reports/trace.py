@@ -4,21 +4,14 @@ import html
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from string import Template
 from typing import Any, NamedTuple
 
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding.trace import TokenTrace
+from l2d_jax.reports import page
 
-PAGE = Template("""<!DOCTYPE html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Trace of $count answers</title>
-<style>
-:root { color-scheme: light dark; }
-body { font: 1rem/1.6 system-ui, sans-serif; max-width: 56rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.4rem; } h2 { font-size: 1rem; margin: 2rem 0 0; white-space: pre-wrap; }
+STYLE = """\
+h2 { font-size: 1rem; margin: 2rem 0 0; white-space: pre-wrap; }
 p { margin: .3rem 0; } .numbers { opacity: .75; font-size: .9rem; }
 .answer { white-space: pre-wrap; overflow-wrap: anywhere; }
 /* One hue over either background, never opaque: the text keeps its contrast. */
@@ -27,17 +20,13 @@ p { margin: .3rem 0; } .numbers { opacity: .75; font-size: .9rem; }
 .answer span:hover { outline: .1rem solid; }
 .answer .skipped { background: none; border-bottom: .12rem dashed; }
 .answer .silent { opacity: .6; font-size: .8em; }
-.legend i { padding: 0 .5rem; font-style: normal; }
-</style>
-<h1>When each token was settled</h1>
-<p class="legend">t from which on the arg max was the final one: $legend
+.legend i { padding: 0 .5rem; font-style: normal; }"""
+LEGEND = " ".join(f'<i style="--t:{tenth / 10}">{tenth / 10}</i>' for tenth in range(0, 11, 2))
+INTRODUCTION = f"""\
+<p class="legend">t from which on the arg max of a token was the final one: {LEGEND}
 <span class="answer"><span class="skipped">skipped by the gate</span></span></p>
 <p class="numbers">A token that adds no text, such as a part of a character, is shown as ⟨id⟩. Point at a token for its
-numbers: entropies are in nats, evaluations are of the path.</p>
-$answers
-</html>
-""")
-LEGEND = " ".join(f'<i style="--t:{tenth / 10}">{tenth / 10}</i>' for tenth in range(0, 11, 2))
+numbers: entropies are in nats, evaluations are of the path.</p>"""
 
 
 class AnswerTrace(NamedTuple):
@@ -53,7 +42,8 @@ def write_trace(folder: Path, answers: Sequence[AnswerTrace]) -> None:
     """Write both files into a folder; take one from `files.output_folder` to get both files or neither."""
     rows = "".join(f"{json.dumps(row)}\n" for row in token_rows(answers))
     (folder / "trace.jsonl").write_text(rows, encoding="utf-8")
-    (folder / "trace.html").write_text(page(answers), encoding="utf-8")
+    title, sections = f"Trace of {len(answers)} answers", [INTRODUCTION, *map(_section, answers)]
+    page.write_page(folder / "trace.html", title, sections, style=STYLE)
 
 
 def token_rows(answers: Sequence[AnswerTrace]) -> Iterator[dict[str, Any]]:
@@ -62,11 +52,6 @@ def token_rows(answers: Sequence[AnswerTrace]) -> Iterator[dict[str, Any]]:
         given = {"prompt": answer.prompt, "solver": answer.settings.solver, "budget": answer.settings.budget}
         for position, token in enumerate(answer.tokens):
             yield {"sequence": sequence, **given, "position": position, **token._asdict()}
-
-
-def page(answers: Sequence[AnswerTrace]) -> str:
-    """One HTML document that needs no other file, with all text escaped."""
-    return PAGE.substitute(count=len(answers), legend=LEGEND, answers="\n".join(map(_section, answers)))
 
 
 def _section(answer: AnswerTrace) -> str:

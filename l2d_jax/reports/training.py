@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from l2d_jax.errors import InputError
+from l2d_jax.errors import InputError, shown
 from l2d_jax.reports.figures import draw_rates, new_figure, save_figure
 from l2d_jax.reports.tables import Table, interval
 from l2d_jax.training.metrics import read_metrics
@@ -16,7 +16,26 @@ def first_and_last(workdir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     records = [record for record in read_metrics(workdir) if "validation/loss" in record]
     if not records:
         raise InputError(f"workdir {workdir} has no validation in metrics.jsonl: train it first")
-    return records[0], records[-1]
+    first, last = records[0], records[-1]
+    for record in (first, last):
+        _check(record, workdir / "metrics.jsonl")
+    if len(_losses_by_t(first)) != len(_losses_by_t(last)):
+        raise InputError(f"the validations in {workdir / 'metrics.jsonl'} have other bins of t: remove the damaged one")
+    return first, last
+
+
+def _check(record: dict[str, Any], file: Path) -> None:
+    """Raise `InputError` unless a validation has the entries that the report reads."""
+    names = [f"validation/{kind}@{budget}" for kind in KINDS for budget in budgets(record)]
+    lengths = {"validation/loss": None, "validation/loss_by_t": len(_losses_by_t(record))}
+    for name in names:
+        lengths |= {name: None, f"{name}_interval": 2, f"{name}_gain": 3}
+    for name, length in lengths.items():
+        value = record.get(name, [] if name == "validation/loss_by_t" else "")
+        if (len(value) if isinstance(value, list) else None if isinstance(value, int | float) else -1) != length:
+            what = "a number" if length is None else f"{length} numbers"
+            entry = f"{shown(name)} of step {record['step']}"
+            raise InputError(f"{file}: {entry} must be {what}, got {shown(value)}: remove that line")
 
 
 def loss_rows(before: dict[str, Any], after: dict[str, Any]) -> Table:
@@ -33,8 +52,8 @@ def loss_rows(before: dict[str, Any], after: dict[str, Any]) -> Table:
 
 def _losses_by_t(record: dict[str, Any]) -> list[float]:
     """The loss of a path in each bin of t; empty where a language model was trained."""
-    losses: list[float] = record.get("validation/loss_by_t", [])
-    return losses
+    losses = record.get("validation/loss_by_t", [])
+    return losses if isinstance(losses, list) else []
 
 
 def budget_rows(record: dict[str, Any]) -> Table:
@@ -53,7 +72,7 @@ def budget_rows(record: dict[str, Any]) -> Table:
 def budgets(record: dict[str, Any]) -> list[int]:
     """The budgets of a validation, in ascending order."""
     names = [name.removeprefix("validation/expected@") for name in record]
-    return sorted(int(name) for name in names if name.isdigit())
+    return sorted(int(name) for name in names if name.isdecimal() and len(name) < 10)
 
 
 def draw_training(before: dict[str, Any], after: dict[str, Any], file: Path) -> None:

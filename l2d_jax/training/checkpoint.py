@@ -25,6 +25,7 @@ import orbax.checkpoint as ocp
 
 from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError
+from l2d_jax.fingerprint import Fingerprint, require_same
 from l2d_jax.training import manifest
 from l2d_jax.training.manifest import DamagedError
 from l2d_jax.training.methods import METHODS
@@ -39,8 +40,16 @@ SURPLUS = ".surplus"  # suffix of a good step's folder while it is deleted
 class Checkpoints:
     """The folder `checkpoints/` of a workdir, in which the newest `keep` good steps stay."""
 
-    def __init__(self, folder: Path, *, keep: int = 1) -> None:
+    def __init__(self, folder: Path, *, keep: int = 1, inputs: Fingerprint | None = None) -> None:
+        """See the class.
+
+        Args:
+          folder: where the steps are.
+          keep: number of good steps that stay.
+          inputs: fingerprint of what is trained from, which is saved with each step and compared as one is restored.
+        """
         self._orbax = _checkpointer()
+        self._inputs = inputs or {}
         self._folder, self._keep = folder.absolute(), keep
         self._primary = processes.is_first()  # process 0 verifies, writes manifests and deletes for all processes
         self._faults: dict[int, str] = {}  # by step, of the steps that were verified; "": the step is good
@@ -96,11 +105,19 @@ class Checkpoints:
         self._wait()
         wanted = {name: _named(tree) for name, tree in like.items()}
         try:
-            found = manifest.read_manifest(self._folder / str(step))
+            found, inputs = manifest.read_manifest(self._folder / str(step))
+            require_same(
+                inputs,
+                self._inputs,
+                what=f"checkpoint {step} in {self._folder} was trained from something else",
+                remedy="put that back, or train in another workdir",
+            )
             expected = manifest.array_specs(wanted)
             faults = [fault for name, tree in expected.items() for fault in _compare(tree, found.get(name, {}))]
             args = ocp.args.Composite(**{name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()})
             restored = {} if faults else self._orbax.restore(self._folder / str(step), args=args)
+        except InputError:
+            raise
         except Exception as error:  # as for a save
             raise InputError(
                 f"checkpoint {step} in {self._folder} cannot be read ({_reason(error)}): if it stays so, move it away "
@@ -162,7 +179,7 @@ class Checkpoints:
         try:
             self._orbax.wait_until_finished()
             if self._primary:
-                manifest.write_manifest(self._folder / str(step), step, arrays)
+                manifest.write_manifest(self._folder / str(step), step, arrays, self._inputs)
         except Exception as error:  # as for a save
             self._abandon(step, error)
             return

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import xxhash
 
 from l2d_jax.files import sync, write_whole
+from l2d_jax.fingerprint import Fingerprint, digest
 
 NAME = "manifest.json"
 
@@ -32,22 +33,33 @@ def array_specs(trees: Mapping[str, Mapping[str, Any]]) -> Arrays:
     }
 
 
-def write_manifest(folder: Path, step: int, arrays: Arrays) -> None:
-    """Put the complete files of a step on the disk, and write their manifest; raises `OSError`."""
+def write_manifest(folder: Path, step: int, arrays: Arrays, inputs: Fingerprint) -> None:
+    """Put the complete files of a step on the disk, and write their manifest; raises `OSError`.
+
+    `inputs` is the fingerprint of what the step was trained from.
+    """
     files = {}
     for path in sorted(folder.rglob("*")):
         sync(path)
         if not path.is_dir():
             files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "xxh3": _hash_file(path)}
-    content = {"step": step, "files": files, "arrays": arrays}
+    content = {"step": step, "inputs": dict(inputs), "files": files, "arrays": arrays}
     write_whole(folder / NAME, json.dumps({"xxh3": _hash(content), "manifest": content}, indent=1) + "\n")
     sync(folder.parent)
 
 
-def read_manifest(folder: Path) -> Arrays:
-    """The arrays of the step in `folder`; raises `DamagedError` if the manifest is missing, cut off or altered."""
-    arrays: Arrays = _content(folder)["arrays"]
-    return arrays
+def read_manifest(folder: Path) -> tuple[Arrays, Fingerprint]:
+    """The arrays of the step in `folder`, and what it was trained from (nothing, if a former version saved it).
+
+    Raises `DamagedError` if the manifest is missing, cut off or altered.
+    """
+    content = _content(folder)
+    return content["arrays"], content.get("inputs", {})
+
+
+def fingerprint(folder: Path) -> str:
+    """A hash of all files of a step, of which `verify` says that they are as they were saved."""
+    return digest(_content(folder)["files"])
 
 
 def verify(folder: Path) -> None:

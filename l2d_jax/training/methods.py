@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from l2d_jax.config.schema import Config
 from l2d_jax.data.batch import Batch
 from l2d_jax.distributed.sharding import initialize
+from l2d_jax.fingerprint import Fingerprint
 from l2d_jax.model import lm_head
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.diffusion_path import DiffusionPath
@@ -66,8 +67,8 @@ class Method(abc.ABC):
         """The trained model, ready to use."""
 
     @abc.abstractmethod
-    def export(self, folder: Path, trained: Any, mesh: Mesh) -> None:
-        """Write the trained tree into an existing folder; all processes call this."""
+    def export(self, folder: Path, trained: Any, mesh: Mesh, *, base_fingerprint: Fingerprint) -> None:
+        """Write the trained tree, and what it was trained on, into an existing folder; all processes call this."""
 
     @property
     def loss_options(self) -> LossOptions:
@@ -117,8 +118,8 @@ class L2D(Method):
     def open(self, base: model_folder.BaseFiles, trained: DiffusionPath, mesh: Mesh) -> Model:
         return Model.build(self.load(base, mesh), trained)
 
-    def export(self, folder: Path, trained: DiffusionPath, mesh: Mesh) -> None:
-        model_folder.save_path(folder, trained, base=self.config.model.name)
+    def export(self, folder: Path, trained: DiffusionPath, mesh: Mesh, *, base_fingerprint: Fingerprint) -> None:
+        model_folder.save_path(folder, trained, base=self.config.model.name, base_fingerprint=base_fingerprint)
 
 
 class LoRA(Method):
@@ -146,8 +147,8 @@ class LoRA(Method):
     def open(self, base: model_folder.BaseFiles, trained: LLMAdapter, mesh: Mesh) -> Model:
         return Model.build(self.load(base, mesh, adapter=trained), None)
 
-    def export(self, folder: Path, trained: LLMAdapter, mesh: Mesh) -> None:
-        export.save_adapter(folder, trained, base=self.config.model.name)
+    def export(self, folder: Path, trained: LLMAdapter, mesh: Mesh, *, base_fingerprint: Fingerprint) -> None:
+        export.save_adapter(folder, trained, base=self.config.model.name, base_fingerprint=base_fingerprint)
 
 
 class Full(Method):
@@ -179,7 +180,8 @@ class Full(Method):
     def open(self, base: model_folder.BaseFiles, trained: LLM, mesh: Mesh) -> Model:
         return Model.build(model_folder.cast_llm(trained, dtype=self.config.model.dtype, mesh=mesh), None)
 
-    def export(self, folder: Path, trained: LLM, mesh: Mesh) -> None:
+    def export(self, folder: Path, trained: LLM, mesh: Mesh, *, base_fingerprint: Fingerprint) -> None:
+        del base_fingerprint  # it is a base of its own
         export.save_llm(folder, trained, self.config.model, mesh=mesh)
 
 

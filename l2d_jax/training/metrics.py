@@ -1,6 +1,7 @@
 """Writes the metrics of a run: to `metrics.jsonl`, to TensorBoard, and as a progress bar on a terminal.
 
 A full disk loses no record and stops no run: records wait in memory. TensorBoard, which only shows a copy, lacks them.
+A damaged line is left out with a warning; the format has no checksum, so that no check sees another figure in a record.
 """
 
 import contextlib
@@ -11,22 +12,33 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
+from annotated_types import Interval
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import scalar
 from tqdm import tqdm
+from typing_extensions import TypedDict
 
 from l2d_jax.errors import InputError, RunError
-from l2d_jax.files import complete_lines, write_whole
+from l2d_jax.files import read_lines, write_whole
+
+Steps = Annotated[int, Interval(ge=0, lt=2**63)]
+
+
+class _Step(TypedDict):
+    """What every record has."""
+
+    step: Steps
+    skipped: NotRequired[Annotated[int, Interval(ge=0, le=1)]]
 
 
 class Metrics:
     """The log of one run that goes on after step `start` of `total`.
 
-    Records after `start` belong to an interrupted run and are dropped. With `silent`, for the processes other than 0,
-    all calls write nothing. Raises `InputError` if the workdir cannot be written to.
+    Records after `start` belong to an interrupted run and are dropped, and so are damaged lines. With `silent`, for the
+    processes other than 0, all calls write nothing. Raises `InputError` if the workdir cannot be written to.
 
     Attributes:
       skipped: number of updates that were skipped in the whole run.
@@ -39,11 +51,10 @@ class Metrics:
         if silent:
             return
         path = workdir / "metrics.jsonl"
-        records = [(line, json.loads(line)) for line in complete_lines(path)]
-        kept = [(line, record) for line, record in records if record["step"] <= start]
+        kept = [(line, record) for line, record in _read(path) if record["step"] <= start]
         self.skipped = sum(record.get("skipped", 0) for _, record in kept)
         try:
-            write_whole(path, "".join(line for line, _ in kept))
+            write_whole(path, b"".join(line for line, _ in kept))
             self._file = path.open("ab", buffering=0)
             self._end = path.stat().st_size  # bytes of whole lines
             self._events = _Events(workdir / "tensorboard", start=start)
@@ -51,9 +62,13 @@ class Metrics:
             raise InputError(f"cannot write to workdir {workdir}: {error.strerror}: make room in it") from error
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Log scalars, and lists (which go to the JSON file alone), at an optimizer step."""
+        """Log scalars, and lists (which go to the JSON file alone), at an optimizer step.
+
+        Values that are not finite are left out, since JSON has no such numbers.
+        """
         if self._silent:
             return
+        values = {name: value for name, value in values.items() if _is_finite(value)}
         self._waiting.append((json.dumps({"step": step, **values}) + "\n").encode())
         with contextlib.suppress(OSError):  # `sync` raises it
             self._drain()
@@ -148,7 +163,7 @@ class StepLog:
           metrics: where to write.
           every: steps from record to record.
           last: the run's last step.
-          rate: the learning rate by number of updates, in host memory: JAX would compute it after the step under way.
+          rate: the learning rate by number of updates, which must not wait for the step under way.
           max_skipped: number of updates skipped in a row that stops the run.
           ids: the row numbers of the data that a step reads.
         """
@@ -192,11 +207,12 @@ class StepLog:
         self._began = time.perf_counter() if at is None else at
 
     def _skip(self, step: int, values: Mapping[str, float]) -> None:
-        """Log a skipped update at any step; values that are not finite are left out, since JSON has no such numbers."""
+        """Log a skipped update at any step."""
         self.skipped += 1
         self._metrics.skipped += 1
-        self._metrics.write(step, {n: v for n, v in values.items() if math.isfinite(v)} | {"skipped": 1})
+        self._metrics.write(step, {**values, "skipped": 1})
         what = f"loss {values['loss']}, gradient norm {values['gradient_norm']}"
+        what += ", a new weight or moment not finite" if all(map(math.isfinite, values.values())) else ""
         self._metrics.progress(step, f"update skipped: {what}")
         if self.skipped == self._max_skipped:
             raise RunError(
@@ -207,5 +223,22 @@ class StepLog:
 
 
 def read_metrics(workdir: Path) -> list[dict[str, Any]]:
-    """All records of a run, oldest first."""
-    return [json.loads(line) for line in complete_lines(workdir / "metrics.jsonl")]
+    """All records of a run, oldest first; damaged lines are left out with a warning."""
+    return [record for _, record in _read(workdir / "metrics.jsonl")]
+
+
+def _read(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+    """The lines of the log and their records, which hold numbers and lists of numbers, in the order of steps."""
+    return read_lines(path, (_Step, dict[str, float | list[float]]), _misplaced)
+
+
+def _misplaced(records: list[dict[str, Any]]) -> dict[int, str]:
+    """The records, by their places, whose step does not lie between those beside it."""
+    steps = [record["step"] for record in records]
+    around = zip([0, *steps], steps, [*steps[1:], math.inf], strict=False)
+    faults = {i: (step, a, b) for i, (a, step, b) in enumerate(around) if a <= b and not a <= step <= b}
+    return {i: f"step {step} stands between {a} and {b}" for i, (step, a, b) in faults.items()}
+
+
+def _is_finite(value: Any) -> bool:
+    return all(map(math.isfinite, value if isinstance(value, list | tuple) else [value]))

@@ -1,11 +1,17 @@
 """AdamW and its learning rate, for the trained weights: a frozen model has no moments and no updates."""
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
 from l2d_jax.config.schema import OptimConfig
+
+RATES = 4096  # learning rates that are computed together
 
 
 def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
@@ -15,6 +21,20 @@ def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
     # The rate of the first step is peak / warmup, not zero: a step that does nothing is a wasted one.
     rise = optax.linear_schedule(config.peak_rate / max(warmup, 1), config.peak_rate, max(warmup - 1, 1))
     return optax.join_schedules([rise, decay], [warmup])
+
+
+def on_host(rate: optax.Schedule, *, start: int) -> Callable[[int], float]:
+    """The values of a schedule in host memory, so that who reads one does not wait for the step under way.
+
+    They are computed a few at a time, the first of them from `start` at once: a run may have a billion steps.
+    """
+
+    @lru_cache(maxsize=2)
+    def values(chunk: int) -> np.ndarray:
+        return np.asarray(jax.vmap(rate)(jnp.arange(chunk * RATES, (chunk + 1) * RATES)))
+
+    values(start // RATES)
+    return lambda step: float(values(step // RATES)[step % RATES])
 
 
 def optimizer(config: OptimConfig, rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from l2d_jax.config.schema import Config
@@ -22,11 +20,12 @@ from l2d_jax.distributed import processes, runtime
 from l2d_jax.errors import InputError, RunError
 from l2d_jax.training import profiler, time_density
 from l2d_jax.training.checkpoint import Checkpoints
+from l2d_jax.training.memory import check_training_memory
 from l2d_jax.training.methods import method_of
 from l2d_jax.training.metrics import Metrics, StepLog
-from l2d_jax.training.optimizer import optimizer, schedule
+from l2d_jax.training.optimizer import on_host, optimizer, schedule
 from l2d_jax.training.preemption import Preemption
-from l2d_jax.training.step import TrainState, check_batch, init_state, make_step, micro_batches, process_rows
+from l2d_jax.training.step import TrainState, check_batch, init_state, is_finite, make_step, micro_batches, process_rows
 from l2d_jax.training.validation import placed_in_order
 from l2d_jax.training.workdir import claim, differences, hold, is_measured, plain_values
 from l2d_jax.weights import model_folder
@@ -65,12 +64,15 @@ def prepare(config: Config, workdir: Path, held: contextlib.ExitStack) -> Mesh:
     return mesh
 
 
+EXAMPLES = ("training examples", "validation examples")  # the parts of a run's fingerprint that are not its base's
+
+
 class Run:
     """A run in a workdir that process 0 holds; every process makes one and calls the same methods."""
 
     def __init__(self, config: Config, workdir: Path, mesh: Mesh) -> None:
         self._config, self._workdir, self._mesh = config, workdir, mesh
-        base, self._training, self._held_out = processes.take_turns(partial(read_inputs, config))
+        base, self._training, self._held_out = processes.take_turns(partial(read_inputs, config, mesh))
         processes.print_once(
             f"training examples: {self._training.describe()}; validation examples: {self._held_out.counts}"
         )
@@ -88,12 +90,16 @@ class Run:
 
         if processes.is_first():
             (workdir / "checkpoints").mkdir(exist_ok=True)  # from here on the workdir belongs to this config
-        self._checkpoints = Checkpoints(workdir / "checkpoints", keep=config.train.keep)
+        inputs = processes.decide(partial(_fingerprint, base, self._training, self._held_out))
+        self._checkpoints = Checkpoints(workdir / "checkpoints", keep=config.train.keep, inputs=inputs)
         self._start = self._checkpoints.latest() or 0  # optimizer steps that are done
         if self._start:
             parts = self._checkpoints.restore(self._start, self._parts())
             self._state = TrainState(parts[self._method.part], parts["optimizer"], parts.get("loss_by_time"))
             processes.print_once(f"resuming after step {self._start}")
+        self._base_fingerprint = {name: inputs[name] for name in inputs if name not in EXAMPLES}
+        if processes.is_first():
+            model_folder.record_base(workdir, config.model, self._base_fingerprint)
         # A run that was cut off may have saved this step and not validated it.
         self._is_measured = processes.decide(partial(is_measured, workdir, self._start))
         self._metrics = Metrics(workdir, start=self._start, total=self._steps, silent=not processes.is_first())
@@ -120,7 +126,7 @@ class Run:
             saves = waits or stops or is_last or step % config.checkpoint_every == 0
             if saves or self._validates_at(step):
                 log.flush()  # before the save, or a run that is cut off in between would lack this record
-            waits = saves and log.skipped > 0 and not is_last  # for a step whose update is not skipped
+            waits = saves and log.skipped > 0  # for a step whose update is not skipped
             if saves and not waits:
                 self.save(step)
             if stops:
@@ -132,9 +138,14 @@ class Run:
         if stops:
             kept = "the newest checkpoint is from before a skipped update" if waits else f"step {step} is saved"
             processes.print_once(f"stopped by SIGTERM: {kept}, and the same command goes on from there")
-        else:
-            self.export()
-        return not stops
+            return False
+        if waits:
+            raise RunError(
+                f"the last {log.skipped} updates were skipped, for a loss, gradient or new weight that is not finite, "
+                "and nothing was exported: train in another workdir with a lower config.optim.peak_rate"
+            )
+        self.export()
+        return True
 
     def validate(self, step: int) -> None:
         """Measure the held-out examples with the state after `step`, and log the report."""
@@ -165,12 +176,14 @@ class Run:
             )
 
     def export(self) -> None:
-        """Write the trained weights as a model folder; raises `RunError` if that fails."""
+        """Write the trained weights as a model folder; raises `RunError` if they are not finite, or if that fails."""
         folder = self._workdir / "export"
+        if not jax.jit(is_finite)(self._state.trained):
+            raise RunError(f"the trained {self._method.says} has entries that are not finite: train in another workdir")
         try:
             if processes.is_first():
                 folder.mkdir(exist_ok=True)
-            self._method.export(folder, self._state.trained, self._mesh)
+            self._method.export(folder, self._state.trained, self._mesh, base_fingerprint=self._base_fingerprint)
         except OSError as error:
             again = "make room and give the same command again, which does this alone"
             raise RunError(
@@ -193,20 +206,26 @@ class Run:
             self._metrics,
             every=config.log_every,
             last=self._steps,
-            rate=np.asarray(jax.vmap(self._rate)(jnp.arange(self._steps))).__getitem__,
+            rate=on_host(self._rate, start=self._start),
             max_skipped=config.max_skipped,
             ids=partial(self._training.ids, config.batch_size),
         )
 
 
-def read_inputs(config: Config) -> tuple[model_folder.BaseFiles, Examples, Examples]:
+def read_inputs(config: Config, mesh: Mesh) -> tuple[model_folder.BaseFiles, Examples, Examples]:
     """The files of the base model, checked, with the examples for training and validation; raises `InputError`."""
     base = model_folder.find_base(config.model)
     if base.tokenizer is None:
         raise InputError(f"{config.model.name} has no tokenizer: training reads text; add its tokenizer files")
+    check_training_memory(config, base.architecture, mesh)
     data = config.data
     training, held_out = (
         Examples.load(data, base.tokenizer, split=split, classes=config.path.classes)
         for split in (data.train_split, data.validation_split)
     )
     return base, training, held_out
+
+
+def _fingerprint(base: model_folder.BaseFiles, *splits: Examples) -> dict[str, str]:
+    """What a run is trained from: its base, and the examples for training and validation."""
+    return base.fingerprint | {name: one.fingerprint() for name, one in zip(EXAMPLES, splits, strict=True)}

@@ -1,7 +1,7 @@
 """One optimizer step: gradients summed over micro-batches, then AdamW, in one compiled program.
 
-The caller says what is trained by which loss (`methods`). A step whose loss or gradient is not finite changes nothing:
-not the weights, not the moments, not their count.
+The caller says what is trained by which loss (`methods`). A step whose loss, gradient or new state is not finite
+changes nothing: not the weights, not the moments, not their count.
 """
 
 from collections.abc import Callable
@@ -117,13 +117,19 @@ def make_step(
         )
         norm = optax.tree.norm(gradient)
         # Not optax.apply_if_finite, which applies the NaN after a number of skips.
-        finite = jnp.isfinite(value) & jnp.isfinite(norm)
+        finite = jnp.isfinite(value) & jnp.isfinite(norm) & is_finite(new_state)
         new_state = jax.tree.map(partial(jnp.where, finite), new_state, state)
         return new_state, {"loss": value, "gradient_norm": norm, "skipped": 1 - finite.astype(jnp.float32)}
 
     placements = jax.tree.map(lambda x: x.sharding, state), NamedSharding(mesh, PartitionSpec())
     options = COMPILER_OPTIONS.get(mesh.devices.flat[0].device_kind)
     return jax.jit(step, donate_argnums=0, out_shardings=placements, compiler_options=options)
+
+
+def is_finite(tree: Any) -> jax.Array:
+    """Whether every entry of every floating-point array is finite."""
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(array)) for array in arrays]))
 
 
 def check_batch(config: TrainConfig, mesh: Mesh) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from l2d_jax.config.schema import Config
 from l2d_jax.errors import InputError
-from l2d_jax.files import read_json, write_whole
+from l2d_jax.files import check, read_json, write_whole
 from l2d_jax.training.metrics import read_metrics
 from l2d_jax.weights import model_folder
 
@@ -32,7 +32,8 @@ def claim(workdir: Path, config: Config) -> None:
     except OSError as error:
         raise InputError(f"cannot write to workdir {workdir}: {error.strerror}: choose another --workdir") from error
     free = ("config.mesh.", "config.profile.")  # a run may resume on other devices, and trace other steps
-    changed = [line for line in differences(read_json(file), config) if not line.startswith(free)]
+    sections = check(read_json(file), dict[str, dict[str, Any]], file, remedy="restore it or choose another --workdir")
+    changed = [line for line in differences(sections, config) if not line.startswith(free)]
     if changed:
         raise InputError(
             f"workdir {workdir} belongs to another config: {'; '.join(changed[:5])}: choose another --workdir"

@@ -24,13 +24,14 @@ from l2d_jax.data import tokenizer
 from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError
 from l2d_jax.files import output_folder, read_json
+from l2d_jax.fingerprint import Fingerprint
 from l2d_jax.model.architecture import SUPPORTED, Architecture
 from l2d_jax.model.llm import LLM
 from l2d_jax.model.lora import LLMAdapter
-from l2d_jax.weights import mapping, model_folder, peft, release
+from l2d_jax.weights import digests, mapping, model_folder, peft, release
 from l2d_jax.weights.locate import BaseAndAdapters, absolute_name, find_base_and_adapters, locate
 from l2d_jax.weights.mapping import TensorSource
-from l2d_jax.weights.safetensors_file import write_safetensors
+from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_safetensors
 
 # The files of a language model beside its weights; never code, never pickles.
 KEPT = ("*.json", "*.txt", "*.jinja", "tokenizer.model")
@@ -60,6 +61,8 @@ class Parts:
         language_model = find_base_and_adapters(model_folder.base_name(folder) if is_alone else str(folder))
         architecture = Architecture.from_hf(read_json(language_model.folder / "config.json"))
         path = model_folder.find_path(folder, architecture) if has_path else None
+        if has_path:
+            model_folder.check_trained_path(folder)
         llm = peft.Rounded(model_folder.open_weights(language_model, architecture))
         return cls(name, language_model, architecture, llm, path)
 
@@ -104,12 +107,13 @@ def write_llm(llm: TensorSource, architecture: Architecture, out: Path) -> None:
     write_safetensors(out, ((name, partial(llm.read, name)) for name in names))
 
 
-def save_adapter(folder: Path, trained: LLMAdapter, *, base: str) -> None:
+def save_adapter(folder: Path, trained: LLMAdapter, *, base: str, base_fingerprint: Fingerprint | None = None) -> None:
     """Write a trained adapter into an existing folder, as PEFT reads it, on process 0; all processes must call this."""
     config = peft.AdapterConfig(trained.config.rank, trained.config.alpha, trained.config.modules)
     tensors = {name: make() for name, make in mapping.tensors(trained, peft.ROWS)}
     if processes.is_first():
         peft.write_adapter(folder, config, tensors, base=absolute_name(base))
+        digests.sign(folder / peft.WEIGHTS, base_fingerprint=base_fingerprint)
 
 
 def save_llm(folder: Path, trained: LLM, base: ModelConfig, *, mesh: Mesh) -> None:
@@ -177,6 +181,8 @@ def _peft(parts: Parts, out: Path, file: str) -> None:
     peft.Adapter.open(folders[0], parts.architecture).write(
         out, base=named or absolute_name(str(parts.language_model.folder))
     )
+    base = SafetensorsFolder.open(parts.language_model.folder)
+    digests.sign(out / peft.WEIGHTS, base_fingerprint=digests.source_fingerprint(base))
 
 
 FORMATS: dict[str, Callable[[Parts, Path, str], None]] = {

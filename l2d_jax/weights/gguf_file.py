@@ -1,13 +1,17 @@
 """The GGUF format (https://github.com/ggml-org/ggml, docs/gguf.md): metadata and tensors by name.
 
 Notable: the format is read here, not by `gguf.GGUFReader`, which trusts every length in the file and makes a NumPy
-array per token; `gguf` dequantises.
+array per token; `gguf` dequantises. Tensors must lie as writers lay them out and llama.cpp demands it: in the order of
+their entries, each where the one before ends, rounded up to the alignment. The format has no checksum, so that no check
+sees a changed bit of data or of a value that is in range, two tensors of one shape under exchanged names, nor all
+tensors of one kind under the name of another kind of the same size.
 """
 
 import math
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -15,11 +19,13 @@ import gguf
 import numpy as np
 from jaxtyping import Float32
 
-from l2d_jax.errors import InputError
+from l2d_jax.errors import InputError, shown
 
 T = TypeVar("T")
 SCALARS = dict(enumerate(("<B", "<b", "<H", "<h", "<I", "<i", "<f", "<?"))) | {10: "<Q", 11: "<q", 12: "<d"}
-STRING, ARRAY = 8, 9  # the two other kinds of metadata
+BOOL, STRING, ARRAY = 7, 8, 9  # kinds of metadata; the last two are no scalars
+MAX_ITEMS = 2**24  # of an array: vocabularies have some 2**18
+MAX_ELEMENTS = 2**48  # of a tensor
 
 
 @dataclass(frozen=True)
@@ -61,19 +67,18 @@ class GGUFFile:
     def find(self, key: str, kind: type[T]) -> T | None:
         """One value of the metadata, None where it is absent; raises `InputError` where it is not a `kind`."""
         value = self.metadata.get(key)
-        if value is not None and not isinstance(value, kind):
-            raise InputError(f"{self.path}: metadata {key} must be of type {kind.__name__}, got {str(value)[:40]}")
+        if value is not None and not (isinstance(value, kind) and isinstance(value, bool) == (kind is bool)):
+            raise InputError(f"{self.path}: metadata {key} must be of type {kind.__name__}, got {shown(value)}")
         return value
 
     def read(self, name: str) -> Float32[np.ndarray, "..."]:
-        """One tensor, dequantised; raises `InputError` for a quantisation that `gguf` cannot undo."""
+        """One tensor, dequantised; raises `InputError` for values that are not finite."""
         record = self.tensors[name]
         data = np.memmap(self.path, np.uint8, mode="r")[record.begin : record.end]
-        try:
-            values = gguf.dequantize(data.reshape(*record.shape[:-1], -1), record.kind)
-        except NotImplementedError:
-            raise InputError(f"{self.path}: {name} is {record.kind.name}, which cannot be dequantised") from None
-        return np.asarray(values, np.float32).reshape(record.shape)
+        values = np.asarray(gguf.dequantize(data.reshape(*record.shape[:-1], -1), record.kind), np.float32)
+        if not np.isfinite(values).all():
+            raise InputError(f"{self.path}: {name} has values that are not finite: download it again")
+        return values.reshape(record.shape)
 
 
 @dataclass
@@ -92,10 +97,28 @@ class _Cursor:
         metadata = self.unique((self.text(), self.value(self.number("<I"))) for _ in range(value_count))
         entries = self.unique((self.text(), self.entry()) for _ in range(tensor_count))
         alignment = metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment <= 0:
-            raise self.malformed(f"general.alignment must be positive, got {alignment}")
-        start = -(-self.position // alignment) * alignment
-        return metadata, {name: self.record(name, start, *entry) for name, entry in entries.items()}
+        if alignment not in [2**i for i in range(3, 17)] or isinstance(alignment, float):
+            raise self.malformed(f"general.alignment must be a power of two, 8 or more, got {shown(alignment)}")
+        start = end = -(-self.position // alignment) * alignment
+        tensors: dict[str, QuantizedTensor] = {}
+        for name, entry in entries.items():
+            tensors[name] = self.record(name, start, *entry)
+            if tensors[name].begin != end:
+                raise self.malformed(f"{name} begins at byte {tensors[name].begin}, not {end} as the one before ends")
+            last, end = tensors[name].end, start + -(-(tensors[name].end - start) // alignment) * alignment
+        if tensors and self.size not in (last, end):
+            raise self.malformed(f"it has {self.size} bytes, and its tensors end at {last}")
+        self.check_kinds(tensors)
+        return metadata, tensors
+
+    def check_kinds(self, tensors: Mapping[str, QuantizedTensor]) -> None:
+        """Refuse two kinds of one size in a file, of which nothing could tell that one was put for the other."""
+        by_size: dict[tuple[int, int], set[str]] = {}
+        for tensor in tensors.values():
+            by_size.setdefault(gguf.GGML_QUANT_SIZES[tensor.kind], set()).add(tensor.kind.name)
+        for names in by_size.values():
+            if len(names) > 1:
+                raise self.malformed(f"it has tensors of {' and '.join(sorted(names))}, which pass for each other")
 
     def unique(self, items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -107,14 +130,20 @@ class _Cursor:
 
     def entry(self) -> tuple[list[int], int, int]:
         """Extents (fastest first), kind and offset of a tensor."""
-        return [self.number("<Q") for _ in range(self.number("<I"))], self.number("<I"), self.number("<Q")
+        count = self.number("<I")
+        if not 1 <= count <= 4:
+            raise self.malformed(f"a tensor must have 1 to 4 extents, the one before byte {self.position} has {count}")
+        return [self.number("<Q") for _ in range(count)], self.number("<I"), self.number("<Q")
 
     def record(self, name: str, start: int, extents: list[int], kind: int, offset: int) -> QuantizedTensor:
         if kind not in gguf.GGML_QUANT_SIZES:
             raise self.malformed(f"{name} is of the unknown kind {kind}")
+        if not _can_dequantise(kind):
+            raise self.malformed(f"{name} is {gguf.GGMLQuantizationType(kind).name}, which cannot be dequantised")
         block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
-        if not extents or extents[0] % block:
-            raise self.malformed(f"{name} has extents {extents}, the first must be a multiple of {block}")
+        if extents[0] % block or not 0 < math.prod(extents) <= MAX_ELEMENTS:
+            rule = f"the first must be a multiple of {block}, their product positive"
+            raise self.malformed(f"{name} has extents {extents}, {rule}")
         end = start + offset + math.prod(extents) // block * block_bytes
         if end > self.size:
             raise self.malformed(f"{name} ends at byte {end} of {self.size} (truncated?)")
@@ -135,13 +164,25 @@ class _Cursor:
     def value(self, kind: int) -> Any:
         if kind == STRING:
             return self.text()
-        if kind in SCALARS:
+        if kind == BOOL and (value := self.number("<B")) in (0, 1):
+            return bool(value)
+        if kind in SCALARS and kind != BOOL:
             return self.number(SCALARS[kind])
         if kind == ARRAY:
             kind, count = self.number("<I"), self.number("<Q")
-            if kind != ARRAY and count <= self.size - self.position:  # an item takes at least a byte
+            if kind != ARRAY and count <= min(MAX_ITEMS, self.size - self.position):  # an item takes at least a byte
                 return [self.value(kind) for _ in range(count)]
         raise self.malformed(f"metadata before byte {self.position} is too long or of an unknown kind ({kind})")
 
     def malformed(self, problem: str) -> InputError:
         return InputError(f"{self.path} is malformed: {problem}: download it again")
+
+
+@cache
+def _can_dequantise(kind: int) -> bool:
+    quantisation = gguf.GGMLQuantizationType(kind)
+    try:
+        gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[quantisation][1]), np.uint8), quantisation)
+    except NotImplementedError:
+        return False
+    return True

@@ -19,7 +19,8 @@ import tokenizers
 from jaxtyping import Float
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from l2d_jax.errors import InputError
+from l2d_jax.errors import InputError, shown
+from l2d_jax.model.architecture import Architecture
 from l2d_jax.weights.gguf_file import GGUFFile
 
 Dtype = Literal["bfloat16", "float32"]
@@ -132,14 +133,17 @@ def _config(file: GGUFFile) -> dict[str, Any]:
     """The keys of config.json that depend on neither tokenizer nor dtype."""
     architecture = file.get("general.architecture", str)
     if architecture not in ARCHITECTURES:
-        raise InputError(f"{file.path} is of architecture {architecture!r}: supported are {', '.join(ARCHITECTURES)}")
-    if (parts := file.find("split.count", int) or 1) > 1:
+        raise InputError(
+            f"{file.path} is of architecture {shown(architecture)}: supported are {', '.join(ARCHITECTURES)}"
+        )
+    if (parts := file.find("split.count", int) or 1) != 1:
         raise InputError(f"{file.path} is one of {parts} parts: join them with llama-gguf-split --merge")
 
     def count(key: str, default: int | None = None) -> int:
         key = f"{architecture}.{key}"
-        value = file.get(key, int) if default is None else file.find(key, int) or default
-        if not 0 < value < 2**31:
+        value = file.get(key, int) if default is None else file.find(key, int)
+        value = default if value is None else value
+        if value is None or not 0 < value < 2**31:
             raise InputError(f"{file.path}: metadata {key} must be positive, got {value}")
         return value
 
@@ -154,10 +158,11 @@ def _config(file: GGUFFile) -> dict[str, Any]:
     if layers > len(file.tensors):  # before a loop over the layers
         raise InputError(f"{file.path} claims {layers} layers and has {len(file.tensors)} tensors: download it again")
     if (scaling := file.find(f"{architecture}.rope.scaling.type", str)) not in (None, "none"):
-        raise InputError(f"{file.path}: rope scaling {scaling!r} is not supported (Llama 3's and none are)")
+        raise InputError(f"{file.path}: rope scaling {shown(scaling)} is not supported (Llama 3's and none are)")
     embedding = file.tensors.get("token_embd.weight")
-    theta = number(file.find(f"{architecture}.rope.freq_base", float) or 10000.0)
-    return {
+    theta = file.find(f"{architecture}.rope.freq_base", float)
+    theta = 10000.0 if theta is None else number(theta)
+    config = {
         "architectures": [ARCHITECTURES[architecture][0]],
         "model_type": architecture,
         "hidden_act": "silu",
@@ -174,6 +179,8 @@ def _config(file: GGUFFile) -> dict[str, Any]:
         "rope_scaling": _rope_scaling(file, theta, head_dim) if architecture == "llama" else None,
         "tie_word_embeddings": "output.weight" not in file.tensors,
     }
+    Architecture.from_hf(config, where=file.path)  # the ranges that it declares
+    return config
 
 
 def _rope_scaling(file: GGUFFile, theta: float, head_dim: int) -> dict[str, Any] | None:
@@ -196,7 +203,8 @@ def _tokenizer(file: GGUFFile) -> tokenizers.Tokenizer:
     model, pre = file.get("tokenizer.ggml.model", str), file.get("tokenizer.ggml.pre", str)
     if model != "gpt2" or pre not in PRE_TOKENIZERS:
         supported = f"'gpt2' with {', '.join(map(repr, PRE_TOKENIZERS))}"
-        raise InputError(f"{file.path}: tokenizer {model!r} with pre-tokenizer {pre!r}; supported: {supported}")
+        named = f"tokenizer {shown(model)} with pre-tokenizer {shown(pre)}"
+        raise InputError(f"{file.path}: {named}; supported: {supported}")
     tokens, merges = file.get("tokenizer.ggml.tokens", list), file.get("tokenizer.ggml.merges", list)
     kinds = file.get("tokenizer.ggml.token_type", list)
     try:

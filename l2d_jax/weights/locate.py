@@ -1,42 +1,54 @@
 """Where weights come from: folders in Hugging Face's layout, hub ids and GGUF files, whose conversions are cached."""
 
-import hashlib
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from l2d_jax.errors import InputError
-from l2d_jax.files import cache_folder, output_folder, read_json
+from l2d_jax.errors import InputError, shown
+from l2d_jax.files import cache_folder, identity, output_folder, read_json
+from l2d_jax.fingerprint import digest
 from l2d_jax.weights import gguf_model, peft
 from l2d_jax.weights.gguf_file import GGUFFile
 from l2d_jax.weights.safetensors_file import write_safetensors
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB = "hub:"  # before a hub id: it is no folder, whatever lies in the working directory
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]  # neither pickles nor code
 NEARBY = "base_from_here"  # in a file that names its base: the path from the file's folder to it
+ON_HUB = "base_on_hub"  # in such a file: true if the base is a hub id
 
 
 def locate(name: str) -> Path:
     """The folder that `name` stands for: itself, the conversion of a GGUF file, or a download from the hub.
 
-    Conversions are in bfloat16, and are kept in `files.cache_folder`.
+    Conversions are in bfloat16, and are kept in `files.cache_folder`. A name in a folder that is here is a path, and is
+    not looked up on the hub, where anybody may have taken it.
     Raises `InputError` where there is no such folder or file, or where the download fails.
     """
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    if path.suffix == ".gguf":
-        return _converted(path)
-    if not HUB_ID.fullmatch(name):
-        raise InputError(f"{name!r} is neither a folder, nor a .gguf file, nor a hub id (org/name): check the path")
+    hub_id = name.removeprefix(HUB)
+    if hub_id == name:
+        path = Path(os.path.expanduser(name))
+        if os.path.isdir(path):
+            return path
+        if path.suffix == ".gguf":
+            return _converted(path)
+        if HUB_ID.fullmatch(name) and os.path.isdir(path.parent):
+            raise InputError(f"{path.parent} has no folder {path.name}: check the path, or give {HUB}{name}")
+    if not HUB_ID.fullmatch(hub_id):
+        raise InputError(
+            f"{shown(name)} is neither a folder, nor a .gguf file, nor a hub id (org/name): check the path"
+        )
     import huggingface_hub  # here: only this branch needs it, and it reads the environment as it is imported
 
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES))
+        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=HUB_FILES))
     except Exception as error:  # the client raises those of its HTTP library, which changes, and many others
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise InputError(f"no folder {name!r}, nor could the hub give it ({reason}): give a local folder") from None
+        raise InputError(
+            f"no folder {shown(hub_id)}, nor could the hub give it ({reason}): give a local folder"
+        ) from None
 
 
 def convert_gguf(path: Path, out: Path, *, dtype: gguf_model.Dtype = "bfloat16") -> None:
@@ -52,11 +64,9 @@ def convert_gguf(path: Path, out: Path, *, dtype: gguf_model.Dtype = "bfloat16")
 
 def _converted(path: Path) -> Path:
     """The cached conversion of a GGUF file, made on first use."""
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise InputError(f"there is no file {path}: check the path")
-    state = path.stat()
-    identity = f"{path.resolve()}\n{state.st_size}\n{state.st_mtime_ns}\n{gguf_model.CONVERSION}"
-    folder = cache_folder() / f"{path.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    folder = cache_folder() / f"{path.stem}-{digest([*identity(path), gguf_model.CONVERSION])[:16]}"
     if not folder.is_dir():
         try:
             with output_folder(folder) as partial:
@@ -97,27 +107,29 @@ def find_base_and_adapters(name: str) -> BaseAndAdapters:
 
 def absolute_name(name: str) -> str:
     """The absolute path of a base in a local folder or GGUF file; a hub id or "random" as it is."""
-    path = Path(name).expanduser()
-    is_local = path.is_dir() or (path.suffix == ".gguf" and path.is_file())
-    return str(path.resolve()) if is_local and name != "random" else name
+    path = Path(os.path.expanduser(name))  # os.path, since the methods of paths raise errors for names of other bytes
+    is_local = os.path.isdir(path) or (path.suffix == ".gguf" and os.path.isfile(path))
+    return str(path.resolve()) if is_local and name != "random" else name.removeprefix(HUB)
 
 
-def base_record(name: str, folder: Path) -> dict[str, str]:
+def base_record(name: str, folder: Path) -> dict[str, Any]:
     """The entries by which a file in `folder` names a base, wherever the file is read from: see `read_base_name`.
 
     A local base is recorded by its absolute path, which holds when the folder alone is moved, and by the path from the
-    folder, which holds when both are moved together, or are mounted elsewhere. A hub id stays as it is.
+    folder, which holds when both are moved together, or are mounted elsewhere. A hub id is recorded as one.
     """
     absolute = absolute_name(name)
-    nearby = {NEARBY: os.path.relpath(absolute, folder.resolve())} if Path(absolute).is_absolute() else {}
-    return {"base": absolute, **nearby}
+    if Path(absolute).is_absolute():
+        return {"base": absolute, NEARBY: os.path.relpath(absolute, folder.resolve())}
+    return {"base": absolute, ON_HUB: True} if HUB_ID.fullmatch(absolute) else {"base": absolute}
 
 
 def read_base_name(file: Path, key: str = "base", *, what: str | None = None) -> str:
-    """The base that a file names under a key.
+    """The base that a file names under a key; a hub id begins with `HUB`.
 
-    Where the file has no `base_from_here` (PEFT's, and those of former versions), a path is relative to the working
-    directory.
+    Files of former versions do not say whether `org/name` is a folder or a hub id: it is a path from the working
+    directory, and never looked up on the hub, where anybody may have taken the name of a folder. PEFT's files do not
+    say it either; in these it may be both.
     Raises `InputError` for random weights, which are in no folder, and for a local base that is missing.
 
     Args:
@@ -127,16 +139,29 @@ def read_base_name(file: Path, key: str = "base", *, what: str | None = None) ->
     """
     record = read_json(file)
     name, nearby = record.get(key), record.get(NEARBY)
-    if not isinstance(name, str) or not name:
-        raise InputError(f"{file} must name {what or f'the base in {key}'}, got {name!r}: add it")
+    if not isinstance(name, str) or not name or not isinstance(nearby, str | None):
+        problem = f"{key} {shown(name)} and {NEARBY} {shown(nearby)}" if nearby else shown(name)
+        raise InputError(f"{file} must name {what or f'the base in {key}'}, got {problem}: add it")
     if name == "random":
         raise InputError(f"the base of {file.parent} is random weights, which only a workdir can make again: give that")
-    if not isinstance(nearby, str) or Path(name).exists():
+    if record.get(ON_HUB) is True:
+        return HUB + name
+    if os.path.exists(os.path.expanduser(name)) or file.name == peft.CONFIG:
         return name
-    if not (file.parent / nearby).exists():
-        problem = f"the base of {file.parent} is neither at {name} nor at {nearby} from there"
+    if nearby is None:
+        raise missing_base(name, file)
+    if not os.path.exists(file.parent / nearby):
+        problem = f"the base of {file.parent} is neither at {shown(name)} nor at {shown(nearby)} from there"
         raise InputError(f"{problem}: put it back, or give its folder as {key} in {file}")
     return str((file.parent / nearby).resolve())
+
+
+def missing_base(name: str, file: Path) -> InputError:
+    """The error for a base that is not here, whose record is of a former version or absent."""
+    remedy = f'give its folder as "base" in {file}'
+    if HUB_ID.fullmatch(name):
+        remedy += f', with "{ON_HUB}": true if it is a hub id'
+    return InputError(f"the base of {file.parent} is {shown(name)}, and there is no such folder here: {remedy}")
 
 
 def _locate(name: str, adapters: list[Path]) -> Path:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
@@ -189,8 +190,14 @@ def tensor_shapes(tree: Any, rows: Iterable[Row]) -> dict[str, tuple[int, ...]]:
 def check_tensors(
     source: TensorSource, shapes: dict[str, tuple[int, ...]], *, ignored: frozenset[str] = frozenset()
 ) -> None:
-    """Raise one `InputError` that names every missing, extra and misshaped tensor (the first few of each)."""
+    """Raise one `InputError` that names what is missing, extra, misshaped or no weight (the first few of each).
+
+    Weights are floating-point numbers; float16 and bfloat16 in one file are refused, for where the header is damaged
+    each passes for the other.
+    """
     present = source.names()
+    kinds = {name: np.dtype(source.dtype(name)) for name in shapes if name in present}
+    halves = {str(kind) for kind in kinds.values()} >= {"float16", "bfloat16"}
     misshaped = [
         f"{name} has shape {list(source.shape(name))}, expected {list(shape)}"
         for name, shape in shapes.items()
@@ -200,8 +207,11 @@ def check_tensors(
         ("missing", sorted(shapes.keys() - present)),
         ("not part of this architecture", sorted(present - shapes.keys() - ignored)),
         ("misshaped", misshaped),
+        ("of integers", [name for name, kind in kinds.items() if not jnp.issubdtype(kind, jnp.floating)]),
+        ("float16 beside bfloat16", [name for name, kind in kinds.items() if halves and kind == np.float16]),
     ]
-    text = "; ".join(f"{kind}: {_some(names)}" for kind, names in faults if names)
+    # Shapes make long names longer, and the whole is to be one line.
+    text = "; ".join(f"{kind}: {_some(names, 1 if kind == 'misshaped' else 2)}" for kind, names in faults if names)
     if text:
         raise InputError(f"the tensors do not fit the architecture: {text}: take weights and config.json of one model")
 
@@ -246,5 +256,5 @@ def _reader(leaf: Leaf, source: TensorSource) -> Callable[[tuple[slice, ...] | N
     return read
 
 
-def _some(names: list[str], most: int = 5) -> str:
+def _some(names: list[str], most: int) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -7,8 +7,10 @@ with a LoRA adapter alone, which names its own base (`locate.find_base_and_adapt
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +23,26 @@ from l2d_jax.config.parsing import from_dict
 from l2d_jax.config.schema import ModelConfig, PathConfig
 from l2d_jax.data.tokenizer import byte_tokenizer, load_tokenizer, stop_ids
 from l2d_jax.distributed import processes, sharding
-from l2d_jax.errors import InputError
+from l2d_jax.errors import InputError, shown
 from l2d_jax.files import read_json, write_whole
+from l2d_jax.fingerprint import Fingerprint, digest, require_same
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.diffusion_path import DiffusionPath, start_from
 from l2d_jax.model.llm import LLM
 from l2d_jax.model.lora import LLMAdapter, merge_adapter
 from l2d_jax.model.quantization import quantize_layers
-from l2d_jax.weights import mapping
-from l2d_jax.weights.locate import NEARBY, BaseAndAdapters, base_record, find_base_and_adapters, read_base_name
+from l2d_jax.weights import mapping, peft
+from l2d_jax.weights.digests import check_signature, source_fingerprint, tensors_digest
+from l2d_jax.weights.locate import (
+    HUB_ID,
+    NEARBY,
+    ON_HUB,
+    BaseAndAdapters,
+    base_record,
+    find_base_and_adapters,
+    missing_base,
+    read_base_name,
+)
 from l2d_jax.weights.mapping import TensorSource
 from l2d_jax.weights.peft import Adapted, Adapter
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_file
@@ -45,6 +58,24 @@ class BaseFiles:
     tokenizer: PreTrainedTokenizerFast | None  # None: the folder has none; only token ids can be used
     stop_ids: tuple[int, ...]  # the tokens that end an answer
     source: TensorSource | None  # None: random initial values
+
+    @cached_property
+    def fingerprint(self) -> dict[str, str]:
+        """The hashes of weights, adapters, architecture and tokenizer; weights that have changed are read."""
+        texts = None
+        if self.tokenizer is not None:
+            texts = [self.tokenizer.backend_tokenizer.to_str(), self.tokenizer.chat_template, self.stop_ids]
+        architecture = dataclasses.asdict(self.architecture)
+        return source_fingerprint(self.source) | {"architecture": digest(architecture), "tokenizer": digest(texts)}
+
+    def require_same(self, recorded: Any, *, file: Path) -> None:
+        """Raise `InputError` unless the base is the one whose fingerprint `file` records as `base_fingerprint`."""
+        require_same(
+            recorded,
+            self.fingerprint,
+            what=f"the base of {file.parent} is not the one that it was trained on",
+            remedy=f"put that one back, or remove base_fingerprint from {file.name} to use this one",
+        )
 
     def load(self, *, dtype: str, mesh: Mesh, seed: int = 0, adapter: LLMAdapter | None = None) -> LLM:
         """Read the weights onto the mesh, and add `adapter` to them unless it is None."""
@@ -76,7 +107,8 @@ def read_architecture(config: ModelConfig) -> Architecture:
     """The architecture that the config gives, otherwise that of the base's folder; no weight is read."""
     if config.architecture is not None:
         return Architecture.from_hf(config.architecture)
-    return Architecture.from_hf(read_json(find_base_and_adapters(config.name).folder / "config.json"))
+    file = find_base_and_adapters(config.name).folder / "config.json"
+    return Architecture.from_hf(read_json(file), where=file)
 
 
 def find_base(config: ModelConfig) -> BaseFiles:
@@ -91,7 +123,7 @@ def find_base(config: ModelConfig) -> BaseFiles:
     language_model = find_base_and_adapters(config.name)
     folder = language_model.folder
     raw = read_json(folder / "config.json")
-    architecture = Architecture.from_hf(raw)
+    architecture = Architecture.from_hf(raw, where=folder / "config.json")
     if config.architecture is not None and Architecture.from_hf(config.architecture) != architecture:
         raise InputError(
             f"config.model.architecture differs from {folder / 'config.json'}: {_difference(config, architecture)}: "
@@ -99,8 +131,11 @@ def find_base(config: ModelConfig) -> BaseFiles:
         )
     source = open_weights(language_model, architecture)
     texts = language_model.tokenizer_folder
-    tokenizer = load_tokenizer(texts) if (texts / "tokenizer.json").exists() else None
-    return BaseFiles(architecture, tokenizer, _stop_ids(folder, raw, tokenizer), source)
+    has_text, vocabulary = (texts / "tokenizer.json").exists(), architecture.vocab_size
+    tokenizer = load_tokenizer(texts, vocabulary=vocabulary) if has_text else None
+    ends = _stop_ids(folder, raw, vocabulary)
+    ends += stop_ids(tokenizer) if tokenizer else ()
+    return BaseFiles(architecture, tokenizer, tuple(dict.fromkeys(ends)), source)
 
 
 def random_base(architecture: Architecture, mesh: Mesh, *, dtype: str) -> LLM:
@@ -119,7 +154,9 @@ def open_weights(language_model: BaseAndAdapters, architecture: Architecture) ->
     source: TensorSource = SafetensorsFolder.open(language_model.folder)
     check_llm(source, architecture)
     for folder in language_model.adapters:
-        source = Adapted(source, Adapter.open(folder, architecture))
+        adapter = Adapter.open(folder, architecture)
+        check_signature(folder / peft.WEIGHTS, source)
+        source = Adapted(source, adapter)
     return source
 
 
@@ -135,42 +172,55 @@ def check_llm(source: TensorSource, architecture: Architecture) -> list[str]:
     return list(shapes)
 
 
-def write_path(folder: Path, tensors: Mapping[str, Any], config: PathConfig, *, base: str) -> None:
+def write_path(
+    folder: Path,
+    tensors: Mapping[str, Any],
+    config: PathConfig,
+    *,
+    base: str,
+    base_fingerprint: Fingerprint | None = None,
+) -> None:
     """Write `path.safetensors` and `path.json` into an existing folder, from the path's tensors by release name."""
-    write_file(folder / "path.safetensors", {name: np.asarray(make()) for name, make in tensors.items()})
-    record = {**base_record(base, folder), "path": vars(config)}
+    file = folder / "path.safetensors"
+    write_file(file, {name: np.asarray(make()) for name, make in tensors.items()})
+    record = {**base_record(base, folder), "base_fingerprint": base_fingerprint, "path": vars(config)}
+    record["checksum"] = _path_checksum(record, SafetensorsFolder.open_file(file))
     (folder / "path.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
-def save_path(folder: Path, path: DiffusionPath, *, base: str) -> None:
+def save_path(folder: Path, path: DiffusionPath, *, base: str, base_fingerprint: Fingerprint | None = None) -> None:
     """Write a path into an existing folder, on process 0; all processes must call this."""
     tensors = dict(mapping.tensors(path, mapping.PATH_ROWS))
     if processes.is_first():
-        write_path(folder, tensors, path.config, base=base)
+        write_path(folder, tensors, path.config, base=base, base_fingerprint=base_fingerprint)
     else:
         for make in tensors.values():  # process 0 needs the parts that are here
             make()
 
 
-def record_base(workdir: Path, config: ModelConfig) -> None:
-    """Write where the base of a run lies into its workdir, unless it is a hub id or random; raises `OSError`."""
+def record_base(workdir: Path, config: ModelConfig, base_fingerprint: Fingerprint | None = None) -> None:
+    """Write which base a run has into its workdir, unless it is random; raises `OSError`."""
     (workdir / BASE).unlink(missing_ok=True)
-    record = base_record(config.name, workdir)
-    if NEARBY in record and Path(record["base"]).exists():  # a mistyped name is refused when it is looked for
+    record = {**base_record(config.name, workdir), "base_fingerprint": base_fingerprint}
+    if ON_HUB in record or (NEARBY in record and Path(record["base"]).exists()):  # else it is refused when it is opened
         write_whole(workdir / BASE, json.dumps(record, indent=2) + "\n")
 
 
 def recorded_base(workdir: Path, config: ModelConfig) -> ModelConfig:
     """The config of a run's base, named by the place where its workdir records that it lies.
 
-    Workdirs of former versions record none: a path in their config is relative to the working directory.
-    Raises `InputError` for a recorded base that is missing.
+    Workdirs of former versions may record none: the base in their config is a path from the working directory.
+    Raises `InputError` for a base that is missing.
     """
-    file = workdir / BASE
+    file, is_here = workdir / BASE, os.path.exists(os.path.expanduser(config.name))
+    if not file.exists():
+        if HUB_ID.fullmatch(config.name) and not is_here:
+            raise missing_base(config.name, file)
+        return config
     try:
-        return dataclasses.replace(config, name=read_base_name(file)) if file.exists() else config
+        return dataclasses.replace(config, name=read_base_name(file))
     except InputError:
-        if Path(config.name).expanduser().exists():  # moved, and found as the config says
+        if is_here:  # moved, and found as the config says
             return config
         raise
 
@@ -187,6 +237,26 @@ def read_path_config(folder: Path) -> PathConfig:
     return config
 
 
+def check_trained_path(folder: Path, base: BaseFiles | None = None) -> str:
+    """The hash of a path and its options.
+
+    Raises `InputError` if they have changed since they were written, or if `base` is not the base that the path was
+    trained on. Paths of former versions do not say.
+    """
+    file = folder / "path.json"
+    record, source = read_json(file), SafetensorsFolder.open_file(folder / "path.safetensors")
+    checksum = _path_checksum(record, source)
+    if record.get("checksum", checksum) != checksum:
+        raise InputError(f"{source.path} or {file} has changed since they were written: export the path again")
+    if base is not None:
+        base.require_same(record.get("base_fingerprint"), file=file)
+    return checksum
+
+
+def _path_checksum(record: Mapping[str, Any], source: SafetensorsFolder) -> str:
+    return digest({"path": record.get("path"), "tensors": tensors_digest(source)})
+
+
 def find_path(folder: Path, architecture: Architecture) -> tuple[PathConfig, TensorSource]:
     """The options and tensors of a model folder's path; raises an `InputError` that names all that do not fit."""
     config = read_path_config(folder)
@@ -201,12 +271,18 @@ def load_path(folder: Path, architecture: Architecture, mesh: Mesh) -> Diffusion
     return mapping.load_tree(DiffusionPath.declare(config, architecture), source, mesh, rows=mapping.PATH_ROWS)
 
 
-def _stop_ids(folder: Path, raw: dict[str, Any], tokenizer: PreTrainedTokenizerFast | None) -> tuple[int, ...]:
-    """Stop token ids: those of generation_config.json or else config.json, as in transformers, and the template's."""
+def _stop_ids(folder: Path, raw: dict[str, Any], vocabulary: int) -> tuple[int, ...]:
+    """Stop token ids of generation_config.json or else config.json, as in transformers; raises `InputError`."""
     file = folder / "generation_config.json"
-    eos = (read_json(file) if file.exists() else {}).get("eos_token_id", raw.get("eos_token_id"))
-    ids = [] if eos is None else np.atleast_1d(eos).tolist()
-    return tuple(dict.fromkeys([*ids, *(stop_ids(tokenizer) if tokenizer else ())]))
+    given = read_json(file) if file.exists() else {}
+    if "eos_token_id" not in given:
+        file, given = folder / "config.json", raw
+    eos = given.get("eos_token_id")
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(type(token) is int and 0 <= token < vocabulary for token in ids):
+        rule = f"eos_token_id must be one or a list of the ids 0 to {vocabulary - 1}"
+        raise InputError(f"{file}: {rule}, got {shown(eos)}: mend it, or download it again")
+    return tuple(ids)
 
 
 def _difference(config: ModelConfig, folder: Architecture) -> str:

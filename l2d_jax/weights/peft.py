@@ -9,13 +9,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired
 
 import numpy as np
+from annotated_types import Interval, Len
+from typing_extensions import TypedDict
 
 from l2d_jax.config.schema import PROJECTIONS, LoraConfig
-from l2d_jax.errors import InputError
-from l2d_jax.files import read_json
+from l2d_jax.errors import InputError, shown
+from l2d_jax.files import check, read_json
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.lora import LLMAdapter
 from l2d_jax.weights import mapping
@@ -61,6 +63,15 @@ PLAIN = {
 }
 
 
+class _PeftConfig(TypedDict):
+    """The other entries of `adapter_config.json` that are read."""
+
+    r: Annotated[int, Interval(ge=1, le=2**16)]
+    lora_alpha: Annotated[float, Interval(gt=0, le=1e6)]
+    target_modules: Annotated[list[Literal[PROJECTIONS]], Len(1)]  # type: ignore[valid-type]
+    use_rslora: NotRequired[bool | None]
+
+
 @dataclass(frozen=True)
 class AdapterConfig:
     """The shape of an adapter."""
@@ -103,36 +114,8 @@ class Adapter:
 
 
 @dataclass(frozen=True)
-class Adapted:
-    """A `TensorSource`: the tensors of a base, to which an adapter is added."""
-
-    base: TensorSource
-    adapter: Adapter
-
-    def names(self) -> frozenset[str]:
-        """The names of all tensors."""
-        return self.base.names()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one tensor."""
-        return self.base.shape(name)
-
-    def dtype(self, name: str) -> np.dtype:
-        """The type of one tensor."""
-        return self.base.dtype(name)
-
-    def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
-        """One tensor or a slice of it, in float32 where the adapter changes it."""
-        tensor, layer = self.base.read(name, index), name.removesuffix(".weight")
-        if f"{PREFIX}{layer}.lora_A.weight" not in self.adapter.source.names():
-            return tensor
-        whole = tuple(map(slice, self.shape(name)))
-        return tensor.astype(np.float32) + self.adapter.product(layer, whole if index is None else index)
-
-
-@dataclass(frozen=True)
-class Rounded:
-    """A `TensorSource` whose tensors are rounded to the type that each has in its file, adapted or not."""
+class _Changed:
+    """A `TensorSource` with the names, shapes and types of another, of which it changes the values."""
 
     source: TensorSource
 
@@ -147,6 +130,26 @@ class Rounded:
     def dtype(self, name: str) -> np.dtype:
         """The type of one tensor."""
         return self.source.dtype(name)
+
+
+@dataclass(frozen=True)
+class Adapted(_Changed):
+    """The tensors of a base, to which an adapter is added."""
+
+    adapter: Adapter
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
+        """One tensor or a slice of it, in float32 where the adapter changes it."""
+        tensor, layer = self.source.read(name, index), name.removesuffix(".weight")
+        if f"{PREFIX}{layer}.lora_A.weight" not in self.adapter.source.names():
+            return tensor
+        whole = tuple(map(slice, self.shape(name)))
+        return tensor.astype(np.float32) + self.adapter.product(layer, whole if index is None else index)
+
+
+@dataclass(frozen=True)
+class Rounded(_Changed):
+    """Tensors that are rounded to the type that each has in its file, adapted or not."""
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
         """One tensor or a slice of it."""
@@ -163,13 +166,11 @@ def read_adapter_config(file: Path) -> AdapterConfig:
     raw = read_json(file)
     for name, value in PLAIN.items():
         if raw.get(name, value) not in (value, value or None):
-            raise InputError(f"{file}: {name} = {raw[name]!r} is not supported, only {value!r}")
-    rank, alpha, modules = raw.get("r"), raw.get("lora_alpha"), raw.get("target_modules")
-    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float):
-        raise InputError(f"{file}: r must be a positive integer and lora_alpha a number, got {rank!r} and {alpha!r}")
-    if not isinstance(modules, list) or not modules or not set(modules) <= LAYERS.keys():
-        raise InputError(f"{file}: target_modules must list some of {', '.join(LAYERS)}, got {modules!r:.80}")
-    return AdapterConfig(rank, float(alpha), tuple(sorted(modules)), bool(raw.get("use_rslora")))
+            raise InputError(f"{file}: {name} = {shown(raw[name])} is not supported, only {value!r}")
+    remedy = f"give it as PEFT saves it, with layers of {', '.join(LAYERS)}"
+    found = check(raw, _PeftConfig, file, remedy=remedy)
+    modules = tuple(sorted(set(found["target_modules"])))
+    return AdapterConfig(found["r"], found["lora_alpha"], modules, bool(found.get("use_rslora")))
 
 
 def adapter_shapes(config: AdapterConfig, architecture: Architecture) -> dict[str, tuple[int, ...]]:

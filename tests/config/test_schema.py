@@ -1,9 +1,13 @@
 import dataclasses
 import json
+import math
+import types
 import typing
 
 import pytest
+from annotated_types import Interval
 
+from l2d_jax.config.parsing import check_value, declared_types, from_dict, range_text
 from l2d_jax.config.schema import (
     Config,
     DataConfig,
@@ -17,6 +21,7 @@ from l2d_jax.config.schema import (
     TrainConfig,
     defaults,
 )
+from l2d_jax.decoding.beams import SearchConfig
 from l2d_jax.errors import InputError
 
 # Every option of the project: its type and default. A new one has to argue its case here.
@@ -24,85 +29,94 @@ OPTIONS = """
 model.name: str = ''
 model.architecture: Mapping[str, Any] | None = None
 model.dtype: Literal['bfloat16', 'float32', 'int8'] = 'bfloat16'
-path.width: int = 256
-path.translation_width: int = 256
-path.frequency_width: int = 256
-path.condition_width: int = 256
-path.sigma: float = 64.0
+path.width: int in [1, 65536] = 256
+path.translation_width: int in [1, 65536] = 256
+path.frequency_width: int in [1, 65536] = 256
+path.condition_width: int in [1, 65536] = 256
+path.sigma: float in [1e-06, 1000000.0] = 64.0
 path.layers: Literal['lora', 'dense'] = 'lora'
 path.dense_init: Literal['lm', 'scratch'] = 'lm'
-path.lora_rank: int = 32
-path.lora_alpha: float = 32.0
-path.classes: int = 0
-path.class_dropout: float = 0.2
-lora.rank: int = 32
-lora.alpha: float = 64.0
+path.lora_rank: int in [1, 65536] = 32
+path.lora_alpha: float in [1e-06, 1000000.0] = 32.0
+path.classes: int in [0, 4096] = 0
+path.class_dropout: float in [0, 1) = 0.2
+lora.rank: int in [1, 65536] = 32
+lora.alpha: float in [1e-06, 1000000.0] = 64.0
 lora.modules: tuple[str, ...] = ('q_proj', 'v_proj')
 data.source: str = 'smoltalk'
 data.subsets: tuple[str, ...] = ()
 data.data_dir: str | None = None
 data.train_split: str = 'train'
 data.validation_split: str = 'test'
-data.train_examples: int | None = None
-data.validation_examples: int | None = 256
-data.max_length: int = 2048
-data.answer_length: int | None = None
+data.train_examples: int in [1, 1000000000] | None = None
+data.validation_examples: int in [1, 1000000000] | None = 256
+data.max_length: int in [2, 10000000] = 2048
+data.answer_length: int in [1, 10000000] | None = None
 data.empty_thoughts: bool = False
 data.packing: bool = False
-data.seed: int = 0
-optim.peak_rate: float = 0.0001
-optim.final_rate: float = 1e-06
-optim.warmup_steps: int = 100
-optim.beta1: float = 0.9
-optim.beta2: float = 0.95
-optim.epsilon: float = 1e-08
-optim.weight_decay: float = 0.01
-optim.clip_norm: float = 1.0
+data.seed: int in [0, 2147483648) = 0
+optim.peak_rate: float in [1e-12, 10] = 0.0001
+optim.final_rate: float in [0, 10] = 1e-06
+optim.warmup_steps: int in [0, 1000000000] = 100
+optim.beta1: float in [0, 0.999999] = 0.9
+optim.beta2: float in [0, 0.999999] = 0.95
+optim.epsilon: float in [1e-30, 1] = 1e-08
+optim.weight_decay: float in [0, 100] = 0.01
+optim.clip_norm: float in [1e-12, 1e+30] = 1.0
 train.method: Literal['l2d', 'lora', 'full'] = 'l2d'
-train.batch_size: int = 32
-train.accumulation: int = 1
-train.draws_per_context: int = 1
+train.batch_size: int in [1, 1000000] = 32
+train.accumulation: int in [1, 1000000] = 1
+train.draws_per_context: int in [1, 4096] = 1
 train.time_density: Literal['uniform', 'cosmap', 'logit_normal', 'warped'] = 'uniform'
-train.logit_normal_mean: float = 0.0
-train.logit_normal_deviation: float = 1.0
+train.logit_normal_mean: float in [-100, 100] = 0.0
+train.logit_normal_deviation: float in [1e-06, 100] = 1.0
 train.stratified_times: bool = False
-train.epochs: float = 1.0
-train.steps: int | None = None
+train.epochs: float in [1e-09, 1000000.0] = 1.0
+train.steps: int in [1, 1000000000] | None = None
 train.reduction: Literal['example', 'token'] = 'example'
-train.loss_chunk: int = 1024
+train.loss_chunk: int in [1, 10000000] = 1024
 train.remat: Literal['none', 'products', 'full'] = 'full'
-train.checkpoint_every: int = 500
-train.keep: int = 3
-train.validate_every: int = 500
-train.log_every: int = 10
-train.max_skipped: int = 10
-train.seed: int = 0
+train.checkpoint_every: int in [1, 1000000000] = 500
+train.keep: int in [1, 1000000000] = 3
+train.validate_every: int in [0, 1000000000] = 500
+train.log_every: int in [1, 1000000000] = 10
+train.max_skipped: int in [1, 1000000000] = 10
+train.seed: int in [0, 2147483648) = 0
 decode.solver: Literal['euler', 'midpoint', 'heun', 'heun3', 'rk4', 'fehlberg2', 'adaptive_heun', 'bosh3'] = 'midpoint'
-decode.budget: int = 15
-decode.tolerance: float = 0.0003
+decode.budget: int in [1, 10000] = 15
+decode.tolerance: float in [1e-12, 1000000.0] = 0.0003
 decode.velocity: Literal['sample', 'expectation'] = 'sample'
-decode.velocity_temperature: float = 0.0
+decode.velocity_temperature: float in [0, 1000] = 0.0
 decode.anneal: bool = False
-decode.guidance: float = 1.0
-decode.temperature: float = 0.0
-decode.top_k: int = 0
-decode.top_p: float = 1.0
-decode.draws: int = 1
-decode.gate: float = 0.0
-decode.max_new_tokens: int = 256
-validation.batch_size: int = 8
-validation.time_bins: int = 10
-validation.budgets: tuple[int, ...] = (1, 15)
-mesh.data: int = 1
-mesh.fsdp: int = -1
-mesh.tensor: int = 1
-mesh.context: int = 1
+decode.guidance: float in [-1000, 1000] = 1.0
+decode.temperature: float in [0, 1000] = 0.0
+decode.top_k: int in [0, 1000000000] = 0
+decode.top_p: float in [1e-06, 1] = 1.0
+decode.draws: int in [1, 4096] = 1
+decode.gate: float in [0, 1000] = 0.0
+decode.max_new_tokens: int in [1, 10000000] = 256
+validation.batch_size: int in [1, 1000000] = 8
+validation.time_bins: int in [1, 10000] = 10
+validation.budgets: tuple[int in [1, 10000], ...] = (1, 15)
+mesh.data: int in [-1, 1000000] = 1
+mesh.fsdp: int in [-1, 1000000] = -1
+mesh.tensor: int in [-1, 1000000] = 1
+mesh.context: int in [-1, 1000000] = 1
 profile.steps: str | None = None
 """
 
 
 def named(kind):
-    return kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind)
+    """As the source has it, a number with its range."""
+    origin, options = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        return f"{named(options[0])} {range_text(options[1])}"
+    if origin in (tuple, typing.Union, types.UnionType):
+        names = ["..." if option is ... else named(option) for option in options]
+        return f"tuple[{', '.join(names)}]" if origin is tuple else " | ".join(names)
+    if kind is type(None):
+        return "None"
+    return kind.__name__ if isinstance(kind, type) and not options else str(kind)
 
 
 def test_options_are_these():
@@ -113,6 +127,59 @@ def test_options_are_these():
     ]
     found = [line.replace("typing.", "").replace("collections.abc.", "") for line in found]
     assert found == OPTIONS.strip().splitlines()
+
+
+SECTIONS = {**typing.get_type_hints(Config), "search": SearchConfig}
+
+
+@pytest.mark.parametrize("section", SECTIONS.values(), ids=SECTIONS)
+def test_every_number_has_a_range_which_holds_however_it_is_set(section):
+    for name, declared in declared_types(section).items():
+        parts = (declared, *typing.get_args(declared))
+        ranged = next((part for part in parts if typing.get_origin(part) is typing.Annotated), None)
+        if ranged is None:
+            assert not {int, float}.intersection(parts), name
+            continue
+        kind, interval = typing.get_args(ranged)
+        low, high = interval.ge, interval.le or interval.lt
+        assert -math.inf < low < high < math.inf, name
+        for value in (kind(low - 1), kind(2 * high), math.nan, math.inf, -math.inf, 10**400):
+            given = {name: (value,) if typing.get_origin(declared) is tuple else value}
+            with pytest.raises(InputError, match=rf"some\.{name}(\[0\])? must be "):
+                from_dict(section, given, prefix="some")
+            if isinstance(value, kind):  # of another type, jaxtyping refuses it in tests
+                with pytest.raises(InputError, match=rf"\.{name}(\[0\])? must be "):
+                    section(**given)
+
+
+@pytest.mark.parametrize(
+    ("value", "declared", "message"),
+    [
+        (math.nan, float, "x must be finite, got nan"),
+        (-math.inf, float, "x must be finite, got -inf"),
+        (10**400, float, "x must be finite, got 1000"),
+        (1.5, int, "x must be of type int, got 1.5 of type float"),
+        pytest.param(10**5000, float, "x must be finite, got a int that cannot be written", id="long"),
+        ("a" * 5000, float, f"x must be of type float, got '{'a' * 37} ... {'a' * 36}' of type str"),
+        ("n\0l", str, r"x must have no NUL character, got 'n\x00l': leave it out"),
+        ("\ud83d", str, r"x must be UTF-8, got '\ud83d'"),
+        ("é" * 128, str, "x must be at most 255 bytes long, got 256"),
+        ("a/" * 2049, str, "x must be at most 4096 bytes long, got 4098"),
+    ],
+)
+def test_values_that_no_option_takes(value, declared, message):
+    with pytest.raises(InputError) as caught:
+        check_value(value, declared, "x")
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 250
+
+
+def test_a_range_may_end_with_infinity():
+    declared = typing.Annotated[float, Interval(gt=0, le=math.inf)]
+    assert check_value(math.inf, declared, "x") == math.inf
+    for value in (0.0, math.nan):
+        with pytest.raises(InputError, match=r"x must be in \(0, inf\], got"):
+            check_value(value, declared, "x")
 
 
 def build(**sections):
@@ -181,32 +248,15 @@ def test_a_missing_section_is_named():
 @pytest.mark.parametrize(
     ("kind", "values", "message"),
     [
-        (PathConfig, {"lora_rank": 0}, "lora_rank must be positive, got 0"),
         (PathConfig, {"frequency_width": 3}, "must be even, got 3"),
-        (PathConfig, {"sigma": float("nan")}, "sigma must be positive, got nan"),
-        (PathConfig, {"classes": -1}, "must not be negative"),
-        (PathConfig, {"class_dropout": 1.0}, r"must be in \[0, 1\)"),
-        (LoraConfig, {"rank": 0}, "config.lora.rank must be positive, got 0"),
-        (LoraConfig, {"alpha": -1.0}, "config.lora.alpha must be positive"),
         (LoraConfig, {"modules": ("q_prj",)}, "has 'q_prj', which is no layer of the LM: did you mean 'q_proj'"),
         (LoraConfig, {"modules": ()}, "one or more layers, each once"),
         (LoraConfig, {"modules": ("q_proj", "q_proj")}, "each once, got"),
-        (DataConfig, {"max_length": 1}, "at least 2 tokens"),
-        (DataConfig, {"train_examples": 0}, "must be positive or None"),
         (DataConfig, {"answer_length": 4000}, "4000 exceeds config.data.max_length 2048"),
-        (OptimConfig, {"peak_rate": 1e-5, "final_rate": 1e-4}, r"from 0 to config.optim.peak_rate 1e-05, got 0.0001"),
-        (OptimConfig, {"final_rate": -1e-6}, "got -1e-06"),
-        (TrainConfig, {"keep": 0}, "keep must be positive"),
-        (TrainConfig, {"draws_per_context": 0}, "draws_per_context must be positive, got 0"),
-        (TrainConfig, {"max_skipped": 0}, "max_skipped must be positive"),
-        (TrainConfig, {"time_density": "logit_normal", "logit_normal_deviation": 0.0}, "positive, got 0.0 and 0.0"),
-        (TrainConfig, {"time_density": "logit_normal", "logit_normal_deviation": float("inf")}, "finite and positive"),
-        (TrainConfig, {"time_density": "logit_normal", "logit_normal_mean": float("nan")}, "mean must be finite"),
+        (OptimConfig, {"peak_rate": 1e-5, "final_rate": 1e-4}, "exceeds config.optim.peak_rate 1e-05"),
         (TrainConfig, {"time_density": "cosmap", "logit_normal_mean": 1.0}, "say nothing to .* 'cosmap'"),
-        (TrainConfig, {"epochs": 0.0}, "epochs must be positive"),
         (TrainConfig, {"accumulation": 3}, "batch_size 32 is not a multiple of config.train.accumulation 3"),
-        (DecodeConfig, {"budget": 0}, "at least 1 evaluation, got 0"),
-        (DecodeConfig, {"temperature": -1.0}, "must not be negative"),
+        (DecodeConfig, {"budget": 0}, r"config.decode.budget must be in \[1, 10000\], got 0"),
         (MeshConfig, {"data": -1}, "at most one -1"),
         (MeshConfig, {"data": 0}, "positive sizes"),
         (ProfileConfig, {"steps": "10"}, "FIRST:STOP with 1 < FIRST < STOP, such as 10:13, got '10'"),

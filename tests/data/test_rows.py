@@ -50,3 +50,28 @@ def test_missing_columns_are_named(folder: Path) -> None:
         require_columns(rows, ("question", "label"), name="mine")
     with pytest.raises(InputError, match=r"mine has no rows: choose another split"):
         require_columns(rows.select([]), ("question",), name="mine")
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "test.parquet"])
+def test_text_that_is_no_utf8_is_found_at_once(folder: Path, name: str) -> None:
+    file = folder / name
+    file.write_bytes(file.read_bytes().replace(b"1 + 2?", b"1 \xff 2?"))
+    with pytest.raises(InputError, match=rf"{name} cannot be read: .*: mend or replace it"):
+        read_file(file)
+
+
+@pytest.mark.parametrize("line", ["null", "3", "[1]", '"x"', '{"a":' + "[" * 100_000 + "]" * 100_000 + "}"])
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_line_that_is_no_row_is_named(folder: Path, line: str, number: int) -> None:
+    """Some end the process inside pyarrow."""
+    lines = [json.dumps(row) for row in ROWS]
+    lines.insert(number - 1, line)
+    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
+    with pytest.raises(InputError, match=rf"line {number} of .*train.jsonl must be a JSON object, and not nested too"):
+        read_file(folder / "train.jsonl")
+
+
+def test_rows_may_be_full_of_brackets_and_follow_blank_lines(folder: Path) -> None:
+    row = {"question": "[" * 3000 + "{" * 3000, "answer": [{"a": [1]}] * 600}
+    (folder / "train.jsonl").write_text("\ufeff" + json.dumps(row) + "\n\n" + json.dumps(row) + "\n")
+    assert list(read_file(folder / "train.jsonl")) == [row, row]

@@ -280,7 +280,7 @@ def test_several_answers_to_each_prompt(loaded):
     assert len({tuple(answer) for answer in three}) == 9
     labelled = generate(loaded, PROMPTS[:2], settings=drawn, samples=2, labels=[0, 1])
     assert labelled[::2] == generate(loaded, PROMPTS[:2], settings=drawn, labels=[0, 1])
-    with pytest.raises(InputError, match="samples must be at least 1, got 0"):
+    with pytest.raises(InputError, match=r"samples must be in \[1, 1000000\], got 0"):
         list(stream(loaded, PROMPTS, samples=0))
 
 
@@ -316,12 +316,12 @@ def test_sequences_whose_logits_are_not_numbers_are_reported_at_the_end(loaded):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"top_p": 0.0}, r"config.decode.top_p must be in \(0, 1\], got 0.0"),
-        ({"top_p": 1.5}, r"top_p must be in \(0, 1\]"),
-        ({"top_k": -1}, "config.decode.top_k must not be negative, got -1"),
-        ({"draws": 0}, "config.decode.draws must be at least 1, got 0"),
-        ({"gate": -0.5}, "config.decode.gate must not be negative"),
-        ({"tolerance": 0.0}, "config.decode.tolerance must be positive"),
+        ({"top_p": 0.0}, r"config.decode.top_p must be in \[1e-06, 1\], got 0.0"),
+        ({"top_p": 1.5}, r"top_p must be in \[1e-06, 1\]"),
+        ({"top_k": -1}, r"config.decode.top_k must be in \[0, 1000000000\], got -1"),
+        ({"draws": 0}, r"config.decode.draws must be in \[1, 4096\], got 0"),
+        ({"gate": -0.5}, r"config.decode.gate must be in \[0, 1000\], got -0.5"),
+        ({"tolerance": 0.0}, r"config.decode.tolerance must be in \[1e-12, 1000000.0\], got 0.0"),
     ],
 )
 def test_settings_out_of_range(changes, message):

@@ -273,3 +273,16 @@ def test_under_vmap_each_row_has_steps_of_its_own() -> None:
     np.testing.assert_allclose(together.x, np.concatenate([found.x for found in alone]), rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(together.accepted, np.concatenate([found.accepted for found in alone]))
     assert len(set(np.asarray(together.accepted).tolist())) > 1
+
+
+@pytest.mark.parametrize("solver", [*FIXED, *ADAPTIVE])
+def test_no_program_calls_the_host(solver: str) -> None:
+    """It would wait there in every token, and JAX would compile it anew at every start."""
+
+    def solve(noise: jax.Array, steps: jax.Array) -> Any:
+        if solver in FIXED:
+            return solve_fixed(lambda _, x: jnp.tanh(x), noise, solver=FIXED[solver], steps=steps)
+        options = {"tolerance": 1e-3, "max_steps": steps, "end": 0.9}
+        return solve_adaptive(lambda _, x: jnp.tanh(x), noise, solver=ADAPTIVE[solver], **options)
+
+    assert "callback" not in jax.jit(solve).lower(jnp.ones((2, 3)), jnp.int32(3)).as_text()

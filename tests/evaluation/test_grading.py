@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from l2d_jax.errors import InputError
-from l2d_jax.evaluation.sandbox.submission import Verdict
-from l2d_jax.evaluation.tasks.problem import Problem, Program, Score
+from l2d_jax.evaluation.sandbox.submission import Submission, Verdict
+from l2d_jax.evaluation.tasks.problem import Problem, Score
 from l2d_jax.evaluation.tasks.registry import TASKS, find_task
 from l2d_jax.evaluation.tasks.task import answer_part
 from tests.support.task_rows import ROWS
@@ -135,9 +135,8 @@ def test_math(right: str, completion: str, strict: int, relaxed: int, monkeypatc
 # --- code ---
 
 
-def run(programs: Sequence[Program]) -> list[Verdict]:
+def run(programs: Sequence[Submission]) -> list[Verdict]:
     """Trusted programs, here and now."""
-    assert len({program.id for program in programs}) == len(programs)
     verdicts = []
     for program in programs:
         candidate: dict[str, Any] = {}
@@ -177,20 +176,19 @@ def test_programs(name: str, completion: str, strict: int, relaxed: int, reason:
     assert (score.strict, score.relaxed, score.reason) == (strict, relaxed, reason)
 
 
-def test_a_program_has_the_fields_of_a_submission() -> None:
-    seen: list[Program] = []
+def test_a_candidate_comes_with_its_tests_and_once() -> None:
+    seen: list[Submission] = []
 
-    def watch(programs: Sequence[Program]) -> list[Verdict]:
+    def watch(programs: Sequence[Submission]) -> list[Verdict]:
         seen.extend(programs)
         return run(programs)
 
     find_task("humaneval").grade([problem("humaneval")] * 2, [BODY, BODY + "ok"], run=watch)
     prompt = ROWS["humaneval"]["prompt"]
-    assert [program.id for program in seen] == ["p#0 strict", "p#1 strict", "p#1 relaxed"]
     assert [program.candidate for program in seen] == [prompt + BODY, prompt + BODY + "ok", prompt + BODY.rstrip("\n")]
-    assert seen[0][2:] == (ROWS["humaneval"]["test"] + "\ncheck(inc)", ("inc",), prompt)
+    assert seen[0] == Submission(prompt + BODY, ROWS["humaneval"]["test"] + "\ncheck(inc)", ("inc",), prompt)
     find_task("mbpp").grade([problem("mbpp")], [WHOLE], run=watch)
-    assert seen[-1][2:] == ("assert inc(1) == 2\nassert inc(2) == 3", ("inc",), "import sys")
+    assert seen[-1] == Submission(WHOLE, "assert inc(1) == 2\nassert inc(2) == 3", ("inc",), "import sys")
 
 
 def test_code_is_not_run_unasked() -> None:

@@ -64,3 +64,41 @@ def test_text_that_is_no_unicode_is_written():
     problem = Problem("t/0", ({"role": "user", "content": "?"},), "right", "right", "math")
     written = sample_line(problem, "p", ["a\ud800b"], [Score(0.0, 0.0, None, None, "broken unicode")])
     assert json.loads(json.dumps(written))["samples"][0]["text"] == "a?b"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: b"{" + text,
+        lambda text: b"[1]\n",
+        lambda text: text.replace(b'"id"', b'"di"'),
+        lambda text: text.replace(b'"strict": 1.0', b'"strict": NaN'),
+        lambda text: text.replace(b'"strict": 1.0', b'"strict": 7'),
+        lambda text: text.replace(b"prompt of", b"prompt \xff"),
+        lambda text: text.replace(b"t/1", b"t/0"),
+    ],
+)
+def test_problems_of_damaged_lines_are_answered_again(tmp_path, capsys, damage):
+    """Of two lines with one id, neither can be told to be the problem's."""
+    Results(tmp_path, RUN).add([line("t/0", 1), line("t/1", 1), line("t/2", 1)])
+    file = tmp_path / "samples.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    damaged = damage(lines[1])
+    assert damaged != lines[1]
+    file.write_bytes(b"".join([lines[0], damaged, lines[2]]))
+    repeats = b"t/0" in damaged
+    again = Results(tmp_path, RUN)
+    assert list(again.samples) == (["t/2"] if repeats else ["t/0", "t/2"])
+    [warning] = capsys.readouterr().err.splitlines()
+    assert f"line {1 if repeats else 2} of {file} is damaged and left out" in warning
+    again.add([line("t/1", 1), *([line("t/0", 1)] if repeats else [])])
+    assert again.finish({})["problems"] == 3
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"run": 3}', "\xff"])
+def test_damaged_results_are_one_line(tmp_path, text):
+    Results(tmp_path / "a", RUN).add([line("t/0", 1)])
+    (tmp_path / "a" / "results.json").write_text(text, encoding="latin-1")
+    with pytest.raises(InputError, match=r"results.json does not say what was evaluated: give another --name, or rem"):
+        Results(tmp_path / "a", RUN)

@@ -77,8 +77,8 @@ def test_pieces_of_work_take_turns() -> None:
     [
         (["--budgets", 15], "--budgets needs two or more for a slope, got [15]"),
         (["--budgets", 1, 4], "a budget of 4 evaluations is unreachable for midpoint"),
-        (["--batches", 0], "--batches must be positive, got [0]"),
-        (["--new", 0], "--new must be positive, got 0"),
+        (["--batches", 0], "--batches: the number must be in [1, 1000000], got 0"),
+        (["--new", 0], "--new: the number must be in [1, 10000000], got 0"),
     ],
 )
 def test_bad_requests_are_one_line(arguments, message) -> None:

@@ -6,6 +6,7 @@ import pytest
 from l2d_jax import train
 from l2d_jax.config.config_file import read_config
 from l2d_jax.config.schema import PathConfig
+from l2d_jax.distributed.memory import bytes_per_device
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.llm import LLM
@@ -61,7 +62,7 @@ def test_declared_and_real_trees_have_the_same_size(mesh):
     llm = open_base(config().model, mesh).llm
     path = model_folder.new_path(config().path, llm, mesh, seed=0)
     assert costs.parameters(path) == costs.parameters(declared) == sum(x.size for x in jax.tree.leaves(path))
-    assert costs.bytes_per_device(declared, mesh) == sum(x.nbytes for x in jax.tree.leaves(path))
+    assert bytes_per_device(declared, mesh) == sum(x.nbytes for x in jax.tree.leaves(path))
 
 
 @pytest.mark.parametrize("layers", ["lora", "dense"])

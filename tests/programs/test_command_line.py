@@ -1,9 +1,13 @@
+import argparse
+import importlib
 import re
+import typing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from l2d_jax.command_line import Parser, local_path
+from l2d_jax.command_line import Number, Parser, local_path
 from l2d_jax.config.config_file import read_config, split_overrides
 from l2d_jax.config.schema import Config, DecodeConfig, OptimConfig, PathConfig, TrainConfig
 from l2d_jax.errors import InputError
@@ -110,6 +114,50 @@ def test_a_bad_override_is_one_line(file, words, message):
         parser.parse_with_config()
 
     assert message in call(main, "--config", file, *words.split()).error
+
+
+class ParsedError(Exception):
+    """Carries a program's parser out of its `main`."""
+
+
+def options_of(parser):
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for chosen in action.choices.values():
+                yield from options_of(chosen)
+        else:
+            yield action, parser._registry_get("type", action.type, action.type)
+
+
+PROGRAMS = [
+    file.stem for file in sorted((ROOT / "l2d_jax").glob("*.py")) if "command_line.run(main)" in file.read_text()
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_number_of_a_command_line_has_a_range(program, monkeypatch):
+    def stop(parser, *_):
+        raise ParsedError(parser)
+
+    main = importlib.import_module(f"l2d_jax.{program}").main
+    monkeypatch.setattr(Parser, "parse_known_args", stop)
+    with pytest.raises(ParsedError) as caught:
+        main()
+    for action, kind in options_of(caught.value.args[0]):
+        assert kind not in (int, float), action.option_strings
+        if isinstance(kind, Number):
+            number, interval = typing.get_args(kind.declared)
+            assert action.default is None or all(kind(str(value)) == value for value in np.ravel(action.default))
+            for text in (
+                number(interval.ge - 1),
+                number(2 * (interval.le or interval.lt)),
+                "nan",
+                "-inf",
+                "",
+                "9" * 5000,
+            ):
+                with pytest.raises(argparse.ArgumentTypeError, match="the number must be "):
+                    kind(str(text))
 
 
 def test_exit_statuses():

@@ -92,7 +92,7 @@ def test_a_program_that_is_refused(here, monkeypatch):
     ("arguments", "message"),
     [
         (["--topology", "v5e"], "a slice of v5e has 2 sizes, got 'v5e': write it as v5e:4x4"),
-        (["--topology", "v5e:1x1", "--batch", "0"], "--batch must be positive, got 0"),
+        (["--topology", "v5e:1x1", "--batch", "0"], "--batch: the number must be in [1, 1000000], got 0"),
         (["--topology", "v5e:1x1", "--config.mesh.fsdp=3"], "needs 3 devices, found 1"),
         ([], "required: --topology"),
     ],

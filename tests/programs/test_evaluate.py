@@ -75,6 +75,20 @@ def test_another_evaluation_is_refused_before_weights_are_read(run, tmp_path, mo
 
 
 @pytest.mark.slow
+def test_results_whose_rounding_depends_on_the_batch_keep_to_one_size(run, tmp_path):
+    """In float32 another size may go on, where memory was short."""
+    for dtype in ("bfloat16", "float32"):
+        out = tmp_path / dtype
+        assert run(out, "--budget", 1, "--limit", 2, "--dtype", dtype, "--batch_size", 2).status == 0
+        again = run(out, "--budget", 1, "--limit", 2, "--dtype", dtype, "--batch_size", 1)
+        if dtype == "float32":
+            assert again.status == 0, again.err
+            assert json.loads((out / "gsm8k/midpoint-1/results.json").read_text())["speed"]["batch_size"] == 1
+        else:
+            assert "holds another evaluation (asking was {'batch_size': 2" in again.error
+
+
+@pytest.mark.slow
 def test_a_checkpoint_that_is_saved_meanwhile_is_not_taken(base, data, tmp_path, mesh, monkeypatch):
     """What a training run does between the moment a step is chosen and the moment its weights are read."""
     settings = config(model__name=base, train__checkpoint_every=1)
@@ -175,7 +189,7 @@ def test_programs_are_run_in_isolation(run, tmp_path):
         (["--max_new_tokens", 1000], "gsm8k", "exceed the 1024 positions of the model"),
         (["--config", TINY], "gsm8k", "and the config's model is another, random"),
         (["--split", "dev"], "gsm8k", "no split 'dev'"),
-        (["--limit", 0], "gsm8k", "limit of gsm8k must be at least 1, got 0"),
+        (["--limit", 0], "gsm8k", "the number must be in [1, 1000000000], got 0"),
     ],
 )
 def test_bad_input_is_one_line(run, tmp_path, arguments, tasks, message):

@@ -124,10 +124,16 @@ def test_a_group_of_conversations(tmp_path, tasks, model, no_others):
         (["--tasks", "tiny_beams"], "the task's generation option num_beams is not known here: leave it out"),
         (["--tasks", "tiny_lost"], "the tasks tiny_lost cannot be opened: "),
         (["--tasks", "tiny_texts", "--budget", "4"], "a budget of 4 evaluations is unreachable"),
-        (["--tasks", "tiny_texts", "--draws", "1"], "--draws must be at least 2, got 1"),
-        (["--tasks", "tiny_texts", "--batch_size", "0"], "--batch_size must be positive, got 0"),
-        (["--tasks", "tiny_texts", "--limit", "0"], "--limit must be positive, got 0"),
-        (["--tasks", "tiny_texts", "--max_new_tokens", "0"], "--max_new_tokens must be positive, got 0"),
+        (["--tasks", "tiny_texts", "--draws", "1"], "argument --draws: the number must be in [2, 4096], got 1"),
+        (
+            ["--tasks", "tiny_texts", "--batch_size", "0"],
+            "argument --batch_size: the number must be in [1, 1000000]",
+        ),
+        (["--tasks", "tiny_texts", "--limit", "0"], "argument --limit: the number must be in [1, 1000000000], got 0"),
+        (
+            ["--tasks", "tiny_texts", "--max_new_tokens", "0"],
+            "argument --max_new_tokens: the number must be in",
+        ),
         (["--tasks", "tiny_texts", "--include_path", "nowhere"], "--include_path nowhere is not a folder"),
     ],
 )

@@ -59,7 +59,7 @@ def test_a_study(run, tmp_path, monkeypatch):
     [
         (["base"], [], "'base' is not NAME=MODEL, such as base=Qwen/Qwen2.5-7B-Instruct"),
         (["a=x", "a=y"], [], "each model needs a name of its own, got a, a"),
-        (["a=x"], ["--budgets", "0"], "--budgets must be at least 1 evaluation, got 0"),
+        (["a=x"], ["--budgets", "0"], "--budgets: the number must be in [1, 10000], got 0"),
         (["a=x"], ["--solvers", "runge"], "invalid choice: 'runge'"),
     ],
 )

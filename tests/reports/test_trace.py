@@ -112,10 +112,10 @@ def test_the_program_writes_both_files_for_all_answers(base, tmp_path):
 
 
 def test_a_failed_trace_leaves_no_folder(base, tmp_path, monkeypatch):
-    def fail(*_):
+    def fail(*_, **__):
         raise InputError("full")
 
-    monkeypatch.setattr(pages, "page", fail)
+    monkeypatch.setattr(pages.page, "write_page", fail)
     out = tmp_path / "out"
     arguments = ["--model", base, "--prompt", "Hi", "--max_new_tokens", 4]
     assert call(program.main, *arguments, "--trace", out).error == "full"

@@ -135,7 +135,8 @@ def write_model(folder: Path, base: Path, mesh: Mesh, **changes: Any) -> Path:
     llm = open_base(ModelConfig(name=str(base), dtype="float32"), mesh).llm
     path = tiny.randomise(model_folder.new_path(dataclasses.replace(PATH, **changes), llm, mesh, seed=0))
     path = dataclasses.replace(path, merge=jax.tree.map(lambda leaf: 10 * leaf, path.merge))
-    model_folder.save_path(folder, path, base=str(base))
+    fingerprint = model_folder.find_base(ModelConfig(name=str(base))).fingerprint
+    model_folder.save_path(folder, path, base=str(base), base_fingerprint=fingerprint)
     return folder
 
 

@@ -47,7 +47,7 @@ def varied(name: str, number: int) -> dict[str, Any]:
 
 def write(folder: Path, name: str, split: str, rows: list[dict[str, Any]]) -> str:
     """Put rows where `--data_dir` finds them, and return that."""
-    file = folder / TASKS[name].dataset.name / f"{split}.jsonl"
+    file = folder / name / f"{split}.jsonl"
     file.parent.mkdir(exist_ok=True)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(folder)

@@ -109,7 +109,11 @@ def test_a_run_that_is_cut_off_goes_on_bit_for_bit(trained, base, tmp_path, mesh
 @pytest.mark.slow
 def test_the_base_is_left_as_it_is(trained, base):
     assert same_bits(load_file(base / "model.safetensors"), base_tensors())
-    assert files(trained / "lora" / "export") == ["adapter_config.json", "adapter_model.safetensors"]
+    assert files(trained / "lora" / "export") == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "fingerprint.json",
+    ]
     assert read_json(trained / "lora/export/adapter_config.json")["base_model_name_or_path"] == str(base)
     step = trained / "lora" / "checkpoints" / "6"
     assert {path.name for path in step.iterdir() if path.is_dir()} == {"adapter", "optimizer"}
@@ -182,7 +186,7 @@ def test_a_path_on_a_finetuned_model_keeps_the_whole_chain(trained, on_top, base
 
     for kind in ("peft", "hf", "l2d"):
         run(convert, "export", "--model", on_top, "--format", kind, "--out", tmp_path / kind)
-    assert files(tmp_path / "peft") == ["adapter_config.json", "adapter_model.safetensors"]
+    assert files(tmp_path / "peft") == ["adapter_config.json", "adapter_model.safetensors", "fingerprint.json"]
     assert read_json(tmp_path / "peft" / "adapter_config.json")["base_model_name_or_path"] == str(base)
     assert (tmp_path / "peft/adapter_model.safetensors").read_bytes() == (
         trained / "lora/export/adapter_model.safetensors"

@@ -175,3 +175,33 @@ def test_so_many_skipped_updates_in_a_row_stop_the_run(tmp_path):
         assert log.skipped in (0, 1, 2)
     with pytest.raises(RunError, match=r"^3 updates in a row .* at step 6 \(loss inf, .* read the rows 6, 70 of the"):
         log.flush()
+
+
+DAMAGED = ["{", "3", "[]", '{"loss": 1}', '{"step": "2"}', '{"step": 2, "loss": NaN}', '{"step": 2, "loss": 1e400}']
+DAMAGED += [
+    '{"step": -1}',
+    '{"step": 2, "step": 2}',
+    '{"step": 2, "skipped": 7}',
+    '{"step": 9, "loss": 1.0}',
+    "[" * 20_000,
+]
+
+
+@pytest.mark.parametrize("damaged", [*(line.encode() for line in DAMAGED), b'{"step": 2, "\xff": 1}'])
+def test_a_damaged_line_is_dropped_with_a_warning_and_the_run_goes_on(tmp_path, capsys, damaged):
+    write(tmp_path, [1, 2, 3, 4])
+    file = tmp_path / "metrics.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join([lines[0], damaged + b"\n", *lines[2:]]))
+    write(tmp_path, [4], start=3)
+    [warning] = capsys.readouterr().err.splitlines()
+    assert warning.startswith(f"warning: line 2 of {file} is damaged and left out: ")
+    assert len(warning) <= 300
+    assert file.read_bytes() == b"".join([lines[0], *lines[2:]])  # what the checkpoint covers stays as it is
+    assert steps_of(tmp_path) == [1, 3, 4]
+    assert capsys.readouterr().err == ""
+
+
+def test_what_is_not_finite_is_left_out_of_a_record(tmp_path):
+    write(tmp_path, [1], norm=math.nan, losses=[1.0, math.inf])
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": 0.5}]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from l2d_jax.config.schema import OptimConfig
-from l2d_jax.training.optimizer import decayed, optimizer, schedule
+from l2d_jax.training.optimizer import RATES, decayed, on_host, optimizer, schedule
 from tests.support import tiny
 
 
@@ -76,3 +76,11 @@ def test_adamw_by_hand() -> None:
             move = m[name] / (1 - 0.9**step) / (np.sqrt(v[name] / (1 - 0.95**step)) + 1e-8)
             weights[name] = weight - rate * (move + (0.1 * weight if name == "weight" else 0.0))
             np.testing.assert_allclose(params[name], weights[name], rtol=1e-4, atol=1e-6)
+
+
+def test_rates_are_read_from_host_memory_however_many_there_are():
+    steps = 10**9
+    rate = schedule(OptimConfig(peak_rate=1e-3, final_rate=1e-5, warmup_steps=100), steps)
+    read = on_host(rate, start=RATES - 2)
+    for step in (0, 99, RATES - 1, RATES, steps // 2, steps - 1):
+        assert read(step) == pytest.approx(float(rate(jnp.int32(step))), rel=1e-5)

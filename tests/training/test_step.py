@@ -19,7 +19,7 @@ from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.training import objective, time_density
 from l2d_jax.training.objective import Corruption, LossOptions
 from l2d_jax.training.optimizer import optimizer
-from l2d_jax.training.step import REMAT, TrainState, check_batch, init_state, make_step, micro_batches
+from l2d_jax.training.step import REMAT, TrainState, check_batch, init_state, is_finite, make_step, micro_batches
 from l2d_jax.weights import model_folder
 from tests.support import tiny
 from tests.support.programs import same_bits
@@ -157,6 +157,24 @@ def test_what_is_not_finite_changes_nothing(poison: str, mesh: Mesh, program: tu
     state, metrics = step(state, llm, batch, KEY)
     assert metrics["skipped"] == 0
     assert not same_bits(state.trained, before.trained)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adam", [optax.adamw(1e-2, eps=0.0), optax.adamw(1e-2, b1=1.0), optax.adamw(1e38)])
+def test_a_step_to_weights_that_are_not_finite_changes_nothing(adam: optax.GradientTransformation, mesh: Mesh) -> None:
+    """Though its loss and gradient are: Adam divides by zero, or moves too far."""
+    config = TrainConfig(batch_size=4)
+    state = start(tiny.path(), mesh, adam)
+    take_step = make_step(adam, config, state, mesh, objective=tiny.objective(config))
+    llm, batch = tiny.llm(), micro_batches(tiny.batch(examples=4), 1, mesh)
+    skipped = []
+    for _ in range(3):
+        before = jax.tree.map(np.array, state)
+        state, metrics = take_step(state, llm, batch, KEY)
+        skipped.append(bool(metrics["skipped"]))
+        assert is_finite(state)
+        assert not skipped[-1] or same_bits(state, before)
+    assert skipped[-1]
 
 
 @pytest.mark.slow

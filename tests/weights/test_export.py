@@ -233,7 +233,7 @@ def test_peft_and_transformers_load_a_lora_finetune(tmp_path, kind, modules, opt
     assert np.abs(ours - logits(base)[0]).max() > 0.1
 
     out = export_to(tmp_path / "model", tmp_path / "peft", "peft")
-    assert files(out) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert files(out) == ["adapter_config.json", "adapter_model.safetensors", "fingerprint.json"]
     assert same_bits(load_file(out / "adapter_model.safetensors"), load_file(given / "adapter_model.safetensors"))
     plain = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
     found = quietly(partial(peft.PeftModel.from_pretrained, plain, out))
@@ -272,11 +272,18 @@ def test_a_sharded_load_adds_the_adapter_once(tmp_path):
         ({"use_dora": True}, "use_dora = True is not supported, only False"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save = ['lm_head'] is not supported"),
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern = {'q_proj': 8} is not supported"),
-        ({"r": 0}, "r must be a positive integer and lora_alpha a number, got 0"),
-        ({"r": "8"}, "r must be a positive integer"),
-        ({"lora_alpha": None}, "lora_alpha a number, got 3 and None"),
-        ({"target_modules": "all-linear"}, "target_modules must list some of q_proj, k_proj"),
-        ({"target_modules": ["lm_head"]}, "target_modules must list some of q_proj, k_proj"),
+        ({"r": 0}, "r must be greater than or equal to 1, got 0: give it as PEFT saves it"),
+        ({"r": 10**9}, "r must be less than or equal to 65536, got 1000000000"),
+        ({"r": "8"}, "r must be a valid integer, got '8'"),
+        ({"lora_alpha": None}, "lora_alpha must be a valid number, got None"),
+        ({"lora_alpha": float("nan")}, "lora_alpha must be less than or equal to 1000000, got nan"),
+        ({"lora_alpha": float("inf")}, "lora_alpha must be less than or equal to 1000000"),
+        (
+            {"target_modules": "all-linear"},
+            "target_modules must be a valid list, got 'all-linear': give it as",
+        ),
+        ({"target_modules": ["lm_head"]}, "target_modules.0 must be"),
+        ({"target_modules": [["q_proj"]]}, "target_modules.0 must be"),
         ({"r": 4}, "model.layers.0.self_attn.q_proj.lora_A.weight has shape [3, 32], expected [4, 32]"),
         ({"target_modules": ["q_proj"]}, "not part of this architecture: base_model.model.model.layers.0.self_attn.v_"),
         ({"target_modules": ["q_proj", "v_proj", "o_proj"]}, "missing: base_model.model.model.layers.0.self_attn.o_"),

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 
 from l2d_jax.errors import InputError
@@ -114,10 +115,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         GGUFFile.open(tmp_path / "absent.gguf")
 
 
-@pytest.mark.parametrize("alignment", [0, "32"])
-def test_an_alignment_is_a_positive_number(tmp_path: Path, alignment: int | str) -> None:
+@pytest.mark.parametrize("alignment", [0, 24, "32"])
+def test_an_alignment_is_a_power_of_two(tmp_path: Path, alignment: int | str) -> None:
     write_gguf(tmp_path / "x.gguf", metadata={"general.alignment": alignment})
-    with pytest.raises(InputError, match=r"general.alignment must be positive"):
+    with pytest.raises(InputError, match=r"general.alignment must be a power of two, 8 or more, got"):
         GGUFFile.open(tmp_path / "x.gguf")
 
 
@@ -129,3 +130,88 @@ def test_no_prefix_of_a_file_causes_anything_but_an_input_error(tmp_path: Path) 
         path.write_bytes(data[:length])
         with pytest.raises(InputError):
             GGUFFile.open(path)
+
+
+# --- tables of tensors ---
+
+
+def entries(data: bytes, path: Path) -> dict[str, tuple[int, int, int]]:
+    """Where the number of extents, the kind and the offset of each tensor stand in a file."""
+    found = {}
+    for name, tensor in GGUFFile.open(path).tensors.items():
+        at = data.index(text(name)) + len(text(name))
+        found[name] = at, at + 4 + 8 * len(tensor.shape), at + 8 + 8 * len(tensor.shape)
+    return found
+
+
+def put(data: bytes, at: int, code: str, value: int) -> bytes:
+    return data[:at] + struct.pack(code, value) + data[at + struct.calcsize(code) :]
+
+
+def test_every_redirected_tensor_is_refused(tmp_path: Path) -> None:
+    """To the data of another, over its neighbours, beyond a gap, or by an exchange of two offsets."""
+    path = tmp_path / "x.gguf"
+    write_gguf(path)
+    data = path.read_bytes()
+    offsets = {name: at for name, (_, _, at) in entries(data, path).items()}
+    values = {name: struct.unpack_from("<Q", data, at)[0] for name, at in offsets.items()}
+    redirected = [
+        put(data, at, "<Q", value)
+        for name, at in offsets.items()
+        for value in {*list(values.values())[:4], values[name] + 32, values[name] + 4, max(0, values[name] - 32)}
+        if value != values[name]
+    ]
+    for one, other in zip(offsets, [*offsets][1:], strict=False):
+        redirected.append(put(put(data, offsets[one], "<Q", values[other]), offsets[other], "<Q", values[one]))
+    assert len(redirected) > 100
+    for changed in redirected:
+        path.write_bytes(changed)
+        with pytest.raises(InputError, match=r"begins at byte|ends at byte"):
+            GGUFFile.open(path)
+
+
+def test_bytes_behind_the_last_tensor_are_refused_but_for_its_padding(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    write_gguf(path, tensors={"blk.1.ffn_norm.weight": None, "odd": np.ones(5, np.float32)})
+    data = path.read_bytes()
+    last = GGUFFile.open(path).tensors["odd"].end
+    assert len(data) == last + 12
+    path.write_bytes(data[:last])
+    assert GGUFFile.open(path).read("odd").tolist() == [1] * 5
+    path.write_bytes(data + bytes(32))
+    with pytest.raises(InputError, match=r"has \d+ bytes, and its tensors end at"):
+        GGUFFile.open(path)
+
+
+@pytest.mark.parametrize("count", [0, 5, 2**31])
+def test_a_tensor_has_one_to_four_extents(tmp_path: Path, count: int) -> None:
+    path = tmp_path / "x.gguf"
+    write_gguf(path)
+    data = path.read_bytes()
+    path.write_bytes(put(data, entries(data, path)["token_embd.weight"][0], "<I", count))
+    with pytest.raises(InputError, match=rf"must have 1 to 4 extents, .* has {count}"):
+        GGUFFile.open(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "other", "message"),
+    [
+        ("F32", "I32", "is I32, which cannot be dequantised"),
+        ("F16", "BF16", "tensors of BF16 and F16, which pass for each other"),
+        ("Q4_0", "IQ4_NL", "tensors of IQ4_NL and Q4_0, which pass for each other"),
+    ],
+)
+def test_a_kind_is_not_taken_for_another_of_its_size(tmp_path: Path, kind: str, other: str, message: str) -> None:
+    path, kinds = tmp_path / "x.gguf", gguf.GGMLQuantizationType
+    write_gguf(path, quantisation=kinds[kind])
+    data = path.read_bytes()
+    path.write_bytes(put(data, entries(data, path)["token_embd.weight"][1], "<I", kinds[other]))
+    with pytest.raises(InputError, match=message):
+        GGUFFile.open(path)
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    write_gguf(path, tensors={"output_norm.weight": np.full(HIDDEN, np.nan, np.float32)})
+    with pytest.raises(InputError, match=r"output_norm.weight has values that are not finite"):
+        read(path)

@@ -1,13 +1,15 @@
 """Sources: what a name stands for, and the cache of conversions."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import pytest
 
 from l2d_jax.errors import InputError
 from l2d_jax.weights import locate as sources
-from l2d_jax.weights.locate import locate
+from l2d_jax.weights.locate import locate, read_base_name
 from l2d_jax.weights.safetensors_file import SafetensorsFolder
 from tests.support.tiny_gguf import write_gguf
 
@@ -138,9 +140,37 @@ def test_a_hub_id_is_recorded_as_it_is_and_a_folder_by_two_paths(
     (tmp_path / "org" / "base").mkdir(parents=True)
     (tmp_path / "random").mkdir()
     monkeypatch.chdir(tmp_path)
-    for name in ("org/name", "random", "~/absent.gguf"):
+    for name in ("random", "~/absent.gguf"):
         assert sources.base_record(name, tmp_path / "out") == {"base": name}
+    for name in ("org/name", "hub:org/base"):
+        hub_id = name.removeprefix("hub:")
+        assert sources.base_record(name, tmp_path / "out") == {"base": hub_id, "base_on_hub": True}
     local = {"base": str(tmp_path.resolve() / "org" / "base"), "base_from_here": "../org/base"}
     assert sources.base_record("org/base", tmp_path / "out") == local
     (tmp_path / "x.gguf").touch()
     assert sources.base_record("x.gguf", tmp_path)["base_from_here"] == "x.gguf"
+
+
+def test_the_record_of_a_hub_id_is_no_folder_and_that_of_a_folder_is_no_hub_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the working directory holds, and whoever has registered the name of a folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: f"downloaded {name}")
+    (tmp_path / "runs" / "base").mkdir(parents=True)
+    file = tmp_path / "path.json"
+
+    def located(**record: Any) -> str:
+        file.write_text(json.dumps(record))
+        return str(locate(read_base_name(file)))
+
+    assert located(base="runs/base", base_on_hub=True) == "downloaded runs/base"
+    assert located(base="runs/base") == "runs/base"  # as former versions wrote it
+    assert str(locate("runs/base")) == "runs/base"
+    monkeypatch.chdir(tmp_path / "runs")
+    with pytest.raises(InputError, match=r"there is no such folder here: give its folder .* if it is a hub id"):
+        located(base="runs/base")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="has no folder smolm2: check the path, or give hub:runs/smolm2"):
+        locate("runs/smolm2")
+    assert str(locate("hub:runs/smolm2")) == "downloaded runs/smolm2"

@@ -69,7 +69,7 @@ def test_an_untied_model_needs_its_head(tmp_path):
 def test_qwen_weights_under_a_llama_config(tmp_path):
     folder = write_base(tmp_path / "base", architectures=["Qwen2ForCausalLM"])
     edit_json(folder / "config.json", architectures=["LlamaForCausalLM"])
-    with pytest.raises(InputError, match=r"not part of this architecture: .*k_proj.bias.* and 1 more"):
+    with pytest.raises(InputError, match=r"not part of this architecture: .*k_proj.bias.* and 4 more"):
         model_folder.find_base(base_config(folder))
 
 
@@ -155,3 +155,55 @@ def test_the_checks_read_no_tensor(tmp_path, monkeypatch):
     folder = write_base(tmp_path / "base")
     monkeypatch.setattr(SafetensorsFolder, "read", None)
     assert model_folder.find_base(base_config(folder)).architecture.hidden_size == 32
+
+
+@pytest.mark.parametrize("eos", ["abc", 1e9, 10**9, -1, [[2]], [2, "x"], float("nan"), True, {}, 320])
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_ends_must_be_ids_of_the_vocabulary(tmp_path, name, eos):
+    folder = write_base(tmp_path / "base", text=False)
+    (folder / "generation_config.json").write_text("{}")
+    edit_json(folder / name, eos_token_id=eos)
+    with pytest.raises(InputError, match=rf"{name}: eos_token_id must be one or a list of the ids 0 to 319, got"):
+        model_folder.find_base(base_config(folder))
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path):
+    folder = write_base(tmp_path / "base", text=False, vocab_size=256)
+    tokenizer.byte_tokenizer().save_pretrained(folder)
+    with pytest.raises(InputError, match=r"has the id 258, and the model a vocabulary of 256: take both"):
+        model_folder.find_base(base_config(folder))
+
+
+def retype(file, old, new):
+    """Name another type in the header of a file, of the same number of bytes."""
+    data = file.read_bytes()
+    assert data.count(b'"dtype":"%s"' % old) > 1
+    file.write_bytes(data.replace(b'"dtype":"%s"' % old, b'"dtype":"%s"' % new, 1))
+
+
+def test_integers_are_no_weights(tmp_path):
+    folder = write_base(tmp_path / "base")
+    retype(folder / "model.safetensors", b"F32", b"I32")
+    with pytest.raises(InputError, match=r"do not fit the architecture: of integers: model.embed_tokens.weight: take"):
+        model_folder.find_base(base_config(folder))
+
+
+def test_integers_are_no_path(tmp_path):
+    model_folder.save_path(tmp_path, tiny.path(), base="org/model")
+    retype(tmp_path / "path.safetensors", b"F32", b"U32")
+    with pytest.raises(InputError, match=r"of integers: model\."):
+        model_folder.find_path(tmp_path, tiny.architecture("llama"))
+
+
+def test_two_types_of_one_size_are_not_mixed(tmp_path):
+    folder = write_base(tmp_path / "base")
+    halves = {name: tensor.astype(np.float16) for name, tensor in base_tensors().items()}
+    (folder / "model.safetensors").unlink()
+    write_safetensors(folder, halves.items())
+    model_folder.find_base(base_config(folder))
+    data = (folder / "model.safetensors").read_bytes()
+    size = 8 + int.from_bytes(data[:8], "little")
+    header = data[8:size].replace(b'"F16"', b'"BF16"', 1)
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data[size:])
+    with pytest.raises(InputError, match=r"float16 beside bfloat16: model\."):
+        model_folder.find_base(base_config(folder))

@@ -129,7 +129,7 @@ def test_an_alpha_that_is_not_given_is_twice_the_rank(alpha):
         ({"flow_representation_num_layers": 2}, "flow_representation_num_layers = 2 is not supported"),
         ({"flow_representation_dim": "16"}, "hyper-parameters.width must be of type int, got '16'"),
         ({"noise_rescaling": None}, "hyper-parameters.sigma must be of type float"),
-        ({"flow_representation_dim": 0}, "width must be positive"),
+        ({"flow_representation_dim": 0}, "width must be in [1, 65536], got 0"),
     ],
 )
 def test_hyper_parameters_that_are_unknown_are_named(changes, message):

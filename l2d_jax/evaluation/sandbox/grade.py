@@ -5,17 +5,22 @@ calls of the candidate's functions, and the values that these return, travel bet
 (`isolated.plain_data`). So a candidate sees neither the expected values nor the verdict, which comes over a pipe that
 only the tests' process holds.
 
+A candidate makes no files: all that it sees is read-only. It computes, prints, waits, and starts threads.
+
 This has a price: tests do not see a function change its arguments in place, and tests that pass or expect functions or
 instances of classes cannot be judged (`Verdict.not_plain`).
 
 The sandbox does not protect from
 * faults of the kernel, of bubblewrap or of the processor, nor from what two processes learn of each other by timing;
-* the use of resources: each candidate may use a processor, memory and its folder, which lies in memory, up to the
-  limits, and some memory of the kernel beyond them (pipes, the names of files);
+* the use of resources: each candidate may use a processor and memory up to the limits, and some memory of the kernel
+  beyond them. A control group bounds both, where one can be made. Elsewhere page tables may take as much as half of the
+  memory's limit again (with the kernel's usual 65530 mappings), buffers of pipes and sockets 16 MB, and names that are
+  looked up in vain what is free, which the kernel takes back when others need it;
 * reading what every machine has: Python's standard library, and the shared libraries of the system;
 * tests that are wrong, or that the model knows by heart: answers are judged, not how they came about.
 """
 
+import contextlib
 import functools
 import os
 import platform
@@ -24,14 +29,15 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import NamedTuple
 
 from l2d_jax.errors import InputError, RunError
 from l2d_jax.evaluation.sandbox import isolation, seccomp
 from l2d_jax.evaluation.sandbox.isolation import Limits
+from l2d_jax.evaluation.sandbox.places import PLACES, Place, taken_places
 from l2d_jax.evaluation.sandbox.submission import Submission, Verdict, judge_submission
 
-_ACCOUNTS = range(64000, 64512)  # users that root's isolated processes become, two for each submission in progress
-_TRIAL = Submission(candidate="def answer(): return 42", tests="assert answer() == 42", names=("answer",))
+_EASY = Submission(candidate="def answer(): return 42", tests="assert answer() == 42", names=("answer",))
 
 
 def unavailable() -> str | None:
@@ -44,8 +50,18 @@ def unavailable() -> str | None:
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         return "generated code is isolated by bubblewrap, and bwrap is not on the PATH: apt-get install bubblewrap"
-    _, reason = _try(bwrap, os.geteuid())
-    return reason
+    return _try(bwrap, os.geteuid()).reason
+
+
+def unbounded() -> str | None:
+    """One line that says what bounds the memory of generated code where no control group can be made, else None."""
+    bwrap = shutil.which("bwrap")
+    if unavailable() is not None or bwrap is None or _try(bwrap, os.geteuid()).has_group:
+        return None
+    return (
+        "no control group can be made here: generated code is held to its limits, and the kernel's own memory for it "
+        "only by what it may ask the kernel for (run as root, or where systemd delegates the memory controller)"
+    )
 
 
 def grade(
@@ -59,35 +75,38 @@ def grade(
 
     Args:
         submissions: what to judge, each in two isolated processes of its own.
-        processes: submissions at a time; by default, one for each processor.
+        processes: submissions at a time; by default, one for each processor. Fewer, where graders at work leave fewer
+            of the `PLACES`.
         limits: of each isolated process; by default those of `Limits()`.
         progress: is called after each submission with the number of those done.
 
     Raises:
         InputError: there is no isolation here, or `processes` is out of range.
-        RunError: an isolated process has not started, though others have.
+        RunError: an isolated process has not started, though others have, or other graders have taken all places.
     """
-    reason, most = unavailable(), len(_ACCOUNTS) // 2
+    reason = unavailable()
     if reason is not None:
         raise InputError(reason)
-    processes = min(len(os.sched_getaffinity(0)), most) if processes is None else processes
-    if not 1 <= processes <= most:
-        raise InputError(f"1 to {most} submissions are judged at a time, not {processes}: change processes")
+    processes = min(len(os.sched_getaffinity(0)), PLACES) if processes is None else processes
+    if not 1 <= processes <= PLACES:
+        raise InputError(f"1 to {PLACES} submissions are judged at a time, not {processes}: change processes")
     bwrap = str(shutil.which("bwrap"))
-    with_accounts, _ = _try(bwrap, os.geteuid())
-    slots: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for slot in range(processes):
-        slots.put(slot)
+    with_accounts, limits = _try(bwrap, os.geteuid()).with_accounts, limits or Limits()
+    free: queue.SimpleQueue[Place] = queue.SimpleQueue()
 
     def judge_next(submission: Submission) -> Verdict:
-        slot = slots.get()
+        place = free.get()
         try:
-            accounts = _accounts(slot) if with_accounts else (None, None)
-            return judge_submission(submission, bwrap=bwrap, limits=limits or Limits(), accounts=accounts)
+            return judge_submission(submission, bwrap=bwrap, limits=limits, place=place)
         finally:
-            slots.put(slot)
+            free.put(place)
 
-    with ThreadPoolExecutor(processes, thread_name_prefix="sandbox") as pool:
+    with contextlib.ExitStack() as stack:
+        count = min(processes, len(submissions)) or 1
+        places = stack.enter_context(taken_places(count, with_accounts=with_accounts, memory=limits.memory))
+        for place in places:
+            free.put(place)
+        pool = stack.enter_context(ThreadPoolExecutor(len(places), thread_name_prefix="sandbox"))
         futures = [pool.submit(judge_next, submission) for submission in submissions]
         try:
             for done, future in enumerate(as_completed(futures), start=1):
@@ -100,24 +119,27 @@ def grade(
     return [future.result() for future in futures]
 
 
-def _accounts(slot: int) -> tuple[int, int]:
-    return _ACCOUNTS[2 * slot], _ACCOUNTS[2 * slot + 1]
+class _Trial(NamedTuple):
+    """What a first submission has shown."""
+
+    with_accounts: bool  # isolated processes become other users
+    has_group: bool  # a control group bounds their memory
+    reason: str | None  # why isolation fails, or None
 
 
 @functools.cache
-def _try(bwrap: str, user: int) -> tuple[bool, str | None]:
-    """Whether isolated processes become other users, and the reason where isolation fails, or None."""
+def _try(bwrap: str, user: int) -> _Trial:
     isolation.compile_sources()
-    reasons = []
+    limits, reasons = Limits(seconds=60.0), []
     for with_accounts in [True, False] if user == 0 else [False]:
-        accounts = _accounts(0) if with_accounts else (None, None)
         try:
-            verdict = judge_submission(_TRIAL, bwrap=bwrap, limits=Limits(seconds=60.0), accounts=accounts)
+            with taken_places(1, with_accounts=with_accounts, memory=limits.memory) as [place]:
+                verdict = judge_submission(_EASY, bwrap=bwrap, limits=limits, place=place)
         except (RunError, OSError) as error:
             reasons.append(str(error))
             continue
         if verdict.passed:
-            return with_accounts, None
+            return _Trial(with_accounts, place.group is not None, None)
         reasons.append(verdict.reason)
     remedy = "allow user namespaces (a container: start it with --privileged), and use bubblewrap 0.8 or newer"
-    return False, f"generated code cannot be isolated here ({reasons[-1]}): {remedy}"
+    return _Trial(False, False, f"generated code cannot be isolated here ({reasons[-1]}): {remedy}")

@@ -1,8 +1,8 @@
 """Starts a process that sees next to nothing: bubblewrap's namespaces, a filter of system calls, resource limits.
 
-The process sees Python's standard library and the system's shared libraries, read-only and without installed packages;
-an empty folder of bounded size, which is removed afterwards; and the pipes that its caller passes. It has no network,
-no /proc and no environment, and sees no other process.
+The process sees Python's standard library and the system's shared libraries, without installed packages, and the pipes
+that its caller passes. Everything is read-only: it makes no file. It has no network, no /proc and no environment, and
+sees no other process.
 
 Root's process becomes another user, whose threads the kernel limits, since it does not limit root's. An ordinary user's
 process keeps its user, in a user namespace, and so does root's without an account.
@@ -12,7 +12,6 @@ import compileall
 import dataclasses
 import functools
 import io
-import json
 import os
 import subprocess
 import sys
@@ -21,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from l2d_jax.evaluation.sandbox import seccomp
+from l2d_jax.evaluation.sandbox.control_group import inside
+from l2d_jax.evaluation.sandbox.isolated.plain_data import dump_message
 
 _SOURCES = Path(__file__).parent / "isolated"
 _PACKAGE = f"{__package__}.isolated"  # the name by which its files import one another
@@ -40,8 +41,7 @@ class Limits:
     cpu_seconds: int = 10
     memory: int = 2**30  # bytes of address space
     threads: int = 16
-    file_bytes: int = 2**24  # size of a file
-    folder_bytes: int = 2**24  # size of the temporary folder, which lies in memory
+    printed_bytes: int = 2**24  # what it may print
     output_bytes: int = 2**24  # size of one answer
 
 
@@ -53,6 +53,7 @@ def start_isolated(
     task: Mapping[str, Any],
     limits: Limits,
     account: int | None,
+    group: Path | None,
 ) -> subprocess.Popen[bytes]:
     """Start `main` of a module of the package `isolated` in isolation.
 
@@ -65,22 +66,24 @@ def start_isolated(
         task: what it reads from standard input, as JSON, with the limits and the account.
         limits: enforced inside, except for the wall clock, which the caller watches.
         account: number of the user that it becomes, if this process is root; None: it keeps its user.
+        group: the control group that it starts in; None: this process's.
     """
     alive = f"import os, sys; os.write(2, b'.'); sys.path.insert(0, {_CODE!r})"
     entry = f"{alive}; from {_PACKAGE}.{role} import main; main()"
+    threads = account is not None or os.geteuid() != 0  # the kernel does not limit root's, so root's process gets none
     filtered, writer = os.pipe()
     try:
         with open(writer, "wb") as file:
-            # The kernel does not limit root's threads, so a process of root gets no second thread.
-            file.write(seccomp.program(threads=account is not None or os.geteuid() != 0))
+            file.write(seccomp.program(at_start=True, threads=threads))
+        command = [
+            *(bwrap, *(_ANYONE if account is None else _ROOT), "--cap-drop", "ALL"),
+            *(() if account is None else _ROOT_MAY),
+            *("--die-with-parent", "--new-session", "--clearenv", "--seccomp", str(filtered)),
+            *_mounts(),
+            *(_interpreter(), "-I", "-S", "-c", entry, *map(str, pipes)),
+        ]
         process = subprocess.Popen(
-            [
-                *(bwrap, *(_ANYONE if account is None else _ROOT), "--cap-drop", "ALL"),
-                *(() if account is None else _ROOT_MAY),
-                *("--die-with-parent", "--new-session", "--clearenv", "--seccomp", str(filtered)),
-                *_mounts(limits.folder_bytes),
-                *(_interpreter(), "-I", "-S", "-c", entry, *map(str, pipes)),
-            ],
+            inside(group, command),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -95,9 +98,11 @@ def start_isolated(
     # Wait for its sign of life before sending the task: from then on it dies with this process. Until then it waits for
     # the task, and ends if none comes.
     process.stderr.peek(1)
+    narrower = seccomp.program(at_start=False, threads=threads).hex()
+    given = {"limits": dataclasses.asdict(limits), "account": account, "filter": narrower}
     try:
         with process.stdin as file:
-            file.write(json.dumps({**task, "limits": dataclasses.asdict(limits), "account": account}).encode())
+            file.write(dump_message({**task, **given}))
     except BrokenPipeError:
         pass  # it has not started: its standard error says why
     return process
@@ -115,11 +120,11 @@ def _interpreter() -> str:
 
 
 @functools.cache
-def _mounts(folder_bytes: int) -> tuple[str, ...]:
-    return tuple(_mount(folder_bytes))
+def _mounts() -> tuple[str, ...]:
+    return tuple(_mount())
 
 
-def _mount(folder_bytes: int) -> Iterator[str]:
+def _mount() -> Iterator[str]:
     prefixes = {os.path.realpath(prefix) for prefix in (sys.base_prefix, sys.base_exec_prefix)}
     libraries = [Path(prefix, name) for prefix in sorted(prefixes) for name in ("lib", "lib64")]
     folders = dict.fromkeys([*map(Path, _LIBRARIES), *libraries])
@@ -140,5 +145,4 @@ def _mount(folder_bytes: int) -> Iterator[str]:
         yield from ("--ro-bind", str(file), str(file))
     yield from ("--ro-bind", str(_SOURCES), str(inside))
     yield from ("--dev-bind", str(_NULL), str(_NULL))
-    yield from ("--size", str(folder_bytes), "--perms", "1777", "--tmpfs", "/tmp", "--chdir", "/tmp")
-    yield from ("--remount-ro", "/")
+    yield from ("--dir", "/tmp", "--chdir", "/tmp", "--remount-ro", "/")

@@ -1,7 +1,6 @@
 """A candidate's source with its tests, the two isolated processes that judge it, and their verdict."""
 
 import contextlib
-import json
 import os
 import select
 import signal
@@ -13,7 +12,9 @@ from typing import Any, BinaryIO, NamedTuple
 
 from l2d_jax.errors import RunError
 from l2d_jax.evaluation.sandbox import isolation
+from l2d_jax.evaluation.sandbox.isolated.plain_data import load_message
 from l2d_jax.evaluation.sandbox.isolation import Limits
+from l2d_jax.evaluation.sandbox.places import Place
 
 NOT_PLAIN = "not plain data"
 _START_SECONDS = 60.0  # for two processes to start, on a machine that is busy
@@ -44,16 +45,14 @@ class Verdict(NamedTuple):
         return self.reason.startswith(NOT_PLAIN)
 
 
-def judge_submission(
-    submission: Submission, *, bwrap: str, limits: Limits, accounts: tuple[int, int] | tuple[None, None]
-) -> Verdict:
+def judge_submission(submission: Submission, *, bwrap: str, limits: Limits, place: Place) -> Verdict:
     """Judge a submission in two new isolated processes, which are gone afterwards.
 
     Args:
         submission: what to judge.
         bwrap: path of bubblewrap.
         limits: of each process.
-        accounts: users that the two become, for root; see `isolation.start_isolated`.
+        place: users and control group of the two.
 
     Raises:
         RunError: one of the processes has not started.
@@ -66,13 +65,15 @@ def judge_submission(
 
         def start(role: str, pipes: Sequence[BinaryIO], task: Mapping[str, Any], account: int | None) -> Any:
             numbers = [pipe.fileno() for pipe in pipes]
-            process = isolation.start_isolated(role, numbers, bwrap=bwrap, task=task, limits=limits, account=account)
+            process = isolation.start_isolated(
+                role, numbers, bwrap=bwrap, task=task, limits=limits, account=account, group=place.group
+            )
             stack.callback(_end, process)
             return process
 
         tests = {"setup": submission.setup, "tests": submission.tests, "names": submission.names}
-        candidate = start("candidate", (requests, answering), {"source": submission.candidate}, accounts[0])
-        grader = start("grader", (answers, requesting, reporting), tests, accounts[1])
+        candidate = start("candidate", (requests, answering), {"source": submission.candidate}, place.accounts[0])
+        grader = start("grader", (answers, requesting, reporting), tests, place.accounts[1])
         for pipe in (requests, requesting, answers, answering, reporting):
             pipe.close()  # so that each pipe ends when its process does
         if _message(report, _START_SECONDS) is None:
@@ -104,7 +105,7 @@ def _message(report: BinaryIO, seconds: float) -> dict[str, Any] | None:
     end = time.monotonic() + seconds
     length = _read(report, 4, end)
     content = length and _read(report, min(int.from_bytes(length, "big"), _REPORT_BYTES), end)
-    return json.loads(content) if content else None
+    return load_message(content) if content else None
 
 
 def _read(report: BinaryIO, count: int, end: float) -> bytes | None:

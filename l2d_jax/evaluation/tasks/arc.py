@@ -24,35 +24,24 @@ def _word(row: Row) -> Item:
     labels, options = texts_of(given, "label"), texts_of(given, "text")
     if len(labels) != len(options) or not all(len(label) == 1 and label.isalnum() for label in labels):
         raise InputError(f"each option needs a label of one character, got {labels} for {len(options)} options")
-    multiple_choice.lettered(options)
     right = text_of(row, "answerKey")
     if right not in labels:
         raise InputError(f"the answer must be one of the labels {', '.join(labels)}, got {right!r}: mend it")
-    question = multiple_choice.listed(text_of(row, "question"), labels, options, heads=("Question", "Choices"))
-    return Item(
-        question=f"{question}\nAnswer:",
-        answer=right,
-        reference=(right, *options),
-        options=tuple(labels),
-        request=question + multiple_choice.REQUEST,
-    )
+    return multiple_choice.worded(text_of(row, "question"), options, answer=labels.index(right), labels=labels)
 
 
 def _task(name: str, *, subset: str, rows: dict[str, int]) -> Task:
     return Task(
         name=name,
         dataset=Dataset(
-            name=name,
             hub="allenai/ai2_arc",
             subset=subset,
             columns=("question", "choices", "answerKey"),
-            split="test",
             shot_split="validation",
             rows=rows,
         ),
         word=_word,
         judge=multiple_choice.judge_letter,
-        size=rows["test"],
     )
 
 

@@ -4,13 +4,14 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from l2d_jax.evaluation.tasks.problem import Problem, Program, Run, Score
+from l2d_jax.evaluation.sandbox.submission import Submission
+from l2d_jax.evaluation.tasks.problem import Problem, Run, Score
 
 FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|$)", flags=re.DOTALL | re.IGNORECASE)
 
 
 class Tests(NamedTuple):
-    """The reference of a problem of code."""
+    """The reference of a problem of code: all that a `Submission` has beside the candidate, in its order."""
 
     tests: str  # source that raises unless the program is right
     names: tuple[str, ...]  # the program's functions that the tests call
@@ -39,11 +40,11 @@ def score_programs(
     """
     pairs = [candidates(problem, text) for problem, text in completions]
     places: dict[tuple[int, str], int] = {}
-    programs: list[Program] = []
+    programs: list[Submission] = []
     for number, ((problem, _), pair) in enumerate(zip(completions, pairs, strict=True)):
-        for kind, candidate in zip(("strict", "relaxed"), dict.fromkeys(pair), strict=False):
+        for candidate in dict.fromkeys(pair):
             places[number, candidate] = len(programs)
-            programs.append(Program(f"{problem.id}#{number} {kind}", candidate, *problem.reference))
+            programs.append(Submission(candidate, *problem.reference))
     verdicts = run(programs)
     assert len(verdicts) == len(programs)
     scores = []

@@ -14,32 +14,30 @@ from l2d_jax.errors import InputError
 class Dataset:
     """Where the rows of a task are, and which."""
 
-    name: str  # folder below `data_dir`
     hub: str  # id of the data set on the hub
     columns: tuple[str, ...]  # required of every row
-    split: str  # which the paper scores
     shot_split: str  # source of the examples in a prompt
     rows: Mapping[str, int]  # number of rows of each complete split
+    split: str = "test"  # which the paper scores
     subset: str | None = None  # on the hub; None: there is only one
     revision: str | None = None  # on the hub; None: the newest
 
-    def read(self, split: str, *, data_dir: str | None = None) -> datasets.Dataset:
-        """The rows of a split, from `data_dir/<name>/<split>.jsonl` or `.parquet`, or from the hub.
+    def read(self, split: str, *, folder: Path | None = None) -> datasets.Dataset:
+        """The rows of a split, from `<split>.jsonl` or `.parquet` in a folder, or from the hub.
 
         Raises `InputError` where they cannot be read, lack a column, or are more than the data set has (from the hub,
         also where they are fewer).
         """
-        if data_dir is None:
+        if folder is None:
             remedy = "check the network, or put the rows into a folder and give it with --data_dir"
             place = self.hub
             rows = read_hub(self.hub, self.subset, split=split, revision=self.revision, remedy=remedy)
         else:
-            file = find_file(Path(data_dir, self.name), split)
-            place = str(file)
-            rows = read_file(file)
+            file = find_file(folder, split)
+            place, rows = str(file), read_file(file)
         require_columns(rows, self.columns, name=place)
         known = self.rows.get(split)
-        if known is not None and (len(rows) > known or (data_dir is None and len(rows) != known)):
+        if known is not None and (len(rows) > known or (folder is None and len(rows) != known)):
             raise InputError(
                 f"split {split!r} of {self.hub} has {known} rows, but {place} has {len(rows)}: get it again"
             )

@@ -66,11 +66,9 @@ def _judge(problem: Problem, completion: str) -> Score:
 GSM8K = Task(
     name="gsm8k",
     dataset=Dataset(
-        name="gsm8k",
         hub="openai/gsm8k",
         subset="main",
         columns=("question", "answer"),
-        split="test",
         shot_split="train",
         rows={"train": 7473, "test": 1319},
     ),
@@ -78,5 +76,4 @@ GSM8K = Task(
     judge=_judge,
     category="math",
     thought_shots=8,
-    size=1319,
 )

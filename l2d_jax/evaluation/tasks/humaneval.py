@@ -16,6 +16,7 @@ of its 164 problems are scored.
 """
 
 import re
+from collections.abc import Callable
 
 from l2d_jax.evaluation.tasks.code import Tests, fenced
 from l2d_jax.evaluation.tasks.dataset import Dataset
@@ -54,39 +55,21 @@ def _candidates(problem: Problem, completion: str) -> tuple[str, str]:
     return prompt + completion, prompt + "\n".join(lines[:end])
 
 
-SAMPLING = TaskSampling(max_new_tokens=512, samples=10, velocity_temperature=1.0, anneal=True)
 COLUMNS = ("task_id", "prompt", "canonical_solution", "entry_point", "test")
 
-INSTRUCT_HUMANEVAL = Task(
-    name="instructhumaneval",
-    dataset=Dataset(
-        name="instructhumaneval",
-        hub="codeparrot/instructhumaneval",
-        columns=(*COLUMNS, "instruction", "context"),
-        split="test",
-        shot_split="test",
-        rows={"test": 164},
-    ),
-    word=_word_instruction,
-    candidates=_candidates,
-    category="coding",
-    sampling=SAMPLING,
-    size=159,
-)
 
-HUMANEVAL = Task(
-    name="humaneval",
-    dataset=Dataset(
-        name="humaneval",
-        hub="openai/openai_humaneval",
-        columns=COLUMNS,
-        split="test",
-        shot_split="test",
-        rows={"test": 164},
-    ),
-    word=_word,
-    candidates=_candidates,
-    category="coding",
-    sampling=SAMPLING,
-    size=159,
+def _task(name: str, hub: str, columns: tuple[str, ...], word: Callable[[Row], Item]) -> Task:
+    return Task(
+        name=name,
+        dataset=Dataset(hub=hub, columns=columns, shot_split="test", rows={"test": 164}),
+        word=word,
+        candidates=_candidates,
+        category="coding",
+        sampling=TaskSampling(max_new_tokens=512, samples=10, velocity_temperature=1.0, anneal=True),
+    )
+
+
+INSTRUCT_HUMANEVAL = _task(
+    "instructhumaneval", "codeparrot/instructhumaneval", (*COLUMNS, "instruction", "context"), _word_instruction
 )
+HUMANEVAL = _task("humaneval", "openai/openai_humaneval", COLUMNS, _word)

@@ -63,11 +63,9 @@ def _parse(text: str) -> list[Any]:
 MATH = Task(
     name="math",
     dataset=Dataset(
-        name="math",
         hub="DigitalLearningGmbH/MATH-lighteval",
         subset="default",
         columns=("problem", "solution", "type"),
-        split="test",
         shot_split="train",
         rows={"train": 7500, "test": 5000},
     ),
@@ -76,4 +74,5 @@ MATH = Task(
     category="math",
     is_spaced=True,
     thought_shots=5,
+    counts_all=False,
 )

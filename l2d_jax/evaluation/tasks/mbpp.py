@@ -49,11 +49,9 @@ def _names(code: str, tests: list[str]) -> tuple[str, ...]:
 MBPP = Task(
     name="mbpp",
     dataset=Dataset(
-        name="mbpp",
         hub="google-research-datasets/mbpp",
         subset="full",
         columns=("task_id", "text", "code", "test_list"),
-        split="test",
         shot_split="prompt",
         rows={"train": 374, "test": 500, "validation": 90, "prompt": 10},
     ),
@@ -61,5 +59,4 @@ MBPP = Task(
     candidates=_candidates,
     category="coding",
     sampling=TaskSampling(max_new_tokens=512, samples=10, velocity_temperature=1.0, anneal=True),
-    size=500,
 )

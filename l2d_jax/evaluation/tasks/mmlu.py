@@ -26,34 +26,21 @@ CATEGORIES = {
 
 def _word(row: Row) -> Item:
     """A row in the release's wording."""
-    options, subject = texts_of(row, "choices"), text_of(row, "subject")
-    letters = multiple_choice.lettered(options)
-    right = multiple_choice.letter_of(row["answer"], letters)
-    question = multiple_choice.listed(text_of(row, "question"), letters, options, heads=("Question", "Choices"))
-    return Item(
-        question=f"{question}\nAnswer:",
-        answer=right,
-        reference=(right, *options),
-        subject=subject,
-        category=CATEGORIES.get(subject),
-        options=letters,
-        request=question + multiple_choice.REQUEST,
-    )
+    subject = text_of(row, "subject")
+    item = multiple_choice.worded(text_of(row, "question"), texts_of(row, "choices"), answer=row["answer"])
+    return item._replace(subject=subject, category=CATEGORIES.get(subject))
 
 
 MMLU = Task(
     name="mmlu",
     dataset=Dataset(
-        name="mmlu",
         hub="cais/mmlu",
         subset="all",
         columns=("question", "subject", "choices", "answer"),
-        split="test",
         shot_split="dev",
         rows={"test": 14042, "validation": 1531, "dev": 285},
     ),
     word=_word,
     judge=multiple_choice.judge_letter,
     by_subject=True,
-    size=14042,
 )

@@ -17,29 +17,17 @@ from l2d_jax.evaluation.tasks.task import Task
 
 def _word(row: Row) -> Item:
     """A row in the release's wording."""
-    options, subject = texts_of(row, "options"), text_of(row, "category")
-    letters = multiple_choice.lettered(options)
-    right = multiple_choice.letter_of(row["answer_index"], letters)
-    question = multiple_choice.listed(text_of(row, "question"), letters, options, heads=("Question", "Choices"))
-    return Item(
-        question=question,
-        answer=right,
-        reference=(right, *options),
-        subject=subject,
-        category="math" if subject == "math" else None,
-        options=letters,
-        request=question + multiple_choice.REQUEST,
-        thought=text_of(row, "cot_content").removeprefix("A: ") or None,
-    )
+    question, options, subject = text_of(row, "question"), texts_of(row, "options"), text_of(row, "category")
+    thought = text_of(row, "cot_content").removeprefix("A: ") or None
+    item = multiple_choice.worded(question, options, answer=row["answer_index"], end="")
+    return item._replace(subject=subject, category="math" if subject == "math" else None, thought=thought)
 
 
 MMLU_PRO = Task(
     name="mmlu_pro",
     dataset=Dataset(
-        name="mmlu_pro",
         hub="TIGER-Lab/MMLU-Pro",
         columns=("question", "options", "answer_index", "category", "cot_content"),
-        split="test",
         shot_split="validation",
         rows={"test": 12032, "validation": 70},
     ),
@@ -47,5 +35,4 @@ MMLU_PRO = Task(
     judge=multiple_choice.judge_letter,
     by_subject=True,
     thought_shots=5,
-    size=12032,
 )

@@ -9,36 +9,38 @@ from collections.abc import Sequence
 from typing import Any
 
 from l2d_jax.errors import InputError
-from l2d_jax.evaluation.tasks.problem import Problem, Score
+from l2d_jax.evaluation.tasks.problem import Item, Problem, Score
 
 LETTERS = "ABCDEFGHIJ"
 REQUEST = '\nThink step by step. Then end with the sentence "The answer is (X).", where X is the letter of your choice.'
 
 
-def lettered(options: Sequence[str]) -> tuple[str, ...]:
-    """The letters of these options; `InputError` for more than ten, A to J."""
-    if len(options) > len(LETTERS):
-        raise InputError(
-            f"a question has at most {len(LETTERS)} options, A to J, but here are {len(options)}: shorten it"
-        )
-    return tuple(LETTERS[: len(options)])
-
-
-def letter_of(answer: Any, labels: Sequence[str]) -> str:
-    """The label of the option with number `answer`, from 0; `InputError` where there is none."""
-    if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < len(labels):
-        raise InputError(f"the answer must be the number of an option, 0 to {len(labels) - 1}, got {answer!r}: mend it")
-    return labels[answer]
-
-
-def listed(question: str, labels: Sequence[str], options: Sequence[str], *, heads: tuple[str, str]) -> str:
+def worded(
+    question: str,
+    options: Sequence[str],
+    *,
+    answer: Any,
+    labels: Sequence[str] = LETTERS,
+    heads: tuple[str, str] = ("Question", "Choices"),
+    end: str = "\nAnswer:",
+) -> Item:
     r"""A question in the release's wording, with a heading above it and another above its options.
 
-    >>> listed("Which is red?", ["A", "B"], ["blood", "snow"], heads=("Question", "Choices"))
-    'Question:\nWhich is red?\nChoices:\nA. blood\nB. snow\n'
+    `answer` is the number of the right option, from 0. Raises `InputError` where there is no such option, and for more
+    than ten options.
+
+    >>> worded("Which is red?", ["blood", "snow"], answer=0).question
+    'Question:\nWhich is red?\nChoices:\nA. blood\nB. snow\n\nAnswer:'
     """
-    lines = "".join(f"{label}. {option}\n" for label, option in zip(labels, options, strict=True))
-    return f"{heads[0]}:\n{question}\n{heads[1]}:\n{lines}"
+    count = len(options)
+    if count > len(LETTERS):
+        raise InputError(f"a question has at most {len(LETTERS)} options, A to J, but here are {count}: shorten it")
+    if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < count:
+        raise InputError(f"the answer must be the number of an option, 0 to {count - 1}, got {answer!r}: mend it")
+    letters = tuple(labels[:count])
+    lines = "".join(f"{letter}. {option}\n" for letter, option in zip(letters, options, strict=True))
+    text, right = f"{heads[0]}:\n{question}\n{heads[1]}:\n{lines}", letters[answer]
+    return Item(text + end, right, (right, *options), options=letters, request=text + REQUEST)
 
 
 def first_letter(completion: str, labels: Sequence[str]) -> str | None:

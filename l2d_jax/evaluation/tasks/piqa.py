@@ -15,23 +15,13 @@ from l2d_jax.evaluation.tasks.task import Task
 
 def _word(row: Row) -> Item:
     """A row in the release's wording."""
-    options = [text_of(row, "sol1"), text_of(row, "sol2")]
-    letters = multiple_choice.lettered(options)
-    right = multiple_choice.letter_of(row["label"], letters)
-    question = multiple_choice.listed(text_of(row, "goal"), letters, options, heads=("Goal", "Options"))
-    return Item(
-        question=f"{question}\nAnswer:",
-        answer=right,
-        reference=(right, *options),
-        options=letters,
-        request=question + multiple_choice.REQUEST,
-    )
+    goal, *options = (text_of(row, column) for column in ("goal", "sol1", "sol2"))
+    return multiple_choice.worded(goal, options, answer=row["label"], heads=("Goal", "Options"))
 
 
 PIQA = Task(
     name="piqa",
     dataset=Dataset(
-        name="piqa",
         hub="ybisk/piqa",
         revision="refs/convert/parquet",
         columns=("goal", "sol1", "sol2", "label"),
@@ -41,5 +31,4 @@ PIQA = Task(
     ),
     word=_word,
     judge=multiple_choice.judge_letter,
-    size=1838,
 )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from l2d_jax.errors import InputError
-from l2d_jax.evaluation.sandbox.submission import Verdict
+from l2d_jax.evaluation.sandbox.submission import Submission, Verdict
 
 Row = Mapping[str, Any]
 Prompts = Literal["paper", "thoughts"]  # few-shot as in the paper; or examples with (or a request for) thoughts
@@ -49,17 +49,7 @@ class Score(NamedTuple):
     reason: str  # why the completion is wrong, in a few words; empty where both scores are 1
 
 
-class Program(NamedTuple):
-    """A completed program and its tests: an id, then the fields of the sandbox's `Submission` in their order."""
-
-    id: str  # unique among the programs of a call
-    candidate: str
-    tests: str  # source that raises unless the program is right
-    names: tuple[str, ...]  # the candidate's functions that the tests call
-    setup: str  # source that the tests need before them
-
-
-Run = Callable[[Sequence[Program]], Sequence[Verdict]]  # one verdict for each program, in order
+Run = Callable[[Sequence[Submission]], Sequence[Verdict]]  # one verdict for each program with its tests, in order
 
 
 @dataclass(frozen=True)

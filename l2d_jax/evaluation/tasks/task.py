@@ -10,6 +10,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from transformers import PreTrainedTokenizerFast
@@ -42,12 +43,19 @@ class Task:
     by_subject: bool = False  # take examples of the question's subject
     thought_shots: int = 0  # examples with prompts "thoughts"; 0: the question asks for thoughts instead
     sampling: TaskSampling = field(default_factory=TaskSampling)
-    size: int | None = None  # problems of the paper's split, before the length drops any; None: not known
+    counts_all: bool = True  # whether each row of the paper's split is a problem or an example
 
     @property
     def kind(self) -> Literal["generate", "code"]:
         """The kind of its completions: text, or programs to run."""
         return "code" if self.judge is None else "generate"
+
+    @property
+    def size(self) -> int | None:
+        """Problems of the paper's split, before the length drops any; None: not known."""
+        data = self.dataset
+        examples = self.shots if data.split == data.shot_split else 0
+        return data.rows[data.split] - examples if self.counts_all else None
 
     def sampling_for(self, prompts: Prompts = "paper") -> TaskSampling:
         """How completions of these prompts are sampled."""
@@ -84,12 +92,13 @@ class Task:
                 raise InputError(f"{option} of {self.name} must be at least {least}, got {value}")
         split = split or self.dataset.split
         usual = self.shots if prompts == "paper" else self.thought_shots
-        examples = self._examples(data_dir, usual if shots is None else shots)
+        folder = None if data_dir is None else Path(data_dir, self.name)
+        examples = self._examples(folder, usual if shots is None else shots)
         groups: defaultdict[str | None, list[Item]] = defaultdict(list)
         for example in examples.values():
             groups[self._group(example)].append(example)
         problems = []
-        for number, row in enumerate(self.dataset.read(split, data_dir=data_dir)):
+        for number, row in enumerate(self.dataset.read(split, folder=folder)):
             item = self._word(row, split, number)
             before = groups[self._group(item)]
             if examples and not before:
@@ -141,11 +150,11 @@ class Task:
             scores |= dict(zip(rest, code.score_programs(pairs, candidates=self.candidates, run=run), strict=True))
         return [scores[number] for number in range(len(texts))]
 
-    def _examples(self, data_dir: str | None, count: int) -> dict[int, Item]:
+    def _examples(self, folder: Path | None, count: int) -> dict[int, Item]:
         """The rows that serve as examples, by their number: the first `count`, or `count` of each subject."""
         if count == 0:
             return {}
-        rows = self.dataset.read(self.dataset.shot_split, data_dir=data_dir)
+        rows = self.dataset.read(self.dataset.shot_split, folder=folder)
         step = max(1, len(rows) // count) if self.is_spaced else 1
         chosen: dict[int, Item] = {}
         counts: Counter[str | None] = Counter()
@@ -174,14 +183,12 @@ class Task:
             answer = example.opening + example.answer if prompts == "paper" else example.thought
             if answer is None:
                 raise InputError(f"{self.name} has no examples with thoughts: give 0 shots, or use the prompts 'paper'")
-            messages += [_message("user", example.question), _message("assistant", answer)]
+            messages += [("user", example.question), ("assistant", answer)]
         request = item.request if prompts == "thoughts" and not before else None
-        messages.append(_message("user", request or item.question))
-        if item.opening:
-            messages.append(_message("assistant", item.opening))
+        messages += [("user", request or item.question), *([("assistant", item.opening)] if item.opening else [])]
         return Problem(
             id=item.id or name,
-            messages=tuple(messages),
+            messages=tuple({"role": role, "content": content} for role, content in messages),
             answer=item.answer,
             reference=item.reference,
             category=item.category or self.category,
@@ -207,10 +214,6 @@ def encode_problems(
             "or raise the limit"
         )
     return kept
-
-
-def _message(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
 
 
 def _unfit(text: str) -> Score | None:

@@ -17,7 +17,7 @@ ORDINARY = {
         "try: answer(0)\nexcept IndexError: pass\nelse: assert False",
     ),
     "an exception that wants more than a text": (
-        "def answer(x): raise UnicodeDecodeError('utf-8', b'', 0, 1, x)",
+        "class UnicodeDecodeError(Exception): pass\ndef answer(x): raise UnicodeDecodeError(x)",
         "try: answer('')\nexcept RuntimeError: pass\nelse: assert False",
     ),
     "much output": ("print('loud' * 9999)\ndef answer(x): print(x); return x", "assert answer(1) == 1"),
@@ -28,14 +28,42 @@ ORDINARY = {
         "assert answer(1) == 1",
     ),
     "a file": (
-        "def answer(x):\n    with open('file', 'w+') as file: return file.write(x)",
-        "assert answer('abc') == 3",
+        "import os\ndef answer(x):\n    with open(os.__file__) as file, open(os.devnull, 'w') as none:\n"
+        "        return none.write(file.read(x))",
+        "assert answer(3) == 3",
     ),
     "asyncio": (
         "import asyncio\nasync def later(x): return x\ndef answer(x): return asyncio.run(later(x))",
         "assert answer(1) == 1",
     ),
+    "threads": (
+        "import asyncio, concurrent.futures, time\ndef answer(x):\n"
+        "    with concurrent.futures.ThreadPoolExecutor(4) as pool: times = list(pool.map(time.sleep, [0.01] * 8))\n"
+        "    return len(times) + asyncio.run(asyncio.to_thread(len, 'ab'))",
+        "assert answer(1) == 10",
+    ),
+    "alarms": (
+        "import signal\ndef stop(*_): raise TimeoutError\ndef answer(x):\n    signal.signal(signal.SIGALRM, stop)\n"
+        "    try:\n        signal.setitimer(signal.ITIMER_REAL, 0.01)\n        while True: pass\n"
+        "    except TimeoutError: return signal.alarm(0)",
+        "assert answer(1) == 0",
+    ),
+    "many modules": (
+        "import bz2, csv, ctypes, datetime, decimal, hashlib, locale, logging, lzma, multiprocessing, os, pathlib\n"
+        "import platform, random, secrets, select, shutil, socket, sqlite3, statistics, subprocess, tempfile, uuid\n"
+        "import unittest, zlib, zoneinfo\ndef answer(x):\n    os.times(); os.cpu_count(); os.getcwd()\n"
+        "    locale.setlocale(locale.LC_ALL, ''); platform.platform(); uuid.uuid4(); secrets.token_hex()\n"
+        "    return sqlite3.connect(':memory:').execute('select 1').fetchone()[0] + len(os.listdir('/'))",
+        "assert answer(1) > 1",
+    ),
 }
+
+# As their tests write them: surrogates that belong together and do not, NUL, and what is long.
+STRINGS = r"""
+STRINGS = ['\ud83d\ude00', '\U0001f600', '\ude00\ud83d', 'a\ud83d', '\0', '', '\x7f\u2028\ufeff']
+STRINGS.append(STRINGS[0] * 99_999)
+def same(one, other): assert [ascii(item) for item in one] == [ascii(item) for item in other]
+"""
 
 
 @isolated
@@ -44,6 +72,44 @@ def test_ordinary_code_passes():
     assert dict(zip(ORDINARY, (verdict.reason for verdict in verdicts), strict=True)) == dict.fromkeys(
         ORDINARY, "passed"
     )
+
+
+CROSSINGS = {
+    "values": ("def answer(x): return x", "same(answer(STRINGS), STRINGS)"),
+    "keys": ("def answer(x): return {one: 1 for one in x}", "same(answer(STRINGS), STRINGS)"),
+    "keyword names": (
+        "def answer(**x): return list(x)",
+        "same(answer(**dict.fromkeys(STRINGS, 1)), STRINGS)",
+    ),
+    "their lengths": (
+        "def answer(x): return [len(one) for one in x]",
+        "assert answer(STRINGS) == [*map(len, STRINGS)]",
+    ),
+    "texts of exceptions": (
+        "def answer(x): raise ValueError(x)",
+        "for one in STRINGS:\n    try: answer(one)\n    except ValueError as error: same([str(error)], [one])\n"
+        "    else: assert False",
+    ),
+    "arguments of exceptions": (
+        "def answer(x):\n    if x == 1: raise KeyError('a')\n    raise OSError(2, 'b')",
+        "try: answer(1)\nexcept KeyError as error: assert str(error) == repr('a')\n"
+        "try: answer(2)\nexcept FileNotFoundError as error: assert error.errno == 2\nelse: assert False",
+    ),
+}
+
+
+@isolated
+def test_strings_cross_as_they_are():
+    verdicts = grade([ask(candidate, tests, setup=STRINGS) for candidate, tests in CROSSINGS.values()])
+    assert dict(zip(CROSSINGS, (verdict.reason for verdict in verdicts), strict=True)) == dict.fromkeys(
+        CROSSINGS, "passed"
+    )
+
+
+@isolated
+def test_surrogates_in_a_source_are_not_joined():
+    [verdict] = grade([ask("def answer(x): return '\ud83d\ude00' and 42")])
+    assert verdict.reason.startswith("syntax error")
 
 
 @isolated

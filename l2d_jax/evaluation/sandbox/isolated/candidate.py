@@ -4,7 +4,6 @@ Nothing that happens here is trusted. A candidate may take over the whole proces
 data, which it could have returned anyway.
 """
 
-import json
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +16,7 @@ from l2d_jax.evaluation.sandbox.isolated.plain_data import (
     TooLargeError,
     decode_plain,
     encode_plain,
+    load_message,
 )
 from l2d_jax.evaluation.sandbox.isolated.restraint import restrain
 
@@ -24,8 +24,8 @@ from l2d_jax.evaluation.sandbox.isolated.restraint import restrain
 def main() -> None:
     """Serve until the grader ends; reads the task from standard input, the descriptors from the command line."""
     incoming, outgoing = map(int, sys.argv[1:])
-    task = json.loads(sys.stdin.buffer.read())
-    restrain(task["limits"], task["account"])
+    task = load_message(sys.stdin.buffer.read())
+    restrain(task)
     channel = Channel(incoming, outgoing, limit=task["limits"]["output_bytes"])
     channel.send({"started": True})
     module = type(sys)("candidate")  # not "__main__", so that a solution's own trials do not run
@@ -40,15 +40,17 @@ def main() -> None:
             raise NameError(f"name '{name}' is not defined")
         return module.__dict__[name](*arguments, **keywords)
 
+    def reply(work: Callable[[], Any]) -> None:
+        answer = _answer(work)
+        try:
+            channel.send(answer)
+        except TooLargeError as error:
+            channel.send({"too_large": str(error)})
+
     try:
-        channel.send(_answer(load))
+        reply(load)
         while True:
-            request = channel.receive()
-            answer = _answer(partial(call, request))
-            try:
-                channel.send(answer)
-            except TooLargeError as error:
-                channel.send({"too_large": str(error)})
+            reply(partial(call, channel.receive()))
     except ClosedError:
         pass
 
@@ -66,11 +68,15 @@ def _answer(work: Callable[[], Any]) -> dict[str, Any]:
     except NotPlainError as error:
         return {"not_plain": str(error)}
     except BaseException as error:  # SystemExit, too: it ends the candidate, not its process
-        return {"error": [type(error).__name__, _text(error)]}
+        return {"error": [type(error).__name__, *_text(error)]}
 
 
-def _text(error: BaseException) -> str:
+def _text(error: BaseException) -> tuple[str, Any]:
+    """An exception's text, and its arguments where they are plain data."""
+    text, arguments = "", None
     try:
-        return str(error)[:1000]
+        text = str(error)
+        arguments = encode_plain(error.args)
     except BaseException:
-        return ""
+        pass
+    return text, arguments

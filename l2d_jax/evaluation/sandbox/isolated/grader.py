@@ -4,7 +4,6 @@ The candidate's process does not hold the pipe of the report. Whatever goes wron
 """
 
 import builtins
-import json
 import os
 import sys
 from typing import Any, NoReturn
@@ -17,6 +16,7 @@ from l2d_jax.evaluation.sandbox.isolated.plain_data import (
     TooLargeError,
     decode_plain,
     encode_plain,
+    load_message,
 )
 from l2d_jax.evaluation.sandbox.isolated.restraint import restrain
 
@@ -27,8 +27,8 @@ _RESERVED = (StopIteration, StopAsyncIteration)
 def main() -> None:
     """Run the tests once; reads the task from standard input, the descriptors from the command line."""
     incoming, outgoing, verdict = map(int, sys.argv[1:])
-    task = json.loads(sys.stdin.buffer.read())
-    restrain(task["limits"], task["account"])
+    task = load_message(sys.stdin.buffer.read())
+    restrain(task)
     channel = Channel(incoming, outgoing, limit=task["limits"]["output_bytes"])
     report = Channel(-1, verdict, limit=2**16)
     try:
@@ -78,7 +78,8 @@ class _Grader:
             [(kind, content)] = message.items()
             if kind == "result":
                 return decode_plain(content)
-            name, text = content if kind == "error" else (kind, content)
+            name, text, arguments = content if kind == "error" else (kind, content, None)
+            arguments = decode_plain(arguments)
             if not isinstance(name, str) or not isinstance(text, str):
                 raise MalformedError("not text")
         except ClosedError:
@@ -91,20 +92,23 @@ class _Grader:
             self._end(f"not plain data: {text}")
         if kind == "too_large":
             self._end(f"too large: {text}")
-        raise _exception(name, text)
+        raise _exception(name, text, arguments)
 
     def _end(self, reason: str) -> NoReturn:
         self._report.send({"reason": reason[:300]})
         os._exit(0)
 
 
-def _exception(name: str, text: str) -> Exception:
+def _exception(name: str, text: str, arguments: Any) -> Exception:
     kind = getattr(builtins, name, None)
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _RESERVED):
-        try:
-            return kind(text)
-        except TypeError:  # UnicodeDecodeError and similar ones need more than a text
-            pass
+        for known in (arguments if type(arguments) is tuple else (text,), (text,)):
+            try:
+                error = kind(*known)
+                if known == (text,) or str(error) == text:
+                    return error
+            except Exception:  # a class of the candidate's with a builtin one's name takes other arguments
+                pass
     return RuntimeError(f"{name}: {text}")
 
 

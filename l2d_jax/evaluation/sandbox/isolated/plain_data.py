@@ -1,12 +1,14 @@
 """Plain data between two processes that do not trust each other: values of exact builtin types, as JSON.
 
 None, bool, str, float, lists and ints of up to 64 bits are JSON's own; other types become an object with one key, the
-name of the type. A value of a subclass is sent as the plain value it holds, so that none of its methods reaches the
-reader. The builtin types themselves are plain data; functions, instances and generators are not.
+name of the type, and so does NaN, which has a sign. A value of a subclass is sent as the plain value it holds, so that
+none of its methods reaches the reader. The builtin types themselves are plain data; functions, instances and generators
+are not.
 """
 
 import json
 import os
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +38,9 @@ class ClosedError(EOFError):
 
 def encode_plain(value: Any, depth: int = DEPTH) -> Any:
     """Plain data as a value that JSON can hold; raises `NotPlainError`."""
-    if value is None or type(value) in (bool, str, float):
+    if value is None or type(value) in (bool, str):
+        return value
+    if type(value) is float and value == value:
         return value
     if depth == 0:
         raise NotPlainError(f"containers nested more than {DEPTH} deep")
@@ -57,16 +61,21 @@ def _encode_int(value: int) -> Any:
     return exact if -_LARGE < exact < _LARGE else {"int": int.__format__(exact, "x")}
 
 
-def _parts(value: complex) -> list[float]:
+def _encode_float(value: float) -> Any:
+    exact = float.__float__(value)
+    return exact if exact == exact else {"nan": struct.pack(">d", exact).hex()}
+
+
+def _parts(value: complex) -> list[Any]:
     exact = -complex.__neg__(value)  # unlike a sum, it keeps the sign of zero
-    return [exact.real, exact.imag]
+    return [_encode_float(exact.real), _encode_float(exact.imag)]
 
 
 # The methods are those of the builtin types, whatever a subclass overrides.
 _WRITERS: tuple[tuple[type, Callable[[Any, int], Any]], ...] = (
     (int, lambda value, _: _encode_int(value)),
     (str, lambda value, _: str.__str__(value)),
-    (float, lambda value, _: float.__float__(value)),
+    (float, lambda value, _: _encode_float(value)),
     (list, lambda value, depth: _encode_all(list.__iter__(value), depth)),
     (tuple, lambda value, depth: {"tuple": _encode_all(tuple.__iter__(value), depth)}),
     (dict, lambda value, depth: {"dict": [_encode_all(pair, depth) for pair in dict.items(value)]}),
@@ -90,7 +99,7 @@ def decode_plain(value: Any, depth: int = DEPTH) -> Any:
         if read is not None and type(content) is holds:
             try:
                 return read(content, depth - 1)
-            except (LookupError, ValueError, TypeError) as error:
+            except (LookupError, ValueError, TypeError, struct.error) as error:
                 raise MalformedError(f"not a {kind}") from error
     raise MalformedError("not plain data")
 
@@ -106,7 +115,7 @@ def _decode_dict(pairs: list[Any], depth: int) -> dict[Any, Any]:
 
 
 def _decode_complex(parts: list[Any], _: int) -> complex:
-    real, imaginary = parts
+    real, imaginary = (decode_plain(part, 1) for part in parts)
     if type(real) is not float or type(imaginary) is not float:
         raise MalformedError("not two floats")
     return complex(real, imaginary)
@@ -114,6 +123,7 @@ def _decode_complex(parts: list[Any], _: int) -> complex:
 
 _READERS: dict[str, tuple[Callable[[Any, int], Any], type]] = {
     "int": (lambda content, _: int(content, 16), str),
+    "nan": (lambda content, _: struct.unpack(">d", bytes.fromhex(content))[0], str),
     "tuple": (lambda content, depth: tuple(_decode_all(content, depth)), list),
     "dict": (_decode_dict, list),
     "set": (lambda content, depth: set(_decode_all(content, depth)), list),
@@ -125,6 +135,19 @@ _READERS: dict[str, tuple[Callable[[Any, int], Any], type]] = {
 }
 
 
+def dump_message(message: Any) -> bytes:
+    """JSON in which each surrogate stays one: escaped, two of them would be read as one character."""
+    return json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+def load_message(data: bytes) -> Any:
+    """The inverse of `dump_message`; raises `MalformedError`."""
+    try:
+        return json.loads(data.decode("utf-8", "surrogatepass"))
+    except (ValueError, RecursionError) as error:
+        raise MalformedError("not JSON") from error
+
+
 class Channel:
     """Messages over two pipes: four bytes of length, then JSON."""
 
@@ -133,7 +156,7 @@ class Channel:
 
     def send(self, message: dict[str, Any]) -> None:
         """Write a message; raises `TooLargeError` or `ClosedError`."""
-        data = json.dumps(message).encode()
+        data = dump_message(message)
         if len(data) > self._limit:
             raise TooLargeError(f"{len(data)} bytes")
         data = len(data).to_bytes(4, "big") + data
@@ -148,10 +171,7 @@ class Channel:
         length = int.from_bytes(self._read(4), "big")
         if length > self._limit:
             raise TooLargeError(f"{length} bytes")
-        try:
-            message = json.loads(self._read(length))
-        except (ValueError, RecursionError) as error:
-            raise MalformedError("not JSON") from error
+        message = load_message(self._read(length))
         if type(message) is not dict:
             raise MalformedError("not an object")
         return message

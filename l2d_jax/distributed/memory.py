@@ -1,0 +1,62 @@
+"""How much memory the devices have, and the refusal of what cannot fit in it, before anything is allocated.
+
+Needs are counted from shapes, and leave out what a compiler may avoid: what is refused cannot run, and what is not
+refused may still not fit.
+"""
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from l2d_jax.distributed import sharding
+from l2d_jax.errors import InputError
+
+LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of a container
+
+
+def bytes_per_device(declared: Any, mesh: Mesh) -> int:
+    """Bytes of a declared tree on the device that holds the most."""
+    placements = jax.tree.leaves(sharding.shardings(declared, mesh))
+    return sum(
+        math.prod(placement.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
+        for leaf, placement in zip(jax.tree.leaves(declared), placements, strict=True)
+    )
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of a declared or real tree, counted once, however it is spread over devices."""
+    return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+
+
+def device_bytes() -> int | None:
+    """The memory of all devices of all processes, or None where a device does not say; starts JAX's backend."""
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        return _host_bytes() * jax.process_count()
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    return None if limit is None else int(limit) * jax.device_count()
+
+
+def require_memory(needs: Mapping[str, int], remedy: str) -> None:
+    """Raise `InputError`, with the largest `needs`, which are bytes, and the `remedy`, if they exceed the memory."""
+    needed, there = sum(needs.values()), device_bytes()
+    if there is not None and needed > there:
+        largest = sorted(needs.items(), key=lambda need: -need[1])[:2]
+        parts = ", ".join(f"{size / 2**30:,.1f} GiB of {name}" for name, size in largest)
+        raise InputError(
+            f"this needs {needed / 2**30:,.1f} GiB of memory ({parts}), and the devices have {there / 2**30:,.1f} GiB: "
+            f"lower {remedy}"
+        )
+
+
+def _host_bytes() -> int:
+    """The memory of this machine, or of the container that this process is in."""
+    limits = [Path(name).read_text().strip() for name in LIMITS if Path(name).is_file()]
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(there, *(int(limit) for limit in limits if limit.isdigit()), there)

@@ -1,0 +1,94 @@
+"""A control group, which bounds the memory of processes together with what the kernel keeps for them.
+
+Pages, page tables, buffers of pipes and cached names all count. Both versions of control groups are known, see
+cgroup-v1/memory.rst and cgroup-v2.rst of the kernel's documentation.
+"""
+
+import contextlib
+import os
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+_MOUNTS, _GROUPS = Path("/proc/self/mountinfo"), Path("/proc/self/cgroup")
+_REMOVAL_SECONDS = 5.0  # until the last process in a group is gone
+
+
+@contextlib.contextmanager
+def bounded_group(name: str, memory: int) -> Iterator[Path | None]:
+    """A group whose processes take at most `memory` bytes, removed afterwards; None where none can be made.
+
+    Args:
+        name: of the group, which no other process uses at the same time; one that was left behind is replaced.
+        memory: bytes, those of the kernel included.
+    """
+    for parent, is_second in _parents():
+        group = parent / name
+        try:
+            _remove(group, _REMOVAL_SECONDS)
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            if _limit(group, memory, is_second=is_second):
+                yield group
+                return
+        finally:
+            _remove(group, _REMOVAL_SECONDS)
+    yield None
+
+
+def inside(group: Path | None, command: Sequence[str]) -> list[str]:
+    """The command line that puts itself into the group and becomes `command`; None: in no group of its own."""
+    if group is None:
+        return list(command)
+    return ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs"), *command]
+
+
+def _parents() -> Iterator[tuple[Path, bool]]:
+    """Groups that may have one within that limits memory, the nearest first, and whether they are of version 2."""
+    mounts = [line.split() for line in _MOUNTS.read_text().splitlines()]
+    for line in _GROUPS.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        for fields in mounts:
+            root, mount, (kind, _, options) = fields[3], Path(fields[4]), fields[fields.index("-") + 1 :]
+            if kind != ("cgroup" if controllers else "cgroup2") or (controllers and "memory" not in options.split(",")):
+                continue
+            own = Path(os.path.normpath(mount / os.path.relpath(path, root)))
+            if controllers:
+                yield own, False
+                continue
+            # A group of version 2 with processes in it has none within that limits memory, but one above it may.
+            for group in (group for group in (own, *own.parents) if group.is_relative_to(mount)):
+                with contextlib.suppress(OSError):
+                    if "memory" in (group / "cgroup.subtree_control").read_text().split():
+                        yield group, True
+
+
+def _limit(group: Path, memory: int, *, is_second: bool) -> bool:
+    """Set the limit, also together with swap; whether that and entering the group are permitted."""
+    limit, swap = (
+        ("memory.max", "memory.swap.max") if is_second else ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
+    )
+    try:
+        (group / limit).write_text(str(memory))
+        with contextlib.suppress(FileNotFoundError):  # a kernel that does not count swap
+            (group / swap).write_text("0" if is_second else str(memory))
+    except OSError:
+        return False
+    return subprocess.run(inside(group, ["true"]), stderr=subprocess.DEVNULL).returncode == 0
+
+
+def _remove(group: Path, seconds: float) -> None:
+    """Remove a group when its processes are gone; one that keeps some is left behind."""
+    end = time.monotonic() + seconds
+    while group.exists():
+        with contextlib.suppress(OSError):
+            group.rmdir()
+            return
+        if time.monotonic() > end:
+            return
+        time.sleep(0.01)

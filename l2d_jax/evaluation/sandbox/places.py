@@ -1,0 +1,74 @@
+"""Places for pairs of isolated processes, each of which one grader of the machine has for itself.
+
+A place is a number with a file that is locked as long as it is taken; the kernel unlocks it when the grader ends,
+however it ends. With it go two users, for a grader of root, and a control group, where one can be made. So graders at
+work at the same time share no limits.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from l2d_jax.errors import RunError
+from l2d_jax.evaluation.sandbox.control_group import bounded_group
+
+PLACES = 256
+_FIRST_ACCOUNT = 64000  # of the users that root's isolated processes become, two for each place
+_KERNEL_MEMORY = 2**26  # bytes that a pair of processes takes beyond the limits of the two, Python's start included
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """What one pair of isolated processes has for itself."""
+
+    accounts: tuple[int, int] | tuple[None, None] = (None, None)  # users that the two become
+    group: Path | None = None  # folder of the control group
+
+
+@contextlib.contextmanager
+def taken_places(count: int, *, with_accounts: bool, memory: int) -> Iterator[list[Place]]:
+    """Take up to `count` free places, at least one, and give them back afterwards.
+
+    Args:
+        count: 1 to `PLACES`.
+        with_accounts: whether isolated processes become other users.
+        memory: bytes of address space of one process.
+
+    Raises:
+        RunError: all places are taken, or the folder of the files is another user's.
+    """
+    folder = _folder()
+    with contextlib.ExitStack() as stack:
+        places: list[Place] = []
+        for number in range(PLACES):
+            if len(places) == count:
+                break
+            file = stack.enter_context((folder / str(number)).open("w"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            account = _FIRST_ACCOUNT + 2 * number
+            group = stack.enter_context(bounded_group(f"l2d_jax-{number}", 2 * memory + _KERNEL_MEMORY))
+            places.append(Place((account, account + 1) if with_accounts else (None, None), group))
+        if not places:
+            raise RunError(f"all {PLACES} places of {folder} are taken by other graders: wait until one ends")
+        yield places
+
+
+def _folder() -> Path:
+    """The folder of the files, the same for all graders of this user."""
+    user = os.geteuid()
+    folder = Path("/run" if user == 0 else "/tmp", f"l2d_jax-{user}")
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+    except OSError as error:
+        raise RunError(f"cannot make {folder}, whose files say which users are taken: {error.strerror}") from error
+    if status.st_uid != user or not stat.S_ISDIR(status.st_mode):
+        raise RunError(f"{folder} is not a folder of user {user}: remove it")
+    return folder
