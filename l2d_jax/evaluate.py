@@ -151,7 +151,12 @@ def parse_arguments(parser: command_line.Parser) -> tuple[argparse.Namespace, Co
 
 def class_label(text: str) -> int | float | str:
     """The value of `--label`: "category", or the number of a class."""
-    return text if text == "category" else command_line.Number(ranges.Label)(text)
+    if text == "category":
+        return text
+    try:
+        return command_line.Number(ranges.Label)(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f'must be "category" or a class: {error}') from None
 
 
 def _line(plan: TaskPlan, figures: dict[str, Any]) -> str:

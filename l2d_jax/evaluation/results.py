@@ -123,8 +123,8 @@ class Results:
         return figures
 
     def _refuse_other(self, run: Mapping[str, Any]) -> None:
-        names = sorted(name for name in {*run, *self.run} - {"fingerprint"} if run.get(name) != self.run.get(name))
-        changed = [f"{name} was {shown(run.get(name))}, is {shown(self.run.get(name))}" for name in names[:3]]
+        recorded, asked = ({k: v for k, v in of.items() if k != "fingerprint"} for of in (run, self.run))
+        changed = _differences(recorded, asked)[:3]
         if not changed and run.get("fingerprint") != self.run.get("fingerprint"):
             ours, theirs = self.run.get("fingerprint") or {}, run.get("fingerprint") or {}
             changed = changes(theirs, ours) or ["of a former version"]
@@ -151,6 +151,18 @@ class Results:
         if file.exists():
             write_whole(file, b"".join(text for text, _ in kept))
         return {line["id"]: line for _, line in kept}
+
+
+def _differences(was: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -> list[str]:
+    """What two nested records of settings differ in, a few words each."""
+    words: list[str] = []
+    for name in sorted({*was, *now}):
+        a, b = was.get(name), now.get(name)
+        if isinstance(a, dict) and isinstance(b, dict):
+            words += _differences(a, b, f"{within}{name}.")
+        elif a != b:
+            words.append(f"{within}{name} was {shown(a)}, is {shown(b)}")
+    return words
 
 
 def _repeated(lines: list[dict[str, Any]]) -> dict[int, str]:
