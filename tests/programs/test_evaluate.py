@@ -144,7 +144,10 @@ def test_each_problem_has_its_category(base, mesh, data, tmp_path):
     found = {name: lines(tmp_path / f"out/gsm8k/midpoint-3-{name}") for name in (own, same, other)}
     assert found[own] == found[same] != found[other]
     assert "class label 4 is unknown to this path" in call(evaluate.main, *words, "--label", 4).error
-    assert 'must be "category" or a class: the number must be of type int' in call(evaluate.main, *words, "--label", "maths").error
+    assert (
+        'must be "category" or a class: the number must be of type int'
+        in call(evaluate.main, *words, "--label", "maths").error
+    )
 
 
 @pytest.mark.slow
