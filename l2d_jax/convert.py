@@ -84,7 +84,7 @@ def import_model(base: str, out: Path, *, l2d: tuple[Path, Path] | None = None, 
             _, trained = release.check_checkpoint(checkpoint, architecture, config)
             write_llm(checkpoint, architecture, partial)
             with_path = model_folder.find_base(ModelConfig(name=str(partial))).fingerprint
-            path = dict(release.lazy_tensors(checkpoint, trained))
+            path = release.lazy_tensors(checkpoint, trained)
             model_folder.write_path(partial, path, config, base=base, base_fingerprint=with_path)
             return
         source = SafetensorsFolder.open(folder)

@@ -13,10 +13,8 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
-import numpy as np
 from jax.sharding import Mesh
 
 from l2d_jax.config.schema import ModelConfig, PathConfig
@@ -103,8 +101,7 @@ def copy_texts(language_model: BaseAndAdapters, out: Path) -> None:
 
 def write_llm(llm: TensorSource, architecture: Architecture, out: Path) -> None:
     """Write the language model's weights, each in the type of its source."""
-    names = mapping.tensor_shapes(LLM.declare(architecture, dtype=np.float32), mapping.LLM_ROWS)
-    write_safetensors(out, ((name, partial(llm.read, name)) for name in names))
+    write_safetensors(out, release.lazy_tensors(llm, mapping.llm_shapes(architecture)).items())
 
 
 def save_adapter(folder: Path, trained: LLMAdapter, *, base: str, base_fingerprint: Fingerprint | None = None) -> None:
@@ -142,7 +139,7 @@ def save_llm(folder: Path, trained: LLM, base: ModelConfig, *, mesh: Mesh) -> No
 
 def _release(parts: Parts, out: Path, file: str) -> None:
     config, path = parts.require_path()
-    _write_release(parts, out / file, dict(release.lazy_tensors(path, path.names())), config)
+    _write_release(parts, out / file, release.lazy_tensors(path, path.records), config)
 
 
 def _full_release(parts: Parts, out: Path, file: str) -> None:
@@ -154,7 +151,7 @@ def _full_release(parts: Parts, out: Path, file: str) -> None:
 
 
 def _write_release(parts: Parts, file: Path, trained: dict[str, release.Tensor], config: PathConfig) -> None:
-    release.write_checkpoint(file, release.state_dict(parts.llm, trained, parts.architecture, config))
+    release.write_checkpoint(file, release.state_dict(parts.llm, trained, parts.architecture))
     options = {"family": _family(parts.architecture), "l2d_kwargs": release.options(config)}
     (file.parent / "l2d.json").write_text(json.dumps(options, indent=2) + "\n")
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Literal
 
+import gguf
 import ml_dtypes
 import numpy as np
 import tokenizers
@@ -21,35 +22,14 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 
 from l2d_jax.errors import InputError, shown
 from l2d_jax.model.architecture import Architecture
+from l2d_jax.weights import mapping
 from l2d_jax.weights.gguf_file import GGUFFile
 
 Dtype = Literal["bfloat16", "float32"]
 CONVERSION = 1  # raise it when the same file would convert to something else
 
-# GGUF's name, Hugging Face's name, shape (D: model width, F: of the MLP, V: vocabulary, Q and K: all heads' width)
-TENSORS = {
-    "token_embd.weight": ("model.embed_tokens.weight", "VD"),
-    "output_norm.weight": ("model.norm.weight", "D"),
-    "output.weight": ("lm_head.weight", "VD"),  # absent where the head is the embedding table
-}
-LAYER_TENSORS = {
-    "attn_norm.weight": ("input_layernorm.weight", "D"),
-    "attn_q.weight": ("self_attn.q_proj.weight", "QD"),
-    "attn_k.weight": ("self_attn.k_proj.weight", "KD"),
-    "attn_v.weight": ("self_attn.v_proj.weight", "KD"),
-    "attn_output.weight": ("self_attn.o_proj.weight", "DQ"),
-    "ffn_norm.weight": ("post_attention_layernorm.weight", "D"),
-    "ffn_gate.weight": ("mlp.gate_proj.weight", "FD"),
-    "ffn_up.weight": ("mlp.up_proj.weight", "FD"),
-    "ffn_down.weight": ("mlp.down_proj.weight", "DF"),
-}
-BIASES = {
-    "attn_q.bias": ("self_attn.q_proj.bias", "Q"),
-    "attn_k.bias": ("self_attn.k_proj.bias", "K"),
-    "attn_v.bias": ("self_attn.v_proj.bias", "K"),
-}
-ARCHITECTURES = {"llama": ("LlamaForCausalLM", LAYER_TENSORS), "qwen2": ("Qwen2ForCausalLM", LAYER_TENSORS | BIASES)}
-HEADS = {"attn_q.weight": "num_attention_heads", "attn_k.weight": "num_key_value_heads"}  # rows that are reordered
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}  # of the rows that are reordered
 ROPE_DIVISORS = "rope_freqs.weight"
 
 _WORDS = (  # of Llama 3 and Qwen 2.5, which differ in how many digits make a word
@@ -93,35 +73,26 @@ def read_weights(file: GGUFFile, dtype: Dtype) -> Iterator[tuple[str, Callable[[
     Raises `InputError` that names each tensor that is missing, unknown or of an unexpected shape.
     """
     config = _config(file)
-    extents = {
-        "D": config["hidden_size"],
-        "F": config["intermediate_size"],
-        "V": config["vocab_size"],
-        "Q": config["num_attention_heads"] * config["head_dim"],
-        "K": config["num_key_value_heads"] * config["head_dim"],
-    }
-    table = {name: row for name, row in TENSORS.items() if name in file.tensors or name != "output.weight"}
-    for i in range(config["num_hidden_layers"]):
-        rows = ARCHITECTURES[config["model_type"]][1].items()
-        table |= {f"blk.{i}.{name}": (f"model.layers.{i}.{target}", letters) for name, (target, letters) in rows}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[config["model_type"].upper()], config["num_hidden_layers"])
+    shapes = mapping.llm_shapes(Architecture.from_hf(config))
+    table = {names.get_name(target, (".weight", ".bias")): target for target in shapes}
     missing = table.keys() - file.tensors.keys()
     unknown = file.tensors.keys() - table.keys() - ({ROPE_DIVISORS} if config["rope_scaling"] else set())
     for problem, names in (("lacks", missing), ("has unknown", unknown)):
         if names:
             first = ", ".join(sorted(names)[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
             raise InputError(f"{file.path} {problem} tensors for architecture {config['model_type']}: {first}")
-    for name, (_, letters) in table.items():
-        shape = tuple(extents[letter] for letter in letters)
-        if file.tensors[name].shape != shape:
-            raise InputError(f"{file.path}: {name} must have shape {shape}, got {file.tensors[name].shape}")
+    for name, target in table.items():
+        if file.tensors[name].shape != shapes[target]:
+            raise InputError(f"{file.path}: {name} must have shape {shapes[target]}, got {file.tensors[name].shape}")
 
-    def read(name: str) -> Float[np.ndarray, "..."]:
+    def read(name: str, target: str) -> Float[np.ndarray, "..."]:
         values = file.read(name)
-        heads = HEADS.get(name.split(".", 2)[-1]) if config["model_type"] == "llama" else None
+        heads = HEADS.get(target.split(".")[-2]) if config["model_type"] == "llama" else None
         return (values if heads is None else _restore_rows(values, config[heads])).astype(dtypes[dtype])
 
     dtypes = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
-    return ((target, partial(read, name)) for name, (target, _) in table.items())
+    return ((target, partial(read, name, target)) for name, target in table.items())
 
 
 def _restore_rows(weight: Float[np.ndarray, "N D"], heads: int) -> Float[np.ndarray, "N D"]:
@@ -163,7 +134,7 @@ def _config(file: GGUFFile) -> dict[str, Any]:
     theta = file.find(f"{architecture}.rope.freq_base", float)
     theta = 10000.0 if theta is None else number(theta)
     config = {
-        "architectures": [ARCHITECTURES[architecture][0]],
+        "architectures": [ARCHITECTURES[architecture]],
         "model_type": architecture,
         "hidden_act": "silu",
         "hidden_size": hidden,

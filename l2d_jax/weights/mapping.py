@@ -8,7 +8,7 @@ Weights stream from the files slice by slice into their shards, so that no host 
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -19,24 +19,22 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from l2d_jax.config.schema import PathConfig
 from l2d_jax.distributed import sharding
 from l2d_jax.errors import InputError
+from l2d_jax.model.architecture import Architecture
+from l2d_jax.model.axes import MATRICES
+from l2d_jax.model.diffusion_path import DiffusionPath
+from l2d_jax.model.llm import LLM
 
 
 @runtime_checkable
 class TensorSource(Protocol):
     """A set of named tensors that can be read slice by slice."""
 
-    def names(self) -> frozenset[str]:
-        """The names of all tensors."""
-        ...
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one tensor."""
-        ...
-
-    def dtype(self, name: str) -> np.dtype:
-        """The type of one tensor."""
+    @property
+    def records(self) -> Mapping[str, Any]:
+        """By the name of each tensor, something that has its `shape` and its `dtype`."""
         ...
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
@@ -88,64 +86,61 @@ class Row:
         return block.transpose(np.argsort(order))[tuple(left)]
 
 
-def _linear(theirs: str, ours: str, axes: str) -> list[Row]:
+_LAYER = "model.layers.{}."
+WRAPPED = ("q", "o", "gate", "up", "down")  # the matrices of a block that the path has for itself
+
+
+def matrix(name: str, *, prefix: str = "") -> str:
+    """Their name of one of `MATRICES`; the path's have the prefix "flow_"."""
+    return f"{_LAYER}{'self_attn' if name in 'qkvo' else 'mlp'}.{prefix}{name}_proj"
+
+
+def _linear(theirs: str, ours: str, inputs: str, outputs: str) -> list[Row]:
     return [
-        Row(f"{theirs}.weight", f"{ours}.weight", axes),
-        Row(
-            f"{theirs}.bias",
-            f"{ours}.bias",
-            axes.split("->")[0].split(maxsplit=1)[1] + "->" + axes.split("->")[1].rsplit(maxsplit=1)[0],
-        ),
+        Row(f"{theirs}.weight", f"{ours}.weight", f"{inputs} {outputs} -> ({outputs}) ({inputs})"),
+        Row(f"{theirs}.bias", f"{ours}.bias", f"{outputs} -> ({outputs})"),
     ]
 
 
-_LAYER = "model.layers.{}."
+def _matrices(names: Iterable[str], *, prefix: str = "") -> Iterator[Row]:
+    """Whole matrices of a block, of which q, k and v may have a bias."""
+    for name in names:
+        theirs, (inputs, outputs) = matrix(name, prefix=prefix), map(" ".join, MATRICES[name])
+        yield Row(f"{theirs}.weight", f"layers.{name}", f"{inputs} {outputs} -> ({outputs}) ({inputs})")
+        if name in "qkv":
+            yield Row(f"{theirs}.bias", f"layers.{name}_bias", f"{outputs} -> ({outputs})")
+
+
+def _updates(names: Iterable[str]) -> Iterator[Row]:
+    """The low-rank updates of matrices, which lie there as they do here."""
+    for name in names:
+        theirs, (inputs, outputs) = matrix(name, prefix="flow_"), map(" ".join, MATRICES[name])
+        yield Row(f"{theirs}.A", f"layers.{name}.a", f"{inputs} rank -> ({inputs}) rank")
+        yield Row(f"{theirs}.B", f"layers.{name}.b", f"rank {outputs} -> rank ({outputs})")
+
 
 LLM_ROWS = [
     Row("model.embed_tokens.weight", "embed", "v d -> v d"),
     Row("model.norm.weight", "norm", "d -> d"),
     Row("lm_head.weight", "head", "v d -> v d"),
     Row(_LAYER + "input_layernorm.weight", "layers.attention_norm", "d -> d"),
-    Row(_LAYER + "self_attn.q_proj.weight", "layers.q", "d n h -> (n h) d"),
-    Row(_LAYER + "self_attn.k_proj.weight", "layers.k", "d k h -> (k h) d"),
-    Row(_LAYER + "self_attn.v_proj.weight", "layers.v", "d k h -> (k h) d"),
-    Row(_LAYER + "self_attn.q_proj.bias", "layers.q_bias", "n h -> (n h)"),
-    Row(_LAYER + "self_attn.k_proj.bias", "layers.k_bias", "k h -> (k h)"),
-    Row(_LAYER + "self_attn.v_proj.bias", "layers.v_bias", "k h -> (k h)"),
-    Row(_LAYER + "self_attn.o_proj.weight", "layers.o", "n h d -> d (n h)"),
     Row(_LAYER + "post_attention_layernorm.weight", "layers.mlp_norm", "d -> d"),
-    Row(_LAYER + "mlp.gate_proj.weight", "layers.gate", "d f -> f d"),
-    Row(_LAYER + "mlp.up_proj.weight", "layers.up", "d f -> f d"),
-    Row(_LAYER + "mlp.down_proj.weight", "layers.down", "f d -> d f"),
+    *_matrices(MATRICES),
 ]
 
 PATH_ROWS = [
-    *_linear("model.flow_token_embedder.embedder.layers_module.0", "vocabulary", "d c -> c d"),
-    *_linear("model.flow_to_lm_encoder.embedder.layers_module.0", "translation.first", "c w -> w c"),
-    *_linear("model.flow_to_lm_encoder.embedder.layers_module.2", "translation.last", "w d -> d w"),
-    *_linear("model.timestep_embedder.mlp.0", "time.first", "f e -> e f"),
-    *_linear("model.timestep_embedder.mlp.2", "time.last", "i e -> e i"),
+    *_linear("model.flow_token_embedder.embedder.layers_module.0", "vocabulary", "d", "c"),
+    *_linear("model.flow_to_lm_encoder.embedder.layers_module.0", "translation.first", "c", "w"),
+    *_linear("model.flow_to_lm_encoder.embedder.layers_module.2", "translation.last", "w", "d"),
+    *_linear("model.timestep_embedder.mlp.0", "time.first", "f", "e"),
+    *_linear("model.timestep_embedder.mlp.2", "time.last", "i", "e"),
     Row("model.data_label_embedder.weight", "classes", "n e -> n e"),
-    *_linear("model.modulation_head.mlp.0", "merge.first", "i e -> e i"),
-    *_linear("model.modulation_head.mlp.2", "merge.last", "e d -> d e"),
-    *_linear(_LAYER + "modulation_head.mlp.0", "layers.modulation.first", "i e -> e i"),
-    *_linear(_LAYER + "modulation_head.mlp.2", "layers.modulation.last", "e p d -> (p d) e"),
-    Row(_LAYER + "self_attn.flow_q_proj.A", "layers.q.a", "d r -> d r"),
-    Row(_LAYER + "self_attn.flow_q_proj.B", "layers.q.b", "r n h -> r (n h)"),
-    Row(_LAYER + "self_attn.flow_o_proj.A", "layers.o.a", "n h r -> (n h) r"),
-    Row(_LAYER + "self_attn.flow_o_proj.B", "layers.o.b", "r d -> r d"),
-    Row(_LAYER + "mlp.flow_gate_proj.A", "layers.gate.a", "d r -> d r"),
-    Row(_LAYER + "mlp.flow_gate_proj.B", "layers.gate.b", "r f -> r f"),
-    Row(_LAYER + "mlp.flow_up_proj.A", "layers.up.a", "d r -> d r"),
-    Row(_LAYER + "mlp.flow_up_proj.B", "layers.up.b", "r f -> r f"),
-    Row(_LAYER + "mlp.flow_down_proj.A", "layers.down.a", "f r -> f r"),
-    Row(_LAYER + "mlp.flow_down_proj.B", "layers.down.b", "r d -> r d"),
-    Row(_LAYER + "self_attn.flow_q_proj.weight", "layers.q", "d n h -> (n h) d"),
-    Row(_LAYER + "self_attn.flow_q_proj.bias", "layers.q_bias", "n h -> (n h)"),
-    Row(_LAYER + "self_attn.flow_o_proj.weight", "layers.o", "n h d -> d (n h)"),
-    Row(_LAYER + "mlp.flow_gate_proj.weight", "layers.gate", "d f -> f d"),
-    Row(_LAYER + "mlp.flow_up_proj.weight", "layers.up", "d f -> f d"),
-    Row(_LAYER + "mlp.flow_down_proj.weight", "layers.down", "f d -> d f"),
+    *_linear("model.modulation_head.mlp.0", "merge.first", "i", "e"),
+    *_linear("model.modulation_head.mlp.2", "merge.last", "e", "d"),
+    *_linear(_LAYER + "modulation_head.mlp.0", "layers.modulation.first", "i", "e"),
+    *_linear(_LAYER + "modulation_head.mlp.2", "layers.modulation.last", "e", "p d"),
+    *_updates(WRAPPED),
+    *_matrices(WRAPPED, prefix="flow_"),
 ]
 
 
@@ -187,6 +182,16 @@ def tensor_shapes(tree: Any, rows: Iterable[Row]) -> dict[str, tuple[int, ...]]:
     return {name: leaf.row.their_shape(leaf.layer_shape) for leaf in leaves(tree, rows) for name in leaf.names()}
 
 
+def llm_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a language model."""
+    return tensor_shapes(LLM.declare(architecture, dtype=np.float32), LLM_ROWS)
+
+
+def path_shapes(config: PathConfig, architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a path, as in the release."""
+    return tensor_shapes(DiffusionPath.declare(config, architecture), PATH_ROWS)
+
+
 def check_tensors(
     source: TensorSource, shapes: dict[str, tuple[int, ...]], *, ignored: frozenset[str] = frozenset()
 ) -> None:
@@ -195,17 +200,17 @@ def check_tensors(
     Weights are floating-point numbers; float16 and bfloat16 in one file are refused, for where the header is damaged
     each passes for the other.
     """
-    present = source.names()
-    kinds = {name: np.dtype(source.dtype(name)) for name in shapes if name in present}
+    present = source.records
+    kinds = {name: np.dtype(present[name].dtype) for name in shapes if name in present}
     halves = {str(kind) for kind in kinds.values()} >= {"float16", "bfloat16"}
     misshaped = [
-        f"{name} has shape {list(source.shape(name))}, expected {list(shape)}"
+        f"{name} has shape {list(present[name].shape)}, expected {list(shape)}"
         for name, shape in shapes.items()
-        if name in present and source.shape(name) != shape
+        if name in present and present[name].shape != shape
     ]
     faults = [
-        ("missing", sorted(shapes.keys() - present)),
-        ("not part of this architecture", sorted(present - shapes.keys() - ignored)),
+        ("missing", sorted(shapes.keys() - present.keys())),
+        ("not part of this architecture", sorted(present.keys() - shapes.keys() - ignored)),
         ("misshaped", misshaped),
         ("of integers", [name for name, kind in kinds.items() if not jnp.issubdtype(kind, jnp.floating)]),
         ("float16 beside bfloat16", [name for name, kind in kinds.items() if halves and kind == np.float16]),
@@ -218,12 +223,11 @@ def check_tensors(
 
 def load_tree(declared: Any, source: TensorSource, mesh: Mesh, *, rows: Iterable[Row]) -> Any:
     """Read a tree of arrays onto `mesh`, in the declared types; each shard is read alone."""
-    filled = leaves(declared, rows)
     placements = jax.tree.leaves(sharding.shardings(declared, mesh))
-    arrays = []
-    for leaf, placement in zip(filled, placements, strict=True):
-        read = _reader(leaf, source)
-        arrays.append(jax.make_array_from_callback(leaf.value.shape, placement, read))
+    arrays = [
+        jax.make_array_from_callback(leaf.value.shape, placement, partial(_read, leaf, source))
+        for leaf, placement in zip(leaves(declared, rows), placements, strict=True)
+    ]
     return jax.tree.unflatten(jax.tree.structure(declared), arrays)
 
 
@@ -243,17 +247,12 @@ def _tensor(leaf: Leaf, index: int) -> np.ndarray:
     return leaf.row.to_theirs(np.asarray(multihost_utils.process_allgather(layer, tiled=True)))
 
 
-def _reader(leaf: Leaf, source: TensorSource) -> Callable[[tuple[slice, ...] | None], np.ndarray]:
+def _read(leaf: Leaf, source: TensorSource, index: tuple[slice, ...] | None) -> np.ndarray:
+    assert index is not None  # only of an array with an opaque type
     names, shape, dtype = leaf.names(), leaf.layer_shape, leaf.value.dtype
-
-    def read(index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None  # only of an array with an opaque type
-        if not leaf.row.stacked:
-            return leaf.row.read(source, names[0], shape, index).astype(dtype)
-        layers = range(len(names))[index[0]]
-        return np.stack([leaf.row.read(source, names[i], shape, index[1:]).astype(dtype) for i in layers])
-
-    return read
+    if not leaf.row.stacked:
+        return leaf.row.read(source, names[0], shape, index).astype(dtype)
+    return np.stack([leaf.row.read(source, name, shape, index[1:]).astype(dtype) for name in names[index[0]]])
 
 
 def _some(names: list[str], most: int) -> str:

@@ -160,16 +160,14 @@ def open_weights(language_model: BaseAndAdapters, architecture: Architecture) ->
     return source
 
 
-def check_llm(source: TensorSource, architecture: Architecture) -> list[str]:
-    """The names of the LM's tensors; raises `InputError` unless a source holds them all and nothing else.
+def check_llm(source: TensorSource, architecture: Architecture) -> None:
+    """Raise `InputError` unless a source holds all tensors of an LM, and nothing else.
 
     The alias of a tied head and the rotary buffers of old exports are ignored.
     """
-    shapes = mapping.tensor_shapes(LLM.declare(architecture, dtype=np.float32), mapping.LLM_ROWS)
     alias = {"lm_head.weight"} if architecture.tied else set()
-    buffers = {name for name in source.names() if name.endswith("rotary_emb.inv_freq")}
-    mapping.check_tensors(source, shapes, ignored=frozenset(alias | buffers))
-    return list(shapes)
+    buffers = {name for name in source.records if name.endswith("rotary_emb.inv_freq")}
+    mapping.check_tensors(source, mapping.llm_shapes(architecture), ignored=frozenset(alias | buffers))
 
 
 def write_path(
@@ -261,7 +259,7 @@ def find_path(folder: Path, architecture: Architecture) -> tuple[PathConfig, Ten
     """The options and tensors of a model folder's path; raises an `InputError` that names all that do not fit."""
     config = read_path_config(folder)
     source = SafetensorsFolder.open_file(folder / "path.safetensors")
-    mapping.check_tensors(source, mapping.tensor_shapes(DiffusionPath.declare(config, architecture), mapping.PATH_ROWS))
+    mapping.check_tensors(source, mapping.path_shapes(config, architecture))
     return config, source
 
 

@@ -19,6 +19,7 @@ from l2d_jax.config.schema import PROJECTIONS, LoraConfig
 from l2d_jax.errors import InputError, shown
 from l2d_jax.files import check, read_json
 from l2d_jax.model.architecture import Architecture
+from l2d_jax.model.axes import MATRICES
 from l2d_jax.model.lora import LLMAdapter
 from l2d_jax.weights import mapping
 from l2d_jax.weights.mapping import Row, TensorSource
@@ -26,26 +27,13 @@ from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-LAYERS = {  # the layers that may have an adapter, by PEFT's name of them
-    name: f"model.layers.{{}}.{'self_attn' if name[0] in 'qkvo' else 'mlp'}.{name}" for name in PROJECTIONS
-}
-AXES = {  # inputs and outputs of each layer, in the notation of `mapping.Row`
-    "q_proj": ("d", "n h"),
-    "k_proj": ("d", "k h"),
-    "v_proj": ("d", "k h"),
-    "o_proj": ("n h", "d"),
-    "gate_proj": ("d", "f"),
-    "up_proj": ("d", "f"),
-    "down_proj": ("f", "d"),
-}
 ROWS = [  # the table of an `LLMAdapter`
     row
-    for name, (inward, outward) in AXES.items()
+    for name, axes in MATRICES.items()
+    for inputs, outputs in [map(" ".join, axes)]
     for row in (
-        Row(f"{PREFIX}{LAYERS[name]}.lora_A.weight", f"{name.removesuffix('_proj')}.a", f"{inward} r -> r ({inward})"),
-        Row(
-            f"{PREFIX}{LAYERS[name]}.lora_B.weight", f"{name.removesuffix('_proj')}.b", f"r {outward} -> ({outward}) r"
-        ),
+        Row(f"{PREFIX}{mapping.matrix(name)}.lora_A.weight", f"{name}.a", f"{inputs} rank -> rank ({inputs})"),
+        Row(f"{PREFIX}{mapping.matrix(name)}.lora_B.weight", f"{name}.b", f"rank {outputs} -> ({outputs}) rank"),
     )
 ]
 # Options of PEFT that would change the result, each with the only value that is implemented here.
@@ -78,7 +66,7 @@ class AdapterConfig:
 
     rank: int
     alpha: float
-    modules: tuple[str, ...]  # keys of `LAYERS`
+    modules: tuple[str, ...]  # of `PROJECTIONS`
     rank_stabilized: bool = False  # alpha / sqrt(rank) in place of alpha / rank (Kalajdzievski 2023)
 
     @property
@@ -110,26 +98,19 @@ class Adapter:
 
     def write(self, folder: Path, *, base: str) -> None:
         """Write the adapter into another existing folder; its tensors keep their bits."""
-        write_adapter(folder, self.config, {n: self.source.read(n) for n in self.source.names()}, base=base)
+        write_adapter(folder, self.config, {n: self.source.read(n) for n in self.source.records}, base=base)
 
 
 @dataclass(frozen=True)
 class _Changed:
-    """A `TensorSource` with the names, shapes and types of another, of which it changes the values."""
+    """A `TensorSource` with the records of another, of which it changes the values."""
 
     source: TensorSource
 
-    def names(self) -> frozenset[str]:
-        """The names of all tensors."""
-        return self.source.names()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one tensor."""
-        return self.source.shape(name)
-
-    def dtype(self, name: str) -> np.dtype:
-        """The type of one tensor."""
-        return self.source.dtype(name)
+    @property
+    def records(self) -> Mapping[str, Any]:
+        """Those of the source."""
+        return self.source.records
 
 
 @dataclass(frozen=True)
@@ -141,9 +122,9 @@ class Adapted(_Changed):
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
         """One tensor or a slice of it, in float32 where the adapter changes it."""
         tensor, layer = self.source.read(name, index), name.removesuffix(".weight")
-        if f"{PREFIX}{layer}.lora_A.weight" not in self.adapter.source.names():
+        if f"{PREFIX}{layer}.lora_A.weight" not in self.adapter.source.records:
             return tensor
-        whole = tuple(map(slice, self.shape(name)))
+        whole = tuple(map(slice, self.records[name].shape))
         return tensor.astype(np.float32) + self.adapter.product(layer, whole if index is None else index)
 
 
@@ -153,7 +134,7 @@ class Rounded(_Changed):
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
         """One tensor or a slice of it."""
-        return self.source.read(name, index).astype(self.dtype(name))
+        return self.source.read(name, index).astype(self.records[name].dtype)
 
 
 def has_adapter(folder: Path) -> bool:
@@ -167,7 +148,7 @@ def read_adapter_config(file: Path) -> AdapterConfig:
     for name, value in PLAIN.items():
         if raw.get(name, value) not in (value, value or None):
             raise InputError(f"{file}: {name} = {shown(raw[name])} is not supported, only {value!r}")
-    remedy = f"give it as PEFT saves it, with layers of {', '.join(LAYERS)}"
+    remedy = f"give it as PEFT saves it, with layers of {', '.join(PROJECTIONS)}"
     found = check(raw, _PeftConfig, file, remedy=remedy)
     modules = tuple(sorted(set(found["target_modules"])))
     return AdapterConfig(found["r"], found["lora_alpha"], modules, bool(found.get("use_rslora")))

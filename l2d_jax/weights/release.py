@@ -4,7 +4,7 @@ A checkpoint is the state dict of the whole model: the frozen LM, the path, and 
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,6 @@ from l2d_jax.config.parsing import from_dict
 from l2d_jax.config.schema import PathConfig
 from l2d_jax.errors import InputError
 from l2d_jax.model.architecture import Architecture
-from l2d_jax.model.diffusion_path import DiffusionPath
-from l2d_jax.model.llm import LLM
 from l2d_jax.weights import mapping
 from l2d_jax.weights.mapping import TensorSource
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_file
@@ -58,8 +56,6 @@ OTHERS = {
     "nstep_guidance_parameter": 1.0,
     "reinit_flow_params": False,
 }
-
-SHARED = ("self_attn.{}q_proj", "self_attn.{}o_proj", "mlp.{}gate_proj", "mlp.{}up_proj", "mlp.{}down_proj")
 
 
 def parse_hyperparameters(raw: Mapping[str, Any]) -> PathConfig:
@@ -144,41 +140,23 @@ def open_checkpoint(file: Path) -> TensorSource:
     return ArraySource({name: _array(value) for name, value in state.items()})
 
 
+@dataclasses.dataclass(frozen=True)
 class ArraySource:
     """A `TensorSource` over arrays in memory."""
 
-    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
-        self._arrays = arrays
-
-    def names(self) -> frozenset[str]:
-        """All names."""
-        return frozenset(self._arrays)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one tensor."""
-        return self._arrays[name].shape
-
-    def dtype(self, name: str) -> np.dtype:
-        """The type of one tensor."""
-        return self._arrays[name].dtype
+    records: Mapping[str, np.ndarray]
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
         """One tensor, or a slice of it."""
-        return self._arrays[name] if index is None else self._arrays[name][index]
+        return self.records[name][... if index is None else index]
 
 
-def aliases(llm: LLM, path: DiffusionPath) -> dict[str, str]:
-    """Names that the state dict holds twice: alias -> the tensor with the same bits."""
-    a = llm.architecture
-    same = {"lm_head.weight": "model.embed_tokens.weight"} if a.tied else {}
-    if path.config.layers == "dense":
-        return same
-    for i in range(a.num_hidden_layers):
-        for name in SHARED:
-            original, wrapped = (f"model.layers.{i}.{name.format(prefix)}" for prefix in ("", "flow_"))
-            same[f"{wrapped}.wrapped_layer.weight"] = f"{original}.weight"
-            if a.qkv_bias and "q_proj" in name:
-                same[f"{wrapped}.wrapped_layer.bias"] = f"{original}.bias"
+def aliases(own: Collection[str], trained: Iterable[str]) -> dict[str, str]:
+    """What a state dict with an LM's `own` tensors and a path's holds twice: alias -> the tensor with the same bits."""
+    same = {} if "lm_head.weight" in own else {"lm_head.weight": "model.embed_tokens.weight"}
+    for stem in (name.removesuffix(".A") for name in trained if name.endswith(".A")):
+        originals = {f"{_frozen(stem)}.{kind}": kind for kind in ("weight", "bias")}
+        same |= {f"{stem}.wrapped_layer.{kind}": name for name, kind in originals.items() if name in own}
     return same
 
 
@@ -189,25 +167,21 @@ def check_checkpoint(
 
     Raises `InputError` for a missing, extra or misshaped tensor, and for an alias whose bits differ from its original.
     """
-    llm = LLM.declare(architecture, dtype=np.float32)
-    path = DiffusionPath.declare(config, architecture)
-    own, trained = mapping.tensor_shapes(llm, mapping.LLM_ROWS), mapping.tensor_shapes(path, mapping.PATH_ROWS)
-    same = aliases(llm, path)
+    own, trained = mapping.llm_shapes(architecture), mapping.path_shapes(config, architecture)
+    same = aliases(own, trained)
     shapes = own | trained | {alias: own[name] for alias, name in same.items()}
     mapping.check_tensors(source, shapes)
     for alias, name in same.items():
-        if not _equal(source.read(alias), source.read(name)):
+        a, b = source.read(alias), source.read(name)
+        if (a.dtype, a.shape, a.tobytes()) != (b.dtype, b.shape, b.tobytes()):
             raise InputError(f"tensor {alias} differs from {name}, whose alias it is: the checkpoint is damaged")
     return list(own), list(trained)
 
 
-def state_dict(
-    llm: TensorSource, trained: Mapping[str, Tensor], architecture: Architecture, config: PathConfig
-) -> dict[str, Tensor]:
+def state_dict(llm: TensorSource, trained: Mapping[str, Tensor], architecture: Architecture) -> dict[str, Tensor]:
     """The release's state dict, aliases included, from an LM and the tensors of a path; all keep their bits."""
-    declared = LLM.declare(architecture, dtype=np.float32), DiffusionPath.declare(config, architecture)
-    own = dict(lazy_tensors(llm, mapping.tensor_shapes(declared[0], mapping.LLM_ROWS)))
-    return own | dict(trained) | {alias: own[name] for alias, name in aliases(*declared).items()}
+    own = lazy_tensors(llm, mapping.llm_shapes(architecture))
+    return own | dict(trained) | {alias: own[name] for alias, name in aliases(own, trained).items()}
 
 
 def merge_lora(
@@ -223,11 +197,10 @@ def merge_lora(
     def bias(stem: str) -> np.ndarray:
         return np.asarray(llm.read(f"{_frozen(stem)}.bias"), np.float32)
 
-    dense = DiffusionPath.declare(dataclasses.replace(config, layers="dense"), architecture)
     made: dict[str, Tensor] = {}
-    for name in mapping.tensor_shapes(dense, mapping.PATH_ROWS):
+    for name in mapping.path_shapes(dataclasses.replace(config, layers="dense"), architecture):
         stem, _, kind = name.rpartition(".")
-        is_shared = f"{stem}.A" in path.names()
+        is_shared = f"{stem}.A" in path.records
         made[name] = partial(weight if kind == "weight" else bias, stem) if is_shared else partial(path.read, name)
     return made
 
@@ -237,13 +210,9 @@ def _frozen(stem: str) -> str:
     return stem.replace(".flow_", ".")
 
 
-def lazy_tensors(source: TensorSource, names: Iterable[str]) -> Iterable[tuple[str, Tensor]]:
+def lazy_tensors(source: TensorSource, names: Iterable[str]) -> dict[str, Tensor]:
     """Tensors to write, each read when its turn comes."""
-    return ((name, partial(source.read, name)) for name in names)
-
-
-def _equal(a: np.ndarray, b: np.ndarray) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    return {name: partial(source.read, name) for name in names}
 
 
 def _import_torch(file: Path) -> Any:

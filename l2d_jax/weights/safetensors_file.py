@@ -38,7 +38,7 @@ class TensorRecord:
     """What a safetensors header says about one tensor."""
 
     path: Path  # of the file
-    dtype: np.dtype
+    dtype: np.dtype  # `ml_dtypes.bfloat16` for BF16
     shape: tuple[int, ...]
     begin: int  # bytes from the start of the file
     end: int
@@ -73,28 +73,13 @@ class SafetensorsFolder:
         """Read the header of one safetensors file; raises `InputError` as `open` does."""
         return cls(path, _read_header(path))
 
-    def names(self) -> frozenset[str]:
-        """The names of all tensors."""
-        return frozenset(self.records)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one tensor; raises `InputError` where it is absent."""
-        return self._record(name).shape
-
-    def dtype(self, name: str) -> np.dtype:
-        """The type of one tensor, `ml_dtypes.bfloat16` for BF16; raises `InputError` where it is absent."""
-        return self._record(name).dtype
-
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> Shaped[np.ndarray, "..."]:
         """A copy of one tensor or of a slice of it, reading no other data; raises `InputError` where it is absent."""
-        record = self._record(name)
-        data = np.memmap(record.path, np.uint8, mode="r")[record.begin : record.end]
-        return np.array(data.view(record.dtype).reshape(record.shape)[... if index is None else index])
-
-    def _record(self, name: str) -> TensorRecord:
         if name not in self.records:
             raise InputError(f"{self.path} has no tensor {name!r}: are these the weights of another model?")
-        return self.records[name]
+        record = self.records[name]
+        data = np.memmap(record.path, np.uint8, mode="r")[record.begin : record.end]
+        return np.array(data.view(record.dtype).reshape(record.shape)[... if index is None else index])
 
 
 def write_file(

@@ -63,9 +63,9 @@ def _read_base(folder: Path) -> Values:
     base = model_folder.find_base(ModelConfig(name=str(folder / "base"), dtype="float32"))
     assert base.source is not None
     assert all(0 <= token < base.architecture.vocab_size for token in base.stop_ids)
-    names = sorted(base.source.names() - {"lm_head.weight"})
+    names = sorted(base.source.records.keys() - {"lm_head.weight"})
     weights = _digest(base.source.read(name) for name in names)
-    kinds = sorted({str(base.source.dtype(name)) for name in names})
+    kinds = sorted({str(base.source.records[name].dtype) for name in names})
     return {**vars(base.architecture), "stop_ids": base.stop_ids, "weights": weights, "types": kinds}
 
 
@@ -119,8 +119,8 @@ def _read_adapter(folder: Path) -> Values:
     adapter = peft.Adapter.open(folder, tiny.architecture("llama"))
     digests.check_signature(folder / peft.WEIGHTS, SafetensorsFolder.open(folder / "base"))
     product = adapter.product("model.layers.0.self_attn.q_proj", (slice(None), slice(None)))
-    weights = _digest(adapter.source.read(name) for name in sorted(adapter.source.names()))
-    types = sorted({str(adapter.source.dtype(name)) for name in adapter.source.names()})
+    weights = _digest(adapter.source.read(name) for name in sorted(adapter.source.records))
+    types = sorted({str(record.dtype) for record in adapter.source.records.values()})
     assert np.isfinite(product).all()
     return {**vars(adapter.config), "weights": weights, "types": types}
 
@@ -135,7 +135,7 @@ def _read_path(folder: Path) -> Values:
     base = model_folder.find_base(ModelConfig(name=model_folder.base_name(folder)))
     config, source = model_folder.find_path(folder, base.architecture)
     model_folder.check_trained_path(folder, base)
-    weights = _digest(source.read(name) for name in sorted(source.names()))
+    weights = _digest(source.read(name) for name in sorted(source.records))
     return {**vars(config), "weights": weights}
 
 
@@ -178,7 +178,8 @@ def _read_gguf(folder: Path) -> Values:
     return values | {"weights": _digest(weights[name] for name in sorted(weights))}
 
 
-GGUF_NAMES = [f"blk.{i}.{name}" for i in range(2) for name in gguf_model.LAYER_TENSORS]
+GGUF_PARTS = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
+GGUF_NAMES = [f"blk.{i}.{part}.weight" for i in range(2) for part in GGUF_PARTS]
 GGUF_NAMES += ["token_embd.weight", "output_norm.weight"]
 GGUF_DECLARED = dict.fromkeys(["max_position_embeddings", "rms_norm_eps", "rope_theta", "texts"], FOREIGN)
 GGUF_DECLARED |= dict.fromkeys(["bos_token_id", "eos_token_id", "pad_token_id"], "a token of the vocabulary")

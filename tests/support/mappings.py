@@ -19,14 +19,9 @@ class Tensors(dict[str, np.ndarray]):
         super().__init__(tensors)
         self.elements = 0
 
-    def names(self) -> frozenset[str]:
-        return frozenset(self)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self[name].shape
-
-    def dtype(self, name: str) -> np.dtype:
-        return self[name].dtype
+    @property
+    def records(self) -> dict[str, np.ndarray]:
+        return self
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
         part = self[name][... if index is None else index]

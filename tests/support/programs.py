@@ -172,8 +172,8 @@ def write_release(folder: Path, kind: str, **changes: Any) -> dict[str, np.ndarr
     """A base of `tiny` with a checkpoint of the release: `base/`, `l2d.safetensors`, `l2d.json`; the checkpoint."""
     llm, path = tiny.llm(kind), tiny.path(kind, **changes)
     base = {name: make() for name, make in mapping.tensors(llm, mapping.LLM_ROWS)}
-    state = base | {name: make() for name, make in mapping.tensors(path, mapping.PATH_ROWS)}
-    state |= {alias: state[name] for alias, name in release.aliases(llm, path).items()}
+    trained = {name: make() for name, make in mapping.tensors(path, mapping.PATH_ROWS)}
+    state = base | trained | {alias: base[name] for alias, name in release.aliases(base, trained).items()}
     (folder / "base").mkdir(parents=True)
     (folder / "base" / "config.json").write_text(json.dumps(tiny.CONFIGS[kind]))
     save_file(base, folder / "base" / "model.safetensors", metadata={"format": "pt"})

@@ -10,9 +10,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from l2d_jax import convert, train
+from l2d_jax.config.schema import PROJECTIONS
 from l2d_jax.loading import load
 from l2d_jax.weights import export, mapping, release
-from l2d_jax.weights.peft import LAYERS, AdapterConfig, adapter_shapes
+from l2d_jax.weights.peft import AdapterConfig, adapter_shapes
 from tests.support import tiny
 from tests.support.exports import files, logits, transformers_logits
 from tests.support.programs import FIXTURES, STATE_DICTS, call, options, same_bits, write_base, write_release
@@ -216,7 +217,7 @@ def write_adapter(folder, kind, *, modules=("q_proj", "v_proj"), rank=3, **optio
     ("kind", "modules", "options"),
     [
         ("qwen", ("q_proj", "v_proj"), {}),
-        ("llama-scaled", tuple(LAYERS), {"use_rslora": True}),
+        ("llama-scaled", PROJECTIONS, {"use_rslora": True}),
         ("llama-wide-heads", ("o_proj", "k_proj", "down_proj"), {"bias": "none", "modules_to_save": None}),
     ],
 )
@@ -253,10 +254,10 @@ def test_peft_and_transformers_load_a_lora_finetune(tmp_path, kind, modules, opt
 def test_a_sharded_load_adds_the_adapter_once(tmp_path):
     """Slices of adapted weights, as a mesh reads them."""
     write_release(tmp_path / "release", "qwen")
-    given = write_adapter(tmp_path / "adapter", "qwen", modules=tuple(LAYERS))
+    given = write_adapter(tmp_path / "adapter", "qwen", modules=PROJECTIONS)
     run("import", "--base", tmp_path / "release" / "base", "--adapter", given, "--out", tmp_path / "model")
     source = export.Parts.open(str(tmp_path / "model")).llm
-    for name in source.names():
+    for name in source.records:
         whole = source.read(name)
         cut = tuple(slice(1, size, 1) for size in whole.shape)
         np.testing.assert_allclose(source.read(name, cut), whole[cut], rtol=1e-6, atol=1e-7)

@@ -39,7 +39,7 @@ def convert(path: Path, dtype: Dtype = "float32") -> Path:
 def test_weights_come_back_under_hugging_face_s_names(tmp_path: Path, architecture: str, tied: bool) -> None:
     weights = write_gguf(tmp_path / "x.gguf", architecture, tied=tied)
     source = SafetensorsFolder.open(convert(tmp_path / "x.gguf"))
-    assert source.names() == weights.keys()
+    assert source.records.keys() == weights.keys()
     for name, weight in weights.items():
         np.testing.assert_array_equal(source.read(name), weight, err_msg=name)
 
@@ -52,7 +52,7 @@ def test_quantised_weights_are_what_gguf_makes_of_them(tmp_path: Path, kind: str
     for name, weight in weights.items():
         if weight.ndim == 2:
             weight = gguf.dequantize(gguf.quantize(weight, quantisation), quantisation)
-        assert source.dtype(name) == ml_dtypes.bfloat16
+        assert source.records[name].dtype == ml_dtypes.bfloat16
         np.testing.assert_array_equal(source.read(name), weight.astype(ml_dtypes.bfloat16), err_msg=name)
 
 
@@ -122,7 +122,7 @@ def test_llama_3_s_rope_scaling_is_recovered(tmp_path: Path, factor: float) -> N
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    assert "rope_freqs.weight" not in SafetensorsFolder.open(folder).names()
+    assert "rope_freqs.weight" not in SafetensorsFolder.open(folder).records
 
 
 # --- tokenizer ---

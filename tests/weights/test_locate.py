@@ -84,7 +84,7 @@ def test_a_gguf_file_is_converted_once_and_again_when_it_changes(
     write_gguf(path)
     folder = locate(str(path))
     assert folder.parent == tmp_path / "cache"
-    assert SafetensorsFolder.open(folder).dtype("model.norm.weight") == ml_dtypes.bfloat16
+    assert SafetensorsFolder.open(folder).records["model.norm.weight"].dtype == ml_dtypes.bfloat16
     with monkeypatch.context() as context:
         context.setattr(sources, "convert_gguf", lambda *_, **__: pytest.fail("converted again"))
         assert locate(str(path)) == folder

@@ -10,8 +10,6 @@ from safetensors.numpy import load_file, save_file
 from l2d_jax.config.schema import PathConfig
 from l2d_jax.errors import InputError
 from l2d_jax.model.architecture import Architecture
-from l2d_jax.model.diffusion_path import DiffusionPath
-from l2d_jax.model.llm import LLM
 from l2d_jax.weights import mapping, release
 from tests.support import tiny
 from tests.support.mappings import Tensors
@@ -22,11 +20,9 @@ KINDS = [("llama", {}), ("llama-tied", {"classes": 2}), ("qwen", {}), ("qwen-tie
 
 def release_shapes(architecture, config):
     """The names and shapes of the state dict that an export writes."""
-    llm = mapping.tensor_shapes(LLM.declare(architecture, dtype=np.float32), mapping.LLM_ROWS)
-    path = mapping.tensor_shapes(DiffusionPath.declare(config, architecture), mapping.PATH_ROWS)
-    source = Tensors({name: np.zeros(shape, np.float32) for name, shape in llm.items()})
-    trained = {name: partial(np.zeros, shape) for name, shape in path.items()}
-    state = release.state_dict(source, trained, architecture, config)
+    source = Tensors({name: np.zeros(shape, np.float32) for name, shape in mapping.llm_shapes(architecture).items()})
+    trained = {name: partial(np.zeros, shape) for name, shape in mapping.path_shapes(config, architecture).items()}
+    state = release.state_dict(source, trained, architecture)
     return {name: make().shape for name, make in state.items()}
 
 
@@ -39,7 +35,7 @@ def check(folder, kind, **changes):
 def test_a_state_dict_is_the_model_the_path_and_aliases(tmp_path, kind, changes):
     state = write_release(tmp_path, kind, **changes)
     own, trained = check(tmp_path, kind, **changes)
-    same = release.aliases(tiny.llm(kind), tiny.path(kind, **changes))
+    same = release.aliases(own, trained)
     assert sorted([*own, *trained, *same]) == sorted(state)
     assert set(own) == set(load_file(tmp_path / "base" / "model.safetensors"))
 
@@ -55,7 +51,7 @@ def test_the_releases_own_state_dicts_are_sound(name):
     source = release.open_checkpoint(folder / "l2d.safetensors")
     own, trained = release.check_checkpoint(source, architecture, release.parse_hyperparameters(raw))
     shapes = next(value for key, value in raw.items() if "trainable" in key)
-    assert {name: list(source.shape(name)) for name in trained} == shapes
+    assert {name: list(source.records[name].shape) for name in trained} == shapes
     assert set(own) == set(load_file(folder / "base" / "model.safetensors")) - {"lm_head.weight"} | (
         set() if architecture.tied else {"lm_head.weight"}
     )
@@ -163,10 +159,10 @@ def test_pytorch_files_hold_the_same_bits(tmp_path, suffix, bare):
     file = tmp_path / f"checkpoint{suffix}"
     torch.save(state if bare else {"model_state_dict": state, "step": 3}, file)
     source = release.open_checkpoint(file)
-    assert source.names() == {*arrays, "transposed"}
+    assert source.records.keys() == {*arrays, "transposed"}
     wanted = arrays | {"transposed": arrays["full"].T}
     for name, array in wanted.items():
-        assert (source.shape(name), source.dtype(name)) == (array.shape, array.dtype)
+        assert (source.records[name].shape, source.records[name].dtype) == (array.shape, array.dtype)
         assert same_bits(source.read(name), array)
     assert same_bits(source.read("full", (slice(1, 2), slice(0, 3))), arrays["full"][1:2, :3])
 
@@ -211,7 +207,7 @@ def test_files_that_cannot_be_read(tmp_path):
 def test_without_torch_safetensors_still_work(tmp_path, monkeypatch):
     state = write_release(tmp_path, "llama")
     monkeypatch.setitem(__import__("sys").modules, "torch", None)
-    assert release.open_checkpoint(tmp_path / "l2d.safetensors").names() == set(state)
+    assert release.open_checkpoint(tmp_path / "l2d.safetensors").records.keys() == set(state)
     (tmp_path / "l2d.pt").write_bytes(b"")
     with pytest.raises(InputError, match=r"needs torch: pip install '\.\[torch\]'"):
         release.open_checkpoint(tmp_path / "l2d.pt")
