@@ -142,18 +142,17 @@ def _choose_printer(
             if getattr(options, name) is not None:
                 raise InputError(f"--{name} is an option of token search: give --beams too")
         if not options.trace:
-            return partial(_print_streamed, label=options.label, stops=options.stop)
+            return partial(_print_streamed, options=options)
         for settings in variants:
             check_single_sample(settings)
-        return partial(_print_traced, label=options.label, stops=options.stop, traces=traces)
+        return partial(_print_traced, options=options, traces=traces)
     others = {"a chat": not options.prompt, "--stop": options.stop, "--trace": options.trace}
     for what, is_there in others.items():
         if is_there:
             raise InputError(f"{what} does not go with --beams: leave one out")
-    config = _search_config(options, variants[0])
     for settings in variants:
-        check_search(settings, config, architecture=architecture)
-    return partial(_print_searched, label=options.label, config=config)
+        check_search(settings, _search_config(options, settings), architecture=architecture)
+    return partial(_print_searched, options=options)
 
 
 def _search_config(options: argparse.Namespace, settings: DecodeConfig) -> SearchConfig:
@@ -163,17 +162,11 @@ def _search_config(options: argparse.Namespace, settings: DecodeConfig) -> Searc
 
 
 def _print_streamed(
-    loaded: LoadedModel,
-    messages: Messages,
-    settings: DecodeConfig,
-    seed: int,
-    *,
-    label: int | None,
-    stops: Sequence[str],
+    loaded: LoadedModel, messages: Messages, settings: DecodeConfig, seed: int, *, options: argparse.Namespace
 ) -> str:
     """Print the answer piece by piece."""
     text = ""
-    for piece in loaded.stream(messages, settings=settings, seed=seed, label=label, stop=stops):
+    for piece in loaded.stream(messages, settings=settings, seed=seed, label=options.label, stop=options.stop):
         print(piece, end="", flush=True)
         text += piece
     print()
@@ -186,29 +179,23 @@ def _print_traced(
     settings: DecodeConfig,
     seed: int,
     *,
-    label: int | None,
-    stops: Sequence[str],
+    options: argparse.Namespace,
     traces: list[list[TokenTrace]],
 ) -> str:
     """Print the whole answer, and add its trace to `traces`."""
-    prompt = Prompt(0, encode_prompt(messages, loaded.tokenizer), label)
-    request = Request([prompt], settings, seed, restrictions=Restrictions(stops))
+    prompt = Prompt(0, encode_prompt(messages, loaded.tokenizer), options.label)
+    request = Request([prompt], settings, seed, restrictions=Restrictions(options.stop))
     answers = generate_tokens(loaded.model, request, stop_ids=loaded.stop_ids, tokenizer=loaded.tokenizer)
     traces.extend(trace(loaded, request, answers))
     return _print_text(loaded, answers[0])
 
 
 def _print_searched(
-    loaded: LoadedModel,
-    messages: Messages,
-    settings: DecodeConfig,
-    seed: int,
-    *,
-    label: int | None,
-    config: SearchConfig,
+    loaded: LoadedModel, messages: Messages, settings: DecodeConfig, seed: int, *, options: argparse.Namespace
 ) -> str:
     """Print the best answer of a search."""
-    prompt = Prompt(0, encode_prompt(messages, loaded.tokenizer), label)
+    prompt = Prompt(0, encode_prompt(messages, loaded.tokenizer), options.label)
+    config = _search_config(options, settings)
     return _print_text(loaded, search(loaded, prompt, settings=settings, config=config, seed=seed).answer)
 
 

@@ -1,5 +1,6 @@
 """Opens what training or a conversion has written, as a model that is ready to generate."""
 
+import contextlib
 import dataclasses
 import os
 from pathlib import Path
@@ -76,9 +77,12 @@ def load(
     base = model_folder.find_base(about.base)
     processes.decide(lambda: check_base(about, base))
     if about.trained is not None:
-        step = newest_step(about) if step is None else step
-        trained = _restore(about, about.trained, base, mesh, step=step)
-        model = method_of(about.trained).open(base, trained, mesh)
+        step, method = newest_step(about) if step is None else step, method_of(about.trained)
+        assert step is not None
+        declared = sharding.abstract(method.declare(base.architecture), mesh)
+        with contextlib.closing(Checkpoints(about.path / "checkpoints")) as checkpoints:
+            trained = checkpoints.restore(step, {method.part: declared})[method.part]
+        model = method.open(base, trained, mesh)
     else:
         llm = base.load(dtype=about.base.dtype, mesh=mesh)
         path = None if about.path_config is None else model_folder.load_path(about.path, base.architecture, mesh)
@@ -119,18 +123,8 @@ def newest_step(folder: Folder) -> int | None:
     """
     if folder.trained is None:
         return None
-    checkpoints = Checkpoints(folder.path / "checkpoints")
-    step = checkpoints.latest()
-    checkpoints.close()
+    with contextlib.closing(Checkpoints(folder.path / "checkpoints")) as checkpoints:
+        step = checkpoints.latest()
     if step is None:
         raise InputError(f"{folder.path / 'checkpoints'} holds no good checkpoint: train it first")
     return step
-
-
-def _restore(folder: Folder, config: Config, base: model_folder.BaseFiles, mesh: Mesh, *, step: int | None) -> Any:
-    assert step is not None
-    checkpoints, method = Checkpoints(folder.path / "checkpoints"), method_of(config)
-    declared = sharding.abstract(method.declare(base.architecture), mesh)
-    trained = checkpoints.restore(step, {method.part: declared})[method.part]
-    checkpoints.close()
-    return trained

@@ -130,21 +130,16 @@ def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _override(config: Any, name: str, value: Any) -> None:
-    *sections, last = name.split(".")
     node, done = config, "config"
-    for section in sections:
-        if not isinstance(node, ConfigDict | dict) or section not in node:
-            raise InputError(f"unknown option {done}.{section}{_choices(section, node)}")
-        node, done = node[section], f"{done}.{section}"
-    if not isinstance(node, ConfigDict | dict) or last not in node:
-        raise InputError(f"unknown option {done}.{last}{_choices(last, node)}")
-    if isinstance(node[last], ConfigDict | dict) and value is not None and not isinstance(value, dict):
-        raise InputError(f"{done}.{last} is a section: set one of {', '.join(sorted(node[last]))} in it")
-    node[last] = value
-
-
-def _choices(name: str, node: Any) -> str:
-    return nearest(name, node.keys()) if isinstance(node, ConfigDict | dict) else ": it is below a plain value"
+    for part in name.split("."):
+        if not isinstance(node, ConfigDict | dict):
+            raise InputError(f"unknown option {done}.{part}: it is below a plain value")
+        if part not in node:
+            raise InputError(f"unknown option {done}.{part}{nearest(part, node.keys())}")
+        section, node, done = node, node[part], f"{done}.{part}"
+    if isinstance(node, ConfigDict | dict) and value is not None and not isinstance(value, dict):
+        raise InputError(f"{done} is a section: set one of {', '.join(sorted(node))} in it")
+    section[part] = value
 
 
 def one_line(error: BaseException) -> str:

@@ -124,10 +124,5 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 def _contains(interval: Interval, value: int | float) -> bool:
     """Whether a number lies in an interval; NaN does not."""
-    ends = (
-        (operator.gt, interval.gt),
-        (operator.ge, interval.ge),
-        (operator.lt, interval.lt),
-        (operator.le, interval.le),
-    )
-    return all(end is None or holds(value, end) for holds, end in ends)
+    ends = {name: getattr(interval, name) for name in ("gt", "ge", "lt", "le")}
+    return all(end is None or getattr(operator, name)(value, end) for name, end in ends.items())

@@ -20,7 +20,7 @@ def dense(config: ConfigDict) -> None:
 
 def dense_scratch(config: ConfigDict) -> None:
     """The path in full, with layers that start from random values instead of the LM's weights."""
-    config.path.layers = "dense"
+    dense(config)
     config.path.dense_init = "scratch"
 
 
@@ -60,15 +60,13 @@ def rate_3e5(config: ConfigDict) -> None:
 def lora(config: ConfigDict) -> None:
     """The paper's baseline: LoRA on the LM's q and v, rank 32, alpha 64, at a peak rate of 1e-5; no path."""
     config.train.method = "lora"
-    config.optim.peak_rate = 1e-5
-    config.optim.final_rate = 1e-6
+    rate_1e5(config)
 
 
 def full(config: ConfigDict) -> None:
     """The paper's baseline: all of the LM's weights, at a peak rate of 1e-5; no path."""
     config.train.method = "full"
-    config.optim.peak_rate = 1e-5
-    config.optim.final_rate = 1e-6
+    rate_1e5(config)
 
 
 # --- density of the training times (uniform and independent in the paper) ---

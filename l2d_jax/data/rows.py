@@ -1,7 +1,6 @@
 """Reads rows of data sets from files of a folder, or from the Hugging Face hub by name."""
 
 import codecs
-import contextlib
 import json
 import sys
 from collections.abc import Iterable
@@ -59,12 +58,13 @@ def _check_lines(file: Path) -> None:
 
 def _is_deep(text: bytes) -> bool:
     """Whether a text is nested too deep for Python, which takes less than pyarrow does."""
-    with contextlib.suppress(ValueError):  # pyarrow says what is wrong
-        try:
-            if text.count(b"[") + text.count(b"{") > 500:
-                json.loads(text)
-        except RecursionError:
-            return True
+    try:
+        if text.count(b"[") + text.count(b"{") > 500:
+            json.loads(text)
+    except RecursionError:
+        return True
+    except ValueError:  # pyarrow says what is wrong
+        pass
     return False
 
 

@@ -1,6 +1,6 @@
 """Text to token ids and back: tokenizers, chat templates, and the part of a conversation that is learnt.
 
-A conversation gives one `Turn` per answer of the assistant. The context is what generation starts from: the chat
+A conversation gives one turn per answer of the assistant. The context is what generation starts from: the chat
 template of the messages before it, with the generation prompt. The answer is what the template puts after that, up to
 and including the token that ends the turn; a line break behind it is the template's to write, not the model's. Context
 and answer are tokenised separately, so that the ids in training are those in generation, whatever the tokenizer would
@@ -20,6 +20,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from l2d_jax.errors import InputError, shown
 from l2d_jax.files import check_text
@@ -35,14 +36,6 @@ CHATML = """\
 {{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One answer and everything before it, as token ids."""
-
-    context: list[int]  # never empty
-    answer: list[int]  # ends with the token that ends the turn
 
 
 def load_tokenizer(folder: Path, *, vocabulary: int | None = None) -> PreTrainedTokenizerFast:
@@ -83,10 +76,7 @@ def require_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer that needs no file: ids 0 to 255 are bytes, 256 to 258 <|pad|>, <|im_start|>, <|im_end|>; ChatML."""
-    # ByteLevel writes each byte as one visible character: the printable ones as they are, the others from 256 on.
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = sorted(set(range(256)) - set(printable))
-    characters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    characters = bytes_to_unicode()  # ByteLevel writes each byte as one visible character
     tokenizer = Tokenizer(models.BPE(vocab={character: byte for byte, character in characters.items()}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -132,13 +122,6 @@ def prompt_ids(messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast) 
     else:
         text = _render(messages, tokenizer, prompt=True)
     return text_ids([text], tokenizer)[0]
-
-
-def encode_turns(messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast) -> list[Turn]:
-    """One `Turn` per answer of the assistant, in order; raises `InputError` as `turn_texts` does."""
-    texts = turn_texts(messages, tokenizer)
-    ids = text_ids([text for turn in texts for text in turn], tokenizer)
-    return [Turn(context, answer) for context, answer in zip(ids[::2], ids[1::2], strict=True)]
 
 
 def text_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
@@ -140,39 +141,22 @@ class _Events:
             self._writer.close()
 
 
+@dataclass
 class StepLog:
-    """Reads each step's results once the next step is under way, so that the device never waits for the log.
+    """Reads each step's results once the next step is under way, so that the device never waits for the log."""
 
-    Attributes:
-      skipped: number of updates that were skipped in a row, up to the last step that was read.
-    """
+    metrics: Metrics  # where to write
+    _: KW_ONLY
+    every: int  # steps from record to record
+    last: int  # the run's last step
+    rate: Callable[[int], Any]  # the learning rate by number of updates, which must not wait for the step under way
+    max_skipped: int  # number of updates skipped in a row that stops the run
+    ids: Callable[[int], Sequence[int]]  # the row numbers of the data that a step reads
+    skipped: int = field(default=0, init=False)  # updates that were skipped in a row, up to the last step that was read
 
-    def __init__(
-        self,
-        metrics: Metrics,
-        *,
-        every: int,
-        last: int,
-        rate: Callable[[int], Any],
-        max_skipped: int,
-        ids: Callable[[int], Sequence[int]],
-    ) -> None:
-        """See the class.
-
-        Args:
-          metrics: where to write.
-          every: steps from record to record.
-          last: the run's last step.
-          rate: the learning rate by number of updates, which must not wait for the step under way.
-          max_skipped: number of updates skipped in a row that stops the run.
-          ids: the row numbers of the data that a step reads.
-        """
-        self._metrics, self._every, self._last, self._rate = metrics, every, last, rate
-        self._max_skipped, self._ids = max_skipped, ids
+    def __post_init__(self) -> None:
         self._pending: tuple[int, Mapping[str, Any]] | None = None
-        self._tokens = 0
-        self._began = time.perf_counter()
-        self.skipped = 0
+        self.restart()
 
     def add(self, step: int, results: Mapping[str, Any], *, tokens: int) -> None:
         """Take the results of a step that has just been dispatched, and read those of the step before."""
@@ -191,14 +175,14 @@ class StepLog:
             self._skip(step, values)
             return
         self.skipped = 0
-        if step % self._every and step != self._last:
+        if step % self.every and step != self.last:
             return
         now = time.perf_counter()  # time from here on belongs to the next record
         speed = self._tokens / (now - self._began)
-        rate = float(self._rate(step - 1 - self._metrics.skipped))
+        rate = float(self.rate(step - 1 - self.metrics.skipped))
         values |= {"learning_rate": rate, "tokens_per_second": speed}
-        self._metrics.write(step, values)
-        self._metrics.progress(step, f"loss {values['loss']:.4f}  {speed:.0f} tokens/s")
+        self.metrics.write(step, values)
+        self.metrics.progress(step, f"loss {values['loss']:.4f}  {speed:.0f} tokens/s")
         self.restart(at=now)
 
     def restart(self, *, at: float | None = None) -> None:
@@ -209,15 +193,15 @@ class StepLog:
     def _skip(self, step: int, values: Mapping[str, float]) -> None:
         """Log a skipped update at any step."""
         self.skipped += 1
-        self._metrics.skipped += 1
-        self._metrics.write(step, {**values, "skipped": 1})
+        self.metrics.skipped += 1
+        self.metrics.write(step, {**values, "skipped": 1})
         what = f"loss {values['loss']}, gradient norm {values['gradient_norm']}"
         what += ", a new weight or moment not finite" if all(map(math.isfinite, values.values())) else ""
-        self._metrics.progress(step, f"update skipped: {what}")
-        if self.skipped == self._max_skipped:
+        self.metrics.progress(step, f"update skipped: {what}")
+        if self.skipped == self.max_skipped:
             raise RunError(
                 f"{self.skipped} updates in a row were skipped, the last at step {step} ({what}), which read the rows "
-                f"{', '.join(map(str, self._ids(step)))} of the training data: lower config.optim.peak_rate or look at "
+                f"{', '.join(map(str, self.ids(step)))} of the training data: lower config.optim.peak_rate or look at "
                 "these rows; the checkpoints are of before"
             )
 

@@ -13,6 +13,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from jax.sharding import Mesh
@@ -63,12 +64,6 @@ class Parts:
             model_folder.check_trained_path(folder)
         llm = peft.Rounded(model_folder.open_weights(language_model, architecture))
         return cls(name, language_model, architecture, llm, path)
-
-    def require_path(self) -> tuple[PathConfig, TensorSource]:
-        """The path; raises `InputError` if there is none."""
-        if self.path is None:
-            raise InputError(f"{self.name} has no diffusion path: export it with --format hf")
-        return self.path
 
 
 def export_model(model: str, out: Path, *, format: str, as_torch: bool = False) -> None:
@@ -137,23 +132,19 @@ def save_llm(folder: Path, trained: LLM, base: ModelConfig, *, mesh: Mesh) -> No
     write_safetensors(folder, tensors)
 
 
-def _release(parts: Parts, out: Path, file: str) -> None:
-    config, path = parts.require_path()
-    _write_release(parts, out / file, release.lazy_tensors(path, path.records), config)
-
-
-def _full_release(parts: Parts, out: Path, file: str) -> None:
-    config, path = parts.require_path()
-    if config.layers == "dense":
-        raise InputError(f"the path of {parts.name} has full weights already: export it with --format l2d")
-    trained = release.merge_lora(parts.llm, path, parts.architecture, config)
-    _write_release(parts, out / file, trained, replace(config, layers="dense"))
-
-
-def _write_release(parts: Parts, file: Path, trained: dict[str, release.Tensor], config: PathConfig) -> None:
-    release.write_checkpoint(file, release.state_dict(parts.llm, trained, parts.architecture))
+def _release(parts: Parts, out: Path, file: str, *, is_full: bool = False) -> None:
+    if parts.path is None:
+        raise InputError(f"{parts.name} has no diffusion path: export it with --format hf")
+    config, path = parts.path
+    trained = release.lazy_tensors(path, path.records)
+    if is_full:
+        if config.layers == "dense":
+            raise InputError(f"the path of {parts.name} has full weights already: export it with --format l2d")
+        trained = release.merge_lora(parts.llm, path, parts.architecture, config)
+        config = replace(config, layers="dense")
+    release.write_checkpoint(out / file, release.state_dict(parts.llm, trained, parts.architecture))
     options = {"family": _family(parts.architecture), "l2d_kwargs": release.options(config)}
-    (file.parent / "l2d.json").write_text(json.dumps(options, indent=2) + "\n")
+    (out / "l2d.json").write_text(json.dumps(options, indent=2) + "\n")
 
 
 def _family(architecture: Architecture) -> str:
@@ -162,14 +153,12 @@ def _family(architecture: Architecture) -> str:
     return family[architecture.qkv_bias]
 
 
-def _hugging_face(parts: Parts, out: Path, file: str) -> None:
-    del file
+def _hugging_face(parts: Parts, out: Path, _file: str) -> None:
     copy_texts(parts.language_model, out)
     write_llm(parts.llm, parts.architecture, out)
 
 
-def _peft(parts: Parts, out: Path, file: str) -> None:
-    del file
+def _peft(parts: Parts, out: Path, _file: str) -> None:
     folders = parts.language_model.adapters
     if len(folders) != 1:
         count = f"{len(folders)} LoRA adapters, one upon the other" if folders else "no LoRA adapter of its own"
@@ -184,7 +173,7 @@ def _peft(parts: Parts, out: Path, file: str) -> None:
 
 FORMATS: dict[str, Callable[[Parts, Path, str], None]] = {
     "l2d": _release,
-    "l2d-full": _full_release,
+    "l2d-full": partial(_release, is_full=True),
     "hf": _hugging_face,
     "peft": _peft,
 }

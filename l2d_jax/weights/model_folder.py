@@ -124,9 +124,12 @@ def find_base(config: ModelConfig) -> BaseFiles:
     folder = language_model.folder
     raw = read_json(folder / "config.json")
     architecture = Architecture.from_hf(raw, where=folder / "config.json")
-    if config.architecture is not None and Architecture.from_hf(config.architecture) != architecture:
+    ours = architecture if config.architecture is None else Architecture.from_hf(config.architecture)
+    pairs = zip(vars(ours).items(), vars(architecture).values(), strict=True)
+    others = [f"{name} {here} here, {there} there" for (name, here), there in pairs if here != there]
+    if others:
         raise InputError(
-            f"config.model.architecture differs from {folder / 'config.json'}: {_difference(config, architecture)}: "
+            f"config.model.architecture differs from {folder / 'config.json'}: {', '.join(others)}: "
             "set --config.model.architecture=None to take the folder's"
         )
     source = open_weights(language_model, architecture)
@@ -281,10 +284,3 @@ def _stop_ids(folder: Path, raw: dict[str, Any], vocabulary: int) -> tuple[int, 
         rule = f"eos_token_id must be one or a list of the ids 0 to {vocabulary - 1}"
         raise InputError(f"{file}: {rule}, got {shown(eos)}: mend it, or download it again")
     return tuple(ids)
-
-
-def _difference(config: ModelConfig, folder: Architecture) -> str:
-    ours = vars(Architecture.from_hf(config.architecture or {}))
-    return ", ".join(
-        f"{name} {ours[name]} here, {value} there" for name, value in vars(folder).items() if ours[name] != value
-    )

@@ -12,6 +12,7 @@ from l2d_jax.data import sources, tokenizer
 from l2d_jax.data.batch import count_text
 from l2d_jax.data.examples import Counts, Examples
 from l2d_jax.errors import InputError
+from tests.support.turns import encode_turns
 
 TOKENIZER = tokenizer.byte_tokenizer()
 CONVERSATION = [
@@ -231,9 +232,7 @@ def test_the_description_says_how_full_rows_are(tmp_path):
 def test_long_examples_are_dropped_and_counted(tmp_path):
     rows = [dialogue("?", "7"), dialogue("?" * 100, "7"), dialogue("?", "8" * 20), dialogue("?", "9" * 9)]
     inputs = [
-        len(turn.context) + len(turn.answer) - 1
-        for row in rows
-        for turn in tokenizer.encode_turns(row["messages"], TOKENIZER)
+        len(turn.context) + len(turn.answer) - 1 for row in rows for turn in encode_turns(row["messages"], TOKENIZER)
     ]
     assert load(folder_config(tmp_path, rows, max_length=inputs[1])).counts == Counts(4, 0, 0)
     assert load(folder_config(tmp_path, rows, max_length=inputs[1] - 1)).counts == Counts(3, 1, 0)
@@ -275,7 +274,7 @@ def test_questions_and_answers_become_conversations(tmp_path):
     config = folder_config(tmp_path, [{"question": "1 + 1?", "answer": "#### 2", "level": 3}])
     [batch] = load(config).in_order(1)
     assert answers(batch) == ["#### 2<|im_end|>"]
-    [turn] = tokenizer.encode_turns(dialogue("1 + 1?", "#### 2")["messages"], TOKENIZER)
+    [turn] = encode_turns(dialogue("1 + 1?", "#### 2")["messages"], TOKENIZER)
     ids = turn.context + turn.answer[:-1]
     assert batch.tokens[0, : len(ids)].tolist() == ids
 

@@ -10,6 +10,7 @@ from l2d_jax.config.schema import CATEGORIES, DataConfig
 from l2d_jax.data import smoltalk, sources, tokenizer
 from l2d_jax.data.examples import Counts, Examples
 from l2d_jax.errors import InputError
+from tests.support.turns import encode_turns
 
 TOKENIZER = tokenizer.byte_tokenizer()
 CATEGORIES_OF_MAGPIE = sorted([*smoltalk.OF_CATEGORY, *smoltalk.LEFT_OUT])
@@ -73,7 +74,7 @@ def test_the_recipe(hub):
 
 def test_turns_beyond_the_length_are_left_out_and_the_ones_before_them_stay(hub):
     [row] = [row for row in ROWS["smol-magpie-ultra"] if row["category"] == "math"]
-    second = tokenizer.encode_turns(row["messages"], TOKENIZER)[1]
+    second = encode_turns(row["messages"], TOKENIZER)[1]
     config = DataConfig(subsets=("smol-magpie-ultra",), max_length=len(second.context) + len(second.answer) - 1)
     with_math = [name for name in smoltalk.OF_CATEGORY if len(name) <= len("math")]
     assert load(config).counts == Counts(5 + len(with_math), 2 * 5 - len(with_math), 0)

@@ -8,7 +8,6 @@ import pytest
 from l2d_jax.data.tokenizer import (
     CHATML,
     byte_tokenizer,
-    encode_turns,
     load_tokenizer,
     padding_id,
     prompt_ids,
@@ -17,6 +16,7 @@ from l2d_jax.data.tokenizer import (
     turn_texts,
 )
 from l2d_jax.errors import InputError
+from tests.support.turns import encode_turns
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},

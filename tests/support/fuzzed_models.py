@@ -21,6 +21,7 @@ from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_safetensor
 from tests.support import mutations, programs, tiny
 from tests.support.fuzz import Kind, Values
 from tests.support.tiny_gguf import write_gguf
+from tests.support.turns import encode_turns
 
 MESSAGES = [{"role": "user", "content": "Hi 12?"}, {"role": "assistant", "content": "It's été, 123\n"}]
 SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -73,7 +74,7 @@ def _read_text(folder: Path) -> Values:
     base = model_folder.find_base(ModelConfig(name=str(folder / "base"), dtype="float32"))
     found = base.tokenizer
     assert found is not None
-    turns = tokenizer.encode_turns(MESSAGES, found)
+    turns = encode_turns(MESSAGES, found)
     prompt = tokenizer.prompt_ids(MESSAGES[:1], found)
     plain = tokenizer.text_ids(["Hi 12!", "été \N{SNOWMAN}\n"], found)
     ids = [*prompt, *plain[0], *plain[1], *turns[0].context, *turns[0].answer, *base.stop_ids]
