@@ -28,10 +28,6 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _is_program() -> bool:
-    """Whether `python -m l2d_jax.PROGRAM` is about to be imported, for which Python says "-m" in place of its name."""
-    return sys.argv[:1] == ["-m"] and any(word.removeprefix("-m").startswith("l2d_jax.") for word in sys.orig_argv)
-
-
-if _is_program():
+# Whether `python -m l2d_jax.PROGRAM` is about to be imported, for which Python says "-m" in place of its name.
+if sys.argv[:1] == ["-m"] and any(word.removeprefix("-m").startswith("l2d_jax.") for word in sys.orig_argv):
     importlib.import_module(f"{__name__}.console").begin()

@@ -98,10 +98,11 @@ def read_lines(
     kept: list[tuple[int, bytes, dict[str, Any]]] = []
     faults: dict[int, str] = {}  # by the number of the line
     try:
-        lines = complete_lines(path)
+        text = path.read_bytes() if path.exists() else b""
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
-    for number, line in enumerate(lines, start=1):
+    lines = text.split(b"\n")[:-1]  # not one that was cut off; not splitlines, which ends lines at other bytes too
+    for number, line in enumerate((line + b"\n" for line in lines), start=1):
         try:
             record = _parse(line, is_finite=True)
             for kind in kinds:
@@ -115,8 +116,8 @@ def read_lines(
     if faults:
         number, fault = next(iter(faults.items()))
         more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
-        text = f"warning: line {number} of {path} is damaged and left out{more}: {fault}"
-        print(shorten(text, LONGEST_LINE), file=sys.stderr, flush=True)
+        warning = f"warning: line {number} of {path} is damaged and left out{more}: {fault}"
+        print(shorten(warning, LONGEST_LINE), file=sys.stderr, flush=True)
     return [(line, record) for number, line, record in kept if number not in faults]
 
 
@@ -190,14 +191,6 @@ def write_whole(path: Path, text: str | bytes) -> None:
         os.fsync(file.fileno())
     written.replace(path)
     sync(path.parent)
-
-
-def complete_lines(path: Path) -> list[bytes]:
-    """The lines of a file with their line ends, without a last line that was cut off; none if there is no file."""
-    if not path.exists():
-        return []
-    *lines, _ = path.read_bytes().split(b"\n")  # not splitlines, which ends lines at other bytes too
-    return [line + b"\n" for line in lines]
 
 
 def sync(path: Path) -> None:

@@ -124,7 +124,11 @@ def open_tasks(names: list[str], folders: list[Path]) -> list[Any]:
     if not set(names) <= set(manager.all_subtasks):  # to index the harness's own takes several seconds
         manager = TaskManager(include_path=[str(folder) for folder in folders])
     for name in names:
-        require(name in manager.all_tasks, f"no task {name!r}{_remedy(name, manager.all_tasks)}")
+        if name not in manager.all_tasks:
+            near = nearest(name, manager.all_tasks)
+            if "did you mean" not in near:
+                near = ": `lm_eval ls tasks` lists them; --include_path adds a folder's"
+            raise InputError(f"no task {name!r}{near}")
     try:
         opened = manager.load(names)
     except Exception as error:  # a task is a program of its own, and reads its data from anywhere
@@ -133,12 +137,6 @@ def open_tasks(names: list[str], folders: list[Path]) -> list[Any]:
     groups = [group for name, group in opened["groups"].items() if name not in inner]
     grouped = {task.task_name for group in groups for task in group.get_all_tasks()}
     return groups + [task for name, task in opened["tasks"].items() if name not in grouped]
-
-
-def _remedy(name: str, known: list[str]) -> str:
-    """The end of the message about an unknown task: the nearest name, or how to list the tasks."""
-    end = nearest(name, known)
-    return end if "did you mean" in end else ": `lm_eval ls tasks` lists them; --include_path adds a folder's"
 
 
 def _leaves(tasks: list[Any]) -> list[Any]:

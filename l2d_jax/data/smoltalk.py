@@ -23,14 +23,8 @@ OF_SUBSET = {
     "metamathqa-50k": "math",
     "numina-cot-100k": "math",
     "openhermes-100k": "general_qa",
-    "smol-constraints": "other",
-    "smol-rewrite": "other",
-    "smol-summarize": "other",
-    "apigen-80k": "other",
-    "everyday-conversations": "other",
-    "explore-instruct-rewriting": "other",
-    "longalign": "other",
-    "systemchats-30k": "other",
+    **dict.fromkeys(("smol-constraints", "smol-rewrite", "smol-summarize", "apigen-80k"), "other"),
+    **dict.fromkeys(("everyday-conversations", "explore-instruct-rewriting", "longalign", "systemchats-30k"), "other"),
 }
 OF_CATEGORY = {  # categories of smol-magpie-ultra, except those that are left out
     "coding": "coding",

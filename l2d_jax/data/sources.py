@@ -83,10 +83,6 @@ def _read_part(config: DataConfig, subset: str | None, split: str) -> datasets.D
         rows = smoltalk.select_rows(rows, subset)
     elif config.source in CATEGORY and "class" not in rows.column_names:
         rows = rows.add_column("class", np.full(len(rows), CATEGORIES.index(CATEGORY[config.source]), np.int64))
-    return _check_columns(rows, name)
-
-
-def _check_columns(rows: datasets.Dataset, name: str) -> datasets.Dataset:
     columns = set(rows.column_names)
     if not _have_text(columns):
         found = ", ".join(sorted(columns))

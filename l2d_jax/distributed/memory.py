@@ -37,8 +37,10 @@ def tree_bytes(tree: Any) -> int:
 def device_bytes() -> int | None:
     """The memory of all devices of all processes, or None where a device does not say; starts JAX's backend."""
     device = jax.local_devices()[0]
-    if device.platform == "cpu":
-        return _host_bytes() * jax.process_count()
+    if device.platform == "cpu":  # this machine's, or that of the container that this process is in
+        limits = [Path(name).read_text().strip() for name in LIMITS if Path(name).is_file()]
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return min(there, *(int(limit) for limit in limits if limit.isdigit()), there) * jax.process_count()
     limit = (device.memory_stats() or {}).get("bytes_limit")
     return None if limit is None else int(limit) * jax.device_count()
 
@@ -53,10 +55,3 @@ def require_memory(needs: Mapping[str, int], remedy: str) -> None:
             f"this needs {needed / 2**30:,.1f} GiB of memory ({parts}), and the devices have {there / 2**30:,.1f} GiB: "
             f"lower {remedy}"
         )
-
-
-def _host_bytes() -> int:
-    """The memory of this machine, or of the container that this process is in."""
-    limits = [Path(name).read_text().strip() for name in LIMITS if Path(name).is_file()]
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(there, *(int(limit) for limit in limits if limit.isdigit()), there)

@@ -15,6 +15,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
+import numpy as np
 from annotated_types import Interval
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -69,7 +70,7 @@ class Metrics:
         """
         if self._silent:
             return
-        values = {name: value for name, value in values.items() if _is_finite(value)}
+        values = {name: value for name, value in values.items() if np.all(np.isfinite(value))}
         self._waiting.append((json.dumps({"step": step, **values}) + "\n").encode())
         with contextlib.suppress(OSError):  # `sync` raises it
             self._drain()
@@ -222,7 +223,3 @@ def _misplaced(records: list[dict[str, Any]]) -> dict[int, str]:
     around = zip([0, *steps], steps, [*steps[1:], math.inf], strict=False)
     faults = {i: (step, a, b) for i, (a, step, b) in enumerate(around) if a <= b and not a <= step <= b}
     return {i: f"step {step} stands between {a} and {b}" for i, (step, a, b) in faults.items()}
-
-
-def _is_finite(value: Any) -> bool:
-    return all(map(math.isfinite, value if isinstance(value, list | tuple) else [value]))

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import jax
 
 from l2d_jax.config.schema import ProfileConfig
+from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError
 
 Step: TypeAlias = Callable[..., tuple[Any, Any]]  # (state, ...) -> (state, metrics), as `step.make_step` makes it
@@ -34,37 +35,30 @@ def trace_steps(run_step: Step, config: ProfileConfig, workdir: Path, *, start: 
         return run_step
     traced = _traced(config.steps)
     if traced[0] <= start + 1:
-        _report(f"no trace of the steps {config.steps}: step {start + 2} is the first that can be traced from here")
+        first = f"step {start + 2} is the first that can be traced from here"
+        processes.print_once(f"no trace of the steps {config.steps}: {first}")
         return run_step
     numbers = count(start + 1)
+    options = jax.profiler.ProfileOptions()
+    options.session_id = f"steps_{traced[0]}_{traced[-1]}"  # one folder for all hosts, whatever their clocks say
+    options.python_tracer_level = 0  # millions of calls of Python would hide, and slow, the rest
 
     def run(*arguments: Any) -> tuple[Any, Any]:
         step = next(numbers)
         if step == traced[0]:
             jax.block_until_ready(arguments)  # earlier steps may still be under way
-            jax.profiler.start_trace(workdir / "profile", profiler_options=_options(traced))
+            jax.profiler.start_trace(workdir / "profile", profiler_options=options)
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
             results = run_step(*arguments)
         if step == traced[-1]:
             jax.block_until_ready(results)
             jax.profiler.stop_trace()
-            _report(f"trace of steps {traced[0]} to {traced[-1]}: tensorboard --logdir {workdir / 'profile'}")
+            shown = f"tensorboard --logdir {workdir / 'profile'}"
+            processes.print_once(f"trace of steps {traced[0]} to {traced[-1]}: {shown}")
         return results
 
     return run
 
 
-def _report(text: str) -> None:
-    if jax.process_index() == 0:
-        print(text)
-
-
 def _traced(steps: str) -> range:
     return range(*map(int, steps.split(":")))
-
-
-def _options(traced: range) -> jax.profiler.ProfileOptions:
-    options = jax.profiler.ProfileOptions()
-    options.session_id = f"steps_{traced[0]}_{traced[-1]}"  # one folder for all hosts, whatever their clocks say
-    options.python_tracer_level = 0  # millions of calls of Python would hide, and slow, the rest
-    return options

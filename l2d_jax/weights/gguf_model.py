@@ -89,15 +89,12 @@ def read_weights(file: GGUFFile, dtype: Dtype) -> Iterator[tuple[str, Callable[[
     def read(name: str, target: str) -> Float[np.ndarray, "..."]:
         values = file.read(name)
         heads = HEADS.get(target.split(".")[-2]) if config["model_type"] == "llama" else None
-        return (values if heads is None else _restore_rows(values, config[heads])).astype(dtypes[dtype])
+        if heads is not None:  # undo llama.cpp's interleaving of the two halves of each head's rows
+            values = values.reshape(config[heads], -1, 2, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
+        return values.astype(dtypes[dtype])
 
     dtypes = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
     return ((target, partial(read, name, target)) for name, target in table.items())
-
-
-def _restore_rows(weight: Float[np.ndarray, "N D"], heads: int) -> Float[np.ndarray, "N D"]:
-    """Undo llama.cpp's interleaving of the two halves of each head's rows."""
-    return weight.reshape(heads, -1, 2, weight.shape[-1]).swapaxes(1, 2).reshape(weight.shape)
 
 
 def _config(file: GGUFFile) -> dict[str, Any]:

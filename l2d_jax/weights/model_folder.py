@@ -31,18 +31,8 @@ from l2d_jax.model.diffusion_path import DiffusionPath, start_from
 from l2d_jax.model.llm import LLM
 from l2d_jax.model.lora import LLMAdapter, merge_adapter
 from l2d_jax.model.quantization import quantize_layers
-from l2d_jax.weights import mapping, peft
+from l2d_jax.weights import locate, mapping, peft
 from l2d_jax.weights.digests import check_signature, source_fingerprint, tensors_digest
-from l2d_jax.weights.locate import (
-    HUB_ID,
-    NEARBY,
-    ON_HUB,
-    BaseAndAdapters,
-    base_record,
-    find_base_and_adapters,
-    missing_base,
-    read_base_name,
-)
 from l2d_jax.weights.mapping import TensorSource
 from l2d_jax.weights.peft import Adapted, Adapter
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_file
@@ -107,7 +97,7 @@ def read_architecture(config: ModelConfig) -> Architecture:
     """The architecture that the config gives, otherwise that of the base's folder; no weight is read."""
     if config.architecture is not None:
         return Architecture.from_hf(config.architecture)
-    file = find_base_and_adapters(config.name).folder / "config.json"
+    file = locate.find_base_and_adapters(config.name).folder / "config.json"
     return Architecture.from_hf(read_json(file), where=file)
 
 
@@ -120,7 +110,7 @@ def find_base(config: ModelConfig) -> BaseFiles:
     if config.name == "random":
         of_bytes = byte_tokenizer()
         return BaseFiles(read_architecture(config), of_bytes, stop_ids(of_bytes), None)
-    language_model = find_base_and_adapters(config.name)
+    language_model = locate.find_base_and_adapters(config.name)
     folder = language_model.folder
     raw = read_json(folder / "config.json")
     architecture = Architecture.from_hf(raw, where=folder / "config.json")
@@ -152,7 +142,7 @@ def new_path(config: PathConfig, llm: LLM, mesh: Mesh, *, seed: int) -> Diffusio
     return start_from(path, llm) if config.layers == "dense" and config.dense_init == "lm" else path
 
 
-def open_weights(language_model: BaseAndAdapters, architecture: Architecture) -> TensorSource:
+def open_weights(language_model: locate.BaseAndAdapters, architecture: Architecture) -> TensorSource:
     """The LM's tensors, to which adapters are added on reading; raises `InputError` for tensors that do not fit."""
     source: TensorSource = SafetensorsFolder.open(language_model.folder)
     check_llm(source, architecture)
@@ -184,7 +174,7 @@ def write_path(
     """Write `path.safetensors` and `path.json` into an existing folder, from the path's tensors by release name."""
     file = folder / "path.safetensors"
     write_file(file, {name: np.asarray(make()) for name, make in tensors.items()})
-    record = {**base_record(base, folder), "base_fingerprint": base_fingerprint, "path": vars(config)}
+    record = {**locate.base_record(base, folder), "base_fingerprint": base_fingerprint, "path": vars(config)}
     record["checksum"] = _path_checksum(record, SafetensorsFolder.open_file(file))
     (folder / "path.json").write_text(json.dumps(record, indent=2) + "\n")
 
@@ -202,8 +192,9 @@ def save_path(folder: Path, path: DiffusionPath, *, base: str, base_fingerprint:
 def record_base(workdir: Path, config: ModelConfig, base_fingerprint: Fingerprint | None = None) -> None:
     """Write which base a run has into its workdir, unless it is random; raises `OSError`."""
     (workdir / BASE).unlink(missing_ok=True)
-    record = {**base_record(config.name, workdir), "base_fingerprint": base_fingerprint}
-    if ON_HUB in record or (NEARBY in record and Path(record["base"]).exists()):  # else it is refused when it is opened
+    record = {**locate.base_record(config.name, workdir), "base_fingerprint": base_fingerprint}
+    # Another is refused when it is opened.
+    if locate.ON_HUB in record or (locate.NEARBY in record and Path(record["base"]).exists()):
         write_whole(workdir / BASE, json.dumps(record, indent=2) + "\n")
 
 
@@ -215,11 +206,11 @@ def recorded_base(workdir: Path, config: ModelConfig) -> ModelConfig:
     """
     file, is_here = workdir / BASE, os.path.exists(os.path.expanduser(config.name))
     if not file.exists():
-        if HUB_ID.fullmatch(config.name) and not is_here:
-            raise missing_base(config.name, file)
+        if locate.HUB_ID.fullmatch(config.name) and not is_here:
+            raise locate.missing_base(config.name, file)
         return config
     try:
-        return dataclasses.replace(config, name=read_base_name(file))
+        return dataclasses.replace(config, name=locate.read_base_name(file))
     except InputError:
         if is_here:  # moved, and found as the config says
             return config
@@ -228,7 +219,7 @@ def recorded_base(workdir: Path, config: ModelConfig) -> ModelConfig:
 
 def base_name(folder: Path) -> str:
     """The base that a path was trained on; raises `InputError` for random weights, which are in no folder."""
-    return read_base_name(folder / "path.json", what="the base that the path was trained on")
+    return locate.read_base_name(folder / "path.json", what="the base that the path was trained on")
 
 
 def read_path_config(folder: Path) -> PathConfig:

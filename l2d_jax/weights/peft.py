@@ -85,7 +85,15 @@ class Adapter:
     @classmethod
     def open(cls, folder: Path, architecture: Architecture) -> "Adapter":
         """Check the files of an adapter; raises `InputError` for unsupported options and tensors that do not fit."""
-        config = read_adapter_config(folder / CONFIG)
+        file = folder / CONFIG
+        raw = read_json(file)
+        for name, value in PLAIN.items():
+            if raw.get(name, value) not in (value, value or None):
+                raise InputError(f"{file}: {name} = {shown(raw[name])} is not supported, only {value!r}")
+        remedy = f"give it as PEFT saves it, with layers of {', '.join(PROJECTIONS)}"
+        found = check(raw, _PeftConfig, file, remedy=remedy)
+        modules = tuple(sorted(set(found["target_modules"])))
+        config = AdapterConfig(found["r"], found["lora_alpha"], modules, bool(found.get("use_rslora")))
         source = SafetensorsFolder.open_file(folder / WEIGHTS)
         mapping.check_tensors(source, adapter_shapes(config, architecture))
         return cls(config, source)
@@ -140,18 +148,6 @@ class Rounded(_Changed):
 def has_adapter(folder: Path) -> bool:
     """Whether the folder holds a LoRA adapter."""
     return (folder / CONFIG).exists() or (folder / WEIGHTS).exists()
-
-
-def read_adapter_config(file: Path) -> AdapterConfig:
-    """PEFT's options; raises `InputError` where one is missing, or asks for something other than plain LoRA."""
-    raw = read_json(file)
-    for name, value in PLAIN.items():
-        if raw.get(name, value) not in (value, value or None):
-            raise InputError(f"{file}: {name} = {shown(raw[name])} is not supported, only {value!r}")
-    remedy = f"give it as PEFT saves it, with layers of {', '.join(PROJECTIONS)}"
-    found = check(raw, _PeftConfig, file, remedy=remedy)
-    modules = tuple(sorted(set(found["target_modules"])))
-    return AdapterConfig(found["r"], found["lora_alpha"], modules, bool(found.get("use_rslora")))
 
 
 def adapter_shapes(config: AdapterConfig, architecture: Architecture) -> dict[str, tuple[int, ...]]:
