@@ -55,14 +55,9 @@ def main() -> None:
 def import_model(base: str, out: Path, *, l2d: tuple[Path, Path] | None = None, adapter: Path | None = None) -> None:
     """Write a model folder, complete or not at all; every tensor keeps its bits.
 
-    Args:
-      base: a Hugging Face folder, a hub id or a GGUF file.
-      out: a new or empty folder.
-      l2d: a checkpoint of the release and its hyper-parameters. It holds the whole model, whose LM replaces the base's.
-      adapter: a folder with a LoRA adapter of the base; it stays apart from the base's weights.
-
-    Raises:
-      InputError: for anything malformed, missing or extra, naming file and tensor.
+    `l2d` is a checkpoint of the release, whose LM replaces the base's, and its hyper-parameters; `adapter` is a folder
+    with a LoRA adapter of the base, which stays apart. Raises `InputError` for anything malformed, missing or extra,
+    naming file and tensor.
     """
     language_model = find_base_and_adapters(base)
     folder, adapters = language_model.folder, language_model.adapters

@@ -69,13 +69,10 @@ def parse_json(text: bytes, path: Path) -> dict[str, Any]:
 
 
 def check(value: Any, kind: Any, where: object, *, remedy: str = DOWNLOAD) -> Any:
-    """`value` as the type `kind` declares it; raises an `InputError` that names the first entry that is not.
+    """A value of JSON as the type `kind` declares it, such as a `TypedDict`, whose unknown keys are left out.
 
-    Args:
-      value: what a file of JSON holds.
-      kind: a type such as a `TypedDict`, whose bounds are those of `annotated_types`; unknown keys are left out.
-      where: what the value is of, which begins the message.
-      remedy: what ends it.
+    Bounds are those of `annotated_types`. Raises an `InputError` that begins with `where`, names the first entry that
+    is not as declared, and ends with `remedy`.
     """
     try:
         return _adapter(kind).validate_python(value, strict=True)
@@ -88,12 +85,8 @@ def read_lines(
 ) -> list[tuple[bytes, dict[str, Any]]]:
     """The complete lines of a file of JSON and the object in each, without the damaged ones, which a warning counts.
 
-    Raises `InputError` for a file that cannot be read.
-
-    Args:
-      path: the file, which may be missing.
-      kinds: types that each object must have, as for `check`.
-      odd: which of all the objects cannot be right beside the others, by their places, and why.
+    An object must be of all `kinds`, as for `check`; `odd` says which of all cannot be right beside the others, by
+    their places, and why. The file may be missing; raises `InputError` if it cannot be read.
     """
     kept: list[tuple[int, bytes, dict[str, Any]]] = []
     faults: dict[int, str] = {}  # by the number of the line

@@ -9,20 +9,12 @@ from functools import partial
 from l2d_jax import command_line
 from l2d_jax.config.schema import DecodeConfig, MeshConfig
 from l2d_jax.data.tokenizer import Message
+from l2d_jax.decoding import requests
 from l2d_jax.decoding.beam_search import check_search, check_search_memory, search
 from l2d_jax.decoding.beams import SearchConfig
 from l2d_jax.decoding.generation import generate_tokens
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.refine import check_budget
-from l2d_jax.decoding.requests import (
-    Prompt,
-    Request,
-    Restrictions,
-    check_decoding_memory,
-    check_prompts,
-    encode_prompt,
-    override_settings,
-)
 from l2d_jax.decoding.solver import ADAPTIVE, SOLVERS
 from l2d_jax.decoding.stop_strings import StopSearch, to_text
 from l2d_jax.decoding.trace import TokenTrace, check_single_sample, trace
@@ -48,14 +40,14 @@ def main() -> None:
     names = {field.name for field in dataclasses.fields(DecodeConfig)} - {"budget"}
     changes = {name: value for name, value in vars(options).items() if name in names and value is not None}
     budgets = [{}] if options.budget is None else [{"budget": budget} for budget in options.budget]
-    variants = [override_settings(folder.defaults, changes | budget) for budget in budgets]
+    variants = [requests.override_settings(folder.defaults, changes | budget) for budget in budgets]
     prompts = options.prompt or []
     conversations = [[{"role": "user", "content": prompt}] for prompt in prompts or [""]]
     base = model_folder.find_base(folder.base)
-    ids = [encode_prompt(messages, base.tokenizer) for messages in conversations]
+    ids = [requests.encode_prompt(messages, base.tokenizer) for messages in conversations]
     for settings in variants:
         check_budget(settings, has_path=folder.path_config is not None)
-        check_prompts(ids, settings, base.architecture)
+        requests.check_prompts(ids, settings, base.architecture)
     check_labels(folder.path_config, [] if options.label is None else [options.label])
     StopSearch(options.stop, base.tokenizer, 0)  # raises before any weight is read
     traces: list[list[TokenTrace]] = []
@@ -64,7 +56,7 @@ def main() -> None:
     llm = LLM.declare(base.architecture, dtype=folder.base.dtype)
     for settings in variants:
         remedy = "--draws or --max_new_tokens"
-        check_decoding_memory(llm, folder.path_config, settings, rows=1, longest=longest, remedy=remedy)
+        requests.check_decoding_memory(llm, folder.path_config, settings, rows=1, longest=longest, remedy=remedy)
         if options.beams is not None:
             check_search_memory(settings, _search_config(options, settings), llm, folder.path_config, longest=longest)
     with output_folder(options.trace) if options.trace else contextlib.nullcontext() as out:
@@ -72,13 +64,13 @@ def main() -> None:
         if not prompts:
             _chat(loaded, print_answer, variants[0], seed=options.seed)
             return
-        requests = [(number, settings) for number in range(len(prompts)) for settings in variants]
-        for number, settings in requests:
-            if len(requests) > 1:
+        asked = [(number, settings) for number in range(len(prompts)) for settings in variants]
+        for number, settings in asked:
+            if len(asked) > 1:
                 print(f"\n[budget {settings.budget}] {prompts[number]}")
             print_answer(loaded, conversations[number], settings, options.seed)
         if out is not None:
-            pairs = zip(requests, traces, strict=True)
+            pairs = zip(asked, traces, strict=True)
             write_trace(out, [AnswerTrace(n, prompts[n], settings, tokens) for (n, settings), tokens in pairs])
 
 
@@ -183,8 +175,8 @@ def _print_traced(
     traces: list[list[TokenTrace]],
 ) -> str:
     """Print the whole answer, and add its trace to `traces`."""
-    prompt = Prompt(0, encode_prompt(messages, loaded.tokenizer), options.label)
-    request = Request([prompt], settings, seed, restrictions=Restrictions(options.stop))
+    prompt = requests.Prompt(0, requests.encode_prompt(messages, loaded.tokenizer), options.label)
+    request = requests.Request([prompt], settings, seed, restrictions=requests.Restrictions(options.stop))
     answers = generate_tokens(loaded.model, request, stop_ids=loaded.stop_ids, tokenizer=loaded.tokenizer)
     traces.extend(trace(loaded, request, answers))
     return _print_text(loaded, answers[0])
@@ -194,7 +186,7 @@ def _print_searched(
     loaded: LoadedModel, messages: Messages, settings: DecodeConfig, seed: int, *, options: argparse.Namespace
 ) -> str:
     """Print the best answer of a search."""
-    prompt = Prompt(0, encode_prompt(messages, loaded.tokenizer), options.label)
+    prompt = requests.Prompt(0, requests.encode_prompt(messages, loaded.tokenizer), options.label)
     config = _search_config(options, settings)
     return _print_text(loaded, search(loaded, prompt, settings=settings, config=config, seed=seed).answer)
 

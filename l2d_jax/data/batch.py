@@ -51,12 +51,8 @@ def stack(
 ) -> Batch:
     """Build a batch of NumPy arrays, which become JAX arrays when they are placed on the mesh.
 
-    Args:
-      rows: the examples of each row, which must fit into it; an empty list makes a row of padding. An example has its
-        `tokens`, `context` (the number of tokens before the answer) and `class`.
-      config: the shape of a row.
-      padding: id of the padding token.
-      is_packed: whether a row may hold several examples, which `segments` then numbers.
+    The examples of a row must fit into it, and are one at most unless it `is_packed`; without any it is all of the
+    token `padding`. An example has its `tokens`, `context` (the number of tokens before the answer) and `class`.
     """
     length, width = config.max_length, config.answer_length or config.max_length
     full: Any = np.full

@@ -125,12 +125,9 @@ class Examples:
         return f"{self.counts}, packed into {self.rows} rows, {padding} padding instead of {alone}"
 
     def batches(self, batch_size: int, *, start_step: int = 0, rows: Sequence[int] | None = None) -> Iterator[Batch]:
-        """Endless batches from `start_step` on; each epoch has its own order.
+        """Endless batches after the first `start_step`; each epoch has its own order.
 
-        Args:
-          batch_size: rows of one step over all processes.
-          start_step: number of batches that an earlier run has used.
-          rows: the rows of a batch that this process reads, and no others; None: all.
+        A batch has `batch_size` rows over all processes, of which this one reads `rows` and no others (None: all).
         """
         order = self._order()
         return self._read(order, batch_size, start_step, rows, is_packed=self.config.packing)

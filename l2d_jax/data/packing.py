@@ -36,13 +36,9 @@ class PackingPlan:
 def pack(
     tokens: Int[np.ndarray, " n"], answers: Int[np.ndarray, " n"], *, length: int, answer_length: int
 ) -> PackingPlan:
-    """A plan with few rows.
+    """A plan with few rows of `length` tokens, of which `answer_length` positions may carry a loss.
 
-    Args:
-      tokens: number of tokens of each example, at most `length`.
-      answers: number of positions of each example that carry a loss, at most `answer_length`.
-      length: number of tokens of a row.
-      answer_length: number of positions of a row that carry a loss.
+    `tokens` and `answers` are the same two numbers of each example, none of which exceeds a row's.
     """
     order = np.lexsort((answers, tokens, -(tokens / length + answers / answer_length)))
     sizes = np.stack([tokens, answers], axis=1)[order]

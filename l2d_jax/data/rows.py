@@ -71,20 +71,14 @@ def _is_deep(text: bytes) -> bool:
 def read_hub(
     name: str, subset: str | None, *, split: str, revision: str | None = None, remedy: str
 ) -> datasets.Dataset:
-    """The rows of a data set of the hub, or of its cached copy on this machine.
+    """The rows of a data set of the hub, or of its cached copy on this machine, by an id such as openai/gsm8k.
 
-    Args:
-      name: the data set's id, such as openai/gsm8k.
-      subset: name of its configuration; None: it has only one.
-      split: name of the split, such as train.
-      revision: a commit, tag or branch; None: the newest.
-      remedy: end of the error message if there is no such data set, or no network.
+    A `subset` of None stands for the only one, and a `revision` (commit, tag or branch) of None for the newest.
+    Raises `InputError`, which ends with `remedy`, if there is no such data set, or no network.
     """
     try:
         return datasets.load_dataset(name, subset, split=split, revision=revision)
-    except (
-        Exception
-    ) as error:  # the network, the hub's client and the parsers raise many kinds; all mean that there are no rows
+    except Exception as error:  # the network, the hub's client and the parsers raise many kinds: there are no rows
         raise InputError(
             f"data set {name!r} (subset {subset}, split {split!r}) cannot be read: {tokenizer.first_line(error)}: "
             f"{remedy}"

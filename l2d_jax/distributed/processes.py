@@ -136,9 +136,7 @@ def take_turns(function: Callable[[], T]) -> T:
 def leave(status: int, *, together: bool) -> None:
     """End this process among several; a process that is alone returns at once.
 
-    Args:
-      status: the exit status.
-      together: whether all processes end now; otherwise no other may be waited for, and this one exits here.
+    Unless all processes end `together`, no other may be waited for, and this one exits here.
     """
     if not jax.distributed.is_initialized() or _messenger is None:
         return

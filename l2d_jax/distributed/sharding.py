@@ -37,17 +37,10 @@ RULES: Rules = {
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
-    "layers": None,  # scanned over
-    "head_dim": None,
     "length": "context",
-    "embed_activation": None,
-    "hidden": None,
-    "rank": None,
-    "diffusion": None,
-    "condition": None,
-    "frequency": None,
-    "classes": None,
-    "parts": None,  # the six modulation vectors
+    # Whole everywhere: layers are scanned over, and parts are the six modulation vectors.
+    **dict.fromkeys(("layers", "parts", "head_dim", "embed_activation", "hidden", "rank")),
+    **dict.fromkeys(("diffusion", "condition", "frequency", "classes")),
 }
 GATHERED: Rules = {**RULES, "embed": None, "head_vocab": "tensor"}  # the rules where a weight is used
 

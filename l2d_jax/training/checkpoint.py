@@ -38,16 +38,12 @@ SURPLUS = ".surplus"  # suffix of a good step's folder while it is deleted
 
 
 class Checkpoints:
-    """The folder `checkpoints/` of a workdir, in which the newest `keep` good steps stay."""
+    """The folder `checkpoints/` of a workdir, in which the newest `keep` good steps stay.
+
+    The fingerprint `inputs` of what is trained from is saved with each step, and compared as one is restored.
+    """
 
     def __init__(self, folder: Path, *, keep: int = 1, inputs: Fingerprint | None = None) -> None:
-        """See the class.
-
-        Args:
-          folder: where the steps are.
-          keep: number of good steps that stay.
-          inputs: fingerprint of what is trained from, which is saved with each step and compared as one is restored.
-        """
         self._orbax = _checkpointer()
         self._inputs = inputs or {}
         self._folder, self._keep = folder.absolute(), keep
@@ -62,12 +58,8 @@ class Checkpoints:
         """Begin to write named trees as they are after `step` optimizer steps; returns before the write is done.
 
         A good step that is there already is left alone. A save that fails, at once or later, is a line on standard
-        error and an entry of `failures`, not an exception; the files that it has written are removed.
-
-        Args:
-          step: number of the step.
-          items: the trees, by name.
-          first: called on process 0 before anything is written; if it raises `OSError`, the save fails.
+        error and an entry of `failures`, not an exception; the files that it has written are removed. `first` is called
+        on process 0 before anything is written; if it raises `OSError`, the save fails.
         """
         self._wait()
         if processes.decide(lambda: (self._folder / str(step)).exists() and self._is_good(step)):

@@ -67,16 +67,10 @@ class Parts:
 
 
 def export_model(model: str, out: Path, *, format: str, as_torch: bool = False) -> None:
-    """Write a model in one of `FORMATS`, complete or not at all.
+    """Write a model folder, or a workdir that has finished, in one of `FORMATS`, complete or not at all.
 
-    Args:
-      model: a model folder or a workdir that has finished.
-      out: a new or empty folder.
-      format: a key of `FORMATS`.
-      as_torch: write a state dict as `pytorch_model.bin`, which the release's own programs read.
-
-    Raises:
-      InputError: for files that are missing or malformed, tensors that do not fit, and a part that the model lacks.
+    `as_torch` writes a state dict as `pytorch_model.bin`, which the release's own programs read. Raises `InputError`
+    for files that are missing or malformed, tensors that do not fit, and a part that the model lacks.
     """
     if as_torch and not format.startswith("l2d"):
         raise InputError(f"--torch is about the release's state dict: leave it out with --format {format}")

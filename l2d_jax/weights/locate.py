@@ -130,12 +130,8 @@ def read_base_name(file: Path, key: str = "base", *, what: str | None = None) ->
     Files of former versions do not say whether `org/name` is a folder or a hub id: it is a path from the working
     directory, and never looked up on the hub, where anybody may have taken the name of a folder. PEFT's files do not
     say it either; in these it may be both.
-    Raises `InputError` for random weights, which are in no folder, and for a local base that is missing.
-
-    Args:
-      file: a JSON file.
-      key: under which it names its base.
-      what: what the file has to name, in words.
+    Raises `InputError` for random weights, which are in no folder, and for a local base that is missing; for a file
+    without the key it says `what` has to be named.
     """
     record = read_json(file)
     name, nearby = record.get(key), record.get(NEARBY)
