@@ -61,7 +61,6 @@ def _measure_decode(options: argparse.Namespace, config: Config) -> dict[str, An
 
 
 def _draw_speed(figures: dict[str, Any], file: Path) -> None:
-    """Draw tokens per second and the time per token against the budget."""
     figure, panels = new_figure(2)
     for batch in (slope["batch"] for slope in figures["batches"]):
         rows = [row for row in figures["rows"] if row["batch"] == batch]

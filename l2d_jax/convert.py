@@ -8,7 +8,7 @@ authors' release, or a LoRA adapter of PEFT, beside it. `export` writes a model 
 from pathlib import Path
 
 from l2d_jax import command_line
-from l2d_jax.command_line import model_name
+from l2d_jax.command_line import local_path, model_name
 from l2d_jax.config.schema import ModelConfig
 from l2d_jax.errors import InputError
 from l2d_jax.files import output_folder, read_json
@@ -28,10 +28,10 @@ def main() -> None:
     importing.add_argument(
         "--base", type=model_name, required=True, help="a Hugging Face folder, a hub id or a GGUF file"
     )
-    importing.add_argument("--l2d", type=command_line.local_path, help="a checkpoint of the authors' release")
-    importing.add_argument("--hyperparameters", type=command_line.local_path, help="its keyword arguments, as JSON")
+    importing.add_argument("--l2d", type=local_path, help="a checkpoint of the authors' release")
+    importing.add_argument("--hyperparameters", type=local_path, help="its keyword arguments, as JSON")
     importing.add_argument(
-        "--adapter", type=command_line.local_path, help="a folder with a LoRA adapter of the base, as PEFT writes it"
+        "--adapter", type=local_path, help="a folder with a LoRA adapter of the base, as PEFT writes it"
     )
     exporting = commands.add_parser("export", help="write a model for other programs")
     exporting.add_argument(
@@ -40,7 +40,7 @@ def main() -> None:
     exporting.add_argument("--format", required=True, choices=list(FORMATS), help="for which program")
     exporting.add_argument("--torch", action="store_true", help="l2d, l2d-full: as pytorch_model.bin; needs torch")
     for command in (importing, exporting):
-        command.add_argument("--out", type=command_line.local_path, required=True, help="a new folder")
+        command.add_argument("--out", type=local_path, required=True, help="a new folder")
     options = parser.parse_args()
     if options.command == "export":
         export_model(options.model, options.out, format=options.format, as_torch=options.torch)

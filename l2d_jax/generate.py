@@ -156,7 +156,6 @@ def _search_config(options: argparse.Namespace, settings: DecodeConfig) -> Searc
 def _print_streamed(
     loaded: LoadedModel, messages: Messages, settings: DecodeConfig, seed: int, *, options: argparse.Namespace
 ) -> str:
-    """Print the answer piece by piece."""
     text = ""
     for piece in loaded.stream(messages, settings=settings, seed=seed, label=options.label, stop=options.stop):
         print(piece, end="", flush=True)

@@ -84,7 +84,6 @@ def main() -> None:
 
 
 def _parse() -> argparse.Namespace:
-    """The command line; raises `InputError`."""
     parser = command_line.Parser(prog="python -m l2d_jax.lm_eval", description=__doc__)
     command_line.add_source(parser)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "int8"], help="of weights and products")

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerFast
 
 from l2d_jax import command_line
+from l2d_jax.command_line import file_name, local_path, model_name
 from l2d_jax.config import config_file
 from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import Config, DecodeConfig
@@ -46,10 +47,8 @@ def main() -> None:
     parser = command_line.Parser(prog="python -m l2d_jax.study", description=__doc__)
     parser.add_argument("--models", nargs="+", type=_named, metavar="NAME=MODEL", required=True, help="to compare")
     parser.add_argument("--config", required=True, help=f"for its data, decoding and type; {config_file.CONFIG_HELP}")
-    parser.add_argument("--out", type=command_line.local_path, required=True, help="where the results go")
-    parser.add_argument(
-        "--split", type=command_line.file_name, help="of the answers; None: the config's for validation"
-    )
+    parser.add_argument("--out", type=local_path, required=True, help="where the results go")
+    parser.add_argument("--split", type=file_name, help="of the answers; None: the config's for validation")
     parser.add_argument("--solvers", nargs="+", choices=SOLVERS, default=["midpoint"], help="of a path")
     parser.add_argument("--budgets", nargs="+", type="Budget", default=[1, 3, 7, 15, 31], help=BUDGETS_HELP)
     options, config = parser.parse_with_config()
@@ -67,7 +66,10 @@ def main() -> None:
     def measured(name: str, model: str) -> dict[str, Any]:
         processes.print_once(f"measuring {name}: {model}")
         loaded = load(model, mesh=mesh, dtype=config.model.dtype, step=about[name]["step"])
-        found = {"about": about[name], "trained": _trained_parameters(folders[name], loaded)}
+        trained = 0 if loaded.model.path is None else costs.parameters(loaded.model.path)
+        if (run := folders[name].trained) is not None:  # which may have changed the language model itself
+            trained = costs.trainable_parameters(run, loaded.model.llm.architecture)
+        found = {"about": about[name], "trained": trained}
         found |= _measure_model(loaded, config, options.solvers, options.budgets, mesh)
         if processes.is_first():
             write_whole(options.out / f"{name}.json", json.dumps(found, indent=1) + "\n")
@@ -79,11 +81,10 @@ def main() -> None:
 
 
 def _named(text: str) -> tuple[str, str]:
-    """The parts of NAME=MODEL."""
     name, equals, model = text.partition("=")
     if not (equals and model and name.isidentifier()):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=MODEL, such as base=Qwen/Qwen2.5-7B-Instruct")
-    return command_line.file_name(name), command_line.model_name(model)
+    return file_name(name), model_name(model)
 
 
 def _describe(folder: Folder, options: argparse.Namespace, config: Config) -> dict[str, Any]:
@@ -126,14 +127,6 @@ def _read_known(file: Path, about: dict[str, Any]) -> dict[str, Any] | None:
             f"{file} was measured with another {' and '.join(names) or 'version'}: remove it, or take another --out",
         )
     return known
-
-
-def _trained_parameters(found: Folder, loaded: LoadedModel) -> int:
-    """The number of parameters that training changed, as far as the folder says; 0 for a plain language model."""
-    architecture = loaded.model.llm.architecture
-    if found.trained is not None:
-        return costs.trainable_parameters(found.trained, architecture)
-    return 0 if loaded.model.path is None else costs.parameters(loaded.model.path)
 
 
 def _measure_model(

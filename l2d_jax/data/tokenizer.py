@@ -14,7 +14,6 @@ message are read as special tokens, as transformers does; nothing here protects 
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +104,7 @@ def stop_ids(tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
     """The ids that end a generated answer: the end of sequence and, if it differs, the template's end of turn."""
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if tokenizer.chat_template:
-        ids.append(text_ids([_frame(tokenizer, tokenizer.chat_template).end], tokenizer)[0][-1])
+        ids.append(text_ids([_frame(tokenizer, tokenizer.chat_template)[1]], tokenizer)[0][-1])
     return tuple(dict.fromkeys(ids))
 
 
@@ -151,32 +150,28 @@ def _turn(messages: Sequence[Message], *, tokenizer: PreTrainedTokenizerFast, em
         raise InputError(
             "an answer needs a message before it, but the assistant begins this conversation: remove that turn"
         )
-    frame, content = _frame(tokenizer, tokenizer.chat_template), messages[-1]["content"]
+    (opening, end), content = _frame(tokenizer, tokenizer.chat_template), messages[-1]["content"]
     prompt, text = _render(messages[:-1], tokenizer, prompt=True), _render(messages, tokenizer, prompt=False)
     if text.startswith(prompt) and content.strip() in text[len(prompt) :]:
-        return prompt, text[len(prompt) : text.rindex(frame.end) + len(frame.end)]
-    if content.startswith(frame.opening):  # the template rewrites the answer, so the message itself is what to say
-        return prompt, content[len(frame.opening) :] + frame.end
-    if empty_thoughts and frame.opening.strip() == THOUGHT[0]:
-        return prompt, f"\n{THOUGHT[1]}\n\n{content}{frame.end}"
+        return prompt, text[len(prompt) : text.rindex(end) + len(end)]
+    if content.startswith(opening):  # the template rewrites the answer, so the message itself is what to say
+        return prompt, content[len(opening) :] + end
+    if empty_thoughts and opening.strip() == THOUGHT[0]:
+        return prompt, f"\n{THOUGHT[1]}\n\n{content}{end}"
     raise InputError(
-        f"an answer must continue the chat template's prompt, which ends with {frame.opening!r}, but one begins with "
-        f"{content[:20]!r}: begin answers with {frame.opening!r}, take a chat template whose prompt does not open it, "
+        f"an answer must continue the chat template's prompt, which ends with {opening!r}, but one begins with "
+        f"{content[:20]!r}: begin answers with {opening!r}, take a chat template whose prompt does not open it, "
         "or close thoughts with config.data.empty_thoughts"
     )
 
 
-@dataclass(frozen=True)
-class _Frame:
-    """The text that a template puts around an answer."""
-
-    opening: str  # end of the prompt that a finished answer does not begin with, such as <think>; mostly empty
-    end: str  # from the answer's last character up to and including the token that ends the turn
-
-
 @functools.lru_cache(maxsize=8)
-def _frame(tokenizer: PreTrainedTokenizerFast, template: str) -> _Frame:  # noqa: ARG001
-    """Read the frame off a conversation; `template` is part of the cache's key, so that a new one is read again."""
+def _frame(tokenizer: PreTrainedTokenizerFast, template: str) -> tuple[str, str]:  # noqa: ARG001
+    """The text that a template puts around an answer, read off a conversation.
+
+    First the end of the prompt that a finished answer does not begin with, such as <think>, which is mostly empty; then
+    what follows the answer, up to and including the token that ends the turn. `template` is part of the cache's key.
+    """
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": PROBE}]
     prompt, text = _render(messages[:1], tokenizer, prompt=True), _render(messages, tokenizer, prompt=False)
     before, _, after = text.partition(PROBE)
@@ -188,7 +183,7 @@ def _frame(tokenizer: PreTrainedTokenizerFast, template: str) -> _Frame:  # noqa
             f"{tokenizer.name_or_path} has the prompt {shown(prompt)} and writes {shown(text)} with the answer "
             f"{PROBE!r}: mend it"
         )
-    return _Frame(prompt[len(before) :], after[: min(ends)])
+    return prompt[len(before) :], after[: min(ends)]
 
 
 def _check(messages: Sequence[Message]) -> None:

@@ -8,7 +8,6 @@ checkpoint; otherwise the steps since the newest checkpoint are lost.
 import os
 import signal
 import threading
-from types import FrameType, TracebackType
 from typing import Any
 
 import jax
@@ -31,9 +30,7 @@ class Preemption:
     def __enter__(self) -> "Preemption":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: Any) -> None:
         if self._former is not None:
             signal.signal(signal.SIGTERM, self._former)
 
@@ -47,8 +44,7 @@ class Preemption:
         """Whether to save and stop after this step; all processes must ask after every step."""
         return self._noticed or multihost_utils.reached_preemption_sync_point(step)
 
-    def _notice(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
+    def _notice(self, *_: Any) -> None:
         self._noticed = True
         signal.signal(signal.SIGTERM, self._former)
         os.write(2, b"SIGTERM: saving after the step under way; another one ends at once\n")  # print is not reentrant

@@ -25,9 +25,8 @@ SLACK = 0.01  # nats; a loss that falls by less than about this leaves the densi
 
 GOLDEN = np.uint32(2654435769)  # 2^32 / golden ratio
 
-TimeSampler = Callable[
-    [Float[Array, "B M"], Float[Array, "B M"]], Float[Array, "B M"]
-]  # (uniform samples, weights) -> t
+# From uniform samples and weights to t.
+TimeSampler = Callable[[Float[Array, "B M"], Float[Array, "B M"]], Float[Array, "B M"]]
 
 
 class LossByTime(NamedTuple):
@@ -118,9 +117,8 @@ def running_mean(old: LossByTime | None, new: LossByTime | None) -> LossByTime |
 def density(loss_by_time: LossByTime, *, sigma: float) -> Float[Array, " bins"]:
     """The probability of each bin: that of a uniform t at first, then more and more the fall of the loss in the bin."""
     start = jnp.diff(time_of_share(jnp.linspace(0.0, 1.0, BINS + 1), sigma))
-    curve = jnp.pad(
-        _falling(loss_by_time), 1, mode="reflect", reflect_type="odd"
-    )  # a straight continuation at both ends
+    # A straight continuation at both ends.
+    curve = jnp.pad(_falling(loss_by_time), 1, mode="reflect", reflect_type="odd")
     fall = (curve[:-2] - curve[2:]) / 2
     learnt = (fall + SLACK * start) / (jnp.sum(fall) + SLACK)
     trust = jnp.sum(loss_by_time.weights)

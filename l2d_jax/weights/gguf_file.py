@@ -108,17 +108,13 @@ class _Cursor:
             last, end = tensors[name].end, start + -(-(tensors[name].end - start) // alignment) * alignment
         if tensors and self.size not in (last, end):
             raise self.malformed(f"it has {self.size} bytes, and its tensors end at {last}")
-        self.check_kinds(tensors)
-        return metadata, tensors
-
-    def check_kinds(self, tensors: Mapping[str, QuantizedTensor]) -> None:
-        """Refuse two kinds of one size in a file, of which nothing could tell that one was put for the other."""
         by_size: dict[tuple[int, int], set[str]] = {}
         for tensor in tensors.values():
             by_size.setdefault(gguf.GGML_QUANT_SIZES[tensor.kind], set()).add(tensor.kind.name)
         for names in by_size.values():
-            if len(names) > 1:
+            if len(names) > 1:  # nothing could tell that one was put for the other
                 raise self.malformed(f"it has tensors of {' and '.join(sorted(names))}, which pass for each other")
+        return metadata, tensors
 
     def unique(self, items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
         values: dict[str, Any] = {}
