@@ -7,7 +7,7 @@ import sys
 import traceback
 import typing
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**options)
         for name, declared in vars(ranges).items():
             if typing.get_origin(declared) is typing.Annotated:
-                self.register("type", name, Number(declared))
+                self.register("type", name, partial(number, declared))
 
     def error(self, message: str) -> NoReturn:
         """Raise `InputError`."""
@@ -52,18 +52,12 @@ class Parser(argparse.ArgumentParser):
         return options, read_config(options.config, split_overrides(rest))
 
 
-@dataclass(frozen=True)
-class Number:
-    """Parses a number of a declared range, such as `ranges.Budget`."""
-
-    declared: Any
-
-    def __call__(self, text: str) -> int | float:
-        """The number; raises what argparse reports."""
-        value: Any = text
-        with contextlib.suppress(ValueError):  # which the check reports, with the type that is wanted
-            value = typing.get_args(self.declared)[0](text)
-        return typing.cast(int | float, _reported(lambda: check_value(value, self.declared, "the number")))
+def number(declared: Any, text: str) -> int | float:
+    """Parse a number of a declared range, such as `ranges.Budget`; raises what argparse reports."""
+    value: Any = text
+    with contextlib.suppress(ValueError):  # which the check reports, with the type that is wanted
+        value = typing.get_args(declared)[0](text)
+    return typing.cast(int | float, _reported(lambda: check_value(value, declared, "the number")))
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:

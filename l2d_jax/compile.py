@@ -59,21 +59,6 @@ class Question:
         text = json.dumps([asked, str(architecture), versions], sort_keys=True)
         return hashlib.sha256(text.encode() + sources).hexdigest()[:24]
 
-    def lower(self, mesh: Mesh) -> jax.stages.Lowered:
-        """The program, traced for a mesh over the topology's devices; raises `InputError` as `lowering` does."""
-        if self.work == "train":
-            return lowering.lower_train(self.config, mesh)
-        return lowering.lower_decode(self.config, mesh, batch=self.batch, prompt=self.prompt)
-
-    def useful(self) -> tuple[int, int]:
-        """Tokens of one execution on all devices, and the FLOPs that they need, without recomputation."""
-        config, architecture = self.config, model_folder.read_architecture(self.config.model)
-        if self.work == "train":
-            flops = costs.flops_per_step(config, architecture)
-            return config.train.batch_size * config.data.max_length, sum(flops.values())
-        tokens = self.batch * config.decode.max_new_tokens
-        return tokens, tokens * costs.flops_per_decoded_token(config, architecture)
-
 
 def main() -> int:
     """Parse the command line, compile what is not in the cache, and print; 1 if a program does not fit."""
@@ -133,8 +118,16 @@ def answer(question: Question, mesh: Mesh, *, folder: Path | None = None) -> dic
 
 
 def compile_and_read(question: Question, mesh: Mesh, folder: Path | None) -> dict[str, Any]:
-    """The answer, which takes minutes to compile."""
-    lowered = question.lower(mesh)
+    """The answer, which takes minutes to compile; raises `InputError` as `lowering` does."""
+    config, architecture = question.config, model_folder.read_architecture(question.config.model)
+    if question.work == "train":
+        lowered = lowering.lower_train(config, mesh)
+        tokens = config.train.batch_size * config.data.max_length
+        flops = sum(costs.flops_per_step(config, architecture).values())
+    else:
+        lowered = lowering.lower_decode(config, mesh, batch=question.batch, prompt=question.prompt)
+        tokens = question.batch * config.decode.max_new_tokens
+        flops = tokens * costs.flops_per_decoded_token(config, architecture)
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -146,15 +139,13 @@ def compile_and_read(question: Question, mesh: Mesh, folder: Path | None) -> dic
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{question.work}.hlo").write_text(text)
-    tokens, flops = question.useful()
-    decode = question.config.decode
     return tpu_estimate.read_estimate(
         compiled.memory_analysis(),
         text,
         question.topology.generation,
-        useful=flops / mesh.size,
+        useful=flops / mesh.size,  # without recomputation
         tokens=tokens,
-        unknown_trips=find_solver(decode.solver).steps(decode.budget),
+        unknown_trips=find_solver(config.decode.solver).steps(config.decode.budget),
     )
 
 

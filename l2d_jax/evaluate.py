@@ -154,7 +154,7 @@ def class_label(text: str) -> int | float | str:
     if text == "category":
         return text
     try:
-        return command_line.Number(ranges.Label)(text)
+        return command_line.number(ranges.Label, text)
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f'must be "category" or a class: {error}') from None
 

@@ -63,7 +63,12 @@ def main() -> None:
     for task in _leaves(tasks):
         if task.OUTPUT_TYPE == "generate_until":
             parse_generation(task.config.generation_kwargs or {}, harness_options)
-    _check_code(tasks, is_allowed=options.confirm_run_unsafe_code)
+    unsafe = [task.task_name for task in _leaves(tasks) if getattr(task, "UNSAFE_CODE", False)]
+    require(
+        options.confirm_run_unsafe_code or not unsafe,
+        f"{', '.join(unsafe)} runs programs that the model writes, without isolation: take `python -m "
+        "l2d_jax.evaluate`, which has a sandbox, or allow it with --confirm_run_unsafe_code",
+    )
     with output_folder(options.out) if processes.is_first() else contextlib.nullcontext() as out:
         loaded = load(options.workdir or options.model, mesh=mesh, dtype=options.dtype)
         results: dict[str, Any] = lm_eval.simple_evaluate(
@@ -141,16 +146,6 @@ def open_tasks(names: list[str], folders: list[Path]) -> list[Any]:
 def _leaves(tasks: list[Any]) -> list[Any]:
     """The tasks, and those of the groups among them."""
     return [task for item in tasks for task in (item.get_all_tasks() if hasattr(item, "get_all_tasks") else [item])]
-
-
-def _check_code(tasks: list[Any], *, is_allowed: bool) -> None:
-    """Raise `InputError` for a task that runs generated programs, unless that is allowed."""
-    unsafe = [task.task_name for task in _leaves(tasks) if getattr(task, "UNSAFE_CODE", False)]
-    require(
-        is_allowed or not unsafe,
-        f"{', '.join(unsafe)} runs programs that the model writes, without isolation: take `python -m "
-        "l2d_jax.evaluate`, which has a sandbox, or allow it with --confirm_run_unsafe_code",
-    )
 
 
 def _write_results(folder: Path, results: dict[str, Any]) -> None:

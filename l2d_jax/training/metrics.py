@@ -41,13 +41,10 @@ class Metrics:
 
     Records after `start` belong to an interrupted run and are dropped, and so are damaged lines. With `silent`, for the
     processes other than 0, all calls write nothing. Raises `InputError` if the workdir cannot be written to.
-
-    Attributes:
-      skipped: number of updates that were skipped in the whole run.
     """
 
     def __init__(self, workdir: Path, *, start: int, total: int, silent: bool = False) -> None:
-        self._silent, self.skipped = silent, 0
+        self._silent, self.skipped = silent, 0  # updates that were skipped in the whole run
         self._waiting: list[bytes] = []
         self._bar = tqdm(initial=start, total=total, unit="step", disable=silent or not sys.stderr.isatty())
         if silent:

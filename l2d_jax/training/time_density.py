@@ -50,12 +50,12 @@ def uniform_times(uniform: Float[Array, "B M"], weights: Float[Array, "B M"]) ->
 
 def time_sampler(config: TrainConfig, loss_by_time: LossByTime | None, *, sigma: float) -> TimeSampler:
     """The function of the config that turns uniform samples into times; "warped" needs the `loss_by_time` so far."""
+    mean, deviation = config.logit_normal_mean, config.logit_normal_deviation
     quantiles: dict[str, Callable[[Array], Array]] = {
         "uniform": lambda uniform: uniform,
         "cosmap": cosmap_times,
-        "logit_normal": partial(
-            logit_normal_times, mean=config.logit_normal_mean, deviation=config.logit_normal_deviation
-        ),
+        # With a normal log(t / (1 - t)) (Esser et al. 2024, section 3.1); a positive mean is towards the data.
+        "logit_normal": lambda uniform: jax.nn.sigmoid(mean + deviation * jax.scipy.special.ndtri(uniform)),
     }
     if loss_by_time is not None:
         quantiles["warped"] = partial(warped_times, probabilities=density(loss_by_time, sigma=sigma), sigma=sigma)
@@ -74,11 +74,6 @@ def cosmap_times(uniform: Float[Array, "*B"]) -> Float[Array, "*B"]:
     """
     angle = (jnp.pi / 2) * uniform
     return jnp.sin(angle) / (jnp.sin(angle) + jnp.cos(angle))
-
-
-def logit_normal_times(uniform: Float[Array, "*B"], *, mean: float, deviation: float) -> Float[Array, "*B"]:
-    """Times with a normal log(t / (1 - t)) (Esser et al. 2024, section 3.1); a positive mean is towards the data."""
-    return jax.nn.sigmoid(mean + deviation * jax.scipy.special.ndtri(uniform))
 
 
 def stratify(uniform: Float[Array, "B M"], weights: Float[Array, "B M"]) -> Float[Array, "B M"]:

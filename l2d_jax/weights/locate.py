@@ -95,13 +95,13 @@ def find_base_and_adapters(name: str) -> BaseAndAdapters:
     """Follow adapters to the base that each names; raises `InputError` where a folder on the way is missing."""
     adapters: list[Path] = []
     folder = _locate(name, adapters)
-    while not (folder / "config.json").exists() and peft.has_adapter(folder):
+    while (folder / peft.CONFIG).exists() or (folder / peft.WEIGHTS).exists():
         if folder in adapters:
             raise InputError(f"{folder} is its own base: mend base_model_name_or_path in its {peft.CONFIG}")
         adapters.insert(0, folder)
+        if (folder / "config.json").exists():
+            break
         folder = _locate(read_base_name(folder / peft.CONFIG, "base_model_name_or_path"), adapters)
-    if peft.has_adapter(folder):
-        adapters.insert(0, folder)
     return BaseAndAdapters(folder, tuple(adapters))
 
 

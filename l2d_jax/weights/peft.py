@@ -145,11 +145,6 @@ class Rounded(_Changed):
         return self.source.read(name, index).astype(self.records[name].dtype)
 
 
-def has_adapter(folder: Path) -> bool:
-    """Whether the folder holds a LoRA adapter."""
-    return (folder / CONFIG).exists() or (folder / WEIGHTS).exists()
-
-
 def adapter_shapes(config: AdapterConfig, architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of an adapter."""
     options = LoraConfig(rank=config.rank, modules=config.modules)

@@ -2,12 +2,13 @@ import argparse
 import importlib
 import re
 import typing
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from l2d_jax.command_line import Number, Parser, local_path
+from l2d_jax.command_line import Parser, local_path, number
 from l2d_jax.config.config_file import read_config, split_overrides
 from l2d_jax.config.schema import Config, DecodeConfig, OptimConfig, PathConfig, TrainConfig
 from l2d_jax.errors import InputError
@@ -145,12 +146,12 @@ def test_every_number_of_a_command_line_has_a_range(program, monkeypatch):
         main()
     for action, kind in options_of(caught.value.args[0]):
         assert kind not in (int, float), action.option_strings
-        if isinstance(kind, Number):
-            number, interval = typing.get_args(kind.declared)
+        if isinstance(kind, partial) and kind.func is number:
+            of_type, interval = typing.get_args(*kind.args)
             assert action.default is None or all(kind(str(value)) == value for value in np.ravel(action.default))
             for text in (
-                number(interval.ge - 1),
-                number(2 * (interval.le or interval.lt)),
+                of_type(interval.ge - 1),
+                of_type(2 * (interval.le or interval.lt)),
                 "nan",
                 "-inf",
                 "",
