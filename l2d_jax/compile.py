@@ -87,7 +87,10 @@ def main() -> int:
         question = Question(work, config, topology, options.batch, options.prompt)
         answers[work] = found = answer(question, mesh, folder=options.hlo)
         if not options.json:
-            lines = [title(question, found, mesh), *tpu_estimate.estimate_lines(found, top=options.top)]
+            sizes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items())
+            origin = "from the cache" if found["cached"] else f"compiled in {found['seconds of compiling']:.0f} s"
+            title = f"{work} on {topology.name}, {mesh.size} devices, {sizes} ({origin}); per device:"
+            lines = [title, *tpu_estimate.estimate_lines(found, top=options.top)]
             print("\n  ".join(lines).replace("\n  \n", "\n\n"), end="\n\n", flush=True)
     if options.json:
         print(json.dumps(answers))
@@ -147,13 +150,6 @@ def compile_and_read(question: Question, mesh: Mesh, folder: Path | None) -> dic
         tokens=tokens,
         unknown_trips=find_solver(config.decode.solver).steps(config.decode.budget),
     )
-
-
-def title(question: Question, found: dict[str, Any], mesh: Mesh) -> str:
-    """The title of a table."""
-    sizes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items())
-    origin = "from the cache" if found["cached"] else f"compiled in {found['seconds of compiling']:.0f} s"
-    return f"{question.work} on {question.topology.name}, {mesh.size} devices, {sizes} ({origin}); per device:"
 
 
 if __name__ == "__main__":

@@ -63,18 +63,14 @@ def open_session(options: argparse.Namespace, config: Config | None) -> tuple[Se
     run = choose_run(tasks, is_allowed=options.allow_code_execution)
     base = processes.take_turns(lambda: model_folder.find_base(found.base))
     plans = make_plans(tasks, options, found.defaults if config is None else config.decode, base)
+    llm = LLM.declare(base.architecture, dtype=found.base.dtype)
     for plan in plans:
         check_budget(plan.settings, has_path=found.path_config is not None)
         prompts = [one.ids for one in plan.problems]
         check_prompts(prompts, plan.settings, base.architecture)
-        check_decoding_memory(
-            LLM.declare(base.architecture, dtype=found.base.dtype),
-            found.path_config,
-            plan.settings,
-            rows=plan.protocol.batch_size,
-            longest=max(map(len, prompts)) - common_prefix(prompts),
-            remedy="--batch_size or --max_new_tokens",
-        )
+        longest = max(map(len, prompts)) - common_prefix(prompts)
+        size, remedy = plan.protocol.batch_size, "--batch_size or --max_new_tokens"
+        check_decoding_memory(llm, found.path_config, plan.settings, rows=size, longest=longest, remedy=remedy)
     if options.label is not None:
         labels = {label_of(one.problem, plan.protocol) for plan in plans for one in plan.problems}
         check_labels(found.path_config, sorted(label for label in labels if label is not None))
@@ -151,10 +147,8 @@ def parse_arguments(parser: command_line.Parser) -> tuple[argparse.Namespace, Co
 
 def class_label(text: str) -> int | float | str:
     """The value of `--label`: "category", or the number of a class."""
-    if text == "category":
-        return text
     try:
-        return command_line.number(ranges.Label, text)
+        return text if text == "category" else command_line.number(ranges.Label, text)
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f'must be "category" or a class: {error}') from None
 

@@ -49,14 +49,9 @@ def main() -> None:
     base = processes.take_turns(lambda: model_folder.find_base(folder.base))
     tokenizer = require_tokenizer(base.tokenizer)
     length = min(options.max_new_tokens or 1, base.architecture.max_position_embeddings)
-    check_decoding_memory(
-        LLM.declare(base.architecture, dtype=folder.base.dtype),
-        folder.path_config,
-        dataclasses.replace(settings, max_new_tokens=length),
-        rows=options.batch_size,
-        longest=1,
-        remedy="--batch_size",
-    )
+    llm = LLM.declare(base.architecture, dtype=folder.base.dtype)
+    limited = dataclasses.replace(settings, max_new_tokens=length)
+    check_decoding_memory(llm, folder.path_config, limited, rows=options.batch_size, longest=1, remedy="--batch_size")
     if options.apply_chat_template:
         require_chat_template(tokenizer)
     tasks = open_tasks(options.tasks.split(","), options.include_path)

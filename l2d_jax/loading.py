@@ -112,8 +112,7 @@ def model_fingerprint(folder: Folder, base: model_folder.BaseFiles, step: int | 
 def _base(options: dict[str, Any], dtype: str | None) -> ModelConfig:
     """The config of the base, with `dtype` unless it is None."""
     changes = {} if dtype is None else {"dtype": dtype}
-    config: ModelConfig = from_dict(ModelConfig, {**options, **changes}, prefix="model")
-    return config
+    return from_dict(ModelConfig, {**options, **changes}, prefix="model")
 
 
 def newest_step(folder: Folder) -> int | None:

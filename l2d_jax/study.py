@@ -104,8 +104,7 @@ def _describe(folder: Folder, options: argparse.Namespace, config: Config) -> di
         "data": dataclasses.asdict(config.data),
         "decode": dataclasses.asdict(config.decode),
     }
-    as_json: dict[str, Any] = json.loads(json.dumps(about))
-    return as_json
+    return json.loads(json.dumps(about))
 
 
 def _examples(tokenizer: PreTrainedTokenizerFast | None, config: Config) -> Examples:

@@ -67,8 +67,7 @@ def read_config(reference: str, overrides: Mapping[str, Any] | None = None) -> C
 
 def find_variants(reference: str) -> dict[str, Callable[[Any], None]]:
     """The variants of a config file by name: those that it defines, then the shared ones; raises `InputError`."""
-    file = reference.partition(":")[0]
-    return _variants(_import(Path(file)))
+    return _variants(_import(Path(reference.partition(":")[0])))
 
 
 def _import(file: Path) -> Any:

@@ -1,6 +1,7 @@
 """Batches of tokenised examples in one fixed shape, with one example per row or several packed into it."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -34,10 +35,7 @@ class Batch(NamedTuple):
 
     def repeat(self, count: int) -> "Batch":
         """Repeat each query `count` times with its weight divided among the copies, which stand side by side."""
-
-        def copy(array: Array) -> Array:
-            return jnp.repeat(array, count, axis=1)
-
+        copy = partial(jnp.repeat, repeats=count, axis=1)
         return self._replace(
             queries=None if self.queries is None else copy(self.queries),
             targets=copy(self.targets),

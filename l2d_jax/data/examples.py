@@ -7,7 +7,7 @@ There is no iterator state: step k of any run, resumed or not and on any number 
 import dataclasses
 import hashlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -129,8 +129,7 @@ class Examples:
 
         A batch has `batch_size` rows over all processes, of which this one reads `rows` and no others (None: all).
         """
-        order = self._order()
-        return self._read(order, batch_size, start_step, rows, is_packed=self.config.packing)
+        return self._read(self._order(), batch_size, start_step, rows, is_packed=self.config.packing)
 
     def ids(self, batch_size: int, step: int) -> list[int]:
         """The numbers of the split's rows (from 0) whose turns are in the batch of a step (from 1), in order."""
@@ -237,7 +236,9 @@ def _turns(
     """Tokenise a batch of rows: one row of FEATURES per turn of the assistant."""
     texts, classes, origins = [], [], []
     labels = rows.get("class", [0] * len(indices))
-    for index, messages, label in zip(indices, _conversations(rows), labels, strict=True):
+    pairs = zip(rows.get("question", []), rows.get("answer", []), strict=False)
+    dialogues = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in pairs]
+    for index, messages, label in zip(indices, rows.get("messages", dialogues), labels, strict=True):
         try:
             if not (isinstance(messages, list) and all(isinstance(message, dict) for message in messages)):
                 raise InputError(f"'messages' must be a list of objects with role and content, got {messages!r:.60}")
@@ -253,13 +254,6 @@ def _turns(
     turns = [context + answer for context, answer in zip(ids[::2], ids[1::2], strict=True)]
     lengths = {"context": [*map(len, ids[::2])], "length": [*map(len, turns)]}
     return {"tokens": turns, **lengths, "class": classes, "row": origins}
-
-
-def _conversations(rows: Mapping[str, list[Any]]) -> Iterable[Any]:
-    if "messages" in rows:
-        return rows["messages"]
-    pairs = zip(rows["question"], rows["answer"], strict=True)
-    return ([{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in pairs)
 
 
 def _lengths(turns: datasets.Dataset) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:

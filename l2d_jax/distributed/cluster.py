@@ -107,8 +107,7 @@ def _ask(environment: Mapping[str, str], key: str) -> str | None:
     request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
     try:
         with urllib.request.urlopen(request, timeout=METADATA_SECONDS) as answer:
-            text: str = answer.read().decode()
-            return text
+            return answer.read().decode()
     except OSError:
         return None
 

@@ -79,8 +79,7 @@ def print_once(line: str) -> None:
 
 def progress_bar(total: int, what: str, *, done: int = 0, unit: str = "it", is_silent: bool = False) -> Any:
     """A progress bar that estimates the time left, on a terminal and on process 0 alone."""
-    is_hidden = is_silent or not is_first()
-    return tqdm(total=total, initial=done, desc=what, unit=unit, disable=True if is_hidden else None)
+    return tqdm(total=total, initial=done, desc=what, unit=unit, disable=is_silent or not is_first() or None)
 
 
 def decide(function: Callable[[], Any]) -> Any:

@@ -156,8 +156,7 @@ def spread(array: np.ndarray) -> jax.Array:
 
 def axis_size(axis: str) -> int:
     """The number of devices along an axis of the set mesh; 1 where no mesh is set."""
-    size: int = dict(jax.sharding.get_abstract_mesh().shape).get(axis, 1)
-    return size
+    return dict(jax.sharding.get_abstract_mesh().shape).get(axis, 1)
 
 
 def platform() -> str:

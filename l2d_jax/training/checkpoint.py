@@ -85,8 +85,7 @@ class Checkpoints:
     def latest(self) -> int | None:
         """The newest good step, or None; a line on standard error says what is wrong with each newer one."""
         self._wait()
-        step: int | None = processes.decide(lambda: next(filter(self._is_good, self._steps()), None))
-        return step
+        return processes.decide(lambda: next(filter(self._is_good, self._steps()), None))
 
     def restore(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
         """The named trees saved at `step`, in the shapes, types and placements of `like`.
@@ -156,10 +155,8 @@ class Checkpoints:
                 first()
             for path in (self._folder / str(step), self._folder / f"{step}{UNDER_WAY}"):
                 if path.exists():
-                    names = (f"{step}.broken{number or ''}" for number in itertools.count())
-                    aside = path.rename(
-                        next(path.with_name(name) for name in names if not path.with_name(name).exists())
-                    )
+                    names = (path.with_name(f"{step}.broken{number or ''}") for number in itertools.count())
+                    aside = path.rename(next(name for name in names if not name.exists()))
                     _warn(f"what there was of checkpoint {step} is now in {aside}")
         except OSError as error:
             self._fail(step, error)

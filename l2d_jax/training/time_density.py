@@ -105,8 +105,7 @@ def observe(
 
 def running_mean(old: LossByTime | None, new: LossByTime | None) -> LossByTime | None:
     """The running mean after one more step; None if the density is not learnt."""
-    after: LossByTime | None = jax.tree.map(lambda a, b: DECAY * a + (1 - DECAY) * b, old, new)
-    return after
+    return jax.tree.map(lambda a, b: DECAY * a + (1 - DECAY) * b, old, new)
 
 
 def density(loss_by_time: LossByTime, *, sigma: float) -> Float[Array, " bins"]:

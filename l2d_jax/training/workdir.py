@@ -42,8 +42,7 @@ def claim(workdir: Path, config: Config) -> None:
 
 def plain_values(config: Config) -> dict[str, Any]:
     """A config as it is read back from JSON, with lists in place of tuples."""
-    values: dict[str, Any] = json.loads(json.dumps(config.to_dict()))
-    return values
+    return json.loads(json.dumps(config.to_dict()))
 
 
 def differences(old: Mapping[str, Any], config: Config) -> list[str]:

@@ -164,12 +164,7 @@ def check_llm(source: TensorSource, architecture: Architecture) -> None:
 
 
 def write_path(
-    folder: Path,
-    tensors: Mapping[str, Any],
-    config: PathConfig,
-    *,
-    base: str,
-    base_fingerprint: Fingerprint | None = None,
+    folder: Path, tensors: Mapping[str, Any], config: PathConfig, *, base: str, base_fingerprint: Fingerprint | None
 ) -> None:
     """Write `path.safetensors` and `path.json` into an existing folder, from the path's tensors by release name."""
     file = folder / "path.safetensors"
@@ -225,8 +220,7 @@ def base_name(folder: Path) -> str:
 def read_path_config(folder: Path) -> PathConfig:
     """The options of a model folder's path; raises `InputError` for unknown options and values out of range."""
     options = read_json(folder / "path.json").get("path", {})
-    config: PathConfig = from_dict(PathConfig, options, prefix=f"{folder}/path.json: path")
-    return config
+    return from_dict(PathConfig, options, prefix=f"{folder}/path.json: path")
 
 
 def check_trained_path(folder: Path, base: BaseFiles | None = None) -> str:

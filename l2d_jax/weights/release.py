@@ -86,8 +86,7 @@ def parse_hyperparameters(raw: Mapping[str, Any]) -> PathConfig:
         }
     except KeyError as error:
         raise InputError(f"hyper-parameter {error.args[0]} is missing: give the release's keyword arguments") from None
-    config: PathConfig = from_dict(PathConfig, ours, prefix="hyper-parameters")
-    return config
+    return from_dict(PathConfig, ours, prefix="hyper-parameters")
 
 
 def options(config: PathConfig) -> dict[str, Any]:
