@@ -79,9 +79,9 @@ class Examples:
         rows = read_rows(config, split)
         _check_classes(rows, classes, name=name)
         sample = limit or len(rows)
+        arguments = {"tokenizer": tokenizer, "name": name, "empty_thoughts": config.empty_thoughts}
         while True:
-            numbers = _spread(len(rows), sample)
-            turns = _tokenise(rows, numbers, tokenizer, name=name, empty_thoughts=config.empty_thoughts)
+            turns = _tokenise(rows, _spread(len(rows), sample), arguments)
             fits, counts = _fit(turns, config)
             if limit is None or counts.kept >= limit or sample >= len(rows):
                 break
@@ -201,26 +201,13 @@ def _spread(length: int, count: int) -> Int[np.ndarray, " n"]:
     return np.arange(count) * length // count
 
 
-def _tokenise(
-    rows: datasets.Dataset,
-    numbers: Int[np.ndarray, " n"],
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    name: str,
-    empty_thoughts: bool,
-) -> datasets.Dataset:
-    """The turns of the rows with these numbers, from the cache of `datasets` if an earlier call made them."""
+def _tokenise(rows: datasets.Dataset, numbers: Int[np.ndarray, " n"], arguments: Mapping[str, Any]) -> datasets.Dataset:
+    """What `_turns` makes of the rows with these numbers, from the cache of `datasets` if an earlier call made it."""
     # `datasets` knows a cached result by the arguments and by this function's name, so the code is an argument too.
     code = hashlib.sha256((inspect.getsource(tokenization) + inspect.getsource(_turns)).encode()).hexdigest()
-    arguments = {
-        "numbers": numbers,
-        "tokenizer": tokenizer,
-        "name": name,
-        "empty_thoughts": empty_thoughts,
-        "code": code,
-    }
-    options = {"with_indices": True, "remove_columns": rows.column_names, "features": FEATURES, "fn_kwargs": arguments}
-    return rows.select(numbers).map(_turns, batched=True, desc=f"tokenising {name}", **options)
+    options = {"with_indices": True, "remove_columns": rows.column_names, "features": FEATURES}
+    options["fn_kwargs"] = {**arguments, "numbers": numbers, "code": code}
+    return rows.select(numbers).map(_turns, batched=True, desc=f"tokenising {arguments['name']}", **options)
 
 
 def _turns(
