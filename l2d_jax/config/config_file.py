@@ -4,16 +4,16 @@ import ast
 import importlib.util
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from l2d_jax.config import variants
 from l2d_jax.config.parsing import nearest
 from l2d_jax.config.schema import Config
+from l2d_jax.config.variants import VARIANTS
 from l2d_jax.errors import LONGEST_LINE, InputError, shorten
 from l2d_jax.files import check_path
 
@@ -47,8 +47,8 @@ def split_overrides(arguments: Sequence[str]) -> dict[str, Any]:
 def read_config(reference: str, overrides: Mapping[str, Any] | None = None) -> Config:
     """The checked config of `FILE.py` or `FILE.py:variant,...`, with overrides by dotted name; raises `InputError`.
 
-    A variant is a function of the file, or of `l2d_jax.config.variants`, that edits what `get_config()` returns;
-    several are applied in order. A file whose `get_config` takes an argument is given what stands behind the colon.
+    A variant is a function of the file that edits what `get_config()` returns, or an entry of `VARIANTS`; several are
+    applied in order. A file whose `get_config` takes an argument is given what stands behind the colon.
     """
     file, _, variant = reference.partition(":")
     module = _import(Path(file))
@@ -65,9 +65,11 @@ def read_config(reference: str, overrides: Mapping[str, Any] | None = None) -> C
     return Config.from_dict(config.to_dict() if isinstance(config, ConfigDict) else dict(config))
 
 
-def find_variants(reference: str) -> dict[str, Callable[[Any], None]]:
-    """The variants of a config file by name: those that it defines, then the shared ones; raises `InputError`."""
-    return _variants(_import(Path(reference.partition(":")[0])))
+def find_variants(reference: str) -> dict[str, str]:
+    """What each variant of a config file is, by name: its own, then the shared ones; raises `InputError`."""
+    own = _own_variants(_import(Path(reference.partition(":")[0])))
+    shared = {name: says for name, (says, _) in VARIANTS.items() if name not in own}
+    return {name: (f.__doc__ or "").partition("\n")[0] for name, f in own.items()} | shared
 
 
 def _import(file: Path) -> Any:
@@ -91,41 +93,28 @@ def _call(module: Any, file: str, variant: str) -> Any:
     if inspect.signature(module.get_config).parameters:
         return module.get_config(variant) if variant else module.get_config()
     config = module.get_config()
-    known, owner = _variants(module), dict[str, str]()
+    own, owner = _own_variants(module), dict[str, str]()
     for name in [name.strip() for name in variant.split(",")] if variant else []:
-        if name not in known:
-            raise InputError(f"{file} has no variant {name!r}{nearest(name, known)}")
-        before = dict(_leaves(config))
-        known[name](config)
-        if known[name].__module__ != variants.__name__:
-            continue  # a file's own variant is where a run starts, which others may refine
-        for option, value in _leaves(config):
-            if before.get(option) != value and owner.setdefault(option, name) != name:
+        if name in own:  # where a run starts, which others may refine
+            own[name](config)
+            continue
+        if name not in VARIANTS:
+            raise InputError(f"{file} has no variant {name!r}{nearest(name, own.keys() | VARIANTS.keys())}")
+        for option, value in VARIANTS[name][1].items():
+            section, _, last = option.partition(".")
+            node = getattr(config, section)
+            if getattr(node, last) != value and owner.setdefault(option, name) != name:
                 raise InputError(
                     f"the variants {owner[option]} and {name} both set config.{option}: choose one of them"
                 )
+            setattr(node, last, value)
     return config
 
 
-def _variants(module: ModuleType) -> dict[str, Callable[[Any], None]]:
-    """The public functions of a config file except `get_config`, and the shared variants of other names."""
-
-    def functions(source: ModuleType) -> dict[str, Callable[[Any], None]]:
-        names = vars(source).items()
-        return {name: f for name, f in names if inspect.isfunction(f) and f.__module__ == source.__name__}
-
-    own = functions(module)
-    known = own | {name: f for name, f in functions(variants).items() if name not in own}
-    return {name: f for name, f in known.items() if name != "get_config" and not name.startswith("_")}
-
-
-def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every option of a config, by its dotted name."""
-    for name, value in node.items():
-        if isinstance(value, ConfigDict | Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+def _own_variants(module: ModuleType) -> dict[str, Callable[[Any], None]]:
+    """The public functions of a config file except `get_config`."""
+    own = {name: f for name, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__}
+    return {name: f for name, f in own.items() if name != "get_config" and not name.startswith("_")}
 
 
 def _override(config: Any, name: str, value: Any) -> None:

@@ -121,12 +121,12 @@ def variant_table(reference: str) -> str:
     """
     rows = [("-", _trained(reference), f"{reference} as it is")]
     included = reference.partition(":")[2].split(",")
-    for name, variant in find_variants(reference).items():
+    for name, says in find_variants(reference).items():
         if name in included:
             continue
         try:
             count = _trained(f"{reference}{',' if ':' in reference else ':'}{name}")
-            rows.append((name, count, (variant.__doc__ or "").partition("\n")[0]))
+            rows.append((name, count, says))
         except InputError as error:
             rows.append((name, "refused", str(error)))
     rows.insert(0, ("variant", "trained", ""))
