@@ -223,8 +223,8 @@ def _turns(
     """Tokenise a batch of rows: one row of FEATURES per turn of the assistant."""
     texts, classes, origins = [], [], []
     labels = rows.get("class", [0] * len(indices))
-    pairs = zip(rows.get("question", []), rows.get("answer", []), strict=False)
-    dialogues = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in pairs]
+    answered = zip(rows.get("question", []), rows.get("answer", []), strict=False)
+    dialogues = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in answered]
     for index, messages, label in zip(indices, rows.get("messages", dialogues), labels, strict=True):
         try:
             if not (isinstance(messages, list) and all(isinstance(message, dict) for message in messages)):

@@ -75,7 +75,7 @@ def read_weights(file: GGUFFile, dtype: Dtype) -> Iterator[tuple[str, Callable[[
     config = _config(file)
     known = gguf.get_tensor_name_map(gguf.MODEL_ARCH[config["model_type"].upper()], config["num_hidden_layers"])
     shapes = mapping.llm_shapes(Architecture.from_hf(config))
-    table = {known.get_name(target, (".weight", ".bias")): target for target in shapes}
+    table = {known.get_name(target, (".weight", ".bias")) or target: target for target in shapes}
     missing = table.keys() - file.tensors.keys()
     unknown = file.tensors.keys() - table.keys() - ({ROPE_DIVISORS} if config["rope_scaling"] else set())
     for problem, names in (("lacks", missing), ("has unknown", unknown)):
