@@ -153,7 +153,7 @@ def test_full_copies_start_as_the_language_models_layers(mesh, kind):
 
 def test_the_checks_read_no_tensor(tmp_path, monkeypatch):
     folder = write_base(tmp_path / "base")
-    monkeypatch.setattr(SafetensorsFolder, "read", None)
+    monkeypatch.setattr(SafetensorsFolder, "read", lambda *_: pytest.fail("read a tensor"))
     assert model_folder.find_base(base_config(folder)).architecture.hidden_size == 32
 
 
