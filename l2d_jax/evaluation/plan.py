@@ -12,9 +12,9 @@ from l2d_jax.config.schema import Config, DecodeConfig
 from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError
 from l2d_jax.evaluation.results import Results
-from l2d_jax.evaluation.runner import EncodedProblem, EvaluationProtocol, check_protocol, settings_for
+from l2d_jax.evaluation.runner import EvaluationProtocol, check_protocol, settings_for
 from l2d_jax.evaluation.sandbox import grade
-from l2d_jax.evaluation.tasks.problem import Run
+from l2d_jax.evaluation.tasks.problem import EncodedProblem, Run
 from l2d_jax.evaluation.tasks.task import Task, encode_problems
 from l2d_jax.fingerprint import Fingerprint, digest
 from l2d_jax.loading import Folder
@@ -75,7 +75,7 @@ def make_plans(
         problems = processes.take_turns(read)
         if options.data_dir is None and options.prompts == "paper" and set(given.values()) == {None}:
             task.check_size(problems)  # the paper's whole split
-        encoded = [EncodedProblem(*pair) for pair in encode_problems(problems, base.tokenizer)]
+        encoded = encode_problems(problems, base.tokenizer)
         processes.print_once(
             f"{task.name}: {len(encoded)} problems, {len(problems) - len(encoded)} dropped for their length"
         )
@@ -98,7 +98,7 @@ def open_results(
     parts += [plan.protocol.prompts] if plan.protocol.prompts != "paper" else []
     parts += [] if plan.protocol.label is None else [f"label_{plan.protocol.label}", f"{plan.settings.guidance:g}"]
     parts += [plan.protocol.choices] if plan.protocol.choices != "generate" else []
-    split = options.split or plan.task.dataset.split
+    split = options.split or plan.task.split
     about = {"task": plan.task.name, "split": split, "limit": options.limit, "shots": options.shots}
     about |= {"model": found.base_name, "dtype": found.base.dtype, "step": step}
     about["fingerprint"] = {**model, "problems": plan.digest}

@@ -1,10 +1,10 @@
 """Puts the problems of a task to a model, in batches, and scores the completions."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from l2d_jax.decoding.requests import Prompt
 from l2d_jax.decoding.stop_strings import to_text
 from l2d_jax.distributed import processes
 from l2d_jax.evaluation.results import Results, sample_line
-from l2d_jax.evaluation.tasks.problem import Problem, Prompts, Run
+from l2d_jax.evaluation.tasks.problem import EncodedProblem, Problem, Prompts, Run
 from l2d_jax.evaluation.tasks.task import Task
 
 Choices = Literal["generate", "likelihood"]
@@ -36,13 +36,6 @@ class EvaluationProtocol:
     tagged: bool = False  # judge only what stands in <answer> tags, or behind </think>
     choices: Choices = "generate"  # "likelihood": answer with the likeliest letter, by one pass over the prompt
     draws: int = 8  # noise samples for the likelihood
-
-
-class EncodedProblem(NamedTuple):
-    """A problem with the token ids of its prompt."""
-
-    problem: Problem
-    ids: list[int]
 
 
 def settings_for(
@@ -99,14 +92,10 @@ def evaluate_task(
 
     done = set(processes.decide(begin))
     remaining = {number: one for number, one in enumerate(encoded) if one.problem.id not in done}
-    if protocol.choices == "likelihood":
-        answered = _ranked(loaded, remaining, settings, protocol)
-    else:
-        prefix = common_prefix([one.ids for one in encoded])
-        answered = _completed(loaded, remaining, settings, protocol, prefix=prefix)
+    prefix = common_prefix([one.ids for one in encoded])
     began, count = time.monotonic(), 0
     with processes.progress_bar(len(encoded), task.name, done=len(encoded) - len(remaining), unit="problem") as shown:
-        for batch in answered:
+        for batch in _answers(loaded, remaining, settings, protocol, prefix=prefix):
             count += sum(tokens for _, tokens in batch.values())
             if opened:
                 opened[0].add(_scored(loaded, task, remaining, batch, run=run, tagged=protocol.tagged))
@@ -123,48 +112,45 @@ def evaluate_task(
 Answers = dict[int, tuple[list[str], int]]
 
 
-def _completed(
+def _answers(
     loaded: LoadedModel,
-    encoded: dict[int, EncodedProblem],
+    encoded: Mapping[int, EncodedProblem],
     settings: DecodeConfig,
     protocol: EvaluationProtocol,
     *,
     prefix: int,
 ) -> Iterator[Answers]:
-    prompts = [Prompt(number, one.ids, label_of(one.problem, protocol)) for number, one in encoded.items()]
-    for batch in complete(
-        loaded,
-        prompts,
-        settings=settings,
-        batch_size=protocol.batch_size,
-        samples=protocol.samples or 1,
-        seed=protocol.seed,
-        prefix=prefix,
-    ):
-        yield {
-            number: ([to_text(ids, loaded.tokenizer) for ids in answers], sum(map(len, answers)))
-            for number, answers in batch.items()
-        }
-
-
-def _ranked(
-    loaded: LoadedModel, encoded: dict[int, EncodedProblem], settings: DecodeConfig, protocol: EvaluationProtocol
-) -> Iterator[Answers]:
-    """Answer each problem with the letter whose first token is the likeliest; nothing is generated."""
-    numbers, words = list(encoded), loaded.tokenizer
+    """Answer problems, batch by batch: with completions, or with the letter whose first token is the likeliest."""
+    words = loaded.tokenizer
     assert words is not None
-    for batch, places in plan_batches([len(one.ids) for one in encoded.values()], protocol.batch_size):
-        filled = [numbers[place] for place in places]
+    prompts = [Prompt(number, one.ids, label_of(one.problem, protocol)) for number, one in encoded.items()]
+    if protocol.choices == "generate":
+        for completed in complete(
+            loaded,
+            prompts,
+            settings=settings,
+            batch_size=protocol.batch_size,
+            samples=protocol.samples or 1,
+            seed=protocol.seed,
+            prefix=prefix,
+        ):
+            yield {
+                number: ([to_text(ids, words) for ids in answers], sum(map(len, answers)))
+                for number, answers in completed.items()
+            }
+        return
+    options = [one.problem.options for one in encoded.values()]
+    for batch, rows in plan_batches([len(prompt.ids) for prompt in prompts], protocol.batch_size):
         found = rank(
             loaded.model,
-            [Prompt(number, encoded[number].ids, label_of(encoded[number].problem, protocol)) for number in filled],
-            [[ids[0] for ids in text_ids(encoded[number].problem.options, words)] for number in filled],
+            [prompts[row] for row in rows],
+            [[ids[0] for ids in text_ids(options[row], words)] for row in rows],
             settings=settings,
             draws=protocol.draws,
             seed=protocol.seed,
         )
-        best = {n: encoded[n].problem.options[int(np.argmax(row))] for n, row in zip(filled, found, strict=True)}
-        yield {numbers[place]: ([best[numbers[place]]], 0) for place in batch}
+        best = {row: options[row][int(np.argmax(shares))] for row, shares in zip(rows, found, strict=True)}
+        yield {prompts[row].number: ([best[row]], 0) for row in batch}
 
 
 def _scored(

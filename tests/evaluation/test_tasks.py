@@ -204,17 +204,17 @@ BAD = [
 def test_a_bad_row_is_named(name: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:
     split_rows(tmp_path, name)
     task = find_task(name)
-    data = write(tmp_path, name, task.dataset.split, [ROWS[name] | change])
-    with pytest.raises(InputError, match=rf"^row 0 of {name}/{task.dataset.split} \(the first is 0\): .*{message}"):
+    data = write(tmp_path, name, task.split, [ROWS[name] | change])
+    with pytest.raises(InputError, match=rf"^row 0 of {name}/{task.split} \(the first is 0\): .*{message}"):
         task.load(data)
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_missing_column_is_named(name: str, tmp_path: Path) -> None:
-    column = find_task(name).dataset.columns[-1]
+    column = find_task(name).columns[-1]
     split_rows(tmp_path, name)
     row = {key: value for key, value in ROWS[name].items() if key != column}
-    data = write(tmp_path, name, find_task(name).dataset.split, [row])
+    data = write(tmp_path, name, find_task(name).split, [row])
     with pytest.raises(InputError, match=rf"need the columns .*, but {column} is missing among"):
         find_task(name).load(data)
 
@@ -242,7 +242,7 @@ def test_the_hub_is_asked_for_the_paper_s_split(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr("datasets.load_dataset", load)
     for task in TASKS.values():
-        with pytest.raises(InputError, match=rf"data set '{task.dataset.hub}'.*no network.*--data_dir"):
+        with pytest.raises(InputError, match=rf"data set '{task.hub}'.*no network.*--data_dir"):
             task.load(shots=0)
     assert asked[6:8] == [
         ("ybisk/piqa", None, "validation", "refs/convert/parquet"),
@@ -257,8 +257,8 @@ def test_sizes_are_those_of_the_data_sets() -> None:
     sizes = [task.size for task in PAPER]
     assert sizes == [1319, None, 159, 500, 14042, 12032, 1838, 2376, 1172]
     for task in PAPER:
-        examples = task.shots if task.dataset.split == task.dataset.shot_split else 0
-        assert task.size is None or task.size == task.dataset.rows[task.dataset.split] - examples
+        examples = task.shots if task.split == task.shot_split else 0
+        assert task.size is None or task.size == task.rows[task.split] - examples
 
 
 def test_a_part_of_the_problems_is_told_from_all(tmp_path: Path) -> None:

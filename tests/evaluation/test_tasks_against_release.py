@@ -154,15 +154,15 @@ def release(monkeypatch: pytest.MonkeyPatch) -> Release:
 
 def load(task: str, split: str, tmp_path: Path) -> list[Problem]:
     """Ours, of the same rows; those of a split that is all examples are asked as if they were of the paper's."""
-    dataset = find_task(task).dataset
-    names = {split: split, dataset.shot_split: dataset.shot_split}
-    if task in ("mmlu", "mmlu_pro", "piqa") and split == dataset.shot_split:
-        names[dataset.split] = split
+    wanted = find_task(task)
+    names = {split: split, wanted.shot_split: wanted.shot_split}
+    if task in ("mmlu", "mmlu_pro", "piqa") and split == wanted.shot_split:
+        names[wanted.split] = split
     (tmp_path / task).mkdir()
     for name, place in names.items():
         lines = (json.dumps(row) + "\n" for row in read_rows(task, place))
         (tmp_path / task / f"{name}.jsonl").write_text("".join(lines))
-    return find_task(task).load(str(tmp_path), split=dataset.split if dataset.split in names else split)
+    return wanted.load(str(tmp_path), split=wanted.split if wanted.split in names else split)
 
 
 @pytest.mark.parametrize(("task", "split"), SPLITS)

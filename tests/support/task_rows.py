@@ -55,8 +55,8 @@ def write(folder: Path, name: str, split: str, rows: list[dict[str, Any]]) -> st
 
 def split_rows(folder: Path, name: str, *, examples: int = 6, scored: int = 3) -> str:
     """The two splits of a task, or its one."""
-    dataset = TASKS[name].dataset
-    write(folder, name, dataset.split, [varied(name, 100 + number) for number in range(scored)])
-    if dataset.shot_split == dataset.split:
+    task = TASKS[name]
+    write(folder, name, task.split, [varied(name, 100 + number) for number in range(scored)])
+    if task.shot_split == task.split:
         examples += scored
-    return write(folder, name, dataset.shot_split, [varied(name, number) for number in range(examples)])
+    return write(folder, name, task.shot_split, [varied(name, number) for number in range(examples)])

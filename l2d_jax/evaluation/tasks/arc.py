@@ -7,17 +7,16 @@ Some questions number their options, and the labels stay as they are. The exampl
 split. 2376 and 1172 questions in the test splits: the data sets' own sizes.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from l2d_jax.errors import InputError
 from l2d_jax.evaluation.tasks import multiple_choice
-from l2d_jax.evaluation.tasks.dataset import Dataset
 from l2d_jax.evaluation.tasks.problem import Item, Row, text_of, texts_of
 from l2d_jax.evaluation.tasks.task import Task
 
 
 def _word(row: Row) -> Item:
-    """A row in the release's wording."""
     given: Any = row["choices"]
     if not (isinstance(given, dict) and {"label", "text"} <= given.keys()):
         raise InputError(f"'choices' must hold the lists 'label' and 'text', got {given!r:.60}")
@@ -30,20 +29,16 @@ def _word(row: Row) -> Item:
     return multiple_choice.worded(text_of(row, "question"), options, answer=labels.index(right), labels=labels)
 
 
-def _task(name: str, *, subset: str, rows: dict[str, int]) -> Task:
-    return Task(
-        name=name,
-        dataset=Dataset(
-            hub="allenai/ai2_arc",
-            subset=subset,
-            columns=("question", "choices", "answerKey"),
-            shot_split="validation",
-            rows=rows,
-        ),
-        word=_word,
-        judge=multiple_choice.judge_letter,
-    )
-
-
-ARC_EASY = _task("arc_easy", subset="ARC-Easy", rows={"train": 2251, "validation": 570, "test": 2376})
-ARC_CHALLENGE = _task("arc_challenge", subset="ARC-Challenge", rows={"train": 1119, "validation": 299, "test": 1172})
+ARC_EASY = Task(
+    name="arc_easy",
+    hub="allenai/ai2_arc",
+    subset="ARC-Easy",
+    columns=("question", "choices", "answerKey"),
+    shot_split="validation",
+    rows={"train": 2251, "validation": 570, "test": 2376},
+    word=_word,
+    judge=multiple_choice.judge_letter,
+)
+ARC_CHALLENGE = replace(
+    ARC_EASY, name="arc_challenge", subset="ARC-Challenge", rows={"train": 1119, "validation": 299, "test": 1172}
+)

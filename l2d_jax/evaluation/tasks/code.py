@@ -2,20 +2,11 @@
 
 import re
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from l2d_jax.evaluation.sandbox.submission import Submission
 from l2d_jax.evaluation.tasks.problem import Problem, Run, Score
 
 FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|$)", flags=re.DOTALL | re.IGNORECASE)
-
-
-class Tests(NamedTuple):
-    """The reference of a problem of code: all that a `Submission` has beside the candidate, in its order."""
-
-    tests: str  # source that raises unless the program is right
-    names: tuple[str, ...]  # the program's functions that the tests call
-    setup: str  # source from the data set that the tests need: helpers, imports
 
 
 def fenced(completion: str) -> str:
@@ -36,20 +27,16 @@ def score_programs(
 ) -> list[Score]:
     """Score completions, each with its problem, by running their strict and relaxed candidates.
 
-    A candidate that is both runs once, and a completion that passes the strict way is right the relaxed way too.
+    A candidate that is both runs once, and a completion that passes the strict way is right the relaxed way too. The
+    reference of a problem is all that a `Submission` has beside the candidate, in its order: tests, names and setup.
     """
     pairs = [candidates(problem, text) for problem, text in completions]
-    places: dict[tuple[int, str], int] = {}
-    programs: list[Submission] = []
-    for number, ((problem, _), pair) in enumerate(zip(completions, pairs, strict=True)):
-        for candidate in dict.fromkeys(pair):
-            places[number, candidate] = len(programs)
-            programs.append(Submission(candidate, *problem.reference))
-    verdicts = run(programs)
-    assert len(verdicts) == len(programs)
+    places = [(number, candidate) for number, pair in enumerate(pairs) for candidate in dict.fromkeys(pair)]
+    programs = [Submission(candidate, *completions[number][0].reference) for number, candidate in places]
+    verdicts = dict(zip(places, run(programs), strict=True))
     scores = []
     for number, pair in enumerate(pairs):
-        strict, relaxed = (verdicts[places[number, candidate]] for candidate in pair)
+        strict, relaxed = (verdicts[number, candidate] for candidate in pair)
         reason = "" if strict.passed else str(strict.reason)
         scores.append(Score(float(strict.passed), float(strict.passed or relaxed.passed), *pair, reason))
     return scores

@@ -12,7 +12,6 @@ import re
 from decimal import Decimal
 
 from l2d_jax.errors import InputError
-from l2d_jax.evaluation.tasks.dataset import Dataset
 from l2d_jax.evaluation.tasks.problem import Item, Problem, Row, Score, text_of
 from l2d_jax.evaluation.tasks.task import Task
 
@@ -47,7 +46,6 @@ def last_number(completion: str) -> str | None:
 
 
 def _word(row: Row) -> Item:
-    """A row in the release's wording."""
     question, answer = text_of(row, "question"), text_of(row, "answer")
     reference = marked_number(answer)
     if reference is None or not NUMBER.fullmatch(reference):
@@ -65,13 +63,11 @@ def _judge(problem: Problem, completion: str) -> Score:
 
 GSM8K = Task(
     name="gsm8k",
-    dataset=Dataset(
-        hub="openai/gsm8k",
-        subset="main",
-        columns=("question", "answer"),
-        shot_split="train",
-        rows={"train": 7473, "test": 1319},
-    ),
+    hub="openai/gsm8k",
+    subset="main",
+    columns=("question", "answer"),
+    shot_split="train",
+    rows={"train": 7473, "test": 1319},
     word=_word,
     judge=_judge,
     category="math",

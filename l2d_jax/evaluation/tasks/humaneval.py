@@ -16,10 +16,9 @@ of its 164 problems are scored.
 """
 
 import re
-from collections.abc import Callable
+from dataclasses import replace
 
-from l2d_jax.evaluation.tasks.code import Tests, fenced
-from l2d_jax.evaluation.tasks.dataset import Dataset
+from l2d_jax.evaluation.tasks.code import fenced
 from l2d_jax.evaluation.tasks.problem import Item, Problem, Row, TaskSampling, text_of
 from l2d_jax.evaluation.tasks.task import Task
 
@@ -27,19 +26,17 @@ CONTINUES = re.compile(r"\s|def |class |import |from |@|#|[)\]}]|$")  # matches 
 
 
 def _word(row: Row) -> Item:
-    """A row of HumanEval in the release's wording."""
     prompt, name = text_of(row, "prompt"), text_of(row, "entry_point")
     tests = f"{text_of(row, 'test')}\ncheck({name})"
     return Item(
         question=prompt,
         answer=text_of(row, "canonical_solution"),
-        reference=Tests(tests, (name,), prompt),  # three problems' tests call helpers that the prompt defines
+        reference=(tests, (name,), prompt),  # three problems' tests call helpers that the prompt defines
         id=text_of(row, "task_id"),
     )
 
 
 def _word_instruction(row: Row) -> Item:
-    """A row of InstructHumanEval in the release's wording."""
     return _word(row)._replace(question=text_of(row, "instruction"), opening=text_of(row, "context"))
 
 
@@ -55,21 +52,21 @@ def _candidates(problem: Problem, completion: str) -> tuple[str, str]:
     return prompt + completion, prompt + "\n".join(lines[:end])
 
 
-COLUMNS = ("task_id", "prompt", "canonical_solution", "entry_point", "test")
-
-
-def _task(name: str, hub: str, columns: tuple[str, ...], word: Callable[[Row], Item]) -> Task:
-    return Task(
-        name=name,
-        dataset=Dataset(hub=hub, columns=columns, shot_split="test", rows={"test": 164}),
-        word=word,
-        candidates=_candidates,
-        category="coding",
-        sampling=TaskSampling(max_new_tokens=512, samples=10, velocity_temperature=1.0, anneal=True),
-    )
-
-
-INSTRUCT_HUMANEVAL = _task(
-    "instructhumaneval", "codeparrot/instructhumaneval", (*COLUMNS, "instruction", "context"), _word_instruction
+HUMANEVAL = Task(
+    name="humaneval",
+    hub="openai/openai_humaneval",
+    columns=("task_id", "prompt", "canonical_solution", "entry_point", "test"),
+    shot_split="test",
+    rows={"test": 164},
+    word=_word,
+    candidates=_candidates,
+    category="coding",
+    sampling=TaskSampling(max_new_tokens=512, samples=10, velocity_temperature=1.0, anneal=True),
 )
-HUMANEVAL = _task("humaneval", "openai/openai_humaneval", COLUMNS, _word)
+INSTRUCT_HUMANEVAL = replace(
+    HUMANEVAL,
+    name="instructhumaneval",
+    hub="codeparrot/instructhumaneval",
+    columns=(*HUMANEVAL.columns, "instruction", "context"),
+    word=_word_instruction,
+)

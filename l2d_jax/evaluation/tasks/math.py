@@ -17,7 +17,6 @@ from typing import Any
 import math_verify
 
 from l2d_jax.evaluation.tasks import math_answers
-from l2d_jax.evaluation.tasks.dataset import Dataset
 from l2d_jax.evaluation.tasks.problem import Item, Problem, Row, Score, text_of
 from l2d_jax.evaluation.tasks.task import Task
 
@@ -25,7 +24,6 @@ SECONDS = 5  # limit for reading an answer, and for comparing two: 9^{9^{9}} wou
 
 
 def _word(row: Row) -> Item:
-    """A row in the release's wording."""
     solution = text_of(row, "solution")
     return Item(
         question=text_of(row, "problem"),
@@ -62,13 +60,11 @@ def _parse(text: str) -> list[Any]:
 
 MATH = Task(
     name="math",
-    dataset=Dataset(
-        hub="DigitalLearningGmbH/MATH-lighteval",
-        subset="default",
-        columns=("problem", "solution", "type"),
-        shot_split="train",
-        rows={"train": 7500, "test": 5000},
-    ),
+    hub="DigitalLearningGmbH/MATH-lighteval",
+    subset="default",
+    columns=("problem", "solution", "type"),
+    shot_split="train",
+    rows={"train": 7500, "test": 5000},
     word=_word,
     judge=_judge,
     category="math",

@@ -11,8 +11,7 @@ import builtins
 import re
 
 from l2d_jax.errors import InputError
-from l2d_jax.evaluation.tasks.code import Tests, fenced
-from l2d_jax.evaluation.tasks.dataset import Dataset
+from l2d_jax.evaluation.tasks.code import fenced
 from l2d_jax.evaluation.tasks.problem import Item, Problem, Row, TaskSampling, text_of, texts_of
 from l2d_jax.evaluation.tasks.task import Task
 
@@ -20,13 +19,12 @@ IMPORT = re.compile(r"^(?:import|from) [^\r\n]*", flags=re.MULTILINE)
 
 
 def _word(row: Row) -> Item:
-    """A row in the release's wording."""
     tests, code = texts_of(row, "test_list"), text_of(row, "code")
     return Item(
         question=f'"""\n{text_of(row, "text")}\n{tests[0]}\n"""\n',
         answer=code,
         # The release leaves `test_setup_code` out; its tests see the candidate's imports, ours those of the answer.
-        reference=Tests("\n".join(tests), _names(code, tests), "\n".join(IMPORT.findall(code))),
+        reference=("\n".join(tests), _names(code, tests), "\n".join(IMPORT.findall(code))),
         id=f"MBPP/{row['task_id']}",
     )
 
@@ -48,13 +46,11 @@ def _names(code: str, tests: list[str]) -> tuple[str, ...]:
 
 MBPP = Task(
     name="mbpp",
-    dataset=Dataset(
-        hub="google-research-datasets/mbpp",
-        subset="full",
-        columns=("task_id", "text", "code", "test_list"),
-        shot_split="prompt",
-        rows={"train": 374, "test": 500, "validation": 90, "prompt": 10},
-    ),
+    hub="google-research-datasets/mbpp",
+    subset="full",
+    columns=("task_id", "text", "code", "test_list"),
+    shot_split="prompt",
+    rows={"train": 374, "test": 500, "validation": 90, "prompt": 10},
     word=_word,
     candidates=_candidates,
     category="coding",

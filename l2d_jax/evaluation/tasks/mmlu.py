@@ -9,7 +9,6 @@ A prompt has the five examples of the question's subject in the dev split:
 """
 
 from l2d_jax.evaluation.tasks import multiple_choice
-from l2d_jax.evaluation.tasks.dataset import Dataset
 from l2d_jax.evaluation.tasks.problem import Item, Row, text_of, texts_of
 from l2d_jax.evaluation.tasks.task import Task
 
@@ -25,7 +24,6 @@ CATEGORIES = {
 
 
 def _word(row: Row) -> Item:
-    """A row in the release's wording."""
     subject = text_of(row, "subject")
     item = multiple_choice.worded(text_of(row, "question"), texts_of(row, "choices"), answer=row["answer"])
     return item._replace(subject=subject, category=CATEGORIES.get(subject))
@@ -33,13 +31,11 @@ def _word(row: Row) -> Item:
 
 MMLU = Task(
     name="mmlu",
-    dataset=Dataset(
-        hub="cais/mmlu",
-        subset="all",
-        columns=("question", "subject", "choices", "answer"),
-        shot_split="dev",
-        rows={"test": 14042, "validation": 1531, "dev": 285},
-    ),
+    hub="cais/mmlu",
+    subset="all",
+    columns=("question", "subject", "choices", "answer"),
+    shot_split="dev",
+    rows={"test": 14042, "validation": 1531, "dev": 285},
     word=_word,
     judge=multiple_choice.judge_letter,
     by_subject=True,

@@ -10,13 +10,11 @@ data set's own size.
 """
 
 from l2d_jax.evaluation.tasks import multiple_choice
-from l2d_jax.evaluation.tasks.dataset import Dataset
 from l2d_jax.evaluation.tasks.problem import Item, Row, text_of, texts_of
 from l2d_jax.evaluation.tasks.task import Task
 
 
 def _word(row: Row) -> Item:
-    """A row in the release's wording."""
     question, options, subject = text_of(row, "question"), texts_of(row, "options"), text_of(row, "category")
     thought = text_of(row, "cot_content").removeprefix("A: ") or None
     item = multiple_choice.worded(question, options, answer=row["answer_index"], end="")
@@ -25,12 +23,10 @@ def _word(row: Row) -> Item:
 
 MMLU_PRO = Task(
     name="mmlu_pro",
-    dataset=Dataset(
-        hub="TIGER-Lab/MMLU-Pro",
-        columns=("question", "options", "answer_index", "category", "cot_content"),
-        shot_split="validation",
-        rows={"test": 12032, "validation": 70},
-    ),
+    hub="TIGER-Lab/MMLU-Pro",
+    columns=("question", "options", "answer_index", "category", "cot_content"),
+    shot_split="validation",
+    rows={"test": 12032, "validation": 70},
     word=_word,
     judge=multiple_choice.judge_letter,
     by_subject=True,

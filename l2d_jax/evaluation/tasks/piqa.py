@@ -8,27 +8,23 @@ The test split has no answers, so the validation split is scored: 1838 questions
 """
 
 from l2d_jax.evaluation.tasks import multiple_choice
-from l2d_jax.evaluation.tasks.dataset import Dataset
 from l2d_jax.evaluation.tasks.problem import Item, Row, text_of
 from l2d_jax.evaluation.tasks.task import Task
 
 
 def _word(row: Row) -> Item:
-    """A row in the release's wording."""
     goal, *options = (text_of(row, column) for column in ("goal", "sol1", "sol2"))
     return multiple_choice.worded(goal, options, answer=row["label"], heads=("Goal", "Options"))
 
 
 PIQA = Task(
     name="piqa",
-    dataset=Dataset(
-        hub="ybisk/piqa",
-        revision="refs/convert/parquet",
-        columns=("goal", "sol1", "sol2", "label"),
-        split="validation",
-        shot_split="train",
-        rows={"train": 16113, "validation": 1838, "test": 3084},
-    ),
+    hub="ybisk/piqa",
+    revision="refs/convert/parquet",
+    columns=("goal", "sol1", "sol2", "label"),
+    split="validation",
+    shot_split="train",
+    rows={"train": 16113, "validation": 1838, "test": 3084},
     word=_word,
     judge=multiple_choice.judge_letter,
 )

@@ -39,6 +39,13 @@ class Problem:
     options: tuple[str, ...] = ()  # the letters of a multiple-choice question
 
 
+class EncodedProblem(NamedTuple):
+    """A problem with the token ids of its prompt."""
+
+    problem: Problem
+    ids: list[int]
+
+
 class Score(NamedTuple):
     """The scores of one completion."""
 

@@ -8,18 +8,19 @@ compare with the paper's; the *relaxed* one asks whether a reader would call the
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import datasets
 from transformers import PreTrainedTokenizerFast
 
+from l2d_jax.data.rows import find_file, read_file, read_hub, require_columns
 from l2d_jax.data.tokenizer import prompt_ids, text_ids
 from l2d_jax.errors import InputError
 from l2d_jax.evaluation.tasks import code
-from l2d_jax.evaluation.tasks.dataset import Dataset
-from l2d_jax.evaluation.tasks.problem import Item, Problem, Prompts, Row, Run, Score, TaskSampling
+from l2d_jax.evaluation.tasks.problem import EncodedProblem, Item, Problem, Prompts, Row, Run, Score, TaskSampling
 
 MAX_LENGTH = 2048  # tokens of a prompt and its right answer together: the release's max_seq_len
 GREEDY = TaskSampling(max_new_tokens=512, temperature=0.0)  # for prompts with thoughts; the length is our choice
@@ -33,8 +34,14 @@ class Task:
     """A data set, the wording of its rows, and the rules of its scores."""
 
     name: str
-    dataset: Dataset
-    word: Callable[[Row], Item]
+    hub: str  # id of the data set on the hub
+    columns: tuple[str, ...]  # required of every row
+    shot_split: str  # source of the examples in a prompt
+    rows: Mapping[str, int]  # number of rows of each complete split
+    word: Callable[[Row], Item]  # the wording is the release's; raises `InputError`
+    split: str = "test"  # which the paper scores
+    subset: str | None = None  # on the hub; None: there is only one
+    revision: str | None = None  # on the hub; None: the newest
     judge: Judge | None = None  # scores a completion that is text
     candidates: Candidates | None = None  # the strict and the relaxed program of a completion that is code
     category: str = "general_qa"  # class for guidance
@@ -53,9 +60,8 @@ class Task:
     @property
     def size(self) -> int | None:
         """Problems of the paper's split, before the length drops any; None: not known."""
-        data = self.dataset
-        examples = self.shots if data.split == data.shot_split else 0
-        return data.rows[data.split] - examples if self.counts_all else None
+        examples = self.shots if self.split == self.shot_split else 0
+        return self.rows[self.split] - examples if self.counts_all else None
 
     def sampling_for(self, prompts: Prompts = "paper") -> TaskSampling:
         """How completions of these prompts are sampled."""
@@ -90,7 +96,7 @@ class Task:
         for option, value, least in (("limit", limit, 1), ("shots", shots, 0)):
             if value is not None and value < least:
                 raise InputError(f"{option} of {self.name} must be at least {least}, got {value}")
-        split = split or self.dataset.split
+        split = split or self.split
         usual = self.shots if prompts == "paper" else self.thought_shots
         folder = None if data_dir is None else Path(data_dir, self.name)
         examples = self._examples(folder, usual if shots is None else shots)
@@ -98,14 +104,12 @@ class Task:
         for example in examples.values():
             groups[self._group(example)].append(example)
         problems = []
-        for number, row in enumerate(self.dataset.read(split, folder=folder)):
+        for number, row in enumerate(self._read(split, folder)):
             item = self._word(row, split, number)
             before = groups[self._group(item)]
             if examples and not before:
-                raise InputError(
-                    f"{self.dataset.shot_split!r} of {self.name} has no example of {item.subject!r}: add some"
-                )
-            is_example = split == self.dataset.shot_split and number in examples
+                raise InputError(f"{self.shot_split!r} of {self.name} has no example of {item.subject!r}: add some")
+            is_example = split == self.shot_split and number in examples
             is_repeated = self.kind == "code" and any(item.question == example.question for example in before)
             if not (is_example or is_repeated or item.reference is None):
                 problems.append(self._problem(item, before, f"{self.name}/{split}/{number}", prompts))
@@ -150,16 +154,37 @@ class Task:
             scores |= dict(zip(rest, code.score_programs(pairs, candidates=self.candidates, run=run), strict=True))
         return [scores[number] for number in range(len(texts))]
 
+    def _read(self, split: str, folder: Path | None) -> datasets.Dataset:
+        """The rows of a split, from `<split>.jsonl` or `.parquet` in a folder, or from the hub.
+
+        Raises `InputError` where they cannot be read, lack a column, or are more than the data set has (from the hub,
+        also where they are fewer).
+        """
+        if folder is None:
+            remedy = "check the network, or put the rows into a folder and give it with --data_dir"
+            place = self.hub
+            rows = read_hub(self.hub, self.subset, split=split, revision=self.revision, remedy=remedy)
+        else:
+            file = find_file(folder, split)
+            place, rows = str(file), read_file(file)
+        require_columns(rows, self.columns, name=place)
+        known = self.rows.get(split)
+        if known is not None and (len(rows) > known or (folder is None and len(rows) != known)):
+            raise InputError(
+                f"split {split!r} of {self.hub} has {known} rows, but {place} has {len(rows)}: get it again"
+            )
+        return rows
+
     def _examples(self, folder: Path | None, count: int) -> dict[int, Item]:
         """The rows that serve as examples, by their number: the first `count`, or `count` of each subject."""
         if count == 0:
             return {}
-        rows = self.dataset.read(self.dataset.shot_split, folder=folder)
+        rows = self._read(self.shot_split, folder)
         step = max(1, len(rows) // count) if self.is_spaced else 1
         chosen: dict[int, Item] = {}
         counts: Counter[str | None] = Counter()
         for number in range(0, len(rows), step):
-            item = self._word(rows[number], self.dataset.shot_split, number)
+            item = self._word(rows[number], self.shot_split, number)
             group = self._group(item)
             counts[group] += 1
             if counts[group] <= count:
@@ -199,13 +224,13 @@ class Task:
 
 def encode_problems(
     problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast, *, max_length: int = MAX_LENGTH
-) -> list[tuple[Problem, list[int]]]:
+) -> list[EncodedProblem]:
     """The problems whose prompt and right answer have at most `max_length` tokens, each with its prompt's token ids.
 
     The release drops longer problems by the same rule. Raises `InputError` where none is left.
     """
     answers = text_ids([problem.answer for problem in problems], tokenizer)
-    pairs = [(problem, prompt_ids(problem.messages, tokenizer)) for problem in problems]
+    pairs = [EncodedProblem(problem, prompt_ids(problem.messages, tokenizer)) for problem in problems]
     lengths = [len(ids) + len(answer) for (_, ids), answer in zip(pairs, answers, strict=True)]
     kept = [pair for pair, length in zip(pairs, lengths, strict=True) if length <= max_length]
     if not kept:
