@@ -7,8 +7,7 @@ import importlib
 import inspect
 import sys
 import types
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -149,7 +148,7 @@ def build_tiny(release: Release, variant: str, *, seed: int) -> tuple[Any, dict[
     }
     with release.torch.no_grad():
         _randomise_base(release.torch, base)
-        model = _build(release, family, base, options)
+        model = _model_class(release, family)(model_or_model_id=base, **options)
         _randomise_path(release.torch, model)
     return model.float().eval(), {"family": family, "l2d_kwargs": keywords(release, family) | options}
 
@@ -164,7 +163,7 @@ def open_model(release: Release, base: Path, weights: Path, hyperparameters: Pat
     given = raw.get("l2d_kwargs", raw)
     known = keywords(release, family)
     options = known | {name: value for name, value in given.items() if name in known}
-    model = _build(release, family, loaded, options)
+    model = _model_class(release, family)(model_or_model_id=loaded, **options)
     if weights.suffix == ".safetensors":
         state = importlib.import_module("safetensors.torch").load_file(weights)
     else:
@@ -184,28 +183,8 @@ def keywords(release: Release, family: str) -> dict[str, Any]:
     return {name: parameter.default for name, parameter in parameters.items() if name not in others}
 
 
-@contextmanager
-def replaced(owner: Any, **members: Any) -> Iterator[None]:
-    """Gives an object other members for a while."""
-    own = {name: vars(owner)[name] for name in members if name in vars(owner)}
-    for name, member in members.items():
-        setattr(owner, name, member)
-    try:
-        yield
-    finally:
-        for name in members:
-            if name in own:
-                setattr(owner, name, own[name])
-            else:
-                delattr(owner, name)
-
-
 def _model_class(release: Release, family: str) -> Any:
     return getattr(release.module(family), f"Flow{CLASSES[family][1]}ForCausalLM")
-
-
-def _build(release: Release, family: str, base: Any, options: Mapping[str, Any]) -> Any:
-    return _model_class(release, family)(model_or_model_id=base, **options)
 
 
 def _randomise_base(torch: Any, base: Any) -> None:

@@ -1,14 +1,16 @@
 """Records what the authors' PyTorch release computes with one model: inputs, single evaluations, training and runs."""
 
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 
-from l2d_jax.parity import release_generations, release_runs
-from l2d_jax.parity.release_model import Release, replaced
+from l2d_jax.parity import release_runs
+from l2d_jax.parity.release_model import Release
 from l2d_jax.parity.release_runs import Arrays
 
 LENGTH = 12
@@ -34,10 +36,6 @@ class Inputs:
         self.arrays[name] = self._like.get(name, array)
         return self.arrays[name]
 
-    def tokens(self, name: str, shape: tuple[int, ...], *, vocabulary: int) -> np.ndarray:
-        """Token ids beyond the special ones."""
-        return self.keep(name, self.random.integers(END + 1, vocabulary, shape))
-
     def uniform(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """Numbers in [0, 1)."""
         return self.keep(name, self.random.random(shape, np.float32))
@@ -52,6 +50,7 @@ class Recorder:
 
     def __init__(self, release: Release, model: Any, family: str, inputs: Inputs) -> None:
         self.release, self.torch, self.model, self.family, self.inputs = release, release.torch, model, family, inputs
+        self.tensor = release.torch.tensor
         self.arrays: Arrays = {}
         self.meta: dict[str, Any] = {}
         self.width = model.model.flow_representation_dim
@@ -68,10 +67,6 @@ class Recorder:
         self.runs()
         self.arrays = self.inputs.arrays | self.arrays
 
-    def tensor(self, array: np.ndarray) -> Any:
-        """As torch takes it."""
-        return self.torch.tensor(array)
-
     def evaluate(self, ids: Any, x: Any = None, t: Any = None, **options: Any) -> np.ndarray:
         """Logits of the LM, or of one evaluation of the path."""
         with self.torch.no_grad():
@@ -82,7 +77,8 @@ class Recorder:
         """Logits, intermediate values, and the same for a batch that is padded on the left."""
         model, inputs, shape = self.model, self.inputs, (2, LENGTH)
         text = inputs.random.integers(END + 1, model.vocab_size, (2, LENGTH + 1))
-        ids, targets = (self.tensor(inputs.keep(*pair)) for pair in _shifted(text))
+        shifted = {"input_ids": text[:, :-1], "target_ids": text[:, 1:]}
+        ids, targets = (self.tensor(inputs.keep(*pair)) for pair in shifted.items())
         times = inputs.random.random(shape, np.float32)
         times[0, : len(SPECIAL_TIMES[0])], times[1, -len(SPECIAL_TIMES[1]) :] = SPECIAL_TIMES
         t, noise = self.tensor(inputs.keep("timesteps", times)), inputs.normal("noise", (*shape, self.width))
@@ -116,30 +112,25 @@ class Recorder:
         inner, seen = self.model.model, cast(Arrays, {})
         merges: list[np.ndarray] = []
 
-        def keep(name: str) -> Any:  # a hook that returned the value would replace it
-            def hook(_module: Any, _inputs: Any, value: Any) -> None:
-                seen.setdefault(name, value.numpy())  # the second evaluation is at t = 0
+        def keep(name: str, take: Callable[[Any], Any] = lambda value: value) -> Any:
+            def hook(_module: Any, *given: Any) -> None:  # one that returned the value would replace it
+                seen.setdefault(name, take(given[-1]).numpy())  # the second evaluation is at t = 0
 
             return hook
-
-        def keep_layer(i: int) -> Any:
-            def hook(_module: Any, _inputs: Any, values: Any) -> None:
-                seen[f"mid.layer{i}.hidden"], seen[f"mid.layer{i}.flow"] = (value.numpy() for value in values[:2])
-
-            return hook
-
-        def keep_frequencies(_module: Any, values: Any) -> None:
-            seen.setdefault("mid.freq", values[0].numpy())
 
         def keep_merge(_module: Any, _inputs: Any, value: Any) -> None:
             merges.append(value.numpy())
 
         hooks = [
-            inner.timestep_embedder.mlp[0].register_forward_pre_hook(keep_frequencies),
+            inner.timestep_embedder.mlp[0].register_forward_pre_hook(keep("mid.freq", itemgetter(0))),
             inner.timestep_embedder.register_forward_hook(keep("mid.t_emb")),
             inner.flow_to_lm_encoder.register_forward_hook(keep("mid.flow_in")),
             inner.modulation_head.register_forward_hook(keep_merge),
-            *(layer.register_forward_hook(keep_layer(i)) for i, layer in enumerate(inner.layers)),
+            *(
+                layer.register_forward_hook(keep(f"mid.layer{i}.{name}", itemgetter(place)))
+                for i, layer in enumerate(inner.layers)
+                for place, name in enumerate(("hidden", "flow"))
+            ),
         ]
         yield seen
         for hook in hooks:
@@ -182,7 +173,7 @@ class Recorder:
         """Gives these in place of torch's random numbers: the drops, then the times, and the noise."""
         uniform = iter([self.tensor(drawn[name]) for name in ("drop", "timesteps") if name in drawn])
         self.model.train()
-        with replaced(
+        with mock.patch.multiple(
             self.torch, rand=lambda *_, **__: next(uniform), randn_like=lambda *_, **__: self.tensor(drawn["noise"])
         ):
             yield
@@ -197,26 +188,17 @@ class Recorder:
 
     def packing(self) -> None:
         """The batch and the loss that the release's training makes of two examples."""
-        torch, seen = self.torch, cast(dict[str, Any], {})
-        names = ("train_forward_step",)
-        step = self.release.functions("training.py", names, {"Namespace": Namespace})["train_forward_step"]
+        torch, known = self.torch, {"Namespace": Namespace}
+        step = self.release.functions("training.py", ("train_forward_step",), known)["train_forward_step"]
         items = [item if self.classes else {**item, "category_id": None} for item in ITEMS]
         length = max(len(item["context"]) + len(item["response"]) for item in items)
-        model = self.model
-
-        class Watched:
-            device = torch.device("cpu")
-
-            def __call__(self, **options: Any) -> Any:
-                seen.update(options)
-                return model(**options)
-
+        watched = mock.Mock(side_effect=self.model, device=torch.device("cpu"))
         settings = Namespace(lad=True, num_t_bins=None, compute_diff_at_training=False)
         with self.drawing(self.noise("pack", (2, length))), torch.no_grad():
-            loss = step(0, Watched(), Namespace(eos_token_id=END), items, settings)[0]
+            loss = step(0, watched, Namespace(eos_token_id=END), items, settings)[0]
         self.arrays["pack.loss"] = loss.numpy()
         for name in ("input_ids", "labels", *(["class_labels"] if self.classes else [])):
-            self.arrays[f"pack.{name}"] = seen[name].numpy()
+            self.arrays[f"pack.{name}"] = watched.call_args.kwargs[name].numpy()
         self.meta["pack_items"] = items
 
     def optimization(self) -> None:
@@ -265,10 +247,6 @@ class Recorder:
         ids, mask = inputs.arrays["input_ids"], inputs.arrays["lp.attention_mask"]
         prompts = [[int(token) for token in row[keep == 1]] for row, keep in zip(ids, mask, strict=True)]
         labels = inputs.arrays["class_labels"].tolist() if self.classes else None
-        _, self.meta["decode"] = release_generations.record_generations(
+        _, self.meta["decode"] = release_runs.record_generations(
             self.release, self.model, prompts, noise=inputs.normal, labels=labels, pad=PAD
         )
-
-
-def _shifted(text: np.ndarray) -> list[tuple[str, np.ndarray]]:
-    return [("input_ids", text[:, :-1]), ("target_ids", text[:, 1:])]

@@ -1,13 +1,18 @@
-"""Runs the release's ODE solvers and its generation, and notes every evaluation."""
+"""Runs the release's ODE solvers, of which every evaluation is noted, and its own generation on prompts."""
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
+from inspect import signature
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 
-from l2d_jax.parity.release_model import Release, replaced
+from l2d_jax.parity.release_model import Release
 
 Arrays = dict[str, np.ndarray]
 
@@ -19,6 +24,18 @@ ADAPTIVE = ("fehlberg2", "adaptive_heun", "bosh3")
 # The smallest lead of the likeliest token over the second with which a run counts as robust. An error of the logits
 # changes the states of an adaptive run also through the length of its steps.
 FIXED_MARGIN, ADAPTIVE_MARGIN = 2e-4, 1e-3
+MOST_NEW_TOKENS = 6  # of a generation
+DECODERS = (  # the release's generation loop, and what it calls
+    "autoregressive_decode",
+    "step_decode",
+    "Trie",
+    "temperature_processor",
+    "good_token_ids_processor",
+    "bad_token_ids_processor",
+    "penalty_processor",
+    "top_k_processor",
+    "top_p_processor",
+)
 
 
 class Integration(NamedTuple):
@@ -73,52 +90,14 @@ def adaptive_runs() -> list[Integration]:
     return [*runs, mean._replace(name=f"{method}.seq.f63.b2.avgT1", mode="seq")]
 
 
-class Evaluations:
+class Evaluations(NamedTuple):
     """What a run evaluates: times of its velocity; arg max, temperature and margin of every network evaluation."""
 
-    def __init__(self, torch: Any) -> None:
-        self.torch = torch
-        self.times: list[float] = []
-        self.argmax: list[np.ndarray] = []
-        self.temperatures: list[float] = []
-        self.margins: list[float] = []
-        self.samples: list[np.ndarray] = []
-
-    def odeint(self, integrate: Callable[..., Any]) -> Callable[..., Any]:
-        """An integrator that notes when the velocity is evaluated, and gives up after too many times."""
-
-        def odeint(velocity: Callable[..., Any], x: Any, grid: Any, **options: Any) -> Any:
-            def noted(t: Any, x: Any) -> Any:
-                self.times.append(float(t))
-                if len(self.times) > MOST_EVALUATIONS:
-                    raise RuntimeError(f"more than {MOST_EVALUATIONS} evaluations, at t = {float(t)}")
-                return velocity(t, x)
-
-            return integrate(noted, x, grid, **options)
-
-        return odeint
-
-    def targets(self, read: Callable[..., Any]) -> Callable[..., Any]:
-        """The release's reading of a velocity's target from logits, noted."""
-
-        def noted(*, logits: Any, temperature: Any, **options: Any) -> Any:
-            best = logits.topk(2, dim=-1).values
-            self.margins.append(float((best[..., 0] - best[..., 1]).min()))
-            self.argmax.append(logits.argmax(-1).numpy().astype(np.int32))
-            self.temperatures.append(float(temperature))
-            return read(logits=logits, temperature=temperature, **options)
-
-        return noted
-
-    def multinomial(self, draw: Callable[..., Any]) -> Callable[..., Any]:
-        """torch's, noted."""
-
-        def noted(probabilities: Any, **options: Any) -> Any:
-            drawn = draw(probabilities, **options)
-            self.samples.append(drawn.view(-1).numpy().astype(np.int32))
-            return drawn
-
-        return noted
+    times: list[float]
+    argmax: list[np.ndarray]
+    temperatures: list[float]
+    margins: list[float]
+    samples: list[np.ndarray]
 
 
 def record_run(
@@ -129,7 +108,6 @@ def record_run(
     `inputs` has `input_ids`, `class_labels` (None without classes), `x0` at all positions, and the padded batch.
     """
     torch, rows = release.torch, run.rows
-    evaluations = Evaluations(torch)
     ids, x0 = inputs["input_ids"][rows], inputs["x0"][rows]
     labels = None if run.guidance is None else inputs["class_labels"][rows]
     placing = {"position_ids": torch.arange(ids.shape[1]).expand(ids.shape)}
@@ -161,7 +139,7 @@ def record_run(
         "class_labels": None if labels is None else labels.tolist(),
     }
     is_cached = run.mode != "seq"
-    with _watched(release, model, family, evaluations), _annealing(model) if run.annealed else nullcontext():
+    with _watched(release, model, family) as evaluations, _annealing(model) if run.annealed else nullcontext():
         try:
             result = model.nstep_inference(
                 input_ids=ids,
@@ -211,23 +189,111 @@ def record_run(
     return {f"ode.{run.name}.{name}": array for name, array in arrays.items()}, described
 
 
+def record_generations(
+    release: Release,
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    noise: Callable[[str, tuple[int, ...]], Any],
+    labels: Sequence[int] | None,
+    pad: int,
+) -> tuple[Arrays, dict[str, Any]]:
+    """Whole answers by the release's own loop, which takes the likeliest token; "base" is the LM alone.
+
+    `noise` makes the unit normal noise of a name and shape.
+    """
+    torch, transformers = release.torch, release.transformers
+    known = {
+        "defaultdict": defaultdict,
+        "copy": copy,
+        "DynamicCache": transformers.DynamicCache,
+        "AutoTokenizer": Any,
+        "PeftModelForCausalLM": type("PeftModelForCausalLM", (), {}),
+    }
+    decode = release.functions("pipeline/decoding_util.py", DECODERS, known)["autoregressive_decode"]
+    count, width = MOST_NEW_TOKENS, model.model.flow_representation_dim
+    arrays, outputs = {}, {}
+    for name, method, points in (("base", None, 0), ("midpoint8", "midpoint", 8), ("euler15", "euler", 15)):
+        options: dict[str, Any] = {"lad": False, "do_sample": False}
+        drawn: list[Any] = []
+        if method is not None:
+            options = {"lad": True, "do_sample": True, "ode_steps": points, "class_labels": labels}
+            array = noise(f"dec.{name}.noise", (count, len(prompts), 1, width))
+            arrays[f"dec.{name}.noise"], drawn = array, list(torch.tensor(array))
+        taken = iter(drawn)
+        with (
+            mock.patch.multiple(torch, randn=lambda *_, taken=taken, **__: next(taken)),
+            mock.patch.multiple(torch, multinomial=lambda shares, **_: shares.argmax(-1, keepdim=True)),
+            mock.patch.multiple(model.model, ode_kwargs={"method": method}),
+            mock.patch.multiple(model, nstep_inference=_tolerant(model.nstep_inference)),
+            torch.no_grad(),
+        ):
+            result = decode(
+                model,
+                SimpleNamespace(pad_token_id=pad, eos_token_id=-1),  # no token ends an answer
+                [list(prompt) for prompt in prompts],
+                max_new_tokens=count,
+                **options,
+            )
+        outputs[name] = result["output_id_seqs"]
+    described = {
+        "prompts": [list(prompt) for prompt in prompts],
+        "max_new_tokens": count,
+        "class_labels": labels,
+        "guidance_parameter": model.model.nstep_guidance_parameter if labels is not None else None,
+        "outputs": outputs,
+        "note": "noise [step, B, 1, d] before sigma",
+    }
+    return arrays, described
+
+
 @contextmanager
-def _watched(release: Release, model: Any, family: str, evaluations: Evaluations) -> Iterator[None]:
+def _watched(release: Release, model: Any, family: str) -> Iterator[Evaluations]:
+    """Notes the evaluations of a run, which it ends when there are too many."""
     module, inner, torch = release.module(family), model.model, release.torch
-    targets = evaluations.targets(inner.get_weighted_flow_representation_for_logits)
+    seen = Evaluations([], [], [], [], [])
+    integrate, draw, read = module.odeint, torch.multinomial, inner.get_weighted_flow_representation_for_logits
+
+    def odeint(velocity: Callable[..., Any], x: Any, grid: Any, **options: Any) -> Any:
+        def noted(t: Any, x: Any) -> Any:
+            seen.times.append(float(t))
+            if len(seen.times) > MOST_EVALUATIONS:
+                raise RuntimeError(f"more than {MOST_EVALUATIONS} evaluations, at t = {float(t)}")
+            return velocity(t, x)
+
+        return integrate(noted, x, grid, **options)
+
+    def target(*, logits: Any, temperature: Any, **options: Any) -> Any:
+        best = logits.topk(2, dim=-1).values
+        seen.margins.append(float((best[..., 0] - best[..., 1]).min()))
+        seen.argmax.append(logits.argmax(-1).numpy().astype(np.int32))
+        seen.temperatures.append(float(temperature))
+        return read(logits=logits, temperature=temperature, **options)
+
+    def multinomial(probabilities: Any, **options: Any) -> Any:
+        drawn = draw(probabilities, **options)
+        seen.samples.append(drawn.view(-1).numpy().astype(np.int32))
+        return drawn
+
     with (
-        replaced(module, odeint=evaluations.odeint(module.odeint)),
-        replaced(inner, get_weighted_flow_representation_for_logits=targets),
-        replaced(torch, multinomial=evaluations.multinomial(torch.multinomial)),
+        mock.patch.multiple(module, odeint=odeint),
+        mock.patch.multiple(inner, get_weighted_flow_representation_for_logits=target),
+        mock.patch.multiple(torch, multinomial=multinomial),
     ):
-        yield
+        yield seen
 
 
 @contextmanager
 def _annealing(model: Any) -> Iterator[None]:
     """The release's polynomial schedule with power 1 and end 1."""
     schedule = import_module("flow_llms.utils").polynomial_temperature
-    with replaced(
+    with mock.patch.multiple(
         model.model, fixed_temperature=False, nstep_temperature_schedule_fn=lambda t: schedule(t=t, p=1.0, end_t=1.0)
     ):
         yield
+
+
+def _tolerant(inference: Callable[..., Any]) -> Callable[..., Any]:
+    """The release's Qwen lacks an argument that its loop passes."""
+    known = signature(inference).parameters
+    return lambda **options: inference(**{name: value for name, value in options.items() if name in known})
