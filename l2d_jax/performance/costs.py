@@ -22,6 +22,7 @@ from l2d_jax.training.methods import method_of
 from l2d_jax.weights import model_folder
 
 READ = ("frozen pass", "forward", "backward")  # parts that run on every token; the others run on predicted tokens
+SHARED = ("q", "o", "gate", "up", "down")  # matrices of a layer of the LM that the path's layers have too
 
 
 def parameters(declared: Any) -> int:
@@ -39,38 +40,29 @@ def flops_per_token(architecture: Architecture, config: PathConfig, *, draws_per
 
     A product with n weights takes 2n operations forward and 2n backward for its input, and 2n more for trained weights.
     """
-    a = architecture
-    llm = LLM.declare(a, dtype=np.float32)
-    shared = {name: parameters(getattr(llm.layers, name)) for name in ("q", "o", "gate", "up", "down")}
-    keys = parameters((llm.layers.k, llm.layers.v))
-    head = a.vocab_size * a.hidden_size
-    path = DiffusionPath.declare(config, a)
+    layers, path = LLM.declare(architecture, dtype=np.float32).layers, DiffusionPath.declare(config, architecture)
+    shared = parameters([getattr(layers, name) for name in SHARED])
     trained = parameters(path) - parameters(path.classes)
-    frozen = sum(shared.values()) if config.layers == "lora" else 0
+    frozen = shared if config.layers == "lora" else 0
     return {
-        "frozen pass": 2 * (sum(shared.values()) + keys),
+        "frozen pass": 2 * (shared + parameters((layers.k, layers.v))),
         "path forward": draws_per_context * 2 * (frozen + trained),
         "path backward": draws_per_context * (2 * frozen + 4 * trained),
-        "output head": draws_per_context * 4 * head,
+        "output head": draws_per_context * 4 * architecture.vocab_size * architecture.hidden_size,
     }
 
 
-def flops_of_finetuning(config: Config, architecture: Architecture) -> dict[str, int]:
-    """Useful operations of training the language model itself on one token, by LoRA or in full."""
-    llm = LLM.declare(architecture, dtype=np.float32)
-    products = sum(parameters(getattr(llm.layers, name)) for name in MATRICES)
+def flops_of_training(config: Config, architecture: Architecture) -> dict[str, int]:
+    """Useful operations of training on one token, by the config's method: a path, LoRA or all weights."""
+    if config.train.method == "l2d":
+        return flops_per_token(architecture, config.path, draws_per_context=config.train.draws_per_context)
+    layers = LLM.declare(architecture, dtype=np.float32).layers
+    products = parameters([getattr(layers, name) for name in MATRICES])
     head = architecture.vocab_size * architecture.hidden_size
     if config.train.method == "full":
         return {"forward": 2 * products, "backward": 4 * products, "output head": 6 * head}
-    lora = parameters(method_of(config).declare(architecture))
+    lora = trainable_parameters(config, architecture)
     return {"forward": 2 * (products + lora), "backward": 2 * products + 4 * lora, "output head": 4 * head}
-
-
-def flops_of_training(config: Config, architecture: Architecture) -> dict[str, int]:
-    """Useful operations of training on one token, by the config's method."""
-    if config.train.method == "l2d":
-        return flops_per_token(architecture, config.path, draws_per_context=config.train.draws_per_context)
-    return flops_of_finetuning(config, architecture)
 
 
 def flops_per_step(config: Config, architecture: Architecture) -> dict[str, int]:
@@ -87,24 +79,23 @@ def flops_per_decoded_token(config: Config, architecture: Architecture) -> int:
     The conditions (modulation, merge weights) come from a table and cost nothing. A budget of 1 is the LM alone.
     """
     parts = flops_per_token(architecture, config.path)
-    path = DiffusionPath.declare(config.path, architecture)
-    tabulated = parameters((path.layers.modulation, path.time, path.merge, path.vocabulary))
     head = parts["output head"] // 2
-    evaluations = config.decode.draws * config.decode.budget
     if config.decode.budget == 1 or config.train.method != "l2d":
         return parts["frozen pass"] + head
+    path = DiffusionPath.declare(config.path, architecture)
+    tabulated = parameters((path.layers.modulation, path.time, path.merge, path.vocabulary))
+    evaluations = config.decode.draws * config.decode.budget
     return parts["frozen pass"] + evaluations * (parts["path forward"] - 2 * tabulated + head)
 
 
 def cost_table(config: Config, architecture: Architecture, mesh: Mesh) -> str:
     """Parameters, memory per device and FLOPs per token of a config, as `--dry_run` prints them."""
-    method = method_of(config)
-    frozen, trained = method.declare_frozen(architecture), method.declare(architecture)
+    frozen = method_of(config).declare_frozen(architecture)
     memory = step_memory(config, architecture, mesh)
     flops = flops_of_training(config, architecture)
     rows = [
         ("frozen parameters", f"{0 if frozen is None else parameters(frozen):,}"),
-        ("trainable parameters", f"{parameters(trained):,}"),
+        ("trainable parameters", f"{trainable_parameters(config, architecture):,}"),
         *((f"memory per device: {name}", f"{size / 2**30:.2f} GiB") for name, size in memory.items()),
         ("memory per device: sum, activations not counted", f"{sum(memory.values()) / 2**30:.2f} GiB"),
         *((f"FLOPs per token: {name}", f"{count:.3e}") for name, count in flops.items()),

@@ -21,10 +21,9 @@ from l2d_jax.decoding.requests import check_decoding_memory
 from l2d_jax.decoding.sampler import SamplingOptions
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
+from l2d_jax.performance.costs import SHARED
 from l2d_jax.performance.timing import REPEATS, read_rate
 from l2d_jax.weights import model_folder
-
-LAYERS = ("q", "o", "gate", "up", "down")
 
 
 def measure_decoding(
@@ -53,21 +52,15 @@ def measure_decoding(
         remedy="--batches, --prompt or --new",
     )
     model = random_model(config, mesh)
-    rows = []
-    for batch in batches:
-        for budget in budgets:
-            seconds = _time(model, config, batch=batch, budget=budget, prompt=prompt, new=new)
-            speed = {"tokens per second": batch * new / seconds, "seconds per token": seconds / new}
-            rows.append({"batch": batch, "budget": budget, **speed})
     read, rate = bytes_per_evaluation(model), read_rate()
-    slopes = []
+    rows, slopes = [], []
     for batch in batches:
-        budget_rows = [row for row in rows if row["batch"] == batch]
-        times = [row["seconds per token"] for row in budget_rows]
-        slope, _ = np.polyfit([row["budget"] for row in budget_rows], times, 1)
-        slopes.append(
-            {"batch": batch, "seconds per evaluation": float(slope), "share of the read rate": read / slope / rate}
-        )
+        times = [_time(model, config, batch=batch, budget=budget, prompt=prompt, new=new) / new for budget in budgets]
+        for budget, seconds in zip(budgets, times, strict=True):
+            speed = {"tokens per second": batch / seconds, "seconds per token": seconds}
+            rows.append({"batch": batch, "budget": budget, **speed})
+        slope = float(np.polyfit(budgets, times, 1)[0])
+        slopes.append({"batch": batch, "seconds per evaluation": slope, "share of the read rate": read / slope / rate})
     return {"rows": rows, "batches": slopes, "bytes per evaluation": read, "read rate": rate}
 
 
@@ -83,7 +76,7 @@ def random_model(config: Config, mesh: Mesh) -> Model:
 def bytes_per_evaluation(model: Model) -> int:
     """Bytes of the weights that one evaluation reads: the path's layers without their modulation, and the LM head."""
     assert model.path is not None
-    path, base = ([getattr(layers, name) for name in LAYERS] for layers in (model.path.layers, model.llm.layers))
+    path, base = ([getattr(layers, name) for name in SHARED] for layers in (model.path.layers, model.llm.layers))
     head = model.llm.embed if model.llm.head is None else model.llm.head
     parts = (path, head) if model.path.config.layers == "dense" else (path, base, head)
     return sum(leaf.nbytes for leaf in jax.tree.leaves(parts))

@@ -20,15 +20,7 @@ _OPCODE = re.compile(r" ([a-z][\w\-]*)\(")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _ARRAY = re.compile(r"\b(pred|token|[a-z]+\d+\w*)\[([\d,<=]*)\]")
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
-_CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
-_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-_LABELS = re.compile(r"\bdim_labels=(\w+)_(\w+)->(\w+)")
-_NAME = re.compile(r'\bop_name="([^"]*)"')
 _GROUPS = re.compile(r"\b(feature|batch)_group_count=(\d+)")
-_CONTRACTED = re.compile(r"\blhs_contracting_dims=\{([\d,]*)\}")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_BITS = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
@@ -56,11 +48,16 @@ class Instruction:
         """Dimensions of the result, or of the first element of a tuple."""
         return self.arrays[0][1] if self.arrays else ()
 
+    def find(self, pattern: str) -> str | None:
+        """The group of a regular expression, where it first matches the attributes."""
+        found = re.search(pattern, self.attributes)
+        return found[1] if found else None
+
     @property
     def cycles(self) -> int | None:
         """The compiler's estimate for one execution; None where it made none."""
-        found = _CYCLES.search(self.attributes)
-        return int(found[1]) if found else None
+        found = self.find(r'"estimated_cycles":"(\d+)"')
+        return int(found) if found else None
 
     @property
     def called(self) -> list[str]:
@@ -70,14 +67,13 @@ class Instruction:
     @property
     def branches(self) -> list[str]:
         """The branches of a conditional."""
-        listed = _BRANCHES.search(self.attributes)
-        return _OPERAND.findall(listed[1]) if listed else self.called
+        listed = self.find(r"\bbranch_computations=\{([^}]*)\}")
+        return self.called if listed is None else _OPERAND.findall(listed)
 
     @property
     def source(self) -> str:
         """The operation of the traced program that the compiler made it from."""
-        found = _NAME.search(self.attributes)
-        return found[1] if found else ""
+        return self.find(r'\bop_name="([^"]*)"') or ""
 
 
 Computation = Mapping[str, Instruction]
@@ -109,12 +105,12 @@ class HloProgram:
 
     def trips(self, loop: Instruction, caller: Computation) -> int | None:
         """How often a loop's body runs; None where only the running program decides it."""
-        known = _TRIPS.search(loop.attributes)
+        known = loop.find(r'"known_trip_count":\{"n":"(\d+)"')
         if known:
-            return int(known[1])
-        condition = _CONDITION.search(loop.attributes)
+            return int(known)
+        condition = loop.find(r"\bcondition=%?([\w.\-]+)")
         assert condition is not None, loop.name
-        inside = self.computations[condition[1]]
+        inside = self.computations[condition]
         root = _root(inside)
         sides = [inside.get(name) for name in root.operands]
         if root.opcode == "fusion":  # the fusion holds the comparison: replace its parameters by the operands outside
@@ -139,10 +135,9 @@ class HloProgram:
         if instruction.opcode == "convolution":
             return _convolution(instruction, computation)
         if instruction.opcode == "dot":
-            contracted = _CONTRACTED.search(instruction.attributes)
+            contracted = instruction.find(r"\blhs_contracting_dims=\{([\d,]*)\}") or ""
             sizes = computation[instruction.operands[0]].dimensions
-            summed = [sizes[int(i)] for i in contracted[1].split(",") if i] if contracted else []
-            return 2 * math.prod(instruction.dimensions) * math.prod(tuple(summed))
+            return 2 * math.prod(instruction.dimensions) * math.prod(sizes[int(i)] for i in contracted.split(",") if i)
         return 0
 
 
@@ -211,10 +206,8 @@ def _constant(computation: Computation, name: str | None) -> int | None:
 
 
 def _bits(kind: str) -> int:
-    if kind == "token":
-        return 0
-    found = _BITS.search(kind)
-    return int(found[0]) if found else 8  # pred
+    found = re.search(r"\d+", kind)
+    return int(found[0]) if found else {"token": 0, "pred": 8}[kind]
 
 
 def _convolution(instruction: Instruction, computation: Computation) -> int:
@@ -222,7 +215,7 @@ def _convolution(instruction: Instruction, computation: Computation) -> int:
 
     There the batch axes are spatial ones, whose windows mostly lie in the padding.
     """
-    labels = _LABELS.search(instruction.attributes)
+    labels = re.search(r"\bdim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
     assert labels is not None, instruction.name
     left, right = (
         dict(zip(labels[i + 1], computation[name].dimensions, strict=True))

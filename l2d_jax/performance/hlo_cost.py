@@ -12,8 +12,6 @@ KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective
 _ATTENTION = re.compile("splash|flash|attention")
 _FUSED = re.compile(r"use_fused_bwd_kernel\W+true")
 BETWEEN = "between slices, "  # prefix of the kind of a collective that leaves the slice
-_BETWEEN = re.compile(r'\b_xla_megascale_transfer_type="(\w+)"')
-_CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 
 
 @dataclass(frozen=True)
@@ -144,8 +142,7 @@ def _collectives(program: HloProgram, name: str, instruction: Instruction) -> It
     elif kind in KINDS:
         inputs = sum(size_in_bytes(computation[operand]) for operand in instruction.operands)
         output = size_in_bytes(instruction)
-        channel = _CHANNEL.search(instruction.attributes)
-        yield kind, channel[1] if channel else instruction.name, max(inputs, output)
-    elif kind == "send" and (between := _BETWEEN.search(instruction.attributes)):
+        yield kind, instruction.find(r"\bchannel_id=(\d+)") or instruction.name, max(inputs, output)
+    elif kind == "send" and (between := instruction.find(r'\b_xla_megascale_transfer_type="(\w+)"')):
         sent = size_in_bytes(computation[instruction.operands[0]])
-        yield f"{BETWEEN}{between[1].lower().replace('_', '-')}", instruction.name, sent
+        yield f"{BETWEEN}{between.lower().replace('_', '-')}", instruction.name, sent
