@@ -52,15 +52,11 @@ class HarnessOptions(NamedTuple):
     seed: int = 0
 
 
-class TaskGeneration(NamedTuple):
-    """How a task wants its answers."""
+def parse_generation(kwargs: Mapping[str, Any], options: HarnessOptions) -> tuple[DecodeConfig, tuple[str, ...]]:
+    """The settings of a task's `generation_kwargs`, and the texts that end an answer and are no part of it.
 
-    settings: DecodeConfig
-    until: tuple[str, ...]  # texts that end an answer, and are no part of it
-
-
-def parse_generation(kwargs: Mapping[str, Any], options: HarnessOptions) -> TaskGeneration:
-    """Read the `generation_kwargs` of a task; raises `InputError` for one that is not known here."""
+    Raises `InputError` for an option that is not known here.
+    """
     kwargs = normalize_gen_kwargs(dict(kwargs), DEFAULT_NEW_TOKENS)
     unknown = sorted(kwargs.keys() - KNOWN)
     if unknown:
@@ -71,7 +67,7 @@ def parse_generation(kwargs: Mapping[str, Any], options: HarnessOptions) -> Task
     length = min(kwargs["max_gen_toks"], options.max_new_tokens or kwargs["max_gen_toks"])
     sampling = {name: kwargs.get(name, default) for name, default in SAMPLING.items()}
     settings = dataclasses.replace(options.settings, **sampling, max_new_tokens=length)
-    return TaskGeneration(settings, tuple(text for text in kwargs["until"] if text))
+    return settings, tuple(text for text in kwargs["until"] if text)
 
 
 class LmEvalModel(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type Any where lm_eval is not installed
@@ -145,14 +141,13 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type A
                         f"{self._positions} positions of the model: give fewer by --max_new_tokens"
                     )
                 prompts = [self.tok_encode(requests[i].args[0]) or [self.prefix_token_id] for i in group]
-                numbers = _distinct_numbers(prompts)
-                places = dict(zip(numbers, group, strict=True))
+                places = dict(zip(_distinct_numbers(prompts), group, strict=True))
                 stops, stop_ids = self._split(until)
                 for batch in complete(
                     dataclasses.replace(
                         self._loaded, stop_ids=tuple(dict.fromkeys((*self._loaded.stop_ids, *stop_ids)))
                     ),
-                    [Prompt(number, ids[-longest:]) for number, ids in zip(numbers, prompts, strict=True)],
+                    [Prompt(number, ids[-longest:]) for number, ids in zip(places, prompts, strict=True)],
                     settings=settings,
                     batch_size=self._options.batch_size,
                     seed=self._options.seed,

@@ -187,8 +187,8 @@ def summarise(samples: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     for kind in KINDS:
         scores = {name: [float(sample[kind]) for sample in line["samples"]] for name, line in samples.items()}
         figures[kind] = {
-            "accuracy": statistics.accuracy(scores).to_dict(),
-            "pass": {str(k): rate.to_dict() for k, rate in statistics.pass_rates(scores).items()},
-            "subjects": {name: rate.to_dict() for name, rate in statistics.by_subject(scores, subjects).items()},
+            "accuracy": statistics.accuracy(scores)._asdict(),
+            "pass": {str(k): rate._asdict() for k, rate in statistics.pass_rates(scores).items()},
+            "subjects": {name: rate._asdict() for name, rate in statistics.by_subject(scores, subjects).items()},
         }
     return figures

@@ -57,8 +57,6 @@ def label_of(problem: Problem, protocol: EvaluationProtocol) -> int | None:
 
 def check_protocol(protocol: EvaluationProtocol, encoded: Sequence[EncodedProblem]) -> None:
     """Raise `InputError` for a batch below the samples of a problem, and for ranking a problem without options."""
-    for name in ("batch_size", "draws", "samples"):
-        require((getattr(protocol, name) or 1) > 0, f"--{name} must be positive, got {getattr(protocol, name)}")
     samples = protocol.samples or 1
     require(
         protocol.batch_size >= samples,

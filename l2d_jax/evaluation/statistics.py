@@ -5,8 +5,7 @@ The unit is the problem, not the completion, since the completions of one proble
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from scipy.stats import binomtest
@@ -17,21 +16,13 @@ RESAMPLES = 2000  # bootstrap resamples: the bounds then vary by about a twentie
 CONFIDENCE = 0.95
 
 
-@dataclass(frozen=True)
-class Rate:
+class Rate(NamedTuple):
     """A mean over problems and the interval that holds it with 95 % confidence."""
 
     mean: float
     low: float
     high: float
     problems: int
-
-    def __str__(self) -> str:
-        return f"{100 * self.mean:.1f} % ({100 * self.low:.1f} to {100 * self.high:.1f}, n = {self.problems})"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
 
 
 def pass_at(k: int, *, samples: int, correct: int) -> float:

@@ -193,14 +193,14 @@ def test_a_chat_template_writes_its_own_tokens(base):
 
 def test_what_a_task_asks_of_answers():
     options = HarnessOptions(DecodeConfig(budget=3, temperature=0.7, top_k=5), BASE)
-    read = parse_generation({"until": ["\n", ""], "do_sample": False, "temperature": 0.0}, options)
-    assert read.until == ("\n",)
-    assert read.settings == DecodeConfig(budget=3, max_new_tokens=256)
-    drawn = parse_generation(
+    settings, until = parse_generation({"until": ["\n", ""], "do_sample": False, "temperature": 0.0}, options)
+    assert until == ("\n",)
+    assert settings == DecodeConfig(budget=3, max_new_tokens=256)
+    drawn, _ = parse_generation(
         {"until": "\n", "do_sample": True, "temperature": 0.5, "top_p": 0.9, "max_gen_toks": 7}, options
     )
-    assert drawn.settings == DecodeConfig(budget=3, temperature=0.5, top_p=0.9, max_new_tokens=7)
-    assert parse_generation({"max_gen_toks": 7}, options._replace(max_new_tokens=5)).settings.max_new_tokens == 5
+    assert drawn == DecodeConfig(budget=3, temperature=0.5, top_p=0.9, max_new_tokens=7)
+    assert parse_generation({"max_gen_toks": 7}, options._replace(max_new_tokens=5))[0].max_new_tokens == 5
     with pytest.raises(InputError, match="the task's generation option num_beams is not known here"):
         parse_generation({"num_beams": 4}, options)
 

@@ -19,14 +19,12 @@ _REMOVAL_SECONDS = 5.0  # until the last process in a group is gone
 def bounded_group(name: str, memory: int) -> Iterator[Path | None]:
     """A group whose processes take at most `memory` bytes, removed afterwards; None where none can be made.
 
-    Args:
-        name: of the group, which no other process uses at the same time; one that was left behind is replaced.
-        memory: bytes, those of the kernel included.
+    No other process uses its name at the same time; a group that was left behind is replaced.
     """
     for parent, is_second in _parents():
         group = parent / name
         try:
-            _remove(group, _REMOVAL_SECONDS)
+            _remove(group)
             group.mkdir()
         except OSError:
             continue
@@ -35,7 +33,7 @@ def bounded_group(name: str, memory: int) -> Iterator[Path | None]:
                 yield group
                 return
         finally:
-            _remove(group, _REMOVAL_SECONDS)
+            _remove(group)
     yield None
 
 
@@ -82,9 +80,9 @@ def _limit(group: Path, memory: int, *, is_second: bool) -> bool:
     return subprocess.run(inside(group, ["true"]), stderr=subprocess.DEVNULL).returncode == 0
 
 
-def _remove(group: Path, seconds: float) -> None:
+def _remove(group: Path) -> None:
     """Remove a group when its processes are gone; one that keeps some is left behind."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + _REMOVAL_SECONDS
     while group.exists():
         with contextlib.suppress(OSError):
             group.rmdir()

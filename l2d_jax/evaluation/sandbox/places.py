@@ -31,15 +31,9 @@ class Place:
 
 @contextlib.contextmanager
 def taken_places(count: int, *, with_accounts: bool, memory: int) -> Iterator[list[Place]]:
-    """Take up to `count` free places, at least one, and give them back afterwards.
+    """Take up to `count` free places for processes of `memory` bytes, at least one, and give them back afterwards.
 
-    Args:
-        count: 1 to `PLACES`.
-        with_accounts: whether isolated processes become other users.
-        memory: bytes of address space of one process.
-
-    Raises:
-        RunError: all places are taken, or the folder of the files is another user's.
+    Raises `RunError` if all places are taken, or the folder of the files is another user's.
     """
     folder = _folder()
     with contextlib.ExitStack() as stack:

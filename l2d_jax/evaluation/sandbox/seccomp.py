@@ -15,7 +15,7 @@ import platform
 import struct
 from collections.abc import Iterator
 
-from l2d_jax.evaluation.sandbox.system_calls import FIRST_MISSING, Condition, allowed_calls, missing_calls
+from l2d_jax.evaluation.sandbox.system_calls import FIRST_MISSING, MISSING, Condition, allowed_calls
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # AUDIT_ARCH_* of linux/audit.h
 _X32 = 0x40000000  # numbers from here on are a second table of the same calls, on x86_64
@@ -29,12 +29,9 @@ _Step = tuple[int, int, int, int]  # operation, steps to skip if true and if fal
 
 @functools.cache
 def program(machine: str | None = None, *, at_start: bool, threads: bool = True) -> bytes:
-    """The filter, in the form that `bwrap --seccomp` and the kernel read.
+    """The filter for a machine of `ARCHITECTURES` (None: this one), as `bwrap --seccomp` and the kernel read it.
 
-    Args:
-        machine: one of `ARCHITECTURES`; None: this machine's.
-        at_start: whether it is the wider filter, for a process that has yet to start Python.
-        threads: whether a process may have more than one.
+    With `at_start` it is the wider one, for a process that has yet to start Python.
     """
     machine = machine or platform.machine()
     column = list(ARCHITECTURES).index(machine)
@@ -48,7 +45,7 @@ def program(machine: str | None = None, *, at_start: bool, threads: bool = True)
         (_AT_LEAST, 0, 1, FIRST_MISSING),
         (_RETURN, 0, 0, _ERROR | errno.ENOSYS),
     ]
-    answers = [(numbers[column], [(_RETURN, 0, 0, _ERROR | errno.ENOSYS)]) for numbers in missing_calls()]
+    answers = [(numbers[column], [(_RETURN, 0, 0, _ERROR | errno.ENOSYS)]) for numbers in MISSING]
     for name, call in allowed_calls(at_start=at_start).items():
         if name != "clone" or threads:
             checks = [step for condition in call.conditions for step in _check(condition)]

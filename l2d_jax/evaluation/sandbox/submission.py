@@ -46,16 +46,9 @@ class Verdict(NamedTuple):
 
 
 def judge_submission(submission: Submission, *, bwrap: str, limits: Limits, place: Place) -> Verdict:
-    """Judge a submission in two new isolated processes, which are gone afterwards.
+    """Judge a submission in two new isolated processes, each within the limits, which are gone afterwards.
 
-    Args:
-        submission: what to judge.
-        bwrap: path of bubblewrap.
-        limits: of each process.
-        place: users and control group of the two.
-
-    Raises:
-        RunError: one of the processes has not started.
+    `bwrap` is the path of bubblewrap. Raises `RunError` if one of the processes has not started.
     """
     with contextlib.ExitStack() as stack:
         # The candidate's process and the tests' process talk to each other; only the latter reports to this process.

@@ -39,7 +39,7 @@ _START = """
 execve:59:221 arch_prctl:158:- set_tid_address:218:96 wait4:61:260 memfd_create:319:279 setgroups:116:159
 setresuid:117:147 setresgid:119:149
 """
-_MISSING = "statx:332:291"
+MISSING = [(332, 291)]  # statx, a number below `FIRST_MISSING`: the C library does without
 
 # The C library falls back on older calls where the kernel lacks one; from here on calls are newer than all of those
 # above, and have the same numbers everywhere. Among them is clone3, whose flags lie in memory, which a filter cannot
@@ -87,31 +87,14 @@ _START_CONDITIONS: dict[str, tuple[Condition, ...]] = {
 class Call(NamedTuple):
     """A system call that may be made, if its conditions hold."""
 
-    numbers: tuple[int | None, int | None]  # on x86_64 and on aarch64
+    numbers: tuple[int | None, ...]  # on x86_64 and on aarch64; None: it has no such call
     conditions: tuple[Condition, ...] = ()
 
 
 def allowed_calls(*, at_start: bool) -> dict[str, Call]:
-    """The calls that a process may make, by name.
-
-    Args:
-        at_start: until it has given up what a candidate does not need; otherwise from then on.
-    """
+    """The calls that a process may make, by name: until it has given up what a candidate does not need, or after."""
     tables = (_CONDITIONAL, _FILES, _MEMORY, _SIGNALS, _THREADS, _TIME, _IDENTITY, _START if at_start else "")
     conditions = _CONDITIONS | (_START_CONDITIONS if at_start else {})
-    numbers = {name: pair for table in tables for name, pair in _read(table).items()}
+    rows = (entry.split(":") for table in tables for entry in table.split())
+    numbers = {name: tuple(None if one == "-" else int(one) for one in pair) for name, *pair in rows}
     return {name: Call(pair, conditions.get(name, ())) for name, pair in numbers.items()}
-
-
-def missing_calls() -> list[tuple[int | None, int | None]]:
-    """The numbers below `FIRST_MISSING` of calls that the C library can do without."""
-    return list(_read(_MISSING).values())
-
-
-def _read(table: str) -> dict[str, tuple[int | None, int | None]]:
-    rows = (entry.split(":") for entry in table.split())
-    return {name: (_number(x86_64), _number(aarch64)) for name, x86_64, aarch64 in rows}
-
-
-def _number(text: str) -> int | None:
-    return None if text == "-" else int(text)
