@@ -12,7 +12,7 @@ from l2d_jax.config.schema import Config, DecodeConfig
 from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError
 from l2d_jax.evaluation.results import Results
-from l2d_jax.evaluation.runner import EvaluationProtocol, check_protocol, settings_for
+from l2d_jax.evaluation.runner import EvaluationProtocol, check_protocol
 from l2d_jax.evaluation.sandbox import grade
 from l2d_jax.evaluation.tasks.problem import EncodedProblem, Run
 from l2d_jax.evaluation.tasks.task import Task, encode_problems
@@ -68,6 +68,8 @@ def make_plans(
     if base.tokenizer is None:
         raise InputError("the model has no tokenizer, and tasks are text: add its tokenizer files")
     names = [field.name for field in dataclasses.fields(EvaluationProtocol)]
+    asked = EvaluationProtocol(**{name: getattr(options, name) for name in names})
+    chosen = {name: value for name in DECODING_OPTIONS if (value := getattr(options, name)) is not None}
     plans = []
     for task in tasks:
         given = {name: getattr(options, name) for name in ("limit", "split", "shots")}
@@ -80,12 +82,12 @@ def make_plans(
             f"{task.name}: {len(encoded)} problems, {len(problems) - len(encoded)} dropped for their length"
         )
         hashed = digest([[dataclasses.asdict(one.problem), one.ids] for one in encoded])
+        usual = dataclasses.asdict(task.sampling_for(options.prompts))
+        samples = usual.pop("samples")
+        protocol = dataclasses.replace(asked, samples=asked.samples or samples)
+        check_protocol(protocol, encoded)
         for budget in options.budget or [decode.budget]:
-            protocol = EvaluationProtocol(**{name: getattr(options, name) for name in names})
-            chosen = {name: getattr(options, name) for name in DECODING_OPTIONS} | {"budget": budget}
-            settings, samples = settings_for(task, protocol, decode, **chosen)
-            protocol = dataclasses.replace(protocol, samples=samples)
-            check_protocol(protocol, encoded)
+            settings = dataclasses.replace(decode, **(usual | chosen), budget=budget)
             plans.append(TaskPlan(task, encoded, hashed, settings, protocol))
     return plans
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
@@ -36,18 +36,6 @@ class EvaluationProtocol:
     tagged: bool = False  # judge only what stands in <answer> tags, or behind </think>
     choices: Choices = "generate"  # "likelihood": answer with the likeliest letter, by one pass over the prompt
     draws: int = 8  # noise samples for the likelihood
-
-
-def settings_for(
-    task: Task, protocol: EvaluationProtocol, settings: DecodeConfig, **given: Any
-) -> tuple[DecodeConfig, int]:
-    """The task's decoding settings with those `given` in their place, and the number of completions per problem."""
-    usual = task.sampling_for(protocol.prompts)
-    fields = {
-        name: getattr(usual, name) for name in ("max_new_tokens", "temperature", "velocity_temperature", "anneal")
-    }
-    chosen = {name: value for name, value in given.items() if value is not None}
-    return replace(settings, **(fields | chosen)), protocol.samples or usual.samples
 
 
 def label_of(problem: Problem, protocol: EvaluationProtocol) -> int | None:

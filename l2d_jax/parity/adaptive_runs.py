@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy.interpolate import KroghInterpolator
 
 from l2d_jax.decoding import integrate
 from l2d_jax.decoding.refine import Refinement, make_target
@@ -154,8 +155,5 @@ def _interpolate(steps: list[Step], t: float, solver: str) -> np.ndarray:
     step = next((step for step in steps if t <= step.stop), steps[-1])
     length = step.stop - step.start
     middle = step.x + length * _combine(MIDDLE[solver], step.slopes)
-    powers = np.arange(5)
-    conditions = np.stack([0.0**powers, np.ones(5), 0.5**powers, powers == 1, powers])
-    values = np.stack([step.x, step.new, middle, length * step.slopes[0], length * step.slopes[-1]])
-    coefficients = np.tensordot(np.linalg.inv(conditions), values, 1)
-    return np.tensordot(((t - step.start) / length) ** powers, coefficients, 1)
+    values = np.stack([step.x, length * step.slopes[0], middle, step.new, length * step.slopes[-1]])
+    return KroghInterpolator([0, 0, 0.5, 1, 1], values)((t - step.start) / length)  # of a time given twice, the slope

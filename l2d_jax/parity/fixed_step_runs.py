@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy.special import softmax
 
 from l2d_jax.config.parsing import from_dict
 from l2d_jax.config.schema import DecodeConfig
@@ -158,8 +159,7 @@ def read_out(logits: np.ndarray, table: np.ndarray, velocity: str, temperature: 
     """The vector of the likeliest token, or the mean over the vocabulary."""
     if velocity == "sample" or temperature == 0:
         return table[np.argmax(logits, axis=-1)]
-    shares = np.exp((logits - logits.max(axis=-1, keepdims=True)) / temperature)
-    return shares / shares.sum(axis=-1, keepdims=True) @ table
+    return softmax(logits / temperature, axis=-1) @ table
 
 
 def generations(model: Model, a: Recording) -> Iterator[Check]:

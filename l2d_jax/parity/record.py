@@ -26,7 +26,7 @@ from l2d_jax.errors import InputError
 from l2d_jax.files import output_folder
 from l2d_jax.parity import release_model
 from l2d_jax.parity.release_model import Release
-from l2d_jax.parity.release_recorder import Inputs, Recorder
+from l2d_jax.parity.release_recorder import Recorder
 
 
 def write_names(release: Release, file: Path) -> None:
@@ -92,7 +92,7 @@ def main() -> None:
             model, described = write_tiny(release, options.tiny, folder, seed=options.seed)
         else:
             model, described = release_model.open_model(release, *own)
-        recorder = Recorder(release, model, described["family"], Inputs(seed=options.seed, like=like))
+        recorder = Recorder(release, model, described["family"], seed=options.seed, like=like)
         recorder.record()
         np.savez_compressed(folder / "reference.npz", **cast(dict[str, Any], recorder.arrays))
         (folder / "meta.json").write_text(json.dumps(recorder.meta, indent=1) + "\n")

@@ -23,33 +23,12 @@ ITEMS: list[dict[str, Any]] = [  # two examples for the release's own batching
 ]
 
 
-class Inputs:
-    """Random inputs, or those of another recording where it has them; all are kept under their names."""
-
-    def __init__(self, *, seed: int, like: Mapping[str, np.ndarray]) -> None:
-        self.random = np.random.default_rng(seed)
-        self.arrays: Arrays = {}
-        self._like = like
-
-    def keep(self, name: str, array: np.ndarray) -> np.ndarray:
-        """An array of the recording that has this name, or else this one."""
-        self.arrays[name] = self._like.get(name, array)
-        return self.arrays[name]
-
-    def uniform(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Numbers in [0, 1)."""
-        return self.keep(name, self.random.random(shape, np.float32))
-
-    def normal(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Unit normal noise."""
-        return self.keep(name, self.random.standard_normal(shape, np.float32))
-
-
 class Recorder:
-    """The arrays and the description of one model's recording."""
+    """The arrays and the description of one model's recording, with inputs of another one where it has them."""
 
-    def __init__(self, release: Release, model: Any, family: str, inputs: Inputs) -> None:
-        self.release, self.torch, self.model, self.family, self.inputs = release, release.torch, model, family, inputs
+    def __init__(self, release: Release, model: Any, family: str, *, seed: int, like: Mapping[str, np.ndarray]) -> None:
+        self.release, self.torch, self.model, self.family = release, release.torch, model, family
+        self.random, self._like = np.random.default_rng(seed), like
         self.tensor = release.torch.tensor
         self.arrays: Arrays = {}
         self.meta: dict[str, Any] = {}
@@ -58,6 +37,15 @@ class Recorder:
         self.classes = (model.guidance_modulation_num_classes or 0) if model.use_guidance else 0
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
+    def keep(self, name: str, array: np.ndarray) -> np.ndarray:
+        """An input: the array of the other recording that has this name, or else this one."""
+        self.arrays[name] = self._like.get(name, array)
+        return self.arrays[name]
+
+    def normal(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Unit normal noise, an input."""
+        return self.keep(name, self.random.standard_normal(shape, np.float32))
+
     def record(self) -> None:
         """All of it."""
         self.single_evaluations()
@@ -65,7 +53,6 @@ class Recorder:
         self.packing()
         self.optimization()
         self.runs()
-        self.arrays = self.inputs.arrays | self.arrays
 
     def evaluate(self, ids: Any, x: Any = None, t: Any = None, **options: Any) -> np.ndarray:
         """Logits of the LM, or of one evaluation of the path."""
@@ -75,13 +62,13 @@ class Recorder:
 
     def single_evaluations(self) -> None:
         """Logits, intermediate values, and the same for a batch that is padded on the left."""
-        model, inputs, shape = self.model, self.inputs, (2, LENGTH)
-        text = inputs.random.integers(END + 1, model.vocab_size, (2, LENGTH + 1))
+        model, shape = self.model, (2, LENGTH)
+        text = self.random.integers(END + 1, model.vocab_size, (2, LENGTH + 1))
         shifted = {"input_ids": text[:, :-1], "target_ids": text[:, 1:]}
-        ids, targets = (self.tensor(inputs.keep(*pair)) for pair in shifted.items())
-        times = inputs.random.random(shape, np.float32)
+        ids, targets = (self.tensor(self.keep(*pair)) for pair in shifted.items())
+        times = self.random.random(shape, np.float32)
         times[0, : len(SPECIAL_TIMES[0])], times[1, -len(SPECIAL_TIMES[1]) :] = SPECIAL_TIMES
-        t, noise = self.tensor(inputs.keep("timesteps", times)), inputs.normal("noise", (*shape, self.width))
+        t, noise = self.tensor(self.keep("timesteps", times)), self.normal("noise", (*shape, self.width))
         with self.torch.no_grad():
             table = model.model.get_flow_representation_for_tokens(self.torch.arange(model.vocab_size))
         x = (1 - t[..., None]) * self.sigma * self.tensor(noise) + t[..., None] * table[targets]
@@ -95,13 +82,13 @@ class Recorder:
             "l2d_logits_t0.7": self.evaluate(ids, x, self.torch.tensor(0.7)),
         }
         if self.classes:
-            labels = self.tensor(inputs.keep("class_labels", np.array([0, self.classes - 1])))
+            labels = self.tensor(self.keep("class_labels", np.array([0, self.classes - 1])))
             self.arrays["l2d_logits_class"] = self.evaluate(ids, x, t, class_labels=labels)
         mask = np.ones(shape, np.int64)
         mask[1, : LENGTH - 7] = 0
-        mask = inputs.keep("lp.attention_mask", mask)
-        positions = inputs.keep("lp.position_ids", np.maximum(np.cumsum(mask, axis=1) - 1, 0))
-        padded = self.tensor(inputs.keep("lp.input_ids", np.where(mask == 1, ids.numpy(), PAD)))
+        mask = self.keep("lp.attention_mask", mask)
+        positions = self.keep("lp.position_ids", np.maximum(np.cumsum(mask, axis=1) - 1, 0))
+        padded = self.tensor(self.keep("lp.input_ids", np.where(mask == 1, ids.numpy(), PAD)))
         placing = {"attention_mask": self.tensor(mask), "position_ids": self.tensor(positions)}
         self.arrays["lp.base_logits"] = self.evaluate(padded, **placing)
         self.arrays["lp.l2d_logits"] = self.evaluate(padded, x, t, **placing)
@@ -139,17 +126,17 @@ class Recorder:
 
     def training(self) -> None:
         """One training forward, its loss and all gradients."""
-        inputs, shape = self.inputs, (2, LENGTH)
-        text = inputs.random.integers(END + 1, self.model.vocab_size, (2, LENGTH + 1))
+        shape = (2, LENGTH)
+        text = self.random.integers(END + 1, self.model.vocab_size, (2, LENGTH + 1))
         labels = text[:, 1:].copy()
         labels[0, :4], labels[1, :2], labels[1, -3:] = -100, -100, -100
         batch = {
-            "input_ids": self.tensor(inputs.keep("tr.input_ids", text[:, :-1])),
-            "labels": self.tensor(inputs.keep("tr.labels", labels)),
+            "input_ids": self.tensor(self.keep("tr.input_ids", text[:, :-1])),
+            "labels": self.tensor(self.keep("tr.labels", labels)),
         }
         if self.classes:
             classes = np.array([0, self.classes - 1])
-            batch["class_labels"] = self.tensor(inputs.keep("tr.class_labels", classes))
+            batch["class_labels"] = self.tensor(self.keep("tr.class_labels", classes))
         loss, logits = self.loss(batch, self.noise("tr", shape))
         loss.backward()
         self.arrays |= {"tr.loss": loss.detach().numpy(), "tr.logits": logits.detach().numpy()}
@@ -159,13 +146,12 @@ class Recorder:
 
     def noise(self, prefix: str, shape: tuple[int, ...]) -> Arrays:
         """What a training forward draws: the times, the noise, and with classes whether one is dropped."""
-        inputs = self.inputs
         drawn = {
-            "timesteps": inputs.uniform(f"{prefix}.timesteps", shape),
-            "noise": inputs.normal(f"{prefix}.noise", (*shape, self.width)),
+            "timesteps": self.keep(f"{prefix}.timesteps", self.random.random(shape, np.float32)),
+            "noise": self.normal(f"{prefix}.noise", (*shape, self.width)),
         }
         if self.classes:
-            drawn["drop"] = inputs.uniform(f"{prefix}.drop_uniform", shape)
+            drawn["drop"] = self.keep(f"{prefix}.drop_uniform", self.random.random(shape, np.float32))
         return drawn
 
     @contextmanager
@@ -213,7 +199,7 @@ class Recorder:
         adam = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
         drawn = self.noise("opt", (STEPS, 2, LENGTH))
         named = ("input_ids", "labels", *(["class_labels"] if self.classes else []))
-        batch = {name: self.tensor(self.inputs.arrays[f"tr.{name}"]) for name in named}
+        batch = {name: self.tensor(self.arrays[f"tr.{name}"]) for name in named}
         losses, norms = [], []
         for step in range(STEPS):
             loss, _ = self.loss(batch, {name: array[step] for name, array in drawn.items()})
@@ -230,23 +216,19 @@ class Recorder:
 
     def runs(self) -> None:
         """Every ODE, and whole generations."""
-        inputs = self.inputs
-        x0 = self.sigma * inputs.random.standard_normal((2, LENGTH, self.width), np.float32)
-        if "ode.midpoint8.seq.x0" in inputs._like:
-            x0 = inputs._like["ode.midpoint8.seq.x0"]
+        x0 = self.sigma * self.random.standard_normal((2, LENGTH, self.width), np.float32)
+        given = {"x0": self.tensor(self._like.get("ode.midpoint8.seq.x0", x0))}
         named = ("input_ids", "class_labels", "lp.input_ids", "lp.attention_mask", "lp.position_ids")
-        given = {name: self.tensor(inputs.arrays[name]) for name in named if name in inputs.arrays}
+        given |= {name: self.tensor(self.arrays[name]) for name in named if name in self.arrays}
         self.meta["odes"] = {}
         for run in (*release_runs.fixed_step_runs(classes=self.classes), *release_runs.adaptive_runs()):
             self.torch.manual_seed(0)
-            arrays, described = release_runs.record_run(
-                self.release, self.model, self.family, run, given | {"x0": self.tensor(x0)}
-            )
+            arrays, described = release_runs.record_run(self.release, self.model, self.family, run, given)
             self.arrays |= arrays
             self.meta["odes"][run.name] = described
-        ids, mask = inputs.arrays["input_ids"], inputs.arrays["lp.attention_mask"]
+        ids, mask = self.arrays["input_ids"], self.arrays["lp.attention_mask"]
         prompts = [[int(token) for token in row[keep == 1]] for row, keep in zip(ids, mask, strict=True)]
-        labels = inputs.arrays["class_labels"].tolist() if self.classes else None
-        _, self.meta["decode"] = release_runs.record_generations(
-            self.release, self.model, prompts, noise=inputs.normal, labels=labels, pad=PAD
+        labels = self.arrays["class_labels"].tolist() if self.classes else None
+        self.meta["decode"] = release_runs.record_generations(
+            self.release, self.model, prompts, noise=self.normal, labels=labels, pad=PAD
         )

@@ -197,7 +197,7 @@ def record_generations(
     noise: Callable[[str, tuple[int, ...]], Any],
     labels: Sequence[int] | None,
     pad: int,
-) -> tuple[Arrays, dict[str, Any]]:
+) -> dict[str, Any]:
     """Whole answers by the release's own loop, which takes the likeliest token; "base" is the LM alone.
 
     `noise` makes the unit normal noise of a name and shape.
@@ -212,14 +212,13 @@ def record_generations(
     }
     decode = release.functions("pipeline/decoding_util.py", DECODERS, known)["autoregressive_decode"]
     count, width = MOST_NEW_TOKENS, model.model.flow_representation_dim
-    arrays, outputs = {}, {}
+    outputs = {}
     for name, method, points in (("base", None, 0), ("midpoint8", "midpoint", 8), ("euler15", "euler", 15)):
         options: dict[str, Any] = {"lad": False, "do_sample": False}
         drawn: list[Any] = []
         if method is not None:
             options = {"lad": True, "do_sample": True, "ode_steps": points, "class_labels": labels}
-            array = noise(f"dec.{name}.noise", (count, len(prompts), 1, width))
-            arrays[f"dec.{name}.noise"], drawn = array, list(torch.tensor(array))
+            drawn = list(torch.tensor(noise(f"dec.{name}.noise", (count, len(prompts), 1, width))))
         taken = iter(drawn)
         with (
             mock.patch.multiple(torch, randn=lambda *_, taken=taken, **__: next(taken)),
@@ -236,7 +235,7 @@ def record_generations(
                 **options,
             )
         outputs[name] = result["output_id_seqs"]
-    described = {
+    return {
         "prompts": [list(prompt) for prompt in prompts],
         "max_new_tokens": count,
         "class_labels": labels,
@@ -244,7 +243,6 @@ def record_generations(
         "outputs": outputs,
         "note": "noise [step, B, 1, d] before sigma",
     }
-    return arrays, described
 
 
 @contextmanager

@@ -55,15 +55,12 @@ def collect(folder: Path) -> list[Evaluation]:
 
 def collect_within(folder: Path) -> dict[str, dict[str, Any]]:
     """What `sweep` measured within one diffusion, by task; raises `InputError` for a damaged file."""
-    return {file.parent.name: _read_within(file) for file in sorted(folder.glob(f"*/{WITHIN}"))}
-
-
-def _read_within(file: Path) -> dict[str, Any]:
-    remedy = "remove it, and give the same command of sweep again"
-    within: dict[str, Any] = check(read_json(file), _Within, file, remedy=remedy)
-    if not len(within["t"]) == len(within["greedy"]) == len(within["expected"]):
-        raise InputError(f"{file}: t, greedy and expected must have as many values each: {remedy}")
-    return within
+    remedy, found = "remove it, and give the same command of sweep again", {}
+    for file in sorted(folder.glob(f"*/{WITHIN}")):
+        within = found[file.parent.name] = check(read_json(file), _Within, file, remedy=remedy)
+        if not len(within["t"]) == len(within["greedy"]) == len(within["expected"]):
+            raise InputError(f"{file}: t, greedy and expected must have as many values each: {remedy}")
+    return found
 
 
 def read_beside(file: Path | None) -> dict[str, dict[str, float]]:

@@ -8,7 +8,7 @@ only the tests' process holds.
 A candidate makes no files: all that it sees is read-only. It computes, prints, waits, and starts threads.
 
 This has a price: tests do not see a function change its arguments in place, and tests that pass or expect functions or
-instances of classes cannot be judged (`Verdict.not_plain`).
+instances of classes cannot be judged ("not plain data").
 
 The sandbox does not protect from
 * faults of the kernel, of bubblewrap or of the processor, nor from what two processes learn of each other by timing;

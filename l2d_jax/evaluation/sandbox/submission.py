@@ -16,7 +16,6 @@ from l2d_jax.evaluation.sandbox.isolated.plain_data import load_message
 from l2d_jax.evaluation.sandbox.isolation import Limits
 from l2d_jax.evaluation.sandbox.places import Place
 
-NOT_PLAIN = "not plain data"
 _START_SECONDS = 60.0  # for two processes to start, on a machine that is busy
 _REPORT_BYTES = 2**16
 _REASON_LENGTH = 200
@@ -37,12 +36,7 @@ class Verdict(NamedTuple):
     """Whether the tests passed, and in one line why not."""
 
     passed: bool
-    reason: str
-
-    @property
-    def not_plain(self) -> bool:
-        """Whether it could not be judged, since a value between tests and candidate is not plain data."""
-        return self.reason.startswith(NOT_PLAIN)
+    reason: str  # "not plain data: ..." where it could not be judged
 
 
 def judge_submission(submission: Submission, *, bwrap: str, limits: Limits, place: Place) -> Verdict:

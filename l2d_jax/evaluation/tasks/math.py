@@ -41,13 +41,8 @@ def _judge(problem: Problem, completion: str) -> Score:
     right, relaxed = _parse(problem.answer), _parse(completion)
     is_relaxed = math_verify.verify(right, relaxed, timeout_seconds=SECONDS)
     reason = "" if is_strict and is_relaxed else "no answer" if strict is None else f"{problem.reference} is right"
-    return Score(
-        strict=float(is_strict),
-        relaxed=float(is_relaxed),
-        extracted=None if strict is None else str(strict),
-        relaxed_extracted=str(relaxed[-1]) if relaxed else None,
-        reason=reason,
-    )
+    found = None if strict is None else str(strict)
+    return Score(float(is_strict), float(is_relaxed), found, str(relaxed[-1]) if relaxed else None, reason)
 
 
 @lru_cache(maxsize=64)  # a problem's answer is read once for all its samples

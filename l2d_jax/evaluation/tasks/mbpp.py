@@ -12,7 +12,7 @@ import re
 
 from l2d_jax.errors import InputError
 from l2d_jax.evaluation.tasks.code import fenced
-from l2d_jax.evaluation.tasks.problem import Item, Problem, Row, TaskSampling, text_of, texts_of
+from l2d_jax.evaluation.tasks.problem import Item, Row, TaskSampling, text_of, texts_of
 from l2d_jax.evaluation.tasks.task import Task
 
 IMPORT = re.compile(r"^(?:import|from) [^\r\n]*", flags=re.MULTILINE)
@@ -27,11 +27,6 @@ def _word(row: Row) -> Item:
         reference=("\n".join(tests), _names(code, tests), "\n".join(IMPORT.findall(code))),
         id=f"MBPP/{row['task_id']}",
     )
-
-
-def _candidates(_problem: Problem, completion: str) -> tuple[str, str]:
-    """The strict and the relaxed program."""
-    return completion, fenced(completion)
 
 
 def _names(code: str, tests: list[str]) -> tuple[str, ...]:
@@ -52,7 +47,7 @@ MBPP = Task(
     shot_split="prompt",
     rows={"train": 374, "test": 500, "validation": 90, "prompt": 10},
     word=_word,
-    candidates=_candidates,
+    candidates=lambda _, completion: (completion, fenced(completion)),
     category="coding",
     sampling=TaskSampling(max_new_tokens=512, samples=10, velocity_temperature=1.0, anneal=True),
 )

@@ -122,7 +122,7 @@ def test_what_is_not_plain_data_is_told_apart():
     # ... also where the tests would go on.
     verdicts = grade([ask(candidate, f"try: {call}\nexcept BaseException: pass") for candidate, call in calls.values()])
     assert verdicts == [Verdict(passed=False, reason=reason) for reason in calls]
-    assert all(verdict.not_plain for verdict in verdicts)
+    assert all(verdict.reason.startswith("not plain data") for verdict in verdicts)
 
 
 @isolated

@@ -4,6 +4,7 @@ Nothing that happens here is trusted. A candidate may take over the whole proces
 data, which it could have returned anyway.
 """
 
+import contextlib
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -74,9 +75,7 @@ def _answer(work: Callable[[], Any]) -> dict[str, Any]:
 def _text(error: BaseException) -> tuple[str, Any]:
     """An exception's text, and its arguments where they are plain data."""
     text, arguments = "", None
-    try:
+    with contextlib.suppress(BaseException):
         text = str(error)
         arguments = encode_plain(error.args)
-    except BaseException:
-        pass
     return text, arguments
