@@ -31,13 +31,8 @@ def measure_decoding(
 ) -> dict[str, Any]:
     """Tokens per second at each batch size and budget, and each batch size's time per evaluation.
 
-    Args:
-      config: names the model, the path and the solver.
-      mesh: the devices.
-      batches: sequences at a time.
-      budgets: evaluations per token; at least two.
-      prompt: tokens of each prompt, whose prefill is not timed.
-      new: tokens to generate, which are timed.
+    `prompt` and `new` are tokens: those of each prompt, whose prefill is not timed, and those to generate, which are
+    timed. The slope needs two budgets at least.
 
     Returns:
       `rows` with batch, budget, tokens per second and seconds per token; `batches` with seconds per evaluation and

@@ -54,10 +54,9 @@ class Instruction:
         return found[1] if found else None
 
     @property
-    def cycles(self) -> int | None:
-        """The compiler's estimate for one execution; None where it made none."""
-        found = self.find(r'"estimated_cycles":"(\d+)"')
-        return int(found) if found else None
+    def cycles(self) -> int:
+        """The compiler's estimate for one execution; 0 where it made none: waiting, and copies between memories."""
+        return int(self.find(r'"estimated_cycles":"(\d+)"') or 0)
 
     @property
     def called(self) -> list[str]:

@@ -10,22 +10,9 @@ from l2d_jax.performance.hlo import Computation, HloProgram, Instruction, size_i
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 _ATTENTION = re.compile("splash|flash|attention")
+Execution = tuple[Instruction, str, int]  # one that runs outside fusions; its computation's name; how often it runs
 _FUSED = re.compile(r"use_fused_bwd_kernel\W+true")
 BETWEEN = "between slices, "  # prefix of the kind of a collective that leaves the slice
-
-
-@dataclass(frozen=True)
-class Execution:
-    """An instruction that runs by itself, outside fusions."""
-
-    instruction: Instruction
-    computation: str  # name of the computation that contains it
-    times: int
-
-    @property
-    def cycles(self) -> int:
-        """Cycles of all runs; 0 where the compiler made no estimate, as for waiting and copies between memories."""
-        return self.times * (self.instruction.cycles or 0)
 
 
 @dataclass(frozen=True)
@@ -56,29 +43,27 @@ class Cost:
 def program_cost(program: HloProgram, *, unknown_trips: int = 1) -> Cost:
     """Sum the costs of all instructions that run; a conditional costs as much as its dearest branch.
 
-    Args:
-      program: the optimized program.
-      unknown_trips: how often a loop runs whose length only the running program decides, such as a solver's.
+    A loop whose length only the running program decides, such as a solver's, counts as `unknown_trips` runs.
     """
     cost = Cost()
     counted: set[tuple[str, str]] = set()
-    for execution in _executions(program, program.entry, 1, unknown_trips):
-        instruction, times = execution.instruction, execution.times
+    for instruction, name, times in _executions(program, program.entry, 1, unknown_trips):
         if instruction.opcode == "while":
             cost.unknown_loops += 1
             continue
+        computation, cycles = program.computations[name], times * instruction.cycles
         if instruction.opcode == "custom-call" and '"tpu_custom_call"' in instruction.attributes:
             cost.kernels[instruction.name.rpartition(".")[0] or instruction.name] += times
-            cost.kernel_flops += times * _attention(instruction, program.computations[execution.computation])
-        flops = times * program.flops(instruction, program.computations[execution.computation])
-        cost.cycles += execution.cycles
+            cost.kernel_flops += times * _attention(instruction, computation)
+        flops = times * program.flops(instruction, computation)
+        cost.cycles += cycles
         cost.flops += flops
-        if execution.cycles:
-            cost.parts.append(InstructionCost(execution.cycles, times, flops, instruction.name, instruction.source))
-        for kind, key, size in _collectives(program, execution.computation, instruction):
+        if cycles:
+            cost.parts.append(InstructionCost(cycles, times, flops, instruction.name, instruction.source))
+        for kind, key, size in _collectives(program, name, instruction):
             # A collective that runs beside other work is in pieces, which share a channel: count it once.
-            if (execution.computation, key) not in counted:
-                counted.add((execution.computation, key))
+            if (name, key) not in counted:
+                counted.add((name, key))
                 cost.moved[kind] += times * size
                 cost.calls[kind] += times
     cost.parts.sort(key=lambda part: -part.cycles)
@@ -93,16 +78,16 @@ def _executions(program: HloProgram, name: str, times: int, unknown_trips: int) 
         if instruction.opcode == "while":
             trips = program.trips(instruction, computation)
             if trips is None:
-                found.append(Execution(instruction, name, times))
+                found.append((instruction, name, times))
             runs = times * (unknown_trips if trips is None else trips)
             found += _executions(program, instruction.called[0], runs, unknown_trips)
         elif instruction.opcode == "conditional":
             branches = [_executions(program, branch, times, unknown_trips) for branch in instruction.branches]
-            found += max(branches, key=lambda branch: sum(e.cycles for e in branch))
+            found += max(branches, key=lambda branch: sum(runs * one.cycles for one, _, runs in branch))
         elif instruction.opcode in ("call", "async-start"):
             found += _executions(program, instruction.called[0], times, unknown_trips)
         else:
-            found.append(Execution(instruction, name, times))
+            found.append((instruction, name, times))
     return found
 
 

@@ -40,13 +40,9 @@ def read_estimate(
 ) -> dict[str, Any]:
     """The figures of a compiled program, per device and execution; sizes in bytes.
 
-    Args:
-      memory: the result of `Compiled.memory_analysis()`.
-      text: the result of `Compiled.as_text()`.
-      generation: the kind of the devices.
-      useful: floating-point operations per device that the model needs.
-      tokens: tokens of an execution, on all devices together.
-      unknown_trips: how often a loop runs whose length only the running program decides.
+    `memory` and `text` are what `Compiled.memory_analysis()` and `as_text()` return. `useful` is the floating-point
+    operations per device that the model needs, `tokens` those of an execution on all devices together, and
+    `unknown_trips` how often a loop runs whose length only the running program decides.
     """
     cost = program_cost(HloProgram.parse(text), unknown_trips=unknown_trips)
     sizes = {name: getattr(memory, f"{kind}_size_in_bytes") for name, kind in _SIZES.items()}

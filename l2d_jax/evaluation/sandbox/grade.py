@@ -71,14 +71,10 @@ def grade(
     limits: Limits | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> list[Verdict]:
-    """Judge submissions, several at a time; the verdicts come in their order.
+    """Judge submissions, `processes` at a time, by default as many as there are processors; verdicts are in their order.
 
-    Args:
-        submissions: what to judge, each in two isolated processes of its own.
-        processes: submissions at a time; by default, one for each processor. Fewer, where graders at work leave fewer
-            of the `PLACES`.
-        limits: of each isolated process; by default those of `Limits()`.
-        progress: is called after each submission with the number of those done.
+    There are fewer at a time where other graders leave fewer of the `PLACES`. Each isolated process has its `limits`, by
+    default those of `Limits()`. After each submission, `progress` is called with the number of those done.
 
     Raises:
         InputError: there is no isolation here, or `processes` is out of range.

@@ -76,20 +76,12 @@ class Task:
         shots: int | None = None,
         prompts: Prompts = "paper",
     ) -> list[Problem]:
-        """Read the problems of a split, in its order.
+        """Read the problems of a split, in its order: at most `limit` of them, evenly spaced.
 
         Rows that serve as examples are left out, and so are rows whose right answer the strict rules cannot read: the
-        release counts neither.
-
-        Args:
-          data_dir: folder with `<name>/<split>.jsonl` or `.parquet`; None: the hub.
-          limit: the largest number of problems, evenly spaced over the split; None: all.
-          split: name of the split; None: the paper's.
-          shots: examples before each question; None: the task's number.
-          prompts: "paper", or "thoughts": examples that think before they answer, or the request to do so.
-
-        Raises:
-          InputError: for data that is missing or malformed, and for an option that does not fit the task.
+        release counts neither. Split and number of examples are the paper's by default. The rows are those of
+        `<data_dir>/<name>/<split>.jsonl` or `.parquet`, or of the hub. Raises `InputError` for data that is missing or
+        malformed, and for an option that does not fit the task.
         """
         if prompts == "thoughts" and self.kind == "code":
             raise InputError(f"{self.name} has no prompts with thoughts, for its completions are run: use 'paper'")
@@ -129,17 +121,10 @@ class Task:
     def grade(
         self, problems: Sequence[Problem], completions: Sequence[str], *, run: Run | None = None, tagged: bool = False
     ) -> list[Score]:
-        """Score completions.
+        """Score completions, each of its problem; one that is empty or no valid unicode (lone surrogates) scores 0.
 
-        Args:
-          problems: the problem of each completion; a problem may come several times.
-          completions: what the model generated, without the token that ends the turn. A completion that is empty, or is
-            no valid unicode (lone surrogates), scores 0.
-          run: runs programs; only tasks of code need it.
-          tagged: judge only the text between `<answer>` tags, or behind `</think>`.
-
-        Raises:
-          InputError: for a task of code without `run`.
+        They are without the token that ends the turn; if `tagged`, only the text between `<answer>` tags or behind
+        `</think>` counts. Tasks of code need `run`, which runs programs: without it they raise `InputError`.
         """
         assert len(problems) == len(completions)
         texts = [answer_part(completion) if tagged else completion for completion in completions]

@@ -4,30 +4,21 @@ Nothing that happens here is trusted. A candidate may take over the whole proces
 data, which it could have returned anyway.
 """
 
-import contextlib
 import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from l2d_jax.evaluation.sandbox.isolated.plain_data import (
-    Channel,
-    ClosedError,
-    NotPlainError,
-    TooLargeError,
-    decode_plain,
-    encode_plain,
-    load_message,
-)
+from l2d_jax.evaluation.sandbox.isolated import plain_data
 from l2d_jax.evaluation.sandbox.isolated.restraint import restrain
 
 
 def main() -> None:
     """Serve until the grader ends; reads the task from standard input, the descriptors from the command line."""
     incoming, outgoing = map(int, sys.argv[1:])
-    task = load_message(sys.stdin.buffer.read())
+    task = plain_data.load_message(sys.stdin.buffer.read())
     restrain(task)
-    channel = Channel(incoming, outgoing, limit=task["limits"]["output_bytes"])
+    channel = plain_data.Channel(incoming, outgoing, limit=task["limits"]["output_bytes"])
     channel.send({"started": True})
     module = type(sys)("candidate")  # not "__main__", so that a solution's own trials do not run
     sys.modules["candidate"] = module  # dataclasses look up their fields' types there
@@ -36,7 +27,7 @@ def main() -> None:
         exec(_compile(task["source"]), module.__dict__)
 
     def call(request: dict[str, Any]) -> Any:
-        name, arguments, keywords = decode_plain(request["call"])
+        name, arguments, keywords = plain_data.decode_plain(request["call"])
         if name not in module.__dict__:
             raise NameError(f"name '{name}' is not defined")
         return module.__dict__[name](*arguments, **keywords)
@@ -45,14 +36,14 @@ def main() -> None:
         answer = _answer(work)
         try:
             channel.send(answer)
-        except TooLargeError as error:
+        except plain_data.TooLargeError as error:
             channel.send({"too_large": str(error)})
 
     try:
         reply(load)
         while True:
             reply(partial(call, channel.receive()))
-    except ClosedError:
+    except plain_data.ClosedError:
         pass
 
 
@@ -65,8 +56,8 @@ def _compile(source: str) -> Any:
 
 def _answer(work: Callable[[], Any]) -> dict[str, Any]:
     try:
-        return {"result": encode_plain(work())}
-    except NotPlainError as error:
+        return {"result": plain_data.encode_plain(work())}
+    except plain_data.NotPlainError as error:
         return {"not_plain": str(error)}
     except BaseException as error:  # SystemExit, too: it ends the candidate, not its process
         return {"error": [type(error).__name__, *_text(error)]}
@@ -75,7 +66,9 @@ def _answer(work: Callable[[], Any]) -> dict[str, Any]:
 def _text(error: BaseException) -> tuple[str, Any]:
     """An exception's text, and its arguments where they are plain data."""
     text, arguments = "", None
-    with contextlib.suppress(BaseException):
+    try:
         text = str(error)
-        arguments = encode_plain(error.args)
+        arguments = plain_data.encode_plain(error.args)
+    except BaseException:
+        pass
     return text, arguments

@@ -8,16 +8,7 @@ import os
 import sys
 from typing import Any, NoReturn
 
-from l2d_jax.evaluation.sandbox.isolated.plain_data import (
-    Channel,
-    ClosedError,
-    MalformedError,
-    NotPlainError,
-    TooLargeError,
-    decode_plain,
-    encode_plain,
-    load_message,
-)
+from l2d_jax.evaluation.sandbox.isolated import plain_data
 from l2d_jax.evaluation.sandbox.isolated.restraint import restrain
 
 # Raised inside map() or next(), these would quietly end a loop of the tests.
@@ -27,13 +18,13 @@ _RESERVED = (StopIteration, StopAsyncIteration)
 def main() -> None:
     """Run the tests once; reads the task from standard input, the descriptors from the command line."""
     incoming, outgoing, verdict = map(int, sys.argv[1:])
-    task = load_message(sys.stdin.buffer.read())
+    task = plain_data.load_message(sys.stdin.buffer.read())
     restrain(task)
-    channel = Channel(incoming, outgoing, limit=task["limits"]["output_bytes"])
-    report = Channel(-1, verdict, limit=2**16)
+    channel = plain_data.Channel(incoming, outgoing, limit=task["limits"]["output_bytes"])
+    report = plain_data.Channel(-1, verdict, limit=2**16)
     try:
         channel.receive()  # from the candidate's process, before it has seen the candidate
-    except ClosedError:
+    except plain_data.ClosedError:
         os._exit(1)
     report.send({"started": True})
     grader = _Grader(channel, report)
@@ -41,7 +32,7 @@ def main() -> None:
 
 
 class _Grader:
-    def __init__(self, channel: Channel, report: Channel):
+    def __init__(self, channel: plain_data.Channel, report: plain_data.Channel):
         self._channel, self._report = channel, report
 
     def grade(self, setup: str, tests: str, names: list[str]) -> NoReturn:
@@ -58,14 +49,14 @@ class _Grader:
     def _proxy(self, name: str) -> Any:
         def call(*arguments: Any, **keywords: Any) -> Any:
             try:
-                request = encode_plain([name, arguments, keywords])
-            except NotPlainError as error:
+                request = plain_data.encode_plain([name, arguments, keywords])
+            except plain_data.NotPlainError as error:
                 self._end(f"not plain data: {error} as an argument")
             try:
                 self._channel.send({"call": request})
-            except ClosedError:
+            except plain_data.ClosedError:
                 self._end("ended")
-            except TooLargeError as error:
+            except plain_data.TooLargeError as error:
                 self._end(f"too large: {error} of arguments")
             return self._result()
 
@@ -77,14 +68,14 @@ class _Grader:
             message = self._channel.receive()
             [(kind, content)] = message.items()
             if kind == "result":
-                return decode_plain(content)
+                return plain_data.decode_plain(content)
             name, text, arguments = content if kind == "error" else (kind, content, None)
-            arguments = decode_plain(arguments)
+            arguments = plain_data.decode_plain(arguments)
             if not isinstance(name, str) or not isinstance(text, str):
-                raise MalformedError("not text")
-        except ClosedError:
+                raise plain_data.MalformedError("not text")
+        except plain_data.ClosedError:
             self._end("ended")
-        except TooLargeError as error:
+        except plain_data.TooLargeError as error:
             self._end(f"too large: {error}")
         except (ValueError, TypeError):
             self._end("malformed: not an answer of the candidate's process")
