@@ -20,7 +20,6 @@ from l2d_jax.config.parsing import nearest
 from l2d_jax.errors import InputError
 
 GIB = 2**30
-INSTALL = "pip install '.[tpu]'"
 # With these libtpu only describes and compiles: it neither looks for this machine's TPUs, nor locks them, nor warns
 # that there are none.
 ENVIRONMENT = {
@@ -95,7 +94,7 @@ class Topology:
     def devices(self) -> list[jax.Device]:
         """Descriptions of the devices; raises `InputError` without libtpu and for a slice that does not exist."""
         if importlib.util.find_spec("libtpu") is None:
-            raise InputError(f"compiling for a TPU needs libtpu, which is not installed: {INSTALL}")
+            raise InputError(f"compiling for a TPU needs libtpu, which is not installed: pip install '.[tpu]'")
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         options: dict[str, Any] = dict(self.generation.options)

@@ -38,10 +38,6 @@ class Evaluation(NamedTuple):
         """Evaluations of the path per token."""
         return int(self.run["decode"]["budget"])
 
-    def rate(self, kind: str) -> tuple[float, float, float]:
-        """Mean accuracy and the bounds of its 95 % interval, by a kind of score of `KINDS`."""
-        return accuracy_interval(self.figures, kind)
-
 
 def collect(folder: Path) -> list[Evaluation]:
     """The finished evaluations below an `eval` folder, by task, solver and budget; `InputError` for a damaged one."""
@@ -87,7 +83,7 @@ def task_rows(evaluations: Sequence[Evaluation], beside: Mapping[str, Mapping[st
     for task in dict.fromkeys(one.task for one in evaluations):
         for one in evaluations:
             if one.task == task:
-                shown = [interval(one.rate(kind)) for kind in KINDS]
+                shown = [interval(accuracy_interval(one.figures, kind)) for kind in KINDS]
                 passed = one.figures["strict"]["pass"].get("10")
                 at_ten = "" if passed is None else f"{passed['mean']:.3f}"
                 rows.append((task, one.name, *shown, at_ten, str(one.figures["problems"])))
@@ -131,7 +127,8 @@ def _draw_lines(
     for axes, kind in zip(panels, kinds, strict=True):
         for label, line in lines.items():
             places = [points.index(point) if is_even else point for point in sorted(line)]
-            draw_rates(axes, places, [line[point].rate(kind) for point in sorted(line)], label=label)
+            rates = [accuracy_interval(line[point].figures, kind) for point in sorted(line)]
+            draw_rates(axes, places, rates, label=label)
         if is_even:
             axes.set_xticks(range(len(points)), [str(point) for point in points])
         axes.set(xlabel=xlabel, ylabel=f"{kind} accuracy", ylim=(0, None))

@@ -71,10 +71,10 @@ def grade(
     limits: Limits | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> list[Verdict]:
-    """Judge submissions, `processes` at a time, by default as many as there are processors; verdicts are in their order.
+    """Judge submissions, `processes` at a time, by default one for each processor; the verdicts come in their order.
 
-    There are fewer at a time where other graders leave fewer of the `PLACES`. Each isolated process has its `limits`, by
-    default those of `Limits()`. After each submission, `progress` is called with the number of those done.
+    There are fewer at a time where other graders leave fewer of the `PLACES`. Each isolated process has its `limits`,
+    those of `Limits()` by default. After each submission, `progress` is called with the number of those done.
 
     Raises:
         InputError: there is no isolation here, or `processes` is out of range.

@@ -24,7 +24,11 @@ def main() -> None:
     sys.modules["candidate"] = module  # dataclasses look up their fields' types there
 
     def load() -> None:
-        exec(_compile(task["source"]), module.__dict__)
+        try:
+            code = compile(task["source"], "candidate", "exec", dont_inherit=True)
+        except (SyntaxError, ValueError) as error:  # ValueError: NUL bytes, broken unicode
+            raise SyntaxError(str(error)) from None
+        exec(code, module.__dict__)
 
     def call(request: dict[str, Any]) -> Any:
         name, arguments, keywords = plain_data.decode_plain(request["call"])
@@ -45,13 +49,6 @@ def main() -> None:
             reply(partial(call, channel.receive()))
     except plain_data.ClosedError:
         pass
-
-
-def _compile(source: str) -> Any:
-    try:
-        return compile(source, "candidate", "exec", dont_inherit=True)
-    except (SyntaxError, ValueError) as error:  # ValueError: NUL bytes, broken unicode
-        raise SyntaxError(str(error)) from None
 
 
 def _answer(work: Callable[[], Any]) -> dict[str, Any]:
