@@ -53,8 +53,7 @@ def choose_run(tasks: Sequence[Task], *, is_allowed: bool) -> Run | None:
         return None
     require(is_allowed, f"{', '.join(names)} runs programs that the model writes: allow it with --allow_code_execution")
     reason = processes.decide(grade.unavailable)
-    if reason is not None:
-        raise InputError(reason)
+    require(reason is None, str(reason))
     note = processes.decide(grade.unbounded)
     if note is not None:
         processes.print_once(note)

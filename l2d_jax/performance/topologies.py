@@ -94,7 +94,7 @@ class Topology:
     def devices(self) -> list[jax.Device]:
         """Descriptions of the devices; raises `InputError` without libtpu and for a slice that does not exist."""
         if importlib.util.find_spec("libtpu") is None:
-            raise InputError(f"compiling for a TPU needs libtpu, which is not installed: pip install '.[tpu]'")
+            raise InputError("compiling for a TPU needs libtpu, which is not installed: pip install '.[tpu]'")
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         options: dict[str, Any] = dict(self.generation.options)

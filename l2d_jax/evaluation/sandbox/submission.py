@@ -55,7 +55,8 @@ def judge_submission(submission: Submission, *, bwrap: str, limits: Limits, plac
             process = isolation.start_isolated(
                 role, numbers, bwrap=bwrap, task=task, limits=limits, account=account, group=place.group
             )
-            stack.callback(_end, process)
+            stack.enter_context(process)  # waits for it, when it has been killed
+            stack.callback(process.kill)
             return process
 
         tests = {"setup": submission.setup, "tests": submission.tests, "names": submission.names}
@@ -78,13 +79,6 @@ def judge_submission(submission: Submission, *, bwrap: str, limits: Limits, plac
 def _pipe(stack: contextlib.ExitStack) -> tuple[BinaryIO, BinaryIO]:
     reader, writer = os.pipe()
     return stack.enter_context(open(reader, "rb", buffering=0)), stack.enter_context(open(writer, "wb", buffering=0))
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    assert process.stderr is not None
-    process.stderr.close()
 
 
 def _message(report: BinaryIO, seconds: float) -> dict[str, Any] | None:
