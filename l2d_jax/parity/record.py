@@ -35,15 +35,11 @@ def write_names(release: Release, file: Path) -> None:
     for variant in release_model.VARIANTS:
         model, described = release_model.build_tiny(release, variant, seed=0)
         shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-        named = {
-            "tie_word_embeddings",
-            "rope_scaling",
-            *release_model.BASE,
-            *release_model.FAMILIES[described["family"]],
-        }
+        family = described["family"]
+        named = {"tie_word_embeddings", "rope_scaling", *release_model.BASE, *release_model.FAMILIES[family]}
         base = {name: value for name, value in model.config.to_dict().items() if name in named}
-        architecture = f"{release_model.CLASSES[described['family']][1]}ForCausalLM"
-        variants[variant] = {"base": {"architectures": [architecture], **base}, **described, "tensors": shapes}
+        base = {"architectures": [f"{family.capitalize()}ForCausalLM"], **base}
+        variants[variant] = {"base": base, **described, "tensors": shapes}
     lines = [f"{json.dumps(name)}: {json.dumps(variant)}" for name, variant in variants.items()]
     file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
@@ -51,8 +47,7 @@ def write_names(release: Release, file: Path) -> None:
 def write_tiny(release: Release, variant: str, out: Path, *, seed: int) -> tuple[Any, dict[str, Any]]:
     """A tiny model's files: its base, the state dict and the hyper-parameters."""
     model, described = release_model.build_tiny(release, variant, seed=seed)
-    name = release_model.CLASSES[described["family"]][1]
-    base = getattr(release.transformers, f"{name}ForCausalLM")(model.config)
+    base = release.transformers.AutoModelForCausalLM.from_config(model.config)
     base.load_state_dict(model.state_dict(), strict=False)
     base.save_pretrained(out / "base")
     state = {name: tensor.clone().contiguous() for name, tensor in model.state_dict().items()}  # aliases take space

@@ -17,7 +17,6 @@ from l2d_jax.errors import InputError
 from l2d_jax.files import read_json
 
 ENVIRONMENT = {"torch": "2.13.0", "transformers": "4.46.3", "torchdiffeq": "0.2.5"}  # tested with these
-CLASSES = {"llama": ("llama", "Llama"), "qwen2": ("qwen2", "Qwen2")}  # module and name, by the family
 
 # The sizes of the tiny models all differ, so that no two can be exchanged unnoticed.
 BASE = {
@@ -85,7 +84,7 @@ class Release:
 
     def module(self, family: str) -> Any:
         """The release's file on a model family, whose `odeint` integrates."""
-        return importlib.import_module(f"flow_llms.{CLASSES[family][0]}")
+        return importlib.import_module(f"flow_llms.{family}")
 
     def functions(self, file: str, names: tuple[str, ...], known: Mapping[str, Any]) -> dict[str, Any]:
         """Functions and classes of a file of the checkout, without what the file imports; `known` are their globals."""
@@ -133,14 +132,14 @@ def build_tiny(release: Release, variant: str, *, seed: int) -> tuple[Any, dict[
         raise InputError(f"no variant {variant!r}: take one of {', '.join(VARIANTS)}")
     family, head, layers, classes = VARIANTS[variant]
     release.torch.manual_seed(seed)
-    name = CLASSES[family][1]
-    config = getattr(release.transformers, f"{name}Config")(
+    config = release.transformers.AutoConfig.for_model(
+        family,
         **BASE,
         **FAMILIES[family],
         tie_word_embeddings=head == "tied",
         rope_scaling=SCALING if (family, head) == ("llama", "untied") else None,
     )
-    base = getattr(release.transformers, f"{name}ForCausalLM")(config)
+    base = release.transformers.AutoModelForCausalLM.from_config(config)
     options = {
         **HYPERPARAMETERS,
         "separate_flow_params_with_lora": layers == "lora",
@@ -157,8 +156,8 @@ def open_model(release: Release, base: Path, weights: Path, hyperparameters: Pat
     """A base in a folder with a trained path, and the path's hyper-parameters."""
     raw = read_json(hyperparameters)
     family = read_json(base / "config.json").get("model_type")
-    if family not in CLASSES:
-        raise InputError(f"{base}/config.json has model_type {family!r}: the release knows {', '.join(CLASSES)}")
+    if family not in FAMILIES:
+        raise InputError(f"{base}/config.json has model_type {family!r}: the release knows {', '.join(FAMILIES)}")
     loaded = release.transformers.AutoModelForCausalLM.from_pretrained(base, torch_dtype=release.torch.float32)
     given = raw.get("l2d_kwargs", raw)
     known = keywords(release, family)
@@ -184,7 +183,7 @@ def keywords(release: Release, family: str) -> dict[str, Any]:
 
 
 def _model_class(release: Release, family: str) -> Any:
-    return getattr(release.module(family), f"Flow{CLASSES[family][1]}ForCausalLM")
+    return getattr(release.module(family), f"Flow{family.capitalize()}ForCausalLM")
 
 
 def _randomise_base(torch: Any, base: Any) -> None:
