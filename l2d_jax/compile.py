@@ -145,7 +145,7 @@ def compile_and_read(question: Question, mesh: Mesh, folder: Path | None) -> dic
     return tpu_estimate.read_estimate(
         compiled.memory_analysis(),
         text,
-        question.topology.generation,
+        GENERATIONS[question.topology.kind],
         useful=flops / mesh.size,  # without recomputation
         tokens=tokens,
         unknown_trips=find_solver(config.decode.solver).steps(config.decode.budget),

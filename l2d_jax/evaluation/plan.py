@@ -80,8 +80,8 @@ def make_plans(
         processes.print_once(
             f"{task.name}: {len(encoded)} problems, {len(problems) - len(encoded)} dropped for their length"
         )
-        hashed = digest([[dataclasses.asdict(one.problem), one.ids] for one in encoded])
-        usual = dataclasses.asdict(task.sampling_for(options.prompts))
+        hashed = digest([[one.problem._asdict(), one.ids] for one in encoded])
+        usual = task.sampling_for(options.prompts)._asdict()
         samples = usual.pop("samples")
         protocol = dataclasses.replace(asked, samples=asked.samples or samples)
         check_protocol(protocol, encoded)

@@ -106,7 +106,11 @@ class Results:
                 self._refuse_other(self._recorded_run())
             else:
                 write_whole(folder / RESULTS, json.dumps({"run": self.run}, indent=2) + "\n")
-            self.samples = self._read()
+            # The good lines are kept; the damaged ones and the rest of a line that was cut off are removed.
+            kept = read_lines(folder / SAMPLES, (_Sample,), _repeated)
+            if (folder / SAMPLES).exists():
+                write_whole(folder / SAMPLES, b"".join(text for text, _ in kept))
+            self.samples: dict[str, dict[str, Any]] = {line["id"]: line for _, line in kept}
         except OSError as error:
             raise InputError(f"cannot write to {folder} ({error.strerror}): choose another --out") from error
 
@@ -143,14 +147,6 @@ class Results:
             problem = f"{file} does not say what was evaluated"
             raise InputError(f"{problem}: give another --name, or remove {self.folder}") from None
         return run
-
-    def _read(self) -> dict[str, dict[str, Any]]:
-        """Read the good lines, and remove the damaged ones and the rest of a line that was cut off."""
-        file = self.folder / SAMPLES
-        kept = read_lines(file, (_Sample,), _repeated)
-        if file.exists():
-            write_whole(file, b"".join(text for text, _ in kept))
-        return {line["id"]: line for _, line in kept}
 
 
 def _differences(was: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -> list[str]:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from l2d_jax.decoding.requests import Prompt
 from l2d_jax.decoding.stop_strings import to_text
 from l2d_jax.distributed import processes
 from l2d_jax.evaluation.results import Results, sample_line
-from l2d_jax.evaluation.tasks.problem import EncodedProblem, Problem, Prompts, Run
+from l2d_jax.evaluation.tasks.problem import EncodedProblem, Problem, Prompts, Run, Score
 from l2d_jax.evaluation.tasks.task import Task
 
 Choices = Literal["generate", "likelihood"]
@@ -84,7 +85,7 @@ def evaluate_task(
         for batch in _answers(loaded, remaining, settings, protocol, prefix=prefix):
             count += sum(tokens for _, tokens in batch.values())
             if opened:
-                opened[0].add(_scored(loaded, task, remaining, batch, run=run, tagged=protocol.tagged))
+                opened[0].add(_scored(loaded, remaining, batch, partial(task.grade, run=run, tagged=protocol.tagged)))
             shown.update(len(batch))
             if count:  # ranking options generates no token
                 shown.set_postfix_str(f"{count / (time.monotonic() - began):.0f} tokens/s")
@@ -140,22 +141,15 @@ def _answers(
 
 
 def _scored(
-    loaded: LoadedModel,
-    task: Task,
-    encoded: dict[int, EncodedProblem],
-    batch: Answers,
-    *,
-    run: Run | None,
-    tagged: bool,
+    loaded: LoadedModel, encoded: Mapping[int, EncodedProblem], batch: Answers, grade: Callable[..., list[Score]]
 ) -> list[dict[str, Any]]:
     """The sample lines of a batch, whose completions are judged together, since running programs takes time."""
     assert loaded.tokenizer is not None
     problems = [encoded[number].problem for number, (texts, _) in batch.items() for _ in texts]
-    completions = [text for texts, _ in batch.values() for text in texts]
-    scores = iter(task.grade(problems, completions, run=run, tagged=tagged))
+    scores = iter(grade(problems, [text for texts, _ in batch.values() for text in texts]))
     lines = []
     for number, (texts, _) in batch.items():
-        one = encoded[number]
-        prompt = str(loaded.tokenizer.decode(one.ids, clean_up_tokenization_spaces=False))  # with special tokens
-        lines.append(sample_line(one.problem, prompt, texts, list(islice(scores, len(texts)))))
+        problem, ids = encoded[number]
+        prompt = str(loaded.tokenizer.decode(ids, clean_up_tokenization_spaces=False))  # with special tokens
+        lines.append(sample_line(problem, prompt, texts, list(islice(scores, len(texts)))))
     return lines

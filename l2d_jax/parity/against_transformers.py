@@ -74,14 +74,11 @@ class Comparison(NamedTuple):
 def compare(model: str, *, length: int | None = None, dtype: str = "float32") -> Iterator[Comparison]:
     """Run both models on the same rows, theirs first; neither is in memory with the other. Doubtful rows come last.
 
-    Args:
-      model: as `loaded.load` takes it; a path beside the language model is left out.
-      length: tokens a row; None: 512, or as many as the model has positions.
-      dtype: of our weights, as `config.model.dtype`.
+    `model` is as `loaded.load` takes it; a path beside the language model is left out. Rows have `length` tokens, by
+    default 512, or as many as the model has positions. `dtype` is of our weights, as `config.model.dtype`.
 
-    Raises:
-      InputError: before any weight is read, for a model that has no files or is not plain weights, for a length that
-        it has no room for, and where torch is missing.
+    Raises `InputError` before any weight is read, for a model that has no files or is not plain weights, for a length
+    that it has no room for, and where torch is missing.
     """
     _require_torch()
     opened = loading.find(model, dtype="float32")

@@ -6,6 +6,7 @@ and picked tokens of every evaluation come from a plain loop over the solver's t
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import jax
@@ -167,12 +168,9 @@ def generations(model: Model, a: Recording) -> Iterator[Check]:
     assert model.path is not None
     recorded = a.meta.get("decode") or {"outputs": {}}
     for name, theirs in recorded["outputs"].items():
-        rows = len(recorded["prompts"])
-        lengths = [len(prompt) for prompt in recorded["prompts"]]
-        ids = np.zeros((rows, max(lengths)), np.int32)
-        for row, prompt in zip(ids, recorded["prompts"], strict=True):
-            row[: len(prompt)] = prompt
-        count = recorded["max_new_tokens"]
+        prompts, count = recorded["prompts"], recorded["max_new_tokens"]
+        rows, lengths = len(prompts), [len(prompt) for prompt in prompts]
+        ids = jnp.array(list(zip_longest(*prompts, fillvalue=0)), jnp.int32).T
         budget, noise = 1, np.zeros((count, rows, model.path.config.width), np.float32)
         solver = "euler" if name == "base" else name.rstrip("0123456789")
         if name != "base":
@@ -181,7 +179,7 @@ def generations(model: Model, a: Recording) -> Iterator[Check]:
         settings = _refinement({"solver": solver, "budget": budget}, guidance=recorded["guidance_parameter"])
         labels = recorded["class_labels"] and jnp.array(recorded["class_labels"], jnp.int32)
         keys = jax.random.split(jax.random.key(0), rows)
-        state = decode.prefill(model.llm, jnp.asarray(ids), jnp.array(lengths, jnp.int32), keys, capacity=count)
+        state = decode.prefill(model.llm, ids, jnp.array(lengths, jnp.int32), keys, capacity=count)
         chosen = []
         for step in range(count):
             state, token = _next(model, state, settings, jnp.asarray(noise[step]), labels)

@@ -139,11 +139,10 @@ def record_run(
         "class_labels": None if labels is None else labels.tolist(),
     }
     is_cached = run.mode != "seq"
+    given = {"input_ids": ids, "class_labels": labels, **placing}
     with _watched(release, model, family) as evaluations, _annealing(model) if run.annealed else nullcontext():
         try:
             result = model.nstep_inference(
-                input_ids=ids,
-                class_labels=labels,
                 initial_flow_representation_embeds=x0,
                 ode_kwargs=solver,
                 final_timestep=run.end,
@@ -154,7 +153,7 @@ def record_run(
                 temperature_schedule=run.temperature,
                 guidance_parameter=run.guidance,
                 **cached,
-                **placing,
+                **given,
             )
         except (AssertionError, RuntimeError) as error:  # torchdiffeq asserts that its step does not underflow
             return {}, {"error": str(error), "robust": False}
@@ -163,12 +162,10 @@ def record_run(
         cached = {name: result[name] for name in ("past_key_values", "cached_final_hidden_states")}
     with torch.no_grad():
         logits = model(
-            input_ids=ids,
             timesteps=result.timestep_trajectory[-1],
-            class_labels=labels,
             flow_representation_embeds=trajectory[-1],
             **(cached or {"use_cache": False}),
-            **placing,
+            **given,
         ).logits
     arrays = {
         "x0": x0.numpy(),

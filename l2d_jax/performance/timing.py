@@ -1,7 +1,7 @@
 """Wall-clock times, and the machine's best rates, which speeds are compared with."""
 
-import time
 from collections.abc import Callable
+from timeit import timeit
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,8 @@ REPEATS = 5  # runs of a piece of work, whose median counts
 
 def medians(*works: Callable[[], object]) -> list[float]:
     """Median wall-clock seconds of pieces of work, which take turns so that a shared machine slows them alike."""
-    times: list[list[float]] = [[] for _ in works]
-    for _ in range(REPEATS):
-        for work, seconds in zip(works, times, strict=True):
-            began = time.perf_counter()
-            work()
-            seconds.append(time.perf_counter() - began)
-    return [sorted(seconds)[REPEATS // 2] for seconds in times]
+    rounds = [[timeit(work, number=1) for work in works] for _ in range(REPEATS)]
+    return [sorted(seconds)[REPEATS // 2] for seconds in zip(*rounds, strict=True)]
 
 
 def median(work: Callable[[], object]) -> float:

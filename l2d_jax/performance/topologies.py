@@ -81,11 +81,6 @@ class Topology:
         return cls(kind, tuple(map(int, layout.split("x"))), slices)
 
     @property
-    def generation(self) -> TpuGeneration:
-        """The kind of its devices."""
-        return GENERATIONS[self.kind]
-
-    @property
     def name(self) -> str:
         """The name that `parse` reads, after the number of slices where there are several."""
         text = f"{self.kind}:{'x'.join(map(str, self.shape))}"
@@ -97,7 +92,7 @@ class Topology:
             raise InputError("compiling for a TPU needs libtpu, which is not installed: pip install '.[tpu]'")
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        options: dict[str, Any] = dict(self.generation.options)
+        options: dict[str, Any] = dict(GENERATIONS[self.kind].options)
         if self.slices > 1:
             options["num_slices"] = self.slices
         host = [*(min(size, 2) for size in self.shape[:2]), 1]

@@ -9,7 +9,6 @@ process keeps its user, in a user namespace, and so does root's without an accou
 """
 
 import compileall
-import dataclasses
 import functools
 import io
 import os
@@ -17,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from l2d_jax.evaluation.sandbox import seccomp
 from l2d_jax.evaluation.sandbox.control_group import inside
@@ -33,8 +32,7 @@ _ROOT_MAY = ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")  # until it h
 _ANYONE = ("--unshare-all", "--unshare-user", "--disable-userns")
 
 
-@dataclasses.dataclass(frozen=True)
-class Limits:
+class Limits(NamedTuple):
     """What one candidate may use; its grader may use as much again."""
 
     seconds: float = 10.0  # wall clock, from the moment both processes have started
@@ -99,7 +97,7 @@ def start_isolated(
     # the task, and ends if none comes.
     process.stderr.peek(1)
     narrower = seccomp.program(at_start=False, threads=threads).hex()
-    given = {"limits": dataclasses.asdict(limits), "account": account, "filter": narrower}
+    given = {"limits": limits._asdict(), "account": account, "filter": narrower}
     try:
         with process.stdin as file:
             file.write(dump_message({**task, **given}))

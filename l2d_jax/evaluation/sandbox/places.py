@@ -6,12 +6,12 @@ work at the same time share no limits.
 """
 
 import contextlib
-import dataclasses
 import fcntl
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from l2d_jax.errors import RunError
 from l2d_jax.evaluation.sandbox.control_group import bounded_group
@@ -21,8 +21,7 @@ _FIRST_ACCOUNT = 64000  # of the users that root's isolated processes become, tw
 _KERNEL_MEMORY = 2**26  # bytes that a pair of processes takes beyond the limits of the two, Python's start included
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """What one pair of isolated processes has for itself."""
 
     accounts: tuple[int, int] | tuple[None, None] = (None, None)  # users that the two become

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple
 
 from l2d_jax.errors import RunError
@@ -22,8 +21,7 @@ _REASON_LENGTH = 200
 _SIGNALS = {signal.SIGXCPU: "CPU time", signal.SIGKILL: "killed"}
 
 
-@dataclass(frozen=True)
-class Submission:
+class Submission(NamedTuple):
     """A candidate's source and its tests."""
 
     candidate: str  # source that defines functions

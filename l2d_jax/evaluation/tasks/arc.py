@@ -3,8 +3,7 @@ r"""ARC-Easy and ARC-Challenge: science questions from school exams (Clark et al
     user       Question:\nWhich is a star?\nChoices:\nA. Mars\nB. the Sun\n\nAnswer:
     assistant  B
 
-Some questions number their options, and the labels stay as they are. The examples are the first five of the validation
-split. 2376 and 1172 questions in the test splits: the data sets' own sizes.
+Some questions number their options, and the labels stay as they are.
 """
 
 from dataclasses import replace

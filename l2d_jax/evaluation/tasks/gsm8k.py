@@ -5,7 +5,7 @@ r"""GSM8K: grade-school word problems whose worked solutions end with the number
 
 The strict answer is the first number after "#### ", compared as text: "12." is not "12". With thoughts there are eight
 examples, and decoding is greedy. The examples are the first eight rows of the train split, whose solutions are chains
-of thought, in place of the usual ones, which are others' text (Wei et al., 2022). The test split has 1319 problems.
+of thought, in place of the usual ones, which are others' text (Wei et al., 2022).
 """
 
 import re

@@ -3,8 +3,7 @@ r"""MBPP: short Python programs from a sentence and one of their tests (Austin e
     user       '''\nWrite a function to add two numbers.\nassert add(1, 2) == 3\n'''\n  (with double quotes)
     assistant  def add(a, b):\n    return a + b
 
-The strict program is the completion as it stands, the relaxed one the fenced block in it. The examples are the first
-five of the prompt split. 500 problems in the test split: the data set's own size.
+The strict program is the completion as it stands, the relaxed one the fenced block in it.
 """
 
 import builtins

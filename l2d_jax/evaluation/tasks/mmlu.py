@@ -4,8 +4,6 @@ A prompt has the five examples of the question's subject in the dev split:
 
     user       Question:\nWhat is 2 + 2?\nChoices:\nA. 3\nB. 4\nC. 5\nD. 6\n\nAnswer:
     assistant  B
-
-14042 questions in the test split: the data set's own size.
 """
 
 from l2d_jax.evaluation.tasks import multiple_choice

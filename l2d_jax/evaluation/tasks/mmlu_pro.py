@@ -5,8 +5,7 @@ A prompt has five examples of the question's subject in the validation split, an
     user       Question:\nWhat is 2 + 2?\nChoices:\nA. 3\nB. 4\nC. 5\n
     assistant  B
 
-With thoughts, the examples' answers are the data set's own chains of thought. 12032 questions in the test split: the
-data set's own size.
+With thoughts, the examples' answers are the data set's own chains of thought.
 """
 
 from l2d_jax.evaluation.tasks import multiple_choice

@@ -4,7 +4,7 @@ r"""PIQA: which of two ways reaches a goal in the physical world (Bisk et al., 2
     assistant  A
 
 The hub's main branch holds a script, which `datasets` no longer runs: rows come from its own conversion to Parquet.
-The test split has no answers, so the validation split is scored: 1838 questions, the data set's own size.
+The test split has no answers, so the validation split is scored.
 """
 
 from l2d_jax.evaluation.tasks import multiple_choice

@@ -1,7 +1,6 @@
 """What the evaluation tasks share: worded rows, problems, how completions are sampled, and scores."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from l2d_jax.errors import InputError
@@ -26,8 +25,7 @@ class Item(NamedTuple):
     id: str | None = None  # None: the row's number in the split
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """One question to a model."""
 
     id: str  # the same in every run: "gsm8k/test/17"
@@ -59,8 +57,7 @@ class Score(NamedTuple):
 Run = Callable[[Sequence[Submission]], Sequence[Verdict]]  # one verdict for each program with its tests, in order
 
 
-@dataclass(frozen=True)
-class TaskSampling:
+class TaskSampling(NamedTuple):
     """How completions are sampled; the defaults are the release's for tasks with short answers.
 
     The release's command line leaves the temperature at 1 for every task, with neither top-k nor top-p. A completion

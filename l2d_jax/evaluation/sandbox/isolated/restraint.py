@@ -12,15 +12,11 @@ _PR_SET_THP_DISABLE = 41
 
 
 def restrain(task: Mapping[str, Any]) -> None:
-    """Give up for good what an isolated process does not need.
+    """Give up for good what an isolated process does not need; raises `OSError` if the kernel refuses a step.
 
-    Args:
-        task: `limits`, with `memory`, `cpu_seconds`, `threads` and `printed_bytes` as in `isolation.Limits`; `account`,
-            the user to become, for a process of root, since the kernel does not limit root's threads, or None to keep
-            the user; and `filter`, the system calls that are left, as hexadecimal digits of `seccomp.program`.
-
-    Raises:
-        OSError: the kernel refuses one of the steps.
+    The task has `limits`, with `memory`, `cpu_seconds`, `threads` and `printed_bytes` as in `isolation.Limits`;
+    `account`, the user to become, for a process of root, since the kernel does not limit root's threads, or None to
+    keep the user; and `filter`, the system calls that are left, as hexadecimal digits of `seccomp.program`.
     """
     limits, account = task["limits"], task["account"]
     if account is not None:
