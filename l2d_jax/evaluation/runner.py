@@ -22,8 +22,6 @@ from l2d_jax.evaluation.results import Results, sample_line
 from l2d_jax.evaluation.tasks.problem import EncodedProblem, Problem, Prompts, Run, Score
 from l2d_jax.evaluation.tasks.task import Task
 
-Choices = Literal["generate", "likelihood"]
-
 
 @dataclass(frozen=True)
 class EvaluationProtocol:
@@ -35,7 +33,7 @@ class EvaluationProtocol:
     label: int | Literal["category"] | None = None  # class for guidance; "category": each problem's own
     prompts: Prompts = "paper"
     tagged: bool = False  # judge only what stands in <answer> tags, or behind </think>
-    choices: Choices = "generate"  # "likelihood": answer with the likeliest letter, by one pass over the prompt
+    choices: Literal["generate", "likelihood"] = "generate"  # "likelihood": the likeliest letter, by one pass
     draws: int = 8  # noise samples for the likelihood
 
 

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import transformers
 from jaxtyping import Array, Float, Int
-from transformers import PreTrainedTokenizerFast
 
 from l2d_jax import loading
 from l2d_jax.config.schema import MeshConfig
@@ -118,7 +118,7 @@ def compare(model: str, *, length: int | None = None, dtype: str = "float32") ->
 
 
 def choose_rows(
-    architecture: Architecture, tokenizer: PreTrainedTokenizerFast | None, *, length: int | None
+    architecture: Architecture, tokenizer: transformers.PreTrainedTokenizerFast | None, *, length: int | None
 ) -> dict[str, Int[np.ndarray, " T"]]:
     """Two rows of random tokens, and one of word problems if there is a tokenizer; raises `InputError` as `compare`."""
     limit, size = architecture.max_position_embeddings, architecture.vocab_size
@@ -183,8 +183,6 @@ def _their_logits(
     folder: Path, rows: dict[str, np.ndarray], *, dtype: str = "float32", attention: str = "sdpa"
 ) -> dict[str, np.ndarray]:
     torch = _require_torch()
-    import transformers
-
     transformers.utils.logging.disable_progress_bar()
     kind = getattr(transformers, read_json(folder / "config.json")["architectures"][0])  # one of `SUPPORTED`
     options = {"dtype": dtype, "attn_implementation": attention}

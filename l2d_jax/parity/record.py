@@ -16,7 +16,6 @@ names the versions). All numbers are float32, on the CPU.
 import argparse
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -78,10 +77,7 @@ def main() -> None:
     own = [options.base, options.l2d, options.hyperparameters]
     if options.out is None or (options.tiny is None) == any(file is None for file in own):
         raise InputError("give --out with --tiny VARIANT, or with all of --base, --l2d and --hyperparameters")
-    like: Mapping[str, np.ndarray] = {}
-    if options.like is not None:
-        with np.load(options.like) as arrays:
-            like = dict(arrays)
+    like = {} if options.like is None else dict(np.load(options.like))
     with output_folder(options.out) as folder:
         if options.tiny is not None:
             model, described = write_tiny(release, options.tiny, folder, seed=options.seed)

@@ -3,7 +3,8 @@
 Nothing here imports JAX: the release needs an environment of its own (`ENVIRONMENT`), whose libraries are older.
 """
 
-import importlib
+import ast
+import importlib.util
 import inspect
 import sys
 import types
@@ -88,8 +89,6 @@ class Release:
 
     def functions(self, file: str, names: tuple[str, ...], known: Mapping[str, Any]) -> dict[str, Any]:
         """Functions and classes of a file of the checkout, without what the file imports; `known` are their globals."""
-        import ast
-
         tree = ast.parse((self.checkout / file).read_text())
         wanted = [node for node in tree.body if getattr(node, "name", None) in names]
         if len(wanted) < len(names):
@@ -112,9 +111,7 @@ def open_release(checkout: Path) -> Release:
         if library == "transformers" and not found.__version__.startswith("4.46."):
             raise InputError(f"the release needs transformers {version}, and this is {found.__version__}: install that")
     for name in ("hydra", "omegaconf"):  # the model classes import these and use nothing of them
-        try:
-            importlib.import_module(name)
-        except ImportError:
+        if importlib.util.find_spec(name) is None:
             sys.modules[name] = types.ModuleType(name)
             vars(sys.modules[name])["DictConfig"] = dict
     sys.path.insert(0, str(checkout.resolve()))

@@ -1,7 +1,7 @@
 """Scores of code: completions become programs for the sandbox, and its verdicts become scores."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from l2d_jax.evaluation.sandbox.submission import Submission
 from l2d_jax.evaluation.tasks.problem import Problem, Run, Score
@@ -19,20 +19,14 @@ def fenced(completion: str) -> str:
     return found[1] if found else completion
 
 
-def score_programs(
-    completions: Sequence[tuple[Problem, str]],
-    *,
-    candidates: Callable[[Problem, str], tuple[str, str]],
-    run: Run,
-) -> list[Score]:
-    """Score completions, each with its problem, by running their strict and relaxed candidates.
+def score_programs(problems: Sequence[Problem], pairs: Sequence[tuple[str, str]], run: Run) -> list[Score]:
+    """Score completions by running the strict and the relaxed candidate that each pair has.
 
     A candidate that is both runs once, and a completion that passes the strict way is right the relaxed way too. The
     reference of a problem is all that a `Submission` has beside the candidate, in its order: tests, names and setup.
     """
-    pairs = [candidates(problem, text) for problem, text in completions]
     places = [(number, candidate) for number, pair in enumerate(pairs) for candidate in dict.fromkeys(pair)]
-    programs = [Submission(candidate, *completions[number][0].reference) for number, candidate in places]
+    programs = [Submission(candidate, *problems[number].reference) for number, candidate in places]
     verdicts = dict(zip(places, run(programs), strict=True))
     scores = []
     for number, pair in enumerate(pairs):

@@ -25,9 +25,6 @@ from l2d_jax.evaluation.tasks.problem import EncodedProblem, Item, Problem, Prom
 MAX_LENGTH = 2048  # tokens of a prompt and its right answer together: the release's max_seq_len
 GREEDY = TaskSampling(max_new_tokens=512, temperature=0.0)  # for prompts with thoughts; the length is our choice
 
-Judge = Callable[[Problem, str], Score]
-Candidates = Callable[[Problem, str], tuple[str, str]]
-
 
 @dataclass(frozen=True)
 class Task:
@@ -42,8 +39,8 @@ class Task:
     split: str = "test"  # which the paper scores
     subset: str | None = None  # on the hub; None: there is only one
     revision: str | None = None  # on the hub; None: the newest
-    judge: Judge | None = None  # scores a completion that is text
-    candidates: Candidates | None = None  # the strict and the relaxed program of a completion that is code
+    judge: Callable[[Problem, str], Score] | None = None  # scores a completion that is text
+    candidates: Callable[[Problem, str], tuple[str, str]] | None = None  # the strict and the relaxed program of code
     category: str = "general_qa"  # class for guidance
     shots: int = 5  # examples before each question
     is_spaced: bool = False  # take examples equally spaced in their split, not its first rows
@@ -135,8 +132,9 @@ class Task:
         else:
             if run is None or self.candidates is None:
                 raise InputError(f"{self.name} runs generated code: allow it with --allow_code_execution")
-            pairs = [(problems[number], texts[number]) for number in rest]
-            scores |= dict(zip(rest, code.score_programs(pairs, candidates=self.candidates, run=run), strict=True))
+            pairs = [self.candidates(problems[number], texts[number]) for number in rest]
+            found = code.score_programs([problems[number] for number in rest], pairs, run)
+            scores |= dict(zip(rest, found, strict=True))
         return [scores[number] for number in range(len(texts))]
 
     def _read(self, split: str, folder: Path | None) -> datasets.Dataset:
