@@ -103,7 +103,7 @@ class Results:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if (folder / RESULTS).exists():
-                self._refuse_other(self._recorded_run())
+                self._refuse_other()
             else:
                 write_whole(folder / RESULTS, json.dumps({"run": self.run}, indent=2) + "\n")
             # The good lines are kept; the damaged ones and the rest of a line that was cut off are removed.
@@ -126,27 +126,24 @@ class Results:
         write_whole(self.folder / RESULTS, json.dumps(figures, indent=2) + "\n")
         return figures
 
-    def _refuse_other(self, run: Mapping[str, Any]) -> None:
-        recorded, asked = ({k: v for k, v in of.items() if k != "fingerprint"} for of in (run, self.run))
-        changed = _differences(recorded, asked)[:3]
-        if not changed and run.get("fingerprint") != self.run.get("fingerprint"):
-            ours, theirs = self.run.get("fingerprint") or {}, run.get("fingerprint") or {}
+    def _refuse_other(self) -> None:
+        """Raise `InputError` if the results' file has other settings, or is damaged: nothing else records them."""
+        file = self.folder / RESULTS
+        try:
+            run: dict[str, Any] = check(read_json(file).get("run"), dict[str, Any], "run")
+            theirs: dict[str, str] = check(run.pop("fingerprint", None) or {}, dict[str, str], "fingerprint")
+        except InputError:
+            problem = f"{file} does not say what was evaluated"
+            raise InputError(f"{problem}: give another --name, or remove {self.folder}") from None
+        asked = dict(self.run)
+        ours = asked.pop("fingerprint", None) or {}
+        changed = _differences(run, asked)[:3]
+        if not changed and theirs != ours:
             changed = changes(theirs, ours) or ["of a former version"]
         if changed:
             raise InputError(
                 f"{self.folder} holds another evaluation ({'; '.join(changed)}): give it another --name, or remove it"
             )
-
-    def _recorded_run(self) -> dict[str, Any]:
-        """The settings in the results' file; raises `InputError` for a damaged one, which nothing else records."""
-        file = self.folder / RESULTS
-        try:
-            run: dict[str, Any] = check(read_json(file).get("run"), dict[str, Any], "run")
-            check(run.get("fingerprint") or {}, dict[str, str], "fingerprint")
-        except InputError:
-            problem = f"{file} does not say what was evaluated"
-            raise InputError(f"{problem}: give another --name, or remove {self.folder}") from None
-        return run
 
 
 def _differences(was: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -> list[str]:

@@ -4,7 +4,7 @@ Each function yields `Check`s for a group of arrays: our value beside theirs, an
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -28,8 +28,6 @@ from l2d_jax.training.optimizer import optimizer
 from l2d_jax.training.step import init_state
 from l2d_jax.weights import mapping
 
-Group = Callable[[Model, Recording], Iterator[Check]]
-
 ACTIVATIONS = 1e-5  # relative to the largest entry
 GRADIENTS = 1e-3  # relative to the largest entry
 # The float error of a gradient's entry, as a fraction of the largest entry of its tensor: twice what was measured on
@@ -45,11 +43,8 @@ def checks(model: Model, a: Recording) -> Iterator[Check]:
     (gradients at t = 1, picks of tokens) has no bound in that type. Raises `InputError` for what the recording lacks.
     """
     a.require_fit(model)
-    single: list[Group] = [forward]
-    many: list[Group] = []
-    if model.path is not None:
-        single += [corrected, intermediate]
-        many = [training, optimization, trajectories, adaptive_trajectories, generations]
+    single = [forward] if model.path is None else [forward, corrected, intermediate]
+    many = [] if model.path is None else [training, optimization, trajectories, adaptive_trajectories, generations]
     is_coarse = model.llm.embed.dtype == jnp.bfloat16
     for group in (*single, *many):
         for check in group(model, a):

@@ -89,16 +89,15 @@ def compare(model: str, *, length: int | None = None, dtype: str = "float32") ->
         raise InputError(
             f"the base of {model} is random weights, which transformers cannot read: give a model in files"
         )
-    language_model = find_base_and_adapters(base.name)
-    folder = language_model.folder
-    if language_model.adapters:
+    source = find_base_and_adapters(base.name)
+    if source.adapters:
         raise InputError(
             f"{base.name} has a LoRA adapter, and plain weights are compared: merge it first "
             f"(python -m l2d_jax.convert export --model {base.name} --format hf --out DIR) and give that folder"
         )
     found = model_folder.find_base(base)
     rows = choose_rows(found.architecture, found.tokenizer, length=length)
-    theirs = _their_logits(folder, rows)
+    theirs = _their_logits(source.folder, rows)
     llm = found.load(dtype=dtype, mesh=runtime.start_jax(MeshConfig()))
     doubtful: list[Comparison] = []
     for name, logits in _our_logits(llm, rows):
@@ -110,7 +109,7 @@ def compare(model: str, *, length: int | None = None, dtype: str = "float32") ->
     del llm
     if doubtful:
         again = {row.name: rows[row.name] for row in doubtful}
-        exact, eager = _their_exact_logits(folder, again), _their_logits(folder, again, attention="eager")
+        exact, eager = _their_exact_logits(source.folder, again), _their_logits(source.folder, again, attention="eager")
         for row in doubtful:
             kinds = (theirs[row.name], eager[row.name])
             rounding = max(measure(row.name, logits, exact[row.name]).difference for logits in kinds)

@@ -4,6 +4,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from importlib import import_module
 from inspect import signature
 from types import SimpleNamespace
@@ -278,14 +279,10 @@ def _watched(release: Release, model: Any, family: str) -> Iterator[Evaluations]
         yield seen
 
 
-@contextmanager
-def _annealing(model: Any) -> Iterator[None]:
-    """The release's polynomial schedule with power 1 and end 1."""
-    schedule = import_module("flow_llms.utils").polynomial_temperature
-    with mock.patch.multiple(
-        model.model, fixed_temperature=False, nstep_temperature_schedule_fn=lambda t: schedule(t=t, p=1.0, end_t=1.0)
-    ):
-        yield
+def _annealing(model: Any) -> Any:
+    """The release's polynomial schedule with power 1 and end 1, within a context."""
+    schedule = partial(import_module("flow_llms.utils").polynomial_temperature, p=1.0, end_t=1.0)
+    return mock.patch.multiple(model.model, fixed_temperature=False, nstep_temperature_schedule_fn=schedule)
 
 
 def _tolerant(inference: Callable[..., Any]) -> Callable[..., Any]:

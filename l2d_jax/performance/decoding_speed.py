@@ -32,11 +32,9 @@ def measure_decoding(
     """Tokens per second at each batch size and budget, and each batch size's time per evaluation.
 
     `prompt` and `new` are tokens: those of each prompt, whose prefill is not timed, and those to generate, which are
-    timed. The slope needs two budgets at least.
-
-    Returns:
-      `rows` with batch, budget, tokens per second and seconds per token; `batches` with seconds per evaluation and
-      the share of the read rate; `bytes per evaluation` and `read rate`.
+    timed. The slope needs two budgets at least. The result has `rows` with batch, budget, tokens per second and seconds
+    per token; `batches` with seconds per evaluation and the share of the read rate; `bytes per evaluation` and
+    `read rate`.
     """
     check_decoding_memory(
         LLM.declare(model_folder.read_architecture(config.model), dtype=config.model.dtype),

@@ -20,7 +20,6 @@ _OPCODE = re.compile(r" ([a-z][\w\-]*)\(")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _ARRAY = re.compile(r"\b(pred|token|[a-z]+\d+\w*)\[([\d,<=]*)\]")
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
-_GROUPS = re.compile(r"\b(feature|batch)_group_count=(\d+)")
 
 
 @dataclass(frozen=True)
@@ -92,8 +91,7 @@ class HloProgram:
         entry, current = "", None
         for broken in _LINES.split(text):
             line = broken.replace("\n", "")
-            head = _HEAD.match(line)
-            if head:
+            if head := _HEAD.match(line):
                 current = computations.setdefault(head[2], {})
                 entry = head[2] if head[1] else entry
             elif line == "}":
@@ -221,9 +219,9 @@ def _convolution(instruction: Instruction, computation: Computation) -> int:
         for i, name in enumerate(instruction.operands)
     )
     out = dict(zip(labels[3], instruction.dimensions, strict=True))
-    groups = {kind: int(count) for kind, count in _GROUPS.findall(instruction.attributes)}
+    batches = int(instruction.find(r"\bbatch_group_count=(\d+)") or 1)
     window = dict(re.findall(r"(\w+)=([\w\-]+)", instruction.attributes.partition("window={")[2].partition("}")[0]))
-    count = right["i"] * right["o"] * left["b"] // groups.get("batch", 1)
+    count = right["i"] * right["o"] * left["b"] // batches
     for axis in (label for label in labels[3] if label.isdigit()):
 
         def read(key: str, default: str, place: int = int(axis)) -> str:

@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 from l2d_jax.performance.hlo import Computation, HloProgram, Instruction, size_in_bytes
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
-_ATTENTION = re.compile("splash|flash|attention")
 Execution = tuple[Instruction, str, int]  # one that runs outside fusions; its computation's name; how often it runs
-_FUSED = re.compile(r"use_fused_bwd_kernel\W+true")
 BETWEEN = "between slices, "  # prefix of the kind of a collective that leaves the slice
 
 
@@ -97,7 +95,7 @@ def _attention(instruction: Instruction, computation: Computation) -> int:
     The forward pass takes two products of queries x keys x width, the queries' gradient three, and the gradient of keys
     and values four. A fused backward pass takes five.
     """
-    if not _ATTENTION.search(instruction.name):
+    if not re.search("splash|flash|attention", instruction.name):
         return 0
     operands = [computation[name] for name in instruction.operands]
     query, key = [i.dimensions for i in operands if i.arrays[0][0] in ("bf16", "f32") and len(i.dimensions) > 1][:2]
@@ -105,7 +103,7 @@ def _attention(instruction: Instruction, computation: Computation) -> int:
     if "dq" in instruction.name:
         products = 3
     elif "dkv" in instruction.name:
-        products = 5 if _FUSED.search(instruction.attributes) else 4
+        products = 5 if re.search(r"use_fused_bwd_kernel\W+true", instruction.attributes) else 4
     causal = 2 if query[-2] == key[-2] else 1
     return products * 2 * math.prod(query) * key[-2] // causal
 

@@ -15,11 +15,6 @@ def medians(*works: Callable[[], object]) -> list[float]:
     return [sorted(seconds)[REPEATS // 2] for seconds in zip(*rounds, strict=True)]
 
 
-def median(work: Callable[[], object]) -> float:
-    """Median wall-clock seconds of a piece of work."""
-    return medians(work)[0]
-
-
 def matrix_products() -> tuple[Callable[[], object], int]:
     """A function that multiplies 2048 x 2048 float32 matrices ten times in turn, and its floating-point operations."""
     size, times = 2048, 10
@@ -39,4 +34,4 @@ def read_rate() -> float:
     x = jnp.ones(2**26)
     total = jax.jit(jnp.sum)
     jax.block_until_ready(total(x))
-    return x.nbytes / median(lambda: jax.block_until_ready(total(x)))
+    return x.nbytes / medians(lambda: jax.block_until_ready(total(x)))[0]

@@ -18,7 +18,7 @@ from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.llm import LLM
 from l2d_jax.model.lm_head import target_losses
 from l2d_jax.performance import costs
-from l2d_jax.performance.timing import matrix_products, median, medians
+from l2d_jax.performance.timing import matrix_products, medians
 from l2d_jax.training import time_density
 from l2d_jax.training.memory import check_training_memory
 from l2d_jax.training.methods import method_of
@@ -92,7 +92,7 @@ def _parts(config: Config, path: DiffusionPath, llm: LLM, batch: Batch) -> dict[
     def timed(function: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
         compiled = jax.jit(function)
         result = jax.block_until_ready(compiled(*arguments))
-        return median(lambda: jax.block_until_ready(compiled(*arguments))), result
+        return medians(lambda: jax.block_until_ready(compiled(*arguments)))[0], result
 
     frozen, context = timed(read_context, llm, micro)
     forward, hidden = timed(correct_alone, path, llm, context)

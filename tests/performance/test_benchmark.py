@@ -55,7 +55,7 @@ def test_bytes_of_an_evaluation(layers: str) -> None:
 @pytest.mark.slow
 def test_rates_are_those_of_this_machine() -> None:
     multiply, operations = timing.matrix_products()
-    assert operations / timing.median(multiply) > 1e8
+    assert operations / timing.medians(multiply)[0] > 1e8
     assert timing.read_rate() > 1e8
     assert jax.default_backend() == "cpu"
 

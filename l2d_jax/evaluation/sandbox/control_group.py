@@ -83,10 +83,8 @@ def _limit(group: Path, memory: int, *, is_second: bool) -> bool:
 def _remove(group: Path) -> None:
     """Remove a group when its processes are gone; one that keeps some is left behind."""
     end = time.monotonic() + _REMOVAL_SECONDS
-    while group.exists():
+    while group.exists() and time.monotonic() <= end:
         with contextlib.suppress(OSError):
             group.rmdir()
-            return
-        if time.monotonic() > end:
             return
         time.sleep(0.01)

@@ -53,18 +53,12 @@ def start_isolated(
     account: int | None,
     group: Path | None,
 ) -> subprocess.Popen[bytes]:
-    """Start `main` of a module of the package `isolated` in isolation.
+    """Start `main` of the module `role` of the package `isolated` in isolation, by the bubblewrap at `bwrap`.
 
-    Killing the returned process kills everything inside. The calling thread must outlive the process.
-
-    Args:
-        role: name of the module.
-        pipes: descriptors that the process keeps; their numbers are its command line.
-        bwrap: path of bubblewrap.
-        task: what it reads from standard input, as JSON, with the limits and the account.
-        limits: enforced inside, except for the wall clock, which the caller watches.
-        account: number of the user that it becomes, if this process is root; None: it keeps its user.
-        group: the control group that it starts in; None: this process's.
+    Killing the returned process kills everything inside. The calling thread must outlive the process. It keeps the
+    descriptors `pipes`, whose numbers are its command line. From standard input it reads the task, as JSON, with the
+    limits, which it enforces but for the wall clock, and the account: the user that root's process becomes; None: it
+    keeps its user. It starts in the control group; None: in this process's.
     """
     alive = f"import os, sys; os.write(2, b'.'); sys.path.insert(0, {_CODE!r})"
     entry = f"{alive}; from {_PACKAGE}.{role} import main; main()"

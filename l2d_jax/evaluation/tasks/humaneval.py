@@ -36,10 +36,6 @@ def _word(row: Row) -> Item:
     )
 
 
-def _word_instruction(row: Row) -> Item:
-    return _word(row)._replace(question=text_of(row, "instruction"), opening=text_of(row, "context"))
-
-
 def _candidates(problem: Problem, completion: str) -> tuple[str, str]:
     """The strict and the relaxed program."""
     _, (name,), prompt = problem.reference
@@ -68,5 +64,5 @@ INSTRUCT_HUMANEVAL = replace(
     name="instructhumaneval",
     hub="codeparrot/instructhumaneval",
     columns=(*HUMANEVAL.columns, "instruction", "context"),
-    word=_word_instruction,
+    word=lambda row: _word(row)._replace(question=text_of(row, "instruction"), opening=text_of(row, "context")),
 )

@@ -37,7 +37,13 @@ def main() -> None:
         return module.__dict__[name](*arguments, **keywords)
 
     def reply(work: Callable[[], Any]) -> None:
-        answer = _answer(work)
+        answer: dict[str, Any]
+        try:
+            answer = {"result": plain_data.encode_plain(work())}
+        except plain_data.NotPlainError as error:
+            answer = {"not_plain": str(error)}
+        except BaseException as error:  # SystemExit, too: it ends the candidate, not its process
+            answer = {"error": [type(error).__name__, *_text(error)]}
         try:
             channel.send(answer)
         except plain_data.TooLargeError as error:
@@ -49,15 +55,6 @@ def main() -> None:
             reply(partial(call, channel.receive()))
     except plain_data.ClosedError:
         pass
-
-
-def _answer(work: Callable[[], Any]) -> dict[str, Any]:
-    try:
-        return {"result": plain_data.encode_plain(work())}
-    except plain_data.NotPlainError as error:
-        return {"not_plain": str(error)}
-    except BaseException as error:  # SystemExit, too: it ends the candidate, not its process
-        return {"error": [type(error).__name__, *_text(error)]}
 
 
 def _text(error: BaseException) -> tuple[str, Any]:

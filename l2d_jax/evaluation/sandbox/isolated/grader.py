@@ -27,8 +27,7 @@ def main() -> None:
     except plain_data.ClosedError:
         os._exit(1)
     report.send({"started": True})
-    grader = _Grader(channel, report)
-    grader.grade(task["setup"], task["tests"], task["names"])
+    _Grader(channel, report).grade(task["setup"], task["tests"], task["names"])
 
 
 class _Grader:
