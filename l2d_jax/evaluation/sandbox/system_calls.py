@@ -39,7 +39,7 @@ _START = """
 execve:59:221 arch_prctl:158:- set_tid_address:218:96 wait4:61:260 memfd_create:319:279 setgroups:116:159
 setresuid:117:147 setresgid:119:149
 """
-MISSING = [(332, 291)]  # statx, a number below `FIRST_MISSING`: the C library does without
+MISSING: list[tuple[int | None, ...]] = [(332, 291)]  # statx, below `FIRST_MISSING`: the C library does without it
 
 # The C library falls back on older calls where the kernel lacks one; from here on calls are newer than all of those
 # above, and have the same numbers everywhere. Among them is clone3, whose flags lie in memory, which a filter cannot
