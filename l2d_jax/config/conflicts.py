@@ -51,9 +51,9 @@ def check_conflicts(config: Any) -> None:
         "config.path.class_dropout 0: raise the dropout, or leave the strength at 1",
     )
     require(
-        not (data.source == "problems" and (data.subsets or data.data_dir)),
-        "config.data.source 'problems' is built in, but config.data.subsets or config.data.data_dir is set, which "
-        "belong to other sources: leave them out, or name another source",
+        not (data.source == "problems" and data.data_dir),
+        "config.data.source 'problems' is built in, but config.data.data_dir is set, which belongs to other sources: "
+        "leave it out, or name another source",
     )
     require(
         data.train_split != data.validation_split,

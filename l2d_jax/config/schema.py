@@ -52,6 +52,8 @@ class PathConfig:
     frequency_width: ranges.Width = 256  # number of cosine and sine features of t
     condition_width: ranges.Width = 256  # width of the time and class embedding
     sigma: ranges.Scale = 64.0  # standard deviation of the noise x_0
+    start: Literal["released", "anchored"] = "released"  # what an untrained path is: nothing, or the LM itself
+    reader: Literal["lm", "path"] = "lm"  # who reads the context: the frozen LM, or the LM with the path's own layers
     layers: Literal["lora", "dense"] = "lora"  # low-rank updates of the LM's own layers, or full copies of them
     dense_init: Literal["lm", "scratch"] = "lm"  # initial values of full copies: the LM's weights, or random
     lora_rank: ranges.Width = 32
@@ -201,7 +203,10 @@ class ValidationConfig:
 
     batch_size: ranges.Rows = 8  # examples
     time_bins: ranges.Bins = 10  # equal bins of t for the loss
-    budgets: tuple[ranges.Budget, ...] = (1, 15)  # teacher-forced accuracy at these budgets
+    budgets: tuple[ranges.Budget, ...] = (1, 15)  # accuracy is measured at these budgets
+    exact_examples: ranges.CountOrZero = 0  # examples that end in "#### x" to answer freely at each budget; 0: none
+    exact_samples: ranges.CountOrZero = 0  # answers to each of them that are sampled at temperature 1 too; 0: none
+    exact_batch_size: ranges.Rows = 64  # of these answers
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="config.validation")

@@ -28,6 +28,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # by name: what it is, and 
     ),
     "sigma_32": ("Noise with half the paper's standard deviation of 64.", {"path.sigma": 32.0}),
     "sigma_128": ("Noise with twice the paper's standard deviation of 64.", {"path.sigma": 128.0}),
+    # Beyond the paper: a path that begins as the language model.
+    "anchored": ("A path that untrained is the language model itself, at every budget.", {"path.start": "anchored"}),
+    "reading": (
+        "An anchored path that reads the context itself: the LM's layers do so with the path's updates.",
+        {"path.start": "anchored", "path.reader": "path"},
+    ),
     # Training.
     "rate_1e5": ("A peak learning rate of 1e-5 instead of 1e-4, falling to the same 1e-6.", BASELINE),
     "rate_3e5": (

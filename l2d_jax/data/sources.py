@@ -72,7 +72,8 @@ def _read_part(config: DataConfig, subset: str | None, split: str) -> datasets.D
     folder = _folder(config)
     if config.source == "problems":
         count = most_examples(config, split) or PROBLEMS
-        name, rows = config.source, datasets.Dataset.from_list(word_problems.conversations(count, split=split))
+        made = word_problems.conversations(count, split=split, working=subset or "sentences")
+        name, rows = config.source, datasets.Dataset.from_list(made)
     elif folder is not None:
         file = find_file(folder / (subset or ""), split)
         name, rows = str(file), read_file(file)

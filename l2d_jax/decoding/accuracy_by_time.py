@@ -24,22 +24,22 @@ def accuracy_by_time(
 ) -> dict[str, list[float]]:
     """`expected` and `greedy` accuracy of the tokens of answers at every `t` of the grid.
 
-    Each is the accuracy of the distribution that the path gives at the state x_t on the way; the first is the LM's.
+    Each is the accuracy of the distribution that the path gives at the state x_t on the way; the first is the LM's,
+    unless the path is anchored.
     Raises `InputError` as `check_grid`, and for a budget that cannot be spent.
     """
     check_grid(settings)
     refinement = Refinement.prepare(loaded.model, settings)
     steps = refinement.solver.steps(settings.budget)
+    model = loaded.model.reading(refines=steps > 0)
     accuracies: dict[str, list[np.ndarray]] = {"expected": [], "greedy": []}
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        known = trajectory.read_answer(
-            loaded.model, prompt, answer, key=jax.random.fold_in(jax.random.key(seed), number)
-        )
+        known = trajectory.read_answer(model, prompt, answer, key=jax.random.fold_in(jax.random.key(seed), number))
         for start in range(0, len(answer), trajectory.CHUNK):
             targets = np.resize(np.array(answer[start : start + trajectory.CHUNK], np.int32), trajectory.CHUNK)
             count = min(len(answer) - start, trajectory.CHUNK)
             scores = trajectory.score_points(
-                loaded.model, known, jnp.array(targets), start=jnp.int32(start), settings=refinement, steps=steps
+                model, known, jnp.array(targets), start=jnp.int32(start), settings=refinement, steps=steps
             )
             for name, values in scores.items():
                 accuracies[name].append(np.asarray(values)[:, :count])

@@ -76,7 +76,7 @@ def search(
     """
     settings = loaded.defaults if settings is None else settings
     config = SearchConfig() if config is None else config
-    model = loaded.model
+    model = loaded.model.reading(refines=settings.budget > 1)
     architecture = model.llm.architecture
     check_search(settings, config, architecture=architecture)
     path = None if model.path is None else model.path.config

@@ -28,6 +28,7 @@ class State(nnx.Module):
 
     cache: KVCache = nnx.data()
     hidden: Float[Array, "B D"] = nnx.data()  # of the main path at the newest token
+    inputs: Float[Array, "B D"] = nnx.data()  # embedding of the newest token
     positions: Int[Array, " B"] = nnx.data()  # of the newest token
     keys: Key[Array, " B"] = nnx.data()
     count: Int[Array, ""] = nnx.data()  # tokens generated so far
@@ -65,6 +66,7 @@ def prefill(
     return State(
         cache=cache.extend(prompt),
         hidden=last,
+        inputs=llm.lookup(jnp.take_along_axis(tokens, (lengths - 1)[:, None], axis=1))[:, 0],
         positions=first + lengths - 1,
         keys=keys,
         count=jnp.int32(0),
@@ -80,6 +82,7 @@ def select(state: State, rows: Int[Array, " rows"]) -> State:
         state,
         cache=dataclasses.replace(cache, k=cache.k[:, rows], v=cache.v[:, rows], positions=cache.positions[rows]),
         hidden=state.hidden[rows],
+        inputs=state.inputs[rows],
         positions=state.positions[rows],
         keys=state.keys[rows],
         done=state.done[rows],
@@ -108,11 +111,15 @@ def next_logits(
 ) -> Float[Array, "B V"]:
     """Logits of the next token after the whole budget; with several noise samples, logs of the mean probabilities."""
     shape = noise.shape[:2]
+    hidden, inputs = (
+        jnp.broadcast_to(array[:, None], (*shape, array.shape[-1])) for array in (state.hidden, state.inputs)
+    )
     context = Context(
-        hidden=jnp.broadcast_to(state.hidden[:, None], (*shape, state.hidden.shape[-1])),
+        hidden=hidden,
         cache=state.cache,
         positions=jnp.broadcast_to(state.positions[:, None], shape),
         labels=None if labels is None else jnp.broadcast_to(labels[:, None], shape),
+        inputs=inputs,
     )
     hidden = refine(model, context, noise, settings=settings, keys=keys)
     if shape[1] == 1:
@@ -175,6 +182,7 @@ def advance(llm: LLM, state: State, tokens: Int[Array, " B"], done: Bool[Array, 
         state,
         cache=state.cache.extend(new),
         hidden=hidden[:, 0],
+        inputs=llm.lookup(tokens[:, None])[:, 0],
         positions=positions,
         count=state.count + 1,
         done=done,

@@ -68,6 +68,7 @@ def stream_tokens(
     """
     settings = request.settings
     search = _check_request(model, request, tokenizer)
+    model = model.reading(refines=settings.budget > 1)
     stop_ids = stop_ids or (-1,)  # -1 is what an ended answer goes on with where the model has no stop token
     state = _start(model, request)
     decode_chunk = _prepare(model, request, stop_ids)

@@ -65,6 +65,7 @@ def score_answers(
     """
     architecture = model.llm.architecture
     refinement = Refinement.prepare(model, settings)
+    model = model.reading(refines=settings.budget > 1)
     check_seed(seed)
     if draws < 2:
         raise InputError(f"a standard error takes at least 2 draws, got {draws}")
@@ -119,6 +120,7 @@ def rank(
       InputError: as `generation.stream_tokens`.
     """
     refinement = Refinement.prepare(model, settings)
+    model = model.reading(refines=settings.budget > 1)
     check_seed(seed)
     check_prompts([prompt.ids for prompt in prompts], replace(settings, max_new_tokens=1), model.llm.architecture)
     labels = class_labels(model, prompts)
@@ -157,9 +159,11 @@ def _log_probs(
     """
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
     hidden, cache = model.llm(ids, positions)
-    hidden = jnp.take_along_axis(hidden, queries[..., None], axis=1)
+    hidden, inputs = (
+        jnp.take_along_axis(array, queries[..., None], axis=1) for array in (hidden, model.llm.lookup(ids))
+    )
     spread = None if labels is None else jnp.broadcast_to(labels[:, None], queries.shape)
-    context = Context(hidden=hidden, cache=cache, positions=queries, labels=spread)
+    context = Context(hidden=hidden, cache=cache, positions=queries, labels=spread, inputs=inputs)
     width = 1 if model.path is None else model.path.config.width
 
     def refine_once(key: Key[Array, ""]) -> Float[Array, "B M D"]:

@@ -198,7 +198,8 @@ def refine(
     target = make_target(model, context, settings=settings, keys=keys)
     x = integrate.solve_fixed(target, noise, solver=settings.solver, steps=settings.steps)
     end = jnp.where(settings.steps > 0, jnp.float32(1), 0.0)[None, None]
-    return corrected_hidden(model, context, x, end, table=settings.table)[0]
+    corrected = corrected_hidden(model, context, x, end, table=settings.table)[0]
+    return jnp.where(settings.steps > 0, corrected, context.hidden) if model.path.is_anchored else corrected
 
 
 def adapt(
@@ -234,11 +235,13 @@ def solve_each(
         chosen = dataclasses.replace(settings, guidance=strength[None])
 
         def position(*row: Any) -> Solution:
-            hidden, at, labels, noise, key = jax.tree.map(lambda a: a[None, None], row)
-            return solve(make_target(model, Context(hidden, own, at, labels), settings=chosen, keys=key), noise)
+            hidden, inputs, at, labels, noise, key = jax.tree.map(lambda a: a[None, None], row)
+            context = Context(hidden, own, at, labels, inputs=inputs)
+            return solve(make_target(model, context, settings=chosen, keys=key), noise)
 
         return jax.vmap(position)(*rows)
 
     strengths = jnp.broadcast_to(settings.guidance, noise.shape[:1])
-    rows = (cache.positions, strengths, context.hidden, context.positions, context.labels, noise, keys)
-    return jax.vmap(sequence, in_axes=(1, 1, *[0] * 7))(cache.k, cache.v, *rows)
+    read = (context.hidden, context.inputs, context.positions, context.labels)
+    rows = (cache.positions, strengths, *read, noise, keys)
+    return jax.vmap(sequence, in_axes=(1, 1, *[0] * 8))(cache.k, cache.v, *rows)

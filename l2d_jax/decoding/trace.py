@@ -47,6 +47,7 @@ def trace(loaded: LoadedModel, request: Request, answers: Sequence[Sequence[int]
     """
     model, settings, prompts, samples = loaded.model, request.settings, request.prompts, request.samples
     refinement = Refinement.prepare(model, settings)
+    model = model.reading(refines=settings.budget > 1)
     check_single_sample(settings)
     count = samples * len(prompts)
     if samples < 1 or len(answers) != count:

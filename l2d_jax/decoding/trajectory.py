@@ -29,6 +29,7 @@ class KnownAnswer(NamedTuple):
     """The frozen pass over a prompt and its answer, and what the noise of the answer's tokens depends on."""
 
     hidden: Float[Array, "1 T D"]
+    inputs: Float[Array, "1 T D"]  # embeddings of the tokens
     cache: KVCache
     first: Int[Array, ""]  # position of the prompt's last token
     length: Int[Array, ""]  # of the answer, in tokens
@@ -68,7 +69,7 @@ def _read_answer(
     slots = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     hidden, cache = llm(tokens, jnp.where(slots < lengths[:, None], slots, -1))
     first = lengths[0] - jnp.maximum(length, 1)
-    return KnownAnswer(hidden, cache, first, length, key, label)
+    return KnownAnswer(hidden, llm.lookup(tokens), cache, first, length, key, label)
 
 
 @partial(jax.jit, static_argnames="steps")
@@ -100,8 +101,8 @@ def trace_tokens(
     plain |= {"evaluations": none, "rejected": none, "settled": jnp.zeros(CHUNK)}
     skipped = plain["entropy"] < gate
     both = {"plain_entropy": plain["entropy"], "skipped": skipped}
-    if model.path is None:
-        return plain | both
+    if model.path is None or steps == 0:
+        return plain | both | {"evaluations": none + (model.path is not None)}
     ways = _integrate(model, context, answer.key, numbers, settings=settings, steps=steps)
     refined = _final_distribution(model, context, ways, settings=settings)
     refined |= {"evaluations": _evaluations(settings.solver, ways), "rejected": ways.rejected}
@@ -139,7 +140,8 @@ def _place(answer: KnownAnswer, start: Int[Array, ""]) -> tuple[Context, Int[Arr
     numbers = jnp.minimum(start + jnp.arange(CHUNK), answer.length - 1)
     positions = (answer.first + numbers)[None]
     labels = None if answer.label is None else jnp.full_like(positions, answer.label)
-    return Context(answer.hidden[:, positions[0]], answer.cache, positions, labels), numbers
+    hidden, inputs = (array[:, positions[0]] for array in (answer.hidden, answer.inputs))
+    return Context(hidden, answer.cache, positions, labels, inputs=inputs), numbers
 
 
 def _integrate(

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 from annotated_types import Len
 from typing_extensions import TypedDict
 
+from l2d_jax import statistics
 from l2d_jax.errors import InputError, shown
-from l2d_jax.evaluation import statistics
 from l2d_jax.evaluation.tasks.problem import Problem, Score
 from l2d_jax.files import Count, Share, check, read_json, read_lines, write_whole
 from l2d_jax.fingerprint import changes

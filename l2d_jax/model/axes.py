@@ -21,6 +21,9 @@ MATRICES = {  # by name: the axes that the product with an activation sums over,
     "down": (("mlp",), ("embed",)),
 }
 
+ADAPTED = ("q", "o", "gate", "up", "down")  # those that a diffusion path updates or copies
+KEYS = ("k", "v")  # those that it updates or copies too where it reads the context
+
 LAYER_AXES: dict[str, tuple[str, ...]] = {  # by the weight's place in its layer, of the LM, an adapter or the path
     "attention_norm": ("embed",),
     "mlp_norm": ("embed",),

@@ -1,6 +1,7 @@
 """What the diffusion path and the LM head need of the frozen pass."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ class Context(NamedTuple):
     positions: Int[Array, "B M"] | None
     labels: Int[Array, "#B #M"] | None = None  # classes for guidance; None: the null class
     segments: Int[Array, "B M"] | None = None  # examples of a packed row
+    inputs: Float[Array, "B M D"] | None = None  # the LM's embedding of that token, which an anchored path begins with
 
 
 def token_positions(batch: Batch) -> Int[Array, "B T"]:
@@ -34,14 +36,15 @@ def token_positions(batch: Batch) -> Int[Array, "B T"]:
     return positions - jax.lax.cummax(jnp.where(begins, positions, 0), axis=1)
 
 
-def read_context(llm: LLM, batch: Batch) -> Context:
-    """Run the frozen pass over a batch; no gradient flows into it."""
+def read_context(llm: LLM, batch: Batch, *, remat: Callable[..., Any] | None = None) -> Context:
+    """Run the model that reads the context over a batch; `remat` as for `LLM`, where it is trained."""
     positions = token_positions(batch)
-    hidden, cache = jax.lax.stop_gradient(llm(batch.tokens, positions, segments=batch.segments))
+    hidden, cache = llm(batch.tokens, positions, segments=batch.segments, remat=remat)
+    inputs = llm.lookup(batch.tokens)
     if batch.queries is None:
         copies = batch.targets.shape[1] // batch.tokens.shape[1]
-        hidden, positions = (jnp.repeat(array, copies, axis=1) for array in (hidden, positions))
+        hidden, inputs, positions = (jnp.repeat(array, copies, axis=1) for array in (hidden, inputs, positions))
     else:
         positions = jnp.take_along_axis(positions, batch.queries, axis=1)
-        hidden = jnp.take_along_axis(hidden, batch.queries[..., None], axis=1)
-    return Context(hidden=hidden, cache=cache, positions=positions, segments=batch.query_segments)
+        hidden, inputs = (jnp.take_along_axis(array, batch.queries[..., None], axis=1) for array in (hidden, inputs))
+    return Context(hidden, cache, positions, segments=batch.query_segments, inputs=inputs)

@@ -4,6 +4,10 @@ It carries one diffusion token per position. The token that predicts position k 
 position's rotary angle and sees the main path's keys up to it, but no other diffusion token. The path's layers are the
 main path's weights with LoRA updates, or full copies. Their output, weighted by w(t) - w(0), corrects the last hidden
 state.
+
+Beyond the paper, a path may be anchored: it begins as the LM itself, with the token's embedding beside x_t, gates
+1 + g(t) and the correction (1 + w(t) - w(0)) (f_d - h). And it may read the context itself (`reader`): the main path
+then runs with the path's layers, whose keys and values the diffusion tokens see.
 """
 
 import dataclasses
@@ -16,27 +20,27 @@ from flax import nnx
 from jax.nn import initializers
 from jaxtyping import Array, Float, Int
 
-from l2d_jax.config.schema import PathConfig
+from l2d_jax.config.schema import PROJECTIONS, LoraConfig, PathConfig
 from l2d_jax.distributed.sharding import Declared, Initializer, Weight, constrain
 from l2d_jax.model import diffusion
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.attention import attention
-from l2d_jax.model.axes import MATRICES, axis_sizes, declare_stacked
+from l2d_jax.model.axes import ADAPTED, KEYS, MATRICES, axis_sizes, declare_stacked
 from l2d_jax.model.context import Context
 from l2d_jax.model.gathering import gather_layer
 from l2d_jax.model.kv_cache import LayerCache
 from l2d_jax.model.layers import Linear, Lora, Mlp, checkpointed_matmul, rms_norm, rope, rope_frequencies
 from l2d_jax.model.llm import LLM, bias
 from l2d_jax.model.llm import Layers as LLMLayers
+from l2d_jax.model.lora import LLMAdapter
 from l2d_jax.model.quantization import QuantizedWeight
 
 PARTS = 6  # scale, shift and gate of the attention, then of the MLP
-ADAPTED = ("q", "o", "gate", "up", "down")  # the LM's matrices that the path updates or copies
 
 
 @nnx.dataclass
 class PathLayers(nnx.Module):
-    """Weights of all blocks of the path, stacked; q, o, gate, up and down update the LM's matrices or replace them."""
+    """Weights of all blocks of the path, stacked; its matrices update the LM's or replace them."""
 
     modulation: Mlp = nnx.data()  # E -> E -> (6, D)
     q: Lora | Float[Array, "L D N H"] | Declared = nnx.data()
@@ -47,13 +51,15 @@ class PathLayers(nnx.Module):
     q_bias: Float[Array, "L N H"] | Declared | None = nnx.data(
         default=None
     )  # only of full copies, where the LM has one
+    k: Lora | Float[Array, "L D K H"] | Declared | None = nnx.data(default=None)  # of a path that reads the context
+    v: Lora | Float[Array, "L D K H"] | Declared | None = nnx.data(default=None)
 
 
 class Conditions(NamedTuple):
     """What time and class alone determine, which decoding computes once for all evaluations of a grid."""
 
     modulation: Float[Array, "L *b 6 D"] | None  # scale, shift and gate of each block; None: computed block by block
-    merge: Float[Array, "*b #D"]  # w_d(t)
+    merge: Float[Array, "*b #D"]  # w_d(t), and 1 + w_d(t) of an anchored path
 
 
 @nnx.dataclass
@@ -87,12 +93,13 @@ class DiffusionPath(nnx.Module):
                 bias=declare_stacked(f"modulation.{name}.bias", sizes, initializers.zeros),
             )
 
+        entry = initializers.zeros if c.start == "anchored" else None  # x_t is no part of the language model
         has_q_bias = c.layers == "dense" and a.qkv_bias
         return cls(
             vocabulary=_affine((a.hidden_size, c.width), ("embed", "diffusion")),
             translation=Mlp(
                 first=_affine((c.width, c.translation_width), ("diffusion", "condition")),
-                last=_affine((c.translation_width, a.hidden_size), ("condition", "embed")),
+                last=_affine((c.translation_width, a.hidden_size), ("condition", "embed"), init=entry),
             ),
             time=Mlp(
                 first=_affine((c.frequency_width, e), ("frequency", "condition"), init=initializers.normal(0.02)),
@@ -103,7 +110,7 @@ class DiffusionPath(nnx.Module):
                     first=modulation("first", initializers.glorot_uniform(1, -1, batch_axis=0)),
                     last=modulation("last", initializers.zeros),
                 ),
-                **{name: layer(name) for name in ADAPTED},
+                **{name: layer(name) for name in matrices(c)},
                 q_bias=declare_stacked("q_bias", sizes, initializers.zeros) if has_q_bias else None,
             ),
             merge=Mlp(
@@ -115,6 +122,22 @@ class DiffusionPath(nnx.Module):
             else None,
             config=c,
         )
+
+    @property
+    def is_anchored(self) -> bool:
+        """Whether an untrained path is the LM itself."""
+        return self.config.start == "anchored"
+
+    def reader(self, llm: LLM) -> LLM:
+        """The model that reads the context for this path: the LM, or the LM with the path's own layers."""
+        if self.config.reader == "lm":
+            return llm
+        changes = {name: getattr(self.layers, name) for name in matrices(self.config)}
+        if self.config.layers == "lora":
+            config = LoraConfig(rank=self.config.lora_rank, alpha=self.config.lora_alpha, modules=PROJECTIONS)
+            return dataclasses.replace(llm, adapter=LLMAdapter(**changes, config=config))
+        q_bias = llm.layers.q_bias if self.layers.q_bias is None else self.layers.q_bias
+        return dataclasses.replace(llm, layers=dataclasses.replace(llm.layers, **changes, q_bias=q_bias))
 
     def embed(self, embeddings: Float[Array, "*B D"]) -> Float[Array, "*B C"]:
         """Vocabulary vectors V_y of rows of the LM's embedding table, in float32 (bias as in the released code)."""
@@ -129,9 +152,9 @@ class DiffusionPath(nnx.Module):
         return embedded + self.classes[null if labels is None else labels]
 
     def merge_weight(self, t: Float[Array, "*#B"], labels: Int[Array, "*#B"] | None = None) -> Float[Array, "*#B D"]:
-        """w_d(t) = w(t) - w(0), in float32; exactly zero at t = 0."""
+        """w_d(t) = w(t) - w(0), in float32; exactly zero at t = 0. An anchored path has 1 + w_d(t)."""
         weight = self.merge(self.condition(t, labels)) - self.merge(self.condition(jnp.zeros_like(t), labels))
-        return jnp.where(t[..., None] == 0, 0.0, weight)
+        return jnp.where(t[..., None] == 0, 0.0, weight) + float(self.is_anchored)
 
     def conditions(self, t: Float[Array, "*b"], labels: Int[Array, "*b"] | None = None, *, dtype: Any) -> Conditions:
         """The conditions of any times and classes; `dtype` is that of the blocks' activations."""
@@ -149,7 +172,9 @@ class DiffusionPath(nnx.Module):
         conditions: Conditions | None = None,
         remat: Callable[..., Any] | None = None,
     ) -> Float[Array, "B M D"]:
-        """The correction w_d(t) * f_d(x_t, t) of the context's hidden states.
+        """The correction w_d(t) * f_d(x_t, t) of the context's hidden states h.
+
+        Of an anchored path it is (1 + w_d(t)) * (f_d(x_t, t) - h).
 
         Args:
           llm: the frozen main path, whose weights the path's layers share.
@@ -182,6 +207,8 @@ class DiffusionPath(nnx.Module):
             q_bias = w.q_bias if changes.q_bias is None else changes.q_bias
             parts = _modulate(changes.modulation, condition) if known is None else jnp.moveaxis(known, -2, 0)
             scale_1, shift_1, gate_1, scale_2, shift_2, gate_2 = parts
+            if self.is_anchored:
+                gate_1, gate_2 = 1 + gate_1, 1 + gate_2
             with jax.named_scope("attention"):
                 y = rms_norm(x, w.attention_norm.astype(dtype) + scale_1, epsilon) + shift_1
                 q = rope(project(y, w.q, changes.q) + bias(q_bias, y), angles, frequencies)
@@ -204,11 +231,19 @@ class DiffusionPath(nnx.Module):
 
         with jax.named_scope("diffusion_path"):
             y = self.translation(diffusion.scale_input(x, t, self.config.sigma)).astype(dtype)
+            if self.is_anchored:
+                assert context.inputs is not None
+                y = context.inputs + y
             y = constrain(y, "batch", "length", "embed_activation")
             scanned = (llm.layers, self.layers, cache.layers(), modulation)
             f, _ = jax.lax.scan(remat(block) if remat else block, y, scanned)
         weight = self.merge_weight(t, labels) if conditions is None else conditions.merge
-        return weight.astype(f.dtype) * f
+        return weight.astype(f.dtype) * (f - context.hidden if self.is_anchored else f)
+
+
+def matrices(config: PathConfig) -> tuple[str, ...]:
+    """The LM's matrices that a path updates or copies."""
+    return ADAPTED if config.reader == "lm" else ADAPTED + KEYS
 
 
 def _modulate(modulation: Mlp, condition: Float[Array, "*B E"]) -> list[Float[Array, "*B D"]]:
@@ -227,7 +262,7 @@ def start_from(path: DiffusionPath, llm: LLM) -> DiffusionPath:
     """A path with full layers whose initial values are the LM's own (paper appendix, full f_d)."""
     weights = {
         name: w.restore(jnp.float32) if isinstance(w, QuantizedWeight) else jnp.array(w, jnp.float32)
-        for name, w in ((name, getattr(llm.layers, name)) for name in ADAPTED)
+        for name, w in ((name, getattr(llm.layers, name)) for name in matrices(path.config))
     }
     q_bias = None if path.layers.q_bias is None else jnp.array(llm.layers.q_bias, jnp.float32)
     return dataclasses.replace(path, layers=PathLayers(modulation=path.layers.modulation, **weights, q_bias=q_bias))

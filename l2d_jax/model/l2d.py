@@ -1,5 +1,6 @@
 """The language model and its diffusion path as one model."""
 
+import dataclasses
 from collections.abc import Iterable
 
 import jax
@@ -25,6 +26,12 @@ class Model(nnx.Module):
         """Compute the table once for these weights."""
         table = None if path is None else _embed(path, llm.embed)
         return cls(llm=llm, path=path, table=table)
+
+    def reading(self, *, refines: bool) -> "Model":
+        """The model with the LM that reads the context; with a budget of 1, where nothing is refined, it is the LM."""
+        if self.path is None or not refines:
+            return self
+        return dataclasses.replace(self, llm=self.path.reader(self.llm))
 
 
 _embed = jax.jit(DiffusionPath.embed)  # jitted once here: new weights of the same shapes do not compile again

@@ -14,15 +14,14 @@ from l2d_jax.config.config_file import find_variants, read_config
 from l2d_jax.config.schema import Config, PathConfig
 from l2d_jax.errors import InputError
 from l2d_jax.model.architecture import Architecture
-from l2d_jax.model.axes import MATRICES
-from l2d_jax.model.diffusion_path import DiffusionPath
+from l2d_jax.model.axes import ADAPTED, MATRICES
+from l2d_jax.model.diffusion_path import DiffusionPath, matrices
 from l2d_jax.model.llm import LLM
 from l2d_jax.training.memory import step_memory
 from l2d_jax.training.methods import method_of
 from l2d_jax.weights import model_folder
 
 READ = ("frozen pass", "forward", "backward")  # parts that run on every token; the others run on predicted tokens
-SHARED = ("q", "o", "gate", "up", "down")  # matrices of a layer of the LM that the path's layers have too
 
 
 def parameters(declared: Any) -> int:
@@ -41,11 +40,17 @@ def flops_per_token(architecture: Architecture, config: PathConfig, *, draws_per
     A product with n weights takes 2n operations forward and 2n backward for its input, and 2n more for trained weights.
     """
     layers, path = LLM.declare(architecture, dtype=np.float32).layers, DiffusionPath.declare(config, architecture)
-    shared = parameters([getattr(layers, name) for name in SHARED])
-    trained = parameters(path) - parameters(path.classes)
+    shared = parameters([getattr(layers, name) for name in ADAPTED])
+    whole = shared + parameters((layers.k, layers.v))
+    trained = parameters(path) - parameters((path.classes, path.layers.k, path.layers.v))
     frozen = shared if config.layers == "lora" else 0
+    reading = {"frozen pass": 2 * whole}
+    if config.reader == "path":
+        changes = parameters([getattr(path.layers, name) for name in matrices(config)])
+        kept = whole if config.layers == "lora" else 0
+        reading = {"forward": 2 * (kept + changes), "backward": 2 * kept + 4 * changes}
     return {
-        "frozen pass": 2 * (shared + parameters((layers.k, layers.v))),
+        **reading,
         "path forward": draws_per_context * 2 * (frozen + trained),
         "path backward": draws_per_context * (2 * frozen + 4 * trained),
         "output head": draws_per_context * 4 * architecture.vocab_size * architecture.hidden_size,
@@ -81,11 +86,13 @@ def flops_per_decoded_token(config: Config, architecture: Architecture) -> int:
     parts = flops_per_token(architecture, config.path)
     head = parts["output head"] // 2
     if config.decode.budget == 1 or config.train.method != "l2d":
-        return parts["frozen pass"] + head
+        layers = LLM.declare(architecture, dtype=np.float32).layers
+        return 2 * parameters([getattr(layers, name) for name in MATRICES]) + head
     path = DiffusionPath.declare(config.path, architecture)
     tabulated = parameters((path.layers.modulation, path.time, path.merge, path.vocabulary))
     evaluations = config.decode.draws * config.decode.budget
-    return parts["frozen pass"] + evaluations * (parts["path forward"] - 2 * tabulated + head)
+    reading = parts["frozen pass" if config.path.reader == "lm" else "forward"]
+    return reading + evaluations * (parts["path forward"] - 2 * tabulated + head)
 
 
 def cost_table(config: Config, architecture: Architecture, mesh: Mesh) -> str:

@@ -19,9 +19,9 @@ from l2d_jax.decoding import decode
 from l2d_jax.decoding.refine import Refinement
 from l2d_jax.decoding.requests import check_decoding_memory
 from l2d_jax.decoding.sampler import SamplingOptions
+from l2d_jax.model.axes import ADAPTED
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
-from l2d_jax.performance.costs import SHARED
 from l2d_jax.performance.timing import REPEATS, read_rate
 from l2d_jax.weights import model_folder
 
@@ -69,7 +69,7 @@ def random_model(config: Config, mesh: Mesh) -> Model:
 def bytes_per_evaluation(model: Model) -> int:
     """Bytes of the weights that one evaluation reads: the path's layers without their modulation, and the LM head."""
     assert model.path is not None
-    path, base = ([getattr(layers, name) for name in SHARED] for layers in (model.path.layers, model.llm.layers))
+    path, base = ([getattr(layers, name) for name in ADAPTED] for layers in (model.path.layers, model.llm.layers))
     head = model.llm.embed if model.llm.head is None else model.llm.head
     parts = (path, head) if model.path.config.layers == "dense" else (path, base, head)
     return sum(leaf.nbytes for leaf in jax.tree.leaves(parts))
@@ -78,6 +78,7 @@ def bytes_per_evaluation(model: Model) -> int:
 def _time(model: Model, config: Config, *, batch: int, budget: int, prompt: int, new: int) -> float:
     """Median seconds to generate the new tokens of all sequences; the prefill comes before the clock starts."""
     settings = Refinement.prepare(model, dataclasses.replace(config.decode, budget=budget))
+    model = model.reading(refines=budget > 1)
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(model.llm.architecture.vocab_size, size=(batch, prompt)), jnp.int32)
     keys = jax.random.split(jax.random.key(0), batch)

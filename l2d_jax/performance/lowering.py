@@ -72,6 +72,7 @@ def lower_decode(config: Config, mesh: Mesh, *, batch: int, prompt: int) -> jax.
     # Built from its leaves, since the constructor takes arrays.
     model = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
     settings = jax.eval_shape(lambda: Refinement.prepare(model, config.decode))
+    model = model.reading(refines=config.decode.budget > 1)
     options: dict[str, Any] = {
         "settings": _replicated(settings, mesh),
         "sampling": _replicated(jax.eval_shape(lambda: SamplingOptions.from_config(config.decode)), mesh),
@@ -79,7 +80,7 @@ def lower_decode(config: Config, mesh: Mesh, *, batch: int, prompt: int) -> jax.
         "steps": config.decode.max_new_tokens,
         "noise_samples": config.decode.draws,
     }
-    state = _decoding_state(config, mesh, llm, batch=batch, prompt=prompt)
+    state = _decoding_state(config, mesh, model.llm, batch=batch, prompt=prompt)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return decode.decode_tokens.lower(model, state, **options)
 

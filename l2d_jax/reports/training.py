@@ -1,4 +1,4 @@
-"""Reports of training: loss by t, and teacher-forced accuracy against the budget."""
+"""Reports of training: loss by t, and accuracy against the budget, teacher-forced and free-running."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,12 @@ from l2d_jax.reports.figures import draw_rates, new_figure, save_figure
 from l2d_jax.reports.tables import Table, interval
 from l2d_jax.training.metrics import read_metrics
 
-KINDS = {"expected": "expected (probability of the true token)", "greedy": "greedy (arg max)"}
+KINDS = {
+    "expected": "next token, expected (probability of the true one)",
+    "greedy": "next token, greedy (arg max)",
+    "exact": "whole answers, given freely: the number is right",
+    "sampled": "the same, sampled at temperature 1",
+}
 
 
 def first_and_last(workdir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -26,7 +31,7 @@ def first_and_last(workdir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _check(record: dict[str, Any], file: Path) -> None:
     """Raise `InputError` unless a validation has the entries that the report reads."""
-    names = [f"validation/{kind}@{budget}" for kind in KINDS for budget in budgets(record)]
+    names = [f"validation/{kind}@{budget}" for kind in _kinds(record) for budget in budgets(record)]
     lengths = {"validation/loss": None, "validation/loss_by_t": len(_losses_by_t(record))}
     for name in names:
         lengths |= {name: None, f"{name}_interval": 2, f"{name}_gain": 3}
@@ -36,6 +41,12 @@ def _check(record: dict[str, Any], file: Path) -> None:
             what = "a number" if length is None else f"{length} numbers"
             entry = f"{shown(name)} of step {record['step']}"
             raise InputError(f"{file}: {entry} must be {what}, got {shown(value)}: remove that line")
+
+
+def _kinds(record: dict[str, Any]) -> list[str]:
+    """The kinds of accuracy that were measured; the first two always are."""
+    free = [kind for kind in list(KINDS)[2:] if any(name.startswith(f"validation/{kind}@") for name in record)]
+    return [*list(KINDS)[:2], *free]
 
 
 def loss_rows(before: dict[str, Any], after: dict[str, Any]) -> Table:
@@ -58,15 +69,15 @@ def _losses_by_t(record: dict[str, Any]) -> list[float]:
 
 def budget_rows(record: dict[str, Any]) -> Table:
     """Accuracy at each budget with its 95 % interval, and the paired gain over the smallest budget."""
-    rows = []
+    rows, kinds = [], _kinds(record)
     for budget in budgets(record):
         row = [str(budget)]
-        for kind in KINDS:
+        for kind in kinds:
             name = f"validation/{kind}@{budget}"
             rate = interval((record[name], *record[f"{name}_interval"]))
             row += [rate, interval(record[f"{name}_gain"], sign="+")]
         rows.append(tuple(row))
-    return ("budget", "expected", "gain", "greedy", "gain"), rows
+    return ("budget", *(word for kind in kinds for word in (kind, "gain"))), rows
 
 
 def budgets(record: dict[str, Any]) -> list[int]:
@@ -81,9 +92,9 @@ def draw_training(before: dict[str, Any], after: dict[str, Any], file: Path) -> 
     figure, [left, *others] = new_figure(2 if bins else 1)
     measured = budgets(after)
     places = range(len(measured))  # evenly spaced: budgets double
-    for kind, label in KINDS.items():
+    for kind in _kinds(after):
         names = [f"validation/{kind}@{budget}" for budget in measured]
-        draw_rates(left, places, [(after[name], *after[f"{name}_interval"]) for name in names], label=label)
+        draw_rates(left, places, [(after[name], *after[f"{name}_interval"]) for name in names], label=KINDS[kind])
     left.set_xticks(places, [str(budget) for budget in measured])
     left.set(xlabel="evaluations of the path per token", ylabel="accuracy on held-out answers", title="Accuracy")
     left.legend()

@@ -72,7 +72,8 @@ def diffusion_loss(
     `key`.
     """
     batch, corruption = sample_corruptions(key, batch, path, draws_per_context=draws_per_context, times=times)
-    context = read_context(llm, batch)
+    reader = path.reader(llm)
+    context = read_context(reader, batch, remat=None if reader is llm else options.remat)
     hidden = correct(path, llm, context, batch, corruption, remat=options.remat)
     losses = target_losses(llm, hidden, batch.targets, chunk=options.chunk)
     weights = loss_weights(batch.weights, options.reduction, segments=batch.query_segments)

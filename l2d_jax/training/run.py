@@ -15,11 +15,13 @@ from l2d_jax.config.schema import Config
 from l2d_jax.data import rows
 from l2d_jax.data.batch import count_text
 from l2d_jax.data.examples import Examples
+from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.refine import Refinement
 from l2d_jax.distributed import processes, runtime
 from l2d_jax.errors import InputError, RunError
 from l2d_jax.training import profiler, time_density
 from l2d_jax.training.checkpoint import Checkpoints
+from l2d_jax.training.exact_match import MarkedProblems, exact_match
 from l2d_jax.training.memory import check_training_memory
 from l2d_jax.training.methods import method_of
 from l2d_jax.training.metrics import Metrics, StepLog
@@ -79,6 +81,8 @@ class Run:
         epoch = self._training.rows / config.train.batch_size
         self._steps = config.train.steps or max(1, math.ceil(config.train.epochs * epoch))
         profiler.check_steps(config.profile, self._steps)
+        self._base, limit = base, config.validation.exact_examples
+        self._problems = MarkedProblems.read(self._held_out, base.tokenizer, limit=limit) if limit else None
 
         self._method = method_of(config)
         trained, self._frozen = self._method.begin(base, mesh)
@@ -153,6 +157,10 @@ class Run:
         budgets = config.validation.budgets if step else (1,)  # an untrained path is the LM at every budget
         examples = placed_in_order(self._held_out, config.validation.batch_size, self._mesh)
         report = self._method.validate(self._state.trained, self._frozen, examples, budgets=budgets)
+        if self._problems is not None:
+            model = self._method.model(self._state.trained, self._frozen)
+            loaded = LoadedModel(model, self._base.tokenizer, self._base.stop_ids, config.decode)
+            report |= exact_match(loaded, self._problems, config.validation, budgets=budgets)
         density = time_density.density_record(self._state.loss_by_time, sigma=config.path.sigma)
         self._metrics.write(step, report | density)
         figures = {name: value for name, value in report.items() if isinstance(value, float)}

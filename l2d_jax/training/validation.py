@@ -83,16 +83,19 @@ def teacher_forced_sums(
     """
     chunk, bins = config.train.loss_chunk, config.validation.time_bins
     sums, key = BootstrapSums(), jax.random.key(config.train.seed)
+    reading = model.reading(refines=True)
     for number, batch in enumerate(batches):
         batch_key = jax.random.fold_in(key, number)
-        context = _context(model, batch)
+        read = _context(reading, batch)
+        plain = read if reading.llm is model.llm else _context(model, batch)
         values: dict[str, Any] = {}
         if model.path is not None:
-            losses = processes.gather_array(_loss_by_bin(model, context, batch, batch_key, chunk=chunk, bins=bins))
+            losses = _loss_by_bin(model, read, batch, batch_key, chunk=chunk, bins=bins)
+            losses = processes.gather_array(losses)
             values = {f"loss{i}": losses[i] for i in range(bins)} | {"loss": losses.mean(axis=0)}
         keys = jax.random.split(batch_key, len(batch.tokens))
         for name, setting in settings.items():
-            scores = _scores(model, context, batch, setting, keys, chunk=chunk)
+            scores = _scores(model, read if setting.steps > 0 else plain, batch, setting, keys, chunk=chunk)
             values |= {f"{kind}@{name}": processes.gather_array(value) for kind, value in scores.items()}
         sums.add(processes.gather_array(batch.weights), values)
     return sums

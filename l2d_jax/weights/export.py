@@ -130,6 +130,10 @@ def _release(parts: Parts, out: Path, file: str, *, is_full: bool = False) -> No
     if parts.path is None:
         raise InputError(f"{parts.name} has no diffusion path: export it with --format hf")
     config, path = parts.path
+    for name in ("start", "reader"):
+        if (found := getattr(config, name)) != (known := getattr(PathConfig, name)):
+            problem = f"the path of {parts.name} has {name} {found!r}, which the release does not know"
+            raise InputError(f"{problem}: train one with config.path.{name} {known!r}")
     trained = release.lazy_tensors(path, path.records)
     if is_full:
         if config.layers == "dense":

@@ -23,7 +23,7 @@ from l2d_jax.config.schema import PathConfig
 from l2d_jax.distributed import sharding
 from l2d_jax.errors import InputError
 from l2d_jax.model.architecture import Architecture
-from l2d_jax.model.axes import MATRICES
+from l2d_jax.model.axes import ADAPTED, KEYS, MATRICES
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.llm import LLM
 
@@ -87,7 +87,6 @@ class Row:
 
 
 _LAYER = "model.layers.{}."
-WRAPPED = ("q", "o", "gate", "up", "down")  # the matrices of a block that the path has for itself
 
 
 def matrix(name: str, *, prefix: str = "") -> str:
@@ -139,8 +138,8 @@ PATH_ROWS = [
     *_linear("model.modulation_head.mlp.2", "merge.last", "e", "d"),
     *_linear(_LAYER + "modulation_head.mlp.0", "layers.modulation.first", "i", "e"),
     *_linear(_LAYER + "modulation_head.mlp.2", "layers.modulation.last", "e", "p d"),
-    *_updates(WRAPPED),
-    *_matrices(WRAPPED, prefix="flow_"),
+    *_updates((*ADAPTED, *KEYS)),  # those of k and v are not in the release
+    *_matrices((*ADAPTED, *KEYS), prefix="flow_"),
 ]
 
 

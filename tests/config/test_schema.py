@@ -34,6 +34,8 @@ path.translation_width: int in [1, 65536] = 256
 path.frequency_width: int in [1, 65536] = 256
 path.condition_width: int in [1, 65536] = 256
 path.sigma: float in [1e-06, 1000000.0] = 64.0
+path.start: Literal['released', 'anchored'] = 'released'
+path.reader: Literal['lm', 'path'] = 'lm'
 path.layers: Literal['lora', 'dense'] = 'lora'
 path.dense_init: Literal['lm', 'scratch'] = 'lm'
 path.lora_rank: int in [1, 65536] = 32
@@ -98,6 +100,9 @@ decode.max_new_tokens: int in [1, 10000000] = 256
 validation.batch_size: int in [1, 1000000] = 8
 validation.time_bins: int in [1, 10000] = 10
 validation.budgets: tuple[int in [1, 10000], ...] = (1, 15)
+validation.exact_examples: int in [0, 1000000000] = 0
+validation.exact_samples: int in [0, 1000000000] = 0
+validation.exact_batch_size: int in [1, 1000000] = 64
 mesh.data: int in [-1, 1000000] = 1
 mesh.fsdp: int in [-1, 1000000] = -1
 mesh.tensor: int in [-1, 1000000] = 1
@@ -282,7 +287,6 @@ def test_values_are_checked_on_construction(kind, values, message):
             "guidance 1.5 mixes in the null class, which is never trained with config.path.class_dropout 0",
         ),
         ({"data": {"source": "problems", "data_dir": "rows"}}, "config.data.source 'problems' is built in, but"),
-        ({"data": {"source": "problems", "subsets": ["a"]}}, "config.data.source 'problems' is built in, but"),
         ({"data": {"validation_split": "train"}}, "validation_split are both 'train': held-out answers need"),
         ({"decode": {"anneal": True}}, "velocity_temperature fall to 0, but it is 0 already"),
         ({"decode": {"velocity": "expectation"}}, "'expectation' is the arg max where config.decode.velocity_temp"),

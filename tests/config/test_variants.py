@@ -21,6 +21,7 @@ TRAINED = {  # of Llama 1B; less 240 columns, rows and biases around the token f
     "dense_scratch": 992_945_408,
     "width_16": 73_344_256 - 240 * 2048 - 240 - 240 * 256,
     "guidance": 73_344_256 + 5 * 256,
+    "reading": 73_344_256 + 16 * 2 * (2048 * 32 + 32 * 512),
     "lora": 3_407_872,
     "full": 1_235_814_400,
 }
@@ -111,7 +112,7 @@ def test_a_files_own_goes_first(file):
         ("rate_3e5,quiet,rate_1e5", "the variants rate_3e5 and rate_1e5 both set config.optim.peak_rate"),
         ("quite", "has no variant 'quite': did you mean 'quiet'?"),
         ("quiet,dense_scrach", "has no variant 'dense_scrach': did you mean 'dense_scratch'?"),
-        ("zzz", "choose from cosmap, dense, dense_scratch, full, guidance"),
+        ("zzz", "choose from anchored, cosmap, dense, dense_scratch, full, guidance"),
         ("_hidden", "has no variant '_hidden'"),
         ("ConfigDict", "has no variant 'ConfigDict'"),
         ("quiet,", "has no variant ''"),

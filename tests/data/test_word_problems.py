@@ -4,7 +4,8 @@ from fractions import Fraction
 
 import pytest
 
-from l2d_jax.data.word_problems import SPLITS, TEMPLATES, conversations, problem
+from l2d_jax.data.stories import TEMPLATES
+from l2d_jax.data.word_problems import SPLITS, WORKINGS, conversations, problem
 from l2d_jax.errors import InputError
 
 EQUATION = re.compile(r"(\d+(?: [-+*/] \d+)+) = (\d+)")
@@ -116,3 +117,24 @@ def test_every_template_takes_part():
 def test_unknown_split():
     with pytest.raises(InputError, match="splits train, validation, test, not 'dev'"):
         problem(0, split="dev")
+
+
+@pytest.mark.parametrize("working", WORKINGS)
+def test_less_working_leaves_the_question_and_the_answer(working):
+    """The equations are all there, in their order, and nothing else is; the answers stand alone."""
+    whole, less = conversations(28), conversations(28, working=working)
+    for row, short in zip(whole, less, strict=True):
+        assert row["messages"][0] == short["messages"][0]
+        solution, shown = (one["messages"][1]["content"] for one in (row, short))
+        *steps, last = shown.splitlines()
+        assert last == solution.splitlines()[-1]
+        if working == "answers":
+            assert steps == []
+        if working == "equations":
+            assert len(steps) == solution.count(" = ") >= 1
+            assert all(step in solution and eval(step.replace("=", "==")) for step in steps)
+
+
+def test_another_working_is_refused():
+    with pytest.raises(InputError, match="have the subsets sentences, equations, answers, not 'hints'"):
+        conversations(1, working="hints")

@@ -22,6 +22,7 @@ from l2d_jax.decoding.sampler import SamplingOptions
 from l2d_jax.distributed import sharding
 from l2d_jax.distributed.sharding import constrain, make_mesh
 from l2d_jax.model.attention import attention, splash
+from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
 from l2d_jax.training import time_density
@@ -98,7 +99,8 @@ class Trained(NamedTuple):
 def begin_method(config: Config, m: Mesh) -> tuple[Any, LLM | None]:
     """What is trained and what is frozen, of the same random values on every mesh."""
     method, architecture = method_of(config), tiny.architecture("llama")
-    tree = {"path": tiny.path, "adapter": tiny.adapter, "weights": tiny.llm}[method.part]()
+    path = partial(tiny.path, start=config.path.start, reader=config.path.reader)
+    tree = {"path": path, "adapter": tiny.adapter, "weights": tiny.llm}[method.part]()
     declared = method.declare_frozen(architecture)
     frozen = None if declared is None else place(tiny.llm(), declared, m)
     wanted = method.declare(architecture)
@@ -106,11 +108,13 @@ def begin_method(config: Config, m: Mesh) -> tuple[Any, LLM | None]:
 
 
 def train(m: Mesh, method: str = "l2d", **options: Any) -> Trained:
+    """By one of `METHODS`, or "reading": of a path that begins as the language model and reads the context."""
+    beyond = {"start": "anchored", "reader": "path"} if method == "reading" else {}
     adam = optimizer(OptimConfig(), 1e-2)
-    config = TrainConfig(method=method, batch_size=16, accumulation=2, **options)
+    config = TrainConfig(method="l2d" if beyond else method, batch_size=16, accumulation=2, **options)
     losses = []
     with jax.set_mesh(m):
-        trained, llm = begin_method(dataclasses.replace(tiny.config(config), path=tiny.path_config()), m)
+        trained, llm = begin_method(dataclasses.replace(tiny.config(config), path=tiny.path_config(**beyond)), m)
         state = init_state(adam, trained, m, loss_by_time=time_density.initial_loss_by_time(config))
         step = make_step(adam, config, state, m, objective=tiny.objective(config))
         for number in range(3):
@@ -125,7 +129,7 @@ def train(m: Mesh, method: str = "l2d", **options: Any) -> Trained:
 
 @pytest.fixture(scope="module")
 def alone(mesh: Mesh) -> dict[str, Trained]:
-    return {method: train(mesh, method) for method in METHODS}
+    return {method: train(mesh, method) for method in (*METHODS, "reading")}
 
 
 @pytest.mark.parametrize(
@@ -136,6 +140,7 @@ def alone(mesh: Mesh) -> dict[str, Trained]:
         ("l2d", {"data": 8, "fsdp": 1}),
         ("l2d", {"fsdp": 2, "tensor": 2, "context": 2}),
         ("l2d", {"fsdp": 2}),  # on two devices
+        ("reading", {"fsdp": 2, "tensor": 2, "context": 2}),
         ("lora", {"fsdp": 2, "tensor": 2, "context": 2}),
         ("full", {"data": 2, "fsdp": 2, "tensor": 2}),
         ("full", {"fsdp": 4, "context": 2}),
@@ -185,11 +190,13 @@ def test_splash_attention_is_split_and_equal_to_plain_attention(sizes: dict[str,
     np.testing.assert_allclose(split[1, :300], plain[1, :300], atol=2e-6)
 
 
-def test_decoding_gives_the_same_tokens(mesh: Mesh, eight: Mesh) -> None:
-    tokens = []
+@pytest.mark.parametrize("beyond", [{}, {"start": "anchored", "reader": "path"}], ids=["released", "reading"])
+def test_decoding_gives_the_same_tokens(mesh: Mesh, eight: Mesh, beyond: dict[str, Any]) -> None:
+    tokens, path = [], tiny.path(**beyond)
+    declared = DiffusionPath.declare(path.config, tiny.architecture("llama"))
     for m in (mesh, eight):
         with jax.set_mesh(m):
-            model = Model.build(place(tiny.llm(), declared_llm(), m), place(tiny.path(), declared_path(), m))
+            model = Model.build(place(tiny.llm(), declared_llm(), m), place(path, declared, m)).reading(refines=True)
             keys = jax.random.split(jax.random.key(0), 4)
             state = prefill(model.llm, tiny.tokens(4, 6), jnp.array([6, 2, 5, 3], jnp.int32), keys, capacity=4)
             config = DecodeConfig(velocity_temperature=1.0, temperature=1.0, budget=5)

@@ -85,6 +85,21 @@ def test_flops_are_twice_the_weights_of_every_product(layers):
     assert more == {name: count if name == "frozen pass" else 3 * count for name, count in one.items()}
 
 
+@pytest.mark.parametrize("layers", ["lora", "dense"])
+def test_a_path_that_reads_the_context_has_a_backward_pass_over_it(layers):
+    a = Architecture.from_hf(config().model.architecture)
+    own, other = (costs.flops_per_token(a, PathConfig(layers=layers, reader=reader)) for reader in ("path", "lm"))
+    names = ("q", "k", "v", "o", "gate", "up", "down")
+    path = DiffusionPath.declare(PathConfig(layers=layers, reader="path"), a)
+    changes = costs.parameters([getattr(path.layers, name) for name in names])
+    frozen = costs.parameters([getattr(LLM.declare(a, dtype="float32").layers, name) for name in names])
+    kept = frozen if layers == "lora" else 0
+    assert own.pop("forward") == 2 * (kept + changes)
+    assert own.pop("backward") == 2 * kept + 4 * changes
+    assert other.pop("frozen pass") == 2 * frozen
+    assert own == other  # no evaluation has keys and values of its own
+
+
 def test_flops_of_a_step_and_of_a_decoded_token():
     a = Architecture.from_hf(config().model.architecture)
     options = config(train__batch_size=2, data__max_length=256, data__answer_length=128)

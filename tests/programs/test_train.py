@@ -12,9 +12,9 @@ import datasets
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
-from l2d_jax import train
+from l2d_jax import generate, train
 from l2d_jax.config.schema import Config
 from l2d_jax.data.examples import Examples
 from l2d_jax.data.tokenizer import byte_tokenizer
@@ -459,6 +459,31 @@ def test_a_malformed_config_in_the_workdir_is_one_line(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "config.json").write_text('{"path":')
     assert "config.json: malformed JSON" in call(train.main, *options(), "--workdir", tmp_path).error
+
+
+@pytest.mark.slow
+def test_a_path_that_begins_as_the_language_model(tmp_path):
+    """And reads the context: it is trained, goes on bit for bit after a stop, is exported and answers."""
+    base = write_base(tmp_path / "base")
+    beyond = {"path__start": "anchored", "path__reader": "path", "model__name": base, "model__architecture": None}
+    asked = options(**beyond, validation__exact_examples=2, validation__budgets=(1, 3), decode__max_new_tokens=8)
+    for name in ("whole", "stopped"):
+        assert call(train.main, *asked, "--workdir", tmp_path / name).status == 0
+    shutil.rmtree(tmp_path / "stopped/checkpoints" / str(STEPS))
+    shutil.rmtree(tmp_path / "stopped/export")
+    assert call(train.main, *asked, "--workdir", tmp_path / "stopped").status == 0
+    exports = [load_file(tmp_path / name / "export/path.safetensors") for name in ("whole", "stopped")]
+    assert same_bits(*exports)
+    assert any("flow_k_proj" in name for name in exports[0])
+    first, *_, last = [record for record in read_metrics(tmp_path / "whole") if "validation/loss" in record]
+    assert first["validation/exact@1"] == last["validation/exact@1"]
+    assert 0 <= last["validation/exact@3"] <= 1
+    assert first["validation/loss"] == pytest.approx(first["validation/loss@1"], rel=1e-2)  # untrained, it is the LM
+    words = ["--prompt", "Hi", "--max_new_tokens", 6, "--budget", 3]
+    sources = ("--workdir", tmp_path / "whole"), ("--model", tmp_path / "whole/export")
+    answers = [call(generate.main, *source, *words) for source in sources]
+    assert answers[0].status == 0, answers[0].err
+    assert answers[0].out == answers[1].out
 
 
 @pytest.mark.slow

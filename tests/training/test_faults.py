@@ -31,7 +31,7 @@ from l2d_jax.training.metrics import read_metrics
 from l2d_jax.training.workdir import hold
 from tests.support.programs import call, config, options, same_bits
 
-KILLS = int(os.environ.get("L2D_JAX_KILLS", "10"))
+KILLS = int(os.environ.get("L2D_JAX_KILLS", "5"))
 SETTINGS = {
     "train__steps": 24,
     "train__checkpoint_every": 2,

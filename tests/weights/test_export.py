@@ -16,7 +16,16 @@ from l2d_jax.weights import export, mapping, release
 from l2d_jax.weights.peft import AdapterConfig, adapter_shapes
 from tests.support import tiny
 from tests.support.exports import files, logits, transformers_logits
-from tests.support.programs import FIXTURES, STATE_DICTS, call, options, same_bits, write_base, write_release
+from tests.support.programs import (
+    FIXTURES,
+    STATE_DICTS,
+    call,
+    options,
+    same_bits,
+    write_base,
+    write_model,
+    write_release,
+)
 
 KINDS = [
     ("llama", {}),
@@ -322,6 +331,15 @@ def test_what_cannot_be_exported(tmp_path, model, arguments, message):
     (tmp_path / "workdir" / "checkpoints").mkdir(parents=True)
     outcome = call(convert.main, "export", "--model", tmp_path / model, "--out", tmp_path / "out", *arguments)
     assert message in outcome.error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("format", ["l2d", "l2d-full"])
+@pytest.mark.parametrize(("name", "value"), [("start", "anchored"), ("reader", "path")])
+def test_what_the_release_does_not_know_is_not_exported_to_it(tmp_path, mesh, format, name, value):
+    model = write_model(tmp_path / "model", write_base(tmp_path / "base"), mesh, **{name: value})
+    outcome = call(convert.main, "export", "--model", model, "--format", format, "--out", tmp_path / "out")
+    assert f"has {name} {value!r}, which the release does not know: train one with config.path.{name}" in outcome.error
     assert not (tmp_path / "out").exists()
 
 

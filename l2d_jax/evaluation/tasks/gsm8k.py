@@ -11,23 +11,12 @@ of thought, in place of the usual ones, which are others' text (Wei et al., 2022
 import re
 from decimal import Decimal
 
+from l2d_jax.data.word_problems import marked_number
 from l2d_jax.errors import InputError
 from l2d_jax.evaluation.tasks.problem import Item, Problem, Row, Score, text_of
 from l2d_jax.evaluation.tasks.task import Task
 
 NUMBER = re.compile(r"(?:(?<![\w.)])-)?\d[\d,]*(?:\.\d+)?")
-
-
-def marked_number(completion: str) -> str | None:
-    r"""The number that the strict rule finds, or None.
-
-    >>> marked_number("3 * 400 = 1200.\n#### 1,200 apples\n#### 7")
-    '1200'
-    >>> marked_number("####12") is None
-    True
-    """
-    found = re.search(r"#### (-?[0-9.,]+)", completion)
-    return found[1].replace(",", "") if found else None
 
 
 def last_number(completion: str) -> str | None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from l2d_jax.errors import InputError
-from l2d_jax.evaluation.statistics import accuracy, by_subject, pass_at, pass_rates, rate
+from l2d_jax.statistics import accuracy, by_subject, pass_at, pass_rates, rate
 
 
 @pytest.mark.parametrize("samples", range(1, 8))

@@ -1,0 +1,98 @@
+"""Free-running accuracy: held-out problems are answered from the prompt alone, and the final numbers are compared.
+
+Teacher-forced accuracy says how well a model continues the right answer; this says how often its own answer is right.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from l2d_jax.config.schema import ValidationConfig
+from l2d_jax.data.examples import Examples
+from l2d_jax.data.word_problems import marked_number
+from l2d_jax.decoding.batching import complete
+from l2d_jax.decoding.loaded_model import LoadedModel
+from l2d_jax.decoding.requests import Prompt
+from l2d_jax.decoding.stop_strings import to_text
+from l2d_jax.distributed import processes
+from l2d_jax.errors import InputError
+from l2d_jax.statistics import rate
+from l2d_jax.training.bootstrap import BootstrapSums
+
+
+@dataclass(frozen=True)
+class MarkedProblems:
+    """Held-out prompts whose answers end in `#### ` and a number."""
+
+    prompts: list[Prompt]
+    numbers: list[str]  # the right ones
+    longest: int  # tokens of the longest answer
+
+    @classmethod
+    def read(cls, examples: Examples, tokenizer: PreTrainedTokenizerFast, *, limit: int) -> "MarkedProblems":
+        """The first `limit` examples; raises `InputError` for one without such a number."""
+        prompts, numbers, longest = [], [], 0
+        for place in range(min(limit, len(examples))):
+            turn = examples.turns[int(examples.kept[place])]
+            ids, context = turn["tokens"].tolist(), int(turn["context"])
+            number = marked_number(to_text(ids[context:], tokenizer))
+            if number is None:
+                rule = "config.validation.exact_examples needs answers that end in '#### ' and a number, as GSM8K's do"
+                raise InputError(f"{rule}: row {turn['row']} of the validation split has none; set it to 0")
+            prompts.append(Prompt(place, ids[:context]))
+            numbers.append(number)
+            longest = max(longest, len(ids) - context)
+        return cls(prompts, numbers, longest)
+
+
+def exact_match(
+    loaded: LoadedModel,
+    problems: MarkedProblems,
+    config: ValidationConfig,
+    *,
+    budgets: Sequence[int],
+) -> dict[str, Any]:
+    """The share of problems whose number is right, at each budget n, or at 1 where the model has no path.
+
+    Keys: `validation/exact@n` of greedy answers, with Wilson's 95 % interval over problems as `…_interval` and the
+    paired difference to the smallest budget, with its bounds, as `…_gain`; `validation/sampled@n` likewise, of
+    `config.exact_samples` answers at temperature 1 (the interval is a bootstrap's). Answers may be half as long again
+    as the longest right one.
+    """
+    assert loaded.tokenizer is not None
+    budgets = budgets if loaded.model.path is not None else (1,)
+    length = min(loaded.defaults.max_new_tokens, problems.longest + problems.longest // 2)
+    kinds = {"exact": replace(loaded.defaults, temperature=0.0, max_new_tokens=length)}
+    if config.exact_samples:
+        kinds["sampled"] = replace(kinds["exact"], temperature=1.0)
+    right: dict[str, np.ndarray] = {}
+    total = len(problems.prompts) * len(kinds) * len(budgets)
+    with processes.progress_bar(total, "answers", unit="problem") as shown:
+        for kind, one in kinds.items():
+            samples = config.exact_samples if kind == "sampled" else 1
+            for budget in budgets:
+                scores = right[f"{kind}@{budget}"] = np.zeros(len(problems.prompts))
+                rows = max(config.exact_batch_size // samples, 1) * samples
+                for answers in complete(
+                    loaded, problems.prompts, settings=replace(one, budget=budget), batch_size=rows, samples=samples
+                ):
+                    for place, texts in answers.items():
+                        found = [marked_number(to_text(ids, loaded.tokenizer)) for ids in texts]
+                        scores[place] = np.mean([number == problems.numbers[place] for number in found])
+                    shown.update(len(answers))
+    return _report(right, min(budgets))
+
+
+def _report(right: dict[str, np.ndarray], first: int) -> dict[str, Any]:
+    sums = BootstrapSums()
+    sums.add(np.ones((len(next(iter(right.values()))), 1)), {name: scores[:, None] for name, scores in right.items()})
+    report: dict[str, Any] = {}
+    for name, scores in right.items():
+        found = rate(scores.tolist())
+        report[f"validation/{name}"] = found.mean
+        report[f"validation/{name}_interval"] = [found.low, found.high]
+        report[f"validation/{name}_gain"] = sums.mean(name, minus=f"{name.partition('@')[0]}@{first}")
+    return report
