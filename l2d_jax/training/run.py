@@ -82,6 +82,7 @@ class Run:
         self._steps = config.train.steps or max(1, math.ceil(config.train.epochs * epoch))
         profiler.check_steps(config.profile, self._steps)
         self._base, limit = base, config.validation.exact_examples
+        assert base.tokenizer is not None  # `read_inputs` has looked
         self._problems = MarkedProblems.read(self._held_out, base.tokenizer, limit=limit) if limit else None
 
         self._method = method_of(config)
