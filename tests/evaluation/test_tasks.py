@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from l2d_jax.config.schema import CATEGORIES
+from l2d_jax.data import word_problems
 from l2d_jax.data.tokenizer import byte_tokenizer, prompt_ids
 from l2d_jax.errors import InputError
 from l2d_jax.evaluation import tasks
 from l2d_jax.evaluation.tasks.problem import TaskSampling
-from l2d_jax.evaluation.tasks.registry import PAPER, TASKS, find_task
+from l2d_jax.evaluation.tasks.registry import PAPER, find_task
 from l2d_jax.evaluation.tasks.task import Task, encode_problems
 from tests.support.programs import ROOT
-from tests.support.task_rows import ROWS, split_rows, varied, write
+from tests.support.task_rows import READ, ROWS, split_rows, varied, write
 
 DATA = ROOT.parent / "shared" / "data"
 
@@ -56,7 +57,7 @@ ANSWERS = {
 }
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", READ)
 def test_a_prompt_is_five_examples_and_the_question(name: str, tmp_path: Path) -> None:
     problems = find_task(name).load(split_rows(tmp_path, name))
     messages = list(problems[0].messages)
@@ -137,7 +138,7 @@ def test_the_classes_of_guidance_are_those_of_the_release(tmp_path: Path) -> Non
 def test_completions_are_drawn_as_in_the_release() -> None:
     short = TaskSampling(max_new_tokens=256, samples=1, temperature=1.0, velocity_temperature=0.0, anneal=False)
     code = TaskSampling(max_new_tokens=512, samples=10, temperature=1.0, velocity_temperature=1.0, anneal=True)
-    assert {task.kind: task.sampling for task in TASKS.values()} == {"generate": short, "code": code}
+    assert {task.kind: task.sampling for task in PAPER} == {"generate": short, "code": code}
     assert find_task("gsm8k").sampling_for("thoughts").temperature == 0
 
 
@@ -209,7 +210,7 @@ def test_a_bad_row_is_named(name: str, change: dict[str, Any], message: str, tmp
         task.load(data)
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", READ)
 def test_a_missing_column_is_named(name: str, tmp_path: Path) -> None:
     column = find_task(name).columns[-1]
     split_rows(tmp_path, name)
@@ -217,6 +218,21 @@ def test_a_missing_column_is_named(name: str, tmp_path: Path) -> None:
     data = write(tmp_path, name, find_task(name).split, [row])
     with pytest.raises(InputError, match=rf"need the columns .*, but {column} is missing among"):
         find_task(name).load(data)
+
+
+def test_the_built_in_problems_need_no_rows(tmp_path: Path) -> None:
+    """They are the held-out ones, asked as in training, and scored as GSM8K's."""
+    task = find_task("word_problems")
+    found = task.load(str(tmp_path), limit=10)
+    task.check_size(task.load())
+    made = [word_problems.problem(index, split="test") for index in range(0, 1000, 100)]
+    assert [problem.messages for problem in found] == [({"role": "user", "content": one.question},) for one in made]
+    right, wrong = [one.solution for one in made], [one.solution + "1" for one in made]
+    assert [score.strict for score in task.grade(found, right)] == [1.0] * 10
+    assert [score.strict for score in task.grade(found, wrong)] == [0.0] * 10
+    assert task.load(shots=1)[0].messages[1]["content"] == word_problems.problem(0).solution
+    with pytest.raises(InputError, match="splits train, validation, test, not 'dev'"):
+        task.load(split="dev")
 
 
 def test_numbers_that_cannot_be_are_refused(tmp_path: Path) -> None:
@@ -241,7 +257,7 @@ def test_the_hub_is_asked_for_the_paper_s_split(monkeypatch: pytest.MonkeyPatch)
         raise ConnectionError("no network")
 
     monkeypatch.setattr("datasets.load_dataset", load)
-    for task in TASKS.values():
+    for task in map(find_task, READ):
         with pytest.raises(InputError, match=rf"data set '{task.hub}'.*no network.*--data_dir"):
             task.load(shots=0)
     assert asked[6:8] == [

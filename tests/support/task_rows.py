@@ -53,6 +53,9 @@ def write(folder: Path, name: str, split: str, rows: list[dict[str, Any]]) -> st
     return str(folder)
 
 
+READ = [name for name, task in TASKS.items() if task.make is None]  # whose rows come from files or the hub
+
+
 def split_rows(folder: Path, name: str, *, examples: int = 6, scored: int = 3) -> str:
     """The two splits of a task, or its one."""
     task = TASKS[name]

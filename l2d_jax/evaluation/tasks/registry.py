@@ -15,9 +15,10 @@ from l2d_jax.evaluation.tasks.mmlu import MMLU
 from l2d_jax.evaluation.tasks.mmlu_pro import MMLU_PRO
 from l2d_jax.evaluation.tasks.piqa import PIQA
 from l2d_jax.evaluation.tasks.task import Task
+from l2d_jax.evaluation.tasks.word_problems import WORD_PROBLEMS
 
 PAPER = (GSM8K, MATH, INSTRUCT_HUMANEVAL, MBPP, MMLU, MMLU_PRO, PIQA, ARC_EASY, ARC_CHALLENGE)  # in its order
-TASKS = {task.name: task for task in (*PAPER, HUMANEVAL)}
+TASKS = {task.name: task for task in (*PAPER, HUMANEVAL, WORD_PROBLEMS)}
 
 
 def find_task(name: str) -> Task:

@@ -36,6 +36,7 @@ class Task:
     shot_split: str  # source of the examples in a prompt
     rows: Mapping[str, int]  # number of rows of each complete split
     word: Callable[[Row], Item]  # the wording is the release's; raises `InputError`
+    make: Callable[[str], list[Row]] | None = None  # makes the rows of a split; None: they are read
     split: str = "test"  # which the paper scores
     subset: str | None = None  # on the hub; None: there is only one
     revision: str | None = None  # on the hub; None: the newest
@@ -138,11 +139,13 @@ class Task:
         return [scores[number] for number in range(len(texts))]
 
     def _read(self, split: str, folder: Path | None) -> datasets.Dataset:
-        """The rows of a split, from `<split>.jsonl` or `.parquet` in a folder, or from the hub.
+        """The rows of a split: made here, or from `<split>.jsonl` or `.parquet` in a folder, or from the hub.
 
         Raises `InputError` where they cannot be read, lack a column, or are more than the data set has (from the hub,
         also where they are fewer).
         """
+        if self.make is not None:
+            return datasets.Dataset.from_list(self.make(split))
         if folder is None:
             remedy = "check the network, or put the rows into a folder and give it with --data_dir"
             place = self.hub
