@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Runs the tests on a machine that has only Python: bash launch/test.sh [pytest's own arguments]
-# Three files at a time, of which one often waits; --numprocesses=0 runs them one after the other, in the same process.
+# Two files at a time; --numprocesses=0 runs them one after the other, in the same process.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 source launch/environment.sh dev
 source launch/smollm2.sh # one real model, end to end
-exec python -m pytest --slow --numprocesses=3 --dist=loadfile --no-loadscope-reorder "$@"
+exec python -m pytest --slow --numprocesses=2 --dist=loadfile --no-loadscope-reorder "$@"

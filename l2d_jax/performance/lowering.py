@@ -62,6 +62,7 @@ def lower_decode(config: Config, mesh: Mesh, *, batch: int, prompt: int) -> jax.
     llm = sharding.abstract(LLM.declare(architecture, dtype=jnp.dtype(config.model.dtype)), mesh)
     if config.train.method == "l2d":
         path = sharding.abstract(DiffusionPath.declare(config.path, architecture), mesh)
+        llm = path.reader(llm) if config.decode.budget > 1 else llm
     shapes = jax.eval_shape(Model.build, llm, path)
     leaves = jax.tree.leaves((llm, path))
     if path is None:
@@ -72,7 +73,6 @@ def lower_decode(config: Config, mesh: Mesh, *, batch: int, prompt: int) -> jax.
     # Built from its leaves, since the constructor takes arrays.
     model = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
     settings = jax.eval_shape(lambda: Refinement.prepare(model, config.decode))
-    model = model.reading(refines=config.decode.budget > 1)
     options: dict[str, Any] = {
         "settings": _replicated(settings, mesh),
         "sampling": _replicated(jax.eval_shape(lambda: SamplingOptions.from_config(config.decode)), mesh),

@@ -72,8 +72,9 @@ def diffusion_loss(
     `key`.
     """
     batch, corruption = sample_corruptions(key, batch, path, draws_per_context=draws_per_context, times=times)
-    reader = path.reader(llm)
-    context = read_context(reader, batch, remat=None if reader is llm else options.remat)
+    frozen = jax.lax.stop_gradient(llm)
+    remat = None if path.config.reader == "lm" else options.remat
+    context = read_context(path.reader(frozen), batch, remat=remat)
     hidden = correct(path, llm, context, batch, corruption, remat=options.remat)
     losses = target_losses(llm, hidden, batch.targets, chunk=options.chunk)
     weights = loss_weights(batch.weights, options.reduction, segments=batch.query_segments)

@@ -101,12 +101,12 @@ def _linear(theirs: str, ours: str, inputs: str, outputs: str) -> list[Row]:
     ]
 
 
-def _matrices(names: Iterable[str], *, prefix: str = "") -> Iterator[Row]:
-    """Whole matrices of a block, of which q, k and v may have a bias."""
+def _matrices(names: Iterable[str], *, prefix: str = "", biased: str = "qkv") -> Iterator[Row]:
+    """Whole matrices of a block, of which some may have a bias."""
     for name in names:
         theirs, (inputs, outputs) = matrix(name, prefix=prefix), map(" ".join, MATRICES[name])
         yield Row(f"{theirs}.weight", f"layers.{name}", f"{inputs} {outputs} -> ({outputs}) ({inputs})")
-        if name in "qkv":
+        if name in biased:
             yield Row(f"{theirs}.bias", f"layers.{name}_bias", f"{outputs} -> ({outputs})")
 
 
@@ -139,7 +139,7 @@ PATH_ROWS = [
     *_linear(_LAYER + "modulation_head.mlp.0", "layers.modulation.first", "i", "e"),
     *_linear(_LAYER + "modulation_head.mlp.2", "layers.modulation.last", "e", "p d"),
     *_updates((*ADAPTED, *KEYS)),  # those of k and v are not in the release
-    *_matrices((*ADAPTED, *KEYS), prefix="flow_"),
+    *_matrices((*ADAPTED, *KEYS), prefix="flow_", biased="q"),
 ]
 
 

@@ -24,7 +24,10 @@ DATA = ROOT.parent / "shared" / "data"
 
 def test_every_docstring_says_what_happens() -> None:
     modules = [f"l2d_jax.evaluation.tasks.{module.name}" for module in pkgutil.iter_modules(tasks.__path__)]
-    results = [doctest.testmod(importlib.import_module(name)) for name in (*modules, "l2d_jax.statistics")]
+    results = [
+        doctest.testmod(importlib.import_module(name))
+        for name in (*modules, "l2d_jax.statistics", "l2d_jax.data.word_problems")
+    ]
     assert sum(result.failed for result in results) == 0
     assert sum(result.attempted for result in results) >= 20
 

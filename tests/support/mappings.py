@@ -38,7 +38,7 @@ def declarations() -> dict[str, tuple[Any, list[Row]]]:
     for kind in tiny.CONFIGS:
         found[f"llm {kind}"] = LLM.declare(tiny.architecture(kind), dtype=jnp.bfloat16), LLM_ROWS
     for kind in ("llama", "qwen"):
-        for options in ({}, {"layers": "dense"}, {"classes": 3}):
+        for options in ({}, {"layers": "dense", "reader": "path"}, {"classes": 3}, {"reader": "path"}):
             declared = DiffusionPath.declare(tiny.path_config(**options), tiny.architecture(kind))
             found[f"path {kind} {options}"] = declared, PATH_ROWS
     return found

@@ -1,4 +1,4 @@
-r"""The built-in word problems (`data/word_problems`), asked as in training and scored as GSM8K's. Nothing is downloaded.
+r"""The built-in word problems (`data/word_problems`), asked as in training and scored as GSM8K's; nothing is read.
 
 user       Tom has 3 bags of 4 apples. How many apples has he?
 assistant  Tom has 3 * 4 = 12 apples.\n#### 12
