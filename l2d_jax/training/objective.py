@@ -72,13 +72,17 @@ def diffusion_loss(
     `key`.
     """
     batch, corruption = sample_corruptions(key, batch, path, draws_per_context=draws_per_context, times=times)
-    frozen = jax.lax.stop_gradient(llm)
-    remat = None if path.config.reader == "lm" else options.remat
-    context = read_context(path.reader(frozen), batch, remat=remat)
+    context = path_context(path, llm, batch, remat=options.remat)
     hidden = correct(path, llm, context, batch, corruption, remat=options.remat)
     losses = target_losses(llm, hidden, batch.targets, chunk=options.chunk)
     weights = loss_weights(batch.weights, options.reduction, segments=batch.query_segments)
     return jnp.sum(losses * weights), LossTerms(t=corruption.t, losses=losses, weights=weights)
+
+
+def path_context(path: DiffusionPath, llm: LLM, batch: Batch, *, remat: Callable[..., Any] | None = None) -> Context:
+    """The context as the path reads it; no gradient enters the frozen model."""
+    reader = path.reader(jax.lax.stop_gradient(llm))
+    return read_context(reader, batch, remat=None if path.config.reader == "lm" else remat)
 
 
 def finetuning_loss(
