@@ -5,16 +5,15 @@ assistant  Tom has 3 * 4 = 12 apples.\n#### 12
 """
 
 from dataclasses import replace
-from typing import Any
 
 from l2d_jax.data.word_problems import SPLITS, problem
 from l2d_jax.evaluation.tasks.gsm8k import GSM8K
-from l2d_jax.evaluation.tasks.problem import TaskSampling
+from l2d_jax.evaluation.tasks.problem import Row, TaskSampling
 
 ROWS = 1000  # of each split
 
 
-def _make(split: str) -> list[dict[str, Any]]:
+def _make(split: str) -> list[Row]:
     made = (problem(index, split=split) for index in range(ROWS))
     return [{"question": one.question, "answer": one.solution} for one in made]
 
