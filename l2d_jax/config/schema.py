@@ -204,7 +204,9 @@ class ValidationConfig:
     batch_size: ranges.Rows = 8  # examples
     time_bins: ranges.Bins = 10  # equal bins of t for the loss
     budgets: tuple[ranges.Budget, ...] = (1, 15)  # accuracy is measured at these budgets
-    exact_examples: ranges.CountOrZero = 0  # examples that end in "#### x" to answer freely at each budget; 0: none
+    exact_examples: ranges.CountOrZero = (
+        0  # held-out ones that end in "#### x" to answer freely at each budget; 0: none
+    )
     exact_samples: ranges.CountOrZero = 0  # answers to each of them that are sampled at temperature 1 too; 0: none
     exact_batch_size: ranges.Rows = 64  # of these answers
 

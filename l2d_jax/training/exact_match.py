@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from l2d_jax.config.schema import ValidationConfig
+from l2d_jax.config.schema import DataConfig, ValidationConfig
 from l2d_jax.data.examples import Examples
 from l2d_jax.data.word_problems import marked_number
 from l2d_jax.decoding.batching import complete
@@ -32,10 +32,12 @@ class MarkedProblems:
     longest: int  # tokens of the longest answer
 
     @classmethod
-    def read(cls, examples: Examples, tokenizer: PreTrainedTokenizerFast, *, limit: int) -> "MarkedProblems":
-        """The first `limit` examples; raises `InputError` for one without such a number."""
+    def read(cls, config: DataConfig, tokenizer: PreTrainedTokenizerFast, *, count: int) -> "MarkedProblems":
+        """At most `count` examples of the validation split; raises `InputError` for one without such a number."""
+        config = replace(config, validation_examples=count)
+        examples = Examples.load(config, tokenizer, split=config.validation_split)
         prompts, numbers, longest = [], [], 0
-        for place in range(min(limit, len(examples))):
+        for place in range(len(examples)):
             turn = examples.turns[int(examples.kept[place])]
             ids, context = turn["tokens"].tolist(), int(turn["context"])
             number = marked_number(to_text(ids[context:], tokenizer))

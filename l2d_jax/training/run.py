@@ -81,9 +81,9 @@ class Run:
         epoch = self._training.rows / config.train.batch_size
         self._steps = config.train.steps or max(1, math.ceil(config.train.epochs * epoch))
         profiler.check_steps(config.profile, self._steps)
-        self._base, limit = base, config.validation.exact_examples
+        self._base, count = base, config.validation.exact_examples
         assert base.tokenizer is not None  # `read_inputs` has looked
-        self._problems = MarkedProblems.read(self._held_out, base.tokenizer, limit=limit) if limit else None
+        self._problems = MarkedProblems.read(config.data, base.tokenizer, count=count) if count else None
 
         self._method = method_of(config)
         trained, self._frozen = self._method.begin(base, mesh)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from l2d_jax.config.schema import DataConfig, DecodeConfig, ValidationConfig
-from l2d_jax.data.examples import Examples
 from l2d_jax.data.tokenizer import byte_tokenizer
 from l2d_jax.data.word_problems import problem
 from l2d_jax.decoding.loaded_model import LoadedModel
@@ -17,9 +16,9 @@ from l2d_jax.training.exact_match import MarkedProblems
 from tests.support import tiny
 
 
-def examples(source, tokenizer, **options):
-    config = DataConfig(source=str(source), validation_split="validation", max_length=900, **options)
-    return Examples.load(config, tokenizer, split="validation")
+def read(source, tokenizer, count):
+    config = DataConfig(source=str(source), validation_split="validation", max_length=900, validation_examples=1)
+    return MarkedProblems.read(config, tokenizer, count=count)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +27,7 @@ def tokenizer():
 
 
 def test_the_problems_are_the_first_held_out_ones(tokenizer):
-    found = MarkedProblems.read(examples("problems", tokenizer), tokenizer, limit=5)
+    found = read("problems", tokenizer, 5)
     made = [problem(index, split="validation") for index in range(5)]
     assert found.numbers == [str(one.answer) for one in made]
     for prompt, one in zip(found.prompts, made, strict=True):
@@ -41,12 +40,12 @@ def test_the_problems_are_the_first_held_out_ones(tokenizer):
 def test_rows_without_a_marked_number_are_refused(tokenizer, tmp_path):
     (tmp_path / "validation.jsonl").write_text(json.dumps({"question": "2 + 2?", "answer": "It is 4."}) + "\n")
     with pytest.raises(InputError, match=r"exact_examples needs answers that end in '#### ' .* row 0 .* set it to 0"):
-        MarkedProblems.read(examples(tmp_path, tokenizer), tokenizer, limit=5)
+        read(tmp_path, tokenizer, 5)
 
 
 def test_how_answers_are_counted(tokenizer, monkeypatch):
     """Of four problems the LM answers one, and a budget of 3 that one and two more; half of the samples are right."""
-    problems = MarkedProblems.read(examples("problems", tokenizer), tokenizer, limit=4)
+    problems = read("problems", tokenizer, 4)
     asked = []
 
     def complete(loaded, prompts, *, settings, batch_size, samples):
