@@ -62,7 +62,7 @@ def lower_decode(config: Config, mesh: Mesh, *, batch: int, prompt: int) -> jax.
     llm = sharding.abstract(LLM.declare(architecture, dtype=jnp.dtype(config.model.dtype)), mesh)
     if config.train.method == "l2d":
         path = sharding.abstract(DiffusionPath.declare(config.path, architecture), mesh)
-        llm = path.reader(llm) if config.decode.budget > 1 else llm
+        llm = _reader(path, llm) if config.decode.budget > 1 else llm
     shapes = jax.eval_shape(Model.build, llm, path)
     leaves = jax.tree.leaves((llm, path))
     if path is None:
@@ -83,6 +83,13 @@ def lower_decode(config: Config, mesh: Mesh, *, batch: int, prompt: int) -> jax.
     state = _decoding_state(config, mesh, model.llm, batch=batch, prompt=prompt)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return decode.decode_tokens.lower(model, state, **options)
+
+
+def _reader(path: Any, llm: Any) -> Any:
+    """The model that reads the context for a declared path: `path.reader(llm)`, whose constructors take arrays."""
+    jaxpr, shapes = jax.make_jaxpr(lambda path, llm: path.reader(llm), return_shape=True)(path, llm)
+    given = dict(zip(jaxpr.jaxpr.invars, jax.tree.leaves((path, llm)), strict=True))
+    return jax.tree.unflatten(jax.tree.structure(shapes), [given[leaf] for leaf in jaxpr.jaxpr.outvars])
 
 
 def _decoding_state(config: Config, mesh: Mesh, llm: LLM, *, batch: int, prompt: int) -> decode.State:

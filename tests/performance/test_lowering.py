@@ -43,9 +43,12 @@ def test_the_training_step_is_that_of_training(method, mesh):
 
 
 @pytest.mark.slow
-def test_decoding_is_that_of_generation(mesh):
-    options = config(decode__max_new_tokens=2)
-    model = random_model(options, mesh)
+@pytest.mark.parametrize(
+    "beyond", [{}, {"path__start": "anchored", "path__reader": "path"}], ids=["released", "reading"]
+)
+def test_decoding_is_that_of_generation(mesh, beyond):
+    options = config(decode__max_new_tokens=2, **beyond)
+    model = random_model(options, mesh).reading(refines=True)
     settings = Refinement.prepare(model, options.decode)
     keys = jax.random.split(jax.random.key(0), 2)
     state = decode.prefill(model.llm, jnp.zeros((2, 8), jnp.int32), jnp.full(2, 8, jnp.int32), keys, capacity=2)
