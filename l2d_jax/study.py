@@ -163,9 +163,7 @@ def _evaluations_per_token(loaded: LoadedModel, examples: Examples, settings: De
     """Evaluations of the path per token: the budget, or the mean count of an adaptive solver."""
     if settings.solver not in ADAPTIVE:
         return float(settings.budget)
-    turns = [examples.turns[int(number)] for number in examples.kept]
-    prompts = [turn["tokens"][: turn["context"]].tolist() for turn in turns]
-    answers = [turn["tokens"][turn["context"] :].tolist() for turn in turns]
+    prompts, answers = zip(*examples.texts(), strict=True)
     return float(np.mean(mean_evaluations(loaded, prompts, answers, settings=settings)))
 
 

@@ -95,6 +95,13 @@ class Examples:
     def __len__(self) -> int:
         return len(self.kept)
 
+    def texts(self) -> Iterator[tuple[list[int], list[int]]]:
+        """Context and answer of each example, as token ids, in the order of the split."""
+        for number in self.kept:
+            turn = self.turns[int(number)]
+            ids, context = turn["tokens"].tolist(), int(turn["context"])
+            yield ids[:context], ids[context:]
+
     def fingerprint(self) -> str:
         """A hash of the tokens, answers and classes of all examples in their order."""
         hashed = hashlib.sha256(self.kept.astype("<i8").tobytes())

@@ -37,16 +37,15 @@ class MarkedProblems:
         config = replace(config, validation_examples=count)
         examples = Examples.load(config, tokenizer, split=config.validation_split)
         prompts, numbers, longest = [], [], 0
-        for place in range(len(examples)):
-            turn = examples.turns[int(examples.kept[place])]
-            ids, context = turn["tokens"].tolist(), int(turn["context"])
-            number = marked_number(to_text(ids[context:], tokenizer))
+        for place, (prompt, answer) in enumerate(examples.texts()):
+            number = marked_number(to_text(answer, tokenizer))
             if number is None:
+                row = examples.turns[int(examples.kept[place])]["row"]
                 rule = "config.validation.exact_examples needs answers that end in '#### ' and a number, as GSM8K's do"
-                raise InputError(f"{rule}: row {turn['row']} of the validation split has none; set it to 0")
-            prompts.append(Prompt(place, ids[:context]))
+                raise InputError(f"{rule}: row {row} of the validation split has none; set it to 0")
+            prompts.append(Prompt(place, prompt))
             numbers.append(number)
-            longest = max(longest, len(ids) - context)
+            longest = max(longest, len(answer))
         return cls(prompts, numbers, longest)
 
 

@@ -6,7 +6,6 @@
 
 import abc
 import dataclasses
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,7 +27,6 @@ from l2d_jax.training import time_density
 from l2d_jax.training.objective import LossOptions, diffusion_loss, finetuning_loss
 from l2d_jax.training.step import REMAT
 from l2d_jax.training.time_density import LossByTime
-from l2d_jax.training.validation import validate
 from l2d_jax.weights import export, model_folder
 
 
@@ -75,12 +73,6 @@ class Method(abc.ABC):
         """How a step computes the loss: its batch has the weights of the config's reduction already."""
         train = self.config.train
         return LossOptions("sum", chunk=train.loss_chunk, remat=REMAT[train.remat])
-
-    def validate(
-        self, trained: Any, frozen: LLM | None, batches: Iterable[Batch], *, budgets: tuple[int, ...]
-    ) -> dict[str, Any]:
-        """The report of a validation; a model without a path is measured at a budget of 1, whatever `budgets` are."""
-        return validate(self.model(trained, frozen), batches, self.config, budgets=budgets)
 
     def load(self, base: model_folder.BaseFiles, mesh: Mesh, *, adapter: LLMAdapter | None = None) -> LLM:
         """The language model in the config's dtype, with `adapter` added to it."""

@@ -28,7 +28,7 @@ from l2d_jax.training.metrics import Metrics, StepLog
 from l2d_jax.training.optimizer import on_host, optimizer, schedule
 from l2d_jax.training.preemption import Preemption
 from l2d_jax.training.step import TrainState, check_batch, init_state, is_finite, make_step, micro_batches, process_rows
-from l2d_jax.training.validation import placed_in_order
+from l2d_jax.training.validation import placed_in_order, validate
 from l2d_jax.training.workdir import claim, differences, hold, is_measured, plain_values
 from l2d_jax.weights import model_folder
 
@@ -74,16 +74,15 @@ class Run:
 
     def __init__(self, config: Config, workdir: Path, mesh: Mesh) -> None:
         self._config, self._workdir, self._mesh = config, workdir, mesh
-        base, self._training, self._held_out = processes.take_turns(partial(read_inputs, config, mesh))
+        read = processes.take_turns(partial(read_inputs, config, mesh))
+        base, self._training, self._held_out, self._problems = read
         processes.print_once(
             f"training examples: {self._training.describe()}; validation examples: {self._held_out.counts}"
         )
         epoch = self._training.rows / config.train.batch_size
         self._steps = config.train.steps or max(1, math.ceil(config.train.epochs * epoch))
         profiler.check_steps(config.profile, self._steps)
-        self._base, count = base, config.validation.exact_examples
-        assert base.tokenizer is not None  # `read_inputs` has looked
-        self._problems = MarkedProblems.read(config.data, base.tokenizer, count=count) if count else None
+        self._base = base
 
         self._method = method_of(config)
         trained, self._frozen = self._method.begin(base, mesh)
@@ -157,9 +156,9 @@ class Run:
         config = self._config
         budgets = config.validation.budgets if step else (1,)  # an untrained path is the LM at every budget
         examples = placed_in_order(self._held_out, config.validation.batch_size, self._mesh)
-        report = self._method.validate(self._state.trained, self._frozen, examples, budgets=budgets)
+        model = self._method.model(self._state.trained, self._frozen)
+        report = validate(model, examples, config, budgets=budgets)
         if self._problems is not None:
-            model = self._method.model(self._state.trained, self._frozen)
             loaded = LoadedModel(model, self._base.tokenizer, self._base.stop_ids, config.decode)
             report |= exact_match(loaded, self._problems, config.validation, budgets=budgets)
         density = time_density.density_record(self._state.loss_by_time, sigma=config.path.sigma)
@@ -221,18 +220,22 @@ class Run:
         )
 
 
-def read_inputs(config: Config, mesh: Mesh) -> tuple[model_folder.BaseFiles, Examples, Examples]:
-    """The files of the base model, checked, with the examples for training and validation; raises `InputError`."""
+def read_inputs(config: Config, mesh: Mesh) -> tuple[model_folder.BaseFiles, Examples, Examples, MarkedProblems | None]:
+    """The files of the base model, checked, with the examples for training and validation; raises `InputError`.
+
+    Last come the problems that a validation answers freely, if it does.
+    """
     base = model_folder.find_base(config.model)
     if base.tokenizer is None:
         raise InputError(f"{config.model.name} has no tokenizer: training reads text; add its tokenizer files")
     check_training_memory(config, base.architecture, mesh)
-    data = config.data
+    data, count = config.data, config.validation.exact_examples
     training, held_out = (
         Examples.load(data, base.tokenizer, split=split, classes=config.path.classes)
         for split in (data.train_split, data.validation_split)
     )
-    return base, training, held_out
+    problems = MarkedProblems.read(data, base.tokenizer, count=count) if count else None
+    return base, training, held_out, problems
 
 
 def _fingerprint(base: model_folder.BaseFiles, *splits: Examples) -> dict[str, str]:

@@ -30,7 +30,7 @@ def workdir(tmp_path):
     records = []
     for step, loss in ((0, 2.0), (50, 1.0)):
         record = {"step": step, "validation/loss": loss, "validation/loss_by_t": [loss, loss / 2]}
-        for kind in ("expected", "greedy"):
+        for kind in ("expected", "greedy", "exact"):
             for budget in (1, 15):
                 name = f"validation/{kind}@{budget}"
                 record |= {name: 0.5, f"{name}_interval": [0.4, 0.6], f"{name}_gain": [0.0, -0.1, 0.1]}
@@ -60,6 +60,7 @@ def test_the_whole_report(workdir):
     rows = [re.split(r"  +", line.strip()) for line in outcome.out.splitlines()]
     assert ["gsm8k", "midpoint-15", "0.750 [0.301, 0.954]", "1.000 [0.510, 1.000]", "4"] in rows
     assert ["gsm8k", "the paper <1B>", "0.250"] in rows
+    assert ["budget", *("expected", "gain", "greedy", "gain", "exact", "gain")] in rows
     page = (workdir / "report.html").read_text()
     assert "the paper &lt;1B&gt;" in page
     assert page.count("<svg") == 4

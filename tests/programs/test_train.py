@@ -24,7 +24,7 @@ from l2d_jax.files import read_json
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.performance import costs
-from l2d_jax.training import checkpoint, manifest, methods
+from l2d_jax.training import checkpoint, manifest
 from l2d_jax.training import run as loop
 from l2d_jax.training.metrics import read_metrics
 from l2d_jax.weights import model_folder
@@ -153,7 +153,7 @@ def test_a_run_that_is_cut_off_goes_on_bit_for_bit(run, tmp_path, mesh, monkeypa
     elif when == "after a step":
         kill("micro_batches", loop, at=5)
     else:
-        kill("validate", methods, at=2)
+        kill("validate", loop, at=2)
     with pytest.raises(Killed):
         call(train.main, *arguments)
     monkeypatch.undo()
