@@ -25,8 +25,14 @@ _caches = tempfile.TemporaryDirectory(prefix="l2d_jax_tests_")  # removed when t
 os.environ.pop("L2D_JAX_CACHE", None)
 os.environ["XDG_CACHE_HOME"] = _caches.name  # conversions, here and in child processes
 
+import datasets  # noqa: E402, F401
+import diffrax  # noqa: E402, F401
 import jax  # noqa: E402
+import optax  # noqa: E402, F401
+import orbax.checkpoint  # noqa: E402, F401
 import pytest  # noqa: E402
+import transformers  # noqa: E402, F401
+from flax import nnx  # noqa: E402, F401
 from jax.sharding import Mesh  # noqa: E402
 
 from l2d_jax.config.schema import MeshConfig  # noqa: E402

@@ -35,7 +35,8 @@ class TokenTrace(NamedTuple):
     rejected: int  # steps that an adaptive solver rejected
     settled: float  # t from which on the arg max was `likeliest` at every recorded point: grid or accepted steps
     entropy: float  # of the final distribution at temperature 1, in nats
-    plain_entropy: float  # of the LM alone, likewise
+    plain_likeliest: int  # of the LM alone, likewise
+    plain_entropy: float
     skipped: bool  # whether the gate left the token to the LM alone: no evaluation, settled at 0
 
 

@@ -100,7 +100,7 @@ def trace_tokens(
     plain = {"likeliest": jnp.argmax(logits, axis=-1), "entropy": entropy(logits)}
     plain |= {"evaluations": none, "rejected": none, "settled": jnp.zeros(CHUNK)}
     skipped = plain["entropy"] < gate
-    both = {"plain_entropy": plain["entropy"], "skipped": skipped}
+    both = {f"plain_{name}": plain[name] for name in ("likeliest", "entropy")} | {"skipped": skipped}
     if model.path is None or steps == 0:
         return plain | both | {"evaluations": none + (model.path is not None)}
     ways = _integrate(model, context, answer.key, numbers, settings=settings, steps=steps)

@@ -10,9 +10,11 @@ from typing_extensions import TypedDict
 from l2d_jax.errors import InputError
 from l2d_jax.files import Positive, check, read_json
 from l2d_jax.reports import page
+from l2d_jax.reports.corrections import corrections_section
 from l2d_jax.reports.figures import draw_rates, new_figure, save_figure
 from l2d_jax.reports.tables import interval, text_table
 from l2d_jax.training.bootstrap import BootstrapSums
+from l2d_jax.training.corrections import value_names
 
 MEASURES = {"loss": "nats per token", "expected": "expected accuracy", "greedy": "greedy accuracy"}
 HEADER = ("model", "trained", "solver", "evaluations", *MEASURES, "greedy, gain")
@@ -50,7 +52,8 @@ def read_measurements(file: Path) -> dict[str, Any]:
     measured: dict[str, Any] = check(read_json(file), _Measured, file, remedy=remedy)
     counts, sums = measured["tally"]["counts"], measured["tally"]["sums"]
     names = [f"{measure}@{one['key']}" for one in measured["settings"] for measure in MEASURES]
-    for name in [*names, "greedy@1"]:
+    paths = [one["key"] for one in measured["settings"] if one["key"] != "1"]
+    for name in [*names, "greedy@1", *(value_names(paths) if paths else ())]:
         if len(sums.get(name, ())) != len(counts):
             raise InputError(f"{file}: tally.sums must have {name} of {len(counts)} examples: {remedy}")
     return measured
@@ -69,6 +72,10 @@ def report_study(folder: Path, measured: Measurements) -> None:
         page.section("Models", MODELS, *parts),
         page.section("Differences", DIFFERENCES, page.html_table(("", *names), differences)),
     ]
+    for name, one in measured.items():
+        budgets = {setting["key"]: setting["evaluations"] for setting in _settings(one, _solvers(one)[0])[1:]}
+        if budgets:
+            sections.append(corrections_section(tally, name, budgets, folder))
     page.write_page(folder / "study.html", f"Study {folder.name}", sections)
     print(f"written to {folder / 'study.html'}")
 

@@ -18,13 +18,15 @@ p { margin: .3rem 0; } .numbers { opacity: .75; font-size: .9rem; }
 .answer span, .legend i { background: rgb(235 110 0 / calc(.05 + .5 * var(--t))); border-radius: .15rem; }
 .answer span { margin-right: .08rem; }
 .answer span:hover { outline: .1rem solid; }
+.answer .changed { text-decoration: underline; text-underline-offset: .2rem; }
 .answer .skipped { background: none; border-bottom: .12rem dashed; }
 .answer .silent { opacity: .6; font-size: .8em; }
 .legend i { padding: 0 .5rem; font-style: normal; }"""
 LEGEND = " ".join(f'<i style="--t:{tenth / 10}">{tenth / 10}</i>' for tenth in range(0, 11, 2))
 INTRODUCTION = f"""\
 <p class="legend">t from which on the arg max of a token was the final one: {LEGEND}
-<span class="answer"><span class="skipped">skipped by the gate</span></span></p>
+<span class="answer"><span class="changed">other than the language model's own</span>
+<span class="skipped">skipped by the gate</span></span></p>
 <p class="numbers">A token that adds no text, such as a part of a character, is shown as ⟨id⟩. Point at a token for its
 numbers: entropies are in nats, evaluations are of the path.</p>"""
 
@@ -60,7 +62,8 @@ def _section(answer: AnswerTrace) -> str:
     numbers = (
         f"{settings.solver}, budget {settings.budget}: {len(tokens)} tokens, on average "
         f"{sum(token.evaluations for token in tokens) / number:.1f} evaluations, "
-        f"settled at t = {sum(token.settled for token in tokens) / number:.2f}"
+        f"settled at t = {sum(token.settled for token in tokens) / number:.2f}; "
+        f"{sum(map(_is_changed, tokens))} differ from the language model's own"
     )
     spans = "".join(_span(token, position) for position, token in enumerate(tokens))
     return (
@@ -72,10 +75,16 @@ def _section(answer: AnswerTrace) -> str:
 def _span(token: TokenTrace, position: int) -> str:
     numbers = [f"{name.replace('_', ' ')}: {_show(value)}" for name, value in token._asdict().items()]
     tip = html.escape("\n".join([f"position: {position}", *numbers])).replace("\n", "&#10;")
-    kinds = [kind for kind, holds in (("skipped", token.skipped), ("silent", not token.text)) if holds]
+    states = {"skipped": token.skipped, "silent": not token.text, "changed": _is_changed(token)}
+    kinds = [kind for kind, holds in states.items() if holds]
     kind = f' class="{" ".join(kinds)}"' if kinds else ""
     text = html.escape(token.text.replace("\n", "↵\n") or f"⟨{token.token}⟩")
     return f'<span{kind} style="--t:{token.settled:.3f}" title="{tip}">{text}</span>'
+
+
+def _is_changed(token: TokenTrace) -> bool:
+    """Whether refinement changed the arg max."""
+    return token.likeliest != token.plain_likeliest
 
 
 def _show(value: str | float | int) -> str:

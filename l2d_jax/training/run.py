@@ -158,7 +158,7 @@ class Run:
         examples = placed_in_order(self._held_out, config.validation.batch_size, self._mesh)
         model = self._method.model(self._state.trained, self._frozen)
         report = validate(model, examples, config, budgets=budgets)
-        if self._problems is not None:
+        if self._problems is not None and (step or model.path is None):  # of a path, a budget of 1 is measured later
             loaded = LoadedModel(model, self._base.tokenizer, self._base.stop_ids, config.decode)
             report |= exact_match(loaded, self._problems, config.validation, budgets=budgets)
         density = time_density.density_record(self._state.loss_by_time, sigma=config.path.sigma)

@@ -19,11 +19,13 @@ from l2d_jax.config.schema import Config
 from l2d_jax.data.batch import Batch
 from l2d_jax.data.examples import Examples
 from l2d_jax.decoding.refine import Refinement, refine
+from l2d_jax.decoding.sampler import entropy
 from l2d_jax.distributed import processes, sharding
 from l2d_jax.model.context import Context, read_context
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.lm_head import map_logits, negative_log_likelihood
 from l2d_jax.training.bootstrap import BootstrapSums
+from l2d_jax.training.corrections import token_values
 from l2d_jax.training.objective import correct, sample_corruption
 
 MEASURES = ("loss", "expected", "greedy")  # at every setting
@@ -68,7 +70,12 @@ def _scores(
     def read(logits: Float[Array, "n V"], targets: Int[Array, " n"]) -> dict[str, Array]:
         loss = negative_log_likelihood(logits, targets)
         is_right = jnp.argmax(logits, axis=-1) == targets
-        return {"loss": loss, "expected": jnp.exp(-loss), "greedy": is_right.astype(jnp.float32)}
+        return {
+            "loss": loss,
+            "expected": jnp.exp(-loss),
+            "greedy": is_right.astype(jnp.float32),
+            "entropy": entropy(logits),
+        }
 
     return map_logits(model.llm, hidden, read, batch.targets, chunk=chunk)
 
@@ -79,7 +86,8 @@ def teacher_forced_sums(
     """Loss, and expected and greedy accuracy, at each of the named settings.
 
     The measures are `loss@name` and so on for `MEASURES`; a path also has `loss0`, `loss1`, ..., of one evaluation in
-    each bin of t, and their mean `loss`.
+    each bin of t, and their mean `loss`. With a setting "1", the language model's, and others beside it, there are the
+    measures of `corrections.token_values`, too.
     """
     chunk, bins = config.train.loss_chunk, config.validation.time_bins
     sums, key = BootstrapSums(), jax.random.key(config.train.seed)
@@ -93,11 +101,15 @@ def teacher_forced_sums(
             losses = _loss_by_bin(model, read, batch, batch_key, chunk=chunk, bins=bins)
             losses = processes.gather_array(losses)
             values = {f"loss{i}": losses[i] for i in range(bins)} | {"loss": losses.mean(axis=0)}
-        keys = jax.random.split(batch_key, len(batch.tokens))
+        keys, weights = jax.random.split(batch_key, len(batch.tokens)), processes.gather_array(batch.weights)
+        scores = {}
         for name, setting in settings.items():
-            scores = _scores(model, read if setting.steps > 0 else plain, batch, setting, keys, chunk=chunk)
-            values |= {f"{kind}@{name}": processes.gather_array(value) for kind, value in scores.items()}
-        sums.add(processes.gather_array(batch.weights), values)
+            scored = _scores(model, read if setting.steps > 0 else plain, batch, setting, keys, chunk=chunk)
+            scores[name] = {kind: processes.gather_array(value) for kind, value in scored.items()}
+            values |= {f"{kind}@{name}": scores[name][kind] for kind in MEASURES}
+        if len(scores) > 1 and "1" in scores:
+            values |= token_values(scores, weights)
+        sums.add(weights, values)
     return sums
 
 

@@ -115,6 +115,7 @@ def test_a_trace_is_that_of_a_loop_over_every_point(loaded, options):
         assert found.rejected == rejected
         assert found.evaluations == (15 if options is FIXED else 2 + 2 * (accepted + rejected))
         assert found.entropy == pytest.approx(entropy(logits), abs=1e-3)
+        assert found.plain_likeliest == int(jnp.argmax(model.llm.logits(hidden[0, 0])))
         assert found.plain_entropy == pytest.approx(entropy(model.llm.logits(hidden[0, 0])), abs=1e-3)
         assert abs(found.entropy - found.plain_entropy) > 1e-3
 
@@ -127,7 +128,7 @@ def test_a_budget_of_one_is_the_language_model(loaded):
     assert generate(plain, PROMPTS, settings=one) == answers
     for model, evaluations in ((loaded, 1), (plain, 0)):
         for token in (row for tokens in trace(model, PROMPTS, answers, settings=one) for row in tokens):
-            assert token.likeliest == token.token
+            assert token.likeliest == token.plain_likeliest == token.token
             assert token.entropy == pytest.approx(token.plain_entropy, rel=1e-6)
             assert (token.evaluations, token.settled, token.rejected, token.skipped) == (evaluations, 0.0, 0, False)
     assert [len(tokens) for tokens in traces] == [12, 12]

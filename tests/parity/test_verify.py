@@ -2,6 +2,7 @@ import dataclasses
 import json
 
 import jax
+import jaxtyping
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -53,7 +54,8 @@ def faults(checks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*COMMITTED, larger("llama_lora")])
-def test_a_whole_recording_passes(folders, name):
+def test_a_whole_recording_passes(folders, name, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # shapes: the tests below check those of each part
     outcome = call(verify.main, "--model", folders / name, "--reference", where(name) / "reference.npz")
     assert outcome.status == 0, outcome.out
     assert outcome.err == ""

@@ -3,10 +3,13 @@
 import json
 import re
 
+import numpy as np
 import pytest
 
 from l2d_jax import study
 from tests.support.programs import SMALLER, TINY, call, write_base, write_model
+
+KINDS = ("corrected@midpoint-3/", "broken@midpoint-3/")
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +42,14 @@ def test_a_study(run, tmp_path, monkeypatch):
     assert len(known["base"]["tally"]["counts"]) == 3
     assert known["base"]["trained"] == 0 < known["path"]["trained"]
     assert known["path"]["settings"][-1]["evaluations"] > 1
+    assert known["base"]["tally"]["sums"].keys() == {f"{kind}@1" for kind in ("loss", "expected", "greedy")}
+    changed = [np.sum([values for name, values in sums["path"].items() if name.startswith(kind)]) for kind in KINDS]
+    gain = np.sum(sums["path"]["greedy@midpoint-3"]) - np.sum(sums["path"]["greedy@1"])
+    assert changed[0] - changed[1] == pytest.approx(2 * gain)  # each token is in a bin of entropy and one of position
+    assert "What refinement does to tokens: path" in outcome.out
+    assert (tmp_path / "path-corrections.png").stat().st_size > 10_000
     page = (tmp_path / "study.html").read_text()
+    assert "oracle" in page
     assert "<svg" in page
     assert not re.search(r'(src|href)="http|url\(http|@import', page)  # nothing is asked for
     assert (tmp_path / "study.png").stat().st_size > 10_000

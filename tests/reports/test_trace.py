@@ -17,11 +17,14 @@ HOSTILE = '<script>alert("&")</script>'
 
 def token(text, **changes):
     fields = {"token": 7, "text": text, "likeliest": 7, "evaluations": 15, "rejected": 0, "settled": 0.5}
-    return TokenTrace(**{**fields, "entropy": 1.25, "plain_entropy": 2.5, "skipped": False, **changes})
+    fields |= {"plain_likeliest": 7, "entropy": 1.25}
+    return TokenTrace(**{**fields, "plain_entropy": 2.5, "skipped": False, **changes})
 
 
 ANSWERS = [
-    pages.AnswerTrace(0, f"Say {HOSTILE} $legend", DecodeConfig(), [token(HOSTILE), token("\n"), token("")]),
+    pages.AnswerTrace(
+        0, f"Say {HOSTILE} $legend", DecodeConfig(), [token(HOSTILE, plain_likeliest=8), token("\n"), token("")]
+    ),
     pages.AnswerTrace(0, "Bye\n", DecodeConfig(budget=1), [token("ok", skipped=True, settled=0.0)]),
     pages.AnswerTrace(1, "?", DecodeConfig(), []),
 ]
@@ -77,6 +80,8 @@ def test_a_page_is_whole_and_escapes_all_text(tmp_path):
     assert [shown for _, shown in page.spans] == [HOSTILE, "↵\n", "⟨7⟩", "ok"]
     first, *_, last = (attributes for attributes, _ in page.spans)
     assert first["style"] == "--t:0.500"
+    assert first["class"] == "changed"
+    assert "1 differ from the language model&#x27;s own" in text
     assert first["title"].splitlines()[:2] == ["position: 0", "token: 7"]
     assert HOSTILE in first["title"]
     assert {"evaluations: 15", "rejected: 0", "settled: 0.5", "entropy: 1.25", "plain entropy: 2.5"} <= {

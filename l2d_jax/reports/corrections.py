@@ -1,0 +1,74 @@
+"""What refinement does to tokens, as a section of a study's report: tables and a figure."""
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+
+from l2d_jax.reports import page
+from l2d_jax.reports.figures import new_figure, save_figure
+from l2d_jax.reports.tables import Table, text_table
+from l2d_jax.training.bootstrap import BootstrapSums
+from l2d_jax.training.corrections import BINS, bin_names, by_bin, gates
+
+TITLE = "What refinement does to tokens"
+ABOUT = (
+    "In percent of all tokens, teacher-forced: those whose arg max is wrong at a budget of 1 and right at a larger one "
+    "(corrected), and the reverse (broken), by the entropy of the language model alone, in nats, and by the tokens of "
+    "the answer before them. Below: accuracy where a gate on that entropy refines only some tokens. The oracle refines "
+    "those that this corrects, and no others: the ceiling of any gate."
+)
+
+
+def corrections_section(sums: BootstrapSums, model: str, budgets: Mapping[str, float], folder: Path) -> str:
+    """A section of the page for one model, whose budgets are evaluations per token by the names of the settings.
+
+    The tables are printed, too, and the figure is written to `folder`.
+    """
+    prefix, title, file = f"{model}/", f"{TITLE}: {model}", folder / f"{model}-corrections.png"
+    last, evaluations = list(budgets.items())[-1]
+    tables = [_corrections(sums, kind, budgets, prefix) for kind in BINS]
+    tables.append(_gates(sums, last, evaluations, prefix))
+    print("\n".join(["", title, *(text_table(*table) for table in tables)]))
+    _draw(sums, last, evaluations, prefix, file)
+    return page.section(title, ABOUT, page.figure(file), *(page.html_table(*table) for table in tables))
+
+
+def _corrections(sums: BootstrapSums, kind: str, budgets: Mapping[str, float], prefix: str) -> Table:
+    """A row for each bin of "entropy" or "position", and one for all tokens; two columns for each budget."""
+    pairs = ((f"corrected at {evaluations:.4g}", f"broken at {evaluations:.4g}") for evaluations in budgets.values())
+    header = (kind, "tokens", "right at 1", *itertools.chain(*pairs))
+    found = [by_bin(sums, kind, setting, prefix=prefix) for setting in budgets]
+    rows = []
+    for index, name in enumerate([*bin_names(kind), "all"]):
+        chosen = slice(None) if name == "all" else slice(index, index + 1)
+        (tokens, right, *_), *_ = parts = [tuple(map(sum, zip(*bins[chosen], strict=True))) for bins in found]
+        shares = (tokens, right, *itertools.chain(*(part[2:] for part in parts)))
+        rows.append((name, *(f"{100 * share:.1f}" for share in shares)))
+    return header, rows
+
+
+def _gates(sums: BootstrapSums, setting: str, evaluations: float, prefix: str) -> Table:
+    found = gates(by_bin(sums, "entropy", setting, prefix=prefix))
+    rows: list[tuple[str, ...]] = [
+        (one.name, f"{one.refined * evaluations:.2f}", f"{one.accuracy:.3f}") for one in found
+    ]
+    return ("refined tokens", "evaluations per token", "greedy accuracy"), rows
+
+
+def _draw(sums: BootstrapSums, setting: str, evaluations: float, prefix: str, file: Path) -> None:
+    """Draw corrected and broken tokens by entropy and by position, and accuracy against what a gate spends."""
+    figure, [*places, ways] = new_figure(3)
+    for axes, kind, label in zip(places, BINS, ("entropy of the LM, nats", "tokens of the answer before"), strict=True):
+        bins, names = by_bin(sums, kind, setting, prefix=prefix), bin_names(kind)
+        axes.bar(names, [100 * one.corrected for one in bins], label="corrected")
+        axes.bar(names, [-100 * one.broken for one in bins], label="broken")
+        axes.tick_params(axis="x", rotation=45)
+        axes.set(xlabel=label, ylabel="% of all tokens")
+        axes.legend()
+    *gated, oracle = gates(by_bin(sums, "entropy", setting, prefix=prefix))
+    for found, label in ((gated, "gate on the entropy"), ([oracle], "oracle")):
+        spent = [one.refined * evaluations for one in found]
+        ways.plot(spent, [one.accuracy for one in found], marker="o", label=label)
+    ways.set(xlabel="evaluations per token", ylabel="greedy accuracy")
+    ways.legend()
+    save_figure(figure, file)

@@ -1,0 +1,93 @@
+"""What a budget above 1 does to tokens: which of the language model's predictions it corrects, and which it breaks.
+
+Tokens are sorted by the entropy of the language model alone and by their place in the answer. From the sums by entropy
+follows what a gate on it would keep of the accuracy (`config.decode.gate`), and from the corrections the ceiling of any
+gate: an oracle that refines the tokens that this corrects, and no others.
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from l2d_jax.training.bootstrap import BootstrapSums
+
+ENTROPIES = (0.001, 0.01, 0.1, 0.3, 1.0, 2.0)  # nats: the first of each bin but one
+POSITIONS = (1, 4, 16, 64)  # tokens of the answer before it
+BINS = {"entropy": ENTROPIES, "position": POSITIONS}
+
+
+class Corrections(NamedTuple):
+    """Of all tokens, the shares that are of some kind, that the language model has right, and that the path changes."""
+
+    tokens: float
+    right: float
+    corrected: float
+    broken: float
+
+
+class Gate(NamedTuple):
+    """What is left of the accuracy where only some tokens are refined, and which share of the tokens these are."""
+
+    name: str
+    refined: float
+    accuracy: float
+
+
+def token_values(
+    scores: Mapping[str, Mapping[str, Float[np.ndarray, "B M"]]], weights: Float[np.ndarray, "B M"]
+) -> dict[str, Float[np.ndarray, "B M"]]:
+    """Values for `BootstrapSums`, from "greedy" and "entropy" at each setting; the language model's has the name "1".
+
+    For each bin of entropy and position: `tokens/bin` and `right/bin`, of the language model, and for each other
+    setting `corrected@name/bin` and `broken@name/bin`.
+    """
+    plain = scores["1"]
+    places = {"entropy": plain["entropy"], "position": np.cumsum(weights > 0, axis=1) - 1}
+    values: dict[str, np.ndarray] = {}
+    for kind, edges in BINS.items():
+        found = np.digitize(places[kind], edges)
+        for index in range(len(edges) + 1):
+            name, is_in = f"{kind}{index}", (found == index).astype(np.float64)
+            values |= {f"tokens/{name}": is_in, f"right/{name}": is_in * plain["greedy"]}
+            for setting in scores.keys() - {"1"}:
+                greedy = scores[setting]["greedy"]
+                values[f"corrected@{setting}/{name}"] = is_in * greedy * (1 - plain["greedy"])
+                values[f"broken@{setting}/{name}"] = is_in * (1 - greedy) * plain["greedy"]
+    return values
+
+
+def value_names(settings: Iterable[str]) -> list[str]:
+    """The names of `token_values` for these settings, less the language model's."""
+    kinds = ["tokens", "right", *(f"{kind}@{setting}" for setting in settings for kind in ("corrected", "broken"))]
+    return [
+        f"{kind}/{name}{index}" for kind in kinds for name, edges in BINS.items() for index in range(len(edges) + 1)
+    ]
+
+
+def by_bin(sums: BootstrapSums, kind: str, setting: str, *, prefix: str = "") -> list[Corrections]:
+    """The corrections in each bin of "entropy" or "position"; `prefix` is of the sums' names."""
+    bins = [f"{kind}{index}" for index in range(len(BINS[kind]) + 1)]
+    names = ("tokens", "right", f"corrected@{setting}", f"broken@{setting}")
+    return [Corrections(*(sums.mean(f"{prefix}{name}/{at}")[0] for name in names)) for at in bins]
+
+
+def bin_names(kind: str) -> list[str]:
+    """The range of each bin, as text."""
+    edges = [f"{edge:g}" for edge in BINS[kind]]
+    inner = (f"{low} to {high}" for low, high in itertools.pairwise(edges))
+    return [f"< {edges[0]}", *inner, f">= {edges[-1]}"]
+
+
+def gates(bins: Sequence[Corrections]) -> list[Gate]:
+    """Refining no token, those from each bin of entropy on, all, and those that an oracle picks."""
+    right, corrected = (sum(getattr(one, name) for one in bins) for name in ("right", "corrected"))
+    found = [Gate("none", 0.0, right)]
+    for start in range(len(bins) - 1, -1, -1):
+        refined = bins[start:]
+        gain = sum(one.corrected - one.broken for one in refined)
+        name = f"entropy >= {ENTROPIES[start - 1]:g}" if start else "all"
+        found.append(Gate(name, sum(one.tokens for one in refined), right + gain))
+    return [*found, Gate("oracle", corrected, right + corrected)]
