@@ -3,8 +3,11 @@
 A model is a workdir of training, a model folder, a hub id or a GGUF file. Every token of an answer is predicted with
 the true tokens before it: by the language model alone, which is a budget of 1, and where there is a path, with each
 solver at each budget. The measurements of a model are kept in `DIR/NAME.json`, so that the same command again measures
-only the models that lack one. The results are tables, `study.png` and `study.svg`, and a page, `study.html`. Gains are
-over the first model.
+only the models that lack one. The results are tables, figures as PNG and SVG, and a page, `study.html`. Gains are over
+the first model.
+
+With `--answers N`, N problems whose answers end in `#### x` are also answered from the prompt alone: greedily at each
+budget, by the majority of samples, and by beam search. Their accuracy is drawn against the compute that an answer took.
 """
 
 import argparse
@@ -31,11 +34,13 @@ from l2d_jax.decoding.solver import ADAPTIVE, AMPLE, SOLVERS, split_budget
 from l2d_jax.decoding.trace import mean_evaluations
 from l2d_jax.distributed import processes, runtime
 from l2d_jax.errors import InputError
+from l2d_jax.evaluation.strategies import answer_problems, strategies
 from l2d_jax.files import write_whole
 from l2d_jax.fingerprint import changes
 from l2d_jax.loading import Folder, find, load, model_fingerprint, newest_step
 from l2d_jax.performance import costs
 from l2d_jax.reports import study
+from l2d_jax.training.exact_match import MarkedProblems
 from l2d_jax.training.validation import placed_in_order, teacher_forced_sums
 from l2d_jax.weights import model_folder
 
@@ -51,6 +56,9 @@ def main() -> None:
     parser.add_argument("--split", type=file_name, help="of the answers; None: the config's for validation")
     parser.add_argument("--solvers", nargs="+", choices=SOLVERS, default=["midpoint"], help="of a path")
     parser.add_argument("--budgets", nargs="+", type="Budget", default=[1, 3, 7, 15, 31], help=BUDGETS_HELP)
+    parser.add_argument("--answers", type="CountOrZero", default=0, help="problems to answer freely; 0: none")
+    parser.add_argument("--samples", nargs="+", type="Draws", default=[], help="of which the majority is the answer")
+    parser.add_argument("--beams", nargs="+", type="Beams", default=[], help="of a search for the answer")
     options, config = parser.parse_with_config()
     names = [name for name, _ in options.models]
     require(len(set(names)) == len(names), f"each model needs a name of its own, got {', '.join(names)}")
@@ -71,6 +79,7 @@ def main() -> None:
             trained = costs.trainable_parameters(run, loaded.model.llm.architecture)
         found = {"about": about[name], "trained": trained}
         found |= _measure_model(loaded, config, options.solvers, options.budgets, mesh)
+        found["answers"] = list(_answer(loaded, config, options)) if options.answers else []
         if processes.is_first():
             write_whole(options.out / f"{name}.json", json.dumps(found, indent=1) + "\n")
         return found
@@ -95,12 +104,15 @@ def _describe(folder: Folder, options: argparse.Namespace, config: Config) -> di
     base, step = model_folder.find_base(folder.base), newest_step(folder)
     model = processes.decide(lambda: model_fingerprint(folder, base, step))
     answers = processes.take_turns(lambda: _examples(base.tokenizer, config)).fingerprint()
+    if options.answers:
+        processes.take_turns(lambda: _problems(base.tokenizer, config, options.answers))
     about = {
         "model": str(folder.path),
         "step": step,
         "fingerprint": model | {"answers": answers},
         "solvers": options.solvers,
         "budgets": options.budgets,
+        "ways": [options.answers, options.samples, options.beams],
         "data": dataclasses.asdict(config.data),
         "decode": dataclasses.asdict(config.decode),
     }
@@ -112,6 +124,12 @@ def _examples(tokenizer: PreTrainedTokenizerFast | None, config: Config) -> Exam
     if tokenizer is None:
         raise InputError("a study reads text, and a model has no tokenizer: add its tokenizer files")
     return Examples.load(config.data, tokenizer, split=config.data.validation_split)
+
+
+def _problems(tokenizer: PreTrainedTokenizerFast | None, config: Config, count: int) -> MarkedProblems:
+    """Problems of the same split; raises `InputError` for an answer without a number."""
+    assert tokenizer is not None
+    return MarkedProblems.read(config.data, tokenizer, count=count, option="--answers")
 
 
 def _read_known(file: Path, about: dict[str, Any]) -> dict[str, Any] | None:
@@ -147,6 +165,17 @@ def _measure_model(
         for key, one in settings.items()
     ]
     return {"settings": measured, "tally": teacher_forced_sums(loaded.model, batches, config, refinements).to_dict()}
+
+
+def _answer(loaded: LoadedModel, config: Config, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What each strategy makes of the problems."""
+    problems = _problems(loaded.tokenizer, config, options.answers)
+    loaded = dataclasses.replace(loaded, defaults=dataclasses.replace(config.decode, solver=options.solvers[0]))
+    has_path = loaded.model.path is not None
+    budgets = sorted({split_budget(loaded.defaults.solver, budget, beams=1) for budget in options.budgets})
+    for strategy in strategies(budgets, options.samples, options.beams, has_path=has_path):
+        outcome = answer_problems(loaded, problems, strategy, batch_size=config.validation.exact_batch_size)
+        yield strategy._asdict() | outcome._asdict()
 
 
 def _settings(decode: DecodeConfig, solvers: Sequence[Any], budgets: Sequence[int]) -> Iterator[DecodeConfig]:

@@ -79,20 +79,29 @@ def flops_per_step(config: Config, architecture: Architecture) -> dict[str, int]
 
 
 def flops_per_decoded_token(config: Config, architecture: Architecture) -> int:
-    """Useful operations of decoding one token: the frozen pass once, the path and the LM head once per evaluation.
+    """Useful operations of decoding one token with a config's budget, as `decoding_flops` counts them."""
+    llm = LLM.declare(architecture, dtype=np.float32)
+    path = DiffusionPath.declare(config.path, architecture) if config.train.method == "l2d" else None
+    return decoding_flops(llm, path, budget=config.decode.budget, draws=config.decode.draws)[1]
 
-    The conditions (modulation, merge weights) come from a table and cost nothing. A budget of 1 is the LM alone.
+
+def decoding_flops(llm: LLM, path: DiffusionPath | None, *, budget: int, draws: int = 1) -> tuple[int, int]:
+    """Useful operations of reading one token of a prompt, and of decoding one of an answer; the model may be declared.
+
+    A decoded token takes one pass of the model that reads, and the path and the LM head once per evaluation. The
+    conditions (modulation, merge weights) come from a table and cost nothing. A budget of 1 is the LM alone.
     """
-    parts = flops_per_token(architecture, config.path)
-    head = parts["output head"] // 2
-    if config.decode.budget == 1 or config.train.method != "l2d":
-        layers = LLM.declare(architecture, dtype=np.float32).layers
-        return 2 * parameters([getattr(layers, name) for name in MATRICES]) + head
-    path = DiffusionPath.declare(config.path, architecture)
-    tabulated = parameters((path.layers.modulation, path.time, path.merge, path.vocabulary))
-    evaluations = config.decode.draws * config.decode.budget
-    reading = parts["frozen pass" if config.path.reader == "lm" else "forward"]
-    return reading + evaluations * (parts["path forward"] - 2 * tabulated + head)
+    head = 2 * llm.architecture.vocab_size * llm.architecture.hidden_size
+    reading = 2 * (parameters([getattr(llm.layers, name) for name in MATRICES]) + parameters(llm.adapter))
+    if budget == 1 or path is None:
+        return reading, reading + head
+    is_low_rank, layers = path.config.layers == "lora", path.layers
+    if path.config.reader == "path":
+        changes = 2 * parameters([getattr(layers, name) for name in matrices(path.config)])
+        reading = changes + (reading if is_low_rank else 0)
+    own = [getattr(layers, name) for name in ADAPTED] + [path.translation]
+    shared = [getattr(llm.layers, name) for name in ADAPTED] if is_low_rank else []
+    return reading, reading + draws * budget * (2 * parameters((own, shared)) + head)
 
 
 def cost_table(config: Config, architecture: Architecture, mesh: Mesh) -> str:

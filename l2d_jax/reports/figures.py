@@ -30,12 +30,15 @@ def new_figure(panels: int) -> tuple[Any, list[Any]]:
 
 
 def draw_rates(
-    axes: Any, places: Sequence[float | int], rates: Sequence[tuple[float, float, float]], *, label: str
+    axes: Any, places: Sequence[float | int], rates: Sequence[tuple[float, float, float]], *, label: str, **style: str
 ) -> None:
-    """Draw a line through means, each with its interval; a rate is the mean, the lower and the upper bound."""
+    """Draw a line through means, each with its interval; a rate is the mean, the lower and the upper bound.
+
+    `style` is matplotlib's, of the line.
+    """
     means = [mean for mean, _, _ in rates]
     errors = [[mean - low for mean, low, _ in rates], [high - mean for mean, _, high in rates]]
-    axes.errorbar(places, means, yerr=errors, marker="o", capsize=3, label=label)
+    axes.errorbar(places, means, yerr=errors, marker="o", capsize=3, label=label, **style)
 
 
 def save_figure(figure: Any, file: Path) -> None:

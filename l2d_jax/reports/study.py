@@ -12,6 +12,7 @@ from l2d_jax.files import Positive, check, read_json
 from l2d_jax.reports import page
 from l2d_jax.reports.corrections import corrections_section
 from l2d_jax.reports.figures import draw_rates, new_figure, save_figure
+from l2d_jax.reports.strategies import Answered, strategies_section
 from l2d_jax.reports.tables import interval, text_table
 from l2d_jax.training.bootstrap import BootstrapSums
 from l2d_jax.training.corrections import value_names
@@ -44,6 +45,7 @@ class _Measured(TypedDict):
     trained: Annotated[int, Interval(ge=0, lt=2**50)]
     settings: Annotated[list[_Setting], Len(1)]
     tally: _Sums
+    answers: list[Answered]
 
 
 def read_measurements(file: Path) -> dict[str, Any]:
@@ -72,6 +74,8 @@ def report_study(folder: Path, measured: Measurements) -> None:
         page.section("Models", MODELS, *parts),
         page.section("Differences", DIFFERENCES, page.html_table(("", *names), differences)),
     ]
+    if any(one["answers"] for one in measured.values()):
+        sections.append(strategies_section({name: one["answers"] for name, one in measured.items()}, folder))
     for name, one in measured.items():
         budgets = {setting["key"]: setting["evaluations"] for setting in _settings(one, _solvers(one)[0])[1:]}
         if budgets:

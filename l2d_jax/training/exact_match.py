@@ -32,8 +32,18 @@ class MarkedProblems:
     longest: int  # tokens of the longest answer
 
     @classmethod
-    def read(cls, config: DataConfig, tokenizer: PreTrainedTokenizerFast, *, count: int) -> "MarkedProblems":
-        """At most `count` examples of the validation split; raises `InputError` for one without such a number."""
+    def read(
+        cls,
+        config: DataConfig,
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        count: int,
+        option: str = "config.validation.exact_examples",
+    ) -> "MarkedProblems":
+        """At most `count` examples of the validation split; raises `InputError` for one without such a number.
+
+        `option` is what the user sets the count by.
+        """
         config = replace(config, validation_examples=count)
         examples = Examples.load(config, tokenizer, split=config.validation_split)
         prompts, numbers, longest = [], [], 0
@@ -41,7 +51,7 @@ class MarkedProblems:
             number = marked_number(to_text(answer, tokenizer))
             if number is None:
                 row = examples.turns[int(examples.kept[place])]["row"]
-                rule = "config.validation.exact_examples needs answers that end in '#### ' and a number, as GSM8K's do"
+                rule = f"{option} needs answers that end in '#### ' and a number, as GSM8K's do"
                 raise InputError(f"{rule}: row {row} of the validation split has none; set it to 0")
             prompts.append(Prompt(place, prompt))
             numbers.append(number)

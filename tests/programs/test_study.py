@@ -28,7 +28,8 @@ def run(tmp_path_factory, mesh):
 
 @pytest.mark.slow
 def test_a_study(run, tmp_path, monkeypatch):
-    outcome = run(tmp_path)
+    ways = ("--answers", 2, "--samples", 2)
+    outcome = run(tmp_path, *ways)
     assert outcome.status == 0, outcome.err
     rows = [line.split() for line in outcome.out.splitlines() if line.lstrip().startswith(("base ", "path "))]
     settings = [row[2:4] for row in rows[1:5]]
@@ -46,6 +47,16 @@ def test_a_study(run, tmp_path, monkeypatch):
     changed = [np.sum([values for name, values in sums["path"].items() if name.startswith(kind)]) for kind in KINDS]
     gain = np.sum(sums["path"]["greedy@midpoint-3"]) - np.sum(sums["path"]["greedy@1"])
     assert changed[0] - changed[1] == pytest.approx(2 * gain)  # each token is in a bin of entropy and one of position
+    tried = {
+        name: [(way["kind"], way["budget"], way["count"]) for way in one["answers"]] for name, one in known.items()
+    }
+    assert tried["base"] == [("greedy", 1, 1), ("majority", 1, 2)]
+    assert tried["path"] == [("greedy", 1, 1), ("greedy", 3, 1), ("majority", 3, 2)]
+    assert [known["path"]["answers"][0][name] for name in ("right", "tokens", "flops")] == [
+        known["base"]["answers"][0][name] for name in ("right", "tokens", "flops")
+    ]
+    assert "majority of 2 at 3" in outcome.out
+    assert (tmp_path / "answers.png").stat().st_size > 10_000
     assert "What refinement does to tokens: path" in outcome.out
     assert (tmp_path / "path-corrections.png").stat().st_size > 10_000
     page = (tmp_path / "study.html").read_text()
@@ -56,11 +67,11 @@ def test_a_study(run, tmp_path, monkeypatch):
 
     written = {file.name: file.stat().st_mtime_ns for file in tmp_path.glob("*.json")}
     monkeypatch.setattr(study, "load", None)  # what is known, and what is refused, needs no weights
-    again = run(tmp_path)
+    again = run(tmp_path, *ways)
     assert again.status == 0
     assert "measuring" not in again.out
     assert {file.name: file.stat().st_mtime_ns for file in tmp_path.glob("*.json")} == written
-    other = run(tmp_path, "--split", "test")
+    other = run(tmp_path, *ways, "--split", "test")
     assert "base.json was measured with another data: remove it, or take another --out" in other.error
 
 

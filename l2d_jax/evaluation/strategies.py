@@ -1,0 +1,137 @@
+"""Ways to spend more compute on an answer, each with its accuracy and its measured cost.
+
+A model answers greedily at a budget of evaluations per token, takes the majority of several sampled answers
+(self-consistency, Wang et al. 2022), or searches with beams. The cost is counted on the answers that were given: the
+floating-point operations of their tokens, and the seconds of the run, without compilation.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+from jax import monitoring
+
+from l2d_jax.data.word_problems import marked_number
+from l2d_jax.decoding.batching import complete
+from l2d_jax.decoding.beam_search import search
+from l2d_jax.decoding.beams import SearchConfig
+from l2d_jax.decoding.loaded_model import LoadedModel
+from l2d_jax.decoding.stop_strings import to_text
+from l2d_jax.distributed import processes
+from l2d_jax.performance.costs import decoding_flops
+from l2d_jax.training.exact_match import MarkedProblems
+
+TEMPERATURE = 0.7  # of the samples of a majority
+
+
+class Strategy(NamedTuple):
+    """How an answer is found, with `count` samples or beams."""
+
+    kind: Literal["greedy", "majority", "beams"]
+    budget: int
+    count: int = 1
+
+
+class Outcome(NamedTuple):
+    """What a strategy gave: whether each problem's number is right, and what one answer took on average."""
+
+    right: list[bool]
+    tokens: float  # of all samples or beams, stop tokens included
+    flops: float  # the prompt is read once
+    seconds: float
+
+
+def strategies(
+    budgets: Sequence[int], samples: Sequence[int], beams: Sequence[int], *, has_path: bool
+) -> Iterator[Strategy]:
+    """Greedy answers at each budget; majorities and beams at a budget of 1, or at a path's smallest above it."""
+    yield from (Strategy("greedy", budget) for budget in (budgets if has_path else (1,)))
+    base = min((budget for budget in budgets if budget > 1), default=1) if has_path else 1
+    yield from (Strategy("majority", base, count) for count in samples)
+    yield from (Strategy("beams", base, count) for count in beams)
+
+
+def answer_problems(loaded: LoadedModel, problems: MarkedProblems, strategy: Strategy, *, batch_size: int) -> Outcome:
+    """Answer all problems with one strategy; answers may be half as long again as the longest right one.
+
+    Args:
+      loaded: with a tokenizer.
+      problems: prompts and numbers.
+      strategy: a budget above 1 needs a path.
+      batch_size: sequences at a time, of greedy answers and samples; a search takes one problem after the other.
+    """
+    length = problems.longest + problems.longest // 2
+    settings = replace(loaded.defaults, budget=strategy.budget, max_new_tokens=length, temperature=0.0)
+    right, tokens = [False] * len(problems.prompts), 0
+    with _seconds() as seconds, processes.progress_bar(len(right), "answers", unit="problem") as shown:
+        for answers in _answers(loaded, problems, strategy, settings, batch_size):
+            for place, texts in answers.items():
+                numbers = [marked_number(to_text(ids, loaded.tokenizer)) for ids in texts]
+                right[place] = majority(numbers) == problems.numbers[place]
+                tokens += sum(min(len(ids) + 1, length) for ids in texts) * (
+                    strategy.count if strategy.kind == "beams" else 1
+                )
+            shown.update(len(answers))
+    read, decode = decoding_flops(
+        loaded.model.llm, loaded.model.path, budget=strategy.budget, draws=loaded.defaults.draws
+    )
+    prompts = sum(len(prompt.ids) for prompt in problems.prompts)
+    count = len(right)
+    return Outcome(right, tokens / count, (prompts * read + tokens * decode) / count, seconds[0] / count)
+
+
+def majority(numbers: Sequence[str | None]) -> str | None:
+    """The most frequent number, the first of several; None where no answer has one.
+
+    >>> majority(["7", None, "12", None, None, "12"])
+    '12'
+    """
+    found = Counter(number for number in numbers if number is not None)
+    return max(found, key=found.__getitem__, default=None)
+
+
+def _answers(
+    loaded: LoadedModel, problems: MarkedProblems, strategy: Strategy, settings: Any, batch_size: int
+) -> Iterator[dict[int, list[list[int]]]]:
+    """The answers to some problems at a time, by their place: all samples, or the best of the beams."""
+    if strategy.kind == "beams":
+        config = SearchConfig(
+            beams=strategy.count,
+            candidates=max(2, strategy.count),
+            temperature=0.0,
+            max_new_tokens=settings.max_new_tokens,
+        )
+        for prompt in problems.prompts:
+            found = search(loaded, prompt, settings=settings, config=config)
+            yield {prompt.number: [found.answer]}
+        return
+    if strategy.kind == "majority":
+        settings = replace(settings, temperature=TEMPERATURE)
+    rows = max(batch_size // strategy.count, 1) * strategy.count
+    yield from complete(loaded, problems.prompts, settings=settings, batch_size=rows, samples=strategy.count)
+
+
+@contextmanager
+def _seconds() -> Iterator[list[float]]:
+    """Wall-clock seconds of the block, less those of tracing and compilation; known when it ends."""
+    spans: list[tuple[float, float]] = []
+
+    def add(event: str, start: float, end: float, **_: Any) -> None:
+        if event.startswith("/jax/core/compile/"):
+            spans.append((start, end))
+
+    monitoring.register_event_time_span_listener(add)
+    found: list[float] = []
+    began = time.perf_counter()
+    try:
+        yield found
+    finally:
+        compiling, until = 0.0, 0.0
+        for start, end in sorted(spans):  # programs within programs: one span may hold others
+            compiling += max(0.0, end - max(start, until))
+            until = max(until, end)
+        found.append(time.perf_counter() - began - compiling)
+        monitoring.unregister_event_time_span_listener(add)

@@ -1,0 +1,84 @@
+"""Free-running accuracy against what an answer costs, as a section of a study's report: a table and a figure."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from annotated_types import Ge, Interval, Len
+from typing_extensions import TypedDict
+
+from l2d_jax.files import Positive
+from l2d_jax.reports import page
+from l2d_jax.reports.figures import draw_rates, new_figure, save_figure
+from l2d_jax.reports.tables import Table, interval, text_table
+from l2d_jax.statistics import rate
+from l2d_jax.training.bootstrap import BootstrapSums
+
+TITLE = "Answers given freely"
+ABOUT = (
+    "Problems are answered from the prompt alone, and the final numbers are compared; 95 % intervals over problems. "
+    "A strategy is greedy at a budget of evaluations per token, the majority of sampled answers, or a beam search. "
+    "Compute is counted on the answers that were given, and seconds are of this machine. Gains are over the first row, "
+    "paired."
+)
+STYLES = {"greedy": "-", "majority": "--", "beams": ":"}
+
+
+class Answered(TypedDict):
+    """What `study` keeps of a strategy."""
+
+    kind: str
+    budget: Annotated[int, Ge(1)]
+    count: Annotated[int, Ge(1)]
+    right: Annotated[list[bool], Len(1)]
+    tokens: Positive
+    flops: Positive
+    seconds: Annotated[float, Interval(ge=0, le=1e12)]
+
+
+def strategies_section(answers: Mapping[str, Sequence[Any]], folder: Path) -> str:
+    """A section of the page, from the strategies of each model; the table is printed, and the figure written."""
+    table, file = _table(answers), folder / "answers.png"
+    print(f"\n{TITLE}\n{text_table(*table)}")
+    _draw(answers, file)
+    return page.section(TITLE, ABOUT, page.figure(file), page.html_table(*table))
+
+
+def _table(answers: Mapping[str, Sequence[Any]]) -> Table:
+    header = ("model", "strategy", "exact match", "gain", "tokens", "TFLOP per answer", "seconds")
+    rows: list[tuple[str, ...]] = []
+    first, *_ = (one["right"] for found in answers.values() for one in found)
+    for model, found in answers.items():
+        for one in found:
+            sums = BootstrapSums()
+            sums.add(np.ones((len(first), 1)), {"own": np.c_[one["right"]], "first": np.c_[first]})
+            shown = (interval(_rate(one)), interval(sums.mean("own", minus="first"), sign="+"))
+            cost = (f"{one['tokens']:.1f}", f"{one['flops'] / 1e12:.3g}", f"{one['seconds']:.3g}")
+            rows.append((model, _name(one), *shown, *cost))
+    return header, rows
+
+
+def _name(one: Mapping[str, Any]) -> str:
+    count = "" if one["kind"] == "greedy" else f" of {one['count']}"
+    return f"{one['kind']}{count} at {one['budget']}"
+
+
+def _rate(one: Mapping[str, Any]) -> tuple[float, float, float]:
+    return rate([float(value) for value in one["right"]])[:3]
+
+
+def _draw(answers: Mapping[str, Sequence[Any]], file: Path) -> None:
+    """Exact match against operations and against seconds: a colour for each model, a style for each kind."""
+    figure, panels = new_figure(2)
+    for axes, measure, label in zip(panels, ("flops", "seconds"), ("FLOP", "seconds"), strict=True):
+        for number, (model, found) in enumerate(answers.items()):
+            for kind, style in STYLES.items():
+                points = sorted((one[measure], _rate(one)) for one in found if one["kind"] == kind)
+                if points:
+                    name = model if kind == "greedy" else f"{model}, {kind}"
+                    draw_rates(axes, *zip(*points, strict=True), label=name, color=f"C{number}", linestyle=style)
+        axes.set_xscale("log")
+        axes.set(xlabel=f"{label} per answer", ylabel="exact match")
+        axes.legend()
+    save_figure(figure, file)

@@ -1,0 +1,95 @@
+"""Ways to spend compute on an answer: which are tried, how they answer, and what they cost."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.data.tokenizer import byte_tokenizer
+from l2d_jax.decoding.beam_search import Beam, SearchResult
+from l2d_jax.decoding.loaded_model import LoadedModel
+from l2d_jax.decoding.requests import Prompt
+from l2d_jax.evaluation import strategies as module
+from l2d_jax.evaluation.strategies import Strategy, answer_problems, majority, strategies
+from l2d_jax.performance.costs import decoding_flops
+from l2d_jax.training.exact_match import MarkedProblems
+from tests.support import tiny
+
+PROBLEMS = MarkedProblems([Prompt(0, [1] * 10), Prompt(1, [1] * 20)], ["12", "5"], longest=8)
+
+
+def test_what_is_tried():
+    tried = list(strategies([1, 3, 15], [4], [2], has_path=True))
+    greedy = [Strategy("greedy", budget) for budget in (1, 3, 15)]
+    assert tried == [*greedy, Strategy("majority", 3, 4), Strategy("beams", 3, 2)]
+    plain = [Strategy("greedy", 1), Strategy("majority", 1, 4), Strategy("beams", 1, 2)]
+    assert list(strategies([1, 3, 15], [4], [2], has_path=False)) == plain
+
+
+def test_a_majority():
+    assert majority(["7", None, "12", "12"]) == "12"
+    assert majority(["7", "12"]) == "7"
+    assert majority([None, None]) is None
+
+
+@pytest.fixture
+def loaded():
+    return LoadedModel(tiny.model(), byte_tokenizer(), (), DecodeConfig())
+
+
+def ids(text, tokenizer):
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_samples_are_counted_and_priced(loaded, monkeypatch):
+    asked = []
+
+    def complete(loaded, prompts, *, settings, batch_size, samples):
+        asked.append((settings.budget, settings.temperature, settings.max_new_tokens, batch_size, samples))
+        for prompt, numbers in zip(prompts, (("12", "3", "12"), ("6", "5", "6")), strict=True):
+            yield {prompt.number: [ids(f"#### {number}", loaded.tokenizer) for number in numbers]}
+
+    monkeypatch.setattr(module, "complete", complete)
+    outcome = answer_problems(loaded, PROBLEMS, Strategy("majority", 3, 3), batch_size=10)
+    assert asked == [(3, module.TEMPERATURE, 12, 9, 3)]
+    assert outcome.right == [True, False]
+    counts = [len(ids(f"#### {number}", loaded.tokenizer)) + 1 for number in ("12", "3", "12", "6", "5", "6")]
+    assert outcome.tokens == sum(counts) / 2
+    read, decode = decoding_flops(loaded.model.llm, loaded.model.path, budget=3)
+    assert outcome.flops == pytest.approx((30 * read + sum(counts) * decode) / 2)
+
+
+def test_a_search_pays_for_every_beam(loaded, monkeypatch):
+    def search(loaded, prompt, *, settings, config):
+        assert (config.beams, config.temperature, config.max_new_tokens, settings.budget) == (4, 0.0, 12, 1)
+        answer = ids(f"#### {PROBLEMS.numbers[prompt.number]}", loaded.tokenizer)
+        return SearchResult(answer, [Beam(answer, 0.0, 0.0, 0, is_ended=True)])
+
+    monkeypatch.setattr(module, "search", search)
+    outcome = answer_problems(loaded, PROBLEMS, Strategy("beams", 1, 4), batch_size=10)
+    assert outcome.right == [True, True]
+    assert outcome.tokens == 4 * np.mean([len(ids(f"#### {n}", loaded.tokenizer)) + 1 for n in PROBLEMS.numbers])
+
+
+def test_compilation_is_no_part_of_the_seconds(loaded, monkeypatch):
+    def complete(loaded, prompts, **_):
+        def slow(x):
+            for _ in range(200):
+                x = jnp.sin(x) @ x
+            return x
+
+        jax.block_until_ready(jax.jit(slow)(jnp.ones((8, 8))))
+        yield {prompt.number: [[1]] for prompt in prompts}
+
+    monkeypatch.setattr(module, "complete", complete)
+    began = module.time.perf_counter()
+    outcome = answer_problems(loaded, PROBLEMS, Strategy("greedy", 1), batch_size=10)
+    assert 0 <= outcome.seconds * 2 < 0.5 * (module.time.perf_counter() - began)
+
+
+@pytest.mark.slow
+def test_a_model_answers(loaded):
+    greedy = answer_problems(loaded, PROBLEMS, Strategy("greedy", 3), batch_size=2)
+    assert greedy.tokens == 12  # it knows no end
+    assert answer_problems(loaded, PROBLEMS, Strategy("beams", 3, 2), batch_size=2).tokens == 24
