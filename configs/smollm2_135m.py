@@ -26,8 +26,8 @@ def get_config() -> ConfigDict:
     return config
 
 
-def quickstart(config: ConfigDict) -> None:
-    """Minutes on two cores instead of days on a pod: everything that differs from the paper, and why.
+def small(config: ConfigDict) -> None:
+    """The paper's path with sizes that two cores train in minutes instead of days on a pod, and why they differ.
 
     With sigma = 64 only t > 0.95 carries the token, and learning to use that takes tens of thousands of steps; a
     smaller sigma spreads the token over all t. The widths, rank and lengths are what a few minutes can train.
@@ -55,3 +55,27 @@ def quickstart(config: ConfigDict) -> None:
     config.train.remat = "none"
     config.validation.budgets = (1, 3, 7, 15, 31)
     config.decode.max_new_tokens = 80
+
+
+def quickstart(config: ConfigDict) -> None:
+    """Better answers in minutes on two cores: `small`, but with a path that begins as the language model.
+
+    Solutions are the steps of the calculation without sentences, two or three problems share a row, and half of the
+    positions are trained on what the path itself estimates, as in decoding.
+    """
+    small(config)
+    config.path.start = "anchored"
+    config.path.lora_alpha = 32.0
+    config.data.subsets = ("equations",)
+    config.data.packing = True
+    config.data.max_length = 256  # tokens of a row
+    config.data.answer_length = 112
+    config.optim.peak_rate = 1.5e-3
+    config.train.own_estimates = 0.5
+    config.train.batch_size = 1
+    config.train.steps = 200
+    config.validation.time_bins = 5
+    config.validation.budgets = (1, 3)
+    config.validation.exact_examples = 200
+    config.validation.exact_batch_size = 100
+    config.decode.budget = 3

@@ -38,7 +38,7 @@ fi
 config=configs/smollm2_135m.py:quickstart
 python -m l2d_jax.train --config "$config" --workdir "$workdir" "--config.model.name=$base" ${overrides[@]+"${overrides[@]}"}
 python -m l2d_jax.report --workdir "$workdir"
-python -m l2d_jax.generate --workdir "$workdir" --budget 1 15 \
+python -m l2d_jax.generate --workdir "$workdir" --budget 1 3 \
   --prompt "Nina buys 7 boxes of pencils for 6 dollars each and pays with 50 dollars. How many dollars does she get back?" \
   --prompt "A bus goes 60 kilometers per hour for 3 hours and then another 25 kilometers. How many kilometers is that?" \
   --prompt "Tom has 5 bags with 12 marbles in each bag. He gives 20 marbles to Ana. How many marbles does Tom have left?"

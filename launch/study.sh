@@ -1,22 +1,28 @@
 #!/usr/bin/env bash
-# The study of docs/study.md: what LoRA, full finetuning, a diffusion path, and a path on top of LoRA make of SmolLM2-135M-Instruct.
-# All are trained on the same examples and measured on the same held-out answers, the paths with every solver.
+# The study of docs/study.md: what LoRA, full finetuning and diffusion paths make of SmolLM2-135M-Instruct, and what an answer costs.
 #
-#   bash launch/study.sh [--base FOLDER_OR_HUB_ID_OR_GGUF] [--out DIR] [--steps N] [--examples N]
-#                        [--config.section.option=value ...]
+#   bash launch/study.sh [--base FOLDER_OR_HUB_ID_OR_GGUF] [--out DIR] [--steps N] [--answers N] [--examples N]
+#                        [--rates "X ..."] [--seeds N] [--methods "NAME ..."] [--config.section.option=value ...]
 #
-# --steps are optimizer steps of each method (250), --examples held-out answers (32). More of both for a night or a GPU. The same
-# command again resumes. With no --base the model comes as a pip package.
+# Each method is trained on the same examples for --steps optimizer steps (250): at the learning rates of the same small grid,
+# --rates times its usual one ("0.3 1 3"), then at its best rate with --seeds seeds in all (2). The best has the lowest loss
+# on the validation split; what is reported is of the test split: --answers problems answered freely (200), and --examples
+# answers teacher-forced (32). On two cores a training takes minutes, an evaluation more: --methods takes some of
+#   lora_qv lora_all full released anchored anchored_on_lora
+# The same command again resumes. With no --base the model comes as a pip package.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-base='' out=runs/study steps=250 examples=32 overrides=()
+base='' out=runs/study steps=250 answers=200 examples=32 rates='0.3 1 3' seeds=2 overrides=()
+methods='lora_qv lora_all full released anchored anchored_on_lora'
 while (($#)); do
   case $1 in
     --base) base=${2:?--base needs a folder, a hub id or a GGUF file} && shift 2 ;;
     --out) out=${2:?--out needs a folder} && shift 2 ;;
-    --steps) steps=${2:?--steps needs a number} && shift 2 ;;
-    --examples) examples=${2:?--examples needs a number} && shift 2 ;;
+    --steps | --answers | --examples | --seeds)
+      printf -v "${1#--}" '%d' "${2:?$1 needs a number}" && shift 2 ;;
+    --rates) rates=${2:?--rates needs factors} && shift 2 ;;
+    --methods) methods=${2:?--methods needs names} && shift 2 ;;
     --config.*) overrides+=("$1") && shift ;;
     *)
       echo "unknown argument $1; see the head of $0" >&2
@@ -33,21 +39,65 @@ if [[ -z $base ]]; then
 else
   overrides+=(--config.model.architecture=None) # the config describes SmolLM2
 fi
-overrides+=("--config.train.steps=$steps")
+overrides+=("--config.train.steps=$steps" --config.validation.exact_examples=0)
 
-train() {
-  local name=$1 model=$2 variants=$3
-  shift 3
-  python -m l2d_jax.train --config "configs/smollm2_135m.py:$variants" --workdir "$out/$name" "--config.model.name=$model" \
-    ${overrides[@]+"${overrides[@]}"} "$@"
+# The variants of a method, its usual rate, and its other options. LoRA on all layers has as many parameters as a path.
+describe() {
+  case $1 in
+    lora_qv) echo quickstart,lora 1e-3 ;;
+    lora_all)
+      echo quickstart,lora 1e-3 --config.lora.rank=37 --config.lora.alpha=74 \
+        '--config.lora.modules=("q_proj","k_proj","v_proj","o_proj","gate_proj","up_proj","down_proj")' ;;
+    full) echo quickstart,full 1e-4 ;;
+    released) echo quickstart 3e-3 --config.path.start=released ;;
+    anchored | anchored_on_lora) echo quickstart 1.5e-3 --config.path.start=anchored ;;
+    *)
+      echo "unknown method $1; see the head of $0" >&2
+      return 2
+      ;;
+  esac
 }
 
-# The paper's rate of 1e-5 is for 28,000 steps; these are for hundreds, as is the quickstart's of 3e-3 for a path (the paper: 1e-4).
-train lora "$base" quickstart,lora --config.optim.peak_rate=1e-3 --config.optim.final_rate=1e-5
-train full "$base" quickstart,full --config.optim.peak_rate=1e-4 --config.optim.final_rate=1e-6
-train l2d "$base" quickstart
-train l2d_on_lora "$out/lora/export" quickstart
+# train METHOD FACTOR SEED: one run, in $out/METHOD-FACTOR-SEED.
+train() {
+  local method=$1 factor=$2 seed=$3 model=$base described variants rate others
+  described=$(describe "$method") || return
+  read -r variants rate others <<<"$described"
+  if [[ $method == anchored_on_lora ]]; then model=$out/$(best lora_all)/export; fi
+  rate=$(python -c "print($rate * $factor)")
+  # shellcheck disable=SC2086 # the other options are words
+  python -m l2d_jax.train --config "configs/smollm2_135m.py:$variants" --workdir "$out/$method-$factor-$seed" \
+    "--config.model.name=$model" "--config.optim.peak_rate=$rate" "--config.optim.final_rate=$(python -c "print($rate / 30)")" \
+    "--config.train.seed=$seed" --config.validation.budgets=1,3 $others ${overrides[@]+"${overrides[@]}"}
+}
 
-python -m l2d_jax.study --config configs/smollm2_135m.py:quickstart --out "$out" --solvers midpoint euler rk4 fehlberg2 \
-  --split test ${overrides[@]+"${overrides[@]}"} "--config.data.validation_examples=$examples" \
-  --models "base=$base" "lora=$out/lora" "full=$out/full" "l2d=$out/l2d" "l2d_on_lora=$out/l2d_on_lora"
+# best METHOD: the run of seed 0 whose last validation has the lowest loss, of a path at a budget of 3.
+best() {
+  python - "$out" "$1" $rates <<'PY'
+import sys
+from pathlib import Path
+from l2d_jax.training.metrics import read_metrics
+
+def loss(run):
+    *_, last = (record for record in read_metrics(Path(out) / run) if "validation/loss" in record)
+    return last.get("validation/loss@3", last["validation/loss@1"])
+
+out, method, *rates = sys.argv[1:]
+print(min((f"{method}-{rate}-0" for rate in rates), key=loss))
+PY
+}
+
+models=("lm=$base")
+for method in $methods; do
+  for factor in $rates; do train "$method" "$factor" 0; done
+  chosen=$(best "$method")
+  echo "$method: $chosen has the lowest loss"
+  for ((seed = 0; seed < seeds; seed++)); do
+    train "$method" "$(cut -d- -f2 <<<"$chosen")" "$seed"
+    models+=("${method}_$seed=$out/${chosen%-0}-$seed")
+  done
+done
+
+python -m l2d_jax.study --config configs/smollm2_135m.py:quickstart --out "$out" --split test --budgets 1 3 7 15 \
+  --answers "$answers" --samples 4 16 --beams 4 ${overrides[@]+"${overrides[@]}"} \
+  "--config.data.validation_examples=$examples" --models "${models[@]}"

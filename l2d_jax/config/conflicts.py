@@ -25,10 +25,11 @@ def check_conflicts(config: Any) -> None:
     )
     require(
         train.method == "l2d"
-        or (train.draws_per_context, train.time_density, train.stratified_times) == (1, "uniform", False),
-        f"config.train.method {train.method!r} trains no diffusion path, and config.train.draws_per_context "
-        f"{train.draws_per_context}, time_density {train.time_density!r} and stratified_times {train.stratified_times} "
-        "belong to one: leave them at 1, 'uniform' and False",
+        or (train.own_estimates, train.draws_per_context, train.time_density, train.stratified_times)
+        == (0, 1, "uniform", False),
+        f"config.train.method {train.method!r} trains no diffusion path, and config.train.own_estimates "
+        f"{train.own_estimates}, draws_per_context {train.draws_per_context}, time_density {train.time_density!r} and "
+        f"stratified_times {train.stratified_times} belong to one: leave them at 0, 1, 'uniform' and False",
     )
     require(
         not (path.layers == "lora" and path.dense_init == "scratch"),

@@ -41,6 +41,7 @@ Dropout = Annotated[float, Interval(ge=0, lt=1)]
 Tolerance = Annotated[float, Interval(ge=1e-12, le=1e6)]
 Temperature = Annotated[float, Interval(ge=0, le=1000)]
 Strength = Annotated[float, Interval(ge=-1000, le=1000)]  # of guidance
+Probability = Annotated[float, Interval(ge=0, le=1)]
 TopP = Annotated[float, Interval(ge=1e-6, le=1)]
 Nats = Annotated[float, Interval(ge=0, le=1000)]
 Power = Annotated[float, Interval(ge=0, le=1000)]

@@ -142,6 +142,7 @@ class TrainConfig:
         32  # rows per optimizer step, over all devices; a row is one example, or several if packed
     )
     accumulation: ranges.Rows = 1  # micro-batches per optimizer step, whose gradients are averaged
+    own_estimates: ranges.Probability = 0.0  # of a position to see the path's first estimate in x_t, not the true token
     draws_per_context: ranges.Draws = 1  # pairs of time and noise per position, all of which share one frozen pass
     time_density: Literal["uniform", "cosmap", "logit_normal", "warped"] = "uniform"  # density of t; warped: learnt
     logit_normal_mean: ranges.LogOdds = 0.0  # mean of log(t / (1 - t)); positive: nearer to the data

@@ -35,6 +35,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # by name: what it is, and 
         {"path.start": "anchored", "path.reader": "path"},
     ),
     # Training.
+    "own_estimates": (
+        "Half of the positions are trained on x_t with the path's own first estimate, as in decoding, not the truth.",
+        {"train.own_estimates": 0.5},
+    ),
     "rate_1e5": ("A peak learning rate of 1e-5 instead of 1e-4, falling to the same 1e-6.", BASELINE),
     "rate_3e5": (
         "A peak learning rate of 3e-5 instead of 1e-4, falling to the same 1e-6.",

@@ -70,12 +70,12 @@ def exact_match(
 
     Keys: `validation/exact@n` of greedy answers, with Wilson's 95 % interval over problems as `…_interval` and the
     paired difference to the smallest budget, with its bounds, as `…_gain`; `validation/sampled@n` likewise, of
-    `config.exact_samples` answers at temperature 1 (the interval is a bootstrap's). Answers may be half as long again
-    as the longest right one.
+    `config.exact_samples` answers at temperature 1 (the interval is a bootstrap's). Answers may be a quarter
+    longer than the longest right one.
     """
     assert loaded.tokenizer is not None
     budgets = budgets if loaded.model.path is not None else (1,)
-    length = min(loaded.defaults.max_new_tokens, problems.longest + problems.longest // 2)
+    length = min(loaded.defaults.max_new_tokens, problems.longest + problems.longest // 4)
     kinds = {"exact": replace(loaded.defaults, temperature=0.0, max_new_tokens=length)}
     if config.exact_samples:
         kinds["sampled"] = replace(kinds["exact"], temperature=1.0)

@@ -96,10 +96,17 @@ class L2D(Method):
         self, trained: DiffusionPath, frozen: LLM | None, batch: Batch, key: jax.Array, loss_by_time: LossByTime | None
     ) -> tuple[jax.Array, LossByTime | None]:
         assert frozen is not None
-        sigma, draws = trained.config.sigma, self.config.train.draws_per_context
+        sigma, train = trained.config.sigma, self.config.train
         times = time_density.time_sampler(self.config.train, loss_by_time, sigma=sigma)
         value, terms = diffusion_loss(
-            trained, frozen, batch, key, draws_per_context=draws, times=times, options=self.loss_options
+            trained,
+            frozen,
+            batch,
+            key,
+            draws_per_context=train.draws_per_context,
+            own_estimates=train.own_estimates,
+            times=times,
+            options=self.loss_options,
         )
         return value, None if loss_by_time is None else time_density.observe(*terms, sigma=sigma)
 

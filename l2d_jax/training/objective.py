@@ -22,7 +22,7 @@ from l2d_jax.model import diffusion
 from l2d_jax.model.context import Context, read_context, token_positions
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.llm import LLM
-from l2d_jax.model.lm_head import target_losses
+from l2d_jax.model.lm_head import map_logits, target_losses
 from l2d_jax.training.time_density import TimeSampler, uniform_times
 
 Reduction = Literal["example", "token", "sum"]
@@ -63,20 +63,36 @@ def diffusion_loss(
     key: Key[Array, ""] | Array,
     *,
     draws_per_context: int = 1,
+    own_estimates: float = 0.0,
     times: TimeSampler = uniform_times,
     options: LossOptions = PLAIN,
 ) -> tuple[Float[Array, ""], LossTerms]:
     """Cross-entropy of the answers, in nats (equation 5), and the terms of that sum; differentiable in `path`.
 
     With several noise samples per context, it is the mean of as many losses of one sample, whose keys are split off
-    `key`.
+    `key`. With a probability of `own_estimates`, x_t is a point of the path's own trajectory: it shows the token that
+    the path estimates at t = 0, as in decoding, instead of the true one.
     """
     batch, corruption = sample_corruptions(key, batch, path, draws_per_context=draws_per_context, times=times)
     context = path_context(path, llm, batch, remat=options.remat)
-    hidden = correct(path, llm, context, batch, corruption, remat=options.remat)
+    shown = batch.targets
+    if own_estimates > 0:
+        is_own = jax.random.bernoulli(jax.random.fold_in(key, 1), own_estimates, shown.shape)
+        shown = jnp.where(is_own, first_estimates(path, llm, context, batch, corruption, chunk=options.chunk), shown)
+    hidden = correct(path, llm, context, batch._replace(targets=shown), corruption, remat=options.remat)
     losses = target_losses(llm, hidden, batch.targets, chunk=options.chunk)
     weights = loss_weights(batch.weights, options.reduction, segments=batch.query_segments)
     return jnp.sum(losses * weights), LossTerms(t=corruption.t, losses=losses, weights=weights)
+
+
+def first_estimates(
+    path: DiffusionPath, llm: LLM, context: Context, batch: Batch, corruption: Corruption, *, chunk: int
+) -> Int[Array, "B M"]:
+    """The tokens that the path estimates from the noise alone, at t = 0; without a gradient."""
+    path, context = jax.lax.stop_gradient((path, context))
+    hidden = correct(path, llm, context, batch, corruption._replace(t=jnp.zeros_like(corruption.t)))
+    tokens: Array = map_logits(llm, hidden, lambda logits: jnp.argmax(logits, axis=-1), chunk=chunk)
+    return tokens
 
 
 def path_context(path: DiffusionPath, llm: LLM, batch: Batch, *, remat: Callable[..., Any] | None = None) -> Context:
@@ -151,7 +167,7 @@ def correct(
     *,
     remat: Callable[..., Any] | None = None,
 ) -> Float[Array, "B M D"]:
-    """Hidden states corrected by one evaluation of the path, on the true tokens corrupted at the sampled t."""
+    """Hidden states corrected by one evaluation of the path, on the batch's targets corrupted at the sampled t."""
     noise = path.config.sigma * corruption.noise
     x = diffusion.interpolate(path.embed(llm.lookup(batch.targets)), noise, corruption.t)
     context = context._replace(labels=corruption.labels)

@@ -68,6 +68,7 @@ optim.clip_norm: float in [1e-12, 1e+30] = 1.0
 train.method: Literal['l2d', 'lora', 'full'] = 'l2d'
 train.batch_size: int in [1, 1000000] = 32
 train.accumulation: int in [1, 1000000] = 1
+train.own_estimates: float in [0, 1] = 0.0
 train.draws_per_context: int in [1, 4096] = 1
 train.time_density: Literal['uniform', 'cosmap', 'logit_normal', 'warped'] = 'uniform'
 train.logit_normal_mean: float in [-100, 100] = 0.0
@@ -227,7 +228,7 @@ def test_defaults_refuse_a_name_that_they_do_not_know():
         ({"train": {"method": "full"}, "model": {"name": "a", "dtype": "int8"}}, "which config.model.dtype 'int8' fre"),
         (
             {"train": {"method": "lora", "draws_per_context": 2}},
-            "trains no diffusion path, and config.train.draws_per_context 2",
+            "trains no diffusion path, and config.train.own_estimates 0.0, draws_per_context 2",
         ),
         (
             {"train": {"time_density": "cosine"}},

@@ -1,9 +1,8 @@
 """Ways to spend compute on an answer: which are tried, how they answer, and what they cost."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import monitoring
 
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.data.tokenizer import byte_tokenizer
@@ -52,7 +51,7 @@ def test_samples_are_counted_and_priced(loaded, monkeypatch):
 
     monkeypatch.setattr(module, "complete", complete)
     outcome = answer_problems(loaded, PROBLEMS, Strategy("majority", 3, 3), batch_size=10)
-    assert asked == [(3, module.TEMPERATURE, 12, 9, 3)]
+    assert asked == [(3, module.TEMPERATURE, 10, 9, 3)]
     assert outcome.right == [True, False]
     counts = [len(ids(f"#### {number}", loaded.tokenizer)) + 1 for number in ("12", "3", "12", "6", "5", "6")]
     assert outcome.tokens == sum(counts) / 2
@@ -62,7 +61,7 @@ def test_samples_are_counted_and_priced(loaded, monkeypatch):
 
 def test_a_search_pays_for_every_beam(loaded, monkeypatch):
     def search(loaded, prompt, *, settings, config):
-        assert (config.beams, config.temperature, config.max_new_tokens, settings.budget) == (4, 0.0, 12, 1)
+        assert (config.beams, config.temperature, config.max_new_tokens, settings.budget) == (4, 0.0, 10, 1)
         answer = ids(f"#### {PROBLEMS.numbers[prompt.number]}", loaded.tokenizer)
         return SearchResult(answer, [Beam(answer, 0.0, 0.0, 0, is_ended=True)])
 
@@ -72,24 +71,17 @@ def test_a_search_pays_for_every_beam(loaded, monkeypatch):
     assert outcome.tokens == 4 * np.mean([len(ids(f"#### {n}", loaded.tokenizer)) + 1 for n in PROBLEMS.numbers])
 
 
-def test_compilation_is_no_part_of_the_seconds(loaded, monkeypatch):
-    def complete(loaded, prompts, **_):
-        def slow(x):
-            for _ in range(200):
-                x = jnp.sin(x) @ x
-            return x
-
-        jax.block_until_ready(jax.jit(slow)(jnp.ones((8, 8))))
-        yield {prompt.number: [[1]] for prompt in prompts}
-
-    monkeypatch.setattr(module, "complete", complete)
-    began = module.time.perf_counter()
-    outcome = answer_problems(loaded, PROBLEMS, Strategy("greedy", 1), batch_size=10)
-    assert 0 <= outcome.seconds * 2 < 0.5 * (module.time.perf_counter() - began)
+def test_compilation_is_no_part_of_the_seconds():
+    """Programs are traced within programs: time is taken off once."""
+    with module._seconds() as found:
+        for start, end in ((20, 50), (0, 100), (90, 110), (200, 201)):
+            monitoring.record_event_time_span("/jax/core/compile/anything", 1e6 + start, 1e6 + end)
+        monitoring.record_event_time_span("/jax/another", 1e6, 2e6)
+    assert found[0] == pytest.approx(-111, abs=1)
 
 
 @pytest.mark.slow
 def test_a_model_answers(loaded):
     greedy = answer_problems(loaded, PROBLEMS, Strategy("greedy", 3), batch_size=2)
-    assert greedy.tokens == 12  # it knows no end
-    assert answer_problems(loaded, PROBLEMS, Strategy("beams", 3, 2), batch_size=2).tokens == 24
+    assert greedy.tokens == 10  # it knows no end
+    assert answer_problems(loaded, PROBLEMS, Strategy("beams", 3, 2), batch_size=2).tokens == 20

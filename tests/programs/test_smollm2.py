@@ -54,15 +54,13 @@ def test_it_trains_and_answers(folder: Path, tmp_path: Path) -> None:
     small = {
         "model.name": folder,
         "train.steps": 4,
-        "train.batch_size": 2,
         "train.log_every": 1,
         "optim.warmup_steps": 1,
         "data.train_examples": 8,
         "data.validation_examples": 2,
-        "validation.budgets": "(1,3)",
+        "validation.exact_examples": 2,
         "validation.time_bins": 2,
         "decode.max_new_tokens": 8,
-        "decode.budget": 3,
     }
     overrides = [f"--config.{name}={value}" for name, value in small.items()]
     config = ROOT / "configs" / "smollm2_135m.py"

@@ -221,3 +221,45 @@ def test_draws_are_independent_per_position() -> None:
     assert abs(np.corrcoef(dropped.ravel(), np.array(draws.t).ravel())[0, 1]) < 0.06
     assert not np.array_equal(objective.sample_corruption(jax.random.key(1), batch, path).t, draws.t)
     assert objective.sample_corruption(KEY, batch, tiny.path()).labels is None
+
+
+@pytest.mark.slow
+def test_own_estimates_are_shown_in_place_of_true_tokens() -> None:
+    """The path guesses at t = 0 from the same noise, and x_t holds the guess; the loss is still of the true token."""
+    model, batch = tiny.model(), tiny.batch()
+    llm, path = model.llm, model.path
+    assert path is not None
+    found, terms = objective.diffusion_loss(path, llm, batch, KEY, own_estimates=1.0)
+    context = read(llm, batch)
+    corruption = objective.sample_corruption(KEY, batch, path)
+    start = corruption._replace(t=jnp.zeros_like(corruption.t))
+    guesses = jnp.argmax(llm.logits(objective.correct(path, llm, context, batch, start)), axis=-1)
+    assert (guesses != batch.targets).mean() > 0.5
+    hidden = objective.correct(path, llm, context, batch._replace(targets=guesses), corruption)
+    losses = lm_head.map_logits(llm, hidden, lm_head.negative_log_likelihood, batch.targets)
+    np.testing.assert_allclose(terms.losses, losses, rtol=1e-5)
+    np.testing.assert_allclose(found, objective.average(losses, batch.weights, "example"), rtol=1e-5)
+    _, plain = objective.diffusion_loss(path, llm, batch, KEY)
+    _, half = objective.diffusion_loss(path, llm, batch, KEY, own_estimates=0.5)
+    assert (jnp.isclose(half.losses, terms.losses) | jnp.isclose(half.losses, plain.losses)).all()
+    assert not jnp.allclose(half.losses, terms.losses)
+    assert not jnp.allclose(half.losses, plain.losses)
+
+
+@pytest.mark.slow
+def test_the_gradient_with_own_estimates() -> None:
+    """Guesses are steps of the weights: their own gradient is zero, and finite differences agree with the rest."""
+    model, batch = tiny.model(), tiny.batch()
+    llm, path = model.llm, model.path
+    assert path is not None
+
+    def loss(path: DiffusionPath, llm: LLM, batch: Batch) -> jax.Array:
+        return objective.diffusion_loss(path, llm, batch, KEY, own_estimates=1.0)[0]
+
+    gradient = jax.jit(jax.grad(loss))(path, llm, batch)
+    size = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(gradient)))
+
+    def at(step: float) -> jax.Array:
+        return jax.jit(loss)(jax.tree.map(lambda w, g: w + step * g / size, path, gradient), llm, batch)
+
+    assert (at(1e-2) - at(-1e-2)) / 2e-2 == pytest.approx(float(size), rel=2e-2)
