@@ -49,8 +49,8 @@ describe() {
       echo quickstart,lora 1e-3 --config.lora.rank=37 --config.lora.alpha=74 \
         '--config.lora.modules=("q_proj","k_proj","v_proj","o_proj","gate_proj","up_proj","down_proj")' ;;
     full) echo quickstart,full 1e-4 ;;
-    released) echo quickstart 3e-3 --config.path.start=released ;;
-    anchored | anchored_on_lora) echo quickstart 1.5e-3 --config.path.start=anchored ;;
+    released) echo quickstart 3e-3 --config.path.start=released --config.train.own_estimates=0 ;;
+    anchored | anchored_on_lora) echo quickstart 1.5e-3 ;;
     *)
       echo "unknown method $1; see the head of $0" >&2
       return 2

@@ -10,7 +10,8 @@ from typing import Any
 
 from l2d_jax.config.schema import CATEGORIES
 
-BASELINE = {"optim.peak_rate": 1e-5, "optim.final_rate": 1e-6}  # of the language model itself, finetuned
+RATES = {"optim.peak_rate": 1e-5, "optim.final_rate": 1e-6}
+BASELINE = {**RATES, "train.own_estimates": 0.0}  # the language model itself, finetuned
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # by name: what it is, and the options that it sets
     # The path (paper section 3.2 and its ablations).
@@ -39,7 +40,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # by name: what it is, and 
         "Half of the positions are trained on x_t with the path's own first estimate, as in decoding, not the truth.",
         {"train.own_estimates": 0.5},
     ),
-    "rate_1e5": ("A peak learning rate of 1e-5 instead of 1e-4, falling to the same 1e-6.", BASELINE),
+    "rate_1e5": ("A peak learning rate of 1e-5 instead of 1e-4, falling to the same 1e-6.", RATES),
     "rate_3e5": (
         "A peak learning rate of 3e-5 instead of 1e-4, falling to the same 1e-6.",
         {"optim.peak_rate": 3e-5, "optim.final_rate": 1e-6},

@@ -44,15 +44,13 @@ class Batch(NamedTuple):
         )
 
 
-def stack(
-    rows: Sequence[Sequence[Mapping[str, Any]]], config: DataConfig, *, padding: int, is_packed: bool = False
-) -> Batch:
+def stack(rows: Sequence[Sequence[Mapping[str, Any]]], config: DataConfig, *, padding: int) -> Batch:
     """Build a batch of NumPy arrays, which become JAX arrays when they are placed on the mesh.
 
-    The examples of a row must fit into it, and are one at most unless it `is_packed`; without any it is all of the
-    token `padding`. An example has its `tokens`, `context` (the number of tokens before the answer) and `class`.
+    The examples of a row must fit into it, and are one at most without `config.packing`; without any it is all
+    of the token `padding`. An example has its `tokens`, `context` (the number of tokens before the answer) and `class`.
     """
-    length, width = config.max_length, config.answer_length or config.max_length
+    length, width, is_packed = config.max_length, config.answer_length or config.max_length, config.packing
     full: Any = np.full
     batch: Any = Batch(
         tokens=full((len(rows), length), padding, np.int32),

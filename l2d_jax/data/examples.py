@@ -136,7 +136,7 @@ class Examples:
 
         A batch has `batch_size` rows over all processes, of which this one reads `rows` and no others (None: all).
         """
-        return self._read(self._order(), batch_size, start_step, rows, is_packed=self.config.packing)
+        return self._read(self._order(), batch_size, start_step, rows, config=self.config)
 
     def ids(self, batch_size: int, step: int) -> list[int]:
         """The numbers of the split's rows (from 0) whose turns are in the batch of a step (from 1), in order."""
@@ -147,11 +147,18 @@ class Examples:
     def in_order(self, batch_size: int, *, rows: Sequence[int] | None = None) -> Iterator[Batch]:
         """Every example once, in the order of the split, one per row; arguments as for `batches`.
 
-        Rows that the last batch lacks, or that lie beyond a batch, have weight 0.
+        Rows that the last batch lacks, or that lie beyond a batch, have weight 0. Where training packs several examples
+        into a row, these rows are only as long as the longest example needs.
         """
         order = MapDataset.range(-(-len(self) // batch_size) * batch_size)
         order = order.map(lambda index: [index] if index < len(self) else [])
-        return self._read(order, batch_size, 0, rows, is_packed=False)
+        config = dataclasses.replace(self.config, packing=False)
+        if self.config.packing:
+            longest, answer = (int(sizes[self.kept].max()) for sizes in _lengths(self.turns))
+            length = min(_round_up(longest, 128), config.max_length)  # attention kernels take multiples of 128
+            answer_length = config.answer_length and min(_round_up(answer, 16), config.answer_length)
+            config = dataclasses.replace(config, max_length=length, answer_length=answer_length)
+        return self._read(order, batch_size, 0, rows, config=config)
 
     def _order(self) -> MapDataset:
         """The numbers of the examples of each row, epoch after epoch."""
@@ -166,9 +173,9 @@ class Examples:
         return MapDataset.range(rows).seed(seed).shuffle().repeat().map_with_index(examples)
 
     def _read(
-        self, order: MapDataset, batch_size: int, start: int, local: Sequence[int] | None, *, is_packed: bool
+        self, order: MapDataset, batch_size: int, start: int, local: Sequence[int] | None, *, config: DataConfig
     ) -> Iterator[Batch]:
-        """Batches of the rows whose examples `order` numbers."""
+        """Batches of the rows whose examples `order` numbers, of the lengths of `config`."""
         rows = range(batch_size) if local is None else local
         count = len(rows)
 
@@ -178,9 +185,13 @@ class Examples:
             return [self.turns[int(self.kept[number])] for number in numbers]
 
         picked = MapDataset.range((len(order) // batch_size - start) * count).map(pick)
-        stack_rows = partial(stack, config=self.config, padding=self.padding, is_packed=is_packed)
+        stack_rows = partial(stack, config=config, padding=self.padding)
         # Nothing is left over to drop, but without this grain cannot count the batches of an endless order.
         return iter(picked.batch(count, drop_remainder=True, batch_fn=stack_rows).to_iter_dataset(READING))
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def _check_classes(rows: datasets.Dataset, classes: int, *, name: str) -> None:

@@ -28,7 +28,7 @@ def test_one_example_a_row() -> None:
 
 
 def test_two_examples_in_a_row() -> None:
-    batch = stack([[ONE, TWO], [TWO]], DataConfig(max_length=8, answer_length=4), padding=0, is_packed=True)
+    batch = stack([[ONE, TWO], [TWO]], DataConfig(max_length=8, answer_length=4, packing=True), padding=0)
     assert rows(batch) == {
         "tokens": [[1, 2, 3, 5, 6, 7, 8, 0], [5, 6, 7, 8, 0, 0, 0, 0]],
         "queries": [[1, 2, 6, 6], [3, 3, 3, 3]],
@@ -43,7 +43,7 @@ def test_two_examples_in_a_row() -> None:
 
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_every_position_has_a_place(is_packed: bool) -> None:
-    batch = stack([[ONE]], DataConfig(max_length=5), padding=0, is_packed=is_packed)
+    batch = stack([[ONE]], DataConfig(max_length=5, packing=is_packed), padding=0)
     found = rows(batch)
     assert batch.queries is None
     assert found["targets"] == [[0, 3, 4, 0, 0]]

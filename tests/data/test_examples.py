@@ -219,6 +219,18 @@ def test_an_epoch_of_packed_rows_serves_every_example_once(tmp_path):
     assert answers(next(examples.in_order(2))) == ["0<|im_end|>", "1<|im_end|>"]
 
 
+def test_in_order_rows_of_one_example_are_shorter_than_packed_ones(tmp_path):
+    """To multiples of 128 tokens and 16 of an answer, within the lengths that were asked for."""
+    for asked, answer, shape in ((300, None, (128, 128)), (300, 40, (128, 16)), (100, 12, (100, 12))):
+        packed, alone = (
+            next(numbered(tmp_path, 4, packing=packing, max_length=asked, answer_length=answer).in_order(2))
+            for packing in (True, False)
+        )
+        assert (packed.tokens.shape[1], packed.targets.shape[1]) == shape
+        assert alone.tokens.shape[1] == asked
+        assert answers(packed) == answers(alone)
+
+
 def test_the_description_says_how_full_rows_are(tmp_path):
     alone, packed = (numbered(tmp_path, 30, packing=packing) for packing in (False, True))
     text = sum(count_text(batch) for batch in alone.in_order(10))

@@ -1,5 +1,6 @@
 """The plan keeps to its rows, and packed rows train exactly as their examples do one by one."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -92,9 +93,9 @@ def real(**options: Any) -> tuple[Batch, Batch, list[list[int]]]:
     found = [examples.turns[int(number)] | {"class": number % 3} for number in examples.kept]
     together = [row.tolist() for row in examples.plan.deal(0)]
     assert 1 < len(together) < EXAMPLES
-    put = partial(stack, config=data, padding=examples.padding)
-    packed = put([[found[number] for number in row] for row in together], is_packed=True)
-    alone = put([[example] for example in found])
+    put = partial(stack, padding=examples.padding)
+    packed = put([[found[number] for number in row] for row in together], data)
+    alone = put([[example] for example in found], replace(data, packing=False))
     return *jax.tree.map(jnp.asarray, (alone, packed)), together
 
 
