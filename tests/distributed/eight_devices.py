@@ -166,8 +166,8 @@ def test_training_is_split_and_equal_to_one_device(
         assert sum(not moment.sharding.is_fully_replicated for moment in moments) > len(moments) / 3
 
 
-def test_times_that_are_stratified_and_learnt_are_the_same_on_eight_devices(mesh: Mesh, eight: Mesh) -> None:
-    options = {"time_density": "warped", "stratified_times": True, "draws_per_context": 2}
+def test_times_and_estimates_are_the_same_on_eight_devices(mesh: Mesh, eight: Mesh) -> None:
+    options = {"time_density": "warped", "stratified_times": True, "draws_per_context": 2, "own_estimates": 0.5}
     one, split = (train(m, **options) for m in (mesh, eight))
     np.testing.assert_allclose(split.losses, one.losses, rtol=1e-5)
     assert split.state.loss_by_time is not None
