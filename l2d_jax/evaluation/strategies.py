@@ -28,11 +28,11 @@ TEMPERATURE = 0.7  # of the samples of a majority
 
 
 class Strategy(NamedTuple):
-    """How an answer is found, with `count` samples or beams."""
+    """How an answer is found, with so many `tries`: samples or beams."""
 
     kind: Literal["greedy", "majority", "beams"]
     budget: int
-    count: int = 1
+    tries: int = 1
 
 
 class Outcome(NamedTuple):
@@ -50,8 +50,8 @@ def strategies(
     """Greedy answers at each budget; majorities and beams at a budget of 1, or at a path's smallest above it."""
     yield from (Strategy("greedy", budget) for budget in (budgets if has_path else (1,)))
     base = min((budget for budget in budgets if budget > 1), default=1) if has_path else 1
-    yield from (Strategy("majority", base, count) for count in samples)
-    yield from (Strategy("beams", base, count) for count in beams)
+    yield from (Strategy("majority", base, tries) for tries in samples)
+    yield from (Strategy("beams", base, tries) for tries in beams)
 
 
 def answer_problems(loaded: LoadedModel, problems: MarkedProblems, strategy: Strategy, *, batch_size: int) -> Outcome:
@@ -72,7 +72,7 @@ def answer_problems(loaded: LoadedModel, problems: MarkedProblems, strategy: Str
                 numbers = [marked_number(to_text(ids, loaded.tokenizer)) for ids in texts]
                 right[place] = majority(numbers) == problems.numbers[place]
                 tokens += sum(min(len(ids) + 1, length) for ids in texts) * (
-                    strategy.count if strategy.kind == "beams" else 1
+                    strategy.tries if strategy.kind == "beams" else 1
                 )
             shown.update(len(answers))
     read, decode = decoding_flops(
@@ -99,8 +99,8 @@ def _answers(
     """The answers to some problems at a time, by their place: all samples, or the best of the beams."""
     if strategy.kind == "beams":
         config = SearchConfig(
-            beams=strategy.count,
-            candidates=max(2, strategy.count),
+            beams=strategy.tries,
+            candidates=max(2, strategy.tries),
             temperature=0.0,
             max_new_tokens=settings.max_new_tokens,
         )
@@ -110,8 +110,8 @@ def _answers(
         return
     if strategy.kind == "majority":
         settings = replace(settings, temperature=TEMPERATURE)
-    rows = max(batch_size // strategy.count, 1) * strategy.count
-    yield from complete(loaded, problems.prompts, settings=settings, batch_size=rows, samples=strategy.count)
+    rows = max(batch_size // strategy.tries, 1) * strategy.tries
+    yield from complete(loaded, problems.prompts, settings=settings, batch_size=rows, samples=strategy.tries)
 
 
 @contextmanager
@@ -119,9 +119,9 @@ def _seconds() -> Iterator[list[float]]:
     """Wall-clock seconds of the block, less those of tracing and compilation; known when it ends."""
     spans: list[tuple[float, float]] = []
 
-    def add(event: str, start: float, end: float, **_: Any) -> None:
+    def add(event: str, start_time: float, end_time: float, **_: str | int) -> None:
         if event.startswith("/jax/core/compile/"):
-            spans.append((start, end))
+            spans.append((start_time, end_time))
 
     monitoring.register_event_time_span_listener(add)
     found: list[float] = []

@@ -30,7 +30,7 @@ class Answered(TypedDict):
 
     kind: str
     budget: Annotated[int, Ge(1)]
-    count: Annotated[int, Ge(1)]
+    tries: Annotated[int, Ge(1)]
     right: Annotated[list[bool], Len(1)]
     tokens: Positive
     flops: Positive
@@ -60,8 +60,8 @@ def _table(answers: Mapping[str, Sequence[Any]]) -> Table:
 
 
 def _name(one: Mapping[str, Any]) -> str:
-    count = "" if one["kind"] == "greedy" else f" of {one['count']}"
-    return f"{one['kind']}{count} at {one['budget']}"
+    tries = "" if one["kind"] == "greedy" else f" of {one['tries']}"
+    return f"{one['kind']}{tries} at {one['budget']}"
 
 
 def _rate(one: Mapping[str, Any]) -> tuple[float, float, float]:

@@ -48,7 +48,7 @@ def test_a_study(run, tmp_path, monkeypatch):
     gain = np.sum(sums["path"]["greedy@midpoint-3"]) - np.sum(sums["path"]["greedy@1"])
     assert changed[0] - changed[1] == pytest.approx(2 * gain)  # each token is in a bin of entropy and one of position
     tried = {
-        name: [(way["kind"], way["budget"], way["count"]) for way in one["answers"]] for name, one in known.items()
+        name: [(way["kind"], way["budget"], way["tries"]) for way in one["answers"]] for name, one in known.items()
     }
     assert tried["base"] == [("greedy", 1, 1), ("majority", 1, 2)]
     assert tried["path"] == [("greedy", 1, 1), ("greedy", 3, 1), ("majority", 3, 2)]
