@@ -73,7 +73,7 @@ train() {
 
 # best METHOD: the run of seed 0 whose last validation has the lowest loss, of a path at a budget of 3.
 best() {
-  python - "$out" "$1" $rates <<'PY'
+  python - "$out" "$1" "$rates" <<'PY'
 import sys
 from pathlib import Path
 from l2d_jax.training.metrics import read_metrics
@@ -82,8 +82,8 @@ def loss(run):
     *_, last = (record for record in read_metrics(Path(out) / run) if "validation/loss" in record)
     return last.get("validation/loss@3", last["validation/loss@1"])
 
-out, method, *rates = sys.argv[1:]
-print(min((f"{method}-{rate}-0" for rate in rates), key=loss))
+out, method, rates = sys.argv[1:]
+print(min((f"{method}-{rate}-0" for rate in rates.split()), key=loss))
 PY
 }
 

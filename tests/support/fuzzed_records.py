@@ -14,6 +14,7 @@ from l2d_jax.evaluation.results import Results, sample_line, summarise
 from l2d_jax.evaluation.tasks.problem import Problem, Score
 from l2d_jax.reports import evaluation, study, training
 from l2d_jax.training.bootstrap import BootstrapSums
+from l2d_jax.training.corrections import BINS, by_bin, value_names
 from l2d_jax.training.metrics import Metrics, read_metrics
 from tests.support import mutations, programs
 from tests.support.fuzz import Kind, Values
@@ -77,11 +78,13 @@ def _read_samples(folder: Path) -> Values:
 
 def _write_study(folder: Path) -> None:
     sums = {f"{measure}@{key}": [1.0, 2.0] for measure in study.MEASURES for key in ("1", "euler-3")}
+    sums |= {name: [0.0, 1.0] for name in value_names(["euler-3"])}
+    answer = {"kind": "greedy", "budget": 3, "tries": 1, "right": [True, False], "tokens": 8.5, "flops": 1e9}
     settings = [
         {"key": "1", "solver": "", "evaluations": 1.0},
         {"key": "euler-3", "solver": "euler", "evaluations": 3.0},
     ]
-    measured = {"about": {"step": 3}, "trained": 12, "settings": settings}
+    measured = {"about": {"step": 3}, "trained": 12, "settings": settings, "answers": [answer | {"seconds": 0.5}]}
     (folder / "lora.json").write_text(json.dumps(measured | {"tally": {"counts": [4.0, 6.0], "sums": sums}}))
 
 
@@ -93,7 +96,9 @@ def _read_study(folder: Path) -> Values:
         for one in measured["lora"]["settings"]
         for measure in study.MEASURES
     ]
-    return {"rows": rows, "trained": measured["lora"]["trained"]}
+    changed = [by_bin(tally, kind, "euler-3", prefix="lora/") for kind in BINS]
+    kept = {name: measured["lora"][name] for name in ("trained", "answers")}
+    return {"rows": rows, "changed": changed, **kept}
 
 
 def _read_results(folder: Path) -> Values:
@@ -193,7 +198,7 @@ RECORD_KINDS = {
         "lora.json",
         mutations.of_json_or_bytes,
         _read_study,
-        dict.fromkeys(("rows", "trained"), "a figure in range: no checksum"),
+        dict.fromkeys(("rows", "changed", "trained", "answers"), "a figure in range: no checksum"),
     ),
     "rows (.jsonl)": Kind(
         _write_rows, "train.jsonl", mutations.of_lines, _read_data, {"rows": "a text or a class of someone's row"}
