@@ -164,7 +164,8 @@ def _measure_model(
         }
         for key, one in settings.items()
     ]
-    return {"settings": measured, "tally": teacher_forced_sums(loaded.model, batches, config, refinements).to_dict()}
+    sums = teacher_forced_sums(loaded.model, batches, config, refinements, corrections=True)
+    return {"settings": measured, "tally": sums.to_dict()}
 
 
 def _answer(loaded: LoadedModel, config: Config, options: argparse.Namespace) -> Iterator[dict[str, Any]]:

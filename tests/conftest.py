@@ -25,6 +25,7 @@ _caches = tempfile.TemporaryDirectory(prefix="l2d_jax_tests_")  # removed when t
 os.environ.pop("L2D_JAX_CACHE", None)
 os.environ["XDG_CACHE_HOME"] = _caches.name  # conversions, here and in child processes
 
+# Large packages before jaxtyping's hook of l2d_jax, under which Python compiles what it imports anew in each process.
 import datasets  # noqa: E402, F401
 import diffrax  # noqa: E402, F401
 import jax  # noqa: E402

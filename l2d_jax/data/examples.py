@@ -150,7 +150,7 @@ class Examples:
         Rows that the last batch lacks, or that lie beyond a batch, have weight 0. Where training packs several examples
         into a row, these rows are only as long as the longest example needs.
         """
-        order = MapDataset.range(-(-len(self) // batch_size) * batch_size)
+        order = MapDataset.range(_round_up(len(self), batch_size))
         order = order.map(lambda index: [index] if index < len(self) else [])
         config = dataclasses.replace(self.config, packing=False)
         if self.config.packing:

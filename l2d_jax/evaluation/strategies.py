@@ -63,7 +63,7 @@ def answer_problems(loaded: LoadedModel, problems: MarkedProblems, strategy: Str
       strategy: a budget above 1 needs a path.
       batch_size: sequences at a time, of greedy answers and samples; a search takes one problem after the other.
     """
-    length = problems.longest + problems.longest // 4
+    length = problems.most_tokens
     settings = replace(loaded.defaults, budget=strategy.budget, max_new_tokens=length, temperature=0.0)
     right, tokens = [False] * len(problems.prompts), 0
     with _seconds() as seconds, processes.progress_bar(len(right), "answers", unit="problem") as shown:

@@ -31,6 +31,11 @@ class MarkedProblems:
     numbers: list[str]  # the right ones
     longest: int  # tokens of the longest answer
 
+    @property
+    def most_tokens(self) -> int:
+        """How long a model's own answer may be: a quarter longer than the longest right one."""
+        return self.longest + self.longest // 4
+
     @classmethod
     def read(
         cls,
@@ -75,7 +80,7 @@ def exact_match(
     """
     assert loaded.tokenizer is not None
     budgets = budgets if loaded.model.path is not None else (1,)
-    length = min(loaded.defaults.max_new_tokens, problems.longest + problems.longest // 4)
+    length = min(loaded.defaults.max_new_tokens, problems.most_tokens)
     kinds = {"exact": replace(loaded.defaults, temperature=0.0, max_new_tokens=length)}
     if config.exact_samples:
         kinds["sampled"] = replace(kinds["exact"], temperature=1.0)

@@ -81,13 +81,18 @@ def _scores(
 
 
 def teacher_forced_sums(
-    model: Model, batches: Iterable[Batch], config: Config, settings: Mapping[str, Refinement]
+    model: Model,
+    batches: Iterable[Batch],
+    config: Config,
+    settings: Mapping[str, Refinement],
+    *,
+    corrections: bool = False,
 ) -> BootstrapSums:
     """Loss, and expected and greedy accuracy, at each of the named settings.
 
     The measures are `loss@name` and so on for `MEASURES`; a path also has `loss0`, `loss1`, ..., of one evaluation in
-    each bin of t, and their mean `loss`. With a setting "1", the language model's, and others beside it, there are the
-    measures of `corrections.token_values`, too.
+    each bin of t, and their mean `loss`. With `corrections`, a path has those of `token_values`, too: one of its
+    settings is then the language model's, with the name "1".
     """
     chunk, bins = config.train.loss_chunk, config.validation.time_bins
     sums, key = BootstrapSums(), jax.random.key(config.train.seed)
@@ -107,7 +112,7 @@ def teacher_forced_sums(
             scored = _scores(model, read if setting.steps > 0 else plain, batch, setting, keys, chunk=chunk)
             scores[name] = {kind: processes.gather_array(value) for kind, value in scored.items()}
             values |= {f"{kind}@{name}": scores[name][kind] for kind in MEASURES}
-        if len(scores) > 1 and "1" in scores:
+        if corrections and model.path is not None:
             values |= token_values(scores, weights)
         sums.add(weights, values)
     return sums
