@@ -19,6 +19,7 @@ from l2d_jax.config.schema import Config
 from l2d_jax.distributed import processes
 from l2d_jax.errors import LONGEST_LINE, InputError, RunError, shorten
 from l2d_jax.files import check_path, check_text
+from l2d_jax.storage import mirror
 
 TRACEBACK = "L2D_JAX_TRACEBACK"  # set: errors of the program's own show where they were raised
 
@@ -63,17 +64,21 @@ def number(declared: Any, text: str) -> int | float:
 def add_source(parser: argparse.ArgumentParser) -> None:
     """Add `--workdir` and `--model`, one of which says which model to open."""
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--workdir", type=local_path, help="a workdir of training: its newest checkpoint")
+    source.add_argument("--workdir", type=folder_or_bucket, help="a workdir of training: its newest checkpoint")
     model = "a model folder, a hub id or a GGUF file; without a path the budget is 1"
     source.add_argument("--model", type=model_name, help=model)
 
 
 def local_path(text: str) -> Path:
-    """Parse the name of a file or folder; refuse a URL, which would become a folder with a colon in its name."""
+    """Parse the name of a file or folder of this machine; refuse a URL."""
     if "://" in text:
-        remedy = "mount the bucket (Cloud Storage FUSE) or a shared disk, and name the folder"
-        raise argparse.ArgumentTypeError(f"{text!r} is not a path of this machine: {remedy}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a path of this machine: copy it here, and name the copy")
     return Path(model_name(text))
+
+
+def folder_or_bucket(text: str) -> Path:
+    """Parse the name of a folder of this machine or in a bucket, gs://BUCKET/FOLDER, whose small files are fetched."""
+    return _reported(lambda: mirror.open_folder(model_name(text)))
 
 
 def model_name(text: str) -> str:
@@ -100,6 +105,7 @@ def run(main: Callable[[], int | None]) -> None:
     with console.interruptible() as pressed:
         try:
             status = main() or 0
+            mirror.publish_all()
             together = True
         except SystemExit as end:  # after --help
             status = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -128,7 +134,7 @@ def _report(error: Exception) -> int:
             status, text = 2, f"{error.strerror}: {shorten(str(error.filename), 200)}"
     elif not isinstance(error, RunError):
         text = f"{type(error).__name__}: {shorten(text, 180)} (internal; {TRACEBACK}=1 shows where)"
-    console.complain(shorten(f"error: {text}", LONGEST_LINE))
+    console.complain(shorten(f"error: {mirror.shown_places(text)}", LONGEST_LINE))
     return status
 
 

@@ -8,11 +8,12 @@ authors' release, or a LoRA adapter of PEFT, beside it. `export` writes a model 
 from pathlib import Path
 
 from l2d_jax import command_line
-from l2d_jax.command_line import local_path, model_name
+from l2d_jax.command_line import folder_or_bucket, local_path, model_name
 from l2d_jax.config.schema import ModelConfig
 from l2d_jax.errors import InputError
 from l2d_jax.files import output_folder, read_json
 from l2d_jax.model.architecture import Architecture
+from l2d_jax.storage import mirror
 from l2d_jax.weights import digests, model_folder, release
 from l2d_jax.weights.export import FORMATS, copy_texts, export_model, write_llm
 from l2d_jax.weights.locate import absolute_name, find_base_and_adapters
@@ -40,7 +41,7 @@ def main() -> None:
     exporting.add_argument("--format", required=True, choices=list(FORMATS), help="for which program")
     exporting.add_argument("--torch", action="store_true", help="l2d, l2d-full: as pytorch_model.bin; needs torch")
     for command in (importing, exporting):
-        command.add_argument("--out", type=local_path, required=True, help="a new folder")
+        command.add_argument("--out", type=folder_or_bucket, required=True, help="a new folder")
     options = parser.parse_args()
     if options.command == "export":
         export_model(options.model, options.out, format=options.format, as_torch=options.torch)
@@ -49,7 +50,7 @@ def main() -> None:
             raise InputError("--l2d and --hyperparameters go together: give both or neither")
         l2d = None if options.l2d is None else (options.l2d, options.hyperparameters)
         import_model(options.base, options.out, l2d=l2d, adapter=options.adapter)
-    print(f"wrote {options.out}")
+    print(f"wrote {mirror.shown_places(str(options.out))}")
 
 
 def import_model(base: str, out: Path, *, l2d: tuple[Path, Path] | None = None, adapter: Path | None = None) -> None:

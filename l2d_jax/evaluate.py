@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from l2d_jax import command_line
-from l2d_jax.command_line import file_name, local_path, model_name
+from l2d_jax.command_line import file_name, folder_or_bucket, model_name
 from l2d_jax.config import config_file, ranges
 from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import CATEGORIES, Config, MeshConfig
@@ -99,7 +99,7 @@ def parse_arguments(parser: command_line.Parser) -> tuple[argparse.Namespace, Co
         "--config", help=f"for its decode and mesh sections; None: the workdir's; {config_file.CONFIG_HELP}"
     )
     parser.add_argument("--tasks", required=True, help=f"with commas between them: {', '.join(registry.TASKS)}")
-    parser.add_argument("--out", type=local_path, help="where results go; DIR/eval of a workdir")
+    parser.add_argument("--out", type=folder_or_bucket, help="where results go; DIR/eval of a workdir")
     parser.add_argument(
         "--name", type=file_name, help="of the folder within a task's; <solver>-<budget>, and how problems are put"
     )

@@ -110,7 +110,7 @@ def _parse() -> argparse.Namespace:
     penalty = "nats of a beam's score that a repeated trigram costs"
     searching.add_argument("--repetition_penalty", type="Nats", help=penalty)
     trace = "a new folder for trace.jsonl and trace.html: the evaluations that each token of the answers took"
-    parser.add_argument("--trace", type=command_line.local_path, help=trace)
+    parser.add_argument("--trace", type=command_line.folder_or_bucket, help=trace)
     options = parser.parse_args()
     if options.workdir and not (options.workdir / "checkpoints").is_dir():
         raise InputError(f"{options.workdir} is no workdir of training: it has no checkpoints folder")

@@ -88,7 +88,7 @@ def _parse() -> argparse.Namespace:
     command_line.add_source(parser)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "int8"], help="of weights and products")
     parser.add_argument("--tasks", required=True, help="names of tasks and groups of them, with commas between them")
-    parser.add_argument("--out", type=command_line.local_path, required=True, help="a new folder for the results")
+    parser.add_argument("--out", type=command_line.folder_or_bucket, required=True, help="a new folder for the results")
     of_tasks = parser.add_argument_group("tasks")
     folder = "a folder of task files (YAML), given once or more; they come before the harness's own"
     of_tasks.add_argument("--include_path", type=command_line.local_path, action="append", default=[], help=folder)

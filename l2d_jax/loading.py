@@ -15,6 +15,7 @@ from l2d_jax.distributed import processes, runtime, sharding
 from l2d_jax.errors import InputError
 from l2d_jax.files import read_json
 from l2d_jax.model.l2d import Model
+from l2d_jax.storage import mirror
 from l2d_jax.training import manifest
 from l2d_jax.training.checkpoint import Checkpoints
 from l2d_jax.training.methods import method_of
@@ -40,7 +41,8 @@ class Folder(NamedTuple):
 
 def find(folder: str | os.PathLike[str], *, dtype: str | None = None) -> Folder:
     """Read what kind of model a folder holds; arguments and errors are those of `load`."""
-    path = Path(folder)
+    path = mirror.open_folder(folder)
+    folder = folder if path == Path(folder) else path  # a hub id stays as it is written
     if (path / "checkpoints").is_dir():
         config = Config.from_dict(read_json(path / "config.json"))
         config = dataclasses.replace(config, model=_base(vars(config.model), dtype))
@@ -102,8 +104,8 @@ def check_base(folder: Folder, base: model_folder.BaseFiles) -> None:
 def model_fingerprint(folder: Folder, base: model_folder.BaseFiles, step: int | None) -> dict[str, str]:
     """What the answers of a model depend on: its base, and what was trained, of a workdir at `step`."""
     trained = {}
-    if folder.trained is not None:
-        trained = {"trained weights": manifest.fingerprint(folder.path / "checkpoints" / str(step))}
+    if step is not None:
+        trained = {"trained weights": manifest.fingerprint(mirror.place(folder.path / "checkpoints"), step)}
     elif folder.path_config is not None:
         trained = {"trained weights": model_folder.check_trained_path(folder.path)}
     return base.fingerprint | trained

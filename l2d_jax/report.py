@@ -13,6 +13,7 @@ from l2d_jax.errors import InputError
 from l2d_jax.reports import evaluation as evaluations
 from l2d_jax.reports import page, training
 from l2d_jax.reports.tables import text_table
+from l2d_jax.storage import mirror
 
 INTERVALS = "Intervals are 95 %, over problems."
 
@@ -21,7 +22,11 @@ def main() -> None:
     """Parse the command line and report every workdir."""
     parser = command_line.Parser(prog="python -m l2d_jax.report", description=__doc__)
     parser.add_argument(
-        "--workdir", type=command_line.local_path, nargs="+", required=True, help="workdirs, or --out of evaluations"
+        "--workdir",
+        type=command_line.folder_or_bucket,
+        nargs="+",
+        required=True,
+        help="workdirs, or --out of evaluations",
     )
     beside = 'rows of others, such as the paper\'s, in the tables: JSON, {"label": {"gsm8k": 0.5}}'
     parser.add_argument("--beside", type=command_line.local_path, help=beside)
@@ -37,7 +42,7 @@ def report_workdir(workdir: Path, beside: Mapping[str, Mapping[str, float]]) -> 
     if not sections:
         raise InputError(f"workdir {workdir} has no validation and no evaluation: train or evaluate first")
     page.write_page(workdir / "report.html", f"Report of {workdir.name}", sections)
-    print(f"written to {workdir / 'report.html'}")
+    print(f"written to {mirror.shown_places(str(workdir / 'report.html'))}")
 
 
 def _training_sections(workdir: Path) -> list[str]:
@@ -45,7 +50,7 @@ def _training_sections(workdir: Path) -> list[str]:
     if not (workdir / "metrics.jsonl").exists():
         return []
     before, after = training.first_and_last(workdir)
-    print(f"{workdir}, after {after['step']} steps")
+    print(f"{mirror.shown_places(str(workdir))}, after {after['step']} steps")
     losses, accuracy = training.loss_rows(before, after), training.budget_rows(after)
     print(text_table(*losses))
     print(text_table(*accuracy))

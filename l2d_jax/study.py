@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerFast
 
 from l2d_jax import command_line
-from l2d_jax.command_line import file_name, local_path, model_name
+from l2d_jax.command_line import file_name, folder_or_bucket, model_name
 from l2d_jax.config import config_file
 from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import Config, DecodeConfig
@@ -40,6 +40,7 @@ from l2d_jax.fingerprint import changes
 from l2d_jax.loading import Folder, find, load, model_fingerprint, newest_step
 from l2d_jax.performance import costs
 from l2d_jax.reports import study
+from l2d_jax.storage import mirror
 from l2d_jax.training.exact_match import MarkedProblems
 from l2d_jax.training.validation import placed_in_order, teacher_forced_sums
 from l2d_jax.weights import model_folder
@@ -52,7 +53,7 @@ def main() -> None:
     parser = command_line.Parser(prog="python -m l2d_jax.study", description=__doc__)
     parser.add_argument("--models", nargs="+", type=_named, metavar="NAME=MODEL", required=True, help="to compare")
     parser.add_argument("--config", required=True, help=f"for its data, decoding and type; {config_file.CONFIG_HELP}")
-    parser.add_argument("--out", type=local_path, required=True, help="where the results go")
+    parser.add_argument("--out", type=folder_or_bucket, required=True, help="where the results go")
     parser.add_argument("--split", type=file_name, help="of the answers; None: the config's for validation")
     parser.add_argument("--solvers", nargs="+", choices=SOLVERS, default=["midpoint"], help="of a path")
     parser.add_argument("--budgets", nargs="+", type="Budget", default=[1, 3, 7, 15, 31], help=BUDGETS_HELP)
@@ -107,7 +108,7 @@ def _describe(folder: Folder, options: argparse.Namespace, config: Config) -> di
     if options.answers:
         processes.take_turns(lambda: _problems(base.tokenizer, config, options.answers))
     about = {
-        "model": str(folder.path),
+        "model": mirror.shown_places(str(folder.path)),
         "step": step,
         "fingerprint": model | {"answers": answers},
         "solvers": options.solvers,

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # with libtpu installed, every start would look for a TPU
 # Most of the time goes into compiling programs that run once: these make it a third. The arithmetic is the same.
@@ -21,6 +22,7 @@ _cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_cache_home / "l2d_jax" / "tests"))
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # or the library asks a service that no emulator has
 _caches = tempfile.TemporaryDirectory(prefix="l2d_jax_tests_")  # removed when the interpreter exits
 os.environ.pop("L2D_JAX_CACHE", None)
 os.environ["XDG_CACHE_HOME"] = _caches.name  # conversions, here and in child processes
@@ -38,6 +40,7 @@ from jax.sharding import Mesh  # noqa: E402
 
 from l2d_jax.config.schema import MeshConfig  # noqa: E402
 from l2d_jax.distributed.sharding import make_mesh  # noqa: E402
+from l2d_jax.storage import mirror  # noqa: E402
 
 jax.config.update("jax_platforms", "cpu")  # for a jax that was imported before this file
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -99,3 +102,27 @@ def forget() -> Iterator[None]:
 def mesh() -> Mesh:
     """Of one device."""
     return make_mesh(MeshConfig(), jax.devices()[:1])
+
+
+@pytest.fixture(scope="session")
+def bucket_server() -> Iterator[Any]:
+    """An emulator of Google Cloud Storage, which all clients of this process and of its children find."""
+    pytest.importorskip("gcsfs", reason="buckets need the extra gcs")
+    pytest.importorskip("gcp_storage_emulator", reason="the emulator of buckets is in the extra dev")
+    from tests.support.buckets import Emulator
+
+    server = Emulator()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**server.environment(), "L2D_JAX_PATIENCE": "1"}.items():
+            patch.setenv(name, value)
+        yield server
+
+
+@pytest.fixture
+def emulator(bucket_server: Any) -> Iterator[Any]:
+    """That emulator with an empty bucket, "bucket"."""
+    for name in bucket_server.files():
+        bucket_server.storage.delete_file("bucket", name)
+    mirror.forget()
+    yield bucket_server
+    mirror.forget()

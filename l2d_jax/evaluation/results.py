@@ -18,6 +18,7 @@ from l2d_jax.errors import InputError, shown
 from l2d_jax.evaluation.tasks.problem import Problem, Score
 from l2d_jax.files import Count, Share, check, read_json, read_lines, write_whole
 from l2d_jax.fingerprint import changes
+from l2d_jax.storage import mirror
 
 KINDS = ("strict", "relaxed")
 SAMPLES, RESULTS = "samples.jsonl", "results.json"
@@ -118,12 +119,14 @@ class Results:
         """Append scored problems."""
         with (self.folder / SAMPLES).open("a") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
+        mirror.publish(self.folder)
         self.samples |= {line["id"]: dict(line) for line in lines}
 
     def finish(self, speed: Mapping[str, Any]) -> dict[str, Any]:
         """Write and return the figures; `speed` covers the problems that this process answered."""
         figures = {"run": self.run, **summarise(self.samples), "speed": dict(speed)}
         write_whole(self.folder / RESULTS, json.dumps(figures, indent=2) + "\n")
+        mirror.publish(self.folder)
         return figures
 
     def _refuse_other(self) -> None:

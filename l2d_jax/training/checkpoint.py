@@ -4,7 +4,8 @@ The position in the data is the step itself, since the order of the examples is 
 
 A step is good if it has a manifest and every file is as the manifest says. Other steps (cut off, damaged, or written
 without a manifest) are passed over with a line that says why, and never deleted: saving such a step again first moves
-its folder to `<step>.broken`. Readers lock nothing and change nothing.
+its files to `<step>.broken`. Readers lock nothing and change nothing. A step is written where it stays: no folder is
+ever renamed, so that this works in buckets and on file systems that mount one.
 """
 
 import contextlib
@@ -12,7 +13,6 @@ import functools
 import itertools
 import logging
 import re
-import shutil
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -26,6 +26,8 @@ import orbax.checkpoint as ocp
 from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError
 from l2d_jax.fingerprint import Fingerprint, require_same
+from l2d_jax.storage import mirror
+from l2d_jax.storage.bucket import BucketError
 from l2d_jax.training import manifest
 from l2d_jax.training.manifest import DamagedError
 from l2d_jax.training.methods import METHODS
@@ -33,8 +35,8 @@ from l2d_jax.training.methods import METHODS
 # The trees that a checkpoint may hold, of which orbax wants a handler each.
 PARTS = (*(method.part for method in METHODS.values()), "optimizer", "loss_by_time")
 
-UNDER_WAY = ocp.utils.TMP_DIR_SUFFIX  # suffix of a step's folder until orbax has written all of it
-SURPLUS = ".surplus"  # suffix of a good step's folder while it is deleted
+UNDER_WAY = ocp.utils.TMP_DIR_SUFFIX  # suffix of a step's folder until it was written, in former versions
+SURPLUS = "surplus"  # the file in a step's folder while that is deleted
 
 
 class Checkpoints:
@@ -46,7 +48,7 @@ class Checkpoints:
     def __init__(self, folder: Path, *, keep: int = 1, inputs: Fingerprint | None = None) -> None:
         self._orbax = _checkpointer()
         self._inputs = inputs or {}
-        self._folder, self._keep = folder.absolute(), keep
+        self._folder, self._keep = mirror.place(folder), keep
         self._primary = processes.is_first()  # process 0 verifies, writes manifests and deletes for all processes
         self._faults: dict[int, str] = {}  # by step, of the steps that were verified; "": the step is good
         self._failed: list[int] = []
@@ -62,14 +64,12 @@ class Checkpoints:
         on process 0 before anything is written; if it raises `OSError`, the save fails.
         """
         self._wait()
-        if processes.decide(lambda: (self._folder / str(step)).exists() and self._is_good(step)):
-            return
-        trees = {name: _named(tree) for name, tree in items.items()}
         if not processes.decide(lambda: self._prepare(step, first)):
             return
+        trees = {name: _named(tree) for name, tree in items.items()}
         try:
             saves = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
-            self._orbax.save(self._folder / str(step), args=ocp.args.Composite(**saves))
+            self._orbax.save(f"{self._folder}/{step}", args=ocp.args.Composite(**saves))
         except Exception as error:  # the file system, tensorstore and orbax raise errors of many types
             self._abandon(step, error)
             return
@@ -83,9 +83,19 @@ class Checkpoints:
         return failed
 
     def latest(self) -> int | None:
-        """The newest good step, or None; a line on standard error says what is wrong with each newer one."""
+        """The newest good step, or None; a line on standard error says what is wrong with each newer one.
+
+        Raises `InputError` for a bucket that cannot be reached: it is not one without checkpoints.
+        """
         self._wait()
-        return processes.decide(lambda: next(filter(self._is_good, self._steps()), None))
+        return processes.decide(self._newest)
+
+    def _newest(self) -> int | None:
+        try:
+            return next(filter(self._is_good, self._steps()), None)
+        except BucketError as error:
+            remedy = "give the same command again once that is mended"
+            raise InputError(f"{self._folder} cannot be read ({error.strerror}): {remedy}") from error
 
     def restore(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
         """The named trees saved at `step`, in the shapes, types and placements of `like`.
@@ -96,7 +106,7 @@ class Checkpoints:
         self._wait()
         wanted = {name: _named(tree) for name, tree in like.items()}
         try:
-            found, inputs = manifest.read_manifest(self._folder / str(step))
+            found, inputs = manifest.read_manifest(self._folder, step)
             require_same(
                 inputs,
                 self._inputs,
@@ -106,7 +116,7 @@ class Checkpoints:
             expected = manifest.array_specs(wanted)
             faults = [fault for name, tree in expected.items() for fault in _compare(tree, found.get(name, {}))]
             args = ocp.args.Composite(**{name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()})
-            restored = {} if faults else self._orbax.restore(self._folder / str(step), args=args)
+            restored = {} if faults else self._orbax.restore(f"{self._folder}/{step}", args=args)
         except InputError:
             raise
         except Exception as error:  # as for a save
@@ -133,31 +143,39 @@ class Checkpoints:
 
     def _steps(self) -> list[int]:
         """All steps that have a folder, good or not, newest first."""
-        names = [path.name.removesuffix(UNDER_WAY) for path in self._folder.glob("*")]
-        return sorted({int(name) for name in names if re.fullmatch("[0-9]+", name)}, reverse=True)
+        there = [name for name in self._folder.names() if not self._is_surplus(name)]
+        names = {name.removesuffix(UNDER_WAY) for name in there}
+        return sorted((int(name) for name in names if name.isascii() and name.isdigit()), reverse=True)
+
+    def _is_surplus(self, name: str) -> bool:
+        """Whether a folder is being deleted."""
+        return SURPLUS in self._folder.files(name)
 
     def _is_good(self, step: int) -> bool:
         if step not in self._faults:
-            folder, self._faults[step] = self._folder / str(step), ""
+            self._faults[step] = ""
             try:
-                if not folder.exists():
+                if str(step) not in self._folder.names():
                     raise DamagedError("its save was cut off, or has not ended")
-                manifest.verify(folder)
+                manifest.verify(self._folder, step)
             except DamagedError as fault:
                 self._faults[step] = str(fault)
                 _warn(f"checkpoint {step} in {self._folder} is passed over, and left as it is: {fault}")
         return not self._faults[step]
 
     def _prepare(self, step: int, first: Callable[[], None] | None) -> bool:
-        """On process 0: call `first`, and move a folder of this step that is not good aside."""
+        """On process 0: unless the step is there, call `first`, and move a folder of it that is not good aside."""
         try:
+            there = self._folder.names()
+            if str(step) in there and self._is_good(step):
+                return False
             if first is not None:
                 first()
-            for path in (self._folder / str(step), self._folder / f"{step}{UNDER_WAY}"):
-                if path.exists():
-                    names = (path.with_name(f"{step}.broken{number or ''}") for number in itertools.count())
-                    aside = path.rename(next(name for name in names if not name.exists()))
-                    _warn(f"what there was of checkpoint {step} is now in {aside}")
+            for name in {str(step), f"{step}{UNDER_WAY}"}.intersection(there):
+                asides = (f"{step}.broken{number or ''}" for number in itertools.count())
+                aside = next(aside for aside in asides if aside not in there)
+                self._folder.move(name, aside)
+                _warn(f"what there was of checkpoint {step} is now in {self._folder}/{aside}")
         except OSError as error:
             self._fail(step, error)
             return False
@@ -168,7 +186,7 @@ class Checkpoints:
         try:
             self._orbax.wait_until_finished()
             if self._primary:
-                manifest.write_manifest(self._folder / str(step), step, arrays, self._inputs)
+                manifest.write_manifest(self._folder, step, arrays, self._inputs)
         except Exception as error:  # as for a save
             self._abandon(step, error)
             return
@@ -182,20 +200,21 @@ class Checkpoints:
     def _remove_surplus(self) -> None:
         """Delete all good steps but the newest; the next call completes a deletion that was cut off."""
         for step in self._abandoned:
-            shutil.rmtree(self._folder / f"{step}{UNDER_WAY}", ignore_errors=True)
+            if self._faults.get(step) != "":
+                self._folder.remove(str(step))
         for step in [step for step in self._steps() if self._is_good(step)][self._keep :]:
-            path = self._folder / str(step)
-            shutil.rmtree(path.with_name(f"{step}{SURPLUS}"), ignore_errors=True)
-            path.rename(path.with_name(f"{step}{SURPLUS}"))
+            self._folder.write(f"{step}/{SURPLUS}", b"")
             del self._faults[step]
-        for path in self._folder.glob(f"*{SURPLUS}"):
-            shutil.rmtree(path)
+        for folder in filter(self._is_surplus, self._folder.names()):
+            for name in self._folder.files(folder).keys() - {SURPLUS}:
+                self._folder.remove(f"{folder}/{name}")
+            self._folder.remove(folder)
 
     def _abandon(self, step: int, error: Exception) -> None:
         """Give up a save: an incomplete step would only take up space."""
         if self._primary:
-            for path in (self._folder / str(step), self._folder / f"{step}{UNDER_WAY}"):
-                shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                self._folder.remove(str(step))
         self._abandoned.add(step)
         self._orbax = _checkpointer()  # the old one may raise errors of this save at the next one
         self._fail(step, error)
@@ -213,7 +232,10 @@ def _checkpointer() -> ocp.AsyncCheckpointer:
     handlers = {name: ocp.StandardCheckpointHandler() for name in PARTS}
     # With folders made at once, one that cannot be made is an error of the save and not an endless wait for it.
     options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
-    return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers), async_options=options)
+    in_place = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE)
+    of_items = ocp.CompositeOptions(atomicity_options=in_place)
+    handler = ocp.CompositeCheckpointHandler(composite_options=of_items, **handlers)
+    return ocp.AsyncCheckpointer(handler, async_options=options, atomicity_options=in_place)
 
 
 def _named(tree: Any) -> dict[str, Any]:

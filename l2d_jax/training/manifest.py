@@ -5,16 +5,16 @@ without one is known to have been cut off; and only once every other file is on 
 power cut too. Its hashes notice accidents; they do not protect from an attacker.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import xxhash
 
-from l2d_jax.files import sync, write_whole
+from l2d_jax.errors import shorten
 from l2d_jax.fingerprint import Fingerprint, digest
+from l2d_jax.storage.bucket import Bucket, BucketError
+from l2d_jax.storage.disk import Disk
 
 NAME = "manifest.json"
 
@@ -33,74 +33,76 @@ def array_specs(trees: Mapping[str, Mapping[str, Any]]) -> Arrays:
     }
 
 
-def write_manifest(folder: Path, step: int, arrays: Arrays, inputs: Fingerprint) -> None:
-    """Put the complete files of a step on the disk, and write their manifest; raises `OSError`.
+def write_manifest(folder: Disk | Bucket, step: int, arrays: Arrays, inputs: Fingerprint) -> None:
+    """Put the complete files of a step in `folder` on the disk, and write their manifest; raises `OSError`.
 
     `inputs` is the fingerprint of what the step was trained from.
     """
-    files = {}
-    for path in sorted(folder.rglob("*")):
-        sync(path)
-        if not path.is_dir():
-            files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "xxh3": _hash_file(path)}
+    folder.settle(str(step))
+    files = {
+        name: {"size": file.size, folder.checksum: file.digest(folder.checksum)}
+        for name, file in folder.files(str(step)).items()
+    }
     content = {"step": step, "inputs": dict(inputs), "files": files, "arrays": arrays}
-    write_whole(folder / NAME, json.dumps({"xxh3": _hash(content), "manifest": content}, indent=1) + "\n")
-    sync(folder.parent)
+    text = json.dumps({"xxh3": _hash(content), "manifest": content}, indent=1) + "\n"
+    folder.write(f"{step}/{NAME}", text.encode())
 
 
-def read_manifest(folder: Path) -> tuple[Arrays, Fingerprint]:
-    """The arrays of the step in `folder`, and what it was trained from (nothing, if a former version saved it).
+def read_manifest(folder: Disk | Bucket, step: int) -> tuple[Arrays, Fingerprint]:
+    """The arrays of a step, and what it was trained from (nothing, if a former version saved it).
 
     Raises `DamagedError` if the manifest is missing, cut off or altered.
     """
-    content = _content(folder)
+    content = _content(folder, step)
     return content["arrays"], content.get("inputs", {})
 
 
-def fingerprint(folder: Path) -> str:
+def fingerprint(folder: Disk | Bucket, step: int) -> str:
     """A hash of all files of a step, of which `verify` says that they are as they were saved."""
-    return digest(_content(folder)["files"])
+    return digest(_content(folder, step)["files"])
 
 
-def verify(folder: Path) -> None:
-    """Read every file of the step in `folder`; raises `DamagedError` unless all are as they were saved.
+def verify(folder: Disk | Bucket, step: int) -> None:
+    """Check every file of a step; raises `DamagedError` unless all are as they were saved.
 
-    Files that are not in the manifest are ignored.
+    Files that are not in the manifest are ignored. Raises `BucketError` for a bucket that cannot be reached, which says
+    nothing about its files.
     """
-    for name, saved in _content(folder)["files"].items():
-        path = folder / name
-        try:
-            size = path.stat().st_size
-            if size != saved["size"]:
-                raise DamagedError(f"{name} has {size} bytes, and had {saved['size']}")
-            if _hash_file(path) != saved["xxh3"]:
-                raise DamagedError(f"{name} has changed since it was saved")
-        except FileNotFoundError:
-            raise DamagedError(f"{name} is missing") from None
-        except OSError as error:
-            raise DamagedError(f"{name} cannot be read ({error.strerror})") from error
-
-
-def _content(folder: Path) -> dict[str, Any]:
+    wanted = _content(folder, step)["files"]
     try:
-        whole = json.loads((folder / NAME).read_text())
+        files = folder.files(str(step))
+        for name, saved in wanted.items():
+            if name not in files:
+                raise DamagedError(f"{name} is missing")
+            if files[name].size != saved["size"]:
+                raise DamagedError(f"{name} has {files[name].size} bytes, and had {saved['size']}")
+            checksum = "xxh3" if "xxh3" in saved else "crc32c"
+            if files[name].digest(checksum) != saved[checksum]:
+                raise DamagedError(f"{name} has changed since it was saved")
+    except BucketError:
+        raise
+    except OSError as error:
+        where = shorten(str(error.filename), 80)
+        raise DamagedError(f"{where} cannot be read ({error.strerror})") from error
+
+
+def _content(folder: Disk | Bucket, step: int) -> dict[str, Any]:
+    try:
+        whole = json.loads(folder.read(f"{step}/{NAME}").decode())
         if _hash(whole["manifest"]) != whole["xxh3"]:
             raise ValueError
     except FileNotFoundError:
         raise DamagedError(f"it has no {NAME}: its save was cut off, or has not ended") from None
+    except BucketError:
+        raise
     except OSError as error:
         raise DamagedError(f"{NAME} cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError, RecursionError):
         raise DamagedError(f"{NAME} is cut off or has changed since it was saved") from None
     content: dict[str, Any] = whole["manifest"]
-    if str(content["step"]) != folder.name:
+    if content["step"] != step:
         raise DamagedError(f"its {NAME} is that of step {content['step']}")
     return content
-
-
-def _hash_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
 
 
 def _hash(content: Any) -> str:

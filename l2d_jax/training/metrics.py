@@ -25,6 +25,7 @@ from typing_extensions import TypedDict
 
 from l2d_jax.errors import InputError, RunError
 from l2d_jax.files import read_lines, write_whole
+from l2d_jax.storage import mirror
 
 Steps = Annotated[int, Interval(ge=0, lt=2**63)]
 
@@ -54,7 +55,7 @@ class Metrics:
         self.skipped = sum(record.get("skipped", 0) for _, record in kept)
         try:
             write_whole(path, b"".join(line for line, _ in kept))
-            self._file = path.open("ab", buffering=0)
+            self._path, self._file = path, path.open("ab", buffering=0)
             self._end = path.stat().st_size  # bytes of whole lines
             self._events = _Events(workdir / "tensorboard", start=start)
         except OSError as error:
@@ -79,6 +80,9 @@ class Metrics:
             return
         self._drain()
         os.fsync(self._file.fileno())
+        self._events.flush()
+        mirror.publish(self._path)
+        mirror.publish(self._events.folder)
 
     def progress(self, step: int, text: str) -> None:
         """Show the step and a few figures on the bar, or as a line if there is no terminal."""
@@ -96,14 +100,15 @@ class Metrics:
         self._bar.close()
         if self._silent:
             return
-        self._events.close()
         try:
             self.sync()
         except OSError as error:
-            lost = f"the last {len(self._waiting)} records could not be written to {self._file.name}"
+            lost = f"the last {len(self._waiting)} records" if self._waiting else "the log"
+            lost += f" could not be written to {self._file.name}"
             raise RunError(f"{lost} ({error.strerror}): make room and give the same command again") from error
         finally:
             self._file.close()
+            self._events.close()
 
     def _drain(self) -> None:
         """Write the waiting records after the last whole line: a failed attempt may have left a part of one."""
@@ -121,6 +126,7 @@ class _Events:
 
     def __init__(self, folder: Path, *, start: int) -> None:
         folder.mkdir(exist_ok=True)
+        self.folder = folder
         self._writer = EventsWriter(str(folder / "events"), filename_suffix=f".{os.getpid()}")
         self._flushed = time.monotonic()
         resumed = SessionLog(status=SessionLog.START)  # hides later steps, which belong to an interrupted run
@@ -133,6 +139,11 @@ class _Events:
             if time.monotonic() > self._flushed + 10:
                 self._flushed = time.monotonic()
                 self._writer.flush()  # this waits for the disk
+
+    def flush(self) -> None:
+        """Hand all events to the file."""
+        with contextlib.suppress(OSError):
+            self._writer.flush()
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

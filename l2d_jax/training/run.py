@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,8 @@ from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.refine import Refinement
 from l2d_jax.distributed import processes, runtime
 from l2d_jax.errors import InputError, RunError
-from l2d_jax.training import profiler, time_density
+from l2d_jax.storage import mirror
+from l2d_jax.training import lock, profiler, time_density
 from l2d_jax.training.checkpoint import Checkpoints
 from l2d_jax.training.exact_match import MarkedProblems, exact_match
 from l2d_jax.training.memory import check_training_memory
@@ -29,20 +31,21 @@ from l2d_jax.training.optimizer import on_host, optimizer, schedule
 from l2d_jax.training.preemption import Preemption
 from l2d_jax.training.step import TrainState, check_batch, init_state, is_finite, make_step, micro_batches, process_rows
 from l2d_jax.training.validation import placed_in_order, validate
-from l2d_jax.training.workdir import claim, differences, hold, is_measured, plain_values
+from l2d_jax.training.workdir import claim, differences, is_measured, plain_values
 from l2d_jax.weights import model_folder
 
 
-def train(config: Config, workdir: Path, *, preemption: Preemption) -> bool:
+def train(config: Config, workdir: str | os.PathLike[str], *, preemption: Preemption) -> bool:
     """Train from the newest good checkpoint in `workdir`, if there is one; return whether the last step was reached.
 
     If it was not, `preemption` has stopped the run after saving. Raises `InputError`, and `RunError` where the run has
     to stop or its end cannot be saved.
     """
+    folder = mirror.open_folder(workdir)
     with contextlib.ExitStack() as held:
-        mesh = prepare(config, workdir, held)
-        config = dataclasses.replace(config, model=model_folder.recorded_base(workdir, config.model))
-        return Run(config, workdir, mesh).train(preemption)
+        mesh = prepare(config, folder, held)
+        config = dataclasses.replace(config, model=model_folder.recorded_base(folder, config.model))
+        return Run(config, folder, mesh).train(preemption)
 
 
 def prepare(config: Config, workdir: Path, held: contextlib.ExitStack) -> Mesh:
@@ -54,7 +57,7 @@ def prepare(config: Config, workdir: Path, held: contextlib.ExitStack) -> Mesh:
         check_batch(config.train, mesh)
         for budget in config.validation.budgets:  # unused without a path, but a later evaluation may ask for them
             Refinement.from_config(config.decode, budget=budget)
-        held.enter_context(hold(workdir))
+        held.enter_context(lock.hold(workdir))
         claim(workdir, config)
         return plain_values(config)
 
@@ -104,6 +107,7 @@ class Run:
         self._base_fingerprint = {name: inputs[name] for name in inputs if name not in EXAMPLES}
         if processes.is_first():
             model_folder.record_base(workdir, config.model, self._base_fingerprint)
+            mirror.publish(workdir)
         # A run that was cut off may have saved this step and not validated it.
         self._is_measured = processes.decide(partial(is_measured, workdir, self._start))
         self._metrics = Metrics(workdir, start=self._start, total=self._steps, silent=not processes.is_first())
@@ -170,7 +174,12 @@ class Run:
         """Begin a checkpoint, once the log of its steps is on the disk."""
         for failed in self._checkpoints.failures():
             self._metrics.write(step, {"failed_save": failed})
-        self._checkpoints.save(step, self._parts(), first=self._metrics.sync)
+        self._checkpoints.save(step, self._parts(), first=self._before_saving)
+
+    def _before_saving(self) -> None:
+        """On process 0: raise `RunError` if the workdir is another run's, and put the log of this one in place."""
+        lock.check_held()
+        self._metrics.sync()
 
     def finish(self) -> None:
         """Wait for the files of the run; raises `RunError` if the last checkpoint or records could not be saved."""
@@ -192,6 +201,7 @@ class Run:
             if processes.is_first():
                 folder.mkdir(exist_ok=True)
             self._method.export(folder, self._state.trained, self._mesh, base_fingerprint=self._base_fingerprint)
+            mirror.publish(folder)
         except OSError as error:
             again = "make room and give the same command again, which does this alone"
             raise RunError(

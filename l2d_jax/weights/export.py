@@ -27,6 +27,7 @@ from l2d_jax.fingerprint import Fingerprint
 from l2d_jax.model.architecture import SUPPORTED, Architecture
 from l2d_jax.model.llm import LLM
 from l2d_jax.model.lora import LLMAdapter
+from l2d_jax.storage import mirror
 from l2d_jax.weights import digests, mapping, model_folder, peft, release
 from l2d_jax.weights.locate import BaseAndAdapters, absolute_name, find_base_and_adapters, locate
 from l2d_jax.weights.mapping import TensorSource
@@ -53,6 +54,7 @@ class Parts:
         folder = locate(name)
         if (folder / "checkpoints").is_dir():
             folder = folder / "export"
+            mirror.fetch(folder)
             if not folder.is_dir():
                 raise InputError(f"{name} has no export yet: finish the training by the same command again")
         has_path = (folder / "path.json").exists()

@@ -9,6 +9,8 @@ from typing import Any
 from l2d_jax.errors import InputError, shown
 from l2d_jax.files import cache_folder, identity, output_folder, read_json
 from l2d_jax.fingerprint import digest
+from l2d_jax.storage import mirror
+from l2d_jax.storage.bucket import SCHEME
 from l2d_jax.weights import gguf_model, peft
 from l2d_jax.weights.gguf_file import GGUFFile
 from l2d_jax.weights.safetensors_file import write_safetensors
@@ -28,6 +30,8 @@ def locate(name: str) -> Path:
     Raises `InputError` where there is no such folder or file, or where the download fails.
     """
     hub_id = name.removeprefix(HUB)
+    if name.startswith(SCHEME):
+        return mirror.open_folder(name)
     if hub_id == name:
         path = Path(os.path.expanduser(name))
         if os.path.isdir(path):
@@ -142,7 +146,7 @@ def read_base_name(file: Path, key: str = "base", *, what: str | None = None) ->
         raise InputError(f"the base of {file.parent} is random weights, which only a workdir can make again: give that")
     if record.get(ON_HUB) is True:
         return HUB + name
-    if os.path.exists(os.path.expanduser(name)) or file.name == peft.CONFIG:
+    if name.startswith(SCHEME) or os.path.exists(os.path.expanduser(name)) or file.name == peft.CONFIG:
         return name
     if nearby is None:
         raise missing_base(name, file)

@@ -12,7 +12,7 @@ import pytest
 from l2d_jax.errors import InputError
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.training import manifest
-from l2d_jax.training.checkpoint import Checkpoints
+from l2d_jax.training.checkpoint import SURPLUS, Checkpoints
 from tests.support import tiny
 from tests.support.programs import full_disk, same_bits
 
@@ -280,11 +280,45 @@ def test_only_good_steps_count_among_those_that_stay(two_steps, tmp_path):
     checkpoints.close()
 
 
-def test_a_deletion_that_was_cut_off_is_ended(two_steps, tmp_path):
+def test_a_deletion_that_was_cut_off_is_ended(two_steps, tmp_path, capsys):
     folder = Path(shutil.copytree(two_steps, tmp_path / "checkpoints"))
-    (folder / "1").rename(folder / "1.surplus")
+    (folder / "1" / SURPLUS).touch()
+    (folder / "1" / manifest.NAME).unlink()
+    assert Checkpoints(folder).latest() == 2
+    assert capsys.readouterr().err == ""  # it is no step that was cut off
     save(folder, 3, **trees(3))
     assert sorted(path.name for path in folder.iterdir()) == ["2", "3"]
+
+
+@pytest.fixture
+def no_folder_is_renamed(monkeypatch):
+    """As a bucket that is mounted without a hierarchical namespace refuses it."""
+
+    def refusing(rename):
+        def renamed(source, *rest, **options):
+            if os.path.isdir(source):
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), source)
+            return rename(source, *rest, **options)
+
+        return renamed
+
+    for name in ("rename", "replace", "renames"):
+        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+
+
+def test_no_folder_is_renamed(two_steps, tmp_path, no_folder_is_renamed):
+    """Saving, moving a bad step aside, deleting surplus ones, restoring."""
+    folder = Path(shutil.copytree(two_steps, tmp_path / "checkpoints"))
+    with pytest.raises(OSError, match="Too many open files"):
+        (folder / "1").rename(folder / "elsewhere")
+    flip(folder / "2" / "manifest.json")
+    checkpoints = Checkpoints(folder, keep=2)
+    for step in (2, 3):
+        checkpoints.save(step, trees(step))
+        assert checkpoints.failures() == []
+    assert sorted(path.name for path in folder.iterdir()) == ["2", "2.broken", "3"]
+    assert same_bits(checkpoints.restore(3, abstract(trees(3))), trees(3))
+    checkpoints.close()
 
 
 def test_reading_changes_nothing(two_steps, tmp_path, tree):
@@ -292,7 +326,8 @@ def test_reading_changes_nothing(two_steps, tmp_path, tree):
     folder = Path(shutil.copytree(two_steps, tmp_path / "checkpoints"))
     (folder / "3").mkdir()
     (folder / "4.orbax-checkpoint-tmp").mkdir()
-    shutil.copytree(folder / "1", folder / "0.surplus")
+    shutil.copytree(folder / "1", folder / "0")
+    (folder / "0" / SURPLUS).touch()
     before, names = content(folder), sorted(folder.rglob("*"))
     checkpoints = Checkpoints(folder)
     assert same_bits(checkpoints.restore(checkpoints.latest(), abstract(trees(2))), trees(2))

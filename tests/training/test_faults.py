@@ -27,8 +27,8 @@ from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.training import run as loop
 from l2d_jax.training.checkpoint import Checkpoints
+from l2d_jax.training.lock import hold
 from l2d_jax.training.metrics import read_metrics
-from l2d_jax.training.workdir import hold
 from tests.support.programs import call, config, options, same_bits
 
 KILLS = int(os.environ.get("L2D_JAX_KILLS", "5"))

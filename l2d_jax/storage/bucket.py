@@ -1,0 +1,197 @@
+"""A folder in a bucket of Google Cloud Storage, by the calls that a folder on a disk has, too (`storage/disk.py`).
+
+An object is replaced whole and is seen by all hosts at once. A request that fails is repeated for `L2D_JAX_PATIENCE`
+seconds (60). The library is the extra `gcs`, and nothing of it is imported before a bucket is named.
+"""
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from typing import Any, ClassVar
+
+import xxhash
+
+from l2d_jax.errors import InputError, shorten, shown
+from l2d_jax.storage.disk import File
+
+SCHEME = "gs://"
+_URL = re.compile(r"gs://([a-z0-9][a-z0-9._-]{1,220}[a-z0-9])(?:/(.*))?")
+PATIENCE = "L2D_JAX_PATIENCE"
+
+
+class BucketError(OSError):
+    """A request that failed for good; `strerror` says why."""
+
+
+class ChangedError(BucketError):
+    """An object that is not of the generation that was to be replaced or removed."""
+
+
+def check_url(text: str) -> None:
+    """Raise `InputError` for text that means a bucket and names none, and for other kinds of URLs."""
+    if "//" in text.removeprefix(SCHEME) or not _URL.fullmatch(text):
+        raise InputError(f"a folder in a bucket is gs://BUCKET/FOLDER, got {shown(text)}: mend it, or name a local one")
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A folder `gs://BUCKET/FOLDER`, which exists as soon as there is an object in it.
+
+    All calls raise `BucketError`, and `FileNotFoundError` for an object that is not there.
+    """
+
+    url: str
+    checksum: ClassVar[str] = "crc32c"  # which the bucket has ready for each object
+
+    def __str__(self) -> str:
+        return self.url
+
+    def names(self) -> list[str]:
+        """The objects and folders directly in it."""
+        with _translated(self.url):
+            listing = _client().list_blobs(self._bucket, prefix=self._prefix, delimiter="/", **_limits())
+            objects = [blob.name for blob in listing]
+            return [name.removeprefix(self._prefix).rstrip("/") for name in (*objects, *listing.prefixes)]
+
+    def files(self, folder: str = "") -> dict[str, File]:
+        """Every object below a folder, by its name from there; an object has to be read for "xxh3"."""
+        prefix = f"{self._prefix}{folder}/" if folder else self._prefix
+        with _translated(self.url):
+            listing = _client().list_blobs(self._bucket, prefix=prefix, **_limits())
+            # Some tools make an empty object NAME/ for a folder.
+            blobs = {blob.name.removeprefix(prefix): blob for blob in listing if not blob.name.endswith("/")}
+        return {name: File(blob.size, partial(self._digest, blob)) for name, blob in blobs.items()}
+
+    def generation(self, name: str) -> int:
+        """The number of an object's content, which every writing changes."""
+        with _translated(self._url(name)):
+            blob = self._bucket.get_blob(self._prefix + name, **_limits())
+        if blob is None:
+            raise FileNotFoundError(2, "No such object", self._url(name))
+        return int(blob.generation)
+
+    def read(self, name: str) -> bytes:
+        """An object."""
+        with _translated(self._url(name)):
+            return bytes(self._blob(name).download_as_bytes(**_limits()))
+
+    def write(self, name: str, data: bytes, *, replacing: int | None = None) -> int:
+        """Replace an object and return its generation; raises `ChangedError` unless it is of generation `replacing`.
+
+        0 stands for an object that is not there, and None for any.
+        """
+        with _translated(self._url(name)):
+            blob = self._blob(name)
+            blob.upload_from_string(data, if_generation_match=replacing, checksum="crc32c", **_limits())
+            return int(blob.generation)
+
+    def upload(self, name: str, file: os.PathLike[str]) -> None:
+        """Replace an object by a file."""
+        with _translated(self._url(name)):
+            self._blob(name).upload_from_filename(os.fspath(file), checksum="crc32c", **_limits())
+
+    def download(self, name: str, file: os.PathLike[str]) -> None:
+        """Write an object into a file."""
+        with _translated(self._url(name)):
+            self._blob(name).download_to_filename(os.fspath(file), checksum="crc32c", **_limits())
+
+    def move(self, folder: str, to: str) -> None:
+        """Move the objects of a folder, one by one, into another."""
+        for name in self.files(folder):
+            with _translated(self._url(name)):
+                self._bucket.copy_blob(
+                    self._blob(f"{folder}/{name}"), self._bucket, f"{self._prefix}{to}/{name}", **_limits()
+                )
+            self.remove(f"{folder}/{name}")
+
+    def remove(self, name: str, *, replacing: int | None = None) -> None:
+        """Remove an object (of generation `replacing`), or a folder; raises nothing if there is none."""
+        names = [f"{name}/{below}" for below in self.files(name)] if replacing is None else []
+        for each in (name, *names):
+            with contextlib.suppress(FileNotFoundError), _translated(self._url(each)):
+                self._blob(each).delete(if_generation_match=replacing, **_limits())
+
+    def settle(self, folder: str) -> None:
+        """Return at once: an object that was written stays."""
+
+    @cached_property
+    def _place(self) -> tuple[str, str]:
+        match = _URL.fullmatch(self.url)
+        assert match is not None
+        return match[1], (match[2] or "").strip("/")
+
+    @cached_property
+    def _prefix(self) -> str:
+        folder = self._place[1]
+        return f"{folder}/" if folder else ""
+
+    @cached_property
+    def _bucket(self) -> Any:
+        return _client().bucket(self._place[0])
+
+    def _url(self, name: str) -> str:
+        return f"{self.url.rstrip('/')}/{name}"
+
+    def _blob(self, name: str) -> Any:
+        return self._bucket.blob(self._prefix + name)
+
+    def _digest(self, blob: Any, checksum: str) -> str:
+        if checksum == self.checksum:
+            return str(blob.crc32c)
+        return str(xxhash.xxh3_64_hexdigest(self.read(blob.name.removeprefix(self._prefix))))
+
+
+@cache
+def _client() -> Any:
+    try:
+        import gcsfs  # noqa: F401 - which orbax needs
+        from fsspec.config import conf
+        from google.auth.exceptions import GoogleAuthError
+        from google.cloud import storage
+    except ImportError:
+        raise InputError("gs:// needs the extra gcs: pip install 'l2d_jax[gcs]'") from None
+    # orbax would see former listings, and not what this module and other hosts have written since.
+    conf["gcs"] = {**conf.get("gcs", {}), "use_listings_cache": False}
+    try:
+        # The project matters for making buckets alone, but the library insists on one.
+        return storage.Client(project=os.environ.get("GOOGLE_CLOUD_PROJECT", "l2d-jax"))
+    except GoogleAuthError as error:
+        raise InputError(
+            f"gs:// needs credentials ({_short(error)}): run gcloud auth application-default login, or give the "
+            "machine a service account"
+        ) from None
+
+
+def _limits() -> dict[str, Any]:
+    """How long every request may take, and how long it is repeated."""
+    from google.cloud.storage.retry import DEFAULT_RETRY
+
+    patience = float(os.environ.get(PATIENCE, "60"))
+    return {"timeout": min(patience, 60.0), "retry": DEFAULT_RETRY.with_delay(initial=0.3).with_timeout(patience)}
+
+
+@contextlib.contextmanager
+def _translated(url: str) -> Iterator[None]:
+    """Turn the errors of the library and of the network into those of this module."""
+    from google.api_core.exceptions import GoogleAPICallError, NotFound, PreconditionFailed
+
+    try:
+        yield
+    except NotFound as error:
+        raise FileNotFoundError(2, "No such object or bucket", url) from error
+    except PreconditionFailed as error:
+        raise ChangedError(0, "another process has written it", url) from error
+    except OSError:
+        raise
+    except Exception as error:  # of google.auth, google.api_core, requests and urllib3
+        code = int(error.code or 0) if isinstance(error, GoogleAPICallError) else 0
+        refused = f"access refused, status {code}: check the permissions of this machine's account"
+        raise BucketError(0, refused if code in (401, 403) else _short(error), url) from error
+
+
+def _short(error: Exception) -> str:
+    cause = getattr(error, "cause", None) or error  # of a RetryError
+    return shorten(" ".join(str(cause).split()) or type(cause).__name__, 120)

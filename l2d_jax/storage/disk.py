@@ -1,0 +1,93 @@
+"""A folder on a disk of this machine, by the calls that a folder in a bucket has, too (`storage/bucket.py`).
+
+Names are paths from the folder, with slashes. No call renames a folder: file systems that mount a bucket refuse that.
+"""
+
+import base64
+import hashlib
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, ClassVar, NamedTuple
+
+import xxhash
+
+from l2d_jax.errors import InputError
+from l2d_jax.files import sync, write_whole
+
+
+class File(NamedTuple):
+    """What a listing says of a file."""
+
+    size: int  # bytes
+    digest: Callable[[str], str]  # its checksum: "xxh3", or "crc32c" in base 64, as buckets have it; raises `OSError`
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A folder, which need not exist; all calls raise `OSError`."""
+
+    root: Path
+    checksum: ClassVar[str] = "xxh3"  # the one that takes the least work
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    def names(self) -> list[str]:
+        """The files and folders directly in it; none if there is no such folder."""
+        return [path.name for path in self.root.iterdir()] if self.root.is_dir() else []
+
+    def files(self, folder: str) -> dict[str, File]:
+        """Every file below a folder, by its name from there."""
+        top = self.root / folder
+        paths = [path for path in sorted(top.rglob("*")) if not path.is_dir()]
+        return {path.relative_to(top).as_posix(): File(path.stat().st_size, partial(_digest, path)) for path in paths}
+
+    def read(self, name: str) -> bytes:
+        """A file; raises `FileNotFoundError`."""
+        return (self.root / name).read_bytes()
+
+    def write(self, name: str, data: bytes) -> None:
+        """Replace a file of an existing folder, whole or not at all."""
+        write_whole(self.root / name, data)
+
+    def move(self, folder: str, to: str) -> None:
+        """Move a folder's files, one by one, into a new folder."""
+        for name in self.files(folder):
+            target = self.root / to / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            (self.root / folder / name).rename(target)
+        (self.root / to).mkdir(exist_ok=True)  # for a folder that was empty
+        self.remove(folder)
+
+    def remove(self, name: str) -> None:
+        """Remove a file or a folder with all that is in it; raises nothing if there is none."""
+        path = self.root / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+    def settle(self, folder: str) -> None:
+        """Wait until a folder and all that is below it are on the disk."""
+        for path in (self.root, self.root / folder, *(self.root / folder).rglob("*")):
+            sync(path)
+
+
+def _digest(path: Path, checksum: str) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest() if checksum == "xxh3" else _crc32c(file)
+
+
+def _crc32c(file: BinaryIO) -> str:
+    """The CRC-32C of a file, in base 64, as buckets have it."""
+    try:
+        from google_crc32c import Checksum
+    except ImportError:
+        raise InputError("files of a bucket are checked by the extra gcs: pip install 'l2d_jax[gcs]'") from None
+    checksum = Checksum()
+    while piece := file.read(2**20):
+        checksum.update(piece)
+    return base64.b64encode(checksum.digest()).decode()

@@ -1,0 +1,193 @@
+"""The lock of a workdir, which one run holds: the kernel's on a disk, an object that expires in a bucket."""
+
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from l2d_jax.errors import InputError, RunError
+from l2d_jax.storage import mirror
+from l2d_jax.storage.bucket import Bucket, BucketError, ChangedError
+
+NAME = ".lock"
+LEASE = "L2D_JAX_LEASE"  # seconds without a sign of life after which the lock of a bucket has expired; 60
+
+
+@contextmanager
+def hold(workdir: Path) -> Iterator[None]:
+    """Make a workdir and lock it for this process; raises `InputError`, naming the process that holds it already.
+
+    Readers take no lock.
+    """
+    place = mirror.place(workdir)
+    with _leased(place) if isinstance(place, Bucket) else _locked(workdir):
+        yield
+
+
+def check_held() -> None:
+    """Raise `RunError` if another run may have taken a lock of this process, which can happen in a bucket."""
+    for lease in _leases:
+        lease.check()
+
+
+@contextmanager
+def _locked(workdir: Path) -> Iterator[None]:
+    """The kernel holds the lock on the file `.lock`: it ends with the process, however that is killed.
+
+    It does not protect from a run on another machine if the file system does not share such locks (some network
+    mounts, mounted buckets), nor from the removal of `.lock`; and a child process that was forked from the holder and
+    outlives it keeps the lock.
+    """
+    path = workdir / NAME
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+")
+    except OSError as error:
+        raise InputError(f"cannot write to workdir {workdir}: {error.strerror}: choose another --workdir") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise _in_use(workdir, _parsed(path.read_bytes())) from error
+        except OSError as error:
+            raise InputError(
+                f"workdir {workdir} cannot be locked ({error.strerror}): unlock it, or choose another --workdir"
+            ) from error
+        file.truncate(0)
+        file.write(json.dumps(_signature()) + "\n")
+        file.flush()
+        yield
+
+
+@contextmanager
+def _leased(folder: Bucket) -> Iterator[None]:
+    """The lock is the object `.lock`, which its holder writes anew all the time, each time its own generation alone.
+
+    A second run waits until it sees a sign of life, and takes the lock over when there is none for as long as a lease.
+    """
+    lease = float(os.environ.get(LEASE, "60"))
+    try:
+        held = _Lease(folder, _take(folder, lease), lease)
+    except BucketError as error:
+        raise InputError(f"{folder} cannot be written to ({error.strerror}): choose another --workdir") from error
+    thread = threading.Thread(target=held.renew, daemon=True)
+    thread.start()
+    _leases.append(held)
+    try:
+        yield
+    finally:
+        _leases.remove(held)
+        held.ended.set()
+        thread.join()
+        held.release()
+
+
+def _take(folder: Bucket, lease: float) -> int:
+    """Write the lock; returns its generation. Raises `InputError` if another run holds it."""
+    ours = json.dumps(_signature()).encode()
+    generation = 0
+    while True:
+        try:
+            return folder.write(NAME, ours, replacing=generation)
+        except ChangedError:
+            pass
+        try:
+            generation, holder = folder.generation(NAME), _parsed(folder.read(NAME))
+        except FileNotFoundError:  # it has just been released
+            generation = 0
+            continue
+        if _is_gone(holder):
+            continue
+        print(f"{folder} is locked by {_name(holder)}: waiting for a sign of life, {lease:.0f} s at most", flush=True)
+        end = time.monotonic() + lease
+        while time.monotonic() < end:
+            time.sleep(min(1.0, lease / 10))
+            try:
+                if folder.generation(NAME) != generation:
+                    raise _in_use(folder, holder)
+            except FileNotFoundError:
+                break
+
+
+class _Lease:
+    def __init__(self, folder: Bucket, generation: int, lease: float) -> None:
+        self._folder, self._generation, self._lease = folder, generation, lease
+        self._renewed = time.monotonic()
+        self._lost = ""
+        self.ended = threading.Event()
+
+    def renew(self) -> None:
+        """Runs in a thread: write the lock anew, several times in each lease, until `ended`."""
+        ours = json.dumps(_signature()).encode()
+        while not self._lost and not self.ended.wait(self._lease / 6):
+            try:
+                self._generation = self._folder.write(NAME, ours, replacing=self._generation)
+                self._renewed = time.monotonic()
+            except ChangedError:
+                self._settle(ours)
+            except OSError:  # the next attempt may succeed
+                if time.monotonic() > self._renewed + self._lease:
+                    self._lost = "could not be renewed"
+
+    def check(self) -> None:
+        """Raise `RunError` if the lock is lost."""
+        if self._lost:
+            raise RunError(f"the lock of {self._folder} {self._lost}: give the same command again once one run is left")
+
+    def release(self) -> None:
+        """Remove the lock, unless it is another's by now; otherwise it expires."""
+        if not self._lost:
+            try:
+                self._folder.remove(NAME, replacing=self._generation)
+            except OSError:
+                return
+
+    def _settle(self, ours: bytes) -> None:
+        """After a refused write: an attempt before it may have succeeded without an answer."""
+        try:
+            generation = self._folder.generation(NAME)
+            if self._folder.read(NAME) == ours:
+                self._generation = generation
+                return
+        except OSError:
+            pass
+        self._lost = "was taken by another run"
+
+
+_leases: list[_Lease] = []  # that this process holds
+
+
+def _signature() -> dict[str, Any]:
+    return {"pid": os.getpid(), "host": socket.gethostname()}
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    """Who has signed a lock; nobody, if the holder has not signed yet."""
+    try:
+        held = json.loads(text)
+        return {"pid": int(held["pid"]), "host": str(held["host"])}
+    except (ValueError, KeyError, TypeError):
+        return {}
+
+
+def _name(holder: dict[str, Any]) -> str:
+    return f"process {holder['pid']} on {holder['host']}" if holder else "another process"
+
+
+def _in_use(workdir: object, holder: dict[str, Any]) -> InputError:
+    return InputError(
+        f"workdir {workdir} is in use by {_name(holder)}: wait for that run, stop it, or choose another --workdir"
+    )
+
+
+def _is_gone(holder: dict[str, Any]) -> bool:
+    """Whether a holder was a process of this host that has ended; a container starts with the same number again."""
+    if holder.get("host") != socket.gethostname():
+        return False
+    return holder["pid"] == os.getpid() or not os.path.exists(f"/proc/{holder['pid']}")

@@ -1,0 +1,159 @@
+"""Whole programs on a workdir in a bucket: killed, disturbed, resumed by other processes, evaluated and exported."""
+
+import json
+import multiprocessing
+import os
+import random
+import sys
+import time
+
+import jax
+import pytest
+
+from l2d_jax import convert, evaluate, generate, report, train
+from l2d_jax.errors import RunError
+from l2d_jax.storage import mirror
+from l2d_jax.storage.bucket import Bucket
+from l2d_jax.training import lock
+from tests.distributed.test_processes import WORKER, finish, launch
+from tests.support.programs import call, options
+
+URL = "gs://bucket/runs/tiny"
+KILLS = int(os.environ.get("L2D_JAX_KILLS", "4"))
+SETTINGS = {
+    "train__steps": 12,
+    "train__checkpoint_every": 2,
+    "train__keep": 2,
+    "validation__budgets": (1,),
+    "data__max_length": 224,
+    "data__answer_length": 96,
+}
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["l2d_jax.train"])
+
+
+def run(environment, url):
+    """What a process of its own does: train, until it has finished or is killed."""
+    os.environ.update(environment)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    sys.argv = ["train", *options(**SETTINGS), "--workdir", url]
+    train.command_line.run(train.main)
+
+
+def start(url):
+    process = SERVER.Process(target=run, args=(dict(os.environ), url))
+    process.start()
+    return process
+
+
+def train_to_its_end(url):
+    """In a process of its own, too: the tests' own one compiles otherwise."""
+    process = start(url)
+    process.join()
+    assert process.exitcode == 0
+
+
+def read_records(emulator, url):
+    """The log without times; nothing before the first upload."""
+    text = emulator.files().get(f"{url.removeprefix('gs://bucket/')}/metrics.jsonl", b"").decode()
+    records = [json.loads(line) for line in text.splitlines()]
+    return [{name: value for name, value in record.items() if name != "tokens_per_second"} for record in records]
+
+
+def weights(emulator, url):
+    return emulator.files()[f"{url.removeprefix('gs://bucket/')}/export/path.safetensors"]
+
+
+@pytest.fixture(scope="module")
+def whole(bucket_server):
+    """The log and the weights of a run that nothing happens to."""
+    url = "gs://bucket/whole"
+    train_to_its_end(url)
+    names = {name.removeprefix("whole/") for name in bucket_server.files()}
+    assert {"config.json", "metrics.jsonl", "export/path.json", "export/path.safetensors"} <= names
+    assert {name.split("/")[1] for name in names if name.startswith("checkpoints/")} == {"10", "12"}
+    assert any(name.startswith("tensorboard/events") for name in names)
+    assert ".lock" not in names
+    return read_records(bucket_server, url), weights(bucket_server, url)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_at_any_moment_is_the_whole_run(emulator, whole):
+    """SIGKILL at moments of its life; some requests fail for a while, and no object is lost."""
+    rng, killed, began = random.Random(0), [], time.monotonic()
+    train_to_its_end(URL)
+    seconds = time.monotonic() - began
+    assert (read_records(emulator, URL), weights(emulator, URL)) == whole
+    for number in range(KILLS):
+        url = f"{URL}{number // 3}"
+        process = start(url)
+        with emulator.failing(503, times=rng.randrange(3)):
+            process.join(rng.uniform(0.2, 1.2) * seconds)
+        process.kill()
+        process.join()
+        killed.append(max((record["step"] for record in read_records(emulator, url)), default=0))
+    for url in sorted({f"{URL}{number // 3}" for number in range(KILLS)}):
+        train_to_its_end(url)
+        assert (read_records(emulator, url), weights(emulator, url)) == whole
+    print(f"killed at the steps {killed}")
+
+
+@pytest.mark.slow
+def test_a_bucket_that_fails_for_ever_is_a_line_and_the_same_command_goes_on(emulator, whole):
+    """No checkpoint counts whose records are not in the bucket."""
+    with emulator.failing(500, where="metrics.jsonl"):
+        outcome = call(train.main, *options(**SETTINGS), "--workdir", URL)
+    assert outcome.status == 1, outcome
+    lines = outcome.err.splitlines()
+    assert all("was not saved (" in line for line in lines[:-1]), outcome
+    assert lines[-1].startswith(f"error: the log could not be written to {URL}/metrics.jsonl (")
+    assert not any("checkpoints" in name for name in emulator.files())
+    train_to_its_end(URL)
+    assert (read_records(emulator, URL), weights(emulator, URL)) == whole
+
+
+@pytest.mark.slow
+def test_a_second_run_is_refused_and_an_expired_lock_taken_over(emulator, monkeypatch):
+    monkeypatch.setenv(lock.LEASE, "2")
+    monkeypatch.setattr(lock.socket, "gethostname", lambda: "first")
+    with lock.hold(mirror.open_folder(URL)):
+        monkeypatch.setattr(lock.socket, "gethostname", lambda: "second")
+        outcome = call(train.main, *options(**SETTINGS), "--workdir", URL)
+        assert f"workdir {URL} is in use by process {os.getpid()} on first: wait for that run" in outcome.error
+        Bucket(URL).write(lock.NAME, b'{"pid": 1, "host": "third"}')
+        time.sleep(1)
+        with pytest.raises(RunError, match=f"the lock of {URL} was taken by another run: give the same command again"):
+            lock.check_held()
+    assert Bucket(URL).read(lock.NAME) == b'{"pid": 1, "host": "third"}'
+    began = time.monotonic()
+    with lock.hold(mirror.open_folder(URL)):
+        assert time.monotonic() - began > 2
+    assert emulator.files() == {}
+
+
+@pytest.mark.slow
+def test_from_two_processes_to_an_export(emulator, whole, tmp_path):
+    """Two processes are killed, one goes on; then the other programs, each as a machine that knows the URL alone."""
+    first = launch({i: [*WORKER, "KILL@5", *options(**SETTINGS), "--workdir", URL] for i in range(2)})
+    statuses = [status for status, _, _ in finish(first)]
+    assert 0 not in statuses
+    assert read_records(emulator, URL)[-1]["step"] >= 2
+    outcome = call(train.main, *options(**SETTINGS), "--workdir", URL)
+    assert outcome.status == 0, outcome
+    assert "resuming after step 4" in outcome.out
+    for ours, theirs in zip(read_records(emulator, URL), whole[0], strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+    commands = [
+        (generate.main, "--workdir", URL, "--prompt", "Hi", "--budget", 3, "--max_new_tokens", 2),
+        (evaluate.main, "--workdir", URL, "--tasks", "word_problems", "--limit", 2, "--budget", 1),
+        (report.main, "--workdir", URL),
+        (convert.main, "export", "--model", URL, "--format", "l2d", "--out", f"{URL}_l2d"),
+    ]
+    for main, *arguments in commands:
+        mirror.forget()
+        outcome = call(main, *arguments)
+        assert outcome.status == 0, outcome
+        assert "/tmp" not in outcome.out
+    names = set(emulator.files())
+    assert {"runs/tiny/report.html", "runs/tiny/report.png", "runs/tiny_l2d/l2d.safetensors"} <= names
+    assert any(name.startswith("runs/tiny/eval/word_problems") and name.endswith("samples.jsonl") for name in names)
