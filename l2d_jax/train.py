@@ -5,13 +5,15 @@ resumes from the newest checkpoint. Only the trained weights, their optimizer st
 model is read from where it came from, and the order of the data is a function of the step.
 """
 
+import contextlib
+
 from l2d_jax import command_line
 from l2d_jax.config import config_file
 from l2d_jax.distributed import runtime
 from l2d_jax.errors import InputError
 from l2d_jax.performance.costs import cost_table, variant_table
+from l2d_jax.training import run
 from l2d_jax.training.preemption import STOPPED, Preemption
-from l2d_jax.training.run import train
 from l2d_jax.weights import model_folder
 
 
@@ -25,6 +27,8 @@ def main() -> int | None:
     parser.add_argument("--dry_run", action="store_true", help="print parameters, memory and FLOPs; no weights needed")
     listing = "list the variants of the config file, with their trainable parameters; overrides do not count"
     parser.add_argument("--variants", action="store_true", help=listing)
+    looks = "check hosts, workdir, base model and disks, and train nothing"
+    parser.add_argument("--preflight", action="store_true", help=looks)
     options, config = parser.parse_with_config()
     if options.variants:
         print(variant_table(options.config))
@@ -33,10 +37,14 @@ def main() -> int | None:
         mesh = runtime.start_jax(config.mesh)
         print(cost_table(config, model_folder.read_architecture(config.model), mesh))
         return 0
+    if options.preflight and options.workdir is not None:
+        with contextlib.ExitStack() as held:
+            run.prepare(config, options.workdir, held, show=lambda line: print(line, flush=True))
+        return 0
     if options.workdir is None:
         raise InputError("--workdir is missing: name a folder for config, checkpoints and metrics")
     with Preemption() as preemption:
-        return 0 if train(config, options.workdir, preemption=preemption) else STOPPED
+        return 0 if run.train(config, options.workdir, preemption=preemption) else STOPPED
 
 
 if __name__ == "__main__":

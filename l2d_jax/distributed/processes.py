@@ -27,7 +27,7 @@ from jax.experimental import multihost_utils
 from tqdm import tqdm
 
 from l2d_jax.distributed.cluster import Cluster
-from l2d_jax.errors import InputError
+from l2d_jax.errors import LONGEST_LINE, InputError
 
 T = TypeVar("T")
 WAIT = ("L2D_JAX_WAIT", 300)  # seconds until a process gives up waiting for the others
@@ -107,6 +107,25 @@ def decide(function: Callable[[], Any]) -> Any:
 def gather_array(array: Any) -> np.ndarray:
     """The whole of an array that is spread over processes, on every process."""
     return np.asarray(array if jax.process_count() == 1 else multihost_utils.process_allgather(array, tiled=True))
+
+
+def everywhere(function: Callable[[], T], *, where: str) -> T:
+    """Call `function` on every process, and return each one's result to it.
+
+    An `InputError` on any process is raised on every one, as a `SharedError` that begins with that process's `where`.
+    """
+    problem = ""
+    try:
+        result = function()
+    except InputError as error:
+        problem = f"{where}: {error}"
+    if jax.process_count() > 1:
+        text = np.frombuffer(problem.encode()[:LONGEST_LINE].ljust(LONGEST_LINE), np.uint8)
+        texts = [row.tobytes().decode(errors="ignore").strip() for row in multihost_utils.process_allgather(text)]
+        problem = next(filter(None, texts), "")
+    if problem:
+        raise SharedError(problem)
+    return result
 
 
 def take_turns(function: Callable[[], T]) -> T:

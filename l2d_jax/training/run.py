@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from l2d_jax.decoding.refine import Refinement
 from l2d_jax.distributed import processes, runtime
 from l2d_jax.errors import InputError, RunError
 from l2d_jax.storage import mirror
-from l2d_jax.training import lock, profiler, time_density
+from l2d_jax.training import lock, preflight, profiler, time_density
 from l2d_jax.training.checkpoint import Checkpoints
 from l2d_jax.training.exact_match import MarkedProblems, exact_match
 from l2d_jax.training.memory import check_training_memory
@@ -43,15 +43,24 @@ def train(config: Config, workdir: str | os.PathLike[str], *, preemption: Preemp
     """
     folder = mirror.open_folder(workdir)
     with contextlib.ExitStack() as held:
-        mesh = prepare(config, folder, held)
-        config = dataclasses.replace(config, model=model_folder.recorded_base(folder, config.model))
+        config, mesh = prepare(config, folder, held)
+        base = processes.decide(lambda: model_folder.recorded_base(folder, config.model).name)
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, name=base))
         return Run(config, folder, mesh).train(preemption)
 
 
-def prepare(config: Config, workdir: Path, held: contextlib.ExitStack) -> Mesh:
-    """Start JAX, then claim the workdir and keep it `held`; raises `InputError`, before any model or data is read."""
+def prepare(
+    config: Config, workdir: Path, held: contextlib.ExitStack, *, show: Callable[[str], None] | None = None
+) -> tuple[Config, Mesh]:
+    """Start JAX, check what every host needs, claim the workdir and keep it `held`.
+
+    Returns the config, with the revision of a base from the hub, and the mesh; `show` gets a line for each check.
+    Raises `InputError`, before any model or data is read.
+    """
     rows.keep_quiet()
     mesh = runtime.start_jax(config.mesh)
+    base = processes.decide(lambda: preflight.pinned_base(config.model.name, workdir))
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, name=base))
 
     def check() -> dict[str, Any]:
         check_batch(config.train, mesh)
@@ -66,7 +75,10 @@ def prepare(config: Config, workdir: Path, held: contextlib.ExitStack) -> Mesh:
         raise InputError(f"process 0 runs another config: {'; '.join(changed[:5])}: start the same command everywhere")
     if config.train.method != "l2d" and config.validation.budgets != (1,):
         processes.print_once("validation is at a budget of 1: a language model without a path has no other")
-    return mesh
+    for line in preflight.check_run(config, workdir, mesh):
+        if show is not None:
+            show(line)
+    return config, mesh
 
 
 EXAMPLES = ("training examples", "validation examples")  # the parts of a run's fingerprint that are not its base's

@@ -11,15 +11,22 @@ from l2d_jax.files import cache_folder, identity, output_folder, read_json
 from l2d_jax.fingerprint import digest
 from l2d_jax.storage import mirror
 from l2d_jax.storage.bucket import SCHEME
-from l2d_jax.weights import gguf_model, peft
+from l2d_jax.weights import gguf_model, hub, peft
 from l2d_jax.weights.gguf_file import GGUFFile
+from l2d_jax.weights.hub import HUB
 from l2d_jax.weights.safetensors_file import write_safetensors
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-HUB = "hub:"  # before a hub id: it is no folder, whatever lies in the working directory
-HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]  # neither pickles nor code
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")  # with a revision or without
 NEARBY = "base_from_here"  # in a file that names its base: the path from the file's folder to it
 ON_HUB = "base_on_hub"  # in such a file: true if the base is a hub id
+
+
+def is_on_hub(name: str) -> bool:
+    """Whether a name is a hub id, and not a folder or file of this machine or in a bucket."""
+    if name.startswith(HUB):
+        return True
+    path = Path(os.path.expanduser(name))
+    return bool(HUB_ID.fullmatch(name)) and not os.path.exists(path) and not os.path.isdir(path.parent)
 
 
 def locate(name: str) -> Path:
@@ -44,15 +51,7 @@ def locate(name: str) -> Path:
         raise InputError(
             f"{shown(name)} is neither a folder, nor a .gguf file, nor a hub id (org/name): check the path"
         )
-    import huggingface_hub  # here: only this branch needs it, and it reads the environment as it is imported
-
-    try:
-        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=HUB_FILES))
-    except Exception as error:  # the client raises those of its HTTP library, which changes, and many others
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise InputError(
-            f"no folder {shown(hub_id)}, nor could the hub give it ({reason}): give a local folder"
-        ) from None
+    return hub.download(hub_id)
 
 
 def convert_gguf(path: Path, out: Path, *, dtype: gguf_model.Dtype = "bfloat16") -> None:

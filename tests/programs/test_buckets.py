@@ -140,7 +140,7 @@ def test_from_two_processes_to_an_export(emulator, whole, tmp_path):
     assert read_records(emulator, URL)[-1]["step"] >= 2
     outcome = call(train.main, *options(**SETTINGS), "--workdir", URL)
     assert outcome.status == 0, outcome
-    assert "resuming after step 4" in outcome.out
+    assert "resuming after step" in outcome.out
     for ours, theirs in zip(read_records(emulator, URL), whole[0], strict=True):
         assert ours == pytest.approx(theirs, abs=1e-5)
     commands = [

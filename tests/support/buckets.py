@@ -1,16 +1,17 @@
 """A bucket on this machine: an emulator of Google Cloud Storage that can be made to fail.
 
-The emulator from PyPI ignores conditions on generations; they are added here, as the service documents them.
+The emulator from PyPI ignores conditions on generations and does not say which generation it sends; both are added
+here, as the service documents them.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from http import HTTPStatus, server
 from typing import Any
-from urllib.parse import unquote
 
 from gcp_storage_emulator import server as emulator
 from gcp_storage_emulator.handlers import buckets
@@ -21,19 +22,15 @@ logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)  # it compl
 
 
 class Emulator:
-    """A server on a free port, with one bucket.
-
-    `fault` is called with the method and the path of each request. It returns None, the status with which the request
-    fails, or the seconds that it hangs, as a float.
-    """
+    """A server on a free port, with one bucket."""
 
     def __init__(self) -> None:
         self.storage = Storage(use_memory_fs=True)
+        self.storage.faults = []  # of `failing`
         buckets.create_bucket(NAME, self.storage)
-        self.fault: Callable[[str, str], int | float | None] = lambda method, path: None
-        self.http = _Server(("127.0.0.1", 0), lambda *arguments: _Handler(self, *arguments))
+        self.storage.lock = threading.Lock()  # requests change it one at a time
+        self.http = _Server(("127.0.0.1", 0), partial(emulator.RequestHandler, self.storage))
         self.url = f"http://127.0.0.1:{self.http.server_port}"
-        self.lock = threading.Lock()
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
 
     def environment(self) -> dict[str, str]:
@@ -46,20 +43,16 @@ class Emulator:
 
     @contextmanager
     def failing(self, status: float, *, where: str = "", times: int = 2**31) -> Iterator[None]:
-        """Let the next so many requests fail whose path has `where` in it."""
-        left = [times]
+        """Let the next so many requests fail that are about an object, or a listing, with `where` in its name.
 
-        def fault(method: str, path: str) -> float | None:
-            if where not in unquote(path) or not left[0]:
-                return None
-            left[0] -= 1
-            return status
-
-        before, self.fault = self.fault, fault
+        `status` is that of HTTP, or as a float the seconds that such a request hangs.
+        """
+        fault = {"status": status, "where": where, "times": times}
+        self.storage.faults.append(fault)
         try:
             yield
         finally:
-            self.fault = before
+            self.storage.faults.remove(fault)
 
     def files(self) -> dict[str, bytes]:
         """All objects of the bucket."""
@@ -74,49 +67,41 @@ class _Server(server.ThreadingHTTPServer):
         """Say nothing: a client that was killed does not read its answer."""
 
 
-class _Handler(emulator.RequestHandler):
-    def __init__(self, of: Emulator, *arguments: Any) -> None:
-        self._of = of
-        super().__init__(of.storage, *arguments)
-
-    def handle_one_request(self) -> None:
-        """Read a request as http.server does, fail it or answer it."""
-        self.raw_requestline = self.rfile.readline(65537)
-        if not self.raw_requestline or not self.parse_request():
-            self.close_connection = True
-            return
-        outcome = self._of.fault(self.command, self.path)
-        if isinstance(outcome, float):
-            time.sleep(outcome)
-        elif outcome is not None:
-            self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            self.send_error(outcome)
-            return
-        with self._of.lock:
-            emulator.Router(self).handle(self.command)
-
-
-def _conditional(handler: Any) -> Any:
-    """A handler that keeps the condition on the generation of the object that is there."""
+def _as_documented(handler: Any) -> Any:
+    """A handler of the emulator that keeps conditions, says what it sends, and fails where it is to fail."""
 
     def handle(request: Any, response: Any, storage: Storage) -> None:
-        wanted = request.query.get("ifGenerationMatch")
-        if wanted is not None:
-            data = request.data if isinstance(request.data, dict) else {}
-            name = request.query.get("name", [data.get("meta", data).get("name") or request.params.get("object_id")])[0]
-            try:
-                there = str(storage.get_file_obj(NAME, name)["generation"])
-            except Exception:  # the emulator's own, where there is no such object
-                there = "0"
-            if there != wanted[0]:
+        data = request.data if isinstance(request.data, dict) else {}
+        name = request.params.get("object_id") or data.get("meta", data).get("name") or ""
+        name = request.query.get("name", request.query.get("prefix", [name]))[0]
+        for fault in storage.faults:
+            if fault["times"] and fault["where"] in name:
+                fault["times"] -= 1
+                if isinstance(fault["status"], float):
+                    time.sleep(fault["status"])
+                else:
+                    response.status = HTTPStatus(fault["status"])
+                    return
+        with storage.lock:
+            wanted = request.query.get("ifGenerationMatch")
+            if wanted is not None and _generation(storage, name) != wanted[0]:
                 response.status = HTTPStatus.PRECONDITION_FAILED
                 return
-        handler(request, response, storage)
+            handler(request, response, storage)
+            if request.method == "GET" and name and response.status < 300:
+                response["x-goog-generation"] = _generation(storage, name)
 
     return handle
 
 
+def _generation(storage: Storage, name: str) -> str:
+    try:
+        return str(storage.get_file_obj(NAME, name)["generation"])
+    except Exception:  # the emulator's own, where there is no such object
+        return "0"
+
+
 emulator.HANDLERS = tuple(
-    (pattern, {method: _conditional(handler) for method, handler in by_method.items()})
+    (pattern, {method: _as_documented(handler) for method, handler in by_method.items()})
     for pattern, by_method in emulator.HANDLERS
 )

@@ -1,0 +1,139 @@
+"""What a run needs, looked at in seconds on every process, before anything is downloaded or compiled."""
+
+import contextlib
+import importlib.metadata
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from l2d_jax.config.schema import Config
+from l2d_jax.distributed import processes, sharding
+from l2d_jax.errors import InputError
+from l2d_jax.files import read_json
+from l2d_jax.fingerprint import digest
+from l2d_jax.storage import mirror
+from l2d_jax.storage.bucket import Bucket
+from l2d_jax.storage.disk import Disk
+from l2d_jax.training.methods import method_of
+from l2d_jax.weights import hub, locate, model_folder
+
+PATIENCE = 10.0  # seconds in which a shared disk shows what another host has written
+
+
+def check_run(config: Config, workdir: Path, mesh: Mesh) -> list[str]:
+    """Check what must hold on every host; returns a line for each check.
+
+    All processes must call it. Raises `InputError` on every one, naming the host, the check and the remedy.
+    """
+    token = processes.decide(lambda: uuid.uuid4().hex)
+    place = mirror.place(workdir)
+    versions = processes.decide(_versions)
+    checks: dict[str, Callable[[], str]] = {
+        "versions": lambda: _check_versions(versions),
+        "writing to the workdir": lambda: _write_mark(place, token),
+        "one workdir for all": lambda: _find_marks(place, token),
+        "base model": lambda: _check_base(config.model.name),
+        "disk": lambda: _check_disk(config, workdir, mesh),
+    }
+    lines = []
+    try:
+        for name, check in checks.items():
+            answer = processes.everywhere(check, where=f"preflight on {socket.gethostname()}: {name}")
+            lines.append(f"preflight: {name}: {answer}")
+    finally:
+        with contextlib.suppress(OSError):
+            place.remove(_mark(jax.process_index()))
+    return lines
+
+
+def pinned_base(name: str, workdir: Path) -> str:
+    """A base from the hub with the revision that the workdir records, or else with the one that it has now.
+
+    Other bases stay as they are. Raises `InputError` if the hub does not give it.
+    """
+    if not locate.is_on_hub(name) or hub.split_revision(name)[1]:
+        return name
+    file = workdir / "config.json"
+    recorded = str(read_json(file).get("model", {}).get("name")) if file.exists() else ""
+    if hub.split_revision(recorded)[0] == hub.split_revision(name)[0]:
+        return recorded
+    return f"{name}@{hub.plan_download(name).revision}"
+
+
+def _versions() -> dict[str, str]:
+    """Of the code and of what compiles it: programs that differ wait for each other for ever."""
+    package = Path(__file__).parents[1]
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "orbax-checkpoint")}
+    return {"l2d_jax": digest([path.read_text() for path in sorted(package.rglob("*.py"))])[:12], **versions}
+
+
+def _check_versions(first: dict[str, str]) -> str:
+    ours = _versions()
+    others = [f"{name} {ours[name]} here, {there} on process 0" for name, there in first.items() if ours[name] != there]
+    if others:
+        raise InputError(f"{'; '.join(others)}: install the same on all hosts")
+    return ", ".join(f"{name} {version}" for name, version in ours.items())
+
+
+def _mark(index: int) -> str:
+    return f".preflight-{index}"
+
+
+def _write_mark(place: Disk | Bucket, token: str) -> str:
+    try:
+        if isinstance(place, Disk):
+            place.root.mkdir(parents=True, exist_ok=True)
+        place.write(_mark(jax.process_index()), token.encode())
+    except OSError as error:
+        raise InputError(f"{place} cannot be written to ({error.strerror}): choose another --workdir") from error
+    return str(place)
+
+
+def _find_marks(place: Disk | Bucket, token: str) -> str:
+    """Whether this host sees what all processes have written; a shared disk may take a while to show it."""
+    end = time.monotonic() + PATIENCE
+    marks = {_mark(index) for index in range(jax.process_count())}
+    try:
+        while missing := [mark for mark in marks if mark not in place.names() or place.read(mark) != token.encode()]:
+            if time.monotonic() > end:
+                raise InputError(
+                    f"{place} is not the same folder on all hosts ({len(missing)} of {len(marks)} processes not seen): "
+                    "name a bucket (gs://BUCKET/FOLDER) or a shared disk"
+                )
+            time.sleep(0.5)
+    except OSError as error:
+        raise InputError(f"{place} cannot be read ({error.strerror}): choose another --workdir") from error
+    return f"{len(marks)} of {len(marks)} processes seen"
+
+
+def _check_base(name: str) -> str:
+    """The base model is here, or the hub lets this host have it."""
+    if name == "random":
+        return "random weights"
+    if not locate.is_on_hub(name):
+        return str(locate.find_base_and_adapters(name).folder)
+    return f"{name}, revision {hub.plan_download(name).revision}"
+
+
+def _check_disk(config: Config, workdir: Path, mesh: Mesh) -> str:
+    """There is room for the download and, on a disk, for the checkpoints that stay and the one under way."""
+    needed: dict[Path, int] = {}
+    if locate.is_on_hub(config.model.name):
+        plan = hub.plan_download(config.model.name)
+        needed[plan.cache] = plan.missing
+    if isinstance(mirror.place(workdir), Disk) and processes.is_first() and config.model.architecture is not None:
+        declared = method_of(config).declare(model_folder.read_architecture(config.model))
+        trained = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(sharding.abstract(declared, mesh)))
+        needed[workdir] = 3 * trained * (config.train.keep + 1)  # with both moments of Adam
+    for folder, size in needed.items():
+        there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+        free = shutil.disk_usage(there).free
+        if free < size:
+            raise InputError(f"{folder} has {free / 2**30:.1f} GiB free and needs {size / 2**30:.1f}: make room there")
+    return "; ".join(f"{size / 2**30:.2f} GiB for {folder}" for folder, size in needed.items()) or "nothing to keep"

@@ -1,0 +1,72 @@
+"""The Hugging Face hub: who may download a model, which revision that is, and how much of it is missing here."""
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from l2d_jax.errors import InputError, shorten, shown
+
+HUB = "hub:"  # before a hub id: it is no folder, whatever lies in the working directory
+FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]  # neither pickles nor code
+
+
+class Download(NamedTuple):
+    """What a download of a model would do."""
+
+    revision: str  # the commit that its name stands for
+    missing: int  # bytes that are not here
+    cache: Path  # where they go
+
+
+def split_revision(name: str) -> tuple[str, str | None]:
+    """The parts of `org/name@revision`; None: the newest revision."""
+    hub_id, _, revision = name.removeprefix(HUB).partition("@")
+    return hub_id, revision or None
+
+
+def download(name: str) -> Path:
+    """The folder of a model, after a download of what is missing; raises `InputError`."""
+    hub_id, revision = split_revision(name)
+    return Path(_ask(hub_id, allow_patterns=FILES, **({"revision": revision} if revision else {})))
+
+
+def plan_download(name: str) -> Download:
+    """Ask the hub, or the cache without a network, what a download would do; raises `InputError`."""
+    import huggingface_hub  # here: it reads the environment as it is imported
+
+    hub_id, revision = split_revision(name)
+    cache = Path(huggingface_hub.constants.HF_HUB_CACHE)
+    try:
+        files = _ask(hub_id, allow_patterns=FILES, revision=revision, dry_run=True)
+    except InputError:
+        try:  # a host without a network may have it all
+            folder = huggingface_hub.snapshot_download(
+                hub_id, allow_patterns=FILES, revision=revision, local_files_only=True
+            )
+        except Exception:
+            folder = None
+        if folder is None:
+            raise
+        return Download(os.path.basename(folder), 0, cache)
+    if not files:
+        raise InputError(f"{hub_id} has no files of a model on the hub: check the name")
+    return Download(files[0].commit_hash, sum(file.file_size for file in files if file.will_download), cache)
+
+
+def _ask(hub_id: str, **options: Any) -> Any:
+    """What `snapshot_download` returns; its errors are one line with a remedy."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        return huggingface_hub.snapshot_download(hub_id, **options)
+    except errors.GatedRepoError:
+        raise InputError(
+            f"{hub_id} is gated: accept its licence at https://huggingface.co/{hub_id} and set HF_TOKEN to a token of "
+            "that account"
+        ) from None
+    except Exception as error:  # the client raises those of its HTTP library, which changes, and many others
+        reason = shorten(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", 140)
+        raise InputError(
+            f"no folder {shown(hub_id)}, nor could the hub give it ({reason}): give a local folder"
+        ) from None
