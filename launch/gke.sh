@@ -30,6 +30,7 @@ source launch/slices.sh
 
 action='' name='' type='' image='' cluster='' restarts=50 spot='' account='' claim='' place=() variables=() secrets=()
 mount=/mnt/shared
+
 # check_name OPTION NAME: of a thing in the cluster.
 check_name() {
   [[ $2 =~ ^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$ ]] || _l2d_refuse "$1 takes the name of one that is in the cluster, got '$2'"
