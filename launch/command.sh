@@ -74,7 +74,32 @@ _l2d_check_program() {
   _l2d_refuse "no program '${1:-}': choose from ${known[*]}"
 }
 
-# _l2d_check_variable NAME=VALUE
+# _l2d_check_variable NAME=VALUE: refuses a secret, which ps and logs would show.
 _l2d_check_variable() {
   [[ $1 =~ ^[A-Za-z_][A-Za-z0-9_]*= ]] || _l2d_refuse "--env takes NAME=VALUE, got '$1'"
+  case ${1%%=*} in
+    *TOKEN | *KEY | *SECRET* | *PASSWORD*)
+      _l2d_refuse "--env would show ${1%%=*} to ps and in logs: hand it in by --secret (--help says how)" ;;
+  esac
+}
+
+# _l2d_check_secret NAME=RESOURCE: a variable and what Secret Manager has for it.
+_l2d_check_secret() {
+  [[ $1 =~ ^[A-Za-z_][A-Za-z0-9_]*=projects/[^/[:space:]]+/secrets/[A-Za-z0-9_-]+(/versions/[A-Za-z0-9_-]+)?$ ]] \
+    || _l2d_refuse "--secret takes NAME=projects/PROJECT/secrets/SECRET, got a value of another form for '${1%%=*}'"
+}
+
+# _l2d_check_workdir PATTERN COMPLAINT [ARGUMENT ...]: refuses a folder for results (--workdir, --out) that is neither in a
+# bucket nor matches the pattern.
+_l2d_check_workdir() {
+  local pattern=$1 complaint=$2 word name=''
+  for word in "${@:3}"; do
+    case $word in
+      --workdir=* | --out=*) name=${word%%=*} word=${word#*=} ;;
+      --workdir | --out) name=$word && continue ;;
+      -*) name='' ;;
+    esac
+    # shellcheck disable=SC2053 # a pattern
+    [[ -z $name || $word == *://* || $word == $pattern ]] || _l2d_refuse "$name $word $complaint"
+  done
 }

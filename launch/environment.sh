@@ -6,7 +6,8 @@
 # Creates .venv in the clone (or the folder that L2D_VENV names), installs the package into it from the clone, editable,
 # with the EXTRAS and at the tested versions, and puts it first on PATH. Installs nothing the second time, until
 # requirements.txt, pyproject.toml or the constraints change.
-# L2D_PYTHON names the interpreter to build on; by default the first one that will do.
+# L2D_PYTHON names the interpreter to build on; by default the first one that will do. Where there is none, as on the images
+# of TPU VMs, uv fetches Python 3.12; pip fetches uv.
 
 _l2d_find_python() {
   local candidate candidates=(python3 python3.12 python3.11 python3.13 python3.14)
@@ -18,12 +19,30 @@ _l2d_find_python() {
       return
     fi
   done
+  return 1
+}
+
+# _l2d_create_venv FOLDER
+_l2d_create_venv() {
+  local python folder status=0
+  if python=$(_l2d_find_python); then
+    "$python" -m venv --clear "$1"
+    return
+  fi
+  if [[ -z ${L2D_PYTHON:-} ]]; then
+    echo "no Python from 3.11 on: fetching 3.12 with uv" >&2
+    folder=$(mktemp -d) || return
+    python3 -m pip install --quiet --quiet --no-input --disable-pip-version-check --target "$folder" uv \
+      && "$folder/bin/uv" venv --quiet --clear --seed --python 3.12 "$1" || status=$?
+    rm -rf "$folder"
+    if [[ $status == 0 ]]; then return; fi
+  fi
   echo "l2d_jax needs Python 3.11 or later with its venv module: install one, or name it in L2D_PYTHON" >&2
   return 2
 }
 
 _l2d_environment() {
-  local root extras=$1 venv python version constraints stamp wanted
+  local root extras=$1 venv version constraints stamp wanted
   root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) || return
   venv=${L2D_VENV:-$root/.venv}
   [[ $venv == /* ]] || venv=$PWD/$venv
@@ -34,8 +53,7 @@ _l2d_environment() {
       echo "$venv is in the way: it is not a virtual environment" >&2
       return 2
     fi
-    python=$(_l2d_find_python) || return
-    "$python" -m venv --clear "$venv" || return
+    _l2d_create_venv "$venv" || return
   fi
 
   version=$("$venv/bin/python" -c 'import sys; print("%d%d" % sys.version_info[:2])') || return

@@ -10,23 +10,36 @@
 #
 # --type TYPE         such as v5litepod-16, v6e-16 (chips) or v5p-16 (cores)
 # --env NAME=VALUE    for the program, such as JAX_COMPILATION_CACHE_DIR=gs://BUCKET/compiled; see launch/flags.sh
-# --restarts N        how often a run that was taken away, or has crashed, is started again, and resumes; default 50
+# --secret NAME       jobset: a Secret of Kubernetes whose keys become variables, such as HF_TOKEN and WANDB_API_KEY:
+#                         kubectl create secret generic NAME --from-file=HF_TOKEN=FILE --from-file=WANDB_API_KEY=FILE
+# --service-account NAME    jobset: of Kubernetes, with access to the bucket (Workload Identity); else the nodes' own
+# --volume CLAIM      jobset: a volume that all pods can write (ReadWriteMany), at /mnt/shared
+# --restarts N        how often a run that was taken away, or has crashed, is started again, and resumes; default 50.
+#                     Bad input (exit status 2) ends it at once
 # --spot              jobset: on spot nodes alone
 # --cluster CLUSTER, --project PROJECT, --zone ZONE      xpk's own; the last two are gcloud's by default
 # --print             shows the command and runs nothing
 #
 # Afterwards:  kubectl logs --selector jobset.sigs.k8s.io/jobset-name=NAME --prefix --follow
 #              kubectl delete jobset NAME          then the same command again resumes
-# The workdir, data and model must be where every pod sees them.
+# The workdir is in a bucket (gs://BUCKET/RUN) or in /mnt/shared; data and model are where every pod sees them.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/command.sh
 source launch/slices.sh
 
-action='' name='' type='' image='' cluster='' restarts=50 spot='' place=() variables=()
+action='' name='' type='' image='' cluster='' restarts=50 spot='' account='' claim='' place=() variables=() secrets=()
+mount=/mnt/shared
+
+# check_name OPTION NAME: of a thing in the cluster.
+check_name() {
+  [[ $2 =~ ^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$ ]] || _l2d_refuse "$1 takes the name of one that is in the cluster, got '$2'"
+}
+
 while (($#)); do
   case $1 in
     --type | --image | --cluster | --project | --zone | --restarts | --env) _l2d_value "$@" ;;
+    --secret | --service-account | --volume) _l2d_value "$@" && check_name "$@" ;;
   esac
   case $1 in
     --type) type=$2 && shift ;;
@@ -35,6 +48,9 @@ while (($#)); do
     --project | --zone) place+=("$1=$2") && shift ;;
     --restarts) restarts=$2 && shift ;;
     --env) _l2d_check_variable "$2" && variables+=("$2") && shift ;;
+    --secret) secrets+=("$2") && shift ;;
+    --service-account) account=$2 && shift ;;
+    --volume) claim=$2 && shift ;;
     --spot) spot=1 ;;
     --print) _l2d_print=1 ;;
     --help) _l2d_help "launch/${0##*/}" && exit ;;
@@ -65,18 +81,23 @@ esac
 if [[ $action == xpk ]]; then
   [[ -n $cluster ]] || _l2d_refuse "xpk needs --cluster CLUSTER"
   [[ -z $spot ]] || _l2d_refuse "--spot is for jobset: xpk's clusters are made with it"
+  [[ -z $account$claim && ${#secrets[@]} == 0 ]] || _l2d_refuse "--secret, --service-account and --volume are for jobset"
 else
   [[ -z $cluster && ${#place[@]} == 0 ]] || _l2d_refuse "--cluster, --project and --zone are for xpk: kubectl has its own"
 fi
 _l2d_slice "$type"
 _l2d_check_program "${1:-}"
 program=(python -m "l2d_jax.$1" "${@:2}")
+_l2d_check_workdir "${claim:+$mount/*}" \
+  "would be gone with its container: name gs://BUCKET/RUN, or a folder of $mount with --volume CLAIM" "${@:2}"
 _l2d_need "$tool"
 
 # The pods' variables are those of flags.sh and --env, whatever this machine has set for itself.
 unset JAX_PLATFORMS
 source launch/flags.sh tpu
-variables=("JAX_PLATFORMS=$JAX_PLATFORMS" ${variables[@]+"${variables[@]}"})
+if [[ " ${variables[*]-}" != *" JAX_PLATFORMS="* ]]; then
+  variables=("JAX_PLATFORMS=$JAX_PLATFORMS" ${variables[@]+"${variables[@]}"})
+fi
 
 # A YAML string. Kubernetes reads "$" in it: two stand for one.
 yaml() {
@@ -86,17 +107,32 @@ yaml() {
   printf '"%s"' "${text//\$/\$\$}"
 }
 
+# Refuses what the cluster lacks: pods that name it would wait for ever, on nodes that cost money.
+check_cluster() {
+  local things=(${secrets[@]+"${secrets[@]/#/secret/}"}) missing
+  if [[ -n $account ]]; then things+=("serviceaccount/$account"); fi
+  if [[ -n $claim ]]; then things+=("persistentvolumeclaim/$claim"); fi
+  ((${#things[@]})) || return 0
+  missing=$(kubectl get --output=name "${things[@]}" 2>&1 >/dev/null | grep --max-count=1 NotFound || true)
+  [[ -z $missing ]] || _l2d_refuse "create it in the cluster first: ${missing#*: }"
+}
+
+# A YAML list.
+list() {
+  local IFS=,
+  printf '[%s]' "$*"
+}
+
 jobset() {
-  local text word between='' arguments='' listed=''
-  for word in "${program[@]}"; do
-    arguments+="$between$(yaml "$word")"
-    between=', '
-  done
-  between=''
-  for word in "${variables[@]}"; do
-    listed+="$between{name: ${word%%=*}, value: $(yaml "${word#*=}")}"
-    between=', '
-  done
+  local text word arguments=() environment=() from=() nodes='on nodes of any price' mounted='none other' volume='none other'
+  for word in "${program[@]}"; do arguments+=("$(yaml "$word")"); done
+  for word in "${variables[@]}"; do environment+=("{name: ${word%%=*}, value: $(yaml "${word#*=}")}"); done
+  for word in ${secrets[@]+"${secrets[@]}"}; do from+=("{secretRef: {name: \"$word\"}}"); done
+  if [[ -n $spot ]]; then nodes=$'spot nodes alone\n                cloud.google.com/gke-spot: "true"'; fi
+  if [[ -n $claim ]]; then
+    mounted=$'the workdir\n                    - {name: workdir, mountPath: '$mount'}'
+    volume=$'the workdir\n                - {name: workdir, persistentVolumeClaim: {claimName: "'$claim'"}}'
+  fi
   text=$(<launch/jobset.yaml)
   text=${text//__NAME__/$name}
   text=${text//__RESTARTS__/$restarts}
@@ -105,16 +141,18 @@ jobset() {
   text=${text//__ACCELERATOR__/$_l2d_accelerator}
   text=${text//__TOPOLOGY__/$_l2d_topology}
   text=${text//__IMAGE__/$image}
-  if [[ -n $spot ]]; then
-    text=${text//__SPOT__/$'spot nodes alone\n                cloud.google.com/gke-spot: "true"'}
-  else
-    text=${text//__SPOT__/on nodes of any price}
-  fi
-  text=${text//__VARIABLES__/[$listed]}
-  text=${text//__ARGUMENTS__/[$arguments]} # last: nothing in them is read as a name
+  text=${text//__SPOT__/$nodes}
+  text=${text//__ACCOUNT__/${account:-default}}
+  text=${text//__HOST_NETWORK__/$([[ -n $account ]] && echo false || echo true)}
+  text=${text//__MOUNT__/$mounted}
+  text=${text//__VOLUME__/$volume}
+  text=${text//__SECRETS__/$(list ${from[@]+"${from[@]}"})}
+  text=${text//__VARIABLES__/$(list "${environment[@]}")}
+  text=${text//__ARGUMENTS__/$(list "${arguments[@]}")} # last: nothing in them is read as a name
   if [[ -n $_l2d_print ]]; then
     printf '%s\n' "kubectl create --filename - <<'END'" "$text" END
   else
+    check_cluster
     kubectl create --filename - <<<"$text"
   fi
 }

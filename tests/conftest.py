@@ -62,6 +62,7 @@ LONGEST = (
     "tests/decoding/test_trace.py",
     "tests/decoding/test_loaded_model.py",
     "tests/programs/test_smollm2.py",
+    "tests/programs/test_launch_restarts.py",
     "tests/decoding/test_integrate.py",
     "tests/programs/test_train.py",
     "tests/training/test_methods.py",

@@ -26,6 +26,10 @@ class BucketError(OSError):
     """A request that failed for good; `strerror` says why."""
 
 
+class RefusedError(BucketError):
+    """A request for which the account of this machine has no permission."""
+
+
 class ChangedError(BucketError):
     """An object that is not of the generation that was to be replaced or removed."""
 
@@ -188,8 +192,10 @@ def _translated(url: str) -> Iterator[None]:
         raise
     except Exception as error:  # of google.auth, google.api_core, requests and urllib3
         code = int(error.code or 0) if isinstance(error, GoogleAPICallError) else 0
-        refused = f"access refused, status {code}: check the permissions of this machine's account"
-        raise BucketError(0, refused if code in (401, 403) else _short(error), url) from error
+        if code in (401, 403):
+            reason = f"access refused, status {code}: check the permissions of this machine's account"
+            raise RefusedError(0, reason, url) from error
+        raise BucketError(0, _short(error), url) from error
 
 
 def _short(error: Exception) -> str:

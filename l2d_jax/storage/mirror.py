@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 
 from l2d_jax.errors import InputError, RunError
 from l2d_jax.files import identity
-from l2d_jax.storage.bucket import Bucket, BucketError, check_url
+from l2d_jax.storage.bucket import Bucket, BucketError, RefusedError, check_url
 from l2d_jax.storage.disk import Disk
 
 LEFT_THERE = ("checkpoints", "export", "profile", "tensorboard")  # folders of a workdir that are not fetched
@@ -64,7 +64,8 @@ _mirrors: dict[str, _Mirror] = {}  # by URL
 def open_folder(name: str | os.PathLike[str]) -> Path:
     """The folder `name`, or the copy of it if it is in a bucket, whose small files are fetched.
 
-    Raises `InputError` for a bucket that is not there, that refuses access or that cannot be reached.
+    Raises `InputError` for a bucket that is not there or that refuses access, and `RunError` for one that cannot be
+    reached, which may pass.
     """
     text = os.fspath(name)
     if not re.match("[a-z0-9]+:/", text):
@@ -82,8 +83,10 @@ def open_folder(name: str | os.PathLike[str]) -> Path:
             mirror.fetch("")
         except FileNotFoundError:
             raise InputError(f"there is no bucket of the name in {url}: check it, or create the bucket") from None
-        except BucketError as error:
+        except RefusedError as error:
             raise InputError(f"{url} cannot be read ({error.strerror}): mend that, or choose another folder") from None
+        except BucketError as error:
+            raise RunError(f"{url} cannot be reached ({error.strerror}): give the same command again later") from None
         _mirrors[url] = mirror
     return _mirrors[url].folder
 

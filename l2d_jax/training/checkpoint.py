@@ -24,7 +24,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from l2d_jax.distributed import processes
-from l2d_jax.errors import InputError
+from l2d_jax.errors import InputError, RunError
 from l2d_jax.fingerprint import Fingerprint, require_same
 from l2d_jax.storage import mirror
 from l2d_jax.storage.bucket import BucketError
@@ -85,7 +85,7 @@ class Checkpoints:
     def latest(self) -> int | None:
         """The newest good step, or None; a line on standard error says what is wrong with each newer one.
 
-        Raises `InputError` for a bucket that cannot be reached: it is not one without checkpoints.
+        Raises `RunError` for a bucket that cannot be reached: it is not one without checkpoints.
         """
         self._wait()
         return processes.decide(self._newest)
@@ -94,8 +94,8 @@ class Checkpoints:
         try:
             return next(filter(self._is_good, self._steps()), None)
         except BucketError as error:
-            remedy = "give the same command again once that is mended"
-            raise InputError(f"{self._folder} cannot be read ({error.strerror}): {remedy}") from error
+            again = "give the same command again later"
+            raise RunError(f"{self._folder} cannot be read ({error.strerror}): {again}") from error
 
     def restore(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
         """The named trees saved at `step`, in the shapes, types and placements of `like`.

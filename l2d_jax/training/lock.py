@@ -13,7 +13,7 @@ from typing import Any
 
 from l2d_jax.errors import InputError, RunError
 from l2d_jax.storage import mirror
-from l2d_jax.storage.bucket import Bucket, BucketError, ChangedError
+from l2d_jax.storage.bucket import Bucket, BucketError, ChangedError, RefusedError
 
 NAME = ".lock"
 LEASE = "L2D_JAX_LEASE"  # seconds without a sign of life after which the lock of a bucket has expired; 60
@@ -74,8 +74,10 @@ def _leased(folder: Bucket) -> Iterator[None]:
     lease = float(os.environ.get(LEASE, "60"))
     try:
         held = _Lease(folder, _take(folder, lease), lease)
-    except BucketError as error:
+    except RefusedError as error:
         raise InputError(f"{folder} cannot be written to ({error.strerror}): choose another --workdir") from error
+    except BucketError as error:
+        raise RunError(f"{folder} cannot be reached ({error.strerror}): give the same command again later") from error
     thread = threading.Thread(target=held.renew, daemon=True)
     thread.start()
     _leases.append(held)

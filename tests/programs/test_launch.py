@@ -21,6 +21,7 @@ PLACE = ["s1", "--zone", "us-west4-a", "--project", "p"]
 GKE = ["gke.sh", "--print"]
 OUTSIDE = {"TPU_SKIP_MDS_QUERY": "1"}
 KEPT = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "1000000000000"}
+RETRY = ["pod.sh", "run", *PLACE, "--retry", "--type", "v6e-16"]
 IMAGE = ["r1", "--type", "v6e-16", "--image", "gcr.io/p/l2d:1"]
 
 
@@ -75,14 +76,26 @@ def test_help_names_every_option(script):
 
 def test_a_tpu_vm_runs_any_program():
     environment, flags, run = printed("tpu_vm.sh", "--print", "generate", "--prompt", *HOSTILE)
-    assert environment == ["source", "launch/environment.sh", "tpu"]
+    assert environment == ["source", "launch/environment.sh", "tpu,gcs"]
     assert flags == ["source", "launch/flags.sh", "tpu"]
     assert run == ["exec", "python", "-m", "l2d_jax.generate", "--prompt", *HOSTILE]
 
 
 def test_a_tpu_vm_is_prepared():
     commands = printed("tpu_vm.sh", "--print", "--install")
-    assert [words[0] for words in commands] == ["sudo", "sudo", "sudo", "source"]
+    assert [words[0] for words in commands] == ["sudo", "source"]
+
+
+def test_a_tpu_vm_mounts_and_reads_secrets_first():
+    given = ["--before", "mount 'a b'", "--secret", "HF_TOKEN=projects/p/secrets/hf"]
+    given += ["--secret", "WANDB_API_KEY=projects/p/secrets/wb/versions/3"]
+    before, *secrets, _, _, run = printed("tpu_vm.sh", "--print", *given, "train")
+    assert before == ["bash", "-c", "mount 'a b'"]
+    assert secrets == [
+        ["export", "HF_TOKEN=$(gcloud secrets versions access projects/p/secrets/hf/versions/latest)"],
+        ["export", "WANDB_API_KEY=$(gcloud secrets versions access projects/p/secrets/wb/versions/3)"],
+    ]
+    assert run == ["exec", "python", "-m", "l2d_jax.train"]
 
 
 @pytest.mark.parametrize(
@@ -134,6 +147,13 @@ def test_all_hosts_run_the_program():
     assert shlex.split(remote) == ["env", given, "bash", "launch/tpu_vm.sh", "train", "--workdir", "/mnt/w", *HOSTILE]
 
 
+def test_all_hosts_mount_and_read_secrets_first():
+    given = ["--before", "mount 'a b'", "--secret", "HF_TOKEN=projects/p/secrets/hf"]
+    [words] = printed(*POD, "run", *PLACE, *given, "train")
+    remote = option(words, "command").partition(" && mkdir -p runs && ")[2].rpartition(" 2>&1 | ")[0]
+    assert shlex.split(remote) == ["env", "bash", "launch/tpu_vm.sh", *given, "train"]
+
+
 @pytest.mark.parametrize(
     ("action", "tools"),
     [
@@ -149,11 +169,12 @@ def test_the_other_commands_for_a_slice(action, tools):
     assert all("--zone=us-west4-a" in words for words in commands if words[0] == "gcloud")
 
 
-# In place of gcloud: writes down what it is asked; a run fails as often as the file `failures` has lines.
+# In place of gcloud: writes down what it is asked; a run fails as often as the file `failures` has lines,
+# with the status that each line has.
 GCLOUD = """#!/bin/bash
 echo "$3 $4" >>calls
 case "$3 $4 $*" in
-  *" ssh "*tpu_vm.sh\\ train*) if [ -s failures ]; then sed -i 1d failures; exit 255; fi ;;
+  *" ssh "*tpu_vm.sh\\ train*) read -r status <failures; sed -i 1d failures; exit ${status:-0} ;;
   "queued-resources describe "*) echo ACTIVE ;;
   "tpu-vm describe "*) cat state ;;
 esac
@@ -171,8 +192,8 @@ def cloud(tmp_path):
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
 
-    def pod(*arguments, failures, state):
-        (tmp_path / "failures").write_text("x\n" * failures)
+    def pod(*arguments, failures, state, failure=255):
+        (tmp_path / "failures").write_text(f"{failure}\n" * failures)
         (tmp_path / "state").write_text(state)
         environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
         command = ["bash", str(tmp_path / "launch" / "pod.sh"), *arguments]
@@ -196,6 +217,21 @@ AGAIN = ["tpu-vm describe", "queued-resources delete", "queued-resources create"
 )
 def test_a_slice_that_was_taken_away_is_replaced(cloud, options, failures, state, status, calls):
     done = cloud("run", *PLACE, *options, "train", failures=failures, state=state)
+    assert done == (status, ["tpu-vm ssh", *calls])
+
+
+@pytest.mark.parametrize(
+    ("failure", "restarts", "status", "calls"),
+    [
+        (1, [], 0, ["tpu-vm describe", "tpu-vm ssh"] * 2),
+        (137, ["--restarts", "1"], 137, ["tpu-vm describe", "tpu-vm ssh"]),
+        (2, [], 2, []),  # bad input
+        (143, [], 143, ["tpu-vm describe"]),  # `stop`
+    ],
+)
+def test_a_crash_on_a_slice_that_is_still_there(cloud, failure, restarts, status, calls):
+    retry = ["--retry", "--type", "v6e-16", *restarts]
+    done = cloud("run", *PLACE, *retry, "train", failures=2, failure=failure, state="READY")
     assert done == (status, ["tpu-vm ssh", *calls])
 
 
@@ -240,6 +276,51 @@ def test_a_job_runs_the_program():
     assert container["env"] == [{"name": "JAX_PLATFORMS", "value": "tpu,cpu"}, {"name": "XLA", "value": "a $$b"}]
 
 
+def test_a_job_restarts_unless_its_input_is_bad():
+    whole, spec = job("train")
+    policy = whole["spec"]["failurePolicy"]
+    assert (policy["maxRestarts"], policy["restartStrategy"]) == (50, "BlockingRecreate")
+    [rule] = policy["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+    assert (spec["backoffLimit"], spec["template"]["spec"]["restartPolicy"]) == (0, "Never")
+
+
+def test_a_job_has_a_volume_secrets_and_an_identity():
+    def pod(*arguments):
+        found = job(*arguments)[1]["template"]["spec"]
+        [container] = found["containers"]
+        return found, container
+
+    bare, container = pod("train", "--workdir", "gs://b/run")
+    assert (bare["serviceAccountName"], bare["hostNetwork"]) == ("default", True)
+    assert (container["envFrom"], len(container["volumeMounts"]), len(bare["volumes"])) == ([], 1, 1)
+
+    given = ["--volume", "disk", "--secret", "true", "--secret", "wandb", "--service-account", "l2d"]
+    found, container = pod(*given, "train", "--workdir", "/mnt/shared/run")
+    assert (found["serviceAccountName"], found["hostNetwork"]) == ("l2d", False)  # the host's network has its identity
+    assert container["envFrom"] == [{"secretRef": {"name": "true"}}, {"secretRef": {"name": "wandb"}}]
+    assert container["volumeMounts"][1] == {"name": "workdir", "mountPath": "/mnt/shared"}
+    assert found["volumes"][1] == {"name": "workdir", "persistentVolumeClaim": {"claimName": "disk"}}
+
+
+def test_a_job_takes_a_variable_once():
+    _, spec = job("--env", "JAX_PLATFORMS=cpu", "train")
+    assert spec["template"]["spec"]["containers"][0]["env"] == [{"name": "JAX_PLATFORMS", "value": "cpu"}]
+
+
+def test_what_a_cluster_lacks_is_bad_input(tmp_path):
+    kubectl = tmp_path / "kubectl"
+    lacking = 'Error from server (NotFound): persistentvolumeclaims "disk" not found'
+    kubectl.write_text(f"#!/bin/bash\necho \"$*\" >>{tmp_path}/calls\necho '{lacking}' >&2\nexit 1\n")
+    kubectl.chmod(0o755)
+    given = ["--secret", "hf", "--volume", "disk", "--service-account", "l2d"]
+    done = launch("gke.sh", "jobset", *IMAGE, *given, "train", path=f"{tmp_path}:{os.environ['PATH']}")
+    missing = 'error: create it in the cluster first: persistentvolumeclaims "disk" not found\n'
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", missing)
+    asked = "get --output=name secret/hf serviceaccount/l2d persistentvolumeclaim/disk\n"
+    assert (tmp_path / "calls").read_text() == asked
+
+
 def test_a_job_does_not_inherit_this_machines_variables():
     assert 'JAX_PLATFORMS, value: "tpu,cpu"}]' in launch(*GKE, "jobset", *IMAGE, "train", JAX_PLATFORMS="cpu").stdout
 
@@ -270,6 +351,18 @@ def test_xpk_runs_the_program():
         (["pod.sh", "run", *PLACE, "--retry", "train"], "run needs --type TYPE"),
         (["pod.sh", "run", *PLACE, "--env", "A B=c", "train"], "--env takes NAME=VALUE, got 'A B=c'"),
         (["pod.sh", "run", *PLACE], "no program ''"),
+        (
+            ["pod.sh", "run", *PLACE, "--env", "HF_TOKEN=hf_1", "train"],
+            "show HF_TOKEN to ps and in logs: hand it in by --s",
+        ),
+        (["pod.sh", "run", *PLACE, "--secret", "HF_TOKEN=hf_1", "train"], "NAME=projects/PROJECT/secrets/SECRET"),
+        (["pod.sh", "run", *PLACE, "--restarts", "x", "train"], "--restarts takes a number, got 'x'"),
+        (
+            [*RETRY, "train", "--workdir", "runs/a"],
+            "--workdir runs/a would be gone with its slice: name gs://BUCKET/RUN",
+        ),
+        (["tpu_vm.sh", "--before"], "--before needs a value"),
+        (["tpu_vm.sh", "--secret", "HF_TOKEN=x", "train"], "of another form for 'HF_TOKEN'"),
         (["pod.sh", "stop", *PLACE, "train"], "stop takes no further argument, got 'train'"),
         (["pod.sh", "delete", *PLACE], "gcloud is not installed; --print shows what it would do"),
         (["gke.sh", "jobset", *IMAGE, "train"], "kubectl is not installed"),
@@ -281,6 +374,23 @@ def test_xpk_runs_the_program():
         (["gke.sh", "jobset", *IMAGE, "--restarts", "-1", "train"], "--restarts takes a number, got '-1'"),
         (["gke.sh", "jobset", *IMAGE, "--zone", "z", "train"], "are for xpk"),
         ([*GKE, "jobset", *IMAGE, "train", "two\nlines"], "control characters cannot be handed on"),
+        (["gke.sh", "jobset", *IMAGE, "--env", "WANDB_API_KEY=x", "train"], "show WANDB_API_KEY to ps and in logs"),
+        (
+            ["gke.sh", "jobset", *IMAGE, "--secret", "A=b", "train"],
+            "--secret takes the name of one that is in the cluster",
+        ),
+        (
+            ["gke.sh", "jobset", *IMAGE, "train", "--workdir", "runs/a"],
+            "--workdir runs/a would be gone with its container",
+        ),
+        (["gke.sh", "jobset", *IMAGE, "train", "--workdir=gs:/b/a"], "--workdir gs:/b/a would be gone"),
+        (
+            ["gke.sh", "jobset", *IMAGE, "train", "--workdir", "/mnt/shared/a"],
+            "a folder of /mnt/shared with --volume CLAIM",
+        ),
+        (["gke.sh", "jobset", *IMAGE, "--volume", "d", "evaluate", "--out", "/tmp/a"], "--out /tmp/a would be gone"),
+        (["gke.sh", "jobset", *IMAGE, "report", "--workdir", "gs://b/1", "x"], "--workdir x would be gone"),
+        (["gke.sh", "xpk", *IMAGE, "--cluster", "c", "--secret", "a", "train"], "--volume are for jobset"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, words, message):
@@ -299,6 +409,7 @@ def test_the_container_file_copies_what_is_there():
     assert sources
     assert all(list(ROOT.glob(source)) for source in sources)
     [default] = re.findall(r"^ARG EXTRA=(.*)", text, re.M)
-    assert default in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(default.split(",")) <= set(extras)
     [version] = re.findall(r"^FROM python:3\.(\d+)-slim", text, re.M)
     assert f"launch/constraints-py3{version}.txt" in sources

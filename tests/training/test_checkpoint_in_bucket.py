@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from l2d_jax.errors import InputError
+from l2d_jax.errors import RunError
 from l2d_jax.storage import mirror
 from l2d_jax.storage.bucket import Bucket
 from l2d_jax.training import manifest
@@ -123,5 +123,5 @@ def test_a_save_that_fails_is_a_line_and_the_next_one_works(bucket, emulator, ca
 def test_a_bucket_that_cannot_be_reached_is_not_one_without_checkpoints(bucket, emulator):
     """Training would begin anew."""
     checkpoints = open_checkpoints()
-    with emulator.failing(500), pytest.raises(InputError, match=f"{bucket} cannot be read .*: give the same command"):
+    with emulator.failing(500), pytest.raises(RunError, match=f"{bucket} cannot be read .*: give the same command"):
         checkpoints.latest()
