@@ -17,13 +17,14 @@ from l2d_jax.weights.safetensors_file import write_safetensors
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB = "hub:"  # before a hub id: it is no folder, whatever lies in the working directory
-HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]  # neither pickles nor code
+TEXT_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]  # of config and tokenizer
+HUB_FILES = ["*.safetensors", *TEXT_FILES]  # neither pickles nor code
 NEARBY = "base_from_here"  # in a file that names its base: the path from the file's folder to it
 ON_HUB = "base_on_hub"  # in such a file: true if the base is a hub id
 
 
-def locate(name: str) -> Path:
-    """The folder that `name` stands for: itself, the conversion of a GGUF file, or a download from the hub.
+def locate(name: str, *, files: list[str] = HUB_FILES) -> Path:
+    """The folder that `name` stands for: itself, the conversion of a GGUF file, or a download of `files` from the hub.
 
     Conversions are in bfloat16, and are kept in `files.cache_folder`. A name in a folder that is here is a path, and is
     not looked up on the hub, where anybody may have taken it.
@@ -47,7 +48,7 @@ def locate(name: str) -> Path:
     import huggingface_hub  # here: only this branch needs it, and it reads the environment as it is imported
 
     try:
-        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=HUB_FILES))
+        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=files))
     except Exception as error:  # the client raises those of its HTTP library, which changes, and many others
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise InputError(
@@ -95,17 +96,17 @@ class BaseAndAdapters:
         return next((folder for folder in reversed(folders) if (folder / "tokenizer.json").exists()), self.folder)
 
 
-def find_base_and_adapters(name: str) -> BaseAndAdapters:
+def find_base_and_adapters(name: str, *, files: list[str] = HUB_FILES) -> BaseAndAdapters:
     """Follow adapters to the base that each names; raises `InputError` where a folder on the way is missing."""
     adapters: list[Path] = []
-    folder = _locate(name, adapters)
+    folder = _locate(name, adapters, files)
     while (folder / peft.CONFIG).exists() or (folder / peft.WEIGHTS).exists():
         if folder in adapters:
             raise InputError(f"{folder} is its own base: mend base_model_name_or_path in its {peft.CONFIG}")
         adapters.insert(0, folder)
         if (folder / "config.json").exists():
             break
-        folder = _locate(read_base_name(folder / peft.CONFIG, "base_model_name_or_path"), adapters)
+        folder = _locate(read_base_name(folder / peft.CONFIG, "base_model_name_or_path"), adapters, files)
     return BaseAndAdapters(folder, tuple(adapters))
 
 
@@ -164,9 +165,9 @@ def missing_base(name: str, file: Path) -> InputError:
     return InputError(f"the base of {file.parent} is {shown(name)}, and there is no such folder here: {remedy}")
 
 
-def _locate(name: str, adapters: list[Path]) -> Path:
+def _locate(name: str, adapters: list[Path], files: list[str]) -> Path:
     try:
-        folder = locate(name)
+        folder = locate(name, files=files)
     except InputError as error:
         if not adapters:
             raise

@@ -131,6 +131,13 @@ def find_base(config: ModelConfig) -> BaseFiles:
     return BaseFiles(architecture, tokenizer, tuple(dict.fromkeys(ends)), source)
 
 
+def find_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
+    """The tokenizer that `find_base` finds, without a download of weights; raises `InputError` where there is none."""
+    if config.name == "random":
+        return byte_tokenizer()
+    return load_tokenizer(locate.find_base_and_adapters(config.name, files=locate.TEXT_FILES).tokenizer_folder)
+
+
 def random_base(architecture: Architecture, mesh: Mesh, *, dtype: str) -> LLM:
     """Random weights, for measuring."""
     return BaseFiles(architecture, None, (), None).load(dtype=dtype, mesh=mesh)
