@@ -31,14 +31,13 @@ def main() -> None:
     tokenizer = model_folder.find_tokenizer(config.model)
     preparation = Preparation(options.out, config.data, tokenizer, processes=options.processes)
     for data, split in training_splits(config):
-        examples = Examples.load(
-            data, tokenizer, split=split, classes=config.path.classes, tokenise=preparation.tokenise
-        )
+        classes, tokenise = config.path.classes, preparation.tokenise
+        examples = Examples.load(data, tokenizer, split=split, classes=classes, tokenise=tokenise)
         plans = examples.plans if data.packing and split == data.train_split else ()
-        size = preparation.add(data, split, replace(examples.source, fingerprint=examples.fingerprint(), plans=plans))
-        print(f"{split}: {examples.counts}; {size / 2**20:.1f} MiB", flush=True)
-    preparation.finish()
-    print(f"train with --config.data.prepared={options.out}")
+        preparation.add(data, split, replace(examples.source, fingerprint=examples.fingerprint(), plans=plans))
+        print(f"{split}: {examples.counts}", flush=True)
+    size = preparation.finish()
+    print(f"{size / 2**20:.1f} MiB; train with --config.data.prepared={options.out}")
 
 
 if __name__ == "__main__":

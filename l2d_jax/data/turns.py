@@ -50,7 +50,8 @@ def tokenise_rows(
     """
     # `datasets` knows a cached result by the arguments and by this function's name, so the code is an argument too.
     code = hashlib.sha256((inspect.getsource(tokenization) + inspect.getsource(_turns)).encode()).hexdigest()
-    options = {"with_indices": True, "remove_columns": rows.column_names, "features": FEATURES}
+    # What the tokenizer returns takes hundreds of bytes per token until it is written, so batches are small.
+    options = {"batch_size": 250, "with_indices": True, "remove_columns": rows.column_names, "features": FEATURES}
     options["fn_kwargs"] = {**arguments, "numbers": numbers, "code": code}
     if file is not None:
         options |= {"cache_file_name": str(file), "load_from_cache_file": False, "new_fingerprint": file.stem}
