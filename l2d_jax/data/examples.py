@@ -140,7 +140,7 @@ class Examples:
     def plans(self) -> list[PackingPlan]:
         """Which examples of each of `parts` share a row, if the config asks for packing."""
         if len(self.source.plans) == len(self.parts):
-            return self.source.plans
+            return list(self.source.plans)
         length, answer_length = self.config.max_length, self.config.answer_length or self.config.max_length
         lengths, answers = (sizes[self.kept] for sizes in _lengths(self.turns))
         return [pack(lengths[i], answers[i], length=length, answer_length=answer_length) for i in self.parts]

@@ -166,12 +166,17 @@ def _begin_process(work: Any) -> None:
     """Prepare a process of a pool, which ends with its parent, and silently at Ctrl-C."""
     global _work
     _work = work
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each process has a core of its own
     datasets.disable_progress_bars()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _do(task: Any) -> Any:

@@ -1,5 +1,4 @@
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from l2d_jax import prepare, train
-from l2d_jax.data import prepared, tokenizer
+from l2d_jax.data import examples, prepared, tokenizer
 from l2d_jax.errors import LONGEST_LINE
 from tests.support.programs import ROOT, call, options, same_bits, without_times
 
@@ -29,7 +28,7 @@ def test_training_is_the_same_bit_for_bit_and_neither_reads_nor_tokenises_the_so
     assert outcome.out.splitlines()[0].startswith("train: 14 (2 too long and 0 with too long an answer left out)")
     assert outcome.out.endswith(f" MiB; train with --config.data.prepared={tmp_path / 'out'}\n")
     assert call(train.main, *options(**STEPS), "--workdir", tmp_path / "source").status == 0
-    shutil.rmtree(tmp_path / "cache")
+    monkeypatch.setattr(examples, "read_parts", lambda *_: pytest.fail("reads the source"))
     monkeypatch.setattr(tokenizer, "turn_texts", lambda *_, **__: pytest.fail("tokenises"))
     arguments = [*options(**STEPS, data__prepared=tmp_path / "out"), "--workdir"]
     outcome = call(train.main, *arguments, tmp_path / "prepared")
