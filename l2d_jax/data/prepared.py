@@ -40,7 +40,6 @@ SHARD = 8192  # rows of the source
 MANIFEST, SHARDS = "manifest.json", "shards"
 OPTIONS = ("source", "subsets", "max_length", "answer_length", "empty_thoughts")  # of the data, that change examples
 AGAIN = "give the command of l2d_jax.prepare again, which completes and mends it"
-_work: Any = None  # what a process of a pool does with each task
 
 
 def training_splits(config: Config) -> list[tuple[DataConfig, str]]:
@@ -93,10 +92,10 @@ class Preparation:
         work = partial(_write_shard, self._folder / SHARDS, rows, arguments)
         context = multiprocessing.get_context("spawn")  # a process that has loaded JAX must not fork
         count = min(self._processes, len(tasks))
-        pool = ProcessPoolExecutor(count, context, _begin_process, (work,)) if count > 1 else None
+        pool = ProcessPoolExecutor(count, context, _begin_process) if count > 1 else None
         try:
             with pool or contextlib.nullcontext():
-                made = map(work, tasks) if pool is None else pool.map(_do, tasks)
+                made = pool.map(work, tasks) if pool else map(work, tasks)
                 bar = {"total": len(tasks), "unit": "shard", "disable": None}  # only on a terminal
                 self._shards = list(tqdm(made, desc=f"preparing {arguments['name']}", **bar))
         except BrokenProcessPool:
@@ -162,10 +161,8 @@ def _join(shards: list[Path]) -> datasets.Dataset:
     return datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in shards])
 
 
-def _begin_process(work: Any) -> None:
+def _begin_process() -> None:
     """Prepare a process of a pool, which ends with its parent, and silently at Ctrl-C."""
-    global _work
-    _work = work
     threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each process has a core of its own
@@ -177,10 +174,6 @@ def _end_with_parent() -> None:
     assert parent is not None
     parent.join()
     os._exit(1)
-
-
-def _do(task: Any) -> Any:
-    return _work(task)
 
 
 def _name(config: DataConfig, split: str) -> str:
