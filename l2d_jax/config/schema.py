@@ -93,7 +93,9 @@ class DataConfig:
 
     source: str = "smoltalk"  # "problems" (built in), "smoltalk", a data set's hub name, or a folder of rows
     subsets: tuple[str, ...] = ()  # hub configurations, or folders, to join; (): the source's default
+    weights: tuple[ranges.Scale, ...] | None = None  # of the subsets' rows in training; None: as many as each has
     data_dir: str | None = None  # read <data_dir>/<source>/<split>.jsonl or .parquet instead of the hub
+    prepared: str | None = None  # folder of l2d_jax.prepare, read in place of the source; None: tokenise the source
     train_split: str = "train"
     validation_split: str = "test"
     train_examples: ranges.Count | None = None  # number of training examples at most; None: all
@@ -109,6 +111,10 @@ class DataConfig:
         require(
             (self.answer_length or 0) <= self.max_length,
             f"config.data.answer_length {self.answer_length} exceeds config.data.max_length {self.max_length}",
+        )
+        require(
+            self.weights is None or 0 < len(self.weights) == len(self.subsets),
+            f"config.data.weights must be a number for each of config.data.subsets {self.subsets}, got {self.weights}",
         )
 
 

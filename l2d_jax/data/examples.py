@@ -1,13 +1,13 @@
 """Turns conversations into batches of one fixed shape, in an order that is a pure function of the seed and the step.
 
-Conversations are tokenised once, each of the assistant's turns as one example, and `datasets` caches the result.
+Conversations are tokenised once, each of the assistant's turns as one example, and `datasets` caches the result, or a
+folder holds it (`prepared`).
 There is no iterator state: step k of any run, resumed or not and on any number of processes, reads the same examples.
 """
 
 import dataclasses
 import hashlib
-import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -22,18 +22,11 @@ from l2d_jax.config.schema import DataConfig
 from l2d_jax.data import tokenizer as tokenization
 from l2d_jax.data.batch import Batch, stack
 from l2d_jax.data.packing import PackingPlan, pack
-from l2d_jax.data.sources import most_examples, papers_count, read_rows
-from l2d_jax.errors import InputError, shown
+from l2d_jax.data.prepared import read_prepared
+from l2d_jax.data.sources import most_examples, papers_count, read_parts
+from l2d_jax.data.turns import TokenisedSplit, tokenise_rows
+from l2d_jax.errors import InputError
 
-FEATURES = datasets.Features(
-    {
-        "tokens": datasets.List(datasets.Value("int32")),  # context and answer
-        "context": datasets.Value("int32"),  # number of tokens before the answer
-        "length": datasets.Value("int32"),  # number of all tokens
-        "class": datasets.Value("int32"),
-        "row": datasets.Value("int32"),  # number of the row in the split, from 0
-    }
-)
 READING = ReadOptions(num_threads=4, prefetch_buffer_size=16)  # batches ahead of the one in use
 
 
@@ -61,36 +54,51 @@ class Examples:
 
     config: DataConfig
     counts: Counts
-    turns: datasets.Dataset  # rows of FEATURES, of any length
+    turns: datasets.Dataset  # rows of `turns.FEATURES`, of any length
     kept: Int[np.ndarray, " n"]  # the rows of `turns` that are used
     padding: int  # id of the token that fills the rows of a batch
+    source: TokenisedSplit
 
     @classmethod
     def load(
-        cls, config: DataConfig, tokenizer: PreTrainedTokenizerFast, *, split: str, classes: int = 0
+        cls,
+        config: DataConfig,
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        split: str,
+        classes: int = 0,
+        tokenise: Callable[..., datasets.Dataset] = tokenise_rows,
     ) -> "Examples":
-        """Read and tokenise a split, with at most as many examples as the config asks for, spread evenly over it.
+        """Read and `tokenise` a split, with at most as many examples as the config asks for, spread evenly over it.
 
+        A folder of prepared data is read instead if the config names one.
         Raises `InputError` for rows that cannot be read, for rows whose class is not below `classes` (unless it is 0),
         for a tokenizer without a chat template, and if no example fits the lengths of the config.
         """
         tokenization.require_chat_template(tokenizer)
         name, limit = f"{config.source}/{split}", most_examples(config, split)
-        rows = read_rows(config, split)
-        _check_classes(rows, classes, name=name)
-        sample = limit or len(rows)
-        arguments = {"tokenizer": tokenizer, "name": name, "empty_thoughts": config.empty_thoughts}
-        while True:
-            turns = _tokenise(rows, _spread(len(rows), sample), arguments)
-            fits, counts = _fit(turns, config)
-            if limit is None or counts.kept >= limit or sample >= len(rows):
-                break
-            sample *= 2  # some were too long, or had no answer
+        if config.prepared is None:
+            parts = read_parts(config, split)
+            rows = datasets.concatenate_datasets(parts)
+            _check_classes(rows, classes, name=name)
+            sample = limit or len(rows)
+            arguments = {"tokenizer": tokenizer, "name": name, "empty_thoughts": config.empty_thoughts}
+            while True:
+                turns = tokenise(rows, _spread(len(rows), sample), arguments)
+                if limit is None or _fit(turns, config)[1].kept >= limit or sample >= len(rows):
+                    break
+                sample *= 2  # some were too long, or had no answer
+            source = TokenisedSplit(turns, np.cumsum([*map(len, parts)]).tolist(), "class" in rows.column_names)
+        else:
+            source = read_prepared(config, split, tokenizer)
+            turns = source.turns
+            _check_classes(turns if source.has_classes else turns.remove_columns("class"), classes, name=name)
+        fits, counts = _fit(turns, config)
         if counts.kept == 0:
             raise InputError(_misfit(turns, config, name))
         kept = np.flatnonzero(fits)[_spread(counts.kept, limit or counts.kept)]
         counts = dataclasses.replace(counts, kept=len(kept), papers=papers_count(config, split))
-        return cls(config, counts, turns.with_format("numpy"), kept, tokenization.padding_id(tokenizer))
+        return cls(config, counts, turns.with_format("numpy"), kept, tokenization.padding_id(tokenizer), source)
 
     def __len__(self) -> int:
         return len(self.kept)
@@ -104,6 +112,8 @@ class Examples:
 
     def fingerprint(self) -> str:
         """A hash of the tokens, answers and classes of all examples in their order."""
+        if self.source.fingerprint is not None:
+            return self.source.fingerprint
         hashed = hashlib.sha256(self.kept.astype("<i8").tobytes())
         for name in ("tokens", "context", "length", "class"):
             for chunk in self.turns.data.column(name).chunks:
@@ -112,16 +122,33 @@ class Examples:
         return hashed.hexdigest()[:32]
 
     @cached_property
-    def plan(self) -> PackingPlan:
-        """Which examples share a row, if the config asks for packing."""
+    def parts(self) -> list[Int[np.ndarray, " k"]]:
+        """The numbers of the examples of each subset that has a weight; of all examples if there are no weights.
+
+        Raises `InputError` for a weight of a subset without examples.
+        """
+        if not self.config.weights:
+            return [np.arange(len(self))]
+        subset = np.searchsorted(self.source.ends, self.turns.data.column("row").to_numpy()[self.kept], side="right")
+        parts = [np.flatnonzero(subset == number) for number in range(len(self.source.ends))]
+        for name, part in zip(self.config.subsets, parts, strict=True):
+            if len(part) == 0:
+                raise InputError(f"config.data.weights names {name}, of which no example fits: leave that subset out")
+        return parts
+
+    @cached_property
+    def plans(self) -> list[PackingPlan]:
+        """Which examples of each of `parts` share a row, if the config asks for packing."""
+        if len(self.source.plans) == len(self.parts):
+            return list(self.source.plans)
         length, answer_length = self.config.max_length, self.config.answer_length or self.config.max_length
         lengths, answers = (sizes[self.kept] for sizes in _lengths(self.turns))
-        return pack(lengths, answers, length=length, answer_length=answer_length)
+        return [pack(lengths[i], answers[i], length=length, answer_length=answer_length) for i in self.parts]
 
     @property
     def rows(self) -> int:
         """The number of rows of one epoch of training."""
-        return len(self.plan) if self.config.packing else len(self)
+        return sum(map(len, self.plans if self.config.packing else self.parts))
 
     def describe(self) -> str:
         """A line with the number of examples and the padding of training rows."""
@@ -161,14 +188,20 @@ class Examples:
         return self._read(order, batch_size, 0, rows, config=config)
 
     def _order(self) -> MapDataset:
-        """The numbers of the examples of each row, epoch after epoch."""
-        seed, rows = self.config.seed, self.rows
+        """The numbers of the examples of each row, epoch after epoch; weights give each subset its own epochs."""
+        orders = [self._order_of(number) for number in range(len(self.parts))]
+        return MapDataset.mix(orders, self.config.weights) if self.config.weights else orders[0]
+
+    def _order_of(self, number: int) -> MapDataset:
+        """The numbers of the examples of each row of one of `parts`, epoch after epoch."""
+        part, seed = self.parts[number], self.config.seed
+        rows = len(self.plans[number] if self.config.packing else part)
         deal = lru_cache(maxsize=2)(
-            lambda epoch: self.plan.deal(seed, epoch)
+            lambda epoch: self.plans[number].deal(seed, epoch)
         )  # rows of two epochs are read where one ends
 
         def examples(index: int, row: int) -> list[int]:
-            return deal(index // rows)[row].tolist() if self.config.packing else [row]
+            return part[deal(index // rows)[row] if self.config.packing else [row]].tolist()
 
         return MapDataset.range(rows).seed(seed).shuffle().repeat().map_with_index(examples)
 
@@ -217,48 +250,6 @@ def _spread(length: int, count: int) -> Int[np.ndarray, " n"]:
     """At most `count` of `length` indices, evenly spaced, so that joined subsets are all represented."""
     count = min(count, length)
     return np.arange(count) * length // count
-
-
-def _tokenise(rows: datasets.Dataset, numbers: Int[np.ndarray, " n"], arguments: Mapping[str, Any]) -> datasets.Dataset:
-    """What `_turns` makes of the rows with these numbers, from the cache of `datasets` if an earlier call made it."""
-    # `datasets` knows a cached result by the arguments and by this function's name, so the code is an argument too.
-    code = hashlib.sha256((inspect.getsource(tokenization) + inspect.getsource(_turns)).encode()).hexdigest()
-    options = {"with_indices": True, "remove_columns": rows.column_names, "features": FEATURES}
-    options["fn_kwargs"] = {**arguments, "numbers": numbers, "code": code}
-    return rows.select(numbers).map(_turns, batched=True, desc=f"tokenising {arguments['name']}", **options)
-
-
-def _turns(
-    rows: Mapping[str, list[Any]],
-    indices: list[int],
-    *,
-    numbers: Int[np.ndarray, " n"],
-    tokenizer: PreTrainedTokenizerFast,
-    name: str,
-    empty_thoughts: bool,
-    code: str,  # noqa: ARG001
-) -> dict[str, list[Any]]:
-    """Tokenise a batch of rows: one row of FEATURES per turn of the assistant."""
-    texts, classes, origins = [], [], []
-    labels = rows.get("class", [0] * len(indices))
-    answered = zip(rows.get("question", []), rows.get("answer", []), strict=False)
-    dialogues = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in answered]
-    for index, messages, label in zip(indices, rows.get("messages", dialogues), labels, strict=True):
-        try:
-            if not (isinstance(messages, list) and all(isinstance(message, dict) for message in messages)):
-                raise InputError(f"'messages' must be a list of objects with role and content, got {messages!r:.60}")
-            if type(label) is not int or label < 0:
-                raise InputError(f"'class' must be an integer, 0 or more, got {shown(label)}")
-            pairs = tokenization.turn_texts(messages, tokenizer, empty_thoughts=empty_thoughts)
-        except InputError as error:
-            raise InputError(f"row {numbers[index]} of {name} (the first is 0): {error}") from error
-        texts += [text for pair in pairs for text in pair]
-        classes += [label] * len(pairs)
-        origins += [numbers[index]] * len(pairs)
-    ids = tokenization.text_ids(texts, tokenizer)
-    turns = [context + answer for context, answer in zip(ids[::2], ids[1::2], strict=True)]
-    lengths = {"context": [*map(len, ids[::2])], "length": [*map(len, turns)]}
-    return {"tokens": turns, **lengths, "class": classes, "row": origins}
 
 
 def _lengths(turns: datasets.Dataset) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:

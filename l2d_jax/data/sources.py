@@ -32,8 +32,8 @@ def papers_count(config: DataConfig, split: str) -> int | None:
     return smoltalk.EXAMPLES.get(split) if is_papers and whole and not short else None
 
 
-def read_rows(config: DataConfig, split: str) -> datasets.Dataset:
-    """The rows of a split, with a column `messages` or `question` and `answer`, and `class` if there are classes.
+def read_parts(config: DataConfig, split: str) -> list[datasets.Dataset]:
+    """The rows of each subset, with a column `messages` or `question` and `answer`, and `class` if all have classes.
 
     A folder holds the rows themselves or, like the hub, a part for each subset: <folder>/<subset>/<split>.parquet.
     Raises `InputError` for a source, split or column that is missing, a file that cannot be parsed, and no rows.
@@ -44,7 +44,7 @@ def read_rows(config: DataConfig, split: str) -> datasets.Dataset:
         raise InputError(
             f"subsets of {config.source} have different columns: give all 'messages', or all 'question' and 'answer'"
         )
-    return datasets.concatenate_datasets([part.select_columns(columns) for part in parts])
+    return [part.select_columns(columns) for part in parts]
 
 
 def _folder(config: DataConfig) -> Path | None:

@@ -16,6 +16,7 @@ from l2d_jax.config.schema import Config
 from l2d_jax.data import rows
 from l2d_jax.data.batch import count_text
 from l2d_jax.data.examples import Examples
+from l2d_jax.data.prepared import read_prepared, training_splits
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.refine import Refinement
 from l2d_jax.distributed import processes, runtime
@@ -247,6 +248,9 @@ def read_inputs(config: Config, mesh: Mesh) -> tuple[model_folder.BaseFiles, Exa
 
     Last come the problems that a validation answers freely, if it does.
     """
+    if config.data.prepared is not None:
+        for data, split in training_splits(config):
+            read_prepared(data, split)  # before a base is downloaded
     base = model_folder.find_base(config.model)
     if base.tokenizer is None:
         raise InputError(f"{config.model.name} has no tokenizer: training reads text; add its tokenizer files")

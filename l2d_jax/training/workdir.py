@@ -17,7 +17,7 @@ def claim(workdir: Path, config: Config) -> None:
     """Make the workdir, and write the resolved config and the place of a local base.
 
     Raises `InputError` if that fails, and if the workdir has checkpoints of another config. The sections `mesh` and
-    `profile` may differ.
+    `profile`, and the option `data.prepared`, may differ.
     """
     file = workdir / "config.json"
     text = json.dumps(config.to_dict(), indent=2) + "\n"
@@ -29,7 +29,8 @@ def claim(workdir: Path, config: Config) -> None:
         mirror.publish(workdir)
     except OSError as error:
         raise InputError(f"cannot write to workdir {workdir}: {error.strerror}: choose another --workdir") from error
-    free = ("config.mesh.", "config.profile.")  # a run may resume on other devices, and trace other steps
+    # A run may resume on other devices, trace other steps, and read the same examples from another place.
+    free = ("config.mesh.", "config.profile.", "config.data.prepared")
     sections = check(read_json(file), dict[str, dict[str, Any]], file, remedy="restore it or choose another --workdir")
     changed = [line for line in differences(sections, config) if not line.startswith(free)]
     if changed:

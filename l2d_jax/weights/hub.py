@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 from l2d_jax.errors import InputError, shorten, shown
 
 HUB = "hub:"  # before a hub id: it is no folder, whatever lies in the working directory
-FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]  # neither pickles nor code
+TEXT_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]  # of config and tokenizer
+FILES = ["*.safetensors", *TEXT_FILES]  # neither pickles nor code
 
 
 class Download(NamedTuple):
@@ -24,10 +25,10 @@ def split_revision(name: str) -> tuple[str, str | None]:
     return hub_id, revision or None
 
 
-def download(name: str) -> Path:
-    """The folder of a model, after a download of what is missing; raises `InputError`."""
+def download(name: str, files: list[str]) -> Path:
+    """The folder of a model, after a download of those of its `files` that are missing; raises `InputError`."""
     hub_id, revision = split_revision(name)
-    return Path(_ask(hub_id, allow_patterns=FILES, **({"revision": revision} if revision else {})))
+    return Path(_ask(hub_id, allow_patterns=files, **({"revision": revision} if revision else {})))
 
 
 def plan_download(name: str) -> Download:

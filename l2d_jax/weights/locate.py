@@ -29,8 +29,8 @@ def is_on_hub(name: str) -> bool:
     return bool(HUB_ID.fullmatch(name)) and not os.path.exists(path) and not os.path.isdir(path.parent)
 
 
-def locate(name: str) -> Path:
-    """The folder that `name` stands for: itself, the conversion of a GGUF file, or a download from the hub.
+def locate(name: str, *, files: list[str] = hub.FILES) -> Path:
+    """The folder that `name` stands for: itself, the conversion of a GGUF file, or a download of `files` from the hub.
 
     Conversions are in bfloat16, and are kept in `files.cache_folder`. A name in a folder that is here is a path, and is
     not looked up on the hub, where anybody may have taken it.
@@ -51,7 +51,7 @@ def locate(name: str) -> Path:
         raise InputError(
             f"{shown(name)} is neither a folder, nor a .gguf file, nor a hub id (org/name): check the path"
         )
-    return hub.download(hub_id)
+    return hub.download(hub_id, files)
 
 
 def convert_gguf(path: Path, out: Path, *, dtype: gguf_model.Dtype = "bfloat16") -> None:
@@ -94,17 +94,17 @@ class BaseAndAdapters:
         return next((folder for folder in reversed(folders) if (folder / "tokenizer.json").exists()), self.folder)
 
 
-def find_base_and_adapters(name: str) -> BaseAndAdapters:
+def find_base_and_adapters(name: str, *, files: list[str] = HUB_FILES) -> BaseAndAdapters:
     """Follow adapters to the base that each names; raises `InputError` where a folder on the way is missing."""
     adapters: list[Path] = []
-    folder = _locate(name, adapters)
+    folder = _locate(name, adapters, files)
     while (folder / peft.CONFIG).exists() or (folder / peft.WEIGHTS).exists():
         if folder in adapters:
             raise InputError(f"{folder} is its own base: mend base_model_name_or_path in its {peft.CONFIG}")
         adapters.insert(0, folder)
         if (folder / "config.json").exists():
             break
-        folder = _locate(read_base_name(folder / peft.CONFIG, "base_model_name_or_path"), adapters)
+        folder = _locate(read_base_name(folder / peft.CONFIG, "base_model_name_or_path"), adapters, files)
     return BaseAndAdapters(folder, tuple(adapters))
 
 
@@ -163,9 +163,9 @@ def missing_base(name: str, file: Path) -> InputError:
     return InputError(f"the base of {file.parent} is {shown(name)}, and there is no such folder here: {remedy}")
 
 
-def _locate(name: str, adapters: list[Path]) -> Path:
+def _locate(name: str, adapters: list[Path], files: list[str]) -> Path:
     try:
-        folder = locate(name)
+        folder = locate(name, files=files)
     except InputError as error:
         if not adapters:
             raise

@@ -31,7 +31,7 @@ from l2d_jax.model.diffusion_path import DiffusionPath, start_from
 from l2d_jax.model.llm import LLM
 from l2d_jax.model.lora import LLMAdapter, merge_adapter
 from l2d_jax.model.quantization import quantize_layers
-from l2d_jax.weights import locate, mapping, peft
+from l2d_jax.weights import hub, locate, mapping, peft
 from l2d_jax.weights.digests import check_signature, source_fingerprint, tensors_digest
 from l2d_jax.weights.mapping import TensorSource
 from l2d_jax.weights.peft import Adapted, Adapter
@@ -129,6 +129,13 @@ def find_base(config: ModelConfig) -> BaseFiles:
     ends = _stop_ids(folder, raw, vocabulary)
     ends += stop_ids(tokenizer) if tokenizer else ()
     return BaseFiles(architecture, tokenizer, tuple(dict.fromkeys(ends)), source)
+
+
+def find_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
+    """The tokenizer that `find_base` finds, without a download of weights; raises `InputError` where there is none."""
+    if config.name == "random":
+        return byte_tokenizer()
+    return load_tokenizer(locate.find_base_and_adapters(config.name, files=hub.TEXT_FILES).tokenizer_folder)
 
 
 def random_base(architecture: Architecture, mesh: Mesh, *, dtype: str) -> LLM:

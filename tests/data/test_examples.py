@@ -330,7 +330,8 @@ def test_built_in_problems():
     training, held_out = load(config), load(config, "test")
     assert (len(training), len(held_out)) == (40, 8)
     assert all("\n#### " in text for text in answers(next(training.batches(8))))
-    assert "messages" in sources.read_rows(config, "validation").column_names
+    [read] = sources.read_parts(config, "validation")
+    assert "messages" in read.column_names
 
 
 def hub(monkeypatch, sets):

@@ -91,7 +91,7 @@ def real(**options: Any) -> tuple[Batch, Batch, list[list[int]]]:
     data = DataConfig(source="problems", max_length=600, train_examples=EXAMPLES, packing=True, **options)
     examples = Examples.load(data, tokenizer.byte_tokenizer(), split="train")
     found = [examples.turns[int(number)] | {"class": number % 3} for number in examples.kept]
-    together = [row.tolist() for row in examples.plan.deal(0)]
+    together = [row.tolist() for row in examples.plans[0].deal(0)]
     assert 1 < len(together) < EXAMPLES
     put = partial(stack, padding=examples.padding)
     packed = put([[found[number] for number in row] for row in together], data)

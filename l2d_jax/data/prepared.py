@@ -1,0 +1,204 @@
+"""A folder of examples that are tokenised and packed once, which training reads in place of their source.
+
+`shards/` has Arrow files of turns (`turns`), each of some rows of the source, and the plans of packing. A file is named
+by a hash of what determines it and one of its bytes: a preparation that was cut off keeps the shards that it finds, and
+a damaged file is known by its name. `manifest.json` is written last, and says what the examples are of.
+"""
+
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import xxhash
+from jaxtyping import Int
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast
+
+from l2d_jax.config.schema import Config, DataConfig
+from l2d_jax.data.packing import PackingPlan
+from l2d_jax.data.sources import most_examples
+from l2d_jax.data.turns import TokenisedSplit, tokenise_rows
+from l2d_jax.errors import InputError, RunError, shown
+from l2d_jax.files import identity, read_json, sync, write_whole
+from l2d_jax.fingerprint import digest
+
+FORMAT = 1  # a higher number refuses the folders of former versions: where rows become other tokens than before
+SHARD = 8192  # rows of the source
+MANIFEST, SHARDS = "manifest.json", "shards"
+OPTIONS = ("source", "subsets", "max_length", "answer_length", "empty_thoughts")  # of the data, that change examples
+AGAIN = "give the command of l2d_jax.prepare again, which completes and mends it"
+
+
+def training_splits(config: Config) -> list[tuple[DataConfig, str]]:
+    """The data and splits that training reads; the last is of the problems that a validation answers freely."""
+    data, count = config.data, config.validation.exact_examples
+    splits = [(data, data.train_split), (data, data.validation_split)]
+    return splits + ([(replace(data, validation_examples=count), data.validation_split)] if count else [])
+
+
+def read_prepared(config: DataConfig, split: str, tokenizer: PreTrainedTokenizerFast | None = None) -> TokenisedSplit:
+    """Open a split of the folder `config.prepared`, whose every byte is read once and compared with the hashes.
+
+    Raises `InputError` for a folder that is damaged, half written, or of other options, examples or another
+    `tokenizer`, which is not compared if it is None.
+    """
+    folder = Path(str(config.prepared))
+    entries, name = _read_manifest(folder, _subject(config, tokenizer))["splits"], _name(config, split)
+    if name not in entries:
+        found = f"{folder} has the examples {', '.join(sorted(entries))}, not {name} (split and most examples)"
+        raise InputError(f"{found}: prepare it with this config, or set config.data.prepared to None")
+    entry = entries[name]
+    shards, plans = ([folder / SHARDS / file for file in entry[kind]] for kind in ("shards", "plans"))
+    with ThreadPoolExecutor() as pool:
+        for file, is_intact in zip(shards + plans, pool.map(_is_intact, shards + plans), strict=True):
+            if not is_intact:
+                raise InputError(f"{file} is missing, or not as it was written: {AGAIN}")
+    return TokenisedSplit(_join(shards), plans=[PackingPlan(**np.load(plan)) for plan in plans], **entry["about"])
+
+
+class Preparation:
+    """Fills a folder with the examples of a config; raises `InputError` for one that holds anything else."""
+
+    def __init__(self, folder: Path, config: DataConfig, tokenizer: PreTrainedTokenizerFast, *, processes: int) -> None:
+        self._folder, self._of, self._processes = folder, _subject(config, tokenizer), processes
+        self._splits: dict[str, dict[str, Any]] = {}
+        self._shards: list[Path] = []  # of the rows that were tokenised last
+        (folder / SHARDS).mkdir(parents=True, exist_ok=True)
+        others = {path.name for path in folder.iterdir()} - {MANIFEST, SHARDS}
+        if others:
+            raise InputError(f"{folder} holds {shown(min(others))}, which is no prepared data: choose another --out")
+        if (folder / MANIFEST).exists():
+            _read_manifest(folder, self._of)
+
+    def tokenise(
+        self, rows: datasets.Dataset, numbers: Int[np.ndarray, " n"], arguments: Mapping[str, Any]
+    ) -> datasets.Dataset:
+        """What `tokenise_rows` returns, made in several processes; raises `RunError` if one of them is killed."""
+        blocks = np.split(numbers, range(SHARD, len(numbers), SHARD))
+        tasks = [(digest([self._of, rows._fingerprint, block.tolist()]), block) for block in blocks]
+        work = partial(_write_shard, self._folder / SHARDS, rows, arguments)
+        context = multiprocessing.get_context("spawn")  # a process that has loaded JAX must not fork
+        count = min(self._processes, len(tasks))
+        pool = ProcessPoolExecutor(count, context, _begin_process) if count > 1 else None
+        try:
+            with pool or contextlib.nullcontext():
+                made = pool.map(work, tasks) if pool else map(work, tasks)
+                bar = {"total": len(tasks), "unit": "shard", "disable": None}  # only on a terminal
+                self._shards = list(tqdm(made, desc=f"preparing {arguments['name']}", **bar))
+        except BrokenProcessPool:
+            problem = "a process that tokenises was killed, perhaps for want of memory"
+            raise RunError(f"{problem}: give the same command again with fewer --processes") from None
+        return _join(self._shards)
+
+    def add(self, config: DataConfig, split: str, made: TokenisedSplit) -> None:
+        """Enter the split whose rows were tokenised last."""
+        plans = []
+        for plan in made.plans:
+            file = self._folder / SHARDS / "plan.npz"
+            np.savez(file, **vars(plan))
+            plans.append(_keep(file, digest([self._of, made.fingerprint])))
+        about = {"ends": made.ends, "has_classes": made.has_classes, "fingerprint": made.fingerprint}
+        files = {"shards": [file.name for file in self._shards], "plans": [file.name for file in plans]}
+        self._splits[_name(config, split)] = {**files, "about": about}
+
+    def finish(self) -> int:
+        """Write the manifest, remove what it does not name, and return the number of bytes that are left."""
+        content = {"of": self._of, "splits": self._splits}
+        write_whole(self._folder / MANIFEST, json.dumps({**content, "digest": digest(content)}, indent=1) + "\n")
+        named = {file for entry in self._splits.values() for file in entry["shards"] + entry["plans"]}
+        for path in (self._folder / SHARDS).iterdir():
+            if path.name not in named:
+                path.unlink()
+        return sum(path.stat().st_size for path in (self._folder / SHARDS).iterdir())
+
+
+def _write_shard(folder: Path, rows: datasets.Dataset, arguments: Mapping[str, Any], task: tuple[str, Any]) -> Path:
+    """Tokenise a block of rows into a file, unless it is there already; return that."""
+    name, block = task
+    for file in folder.glob(f"{name}-*"):
+        if _is_intact(file):
+            return file
+    file = folder / f"{name}.arrow"
+    tokenise_rows(rows, block, arguments, file=file)
+    return _keep(file, name)
+
+
+def _keep(file: Path, name: str) -> Path:
+    """Put a complete file on the disk, with a name that ends with the hash of its bytes; return it."""
+    sync(file)
+    kept = file.with_name(f"{name}-{_hash_file(file, *identity(file))}{file.suffix}")
+    file.replace(kept)
+    sync(file.parent)
+    return kept
+
+
+def _is_intact(file: Path) -> bool:
+    """Whether a file is there, as it was written."""
+    return file.is_file() and file.stem.endswith(f"-{_hash_file(file, *identity(file))}")
+
+
+@cache
+def _hash_file(file: Path, *_: int) -> str:
+    """The hash of a file, which the other arguments tell from its former content: each is read once."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, xxhash.xxh3_64).hexdigest()
+
+
+def _join(shards: list[Path]) -> datasets.Dataset:
+    return datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in shards])
+
+
+def _begin_process() -> None:
+    """Prepare a process of a pool, which ends with its parent, and silently at Ctrl-C."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each process has a core of its own
+    datasets.disable_progress_bars()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _name(config: DataConfig, split: str) -> str:
+    return f"{split}-{most_examples(config, split) or 'all'}"
+
+
+def _subject(config: DataConfig, tokenizer: PreTrainedTokenizerFast | None) -> dict[str, Any]:
+    """What examples are of, as JSON holds it."""
+    of: dict[str, Any] = {f"config.data.{name}": getattr(config, name) for name in OPTIONS}
+    if tokenizer is not None:
+        of["tokenizer"] = digest([tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template])
+    return json.loads(json.dumps({"format": FORMAT, **of}))
+
+
+def _read_manifest(folder: Path, of: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest of a folder; raises `InputError` if it is missing, damaged, or of anything else than `of`."""
+    file = folder / MANIFEST
+    if not file.is_file():
+        raise InputError(f"{folder} has no {MANIFEST}: its preparation has not ended, or it is another folder: {AGAIN}")
+    manifest = read_json(file)
+    if manifest.pop("digest", None) != digest(manifest):
+        raise InputError(f"{file} is not as it was written: remove it, and {AGAIN}")
+    for name, value in of.items():
+        recorded = manifest["of"].get(name)
+        if recorded != value:
+            difference = f"{name} {shown(recorded)}, not {shown(value)}"
+            raise InputError(f"{folder} was prepared with {difference}: go back to that, or prepare another folder")
+    return manifest

@@ -1,0 +1,91 @@
+"""Tokenises rows of conversations: one example for each of the assistant's turns, as rows of Arrow.
+
+`datasets` writes the result to a file and maps it into memory, so that no process holds more than the rows it reads.
+"""
+
+import hashlib
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+from jaxtyping import Int
+from transformers import PreTrainedTokenizerFast
+
+from l2d_jax.data import tokenizer as tokenization
+from l2d_jax.data.packing import PackingPlan
+from l2d_jax.errors import InputError, shown
+
+FEATURES = datasets.Features(
+    {
+        "tokens": datasets.List(datasets.Value("int32")),  # context and answer
+        "context": datasets.Value("int32"),  # number of tokens before the answer
+        "length": datasets.Value("int32"),  # number of all tokens
+        "class": datasets.Value("int32"),
+        "row": datasets.Value("int32"),  # number of the row in the split, from 0
+    }
+)
+
+
+@dataclass(frozen=True)
+class TokenisedSplit:
+    """The turns of a split, and what a folder of prepared data adds to them."""
+
+    turns: datasets.Dataset  # rows of FEATURES, mapped into memory
+    ends: list[int]  # of the subsets: one more than the number of the last row of each
+    has_classes: bool  # whether the rows of the source have a column `class`
+    fingerprint: str | None = None  # of the examples; None: not known yet
+    plans: Sequence[PackingPlan] = ()  # which examples share a row, if that is known
+
+
+def tokenise_rows(
+    rows: datasets.Dataset, numbers: Int[np.ndarray, " n"], arguments: Mapping[str, Any], *, file: Path | None = None
+) -> datasets.Dataset:
+    """What `_turns` makes of the rows with these numbers, from the cache of `datasets` if an earlier call made it.
+
+    With a `file`, it is made anew, and written there whole or not at all.
+    """
+    # `datasets` knows a cached result by the arguments and by this function's name, so the code is an argument too.
+    code = hashlib.sha256((inspect.getsource(tokenization) + inspect.getsource(_turns)).encode()).hexdigest()
+    # What the tokenizer returns takes hundreds of bytes per token until it is written, so batches are small.
+    options = {"batch_size": 250, "with_indices": True, "remove_columns": rows.column_names, "features": FEATURES}
+    options["fn_kwargs"] = {**arguments, "numbers": numbers, "code": code}
+    if file is not None:
+        options |= {"cache_file_name": str(file), "load_from_cache_file": False, "new_fingerprint": file.stem}
+    return rows.select(numbers).map(_turns, batched=True, desc=f"tokenising {arguments['name']}", **options)
+
+
+def _turns(
+    rows: Mapping[str, list[Any]],
+    indices: list[int],
+    *,
+    numbers: Int[np.ndarray, " n"],
+    tokenizer: PreTrainedTokenizerFast,
+    name: str,
+    empty_thoughts: bool,
+    code: str,  # noqa: ARG001
+) -> dict[str, list[Any]]:
+    """Tokenise a batch of rows: one row of FEATURES per turn of the assistant."""
+    texts, classes, origins = [], [], []
+    labels = rows.get("class", [0] * len(indices))
+    answered = zip(rows.get("question", []), rows.get("answer", []), strict=False)
+    dialogues = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in answered]
+    for index, messages, label in zip(indices, rows.get("messages", dialogues), labels, strict=True):
+        try:
+            if not (isinstance(messages, list) and all(isinstance(message, dict) for message in messages)):
+                raise InputError(f"'messages' must be a list of objects with role and content, got {messages!r:.60}")
+            if type(label) is not int or label < 0:
+                raise InputError(f"'class' must be an integer, 0 or more, got {shown(label)}")
+            pairs = tokenization.turn_texts(messages, tokenizer, empty_thoughts=empty_thoughts)
+        except InputError as error:
+            raise InputError(f"row {numbers[index]} of {name} (the first is 0): {error}") from error
+        texts += [text for pair in pairs for text in pair]
+        classes += [label] * len(pairs)
+        origins += [numbers[index]] * len(pairs)
+    ids = tokenization.text_ids(texts, tokenizer)
+    turns = [context + answer for context, answer in zip(ids[::2], ids[1::2], strict=True)]
+    lengths = {"context": [*map(len, ids[::2])], "length": [*map(len, turns)]}
+    return {"tokens": turns, **lengths, "class": classes, "row": origins}
