@@ -139,10 +139,9 @@ def parse_arguments(parser: command_line.Parser) -> tuple[argparse.Namespace, Co
     options, rest = parser.parse_known_args()
     require(options.config is not None or not rest, f"unknown arguments {' '.join(rest)} (--help lists the options)")
     require(options.workdir is not None or options.out is not None, "--model needs --out DIR, for the results")
-    config = (
-        None if options.config is None else config_file.read_config(options.config, config_file.split_overrides(rest))
-    )
-    return options, config
+    if options.config is None:
+        return options, None
+    return options, config_file.read_config(options.config, config_file.split_overrides(rest))
 
 
 def class_label(text: str) -> int | float | str:

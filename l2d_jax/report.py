@@ -16,6 +16,9 @@ from l2d_jax.reports.tables import text_table
 from l2d_jax.storage import mirror
 
 INTERVALS = "Intervals are 95 %, over problems."
+BUDGETS = "A budget of 1 is the language model itself."
+WITHIN = "Tokens of right answers, with the true tokens before them, read off at every t of one run."
+GUIDANCE = "Accuracy against the strength of the class label."
 
 
 def main() -> None:
@@ -56,8 +59,7 @@ def _training_sections(workdir: Path) -> list[str]:
     print(text_table(*accuracy))
     training.draw_training(before, after, workdir / "report.png")
     text = f"After {after['step']} steps; accuracy is teacher-forced, on held-out answers. {INTERVALS}"
-    tables = [page.html_table(*accuracy), page.html_table(*losses)]
-    return [page.section("Training", text, page.figure(workdir / "report.png"), *tables)]
+    return [page.section("Training", text, workdir / "report.png", accuracy, losses)]
 
 
 def _evaluation_sections(workdir: Path, beside: Mapping[str, Mapping[str, float]]) -> list[str]:
@@ -69,17 +71,14 @@ def _evaluation_sections(workdir: Path, beside: Mapping[str, Mapping[str, float]
     accuracy = evaluations.task_rows(evaluated, beside)
     print(text_table(*accuracy))
     text = f"Strict scores follow the rules of the authors' release, relaxed ones what readers accept. {INTERVALS}"
-    sections = [page.section("Tasks", text, page.html_table(*accuracy))]
-    steps, inside, guided = (folder / name for name in ("budgets.png", "within.png", "guidance.png"))
-    if evaluations.draw_budgets(evaluated, steps):
-        words = "A budget of 1 is the language model itself."
-        sections.append(page.section("Accuracy against the budget", words, page.figure(steps)))
-    if evaluations.draw_within(within, inside):
-        words = "Tokens of right answers, with the true tokens before them, read off at every t of one run."
-        sections.append(page.section("Within one diffusion", words, page.figure(inside)))
-    if evaluations.draw_guidance(evaluated, guided):
-        words = "Accuracy against the strength of the class label."
-        sections.append(page.section("Guidance", words, page.figure(guided)))
+    sections = [page.section("Tasks", text, accuracy)]
+    for name, draw, found, title, words in (
+        ("budgets", evaluations.draw_budgets, evaluated, "Accuracy against the budget", BUDGETS),
+        ("within", evaluations.draw_within, within, "Within one diffusion", WITHIN),
+        ("guidance", evaluations.draw_guidance, evaluated, "Guidance", GUIDANCE),
+    ):
+        if draw(found, folder / f"{name}.png"):
+            sections.append(page.section(title, words, folder / f"{name}.png"))
     return sections
 
 

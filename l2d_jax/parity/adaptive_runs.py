@@ -25,7 +25,7 @@ from l2d_jax.decoding.runge_kutta import EmbeddedPair
 from l2d_jax.decoding.solver import ADAPTIVE
 from l2d_jax.model.context import Context
 from l2d_jax.model.l2d import Model
-from l2d_jax.parity.fixed_step_runs import context_of, read_out, settings_of
+from l2d_jax.parity.fixed_step_runs import read_out, start_of
 from l2d_jax.parity.recording import Check, Recording, logits_at
 
 # Of times, and of states relative to the largest: a step's length answers to an error estimate's last bits.
@@ -59,15 +59,12 @@ def adaptive_trajectories(model: Model, a: Recording) -> Iterator[Check]:
 def adaptive_trajectory(model: Model, a: Recording, key: str, run: Mapping[str, Any]) -> Iterator[Check]:
     """One recorded ODE. Not judged: near ties, and the release's Qwen where it evaluates the path beyond t = 1."""
     assert model.path is not None
-    recorded = {name: a[f"ode.{key}.{name}"] for name in ("x0", "t_grid", "traj", "logits", "times", "argmax", "temps")}
+    budget = 2 + ROOM * ADAPTIVE[run["method"]].stages
+    options = {"solver": run["method"], "budget": budget, "tolerance": run["tol"]}
+    rows = ROWS[next(part for part in key.split(".") if part in ROWS)]
+    recorded, settings, context, noise, last = start_of(model, a, key, run, options, rows)
     end, count = float(run["final_timestep"]), recorded["x0"].shape[1]
     is_guarded = run["nfe"] - run["net_evals"] == np.sum(recorded["times"] >= 1)
-    budget = 2 + ROOM * ADAPTIVE[run["method"]].stages
-    settings = settings_of(run, run["method"], budget=budget, options={"tolerance": run["tol"]})
-    rows = ROWS[next(part for part in key.split(".") if part in ROWS)]
-    context = context_of(model, a, run, padded=False, rows=rows)
-    shape = (*context.hidden.shape[:2], recorded["x0"].shape[-1])
-    noise, last = (np.broadcast_to(x, shape) for x in (recorded["x0"], recorded["traj"][-1]))
 
     evaluations, steps = _loop(model, context, settings, noise, end=end)
     kept = slice(len(recorded["x0"])), slice(count)

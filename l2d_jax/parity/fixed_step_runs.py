@@ -60,15 +60,13 @@ def trajectory(model: Model, a: Recording, key: str, run: Mapping[str, Any]) -> 
     The final evaluation is on the recorded end state: at t = 1 it answers a change of x with up to 400 times as much,
     so that the last bits of our own would be as large as the tolerance.
     """
-    recorded = {name: a[f"ode.{key}.{name}"] for name in ("x0", "t_grid", "traj", "logits", "times", "argmax", "temps")}
-    grid, end, count = recorded["t_grid"], float(run["final_timestep"]), recorded["x0"].shape[1]
-    solver, annealing = METHODS[run["method"]], {"anneal": True, "velocity_temperature": 1.0} if "poly" in key else {}
-    settings = settings_of(run, solver, budget=1 + FIXED[solver].stages * (len(grid) - 1), options=annealing)
-    context = context_of(model, a, run, padded=".pad" in key)
+    grid, end = a[f"ode.{key}.t_grid"], float(run["final_timestep"])
+    options = {"solver": METHODS[run["method"]], "budget": 1 + FIXED[METHODS[run["method"]]].stages * (len(grid) - 1)}
+    options |= {"anneal": True, "velocity_temperature": 1.0} if "poly" in key else {}
+    recorded, settings, context, noise, last = start_of(model, a, key, run, options)
+    count = recorded["x0"].shape[1]
     samples = a[f"ode.{key}.samples"] if f"ode.{key}.samples" in a else np.zeros((0, len(recorded["x0"])))
     draws = Draws.build(recorded["times"], samples)
-    shape = (*context.hidden.shape[:2], recorded["x0"].shape[-1])
-    noise, last = (jnp.broadcast_to(x, shape) for x in (recorded["x0"], recorded["traj"][-1]))
     states = np.asarray(_states(model, context, settings, draws, noise, jnp.float32(end), steps=len(grid) - 1))
     loop = _loop(model, context, settings, draws, states, grid)
     check = partial(Check, judged=run["robust"])
@@ -80,30 +78,31 @@ def trajectory(model: Model, a: Recording, key: str, run: Mapping[str, Any]) -> 
         yield check(f"ode.{key}.{name}", loop[name], recorded[name], 1e-6)
 
 
-def settings_of(run: Mapping[str, Any], solver: str, *, budget: int, options: dict[str, Any]) -> Refinement:
-    """The settings of a recorded ODE, with further `options` of decoding."""
+def start_of(
+    model: Model, a: Recording, key: str, run: Mapping[str, Any], options: dict[str, Any], rows: Sequence[int] = (0, 1)
+) -> tuple[dict[str, np.ndarray], Refinement, Context, np.ndarray, np.ndarray]:
+    """What a recorded ODE starts from: its arrays, its settings with `options`, and the frozen pass over some rows.
+
+    Two arrays of the pass's shape follow: the recorded noise and the recorded end state.
+    """
+    recorded = {name: a[f"ode.{key}.{name}"] for name in ("x0", "t_grid", "traj", "logits", "times", "argmax", "temps")}
     temperature = 0.0 if isinstance(run["temperature"], str) else float(run["temperature"])
     velocity = "expectation" if run["x1_estimation"] == "average" else "sample"
-    read = {"solver": solver, "budget": budget, "velocity": velocity, "velocity_temperature": temperature}
-    return _refinement(read | options, guidance=run["w_g"])
+    options = {"velocity": velocity, "velocity_temperature": temperature} | options
+    settings = _refinement(options, guidance=run["w_g"])
+    padded = a["lp.input_ids"], a["lp.attention_mask"]
+    context = read(model.llm, *(padded if ".pad" in key else (a["input_ids"][rows, :],)), last=run["mode"] == "last")
+    if run["class_labels"] is not None:
+        labels = jnp.array(run["class_labels"], jnp.int32)[:, None]
+        context = context._replace(labels=jnp.broadcast_to(labels, context.hidden.shape[:2]))
+    shape = (*context.hidden.shape[:2], recorded["x0"].shape[-1])
+    return recorded, settings, context, *(np.broadcast_to(x, shape) for x in (recorded["x0"], recorded["traj"][-1]))
 
 
 def _refinement(options: dict[str, Any], *, guidance: float | None) -> Refinement:
     given = {} if guidance is None else {"guidance": float(guidance)}
     config: DecodeConfig = from_dict(DecodeConfig, options | given, prefix="run")
     return Refinement.from_config(config)
-
-
-def context_of(
-    model: Model, a: Recording, run: Mapping[str, Any], *, padded: bool, rows: Sequence[int] = (0, 1)
-) -> Context:
-    """The frozen pass of a recorded run over some rows of the recorded batch."""
-    tokens, mask = (a["lp.input_ids"], a["lp.attention_mask"]) if padded else (a["input_ids"][rows, :], None)
-    context = read(model.llm, tokens, mask, last=run["mode"] == "last")
-    if run["class_labels"] is None:
-        return context
-    labels = jnp.array(run["class_labels"], jnp.int32)[:, None]
-    return context._replace(labels=jnp.broadcast_to(labels, context.hidden.shape[:2]))
 
 
 @partial(jax.jit, static_argnames="steps")

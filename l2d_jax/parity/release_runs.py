@@ -1,7 +1,5 @@
 """Runs the release's ODE solvers, of which every evaluation is noted, and its own generation on prompts."""
 
-import copy
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -26,17 +24,6 @@ ADAPTIVE = ("fehlberg2", "adaptive_heun", "bosh3")
 # changes the states of an adaptive run also through the length of its steps.
 FIXED_MARGIN, ADAPTIVE_MARGIN = 2e-4, 1e-3
 MOST_NEW_TOKENS = 6  # of a generation
-DECODERS = (  # the release's generation loop, and what it calls
-    "autoregressive_decode",
-    "step_decode",
-    "Trie",
-    "temperature_processor",
-    "good_token_ids_processor",
-    "bad_token_ids_processor",
-    "penalty_processor",
-    "top_k_processor",
-    "top_p_processor",
-)
 
 
 class Integration(NamedTuple):
@@ -200,15 +187,7 @@ def record_generations(
 
     `noise` makes the unit normal noise of a name and shape.
     """
-    torch, transformers = release.torch, release.transformers
-    known = {
-        "defaultdict": defaultdict,
-        "copy": copy,
-        "DynamicCache": transformers.DynamicCache,
-        "AutoTokenizer": Any,
-        "PeftModelForCausalLM": type("PeftModelForCausalLM", (), {}),
-    }
-    decode = release.functions("pipeline/decoding_util.py", DECODERS, known)["autoregressive_decode"]
+    torch, decode = release.torch, release.function("pipeline/decoding_util.py", "autoregressive_decode")
     count, width = MOST_NEW_TOKENS, model.model.flow_representation_dim
     outputs = {}
     for name, method, points in (("base", None, 0), ("midpoint8", "midpoint", 8), ("euler15", "euler", 15)):

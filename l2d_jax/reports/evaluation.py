@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 from l2d_jax.errors import InputError, shown
 from l2d_jax.evaluation.results import KINDS, RESULTS, accuracy_interval, read_figures
 from l2d_jax.files import Positive, Share, check, read_json
-from l2d_jax.reports.figures import draw_rates, new_figure, save_figure
+from l2d_jax.reports.figures import draw_rates, saved_figure
 from l2d_jax.reports.tables import Table, interval
 
 WITHIN = "within.json"  # in a task's folder: accuracy by t within one diffusion, which `sweep` writes
@@ -123,17 +123,15 @@ def _draw_lines(
     if not lines:
         return False
     points = sorted({point for line in lines.values() for point in line})
-    figure, panels = new_figure(len(kinds))
-    for axes, kind in zip(panels, kinds, strict=True):
-        for label, line in lines.items():
-            places = [points.index(point) if is_even else point for point in sorted(line)]
-            rates = [accuracy_interval(line[point].figures, kind) for point in sorted(line)]
-            draw_rates(axes, places, rates, label=label)
-        if is_even:
-            axes.set_xticks(range(len(points)), [str(point) for point in points])
-        axes.set(xlabel=xlabel, ylabel=f"{kind} accuracy", ylim=(0, None))
-        axes.legend()
-    save_figure(figure, file)
+    with saved_figure(len(kinds), file) as panels:
+        for axes, kind in zip(panels, kinds, strict=True):
+            for label, line in lines.items():
+                places = [points.index(point) if is_even else point for point in sorted(line)]
+                rates = [accuracy_interval(line[point].figures, kind) for point in sorted(line)]
+                draw_rates(axes, places, rates, label=label)
+            if is_even:
+                axes.set_xticks(range(len(points)), [str(point) for point in points])
+            axes.set(xlabel=xlabel, ylabel=f"{kind} accuracy", ylim=(0, None))
     return True
 
 
@@ -141,16 +139,14 @@ def draw_within(within: Mapping[str, Mapping[str, Any]], file: Path) -> bool:
     """Draw accuracy on right answers against t, and an adaptive solver's evaluations by task; False without either."""
     if not within:
         return False
-    figure, [left, right] = new_figure(2)
-    for task, measured in within.items():
-        left.plot(measured["t"], measured["greedy"], marker="o", label=f"{task}, greedy")
-        left.plot(measured["t"], measured["expected"], marker=".", linestyle="--", label=f"{task}, expected")
-    left.set(xlabel="t within one diffusion", ylabel="accuracy on right answers", ylim=(0, 1))
-    left.legend()
-    counts = {task: measured["evaluations"] for task, measured in within.items() if measured.get("evaluations")}
-    if counts:
-        right.boxplot(list(counts.values()), tick_labels=list(counts), showmeans=True)
-    solver = next((measured["solver"] for measured in within.values() if "solver" in measured), "adaptive solver")
-    right.set(ylabel=f"evaluations per token, {solver}", ylim=(0, None))
-    save_figure(figure, file)
+    with saved_figure(2, file) as [left, right]:
+        for task, measured in within.items():
+            left.plot(measured["t"], measured["greedy"], marker="o", label=f"{task}, greedy")
+            left.plot(measured["t"], measured["expected"], marker=".", linestyle="--", label=f"{task}, expected")
+        left.set(xlabel="t within one diffusion", ylabel="accuracy on right answers", ylim=(0, 1))
+        counts = {task: measured["evaluations"] for task, measured in within.items() if measured.get("evaluations")}
+        if counts:
+            right.boxplot(list(counts.values()), tick_labels=list(counts), showmeans=True)
+        solver = next((measured["solver"] for measured in within.values() if "solver" in measured), "adaptive solver")
+        right.set(ylabel=f"evaluations per token, {solver}", ylim=(0, None))
     return True
