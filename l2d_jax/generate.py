@@ -82,12 +82,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--max_new_tokens", type="Tokens", help="the longest answer, in tokens")
     parser.add_argument("--seed", type="Seed", default=0, help="of the noise and of the sampled tokens")
     refining = parser.add_argument_group("the refinement of each token")
-    refining.add_argument(
-        "--budget",
-        type="Budget",
-        nargs="+",
-        help="evaluations of the path per token, the final one included; several compare; adaptive solvers: at most",
-    )
+    budget = "evaluations of the path per token, the final one included; several compare; adaptive solvers: at most"
+    refining.add_argument("--budget", type="Budget", nargs="+", help=budget)
     refining.add_argument("--solver", choices=SOLVERS, help="how the path is integrated")
     refining.add_argument("--tolerance", type="Tolerance", help=f"of each step of {', '.join(ADAPTIVE)}")
     refining.add_argument("--label", type="Label", help="class for guidance, for a path that was trained with classes")

@@ -108,9 +108,8 @@ def _parse() -> argparse.Namespace:
     likelihood = "path: at the budget, by the mean over --draws; base: of the language model alone, in one pass"
     asking.add_argument("--likelihood", choices=["path", "base"], default="path", help=likelihood)
     asking.add_argument("--draws", type="SeveralDraws", default=8, help="noise samples for each likelihood")
-    asking.add_argument(
-        "--max_new_tokens", type="Tokens", help="a limit of an answer's length in tokens; None: the task's"
-    )
+    length = "a limit of an answer's length in tokens; None: the task's"
+    asking.add_argument("--max_new_tokens", type="Tokens", help=length)
     asking.add_argument("--batch_size", type="Rows", default=16, help="sequences at a time, on all devices together")
     asking.add_argument("--seed", type="Seed", default=0, help="of the noise and of the sampled tokens")
     return parser.parse_args()

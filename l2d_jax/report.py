@@ -24,13 +24,8 @@ GUIDANCE = "Accuracy against the strength of the class label."
 def main() -> None:
     """Parse the command line and report every workdir."""
     parser = command_line.Parser(prog="python -m l2d_jax.report", description=__doc__)
-    parser.add_argument(
-        "--workdir",
-        type=command_line.folder_or_bucket,
-        nargs="+",
-        required=True,
-        help="workdirs, or --out of evaluations",
-    )
+    folder, workdirs = command_line.folder_or_bucket, "workdirs, or --out of evaluations"
+    parser.add_argument("--workdir", type=folder, nargs="+", required=True, help=workdirs)
     beside = 'rows of others, such as the paper\'s, in the tables: JSON, {"label": {"gsm8k": 0.5}}'
     parser.add_argument("--beside", type=command_line.local_path, help=beside)
     options = parser.parse_args()

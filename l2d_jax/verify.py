@@ -30,12 +30,8 @@ VERDICTS = {True: "pass", False: "FAIL", None: "(not judged)"}
 def main() -> int:
     """Parse the command line, print the table, and return 1 if a line fails."""
     parser = command_line.Parser(prog="python -m l2d_jax.verify", description=__doc__)
-    parser.add_argument(
-        "--model",
-        type=command_line.model_name,
-        required=True,
-        help="a model folder or workdir; a plain model by hub id or GGUF file",
-    )
+    model = "a model folder or workdir; a plain model by hub id or GGUF file"
+    parser.add_argument("--model", type=command_line.model_name, required=True, help=model)
     other = parser.add_mutually_exclusive_group(required=True)
     other.add_argument("--reference", type=command_line.local_path, help="arrays recorded from the authors' release")
     other.add_argument("--against", choices=["transformers"], help="compare the language model with transformers' own")

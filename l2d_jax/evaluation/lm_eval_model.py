@@ -18,7 +18,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jinja2
 import numpy as np
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -27,7 +26,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import PreTrainedTokenizerFast
 
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.data.tokenizer import DATE, first_line, require_chat_template, text_ids
+from l2d_jax.data.tokenizer import first_line, render_chat, require_chat_template, text_ids
 from l2d_jax.decoding.batching import complete, plan_batches
 from l2d_jax.decoding.likelihood import score_answers
 from l2d_jax.decoding.loaded_model import LoadedModel
@@ -104,11 +103,12 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type A
         """
         require_chat_template(self.tokenizer)
         without_system = [message for message in chat_history if message["role"] != "system"]
-        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
         for messages in (chat_history, without_system):
             try:
-                return str(self.tokenizer.apply_chat_template(messages, tokenize=False, date_string=DATE, **options))
-            except jinja2.TemplateError as error:
+                return render_chat(
+                    messages, self.tokenizer, prompt=add_generation_prompt, continued=not add_generation_prompt
+                )
+            except InputError as error:
                 refusal = first_line(error)
         raise InputError(f"the chat template refuses a prompt of the task: {refusal}: leave out --apply_chat_template")
 

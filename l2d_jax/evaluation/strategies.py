@@ -57,11 +57,7 @@ def strategies(
 def answer_problems(loaded: LoadedModel, problems: MarkedProblems, strategy: Strategy, *, batch_size: int) -> Outcome:
     """Answer all problems with one strategy; answers may be a quarter longer than the longest right one.
 
-    Args:
-      loaded: with a tokenizer.
-      problems: prompts and numbers.
-      strategy: a budget above 1 needs a path.
-      batch_size: sequences at a time, of greedy answers and samples; a search takes one problem after the other.
+    There are `batch_size` sequences at a time; a search takes one problem after the other.
     """
     length = problems.most_tokens
     settings = replace(loaded.defaults, budget=strategy.budget, max_new_tokens=length, temperature=0.0)

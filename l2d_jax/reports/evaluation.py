@@ -39,6 +39,9 @@ class Evaluation(NamedTuple):
         return int(self.run["decode"]["budget"])
 
 
+Series = dict[str, dict[int | float, Evaluation]]  # by the label of a line, and by its points
+
+
 def collect(folder: Path) -> list[Evaluation]:
     """The finished evaluations below an `eval` folder, by task, solver and budget; `InputError` for a damaged one."""
     evaluations = []
@@ -94,7 +97,7 @@ def task_rows(evaluations: Sequence[Evaluation], beside: Mapping[str, Mapping[st
 
 def draw_budgets(evaluations: Sequence[Evaluation], file: Path) -> bool:
     """Draw accuracy against the budget, a line for each task and protocol; False if nothing has two budgets."""
-    series: dict[str, dict[int | float, Evaluation]] = {}
+    series: Series = {}
     for one in evaluations:
         protocol = one.name.replace(f"-{one.budget}", "", 1)
         series.setdefault(f"{one.task}, {protocol}", {})[one.budget] = one
@@ -103,21 +106,14 @@ def draw_budgets(evaluations: Sequence[Evaluation], file: Path) -> bool:
 
 def draw_guidance(evaluations: Sequence[Evaluation], file: Path) -> bool:
     """Draw accuracy against the strength of guidance; False if no task was evaluated at two strengths."""
-    series: dict[str, dict[int | float, Evaluation]] = {}
+    series: Series = {}
     for one in evaluations:
         if one.run["asking"]["label"] is not None:
             series.setdefault(one.task, {})[one.run["decode"]["guidance"]] = one
     return _draw_lines(series, ["strict"], "strength of guidance", file, is_even=False)
 
 
-def _draw_lines(
-    series: Mapping[str, Mapping[int | float, Evaluation]],
-    kinds: Sequence[str],
-    xlabel: str,
-    file: Path,
-    *,
-    is_even: bool,
-) -> bool:
+def _draw_lines(series: Series, kinds: Sequence[str], xlabel: str, file: Path, *, is_even: bool) -> bool:
     """Draw a line for each series of two points or more, a panel for each kind of score; False without any line."""
     lines = {label: line for label, line in series.items() if len(line) > 1}
     if not lines:
