@@ -1,8 +1,8 @@
 """Answers a prompt, or chats: `python -m l2d_jax.generate --workdir DIR --prompt "…" --budget 15`."""
 
-import argparse
 import contextlib
 import dataclasses
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -29,6 +29,7 @@ from l2d_jax.reports.trace import AnswerTrace, write_trace
 from l2d_jax.weights import model_folder
 
 Messages = Sequence[Message]
+Traces = list[list[TokenTrace]]
 SEARCH_OPTIONS = ("candidates", "length_power", "repetition_penalty")  # that need --beams
 
 
@@ -49,7 +50,7 @@ def main() -> None:
         requests.check_prompts(ids, settings, base.architecture)
     check_labels(folder.path_config, [] if options.label is None else [options.label])
     StopSearch(options.stop, base.tokenizer, 0)  # raises before any weight is read
-    traces: list[list[TokenTrace]] = []
+    traces: Traces = []
     print_answer = partial(_print_answer, options=options, traces=traces)
     _check_ways(options, variants, base.architecture)
     mesh, longest = runtime.start_jax(MeshConfig()), max(map(len, ids))
@@ -74,7 +75,7 @@ def main() -> None:
             write_trace(out, [AnswerTrace(n, prompts[n], settings, tokens) for (n, settings), tokens in pairs])
 
 
-def _parse() -> argparse.Namespace:
+def _parse() -> Namespace:
     """The command line; raises `InputError` for options that do not go together."""
     parser = command_line.Parser(prog="python -m l2d_jax.generate", description=__doc__)
     command_line.add_source(parser)
@@ -117,7 +118,7 @@ def _parse() -> argparse.Namespace:
     return options
 
 
-def _check_ways(options: argparse.Namespace, variants: Sequence[DecodeConfig], architecture: Architecture) -> None:
+def _check_ways(options: Namespace, variants: Sequence[DecodeConfig], architecture: Architecture) -> None:
     """Raise `InputError` for options that do not go together."""
     searching = options.beams is not None
     for name in SEARCH_OPTIONS:
@@ -134,20 +135,14 @@ def _check_ways(options: argparse.Namespace, variants: Sequence[DecodeConfig], a
             check_single_sample(settings)
 
 
-def _search_config(options: argparse.Namespace, settings: DecodeConfig) -> SearchConfig:
+def _search_config(options: Namespace, settings: DecodeConfig) -> SearchConfig:
     names = ("beams", *SEARCH_OPTIONS, "temperature")
     values = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     return SearchConfig(**values, max_new_tokens=settings.max_new_tokens)
 
 
 def _print_answer(
-    loaded: LoadedModel,
-    messages: Messages,
-    settings: DecodeConfig,
-    seed: int,
-    *,
-    options: argparse.Namespace,
-    traces: list[list[TokenTrace]],
+    loaded: LoadedModel, messages: Messages, settings: DecodeConfig, seed: int, *, options: Namespace, traces: Traces
 ) -> str:
     """Print and return the answer under a seed: piece by piece, with a trace that goes to `traces`, or searched for."""
     text = ""

@@ -99,10 +99,7 @@ def _named(text: str) -> tuple[str, str]:
 
 
 def _describe(folder: Folder, options: argparse.Namespace, config: Config) -> dict[str, Any]:
-    """All that a model's measurements depend on, as JSON holds it.
-
-    Raises `InputError` for files that are missing or malformed, before any weight is loaded.
-    """
+    """All that a model's measurements depend on, as JSON; raises `InputError` before any weight is loaded."""
     base, step = model_folder.find_base(folder.base), newest_step(folder)
     model = processes.decide(lambda: model_fingerprint(folder, base, step))
     examples, _ = processes.take_turns(lambda: _read_answers(base.tokenizer, config, options.answers))

@@ -52,10 +52,7 @@ class HarnessOptions(NamedTuple):
 
 
 def parse_generation(kwargs: Mapping[str, Any], options: HarnessOptions) -> tuple[DecodeConfig, tuple[str, ...]]:
-    """The settings of a task's `generation_kwargs`, and the texts that end an answer and are no part of it.
-
-    Raises `InputError` for an option that is not known here.
-    """
+    """A task's `generation_kwargs` as settings, and texts that end answers; raises `InputError` for unknown ones."""
     kwargs = normalize_gen_kwargs(dict(kwargs), DEFAULT_NEW_TOKENS)
     unknown = sorted(kwargs.keys() - KNOWN)
     if unknown:
@@ -97,10 +94,7 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type A
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
-        """A conversation as text; without its system messages where the template knows none.
-
-        Raises `InputError` where there is no template, and where it refuses the conversation.
-        """
+        """A conversation as text, without its system messages where the template refuses them; raises `InputError`."""
         require_chat_template(self.tokenizer)
         without_system = [message for message in chat_history if message["role"] != "system"]
         for messages in (chat_history, without_system):

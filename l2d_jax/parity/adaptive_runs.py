@@ -25,7 +25,7 @@ from l2d_jax.decoding.runge_kutta import EmbeddedPair
 from l2d_jax.decoding.solver import ADAPTIVE
 from l2d_jax.model.context import Context
 from l2d_jax.model.l2d import Model
-from l2d_jax.parity.fixed_step_runs import read_out, start_of
+from l2d_jax.parity.fixed_step_runs import combine, noted_velocity, start_of
 from l2d_jax.parity.recording import Check, Recording, logits_at
 
 # Of times, and of states relative to the largest: a step's length answers to an error estimate's last bits.
@@ -111,46 +111,29 @@ def _loop(
     """Every evaluation and every accepted step, in float64 but for the path."""
     pair = settings.solver.method
     assert issubclass(pair, EmbeddedPair)
-    table, tableau = np.asarray(model.table), pair.tableau
-    order, temperature = pair.accuracy, np.asarray(settings.velocity_temperature)
-    tolerance = float(settings.tolerance)
-    times: list[float] = []
-    picked: list[np.ndarray] = []
-
-    def velocity(t: float, x: np.ndarray) -> np.ndarray:
-        times.append(t)
-        if t >= 1:
-            return np.zeros_like(x)
-        logits = np.asarray(logits_at(model, context, x, t))
-        picked.append(np.argmax(logits, axis=-1))
-        return (read_out(logits, table, settings.velocity, temperature) - x) / (1 - t)
-
+    tableau, order, tolerance = pair.tableau, pair.accuracy, float(settings.tolerance)
+    velocity, seen = noted_velocity(model, context, settings)
     t, length, x = 0.0, integrate.FIRST_STEP, x.astype(np.float64)
     slope, steps = velocity(t, x), []
-    while t < end and len(times) < 4 * ROOM:
+    while t < end and len(seen["times"]) < 4 * ROOM:
         slopes = [slope]
         for node, row in zip(tableau.c, tableau.a_lower, strict=True):
-            slopes.append(velocity(t + node * length, x + length * _combine(row, slopes)))
-        new, error = (x + length * _combine(tableau.b_sol, slopes), length * _combine(tableau.b_error, slopes))
+            slopes.append(velocity(t + node * length, x + length * combine(row, slopes)))
+        new, error = (x + length * combine(tableau.b_sol, slopes), length * combine(tableau.b_error, slopes))
         ratio = np.sqrt(np.mean(np.square(error / (tolerance + tolerance * np.maximum(np.abs(x), np.abs(new))))))
         is_kept = ratio <= 1
         if is_kept:
-            steps.append(Step(t, t + length, x, new, slopes, len(times)))
+            steps.append(Step(t, t + length, x, new, slopes, len(seen["times"])))
             t, x, slope = t + length, new, slopes[-1]
         shrunk = 10.0 if ratio == 0 else 0.9 / ratio ** (1 / order)
         length *= min(10.0, max(shrunk, 1.0 if is_kept else 0.2))
-    temperatures = np.full(len(picked), temperature)
-    return {"times": np.array(times), "argmax": np.stack(picked), "temps": temperatures}, steps
-
-
-def _combine(shares: Any, slopes: list[np.ndarray]) -> Any:
-    return sum(share * slope for share, slope in zip(shares, slopes, strict=True))
+    return {name: np.stack(values) for name, values in seen.items()}, steps
 
 
 def _interpolate(steps: list[Step], t: float, solver: str) -> np.ndarray:
     """The quartic through both ends and the middle of the step around t, with both ends' slopes."""
     step = next((step for step in steps if t <= step.stop), steps[-1])
     length = step.stop - step.start
-    middle = step.x + length * _combine(MIDDLE[solver], step.slopes)
+    middle = step.x + length * combine(MIDDLE[solver], step.slopes)
     values = np.stack([step.x, length * step.slopes[0], middle, step.new, length * step.slopes[-1]])
     return KroghInterpolator([0, 0, 0.5, 1, 1], values)((t - step.start) / length)  # of a time given twice, the slope

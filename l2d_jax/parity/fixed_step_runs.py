@@ -4,7 +4,7 @@ A trajectory is checked twice. The states on the grid are diffrax's, by the prog
 and picked tokens of every evaluation come from a plain loop over the solver's tableau, from those states on.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -127,35 +127,48 @@ def _loop(
     """Times, temperatures and arg max of every evaluation, stage by stage from the states on the grid."""
     tableau = getattr(settings.solver.method, "tableau", None)
     nodes, lower = ([], []) if tableau is None else (tableau.c, tableau.a_lower)
-    table, length = np.asarray(model.table), grid[-1] / (len(grid) - 1)
-    times: list[np.ndarray] = []
-    temperatures: list[np.ndarray] = []
-    picked: list[np.ndarray] = []
+    velocity, seen = noted_velocity(model, context, settings, draws=draws, length=grid[-1] / (len(grid) - 1))
     for start, stop, x in zip(grid, grid[1:], states, strict=False):
         slopes: list[np.ndarray] = []
         for node, row in zip([0.0, *nodes], [[], *lower], strict=True):
             t = np.float32(stop if node == 1 else start + node * (stop - start))
-            y = x + (stop - start) * sum(share * slope for share, slope in zip(row, slopes, strict=True))
-            times.append(np.asarray(t))
-            if 1 - t <= diffusion.END:
-                slopes.append(np.zeros_like(x))
-                continue
-            branches = [logits_at(model, context, y, t, context.labels)]
-            if context.labels is not None:
-                branches.append(logits_at(model, context, y, t))
-            temperature = np.asarray(settings.temperature(jnp.float32(t), jnp.float32(length)))
-            targets = [read_out(np.asarray(logits), table, settings.velocity, temperature) for logits in branches]
-            if draws.drawn[len(temperatures)]:
-                targets = [table[draws.tokens[len(temperatures)]][:, None]]
-            temperatures += [temperature] * len(branches)
-            picked += [np.argmax(logits, axis=-1) for logits in branches]
-            strength = np.asarray(settings.guidance)
-            target = targets[0] if len(targets) == 1 else strength * targets[0] + (1 - strength) * targets[1]
-            slopes.append((target - y) / (1 - t))
-    return {"times": np.stack(times), "temps": np.stack(temperatures), "argmax": np.stack(picked)}
+            slopes.append(velocity(t, x + (stop - start) * combine(row, slopes)))
+    return {name: np.stack(values) for name, values in seen.items()}
 
 
-def read_out(logits: np.ndarray, table: np.ndarray, velocity: str, temperature: np.ndarray) -> np.ndarray:
+def combine(shares: Any, slopes: list[np.ndarray]) -> Any:
+    """The sum of slopes, each by its share."""
+    return sum(share * slope for share, slope in zip(shares, slopes, strict=True))
+
+
+def noted_velocity(
+    model: Model, context: Context, settings: Refinement, *, draws: Draws | None = None, length: Any = 0.0
+) -> tuple[Callable[[Any, np.ndarray], np.ndarray], dict[str, list[np.ndarray]]]:
+    """The velocity at t and x, and its record of all evaluations; `length` is that of a grid interval."""
+    table = np.asarray(model.table)
+    seen: dict[str, list[np.ndarray]] = {"times": [], "temps": [], "argmax": []}
+
+    def velocity(t: Any, x: np.ndarray) -> np.ndarray:
+        seen["times"].append(np.asarray(t))
+        if 1 - t <= diffusion.END:
+            return np.zeros_like(x)
+        branches = [logits_at(model, context, x, t, context.labels)]
+        if context.labels is not None:
+            branches.append(logits_at(model, context, x, t))
+        temperature, number = np.asarray(settings.temperature(jnp.float32(t), jnp.float32(length))), len(seen["temps"])
+        targets = [_read_out(np.asarray(logits), table, settings.velocity, temperature) for logits in branches]
+        if draws is not None and draws.drawn[number]:
+            targets = [table[draws.tokens[number]][:, None]]
+        seen["temps"] += [temperature] * len(branches)
+        seen["argmax"] += [np.argmax(logits, axis=-1) for logits in branches]
+        strength = np.asarray(settings.guidance)
+        target = targets[0] if len(targets) == 1 else strength * targets[0] + (1 - strength) * targets[1]
+        return (target - x) / (1 - t)
+
+    return velocity, seen
+
+
+def _read_out(logits: np.ndarray, table: np.ndarray, velocity: str, temperature: np.ndarray) -> np.ndarray:
     """The vector of the likeliest token, or the mean over the vocabulary."""
     if velocity == "sample" or temperature == 0:
         return table[np.argmax(logits, axis=-1)]

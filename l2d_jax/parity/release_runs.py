@@ -156,10 +156,7 @@ def record_run(
 def record_generations(
     release: Release, model: Any, prompts: list[list[int]], *, noise: Callable[..., Any], labels: Any, pad: int
 ) -> dict[str, Any]:
-    """Whole answers by the release's own loop, which takes the likeliest token; "base" is the LM alone.
-
-    `noise` makes the unit normal noise of a name and shape.
-    """
+    """Greedy answers by the release's own loop ("base": of the LM); `noise` makes normal noise by name and shape."""
     torch, decode = release.torch, release.function("pipeline/decoding_util.py", "autoregressive_decode")
     count, width = MOST_NEW_TOKENS, model.model.flow_representation_dim
     outputs = {}
@@ -196,10 +193,7 @@ def record_generations(
 
 @contextmanager
 def _watched(release: Release, model: Any, family: str) -> Iterator[Mapping[str, list[Any]]]:
-    """Notes what a run evaluates, which it ends when there are too many evaluations.
-
-    These are the times of its velocity; arg max, temperature and margin of every network evaluation; drawn tokens.
-    """
+    """Notes times of the velocity; arg max, temperature, margin of the network; drawn tokens. Ends a run too long."""
     module, inner, torch = release.module(family), model.model, release.torch
     seen: dict[str, list[Any]] = defaultdict(list)
     integrate, draw, read = module.odeint, torch.multinomial, inner.get_weighted_flow_representation_for_logits

@@ -20,10 +20,7 @@ ABOUT = (
 
 
 def corrections_section(sums: BootstrapSums, model: str, budgets: Mapping[str, float], folder: Path) -> str:
-    """A section of the page for one model, whose budgets are evaluations per token by the names of the settings.
-
-    The tables are printed, too, and the figure is written to `folder`.
-    """
+    """A section on one model, whose budgets go by their settings' names; prints its tables and draws into `folder`."""
     prefix, title, file = f"{model}/", f"{TITLE}: {model}", folder / f"{model}-corrections.png"
     last, evaluations = list(budgets.items())[-1]
     tables = [_corrections(sums, kind, budgets, prefix) for kind in BINS]

@@ -63,10 +63,7 @@ def collect_within(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_beside(file: Path | None) -> dict[str, dict[str, float]]:
-    """Rows to show beside ours, such as the paper's: a JSON object of labels, each with an accuracy (0 to 1) by task.
-
-    Raises `InputError` for a row of another form.
-    """
+    """Rows beside ours: a JSON object of labels, each with an accuracy (0 to 1) by task; raises `InputError`."""
     rows = {} if file is None else read_json(file)
     for label, row in rows.items():
         if not isinstance(row, dict) or not all(isinstance(v, int | float) and 0 <= v <= 1 for v in row.values()):
@@ -78,10 +75,7 @@ HEADER = ("task", "evaluation", *KINDS, "pass@10", "problems")
 
 
 def task_rows(evaluations: Sequence[Evaluation], beside: Mapping[str, Mapping[str, float]]) -> Table:
-    """Header and rows of accuracy with 95 % intervals, without the columns that no row fills.
-
-    The labelled rows of `beside` follow the evaluations of each task.
-    """
+    """Accuracy with 95 % intervals, a task's rows of `beside` last, without columns that no row fills."""
     rows: list[tuple[str, ...]] = []
     for task in dict.fromkeys(one.task for one in evaluations):
         for one in evaluations:

@@ -26,10 +26,7 @@ mpl.rcParams.update(
 
 @contextmanager
 def saved_figure(panels: int, file: Path) -> Iterator[list[Any]]:
-    """The panels of a figure, side by side; those with labelled lines get a legend.
-
-    It is saved as `file`, a PNG on white, and beside it as an SVG without a background.
-    """
+    """Panels side by side, with legends, saved as `file`, a PNG on white, and as an SVG without a background."""
     figure, [axes] = plt.subplots(1, panels, figsize=(5 * panels, 4), layout="constrained", squeeze=False)
     yield list(axes)
     for panel in axes:
@@ -43,10 +40,7 @@ def saved_figure(panels: int, file: Path) -> Iterator[list[Any]]:
 def draw_rates(
     axes: Any, places: Sequence[float | int], rates: Sequence[tuple[float, float, float]], *, label: str, **style: str
 ) -> None:
-    """Draw a line through means, each with its interval; a rate is the mean, the lower and the upper bound.
-
-    `style` is matplotlib's, of the line.
-    """
+    """Draw a line in matplotlib's `style` through means with intervals; a rate is mean, lower and upper bound."""
     means = [mean for mean, _, _ in rates]
     errors = [[mean - low for mean, low, _ in rates], [high - mean for mean, _, high in rates]]
     axes.errorbar(places, means, yerr=errors, marker="o", capsize=3, label=label, **style)
