@@ -67,13 +67,14 @@ def _evaluation_sections(workdir: Path, beside: Mapping[str, Mapping[str, float]
     print(text_table(*accuracy))
     text = f"Strict scores follow the rules of the authors' release, relaxed ones what readers accept. {INTERVALS}"
     sections = [page.section("Tasks", text, accuracy)]
-    for name, draw, found, title, words in (
-        ("budgets", evaluations.draw_budgets, evaluated, "Accuracy against the budget", BUDGETS),
-        ("within", evaluations.draw_within, within, "Within one diffusion", WITHIN),
-        ("guidance", evaluations.draw_guidance, evaluated, "Guidance", GUIDANCE),
+    steps, inside, guided = (folder / name for name in ("budgets.png", "within.png", "guidance.png"))
+    for is_drawn, file, title, words in (
+        (evaluations.draw_budgets(evaluated, steps), steps, "Accuracy against the budget", BUDGETS),
+        (evaluations.draw_within(within, inside), inside, "Within one diffusion", WITHIN),
+        (evaluations.draw_guidance(evaluated, guided), guided, "Guidance", GUIDANCE),
     ):
-        if draw(found, folder / f"{name}.png"):
-            sections.append(page.section(title, words, folder / f"{name}.png"))
+        if is_drawn:
+            sections.append(page.section(title, words, file))
     return sections
 
 

@@ -130,9 +130,9 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type A
                 prompts = [self.tok_encode(requests[i].args[0]) or [self.prefix_token_id] for i in group]
                 places = dict(zip(_distinct_numbers(prompts), group, strict=True))
                 stops, stop_ids = self._split(until)
-                stop_ids = tuple(dict.fromkeys((*self._loaded.stop_ids, *stop_ids)))
+                ends = tuple(dict.fromkeys((*self._loaded.stop_ids, *stop_ids)))
                 for batch in complete(
-                    dataclasses.replace(self._loaded, stop_ids=stop_ids),
+                    dataclasses.replace(self._loaded, stop_ids=ends),
                     [Prompt(number, ids[-longest:]) for number, ids in zip(places, prompts, strict=True)],
                     settings=settings,
                     batch_size=self._options.batch_size,

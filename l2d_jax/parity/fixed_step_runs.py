@@ -96,7 +96,8 @@ def start_of(
         labels = jnp.array(run["class_labels"], jnp.int32)[:, None]
         context = context._replace(labels=jnp.broadcast_to(labels, context.hidden.shape[:2]))
     shape = (*context.hidden.shape[:2], recorded["x0"].shape[-1])
-    return recorded, settings, context, *(np.broadcast_to(x, shape) for x in (recorded["x0"], recorded["traj"][-1]))
+    noise, last = (np.broadcast_to(x, shape) for x in (recorded["x0"], recorded["traj"][-1]))
+    return recorded, settings, context, noise, last
 
 
 def _refinement(options: dict[str, Any], *, guidance: float | None) -> Refinement:
