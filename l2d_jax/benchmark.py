@@ -18,7 +18,7 @@ from l2d_jax.decoding.solver import find_solver
 from l2d_jax.distributed import runtime
 from l2d_jax.performance.decoding_speed import measure_decoding
 from l2d_jax.performance.training_speed import measure_training
-from l2d_jax.reports.figures import new_figure, save_figure
+from l2d_jax.reports.figures import saved_figure
 
 
 def main() -> None:
@@ -61,16 +61,14 @@ def _measure_decode(options: argparse.Namespace, config: Config) -> dict[str, An
 
 
 def _draw_speed(figures: dict[str, Any], file: Path) -> None:
-    figure, panels = new_figure(2)
-    for batch in (slope["batch"] for slope in figures["batches"]):
-        rows = [row for row in figures["rows"] if row["batch"] == batch]
-        speeds = [row["tokens per second"] for row in rows], [1000 * row["seconds per token"] for row in rows]
-        for axes, speed in zip(panels, speeds, strict=True):
-            axes.plot([row["budget"] for row in rows], speed, marker="o", label=f"batch {batch}")
-    for axes, label in zip(panels, ("tokens per second, all sequences", "milliseconds per token"), strict=True):
-        axes.set(xlabel="evaluations of the path per token", ylabel=label, ylim=(0, None))
-        axes.legend()
-    save_figure(figure, file)
+    labels = {"tokens per second, all sequences": "tokens per second", "milliseconds per token": "seconds per token"}
+    with saved_figure(2, file) as panels:
+        for axes, (label, name) in zip(panels, labels.items(), strict=True):
+            for batch in (slope["batch"] for slope in figures["batches"]):
+                rows = [row for row in figures["rows"] if row["batch"] == batch]
+                speeds = [row[name] * (1000 if label.startswith("milli") else 1) for row in rows]
+                axes.plot([row["budget"] for row in rows], speeds, marker="o", label=f"batch {batch}")
+            axes.set(xlabel="evaluations of the path per token", ylabel=label, ylim=(0, None))
 
 
 def training_table(figures: dict[str, Any]) -> list[str]:

@@ -95,19 +95,16 @@ def run_plans(session: Session, plans: Sequence[TaskPlan]) -> None:
 def parse_arguments(parser: command_line.Parser) -> tuple[argparse.Namespace, Config | None]:
     """The options, and the config if the command line names one; raises `InputError`."""
     command_line.add_source(parser)
-    parser.add_argument(
-        "--config", help=f"for its decode and mesh sections; None: the workdir's; {config_file.CONFIG_HELP}"
-    )
+    config = f"for its decode and mesh sections; None: the workdir's; {config_file.CONFIG_HELP}"
+    parser.add_argument("--config", help=config)
     parser.add_argument("--tasks", required=True, help=f"with commas between them: {', '.join(registry.TASKS)}")
     parser.add_argument("--out", type=folder_or_bucket, help="where results go; DIR/eval of a workdir")
-    parser.add_argument(
-        "--name", type=file_name, help="of the folder within a task's; <solver>-<budget>, and how problems are put"
-    )
+    name = "of the folder within a task's; <solver>-<budget>, and how problems are put"
+    parser.add_argument("--name", type=file_name, help=name)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "int8"], help="of weights and products")
     problems = parser.add_argument_group("problems")
-    problems.add_argument(
-        "--data_dir", type=model_name, help="read <data_dir>/<task>/<split>.jsonl or .parquet instead of the hub"
-    )
+    data_dir = "read <data_dir>/<task>/<split>.jsonl or .parquet instead of the hub"
+    problems.add_argument("--data_dir", type=model_name, help=data_dir)
     problems.add_argument("--split", type=file_name, help="another than the paper's")
     problems.add_argument("--limit", type="Count", help="so many problems, evenly spaced; None: all")
     problems.add_argument("--shots", type="CountOrZero", help="examples before each question; None: the paper's")
@@ -115,16 +112,13 @@ def parse_arguments(parser: command_line.Parser) -> tuple[argparse.Namespace, Co
     problems.add_argument("--prompts", choices=["paper", "thoughts"], default="paper", help=prompts)
     tagged = "judge what stands in <answer> tags, or behind </think>, as R1-style models write"
     problems.add_argument("--tagged", action="store_true", help=tagged)
-    choices = (
-        "likelihood: of tasks with options, the likeliest letter, by one pass over each prompt; not the paper's way"
-    )
+    choices = "likelihood: of tasks with options, the likeliest letter by one pass over a prompt; not the paper's way"
     problems.add_argument("--choices", choices=["generate", "likelihood"], default="generate", help=choices)
     code = "run the programs that the model writes, each isolated (l2d_jax/evaluation/sandbox/grade.py says how well)"
     problems.add_argument("--allow_code_execution", action="store_true", help=code)
     decoding = parser.add_argument_group("decoding")
-    decoding.add_argument(
-        "--budget", type="Budget", nargs="+", help="evaluations of the path per token; several compare"
-    )
+    budget = "evaluations of the path per token; several compare"
+    decoding.add_argument("--budget", type="Budget", nargs="+", help=budget)
     decoding.add_argument("--solver", choices=SOLVERS, help="how the path is integrated")
     decoding.add_argument("--tolerance", type="Tolerance", help="of each step of an adaptive solver")
     label = f"class for guidance, for a path with classes; category: each problem's own of {', '.join(CATEGORIES)}"
@@ -139,10 +133,9 @@ def parse_arguments(parser: command_line.Parser) -> tuple[argparse.Namespace, Co
     options, rest = parser.parse_known_args()
     require(options.config is not None or not rest, f"unknown arguments {' '.join(rest)} (--help lists the options)")
     require(options.workdir is not None or options.out is not None, "--model needs --out DIR, for the results")
-    config = (
-        None if options.config is None else config_file.read_config(options.config, config_file.split_overrides(rest))
-    )
-    return options, config
+    if options.config is None:
+        return options, None
+    return options, config_file.read_config(options.config, config_file.split_overrides(rest))
 
 
 def class_label(text: str) -> int | float | str:

@@ -1,8 +1,8 @@
 """Answers a prompt, or chats: `python -m l2d_jax.generate --workdir DIR --prompt "…" --budget 15`."""
 
-import argparse
 import contextlib
 import dataclasses
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -29,7 +29,7 @@ from l2d_jax.reports.trace import AnswerTrace, write_trace
 from l2d_jax.weights import model_folder
 
 Messages = Sequence[Message]
-Printer = Callable[[LoadedModel, Messages, DecodeConfig, int], str]  # prints the answer under a seed, and returns it
+Traces = list[list[TokenTrace]]
 SEARCH_OPTIONS = ("candidates", "length_power", "repetition_penalty")  # that need --beams
 
 
@@ -50,8 +50,9 @@ def main() -> None:
         requests.check_prompts(ids, settings, base.architecture)
     check_labels(folder.path_config, [] if options.label is None else [options.label])
     StopSearch(options.stop, base.tokenizer, 0)  # raises before any weight is read
-    traces: list[list[TokenTrace]] = []
-    print_answer = _choose_printer(options, variants, traces, architecture=base.architecture)
+    traces: Traces = []
+    print_answer = partial(_print_answer, options=options, traces=traces)
+    _check_ways(options, variants, base.architecture)
     mesh, longest = runtime.start_jax(MeshConfig()), max(map(len, ids))
     llm = LLM.declare(base.architecture, dtype=folder.base.dtype)
     for settings in variants:
@@ -74,7 +75,7 @@ def main() -> None:
             write_trace(out, [AnswerTrace(n, prompts[n], settings, tokens) for (n, settings), tokens in pairs])
 
 
-def _parse() -> argparse.Namespace:
+def _parse() -> Namespace:
     """The command line; raises `InputError` for options that do not go together."""
     parser = command_line.Parser(prog="python -m l2d_jax.generate", description=__doc__)
     command_line.add_source(parser)
@@ -82,12 +83,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--max_new_tokens", type="Tokens", help="the longest answer, in tokens")
     parser.add_argument("--seed", type="Seed", default=0, help="of the noise and of the sampled tokens")
     refining = parser.add_argument_group("the refinement of each token")
-    refining.add_argument(
-        "--budget",
-        type="Budget",
-        nargs="+",
-        help="evaluations of the path per token, the final one included; several compare; adaptive solvers: at most",
-    )
+    budget = "evaluations of the path per token, the final one included; several compare; adaptive solvers: at most"
+    refining.add_argument("--budget", type="Budget", nargs="+", help=budget)
     refining.add_argument("--solver", choices=SOLVERS, help="how the path is integrated")
     refining.add_argument("--tolerance", type="Tolerance", help=f"of each step of {', '.join(ADAPTIVE)}")
     refining.add_argument("--label", type="Label", help="class for guidance, for a path that was trained with classes")
@@ -121,82 +118,54 @@ def _parse() -> argparse.Namespace:
     return options
 
 
-def _choose_printer(
-    options: argparse.Namespace,
-    variants: Sequence[DecodeConfig],
-    traces: list[list[TokenTrace]],
-    *,
-    architecture: Architecture,
-) -> Printer:
-    """How to answer; traces go to `traces`. Raises `InputError` for options that do not go together."""
-    if options.beams is None:
-        for name in SEARCH_OPTIONS:
-            if getattr(options, name) is not None:
-                raise InputError(f"--{name} is an option of token search: give --beams too")
-        if not options.trace:
-            return partial(_print_streamed, options=options)
-        for settings in variants:
-            check_single_sample(settings)
-        return partial(_print_traced, options=options, traces=traces)
+def _check_ways(options: Namespace, variants: Sequence[DecodeConfig], architecture: Architecture) -> None:
+    """Raise `InputError` for options that do not go together."""
+    searching = options.beams is not None
+    for name in SEARCH_OPTIONS:
+        if not searching and getattr(options, name) is not None:
+            raise InputError(f"--{name} is an option of token search: give --beams too")
     others = {"a chat": not options.prompt, "--stop": options.stop, "--trace": options.trace}
     for what, is_there in others.items():
-        if is_there:
+        if searching and is_there:
             raise InputError(f"{what} does not go with --beams: leave one out")
     for settings in variants:
-        check_search(settings, _search_config(options, settings), architecture=architecture)
-    return partial(_print_searched, options=options)
+        if searching:
+            check_search(settings, _search_config(options, settings), architecture=architecture)
+        elif options.trace:
+            check_single_sample(settings)
 
 
-def _search_config(options: argparse.Namespace, settings: DecodeConfig) -> SearchConfig:
+def _search_config(options: Namespace, settings: DecodeConfig) -> SearchConfig:
     names = ("beams", *SEARCH_OPTIONS, "temperature")
     values = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     return SearchConfig(**values, max_new_tokens=settings.max_new_tokens)
 
 
-def _print_streamed(
-    loaded: LoadedModel, messages: Messages, settings: DecodeConfig, seed: int, *, options: argparse.Namespace
+def _print_answer(
+    loaded: LoadedModel, messages: Messages, settings: DecodeConfig, seed: int, *, options: Namespace, traces: Traces
 ) -> str:
+    """Print and return the answer under a seed: piece by piece, with a trace that goes to `traces`, or searched for."""
     text = ""
-    for piece in loaded.stream(messages, settings=settings, seed=seed, label=options.label, stop=options.stop):
-        print(piece, end="", flush=True)
-        text += piece
-    print()
-    return text
-
-
-def _print_traced(
-    loaded: LoadedModel,
-    messages: Messages,
-    settings: DecodeConfig,
-    seed: int,
-    *,
-    options: argparse.Namespace,
-    traces: list[list[TokenTrace]],
-) -> str:
-    """Print the whole answer, and add its trace to `traces`."""
+    if options.beams is None and not options.trace:
+        for piece in loaded.stream(messages, settings=settings, seed=seed, label=options.label, stop=options.stop):
+            print(piece, end="", flush=True)
+            text += piece
+        print()
+        return text
     prompt = requests.Prompt(0, requests.encode_prompt(messages, loaded.tokenizer), options.label)
-    request = requests.Request([prompt], settings, seed, restrictions=requests.Restrictions(options.stop))
-    answers = generate_tokens(loaded.model, request, stop_ids=loaded.stop_ids, tokenizer=loaded.tokenizer)
-    traces.extend(trace(loaded, request, answers))
-    return _print_text(loaded, answers[0])
-
-
-def _print_searched(
-    loaded: LoadedModel, messages: Messages, settings: DecodeConfig, seed: int, *, options: argparse.Namespace
-) -> str:
-    """Print the best answer of a search."""
-    prompt = requests.Prompt(0, requests.encode_prompt(messages, loaded.tokenizer), options.label)
-    config = _search_config(options, settings)
-    return _print_text(loaded, search(loaded, prompt, settings=settings, config=config, seed=seed).answer)
-
-
-def _print_text(loaded: LoadedModel, ids: Sequence[int]) -> str:
-    text = to_text(ids, loaded.tokenizer)
+    if options.trace:
+        request = requests.Request([prompt], settings, seed, restrictions=requests.Restrictions(options.stop))
+        answers = generate_tokens(loaded.model, request, stop_ids=loaded.stop_ids, tokenizer=loaded.tokenizer)
+        traces.extend(trace(loaded, request, answers))
+        text = to_text(answers[0], loaded.tokenizer)
+    else:
+        config = _search_config(options, settings)
+        text = to_text(search(loaded, prompt, settings=settings, config=config, seed=seed).answer, loaded.tokenizer)
     print(text, flush=True)
     return text
 
 
-def _chat(loaded: LoadedModel, print_answer: Printer, settings: DecodeConfig, *, seed: int) -> None:
+def _chat(loaded: LoadedModel, print_answer: Callable[..., str], settings: DecodeConfig, *, seed: int) -> None:
     """Answer line by line, keeping the conversation, until an empty line or the end of input."""
     messages: list[dict[str, str]] = []
     print(f"budget {settings.budget}, {settings.solver}; an empty line ends the chat")

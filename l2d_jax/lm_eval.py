@@ -54,11 +54,13 @@ def main() -> None:
     check_decoding_memory(llm, folder.path_config, limited, rows=options.batch_size, longest=1, remedy="--batch_size")
     if options.apply_chat_template:
         require_chat_template(tokenizer)
-    tasks = open_tasks(options.tasks.split(","), options.include_path)
-    for task in _leaves(tasks):
+    names = options.tasks.split(",")
+    manager = open_tasks(names, options.include_path)
+    tasks = manager.load(names)["tasks"].values()
+    for task in tasks:
         if task.OUTPUT_TYPE == "generate_until":
             parse_generation(task.config.generation_kwargs or {}, harness_options)
-    unsafe = [task.task_name for task in _leaves(tasks) if getattr(task, "UNSAFE_CODE", False)]
+    unsafe = [task.task_name for task in tasks if getattr(task, "UNSAFE_CODE", False)]
     require(
         options.confirm_run_unsafe_code or not unsafe,
         f"{', '.join(unsafe)} runs programs that the model writes, without isolation: take `python -m "
@@ -68,7 +70,8 @@ def main() -> None:
         loaded = load(options.workdir or options.model, mesh=mesh, dtype=options.dtype)
         results: dict[str, Any] = lm_eval.simple_evaluate(
             LmEvalModel(loaded, options=harness_options),
-            tasks=tasks,
+            tasks=names,
+            task_manager=manager,
             num_fewshot=options.num_fewshot,
             limit=options.limit,
             apply_chat_template=options.apply_chat_template,
@@ -105,16 +108,15 @@ def _parse() -> argparse.Namespace:
     likelihood = "path: at the budget, by the mean over --draws; base: of the language model alone, in one pass"
     asking.add_argument("--likelihood", choices=["path", "base"], default="path", help=likelihood)
     asking.add_argument("--draws", type="SeveralDraws", default=8, help="noise samples for each likelihood")
-    asking.add_argument(
-        "--max_new_tokens", type="Tokens", help="a limit of an answer's length in tokens; None: the task's"
-    )
+    length = "a limit of an answer's length in tokens; None: the task's"
+    asking.add_argument("--max_new_tokens", type="Tokens", help=length)
     asking.add_argument("--batch_size", type="Rows", default=16, help="sequences at a time, on all devices together")
     asking.add_argument("--seed", type="Seed", default=0, help="of the noise and of the sampled tokens")
     return parser.parse_args()
 
 
-def open_tasks(names: list[str], folders: list[Path]) -> list[Any]:
-    """Tasks and groups with their data, ready for `simple_evaluate`; raises `InputError` for what cannot be opened."""
+def open_tasks(names: list[str], folders: list[Path]) -> Any:
+    """A manager that has opened tasks and groups with their data, once; raises `InputError` for what it cannot open."""
     from lm_eval.tasks import TaskManager
 
     for folder in folders:
@@ -132,15 +134,8 @@ def open_tasks(names: list[str], folders: list[Path]) -> list[Any]:
         opened = manager.load(names)
     except Exception as error:  # a task is a program of its own, and reads its data from anywhere
         raise InputError(f"the tasks {', '.join(names)} cannot be opened: {first_line(error)}") from error
-    inner = {name for children in opened["group_map"].values() for name in children}
-    groups = [group for name, group in opened["groups"].items() if name not in inner]
-    grouped = {task.task_name for group in groups for task in group.get_all_tasks()}
-    return groups + [task for name, task in opened["tasks"].items() if name not in grouped]
-
-
-def _leaves(tasks: list[Any]) -> list[Any]:
-    """The tasks, and those of the groups among them."""
-    return [task for item in tasks for task in (item.get_all_tasks() if hasattr(item, "get_all_tasks") else [item])]
+    manager.load = lambda _: opened
+    return manager
 
 
 def _write_results(folder: Path, results: dict[str, Any]) -> None:

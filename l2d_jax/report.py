@@ -16,18 +16,16 @@ from l2d_jax.reports.tables import text_table
 from l2d_jax.storage import mirror
 
 INTERVALS = "Intervals are 95 %, over problems."
+BUDGETS = "A budget of 1 is the language model itself."
+WITHIN = "Tokens of right answers, with the true tokens before them, read off at every t of one run."
+GUIDANCE = "Accuracy against the strength of the class label."
 
 
 def main() -> None:
     """Parse the command line and report every workdir."""
     parser = command_line.Parser(prog="python -m l2d_jax.report", description=__doc__)
-    parser.add_argument(
-        "--workdir",
-        type=command_line.folder_or_bucket,
-        nargs="+",
-        required=True,
-        help="workdirs, or --out of evaluations",
-    )
+    folder, workdirs = command_line.folder_or_bucket, "workdirs, or --out of evaluations"
+    parser.add_argument("--workdir", type=folder, nargs="+", required=True, help=workdirs)
     beside = 'rows of others, such as the paper\'s, in the tables: JSON, {"label": {"gsm8k": 0.5}}'
     parser.add_argument("--beside", type=command_line.local_path, help=beside)
     options = parser.parse_args()
@@ -56,8 +54,7 @@ def _training_sections(workdir: Path) -> list[str]:
     print(text_table(*accuracy))
     training.draw_training(before, after, workdir / "report.png")
     text = f"After {after['step']} steps; accuracy is teacher-forced, on held-out answers. {INTERVALS}"
-    tables = [page.html_table(*accuracy), page.html_table(*losses)]
-    return [page.section("Training", text, page.figure(workdir / "report.png"), *tables)]
+    return [page.section("Training", text, workdir / "report.png", accuracy, losses)]
 
 
 def _evaluation_sections(workdir: Path, beside: Mapping[str, Mapping[str, float]]) -> list[str]:
@@ -69,17 +66,15 @@ def _evaluation_sections(workdir: Path, beside: Mapping[str, Mapping[str, float]
     accuracy = evaluations.task_rows(evaluated, beside)
     print(text_table(*accuracy))
     text = f"Strict scores follow the rules of the authors' release, relaxed ones what readers accept. {INTERVALS}"
-    sections = [page.section("Tasks", text, page.html_table(*accuracy))]
+    sections = [page.section("Tasks", text, accuracy)]
     steps, inside, guided = (folder / name for name in ("budgets.png", "within.png", "guidance.png"))
-    if evaluations.draw_budgets(evaluated, steps):
-        words = "A budget of 1 is the language model itself."
-        sections.append(page.section("Accuracy against the budget", words, page.figure(steps)))
-    if evaluations.draw_within(within, inside):
-        words = "Tokens of right answers, with the true tokens before them, read off at every t of one run."
-        sections.append(page.section("Within one diffusion", words, page.figure(inside)))
-    if evaluations.draw_guidance(evaluated, guided):
-        words = "Accuracy against the strength of the class label."
-        sections.append(page.section("Guidance", words, page.figure(guided)))
+    for is_drawn, file, title, words in (
+        (evaluations.draw_budgets(evaluated, steps), steps, "Accuracy against the budget", BUDGETS),
+        (evaluations.draw_within(within, inside), inside, "Within one diffusion", WITHIN),
+        (evaluations.draw_guidance(evaluated, guided), guided, "Guidance", GUIDANCE),
+    ):
+        if is_drawn:
+            sections.append(page.section(title, words, file))
     return sections
 
 

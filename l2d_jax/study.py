@@ -13,7 +13,7 @@ budget, by the majority of samples, and by beam search. Their accuracy is drawn 
 import argparse
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +79,9 @@ def main() -> None:
         if (run := folders[name].trained) is not None:  # which may have changed the language model itself
             trained = costs.trainable_parameters(run, loaded.model.llm.architecture)
         found = {"about": about[name], "trained": trained}
-        found |= _measure_model(loaded, config, options.solvers, options.budgets, mesh)
-        found["answers"] = list(_answer(loaded, config, options)) if options.answers else []
+        examples, problems = _read_answers(loaded.tokenizer, config, options.answers)
+        found |= _measure_model(loaded, examples, config, options, mesh)
+        found["answers"] = [] if problems is None else list(_answer(loaded, problems, config, options))
         if processes.is_first():
             write_whole(options.out / f"{name}.json", json.dumps(found, indent=1) + "\n")
         return found
@@ -98,19 +99,14 @@ def _named(text: str) -> tuple[str, str]:
 
 
 def _describe(folder: Folder, options: argparse.Namespace, config: Config) -> dict[str, Any]:
-    """All that a model's measurements depend on, as JSON holds it.
-
-    Raises `InputError` for files that are missing or malformed, before any weight is loaded.
-    """
+    """All that a model's measurements depend on, as JSON; raises `InputError` before any weight is loaded."""
     base, step = model_folder.find_base(folder.base), newest_step(folder)
     model = processes.decide(lambda: model_fingerprint(folder, base, step))
-    answers = processes.take_turns(lambda: _examples(base.tokenizer, config)).fingerprint()
-    if options.answers:
-        processes.take_turns(lambda: _problems(base.tokenizer, config, options.answers))
+    examples, _ = processes.take_turns(lambda: _read_answers(base.tokenizer, config, options.answers))
     about = {
         "model": mirror.shown_places(str(folder.path)),
         "step": step,
-        "fingerprint": model | {"answers": answers},
+        "fingerprint": model | {"answers": examples.fingerprint()},
         "solvers": options.solvers,
         "budgets": options.budgets,
         "ways": [options.answers, options.samples, options.beams],
@@ -120,17 +116,15 @@ def _describe(folder: Folder, options: argparse.Namespace, config: Config) -> di
     return json.loads(json.dumps(about))
 
 
-def _examples(tokenizer: PreTrainedTokenizerFast | None, config: Config) -> Examples:
-    """The held-out answers; raises `InputError`."""
+def _read_answers(
+    tokenizer: PreTrainedTokenizerFast | None, config: Config, count: int
+) -> tuple[Examples, MarkedProblems | None]:
+    """The held-out answers, and `count` problems to answer freely, None for 0; raises `InputError`."""
     if tokenizer is None:
         raise InputError("a study reads text, and a model has no tokenizer: add its tokenizer files")
-    return Examples.load(config.data, tokenizer, split=config.data.validation_split)
-
-
-def _problems(tokenizer: PreTrainedTokenizerFast | None, config: Config, count: int) -> MarkedProblems:
-    """Problems of the same split; raises `InputError` for an answer without a number."""
-    assert tokenizer is not None
-    return MarkedProblems.read(config.data, tokenizer, count=count, option="--answers")
+    examples = Examples.load(config.data, tokenizer, split=config.data.validation_split)
+    problems = MarkedProblems.read(config.data, tokenizer, count=count, option="--answers") if count else None
+    return examples, problems
 
 
 def _read_known(file: Path, about: dict[str, Any]) -> dict[str, Any] | None:
@@ -148,30 +142,26 @@ def _read_known(file: Path, about: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _measure_model(
-    loaded: LoadedModel, config: Config, solvers: Sequence[Any], budgets: Sequence[int], mesh: Mesh
+    loaded: LoadedModel, examples: Examples, config: Config, options: argparse.Namespace, mesh: Mesh
 ) -> dict[str, Any]:
-    """The sums of every measure by example, and the settings that were measured; raises `InputError`."""
-    examples = _examples(loaded.tokenizer, config)
+    """The sums of every measure by example, and the settings that were measured."""
     settings = {"1": dataclasses.replace(config.decode, solver="euler", budget=1)}
     if loaded.model.path is not None:
-        settings |= {f"{one.solver}-{one.budget}": one for one in _settings(config.decode, solvers, budgets)}
+        settings |= {f"{one.solver}-{one.budget}": one for one in _settings(config.decode, options)}
     refinements = {key: Refinement.from_config(one) for key, one in settings.items()}
     batches = placed_in_order(examples, config.validation.batch_size, mesh)
     measured = [
-        {
-            "key": key,
-            "solver": "" if key == "1" else one.solver,
-            "evaluations": _evaluations_per_token(loaded, examples, one),
-        }
+        {"key": key, "solver": "" if key == "1" else one.solver, "evaluations": _evaluations(loaded, examples, one)}
         for key, one in settings.items()
     ]
     sums = teacher_forced_sums(loaded.model, batches, config, refinements, corrections=True)
     return {"settings": measured, "tally": sums.to_dict()}
 
 
-def _answer(loaded: LoadedModel, config: Config, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _answer(
+    loaded: LoadedModel, problems: MarkedProblems, config: Config, options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
     """What each strategy makes of the problems."""
-    problems = _problems(loaded.tokenizer, config, options.answers)
     loaded = dataclasses.replace(loaded, defaults=dataclasses.replace(config.decode, solver=options.solvers[0]))
     has_path = loaded.model.path is not None
     budgets = sorted({split_budget(loaded.defaults.solver, budget, beams=1) for budget in options.budgets})
@@ -180,17 +170,17 @@ def _answer(loaded: LoadedModel, config: Config, options: argparse.Namespace) ->
         yield strategy._asdict() | outcome._asdict()
 
 
-def _settings(decode: DecodeConfig, solvers: Sequence[Any], budgets: Sequence[int]) -> Iterator[DecodeConfig]:
+def _settings(decode: DecodeConfig, options: argparse.Namespace) -> Iterator[DecodeConfig]:
     """Every fixed solver at every budget above 1, and every adaptive solver once, at an ample budget."""
-    for solver in solvers:
+    for solver in options.solvers:
         if solver in ADAPTIVE:
             yield dataclasses.replace(decode, solver=solver, budget=AMPLE)
             continue
-        reached = {split_budget(solver, budget, beams=1) for budget in budgets}
+        reached = {split_budget(solver, budget, beams=1) for budget in options.budgets}
         yield from (dataclasses.replace(decode, solver=solver, budget=budget) for budget in sorted(reached - {1}))
 
 
-def _evaluations_per_token(loaded: LoadedModel, examples: Examples, settings: DecodeConfig) -> float:
+def _evaluations(loaded: LoadedModel, examples: Examples, settings: DecodeConfig) -> float:
     """Evaluations of the path per token: the budget, or the mean count of an adaptive solver."""
     if settings.solver not in ADAPTIVE:
         return float(settings.budget)

@@ -30,12 +30,8 @@ VERDICTS = {True: "pass", False: "FAIL", None: "(not judged)"}
 def main() -> int:
     """Parse the command line, print the table, and return 1 if a line fails."""
     parser = command_line.Parser(prog="python -m l2d_jax.verify", description=__doc__)
-    parser.add_argument(
-        "--model",
-        type=command_line.model_name,
-        required=True,
-        help="a model folder or workdir; a plain model by hub id or GGUF file",
-    )
+    model = "a model folder or workdir; a plain model by hub id or GGUF file"
+    parser.add_argument("--model", type=command_line.model_name, required=True, help=model)
     other = parser.add_mutually_exclusive_group(required=True)
     other.add_argument("--reference", type=command_line.local_path, help="arrays recorded from the authors' release")
     other.add_argument("--against", choices=["transformers"], help="compare the language model with transformers' own")
@@ -78,17 +74,13 @@ def against_transformers(model: str, length: int | None, dtype: str) -> Iterator
     """One line per row of tokens."""
     for row in compare(model, length=length, dtype=dtype):
         mean, largest = row.divergence.mean(), row.divergence.max()
-        difference = f"{row.name:<10} {row.difference:9.2e}"
         if row.is_coarse:
             agreement = f"same arg max at {100 * row.agreement:.1f} %"
-            yield (
-                f"{difference}  KL {mean:9.2e} of at most {DIVERGENCE} nats in the mean  {agreement}",
-                row.passed(),
-            )
-            continue
-        difference += f" of at most {row.bound:.2e}"
-        rounding = f"  (transformers from its own float64: {row.rounding:.2e})" if row.rounding else ""
-        yield f"{difference}  KL {mean:9.2e} mean, {largest:9.2e} at most{rounding}", row.passed()
+            rest = f"  KL {mean:9.2e} of at most {DIVERGENCE} nats in the mean  {agreement}"
+        else:
+            rounding = f"  (transformers from its own float64: {row.rounding:.2e})" if row.rounding else ""
+            rest = f" of at most {row.bound:.2e}  KL {mean:9.2e} mean, {largest:9.2e} at most{rounding}"
+        yield f"{row.name:<10} {row.difference:9.2e}{rest}", row.passed()
 
 
 if __name__ == "__main__":

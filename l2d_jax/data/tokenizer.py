@@ -117,9 +117,9 @@ def prompt_ids(messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast) 
     _check(messages)
     if messages[-1]["role"] == "assistant":
         opening = {**messages[-1], "content": messages[-1]["content"].rstrip()}
-        text = _render([*messages[:-1], opening], tokenizer, prompt=False, continued=True)
+        text = render_chat([*messages[:-1], opening], tokenizer, prompt=False, continued=True)
     else:
-        text = _render(messages, tokenizer, prompt=True)
+        text = render_chat(messages, tokenizer, prompt=True)
     return text_ids([text], tokenizer)[0]
 
 
@@ -151,7 +151,7 @@ def _turn(messages: Sequence[Message], *, tokenizer: PreTrainedTokenizerFast, em
             "an answer needs a message before it, but the assistant begins this conversation: remove that turn"
         )
     (opening, end), content = _frame(tokenizer, tokenizer.chat_template), messages[-1]["content"]
-    prompt, text = _render(messages[:-1], tokenizer, prompt=True), _render(messages, tokenizer, prompt=False)
+    prompt, text = render_chat(messages[:-1], tokenizer, prompt=True), render_chat(messages, tokenizer, prompt=False)
     if text.startswith(prompt) and content.strip() in text[len(prompt) :]:
         return prompt, text[len(prompt) : text.rindex(end) + len(end)]
     if content.startswith(opening):  # the template rewrites the answer, so the message itself is what to say
@@ -173,7 +173,7 @@ def _frame(tokenizer: PreTrainedTokenizerFast, template: str) -> tuple[str, str]
     what follows the answer, up to and including the token that ends the turn. `template` is part of the cache's key.
     """
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": PROBE}]
-    prompt, text = _render(messages[:1], tokenizer, prompt=True), _render(messages, tokenizer, prompt=False)
+    prompt, text = render_chat(messages[:1], tokenizer, prompt=True), render_chat(messages, tokenizer, prompt=False)
     before, _, after = text.partition(PROBE)
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     ends = [after.index(token) + len(token) for token in special if token in after]
@@ -198,9 +198,13 @@ def _check(messages: Sequence[Message]) -> None:
             check_text(message[key], f"{key!r} of every message")
 
 
-def _render(
+def render_chat(
     messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast, *, prompt: bool, continued: bool = False
 ) -> str:
+    """A conversation as text: with a `prompt` for the next answer, or the last message `continued`, without its end.
+
+    Raises `InputError` for a template that refuses it, caused by the template's error.
+    """
     plain = [dict(message) for message in messages]
     try:
         text = tokenizer.apply_chat_template(

@@ -14,11 +14,10 @@ says how much), and all options of a question are compared under the same noise.
 import dataclasses
 import json
 import zlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jinja2
 import numpy as np
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -27,7 +26,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import PreTrainedTokenizerFast
 
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.data.tokenizer import DATE, first_line, require_chat_template, text_ids
+from l2d_jax.data.tokenizer import first_line, render_chat, require_chat_template, text_ids
 from l2d_jax.decoding.batching import complete, plan_batches
 from l2d_jax.decoding.likelihood import score_answers
 from l2d_jax.decoding.loaded_model import LoadedModel
@@ -53,10 +52,7 @@ class HarnessOptions(NamedTuple):
 
 
 def parse_generation(kwargs: Mapping[str, Any], options: HarnessOptions) -> tuple[DecodeConfig, tuple[str, ...]]:
-    """The settings of a task's `generation_kwargs`, and the texts that end an answer and are no part of it.
-
-    Raises `InputError` for an option that is not known here.
-    """
+    """A task's `generation_kwargs` as settings, and texts that end answers; raises `InputError` for unknown ones."""
     kwargs = normalize_gen_kwargs(dict(kwargs), DEFAULT_NEW_TOKENS)
     unknown = sorted(kwargs.keys() - KNOWN)
     if unknown:
@@ -98,24 +94,15 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type A
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
-        """A conversation as text; without its system messages where the template knows none.
-
-        Raises `InputError` where there is no template, and where it refuses the conversation.
-        """
+        """A conversation as text, without its system messages where the template refuses them; raises `InputError`."""
         require_chat_template(self.tokenizer)
         without_system = [message for message in chat_history if message["role"] != "system"]
         for messages in (chat_history, without_system):
             try:
-                return str(
-                    self.tokenizer.apply_chat_template(
-                        messages,
-                        tokenize=False,
-                        add_generation_prompt=add_generation_prompt,
-                        continue_final_message=not add_generation_prompt,
-                        date_string=DATE,
-                    )
+                return render_chat(
+                    messages, self.tokenizer, prompt=add_generation_prompt, continued=not add_generation_prompt
                 )
-            except jinja2.TemplateError as error:
+            except InputError as error:
                 refusal = first_line(error)
         raise InputError(f"the chat template refuses a prompt of the task: {refusal}: leave out --apply_chat_template")
 
@@ -143,10 +130,9 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type A
                 prompts = [self.tok_encode(requests[i].args[0]) or [self.prefix_token_id] for i in group]
                 places = dict(zip(_distinct_numbers(prompts), group, strict=True))
                 stops, stop_ids = self._split(until)
+                ends = tuple(dict.fromkeys((*self._loaded.stop_ids, *stop_ids)))
                 for batch in complete(
-                    dataclasses.replace(
-                        self._loaded, stop_ids=tuple(dict.fromkeys((*self._loaded.stop_ids, *stop_ids)))
-                    ),
+                    dataclasses.replace(self._loaded, stop_ids=ends),
                     [Prompt(number, ids[-longest:]) for number, ids in zip(places, prompts, strict=True)],
                     settings=settings,
                     batch_size=self._options.batch_size,
@@ -160,15 +146,11 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type A
 
     def loglikelihood_rolling(self, requests: list[Instance], *, disable_tqdm: bool = False) -> list[float]:
         """Log-likelihoods of whole texts; long texts are cut into windows, in which each token is scored once."""
+        limits = {"prefix_token": self.prefix_token_id, "max_seq_len": self._positions, "context_len": 1}
         windows = [
             (index, None, *make_disjoint_window(window))
             for index, request in enumerate(requests)
-            for window in get_rolling_token_windows(
-                token_list=self.tok_encode(request.args[0]),
-                prefix_token=self.prefix_token_id,
-                max_seq_len=self._positions,
-                context_len=1,
-            )
+            for window in get_rolling_token_windows(token_list=self.tok_encode(request.args[0]), **limits)
         ]
         totals = [0.0] * len(requests)
         likelihoods = self._loglikelihood_tokens([window[1:] for window in windows], disable_tqdm=disable_tqdm)
@@ -177,17 +159,14 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type A
         return totals
 
     def _loglikelihood_tokens(
-        self,
-        requests: Sequence[tuple[Any, list[int], list[int]]],
-        *,
-        disable_tqdm: bool = False,
-        **_: Any,
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], *, disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
         """Log-likelihood of each (text, context, continuation), and whether each of its tokens is the likeliest."""
         likelihoods: dict[int, tuple[float, bool]] = {}
+        asked, model = self._options, self._loaded.model
         lengths = [len(context) + len(answer) for _, context, answer in requests]
         with processes.progress_bar(len(requests), "likelihoods", is_silent=disable_tqdm) as bar:
-            for batch, rows in plan_batches(lengths, self._options.batch_size):
+            for batch, rows in plan_batches(lengths, asked.batch_size):
                 contexts, answers = zip(*(requests[i][1:] for i in rows), strict=True)
                 prompts = [
                     # A text without context has the first token as its context, which would be one number for all.
@@ -195,12 +174,7 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type A
                     for c, a in zip(contexts, answers, strict=True)
                 ]
                 scores = score_answers(
-                    self._loaded.model,
-                    prompts,
-                    answers,
-                    settings=self._options.scoring,
-                    draws=self._options.draws,
-                    seed=self._options.seed,
+                    model, prompts, answers, settings=asked.scoring, draws=asked.draws, seed=asked.seed
                 )
                 for i, answer, one in zip(batch, answers, scores, strict=False):
                     likelihoods[i] = one.total, one.likeliest.tolist() == list(answer)
@@ -250,11 +224,9 @@ def noise_number(ids: Sequence[int]) -> int:
 
 def _distinct_numbers(prompts: Sequence[Sequence[int]]) -> list[int]:
     """A number for each prompt, all different; a text that is repeated has other numbers the second time and so on."""
-    repetitions: Counter[tuple[int, ...]] = Counter()
     numbers: dict[int, None] = {}
     for ids in prompts:
-        number = noise_number([*ids, repetitions[tuple(ids)]])
-        repetitions[tuple(ids)] += 1
+        number = noise_number([*ids, 0])
         while number in numbers:
             number = (number + 1) % 2**31
         numbers[number] = None

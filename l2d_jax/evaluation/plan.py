@@ -44,10 +44,7 @@ def check_same(found: Folder, config: Config) -> None:
 
 
 def choose_run(tasks: Sequence[Task], *, is_allowed: bool) -> Run | None:
-    """The function that runs generated programs, or None where no task needs one.
-
-    Raises `InputError` where running programs is needed and not allowed, or not possible here.
-    """
+    """What runs generated programs, or None if no task needs it; raises `InputError` if it may not or cannot run."""
     names = [task.name for task in tasks if task.kind == "code"]
     if not names:
         return None

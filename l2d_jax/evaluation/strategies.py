@@ -57,27 +57,20 @@ def strategies(
 def answer_problems(loaded: LoadedModel, problems: MarkedProblems, strategy: Strategy, *, batch_size: int) -> Outcome:
     """Answer all problems with one strategy; answers may be a quarter longer than the longest right one.
 
-    Args:
-      loaded: with a tokenizer.
-      problems: prompts and numbers.
-      strategy: a budget above 1 needs a path.
-      batch_size: sequences at a time, of greedy answers and samples; a search takes one problem after the other.
+    There are `batch_size` sequences at a time; a search takes one problem after the other.
     """
     length = problems.most_tokens
     settings = replace(loaded.defaults, budget=strategy.budget, max_new_tokens=length, temperature=0.0)
     right, tokens = [False] * len(problems.prompts), 0
+    searched = strategy.tries if strategy.kind == "beams" else 1  # times as many tokens as the answer has
     with _seconds() as seconds, processes.progress_bar(len(right), "answers", unit="problem") as shown:
         for answers in _answers(loaded, problems, strategy, settings, batch_size):
             for place, texts in answers.items():
                 numbers = [marked_number(to_text(ids, loaded.tokenizer)) for ids in texts]
                 right[place] = majority(numbers) == problems.numbers[place]
-                tokens += sum(min(len(ids) + 1, length) for ids in texts) * (
-                    strategy.tries if strategy.kind == "beams" else 1
-                )
+                tokens += searched * sum(min(len(ids) + 1, length) for ids in texts)
             shown.update(len(answers))
-    read, decode = decoding_flops(
-        loaded.model.llm, loaded.model.path, budget=strategy.budget, draws=loaded.defaults.draws
-    )
+    read, decode = decoding_flops(loaded.model.llm, loaded.model.path, budget=strategy.budget, draws=settings.draws)
     prompts = sum(len(prompt.ids) for prompt in problems.prompts)
     count = len(right)
     return Outcome(right, tokens / count, (prompts * read + tokens * decode) / count, seconds[0] / count)
@@ -98,12 +91,8 @@ def _answers(
 ) -> Iterator[dict[int, list[list[int]]]]:
     """The answers to some problems at a time, by their place: all samples, or the best of the beams."""
     if strategy.kind == "beams":
-        config = SearchConfig(
-            beams=strategy.tries,
-            candidates=max(2, strategy.tries),
-            temperature=0.0,
-            max_new_tokens=settings.max_new_tokens,
-        )
+        options = {"temperature": 0.0, "max_new_tokens": settings.max_new_tokens}
+        config = SearchConfig(beams=strategy.tries, candidates=max(2, strategy.tries), **options)
         for prompt in problems.prompts:
             found = search(loaded, prompt, settings=settings, config=config)
             yield {prompt.number: [found.answer]}

@@ -25,7 +25,7 @@ from l2d_jax.decoding.runge_kutta import EmbeddedPair
 from l2d_jax.decoding.solver import ADAPTIVE
 from l2d_jax.model.context import Context
 from l2d_jax.model.l2d import Model
-from l2d_jax.parity.fixed_step_runs import context_of, read_out, settings_of
+from l2d_jax.parity.fixed_step_runs import combine, noted_velocity, start_of
 from l2d_jax.parity.recording import Check, Recording, logits_at
 
 # Of times, and of states relative to the largest: a step's length answers to an error estimate's last bits.
@@ -59,15 +59,12 @@ def adaptive_trajectories(model: Model, a: Recording) -> Iterator[Check]:
 def adaptive_trajectory(model: Model, a: Recording, key: str, run: Mapping[str, Any]) -> Iterator[Check]:
     """One recorded ODE. Not judged: near ties, and the release's Qwen where it evaluates the path beyond t = 1."""
     assert model.path is not None
-    recorded = {name: a[f"ode.{key}.{name}"] for name in ("x0", "t_grid", "traj", "logits", "times", "argmax", "temps")}
+    budget = 2 + ROOM * ADAPTIVE[run["method"]].stages
+    options = {"solver": run["method"], "budget": budget, "tolerance": run["tol"]}
+    rows = ROWS[next(part for part in key.split(".") if part in ROWS)]
+    recorded, settings, context, noise, last = start_of(model, a, key, run, options, rows)
     end, count = float(run["final_timestep"]), recorded["x0"].shape[1]
     is_guarded = run["nfe"] - run["net_evals"] == np.sum(recorded["times"] >= 1)
-    budget = 2 + ROOM * ADAPTIVE[run["method"]].stages
-    settings = settings_of(run, run["method"], budget=budget, options={"tolerance": run["tol"]})
-    rows = ROWS[next(part for part in key.split(".") if part in ROWS)]
-    context = context_of(model, a, run, padded=False, rows=rows)
-    shape = (*context.hidden.shape[:2], recorded["x0"].shape[-1])
-    noise, last = (np.broadcast_to(x, shape) for x in (recorded["x0"], recorded["traj"][-1]))
 
     evaluations, steps = _loop(model, context, settings, noise, end=end)
     kept = slice(len(recorded["x0"])), slice(count)
@@ -114,46 +111,29 @@ def _loop(
     """Every evaluation and every accepted step, in float64 but for the path."""
     pair = settings.solver.method
     assert issubclass(pair, EmbeddedPair)
-    table, tableau = np.asarray(model.table), pair.tableau
-    order, temperature = pair.accuracy, np.asarray(settings.velocity_temperature)
-    tolerance = float(settings.tolerance)
-    times: list[float] = []
-    picked: list[np.ndarray] = []
-
-    def velocity(t: float, x: np.ndarray) -> np.ndarray:
-        times.append(t)
-        if t >= 1:
-            return np.zeros_like(x)
-        logits = np.asarray(logits_at(model, context, x, t))
-        picked.append(np.argmax(logits, axis=-1))
-        return (read_out(logits, table, settings.velocity, temperature) - x) / (1 - t)
-
+    tableau, order, tolerance = pair.tableau, pair.accuracy, float(settings.tolerance)
+    velocity, seen = noted_velocity(model, context, settings)
     t, length, x = 0.0, integrate.FIRST_STEP, x.astype(np.float64)
     slope, steps = velocity(t, x), []
-    while t < end and len(times) < 4 * ROOM:
+    while t < end and len(seen["times"]) < 4 * ROOM:
         slopes = [slope]
         for node, row in zip(tableau.c, tableau.a_lower, strict=True):
-            slopes.append(velocity(t + node * length, x + length * _combine(row, slopes)))
-        new, error = (x + length * _combine(tableau.b_sol, slopes), length * _combine(tableau.b_error, slopes))
+            slopes.append(velocity(t + node * length, x + length * combine(row, slopes)))
+        new, error = (x + length * combine(tableau.b_sol, slopes), length * combine(tableau.b_error, slopes))
         ratio = np.sqrt(np.mean(np.square(error / (tolerance + tolerance * np.maximum(np.abs(x), np.abs(new))))))
         is_kept = ratio <= 1
         if is_kept:
-            steps.append(Step(t, t + length, x, new, slopes, len(times)))
+            steps.append(Step(t, t + length, x, new, slopes, len(seen["times"])))
             t, x, slope = t + length, new, slopes[-1]
         shrunk = 10.0 if ratio == 0 else 0.9 / ratio ** (1 / order)
         length *= min(10.0, max(shrunk, 1.0 if is_kept else 0.2))
-    temperatures = np.full(len(picked), temperature)
-    return {"times": np.array(times), "argmax": np.stack(picked), "temps": temperatures}, steps
-
-
-def _combine(shares: Any, slopes: list[np.ndarray]) -> Any:
-    return sum(share * slope for share, slope in zip(shares, slopes, strict=True))
+    return {name: np.stack(values) for name, values in seen.items()}, steps
 
 
 def _interpolate(steps: list[Step], t: float, solver: str) -> np.ndarray:
     """The quartic through both ends and the middle of the step around t, with both ends' slopes."""
     step = next((step for step in steps if t <= step.stop), steps[-1])
     length = step.stop - step.start
-    middle = step.x + length * _combine(MIDDLE[solver], step.slopes)
+    middle = step.x + length * combine(MIDDLE[solver], step.slopes)
     values = np.stack([step.x, length * step.slopes[0], middle, step.new, length * step.slopes[-1]])
     return KroghInterpolator([0, 0, 0.5, 1, 1], values)((t - step.start) / length)  # of a time given twice, the slope

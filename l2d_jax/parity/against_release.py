@@ -120,11 +120,11 @@ def optimization(model: Model, a: Recording) -> Iterator[Check]:
 
     @jax.jit
     def update(states: Any, gradient: Any) -> tuple[Any, jax.Array]:
-        stepped = []
+        stepped = {}
         for sign, (path, moments) in states.items():
             updates, moments = adam.update(_moved(gradient, sign * GRADIENT_NOISE), moments, path)
-            stepped.append((sign, (optax.apply_updates(path, updates), moments)))
-        return dict(stepped), optax.tree.norm(gradient)
+            stepped[sign] = optax.apply_updates(path, updates), moments
+        return stepped, optax.tree.norm(gradient)
 
     mesh = jax.tree.leaves(path)[0].sharding.mesh
     moments = init_state(adam, path, mesh).optimizer

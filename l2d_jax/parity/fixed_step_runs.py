@@ -4,7 +4,7 @@ A trajectory is checked twice. The states on the grid are diffrax's, by the prog
 and picked tokens of every evaluation come from a plain loop over the solver's tableau, from those states on.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -60,15 +60,13 @@ def trajectory(model: Model, a: Recording, key: str, run: Mapping[str, Any]) -> 
     The final evaluation is on the recorded end state: at t = 1 it answers a change of x with up to 400 times as much,
     so that the last bits of our own would be as large as the tolerance.
     """
-    recorded = {name: a[f"ode.{key}.{name}"] for name in ("x0", "t_grid", "traj", "logits", "times", "argmax", "temps")}
-    grid, end, count = recorded["t_grid"], float(run["final_timestep"]), recorded["x0"].shape[1]
-    solver, annealing = METHODS[run["method"]], {"anneal": True, "velocity_temperature": 1.0} if "poly" in key else {}
-    settings = settings_of(run, solver, budget=1 + FIXED[solver].stages * (len(grid) - 1), options=annealing)
-    context = context_of(model, a, run, padded=".pad" in key)
+    grid, end = a[f"ode.{key}.t_grid"], float(run["final_timestep"])
+    options = {"solver": METHODS[run["method"]], "budget": 1 + FIXED[METHODS[run["method"]]].stages * (len(grid) - 1)}
+    options |= {"anneal": True, "velocity_temperature": 1.0} if "poly" in key else {}
+    recorded, settings, context, noise, last = start_of(model, a, key, run, options)
+    count = recorded["x0"].shape[1]
     samples = a[f"ode.{key}.samples"] if f"ode.{key}.samples" in a else np.zeros((0, len(recorded["x0"])))
     draws = Draws.build(recorded["times"], samples)
-    shape = (*context.hidden.shape[:2], recorded["x0"].shape[-1])
-    noise, last = (jnp.broadcast_to(x, shape) for x in (recorded["x0"], recorded["traj"][-1]))
     states = np.asarray(_states(model, context, settings, draws, noise, jnp.float32(end), steps=len(grid) - 1))
     loop = _loop(model, context, settings, draws, states, grid)
     check = partial(Check, judged=run["robust"])
@@ -80,30 +78,32 @@ def trajectory(model: Model, a: Recording, key: str, run: Mapping[str, Any]) -> 
         yield check(f"ode.{key}.{name}", loop[name], recorded[name], 1e-6)
 
 
-def settings_of(run: Mapping[str, Any], solver: str, *, budget: int, options: dict[str, Any]) -> Refinement:
-    """The settings of a recorded ODE, with further `options` of decoding."""
+def start_of(
+    model: Model, a: Recording, key: str, run: Mapping[str, Any], options: dict[str, Any], rows: Sequence[int] = (0, 1)
+) -> tuple[dict[str, np.ndarray], Refinement, Context, np.ndarray, np.ndarray]:
+    """What a recorded ODE starts from: its arrays, its settings with `options`, and the frozen pass over some rows.
+
+    Two arrays of the pass's shape follow: the recorded noise and the recorded end state.
+    """
+    recorded = {name: a[f"ode.{key}.{name}"] for name in ("x0", "t_grid", "traj", "logits", "times", "argmax", "temps")}
     temperature = 0.0 if isinstance(run["temperature"], str) else float(run["temperature"])
     velocity = "expectation" if run["x1_estimation"] == "average" else "sample"
-    read = {"solver": solver, "budget": budget, "velocity": velocity, "velocity_temperature": temperature}
-    return _refinement(read | options, guidance=run["w_g"])
+    options = {"velocity": velocity, "velocity_temperature": temperature} | options
+    settings = _refinement(options, guidance=run["w_g"])
+    padded = a["lp.input_ids"], a["lp.attention_mask"]
+    context = read(model.llm, *(padded if ".pad" in key else (a["input_ids"][rows, :],)), last=run["mode"] == "last")
+    if run["class_labels"] is not None:
+        labels = jnp.array(run["class_labels"], jnp.int32)[:, None]
+        context = context._replace(labels=jnp.broadcast_to(labels, context.hidden.shape[:2]))
+    shape = (*context.hidden.shape[:2], recorded["x0"].shape[-1])
+    noise, last = (np.broadcast_to(x, shape) for x in (recorded["x0"], recorded["traj"][-1]))
+    return recorded, settings, context, noise, last
 
 
 def _refinement(options: dict[str, Any], *, guidance: float | None) -> Refinement:
     given = {} if guidance is None else {"guidance": float(guidance)}
     config: DecodeConfig = from_dict(DecodeConfig, options | given, prefix="run")
     return Refinement.from_config(config)
-
-
-def context_of(
-    model: Model, a: Recording, run: Mapping[str, Any], *, padded: bool, rows: Sequence[int] = (0, 1)
-) -> Context:
-    """The frozen pass of a recorded run over some rows of the recorded batch."""
-    tokens, mask = (a["lp.input_ids"], a["lp.attention_mask"]) if padded else (a["input_ids"][rows, :], None)
-    context = read(model.llm, tokens, mask, last=run["mode"] == "last")
-    if run["class_labels"] is None:
-        return context
-    labels = jnp.array(run["class_labels"], jnp.int32)[:, None]
-    return context._replace(labels=jnp.broadcast_to(labels, context.hidden.shape[:2]))
 
 
 @partial(jax.jit, static_argnames="steps")
@@ -128,35 +128,48 @@ def _loop(
     """Times, temperatures and arg max of every evaluation, stage by stage from the states on the grid."""
     tableau = getattr(settings.solver.method, "tableau", None)
     nodes, lower = ([], []) if tableau is None else (tableau.c, tableau.a_lower)
-    table, length = np.asarray(model.table), grid[-1] / (len(grid) - 1)
-    times: list[np.ndarray] = []
-    temperatures: list[np.ndarray] = []
-    picked: list[np.ndarray] = []
+    velocity, seen = noted_velocity(model, context, settings, draws=draws, length=grid[-1] / (len(grid) - 1))
     for start, stop, x in zip(grid, grid[1:], states, strict=False):
         slopes: list[np.ndarray] = []
         for node, row in zip([0.0, *nodes], [[], *lower], strict=True):
             t = np.float32(stop if node == 1 else start + node * (stop - start))
-            y = x + (stop - start) * sum(share * slope for share, slope in zip(row, slopes, strict=True))
-            times.append(np.asarray(t))
-            if 1 - t <= diffusion.END:
-                slopes.append(np.zeros_like(x))
-                continue
-            branches = [logits_at(model, context, y, t, context.labels)]
-            if context.labels is not None:
-                branches.append(logits_at(model, context, y, t))
-            temperature = np.asarray(settings.temperature(jnp.float32(t), jnp.float32(length)))
-            targets = [read_out(np.asarray(logits), table, settings.velocity, temperature) for logits in branches]
-            if draws.drawn[len(temperatures)]:
-                targets = [table[draws.tokens[len(temperatures)]][:, None]]
-            temperatures += [temperature] * len(branches)
-            picked += [np.argmax(logits, axis=-1) for logits in branches]
-            strength = np.asarray(settings.guidance)
-            target = targets[0] if len(targets) == 1 else strength * targets[0] + (1 - strength) * targets[1]
-            slopes.append((target - y) / (1 - t))
-    return {"times": np.stack(times), "temps": np.stack(temperatures), "argmax": np.stack(picked)}
+            slopes.append(velocity(t, x + (stop - start) * combine(row, slopes)))
+    return {name: np.stack(values) for name, values in seen.items()}
 
 
-def read_out(logits: np.ndarray, table: np.ndarray, velocity: str, temperature: np.ndarray) -> np.ndarray:
+def combine(shares: Any, slopes: list[np.ndarray]) -> Any:
+    """The sum of slopes, each by its share."""
+    return sum(share * slope for share, slope in zip(shares, slopes, strict=True))
+
+
+def noted_velocity(
+    model: Model, context: Context, settings: Refinement, *, draws: Draws | None = None, length: Any = 0.0
+) -> tuple[Callable[[Any, np.ndarray], np.ndarray], dict[str, list[np.ndarray]]]:
+    """The velocity at t and x, and its record of all evaluations; `length` is that of a grid interval."""
+    table = np.asarray(model.table)
+    seen: dict[str, list[np.ndarray]] = {"times": [], "temps": [], "argmax": []}
+
+    def velocity(t: Any, x: np.ndarray) -> np.ndarray:
+        seen["times"].append(np.asarray(t))
+        if 1 - t <= diffusion.END:
+            return np.zeros_like(x)
+        branches = [logits_at(model, context, x, t, context.labels)]
+        if context.labels is not None:
+            branches.append(logits_at(model, context, x, t))
+        temperature, number = np.asarray(settings.temperature(jnp.float32(t), jnp.float32(length))), len(seen["temps"])
+        targets = [_read_out(np.asarray(logits), table, settings.velocity, temperature) for logits in branches]
+        if draws is not None and draws.drawn[number]:
+            targets = [table[draws.tokens[number]][:, None]]
+        seen["temps"] += [temperature] * len(branches)
+        seen["argmax"] += [np.argmax(logits, axis=-1) for logits in branches]
+        strength = np.asarray(settings.guidance)
+        target = targets[0] if len(targets) == 1 else strength * targets[0] + (1 - strength) * targets[1]
+        return (target - x) / (1 - t)
+
+    return velocity, seen
+
+
+def _read_out(logits: np.ndarray, table: np.ndarray, velocity: str, temperature: np.ndarray) -> np.ndarray:
     """The vector of the likeliest token, or the mean over the vocabulary."""
     if velocity == "sample" or temperature == 0:
         return table[np.argmax(logits, axis=-1)]

@@ -66,7 +66,6 @@ def main() -> None:
     parser.add_argument("--base", type=Path, help="the language model, a folder as transformers reads it")
     parser.add_argument("--l2d", type=Path, help="a state dict of the release")
     parser.add_argument("--hyperparameters", type=Path, help="the release's keyword arguments, JSON")
-    parser.add_argument("--like", type=Path, help="take the inputs of this reference.npz instead of random ones")
     parser.add_argument("--names", type=Path, help="write the tensor names and shapes of every variant into this file")
     parser.add_argument("--seed", type=int, default=0, help="of the tiny model and of the inputs; 0")
     options = parser.parse_args()
@@ -77,13 +76,12 @@ def main() -> None:
     own = [options.base, options.l2d, options.hyperparameters]
     if options.out is None or (options.tiny is None) == any(file is None for file in own):
         raise InputError("give --out with --tiny VARIANT, or with all of --base, --l2d and --hyperparameters")
-    like = {} if options.like is None else dict(np.load(options.like))
     with output_folder(options.out) as folder:
         if options.tiny is not None:
             model, described = write_tiny(release, options.tiny, folder, seed=options.seed)
         else:
             model, described = release_model.open_model(release, *own)
-        recorder = Recorder(release, model, described["family"], seed=options.seed, like=like)
+        recorder = Recorder(release, model, described["family"], seed=options.seed)
         recorder.record()
         np.savez_compressed(folder / "reference.npz", **cast(dict[str, Any], recorder.arrays))
         (folder / "meta.json").write_text(json.dumps(recorder.meta, indent=1) + "\n")

@@ -3,12 +3,11 @@
 Nothing here imports JAX: the release needs an environment of its own (`ENVIRONMENT`), whose libraries are older.
 """
 
-import ast
-import importlib.util
+import importlib
 import inspect
+import runpy
 import sys
 import types
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -18,6 +17,8 @@ from l2d_jax.errors import InputError
 from l2d_jax.files import read_json
 
 ENVIRONMENT = {"torch": "2.13.0", "transformers": "4.46.3", "torchdiffeq": "0.2.5"}  # tested with these
+# The release's files import these too, and what is recorded uses nothing of them.
+UNUSED = ("hydra", "omegaconf", "peft", "configargparse", "data", "pipeline", "pipeline.util", "tasks", "utils")
 
 # The sizes of the tiny models all differ, so that no two can be exchanged unnoticed.
 BASE = {
@@ -49,7 +50,6 @@ HYPERPARAMETERS: dict[str, Any] = {
     "minimum_training_noise": 0.0,
     "flow_representation_dim": 12,
     "flow_representation_num_layers": 1,
-    "flow_representation_normalize": True,
     "flow_representation_rescaling": "mult",
     "noise_rescaling": 64.0,
     "flow_to_lm_translation_depth": 2,
@@ -66,13 +66,21 @@ HYPERPARAMETERS: dict[str, Any] = {
     "nstep_temperature_schedule": 0.0,
     "nstep_guidance_parameter": 1.5,
 }
-CLASS_COUNT = 3
 
 # Every variant of the release: family, whether the LM head is tied, LoRA or full weights, with or without classes.
 VARIANTS = {
     "_".join(filter(None, (family.removesuffix("2"), head, layers, classes))): (family, head, layers, classes)
     for family, head, layers, classes in product(FAMILIES, ("tied", "untied"), ("lora", "full"), ("", "classes"))
 }
+
+
+class _Unused(types.ModuleType):
+    """A module that is not there, with an empty class of every name."""
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
 
 
 @dataclass(frozen=True)
@@ -87,15 +95,16 @@ class Release:
         """The release's file on a model family, whose `odeint` integrates."""
         return importlib.import_module(f"flow_llms.{family}")
 
-    def functions(self, file: str, names: tuple[str, ...], known: Mapping[str, Any]) -> dict[str, Any]:
-        """Functions and classes of a file of the checkout, without what the file imports; `known` are their globals."""
-        tree = ast.parse((self.checkout / file).read_text())
-        wanted = [node for node in tree.body if getattr(node, "name", None) in names]
-        if len(wanted) < len(names):
-            raise InputError(f"{self.checkout / file} lacks some of {', '.join(names)}: check out commit 456871e")
-        namespace: dict[str, Any] = {**vars(importlib.import_module("typing")), "torch": self.torch, **known}
-        exec(compile(ast.Module(body=wanted, type_ignores=[]), file, "exec"), namespace)
-        return namespace
+    def model_class(self, family: str) -> Any:
+        """The release's class of a model family."""
+        return getattr(self.module(family), f"Flow{family.capitalize()}ForCausalLM")
+
+    def function(self, file: str, name: str) -> Any:
+        """A function of a file of the checkout; raises `InputError` if it has none of this name."""
+        found = runpy.run_path(str(self.checkout / file))
+        if name not in found:
+            raise InputError(f"{self.checkout / file} lacks {name}: check out commit 456871e")
+        return found[name]
 
 
 def open_release(checkout: Path) -> Release:
@@ -110,10 +119,7 @@ def open_release(checkout: Path) -> Release:
             raise InputError(f"the release needs {library}: pip install {pins} in an environment of its own") from None
         if library == "transformers" and not found.__version__.startswith("4.46."):
             raise InputError(f"the release needs transformers {version}, and this is {found.__version__}: install that")
-    for name in ("hydra", "omegaconf"):  # the model classes import these and use nothing of them
-        if importlib.util.find_spec(name) is None:
-            sys.modules[name] = types.ModuleType(name)
-            vars(sys.modules[name])["DictConfig"] = dict
+    sys.modules.update({name: _Unused(name) for name in UNUSED})
     sys.path.insert(0, str(checkout.resolve()))
     try:
         importlib.import_module("flow_llms")
@@ -140,11 +146,11 @@ def build_tiny(release: Release, variant: str, *, seed: int) -> tuple[Any, dict[
     options = {
         **HYPERPARAMETERS,
         "separate_flow_params_with_lora": layers == "lora",
-        "guidance_modulation_num_classes": CLASS_COUNT if classes else 0,
+        "guidance_modulation_num_classes": 3 if classes else 0,
     }
     with release.torch.no_grad():
         _randomise_base(release.torch, base)
-        model = _model_class(release, family)(model_or_model_id=base, **options)
+        model = release.model_class(family)(model_or_model_id=base, **options)
         _randomise_path(release.torch, model)
     return model.float().eval(), {"family": family, "l2d_kwargs": keywords(release, family) | options}
 
@@ -159,7 +165,7 @@ def open_model(release: Release, base: Path, weights: Path, hyperparameters: Pat
     given = raw.get("l2d_kwargs", raw)
     known = keywords(release, family)
     options = known | {name: value for name, value in given.items() if name in known}
-    model = _model_class(release, family)(model_or_model_id=loaded, **options)
+    model = release.model_class(family)(model_or_model_id=loaded, **options)
     if weights.suffix == ".safetensors":
         state = importlib.import_module("safetensors.torch").load_file(weights)
     else:
@@ -174,13 +180,9 @@ def open_model(release: Release, base: Path, weights: Path, hyperparameters: Pat
 
 def keywords(release: Release, family: str) -> dict[str, Any]:
     """The hyper-parameters that the release's class takes, with its own defaults."""
-    parameters = inspect.signature(_model_class(release, family)).parameters
+    parameters = inspect.signature(release.model_class(family)).parameters
     others = ("model_or_model_id", "model_loading_kwargs", "default_generation_nstep")
     return {name: parameter.default for name, parameter in parameters.items() if name not in others}
-
-
-def _model_class(release: Release, family: str) -> Any:
-    return getattr(release.module(family), f"Flow{family.capitalize()}ForCausalLM")
 
 
 def _randomise_base(torch: Any, base: Any) -> None:

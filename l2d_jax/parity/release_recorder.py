@@ -1,10 +1,9 @@
 """Records what the authors' PyTorch release computes with one model: inputs, single evaluations, training and runs."""
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from operator import itemgetter
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -24,23 +23,24 @@ ITEMS: list[dict[str, Any]] = [  # two examples for the release's own batching
 
 
 class Recorder:
-    """The arrays and the description of one model's recording, with inputs of another one where it has them."""
+    """The arrays and the description of one model's recording."""
 
-    def __init__(self, release: Release, model: Any, family: str, *, seed: int, like: Mapping[str, np.ndarray]) -> None:
+    def __init__(self, release: Release, model: Any, family: str, *, seed: int) -> None:
         self.release, self.torch, self.model, self.family = release, release.torch, model, family
-        self.random, self._like = np.random.default_rng(seed), like
+        self.random = np.random.default_rng(seed)
         self.tensor = release.torch.tensor
         self.arrays: Arrays = {}
         self.meta: dict[str, Any] = {}
         self.width = model.model.flow_representation_dim
         self.sigma = model.noise_rescaling
         self.classes = (model.guidance_modulation_num_classes or 0) if model.use_guidance else 0
+        self.labels = np.array([0, self.classes - 1])  # of two rows, with classes
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
     def keep(self, name: str, array: np.ndarray) -> np.ndarray:
-        """An input: the array of the other recording that has this name, or else this one."""
-        self.arrays[name] = self._like.get(name, array)
-        return self.arrays[name]
+        """Record an input, and return it."""
+        self.arrays[name] = array
+        return array
 
     def normal(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """Unit normal noise, an input."""
@@ -72,17 +72,14 @@ class Recorder:
         with self.torch.no_grad():
             table = model.model.get_flow_representation_for_tokens(self.torch.arange(model.vocab_size))
         x = (1 - t[..., None]) * self.sigma * self.tensor(noise) + t[..., None] * table[targets]
-        with self.watch() as seen:
-            logits = self.evaluate(ids, x, t)
-        self.arrays |= seen | {
+        self.arrays |= self.inside(ids, x, t) | {
             "flow_representation_embeds": x.numpy(),
             "vocab_table": table.numpy(),
             "base_logits": self.evaluate(ids),
-            "l2d_logits": logits,
             "l2d_logits_t0.7": self.evaluate(ids, x, self.torch.tensor(0.7)),
         }
         if self.classes:
-            labels = self.tensor(self.keep("class_labels", np.array([0, self.classes - 1])))
+            labels = self.tensor(self.keep("class_labels", self.labels))
             self.arrays["l2d_logits_class"] = self.evaluate(ids, x, t, class_labels=labels)
         mask = np.ones(shape, np.int64)
         mask[1, : LENGTH - 7] = 0
@@ -93,51 +90,33 @@ class Recorder:
         self.arrays["lp.base_logits"] = self.evaluate(padded, **placing)
         self.arrays["lp.l2d_logits"] = self.evaluate(padded, x, t, **placing)
 
-    @contextmanager
-    def watch(self) -> Iterator[Arrays]:
-        """Notes what goes on inside one evaluation of the path."""
-        inner, seen = self.model.model, cast(Arrays, {})
-        merges: list[np.ndarray] = []
-
-        def keep(name: str, take: Callable[[Any], Any] = lambda value: value) -> Any:
-            def hook(_module: Any, *given: Any) -> None:  # one that returned the value would replace it
-                seen.setdefault(name, take(given[-1]).numpy())  # the second evaluation is at t = 0
-
-            return hook
-
-        def keep_merge(_module: Any, _inputs: Any, value: Any) -> None:
-            merges.append(value.numpy())
-
-        hooks = [
-            inner.timestep_embedder.mlp[0].register_forward_pre_hook(keep("mid.freq", itemgetter(0))),
-            inner.timestep_embedder.register_forward_hook(keep("mid.t_emb")),
-            inner.flow_to_lm_encoder.register_forward_hook(keep("mid.flow_in")),
-            inner.modulation_head.register_forward_hook(keep_merge),
-            *(
-                layer.register_forward_hook(keep(f"mid.layer{i}.{name}", itemgetter(place)))
-                for i, layer in enumerate(inner.layers)
-                for place, name in enumerate(("hidden", "flow"))
-            ),
-        ]
-        yield seen
+    def inside(self, ids: Any, x: Any, t: Any) -> Arrays:
+        """Logits of one evaluation of the path, and the values within."""
+        inner = self.model.model
+        parts = {"time": inner.timestep_embedder, "frequency": inner.timestep_embedder.mlp[0]}
+        parts |= {"flow": inner.flow_to_lm_encoder, "merge": inner.modulation_head}
+        parts |= {f"layer{i}": layer for i, layer in enumerate(inner.layers)}
+        seen = {name: mock.Mock(return_value=None) for name in parts}
+        hooks = [part.register_forward_hook(seen[name]) for name, part in parts.items()]
+        logits = self.evaluate(ids, x, t)
         for hook in hooks:
             hook.remove()
-        seen["mid.w_d"] = merges[0] - merges[1]  # at t, less at 0
+        inputs, outputs = ({name: call.call_args_list[0].args[i] for name, call in seen.items()} for i in (1, 2))
+        at_zero = seen["merge"].call_args_list[1].args[2]  # the second evaluation is at t = 0
+        values = {"freq": inputs["frequency"][0], "t_emb": outputs["time"], "flow_in": outputs["flow"]}
+        values["w_d"] = outputs["merge"] - at_zero
+        for i in range(len(inner.layers)):
+            values[f"layer{i}.hidden"], values[f"layer{i}.flow"] = outputs[f"layer{i}"][:2]
+        return {"l2d_logits": logits, **{f"mid.{name}": value.numpy() for name, value in values.items()}}
 
     def training(self) -> None:
         """One training forward, its loss and all gradients."""
-        shape = (2, LENGTH)
         text = self.random.integers(END + 1, self.model.vocab_size, (2, LENGTH + 1))
         labels = text[:, 1:].copy()
         labels[0, :4], labels[1, :2], labels[1, -3:] = -100, -100, -100
-        batch = {
-            "input_ids": self.tensor(self.keep("tr.input_ids", text[:, :-1])),
-            "labels": self.tensor(self.keep("tr.labels", labels)),
-        }
-        if self.classes:
-            classes = np.array([0, self.classes - 1])
-            batch["class_labels"] = self.tensor(self.keep("tr.class_labels", classes))
-        loss, logits = self.loss(batch, self.noise("tr", shape))
+        batch = {"input_ids": text[:, :-1], "labels": labels} | ({"class_labels": self.labels} if self.classes else {})
+        self.batch = {name: self.tensor(self.keep(f"tr.{name}", array)) for name, array in batch.items()}
+        loss, logits = self.loss(self.batch, self.noise("tr", (2, LENGTH)))
         loss.backward()
         self.arrays |= {"tr.loss": loss.detach().numpy(), "tr.logits": logits.detach().numpy()}
         for name, parameter in self.trained.items():
@@ -174,35 +153,30 @@ class Recorder:
 
     def packing(self) -> None:
         """The batch and the loss that the release's training makes of two examples."""
-        torch, known = self.torch, {"Namespace": Namespace}
-        step = self.release.functions("training.py", ("train_forward_step",), known)["train_forward_step"]
+        step = self.release.function("training.py", "train_forward_step")
         items = [item if self.classes else {**item, "category_id": None} for item in ITEMS]
         length = max(len(item["context"]) + len(item["response"]) for item in items)
-        watched = mock.Mock(side_effect=self.model, device=torch.device("cpu"))
+        watched = mock.Mock(side_effect=self.model, device=self.torch.device("cpu"))
         settings = Namespace(lad=True, num_t_bins=None, compute_diff_at_training=False)
-        with self.drawing(self.noise("pack", (2, length))), torch.no_grad():
+        with self.drawing(self.noise("pack", (2, length))), self.torch.no_grad():
             loss = step(0, watched, Namespace(eos_token_id=END), items, settings)[0]
         self.arrays["pack.loss"] = loss.numpy()
-        for name in ("input_ids", "labels", *(["class_labels"] if self.classes else [])):
-            self.arrays[f"pack.{name}"] = watched.call_args.kwargs[name].numpy()
+        self.arrays |= {f"pack.{name}": watched.call_args.kwargs[name].numpy() for name in self.batch}
         self.meta["pack_items"] = items
 
     def optimization(self) -> None:
         """Steps of AdamW on the training batch by the recipe of the release, with fresh times and noise each."""
         torch = self.torch
         start = {name: p.detach().clone() for name, p in self.trained.items()}
-        decays = {True: 0.0, False: 0.01}  # whether it is a bias
         groups = [
             {"params": [p for name, p in self.trained.items() if ("bias" in name) == is_bias], "weight_decay": decay}
-            for is_bias, decay in decays.items()
+            for is_bias, decay in ((True, 0.0), (False, 0.01))
         ]
         adam = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
         drawn = self.noise("opt", (STEPS, 2, LENGTH))
-        named = ("input_ids", "labels", *(["class_labels"] if self.classes else []))
-        batch = {name: self.tensor(self.arrays[f"tr.{name}"]) for name in named}
         losses, norms = [], []
         for step in range(STEPS):
-            loss, _ = self.loss(batch, {name: array[step] for name, array in drawn.items()})
+            loss, _ = self.loss(self.batch, {name: array[step] for name, array in drawn.items()})
             loss.backward()
             norms.append(torch.nn.utils.clip_grad_norm_(self.trained.values(), 1.0).numpy())
             losses.append(loss.detach().numpy())
@@ -217,7 +191,7 @@ class Recorder:
     def runs(self) -> None:
         """Every ODE, and whole generations."""
         x0 = self.sigma * self.random.standard_normal((2, LENGTH, self.width), np.float32)
-        given = {"x0": self.tensor(self._like.get("ode.midpoint8.seq.x0", x0))}
+        given = {"x0": self.tensor(x0)}
         named = ("input_ids", "class_labels", "lp.input_ids", "lp.attention_mask", "lp.position_ids")
         given |= {name: self.tensor(self.arrays[name]) for name in named if name in self.arrays}
         self.meta["odes"] = {}

@@ -1,8 +1,7 @@
 """Runs the release's ODE solvers, of which every evaluation is noted, and its own generation on prompts."""
 
-import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
@@ -26,17 +25,6 @@ ADAPTIVE = ("fehlberg2", "adaptive_heun", "bosh3")
 # changes the states of an adaptive run also through the length of its steps.
 FIXED_MARGIN, ADAPTIVE_MARGIN = 2e-4, 1e-3
 MOST_NEW_TOKENS = 6  # of a generation
-DECODERS = (  # the release's generation loop, and what it calls
-    "autoregressive_decode",
-    "step_decode",
-    "Trie",
-    "temperature_processor",
-    "good_token_ids_processor",
-    "bad_token_ids_processor",
-    "penalty_processor",
-    "top_k_processor",
-    "top_p_processor",
-)
 
 
 class Integration(NamedTuple):
@@ -91,16 +79,6 @@ def adaptive_runs() -> list[Integration]:
     return [*runs, mean._replace(name=f"{method}.seq.f63.b2.avgT1", mode="seq")]
 
 
-class Evaluations(NamedTuple):
-    """What a run evaluates: times of its velocity; arg max, temperature and margin of every network evaluation."""
-
-    times: list[float]
-    argmax: list[np.ndarray]
-    temperatures: list[float]
-    margins: list[float]
-    samples: list[np.ndarray]
-
-
 def record_run(
     release: Release, model: Any, family: str, run: Integration, inputs: Mapping[str, Any]
 ) -> tuple[Arrays, Any]:
@@ -141,7 +119,7 @@ def record_run(
     }
     is_cached = run.mode != "seq"
     given = {"input_ids": ids, "class_labels": labels, **placing}
-    with _watched(release, model, family) as evaluations, _annealing(model) if run.annealed else nullcontext():
+    with _watched(release, model, family) as seen, _annealing(model) if run.annealed else nullcontext():
         try:
             result = model.nstep_inference(
                 initial_flow_representation_embeds=x0,
@@ -162,53 +140,24 @@ def record_run(
     if is_cached:
         cached = {name: result[name] for name in ("past_key_values", "cached_final_hidden_states")}
     with torch.no_grad():
-        logits = model(
-            timesteps=result.timestep_trajectory[-1],
-            flow_representation_embeds=trajectory[-1],
-            **(cached or {"use_cache": False}),
-            **given,
-        ).logits
-    arrays = {
-        "x0": x0.numpy(),
-        "t_grid": result.timestep_trajectory.numpy(),
-        "traj": trajectory.numpy(),
-        "logits": logits.numpy(),
-        "times": np.array(evaluations.times),
-        "argmax": np.stack(evaluations.argmax),
-        "temps": np.array(evaluations.temperatures),
-    }
-    if evaluations.samples:
-        arrays["samples"] = np.stack(evaluations.samples)
+        last = {"timesteps": result.timestep_trajectory[-1], "flow_representation_embeds": trajectory[-1]}
+        logits = model(**last, **(cached or {"use_cache": False}), **given).logits
+    states = {"x0": x0, "t_grid": result.timestep_trajectory, "traj": trajectory, "logits": logits}
+    arrays = {name: state.numpy() for name, state in states.items()}
+    arrays |= {name: np.array(seen[name]) for name in ("times", "argmax", "temps", "samples") if seen[name]}
     is_chattering = run.method in ADAPTIVE and run.estimate == "sample"
-    margin, least = min(evaluations.margins), ADAPTIVE_MARGIN if is_chattering else FIXED_MARGIN
+    margin, least = min(seen["margins"]), ADAPTIVE_MARGIN if is_chattering else FIXED_MARGIN
     is_finite = bool(np.all(np.isfinite(arrays["traj"])))
-    described |= {"nfe": len(evaluations.times), "net_evals": len(evaluations.margins), "min_margin": margin}
+    described |= {"nfe": len(seen["times"]), "net_evals": len(seen["margins"]), "min_margin": margin}
     described |= {"finite": is_finite, "robust": is_finite and margin > least}
     return {f"ode.{run.name}.{name}": array for name, array in arrays.items()}, described
 
 
 def record_generations(
-    release: Release,
-    model: Any,
-    prompts: Sequence[Sequence[int]],
-    *,
-    noise: Callable[[str, tuple[int, ...]], Any],
-    labels: Sequence[int] | None,
-    pad: int,
+    release: Release, model: Any, prompts: list[list[int]], *, noise: Callable[..., Any], labels: Any, pad: int
 ) -> dict[str, Any]:
-    """Whole answers by the release's own loop, which takes the likeliest token; "base" is the LM alone.
-
-    `noise` makes the unit normal noise of a name and shape.
-    """
-    torch, transformers = release.torch, release.transformers
-    known = {
-        "defaultdict": defaultdict,
-        "copy": copy,
-        "DynamicCache": transformers.DynamicCache,
-        "AutoTokenizer": Any,
-        "PeftModelForCausalLM": type("PeftModelForCausalLM", (), {}),
-    }
-    decode = release.functions("pipeline/decoding_util.py", DECODERS, known)["autoregressive_decode"]
+    """Greedy answers by the release's own loop ("base": of the LM); `noise` makes normal noise by name and shape."""
+    torch, decode = release.torch, release.function("pipeline/decoding_util.py", "autoregressive_decode")
     count, width = MOST_NEW_TOKENS, model.model.flow_representation_dim
     outputs = {}
     for name, method, points in (("base", None, 0), ("midpoint8", "midpoint", 8), ("euler15", "euler", 15)):
@@ -217,10 +166,9 @@ def record_generations(
         if method is not None:
             options = {"lad": True, "do_sample": True, "ode_steps": points, "class_labels": labels}
             drawn = list(torch.tensor(noise(f"dec.{name}.noise", (count, len(prompts), 1, width))))
-        taken = iter(drawn)
         with (
-            mock.patch.multiple(torch, randn=lambda *_, taken=taken, **__: next(taken)),
-            mock.patch.multiple(torch, multinomial=lambda shares, **_: shares.argmax(-1, keepdim=True)),
+            mock.patch.object(torch, "randn", side_effect=drawn),
+            mock.patch.object(torch, "multinomial", lambda shares, **_: shares.argmax(-1, keepdim=True)),
             mock.patch.multiple(model.model, ode_kwargs={"method": method}),
             mock.patch.multiple(model, nstep_inference=_tolerant(model.nstep_inference)),
             torch.no_grad(),
@@ -234,7 +182,7 @@ def record_generations(
             )
         outputs[name] = result["output_id_seqs"]
     return {
-        "prompts": [list(prompt) for prompt in prompts],
+        "prompts": prompts,
         "max_new_tokens": count,
         "class_labels": labels,
         "guidance_parameter": model.model.nstep_guidance_parameter if labels is not None else None,
@@ -244,16 +192,16 @@ def record_generations(
 
 
 @contextmanager
-def _watched(release: Release, model: Any, family: str) -> Iterator[Evaluations]:
-    """Notes the evaluations of a run, which it ends when there are too many."""
+def _watched(release: Release, model: Any, family: str) -> Iterator[Mapping[str, list[Any]]]:
+    """Notes times of the velocity; arg max, temperature, margin of the network; drawn tokens. Ends a run too long."""
     module, inner, torch = release.module(family), model.model, release.torch
-    seen = Evaluations([], [], [], [], [])
+    seen: dict[str, list[Any]] = defaultdict(list)
     integrate, draw, read = module.odeint, torch.multinomial, inner.get_weighted_flow_representation_for_logits
 
     def odeint(velocity: Callable[..., Any], x: Any, grid: Any, **options: Any) -> Any:
         def noted(t: Any, x: Any) -> Any:
-            seen.times.append(float(t))
-            if len(seen.times) > MOST_EVALUATIONS:
+            seen["times"].append(float(t))
+            if len(seen["times"]) > MOST_EVALUATIONS:
                 raise RuntimeError(f"more than {MOST_EVALUATIONS} evaluations, at t = {float(t)}")
             return velocity(t, x)
 
@@ -261,14 +209,14 @@ def _watched(release: Release, model: Any, family: str) -> Iterator[Evaluations]
 
     def target(*, logits: Any, temperature: Any, **options: Any) -> Any:
         best = logits.topk(2, dim=-1).values
-        seen.margins.append(float((best[..., 0] - best[..., 1]).min()))
-        seen.argmax.append(logits.argmax(-1).numpy().astype(np.int32))
-        seen.temperatures.append(float(temperature))
+        seen["margins"].append(float((best[..., 0] - best[..., 1]).min()))
+        seen["argmax"].append(logits.argmax(-1).numpy().astype(np.int32))
+        seen["temps"].append(float(temperature))
         return read(logits=logits, temperature=temperature, **options)
 
     def multinomial(probabilities: Any, **options: Any) -> Any:
         drawn = draw(probabilities, **options)
-        seen.samples.append(drawn.view(-1).numpy().astype(np.int32))
+        seen["samples"].append(drawn.view(-1).numpy().astype(np.int32))
         return drawn
 
     with (

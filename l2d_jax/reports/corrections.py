@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from l2d_jax.reports import page
-from l2d_jax.reports.figures import new_figure, save_figure
+from l2d_jax.reports.figures import saved_figure
 from l2d_jax.reports.tables import Table, text_table
 from l2d_jax.training.bootstrap import BootstrapSums
 from l2d_jax.training.corrections import BINS, bin_names, by_bin, gates
@@ -20,17 +20,14 @@ ABOUT = (
 
 
 def corrections_section(sums: BootstrapSums, model: str, budgets: Mapping[str, float], folder: Path) -> str:
-    """A section of the page for one model, whose budgets are evaluations per token by the names of the settings.
-
-    The tables are printed, too, and the figure is written to `folder`.
-    """
+    """A section on one model, whose budgets go by their settings' names; prints its tables and draws into `folder`."""
     prefix, title, file = f"{model}/", f"{TITLE}: {model}", folder / f"{model}-corrections.png"
     last, evaluations = list(budgets.items())[-1]
     tables = [_corrections(sums, kind, budgets, prefix) for kind in BINS]
     tables.append(_gates(sums, last, evaluations, prefix))
     print("\n".join(["", title, *(text_table(*table) for table in tables)]))
     _draw(sums, last, evaluations, prefix, file)
-    return page.section(title, ABOUT, page.figure(file), *(page.html_table(*table) for table in tables))
+    return page.section(title, ABOUT, file, *tables)
 
 
 def _corrections(sums: BootstrapSums, kind: str, budgets: Mapping[str, float], prefix: str) -> Table:
@@ -57,18 +54,16 @@ def _gates(sums: BootstrapSums, setting: str, evaluations: float, prefix: str) -
 
 def _draw(sums: BootstrapSums, setting: str, evaluations: float, prefix: str, file: Path) -> None:
     """Draw corrected and broken tokens by entropy and by position, and accuracy against what a gate spends."""
-    figure, [*places, ways] = new_figure(3)
-    for axes, kind, label in zip(places, BINS, ("entropy of the LM, nats", "tokens of the answer before"), strict=True):
-        bins, names = by_bin(sums, kind, setting, prefix=prefix), bin_names(kind)
-        axes.bar(names, [100 * one.corrected for one in bins], label="corrected")
-        axes.bar(names, [-100 * one.broken for one in bins], label="broken")
-        axes.tick_params(axis="x", rotation=45)
-        axes.set(xlabel=label, ylabel="% of all tokens")
-        axes.legend()
-    *gated, oracle = gates(by_bin(sums, "entropy", setting, prefix=prefix))
-    for found, label in ((gated, "gate on the entropy"), ([oracle], "oracle")):
-        spent = [one.refined * evaluations for one in found]
-        ways.plot(spent, [one.accuracy for one in found], marker="o", label=label)
-    ways.set(xlabel="evaluations per token", ylabel="greedy accuracy")
-    ways.legend()
-    save_figure(figure, file)
+    labels = "entropy of the LM, nats", "tokens of the answer before"
+    with saved_figure(3, file) as [*places, ways]:
+        for axes, kind, label in zip(places, BINS, labels, strict=True):
+            bins, names = by_bin(sums, kind, setting, prefix=prefix), bin_names(kind)
+            axes.bar(names, [100 * one.corrected for one in bins], label="corrected")
+            axes.bar(names, [-100 * one.broken for one in bins], label="broken")
+            axes.tick_params(axis="x", rotation=45)
+            axes.set(xlabel=label, ylabel="% of all tokens")
+        *gated, oracle = gates(by_bin(sums, "entropy", setting, prefix=prefix))
+        for found, label in ((gated, "gate on the entropy"), ([oracle], "oracle")):
+            spent = [one.refined * evaluations for one in found]
+            ways.plot(spent, [one.accuracy for one in found], marker="o", label=label)
+        ways.set(xlabel="evaluations per token", ylabel="greedy accuracy")

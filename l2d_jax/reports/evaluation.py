@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 from l2d_jax.errors import InputError, shown
 from l2d_jax.evaluation.results import KINDS, RESULTS, accuracy_interval, read_figures
 from l2d_jax.files import Positive, Share, check, read_json
-from l2d_jax.reports.figures import draw_rates, new_figure, save_figure
+from l2d_jax.reports.figures import draw_rates, saved_figure
 from l2d_jax.reports.tables import Table, interval
 
 WITHIN = "within.json"  # in a task's folder: accuracy by t within one diffusion, which `sweep` writes
@@ -39,6 +39,9 @@ class Evaluation(NamedTuple):
         return int(self.run["decode"]["budget"])
 
 
+Series = dict[str, dict[int | float, Evaluation]]  # by the label of a line, and by its points
+
+
 def collect(folder: Path) -> list[Evaluation]:
     """The finished evaluations below an `eval` folder, by task, solver and budget; `InputError` for a damaged one."""
     evaluations = []
@@ -60,10 +63,7 @@ def collect_within(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_beside(file: Path | None) -> dict[str, dict[str, float]]:
-    """Rows to show beside ours, such as the paper's: a JSON object of labels, each with an accuracy (0 to 1) by task.
-
-    Raises `InputError` for a row of another form.
-    """
+    """Rows beside ours: a JSON object of labels, each with an accuracy (0 to 1) by task; raises `InputError`."""
     rows = {} if file is None else read_json(file)
     for label, row in rows.items():
         if not isinstance(row, dict) or not all(isinstance(v, int | float) and 0 <= v <= 1 for v in row.values()):
@@ -75,10 +75,7 @@ HEADER = ("task", "evaluation", *KINDS, "pass@10", "problems")
 
 
 def task_rows(evaluations: Sequence[Evaluation], beside: Mapping[str, Mapping[str, float]]) -> Table:
-    """Header and rows of accuracy with 95 % intervals, without the columns that no row fills.
-
-    The labelled rows of `beside` follow the evaluations of each task.
-    """
+    """Accuracy with 95 % intervals, a task's rows of `beside` last, without columns that no row fills."""
     rows: list[tuple[str, ...]] = []
     for task in dict.fromkeys(one.task for one in evaluations):
         for one in evaluations:
@@ -94,7 +91,7 @@ def task_rows(evaluations: Sequence[Evaluation], beside: Mapping[str, Mapping[st
 
 def draw_budgets(evaluations: Sequence[Evaluation], file: Path) -> bool:
     """Draw accuracy against the budget, a line for each task and protocol; False if nothing has two budgets."""
-    series: dict[str, dict[int | float, Evaluation]] = {}
+    series: Series = {}
     for one in evaluations:
         protocol = one.name.replace(f"-{one.budget}", "", 1)
         series.setdefault(f"{one.task}, {protocol}", {})[one.budget] = one
@@ -103,37 +100,28 @@ def draw_budgets(evaluations: Sequence[Evaluation], file: Path) -> bool:
 
 def draw_guidance(evaluations: Sequence[Evaluation], file: Path) -> bool:
     """Draw accuracy against the strength of guidance; False if no task was evaluated at two strengths."""
-    series: dict[str, dict[int | float, Evaluation]] = {}
+    series: Series = {}
     for one in evaluations:
         if one.run["asking"]["label"] is not None:
             series.setdefault(one.task, {})[one.run["decode"]["guidance"]] = one
     return _draw_lines(series, ["strict"], "strength of guidance", file, is_even=False)
 
 
-def _draw_lines(
-    series: Mapping[str, Mapping[int | float, Evaluation]],
-    kinds: Sequence[str],
-    xlabel: str,
-    file: Path,
-    *,
-    is_even: bool,
-) -> bool:
+def _draw_lines(series: Series, kinds: Sequence[str], xlabel: str, file: Path, *, is_even: bool) -> bool:
     """Draw a line for each series of two points or more, a panel for each kind of score; False without any line."""
     lines = {label: line for label, line in series.items() if len(line) > 1}
     if not lines:
         return False
     points = sorted({point for line in lines.values() for point in line})
-    figure, panels = new_figure(len(kinds))
-    for axes, kind in zip(panels, kinds, strict=True):
-        for label, line in lines.items():
-            places = [points.index(point) if is_even else point for point in sorted(line)]
-            rates = [accuracy_interval(line[point].figures, kind) for point in sorted(line)]
-            draw_rates(axes, places, rates, label=label)
-        if is_even:
-            axes.set_xticks(range(len(points)), [str(point) for point in points])
-        axes.set(xlabel=xlabel, ylabel=f"{kind} accuracy", ylim=(0, None))
-        axes.legend()
-    save_figure(figure, file)
+    with saved_figure(len(kinds), file) as panels:
+        for axes, kind in zip(panels, kinds, strict=True):
+            for label, line in lines.items():
+                places = [points.index(point) if is_even else point for point in sorted(line)]
+                rates = [accuracy_interval(line[point].figures, kind) for point in sorted(line)]
+                draw_rates(axes, places, rates, label=label)
+            if is_even:
+                axes.set_xticks(range(len(points)), [str(point) for point in points])
+            axes.set(xlabel=xlabel, ylabel=f"{kind} accuracy", ylim=(0, None))
     return True
 
 
@@ -141,16 +129,14 @@ def draw_within(within: Mapping[str, Mapping[str, Any]], file: Path) -> bool:
     """Draw accuracy on right answers against t, and an adaptive solver's evaluations by task; False without either."""
     if not within:
         return False
-    figure, [left, right] = new_figure(2)
-    for task, measured in within.items():
-        left.plot(measured["t"], measured["greedy"], marker="o", label=f"{task}, greedy")
-        left.plot(measured["t"], measured["expected"], marker=".", linestyle="--", label=f"{task}, expected")
-    left.set(xlabel="t within one diffusion", ylabel="accuracy on right answers", ylim=(0, 1))
-    left.legend()
-    counts = {task: measured["evaluations"] for task, measured in within.items() if measured.get("evaluations")}
-    if counts:
-        right.boxplot(list(counts.values()), tick_labels=list(counts), showmeans=True)
-    solver = next((measured["solver"] for measured in within.values() if "solver" in measured), "adaptive solver")
-    right.set(ylabel=f"evaluations per token, {solver}", ylim=(0, None))
-    save_figure(figure, file)
+    with saved_figure(2, file) as [left, right]:
+        for task, measured in within.items():
+            left.plot(measured["t"], measured["greedy"], marker="o", label=f"{task}, greedy")
+            left.plot(measured["t"], measured["expected"], marker=".", linestyle="--", label=f"{task}, expected")
+        left.set(xlabel="t within one diffusion", ylabel="accuracy on right answers", ylim=(0, 1))
+        counts = {task: measured["evaluations"] for task, measured in within.items() if measured.get("evaluations")}
+        if counts:
+            right.boxplot(list(counts.values()), tick_labels=list(counts), showmeans=True)
+        solver = next((measured["solver"] for measured in within.values() if "solver" in measured), "adaptive solver")
+        right.set(ylabel=f"evaluations per token, {solver}", ylim=(0, None))
     return True

@@ -1,6 +1,7 @@
 """Figures as files, PNG and SVG, in one style; drawn without a display."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +24,23 @@ mpl.rcParams.update(
 )
 
 
-def new_figure(panels: int) -> tuple[Any, list[Any]]:
-    """A figure, and its panels, which stand side by side."""
-    figure, axes = plt.subplots(1, panels, figsize=(5 * panels, 4), layout="constrained", squeeze=False)
-    return figure, list(axes[0])
+@contextmanager
+def saved_figure(panels: int, file: Path) -> Iterator[list[Any]]:
+    """Panels side by side, with legends, saved as `file`, a PNG on white, and as an SVG without a background."""
+    figure, [axes] = plt.subplots(1, panels, figsize=(5 * panels, 4), layout="constrained", squeeze=False)
+    yield list(axes)
+    for panel in axes:
+        if panel.get_legend_handles_labels()[0]:
+            panel.legend()
+    figure.savefig(file.with_suffix(".png"), dpi=150)
+    figure.savefig(file.with_suffix(".svg"), transparent=True, metadata={"Date": None})
+    plt.close(figure)
 
 
 def draw_rates(
     axes: Any, places: Sequence[float | int], rates: Sequence[tuple[float, float, float]], *, label: str, **style: str
 ) -> None:
-    """Draw a line through means, each with its interval; a rate is the mean, the lower and the upper bound.
-
-    `style` is matplotlib's, of the line.
-    """
+    """Draw a line in matplotlib's `style` through means with intervals; a rate is mean, lower and upper bound."""
     means = [mean for mean, _, _ in rates]
     errors = [[mean - low for mean, low, _ in rates], [high - mean for mean, _, high in rates]]
     axes.errorbar(places, means, yerr=errors, marker="o", capsize=3, label=label, **style)
-
-
-def save_figure(figure: Any, file: Path) -> None:
-    """Write a figure as `file`, a PNG on white, and beside it as an SVG without a background; then close it."""
-    figure.savefig(file.with_suffix(".png"), dpi=150)
-    figure.savefig(file.with_suffix(".svg"), transparent=True, metadata={"Date": None})
-    plt.close(figure)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 
+from l2d_jax.reports.tables import Table
+
 PAGE = Template("""<!DOCTYPE html>
 <html lang="en">
 <meta charset="utf-8">
@@ -29,9 +31,10 @@ $body
 """)
 
 
-def section(title: str, text: str, *parts: str) -> str:
-    """A heading, a paragraph, and the tables and figures below it."""
-    return "\n".join([f"<h2>{html.escape(title)}</h2>", f"<p>{html.escape(text)}</p>", *parts])
+def section(title: str, text: str, *parts: Path | Table) -> str:
+    """A heading, a paragraph, and below it the figures of files, and tables."""
+    shown = (figure(part) if isinstance(part, Path) else html_table(*part) for part in parts)
+    return "\n".join([f"<h2>{html.escape(title)}</h2>", f"<p>{html.escape(text)}</p>", *shown])
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -48,7 +51,7 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def figure(file: Path) -> str:
-    """The SVG of a figure that `figures.save_figure` wrote, with ids that are unique within the page."""
+    """The SVG of a figure that `figures.saved_figure` wrote, with ids that are unique within the page."""
     text = file.with_suffix(".svg").read_text()
     text = text[text.index("<svg") :]
     names = set(re.findall(r'id="([^"]+)"', text))

@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 
 from l2d_jax.files import Positive
 from l2d_jax.reports import page
-from l2d_jax.reports.figures import draw_rates, new_figure, save_figure
+from l2d_jax.reports.figures import draw_rates, saved_figure
 from l2d_jax.reports.tables import Table, interval, text_table
 from l2d_jax.statistics import rate
 from l2d_jax.training.bootstrap import BootstrapSums
@@ -42,7 +42,7 @@ def strategies_section(answers: Mapping[str, Sequence[Any]], folder: Path) -> st
     table, file = _table(answers), folder / "answers.png"
     print(f"\n{TITLE}\n{text_table(*table)}")
     _draw(answers, file)
-    return page.section(TITLE, ABOUT, page.figure(file), page.html_table(*table))
+    return page.section(TITLE, ABOUT, file, table)
 
 
 def _table(answers: Mapping[str, Sequence[Any]]) -> Table:
@@ -70,15 +70,13 @@ def _rate(one: Mapping[str, Any]) -> tuple[float, float, float]:
 
 def _draw(answers: Mapping[str, Sequence[Any]], file: Path) -> None:
     """Exact match against operations and against seconds: a colour for each model, a style for each kind."""
-    figure, panels = new_figure(2)
-    for axes, measure, label in zip(panels, ("flops", "seconds"), ("FLOP", "seconds"), strict=True):
-        for number, (model, found) in enumerate(answers.items()):
-            for kind, style in STYLES.items():
-                points = sorted((one[measure], _rate(one)) for one in found if one["kind"] == kind)
-                if points:
-                    name = model if kind == "greedy" else f"{model}, {kind}"
-                    draw_rates(axes, *zip(*points, strict=True), label=name, color=f"C{number}", linestyle=style)
-        axes.set_xscale("log")
-        axes.set(xlabel=f"{label} per answer", ylabel="exact match")
-        axes.legend()
-    save_figure(figure, file)
+    with saved_figure(2, file) as panels:
+        for axes, measure, label in zip(panels, ("flops", "seconds"), ("FLOP", "seconds"), strict=True):
+            for number, (model, found) in enumerate(answers.items()):
+                for kind, style in STYLES.items():
+                    points = sorted((one[measure], _rate(one)) for one in found if one["kind"] == kind)
+                    if points:
+                        name = model if kind == "greedy" else f"{model}, {kind}"
+                        draw_rates(axes, *zip(*points, strict=True), label=name, color=f"C{number}", linestyle=style)
+            axes.set_xscale("log")
+            axes.set(xlabel=f"{label} per answer", ylabel="exact match")

@@ -11,7 +11,7 @@ from l2d_jax.errors import InputError
 from l2d_jax.files import Positive, check, read_json
 from l2d_jax.reports import page
 from l2d_jax.reports.corrections import corrections_section
-from l2d_jax.reports.figures import draw_rates, new_figure, save_figure
+from l2d_jax.reports.figures import draw_rates, saved_figure
 from l2d_jax.reports.strategies import Answered, strategies_section
 from l2d_jax.reports.tables import interval, text_table
 from l2d_jax.training.bootstrap import BootstrapSums
@@ -64,16 +64,13 @@ def read_measurements(file: Path) -> dict[str, Any]:
 def report_study(folder: Path, measured: Measurements) -> None:
     """Print the tables, and write a page with the tables and the figure."""
     tally = BootstrapSums.join({name: one["tally"] for name, one in measured.items()})
-    rows, names = _rows(tally, measured), list(measured)
+    rows, names, file = _rows(tally, measured), list(measured), folder / "study.png"
     differences = [(name, *(_difference(tally, measured, name, other) for other in names)) for name in names]
     print(text_table(HEADER, rows))
     print(f"\n{DIFFERENCES}\n{text_table(('', *names), differences)}")
-    _draw(tally, measured, folder / "study.png")
-    parts = [page.figure(folder / "study.png"), page.html_table(HEADER, rows)]
-    sections = [
-        page.section("Models", MODELS, *parts),
-        page.section("Differences", DIFFERENCES, page.html_table(("", *names), differences)),
-    ]
+    _draw(tally, measured, file)
+    sections = [page.section("Models", MODELS, file, (HEADER, rows))]
+    sections.append(page.section("Differences", DIFFERENCES, (("", *names), differences)))
     if any(one["answers"] for one in measured.values()):
         sections.append(strategies_section({name: one["answers"] for name, one in measured.items()}, folder))
     for name, one in measured.items():
@@ -99,25 +96,22 @@ def _rows(tally: BootstrapSums, measured: Measurements) -> list[tuple[str, ...]]
 
 def _draw(tally: BootstrapSums, measured: Measurements, file: Path) -> None:
     """Draw loss and accuracy against the budget: all models with their first solver, and the first path's solvers."""
-    figure, [losses, rates, solvers] = new_figure(3)
     budgets = sorted({setting["evaluations"] for one in measured.values() for setting in one["settings"]})
-    for axes, measure in ((losses, "loss"), (rates, "greedy")):
-        for name, one in measured.items():
-            _draw_line(axes, tally, name, measure, _settings(one, _solvers(one)[0]), budgets, label=name)
-        axes.set(title="all models", ylabel=MEASURES[measure])
-    paths = [name for name, one in measured.items() if len(one["settings"]) > 1]
-    if paths:
-        name, one = paths[0], measured[paths[0]]
-        for solver in _solvers(one):
-            _draw_line(solvers, tally, name, "greedy", _settings(one, solver), budgets, label=solver)
-        solvers.set(title=name, ylabel=MEASURES["greedy"])
-    for axes in (losses, rates, solvers):
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:.0f}")
-        axes.set(xlabel="evaluations of the path per token")
-        if axes.has_data():
-            axes.legend()
-    save_figure(figure, file)
+    with saved_figure(3, file) as [losses, rates, solvers]:
+        for axes, measure in ((losses, "loss"), (rates, "greedy")):
+            for name, one in measured.items():
+                _draw_line(axes, tally, name, measure, _settings(one, _solvers(one)[0]), budgets, label=name)
+            axes.set(title="all models", ylabel=MEASURES[measure])
+        paths = [name for name, one in measured.items() if len(one["settings"]) > 1]
+        if paths:
+            name, one = paths[0], measured[paths[0]]
+            for solver in _solvers(one):
+                _draw_line(solvers, tally, name, "greedy", _settings(one, solver), budgets, label=solver)
+            solvers.set(title=name, ylabel=MEASURES["greedy"])
+        for axes in (losses, rates, solvers):
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter("{x:.0f}")
+            axes.set(xlabel="evaluations of the path per token")
 
 
 def _draw_line(

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from l2d_jax.errors import InputError, shown
-from l2d_jax.reports.figures import draw_rates, new_figure, save_figure
+from l2d_jax.reports.figures import draw_rates, saved_figure
 from l2d_jax.reports.tables import Table, interval
 from l2d_jax.training.metrics import read_metrics
 
@@ -88,20 +88,15 @@ def budgets(record: dict[str, Any]) -> list[int]:
 
 def draw_training(before: dict[str, Any], after: dict[str, Any], file: Path) -> None:
     """Draw accuracy against the budget with its intervals and, for a path, loss by t before and after."""
-    bins = len(_losses_by_t(before))
-    figure, [left, *others] = new_figure(2 if bins else 1)
-    measured = budgets(after)
-    places = range(len(measured))  # evenly spaced: budgets double
-    for kind in _kinds(after):
-        names = [f"validation/{kind}@{budget}" for budget in measured]
-        draw_rates(left, places, [(after[name], *after[f"{name}_interval"]) for name in names], label=KINDS[kind])
-    left.set_xticks(places, [str(budget) for budget in measured])
-    left.set(xlabel="evaluations of the path per token", ylabel="accuracy on held-out answers", title="Accuracy")
-    left.legend()
-    middles = [(i + 0.5) / bins for i in range(bins)]
-    for right in others:
-        for record, label in ((before, "before training"), (after, f"after {after['step']} steps")):
-            right.plot(middles, _losses_by_t(record), marker="o", label=label)
-        right.set(xlabel="t", ylabel="nats per token", title="Loss of one evaluation at t", ylim=(0, None))
-        right.legend()
-    save_figure(figure, file)
+    bins, measured = len(_losses_by_t(before)), budgets(after)
+    places, middles = range(len(measured)), [(i + 0.5) / bins for i in range(bins)]  # evenly spaced: budgets double
+    with saved_figure(2 if bins else 1, file) as [left, *others]:
+        for kind in _kinds(after):
+            names = [f"validation/{kind}@{budget}" for budget in measured]
+            draw_rates(left, places, [(after[name], *after[f"{name}_interval"]) for name in names], label=KINDS[kind])
+        left.set_xticks(places, [str(budget) for budget in measured])
+        left.set(xlabel="evaluations of the path per token", ylabel="accuracy on held-out answers", title="Accuracy")
+        for right in others:
+            for record, label in ((before, "before training"), (after, f"after {after['step']} steps")):
+                right.plot(middles, _losses_by_t(record), marker="o", label=label)
+            right.set(xlabel="t", ylabel="nats per token", title="Loss of one evaluation at t", ylim=(0, None))

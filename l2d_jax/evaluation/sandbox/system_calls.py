@@ -7,32 +7,22 @@ that others read, or takes much memory that no limit counts. Files are not made,
 
 from typing import NamedTuple
 
-_FILES = """
-read:0:63 write:1:64 readv:19:65 writev:20:66 pread64:17:67 open:2:- openat:257:56 close:3:57 lseek:8:62
-stat:4:- fstat:5:80 lstat:6:- newfstatat:262:79 access:21:- faccessat:269:48 readlink:89:- readlinkat:267:78
-getdents64:217:61 getcwd:79:17 dup:32:23 dup2:33:- dup3:292:24 pipe:22:- pipe2:293:59 poll:7:- ppoll:271:73
-select:23:- pselect6:270:72 getsockname:51:204
-"""
-_MEMORY = "brk:12:214 munmap:11:215 mprotect:10:226 mremap:25:216"
-_SIGNALS = """
-rt_sigaction:13:134 rt_sigprocmask:14:135 rt_sigreturn:15:139 sigaltstack:131:132 restart_syscall:219:128
-tgkill:234:131 alarm:37:- setitimer:38:103 getitimer:36:102
-"""
-_THREADS = """
-set_robust_list:273:99 rseq:334:293 sched_yield:24:124 sched_getaffinity:204:123 getcpu:309:168 exit:60:93
-exit_group:231:94
-"""
-_TIME = """
-time:201:- gettimeofday:96:169 clock_gettime:228:113 clock_getres:229:114 nanosleep:35:101 clock_nanosleep:230:115
-times:100:153 getrusage:98:165
-"""
-_IDENTITY = """
-getpid:39:172 getppid:110:173 gettid:186:178 getuid:102:174 geteuid:107:175 getgid:104:176 getegid:108:177
-uname:63:160 sysinfo:99:179 getrandom:318:278
-"""
-_CONDITIONAL = """
+_CALLS = """
 clone:56:220 futex:202:98 mmap:9:222 madvise:28:233 fcntl:72:25 ioctl:16:29 prctl:157:167 prlimit64:302:261
 socketpair:53:199 sendto:44:206 recvfrom:45:207
+read:0:63 write:1:64 readv:19:65 writev:20:66 pread64:17:67 open:2:- openat:257:56 close:3:57 lseek:8:62 stat:4:-
+fstat:5:80 lstat:6:- newfstatat:262:79 access:21:- faccessat:269:48 readlink:89:- readlinkat:267:78 getdents64:217:61
+getcwd:79:17 dup:32:23 dup2:33:- dup3:292:24 pipe:22:- pipe2:293:59 poll:7:- ppoll:271:73 select:23:- pselect6:270:72
+getsockname:51:204
+brk:12:214 munmap:11:215 mprotect:10:226 mremap:25:216
+rt_sigaction:13:134 rt_sigprocmask:14:135 rt_sigreturn:15:139 sigaltstack:131:132 restart_syscall:219:128
+tgkill:234:131 alarm:37:- setitimer:38:103 getitimer:36:102
+set_robust_list:273:99 rseq:334:293 sched_yield:24:124 sched_getaffinity:204:123 getcpu:309:168 exit:60:93
+exit_group:231:94
+time:201:- gettimeofday:96:169 clock_gettime:228:113 clock_getres:229:114 nanosleep:35:101 clock_nanosleep:230:115
+times:100:153 getrusage:98:165
+getpid:39:172 getppid:110:173 gettid:186:178 getuid:102:174 geteuid:107:175 getgid:104:176 getegid:108:177
+uname:63:160 sysinfo:99:179 getrandom:318:278
 """
 # Needed to start Python, to become another user, to set limits, and by bubblewrap's first process inside.
 _START = """
@@ -93,8 +83,7 @@ class Call(NamedTuple):
 
 def allowed_calls(*, at_start: bool) -> dict[str, Call]:
     """The calls that a process may make, by name: until it has given up what a candidate does not need, or after."""
-    tables = (_CONDITIONAL, _FILES, _MEMORY, _SIGNALS, _THREADS, _TIME, _IDENTITY, _START if at_start else "")
     conditions = _CONDITIONS | (_START_CONDITIONS if at_start else {})
-    rows = (entry.split(":") for table in tables for entry in table.split())
+    rows = (entry.split(":") for entry in (_CALLS + (_START if at_start else "")).split())
     numbers = {name: tuple(None if one == "-" else int(one) for one in pair) for name, *pair in rows}
     return {name: Call(pair, conditions.get(name, ())) for name, pair in numbers.items()}

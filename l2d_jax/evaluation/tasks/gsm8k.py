@@ -6,16 +6,21 @@ r"""GSM8K: grade-school word problems whose worked solutions end with the number
 The strict answer is the first number after "#### ", compared as text: "12." is not "12". With thoughts there are eight
 examples, and decoding is greedy. The examples are the first eight rows of the train split, whose solutions are chains
 of thought, in place of the usual ones, which are others' text (Wei et al., 2022).
+
+The built-in word problems (`data/word_problems`), which nothing is read for, are asked as in training, without
+examples, and scored by the same rules.
 """
 
 import re
+from dataclasses import replace
 from decimal import Decimal
 
-from l2d_jax.data.word_problems import marked_number
+from l2d_jax.data.word_problems import SPLITS, marked_number, problem
 from l2d_jax.errors import InputError
-from l2d_jax.evaluation.tasks.problem import Item, Problem, Row, Score, text_of
+from l2d_jax.evaluation.tasks.problem import Item, Problem, Row, Score, TaskSampling, text_of
 from l2d_jax.evaluation.tasks.task import Task
 
+BUILT_IN = 1000  # word problems of each split
 NUMBER = re.compile(r"(?:(?<![\w.)])-)?\d[\d,]*(?:\.\d+)?")
 
 
@@ -50,6 +55,11 @@ def _judge(problem: Problem, completion: str) -> Score:
     return Score(float(strict == right), float(is_equal), strict, relaxed, reason)
 
 
+def _make(split: str) -> list[Row]:
+    made = (problem(index, split=split) for index in range(BUILT_IN))
+    return [{"question": one.question, "answer": one.solution} for one in made]
+
+
 GSM8K = Task(
     name="gsm8k",
     hub="openai/gsm8k",
@@ -61,4 +71,14 @@ GSM8K = Task(
     judge=_judge,
     category="math",
     thought_shots=8,
+)
+WORD_PROBLEMS = replace(
+    GSM8K,
+    name="word_problems",
+    hub="",
+    subset=None,
+    make=_make,
+    rows=dict.fromkeys(SPLITS, BUILT_IN),
+    shots=0,
+    sampling=TaskSampling(max_new_tokens=128, temperature=0.0),
 )

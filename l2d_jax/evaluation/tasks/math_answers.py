@@ -93,18 +93,16 @@ def is_same(reference: str | float, found: str | float) -> bool:
     if reference == found:
         return True
     one, other = _number(reference), _number(found)
-    if isinstance(one, float) and isinstance(other, str):
-        return _is_fraction(other, one)
-    if isinstance(other, float) and isinstance(one, str):
-        return _is_fraction(one, other)
+    for latex, value in ((one, other), (other, one)):
+        if isinstance(latex, str) and isinstance(value, float):
+            return _is_fraction(latex, value)
     return one == other
 
 
 def _brace_roots(text: str) -> str | None:
-    head, *pieces = text.split("\\sqrt")
-    if not all(pieces):
+    if re.search(r"\\sqrt(?:\\sqrt|\Z)", text):
         return None
-    return "\\sqrt".join([head, *(piece if piece[0] == "{" else f"{{{piece[0]}}}{piece[1:]}" for piece in pieces)])
+    return re.sub(r"\\sqrt([^{])", r"\\sqrt{\1}", text)
 
 
 def _brace_fractions(text: str) -> str | None:

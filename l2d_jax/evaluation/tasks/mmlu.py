@@ -4,7 +4,12 @@ A prompt has the five examples of the question's subject in the dev split:
 
     user       Question:\nWhat is 2 + 2?\nChoices:\nA. 3\nB. 4\nC. 5\nD. 6\n\nAnswer:
     assistant  B
+
+MMLU-Pro: harder questions of 14 subjects with up to ten options (Wang et al., 2024). Its examples are of the validation
+split, its prompts have no "Answer:" at their end, and the examples' thoughts are the data set's own.
 """
+
+from dataclasses import replace
 
 from l2d_jax.evaluation.tasks import multiple_choice
 from l2d_jax.evaluation.tasks.problem import Item, Row, text_of, texts_of
@@ -27,6 +32,13 @@ def _word(row: Row) -> Item:
     return item._replace(subject=subject, category=CATEGORIES.get(subject))
 
 
+def _word_pro(row: Row) -> Item:
+    question, options, subject = text_of(row, "question"), texts_of(row, "options"), text_of(row, "category")
+    thought = text_of(row, "cot_content").removeprefix("A: ") or None
+    item = multiple_choice.worded(question, options, answer=row["answer_index"], end="")
+    return item._replace(subject=subject, category="math" if subject == "math" else None, thought=thought)
+
+
 MMLU = Task(
     name="mmlu",
     hub="cais/mmlu",
@@ -37,4 +49,15 @@ MMLU = Task(
     word=_word,
     judge=multiple_choice.judge_letter,
     by_subject=True,
+)
+MMLU_PRO = replace(
+    MMLU,
+    name="mmlu_pro",
+    hub="TIGER-Lab/MMLU-Pro",
+    subset=None,
+    columns=("question", "options", "answer_index", "category", "cot_content"),
+    shot_split="validation",
+    rows={"test": 12032, "validation": 70},
+    word=_word_pro,
+    thought_shots=5,
 )

@@ -7,7 +7,7 @@ compare with the paper's; the *relaxed* one asks whether a reader would call the
 """
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,18 +89,15 @@ class Task:
         split = split or self.split
         usual = self.shots if prompts == "paper" else self.thought_shots
         folder = None if data_dir is None else Path(data_dir, self.name)
-        examples = self._examples(folder, usual if shots is None else shots)
-        groups: defaultdict[str | None, list[Item]] = defaultdict(list)
-        for example in examples.values():
-            groups[self._group(example)].append(example)
+        groups = self._examples(folder, usual if shots is None else shots)
         problems = []
         for number, row in enumerate(self._read(split, folder)):
             item = self._word(row, split, number)
-            before = groups[self._group(item)]
-            if examples and not before:
+            before = groups.get(self._group(item), {})
+            if groups and not before:
                 raise InputError(f"{self.shot_split!r} of {self.name} has no example of {item.subject!r}: add some")
-            is_example = split == self.shot_split and number in examples
-            is_repeated = self.kind == "code" and any(item.question == example.question for example in before)
+            is_example = split == self.shot_split and number in before
+            is_repeated = self.kind == "code" and any(item.question == one.question for one in before.values())
             if not (is_example or is_repeated or item.reference is None):
                 problems.append(self._problem(item, before, f"{self.name}/{split}/{number}", prompts))
         if not problems:
@@ -126,7 +123,8 @@ class Task:
         """
         assert len(problems) == len(completions)
         texts = [answer_part(completion) if tagged else completion for completion in completions]
-        scores = {number: score for number, text in enumerate(texts) if (score := _unfit(text))}
+        faults = {number: fault for number, text in enumerate(texts) if (fault := _fault(text))}
+        scores = {number: Score(0.0, 0.0, None, None, fault) for number, fault in faults.items()}
         rest = [number for number in range(len(texts)) if number not in scores]
         if self.judge is not None:
             scores |= {number: self.judge(problems[number], texts[number]) for number in rest}
@@ -161,25 +159,24 @@ class Task:
             )
         return rows
 
-    def _examples(self, folder: Path | None, count: int) -> dict[int, Item]:
-        """The rows that serve as examples, by their number: the first `count`, or `count` of each subject."""
+    def _examples(self, folder: Path | None, count: int) -> dict[str | None, dict[int, Item]]:
+        """The rows that serve as examples, by group and number: the first `count` of each group."""
+        groups: defaultdict[str | None, dict[int, Item]] = defaultdict(dict)
         if count == 0:
-            return {}
+            return groups
         rows = self._read(self.shot_split, folder)
         step = max(1, len(rows) // count) if self.is_spaced else 1
-        chosen: dict[int, Item] = {}
-        counts: Counter[str | None] = Counter()
         for number in range(0, len(rows), step):
             item = self._word(rows[number], self.shot_split, number)
-            group = self._group(item)
-            counts[group] += 1
-            if counts[group] <= count:
-                chosen[number] = item
-            elif group is None:
+            group = groups[self._group(item)]
+            if len(group) < count:
+                group[number] = item
+            elif not self.by_subject:
                 break
-        return chosen
+        return groups
 
     def _group(self, item: Item) -> str | None:
+        """The subject of an item, where examples are of the question's subject."""
         return item.subject if self.by_subject else None
 
     def _word(self, row: Row, split: str, number: int) -> Item:
@@ -188,9 +185,9 @@ class Task:
         except InputError as error:
             raise InputError(f"row {number} of {self.name}/{split} (the first is 0): {error}") from error
 
-    def _problem(self, item: Item, before: Sequence[Item], name: str, prompts: Prompts) -> Problem:
+    def _problem(self, item: Item, before: Mapping[int, Item], name: str, prompts: Prompts) -> Problem:
         messages = []
-        for example in before:
+        for example in before.values():
             answer = example.opening + example.answer if prompts == "paper" else example.thought
             if answer is None:
                 raise InputError(f"{self.name} has no examples with thoughts: give 0 shots, or use the prompts 'paper'")
@@ -227,15 +224,9 @@ def encode_problems(
     return kept
 
 
-def _unfit(text: str) -> Score | None:
-    """The score of a completion that cannot be judged; None where it can be."""
-    if not text.strip():
-        return Score(0.0, 0.0, None, None, "empty")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return Score(0.0, 0.0, None, None, "broken unicode")
-    return None
+def _fault(text: str) -> str:
+    """Why a completion cannot be judged; empty where it can be."""
+    return "empty" if not text.strip() else "broken unicode" if re.search("[\ud800-\udfff]", text) else ""
 
 
 def answer_part(completion: str) -> str:
