@@ -51,21 +51,10 @@ def complete(
 ) -> Iterator[dict[int, list[list[int]]]]:
     """Yield the answers of each batch, `samples` of them by the number of their prompt; the longest prompts come first.
 
-    Every batch has the same number of rows, and its prompts are padded to a length of `buckets.round_up`: so there are
-    as many programs as buckets.
-
-    Args:
-      loaded: from `load`.
-      prompts: all with a label, or none.
-      settings: of decoding.
-      batch_size: sequences at a time; all samples of a prompt are in one batch.
-      samples: answers to each prompt.
-      seed: with a prompt's number, determines its noise and its sampled tokens.
-      prefix: tokens that all prompts of the set begin with, from `common_prefix`.
-      restrictions: of the answers.
-
-    Raises:
-      InputError: as `generation.stream_tokens`, and for a batch that is smaller than the samples of one prompt.
+    Every batch has the same number of rows, `batch_size`, and its prompts are padded to a length of `buckets.round_up`:
+    so there are as many programs as buckets. All samples of a prompt are in one batch. The other arguments are those of
+    `Request`, the prefix from `common_prefix`.
+    Raises `InputError` as `generation.stream_tokens`, and for a batch that is smaller than the samples of one prompt.
     """
     rows = batch_size // samples
     if rows < 1:

@@ -12,21 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from l2d_jax.config.schema import DecodeConfig, PathConfig
-from l2d_jax.decoding import decode
 from l2d_jax.decoding.beams import Beams, Scoring, SearchConfig, extend, start_beams
-from l2d_jax.decoding.buckets import CHUNK, answer_slots, pad
+from l2d_jax.decoding.buckets import CHUNK, answer_slots
+from l2d_jax.decoding.generation import start_request
 from l2d_jax.decoding.loaded_model import LoadedModel
-from l2d_jax.decoding.refine import Refinement
-from l2d_jax.decoding.requests import (
-    UNRESTRICTED,
-    Prompt,
-    Restrictions,
-    check_decoding_memory,
-    check_prompts,
-    check_seed,
-    class_labels,
-)
-from l2d_jax.decoding.sampler import allow
+from l2d_jax.decoding.requests import UNRESTRICTED, Prompt, Request, Restrictions, check_decoding_memory
 from l2d_jax.errors import InputError
 from l2d_jax.model import diffusion
 from l2d_jax.model.architecture import Architecture
@@ -59,41 +49,26 @@ def search(
     seed: int = 0,
     restrictions: Restrictions = UNRESTRICTED,
 ) -> SearchResult:
-    """Search an answer to one prompt.
+    """Search an answer to one prompt; the noise of a seed is that of `generate_tokens`.
 
-    Args:
-      loaded: from `load`.
-      prompt: token ids, number and class.
-      settings: budget of each beam, solver, velocity, noise samples and gate; None: the model's defaults. Its final
-        temperature and its length are not used: those of the search are.
-      config: of the search; None: the defaults.
-      seed: of the noise, which is that of `generate_tokens`, and of the sampled tokens.
-      restrictions: tokens that may or may not be sampled; likelihoods are those among the tokens that may.
-
-    Raises:
-      InputError: as `generate_tokens` does; for more candidates than tokens; for top-k or top-p, which would change the
-        likelihood that is searched; and for stop strings, which end no beam.
+    The budget is each beam's. Temperature and length of `settings` are not used: those of the search are. Likelihoods
+    are those among the tokens that may be sampled.
+    Raises `InputError` as `generate_tokens` does; for more candidates than tokens; for top-k or top-p, which would
+    change the likelihood that is searched; and for stop strings, which end no beam.
     """
     settings = loaded.defaults if settings is None else settings
     config = SearchConfig() if config is None else config
-    model = loaded.model.reading(refines=settings.budget > 1)
-    architecture = model.llm.architecture
-    check_search(settings, config, architecture=architecture)
-    path = None if model.path is None else model.path.config
-    check_search_memory(settings, config, model.llm, path, longest=len(prompt.ids))
-    refinement = Refinement.prepare(model, settings)
-    check_prompts([prompt.ids], dataclasses.replace(settings, max_new_tokens=config.max_new_tokens), architecture)
-    check_seed(seed)
-    label = class_labels(model, [prompt])
+    llm, path = loaded.model.llm, None if loaded.model.path is None else loaded.model.path.config
+    check_search(settings, config, architecture=llm.architecture)
+    check_search_memory(settings, config, llm, path, longest=len(prompt.ids))
     if restrictions.stops:
         raise InputError(f"a search knows no stop strings, got {restrictions.stops}: cut its answer instead")
-    mask = allow(architecture.vocab_size, allowed=restrictions.allowed, banned=restrictions.banned)
-    key, capacity = jax.random.key(seed), answer_slots(config.max_new_tokens)
-    ids, lengths = pad([prompt.ids])
-    keys = jax.random.fold_in(key, prompt.number)[None]
-    state = decode.prefill(model.llm, ids, lengths, keys, capacity=capacity)
+    asked = dataclasses.replace(settings, max_new_tokens=config.max_new_tokens, temperature=config.temperature)
+    request = Request([prompt], asked, seed, restrictions=restrictions)
+    model, state, refinement, sampling, label = start_request(loaded.model, request)
+    capacity = answer_slots(config.max_new_tokens)
     beams = start_beams(state, beams=config.beams, capacity=capacity)
-    scoring = Scoring.from_config(config, stop_ids=loaded.stop_ids, gate=settings.gate, allowed=mask)
+    scoring = Scoring.from_config(config, sampling, stop_ids=loaded.stop_ids)
     for _ in range(capacity // CHUNK):
         beams = extend(
             model,
@@ -111,7 +86,9 @@ def search(
             break
     best = _read_beams(beams, scoring, loaded.stop_ids)
     scores = jnp.float32([beam.score for beam in best])
-    place = diffusion.sample_token(jax.random.fold_in(key, 1), scores, jnp.float32(config.final_temperature))
+    place = diffusion.sample_token(
+        jax.random.fold_in(jax.random.key(seed), 1), scores, jnp.float32(config.final_temperature)
+    )
     return SearchResult(answer=best[int(place)].ids, beams=best)
 
 

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from l2d_jax.config import ranges
 from l2d_jax.config.parsing import check_fields, require
 from l2d_jax.decoding import decode
 from l2d_jax.decoding.refine import Refinement
+from l2d_jax.decoding.sampler import SamplingOptions
 from l2d_jax.model.l2d import Model
 
 
@@ -58,26 +59,20 @@ class Scoring(nnx.Module):
     length_power: Float[Array, ""] = nnx.data()
     repetition_penalty: Float[Array, ""] = nnx.data()
     repetition_ngram: Int[Array, ""] = nnx.data()
-    temperature: Float[Array, ""] = nnx.data()
     max_new_tokens: Int[Array, ""] = nnx.data()
     stop_ids: Int[Array, " stops"] = nnx.data()  # tokens that end an answer
-    gate: Float[Array, " 1"] = nnx.data()  # skip the ODE where the LM's own entropy is below this, in nats
-    allowed: Bool[Array, " V"] | None = nnx.data(default=None)  # tokens that may be sampled; None: all
+    sampling: SamplingOptions = nnx.data()  # of which temperature, gate and masks are used
 
     @classmethod
-    def from_config(
-        cls, config: SearchConfig, *, stop_ids: Sequence[int], gate: float = 0.0, allowed: Any = None
-    ) -> "Scoring":
+    def from_config(cls, config: SearchConfig, sampling: SamplingOptions, *, stop_ids: Sequence[int]) -> "Scoring":
         """The numbers of the config as arrays."""
         return cls(
             length_power=jnp.float32(config.length_power),
             repetition_penalty=jnp.float32(config.repetition_penalty),
             repetition_ngram=jnp.int32(config.repetition_ngram),
-            temperature=jnp.float32(config.temperature),
             max_new_tokens=jnp.int32(config.max_new_tokens),
             stop_ids=jnp.array(list(stop_ids) or [-1], jnp.int32),
-            gate=jnp.float32([gate]),
-            allowed=None if allowed is None else jnp.asarray(allowed, bool),
+            sampling=sampling,
         )
 
     def score(
@@ -125,30 +120,22 @@ def extend(
     draws: int = 1,
     label: Int[Array, " 1"] | None = None,
 ) -> Beams:
-    """Extend the beams by `steps` tokens; beams that have ended compete with the score that they ended with.
+    """Extend the beams, which are donated, by `steps` tokens, each with so many sampled `candidates`.
 
-    Args:
-      model: the LM and the path.
-      beams: from `start_beams` or an earlier call; donated.
-      settings: solver, grid and velocity, of each beam.
-      scoring: how answers are sampled, scored and ended.
-      candidates: tokens that are sampled for each beam.
-      steps: tokens to add.
-      draws: noise samples whose mean distribution is the answer's.
-      label: class for guidance, or None.
+    Beams that have ended compete with the score that they ended with.
     """
 
     def step(beams: Beams, _: None) -> tuple[Beams, None]:
         labels = None if label is None else jnp.broadcast_to(label, beams.state.done.shape)
         keys, logits = decode.refined_logits(
-            model, beams.state, gate=scoring.gate, settings=settings, noise_samples=draws, labels=labels
+            model, beams.state, gate=scoring.sampling.gate, settings=settings, noise_samples=draws, labels=labels
         )
         is_bad = jnp.isnan(logits).any(axis=-1) & ~beams.state.done
         # All beams are marked as broken, since selection may drop the one whose logits are not numbers.
         state = dataclasses.replace(beams.state, broken=beams.state.broken | is_bad.any())
         beams = dataclasses.replace(beams, state=state)
-        if scoring.allowed is not None:
-            logits = jnp.where(scoring.allowed, logits, -jnp.inf)
+        if scoring.sampling.allowed is not None:
+            logits = jnp.where(scoring.sampling.allowed, logits, -jnp.inf)
         with jax.named_scope("candidates"):
             sampled = _sample_candidates(beams, logits, is_bad, keys[0], scoring, candidates=candidates)
         with jax.named_scope("selection"):
@@ -157,45 +144,39 @@ def extend(
     return jax.lax.scan(step, beams, None, length=steps)[0]
 
 
-class Candidates(NamedTuple):
-    """Tokens that may extend each beam, and what the answers would be with them."""
-
-    tokens: Int[Array, "B K"]
-    log_likelihood: Float[Array, "B K"]
-    repeats: Int[Array, "B K"]
-
-
 def _sample_candidates(
     beams: Beams, logits: Float[Array, "B V"], is_bad: Bool[Array, " B"], key: Any, scoring: Scoring, *, candidates: int
-) -> Candidates:
-    """Sample tokens for each beam without replacement; beams with bad logits get candidates that are never selected.
+) -> tuple[Int[Array, "B K"], Float[Array, "B K"], Int[Array, "B K"]]:
+    """Tokens that may extend each beam, and the answers' log-likelihoods and repeats with them.
 
-    The largest of log p / T + Gumbel noise are a sample without replacement (Kool et al., arXiv 1903.06059).
+    Those of beams with bad logits are never selected. The largest of log p / T + Gumbel noise are a sample without
+    replacement (Kool et al., arXiv 1903.06059).
     """
     log_probs = jnp.where(is_bad[:, None], -jnp.inf, jax.nn.log_softmax(logits))
-    noise = scoring.temperature * jax.random.gumbel(key, log_probs.shape)
+    noise = scoring.sampling.temperature * jax.random.gumbel(key, log_probs.shape)
     tokens = jax.lax.top_k(logits + noise, candidates)[1]
-    return Candidates(
-        tokens=tokens,
-        log_likelihood=beams.log_likelihood[:, None] + jnp.take_along_axis(log_probs, tokens, axis=1),
-        repeats=beams.repeats[:, None] + _is_repeat(beams, tokens, ngram=scoring.repetition_ngram),
-    )
+    # A repeat completes an n-gram that the answer already has: the n - 1 tokens before its place equal the newest ones.
+    follows = beams.matches >= scoring.repetition_ngram - 1
+    is_repeat = ((beams.tokens[:, None] == tokens[..., None]) & follows[:, None]).any(axis=-1)
+    log_likelihood = beams.log_likelihood[:, None] + jnp.take_along_axis(log_probs, tokens, axis=1)
+    return tokens, log_likelihood, beams.repeats[:, None] + is_repeat
 
 
-def _select_beams(model: Model, beams: Beams, sampled: Candidates, scoring: Scoring) -> Beams:
+def _select_beams(model: Model, beams: Beams, sampled: tuple[Array, Array, Array], scoring: Scoring) -> Beams:
     """The best of all extended beams and of the beams that have ended; feeds the new tokens to the LM."""
-    state, count, candidates = beams.state, beams.state.count, sampled.tokens.shape[1]
-    extended = scoring.score(sampled.log_likelihood, sampled.repeats, jnp.broadcast_to(count + 1, sampled.tokens.shape))
+    state, count, (tokens, log_likelihood, repeats) = beams.state, beams.state.count, sampled
+    candidates = tokens.shape[1]
+    extended = scoring.score(log_likelihood, repeats, jnp.broadcast_to(count + 1, tokens.shape))
     ended = scoring.score(beams.log_likelihood, beams.repeats, beams.lengths)
     scores = jnp.where(state.done[:, None], -jnp.inf, extended)
     scores = jnp.concatenate([scores, jnp.where(state.done, ended, -jnp.inf)[:, None]], axis=1)
     best_scores, best = jax.lax.top_k(scores.reshape(-1), scores.shape[0])
     parents, column = best // (candidates + 1), best % (candidates + 1)
     is_old, place = column == candidates, (parents, jnp.minimum(column, candidates - 1))
-    token = jnp.where(is_old, -1, sampled.tokens[place])
+    token = jnp.where(is_old, -1, tokens[place])
     is_empty = jnp.isneginf(best_scores)
     is_stop = (token[:, None] == scoring.stop_ids).any(axis=-1) | (count + 1 >= scoring.max_new_tokens)
-    log_likelihood = jnp.where(is_old, beams.log_likelihood[parents], sampled.log_likelihood[place])
+    log_likelihood = jnp.where(is_old, beams.log_likelihood[parents], log_likelihood[place])
     matches = jnp.where(beams.tokens[parents] == token[:, None], beams.matches[parents] + 1, 0)
     return Beams(
         state=decode.advance(
@@ -204,12 +185,6 @@ def _select_beams(model: Model, beams: Beams, sampled: Candidates, scoring: Scor
         tokens=beams.tokens[parents].at[:, count].set(token),
         matches=jnp.roll(matches, 1, axis=1).at[:, 0].set(0),
         lengths=jnp.where(is_old, beams.lengths[parents], count + 1),
-        repeats=jnp.where(is_old, beams.repeats[parents], sampled.repeats[place]),
+        repeats=jnp.where(is_old, beams.repeats[parents], repeats[place]),
         log_likelihood=jnp.where(is_empty, -jnp.inf, log_likelihood),
     )
-
-
-def _is_repeat(beams: Beams, tokens: Int[Array, "B K"], *, ngram: Int[Array, ""]) -> Bool[Array, "B K"]:
-    """Whether each token would complete an n-gram that its answer already has; the prompt does not count."""
-    follows = beams.matches >= ngram - 1  # the n - 1 tokens before the place equal the newest ones
-    return ((beams.tokens[:, None] == tokens[..., None]) & follows[:, None]).any(axis=-1)

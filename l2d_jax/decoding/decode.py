@@ -7,7 +7,6 @@ which a single sample does not give. The samples share the cache and the hidden 
 
 import dataclasses
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,17 +76,9 @@ def prefill(
 
 def select(state: State, rows: Int[Array, " rows"]) -> State:
     """The sequences of these rows, in this order; a row may occur several times, or not at all."""
-    cache = state.cache
-    return dataclasses.replace(
-        state,
-        cache=dataclasses.replace(cache, k=cache.k[:, rows], v=cache.v[:, rows], positions=cache.positions[rows]),
-        hidden=state.hidden[rows],
-        inputs=state.inputs[rows],
-        positions=state.positions[rows],
-        keys=state.keys[rows],
-        done=state.done[rows],
-        broken=state.broken[rows],
-    )
+    cache, columns = state.cache, ("hidden", "inputs", "positions", "keys", "done", "broken")
+    cache = dataclasses.replace(cache, k=cache.k[:, rows], v=cache.v[:, rows], positions=cache.positions[rows])
+    return dataclasses.replace(state, cache=cache, **{name: getattr(state, name)[rows] for name in columns})
 
 
 @partial(jax.jit, static_argnames="copies")
@@ -110,49 +101,17 @@ def next_logits(
     labels: Int[Array, " B"] | None = None,
 ) -> Float[Array, "B V"]:
     """Logits of the next token after the whole budget; with several noise samples, logs of the mean probabilities."""
-    shape = noise.shape[:2]
-    hidden, inputs = (
-        jnp.broadcast_to(array[:, None], (*shape, array.shape[-1])) for array in (state.hidden, state.inputs)
-    )
-    context = Context(
-        hidden=hidden,
-        cache=state.cache,
-        positions=jnp.broadcast_to(state.positions[:, None], shape),
-        labels=None if labels is None else jnp.broadcast_to(labels[:, None], shape),
-        inputs=inputs,
-    )
+
+    def spread(array: Array) -> Array:
+        return jnp.broadcast_to(array[:, None], (*noise.shape[:2], *array.shape[1:]))
+
+    labels = None if labels is None else spread(labels)
+    context = Context(spread(state.hidden), state.cache, spread(state.positions), labels, inputs=spread(state.inputs))
     hidden = refine(model, context, noise, settings=settings, keys=keys)
-    if shape[1] == 1:
+    if noise.shape[1] == 1:
         return model.llm.logits(hidden[:, 0])
     log_probs = jax.nn.log_softmax(model.llm.logits(hidden))
-    return jax.nn.logsumexp(log_probs, axis=1) - jnp.log(shape[1])
-
-
-def gated_logits(
-    model: Model,
-    state: State,
-    noise: Array,
-    *,
-    gate: Float[Array, "#B"],
-    settings: Refinement,
-    keys: Array,
-    labels: Any,
-) -> Float[Array, "B V"]:
-    """`next_logits`, or the LM's own logits where their entropy is below the gate.
-
-    Nothing is integrated for a token that all sequences skip. With a gate of 0 the LM's own logits are not computed.
-    """
-
-    def refined() -> Array:
-        return next_logits(model, state, noise, settings=settings, keys=keys, labels=labels)
-
-    def gated() -> Array:
-        plain = model.llm.logits(state.hidden)
-        is_sure = entropy(plain) < gate
-        logits = jax.lax.cond((is_sure | state.done).all(), lambda: plain, refined)
-        return jnp.where(is_sure[:, None], plain, logits)
-
-    return jax.lax.cond((gate > 0).any(), gated, refined)
+    return jax.nn.logsumexp(log_probs, axis=1) - jnp.log(noise.shape[1])
 
 
 def refined_logits(
@@ -164,14 +123,26 @@ def refined_logits(
     noise_samples: int = 1,
     labels: Int[Array, " B"] | None = None,
 ) -> tuple[Key[Array, " B"], Float[Array, "B V"]]:
-    """Keys to sample the next token with, and its logits; the noise follows from keys and token number."""
+    """Keys to sample the next token with, and its logits: the LM's own where their entropy is below the gate.
+
+    The noise follows from keys and token number. Nothing is integrated for a token that all sequences skip. With a gate
+    of 0 the LM's own logits are not computed.
+    """
     width = 1 if model.path is None else model.path.config.width
     noise_keys, velocity_keys, final_keys = token_keys(state.keys, state.count[None])
     noise = jax.vmap(lambda key: jax.random.normal(key, (noise_samples, width), jnp.float32))(noise_keys)
     keys = velocity_keys[:, None]
     if noise_samples > 1:
         keys = jax.vmap(lambda key: jax.random.split(key, noise_samples))(velocity_keys)
-    return final_keys, gated_logits(model, state, noise, gate=gate, settings=settings, keys=keys, labels=labels)
+    refined = partial(next_logits, model, state, noise, settings=settings, keys=keys, labels=labels)
+
+    def gated() -> Array:
+        plain = model.llm.logits(state.hidden)
+        is_sure = entropy(plain) < gate
+        logits = jax.lax.cond((is_sure | state.done).all(), lambda: plain, refined)
+        return jnp.where(is_sure[:, None], plain, logits)
+
+    return final_keys, jax.lax.cond((gate > 0).any(), gated, refined)
 
 
 def advance(llm: LLM, state: State, tokens: Int[Array, " B"], done: Bool[Array, " B"]) -> State:
@@ -203,17 +174,8 @@ def decode_tokens(
 ) -> tuple[State, Int[Array, "B steps"]]:
     """Generate `steps` tokens; a sequence that has ended is filled up with the first of the `stop_ids`.
 
-    A sequence ends by one of the `stop_ids`, or where its logits are not numbers, which the state says.
-
-    Args:
-      model: the LM and the path.
-      state: from `prefill` or an earlier call; donated.
-      settings: solver, grid and velocity.
-      sampling: how the next token is sampled from its logits.
-      stop_ids: tokens that end a sequence.
-      steps: tokens to generate.
-      noise_samples: noise samples per token, whose mean distribution the token is sampled from.
-      labels: classes for guidance, or None.
+    A sequence ends by one of the `stop_ids`, or where its logits are not numbers, which the state says. The state is
+    donated. With several noise samples, a token is sampled from their mean distribution.
     """
 
     def step(state: State, _: None) -> tuple[State, Array]:

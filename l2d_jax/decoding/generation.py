@@ -7,12 +7,13 @@ by some tenths, and answers with it.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int
 from transformers import PreTrainedTokenizerFast
 
 from l2d_jax.config import ranges
@@ -29,11 +30,7 @@ from l2d_jax.model.l2d import Model
 
 
 def generate_tokens(
-    model: Model,
-    request: Request,
-    *,
-    stop_ids: Sequence[int] = (),
-    tokenizer: PreTrainedTokenizerFast | None = None,
+    model: Model, request: Request, *, stop_ids: Sequence[int] = (), tokenizer: PreTrainedTokenizerFast | None = None
 ) -> list[list[int]]:
     """The token ids of each answer, without the stop token; the other prompts change the rounding alone.
 
@@ -47,33 +44,33 @@ def generate_tokens(
 
 
 def stream_tokens(
-    model: Model,
-    request: Request,
-    *,
-    stop_ids: Sequence[int] = (),
-    tokenizer: PreTrainedTokenizerFast | None = None,
+    model: Model, request: Request, *, stop_ids: Sequence[int] = (), tokenizer: PreTrainedTokenizerFast | None = None
 ) -> Iterator[list[list[int]]]:
     """Yield the next few token ids of every answer until all answers have ended.
 
-    Args:
-      model: the LM and the path.
-      request: prompts, settings, seed, samples and restrictions.
-      stop_ids: tokens that end an answer, and are left out of it.
-      tokenizer: for stop strings.
+    One of the `stop_ids` ends an answer, and is left out of it; the tokenizer is for stop strings.
 
     Raises:
       InputError: for an empty prompt, one that leaves no positions for its answer, a budget that the solver or the
         model does not know, an unknown class or token, a stop string that cannot occur; and, once all other answers
         have ended, for those whose logits were not numbers.
     """
-    settings = request.settings
-    search = _check_request(model, request, tokenizer)
-    model = model.reading(refines=settings.budget > 1)
     stop_ids = stop_ids or (-1,)  # -1 is what an ended answer goes on with where the model has no stop token
-    state = _start(model, request)
-    decode_chunk = _prepare(model, request, stop_ids)
-    finished = np.zeros(len(request.prompts) * request.samples, bool)
-    for left in range(settings.max_new_tokens, 0, -CHUNK):
+    count = len(request.prompts) * check_value(request.samples, ranges.Rows, "samples")
+    search = StopSearch(request.restrictions.stops, tokenizer, count, keeps_stop=request.restrictions.keeps_stop)
+    model, state, refinement, sampling, labels = start_request(model, request)
+    decode_chunk = partial(
+        decode.decode_tokens,
+        model,
+        settings=refinement,
+        sampling=sampling,
+        stop_ids=jnp.array(stop_ids, jnp.int32),
+        steps=CHUNK,
+        noise_samples=request.settings.draws,
+        labels=labels,
+    )
+    finished = np.zeros(count, bool)
+    for left in range(request.settings.max_new_tokens, 0, -CHUNK):
         state, new = decode_chunk(state=state)
         rows = processes.gather_array(new)[:, :left].tolist()
         piece, finished = _cut(rows, finished, search, stop_ids, is_last=left <= CHUNK)
@@ -90,48 +87,40 @@ def stream_tokens(
         )
 
 
-def _check_request(model: Model, request: Request, tokenizer: PreTrainedTokenizerFast | None) -> StopSearch:
-    """Raise `InputError` as `stream_tokens` does; what looks for stop strings in the answers."""
-    settings, restrictions = request.settings, request.restrictions
-    check_budget(settings, has_path=model.path is not None)
-    check_prompts([prompt.ids for prompt in request.prompts], settings, model.llm.architecture)
-    check_value(request.samples, ranges.Rows, "samples")
+def start_request(
+    model: Model, request: Request
+) -> tuple[Model, decode.State, Refinement, SamplingOptions, Int[jax.Array, " B"] | None]:
+    """The model that reads the context, the state behind the prompts, and how to go on from there.
+
+    The state has a row for each answer and a whole number of chunks for its tokens; so have the class labels, if any.
+    Raises `InputError` as `stream_tokens` does, before the prompts are read.
+    """
+    settings, restrictions, prompts, prefix = request.settings, request.restrictions, request.prompts, request.prefix
+    architecture, path = model.llm.architecture, None if model.path is None else model.path.config
+    check_budget(settings, has_path=path is not None)
+    check_prompts([prompt.ids for prompt in prompts], settings, architecture)
     check_seed(request.seed)
-    class_labels(model, request.prompts)
-    allow(model.llm.architecture.vocab_size, allowed=restrictions.allowed, banned=restrictions.banned)
-    count, path = len(request.prompts) * request.samples, None if model.path is None else model.path.config
-    longest = max(len(prompt.ids) for prompt in request.prompts) - request.prefix
+    labels = class_labels(model, prompts)
+    mask = allow(architecture.vocab_size, allowed=restrictions.allowed, banned=restrictions.banned)
+    count, longest = len(prompts) * request.samples, max(len(prompt.ids) for prompt in prompts) - prefix
     remedy = "the number of prompts, samples, draws or max_new_tokens"
     check_decoding_memory(model.llm, path, settings, rows=count, longest=longest, remedy=remedy)
-    return StopSearch(restrictions.stops, tokenizer, count, keeps_stop=restrictions.keeps_stop)
-
-
-def _start(model: Model, request: Request) -> decode.State:
-    """The state behind the prompts, with a row for each answer and a whole number of chunks for its tokens."""
-    prompts, prefix = request.prompts, request.prefix
+    model = model.reading(refines=settings.budget > 1)
     ids, lengths = pad([prompt.ids[prefix:] for prompt in prompts])
     numbers = jnp.array([prompt.number for prompt in prompts])
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(request.seed), numbers)
     shared = jnp.array(prompts[0].ids[:prefix], jnp.int32) if prefix else None
-    capacity = answer_slots(request.settings.max_new_tokens)
+    capacity = answer_slots(settings.max_new_tokens)
     state = decode.prefill(model.llm, ids, lengths, keys, capacity=capacity, prefix=shared)
-    return decode.fan_out(state, copies=request.samples) if request.samples > 1 else state
-
-
-def _prepare(model: Model, request: Request, stop_ids: Sequence[int]) -> Callable[..., tuple[decode.State, jax.Array]]:
-    """The compiled program that generates one chunk from a state, with all of its other arguments."""
-    settings, restrictions = request.settings, request.restrictions
-    mask = allow(model.llm.architecture.vocab_size, allowed=restrictions.allowed, banned=restrictions.banned)
-    labels = class_labels(model, request.prompts)
-    return partial(
-        decode.decode_tokens,
+    if request.samples > 1:
+        state = decode.fan_out(state, copies=request.samples)
+        labels = None if labels is None else jnp.repeat(labels, request.samples)
+    return (
         model,
-        settings=Refinement.prepare(model, settings),
-        sampling=SamplingOptions.from_config(settings, allowed=mask),
-        stop_ids=jnp.array(stop_ids, jnp.int32),
-        steps=CHUNK,
-        noise_samples=settings.draws,
-        labels=None if labels is None else jnp.repeat(labels, request.samples),
+        state,
+        Refinement.prepare(model, settings),
+        SamplingOptions.from_config(settings, allowed=mask),
+        labels,
     )
 
 

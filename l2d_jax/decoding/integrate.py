@@ -44,16 +44,12 @@ def solve_fixed(
 ) -> Float[Array, "*B C"]:
     """x at time `end`, from x_0 at t = 0 in `steps` equal intervals; without an interval, x_0 itself.
 
-    Args:
-      target: the estimate of x_1 at (t, x); dx/dt counts as zero at t = 1, as in the release.
-      noise: x_0, in float32.
-      solver: one of `FIXED`.
-      steps: number of intervals; may be traced, so that one program serves every budget.
-      end: the final time.
+    `target` is the estimate of x_1 at (t, x); dx/dt counts as zero at t = 1, as in the release. `noise` is x_0, in
+    float32. `steps` may be traced, so that one program serves every budget.
     """
     steps = jnp.asarray(steps)
     stop = jnp.where(steps > 0, jnp.float32(end), 0.0)
-    scale, data = _run_fixed(target, noise, solver=solver, steps=steps, stop=stop, saveat=diffrax.SaveAt(t1=True))
+    scale, data = _run_fixed(target, noise, solver, steps, stop, saveat=diffrax.SaveAt(t1=True))
     return scale[0] * noise + data[0]
 
 
@@ -62,7 +58,7 @@ def fixed_states(
 ) -> Float[Array, "points *B C"]:
     """x at every point of the grid, both ends included; arguments as for `solve_fixed`."""
     saveat = diffrax.SaveAt(t0=True, steps=True)
-    scales, data = _run_fixed(target, noise, solver=solver, steps=steps, stop=end, saveat=saveat, capacity=steps)
+    scales, data = _run_fixed(target, noise, solver, steps, end, saveat=saveat, max_steps=steps)
     return jax.vmap(lambda scale, data: scale * noise + data)(scales, data)
 
 
@@ -75,21 +71,15 @@ def solve_adaptive(
     max_steps: int | Int[Array, ""],
     end: float | Float[Array, ""],
 ) -> AdaptiveSolution:
-    """x at time `end`, in steps whose estimated errors stay within the tolerance.
+    """x at time `end`, in steps whose estimated errors stay within the relative and absolute tolerance.
 
-    Args:
-      target: the estimate of x_1 at (t, x); dx/dt counts as zero from t = 1 on.
-      noise: x_0, in float32; there is one error norm for all of it.
-      solver: one of `ADAPTIVE`.
-      tolerance: both the relative and the absolute tolerance.
-      max_steps: steps, accepted or rejected, after which the integration stops short of the end; 0: x_0 itself.
-      end: the final time; the release's is 1 - 1/sigma.
+    There is one error norm for all of the noise. After `max_steps`, accepted or rejected, the integration stops short
+    of the end; 0 leaves x_0 itself. The release's end is 1 - 1/sigma.
     """
     stop = jnp.where(jnp.asarray(max_steps) > 0, jnp.float32(end), 0.0)
     solution = _run_adaptive(target, noise, solver, tolerance, max_steps, stop, saveat=diffrax.SaveAt(t1=True))
-    stats: Any = solution.stats
-    states: Any = (solution.ys, solution.ts)
-    return AdaptiveSolution(states[0][0], states[1][0], stats["num_accepted_steps"], stats["num_rejected_steps"])
+    accepted, rejected = (solution.stats[f"num_{kind}_steps"] for kind in ("accepted", "rejected"))
+    return AdaptiveSolution(solution.ys[0], solution.ts[0], accepted, rejected)
 
 
 def adaptive_states(
@@ -101,28 +91,13 @@ def adaptive_states(
     end: float,
     max_steps: int,
 ) -> tuple[Float[Array, " steps"], Float[Array, "steps *B C"], Int[Array, ""]]:
-    """Times and states at the end of each accepted step, infinite beyond the last, and the number of rejected steps.
-
-    Arguments as for `solve_adaptive`.
-    """
-    saveat = diffrax.SaveAt(steps=True)
-    solution = _run_adaptive(target, noise, solver, tolerance, max_steps, end, saveat=saveat, capacity=max_steps)
-    times: Any = solution.ts
-    states: Any = solution.ys
-    stats: Any = solution.stats
-    return times, states, stats["num_rejected_steps"]
+    """Times and states at the end of each accepted step, infinite beyond the last, and the number of rejected steps."""
+    save: Any = {"saveat": diffrax.SaveAt(steps=True), "max_steps": max_steps}
+    solution = _run_adaptive(target, noise, solver, tolerance, max_steps, end, **save)
+    return solution.ts, solution.ys, solution.stats["num_rejected_steps"]
 
 
-def _run_fixed(
-    target: Target,
-    noise: Array,
-    *,
-    solver: Solver,
-    steps: Any,
-    stop: Any,
-    saveat: diffrax.SaveAt,
-    capacity: int | None = None,
-) -> tuple[Float[Array, " saved"], Float[Array, "saved *B C"]]:
+def _run_fixed(target: Target, noise: Array, solver: Solver, steps: Any, stop: Any, **save: Any) -> Any:
     """The coefficient of the noise, and the data, at the times of `saveat`."""
 
     def field(t: Any, state: tuple[Array, Array], args: None) -> tuple[Array, Array]:
@@ -131,54 +106,35 @@ def _run_fixed(
         estimate, rate = target(t, scale * noise + data), _rate(t)
         return -scale * rate, (estimate - data) * rate
 
-    solution = diffrax.diffeqsolve(
-        diffrax.ODETerm(field),
-        solver.method(),
-        t0=0.0,
-        t1=stop,
-        dt0=None,
-        y0=(jnp.ones((), noise.dtype), jnp.zeros_like(noise)),
-        saveat=saveat,
-        stepsize_controller=_Stepping(diffrax.ConstantStepSize(), stop / jnp.maximum(steps, 1)),
-        adjoint=diffrax.DirectAdjoint(),
-        max_steps=capacity,
-        throw=False,  # a check on the host would end the compiled program after every token
-    )
-    states: Any = solution.ys
-    return states
+    start = (jnp.ones((), noise.dtype), jnp.zeros_like(noise))
+    stepping = _Stepping(diffrax.ConstantStepSize(), stop / jnp.maximum(steps, 1))
+    return _solve(field, start, solver, stop, stepping, **save).ys
 
 
 def _run_adaptive(
-    target: Target,
-    noise: Array,
-    solver: Solver,
-    tolerance: Any,
-    max_steps: Any,
-    stop: Any,
-    *,
-    saveat: diffrax.SaveAt,
-    capacity: int | None = None,
-) -> diffrax.Solution:
+    target: Target, noise: Array, solver: Solver, tolerance: Any, most: Any, stop: Any, **save: Any
+) -> Any:
     def field(t: Any, x: Array, args: None) -> Array:
         del args
         return (target(t, x) - x) * _rate(t)
 
+    controller = diffrax.PIDController(rtol=tolerance, atol=tolerance)
+    stepping = _Stepping(controller, jnp.asarray(FIRST_STEP, noise.dtype), jnp.asarray(most))
+    return _solve(field, noise, solver, stop, stepping, **save)
+
+
+def _solve(field: Any, start: Any, solver: Solver, stop: Any, stepping: "_Stepping", **save: Any) -> Any:
     return diffrax.diffeqsolve(
         diffrax.ODETerm(field),
         solver.method(),
         t0=0.0,
         t1=stop,
         dt0=None,
-        y0=noise,
-        saveat=saveat,
-        stepsize_controller=_Stepping(
-            diffrax.PIDController(rtol=tolerance, atol=tolerance),
-            jnp.asarray(FIRST_STEP, noise.dtype),
-            jnp.asarray(max_steps),
-        ),
+        y0=start,
+        stepsize_controller=stepping,
         adjoint=diffrax.DirectAdjoint(),
-        max_steps=capacity,
-        throw=False,
+        throw=False,  # a check on the host would end the compiled program after every token
+        **{"max_steps": None} | save,
     )
 
 

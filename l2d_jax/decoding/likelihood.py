@@ -51,49 +51,28 @@ def score_answers(
 ) -> list[Likelihood]:
     """Log-likelihoods of answers; that of a token is by the mean over `draws` ODEs behind the true tokens before it.
 
-    Args:
-      model: the LM and the path.
-      prompts: token ids, numbers and classes.
-      answers: token ids, one answer per prompt, with the stop token if it is to count.
-      settings: budget, solver and velocity.
-      draws: noise samples per token, at least 2 for standard errors; a budget of 1, where all are the same, takes one.
-      seed: with a prompt's number, determines its noise and the samples of its velocities.
-
-    Raises:
-      InputError: as `generation.stream_tokens`, for fewer than 2 draws, and for an answer without tokens or with
-        unknown ones. The last token of an answer is fed to no one, and takes no position.
+    There is one answer per prompt, as token ids, with the stop token if it is to count. The last token of an answer is
+    fed to no one, and takes no position. A budget of 1, where all draws are the same, takes one of at least 2.
+    Raises `InputError` as `generation.stream_tokens`, for fewer than 2 draws, and for an answer without tokens or with
+    unknown ones.
     """
-    architecture = model.llm.architecture
-    refinement = Refinement.prepare(model, settings)
-    model = model.reading(refines=settings.budget > 1)
-    check_seed(seed)
     if draws < 2:
         raise InputError(f"a standard error takes at least 2 draws, got {draws}")
     if len(prompts) != len(answers) or not all(answers):
         raise InputError(f"each prompt takes one answer of at least one token, got {len(answers)} for {len(prompts)}")
     contexts = [prompt.ids for prompt in prompts]
-    _check_lengths(contexts, answers, limit=architecture.max_position_embeddings)
-    check_tokens([*contexts, *answers], architecture)
-    labels = class_labels(model, prompts)
+    _check_lengths(contexts, answers, limit=model.llm.architecture.max_position_embeddings)
+    check_tokens([*contexts, *answers], model.llm.architecture)
     ids, _ = pad([[*context, *answer[:-1]] for context, answer in zip(contexts, answers, strict=True)])
     targets, _ = pad(answers, shortest=SHORTEST_ANSWER)
     places = np.arange(targets.shape[1])
     starts, counts = (np.array([len(text) for text in texts])[:, None] for texts in (contexts, answers))
     queries = np.where(places < counts, starts - 1 + places, 0).astype(np.int32)
-    results = _log_probs(
-        model,
-        refinement,
-        ids,
-        sharding.spread(queries),
-        targets[:, :, None],
-        jax.random.split(jax.random.key(seed), 1 if settings.budget == 1 else draws),
-        jnp.array([prompt.number for prompt in prompts]),
-        labels,
+    log_probs, likeliest = _sample(
+        model, prompts, ids, sharding.spread(queries), targets[:, :, None], settings=settings, draws=draws, seed=seed
     )
-    log_probs, likeliest = map(processes.gather_array, results)
     return [
-        _average(log_probs[:, i, : len(answer), 0].astype(np.float64), likeliest[i, : len(answer)])
-        for i, answer in enumerate(answers)
+        _average(log_probs[:, i, : len(answer), 0], likeliest[i, : len(answer)]) for i, answer in enumerate(answers)
     ]
 
 
@@ -108,38 +87,39 @@ def rank(
 ) -> list[Float[np.ndarray, " J"]]:
     """Log-probabilities of a few next tokens of each prompt, by the mean over `draws`: one pass over each prompt.
 
-    Args:
-      model: the LM and the path.
-      prompts: token ids, numbers and classes.
-      options: the tokens to rank, of each prompt.
-      settings: budget, solver and velocity.
-      draws: noise samples of each prompt; a budget of 1, where all are the same, takes one.
-      seed: with a prompt's number, determines its noise and the samples of its velocities.
-
-    Raises:
-      InputError: as `generation.stream_tokens`.
+    A budget of 1, where all draws are the same, takes one. Raises `InputError` as `generation.stream_tokens`.
     """
-    refinement = Refinement.prepare(model, settings)
-    model = model.reading(refines=settings.budget > 1)
-    check_seed(seed)
     check_prompts([prompt.ids for prompt in prompts], replace(settings, max_new_tokens=1), model.llm.architecture)
-    labels = class_labels(model, prompts)
-    draws = 1 if settings.budget == 1 else draws
     ids, lengths = pad([prompt.ids for prompt in prompts])
     width = max(map(len, options))
-    tokens = np.array([[*few, *[0] * (width - len(few))] for few in options], np.int32)
-    log_probs, _ = _log_probs(
-        model,
-        refinement,
-        ids,
-        (lengths - 1)[:, None],
-        sharding.spread(tokens[:, None]),
-        jax.random.split(jax.random.key(seed), draws),
-        jnp.array([prompt.number for prompt in prompts]),
-        labels,
+    tokens = sharding.spread(np.array([[*few, *[0] * (width - len(few))] for few in options], np.int32)[:, None])
+    log_probs, _ = _sample(
+        model, prompts, ids, (lengths - 1)[:, None], tokens, settings=settings, draws=draws, seed=seed
     )
-    mean = np.logaddexp.reduce(processes.gather_array(log_probs)[:, :, 0].astype(np.float64), axis=0) - np.log(draws)
+    mean = np.logaddexp.reduce(log_probs[:, :, 0], axis=0) - np.log(len(log_probs))
     return [row[: len(few)] for row, few in zip(mean, options, strict=True)]
+
+
+def _sample(
+    model: Model,
+    prompts: Sequence[Prompt],
+    ids: Int[Array, "B T"],
+    queries: Int[Array, "B M"],
+    targets: Int[Array, "B M J"],
+    *,
+    settings: DecodeConfig,
+    draws: int,
+    seed: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """`_log_probs` on the host, in float64; raises `InputError` for what the model does not know."""
+    refinement = Refinement.prepare(model, settings)
+    check_seed(seed)
+    keys = jax.random.split(jax.random.key(seed), 1 if settings.budget == 1 else draws)
+    numbers, labels = jnp.array([prompt.number for prompt in prompts]), class_labels(model, prompts)
+    model = model.reading(refines=settings.budget > 1)
+    results = _log_probs(model, refinement, ids, queries, targets, keys, numbers, labels)
+    log_probs, likeliest = map(processes.gather_array, results)
+    return log_probs.astype(np.float64), likeliest
 
 
 @jax.jit

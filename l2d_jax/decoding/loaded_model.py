@@ -16,17 +16,10 @@ from transformers import PreTrainedTokenizerFast
 
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.data.tokenizer import Message, text_ids
+from l2d_jax.decoding import requests
 from l2d_jax.decoding.generation import generate_tokens, stream_tokens
 from l2d_jax.decoding.likelihood import Likelihood, score_answers
-from l2d_jax.decoding.requests import (
-    Prompt,
-    Request,
-    Restrictions,
-    check_tokens,
-    encode_prompt,
-    number_prompts,
-    override_settings,
-)
+from l2d_jax.decoding.requests import Request, Restrictions, encode_prompt
 from l2d_jax.decoding.stop_strings import to_text
 from l2d_jax.errors import InputError
 from l2d_jax.model.l2d import Model
@@ -90,13 +83,8 @@ class LoadedModel:
         """
         many, is_single = _as_list(prompts)
         count = 1 if samples is None else samples
-        request = Request(
-            self._prompts(many, label),
-            self._settings(settings, options),
-            seed=seed,
-            samples=count,
-            restrictions=Restrictions([stop] if isinstance(stop, str) else stop, allowed, banned),
-        )
+        restrictions = Restrictions([stop] if isinstance(stop, str) else stop, allowed, banned)
+        request = self._request(many, label, settings, options, seed=seed, samples=count, restrictions=restrictions)
         answers = generate_tokens(self.model, request, stop_ids=self.stop_ids, tokenizer=self.tokenizer)
         shown = [
             [to_text(ids, self.tokenizer) if _is_text(prompt) else ids for ids in answers[count * i : count * (i + 1)]]
@@ -123,12 +111,8 @@ class LoadedModel:
         Arguments and errors are those of `generate`; errors are raised when the first piece is asked for.
         """
         tokenizer, answer, shown = self._tokenizer(), list[int](), ""
-        request = Request(
-            self._prompts([prompt], label),
-            self._settings(settings, options),
-            seed=seed,
-            restrictions=Restrictions([stop] if isinstance(stop, str) else stop),
-        )
+        restrictions = Restrictions([stop] if isinstance(stop, str) else stop)
+        request = self._request([prompt], label, settings, options, seed=seed, restrictions=restrictions)
         for [new] in stream_tokens(self.model, request, stop_ids=self.stop_ids, tokenizer=tokenizer):
             answer.extend(new)
             text = to_text(answer, tokenizer)
@@ -153,39 +137,32 @@ class LoadedModel:
             model.score("What is 12 * 4?", "48").total
             model.score("What is 12 * 4?", ["48", "46"], draws=32)   # both under the same noise
 
-        Args:
-          prompts: a prompt, or a list of prompts.
-          answers: one answer, several answers to the single prompt, or one answer for each prompt of the list. Text is
-            scored as it stands; for the token that ends an answer, give token ids.
-          draws: noise samples per token, at least 2.
-          seed: of the noise.
-          label: class for guidance, for all prompts or one for each.
-          settings: in place of `defaults`.
-          options: changes of single settings.
-
-        Raises:
-          InputError: as `generate`, and for lists of different lengths or answers without tokens.
+        Answers are one, several to the single prompt, or one for each prompt of the list. Text is scored as it stands;
+        for the token that ends an answer, give token ids. `draws` are noise samples per token, at least 2; the other
+        arguments are those of `generate`.
+        Raises `InputError` as `generate`, and for lists of different lengths or answers without tokens.
         """
         many, is_single = _as_list(prompts)
         texts, is_one = _as_list(answers)
-        numbered = self._prompts(many, label)
-        likelihoods = score_answers(
-            self.model,
-            numbered * len(texts) if is_single else numbered,
-            [text_ids([answer], self._tokenizer())[0] if isinstance(answer, str) else answer for answer in texts],
-            settings=self._settings(settings, options),
-            draws=draws,
-            seed=seed,
-        )
+        request = self._request(many, label, settings, options)
+        prompted = [*request.prompts] * len(texts) if is_single else request.prompts
+        ids = [text_ids([answer], self._tokenizer())[0] if isinstance(answer, str) else answer for answer in texts]
+        likelihoods = score_answers(self.model, prompted, ids, settings=request.settings, draws=draws, seed=seed)
         return likelihoods[0] if is_single and is_one else likelihoods
 
-    def _settings(self, settings: DecodeConfig | None, options: Mapping[str, Any]) -> DecodeConfig:
-        return override_settings(self.defaults if settings is None else settings, options, others=OTHER_OPTIONS)
-
-    def _prompts(self, prompts: Sequence[Any], label: int | Sequence[int] | None) -> list[Prompt]:
-        """The prompts as token ids, numbered; raises `InputError` as `generate` does."""
+    def _request(
+        self,
+        prompts: Sequence[Any],
+        label: int | Sequence[int] | None,
+        settings: DecodeConfig | None,
+        options: Mapping[str, Any],
+        **others: Any,
+    ) -> Request:
+        """The prompts as token ids, numbered, and all that is asked of them; raises `InputError` as `generate` does."""
         ids = [self._encode(prompt) for prompt in prompts]
-        return number_prompts(ids, labels=[label] * len(ids) if isinstance(label, int) else label)
+        numbered = requests.number_prompts(ids, labels=[label] * len(ids) if isinstance(label, int) else label)
+        chosen = self.defaults if settings is None else settings
+        return Request(numbered, requests.override_settings(chosen, options, others=OTHER_OPTIONS), **others)
 
     def _encode(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
@@ -195,7 +172,7 @@ class LoadedModel:
                 return encode_prompt(prompt, self.tokenizer)
             if all(isinstance(token, Integral) for token in prompt):
                 ids = [int(token) for token in prompt]
-                check_tokens([ids], self.model.llm.architecture)
+                requests.check_tokens([ids], self.model.llm.architecture)
                 return ids
         raise InputError(f"a prompt is text, a list of messages or a list of token ids, got {prompt!r}")
 

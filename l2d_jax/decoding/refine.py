@@ -5,6 +5,7 @@ Decoding refines the last position of each sequence; teacher-forced evaluation r
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -170,24 +171,12 @@ def make_target(
 
 
 def refine(
-    model: Model,
-    context: Context,
-    noise: Float[Array, "B M C"],
-    *,
-    settings: Refinement,
-    keys: Key[Array, "B M"],
+    model: Model, context: Context, noise: Float[Array, "B M C"], *, settings: Refinement, keys: Key[Array, "B M"]
 ) -> Float[Array, "B M D"]:
-    """Hidden states after the whole budget, whose logits are the answer.
+    """Hidden states after the whole budget, whose logits are the answer, from x_0 of unit variance.
 
     A uniform grid ends at t = 1. Adaptive steps, which each position chooses for itself, end at 1 - 1/sigma as in the
-    release.
-
-    Args:
-      model: the LM and the path.
-      context: the frozen pass at the positions to refine.
-      noise: x_0 of unit variance.
-      settings: solver, grid and velocity.
-      keys: of the velocity's sampled tokens, per position; the evaluation's time is folded in.
+    release. The time of an evaluation is folded into the keys of the velocity's sampled tokens.
     """
     if model.path is None:
         return context.hidden
@@ -208,14 +197,10 @@ def adapt(
     """Where each position ends with adaptive steps of its own, and what it took; `noise` is x_0 itself."""
     assert model.path is not None
     end = 1 - 1 / model.path.config.sigma
-
-    def solve(target: integrate.Target, noise: Array) -> integrate.AdaptiveSolution:
-        solution = integrate.solve_adaptive(
-            target, noise, solver=settings.solver, tolerance=settings.tolerance, max_steps=settings.steps, end=end
-        )
-        return solution._replace(x=solution.x[0, 0])
-
-    return solve_each(model, context, noise, solve, settings=settings, keys=keys)
+    options: Any = {"solver": settings.solver, "tolerance": settings.tolerance, "max_steps": settings.steps, "end": end}
+    solve = partial(integrate.solve_adaptive, **options)
+    solution = solve_each(model, context, noise, solve, settings=settings, keys=keys)
+    return solution._replace(x=solution.x[:, :, 0, 0])
 
 
 def solve_each(

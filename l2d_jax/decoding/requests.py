@@ -55,12 +55,11 @@ class Request:
     restrictions: Restrictions = UNRESTRICTED
 
 
-def number_prompts(prompts: Sequence[Sequence[int]], *, labels: Sequence[int] | None = None) -> list[Prompt]:
+def number_prompts(prompts: Sequence[Sequence[int]], *, labels: Sequence[int | None] | None = None) -> list[Prompt]:
     """Prompts numbered from 0, with one class each or none; raises `InputError` for another number of classes."""
-    if labels is None:
-        return [Prompt(number, ids) for number, ids in enumerate(prompts)]
-    if len(labels) != len(prompts):
+    if labels is not None and len(labels) != len(prompts):
         raise InputError(f"guidance takes one class label per prompt, got {len(labels)} for {len(prompts)} prompts")
+    labels = [None] * len(prompts) if labels is None else labels
     return [Prompt(number, ids, label) for number, (ids, label) in enumerate(zip(prompts, labels, strict=True))]
 
 
@@ -137,16 +136,10 @@ def check_decoding_memory(
     remedy: str,
     candidates: int = 0,
 ) -> None:
-    """Raise `InputError` if sequences cannot be decoded together in the memory of the devices.
+    """Raise `InputError` if so many `rows` cannot be decoded together in the memory of the devices.
 
-    Args:
-      llm: the language model, declared or real.
-      path: of the model; None: it has none.
-      settings: noise samples, and the length of answers.
-      rows: sequences that are decoded together.
-      longest: tokens of the longest prompt.
-      remedy: what to lower.
-      candidates: by which token search extends each of its beams, the rows; 0: no search.
+    The model may be declared; its longest prompt has `longest` tokens. Token search extends each of its beams, the
+    rows, by `candidates`; 0 is no search. The `remedy` is what to lower.
     """
     a, item, slots = llm.architecture, jnp.dtype(llm.embed.dtype).itemsize, answer_slots(settings.max_new_tokens)
     width = 2 * a.num_hidden_layers * a.num_key_value_heads * a.head_dim * item

@@ -13,10 +13,9 @@ import numpy as np
 from jaxtyping import Array
 
 
-class FixedStepRungeKutta(diffrax.AbstractERK):
-    """An explicit method without an error estimate; `ConstantStepSize` never reads the zero `b_error`."""
+class _Ordered:
+    """A method that knows its order."""
 
-    interpolation_cls: ClassVar[Any] = diffrax.ThirdOrderHermitePolynomialInterpolation.from_k
     accuracy: ClassVar[int]
 
     def order(self, terms: Any) -> int:
@@ -25,42 +24,18 @@ class FixedStepRungeKutta(diffrax.AbstractERK):
         return self.accuracy
 
 
-class Heun3(FixedStepRungeKutta):
-    """Heun's third-order method."""
+class FixedStepRungeKutta(_Ordered, diffrax.AbstractERK):
+    """An explicit method without an error estimate; `ConstantStepSize` never reads the zero `b_error`."""
 
-    tableau: ClassVar[diffrax.ButcherTableau] = diffrax.ButcherTableau(
-        c=np.array([1 / 3, 2 / 3]),
-        a_lower=(np.array([1 / 3]), np.array([0.0, 2 / 3])),
-        b_sol=np.array([1 / 4, 0.0, 3 / 4]),
-        b_error=np.zeros(3),
-    )
-    accuracy: ClassVar[int] = 3
+    interpolation_cls: ClassVar[Any] = diffrax.ThirdOrderHermitePolynomialInterpolation.from_k
 
 
-class ThreeEighths(FixedStepRungeKutta):
-    """Kutta's 3/8 rule, a method of fourth order."""
-
-    tableau: ClassVar[diffrax.ButcherTableau] = diffrax.ButcherTableau(
-        c=np.array([1 / 3, 2 / 3, 1.0]),
-        a_lower=(np.array([1 / 3]), np.array([-1 / 3, 1.0]), np.array([1.0, -1.0, 1.0])),
-        b_sol=np.array([1 / 8, 3 / 8, 3 / 8, 1 / 8]),
-        b_error=np.zeros(4),
-    )
-    accuracy: ClassVar[int] = 4
-
-
-class EmbeddedPair(diffrax.AbstractAdaptiveSolver[Array]):
+class EmbeddedPair(_Ordered, diffrax.AbstractAdaptiveSolver[Array]):
     """A method with an error estimate; its state is the slope at the start of the next step."""
 
     tableau: ClassVar[diffrax.ButcherTableau]
     term_structure: ClassVar[Any] = diffrax.ODETerm
     interpolation_cls: ClassVar[Any] = diffrax.LocalLinearInterpolation
-    accuracy: ClassVar[int]
-
-    def order(self, terms: Any) -> int:
-        """The order of the error at the end of the integration."""
-        del terms
-        return self.accuracy
 
     def init(self, terms: Any, t0: Any, t1: Any, y0: Any, args: Any) -> Any:
         """The slope at the start of the integration."""
@@ -89,14 +64,31 @@ def _combine(weights: Any, slopes: list[Any]) -> Any:
     return sum(float(weight) * slope for weight, slope in zip(weights, slopes, strict=True) if weight)
 
 
+def _tableau(c: list[float], a: list[list[float]], b: list[float], error: list[float]) -> diffrax.ButcherTableau:
+    return diffrax.ButcherTableau(np.array(c), np.array(b), np.array(error), tuple(map(np.array, a)))
+
+
+class Heun3(FixedStepRungeKutta):
+    """Heun's third-order method."""
+
+    tableau: ClassVar[Any] = _tableau([1 / 3, 2 / 3], [[1 / 3], [0.0, 2 / 3]], [1 / 4, 0.0, 3 / 4], [0.0] * 3)
+    accuracy: ClassVar[int] = 3
+
+
+class ThreeEighths(FixedStepRungeKutta):
+    """Kutta's 3/8 rule, a method of fourth order."""
+
+    tableau: ClassVar[Any] = _tableau(
+        [1 / 3, 2 / 3, 1.0], [[1 / 3], [-1 / 3, 1.0], [1.0, -1.0, 1.0]], [1 / 8, 3 / 8, 3 / 8, 1 / 8], [0.0] * 4
+    )
+    accuracy: ClassVar[int] = 4
+
+
 class Fehlberg2(EmbeddedPair):
     """Fehlberg's pair of orders 1 and 2: the release's adaptive solver."""
 
-    tableau: ClassVar[diffrax.ButcherTableau] = diffrax.ButcherTableau(
-        c=np.array([1 / 2, 1.0]),
-        a_lower=(np.array([1 / 2]), np.array([1 / 256, 255 / 256])),
-        b_sol=np.array([1 / 512, 255 / 256, 1 / 512]),
-        b_error=np.array([-1 / 512, 0.0, 1 / 512]),
+    tableau: ClassVar[Any] = _tableau(
+        [1 / 2, 1.0], [[1 / 2], [1 / 256, 255 / 256]], [1 / 512, 255 / 256, 1 / 512], [-1 / 512, 0.0, 1 / 512]
     )
     accuracy: ClassVar[int] = 2
 
@@ -104,22 +96,17 @@ class Fehlberg2(EmbeddedPair):
 class AdaptiveHeun(EmbeddedPair):
     """Heun's second-order method, with Euler's for the error."""
 
-    tableau: ClassVar[diffrax.ButcherTableau] = diffrax.ButcherTableau(
-        c=np.array([1.0]),
-        a_lower=(np.array([1.0]),),
-        b_sol=np.array([1 / 2, 1 / 2]),
-        b_error=np.array([1 / 2, -1 / 2]),
-    )
+    tableau: ClassVar[Any] = _tableau([1.0], [[1.0]], [1 / 2, 1 / 2], [1 / 2, -1 / 2])
     accuracy: ClassVar[int] = 2
 
 
 class BogackiShampine(EmbeddedPair):
     """Bogacki and Shampine's pair of orders 2 and 3."""
 
-    tableau: ClassVar[diffrax.ButcherTableau] = diffrax.ButcherTableau(
-        c=np.array([1 / 2, 3 / 4, 1.0]),
-        a_lower=(np.array([1 / 2]), np.array([0.0, 3 / 4]), np.array([2 / 9, 1 / 3, 4 / 9])),
-        b_sol=np.array([2 / 9, 1 / 3, 4 / 9, 0.0]),
-        b_error=np.array([2 / 9 - 7 / 24, 1 / 3 - 1 / 4, 4 / 9 - 1 / 3, -1 / 8]),
+    tableau: ClassVar[Any] = _tableau(
+        [1 / 2, 3 / 4, 1.0],
+        [[1 / 2], [0.0, 3 / 4], [2 / 9, 1 / 3, 4 / 9]],
+        [2 / 9, 1 / 3, 4 / 9, 0.0],
+        [2 / 9 - 7 / 24, 1 / 3 - 1 / 4, 4 / 9 - 1 / 3, -1 / 8],
     )
     accuracy: ClassVar[int] = 3

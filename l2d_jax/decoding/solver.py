@@ -5,20 +5,13 @@ of 1 is the LM alone: no step, whatever the solver.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import diffrax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from l2d_jax.decoding.runge_kutta import (
-    AdaptiveHeun,
-    BogackiShampine,
-    EmbeddedPair,
-    Fehlberg2,
-    FixedStepRungeKutta,
-    Heun3,
-    ThreeEighths,
-)
+from l2d_jax.decoding import runge_kutta
 from l2d_jax.errors import InputError
 
 AMPLE = 512  # evaluations per token: the budget of an adaptive solver where the user names none
@@ -29,14 +22,14 @@ class Solver:
     """A Runge-Kutta method on a uniform grid, or with adaptive steps."""
 
     name: str
-    method: type[diffrax.Euler | diffrax.Midpoint | diffrax.Heun | FixedStepRungeKutta | EmbeddedPair]
+    method: type[diffrax.AbstractSolver[Any]]
     stages: int  # evaluations per grid interval, or per adaptive step, accepted or rejected
     lookahead: float = 0.0  # grid intervals beyond t at which an annealed temperature is read, as in the release
 
     @property
     def is_adaptive(self) -> bool:
         """Whether it chooses its steps by their estimated errors."""
-        return issubclass(self.method, EmbeddedPair)
+        return issubclass(self.method, runge_kutta.EmbeddedPair)
 
     @property
     def overhead(self) -> int:
@@ -77,25 +70,21 @@ class Solver:
         return jnp.where(index < last, inner, jnp.where(index == last, end, jnp.inf))
 
 
-FIXED = {
+SOLVERS = {
     solver.name: solver
     for solver in (
         Solver("euler", diffrax.Euler, stages=1, lookahead=1.0),
         Solver("midpoint", diffrax.Midpoint, stages=2, lookahead=0.5),
         Solver("heun", diffrax.Heun, stages=2, lookahead=1.0),
-        Solver("heun3", Heun3, stages=3, lookahead=1.0),
-        Solver("rk4", ThreeEighths, stages=4, lookahead=1.0),
+        Solver("heun3", runge_kutta.Heun3, stages=3, lookahead=1.0),
+        Solver("rk4", runge_kutta.ThreeEighths, stages=4, lookahead=1.0),
+        Solver("fehlberg2", runge_kutta.Fehlberg2, stages=2),
+        Solver("adaptive_heun", runge_kutta.AdaptiveHeun, stages=1),
+        Solver("bosh3", runge_kutta.BogackiShampine, stages=3),
     )
 }
-ADAPTIVE = {
-    solver.name: solver
-    for solver in (
-        Solver("fehlberg2", Fehlberg2, stages=2),
-        Solver("adaptive_heun", AdaptiveHeun, stages=1),
-        Solver("bosh3", BogackiShampine, stages=3),
-    )
-}
-SOLVERS = FIXED | ADAPTIVE
+FIXED = {name: solver for name, solver in SOLVERS.items() if not solver.is_adaptive}
+ADAPTIVE = {name: solver for name, solver in SOLVERS.items() if solver.is_adaptive}
 
 
 def find_solver(name: str) -> Solver:

@@ -7,7 +7,7 @@ whose velocity is a sampled token or an arg max may then take other steps.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -43,8 +43,7 @@ class TokenTrace(NamedTuple):
 def trace(loaded: LoadedModel, request: Request, answers: Sequence[Sequence[int]]) -> list[list[TokenTrace]]:
     """The trace of every token of the answers that `generation.generate_tokens` gave to the same request.
 
-    Raises:
-      InputError: as `generation.stream_tokens`, for several noise samples per token, and a wrong number of answers.
+    Raises `InputError` as that does, for several noise samples per token, and a wrong number of answers.
     """
     model, settings, prompts, samples = loaded.model, request.settings, request.prompts, request.samples
     refinement = Refinement.prepare(model, settings)
@@ -57,22 +56,22 @@ def trace(loaded: LoadedModel, request: Request, answers: Sequence[Sequence[int]
     ids = [prompt.ids for prompt in prompts]
     check_prompts(ids, dataclasses.replace(settings, max_new_tokens=longest), model.llm.architecture)
     class_labels(model, prompts)
-    follow = partial(
-        trajectory.trace_tokens,
-        model,
-        settings=refinement,
-        gate=jnp.float32(settings.gate),
-        steps=refinement.solver.steps(settings.budget),
-    )
+    gate, steps = jnp.float32(settings.gate), refinement.solver.steps(settings.budget)
+    follow = partial(trajectory.trace_tokens, model, settings=refinement, gate=gate, steps=steps)
     traces = []
     for number, answer in enumerate(answers):
         prompt, copy = prompts[number // samples], number % samples
         key = jax.random.fold_in(jax.random.key(request.seed), prompt.number)
         key = jax.random.fold_in(key, copy) if copy else key  # of `decode.fan_out`
         known = trajectory.read_answer(model, prompt.ids, answer, key=key, label=prompt.label)
-        starts = range(0, len(answer), trajectory.CHUNK)
-        pieces = [follow(known, start=jnp.int32(start)) for start in starts]
-        traces.append(_token_traces(answer, _pieces_of_text(answer, loaded.tokenizer), pieces))
+        rows: list[dict[str, Any]] = []
+        for start in range(0, len(answer), trajectory.CHUNK):  # beyond the answer's end are more, of its last token
+            columns = {
+                name: np.asarray(column).tolist() for name, column in follow(known, start=jnp.int32(start)).items()
+            }
+            rows += [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        texts = _pieces_of_text(answer, loaded.tokenizer)
+        traces.append([TokenTrace(token, text, **row) for token, text, row in zip(answer, texts, rows, strict=False)])
     return traces
 
 
@@ -80,13 +79,6 @@ def check_single_sample(settings: DecodeConfig) -> None:
     """Raise `InputError` for settings whose tokens have more than one ODE."""
     if settings.draws > 1:
         raise InputError(f"a trace follows one noise sample per token, got draws {settings.draws}: trace with draws 1")
-
-
-def _token_traces(answer: Sequence[int], texts: Sequence[str], pieces: Sequence[Mapping[str, Any]]) -> list[TokenTrace]:
-    """Rows from the columns of each piece; the last piece is padded."""
-    columns = [{name: np.asarray(column).tolist() for name, column in piece.items()} for piece in pieces]
-    rows = [dict(zip(piece, values, strict=True)) for piece in columns for values in zip(*piece.values(), strict=True)]
-    return [TokenTrace(token=token, text=text, **row) for token, text, row in zip(answer, texts, rows, strict=False)]
 
 
 def _pieces_of_text(answer: Sequence[int], tokenizer: PreTrainedTokenizerFast | None) -> list[str]:

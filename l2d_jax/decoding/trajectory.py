@@ -16,7 +16,6 @@ from l2d_jax.decoding import integrate
 from l2d_jax.decoding.buckets import pad
 from l2d_jax.decoding.refine import Refinement, corrected_hidden, make_target, solve_each
 from l2d_jax.decoding.sampler import entropy, token_keys
-from l2d_jax.decoding.solver import Solver
 from l2d_jax.model.context import Context
 from l2d_jax.model.kv_cache import KVCache
 from l2d_jax.model.l2d import Model
@@ -51,25 +50,15 @@ def read_answer(
 ) -> KnownAnswer:
     """The frozen pass over a prompt and its answer; key and class are those of the sequence."""
     tokens, lengths = pad([[*prompt, *answer[:-1]]])  # the last token is read by none
+    hidden, cache, inputs = _read(model.llm, tokens, lengths)
     of_class = None if label is None else jnp.int32(label)
-    return _read_answer(model.llm, tokens, lengths, length=jnp.int32(len(answer)), key=key, label=of_class)
+    return KnownAnswer(hidden, inputs, cache, jnp.int32(len(prompt) - 1), jnp.int32(len(answer)), key, of_class)
 
 
 @jax.jit
-def _read_answer(
-    llm: LLM,
-    tokens: Int[Array, "1 T"],
-    lengths: Int[Array, " 1"],
-    *,
-    length: Int[Array, ""],
-    key: Key[Array, ""],
-    label: Int[Array, ""] | None,
-) -> KnownAnswer:
-    """The tokens are padded on the right to T; `lengths` is without the padding."""
+def _read(llm: LLM, tokens: Int[Array, "1 T"], lengths: Int[Array, " 1"]) -> tuple[Array, KVCache, Array]:
     slots = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    hidden, cache = llm(tokens, jnp.where(slots < lengths[:, None], slots, -1))
-    first = lengths[0] - jnp.maximum(length, 1)
-    return KnownAnswer(hidden, llm.lookup(tokens), cache, first, length, key, label)
+    return *llm(tokens, jnp.where(slots < lengths[:, None], slots, -1)), llm.lookup(tokens)
 
 
 @partial(jax.jit, static_argnames="steps")
@@ -84,15 +73,8 @@ def trace_tokens(
 ) -> dict[str, Int[Array, " M"] | Float[Array, " M"] | Bool[Array, " M"]]:
     """The fields of `trace.TokenTrace`, less token and text, of M tokens of an answer from number `start` on.
 
-    Beyond the answer's end, its last token is traced again.
-
-    Args:
-      model: the LM and the path.
-      answer: the answer and its frozen pass.
-      start: number of the first token to trace, from 0.
-      settings: solver, grid and velocity.
-      gate: entropy of the LM alone, in nats, below which the path is skipped.
-      steps: grid intervals, or the most steps of an adaptive solver.
+    Beyond the answer's end, its last token is traced again. The path is skipped where the entropy of the LM alone is
+    below `gate`, in nats; `steps` are grid intervals, or the most steps of an adaptive solver.
     """
     context, numbers = _place(answer, start)
     logits = model.llm.logits(context.hidden[0])
@@ -105,7 +87,9 @@ def trace_tokens(
         return plain | both | {"evaluations": none + (model.path is not None)}
     ways = _integrate(model, context, answer.key, numbers, settings=settings, steps=steps)
     refined = _final_distribution(model, context, ways, settings=settings)
-    refined |= {"evaluations": _evaluations(settings.solver, ways), "rejected": ways.rejected}
+    taken = ways.last + ways.rejected
+    evaluations = jnp.where(taken > 0, settings.solver.overhead + settings.solver.stages * taken, 1)
+    refined |= {"evaluations": evaluations, "rejected": ways.rejected}
     return both | {name: jnp.where(skipped, plain[name], value) for name, value in refined.items()}
 
 
@@ -145,13 +129,7 @@ def _place(answer: KnownAnswer, start: Int[Array, ""]) -> tuple[Context, Int[Arr
 
 
 def _integrate(
-    model: Model,
-    context: Context,
-    key: Key[Array, ""],
-    numbers: Int[Array, " M"],
-    *,
-    settings: Refinement,
-    steps: int,
+    model: Model, context: Context, key: Key[Array, ""], numbers: Int[Array, " M"], *, settings: Refinement, steps: int
 ) -> _Trajectories:
     """All points of a uniform grid, or the ends of the steps that each token's adaptive solver accepts."""
     assert model.path is not None
@@ -166,22 +144,18 @@ def _integrate(
         states = integrate.fixed_states(target, noise[None], solver=settings.solver, steps=steps)[:, 0]
         times = jnp.broadcast_to((jnp.arange(steps + 1) / steps)[:, None], states.shape[:2])
         return _Trajectories(times, states, none + steps, none)
-    end = 1 - 1 / config.sigma
-
-    def solve(target: integrate.Target, noise: Array) -> tuple[Array, Array, Array]:
-        times, states, rejected = integrate.adaptive_states(
-            target, noise, solver=settings.solver, tolerance=settings.tolerance, end=end, max_steps=steps
-        )
-        return times, states[:, 0, 0], rejected
-
-    times, states, rejected = (
-        a[0] for a in solve_each(model, context, noise[None], solve, settings=settings, keys=keys[None])
+    solve = partial(
+        integrate.adaptive_states,
+        solver=settings.solver,
+        tolerance=settings.tolerance,
+        end=1 - 1 / config.sigma,
+        max_steps=steps,
     )
+    solutions = solve_each(model, context, noise[None], solve, settings=settings, keys=keys[None])
+    times, states, rejected = (a[0] for a in solutions)
     accepted = jnp.isfinite(times).sum(axis=1)
-    times, states = (jnp.moveaxis(a, 1, 0) for a in (times, states))
-    return _Trajectories(
-        jnp.concatenate([jnp.zeros((1, CHUNK)), times]), jnp.concatenate([noise[None], states]), accepted, rejected
-    )
+    times = jnp.concatenate([jnp.zeros((1, CHUNK)), times.T])
+    return _Trajectories(times, jnp.concatenate([noise[None], states[:, :, 0, 0].swapaxes(0, 1)]), accepted, rejected)
 
 
 def _final_distribution(
@@ -201,9 +175,3 @@ def _final_distribution(
     none = jnp.zeros(CHUNK)
     before = {"likeliest": jnp.full(CHUNK, -1), "entropy": none, "settled": none}
     return jax.lax.fori_loop(0, ways.last.max() + 1, at, before)
-
-
-def _evaluations(solver: Solver, ways: _Trajectories) -> Int[Array, " M"]:
-    """Evaluations of the path for each token, the final one included."""
-    steps = ways.last + ways.rejected
-    return jnp.where(steps > 0, solver.overhead + solver.stages * steps, 1)

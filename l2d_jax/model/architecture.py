@@ -90,9 +90,8 @@ class Architecture:
             given = shorten(str("none" if names is None else name or names), 60)
             raise InputError(f"{where}: unsupported architecture {given}: supported are {', '.join(SUPPORTED)}")
         remedy = "take another model, or download it again"
-        found = {
-            key: value for key, value in check(dict(raw), _HFConfig, where, remedy=remedy).items() if value is not None
-        }
+        checked = check(dict(raw), _HFConfig, where, remedy=remedy)
+        found = {key: value for key, value in checked.items() if value is not None}
         heads, kv_heads = found["num_attention_heads"], found.get("num_key_value_heads", found["num_attention_heads"])
         if heads % kv_heads:
             raise InputError(
@@ -106,21 +105,11 @@ class Architecture:
         # transformers 5 writes both under rope_parameters; earlier releases wrote two keys.
         rope = {"rope_theta": found.get("rope_theta", 10000.0)} | found.get("rope_scaling", {})
         rope = check(rope | found.get("rope_parameters", {}), _Rope, f"{where}: rope_scaling")
-        return cls(
-            **{key: found[key] for key in _SIZES},
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=head_dim,
-            max_position_embeddings=found.get("max_position_embeddings", 2048),
-            rms_norm_eps=found.get("rms_norm_eps", 1e-6),
-            rope_theta=rope["rope_theta"],
-            rope_scaling=_rope_scaling(rope, where),
-            tied=found.get("tie_word_embeddings", False),
-            qkv_bias=SUPPORTED[name],
-        )
-
-
-_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+        values = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6} | found
+        values |= {"num_key_value_heads": kv_heads, "head_dim": head_dim, "qkv_bias": SUPPORTED[name]}
+        values |= {"rope_theta": rope["rope_theta"], "rope_scaling": _rope_scaling(rope, where)}
+        values["tied"] = found.get("tie_word_embeddings", False)
+        return cls(**{field: values[field] for field in cls.__dataclass_fields__})
 
 
 def _rope_scaling(rope: Mapping[str, Any], where: object) -> RopeScaling | None:

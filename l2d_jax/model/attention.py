@@ -37,16 +37,9 @@ def attention(
 ) -> Float[Array, "B T N H"]:
     """Attention of each query to the keys at or before it in its segment; slots of position -1 are empty and masked.
 
-    Args:
-      q: queries.
-      k: keys.
-      v: values.
-      kv_positions: position of each key.
-      q_positions: position of each query; None: each key slot has T / S queries, side by side, and positions grow
-        with the slots.
-      kv_segments: the number of each key's sequence, where sequences share a row; None: one sequence per row.
-      q_segments: the number of each query's sequence; unused without `q_positions`.
-      prefix: keys and values of tokens that come before those of every row; every query sees them.
+    Without `q_positions`, each key slot has T / S queries, side by side, positions grow with the slots, and
+    `q_segments` are unused. Segments number the sequences that share a row. Every query sees the `prefix`: keys and
+    values of tokens that come before those of every row.
     """
     platform = sharding.platform()
     if q_positions is None:

@@ -48,9 +48,7 @@ class PathLayers(nnx.Module):
     gate: Lora | Float[Array, "L D F"] | Declared = nnx.data()
     up: Lora | Float[Array, "L D F"] | Declared = nnx.data()
     down: Lora | Float[Array, "L F D"] | Declared = nnx.data()
-    q_bias: Float[Array, "L N H"] | Declared | None = nnx.data(
-        default=None
-    )  # only of full copies, where the LM has one
+    q_bias: Float[Array, "L N H"] | Declared | None = nnx.data(default=None)  # of full copies, where the LM has one
     k: Lora | Float[Array, "L D K H"] | Declared | None = nnx.data(default=None)  # of a path that reads the context
     v: Lora | Float[Array, "L D K H"] | Declared | None = nnx.data(default=None)
 
@@ -93,33 +91,25 @@ class DiffusionPath(nnx.Module):
                 bias=declare_stacked(f"modulation.{name}.bias", sizes, initializers.zeros),
             )
 
-        entry = initializers.zeros if c.start == "anchored" else None  # x_t is no part of the language model
+        normal, xavier, zeros = initializers.normal(0.02), initializers.glorot_uniform(), initializers.zeros
+        entry = zeros if c.start == "anchored" else xavier  # x_t is no part of the language model
         has_q_bias = c.layers == "dense" and a.qkv_bias
         return cls(
-            vocabulary=_affine((a.hidden_size, c.width), ("embed", "diffusion")),
-            translation=Mlp(
-                first=_affine((c.width, c.translation_width), ("diffusion", "condition")),
-                last=_affine((c.translation_width, a.hidden_size), ("condition", "embed"), init=entry),
+            vocabulary=_affine((a.hidden_size, c.width), ("embed", "diffusion"), xavier),
+            translation=_mlp(
+                (c.width, c.translation_width, a.hidden_size), ("diffusion", "condition", "embed"), xavier, entry
             ),
-            time=Mlp(
-                first=_affine((c.frequency_width, e), ("frequency", "condition"), init=initializers.normal(0.02)),
-                last=_affine((e, e), ("condition", "condition"), init=initializers.normal(0.02)),
-            ),
+            time=_mlp((c.frequency_width, e, e), ("frequency", "condition", "condition"), normal, normal),
             layers=PathLayers(
                 modulation=Mlp(
                     first=modulation("first", initializers.glorot_uniform(1, -1, batch_axis=0)),
-                    last=modulation("last", initializers.zeros),
+                    last=modulation("last", zeros),
                 ),
                 **{name: layer(name) for name in matrices(c)},
-                q_bias=declare_stacked("q_bias", sizes, initializers.zeros) if has_q_bias else None,
+                q_bias=declare_stacked("q_bias", sizes, zeros) if has_q_bias else None,
             ),
-            merge=Mlp(
-                first=_affine((e, e), ("condition", "condition")),
-                last=_affine((e, a.hidden_size), ("condition", "embed"), init=initializers.zeros),
-            ),
-            classes=Weight((c.classes + 1, e), ("classes", "condition"), initializers.normal(0.02))
-            if c.classes
-            else None,
+            merge=_mlp((e, e, a.hidden_size), ("condition", "condition", "embed"), xavier, zeros),
+            classes=Weight((c.classes + 1, e), ("classes", "condition"), normal) if c.classes else None,
             config=c,
         )
 
@@ -174,15 +164,9 @@ class DiffusionPath(nnx.Module):
     ) -> Float[Array, "B M D"]:
         """The correction w_d(t) * f_d(x_t, t) of the context's hidden states h.
 
-        Of an anchored path it is (1 + w_d(t)) * (f_d(x_t, t) - h).
-
-        Args:
-          llm: the frozen main path, whose weights the path's layers share.
-          x: diffusion tokens x_t, in float32.
-          t: time in [0, 1], per position or shared.
-          context: the cache that the path reads, and the position and class of each diffusion token.
-          conditions: what `conditions` returns for t and the labels; None: computed here.
-          remat: wraps the block for rematerialisation in training, such as `jax.checkpoint`; None: no wrapping.
+        Of an anchored path it is (1 + w_d(t)) * (f_d(x_t, t) - h). The diffusion tokens x_t are in float32, and t is in
+        [0, 1], per position or shared. The conditions, if given, are those of t and the labels; `remat` wraps the block
+        for rematerialisation in training, such as `jax.checkpoint`.
         """
         cache, positions, labels = context.cache, context.positions, context.labels
         modulation = None if conditions is None else conditions.modulation
@@ -252,10 +236,13 @@ def _modulate(modulation: Mlp, condition: Float[Array, "*B E"]) -> list[Float[Ar
     return [Linear(weight=last.weight[:, i], bias=last.bias[i])(hidden) for i in range(PARTS)]
 
 
-def _affine(shape: tuple[int, int], axes: tuple[str, str], *, init: Initializer | None = None) -> Linear:
-    """The declaration of an affine map: Xavier-uniform weight unless `init` says otherwise, zero bias."""
-    weight = Weight(shape, axes, init or initializers.glorot_uniform())
-    return Linear(weight=weight, bias=Weight(shape[1:], axes[1:], initializers.zeros))
+def _affine(shape: tuple[int, ...], axes: tuple[str, ...], init: Initializer) -> Linear:
+    """The declaration of an affine map, whose bias starts at zero."""
+    return Linear(weight=Weight(shape, axes, init), bias=Weight(shape[1:], axes[1:], initializers.zeros))
+
+
+def _mlp(sizes: tuple[int, ...], axes: tuple[str, ...], first: Initializer, last: Initializer) -> Mlp:
+    return Mlp(first=_affine(sizes[:2], axes[:2], first), last=_affine(sizes[1:], axes[1:], last))
 
 
 def start_from(path: DiffusionPath, llm: LLM) -> DiffusionPath:

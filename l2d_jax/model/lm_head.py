@@ -16,12 +16,8 @@ def map_logits(
 ) -> Any:
     """Apply `function(logits, *arrays)` at every position without holding the logits of all.
 
-    Args:
-      llm: the model whose norm and head give the logits.
-      hidden: last hidden states, one or several per position.
-      function: maps float32 logits [n, *draws, V] and the slices [n, ...] of `arrays` to arrays [n, ...].
-      *arrays: further inputs, each [B, M, ...].
-      chunk: positions whose logits each device holds at a time; at least one of each of its sequences.
+    The function maps float32 logits [n, *draws, V] and the slices [n, ...] of `arrays`, each [B, M, ...], to arrays
+    [n, ...]. Each device holds the logits of `chunk` positions at a time, at least one of each of its sequences.
     """
     llm = llm.with_whole_head()
     return _in_chunks(lambda h, *slices: function(llm.logits(h), *slices), (hidden, *arrays), chunk=chunk)

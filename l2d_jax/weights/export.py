@@ -64,7 +64,9 @@ class Parts:
         path = model_folder.find_path(folder, architecture) if has_path else None
         if has_path:
             model_folder.check_trained_path(folder)
-        llm = peft.Rounded(model_folder.open_weights(language_model, architecture))
+        llm = model_folder.open_weights(language_model, architecture)
+        if isinstance(llm, peft.Adapted):
+            llm = replace(llm, is_rounded=True)
         return cls(name, language_model, architecture, llm, path)
 
 

@@ -9,8 +9,8 @@ tensors of one kind under the name of another kind of the same size.
 
 import math
 import struct
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -22,8 +22,8 @@ from jaxtyping import Float32
 from l2d_jax.errors import InputError, shown
 
 T = TypeVar("T")
-SCALARS = dict(enumerate(("<B", "<b", "<H", "<h", "<I", "<i", "<f", "<?"))) | {10: "<Q", 11: "<q", 12: "<d"}
-BOOL, STRING, ARRAY = 7, 8, 9  # kinds of metadata; the last two are no scalars
+SCALARS = dict(zip((*range(7), 10, 11, 12), ("<B", "<b", "<H", "<h", "<I", "<i", "<f", "<Q", "<q", "<d"), strict=True))
+BOOL, STRING, ARRAY = 7, 8, 9  # the other kinds of metadata
 MAX_ITEMS = 2**24  # of an array: vocabularies have some 2**18
 MAX_ELEMENTS = 2**48  # of a tensor
 
@@ -94,56 +94,54 @@ class _Cursor:
         if self.take(4) != b"GGUF" or self.number("<I") not in (2, 3):
             raise InputError(f"{self.path} is not a GGUF file of version 2 or 3: check the path")
         tensor_count, value_count = self.number("<Q"), self.number("<Q")
-        metadata = self.unique((self.text(), self.value(self.number("<I"))) for _ in range(value_count))
-        entries = self.unique((self.text(), self.entry()) for _ in range(tensor_count))
+        metadata = self.unique(value_count, lambda _: self.value(self.number("<I")))
+        tensors = self.unique(tensor_count, self.tensor)
         alignment = metadata.get("general.alignment", 32)
         if alignment not in [2**i for i in range(3, 17)] or isinstance(alignment, float):
             raise self.malformed(f"general.alignment must be a power of two, 8 or more, got {shown(alignment)}")
-        start = end = -(-self.position // alignment) * alignment
-        tensors: dict[str, QuantizedTensor] = {}
-        for name, entry in entries.items():
-            tensors[name] = self.record(name, start, *entry)
-            if tensors[name].begin != end:
-                raise self.malformed(f"{name} begins at byte {tensors[name].begin}, not {end} as the one before ends")
-            last, end = tensors[name].end, start + -(-(tensors[name].end - start) // alignment) * alignment
+        start = last = end = -(-self.position // alignment) * alignment
+        for name, tensor in tensors.items():
+            begin, last = start + tensor.begin, start + tensor.end
+            if last > self.size:
+                raise self.malformed(f"{name} ends at byte {last} of {self.size} (truncated?)")
+            if begin != end:
+                raise self.malformed(f"{name} begins at byte {begin}, not {end} as the one before ends")
+            tensors[name] = replace(tensor, begin=begin, end=last)
+            end = start + -(-tensor.end // alignment) * alignment
         if tensors and self.size not in (last, end):
             raise self.malformed(f"it has {self.size} bytes, and its tensors end at {last}")
-        by_size: dict[tuple[int, int], set[str]] = {}
-        for tensor in tensors.values():
-            by_size.setdefault(gguf.GGML_QUANT_SIZES[tensor.kind], set()).add(tensor.kind.name)
-        for names in by_size.values():
+        kinds = {tensor.kind for tensor in tensors.values()}
+        for size in map(gguf.GGML_QUANT_SIZES.get, kinds):
+            names = sorted(kind.name for kind in kinds if gguf.GGML_QUANT_SIZES[kind] == size)
             if len(names) > 1:  # nothing could tell that one was put for the other
-                raise self.malformed(f"it has tensors of {' and '.join(sorted(names))}, which pass for each other")
+                raise self.malformed(f"it has tensors of {' and '.join(names)}, which pass for each other")
         return metadata, tensors
 
-    def unique(self, items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    def unique(self, count: int, read: Callable[[str], Any]) -> dict[str, Any]:
         values: dict[str, Any] = {}
-        for name, value in items:
+        for _ in range(count):
+            name = self.text()
             if name in values:
                 raise self.malformed(f"{name} is repeated")
-            values[name] = value
+            values[name] = read(name)
         return values
 
-    def entry(self) -> tuple[list[int], int, int]:
-        """Extents (fastest first), kind and offset of a tensor."""
+    def tensor(self, name: str) -> QuantizedTensor:
+        """An entry of the table of tensors, placed from the start of the data."""
         count = self.number("<I")
         if not 1 <= count <= 4:
             raise self.malformed(f"a tensor must have 1 to 4 extents, the one before byte {self.position} has {count}")
-        return [self.number("<Q") for _ in range(count)], self.number("<I"), self.number("<Q")
-
-    def record(self, name: str, start: int, extents: list[int], kind: int, offset: int) -> QuantizedTensor:
+        extents, kind, begin = [self.number("<Q") for _ in range(count)], self.number("<I"), self.number("<Q")
         if kind not in gguf.GGML_QUANT_SIZES:
             raise self.malformed(f"{name} is of the unknown kind {kind}")
         if not _can_dequantise(kind):
             raise self.malformed(f"{name} is {gguf.GGMLQuantizationType(kind).name}, which cannot be dequantised")
-        block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
+        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         if extents[0] % block or not 0 < math.prod(extents) <= MAX_ELEMENTS:
             rule = f"the first must be a multiple of {block}, their product positive"
             raise self.malformed(f"{name} has extents {extents}, {rule}")
-        end = start + offset + math.prod(extents) // block * block_bytes
-        if end > self.size:
-            raise self.malformed(f"{name} ends at byte {end} of {self.size} (truncated?)")
-        return QuantizedTensor(gguf.GGMLQuantizationType(kind), tuple(reversed(extents)), start + offset, end)
+        end = begin + math.prod(extents) // block * block_bytes
+        return QuantizedTensor(gguf.GGMLQuantizationType(kind), tuple(reversed(extents)), begin, end)
 
     def take(self, count: int) -> bytes:
         self.position += count

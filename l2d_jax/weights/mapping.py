@@ -157,9 +157,7 @@ class Leaf:
 
     def names(self) -> list[str]:
         """The names of their tensors, one per layer where ours is stacked."""
-        return (
-            [self.row.theirs.format(i) for i in range(self.value.shape[0])] if self.row.stacked else [self.row.theirs]
-        )
+        return [self.row.theirs.format(i) for i in range(self.value.shape[0] if self.row.stacked else 1)]
 
 
 def leaves(tree: Any, rows: Iterable[Row]) -> list[Leaf]:

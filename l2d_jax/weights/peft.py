@@ -110,39 +110,25 @@ class Adapter:
 
 
 @dataclass(frozen=True)
-class _Changed:
-    """A `TensorSource` with the records of another, of which it changes the values."""
+class Adapted:
+    """The tensors of a base, to which an adapter is added: in float32, unless rounded to the type of the file."""
 
     source: TensorSource
+    adapter: Adapter
+    is_rounded: bool = False
 
     @property
     def records(self) -> Mapping[str, Any]:
         """Those of the source."""
         return self.source.records
 
-
-@dataclass(frozen=True)
-class Adapted(_Changed):
-    """The tensors of a base, to which an adapter is added."""
-
-    adapter: Adapter
-
-    def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
-        """One tensor or a slice of it, in float32 where the adapter changes it."""
-        tensor, layer = self.source.read(name, index), name.removesuffix(".weight")
-        if f"{PREFIX}{layer}.lora_A.weight" not in self.adapter.source.records:
-            return tensor
-        whole = tuple(map(slice, self.records[name].shape))
-        return tensor.astype(np.float32) + self.adapter.product(layer, whole if index is None else index)
-
-
-@dataclass(frozen=True)
-class Rounded(_Changed):
-    """Tensors that are rounded to the type that each has in its file, adapted or not."""
-
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
         """One tensor or a slice of it."""
-        return self.source.read(name, index).astype(self.records[name].dtype)
+        tensor, layer = self.source.read(name, index), name.removesuffix(".weight")
+        if f"{PREFIX}{layer}.lora_A.weight" in self.adapter.source.records:
+            whole = tuple(map(slice, self.records[name].shape))
+            tensor = tensor.astype(np.float32) + self.adapter.product(layer, whole if index is None else index)
+        return tensor.astype(self.records[name].dtype) if self.is_rounded else tensor
 
 
 def adapter_shapes(config: AdapterConfig, architecture: Architecture) -> dict[str, tuple[int, ...]]:

@@ -222,13 +222,12 @@ def test_a_token_that_all_skip_costs_no_evaluation(monkeypatch: Any) -> None:
         return real(*arguments, **options)
 
     monkeypatch.setattr(decode_module, "refine", counted)
-    run = jax.jit(decode_module.gated_logits)
+    run = jax.jit(decode_module.refined_logits)
     settings = Refinement.from_config(DecodeConfig(), budget=3)
     state = start(model, PROMPTS)
-    options = {"settings": settings, "keys": state.keys[:, None], "labels": None}
     for gate, number in [(0.0, 1), (1e-6, 1), (100.0, 0)]:
         calls.clear()
-        run(model, state, jnp.ones((3, 1, 16)), gate=jnp.float32([gate]), **options).block_until_ready()
+        jax.block_until_ready(run(model, state, gate=jnp.float32([gate]), settings=settings))
         jax.effects_barrier()
         assert len(calls) == number
 
