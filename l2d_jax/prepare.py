@@ -14,6 +14,7 @@ from l2d_jax.data import rows
 from l2d_jax.data.examples import Examples
 from l2d_jax.data.prepared import Preparation, training_splits
 from l2d_jax.errors import InputError
+from l2d_jax.storage import mirror
 from l2d_jax.weights import model_folder
 
 
@@ -21,7 +22,7 @@ def main() -> None:
     """Parse the command line, prepare what training with the config reads, and say what it takes."""
     parser = command_line.Parser(prog="python -m l2d_jax.prepare", description=__doc__)
     parser.add_argument("--config", required=True, help=config_file.CONFIG_HELP)
-    parser.add_argument("--out", type=command_line.local_path, required=True, help="folder for the examples")
+    parser.add_argument("--out", type=command_line.folder_or_bucket, required=True, help="folder for the examples")
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--processes", type="Count", default=cores, help="that tokenise at once; default: all cores")
     options, config = parser.parse_with_config()
@@ -37,7 +38,7 @@ def main() -> None:
         preparation.add(data, split, replace(examples.source, fingerprint=examples.fingerprint(), plans=plans))
         print(f"{split}: {examples.counts}", flush=True)
     size = preparation.finish()
-    print(f"{size / 2**20:.1f} MiB; train with --config.data.prepared={options.out}")
+    print(f"{size / 2**20:.1f} MiB; train with --config.data.prepared={mirror.shown_places(str(options.out))}")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy.stats import binomtest
 
 from l2d_jax.errors import InputError
 
@@ -50,6 +49,8 @@ def rate(values: Sequence[float]) -> Rate:
         raise InputError("a rate needs at least one problem, got 0")
     scores = np.asarray(values, np.float64)
     if np.isin(scores, (0.0, 1.0)).all():
+        from scipy.stats import binomtest  # here: its import takes a second
+
         test = binomtest(int(scores.sum()), len(scores))
         low, high = test.proportion_ci(confidence_level=CONFIDENCE, method="wilson")
     else:

@@ -34,6 +34,7 @@ from l2d_jax.data.turns import TokenisedSplit, tokenise_rows
 from l2d_jax.errors import InputError, RunError, shown
 from l2d_jax.files import identity, read_json, sync, write_whole
 from l2d_jax.fingerprint import digest
+from l2d_jax.storage import mirror
 
 FORMAT = 1  # a higher number refuses the folders of former versions: where rows become other tokens than before
 SHARD = 8192  # rows of the source
@@ -55,7 +56,7 @@ def read_prepared(config: DataConfig, split: str, tokenizer: PreTrainedTokenizer
     Raises `InputError` for a folder that is damaged, half written, or of other options, examples or another
     `tokenizer`, which is not compared if it is None.
     """
-    folder = Path(str(config.prepared))
+    folder = mirror.open_folder(str(config.prepared))
     entries, name = _read_manifest(folder, _subject(config, tokenizer))["splits"], _name(config, split)
     if name not in entries:
         found = f"{folder} has the examples {', '.join(sorted(entries))}, not {name} (split and most examples)"

@@ -167,7 +167,7 @@ def make_target(
             return estimates[0]
         return diffusion.guide(estimates[0], estimates[1], settings.guidance[:, None, None])
 
-    return target
+    return jax.jit(target)  # a solver evaluates it at several places of a program, which traces it once
 
 
 def refine(

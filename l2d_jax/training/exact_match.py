@@ -91,7 +91,7 @@ def exact_match(
             samples = config.exact_samples if kind == "sampled" else 1
             for budget in budgets:
                 scores = right[f"{kind}@{budget}"] = np.zeros(len(problems.prompts))
-                rows = max(config.exact_batch_size // samples, 1) * samples
+                rows = max(min(config.exact_batch_size // samples, len(problems.prompts)), 1) * samples
                 for answers in complete(
                     loaded, problems.prompts, settings=replace(one, budget=budget), batch_size=rows, samples=samples
                 ):

@@ -17,9 +17,6 @@ from typing import Annotated, Any, NotRequired
 
 import numpy as np
 from annotated_types import Interval
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.summary import scalar
 from tqdm import tqdm
 from typing_extensions import TypedDict
 
@@ -125,8 +122,14 @@ class _Events:
     """TensorBoard's file, written at once: the library's own thread would die of a full disk, and then block."""
 
     def __init__(self, folder: Path, *, start: int) -> None:
+        # Here: this imports PyTorch, where it is installed, and no other program than training writes events.
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.summary import scalar
+
         folder.mkdir(exist_ok=True)
         self.folder = folder
+        self._event, self._scalar = Event, scalar
         self._writer = EventsWriter(str(folder / "events"), filename_suffix=f".{os.getpid()}")
         self._flushed = time.monotonic()
         resumed = SessionLog(status=SessionLog.START)  # hides later steps, which belong to an interrupted run
@@ -135,7 +138,8 @@ class _Events:
     def write(self, step: int, values: Mapping[str, int | float]) -> None:
         with contextlib.suppress(OSError):
             for name, value in values.items():
-                self._writer.write_event(Event(step=step, wall_time=time.time(), summary=scalar(name, value)))
+                event = self._event(step=step, wall_time=time.time(), summary=self._scalar(name, value))
+                self._writer.write_event(event)
             if time.monotonic() > self._flushed + 10:
                 self._flushed = time.monotonic()
                 self._writer.flush()  # this waits for the disk

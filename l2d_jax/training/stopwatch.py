@@ -45,9 +45,7 @@ class Stopwatch:
         """The share of the steps in the time until now (the goodput), and those of the parts."""
         whole = time.perf_counter() - self._began
         shares = {"steps": whole - sum(self._total.values()), **self._total}
-        return f"{whole:.0f} s: " + ", ".join(
-            f"{name} {100 * seconds / whole:.1f} %" for name, seconds in shares.items()
-        )
+        return f"{whole:.0f} s: " + ", ".join(f"{name} {share / whole:.1%}" for name, share in shares.items())
 
     def _add(self, part: str, seconds: float) -> None:
         self._total[part] += seconds

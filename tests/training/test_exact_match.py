@@ -59,9 +59,9 @@ def test_how_answers_are_counted(tokenizer, monkeypatch):
 
     monkeypatch.setattr(exact_match, "complete", complete)
     loaded = LoadedModel(tiny.model(), tokenizer, (), DecodeConfig())
-    config = ValidationConfig(exact_samples=2, exact_batch_size=5)
+    config = ValidationConfig(exact_samples=2, exact_batch_size=3)
     report = exact_match.exact_match(loaded, problems, config, budgets=(1, 3))
-    assert asked == [(1, 0.0, 5, 1), (3, 0.0, 5, 1), (1, 1.0, 4, 2), (3, 1.0, 4, 2)]
+    assert asked == [(1, 0.0, 3, 1), (3, 0.0, 3, 1), (1, 1.0, 2, 2), (3, 1.0, 2, 2)]
     assert (report["validation/exact@1"], report["validation/exact@3"]) == (0.25, 0.75)
     np.testing.assert_allclose(report["validation/exact@3_interval"], [0.3006, 0.9544], atol=1e-3)  # Wilson's
     mean, low, high = report["validation/exact@3_gain"]
@@ -70,6 +70,7 @@ def test_how_answers_are_counted(tokenizer, monkeypatch):
     assert report["validation/sampled@1"] == report["validation/sampled@3"] == 0.5
     alone = LoadedModel(Model.build(loaded.model.llm, None), tokenizer, (), DecodeConfig())
     report = exact_match.exact_match(alone, problems, ValidationConfig(), budgets=(1, 3))
+    assert asked[-1] == (1, 0.0, 4, 1)  # no more rows than problems
     assert [name for name in report if name.count("@")] == [
         f"validation/exact@1{end}" for end in ("", "_interval", "_gain")
     ]
