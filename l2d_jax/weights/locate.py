@@ -94,7 +94,7 @@ class BaseAndAdapters:
         return next((folder for folder in reversed(folders) if (folder / "tokenizer.json").exists()), self.folder)
 
 
-def find_base_and_adapters(name: str, *, files: list[str] = HUB_FILES) -> BaseAndAdapters:
+def find_base_and_adapters(name: str, *, files: list[str] = hub.FILES) -> BaseAndAdapters:
     """Follow adapters to the base that each names; raises `InputError` where a folder on the way is missing."""
     adapters: list[Path] = []
     folder = _locate(name, adapters, files)
