@@ -43,5 +43,6 @@ Temperature = Annotated[float, Interval(ge=0, le=1000)]
 Strength = Annotated[float, Interval(ge=-1000, le=1000)]  # of guidance
 Probability = Annotated[float, Interval(ge=0, le=1)]
 TopP = Annotated[float, Interval(ge=1e-6, le=1)]
+Minutes = Annotated[float, Interval(ge=0, le=10_000)]
 Nats = Annotated[float, Interval(ge=0, le=1000)]
 Power = Annotated[float, Interval(ge=0, le=1000)]

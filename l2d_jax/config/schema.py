@@ -160,6 +160,7 @@ class TrainConfig:
     loss_chunk: ranges.Tokens = 1024  # positions whose logits each device holds at a time
     remat: Literal["none", "products", "full"] = "full"  # recompute for the gradient: nothing, all but products, all
     checkpoint_every: ranges.Count = 500  # optimizer steps
+    checkpoint_minutes: ranges.Minutes = 0.0  # a save that is due sooner after the last one is left out
     keep: ranges.Count = 3  # number of newest checkpoints that are kept
     validate_every: ranges.CountOrZero = 500  # optimizer steps; 0: only at the end
     log_every: ranges.Count = 10  # optimizer steps
@@ -255,6 +256,16 @@ class ProfileConfig:
 
 
 @dataclass(frozen=True)
+class LogConfig:
+    """Where figures go besides `metrics.jsonl` and TensorBoard; training does not depend on it."""
+
+    wandb: str | None = None  # a project of Weights & Biases
+
+    def __post_init__(self) -> None:
+        check_fields(self, prefix="config.log")
+
+
+@dataclass(frozen=True)
 class Config:
     """All options of one run."""
 
@@ -268,6 +279,7 @@ class Config:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
         check_conflicts(self)

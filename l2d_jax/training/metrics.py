@@ -22,7 +22,9 @@ from typing_extensions import TypedDict
 
 from l2d_jax.errors import InputError, RunError
 from l2d_jax.files import read_lines, write_whole
+from l2d_jax.fingerprint import digest
 from l2d_jax.storage import mirror
+from l2d_jax.training.profiler import Stopwatch
 
 Steps = Annotated[int, Interval(ge=0, lt=2**63)]
 
@@ -38,15 +40,19 @@ class Metrics:
     """The log of one run that goes on after step `start` of `total`.
 
     Records after `start` belong to an interrupted run and are dropped, and so are damaged lines. With `silent`, for the
-    processes other than 0, all calls write nothing. Raises `InputError` if the workdir cannot be written to.
+    processes other than 0, all calls write nothing. `wandb` is a project of Weights & Biases, which gets the scalars.
+    Raises `InputError` if the workdir cannot be written to.
     """
 
-    def __init__(self, workdir: Path, *, start: int, total: int, silent: bool = False) -> None:
+    def __init__(
+        self, workdir: Path, *, start: int, total: int, silent: bool = False, wandb: str | None = None
+    ) -> None:
         self._silent, self.skipped = silent, 0  # updates that were skipped in the whole run
         self._waiting: list[bytes] = []
         self._bar = tqdm(initial=start, total=total, unit="step", disable=silent or not sys.stderr.isatty())
         if silent:
             return
+        self._wandb = None if wandb is None else _start_wandb(wandb, workdir)
         path = workdir / "metrics.jsonl"
         kept = [(line, record) for line, record in _read(path) if record["step"] <= start]
         self.skipped = sum(record.get("skipped", 0) for _, record in kept)
@@ -69,7 +75,10 @@ class Metrics:
         self._waiting.append((json.dumps({"step": step, **values}) + "\n").encode())
         with contextlib.suppress(OSError):  # `sync` raises it
             self._drain()
-        self._events.write(step, {name: value for name, value in values.items() if isinstance(value, int | float)})
+        scalars = {name: value for name, value in values.items() if isinstance(value, int | float)}
+        self._events.write(step, scalars)
+        if self._wandb is not None:
+            self._wandb.log(scalars, step=step)
 
     def sync(self) -> None:
         """Put all records on the disk; raises `OSError` where that fails."""
@@ -106,6 +115,8 @@ class Metrics:
         finally:
             self._file.close()
             self._events.close()
+            if self._wandb is not None:
+                self._wandb.finish()
 
     def _drain(self) -> None:
         """Write the waiting records after the last whole line: a failed attempt may have left a part of one."""
@@ -116,6 +127,16 @@ class Metrics:
                 rest = rest[self._file.write(rest) :]
             self._end += len(line)
             self._waiting.pop(0)
+
+
+def _start_wandb(project: str, workdir: Path) -> Any:
+    """The run of a workdir in Weights & Biases, which is the same one after a restart."""
+    try:
+        import wandb
+    except ImportError:
+        raise InputError("config.log.wandb needs the extra wandb: pip install 'l2d_jax[wandb]'") from None
+    name = str(mirror.place(workdir))
+    return wandb.init(project=project, name=name, id=digest(name)[:16], resume="allow", dir=workdir)
 
 
 class _Events:
@@ -165,6 +186,7 @@ class StepLog:
     rate: Callable[[int], Any]  # the learning rate by number of updates, which must not wait for the step under way
     max_skipped: int  # number of updates skipped in a row that stops the run
     ids: Callable[[int], Sequence[int]]  # the row numbers of the data that a step reads
+    watch: Stopwatch  # where the time of the run goes
     skipped: int = field(default=0, init=False)  # updates that were skipped in a row, up to the last step that was read
 
     def __post_init__(self) -> None:
@@ -193,7 +215,7 @@ class StepLog:
         now = time.perf_counter()  # time from here on belongs to the next record
         speed = self._tokens / (now - self._began)
         rate = float(self.rate(step - 1 - self.metrics.skipped))
-        values |= {"learning_rate": rate, "tokens_per_second": speed}
+        values |= {"learning_rate": rate, "tokens_per_second": speed, **self.watch.lap()}
         self.metrics.write(step, values)
         self.metrics.progress(step, f"loss {values['loss']:.4f}  {speed:.0f} tokens/s")
         self.restart(at=now)

@@ -1,13 +1,15 @@
-"""Traces some of a run's steps for TensorBoard, as `config.profile.steps` says.
+"""Where the time of a run goes: a stopwatch of its parts, and traces of the steps that `config.profile.steps` names.
 
 Each host writes `<workdir>/profile/plugins/profile/steps_10_12/<host>.xplane.pb`, where the profile plugin looks:
 `tensorboard --logdir <workdir>/profile`.
 """
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 
@@ -15,6 +17,8 @@ from l2d_jax.config.schema import ProfileConfig
 from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError
 
+T = TypeVar("T")
+PARTS = ("data", "save", "validation")  # of a run's time; all other time is that of the steps
 Step: TypeAlias = Callable[..., tuple[Any, Any]]  # (state, ...) -> (state, metrics), as `step.make_step` makes it
 
 
@@ -62,3 +66,46 @@ def trace_steps(run_step: Step, config: ProfileConfig, workdir: Path, *, start: 
 
 def _traced(steps: str) -> range:
     return range(*map(int, steps.split(":")))
+
+
+class Stopwatch:
+    """Counts seconds from its making on, and those of them within each part."""
+
+    def __init__(self) -> None:
+        self._began = self._lap = time.perf_counter()
+        self._total, self._in_lap = dict.fromkeys(PARTS, 0.0), dict.fromkeys(PARTS, 0.0)
+
+    @contextmanager
+    def during(self, part: str) -> Iterator[None]:
+        """Count the time within as that of a part."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._add(part, time.perf_counter() - began)
+
+    def waiting(self, items: Iterator[T]) -> Iterator[T]:
+        """Hand on items, and count the time that each is waited for as that of the data."""
+        while True:
+            with self.during("data"):
+                item = next(items, None)
+            if item is None:
+                return
+            yield item
+
+    def lap(self) -> dict[str, float]:
+        """The seconds since the last lap, by part and in "step"; they begin anew."""
+        now = time.perf_counter()
+        seconds = {"step": now - self._lap - sum(self._in_lap.values()), **self._in_lap}
+        self._lap, self._in_lap = now, dict.fromkeys(PARTS, 0.0)
+        return {f"seconds/{name}": value for name, value in seconds.items()}
+
+    def summary(self) -> str:
+        """The share of the steps in the time until now (the goodput), and those of the parts."""
+        whole = time.perf_counter() - self._began
+        shares = {"steps": whole - sum(self._total.values()), **self._total}
+        return f"{whole:.0f} s: " + ", ".join(f"{name} {share / whole:.1%}" for name, share in shares.items())
+
+    def _add(self, part: str, seconds: float) -> None:
+        self._total[part] += seconds
+        self._in_lap[part] += seconds

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,8 +22,8 @@ from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.refine import Refinement
 from l2d_jax.distributed import processes, runtime
 from l2d_jax.errors import InputError, RunError
-from l2d_jax.storage import mirror
-from l2d_jax.training import lock, preflight, profiler, time_density
+from l2d_jax.storage import lock, mirror
+from l2d_jax.training import preflight, profiler, time_density
 from l2d_jax.training.checkpoint import Checkpoints
 from l2d_jax.training.exact_match import MarkedProblems, exact_match
 from l2d_jax.training.memory import check_training_memory
@@ -30,6 +31,7 @@ from l2d_jax.training.methods import method_of
 from l2d_jax.training.metrics import Metrics, StepLog
 from l2d_jax.training.optimizer import on_host, optimizer, schedule
 from l2d_jax.training.preemption import Preemption
+from l2d_jax.training.profiler import Stopwatch
 from l2d_jax.training.step import TrainState, check_batch, init_state, is_finite, make_step, micro_batches, process_rows
 from l2d_jax.training.validation import placed_in_order, validate
 from l2d_jax.training.workdir import claim, differences, is_measured, plain_values
@@ -123,7 +125,14 @@ class Run:
             mirror.publish(workdir)
         # A run that was cut off may have saved this step and not validated it.
         self._is_measured = processes.decide(partial(is_measured, workdir, self._start))
-        self._metrics = Metrics(workdir, start=self._start, total=self._steps, silent=not processes.is_first())
+        self._metrics = Metrics(
+            workdir,
+            start=self._start,
+            total=self._steps,
+            silent=not processes.is_first(),
+            wandb=config.log.wandb,
+        )
+        self._watch, self._saved = Stopwatch(), time.monotonic()  # when the last save began
 
     def train(self, preemption: Preemption) -> bool:
         """Take the steps that are left, and export; False where `preemption` stops it before, after saving."""
@@ -138,24 +147,28 @@ class Run:
         preemption.watch()
         log = self._step_log()
         step, stops, waits = start, False, False
-        for step, batch in zip(range(start + 1, self._steps + 1), batches, strict=False):
+        for step, batch in zip(range(start + 1, self._steps + 1), self._watch.waiting(batches), strict=False):
             placed = micro_batches(batch, config.accumulation, self._mesh)
             self._state, results = take_step(self._state, self._frozen, placed, jax.random.fold_in(key, step))
             log.add(step, results, tokens=count_text(batch) * config.batch_size // len(batch.tokens))  # by its rows
             is_last = step == self._steps
             stops = preemption.reached(step) and not is_last
-            saves = waits or stops or is_last or step % config.checkpoint_every == 0
+            saves = waits or stops or is_last or self._saves_at(step)
             if saves or self._validates_at(step):
                 log.flush()  # before the save, or a run that is cut off in between would lack this record
             waits = saves and log.skipped > 0  # for a step whose update is not skipped
             if saves and not waits:
-                self.save(step)
+                with self._watch.during("save"):
+                    self.save(step)
             if stops:
                 break
             if self._validates_at(step):
-                self.validate(step)
+                with self._watch.during("validation"):
+                    self.validate(step)
                 log.restart()
-        self.finish()
+        with self._watch.during("save"):
+            self.finish()
+        processes.print_once(self._watch.summary())
         if stops:
             kept = "the newest checkpoint is from before a skipped update" if waits else f"step {step} is saved"
             processes.print_once(f"stopped by SIGTERM: {kept}, and the same command goes on from there")
@@ -185,6 +198,7 @@ class Run:
 
     def save(self, step: int) -> None:
         """Begin a checkpoint, once the log of its steps is on the disk."""
+        self._saved = time.monotonic()
         for failed in self._checkpoints.failures():
             self._metrics.write(step, {"failed_save": failed})
         self._checkpoints.save(step, self._parts(), first=self._before_saving)
@@ -225,6 +239,14 @@ class Run:
         every = self._config.train.validate_every
         return step in (0, self._steps) or (every > 0 and step % every == 0)
 
+    def _saves_at(self, step: int) -> bool:
+        """Whether a save is due by the number of steps, and by the clock of process 0 not too soon after the last."""
+        config = self._config.train
+        if step % config.checkpoint_every:
+            return False
+        pause = 60 * config.checkpoint_minutes
+        return not pause or bool(processes.decide(lambda: time.monotonic() - self._saved >= pause))
+
     def _parts(self) -> dict[str, Any]:
         """The named parts of a checkpoint."""
         state = self._state
@@ -240,6 +262,7 @@ class Run:
             rate=on_host(self._rate, start=self._start),
             max_skipped=config.max_skipped,
             ids=partial(self._training.ids, config.batch_size),
+            watch=self._watch,
         )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from l2d_jax.config.schema import Config
+from l2d_jax.config.schema import Config, defaults
 from l2d_jax.errors import InputError
 from l2d_jax.files import check, read_json, write_whole
 from l2d_jax.storage import mirror
@@ -16,8 +16,8 @@ from l2d_jax.weights import model_folder
 def claim(workdir: Path, config: Config) -> None:
     """Make the workdir, and write the resolved config and the place of a local base.
 
-    Raises `InputError` if that fails, and if the workdir has checkpoints of another config. The sections `mesh` and
-    `profile`, and the option `data.prepared`, may differ.
+    Raises `InputError` if that fails, and if the workdir has checkpoints of another config. The sections `mesh`,
+    `profile` and `log` may differ, and the options of where examples are read and when checkpoints are saved.
     """
     file = workdir / "config.json"
     text = json.dumps(config.to_dict(), indent=2) + "\n"
@@ -30,9 +30,12 @@ def claim(workdir: Path, config: Config) -> None:
     except OSError as error:
         raise InputError(f"cannot write to workdir {workdir}: {error.strerror}: choose another --workdir") from error
     # A run may resume on other devices, trace other steps, and read the same examples from another place.
-    free = ("config.mesh.", "config.profile.", "config.data.prepared")
+    free = ("config.mesh.", "config.profile.", "config.log.", "config.data.prepared", "config.train.checkpoint_minutes")
     sections = check(read_json(file), dict[str, dict[str, Any]], file, remedy="restore it or choose another --workdir")
-    changed = [line for line in differences(sections, config) if not line.startswith(free)]
+    former = {
+        name: values | sections.get(name, {}) for name, values in defaults().to_dict().items()
+    }  # it may lack some
+    changed = [line for line in differences(former, config) if not line.startswith(free)]
     if changed:
         raise InputError(
             f"workdir {workdir} belongs to another config: {'; '.join(changed[:5])}: choose another --workdir"
@@ -50,7 +53,7 @@ def differences(old: Mapping[str, Any], config: Config) -> list[str]:
         f"config.{section}.{name} was {old.get(section, {}).get(name)!r}, is {value!r}"
         for section, values in plain_values(config).items()
         for name, value in values.items()
-        if old.get(section, {}).get(name) != value
+        if json.loads(json.dumps(old.get(section, {}).get(name))) != value
     ]
 
 

@@ -82,6 +82,7 @@ train.reduction: Literal['example', 'token'] = 'example'
 train.loss_chunk: int in [1, 10000000] = 1024
 train.remat: Literal['none', 'products', 'full'] = 'full'
 train.checkpoint_every: int in [1, 1000000000] = 500
+train.checkpoint_minutes: float in [0, 10000] = 0.0
 train.keep: int in [1, 1000000000] = 3
 train.validate_every: int in [0, 1000000000] = 500
 train.log_every: int in [1, 1000000000] = 10
@@ -111,6 +112,7 @@ mesh.fsdp: int in [-1, 1000000] = -1
 mesh.tensor: int in [-1, 1000000] = 1
 mesh.context: int in [-1, 1000000] = 1
 profile.steps: str | None = None
+log.wandb: str | None = None
 """
 
 

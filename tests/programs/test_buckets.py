@@ -12,11 +12,10 @@ import pytest
 
 from l2d_jax import convert, evaluate, generate, report, train
 from l2d_jax.errors import RunError
-from l2d_jax.storage import mirror
+from l2d_jax.storage import lock, mirror
 from l2d_jax.storage.bucket import Bucket
-from l2d_jax.training import lock
 from tests.distributed.test_processes import WORKER, finish, launch
-from tests.support.programs import call, options
+from tests.support.programs import TIMES, call, options
 
 URL = "gs://bucket/runs/tiny"
 KILLS = int(os.environ.get("L2D_JAX_KILLS", "4"))
@@ -57,7 +56,7 @@ def read_records(emulator, url):
     """The log without times; nothing before the first upload."""
     text = emulator.files().get(f"{url.removeprefix('gs://bucket/')}/metrics.jsonl", b"").decode()
     records = [json.loads(line) for line in text.splitlines()]
-    return [{name: value for name, value in record.items() if name != "tokens_per_second"} for record in records]
+    return [{name: value for name, value in record.items() if not name.startswith(TIMES)} for record in records]
 
 
 def weights(emulator, url):

@@ -91,7 +91,9 @@ def test_every_step_is_logged_once(run):
     assert [r["step"] for r in records if "validation/loss" in r] == [0, 6]
     for record in records:
         if "loss" in record:
-            assert record.keys() == {"step", "loss", "gradient_norm", "learning_rate", "tokens_per_second"}
+            spent = {f"seconds/{part}" for part in ("step", "data", "save", "validation")}
+            assert record.keys() == {"step", "loss", "gradient_norm", "learning_rate", "tokens_per_second"} | spent
+            assert all(record[part] >= 0 for part in spent)
             assert np.isfinite(record["loss"])
     final = records[-1]
     assert {"validation/greedy@1", "validation/greedy@3", "validation/perplexity"} <= final.keys()

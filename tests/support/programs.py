@@ -51,6 +51,8 @@ SMALLER = {
 }
 
 
+TIMES = ("tokens_per_second", "seconds/")  # what a record says of time, which no two runs have alike
+
 PATH = PathConfig(width=8, translation_width=8, frequency_width=8, condition_width=8, lora_rank=2, lora_alpha=2.0)
 
 
@@ -203,7 +205,7 @@ def same_bits(one: Any, other: Any) -> bool:
 
 
 def without_times(workdir):
-    return [{k: v for k, v in record.items() if k != "tokens_per_second"} for record in read_metrics(workdir)]
+    return [{k: v for k, v in record.items() if not k.startswith(TIMES)} for record in read_metrics(workdir)]
 
 
 def remove_tokenizer(base):

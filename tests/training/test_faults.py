@@ -25,11 +25,11 @@ from l2d_jax.distributed.sharding import abstract
 from l2d_jax.generate import main as generate
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.diffusion_path import DiffusionPath
+from l2d_jax.storage.lock import hold
 from l2d_jax.training import run as loop
 from l2d_jax.training.checkpoint import Checkpoints
-from l2d_jax.training.lock import hold
 from l2d_jax.training.metrics import read_metrics
-from tests.support.programs import call, config, options, same_bits
+from tests.support.programs import TIMES, call, config, options, same_bits
 
 KILLS = int(os.environ.get("L2D_JAX_KILLS", "5"))
 SETTINGS = {
@@ -98,7 +98,7 @@ def finish(workdir, **limits):
 
 def records(workdir):
     """Without times, and without what tells of failed saves."""
-    found = [{k: v for k, v in record.items() if k != "tokens_per_second"} for record in read_metrics(workdir)]
+    found = [{k: v for k, v in record.items() if not k.startswith(TIMES)} for record in read_metrics(workdir)]
     return [record for record in found if "failed_save" not in record]
 
 

@@ -7,7 +7,8 @@ from tensorboardX.proto.event_pb2 import Event
 
 from l2d_jax.errors import InputError, RunError
 from l2d_jax.training.metrics import Metrics, StepLog, read_metrics
-from tests.support.programs import full_disk
+from l2d_jax.training.profiler import Stopwatch
+from tests.support.programs import TIMES, full_disk
 
 
 def write(workdir, steps, *, start=0, **values):
@@ -126,13 +127,27 @@ def test_a_full_disk_at_the_start_is_one_line(tmp_path):
 
 def step_log(metrics, *, every=1):
     return StepLog(
-        metrics, every=every, last=9, rate=lambda updates: updates / 2, max_skipped=3, ids=lambda step: [step, 70]
+        metrics,
+        every=every,
+        last=9,
+        rate=lambda updates: updates / 2,
+        max_skipped=3,
+        ids=lambda step: [step, 70],
+        watch=Stopwatch(),
     )
 
 
 def test_time_that_a_record_takes_counts_for_the_next(tmp_path):
     metrics = Metrics(tmp_path, start=0, total=9)
-    log = StepLog(metrics, every=1, last=9, rate=lambda _: time.sleep(0.2) or 0.1, max_skipped=3, ids=lambda _: [])
+    log = StepLog(
+        metrics,
+        every=1,
+        last=9,
+        rate=lambda _: time.sleep(0.2) or 0.1,
+        max_skipped=3,
+        ids=lambda _: [],
+        watch=Stopwatch(),
+    )
     for step in (1, 2, 3):
         log.add(step, results(), tokens=100)
     metrics.close()
@@ -158,7 +173,7 @@ def test_a_skipped_update_is_a_record_whatever_its_step(tmp_path):
     log.add(5, results(), tokens=8)
     log.flush()
     metrics.close()
-    records = [{k: v for k, v in record.items() if k != "tokens_per_second"} for record in read_metrics(tmp_path)]
+    records = [{k: v for k, v in record.items() if not k.startswith(TIMES)} for record in read_metrics(tmp_path)]
     assert records == [
         {"step": 2, "loss": 1.0, "gradient_norm": 2.0, "learning_rate": 0.5},
         {"step": 3, "gradient_norm": 2.0, "skipped": 1},
@@ -205,3 +220,18 @@ def test_a_damaged_line_is_dropped_with_a_warning_and_the_run_goes_on(tmp_path, 
 def test_what_is_not_finite_is_left_out_of_a_record(tmp_path):
     write(tmp_path, [1], norm=math.nan, losses=[1.0, math.inf])
     assert read_metrics(tmp_path) == [{"step": 1, "loss": 0.5}]
+
+
+def test_weights_and_biases_get_the_scalars(tmp_path, monkeypatch):
+    """Offline, as a run that a restart goes on with."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for start in (0, 2):
+        metrics = Metrics(tmp_path, start=start, total=4, wandb="project")
+        metrics.write(start + 1, {"loss": 2.5, "by_t": [1.0, 2.0]})
+        metrics.close()
+    files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    assert len(files) == 2
+    assert all(b"loss" in file.read_bytes() for file in files)
+    assert len({file.name for file in files}) == 1  # named by the run's id

@@ -1,4 +1,6 @@
+import contextlib
 import dataclasses
+import time
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ from l2d_jax import train
 from l2d_jax.config.schema import ProfileConfig
 from l2d_jax.errors import InputError
 from l2d_jax.training import workdir
-from l2d_jax.training.profiler import check_steps, trace_steps
+from l2d_jax.training.profiler import Stopwatch, check_steps, trace_steps
 from tests.support.programs import call, config, options
 
 
@@ -66,3 +68,31 @@ def test_a_run_that_goes_on_may_trace_other_steps(tmp_path):
     workdir.claim(tmp_path, dataclasses.replace(config(), profile=ProfileConfig(steps="5:7")))
     with pytest.raises(InputError, match=r"config\.train\.steps was 6, is 7"):
         workdir.claim(tmp_path, config(train__steps=7))
+
+
+def test_every_second_is_of_one_part(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    watch = Stopwatch()
+
+    def batches():
+        for batch in range(3):
+            now[0] += 1
+            yield batch
+
+    for batch in watch.waiting(batches()):
+        now[0] += 10
+        if batch == 1:
+            with contextlib.suppress(OSError), watch.during("save"):
+                now[0] += 5
+                raise OSError
+            assert watch.lap() == {
+                "seconds/step": 20,
+                "seconds/data": 2,
+                "seconds/save": 5,
+                "seconds/validation": 0,
+            }
+    with watch.during("validation"):
+        now[0] += 2
+    assert watch.lap() == {"seconds/step": 10, "seconds/data": 1, "seconds/save": 0, "seconds/validation": 2}
+    assert watch.summary() == "40 s: steps 75.0 %, data 7.5 %, save 12.5 %, validation 5.0 %".replace(" %", "%")

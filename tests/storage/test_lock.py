@@ -6,13 +6,13 @@ import sys
 import pytest
 
 from l2d_jax.errors import InputError
-from l2d_jax.training.lock import hold
+from l2d_jax.storage.lock import hold
 from tests.support.programs import ROOT
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from l2d_jax.training.lock import hold
+from l2d_jax.storage.lock import hold
 with hold(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
