@@ -17,7 +17,7 @@ def claim(workdir: Path, config: Config) -> None:
     """Make the workdir, and write the resolved config and the place of a local base.
 
     Raises `InputError` if that fails, and if the workdir has checkpoints of another config. The sections `mesh` and
-    `profile`, and the option `data.prepared`, may differ.
+    `profile`, and the option `data.prepared`, may differ, and "auto" is what the run began with (`plans`).
     """
     file = workdir / "config.json"
     text = json.dumps(config.to_dict(), indent=2) + "\n"
@@ -32,7 +32,8 @@ def claim(workdir: Path, config: Config) -> None:
     # A run may resume on other devices, trace other steps, and read the same examples from another place.
     free = ("config.mesh.", "config.profile.", "config.data.prepared")
     sections = check(read_json(file), dict[str, dict[str, Any]], file, remedy="restore it or choose another --workdir")
-    changed = [line for line in differences(sections, config) if not line.startswith(free)]
+    lines = differences(sections, config)
+    changed = [line for line in lines if not line.startswith(free) and not line.endswith(", is 'auto'")]
     if changed:
         raise InputError(
             f"workdir {workdir} belongs to another config: {'; '.join(changed[:5])}: choose another --workdir"
