@@ -71,9 +71,7 @@ def main() -> int:
     parser.add_argument("--work", choices=["train", "decode", "both"], default="both", help="what to compile")
     parser.add_argument("--batch", type="Rows", default=8, help="decode: sequences at a time")
     parser.add_argument("--prompt", type="Tokens", default=512, help="decode: tokens of each prompt")
-    parser.add_argument(
-        "--top", type="CountOrZero", default=0, help="list so many of the instructions that take the time"
-    )
+    parser.add_argument("--top", type="CountOrZero", default=0, help="list so many of the dearest instructions")
     parser.add_argument("--search", action="store_true", help="find the plan that the training step is fastest with")
     parser.add_argument("--hlo", type=command_line.local_path, help="write the optimized programs into this folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -92,8 +90,6 @@ def main() -> int:
     if options.search:
         plans.add_plans(config, devices, search_plans(config, devices, partial(ask, "train")))
     plan, answers = plans.choose_plan(config, devices), {}
-    if "train" in works:
-        print(plans.plan_text(plan, devices), file=sys.stderr if options.json else sys.stdout)
     for work in works:
         planned = plans.apply_plan(plan, config) if work == "train" else config
         answers[work] = found = ask(work, planned, folder=options.hlo)
@@ -101,7 +97,8 @@ def main() -> int:
             sizes = " x ".join(f"{name}={size}" for name, size in planned.mesh.sizes(len(devices)).items())
             origin = "from the cache" if found["cached"] else f"compiled in {found['seconds of compiling']:.0f} s"
             title = f"{work} on {topology.name}, {len(devices)} devices, {sizes} ({origin}); per device:"
-            lines = [title, *tpu_estimate.estimate_lines(found, top=options.top)]
+            chosen = [plans.plan_text(plan, devices)] if work == "train" else []
+            lines = [title, *chosen, *tpu_estimate.estimate_lines(found, top=options.top)]
             print("\n  ".join(lines).replace("\n  \n", "\n\n"), end="\n\n", flush=True)
     if options.json:
         print(json.dumps(answers))

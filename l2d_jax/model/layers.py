@@ -72,25 +72,26 @@ class Lora(nnx.Module):
 
 def project(x: Array, weight: Array, update: Lora | None = None, *, scale: float = 1.0, dims: int = 1) -> Array:
     """`x @ (weight + scale * a @ b)` over the last `dims` axes of `x`, never forming the sum of the matrices."""
-    # In one axis: heads of 64 channels fill half of a TPU's lanes, which halves the rate of a product over them.
-    x = x.reshape(*x.shape[: x.ndim - dims], -1)
-    y = jnp.tensordot(x, weight.astype(x.dtype).reshape(-1, *weight.shape[dims:]), 1)
+    y = jnp.tensordot(x, weight.astype(x.dtype), dims)
     if update is None:
         return y
-    a, b = update.a.astype(x.dtype).reshape(-1, update.a.shape[-1]), (scale * update.b).astype(x.dtype)
-    return y + (_low_rank_product(x, a, b) if platform() == "cpu" else jnp.tensordot(x @ a, b, 1))
+    a, b = update.a.astype(x.dtype), (scale * update.b).astype(x.dtype)
+    if platform() == "cpu":
+        return y + _low_rank_product(x.reshape(*x.shape[: x.ndim - dims], -1), a.reshape(-1, a.shape[-1]), b)
+    return y + jnp.tensordot(jnp.tensordot(x, a, dims), b, 1)
 
 
 def checkpointed_matmul(
     x: Array, weight: Array, update: Lora | None = None, *, scale: float = 1.0, dims: int = 1
 ) -> Array:
-    """`project` for a block that is trained: rematerialisation may save the result, and `x` and the gradient are whole.
+    """`project` for a block that is trained: rematerialisation may save the result.
 
-    A barrier after the result would cost copies of what is saved: 7 % of the path's time (Llama 1B, compiled for v5e).
+    `x` and the gradient are computed once. Otherwise, two products that read one element-wise result both compute it
+    again for each of their tiles: a tenth of a training step, compiled for TPU v5e. The result may be fused with what
+    reads it: a barrier there costs copies of what is saved, 7 % of the path's time.
     """
-    return gradient_barrier(
-        checkpoint_name(project(fusion_barrier(x), weight, update, scale=scale, dims=dims), PRODUCT)
-    )
+    y = project(jax.lax.optimization_barrier(x), weight, update, scale=scale, dims=dims)
+    return gradient_barrier(checkpoint_name(y, PRODUCT))
 
 
 @jax.custom_vjp
@@ -119,23 +120,8 @@ _low_rank_product.defvjp(_low_rank_forward, _low_rank_backward)
 
 
 @jax.custom_vjp
-def fusion_barrier(x: Array) -> Array:
-    """Compute `x` and its gradient here, once: neither is fused into the products that read it.
-
-    Otherwise, two products that read one element-wise result both compute it again for each of their tiles. Compiled
-    for TPU v5e, that cost a tenth of a training step.
-    """
-    return jax.lax.optimization_barrier(x)
-
-
-fusion_barrier.defvjp(
-    lambda x: (fusion_barrier(x), None), lambda _, gradient: (jax.lax.optimization_barrier(gradient),)
-)
-
-
-@jax.custom_vjp
 def gradient_barrier(x: Array) -> Array:
-    """`x` as it is; its gradient is computed once, as by `fusion_barrier`."""
+    """`x` as it is, whose gradient is fused with nothing."""
     return x
 
 

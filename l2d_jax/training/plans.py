@@ -19,6 +19,7 @@ import jax
 from jax.sharding import Mesh
 from typing_extensions import TypedDict
 
+from l2d_jax.config.parsing import from_dict
 from l2d_jax.config.schema import Config, MeshConfig
 from l2d_jax.distributed import runtime
 from l2d_jax.errors import InputError
@@ -38,7 +39,7 @@ class StepPlan(TypedDict):
 
     remat: Literal["none", "products", "full"]
     accumulation: Count  # micro-batches
-    mesh: dict[Literal["data", "fsdp", "tensor", "context"], int]
+    mesh: dict[str, int]
     spare: NotRequired[float]  # share of a device's memory that it leaves free; negative where it does not fit
     share_of_peak: NotRequired[float]  # of the useful operations; 0 where it does not fit
 
@@ -46,14 +47,14 @@ class StepPlan(TypedDict):
 def apply_plan(plan: StepPlan, config: Config) -> Config:
     """The config with the values of a plan."""
     train = dataclasses.replace(config.train, remat=plan["remat"], accumulation=plan["accumulation"])
-    return dataclasses.replace(config, train=train, mesh=MeshConfig(**plan["mesh"]))
+    return dataclasses.replace(config, train=train, mesh=from_dict(MeshConfig, plan["mesh"], prefix="mesh"))
 
 
 def allows(config: Config, plan: StepPlan, *, devices: int) -> bool:
     """Whether a config sets none of a plan's options to another value."""
-    train, mesh = config.train, config.mesh
+    train, mesh, planned = config.train, config.mesh, from_dict(MeshConfig, plan["mesh"], prefix="mesh")
     is_same = train.remat in ("auto", plan["remat"]) and train.accumulation in ("auto", plan["accumulation"])
-    return is_same and (mesh == MeshConfig() or mesh.sizes(devices) == MeshConfig(**plan["mesh"]).sizes(devices))
+    return is_same and (mesh == MeshConfig() or mesh.sizes(devices) == planned.sizes(devices))
 
 
 def devices_text(devices: Sequence[Any]) -> str:
@@ -117,8 +118,9 @@ def add_plans(config: Config, devices: Sequence[Any], plans: list[StepPlan]) -> 
     """Put what a search has found for a config on some devices into the table of this machine."""
     file, key = cache_folder() / TABLE, step_text(config, devices)
     table = _read_table(file)
-    merged = {(plan["remat"], plan["accumulation"], str(plan["mesh"])): plan for plan in table.get(key, []) + plans}
-    table[key] = list(merged.values())
+    new = [(plan["remat"], plan["accumulation"], plan["mesh"]) for plan in plans]
+    others = [old for old in table.get(key, []) if (old["remat"], old["accumulation"], old["mesh"]) not in new]
+    table[key] = others + plans
     file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(file, json.dumps(table, indent=1, sort_keys=True) + "\n")
 
@@ -134,7 +136,8 @@ def recorded_plans(workdir: Path) -> dict[str, StepPlan]:
     if file.exists():
         return check(read_json(file), dict[str, StepPlan], file, remedy="restore it or choose another --workdir")
     train = read_json(workdir / "config.json")["train"]
-    return {ANY: {**train, "mesh": {"fsdp": -1}}} if "auto" not in (train["remat"], train["accumulation"]) else {}
+    begun = StepPlan(remat=train["remat"], accumulation=train["accumulation"], mesh={"fsdp": -1})
+    return {} if "auto" in begun.values() else {ANY: begun}
 
 
 def record_plan(workdir: Path, devices: Sequence[Any], plan: StepPlan) -> None:

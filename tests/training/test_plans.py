@@ -11,6 +11,7 @@ from l2d_jax.config.config_file import read_config
 from l2d_jax.config.schema import MeshConfig
 from l2d_jax.errors import InputError
 from l2d_jax.training import plans
+from l2d_jax.training.workdir import claim
 from tests.support.programs import ROOT, config
 
 FSDP = {"data": 1, "fsdp": 16, "tensor": 1, "context": 1}
@@ -139,8 +140,13 @@ def test_a_run_from_before_goes_on_as_it_began(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "config.json").write_text(json.dumps({"train": train}))
     for where in (devices(), devices(4)):
-        assert chosen(where=where, workdir=tmp_path) == {"remat": "none", "accumulation": 4, "mesh": {"fsdp": -1}}
-        plans.record_plan(tmp_path, where, {"remat": "none", "accumulation": 4, "mesh": {"fsdp": -1}})
+        plan = plans.choose_plan(config(**FREE), where, workdir=tmp_path)
+        assert plan == {"remat": "none", "accumulation": 4, "mesh": {"fsdp": -1}}
+        plans.record_plan(tmp_path, where, plan)
+    train["accumulation"] = "auto"  # that of a run whose record is lost
+    (tmp_path / "config.json").write_text(json.dumps({"train": train}))
+    (tmp_path / "plan.json").unlink()
+    assert chosen(workdir=tmp_path) == values(FAST)
 
 
 def test_a_damaged_record_is_one_line(tmp_path):
@@ -163,3 +169,14 @@ def test_the_papers_models_have_plans(monkeypatch, name):
         plan = plans.choose_plan(paper, devices(int(count), kind))
         assert plan["spare"] >= plans.SPARE
         assert 0.2 < plan["share_of_peak"] < 1
+
+
+def test_auto_is_what_the_run_began_with(tmp_path):
+    claim(tmp_path, config(train__remat="none", train__batch_size=4, train__accumulation=2))
+    (tmp_path / "checkpoints").mkdir()
+    claim(tmp_path, config(train__batch_size=4))
+    for changes in ({"train__remat": "full"}, {"train__accumulation": 4}):
+        with pytest.raises(
+            InputError, match=r"belongs to another config: config.train.\w+ was ('none'|2), is ('full'|4):"
+        ):
+            claim(tmp_path, config(**{"train__batch_size": 4} | changes))
