@@ -58,8 +58,7 @@ def prepare(
     """Start JAX, check what every host needs, claim the workdir and keep it `held`.
 
     Returns the config, with the revision of a base from the hub and the values of the plan, which the workdir records,
-    and the mesh; `show` gets a line for each check.
-    Raises `InputError`, before any model or data is read.
+    and the mesh; `show` gets a line for each check. Raises `InputError`, before any model or data is read.
     """
     rows.keep_quiet()
     runtime.start_jax(config.mesh)
