@@ -31,21 +31,3 @@ def get_config() -> ConfigDict:
         "tie_word_embeddings": False,
     }
     return config
-
-
-def v5e_2x2(config: ConfigDict) -> None:
-    """Four chips of TPU v5e: 10.6 of 15.75 GiB (compiled, not run)."""
-    config.train.accumulation = 8  # one sequence per chip at a time
-    config.train.remat = "full"
-
-
-def v5p_2x2x1(config: ConfigDict) -> None:
-    """Four chips of TPU v5p: 37.2 of 95.74 GiB (compiled, not run)."""
-    config.train.accumulation = 2  # four sequences per chip at a time
-    config.train.remat = "products"
-
-
-def v6e_1x1(config: ConfigDict) -> None:
-    """One chip of TPU v6e: 25.7 of 31.25 GiB (compiled, not run)."""
-    config.train.accumulation = 32  # one sequence at a time
-    config.train.remat = "full"

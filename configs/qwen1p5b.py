@@ -24,21 +24,3 @@ def get_config() -> ConfigDict:
         "tie_word_embeddings": True,
     }
     return config
-
-
-def v5e_1x1(config: ConfigDict) -> None:
-    """One chip of TPU v5e: 9.2 of 15.75 GiB (compiled, not run)."""
-    config.train.accumulation = 32  # one sequence at a time
-    config.train.remat = "products"
-
-
-def v5p_2x2x1(config: ConfigDict) -> None:
-    """Four chips of TPU v5p: 15.1 of 95.74 GiB (compiled, not run)."""
-    config.train.accumulation = 2  # four sequences per chip at a time
-    config.train.remat = "products"
-
-
-def v6e_1x1(config: ConfigDict) -> None:
-    """One chip of TPU v6e: 12.3 of 31.25 GiB (compiled, not run)."""
-    config.train.accumulation = 16  # two sequences at a time
-    config.train.remat = "products"

@@ -24,33 +24,3 @@ def get_config() -> ConfigDict:
         "tie_word_embeddings": False,
     }
     return config
-
-
-def v5e_2x2(config: ConfigDict) -> None:
-    """Four chips of TPU v5e: 9.7 of 15.75 GiB (compiled, not run)."""
-    config.train.accumulation = 8  # one sequence per chip at a time
-    config.train.remat = "full"
-
-
-def v5e_2x4(config: ConfigDict) -> None:
-    """Eight chips of TPU v5e, where products need not be computed twice: 13.2 of 15.75 GiB (compiled, not run)."""
-    config.train.accumulation = 4  # one sequence per chip at a time
-    config.train.remat = "products"
-
-
-def v5e_4x4(config: ConfigDict) -> None:
-    """Sixteen chips of TPU v5e: 11.8 of 15.75 GiB (compiled, not run)."""
-    config.train.accumulation = 2  # one sequence per chip at a time
-    config.train.remat = "products"
-
-
-def v5p_2x2x1(config: ConfigDict) -> None:
-    """Four chips of TPU v5p: 35.1 of 95.74 GiB (compiled, not run)."""
-    config.train.accumulation = 2  # four sequences per chip at a time
-    config.train.remat = "products"
-
-
-def v6e_1x1(config: ConfigDict) -> None:
-    """One chip of TPU v6e: 22.0 of 31.25 GiB (compiled, not run)."""
-    config.train.accumulation = 32  # one sequence at a time
-    config.train.remat = "full"

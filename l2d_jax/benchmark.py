@@ -19,6 +19,7 @@ from l2d_jax.distributed import runtime
 from l2d_jax.performance.decoding_speed import measure_decoding
 from l2d_jax.performance.training_speed import measure_training
 from l2d_jax.reports.figures import saved_figure
+from l2d_jax.training.plans import start_planned
 
 
 def main() -> None:
@@ -34,8 +35,9 @@ def main() -> None:
     parser.add_argument("--plot", type=command_line.local_path, help="decode: draw the table as this file, PNG and SVG")
     options, config = parser.parse_with_config()
     if options.work == "train":
-        figures = measure_training(config, runtime.start_jax(config.mesh))
-        lines = training_table(figures)
+        config, mesh, line = start_planned(config)
+        figures = measure_training(config, mesh)
+        lines = [line, *training_table(figures)]
     else:
         figures = _measure_decode(options, config)
         lines = decoding_table(figures)

@@ -4,7 +4,7 @@ The training step and decoding are compiled from shapes alone, on an ordinary ma
 whether they fit the memory of each chip, what they compute and move, and the time by the compiler's own estimate. All
 figures are per device, which is a chip except on tpu7x, where a chip has two. The time is of computation alone; it
 holds as far as collectives overlap with it. Compiling takes minutes, and the answer is kept: the same question again is
-answered at once.
+answered at once. `--search` compiles a few plans of the training step, for "auto" in configs to choose from.
 """
 
 import hashlib
@@ -15,6 +15,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,8 +29,9 @@ from l2d_jax.decoding.solver import find_solver
 from l2d_jax.distributed.sharding import make_mesh
 from l2d_jax.files import cache_folder
 from l2d_jax.performance import costs, lowering, tpu_estimate
+from l2d_jax.performance.plan_search import search_plans
 from l2d_jax.performance.topologies import GENERATIONS, Topology
-from l2d_jax.training.step import check_batch
+from l2d_jax.training import plans
 from l2d_jax.weights import model_folder
 
 LIBRARIES = ("jax", "jaxlib", "libtpu", "flax", "optax", "diffrax")  # which the compiled program depends on
@@ -69,28 +71,34 @@ def main() -> int:
     parser.add_argument("--work", choices=["train", "decode", "both"], default="both", help="what to compile")
     parser.add_argument("--batch", type="Rows", default=8, help="decode: sequences at a time")
     parser.add_argument("--prompt", type="Tokens", default=512, help="decode: tokens of each prompt")
-    parser.add_argument(
-        "--top", type="CountOrZero", default=0, help="list so many of the instructions that take the time"
-    )
+    parser.add_argument("--top", type="CountOrZero", default=0, help="list so many of the dearest instructions")
+    parser.add_argument("--search", action="store_true", help="find the plan that the training step is fastest with")
     parser.add_argument("--hlo", type=command_line.local_path, help="write the optimized programs into this folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options, config = parser.parse_with_config()
     works: tuple[Work, ...] = ("train", "decode") if options.work == "both" else (options.work,)
     jax.config.update("jax_platforms", "cpu")  # or a machine's own TPU would be started
     topology = Topology.parse(options.topology, slices=options.slices)
-    mesh = make_mesh(config.mesh, topology.devices())
-    if "train" in works:
-        check_batch(config.train, mesh)
+    devices = topology.devices()
+    make_mesh(config.mesh, devices)  # or the sizes do not fit
     find_solver(config.decode.solver).steps(config.decode.budget)
-    answers = {}
-    for work in works:
+
+    def ask(work: Work, config: Config, *, folder: Path | None = None) -> dict[str, Any]:
         question = Question(work, config, topology, options.batch, options.prompt)
-        answers[work] = found = answer(question, mesh, folder=options.hlo)
+        return answer(question, make_mesh(config.mesh, devices), folder=folder)
+
+    if options.search:
+        plans.add_plans(config, devices, search_plans(config, devices, partial(ask, "train")))
+    plan, answers = plans.choose_plan(config, devices), {}
+    for work in works:
+        planned = plans.apply_plan(plan, config) if work == "train" else config
+        answers[work] = found = ask(work, planned, folder=options.hlo)
         if not options.json:
-            sizes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items())
+            sizes = " x ".join(f"{name}={size}" for name, size in planned.mesh.sizes(len(devices)).items())
             origin = "from the cache" if found["cached"] else f"compiled in {found['seconds of compiling']:.0f} s"
-            title = f"{work} on {topology.name}, {mesh.size} devices, {sizes} ({origin}); per device:"
-            lines = [title, *tpu_estimate.estimate_lines(found, top=options.top)]
+            title = f"{work} on {topology.name}, {len(devices)} devices, {sizes} ({origin}); per device:"
+            chosen = [plans.plan_text(plan, devices)] if work == "train" else []
+            lines = [title, *chosen, *tpu_estimate.estimate_lines(found, top=options.top)]
             print("\n  ".join(lines).replace("\n  \n", "\n\n"), end="\n\n", flush=True)
     if options.json:
         print(json.dumps(answers))
@@ -114,9 +122,9 @@ def answer(question: Question, mesh: Mesh, *, folder: Path | None = None) -> dic
     found = compiling.result()
     found["seconds of compiling"] = time.monotonic() - began
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(json.dumps(found))
-    partial.rename(file)
+    written = file.with_suffix(f".{os.getpid()}.partial")
+    written.write_text(json.dumps(found))
+    written.rename(file)
     return {**found, "cached": False}
 
 

@@ -9,10 +9,10 @@ import contextlib
 
 from l2d_jax import command_line
 from l2d_jax.config import config_file
-from l2d_jax.distributed import runtime
 from l2d_jax.errors import InputError
 from l2d_jax.performance.costs import cost_table, variant_table
 from l2d_jax.training import run
+from l2d_jax.training.plans import start_planned
 from l2d_jax.training.preemption import STOPPED, Preemption
 from l2d_jax.weights import model_folder
 
@@ -34,7 +34,8 @@ def main() -> int | None:
         print(variant_table(options.config))
         return 0
     if options.dry_run:
-        mesh = runtime.start_jax(config.mesh)
+        config, mesh, line = start_planned(config)
+        print(line)
         print(cost_table(config, model_folder.read_architecture(config.model), mesh))
         return 0
     if options.preflight and options.workdir is not None:

@@ -74,7 +74,11 @@ def check_value(value: Any, declared: Any, name: str, *, interval: Interval = FI
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in options:
             return None
-        return check_value(value, next(o for o in options if o is not type(None)), name)
+        words = [word for option in options if typing.get_origin(option) is Literal for word in typing.get_args(option)]
+        if words and isinstance(value, str):
+            require(value in words, f"{name} must be a number or {', '.join(map(repr, words))}, got {shown(value)}")
+            return value
+        return check_value(value, options[0], name)
     if origin is tuple and isinstance(value, list | tuple):
         return tuple(check_value(item, options[0], f"{name}[{i}]") for i, item in enumerate(value))
     if origin is Mapping and isinstance(value, Mapping):

@@ -8,6 +8,7 @@ The defaults are the paper's hyper-parameters (appendix, Table of implementation
 """
 
 import dataclasses
+import math
 import re
 import typing
 from collections.abc import Mapping
@@ -30,9 +31,7 @@ class ModelConfig:
 
     name: str = ""  # folder of a model or adapter, hub id or GGUF file; "random": weights drawn for `architecture`
     architecture: Mapping[str, Any] | None = None  # keys of HF's config.json; None: read beside the weights
-    dtype: Literal["bfloat16", "float32", "int8"] = (
-        "bfloat16"  # type of weights and products; int8: products in bfloat16
-    )
+    dtype: Literal["bfloat16", "float32", "int8"] = "bfloat16"  # of weights and products; int8: products in bfloat16
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="config.model")
@@ -144,10 +143,8 @@ class TrainConfig:
     """What is trained, on how much, and how often it is saved and measured."""
 
     method: Literal["l2d", "lora", "full"] = "l2d"  # what is trained: a path, updates of the LM's layers, or the LM
-    batch_size: ranges.Rows = (
-        32  # rows per optimizer step, over all devices; a row is one example, or several if packed
-    )
-    accumulation: ranges.Rows = 1  # micro-batches per optimizer step, whose gradients are averaged
+    batch_size: ranges.Rows = 32  # rows per step, over all devices; a row is one example, or several if packed
+    accumulation: ranges.Rows | Literal["auto"] = "auto"  # micro-batches of a step, whose gradients are averaged
     own_estimates: ranges.Probability = 0.0  # of a position to see the path's first estimate in x_t, not the true token
     draws_per_context: ranges.Draws = 1  # pairs of time and noise per position, all of which share one frozen pass
     time_density: Literal["uniform", "cosmap", "logit_normal", "warped"] = "uniform"  # density of t; warped: learnt
@@ -158,15 +155,13 @@ class TrainConfig:
     steps: ranges.Count | None = None  # optimizer steps, instead of `epochs`
     reduction: Literal["example", "token"] = "example"  # mean over examples of token means, or one mean over tokens
     loss_chunk: ranges.Tokens = 1024  # positions whose logits each device holds at a time
-    remat: Literal["none", "products", "full"] = "full"  # recompute for the gradient: nothing, all but products, all
+    remat: Literal["auto", "none", "products", "full"] = "auto"  # recompute: nothing, all but products, all
     checkpoint_every: ranges.Count = 500  # optimizer steps
     checkpoint_minutes: ranges.Minutes = 0.0  # a save that is due sooner after the last one is left out
     keep: ranges.Count = 3  # number of newest checkpoints that are kept
     validate_every: ranges.CountOrZero = 500  # optimizer steps; 0: only at the end
     log_every: ranges.Count = 10  # optimizer steps
-    max_skipped: ranges.Count = (
-        10  # consecutive updates skipped for a loss or gradient that is not finite, which end the run
-    )
+    max_skipped: ranges.Count = 10  # consecutive updates skipped for a value that is not finite, which end the run
     seed: ranges.Seed = 0  # seed of the initial values and the noise
 
     def __post_init__(self) -> None:
@@ -177,10 +172,15 @@ class TrainConfig:
             f"{self.time_density!r}: set it to 'logit_normal' or leave them out",
         )
         require(
-            self.batch_size % self.accumulation == 0,
+            self.batch_size % self.micro_batches == 0,
             f"config.train.batch_size {self.batch_size} is not a multiple of "
             f"config.train.accumulation {self.accumulation}",
         )
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches per optimizer step; 1 where no plan has replaced "auto"."""
+        return self.accumulation if isinstance(self.accumulation, int) else 1
 
 
 @dataclass(frozen=True)
@@ -212,9 +212,7 @@ class ValidationConfig:
     batch_size: ranges.Rows = 8  # examples
     time_bins: ranges.Bins = 10  # equal bins of t for the loss
     budgets: tuple[ranges.Budget, ...] = (1, 15)  # accuracy is measured at these budgets
-    exact_examples: ranges.CountOrZero = (
-        0  # held-out ones that end in "#### x" to answer freely at each budget; 0: none
-    )
+    exact_examples: ranges.CountOrZero = 0  # held-out ones ending in "#### x" to answer at each budget; 0: none
     exact_samples: ranges.CountOrZero = 0  # answers to each of them that are sampled at temperature 1 too; 0: none
     exact_batch_size: ranges.Rows = 64  # of these answers
 
@@ -224,20 +222,29 @@ class ValidationConfig:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Devices per mesh axis; one axis may be -1, and takes the devices that the others leave."""
+    """Devices per mesh axis; one axis may be -1, and takes the devices that the others leave.
+
+    As it is by default, training takes the mesh of its plan (`training.plans`), if there is one for its devices.
+    """
 
     data: ranges.MeshSize = 1  # copies of the weights
-    fsdp: ranges.MeshSize = -1  # shards of the weights; the batch is split over data x fsdp
+    fsdp: ranges.MeshSize | Literal["auto"] = "auto"  # shards of the weights; the batch is split over data x fsdp
     tensor: ranges.MeshSize = 1  # shards of heads and hidden units
     context: ranges.MeshSize = 1  # shards of each sequence's tokens, for long ones
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="config.mesh")
-        sizes = (self.data, self.fsdp, self.tensor, self.context)
+        sizes = (self.data, -1 if self.fsdp == "auto" else self.fsdp, self.tensor, self.context)
         require(
             all(size == -1 or size > 0 for size in sizes) and sizes.count(-1) <= 1,
             f"config.mesh takes positive sizes and at most one -1, got data, fsdp, tensor and context {sizes}",
         )
+
+    def sizes(self, devices: int) -> dict[str, int]:
+        """The size of each axis on a number of devices, which they need not multiply to; "auto" is like -1."""
+        sizes = {name: -1 if size == "auto" else size for name, size in dataclasses.asdict(self).items()}
+        rest = devices // math.prod(max(size, 1) for size in sizes.values())
+        return {name: rest if size == -1 else size for name, size in sizes.items()}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ values are gathered where they are read, and serves the weights as more of `fsdp
 width) stay whole.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -115,9 +114,7 @@ def partition(
 def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
     """The device mesh of a config; raises `InputError` if the sizes do not multiply to the number of devices."""
     devices = devices or jax.devices()
-    sizes = dataclasses.asdict(config)
-    fixed = math.prod(max(size, 1) for size in sizes.values())
-    sizes = {name: len(devices) // fixed if size == -1 else size for name, size in sizes.items()}
+    sizes = config.sizes(len(devices))
     total = math.prod(sizes.values())
     if total != len(devices):
         wanted = " x ".join(f"{name}={size}" for name, size in sizes.items())

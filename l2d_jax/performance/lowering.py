@@ -39,11 +39,11 @@ def lower_train(config: Config, mesh: Mesh) -> jax.stages.Lowered:
     loss_by_time = _replicated(jax.eval_shape(lambda: time_density.initial_loss_by_time(config.train)), mesh)
     state = TrainState(trained=trained, optimizer=moments, loss_by_time=loss_by_time)
     row = dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=1, accumulation=1))
-    micro = config.train.batch_size // config.train.accumulation
+    micro = config.train.batch_size // config.train.micro_batches
     placement = NamedSharding(mesh, PartitionSpec(None, sharding.RULES["batch"]))
     batch = jax.tree.map(
         lambda array: jax.ShapeDtypeStruct(
-            (config.train.accumulation, micro, *array.shape[1:]), array.dtype, sharding=placement
+            (config.train.micro_batches, micro, *array.shape[1:]), array.dtype, sharding=placement
         ),
         random_batch(row, architecture.vocab_size),
     )

@@ -38,11 +38,11 @@ def measure_training(config: Config, mesh: Mesh) -> dict[str, Any]:
     adam = optimizer(config.optim, config.optim.peak_rate)
     state = init_state(adam, trained, mesh, loss_by_time=time_density.initial_loss_by_time(config.train))
     step = make_step(adam, config.train, state, mesh, objective=method.loss)
-    batch = micro_batches(random_batch(config, architecture.vocab_size), config.train.accumulation, mesh)
+    batch = micro_batches(random_batch(config, architecture.vocab_size), config.train.micro_batches, mesh)
     parts = {}
     if frozen is not None and isinstance(trained, DiffusionPath):
         found = _parts(config, trained, frozen, batch)
-        parts = {name: config.train.accumulation * seconds for name, seconds in found.items()}
+        parts = {name: config.train.micro_batches * seconds for name, seconds in found.items()}
     del trained  # steps donate it
 
     def run() -> None:

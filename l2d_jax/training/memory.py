@@ -43,4 +43,4 @@ def check_training_memory(config: Config, architecture: Architecture, mesh: Mesh
 
 def _micro(config: Config, mesh: Mesh) -> float:
     """Rows of a micro-batch on each device."""
-    return config.train.batch_size // config.train.accumulation / (mesh.shape["data"] * mesh.shape["fsdp"])
+    return config.train.batch_size // config.train.micro_batches / (mesh.shape["data"] * mesh.shape["fsdp"])

@@ -21,6 +21,7 @@ from l2d_jax.data.prepared import read_prepared, training_splits
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.refine import Refinement
 from l2d_jax.distributed import processes, runtime
+from l2d_jax.distributed.sharding import make_mesh
 from l2d_jax.errors import InputError, RunError
 from l2d_jax.storage import lock, mirror
 from l2d_jax.training import preflight, profiler, time_density
@@ -30,6 +31,7 @@ from l2d_jax.training.memory import check_training_memory
 from l2d_jax.training.methods import method_of
 from l2d_jax.training.metrics import Metrics, StepLog
 from l2d_jax.training.optimizer import on_host, optimizer, schedule
+from l2d_jax.training.plans import apply_plan, choose_plan, plan_text, record_plan
 from l2d_jax.training.preemption import Preemption
 from l2d_jax.training.profiler import Stopwatch
 from l2d_jax.training.step import TrainState, check_batch, init_state, is_finite, make_step, micro_batches, process_rows
@@ -57,27 +59,34 @@ def prepare(
 ) -> tuple[Config, Mesh]:
     """Start JAX, check what every host needs, claim the workdir and keep it `held`.
 
-    Returns the config, with the revision of a base from the hub, and the mesh; `show` gets a line for each check.
-    Raises `InputError`, before any model or data is read.
+    Returns the config, with the revision of a base from the hub and the values of the plan, which the workdir records,
+    and the mesh; `show` gets a line for each check. Raises `InputError`, before any model or data is read.
     """
     rows.keep_quiet()
-    mesh = runtime.start_jax(config.mesh)
+    runtime.start_jax(config.mesh)
     base = processes.decide(lambda: preflight.pinned_base(config.model.name, workdir))
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, name=base))
 
     def check() -> dict[str, Any]:
-        check_batch(config.train, mesh)
+        plan = choose_plan(config, jax.devices(), workdir=workdir)
+        planned = apply_plan(plan, config)
+        check_batch(planned.train, make_mesh(planned.mesh))
         for budget in config.validation.budgets:  # unused without a path, but a later evaluation may ask for them
             Refinement.from_config(config.decode, budget=budget)
         held.enter_context(lock.hold(workdir))
         claim(workdir, config)
-        return plain_values(config)
+        record_plan(workdir, jax.devices(), plan)
+        return {"config": plain_values(config), "plan": plan}
 
-    changed = differences(processes.decide(check), config)
+    decided = processes.decide(check)
+    changed = differences(decided["config"], config)
     if changed:
         raise InputError(f"process 0 runs another config: {'; '.join(changed[:5])}: start the same command everywhere")
     if config.train.method != "l2d" and config.validation.budgets != (1,):
         processes.print_once("validation is at a budget of 1: a language model without a path has no other")
+    processes.print_once(plan_text(decided["plan"], jax.devices()))
+    config = apply_plan(decided["plan"], config)
+    mesh = runtime.start_jax(config.mesh)
     for line in preflight.check_run(config, workdir, mesh):
         if show is not None:
             show(line)
@@ -148,7 +157,7 @@ class Run:
         log = self._step_log()
         step, stops, waits = start, False, False
         for step, batch in zip(range(start + 1, self._steps + 1), self._watch.waiting(batches), strict=False):
-            placed = micro_batches(batch, config.accumulation, self._mesh)
+            placed = micro_batches(batch, config.micro_batches, self._mesh)
             self._state, results = take_step(self._state, self._frozen, placed, jax.random.fold_in(key, step))
             log.add(step, results, tokens=count_text(batch) * config.batch_size // len(batch.tokens))  # by its rows
             is_last = step == self._steps

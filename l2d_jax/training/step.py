@@ -44,6 +44,7 @@ REMAT: dict[str, Callable[..., Any]] = {
         "none": save_all_but_weights,
         "products": _saved.save_only_these_names(layers.PRODUCT, attention.NAME),
         "full": _saved.nothing_saveable,
+        "auto": _saved.nothing_saveable,  # where no plan has replaced it
     }.items()
 }
 
@@ -107,7 +108,7 @@ def make_step(
 
         batch = batch._replace(weights=loss_weights(batch.weights, config.reduction, segments=batch.query_segments))
         zero = jax.tree.map(jnp.zeros_like, (jnp.float32(0), state.trained, state.loss_by_time))
-        keys = jax.random.split(key, config.accumulation)
+        keys = jax.random.split(key, config.micro_batches)
         (value, gradient, observed), _ = jax.lax.scan(accumulate, zero, (batch, keys))
         updates, moments = optimizer.update(gradient, state.optimizer, state.trained)
         new_state = TrainState(
@@ -135,17 +136,17 @@ def is_finite(tree: Any) -> jax.Array:
 def check_batch(config: TrainConfig, mesh: Mesh) -> None:
     """Raise `InputError` if the mesh does not divide a micro-batch."""
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
-    micro = config.batch_size // config.accumulation
+    micro = config.batch_size // config.micro_batches
     if micro % shards:
         raise InputError(
             f"a micro-batch of {micro} examples (config.train.batch_size {config.batch_size} / accumulation "
-            f"{config.accumulation}) does not divide over data x fsdp = {shards} devices: use a multiple of {shards}"
+            f"{config.micro_batches}) does not divide over data x fsdp = {shards} devices: use a multiple of {shards}"
         )
 
 
 def process_rows(config: TrainConfig, mesh: Mesh) -> list[int]:
     """The rows of a batch that this process passes to `micro_batches`, in that order."""
-    micro = config.batch_size // config.accumulation
+    micro = config.batch_size // config.micro_batches
     held = sharding.rows_on_devices(mesh, micro)
     return [first + row for first in range(0, config.batch_size, micro) for row in held]
 

@@ -17,7 +17,8 @@ def claim(workdir: Path, config: Config) -> None:
     """Make the workdir, and write the resolved config and the place of a local base.
 
     Raises `InputError` if that fails, and if the workdir has checkpoints of another config. The sections `mesh`,
-    `profile` and `log` may differ, and the options of where examples are read and when checkpoints are saved.
+    `profile` and `log` may differ, and the options of where examples are read and when checkpoints are saved; "auto" is
+    what the run began with (`plans`).
     """
     file = workdir / "config.json"
     text = json.dumps(config.to_dict(), indent=2) + "\n"
@@ -32,10 +33,10 @@ def claim(workdir: Path, config: Config) -> None:
     # A run may resume on other devices, trace other steps, and read the same examples from another place.
     free = ("config.mesh.", "config.profile.", "config.log.", "config.data.prepared", "config.train.checkpoint_minutes")
     sections = check(read_json(file), dict[str, dict[str, Any]], file, remedy="restore it or choose another --workdir")
-    former = {
-        name: values | sections.get(name, {}) for name, values in defaults().to_dict().items()
-    }  # it may lack some
-    changed = [line for line in differences(former, config) if not line.startswith(free)]
+    # A former version lacks the newest options.
+    former = {name: values | sections.get(name, {}) for name, values in defaults().to_dict().items()}
+    lines = differences(former, config)
+    changed = [line for line in lines if not line.startswith(free) and not line.endswith(", is 'auto'")]
     if changed:
         raise InputError(
             f"workdir {workdir} belongs to another config: {'; '.join(changed[:5])}: choose another --workdir"

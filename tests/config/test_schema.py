@@ -69,7 +69,7 @@ optim.weight_decay: float in [0, 100] = 0.01
 optim.clip_norm: float in [1e-12, 1e+30] = 1.0
 train.method: Literal['l2d', 'lora', 'full'] = 'l2d'
 train.batch_size: int in [1, 1000000] = 32
-train.accumulation: int in [1, 1000000] = 1
+train.accumulation: int in [1, 1000000] | Literal['auto'] = 'auto'
 train.own_estimates: float in [0, 1] = 0.0
 train.draws_per_context: int in [1, 4096] = 1
 train.time_density: Literal['uniform', 'cosmap', 'logit_normal', 'warped'] = 'uniform'
@@ -80,7 +80,7 @@ train.epochs: float in [1e-09, 1000000.0] = 1.0
 train.steps: int in [1, 1000000000] | None = None
 train.reduction: Literal['example', 'token'] = 'example'
 train.loss_chunk: int in [1, 10000000] = 1024
-train.remat: Literal['none', 'products', 'full'] = 'full'
+train.remat: Literal['auto', 'none', 'products', 'full'] = 'auto'
 train.checkpoint_every: int in [1, 1000000000] = 500
 train.checkpoint_minutes: float in [0, 10000] = 0.0
 train.keep: int in [1, 1000000000] = 3
@@ -108,7 +108,7 @@ validation.exact_examples: int in [0, 1000000000] = 0
 validation.exact_samples: int in [0, 1000000000] = 0
 validation.exact_batch_size: int in [1, 1000000] = 64
 mesh.data: int in [-1, 1000000] = 1
-mesh.fsdp: int in [-1, 1000000] = -1
+mesh.fsdp: int in [-1, 1000000] | Literal['auto'] = 'auto'
 mesh.tensor: int in [-1, 1000000] = 1
 mesh.context: int in [-1, 1000000] = 1
 profile.steps: str | None = None
@@ -225,6 +225,9 @@ def test_defaults_refuse_a_name_that_they_do_not_know():
         ({"data": {"packing": "yes"}}, "config.data.packing must be of type bool, got 'yes' of type str"),
         ({"decode": {"anneal": 1}}, "config.decode.anneal must be of type bool, got 1"),
         ({"train": {"steps": "all"}}, "config.train.steps must be of type int, got 'all'"),
+        ({"train": {"accumulation": "all"}}, "config.train.accumulation must be a number or 'auto', got 'all'"),
+        ({"train": {"accumulation": 2.0}}, "config.train.accumulation must be of type int, got 2.0 of type float"),
+        ({"mesh": {"fsdp": "rest"}}, "config.mesh.fsdp must be a number or 'auto', got 'rest'"),
         ({"validation": {"budgets": 3}}, "config.validation.budgets must be of type tuple[int, ...], got 3"),
         ({"validation": {"budgets": [1, "x"]}}, "config.validation.budgets[1] must be of type int, got 'x'"),
         ({"path": {"layers": "loar"}}, "config.path.layers must be one of 'lora', 'dense', got 'loar'"),

@@ -26,6 +26,24 @@ TRAINED = {  # of Llama 1B; less 240 columns, rows and biases around the token f
     "full": 1_235_814_400,
 }
 
+SLICES = """
+import importlib.util
+
+spec = importlib.util.spec_from_file_location("llama1b", {file!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+get_config = module.get_config
+
+def v5e_1x1(config):
+    config.train.remat = "none"
+
+def v5p_2x2x1(config):
+    config.train.accumulation = 2
+
+def v6e_1x1(config):
+    config.train.accumulation = 16
+"""
+
 OWN = """
 from l2d_jax.config import defaults
 
@@ -50,6 +68,13 @@ def _hidden(config):
 def file(tmp_path):
     (tmp_path / "config.py").write_text(OWN)
     return tmp_path / "config.py"
+
+
+@pytest.fixture
+def slices(tmp_path):
+    """Llama 1B with variants of its own."""
+    (tmp_path / "slices.py").write_text(SLICES.format(file=LLAMA1B))
+    return tmp_path / "slices.py"
 
 
 def trained(reference):
@@ -85,8 +110,8 @@ def test_guidance_has_the_classes_of_the_evaluation():
     assert (path.classes, path.class_dropout) == (len(CATEGORIES), 0.2)
 
 
-def test_several_are_applied_in_order(file):
-    config = read_config(f"{LLAMA1B}:dense_scratch,v5p_2x2x1, sigma_128")
+def test_several_are_applied_in_order(file, slices):
+    config = read_config(f"{slices}:dense_scratch,v5p_2x2x1, sigma_128")
     assert (config.path.layers, config.path.dense_init, config.path.sigma) == ("dense", "scratch", 128.0)
     assert config.train.accumulation == 2
     assert read_config(f"{file}:quiet,sigma_32").path.sigma == 32.0
@@ -124,8 +149,8 @@ def test_bad_variants_are_one_line(file, variant, message):
     assert message in str(caught.value)
 
 
-def test_the_table_counts_each(file):
-    outcome = call(train.main, "--config", f"{LLAMA1B}:v6e_1x1,sigma_32", "--variants")
+def test_the_table_counts_each(file, slices):
+    outcome = call(train.main, "--config", f"{slices}:v6e_1x1,sigma_32", "--variants")
     assert outcome.status == 0, outcome.err
     rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in outcome.out.splitlines()}
     assert rows["-"][0] == "73,344,256"

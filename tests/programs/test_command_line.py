@@ -218,7 +218,7 @@ def test_the_papers_configs_have_the_papers_values(name):
     assert config.path == PathConfig(**path, translation_width=256, layers="lora", lora_rank=32, lora_alpha=32.0)
     rates = {"peak_rate": 1e-4, "final_rate": 1e-6, "warmup_steps": 100}
     assert config.optim == OptimConfig(**rates, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.01, clip_norm=1.0)
-    train = {"batch_size": 32, "accumulation": 1, "epochs": 1.0, "steps": None}
+    train = {"batch_size": 32, "accumulation": "auto", "epochs": 1.0, "steps": None}
     assert config.train == TrainConfig(**train)
     assert config.data.source == "smoltalk"
     assert config.data.max_length == 2048

@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from l2d_jax import compile as program
+from l2d_jax import train
 from l2d_jax.performance import lowering, tpu_estimate
 from l2d_jax.performance.topologies import Topology
 from tests.support.programs import call, config, options
@@ -47,6 +48,27 @@ def test_a_question_is_compiled_once(here, tmp_path):
     found = json.loads(call(program.main, *arguments, "--json").out)["train"]
     assert found["cached"]
     assert 1 <= found["FLOPs"] / found["useful FLOPs"] < 4
+
+
+def test_a_search_is_kept_for_auto(here, monkeypatch):
+    """The compiler's figures are our own: four rows at a time do not fit, and two are faster than one."""
+    shares = {4: 0.3, 2: 0.4, 1: 0.5}
+
+    def answer(question, mesh, *, folder=None):
+        accumulation = question.config.train.accumulation
+        return {"needed": 4 / accumulation, "usable": 3.0, "share of peak": shares[accumulation], "cached": True}
+
+    monkeypatch.setattr(program, "answer", answer)
+    arguments = (*SMALL, "--topology", "v5e:1x1", "--work", "train")
+    default = call(program.main, *arguments).out.splitlines()[1]
+    assert default.startswith("  plan: remat full, accumulation 1, mesh of one device (not compiled for 1 ")
+    outcome = call(program.main, *arguments, "--search")
+    found = outcome.out.splitlines()[1].strip()
+    assert found.startswith("plan: remat products, accumulation 2, mesh of one device (40.0% of peak, compiled for 1 ")
+    assert [line.split(", ")[1] for line in outcome.err.splitlines()] == [f"accumulation {n}" for n in (4, 2, 1)]
+    assert call(program.main, *arguments).out.splitlines()[1].strip() == found
+    assert call(train.main, *SMALL, "--dry_run").out.splitlines()[0] == found
+    assert "remat none, accumulation 1" in call(train.main, *SMALL, "--dry_run", "--config.train.remat=none").out
 
 
 def test_what_makes_another_question(monkeypatch):

@@ -1,0 +1,154 @@
+"""The plan of a training step: what a config leaves "auto" of rematerialisation, micro-batches and the mesh.
+
+`compile --search` keeps what the compiler says of a few plans for a slice of TPUs, by the devices and the sizes of the
+step, not by a model's name; `plans.json` has that for the models of the paper. Without an entry, a step computes all
+again in the backward pass, has one micro-batch, and shards the weights over all devices.
+
+The noise of a step depends on its micro-batches, so a run keeps their number wherever it goes on. Its workdir records
+the plan for each slice, and a run that comes back to a slice takes the same one, so that it repeats itself bit for bit.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NotRequired
+
+import jax
+from jax.sharding import Mesh
+from typing_extensions import TypedDict
+
+from l2d_jax.config.parsing import from_dict
+from l2d_jax.config.schema import Config, MeshConfig
+from l2d_jax.distributed import runtime
+from l2d_jax.errors import InputError
+from l2d_jax.files import Count, cache_folder, check, read_json, write_whole
+from l2d_jax.storage import mirror
+from l2d_jax.training.methods import method_of
+from l2d_jax.weights.model_folder import read_architecture
+
+TABLE = "plans.json"  # what searches found: of this machine, in the cache, and of the package, beside this file
+RECORD = "plan.json"  # of a workdir: the plan on each slice that it was trained on
+ANY = "any devices"  # in a record: of a run from before there were plans
+SPARE = 0.1  # share of a device's memory that a plan has to leave free
+
+
+class StepPlan(TypedDict):
+    """How a step is computed, and what the compiler says of that."""
+
+    remat: Literal["none", "products", "full"]
+    accumulation: Count  # micro-batches
+    mesh: dict[str, int]
+    spare: NotRequired[float]  # share of a device's memory that it leaves free; negative where it does not fit
+    share_of_peak: NotRequired[float]  # of the useful operations; 0 where it does not fit
+
+
+def apply_plan(plan: StepPlan, config: Config) -> Config:
+    """The config with the values of a plan."""
+    train = dataclasses.replace(config.train, remat=plan["remat"], accumulation=plan["accumulation"])
+    return dataclasses.replace(config, train=train, mesh=from_dict(MeshConfig, plan["mesh"], prefix="mesh"))
+
+
+def allows(config: Config, plan: StepPlan, *, devices: int) -> bool:
+    """Whether a config sets none of a plan's options to another value."""
+    train, mesh, planned = config.train, config.mesh, from_dict(MeshConfig, plan["mesh"], prefix="mesh")
+    is_same = train.remat in ("auto", plan["remat"]) and train.accumulation in ("auto", plan["accumulation"])
+    return is_same and (mesh == MeshConfig() or mesh.sizes(devices) == planned.sizes(devices))
+
+
+def devices_text(devices: Sequence[Any]) -> str:
+    """The number and kind of devices, such as "16 TPU v5 lite", and the number of slices where there are several."""
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    return f"{len(devices)} {devices[0].device_kind}" + (f" in {slices} slices" if slices > 1 else "")
+
+
+def plan_text(plan: StepPlan, devices: Sequence[Any]) -> str:
+    """What a plan is and where it is from, in one line."""
+    mesh = " ".join(f"{name}={size}" for name, size in plan["mesh"].items() if size != 1) or "of one device"
+    share = f"{plan['share_of_peak']:.1%} of peak, compiled for" if "share_of_peak" in plan else "not compiled for"
+    values = f"remat {plan['remat']}, accumulation {plan['accumulation']}, mesh {mesh}"
+    return f"plan: {values} ({share} {devices_text(devices)})"
+
+
+def step_text(config: Config, devices: Sequence[Any]) -> str:
+    """The key of a plan: the devices, and the sizes that the cost of a step depends on."""
+    a, method, train, data = read_architecture(config.model), method_of(config), config.train, config.data
+    trees = method.declare_frozen(a), method.declare(a)
+    frozen, trained = (sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree)) for tree in trees)
+    options = f"draws {train.draws_per_context}, chunk {train.loss_chunk}"
+    options += ", packed" * data.packing + ", own estimates" * (train.own_estimates > 0)
+    return (
+        f"{devices_text(devices)}: {train.method} of {a.num_hidden_layers} layers x {a.hidden_size}, "
+        f"{frozen} {config.model.dtype} + {trained} values, {train.batch_size} rows of {data.max_length} tokens, "
+        f"{data.answer_length or data.max_length} of them answers, {options}"
+    )
+
+
+def choose_plan(config: Config, devices: Sequence[Any], *, workdir: Path | None = None) -> StepPlan:
+    """The plan of a config on some devices, which sets nothing that the config sets otherwise.
+
+    In a `workdir` with checkpoints the plan that it records for these devices comes first; then the fastest one of the
+    tables that leaves `SPARE` of the memory free; then the default. Raises `InputError` for a file that is malformed.
+    """
+    where, recorded = devices_text(devices), {} if workdir is None else recorded_plans(workdir)
+    plans = [recorded[name] for name in (where, ANY) if name in recorded]
+    for begun in recorded.values():
+        train = dataclasses.replace(config.train, accumulation=begun["accumulation"])
+        config = dataclasses.replace(config, train=train)
+    for table in (_read_table(folder / TABLE) for folder in (cache_folder(), Path(__file__).parent)):
+        if any(name.startswith(f"{where}: ") for name in table):
+            plans += sorted(table.get(step_text(config, devices), []), key=lambda plan: -plan.get("share_of_peak", 0))
+    for plan in plans:
+        if plan.get("spare", SPARE) >= SPARE and allows(config, plan, devices=len(devices)):
+            return plan
+    remat: Any = "full" if config.train.remat == "auto" else config.train.remat
+    return StepPlan(remat=remat, accumulation=config.train.micro_batches, mesh=config.mesh.sizes(len(devices)))
+
+
+def start_planned(config: Config) -> tuple[Config, Mesh, str]:
+    """Start JAX with the plan of a config: the config with its values, the mesh, and the line of `plan_text`."""
+    runtime.start_jax(config.mesh)
+    plan = choose_plan(config, jax.devices())
+    config = apply_plan(plan, config)
+    return config, runtime.start_jax(config.mesh), plan_text(plan, jax.devices())
+
+
+def add_plans(config: Config, devices: Sequence[Any], plans: list[StepPlan]) -> None:
+    """Put what a search has found for a config on some devices into the table of this machine."""
+    file, key = cache_folder() / TABLE, step_text(config, devices)
+    table = _read_table(file)
+    new = [(plan["remat"], plan["accumulation"], plan["mesh"]) for plan in plans]
+    others = [old for old in table.get(key, []) if (old["remat"], old["accumulation"], old["mesh"]) not in new]
+    table[key] = others + plans
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file, json.dumps(table, indent=1, sort_keys=True) + "\n")
+
+
+def recorded_plans(workdir: Path) -> dict[str, StepPlan]:
+    """The plans by `devices_text` that a run was trained with; empty where it has no checkpoints yet.
+
+    Workdirs from before there were plans have the values in their config, for `ANY` devices.
+    """
+    file = workdir / RECORD
+    if not (workdir / "checkpoints").exists():
+        return {}
+    if file.exists():
+        return check(read_json(file), dict[str, StepPlan], file, remedy="restore it or choose another --workdir")
+    train = read_json(workdir / "config.json")["train"]
+    begun = StepPlan(remat=train["remat"], accumulation=train["accumulation"], mesh={"fsdp": -1})
+    return {} if "auto" in begun.values() else {ANY: begun}
+
+
+def record_plan(workdir: Path, devices: Sequence[Any], plan: StepPlan) -> None:
+    """Write into the workdir of a run which plan it takes on these devices."""
+    plans = recorded_plans(workdir) | {devices_text(devices): plan}
+    try:
+        write_whole(workdir / RECORD, json.dumps(plans, indent=2) + "\n")
+        mirror.publish(workdir / RECORD)
+    except OSError as error:
+        raise InputError(f"cannot write to workdir {workdir}: {error.strerror}: choose another --workdir") from error
+
+
+def _read_table(file: Path) -> dict[str, list[StepPlan]]:
+    return check(read_json(file), dict[str, list[StepPlan]], file, remedy="remove it") if file.exists() else {}
