@@ -8,7 +8,6 @@ The defaults are the paper's hyper-parameters (appendix, Table of implementation
 """
 
 import dataclasses
-import math
 import re
 import typing
 from collections.abc import Mapping
@@ -222,10 +221,7 @@ class ValidationConfig:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Devices per mesh axis; one axis may be -1, and takes the devices that the others leave.
-
-    As it is by default, training takes the mesh of its plan (`training.plans`), if there is one for its devices.
-    """
+    """Devices per mesh axis; one axis may be -1, and takes the devices that the others leave; so does "auto"."""
 
     data: ranges.MeshSize = 1  # copies of the weights
     fsdp: ranges.MeshSize | Literal["auto"] = "auto"  # shards of the weights; the batch is split over data x fsdp
@@ -239,12 +235,6 @@ class MeshConfig:
             all(size == -1 or size > 0 for size in sizes) and sizes.count(-1) <= 1,
             f"config.mesh takes positive sizes and at most one -1, got data, fsdp, tensor and context {sizes}",
         )
-
-    def sizes(self, devices: int) -> dict[str, int]:
-        """The size of each axis on a number of devices, which they need not multiply to; "auto" is like -1."""
-        sizes = {name: -1 if size == "auto" else size for name, size in dataclasses.asdict(self).items()}
-        rest = devices // math.prod(max(size, 1) for size in sizes.values())
-        return {name: rest if size == -1 else size for name, size in sizes.items()}
 
 
 @dataclass(frozen=True)

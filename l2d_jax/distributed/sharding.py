@@ -10,6 +10,7 @@ values are gathered where they are read, and serves the weights as more of `fsdp
 width) stay whole.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -111,10 +112,17 @@ def partition(
     return PartitionSpec(*spec)
 
 
+def axis_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
+    """The size of each axis on a number of devices, which they need not multiply to; "auto" is like -1."""
+    sizes = {name: -1 if size == "auto" else size for name, size in dataclasses.asdict(config).items()}
+    rest = devices // math.prod(max(size, 1) for size in sizes.values())
+    return {name: rest if size == -1 else size for name, size in sizes.items()}
+
+
 def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
     """The device mesh of a config; raises `InputError` if the sizes do not multiply to the number of devices."""
     devices = devices or jax.devices()
-    sizes = config.sizes(len(devices))
+    sizes = axis_sizes(config, len(devices))
     total = math.prod(sizes.values())
     if total != len(devices):
         wanted = " x ".join(f"{name}={size}" for name, size in sizes.items())

@@ -55,7 +55,7 @@ def train(config: Config, workdir: str | os.PathLike[str], *, preemption: Preemp
 
 
 def prepare(
-    config: Config, workdir: Path, held: contextlib.ExitStack, *, show: Callable[[str], None] | None = None
+    config: Config, workdir: Path, held: contextlib.ExitStack, *, show: Callable[[str], object] = lambda *_: None
 ) -> tuple[Config, Mesh]:
     """Start JAX, check what every host needs, claim the workdir and keep it `held`.
 
@@ -88,8 +88,7 @@ def prepare(
     config = apply_plan(decided["plan"], config)
     mesh = runtime.start_jax(config.mesh)
     for line in preflight.check_run(config, workdir, mesh):
-        if show is not None:
-            show(line)
+        show(line)
     return config, mesh
 
 
