@@ -10,7 +10,8 @@ from safetensors.numpy import load_file
 
 from l2d_jax import prepare, train
 from l2d_jax.data import examples, prepared, tokenizer
-from l2d_jax.errors import LONGEST_LINE
+from l2d_jax.errors import LONGEST_LINE, InputError
+from l2d_jax.weights import model_folder
 from tests.support.programs import ROOT, call, options, same_bits, without_times
 
 STEPS = {"train__steps": 3, "data__packing": True}
@@ -39,22 +40,26 @@ def test_training_is_the_same_bit_for_bit_and_neither_reads_nor_tokenises_the_so
     assert "resuming after step 3" in call(train.main, *arguments, tmp_path / "source").out  # the same examples
 
 
-def test_bad_input_is_one_line_before_a_base_is_looked_for(tmp_path, monkeypatch):
-    nowhere = {"model__name": "no/such", "data__prepared": tmp_path / "out"}
-    line = call(train.main, *options(**nowhere), "--workdir", tmp_path / "run").error
-    assert line.startswith(f"{tmp_path / 'out'} has no manifest.json: its preparation has not ended")
-    call(prepare.main, *options(), "--out", tmp_path / "out")
-    line = call(train.main, *options(**nowhere, data__max_length=200), "--workdir", tmp_path / "run").error
-    assert line.startswith(f"{tmp_path / 'out'} was prepared with config.data.max_length 256, not 200: ")
-    line = call(train.main, *options(**nowhere), "--workdir", tmp_path / "run").error
-    assert "no/such" in line
-    next((tmp_path / "out" / "shards").iterdir()).write_bytes(b"")
-    line = call(train.main, *options(**nowhere), "--workdir", tmp_path / "run").error
-    assert "is missing, or not as it was written: give the command of l2d_jax.prepare again" in line
-    assert len(line) < LONGEST_LINE
-    assert "names examples that are prepared already" in call(prepare.main, *options(**nowhere), "--out", "x").error
-    assert "out/manifest.json" in call(prepare.main, *options(), "--out", tmp_path / "out" / "manifest.json").error
-    assert "is not a path of this machine" in call(prepare.main, *options(), "--out", "ftp://x/y").error
+def test_bad_input_is_one_line_before_a_base_is_opened(tmp_path, monkeypatch):
+    def opened(*_):
+        raise InputError("opens the base")
+
+    def error(**changes):
+        return call(train.main, *options(data__prepared=out, **changes), "--workdir", tmp_path / "run").error
+
+    monkeypatch.setattr(model_folder, "find_base", opened)
+    out = tmp_path / "out"
+    assert error().startswith(f"{out} has no manifest.json: its preparation has not ended")
+    assert call(prepare.main, *options(), "--out", out).status == 0
+    assert error(data__max_length=200).startswith(f"{out} was prepared with config.data.max_length 256, not 200: ")
+    assert error() == "opens the base"
+    next((out / "shards").iterdir()).write_bytes(b"")
+    assert "is missing, or not as it was written: give the command of l2d_jax.prepare again" in error()
+    assert len(error()) < LONGEST_LINE
+    outcome = call(prepare.main, *options(data__prepared=out), "--out", "x")
+    assert "names examples that are prepared already" in outcome.error
+    assert "out/manifest.json" in call(prepare.main, *options(), "--out", out / "manifest.json").error
+    assert "gs://BUCKET/FOLDER, got 'ftp://x/y'" in call(prepare.main, *options(), "--out", "ftp://x/y").error
 
 
 @pytest.mark.slow
