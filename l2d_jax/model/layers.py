@@ -84,14 +84,8 @@ def project(x: Array, weight: Array, update: Lora | None = None, *, scale: float
 def checkpointed_matmul(
     x: Array, weight: Array, update: Lora | None = None, *, scale: float = 1.0, dims: int = 1
 ) -> Array:
-    """`project` for a block that is trained: rematerialisation may save the result.
-
-    `x` and the gradient are computed once. Otherwise, two products that read one element-wise result both compute it
-    again for each of their tiles: a tenth of a training step, compiled for TPU v5e. The result may be fused with what
-    reads it: a barrier there costs copies of what is saved, 7 % of the path's time.
-    """
-    y = project(jax.lax.optimization_barrier(x), weight, update, scale=scale, dims=dims)
-    return gradient_barrier(checkpoint_name(y, PRODUCT))
+    """`project` for a block that is trained: rematerialisation may save the result, which is fused with nothing."""
+    return fusion_barrier(checkpoint_name(project(fusion_barrier(x), weight, update, scale=scale, dims=dims), PRODUCT))
 
 
 @jax.custom_vjp
@@ -120,12 +114,18 @@ _low_rank_product.defvjp(_low_rank_forward, _low_rank_backward)
 
 
 @jax.custom_vjp
-def gradient_barrier(x: Array) -> Array:
-    """`x` as it is, whose gradient is fused with nothing."""
-    return x
+def fusion_barrier(x: Array) -> Array:
+    """Compute `x` and its gradient here, once: neither is fused into the products that read it.
+
+    Otherwise, two products that read one element-wise result both compute it again for each of their tiles. Compiled
+    for TPU v5e, that cost a tenth of a training step.
+    """
+    return jax.lax.optimization_barrier(x)
 
 
-gradient_barrier.defvjp(lambda x: (x, None), lambda _, gradient: (jax.lax.optimization_barrier(gradient),))
+fusion_barrier.defvjp(
+    lambda x: (fusion_barrier(x), None), lambda _, gradient: (jax.lax.optimization_barrier(gradient),)
+)
 
 
 @nnx.dataclass
