@@ -15,9 +15,8 @@ def medians(*works: Callable[[], object]) -> list[float]:
     return [sorted(seconds)[REPEATS // 2] for seconds in zip(*rounds, strict=True)]
 
 
-def matrix_products() -> tuple[Callable[[], object], int]:
-    """A function that multiplies 2048 x 2048 float32 matrices ten times in turn, and its floating-point operations."""
-    size, times = 2048, 10
+def matrix_products(size: int = 2048, *, times: int = 10) -> tuple[Callable[[], object], int]:
+    """A function that multiplies float32 matrices, `size` x `size`, in turn, and its floating-point operations."""
     x = jnp.ones((size, size))
     product = jax.jit(jnp.matmul)
 

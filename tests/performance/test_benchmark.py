@@ -2,12 +2,13 @@
 
 import json
 import time
+from functools import partial
 
 import jax
 import pytest
 
 from l2d_jax import benchmark
-from l2d_jax.performance import timing
+from l2d_jax.performance import timing, training_speed
 from l2d_jax.performance.decoding_speed import bytes_per_evaluation
 from tests.support import tiny
 from tests.support.programs import call, options
@@ -16,7 +17,8 @@ SHAPE = ["--batches", 1, 2, "--budgets", 1, 5, "--prompt", 8, "--new", 4]
 
 
 @pytest.mark.slow
-def test_training() -> None:
+def test_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_speed, "matrix_products", partial(timing.matrix_products, 256))
     shape = options(train__batch_size=2, data__max_length=64, data__answer_length=64)
     outcome = call(benchmark.main, "train", *shape, "--json")
     assert outcome.status == 0, outcome.err
@@ -54,7 +56,7 @@ def test_bytes_of_an_evaluation(layers: str) -> None:
 
 @pytest.mark.slow
 def test_rates_are_those_of_this_machine() -> None:
-    multiply, operations = timing.matrix_products()
+    multiply, operations = timing.matrix_products(512)
     assert operations / timing.medians(multiply)[0] > 1e8
     assert timing.read_rate() > 1e8
     assert jax.default_backend() == "cpu"

@@ -67,13 +67,17 @@ def model(tmp_path_factory, mesh):
     return folder
 
 
-@pytest.fixture
-def no_others(monkeypatch):
-    """Without the harness's own tasks, whose names take several seconds to read."""
+def leave_others(monkeypatch):
+    """Leave out the harness's own tasks, whose names take several seconds to read."""
     import lm_eval.tasks
 
     manager = lm_eval.tasks.TaskManager
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda **given: manager(**given | {"include_defaults": False}))
+
+
+@pytest.fixture
+def no_others(monkeypatch):
+    leave_others(monkeypatch)
 
 
 def run(out, folder, *arguments):
@@ -81,9 +85,9 @@ def run(out, folder, *arguments):
 
 
 @needs_it
-def test_tasks_of_every_kind(tmp_path, tasks, model):
+def test_tasks_of_every_kind(tmp_path, tasks, model, monkeypatch):
     names = list(TASKS)[:3]
-    arguments = ["--model", model, "--draws", 2, "--limit", 2, "--dtype", "float32"]
+    arguments = ["--model", model, "--draws", 2, "--limit", 2, "--dtype", "float32", "--batch_size", 2]
     outcome = run(tmp_path / "out", tasks, *arguments, "--tasks", ",".join(names), "--budget", 3)
     assert outcome.status == 0, outcome
     for name in (*names, "exact_match", "acc", "byte_perplexity"):
@@ -99,6 +103,7 @@ def test_tasks_of_every_kind(tmp_path, tasks, model):
     length = sum(len(row["text"]) for row in TEXTS)
     assert perplexity == pytest.approx(math.exp(-total / length), rel=1e-5)
 
+    leave_others(monkeypatch)
     base = run(tmp_path / "base", tasks, *arguments, "--tasks", "tiny_choices", "--likelihood", "base")
     assert base.status == 0, base
     config = json.loads((tmp_path / "base" / "results.json").read_text())["config"]
@@ -108,7 +113,7 @@ def test_tasks_of_every_kind(tmp_path, tasks, model):
 @needs_it
 def test_a_group_of_conversations(tmp_path, tasks, model, no_others):
     arguments = ["--model", model, "--tasks", "tiny_group", "--apply_chat_template", "--limit", 1, "--budget", 1]
-    outcome = run(tmp_path / "out", tasks, *arguments, "--dtype", "float32")
+    outcome = run(tmp_path / "out", tasks, *arguments, "--dtype", "float32", "--batch_size", 2)
     assert outcome.status == 0, outcome
     assert "tiny_choices" in outcome.out
     samples = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]

@@ -17,7 +17,8 @@ def run(tmp_path_factory, mesh):
     folder = tmp_path_factory.mktemp("models")
     base = write_base(folder / "base")
     model = write_model(folder / "model", base, mesh)
-    options = [f"--config.{name}={value}" for name, value in (SMALLER | {"data.validation_examples": 3}).items()]
+    small = SMALLER | {"data.validation_examples": 3, "validation.exact_batch_size": 4, "decode.max_new_tokens": 4}
+    options = [f"--config.{name}={value}" for name, value in small.items()]
 
     def run(out, *arguments, models=(f"base={base}", f"path={model}")):
         common = ["--config", TINY, "--out", out, "--budgets", 1, 4, "--solvers", "midpoint", "euler", "fehlberg2"]

@@ -42,7 +42,7 @@ SETTINGS = {
     "data__answer_length": 96,
 }
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["l2d_jax.train"])
+SERVER.set_forkserver_preload(["l2d_jax.train", "tensorboardX.event_file_writer"])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@ import importlib
 import json
 import re
 import shutil
+from functools import partial
 
 import datasets
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from l2d_jax.config.config_file import read_config
 from l2d_jax.distributed.sharding import abstract
 from l2d_jax.files import read_json
 from l2d_jax.loading import load
-from l2d_jax.performance import costs
+from l2d_jax.performance import costs, timing, training_speed
 from l2d_jax.training.checkpoint import Checkpoints
 from l2d_jax.training.methods import method_of
 from l2d_jax.training.metrics import read_metrics
@@ -281,7 +282,8 @@ def test_a_dry_run_counts_what_is_trained(method):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", BASELINES)
-def test_the_benchmark_of_training(method):
+def test_the_benchmark_of_training(monkeypatch, method):
+    monkeypatch.setattr(training_speed, "matrix_products", partial(timing.matrix_products, 256))
     found = json.loads(run(benchmark, "train", *options(**BASELINES[method]), "--json").out)
     assert found["tokens per second"] > 0
     assert found["parts"].keys() == {"all else"}
