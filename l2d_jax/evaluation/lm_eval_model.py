@@ -1,8 +1,8 @@
 """A model as lm-evaluation-harness uses it: it continues texts, and gives the likelihoods of continuations.
 
-Texts become tokens as in the harness's own class for Hugging Face models, so that results can be compared. Noise depends
-on a request's text alone. So batches and other requests change a result's rounding alone (`generation` says how much),
-and all options of a question are compared under the same noise.
+Texts become tokens as in the harness's own class for Hugging Face models. Noise depends on a request's text alone: so
+batches and other requests change a result's rounding alone (`generation` says how much), and all options of a question
+are compared under the same noise.
 """
 
 import dataclasses

@@ -8,7 +8,9 @@ are not.
 
 import json
 import os
+import select
 import struct
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -166,19 +168,24 @@ class Channel:
         except OSError as error:
             raise ClosedError from error
 
-    def receive(self) -> dict[str, Any]:
-        """Read a message; raises `ClosedError`, `TooLargeError` or `MalformedError`."""
-        length = int.from_bytes(self._read(4), "big")
+    def receive(self, *, seconds: float | None = None) -> dict[str, Any]:
+        """Read a message; raises `ClosedError`, `TooLargeError`, `MalformedError`, and `TimeoutError` after `seconds`."""
+        end = None if seconds is None else time.monotonic() + seconds
+        length = int.from_bytes(self._read(4, end), "big")
         if length > self._limit:
             raise TooLargeError(f"{length} bytes")
-        message = load_message(self._read(length))
+        message = load_message(self._read(length, end))
         if type(message) is not dict:
             raise MalformedError("not an object")
         return message
 
-    def _read(self, count: int) -> bytes:
+    def _read(self, count: int, end: float | None) -> bytes:
         data = bytearray()
+        waiting = select.poll()  # unlike select(), it takes descriptors beyond 1023
+        waiting.register(self._incoming, select.POLLIN)
         while len(data) < count:
+            if end is not None and not waiting.poll(max(0.0, end - time.monotonic()) * 1000):
+                raise TimeoutError
             part = os.read(self._incoming, min(count - len(data), 2**20))
             if not part:
                 raise ClosedError
