@@ -135,7 +135,7 @@ class Task:
         return [scores[number] for number in range(len(texts))]
 
     def _read(self, split: str, folder: Path | None) -> datasets.Dataset:
-        """The rows of a split, checked: made here, or from `<split>.jsonl` or `.parquet` in a folder, or from the hub."""
+        """The rows of a split, checked: made here, or those of a file in a folder, or of the hub."""
         if self.make is not None:
             return datasets.Dataset.from_list(self.make(split))
         if folder is None:
