@@ -1,11 +1,8 @@
 """Starts a process that sees next to nothing: bubblewrap's namespaces, a filter of system calls, resource limits.
 
-The process sees Python's standard library and the system's shared libraries, without installed packages, and the pipes
-that its caller passes. Everything is read-only: it makes no file. It has no network, no /proc and no environment, and
-sees no other process.
-
-Root's process becomes another user, whose threads the kernel limits, since it does not limit root's. An ordinary user's
-process keeps its user, in a user namespace, and so does root's without an account.
+The process sees Python's standard library and the system's shared libraries, all read-only, without installed packages,
+and the pipes that its caller passes. It has no network, no /proc and no environment, and sees no other process. Root's
+process becomes another user, whose threads the kernel limits; any other keeps its user, in a user namespace.
 """
 
 import contextlib
@@ -58,8 +55,7 @@ def start_isolated(
 
     Killing the returned process kills everything inside. The calling thread must outlive the process. It keeps the
     descriptors `pipes`, whose numbers are its command line. From standard input it reads the task, as JSON, with the
-    limits, which it enforces but for the wall clock, and the account: the user that root's process becomes; None: it
-    keeps its user. It starts in the control group; None: in this process's.
+    limits, and the account: the user that root's process becomes; None: it keeps its user.
     """
     alive = f"import os, sys; os.write(2, b'.'); sys.path.insert(0, {_CODE!r})"
     entry = f"{alive}; from {module.__name__} import main; main()"

@@ -19,7 +19,7 @@ from l2d_jax.config.parsing import require
 from l2d_jax.data.rows import find_file, read_file, read_hub, require_columns
 from l2d_jax.data.tokenizer import prompt_ids, text_ids
 from l2d_jax.errors import InputError
-from l2d_jax.evaluation.tasks import code
+from l2d_jax.evaluation.sandbox.submission import Submission
 from l2d_jax.evaluation.tasks.problem import EncodedProblem, Item, Problem, Prompts, Row, Run, Score, TaskSampling
 
 MAX_LENGTH = 2048  # tokens of a prompt and its right answer together: the release's max_seq_len
@@ -130,7 +130,7 @@ class Task:
         elif run is None or self.candidates is None:
             raise InputError(f"{self.name} runs generated code: allow it with --allow_code_execution")
         else:
-            found = code.score_programs(asked, list(map(self.candidates, asked, said)), run)
+            found = score_programs(asked, list(map(self.candidates, asked, said)), run)
         scores |= dict(zip(rest, found, strict=True))
         return [scores[number] for number in range(len(texts))]
 
@@ -209,6 +209,23 @@ def encode_problems(
     least, remedy = min(lengths), "use fewer shots, or raise the limit"
     require(least <= max_length, f"no prompt has at most {max_length} tokens, they take {least} or more: {remedy}")
     return [pair for pair, length in zip(pairs, lengths, strict=True) if length <= max_length]
+
+
+def score_programs(problems: Sequence[Problem], pairs: Sequence[tuple[str, str]], run: Run) -> list[Score]:
+    """Score completions by running the strict and the relaxed candidate that each pair has.
+
+    A candidate that is both runs once, and a completion that passes the strict way is right the relaxed way too. The
+    reference of a problem is all that a `Submission` has beside the candidate, in its order: tests, names and setup.
+    """
+    places = [(number, candidate) for number, pair in enumerate(pairs) for candidate in dict.fromkeys(pair)]
+    programs = [Submission(candidate, *problems[number].reference) for number, candidate in places]
+    verdicts = dict(zip(places, run(programs), strict=True))
+    scores = []
+    for number, pair in enumerate(pairs):
+        strict, relaxed = (verdicts[number, candidate] for candidate in pair)
+        reason = "" if strict.passed else str(strict.reason)
+        scores.append(Score(float(strict.passed), float(strict.passed or relaxed.passed), *pair, reason))
+    return scores
 
 
 def _fault(text: str) -> str:
