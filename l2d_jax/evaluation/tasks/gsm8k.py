@@ -24,8 +24,10 @@ NUMBER = re.compile(r"(?:(?<![\w.)])-)?\d[\d,]*(?:\.\d+)?")
 def last_number(completion: str) -> str | None:
     """The number that the relaxed rule finds: the first behind the last "####" or "answer is", else the last number.
 
-    >>> last_number("So he pays $1,200.50 in total."), last_number("The answer is -3. That is 3 less.")
-    ('1200.50', '-3')
+    >>> last_number("So he pays $1,200.50 in total.")
+    '1200.50'
+    >>> last_number("The answer is -3. That is 3 less.")
+    '-3'
     """
     text = completion.replace("$", "").replace("\\", "")
     _, *behind = re.split(r"####|answer is|answer:", text, flags=re.IGNORECASE)

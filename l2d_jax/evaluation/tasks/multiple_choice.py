@@ -51,8 +51,12 @@ def worded(
 def first_letter(completion: str, labels: Sequence[str]) -> str | None:
     """The letter that the strict rule finds, or None.
 
-    >>> first_letter("(B) is right, not A.", "ABCD"), first_letter("GLOB", "ABCD"), first_letter("Because", "ABCD")
-    ('B', 'B', None)
+    >>> first_letter("(B) is right, not A.", "ABCD")
+    'B'
+    >>> first_letter("GLOB", "ABCD")
+    'B'
+    >>> first_letter("Because", "ABCD") is None
+    True
     """
     found = re.search(f"([{''.join(labels)}])(?:[^a-zA-Z0-9]|$)", completion)
     return found[1] if found else None
