@@ -1,9 +1,7 @@
 """Evaluates a model on the paper's tasks: `python -m l2d_jax.evaluate --workdir DIR --tasks gsm8k,mmlu --budget 1 15`.
 
-Problems, prompts and strict scores are those of the paper; each strict score has a relaxed one beside it. Results go to
-`DIR/eval/<task>/<solver>-<budget>/`: `samples.jsonl` has a line per problem with prompt, completions, extracted answers
-and scores, and `results.json` has the figures. The same command again continues where it stopped. A budget of 1 is the
-LM itself.
+Results go to `DIR/eval/<task>/<solver>-<budget>/`: `samples.jsonl` has a line per problem with prompt, completions,
+extracted answers and scores, and `results.json` has the figures. The same command again continues where it stopped.
 """
 
 import argparse
@@ -15,7 +13,7 @@ from l2d_jax import command_line
 from l2d_jax.command_line import file_name, folder_or_bucket, model_name
 from l2d_jax.config import config_file, ranges
 from l2d_jax.config.parsing import require
-from l2d_jax.config.schema import CATEGORIES, Config, MeshConfig
+from l2d_jax.config.schema import Config, MeshConfig
 from l2d_jax.data import rows
 from l2d_jax.decoding.batching import common_prefix
 from l2d_jax.decoding.loaded_model import LoadedModel
@@ -23,9 +21,9 @@ from l2d_jax.decoding.refine import check_budget
 from l2d_jax.decoding.requests import check_decoding_memory, check_prompts
 from l2d_jax.decoding.solver import SOLVERS
 from l2d_jax.distributed import processes, runtime
-from l2d_jax.evaluation.plan import TaskPlan, check_same, choose_run, make_plans, open_results
+from l2d_jax.evaluation.plan import TaskPlan, check_same, choose_run, label_of, make_plans, open_results
 from l2d_jax.evaluation.results import KINDS, accuracy_interval
-from l2d_jax.evaluation.runner import evaluate_task, label_of
+from l2d_jax.evaluation.runner import evaluate_plan
 from l2d_jax.evaluation.tasks import registry
 from l2d_jax.evaluation.tasks.problem import Run
 from l2d_jax.fingerprint import Fingerprint
@@ -71,9 +69,8 @@ def open_session(options: argparse.Namespace, config: Config | None) -> tuple[Se
         longest = max(map(len, prompts)) - common_prefix(prompts)
         size, remedy = plan.protocol.batch_size, "--batch_size or --max_new_tokens"
         check_decoding_memory(llm, found.path_config, plan.settings, rows=size, longest=longest, remedy=remedy)
-    if options.label is not None:
-        labels = {label_of(one.problem, plan.protocol) for plan in plans for one in plan.problems}
-        check_labels(found.path_config, sorted(label for label in labels if label is not None))
+    labels = {label_of(one.problem, plan.protocol) for plan in plans for one in plan.problems}
+    check_labels(found.path_config, sorted(label for label in labels if label is not None))
     step = newest_step(found)  # resolved once: a training run may save another meanwhile
     # Other evaluations in these folders are refused before any weight is loaded.
     model = processes.decide(lambda: model_fingerprint(found, base, step))
@@ -83,24 +80,20 @@ def open_session(options: argparse.Namespace, config: Config | None) -> tuple[Se
 
 
 def run_plans(session: Session, plans: Sequence[TaskPlan]) -> None:
-    """Evaluate plan by plan, and print a line for each; raises `InputError` as `evaluate_task` does."""
-    loaded = session.loaded
+    """Evaluate plan by plan, and print a line for each; raises `InputError` as `evaluate_plan` does."""
+    options, found, fingerprint, loaded, run = session
     for plan in plans:
-        task, problems, _, settings, protocol = plan
-        results = partial(open_results, plan, session.options, session.found, loaded.step, session.fingerprint)
-        figures = evaluate_task(loaded, task, problems, results, settings=settings, protocol=protocol, run=session.run)
-        processes.print_once(_line(plan, figures))
+        results = partial(open_results, plan, options, found, loaded.step, fingerprint)
+        processes.print_once(_line(plan, evaluate_plan(loaded, plan, results, run=run)))
 
 
 def parse_arguments(parser: command_line.Parser) -> tuple[argparse.Namespace, Config | None]:
     """The options, and the config if the command line names one; raises `InputError`."""
     command_line.add_source(parser)
-    config = f"for its decode and mesh sections; None: the workdir's; {config_file.CONFIG_HELP}"
-    parser.add_argument("--config", help=config)
+    parser.add_argument("--config", help=f"for its decode and mesh sections; {config_file.CONFIG_HELP}")
     parser.add_argument("--tasks", required=True, help=f"with commas between them: {', '.join(registry.TASKS)}")
     parser.add_argument("--out", type=folder_or_bucket, help="where results go; DIR/eval of a workdir")
-    name = "of the folder within a task's; <solver>-<budget>, and how problems are put"
-    parser.add_argument("--name", type=file_name, help=name)
+    parser.add_argument("--name", type=file_name, help="of the folder within a task's; <solver>-<budget> and others")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "int8"], help="of weights and products")
     problems = parser.add_argument_group("problems")
     data_dir = "read <data_dir>/<task>/<split>.jsonl or .parquet instead of the hub"
@@ -110,19 +103,16 @@ def parse_arguments(parser: command_line.Parser) -> tuple[argparse.Namespace, Co
     problems.add_argument("--shots", type="CountOrZero", help="examples before each question; None: the paper's")
     prompts = "paper, or thoughts: chain-of-thought examples, or the request to think"
     problems.add_argument("--prompts", choices=["paper", "thoughts"], default="paper", help=prompts)
-    tagged = "judge what stands in <answer> tags, or behind </think>, as R1-style models write"
-    problems.add_argument("--tagged", action="store_true", help=tagged)
+    problems.add_argument("--tagged", action="store_true", help="judge what <answer> tags hold, or follows </think>")
     choices = "likelihood: of tasks with options, the likeliest letter by one pass over a prompt; not the paper's way"
     problems.add_argument("--choices", choices=["generate", "likelihood"], default="generate", help=choices)
-    code = "run the programs that the model writes, each isolated (l2d_jax/evaluation/sandbox/grade.py says how well)"
+    code = "run the programs that the model writes, each isolated (docs/evaluation.md says how well)"
     problems.add_argument("--allow_code_execution", action="store_true", help=code)
     decoding = parser.add_argument_group("decoding")
-    budget = "evaluations of the path per token; several compare"
-    decoding.add_argument("--budget", type="Budget", nargs="+", help=budget)
+    decoding.add_argument("--budget", type="Budget", nargs="+", help="evaluations of the path per token, once or more")
     decoding.add_argument("--solver", choices=SOLVERS, help="how the path is integrated")
     decoding.add_argument("--tolerance", type="Tolerance", help="of each step of an adaptive solver")
-    label = f"class for guidance, for a path with classes; category: each problem's own of {', '.join(CATEGORIES)}"
-    decoding.add_argument("--label", type=class_label, help=label)
+    decoding.add_argument("--label", type=class_label, help="class for guidance, or category: each problem's own")
     decoding.add_argument("--guidance", type="Strength", help="its strength; 1: the class alone")
     decoding.add_argument("--temperature", type="Temperature", help="of the final draw; None: the task's; 0: arg max")
     decoding.add_argument("--max_new_tokens", type="Tokens", help="of a completion; None: the task's")

@@ -1,16 +1,14 @@
 """Runs tasks of EleutherAI's lm-evaluation-harness: `python -m l2d_jax.lm_eval --workdir DIR --tasks piqa --out DIR`.
 
-Prompts, few-shot examples, metrics and the printed table of results are the harness's; the model that it asks is in
-`lm_eval_model`. `results.json` and `samples.jsonl` go to `--out`.
-
-The harness is an extra: pip install '.[lm-eval]'. Its own command line would not do: it reads the weights before the
-data of the tasks, so that a task that cannot be opened is noticed last, and it names its files by the time.
+Prompts, few-shot examples, metrics and the printed table are the harness's; `results.json` and `samples.jsonl` go to
+`--out`. Its own command line reads the weights before the tasks' data, which may be missing.
 """
 
 import argparse
 import contextlib
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,10 @@ from l2d_jax.loading import find, load
 from l2d_jax.model.llm import LLM
 from l2d_jax.weights import model_folder
 
+CHANGES = ("budget", "solver", "tolerance")  # options that are settings of decoding
+HARNESS = ("num_fewshot", "limit", "apply_chat_template", "confirm_run_unsafe_code")  # options that it takes
+LIMITS = ("draws", "batch_size", "max_new_tokens", "seed")
+
 
 def main() -> None:
     """Parse the command line, open the tasks, load the model, then ask and report."""
@@ -37,20 +39,20 @@ def main() -> None:
     except ImportError as error:
         raise InputError(f"lm-evaluation-harness cannot be imported ({error}): pip install '.[lm-eval]'") from None
     import lm_eval
+    from lm_eval.utils import handle_non_serializable, make_table
 
     folder = find(options.workdir or options.model, dtype=options.dtype)
-    changes = {name: getattr(options, name) for name in ("budget", "solver", "tolerance")}
-    settings = override_settings(folder.defaults, {name: value for name, value in changes.items() if value is not None})
+    changes = {name: value for name in CHANGES if (value := getattr(options, name)) is not None}
+    settings = override_settings(folder.defaults, changes)
     scoring = dataclasses.replace(settings, budget=1, solver="euler") if options.likelihood == "base" else settings
     check_budget(settings, has_path=folder.path_config is not None)
-    limits = {name: getattr(options, name) for name in ("draws", "batch_size", "max_new_tokens", "seed")}
-    harness_options = HarnessOptions(settings, scoring, **limits)
+    asked = HarnessOptions(settings, scoring, **{name: getattr(options, name) for name in LIMITS})
     mesh = runtime.start_jax(MeshConfig())
     base = processes.take_turns(lambda: model_folder.find_base(folder.base))
     tokenizer = require_tokenizer(base.tokenizer)
     length = min(options.max_new_tokens or 1, base.architecture.max_position_embeddings)
-    llm = LLM.declare(base.architecture, dtype=folder.base.dtype)
     limited = dataclasses.replace(settings, max_new_tokens=length)
+    llm = LLM.declare(base.architecture, dtype=folder.base.dtype)
     check_decoding_memory(llm, folder.path_config, limited, rows=options.batch_size, longest=1, remedy="--batch_size")
     if options.apply_chat_template:
         require_chat_template(tokenizer)
@@ -59,7 +61,7 @@ def main() -> None:
     tasks = manager.load(names)["tasks"].values()
     for task in tasks:
         if task.OUTPUT_TYPE == "generate_until":
-            parse_generation(task.config.generation_kwargs or {}, harness_options)
+            parse_generation(task.config.generation_kwargs or {}, asked)
     unsafe = [task.task_name for task in tasks if getattr(task, "UNSAFE_CODE", False)]
     require(
         options.confirm_run_unsafe_code or not unsafe,
@@ -69,21 +71,21 @@ def main() -> None:
     with output_folder(options.out) if processes.is_first() else contextlib.nullcontext() as out:
         loaded = load(options.workdir or options.model, mesh=mesh, dtype=options.dtype)
         results: dict[str, Any] = lm_eval.simple_evaluate(
-            LmEvalModel(loaded, options=harness_options),
+            LmEvalModel(loaded, options=asked),
             tasks=names,
             task_manager=manager,
-            num_fewshot=options.num_fewshot,
-            limit=options.limit,
-            apply_chat_template=options.apply_chat_template,
-            confirm_run_unsafe_code=options.confirm_run_unsafe_code,
+            **{name: getattr(options, name) for name in HARNESS},
         )
-        about = {"model": str(folder.path), "step": loaded.step, "likelihood": options.likelihood}
-        results["config"] |= about | limits | {"settings": vars(settings), "scoring": vars(scoring)}
+        results["config"] |= {"model": str(folder.path), "step": loaded.step, "likelihood": options.likelihood}
+        results["config"] |= asked._asdict() | {"settings": vars(settings), "scoring": vars(scoring)}
         if out is not None:
-            _write_results(out, results)
+            dump = partial(json.dumps, default=handle_non_serializable)
+            samples = [{"task": name, **row} for name, rows in results.pop("samples", {}).items() for row in rows]
+            (out / "samples.jsonl").write_text("".join(dump(sample) + "\n" for sample in samples))
+            (out / "results.json").write_text(dump(results, indent=2) + "\n")
     for column in ("results", "groups"):
         if results.get(column):
-            processes.print_once(lm_eval.utils.make_table(results, column))
+            processes.print_once(make_table(results, column))
 
 
 def _parse() -> argparse.Namespace:
@@ -97,8 +99,7 @@ def _parse() -> argparse.Namespace:
     of_tasks.add_argument("--include_path", type=command_line.local_path, action="append", default=[], help=folder)
     of_tasks.add_argument("--limit", type="Count", help="use the first N examples of each task; None: all")
     of_tasks.add_argument("--num_fewshot", type="CountOrZero", help="examples before each question; None: the task's")
-    chat = "write prompts as conversations, by the tokenizer's chat template"
-    of_tasks.add_argument("--apply_chat_template", action="store_true", help=chat)
+    of_tasks.add_argument("--apply_chat_template", action="store_true", help="write prompts as conversations")
     code = "let tasks run the programs that the model writes: the harness does so without any isolation"
     of_tasks.add_argument("--confirm_run_unsafe_code", action="store_true", help=code)
     asking = parser.add_argument_group("decoding and likelihoods")
@@ -108,8 +109,7 @@ def _parse() -> argparse.Namespace:
     likelihood = "path: at the budget, by the mean over --draws; base: of the language model alone, in one pass"
     asking.add_argument("--likelihood", choices=["path", "base"], default="path", help=likelihood)
     asking.add_argument("--draws", type="SeveralDraws", default=8, help="noise samples for each likelihood")
-    length = "a limit of an answer's length in tokens; None: the task's"
-    asking.add_argument("--max_new_tokens", type="Tokens", help=length)
+    asking.add_argument("--max_new_tokens", type="Tokens", help="the longest answer, in tokens; None: the task's")
     asking.add_argument("--batch_size", type="Rows", default=16, help="sequences at a time, on all devices together")
     asking.add_argument("--seed", type="Seed", default=0, help="of the noise and of the sampled tokens")
     return parser.parse_args()
@@ -124,30 +124,18 @@ def open_tasks(names: list[str], folders: list[Path]) -> Any:
     manager = TaskManager(include_path=[str(folder) for folder in folders], include_defaults=False)
     if not set(names) <= set(manager.all_subtasks):  # to index the harness's own takes several seconds
         manager = TaskManager(include_path=[str(folder) for folder in folders])
-    for name in names:
-        if name not in manager.all_tasks:
-            near = nearest(name, manager.all_tasks)
-            if "did you mean" not in near:
-                near = ": `lm_eval ls tasks` lists them; --include_path adds a folder's"
-            raise InputError(f"no task {name!r}{near}")
+    unknown = next((name for name in names if name not in manager.all_tasks), None)
+    if unknown is not None:
+        near = nearest(unknown, manager.all_tasks)
+        if "did you mean" not in near:
+            near = ": `lm_eval ls tasks` lists them; --include_path adds a folder's"
+        raise InputError(f"no task {unknown!r}{near}")
     try:
         opened = manager.load(names)
     except Exception as error:  # a task is a program of its own, and reads its data from anywhere
         raise InputError(f"the tasks {', '.join(names)} cannot be opened: {first_line(error)}") from error
     manager.load = lambda _: opened
     return manager
-
-
-def _write_results(folder: Path, results: dict[str, Any]) -> None:
-    """Write `results.json`, and `samples.jsonl` with a line per example."""
-    from lm_eval.utils import handle_non_serializable
-
-    samples = results.pop("samples", {})
-    (folder / "results.json").write_text(json.dumps(results, indent=2, default=handle_non_serializable) + "\n")
-    with (folder / "samples.jsonl").open("w") as file:
-        for name, rows in samples.items():
-            for row in rows:
-                file.write(json.dumps({"task": name, **row}, default=handle_non_serializable) + "\n")
 
 
 if __name__ == "__main__":

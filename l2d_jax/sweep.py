@@ -1,41 +1,38 @@
 """Draws the paper's figures for a path: `python -m l2d_jax.sweep --workdir DIR --tasks gsm8k,mmlu`.
 
-The figures are accuracy against the budget; accuracy against t within one diffusion, on the tokens of right answers;
-the evaluations per token that an adaptive solver takes on each task; and, with `--label`, accuracy against the strength
-of guidance. The options are those of `evaluate`. At the end `report` writes tables, PNG and SVG files, and a page.
+They show accuracy against the budget; against t within one diffusion, on the tokens of right answers; and, with
+`--label`, against the strength of guidance; and the evaluations that an adaptive solver takes on each task.
 """
 
 import json
 from dataclasses import replace
 
 from l2d_jax import command_line, report
+from l2d_jax.config.parsing import require
 from l2d_jax.data import tokenizer
 from l2d_jax.decoding.accuracy_by_time import accuracy_by_time, check_grid
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.solver import AMPLE
 from l2d_jax.decoding.trace import mean_evaluations
 from l2d_jax.distributed import processes
-from l2d_jax.errors import InputError
 from l2d_jax.evaluate import open_session, parse_arguments, run_plans
 from l2d_jax.evaluation.plan import TaskPlan, results_folder
 from l2d_jax.files import write_whole
 from l2d_jax.reports.evaluation import WITHIN
 
-BUDGETS = [1, 3, 7, 15, 31]
+BUDGETS, STRENGTHS = [1, 3, 7, 15, 31], [0.0, 0.5, 1.0, 1.5, 2.0]
 TRACED = 64  # right answers of each task whose diffusions are traced, evenly spaced over its problems
 
 
 def main() -> None:
     """Parse the command line, evaluate, trace right answers, and report."""
     parser = command_line.Parser(prog="python -m l2d_jax.sweep", description=__doc__)
-    parser.add_argument(
-        "--strengths", type="Strength", nargs="+", default=[0.0, 0.5, 1.0, 1.5, 2.0], help="of guidance"
-    )
+    parser.add_argument("--strengths", type="Strength", nargs="+", default=STRENGTHS, help="of guidance")
     options, config = parse_arguments(parser)
     options.budget = options.budget or BUDGETS
     session, plans = open_session(options, config)
-    if session.loaded.model.path is None:
-        raise InputError("a sweep is of a diffusion path, and this model has none: use evaluate")
+    has_path = session.loaded.model.path is not None
+    require(has_path, "a sweep is of a diffusion path, and this model has none: use evaluate")
     largest = {plan.task.name: plan for plan in sorted(plans, key=lambda plan: plan.settings.budget)}
     for plan in largest.values():
         check_grid(plan.settings)

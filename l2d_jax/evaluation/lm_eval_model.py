@@ -1,14 +1,8 @@
 """A model as lm-evaluation-harness uses it: it continues texts, and gives the likelihoods of continuations.
 
-Texts become tokens as in the harness's own class for Hugging Face models, so that results can be compared:
-* a text is encoded with the special tokens that the tokenizer adds, unless the text begins with one, as those of chat
-  templates do;
-* a continuation is the tokens that the two texts together have beyond those of the first;
-* a context that exceeds the model's positions loses its beginning.
-A likelihood is that of the path, by the mean over several noise samples, or that of the base alone.
-
-Noise depends on a request's text alone. So batches and other requests change a result's rounding alone (`generation`
-says how much), and all options of a question are compared under the same noise.
+Texts become tokens as in the harness's own class for Hugging Face models. Noise depends on a request's text alone: so
+batches and other requests change a result's rounding alone (`generation` says how much), and all options of a question
+are compared under the same noise.
 """
 
 import dataclasses
@@ -54,12 +48,9 @@ class HarnessOptions(NamedTuple):
 def parse_generation(kwargs: Mapping[str, Any], options: HarnessOptions) -> tuple[DecodeConfig, tuple[str, ...]]:
     """A task's `generation_kwargs` as settings, and texts that end answers; raises `InputError` for unknown ones."""
     kwargs = normalize_gen_kwargs(dict(kwargs), DEFAULT_NEW_TOKENS)
-    unknown = sorted(kwargs.keys() - KNOWN)
-    if unknown:
+    for name in sorted(kwargs.keys() - KNOWN):
         known = ", ".join(sorted(KNOWN))
-        raise InputError(
-            f"the task's generation option {unknown[0]} is not known here: leave it out; known are {known}"
-        )
+        raise InputError(f"the task's generation option {name} is not known here: leave it out; known are {known}")
     length = min(kwargs["max_gen_toks"], options.max_new_tokens or kwargs["max_gen_toks"])
     sampling = {name: kwargs.get(name, default) for name, default in SAMPLING.items()}
     settings = dataclasses.replace(options.settings, **sampling, max_new_tokens=length)
@@ -117,7 +108,7 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type A
         groups: dict[str, list[int]] = defaultdict(list)  # requests by their settings
         for index, request in enumerate(requests):
             groups[json.dumps(request.args[1], sort_keys=True)].append(index)
-        texts: dict[int, str] = {}
+        texts = [""] * len(requests)
         with processes.progress_bar(len(requests), "answers", is_silent=disable_tqdm) as bar:
             for group in groups.values():
                 settings, until = parse_generation(requests[group[0]].args[1], self._options)
@@ -142,7 +133,7 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type A
                     for number, [answer] in batch.items():
                         texts[places[number]] = cut_text(to_text(answer, self.tokenizer), until)
                     bar.update(len(batch))
-        return [texts[index] for index in range(len(requests))]
+        return texts
 
     def loglikelihood_rolling(self, requests: list[Instance], *, disable_tqdm: bool = False) -> list[float]:
         """Log-likelihoods of whole texts; long texts are cut into windows, in which each token is scored once."""
@@ -162,7 +153,7 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type A
         self, requests: Sequence[tuple[Any, list[int], list[int]]], *, disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
         """Log-likelihood of each (text, context, continuation), and whether each of its tokens is the likeliest."""
-        likelihoods: dict[int, tuple[float, bool]] = {}
+        likelihoods = [(0.0, False)] * len(requests)
         asked, model = self._options, self._loaded.model
         lengths = [len(context) + len(answer) for _, context, answer in requests]
         with processes.progress_bar(len(requests), "likelihoods", is_silent=disable_tqdm) as bar:
@@ -179,7 +170,7 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type A
                 for i, answer, one in zip(batch, answers, scores, strict=False):
                     likelihoods[i] = one.total, one.likeliest.tolist() == list(answer)
                 bar.update(len(batch))
-        return [likelihoods[index] for index in range(len(requests))]
+        return likelihoods
 
     def _shorten(self, context: list[int], answer: int) -> list[int]:
         """Truncate the context on the left so that it fits with an answer of `answer` tokens, whose last is not fed."""

@@ -5,16 +5,15 @@ import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from l2d_jax.config.parsing import require
-from l2d_jax.config.schema import Config, DecodeConfig
+from l2d_jax.config.schema import CATEGORIES, Config, DecodeConfig
 from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError
 from l2d_jax.evaluation.results import Results
-from l2d_jax.evaluation.runner import EvaluationProtocol, check_protocol
 from l2d_jax.evaluation.sandbox import grade
-from l2d_jax.evaluation.tasks.problem import EncodedProblem, Run
+from l2d_jax.evaluation.tasks.problem import EncodedProblem, Problem, Prompts, Run
 from l2d_jax.evaluation.tasks.task import Task, encode_problems
 from l2d_jax.fingerprint import Fingerprint, digest
 from l2d_jax.loading import Folder
@@ -22,6 +21,20 @@ from l2d_jax.weights import model_folder
 from l2d_jax.weights.locate import absolute_name
 
 DECODING_OPTIONS = ("solver", "tolerance", "guidance", "temperature", "max_new_tokens")
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationProtocol:
+    """How problems are put to the model, whatever the task."""
+
+    batch_size: int  # sequences at a time
+    samples: int  # completions of each problem
+    seed: int
+    label: int | Literal["category"] | None  # class for guidance; "category": each problem's own
+    prompts: Prompts
+    tagged: bool  # judge only what stands in <answer> tags, or behind </think>
+    choices: Literal["generate", "likelihood"]  # "likelihood": the likeliest letter, by one pass
+    draws: int  # noise samples for the likelihood
 
 
 class TaskPlan(NamedTuple):
@@ -32,6 +45,11 @@ class TaskPlan(NamedTuple):
     digest: str  # of the problems and their prompts
     settings: DecodeConfig
     protocol: EvaluationProtocol
+
+
+def label_of(problem: Problem, protocol: EvaluationProtocol) -> int | None:
+    """The class for guidance of a problem: the number of its category, or the label that all problems share."""
+    return CATEGORIES.index(problem.category) if protocol.label == "category" else protocol.label
 
 
 def check_same(found: Folder, config: Config) -> None:
@@ -63,44 +81,50 @@ def make_plans(
     """A plan for each task and budget, with its problems read and encoded; raises `InputError`."""
     if base.tokenizer is None:
         raise InputError("the model has no tokenizer, and tasks are text: add its tokenizer files")
-    names = [field.name for field in dataclasses.fields(EvaluationProtocol)]
-    asked = EvaluationProtocol(**{name: getattr(options, name) for name in names})
+    asked = {field.name: getattr(options, field.name) for field in dataclasses.fields(EvaluationProtocol)}
     chosen = {name: value for name in DECODING_OPTIONS if (value := getattr(options, name)) is not None}
     plans = []
     for task in tasks:
         given = {name: getattr(options, name) for name in ("limit", "split", "shots")}
-        read = partial(task.load, options.data_dir, prompts=options.prompts, **given)
-        problems = processes.take_turns(read)
+        problems = processes.take_turns(partial(task.load, options.data_dir, prompts=options.prompts, **given))
         if options.data_dir is None and options.prompts == "paper" and set(given.values()) == {None}:
             task.check_size(problems)  # the paper's whole split
         encoded = encode_problems(problems, base.tokenizer)
-        processes.print_once(
-            f"{task.name}: {len(encoded)} problems, {len(problems) - len(encoded)} dropped for their length"
-        )
+        dropped = len(problems) - len(encoded)
+        processes.print_once(f"{task.name}: {len(encoded)} problems, {dropped} dropped for their length")
         hashed = digest([[one.problem._asdict(), one.ids] for one in encoded])
         usual = task.sampling_for(options.prompts)._asdict()
         samples = usual.pop("samples")
-        protocol = dataclasses.replace(asked, samples=asked.samples or samples)
-        check_protocol(protocol, encoded)
+        protocol = EvaluationProtocol(**asked | {"samples": options.samples or samples})
+        _check_protocol(protocol, encoded)
         for budget in options.budget or [decode.budget]:
             settings = dataclasses.replace(decode, **(usual | chosen), budget=budget)
             plans.append(TaskPlan(task, encoded, hashed, settings, protocol))
     return plans
 
 
+def _check_protocol(protocol: EvaluationProtocol, encoded: Sequence[EncodedProblem]) -> None:
+    """Raise `InputError` for a batch below the samples of a problem, and for ranking a problem without options."""
+    size, samples = protocol.batch_size, protocol.samples
+    few = f"--batch_size {size} does not hold the {samples} samples of a problem: use {samples} or more"
+    require(size >= samples, few)
+    if protocol.choices == "likelihood":
+        without = next((one.problem.id for one in encoded if not one.problem.options), None)
+        require(without is None, f"{without} has no options to rank: use --choices generate")
+
+
 def open_results(
     plan: TaskPlan, options: argparse.Namespace, found: Folder, step: int | None, model: Fingerprint
 ) -> Results:
     """The results of a plan for the model at `step`; raises `InputError` if the folder holds another evaluation."""
-    parts = [plan.settings.solver, str(plan.settings.budget)]
-    parts += [plan.protocol.prompts] if plan.protocol.prompts != "paper" else []
-    parts += [] if plan.protocol.label is None else [f"label_{plan.protocol.label}", f"{plan.settings.guidance:g}"]
-    parts += [plan.protocol.choices] if plan.protocol.choices != "generate" else []
-    split = options.split or plan.task.split
-    about = {"task": plan.task.name, "split": split, "limit": options.limit, "shots": options.shots}
-    about |= {"model": found.base_name, "dtype": found.base.dtype, "step": step}
-    about["fingerprint"] = {**model, "problems": plan.digest}
     protocol = dataclasses.asdict(plan.protocol)
+    parts = [plan.settings.solver, str(plan.settings.budget)]
+    parts += [protocol["prompts"]] if protocol["prompts"] != "paper" else []
+    parts += [] if protocol["label"] is None else [f"label_{protocol['label']}", f"{plan.settings.guidance:g}"]
+    parts += [protocol["choices"]] if protocol["choices"] != "generate" else []
+    about = {"task": plan.task.name, "split": options.split or plan.task.split, "limit": options.limit}
+    about |= {"shots": options.shots, "model": found.base_name, "dtype": found.base.dtype, "step": step}
+    about["fingerprint"] = {**model, "problems": plan.digest}
     if found.base.dtype == "float32":  # elsewhere rounding decides words, and depends on the shape of a batch
         del protocol["batch_size"]  # a smaller one may continue where memory was short
     about |= {"decode": dataclasses.asdict(plan.settings), "asking": protocol}

@@ -1,16 +1,13 @@
 """Puts the problems of a task to a model, in batches, and scores the completions."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from l2d_jax.config.parsing import require
-from l2d_jax.config.schema import CATEGORIES, DecodeConfig
 from l2d_jax.data.tokenizer import text_ids
 from l2d_jax.decoding.batching import common_prefix, complete, plan_batches
 from l2d_jax.decoding.likelihood import rank
@@ -18,51 +15,13 @@ from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import Prompt
 from l2d_jax.decoding.stop_strings import to_text
 from l2d_jax.distributed import processes
+from l2d_jax.evaluation.plan import TaskPlan, label_of
 from l2d_jax.evaluation.results import Results, sample_line
-from l2d_jax.evaluation.tasks.problem import EncodedProblem, Problem, Prompts, Run, Score
-from l2d_jax.evaluation.tasks.task import Task
+from l2d_jax.evaluation.tasks.problem import EncodedProblem, Run, Score
 
 
-@dataclass(frozen=True)
-class EvaluationProtocol:
-    """How problems are put to the model, whatever the task."""
-
-    batch_size: int = 16  # sequences at a time
-    samples: int | None = None  # completions of each problem; None: the task's number
-    seed: int = 0
-    label: int | Literal["category"] | None = None  # class for guidance; "category": each problem's own
-    prompts: Prompts = "paper"
-    tagged: bool = False  # judge only what stands in <answer> tags, or behind </think>
-    choices: Literal["generate", "likelihood"] = "generate"  # "likelihood": the likeliest letter, by one pass
-    draws: int = 8  # noise samples for the likelihood
-
-
-def label_of(problem: Problem, protocol: EvaluationProtocol) -> int | None:
-    """The class for guidance of a problem: the number of its category, or the label that all problems share."""
-    return CATEGORIES.index(problem.category) if protocol.label == "category" else protocol.label
-
-
-def check_protocol(protocol: EvaluationProtocol, encoded: Sequence[EncodedProblem]) -> None:
-    """Raise `InputError` for a batch below the samples of a problem, and for ranking a problem without options."""
-    samples = protocol.samples or 1
-    require(
-        protocol.batch_size >= samples,
-        f"--batch_size {protocol.batch_size} does not hold the {samples} samples of a problem: use {samples} or more",
-    )
-    if protocol.choices == "likelihood":
-        without = next((one.problem.id for one in encoded if not one.problem.options), None)
-        require(without is None, f"{without} has no options to rank: use --choices generate")
-
-
-def evaluate_task(
-    loaded: LoadedModel,
-    task: Task,
-    encoded: Sequence[EncodedProblem],
-    open_results: Callable[[], Results],
-    *,
-    settings: DecodeConfig,
-    protocol: EvaluationProtocol,
-    run: Run | None = None,
+def evaluate_plan(
+    loaded: LoadedModel, plan: TaskPlan, open_results: Callable[[], Results], *, run: Run | None = None
 ) -> dict[str, Any]:
     """Score the problems that the results lack, write each batch as it finishes, and return the figures of all.
 
@@ -76,20 +35,20 @@ def evaluate_task(
         return sorted(opened[0].samples)
 
     done = set(processes.decide(begin))
-    remaining = {number: one for number, one in enumerate(encoded) if one.problem.id not in done}
-    prefix = common_prefix([one.ids for one in encoded])
+    remaining = {number: one for number, one in enumerate(plan.problems) if one.problem.id not in done}
+    total, grade = len(plan.problems), partial(plan.task.grade, run=run, tagged=plan.protocol.tagged)
     began, count = time.monotonic(), 0
-    with processes.progress_bar(len(encoded), task.name, done=len(encoded) - len(remaining), unit="problem") as shown:
-        for batch in _answers(loaded, remaining, settings, protocol, prefix=prefix):
+    with processes.progress_bar(total, plan.task.name, done=total - len(remaining), unit="problem") as shown:
+        for batch in _answers(loaded, remaining, plan):
             count += sum(tokens for _, tokens in batch.values())
             if opened:
-                opened[0].add(_scored(loaded, remaining, batch, partial(task.grade, run=run, tagged=protocol.tagged)))
+                opened[0].add(_scored(loaded, remaining, batch, grade))
             shown.update(len(batch))
             if count:  # ranking options generates no token
                 shown.set_postfix_str(f"{count / (time.monotonic() - began):.0f} tokens/s")
     seconds = time.monotonic() - began
     speed = {"problems": len(remaining), "tokens": count, "seconds": seconds, "tokens per second": count / seconds}
-    speed["batch_size"] = protocol.batch_size
+    speed["batch_size"] = plan.protocol.batch_size
     return dict(processes.decide(lambda: opened[0].finish(speed)))
 
 
@@ -97,15 +56,9 @@ def evaluate_task(
 Answers = dict[int, tuple[list[str], int]]
 
 
-def _answers(
-    loaded: LoadedModel,
-    encoded: Mapping[int, EncodedProblem],
-    settings: DecodeConfig,
-    protocol: EvaluationProtocol,
-    *,
-    prefix: int,
-) -> Iterator[Answers]:
+def _answers(loaded: LoadedModel, encoded: Mapping[int, EncodedProblem], plan: TaskPlan) -> Iterator[Answers]:
     """Answer problems, batch by batch: with completions, or with the letter whose first token is the likeliest."""
+    protocol, settings = plan.protocol, plan.settings
     words = loaded.tokenizer
     assert words is not None
     prompts = [Prompt(number, one.ids, label_of(one.problem, protocol)) for number, one in encoded.items()]
@@ -115,9 +68,9 @@ def _answers(
             prompts,
             settings=settings,
             batch_size=protocol.batch_size,
-            samples=protocol.samples or 1,
+            samples=protocol.samples,
             seed=protocol.seed,
-            prefix=prefix,
+            prefix=common_prefix([one.ids for one in plan.problems]),
         ):
             yield {
                 number: ([to_text(ids, words) for ids in answers], sum(map(len, answers)))

@@ -1,8 +1,7 @@
 """Ways to spend more compute on an answer, each with its accuracy and its measured cost.
 
 A model answers greedily at a budget of evaluations per token, takes the majority of several sampled answers
-(self-consistency, Wang et al. 2022), or searches with beams. The cost is counted on the answers that were given: the
-floating-point operations of their tokens, and the seconds of the run, without compilation.
+(self-consistency, Wang et al. 2022), or searches with beams. The cost is that of the answers' tokens.
 """
 
 import time
@@ -55,10 +54,7 @@ def strategies(
 
 
 def answer_problems(loaded: LoadedModel, problems: MarkedProblems, strategy: Strategy, *, batch_size: int) -> Outcome:
-    """Answer all problems with one strategy; answers may be a quarter longer than the longest right one.
-
-    There are `batch_size` sequences at a time; a search takes one problem after the other.
-    """
+    """Answer all problems with one strategy, `batch_size` sequences at a time; a search takes one after the other."""
     length = problems.most_tokens
     settings = replace(loaded.defaults, budget=strategy.budget, max_new_tokens=length, temperature=0.0)
     right, tokens = [False] * len(problems.prompts), 0
@@ -71,17 +67,12 @@ def answer_problems(loaded: LoadedModel, problems: MarkedProblems, strategy: Str
                 tokens += searched * sum(min(len(ids) + 1, length) for ids in texts)
             shown.update(len(answers))
     read, decode = decoding_flops(loaded.model.llm, loaded.model.path, budget=strategy.budget, draws=settings.draws)
-    prompts = sum(len(prompt.ids) for prompt in problems.prompts)
-    count = len(right)
+    prompts, count = sum(len(prompt.ids) for prompt in problems.prompts), len(right)
     return Outcome(right, tokens / count, (prompts * read + tokens * decode) / count, seconds[0] / count)
 
 
 def majority(numbers: Sequence[str | None]) -> str | None:
-    """The most frequent number, the first of several; None where no answer has one.
-
-    >>> majority(["7", None, "12", None, None, "12"])
-    '12'
-    """
+    """The most frequent number, the first of several; None where no answer has one."""
     found = Counter(number for number in numbers if number is not None)
     return max(found, key=found.__getitem__, default=None)
 
@@ -90,17 +81,17 @@ def _answers(
     loaded: LoadedModel, problems: MarkedProblems, strategy: Strategy, settings: Any, batch_size: int
 ) -> Iterator[dict[int, list[list[int]]]]:
     """The answers to some problems at a time, by their place: all samples, or the best of the beams."""
+    tries = strategy.tries
     if strategy.kind == "beams":
         options = {"temperature": 0.0, "max_new_tokens": settings.max_new_tokens}
-        config = SearchConfig(beams=strategy.tries, candidates=max(2, strategy.tries), **options)
+        config = SearchConfig(beams=tries, candidates=max(2, tries), **options)
         for prompt in problems.prompts:
-            found = search(loaded, prompt, settings=settings, config=config)
-            yield {prompt.number: [found.answer]}
+            yield {prompt.number: [search(loaded, prompt, settings=settings, config=config).answer]}
         return
     if strategy.kind == "majority":
         settings = replace(settings, temperature=TEMPERATURE)
-    rows = max(batch_size // strategy.tries, 1) * strategy.tries
-    yield from complete(loaded, problems.prompts, settings=settings, batch_size=rows, samples=strategy.tries)
+    rows = max(batch_size // tries, 1) * tries
+    yield from complete(loaded, problems.prompts, settings=settings, batch_size=rows, samples=tries)
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """A control group, which bounds the memory of processes together with what the kernel keeps for them.
 
-Pages, page tables, buffers of pipes and cached names all count. Both versions of control groups are known, see
-cgroup-v1/memory.rst and cgroup-v2.rst of the kernel's documentation.
+Both versions of control groups are known, see cgroup-v1/memory.rst and cgroup-v2.rst of the kernel's documentation.
 """
 
 import contextlib
@@ -68,9 +67,8 @@ def _parents() -> Iterator[tuple[Path, bool]]:
 
 def _limit(group: Path, memory: int, *, is_second: bool) -> bool:
     """Set the limit, also together with swap; whether that and entering the group are permitted."""
-    limit, swap = (
-        ("memory.max", "memory.swap.max") if is_second else ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
-    )
+    names = "memory.max memory.swap.max" if is_second else "memory.limit_in_bytes memory.memsw.limit_in_bytes"
+    limit, swap = names.split()
     try:
         (group / limit).write_text(str(memory))
         with contextlib.suppress(FileNotFoundError):  # a kernel that does not count swap

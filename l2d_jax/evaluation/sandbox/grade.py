@@ -3,24 +3,12 @@
 Each submission takes two new isolated processes (`isolation`). One runs the candidate, the other the tests; the tests'
 calls of the candidate's functions, and the values that these return, travel between them as plain data
 (`isolated.plain_data`). So a candidate sees neither the expected values nor the verdict, which comes over a pipe that
-only the tests' process holds.
+only the tests' process holds. Tests do not see a function change its arguments in place, and tests that pass or expect
+functions or instances of classes cannot be judged ("not plain data").
 
-A candidate makes no files: all that it sees is read-only. It computes, prints, waits, and starts threads.
-
-This has a price: tests do not see a function change its arguments in place, and tests that pass or expect functions or
-instances of classes cannot be judged ("not plain data").
-
-The sandbox does not protect from
-* faults of the kernel, of bubblewrap or of the processor, nor from what two processes learn of each other by timing;
-* the use of resources: each candidate may use a processor and memory up to the limits, and some memory of the kernel
-  beyond them. A control group bounds both, where one can be made. Elsewhere page tables may take as much as half of the
-  memory's limit again (with the kernel's usual 65530 mappings), buffers of pipes and sockets 16 MB, and names that are
-  looked up in vain what is free, which the kernel takes back when others need it;
-* reading what every machine has: Python's standard library, and the shared libraries of the system;
-* tests that are wrong, or that the model knows by heart: answers are judged, not how they came about.
+docs/evaluation.md says what the sandbox does not protect from: among others, faults of the kernel and of bubblewrap.
 """
 
-import contextlib
 import functools
 import os
 import platform
@@ -31,8 +19,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import NamedTuple
 
-from l2d_jax.errors import InputError, RunError
-from l2d_jax.evaluation.sandbox import isolation, seccomp
+from l2d_jax.config.parsing import require
+from l2d_jax.errors import RunError
+from l2d_jax.evaluation.sandbox import seccomp
 from l2d_jax.evaluation.sandbox.isolation import Limits
 from l2d_jax.evaluation.sandbox.places import PLACES, Place, taken_places
 from l2d_jax.evaluation.sandbox.submission import Submission, Verdict, judge_submission
@@ -73,19 +62,15 @@ def grade(
 ) -> list[Verdict]:
     """Judge submissions, `processes` at a time, by default one for each processor; the verdicts come in their order.
 
-    There are fewer at a time where other graders leave fewer of the `PLACES`. Each isolated process has its `limits`,
-    those of `Limits()` by default. After each submission, `progress` is called with the number of those done.
-
-    Raises:
-        InputError: there is no isolation here, or `processes` is out of range.
-        RunError: an isolated process has not started, though others have, or other graders have taken all places.
+    There are fewer at a time where other graders leave fewer of the `PLACES`. After each submission, `progress` is
+    called with the number of those done. Raises `InputError` where there is no isolation, or `processes` is out of
+    range, and `RunError` where an isolated process has not started, or other graders have taken all places.
     """
     reason = unavailable()
-    if reason is not None:
-        raise InputError(reason)
+    require(reason is None, str(reason))
     processes = min(len(os.sched_getaffinity(0)), PLACES) if processes is None else processes
-    if not 1 <= processes <= PLACES:
-        raise InputError(f"1 to {PLACES} submissions are judged at a time, not {processes}: change processes")
+    in_range = 1 <= processes <= PLACES
+    require(in_range, f"1 to {PLACES} submissions are judged at a time, not {processes}: change processes")
     bwrap = str(shutil.which("bwrap"))
     with_accounts, limits = _try(bwrap, os.geteuid()).with_accounts, limits or Limits()
     free: queue.SimpleQueue[Place] = queue.SimpleQueue()
@@ -97,12 +82,13 @@ def grade(
         finally:
             free.put(place)
 
-    with contextlib.ExitStack() as stack:
-        count = min(processes, len(submissions)) or 1
-        places = stack.enter_context(taken_places(count, with_accounts=with_accounts, memory=limits.memory))
+    count = min(processes, len(submissions)) or 1
+    with (
+        taken_places(count, with_accounts=with_accounts, memory=limits.memory) as places,
+        ThreadPoolExecutor(len(places), thread_name_prefix="sandbox") as pool,
+    ):
         for place in places:
             free.put(place)
-        pool = stack.enter_context(ThreadPoolExecutor(len(places), thread_name_prefix="sandbox"))
         futures = [pool.submit(judge_next, submission) for submission in submissions]
         try:
             for done, future in enumerate(as_completed(futures), start=1):
@@ -116,8 +102,6 @@ def grade(
 
 
 class _Trial(NamedTuple):
-    """What a first submission has shown."""
-
     with_accounts: bool  # isolated processes become other users
     has_group: bool  # a control group bounds their memory
     reason: str | None  # why isolation fails, or None
@@ -125,7 +109,7 @@ class _Trial(NamedTuple):
 
 @functools.cache
 def _try(bwrap: str, user: int) -> _Trial:
-    isolation.compile_sources()
+    """What a first submission shows."""
     limits, reasons = Limits(seconds=60.0), []
     for with_accounts in [True, False] if user == 0 else [False]:
         try:

@@ -1,21 +1,19 @@
 """Starts a process that sees next to nothing: bubblewrap's namespaces, a filter of system calls, resource limits.
 
-The process sees Python's standard library and the system's shared libraries, without installed packages, and the pipes
-that its caller passes. Everything is read-only: it makes no file. It has no network, no /proc and no environment, and
-sees no other process.
-
-Root's process becomes another user, whose threads the kernel limits, since it does not limit root's. An ordinary user's
-process keeps its user, in a user namespace, and so does root's without an account.
+The process sees Python's standard library and the system's shared libraries, all read-only, without installed packages,
+and the pipes that its caller passes. It has no network, no /proc and no environment, and sees no other process. Root's
+process becomes another user, whose threads the kernel limits; any other keeps its user, in a user namespace.
 """
 
-import compileall
+import contextlib
 import functools
 import io
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from l2d_jax.evaluation.sandbox import seccomp
@@ -44,7 +42,7 @@ class Limits(NamedTuple):
 
 
 def start_isolated(
-    role: str,
+    module: ModuleType,
     pipes: Sequence[int],
     *,
     bwrap: str,
@@ -53,15 +51,14 @@ def start_isolated(
     account: int | None,
     group: Path | None,
 ) -> subprocess.Popen[bytes]:
-    """Start `main` of the module `role` of the package `isolated` in isolation, by the bubblewrap at `bwrap`.
+    """Start `main` of a module of the package `isolated` in isolation, by the bubblewrap at `bwrap`.
 
     Killing the returned process kills everything inside. The calling thread must outlive the process. It keeps the
     descriptors `pipes`, whose numbers are its command line. From standard input it reads the task, as JSON, with the
-    limits, which it enforces but for the wall clock, and the account: the user that root's process becomes; None: it
-    keeps its user. It starts in the control group; None: in this process's.
+    limits, and the account: the user that root's process becomes; None: it keeps its user.
     """
     alive = f"import os, sys; os.write(2, b'.'); sys.path.insert(0, {_CODE!r})"
-    entry = f"{alive}; from {_PACKAGE}.{role} import main; main()"
+    entry = f"{alive}; from {module.__name__} import main; main()"
     threads = account is not None or os.geteuid() != 0  # the kernel does not limit root's, so root's process gets none
     filtered, writer = os.pipe()
     try:
@@ -92,18 +89,9 @@ def start_isolated(
     process.stderr.peek(1)
     narrower = seccomp.program(at_start=False, threads=threads).hex()
     given = {"limits": limits._asdict(), "account": account, "filter": narrower}
-    try:
-        with process.stdin as file:
-            file.write(dump_message({**task, **given}))
-    except BrokenPipeError:
-        pass  # it has not started: its standard error says why
+    with contextlib.suppress(BrokenPipeError), process.stdin as file:  # it has not started: its stderr says why
+        file.write(dump_message({**task, **given}))
     return process
-
-
-def compile_sources() -> None:
-    """Write the bytecode of the code inside, as an import would; without it a process starts 16 ms later."""
-    if not sys.dont_write_bytecode:
-        compileall.compile_dir(_SOURCES, quiet=2)
 
 
 def _interpreter() -> str:
@@ -112,29 +100,25 @@ def _interpreter() -> str:
 
 
 @functools.cache
-def _mounts() -> tuple[str, ...]:
-    return tuple(_mount())
-
-
-def _mount() -> Iterator[str]:
+def _mounts() -> list[str]:
     prefixes = {os.path.realpath(prefix) for prefix in (sys.base_prefix, sys.base_exec_prefix)}
     libraries = [Path(prefix, name) for prefix in sorted(prefixes) for name in ("lib", "lib64")]
     folders = dict.fromkeys([*map(Path, _LIBRARIES), *libraries])
     folders = dict.fromkeys(folder for folder in folders if folder.is_dir())
     files = [Path(_interpreter()), *(path for path in [Path("/etc/ld.so.cache")] if path.exists())]
     inside = Path(_CODE, *_PACKAGE.split("."))
+    mounts: list[str] = []
     parents = {parent for path in [*folders, *files, inside, _NULL] for parent in path.parents}
     for parent in sorted(parents - {Path("/"), *folders}):
-        yield from ("--perms", "0755", "--dir", str(parent))
+        mounts += ("--perms", "0755", "--dir", str(parent))
     for folder in folders:
         if folder.is_symlink():
-            yield from ("--symlink", os.readlink(folder), str(folder))
+            mounts += ("--symlink", os.readlink(folder), str(folder))
             continue
-        yield from ("--ro-bind", str(folder), str(folder))
+        mounts += ("--ro-bind", str(folder), str(folder))
         for packages in folder.glob("python3*/*-packages"):  # some hold the answers
-            yield from ("--size", "4096", "--perms", "0555", "--tmpfs", str(packages), "--remount-ro", str(packages))
-    for file in files:
-        yield from ("--ro-bind", str(file), str(file))
-    yield from ("--ro-bind", str(_SOURCES), str(inside))
-    yield from ("--dev-bind", str(_NULL), str(_NULL))
-    yield from ("--dir", "/tmp", "--chdir", "/tmp", "--remount-ro", "/")
+            mounts += ("--size", "4096", "--perms", "0555", "--tmpfs", str(packages), "--remount-ro", str(packages))
+    for outer, inner in [*((file, file) for file in files), (_SOURCES, inside)]:
+        mounts += ("--ro-bind", str(outer), str(inner))
+    mounts += ("--dev-bind", str(_NULL), str(_NULL))
+    return [*mounts, "--dir", "/tmp", "--chdir", "/tmp", "--remount-ro", "/"]

@@ -1,8 +1,7 @@
 """Places for pairs of isolated processes, each of which one grader of the machine has for itself.
 
 A place is a number with a file that is locked as long as it is taken; the kernel unlocks it when the grader ends,
-however it ends. With it go two users, for a grader of root, and a control group, where one can be made. So graders at
-work at the same time share no limits.
+however it ends. With it go two users, for a grader of root, and a control group, where one can be made.
 """
 
 import contextlib

@@ -2,11 +2,9 @@
 
 It permits what `system_calls` lists and denies the rest with EPERM, or with ENOSYS where the C library then does
 without; see linux/seccomp.h and linux/filter.h. Bubblewrap's namespaces hold without it. It keeps an isolated process
-from forking, which would multiply the limits on memory and processor time; from what no namespace covers (locks on the
-host's files, memory that no limit counts); and it leaves little of the kernel open to attack.
-
-There are two filters, both of which hold once they are installed: bubblewrap installs the wider one before it starts
-Python, and `isolated.restraint` the narrower one before any candidate's code is read.
+from forking, from what no namespace covers (locks on the host's files, memory that no limit counts), and from most of
+the kernel. Bubblewrap installs the wider of two filters before it starts Python, and `isolated.restraint` the narrower
+one before any candidate's code is read; both hold.
 """
 
 import errno

@@ -2,16 +2,16 @@
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple
 
 from l2d_jax.errors import RunError
 from l2d_jax.evaluation.sandbox import isolation
-from l2d_jax.evaluation.sandbox.isolated.plain_data import load_message
+from l2d_jax.evaluation.sandbox.isolated import candidate, grader
+from l2d_jax.evaluation.sandbox.isolated.plain_data import Channel, ClosedError
 from l2d_jax.evaluation.sandbox.isolation import Limits
 from l2d_jax.evaluation.sandbox.places import Place
 
@@ -48,57 +48,37 @@ def judge_submission(submission: Submission, *, bwrap: str, limits: Limits, plac
         answers, answering = _pipe(stack)
         report, reporting = _pipe(stack)
 
-        def start(role: str, pipes: Sequence[BinaryIO], task: Mapping[str, Any], account: int | None) -> Any:
+        def start(module: ModuleType, pipes: Sequence[BinaryIO], task: Mapping[str, Any], account: int | None) -> Any:
             numbers = [pipe.fileno() for pipe in pipes]
             process = isolation.start_isolated(
-                role, numbers, bwrap=bwrap, task=task, limits=limits, account=account, group=place.group
+                module, numbers, bwrap=bwrap, task=task, limits=limits, account=account, group=place.group
             )
             stack.enter_context(process)  # waits for it, when it has been killed
             stack.callback(process.kill)
             return process
 
         tests = {"setup": submission.setup, "tests": submission.tests, "names": submission.names}
-        candidate = start("candidate", (requests, answering), {"source": submission.candidate}, place.accounts[0])
-        grader = start("grader", (answers, requesting, reporting), tests, place.accounts[1])
+        tried = start(candidate, (requests, answering), {"source": submission.candidate}, place.accounts[0])
+        testing = start(grader, (answers, requesting, reporting), tests, place.accounts[1])
         for pipe in (requests, requesting, answers, answering, reporting):
             pipe.close()  # so that each pipe ends when its process does
-        if _message(report, _START_SECONDS) is None:
-            raise RunError(_complaint(candidate, grader))
+        messages = Channel(report.fileno(), -1, limit=_REPORT_BYTES)
         try:
-            message = _message(report, limits.seconds)
+            messages.receive(seconds=_START_SECONDS)
+        except ClosedError:
+            raise RunError(_complaint(tried, testing)) from None
+        try:
+            reason = messages.receive(seconds=limits.seconds)["reason"]
         except TimeoutError:
             return Verdict(passed=False, reason="timeout")
-        if message is None:
-            return Verdict(passed=False, reason=f"the tests' process: {_ending(grader)}")
-        reason = message["reason"]
-        return Verdict(passed=reason == "passed", reason=_ending(candidate) if reason == "ended" else _line(reason))
+        except ClosedError:
+            return Verdict(passed=False, reason=f"the tests' process: {_ending(testing)}")
+        return Verdict(passed=reason == "passed", reason=_ending(tried) if reason == "ended" else _line(reason))
 
 
 def _pipe(stack: contextlib.ExitStack) -> tuple[BinaryIO, BinaryIO]:
     reader, writer = os.pipe()
     return stack.enter_context(open(reader, "rb", buffering=0)), stack.enter_context(open(writer, "wb", buffering=0))
-
-
-def _message(report: BinaryIO, seconds: float) -> dict[str, Any] | None:
-    """The next message of the tests' process, or None if it has ended; raises `TimeoutError`."""
-    end = time.monotonic() + seconds
-    length = _read(report, 4, end)
-    content = length and _read(report, min(int.from_bytes(length, "big"), _REPORT_BYTES), end)
-    return load_message(content) if content else None
-
-
-def _read(report: BinaryIO, count: int, end: float) -> bytes | None:
-    data = b""
-    waiting = select.poll()  # unlike select(), it takes descriptors beyond 1023
-    waiting.register(report, select.POLLIN)
-    while len(data) < count:
-        if not waiting.poll(max(0.0, end - time.monotonic()) * 1000):
-            raise TimeoutError
-        part = report.read(count - len(data))
-        if not part:
-            return None
-        data += part
-    return data
 
 
 def _complaint(*processes: subprocess.Popen[bytes]) -> str:

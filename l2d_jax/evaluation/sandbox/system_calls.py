@@ -1,8 +1,7 @@
 """The system calls that isolated processes may make: those of CPython, NumPy and the C library, and no others.
 
-Each is written `name:number on x86_64:number on aarch64`, with `-` where an architecture has no such call. They were
-found by tracing the modules of the standard library and NumPy. None of them makes a process, locks or watches files
-that others read, or takes much memory that no limit counts. Files are not made, because all mounts are read-only.
+Each is written `name:number on x86_64:number on aarch64`, with `-` where an architecture has no such call. None of them
+makes a process, locks or watches files that others read, or takes much memory that no limit counts.
 """
 
 from typing import NamedTuple
@@ -78,7 +77,7 @@ class Call(NamedTuple):
     """A system call that may be made, if its conditions hold."""
 
     numbers: tuple[int | None, ...]  # on x86_64 and on aarch64; None: it has no such call
-    conditions: tuple[Condition, ...] = ()
+    conditions: tuple[Condition, ...]
 
 
 def allowed_calls(*, at_start: bool) -> dict[str, Call]:

@@ -1,12 +1,31 @@
-"""Scores of code: completions become programs for the sandbox, and its verdicts become scores."""
+r"""Programs: HumanEval's functions, to complete from their docstring, and MBPP's, written from a sentence.
 
+InstructHumanEval, the paper's, asks in words and begins the answer itself; the model goes on from the signature. MBPP
+shows one of the tests:
+
+    user       Write a function add(a, b) to solve the following problem:\nThe sum.
+    assistant  def add(a, b):
+
+    user       '''\nWrite a function to add two numbers.\nassert add(1, 2) == 3\n'''\n  (with double quotes)
+    assistant  def add(a, b):\n    return a + b
+
+The strict program is HumanEval's prompt and the completion as it stands, of MBPP the completion alone; the relaxed one
+also accepts a fenced block or a whole function, and drops text behind the body. HumanEval's examples are the first five
+of its only split, test, so that 159 of its 164 problems are scored (Chen et al., 2021; Austin et al., 2021).
+"""
+
+import builtins
 import re
-from collections.abc import Sequence
+from dataclasses import replace
 
-from l2d_jax.evaluation.sandbox.submission import Submission
-from l2d_jax.evaluation.tasks.problem import Problem, Run, Score
+from l2d_jax.config.parsing import require
+from l2d_jax.evaluation.tasks.problem import Item, Problem, Row, TaskSampling, text_of, texts_of
+from l2d_jax.evaluation.tasks.task import Task
 
 FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|$)", flags=re.DOTALL | re.IGNORECASE)
+CONTINUES = re.compile(r"\s|def |class |import |from |@|#|[)\]}]|$")  # matches a line that may belong to a program
+IMPORT = re.compile(r"^(?:import|from) [^\r\n]*", flags=re.MULTILINE)
+SAMPLING = TaskSampling(max_new_tokens=512, samples=10, velocity_temperature=1.0, anneal=True)
 
 
 def fenced(completion: str) -> str:
@@ -19,18 +38,80 @@ def fenced(completion: str) -> str:
     return found[1] if found else completion
 
 
-def score_programs(problems: Sequence[Problem], pairs: Sequence[tuple[str, str]], run: Run) -> list[Score]:
-    """Score completions by running the strict and the relaxed candidate that each pair has.
+def _word_humaneval(row: Row) -> Item:
+    prompt, name = text_of(row, "prompt"), text_of(row, "entry_point")
+    tests = f"{text_of(row, 'test')}\ncheck({name})"
+    return Item(
+        question=prompt,
+        answer=text_of(row, "canonical_solution"),
+        reference=(tests, (name,), prompt),  # three problems' tests call helpers that the prompt defines
+        id=text_of(row, "task_id"),
+    )
 
-    A candidate that is both runs once, and a completion that passes the strict way is right the relaxed way too. The
-    reference of a problem is all that a `Submission` has beside the candidate, in its order: tests, names and setup.
-    """
-    places = [(number, candidate) for number, pair in enumerate(pairs) for candidate in dict.fromkeys(pair)]
-    programs = [Submission(candidate, *problems[number].reference) for number, candidate in places]
-    verdicts = dict(zip(places, run(programs), strict=True))
-    scores = []
-    for number, pair in enumerate(pairs):
-        strict, relaxed = (verdicts[number, candidate] for candidate in pair)
-        reason = "" if strict.passed else str(strict.reason)
-        scores.append(Score(float(strict.passed), float(strict.passed or relaxed.passed), *pair, reason))
-    return scores
+
+def _word_instruct_humaneval(row: Row) -> Item:
+    return _word_humaneval(row)._replace(question=text_of(row, "instruction"), opening=text_of(row, "context"))
+
+
+def _candidates(problem: Problem, completion: str) -> tuple[str, str]:
+    """The strict and the relaxed program."""
+    _, (name,), prompt = problem.reference
+    code = fenced(completion)
+    if re.search(rf"^(?:async )?def {name}\b", code, flags=re.MULTILINE):
+        head = re.split(rf"^def {name}\b", prompt, maxsplit=1, flags=re.MULTILINE)[0]  # imports and helpers
+        return prompt + completion, head + code
+    lines = code.split("\n")
+    end = next((number for number, line in enumerate(lines) if number and not CONTINUES.match(line)), len(lines))
+    return prompt + completion, prompt + "\n".join(lines[:end])
+
+
+def _word_mbpp(row: Row) -> Item:
+    tests, code = texts_of(row, "test_list"), text_of(row, "code")
+    return Item(
+        question=f'"""\n{text_of(row, "text")}\n{tests[0]}\n"""\n',
+        answer=code,
+        # The release leaves `test_setup_code` out; its tests see the candidate's imports, ours those of the answer.
+        reference=("\n".join(tests), _names(code, tests), "\n".join(IMPORT.findall(code))),
+        id=f"MBPP/{row['task_id']}",
+    )
+
+
+def _names(code: str, tests: list[str]) -> tuple[str, ...]:
+    """The right answer's functions that the tests call, else all that they call and Python does not have built in."""
+    called = re.findall(r"(?<![\w.])(\w+)\s*\(", "\n".join(tests))
+    defined = re.findall(r"^(?:def|class)[ \t]+(\w+)", code, flags=re.MULTILINE)
+    names = [name for name in called if name in defined] or [name for name in called if not hasattr(builtins, name)]
+    require(names != [], f"the tests must call a function of 'code', but {tests[0]!r:.60} calls none: mend it")
+    return tuple(dict.fromkeys(names))
+
+
+HUMANEVAL = Task(
+    name="humaneval",
+    hub="openai/openai_humaneval",
+    columns=("task_id", "prompt", "canonical_solution", "entry_point", "test"),
+    shot_split="test",
+    rows={"test": 164},
+    word=_word_humaneval,
+    candidates=_candidates,
+    category="coding",
+    sampling=SAMPLING,
+)
+INSTRUCT_HUMANEVAL = replace(
+    HUMANEVAL,
+    name="instructhumaneval",
+    hub="codeparrot/instructhumaneval",
+    columns=(*HUMANEVAL.columns, "instruction", "context"),
+    word=_word_instruct_humaneval,
+)
+MBPP = Task(
+    name="mbpp",
+    hub="google-research-datasets/mbpp",
+    subset="full",
+    columns=("task_id", "text", "code", "test_list"),
+    shot_split="prompt",
+    rows={"train": 374, "test": 500, "validation": 90, "prompt": 10},
+    word=_word_mbpp,
+    candidates=lambda _, completion: (completion, fenced(completion)),
+    category="coding",
+    sampling=SAMPLING,
+)

@@ -4,19 +4,16 @@ r"""GSM8K: grade-school word problems whose worked solutions end with the number
     assistant  Tom has 3*4 = <<3*4=12>>12 apples.\n#### 12
 
 The strict answer is the first number after "#### ", compared as text: "12." is not "12". With thoughts there are eight
-examples, and decoding is greedy. The examples are the first eight rows of the train split, whose solutions are chains
-of thought, in place of the usual ones, which are others' text (Wei et al., 2022).
-
-The built-in word problems (`data/word_problems`), which nothing is read for, are asked as in training, without
-examples, and scored by the same rules.
+examples, the first rows of the train split, whose solutions are chains of thought, and decoding is greedy. The built-in
+word problems (`data/word_problems`) are asked as in training, without examples, and scored by the same rules.
 """
 
 import re
 from dataclasses import replace
 from decimal import Decimal
 
+from l2d_jax.config.parsing import require
 from l2d_jax.data.word_problems import SPLITS, marked_number, problem
-from l2d_jax.errors import InputError
 from l2d_jax.evaluation.tasks.problem import Item, Problem, Row, Score, TaskSampling, text_of
 from l2d_jax.evaluation.tasks.task import Task
 
@@ -42,8 +39,8 @@ def last_number(completion: str) -> str | None:
 def _word(row: Row) -> Item:
     question, answer = text_of(row, "question"), text_of(row, "answer")
     reference = marked_number(answer)
-    if reference is None or not NUMBER.fullmatch(reference):
-        raise InputError(f"the answer must end with '#### ' and a number, got {answer[-30:]!r}: mend it")
+    is_number = reference is not None and NUMBER.fullmatch(reference) is not None
+    require(is_number, f"the answer must end with '#### ' and a number, got {answer[-30:]!r}: mend it")
     return Item(question=question, answer=answer, reference=reference, thought=answer)
 
 

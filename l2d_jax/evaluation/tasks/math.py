@@ -3,10 +3,9 @@ r"""MATH: competition problems whose worked solutions end with a boxed answer (H
     user       What is $1 + 1$?
     assistant  We have $1 + 1 = \boxed{2}.$
 
-The examples are five rows of the train split, equally spaced; they contain thoughts, so prompts with thoughts differ
-only in greedy decoding. The strict rules are in `math_answers`; the relaxed one is math-verify's. lighteval/MATH, which
-the release reads, has left the hub; DigitalLearningGmbH/MATH-lighteval is its replacement, row by row. The test split
-has 5000 rows; the release does not count those whose solution has no `\boxed{}` with braces, so no size is asserted.
+The examples contain thoughts, so prompts with thoughts differ only in greedy decoding. The strict rules are in
+`math_answers`; the relaxed one is math-verify's. The release reads lighteval/MATH, which has left the hub. It does not
+count rows whose solution has no `\boxed{}` with braces, so no size is asserted.
 """
 
 import logging

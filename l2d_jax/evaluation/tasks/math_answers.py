@@ -8,18 +8,8 @@ functions raise, for a `\frac` or `\sqrt` with nothing behind it, and would end 
 import re
 
 # Texts and their replacements, applied in this order.
-REPLACEMENTS = (
-    ("\n", ""),
-    ("\\!", ""),
-    ("\\\\", "\\"),
-    ("tfrac", "frac"),
-    ("dfrac", "frac"),
-    ("\\left", ""),
-    ("\\right", ""),
-    ("^{\\circ}", ""),
-    ("^\\circ", ""),
-    ("\\$", ""),
-)
+REPLACEMENTS = {"\n": "", "\\!": "", "\\\\": "\\", "tfrac": "frac", "dfrac": "frac", "\\left": "", "\\right": ""}
+REPLACEMENTS |= {"^{\\circ}": "", "^\\circ": "", "\\$": ""}
 
 
 def boxed(text: str) -> str | None:
@@ -61,7 +51,7 @@ def rewrite(text: str) -> str | None:
     >>> rewrite(r"x = 3\text{ cm}"), rewrite(r"\dfrac34"), rewrite(r"\sqrt3"), rewrite(".5"), rewrite("1/2")
     ('3', '\\frac{3}{4}', '\\sqrt{3}', '\\frac{1}{2}', '\\frac{1}{2}')
     """
-    for old, new in REPLACEMENTS:
+    for old, new in REPLACEMENTS.items():
         text = text.replace(old, new)
     text = text.partition("\\text{ ")[0]  # units
     text = text.replace("\\%", "").replace(" .", " 0.").replace("{.", "{0.")
@@ -70,8 +60,9 @@ def rewrite(text: str) -> str | None:
     text = "0" + text if text[0] == "." else text
     name, *values = text.split("=")
     text = values[0] if len(values) == 1 and len(name) <= 2 else text
-    braced = _brace_roots(text)
-    braced = None if braced is None else _brace_fractions(braced.replace(" ", ""))
+    if re.search(r"\\sqrt(?:\\sqrt|\Z)", text):
+        return None
+    braced = _brace_fractions(re.sub(r"\\sqrt([^{])", r"\\sqrt{\1}", text).replace(" ", ""))
     if braced is None:
         return None
     text = "\\frac{1}{2}" if braced == "0.5" else braced
@@ -97,12 +88,6 @@ def is_same(reference: str | float, found: str | float) -> bool:
         if isinstance(latex, str) and isinstance(value, float):
             return _is_fraction(latex, value)
     return one == other
-
-
-def _brace_roots(text: str) -> str | None:
-    if re.search(r"\\sqrt(?:\\sqrt|\Z)", text):
-        return None
-    return re.sub(r"\\sqrt([^{])", r"\\sqrt{\1}", text)
 
 
 def _brace_fractions(text: str) -> str | None:

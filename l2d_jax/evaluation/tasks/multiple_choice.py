@@ -1,4 +1,7 @@
-"""Multiple-choice questions: their wording, and the letter that a completion chooses.
+r"""Multiple-choice questions: MMLU, MMLU-Pro, PIQA and ARC, and the letter that a completion chooses.
+
+    user       Question:\nWhat is 2 + 2?\nChoices:\nA. 3\nB. 4\nC. 5\nD. 6\n\nAnswer:
+    assistant  B
 
 The strict rule is the release's: the first of the letters that no letter or digit follows, wherever it stands, even at
 the end of a word ("B" in "the GLOB of dust"). The relaxed rule looks for what the text calls its answer.
@@ -6,10 +9,13 @@ the end of a word ("B" in "the GLOB of dust"). The relaxed rule looks for what t
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from l2d_jax.config.parsing import require
 from l2d_jax.errors import InputError
-from l2d_jax.evaluation.tasks.problem import Item, Problem, Score
+from l2d_jax.evaluation.tasks.problem import Item, Problem, Row, Score, text_of, texts_of
+from l2d_jax.evaluation.tasks.task import Task
 
 LETTERS = "ABCDEFGHIJ"
 REQUEST = '\nThink step by step. Then end with the sentence "The answer is (X).", where X is the letter of your choice.'
@@ -32,9 +38,8 @@ def worded(
     >>> worded("Which is red?", ["blood", "snow"], answer=0).question
     'Question:\nWhich is red?\nChoices:\nA. blood\nB. snow\n\nAnswer:'
     """
-    count = len(options)
-    if count > len(LETTERS):
-        raise InputError(f"a question has at most {len(LETTERS)} options, A to J, but here are {count}: shorten it")
+    count, most = len(options), len(LETTERS)
+    require(count <= most, f"a question has at most {most} options, A to J, but here are {count}: shorten it")
     if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < count:
         raise InputError(f"the answer must be the number of an option, 0 to {count - 1}, got {answer!r}: mend it")
     letters = tuple(labels[:count])
@@ -60,10 +65,8 @@ def first_letter(completion: str, labels: Sequence[str]) -> str | None:
 def named_letter(completion: str, labels: Sequence[str], options: Sequence[str] = ()) -> str | None:
     """The letter that the relaxed rule finds: the last that the text calls its answer, else one on its own.
 
-    >>> named_letter("A cat is no fish, so the answer is (C).", "ABCD")
-    'C'
-    >>> named_letter("b", "ABCD")
-    'B'
+    >>> named_letter("A cat is no fish, so the answer is (C).", "ABCD"), named_letter("b", "ABCD")
+    ('C', 'B')
     >>> named_letter("Snow.", "AB", ["blood", "snow"])
     'B'
     """
@@ -81,9 +84,8 @@ def named_letter(completion: str, labels: Sequence[str], options: Sequence[str] 
         if text.casefold() == option.strip().strip(".").casefold():
             return name
     # "A" and "I" are words, too: at the start a letter counts only before a sign, elsewhere only within brackets.
-    found = re.findall(rf"^\W*{label}(?:[).:,*\]]|\s*$|\s*\n)", completion) or re.findall(
-        rf"[(\[]{label}[)\]]", completion
-    )
+    found = re.findall(rf"^\W*{label}(?:[).:,*\]]|\s*$|\s*\n)", completion)
+    found = found or re.findall(rf"[(\[]{label}[)\]]", completion)
     return str(found[-1]) if found else None
 
 
@@ -94,3 +96,90 @@ def judge_letter(problem: Problem, completion: str) -> Score:
     relaxed = named_letter(completion, problem.options, options)
     reason = "" if strict == relaxed == right else "no letter" if strict is None else f"{right} is right"
     return Score(float(strict == right), float(relaxed == right), strict, relaxed, reason)
+
+
+# Classes for guidance as in the release's tasks/constants.py; all other subjects are general knowledge.
+MATHEMATICS = ("abstract_algebra", "college_mathematics", "elementary_mathematics", "high_school_mathematics")
+SUBJECTS = dict.fromkeys((*MATHEMATICS, "high_school_statistics"), "math") | {"high_school_computer_science": "coding"}
+
+
+def _word_mmlu(row: Row) -> Item:
+    subject = text_of(row, "subject")
+    item = worded(text_of(row, "question"), texts_of(row, "choices"), answer=row["answer"])
+    return item._replace(subject=subject, category=SUBJECTS.get(subject))
+
+
+def _word_mmlu_pro(row: Row) -> Item:
+    question, options, subject = text_of(row, "question"), texts_of(row, "options"), text_of(row, "category")
+    thought = text_of(row, "cot_content").removeprefix("A: ") or None
+    item = worded(question, options, answer=row["answer_index"], end="")
+    return item._replace(subject=subject, category="math" if subject == "math" else None, thought=thought)
+
+
+def _word_piqa(row: Row) -> Item:
+    goal, *options = (text_of(row, column) for column in ("goal", "sol1", "sol2"))
+    return worded(goal, options, answer=row["label"], heads=("Goal", "Options"))
+
+
+def _word_arc(row: Row) -> Item:
+    given: Any = row["choices"]
+    if not (isinstance(given, dict) and {"label", "text"} <= given.keys()):
+        raise InputError(f"'choices' must hold the lists 'label' and 'text', got {given!r:.60}")
+    labels, options = texts_of(given, "label"), texts_of(given, "text")
+    if len(labels) != len(options) or not all(len(label) == 1 and label.isalnum() for label in labels):
+        raise InputError(f"each option needs a label of one character, got {labels} for {len(options)} options")
+    right = text_of(row, "answerKey")
+    require(right in labels, f"the answer must be one of the labels {', '.join(labels)}, got {right!r}: mend it")
+    return worded(text_of(row, "question"), options, answer=labels.index(right), labels=labels)
+
+
+# Questions of 57 school and university subjects (Hendrycks et al., 2021), with examples of the question's subject.
+MMLU = Task(
+    name="mmlu",
+    hub="cais/mmlu",
+    subset="all",
+    columns=("question", "subject", "choices", "answer"),
+    shot_split="dev",
+    rows={"test": 14042, "validation": 1531, "dev": 285},
+    word=_word_mmlu,
+    judge=judge_letter,
+    by_subject=True,
+)
+# Harder questions of 14 subjects with up to ten options (Wang et al., 2024); the examples' thoughts are the data set's.
+MMLU_PRO = replace(
+    MMLU,
+    name="mmlu_pro",
+    hub="TIGER-Lab/MMLU-Pro",
+    subset=None,
+    columns=("question", "options", "answer_index", "category", "cot_content"),
+    shot_split="validation",
+    rows={"test": 12032, "validation": 70},
+    word=_word_mmlu_pro,
+    thought_shots=5,
+)
+# Which of two ways reaches a goal in the physical world (Bisk et al., 2020); the test split has no answers.
+PIQA = Task(
+    name="piqa",
+    hub="ybisk/piqa",
+    revision="refs/convert/parquet",  # the main branch holds a script, which `datasets` no longer runs
+    columns=("goal", "sol1", "sol2", "label"),
+    split="validation",
+    shot_split="train",
+    rows={"train": 16113, "validation": 1838, "test": 3084},
+    word=_word_piqa,
+    judge=judge_letter,
+)
+# Science questions from school exams (Clark et al., 2018), some of which number their options.
+ARC_EASY = Task(
+    name="arc_easy",
+    hub="allenai/ai2_arc",
+    subset="ARC-Easy",
+    columns=("question", "choices", "answerKey"),
+    shot_split="validation",
+    rows={"train": 2251, "validation": 570, "test": 2376},
+    word=_word_arc,
+    judge=judge_letter,
+)
+ARC_CHALLENGE = replace(
+    ARC_EASY, name="arc_challenge", subset="ARC-Challenge", rows={"train": 1119, "validation": 299, "test": 1172}
+)

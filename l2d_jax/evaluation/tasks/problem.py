@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from l2d_jax.errors import InputError
+from l2d_jax.config.parsing import require
 from l2d_jax.evaluation.sandbox.submission import Submission, Verdict
 
 Row = Mapping[str, Any]
@@ -58,11 +58,7 @@ Run = Callable[[Sequence[Submission]], Sequence[Verdict]]  # one verdict for eac
 
 
 class TaskSampling(NamedTuple):
-    """How completions are sampled; the defaults are the release's for tasks with short answers.
-
-    The release's command line leaves the temperature at 1 for every task, with neither top-k nor top-p. A completion
-    ends at the end of the turn or at `max_new_tokens`, and nowhere else.
-    """
+    """How completions are sampled; the defaults are the release's for tasks with short answers."""
 
     max_new_tokens: int = 256
     samples: int = 1  # completions of each problem
@@ -74,14 +70,13 @@ class TaskSampling(NamedTuple):
 def text_of(row: Row, column: str) -> str:
     """A column that holds text; `InputError` where it holds something else."""
     value = row[column]
-    if not isinstance(value, str):
-        raise InputError(f"{column!r} must be text, got {value!r:.60}")
-    return value
+    require(isinstance(value, str), f"{column!r} must be text, got {value!r:.60}")
+    return str(value)
 
 
 def texts_of(row: Row, column: str) -> list[str]:
     """A column that holds a list of texts; `InputError` where it holds something else."""
     value = row[column]
-    if not (isinstance(value, list) and value and all(isinstance(entry, str) for entry in value)):
-        raise InputError(f"{column!r} must be a list of texts, got {value!r:.60}")
-    return value
+    is_texts = isinstance(value, list) and value != [] and all(isinstance(entry, str) for entry in value)
+    require(is_texts, f"{column!r} must be a list of texts, got {value!r:.60}")
+    return list(value)

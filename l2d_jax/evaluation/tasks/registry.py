@@ -6,13 +6,10 @@
 
 from l2d_jax.config.parsing import nearest
 from l2d_jax.errors import InputError
-from l2d_jax.evaluation.tasks.arc import ARC_CHALLENGE, ARC_EASY
+from l2d_jax.evaluation.tasks.code import HUMANEVAL, INSTRUCT_HUMANEVAL, MBPP
 from l2d_jax.evaluation.tasks.gsm8k import GSM8K, WORD_PROBLEMS
-from l2d_jax.evaluation.tasks.humaneval import HUMANEVAL, INSTRUCT_HUMANEVAL
 from l2d_jax.evaluation.tasks.math import MATH
-from l2d_jax.evaluation.tasks.mbpp import MBPP
-from l2d_jax.evaluation.tasks.mmlu import MMLU, MMLU_PRO
-from l2d_jax.evaluation.tasks.piqa import PIQA
+from l2d_jax.evaluation.tasks.multiple_choice import ARC_CHALLENGE, ARC_EASY, MMLU, MMLU_PRO, PIQA
 from l2d_jax.evaluation.tasks.task import Task
 
 PAPER = (GSM8K, MATH, INSTRUCT_HUMANEVAL, MBPP, MMLU, MMLU_PRO, PIQA, ARC_EASY, ARC_CHALLENGE)  # in its order

@@ -1,7 +1,6 @@
 """A task: how the rows of a data set become conversations, and how completions are scored.
 
-The prompt of a problem is a conversation of a few pairs of question and answer (five in the paper), which ends with the
-problem's question. A completion gets two scores. The *strict* one is that of the authors' release
+A completion gets two scores. The *strict* one is that of the authors' release
 (github.com/SakanaAI/L2D: `tasks/*.py`, `benchmark.py`, `benchmark_code.py`) with all its quirks, for figures that
 compare with the paper's; the *relaxed* one asks whether a reader would call the answer right.
 """
@@ -16,10 +15,11 @@ from typing import Literal
 import datasets
 from transformers import PreTrainedTokenizerFast
 
+from l2d_jax.config.parsing import require
 from l2d_jax.data.rows import find_file, read_file, read_hub, require_columns
 from l2d_jax.data.tokenizer import prompt_ids, text_ids
 from l2d_jax.errors import InputError
-from l2d_jax.evaluation.tasks import code
+from l2d_jax.evaluation.sandbox.submission import Submission
 from l2d_jax.evaluation.tasks.problem import EncodedProblem, Item, Problem, Prompts, Row, Run, Score, TaskSampling
 
 MAX_LENGTH = 2048  # tokens of a prompt and its right answer together: the release's max_seq_len
@@ -77,15 +77,14 @@ class Task:
         """Read the problems of a split, in its order: at most `limit` of them, evenly spaced.
 
         Rows that serve as examples are left out, and so are rows whose right answer the strict rules cannot read: the
-        release counts neither. Split and number of examples are the paper's by default. The rows are those of
-        `<data_dir>/<name>/<split>.jsonl` or `.parquet`, or of the hub. Raises `InputError` for data that is missing or
-        malformed, and for an option that does not fit the task.
+        release counts neither. The rows are those of `<data_dir>/<name>/<split>.jsonl` or `.parquet`, or of the hub.
+        Raises `InputError` for data that is missing or malformed, and for an option that does not fit the task.
         """
-        if prompts == "thoughts" and self.kind == "code":
-            raise InputError(f"{self.name} has no prompts with thoughts, for its completions are run: use 'paper'")
+        fits = prompts == "paper" or self.kind != "code"
+        require(fits, f"{self.name} has no prompts with thoughts, for its completions are run: use 'paper'")
         for option, value, least in (("limit", limit, 1), ("shots", shots, 0)):
-            if value is not None and value < least:
-                raise InputError(f"{option} of {self.name} must be at least {least}, got {value}")
+            fits = value is None or value >= least
+            require(fits, f"{option} of {self.name} must be at least {least}, got {value}")
         split = split or self.split
         usual = self.shots if prompts == "paper" else self.thought_shots
         folder = None if data_dir is None else Path(data_dir, self.name)
@@ -100,18 +99,17 @@ class Task:
             is_repeated = self.kind == "code" and any(item.question == one.question for one in before.values())
             if not (is_example or is_repeated or item.reference is None):
                 problems.append(self._problem(item, before, f"{self.name}/{split}/{number}", prompts))
-        if not problems:
-            raise InputError(f"split {split!r} of {self.name} has no row beside the examples: choose another")
+        require(problems != [], f"split {split!r} of {self.name} has no row beside the examples: choose another")
         count = min(len(problems), limit or len(problems))
         return [problems[index * len(problems) // count] for index in range(count)]
 
     def check_size(self, problems: Sequence[Problem]) -> None:
         """Raise `InputError` if their number is not that of the paper's split, where that is known."""
-        if self.size is not None and len(problems) != self.size:
-            raise InputError(
-                f"{self.name} has {self.size} problems, but {len(problems)} were read: get its rows again, "
-                "or report the figure as that of a part"
-            )
+        require(
+            self.size is None or len(problems) == self.size,
+            f"{self.name} has {self.size} problems, but {len(problems)} were read: get its rows again, "
+            "or report the figure as that of a part",
+        )
 
     def grade(
         self, problems: Sequence[Problem], completions: Sequence[str], *, run: Run | None = None, tagged: bool = False
@@ -126,37 +124,30 @@ class Task:
         faults = {number: fault for number, text in enumerate(texts) if (fault := _fault(text))}
         scores = {number: Score(0.0, 0.0, None, None, fault) for number, fault in faults.items()}
         rest = [number for number in range(len(texts)) if number not in scores]
+        asked, said = [problems[number] for number in rest], [texts[number] for number in rest]
         if self.judge is not None:
-            scores |= {number: self.judge(problems[number], texts[number]) for number in rest}
+            found = list(map(self.judge, asked, said))
+        elif run is None or self.candidates is None:
+            raise InputError(f"{self.name} runs generated code: allow it with --allow_code_execution")
         else:
-            if run is None or self.candidates is None:
-                raise InputError(f"{self.name} runs generated code: allow it with --allow_code_execution")
-            pairs = [self.candidates(problems[number], texts[number]) for number in rest]
-            found = code.score_programs([problems[number] for number in rest], pairs, run)
-            scores |= dict(zip(rest, found, strict=True))
+            found = score_programs(asked, list(map(self.candidates, asked, said)), run)
+        scores |= dict(zip(rest, found, strict=True))
         return [scores[number] for number in range(len(texts))]
 
     def _read(self, split: str, folder: Path | None) -> datasets.Dataset:
-        """The rows of a split: made here, or from `<split>.jsonl` or `.parquet` in a folder, or from the hub.
-
-        Raises `InputError` where they cannot be read, lack a column, or are more than the data set has (from the hub,
-        also where they are fewer).
-        """
+        """The rows of a split, checked: made here, or those of a file in a folder, or of the hub."""
         if self.make is not None:
             return datasets.Dataset.from_list(self.make(split))
         if folder is None:
-            remedy = "check the network, or put the rows into a folder and give it with --data_dir"
-            place = self.hub
+            place, remedy = self.hub, "check the network, or put the rows into a folder and give it with --data_dir"
             rows = read_hub(self.hub, self.subset, split=split, revision=self.revision, remedy=remedy)
         else:
             file = find_file(folder, split)
             place, rows = str(file), read_file(file)
         require_columns(rows, self.columns, name=place)
-        known = self.rows.get(split)
-        if known is not None and (len(rows) > known or (folder is None and len(rows) != known)):
-            raise InputError(
-                f"split {split!r} of {self.hub} has {known} rows, but {place} has {len(rows)}: get it again"
-            )
+        known = self.rows.get(split, len(rows))
+        is_whole = len(rows) == known or (folder is not None and len(rows) < known)
+        require(is_whole, f"split {split!r} of {self.hub} has {known} rows, but {place} has {len(rows)}: get it again")
         return rows
 
     def _examples(self, folder: Path | None, count: int) -> dict[str | None, dict[int, Item]]:
@@ -215,13 +206,26 @@ def encode_problems(
     answers = text_ids([problem.answer for problem in problems], tokenizer)
     pairs = [EncodedProblem(problem, prompt_ids(problem.messages, tokenizer)) for problem in problems]
     lengths = [len(ids) + len(answer) for (_, ids), answer in zip(pairs, answers, strict=True)]
-    kept = [pair for pair, length in zip(pairs, lengths, strict=True) if length <= max_length]
-    if not kept:
-        raise InputError(
-            f"no prompt has at most {max_length} tokens, they take {min(lengths)} or more: use fewer shots, "
-            "or raise the limit"
-        )
-    return kept
+    least, remedy = min(lengths), "use fewer shots, or raise the limit"
+    require(least <= max_length, f"no prompt has at most {max_length} tokens, they take {least} or more: {remedy}")
+    return [pair for pair, length in zip(pairs, lengths, strict=True) if length <= max_length]
+
+
+def score_programs(problems: Sequence[Problem], pairs: Sequence[tuple[str, str]], run: Run) -> list[Score]:
+    """Score completions by running the strict and the relaxed candidate that each pair has.
+
+    A candidate that is both runs once, and a completion that passes the strict way is right the relaxed way too. The
+    reference of a problem is all that a `Submission` has beside the candidate, in its order: tests, names and setup.
+    """
+    places = [(number, candidate) for number, pair in enumerate(pairs) for candidate in dict.fromkeys(pair)]
+    programs = [Submission(candidate, *problems[number].reference) for number, candidate in places]
+    verdicts = dict(zip(places, run(programs), strict=True))
+    scores = []
+    for number, pair in enumerate(pairs):
+        strict, relaxed = (verdicts[number, candidate] for candidate in pair)
+        reason = "" if strict.passed else str(strict.reason)
+        scores.append(Score(float(strict.passed), float(strict.passed or relaxed.passed), *pair, reason))
+    return scores
 
 
 def _fault(text: str) -> str:

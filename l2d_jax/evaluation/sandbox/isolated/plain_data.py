@@ -8,7 +8,9 @@ are not.
 
 import json
 import os
+import select
 import struct
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -66,9 +68,8 @@ def _encode_float(value: float) -> Any:
     return exact if exact == exact else {"nan": struct.pack(">d", exact).hex()}
 
 
-def _parts(value: complex) -> list[Any]:
-    exact = -complex.__neg__(value)  # unlike a sum, it keeps the sign of zero
-    return [_encode_float(exact.real), _encode_float(exact.imag)]
+def _encode_complex(exact: complex) -> str:
+    return struct.pack(">dd", exact.real, exact.imag).hex()
 
 
 # The methods are those of the builtin types, whatever a subclass overrides.
@@ -83,7 +84,7 @@ _WRITERS: tuple[tuple[type, Callable[[Any, int], Any]], ...] = (
     (frozenset, lambda value, depth: {"frozenset": _encode_all(frozenset.__iter__(value), depth)}),
     (bytes, lambda value, _: {"bytes": bytes.hex(value)}),
     (bytearray, lambda value, _: {"bytearray": bytearray.hex(value)}),
-    (complex, lambda value, _: {"complex": _parts(value)}),
+    (complex, lambda value, _: {"complex": _encode_complex(complex.__pos__(value))}),
 )
 
 
@@ -114,13 +115,6 @@ def _decode_dict(pairs: list[Any], depth: int) -> dict[Any, Any]:
     return dict(_decode_all(pair, depth) for pair in pairs)
 
 
-def _decode_complex(parts: list[Any], _: int) -> complex:
-    real, imaginary = (decode_plain(part, 1) for part in parts)
-    if type(real) is not float or type(imaginary) is not float:
-        raise MalformedError("not two floats")
-    return complex(real, imaginary)
-
-
 _READERS: dict[str, tuple[Callable[[Any, int], Any], type]] = {
     "int": (lambda content, _: int(content, 16), str),
     "nan": (lambda content, _: struct.unpack(">d", bytes.fromhex(content))[0], str),
@@ -130,7 +124,7 @@ _READERS: dict[str, tuple[Callable[[Any, int], Any], type]] = {
     "frozenset": (lambda content, depth: frozenset(_decode_all(content, depth)), list),
     "bytes": (lambda content, _: bytes.fromhex(content), str),
     "bytearray": (lambda content, _: bytearray.fromhex(content), str),
-    "complex": (_decode_complex, list),
+    "complex": (lambda content, _: complex(*struct.unpack(">dd", bytes.fromhex(content))), str),
     "type": (lambda content, _: _TYPES[content], str),
 }
 
@@ -166,19 +160,24 @@ class Channel:
         except OSError as error:
             raise ClosedError from error
 
-    def receive(self) -> dict[str, Any]:
-        """Read a message; raises `ClosedError`, `TooLargeError` or `MalformedError`."""
-        length = int.from_bytes(self._read(4), "big")
+    def receive(self, *, seconds: float | None = None) -> dict[str, Any]:
+        """Read a message; raises `ClosedError`, `TooLargeError`, `MalformedError`, after `seconds` `TimeoutError`."""
+        end = None if seconds is None else time.monotonic() + seconds
+        length = int.from_bytes(self._read(4, end), "big")
         if length > self._limit:
             raise TooLargeError(f"{length} bytes")
-        message = load_message(self._read(length))
+        message = load_message(self._read(length, end))
         if type(message) is not dict:
             raise MalformedError("not an object")
         return message
 
-    def _read(self, count: int) -> bytes:
+    def _read(self, count: int, end: float | None) -> bytes:
         data = bytearray()
+        waiting = select.poll()  # unlike select(), it takes descriptors beyond 1023
+        waiting.register(self._incoming, select.POLLIN)
         while len(data) < count:
+            if end is not None and not waiting.poll(max(0.0, end - time.monotonic()) * 1000):
+                raise TimeoutError
             part = os.read(self._incoming, min(count - len(data), 2**20))
             if not part:
                 raise ClosedError

@@ -14,9 +14,8 @@ _PR_SET_THP_DISABLE = 41
 def restrain(task: Mapping[str, Any]) -> None:
     """Give up for good what an isolated process does not need; raises `OSError` if the kernel refuses a step.
 
-    The task has `limits`, with `memory`, `cpu_seconds`, `threads` and `printed_bytes` as in `isolation.Limits`;
-    `account`, the user to become, for a process of root, since the kernel does not limit root's threads, or None to
-    keep the user; and `filter`, the system calls that are left, as hexadecimal digits of `seccomp.program`.
+    The task has `limits`, those of `isolation.Limits`; `account`, the user to become, or None to keep the user; and
+    `filter`, the system calls that are left, as hexadecimal digits of `seccomp.program`.
     """
     limits, account = task["limits"], task["account"]
     if account is not None:
