@@ -16,8 +16,6 @@ WITHIN = "within.json"  # in a task's folder: accuracy by t within one diffusion
 
 
 class _Within(TypedDict):
-    """What `sweep` writes into `WITHIN`."""
-
     t: list[Share]
     greedy: list[Share]
     expected: list[Share]
@@ -46,8 +44,7 @@ def collect(folder: Path) -> list[Evaluation]:
     """The finished evaluations below an `eval` folder, by task, solver and budget; `InputError` for a damaged one."""
     evaluations = []
     for file in sorted(folder.glob(f"*/*/{RESULTS}")):
-        figures = read_figures(file)
-        if figures is not None:
+        if (figures := read_figures(file)) is not None:
             evaluations.append(Evaluation(figures["run"]["task"], file.parent.name, figures["run"], figures))
     return sorted(evaluations, key=lambda one: (one.task, one.run["decode"]["solver"], one.budget, one.name))
 
