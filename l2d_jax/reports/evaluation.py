@@ -42,10 +42,8 @@ Series = dict[str, dict[int | float, Evaluation]]  # by the label of a line, and
 
 def collect(folder: Path) -> list[Evaluation]:
     """The finished evaluations below an `eval` folder, by task, solver and budget; `InputError` for a damaged one."""
-    evaluations = []
-    for file in sorted(folder.glob(f"*/*/{RESULTS}")):
-        if (figures := read_figures(file)) is not None:
-            evaluations.append(Evaluation(figures["run"]["task"], file.parent.name, figures["run"], figures))
+    read = ((file.parent.name, read_figures(file)) for file in sorted(folder.glob(f"*/*/{RESULTS}")))
+    evaluations = [Evaluation(found["run"]["task"], name, found["run"], found) for name, found in read if found]
     return sorted(evaluations, key=lambda one: (one.task, one.run["decode"]["solver"], one.budget, one.name))
 
 
