@@ -52,7 +52,7 @@ def main() -> None:
     StopSearch(options.stop, base.tokenizer, 0)  # raises before any weight is read
     traces: Traces = []
     searched = _search_config(options, variants[0])
-    print_answer = partial(_print_answer, options=options, searched=searched, traces=traces)
+    print_answer = partial(_print_answer, options=options, traces=traces)
     for settings in variants:
         if searched is not None:
             check_search(settings, searched, architecture=base.architecture)
@@ -117,10 +117,8 @@ def _parse() -> Namespace:
     if options.workdir and not (options.workdir / "checkpoints").is_dir():
         raise InputError(f"{options.workdir} is no workdir of training: it has no checkpoints folder")
     is_chat = not options.prompt
-    require(
-        not is_chat or len(options.budget or []) <= 1,
-        "a chat has one budget: give one, or a --prompt to compare several on",
-    )
+    is_single = not is_chat or len(options.budget or []) <= 1
+    require(is_single, "a chat has one budget: give one, or a --prompt to compare several on")
     require(not (is_chat and options.trace), "a trace is of answers to prompts, not of a chat: give a --prompt")
     for name in SEARCH_OPTIONS if options.beams is None else ():
         require(getattr(options, name) is None, f"--{name} is an option of token search: give --beams too")
@@ -138,17 +136,11 @@ def _search_config(options: Namespace, settings: DecodeConfig) -> SearchConfig |
 
 
 def _print_answer(
-    loaded: LoadedModel,
-    messages: Messages,
-    settings: DecodeConfig,
-    seed: int,
-    *,
-    options: Namespace,
-    searched: Any,
-    traces: Traces,
+    loaded: LoadedModel, messages: Messages, settings: DecodeConfig, seed: int, *, options: Namespace, traces: Traces
 ) -> str:
     """Print and return the answer under a seed: piece by piece, with a trace that goes to `traces`, or searched for."""
     text = ""
+    searched = _search_config(options, settings)
     if searched is None and not options.trace:
         for piece in loaded.stream(messages, settings=settings, seed=seed, label=options.label, stop=options.stop):
             print(piece, end="", flush=True)
@@ -156,7 +148,7 @@ def _print_answer(
         print()
         return text
     prompt = requests.Prompt(0, requests.encode_prompt(messages, loaded.tokenizer), options.label)
-    if options.trace:
+    if searched is None:
         request = requests.Request([prompt], settings, seed, restrictions=requests.Restrictions(options.stop))
         answers = generate_tokens(loaded.model, request, stop_ids=loaded.stop_ids, tokenizer=loaded.tokenizer)
         traces.extend(trace(loaded, request, answers))

@@ -76,7 +76,7 @@ def trajectory(model: Model, a: Recording, key: str, run: Mapping[str, Any]) -> 
 def start_of(
     model: Model, a: Recording, key: str, run: Mapping[str, Any], options: dict[str, Any], rows: Sequence[int] = (0, 1)
 ) -> tuple[dict[str, np.ndarray], Refinement, Context, np.ndarray, np.ndarray]:
-    """Arrays of a recorded ODE, settings with `options`, pass over some rows, noise and end state in the pass's shape."""
+    """Arrays of a recorded ODE, settings with `options`, pass over some rows, noise and end state in its shape."""
     recorded = {name: a[f"ode.{key}.{name}"] for name in ("x0", "t_grid", "traj", "logits", "times", "argmax", "temps")}
     temperature = 0.0 if isinstance(run["temperature"], str) else float(run["temperature"])
     velocity = "expectation" if run["x1_estimation"] == "average" else "sample"
