@@ -23,6 +23,7 @@ import transformers
 from jaxtyping import Float, Int
 
 from l2d_jax import loading
+from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import MeshConfig
 from l2d_jax.data import word_problems
 from l2d_jax.data.tokenizer import first_line, text_ids
@@ -76,16 +77,12 @@ def compare(model: str, *, length: int | None = None, dtype: str = "float32") ->
     base = opened.base
     if opened.trained is not None and opened.path_config is None:
         raise InputError(f"{model} has trained the language model itself: give its {Path(model) / 'export'}")
-    if base.name == "random":
-        raise InputError(
-            f"the base of {model} is random weights, which transformers cannot read: give a model in files"
-        )
+    problem = f"the base of {model} is random weights, which transformers cannot read"
+    require(base.name != "random", f"{problem}: give a model in files")
     source = find_base_and_adapters(base.name)
-    if source.adapters:
-        raise InputError(
-            f"{base.name} has a LoRA adapter, and plain weights are compared: merge it first "
-            f"(python -m l2d_jax.convert export --model {base.name} --format hf --out DIR) and give that folder"
-        )
+    problem = f"{base.name} has a LoRA adapter, and plain weights are compared"
+    command = f"python -m l2d_jax.convert export --model {base.name} --format hf --out DIR"
+    require(not source.adapters, f"{problem}: merge it first ({command}) and give that folder")
     found = model_folder.find_base(base)
     rows = choose_rows(found.architecture, found.tokenizer, length=length)
     theirs = _their_logits(source.folder, rows)
@@ -123,11 +120,9 @@ def choose_rows(
         told = (word_problems.problem(index) for index in range(length // 16 + 1))  # each is more than 16 tokens long
         text = "\n\n".join(f"{problem.question}\n{problem.solution}" for problem in told)
         rows["text"] = np.array(text_ids([text], tokenizer)[0][:length])
-        if rows["text"].max() >= size:
-            raise InputError(
-                f"the tokenizer of {tokenizer.name_or_path} gives the id {rows['text'].max()}, but the model knows "
-                f"{size} tokens: copy the model's own tokenizer.json"
-            )
+        problem = f"the tokenizer of {tokenizer.name_or_path} gives the id {rows['text'].max()}"
+        remedy = "copy the model's own tokenizer.json"
+        require(bool(rows["text"].max() < size), f"{problem}, but the model knows {size} tokens: {remedy}")
     return rows
 
 
