@@ -41,25 +41,21 @@ def main() -> None:
     else:
         figures = _measure_decode(options, config)
         lines = decoding_table(figures)
+        if options.plot is not None:
+            _draw_speed(figures, options.plot)
     print(json.dumps(figures) if options.json else "\n".join(lines))
 
 
 def _measure_decode(options: argparse.Namespace, config: Config) -> dict[str, Any]:
-    """Check the options, measure, and draw; raises `InputError` before anything is built."""
+    """Check the options, and measure; raises `InputError` before anything is built."""
     method = config.train.method
-    require(
-        method == "l2d",
-        f"decode measures evaluations of a path, and config.train.method {method!r} trains none: take 'l2d'",
-    )
+    problem = f"decode measures evaluations of a path, and config.train.method {method!r} trains none"
+    require(method == "l2d", f"{problem}: take 'l2d'")
     require(len(set(options.budgets)) > 1, f"--budgets needs two or more for a slope, got {options.budgets}")
     for budget in options.budgets:
         find_solver(config.decode.solver).steps(budget)
-    mesh = runtime.start_jax(config.mesh)
     shape = {name: getattr(options, name) for name in ("batches", "budgets", "prompt", "new")}
-    figures = measure_decoding(config, mesh, **shape)
-    if options.plot is not None:
-        _draw_speed(figures, options.plot)
-    return figures
+    return measure_decoding(config, runtime.start_jax(config.mesh), **shape)
 
 
 def _draw_speed(figures: dict[str, Any], file: Path) -> None:

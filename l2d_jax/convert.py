@@ -26,18 +26,15 @@ def main() -> None:
     parser = command_line.Parser(prog="python -m l2d_jax.convert", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=command_line.Parser)
     importing = commands.add_parser("import", help="make a model folder")
-    importing.add_argument(
-        "--base", type=model_name, required=True, help="a Hugging Face folder, a hub id or a GGUF file"
-    )
+    base = "a Hugging Face folder, a hub id or a GGUF file"
+    importing.add_argument("--base", type=model_name, required=True, help=base)
     importing.add_argument("--l2d", type=local_path, help="a checkpoint of the authors' release")
     importing.add_argument("--hyperparameters", type=local_path, help="its keyword arguments, as JSON")
-    importing.add_argument(
-        "--adapter", type=local_path, help="a folder with a LoRA adapter of the base, as PEFT writes it"
-    )
+    adapter = "a folder with a LoRA adapter of the base, as PEFT writes it"
+    importing.add_argument("--adapter", type=local_path, help=adapter)
     exporting = commands.add_parser("export", help="write a model for other programs")
-    exporting.add_argument(
-        "--model", type=model_name, required=True, help="a model folder, or a workdir that has finished"
-    )
+    model = "a model folder, or a workdir that has finished"
+    exporting.add_argument("--model", type=model_name, required=True, help=model)
     exporting.add_argument("--format", required=True, choices=list(FORMATS), help="for which program")
     exporting.add_argument("--torch", action="store_true", help="l2d, l2d-full: as pytorch_model.bin; needs torch")
     for command in (importing, exporting):
@@ -54,20 +51,18 @@ def main() -> None:
 
 
 def import_model(base: str, out: Path, *, l2d: tuple[Path, Path] | None = None, adapter: Path | None = None) -> None:
-    """Write a model folder, complete or not at all; every tensor keeps its bits.
+    """Write a model folder, complete or not at all; every tensor keeps its bits. Raises `InputError`.
 
     `l2d` is a checkpoint of the release, whose LM replaces the base's, and its hyper-parameters; `adapter` is a folder
-    with a LoRA adapter of the base, which stays apart. Raises `InputError` for anything malformed, missing or extra,
-    naming file and tensor.
+    with a LoRA adapter of the base, which stays apart.
     """
     language_model = find_base_and_adapters(base)
     folder, adapters = language_model.folder, language_model.adapters
     architecture = Architecture.from_hf(read_json(folder / "config.json"))
     if len(adapters) > 1 or (adapters and adapter is not None):
-        raise InputError(
-            f"a model folder has one adapter, and {base} has {len(adapters)} already: add them up first (python -m "
-            f"l2d_jax.convert export --model {base} --format hf --out DIR) and give that folder"
-        )
+        command = f"python -m l2d_jax.convert export --model {base} --format hf --out DIR"
+        problem = f"a model folder has one adapter, and {base} has {len(adapters)} already"
+        raise InputError(f"{problem}: add them up first ({command}) and give that folder")
     adapter = adapters[0] if adapters else adapter
     if adapter is not None and l2d is not None:
         raise InputError(f"the weights of {l2d[0]} include those of the LM: leave the adapter in {adapter} out")

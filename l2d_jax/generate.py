@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from l2d_jax import command_line
+from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import DecodeConfig, MeshConfig
 from l2d_jax.data.tokenizer import Message
 from l2d_jax.decoding import requests
@@ -22,7 +23,6 @@ from l2d_jax.distributed import runtime
 from l2d_jax.errors import InputError
 from l2d_jax.files import output_folder
 from l2d_jax.loading import find, load
-from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.l2d import check_labels
 from l2d_jax.model.llm import LLM
 from l2d_jax.reports.trace import AnswerTrace, write_trace
@@ -51,15 +51,20 @@ def main() -> None:
     check_labels(folder.path_config, [] if options.label is None else [options.label])
     StopSearch(options.stop, base.tokenizer, 0)  # raises before any weight is read
     traces: Traces = []
+    searched = _search_config(options, variants[0])
     print_answer = partial(_print_answer, options=options, traces=traces)
-    _check_ways(options, variants, base.architecture)
+    for settings in variants:
+        if searched is not None:
+            check_search(settings, searched, architecture=base.architecture)
+        elif options.trace:
+            check_single_sample(settings)
     mesh, longest = runtime.start_jax(MeshConfig()), max(map(len, ids))
     llm = LLM.declare(base.architecture, dtype=folder.base.dtype)
     for settings in variants:
         remedy = "--draws or --max_new_tokens"
         requests.check_decoding_memory(llm, folder.path_config, settings, rows=1, longest=longest, remedy=remedy)
-        if options.beams is not None:
-            check_search_memory(settings, _search_config(options, settings), llm, folder.path_config, longest=longest)
+        if searched is not None:
+            check_search_memory(settings, searched, llm, folder.path_config, longest=longest)
     with output_folder(options.trace) if options.trace else contextlib.nullcontext() as out:
         loaded = load(options.workdir or options.model, mesh=mesh)
         if not prompts:
@@ -111,34 +116,23 @@ def _parse() -> Namespace:
     options = parser.parse_args()
     if options.workdir and not (options.workdir / "checkpoints").is_dir():
         raise InputError(f"{options.workdir} is no workdir of training: it has no checkpoints folder")
-    if options.prompt is None and len(options.budget or []) > 1:
-        raise InputError("a chat has one budget: give one, or a --prompt to compare several on")
-    if options.prompt is None and options.trace:
-        raise InputError("a trace is of answers to prompts, not of a chat: give a --prompt")
+    is_chat = not options.prompt
+    is_single = not is_chat or len(options.budget or []) <= 1
+    require(is_single, "a chat has one budget: give one, or a --prompt to compare several on")
+    require(not (is_chat and options.trace), "a trace is of answers to prompts, not of a chat: give a --prompt")
+    for name in SEARCH_OPTIONS if options.beams is None else ():
+        require(getattr(options, name) is None, f"--{name} is an option of token search: give --beams too")
+    others = {"a chat": is_chat, "--stop": options.stop, "--trace": options.trace}
+    for what, is_there in others.items():
+        require(options.beams is None or not is_there, f"{what} does not go with --beams: leave one out")
     return options
 
 
-def _check_ways(options: Namespace, variants: Sequence[DecodeConfig], architecture: Architecture) -> None:
-    """Raise `InputError` for options that do not go together."""
-    searching = options.beams is not None
-    for name in SEARCH_OPTIONS:
-        if not searching and getattr(options, name) is not None:
-            raise InputError(f"--{name} is an option of token search: give --beams too")
-    others = {"a chat": not options.prompt, "--stop": options.stop, "--trace": options.trace}
-    for what, is_there in others.items():
-        if searching and is_there:
-            raise InputError(f"{what} does not go with --beams: leave one out")
-    for settings in variants:
-        if searching:
-            check_search(settings, _search_config(options, settings), architecture=architecture)
-        elif options.trace:
-            check_single_sample(settings)
-
-
-def _search_config(options: Namespace, settings: DecodeConfig) -> SearchConfig:
+def _search_config(options: Namespace, settings: DecodeConfig) -> SearchConfig | None:
+    """How to search for the answers to all prompts; None without --beams."""
     names = ("beams", *SEARCH_OPTIONS, "temperature")
     values = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    return SearchConfig(**values, max_new_tokens=settings.max_new_tokens)
+    return SearchConfig(**values, max_new_tokens=settings.max_new_tokens) if "beams" in values else None
 
 
 def _print_answer(
@@ -146,21 +140,22 @@ def _print_answer(
 ) -> str:
     """Print and return the answer under a seed: piece by piece, with a trace that goes to `traces`, or searched for."""
     text = ""
-    if options.beams is None and not options.trace:
+    searched = _search_config(options, settings)
+    if searched is None and not options.trace:
         for piece in loaded.stream(messages, settings=settings, seed=seed, label=options.label, stop=options.stop):
             print(piece, end="", flush=True)
             text += piece
         print()
         return text
     prompt = requests.Prompt(0, requests.encode_prompt(messages, loaded.tokenizer), options.label)
-    if options.trace:
+    if searched is None:
         request = requests.Request([prompt], settings, seed, restrictions=requests.Restrictions(options.stop))
         answers = generate_tokens(loaded.model, request, stop_ids=loaded.stop_ids, tokenizer=loaded.tokenizer)
         traces.extend(trace(loaded, request, answers))
         text = to_text(answers[0], loaded.tokenizer)
     else:
-        config = _search_config(options, settings)
-        text = to_text(search(loaded, prompt, settings=settings, config=config, seed=seed).answer, loaded.tokenizer)
+        found = search(loaded, prompt, settings=settings, config=searched, seed=seed)
+        text = to_text(found.answer, loaded.tokenizer)
     print(text, flush=True)
     return text
 

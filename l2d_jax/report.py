@@ -16,9 +16,7 @@ from l2d_jax.reports.tables import text_table
 from l2d_jax.storage import mirror
 
 INTERVALS = "Intervals are 95 %, over problems."
-BUDGETS = "A budget of 1 is the language model itself."
 WITHIN = "Tokens of right answers, with the true tokens before them, read off at every t of one run."
-GUIDANCE = "Accuracy against the strength of the class label."
 
 
 def main() -> None:
@@ -31,16 +29,11 @@ def main() -> None:
     options = parser.parse_args()
     others = evaluations.read_beside(options.beside)
     for workdir in options.workdir:
-        report_workdir(workdir, others)
-
-
-def report_workdir(workdir: Path, beside: Mapping[str, Mapping[str, float]]) -> None:
-    """Print the tables of a workdir, and write its figures and its page; raises `InputError` if there is nothing."""
-    sections = [*_training_sections(workdir), *_evaluation_sections(workdir, beside)]
-    if not sections:
-        raise InputError(f"workdir {workdir} has no validation and no evaluation: train or evaluate first")
-    page.write_page(workdir / "report.html", f"Report of {workdir.name}", sections)
-    print(f"written to {mirror.shown_places(str(workdir / 'report.html'))}")
+        sections = [*_training_sections(workdir), *_evaluation_sections(workdir, others)]
+        if not sections:
+            raise InputError(f"workdir {workdir} has no validation and no evaluation: train or evaluate first")
+        page.write_page(workdir / "report.html", f"Report of {workdir.name}", sections)
+        print(f"written to {mirror.shown_places(str(workdir / 'report.html'))}")
 
 
 def _training_sections(workdir: Path) -> list[str]:
@@ -50,8 +43,7 @@ def _training_sections(workdir: Path) -> list[str]:
     before, after = training.first_and_last(workdir)
     print(f"{mirror.shown_places(str(workdir))}, after {after['step']} steps")
     losses, accuracy = training.loss_rows(before, after), training.budget_rows(after)
-    print(text_table(*losses))
-    print(text_table(*accuracy))
+    print(text_table(*losses), text_table(*accuracy), sep="\n")
     training.draw_training(before, after, workdir / "report.png")
     text = f"After {after['step']} steps; accuracy is teacher-forced, on held-out answers. {INTERVALS}"
     return [page.section("Training", text, workdir / "report.png", accuracy, losses)]
@@ -67,14 +59,13 @@ def _evaluation_sections(workdir: Path, beside: Mapping[str, Mapping[str, float]
     print(text_table(*accuracy))
     text = f"Strict scores follow the rules of the authors' release, relaxed ones what readers accept. {INTERVALS}"
     sections = [page.section("Tasks", text, accuracy)]
-    steps, inside, guided = (folder / name for name in ("budgets.png", "within.png", "guidance.png"))
-    for is_drawn, file, title, words in (
-        (evaluations.draw_budgets(evaluated, steps), steps, "Accuracy against the budget", BUDGETS),
-        (evaluations.draw_within(within, inside), inside, "Within one diffusion", WITHIN),
-        (evaluations.draw_guidance(evaluated, guided), guided, "Guidance", GUIDANCE),
-    ):
-        if is_drawn:
-            sections.append(page.section(title, words, file))
+    if evaluations.draw_budgets(evaluated, file := folder / "budgets.png"):
+        text = "A budget of 1 is the language model itself."
+        sections.append(page.section("Accuracy against the budget", text, file))
+    if evaluations.draw_within(within, file := folder / "within.png"):
+        sections.append(page.section("Within one diffusion", WITHIN, file))
+    if evaluations.draw_guidance(evaluated, file := folder / "guidance.png"):
+        sections.append(page.section("Guidance", "Accuracy against the strength of the class label.", file))
     return sections
 
 

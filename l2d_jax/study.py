@@ -3,8 +3,7 @@
 A model is a workdir of training, a model folder, a hub id or a GGUF file. Every token of an answer is predicted with
 the true tokens before it: by the language model alone, which is a budget of 1, and where there is a path, with each
 solver at each budget. The measurements of a model are kept in `DIR/NAME.json`, so that the same command again measures
-only the models that lack one. The results are tables, figures as PNG and SVG, and a page, `study.html`. Gains are over
-the first model.
+only the models that lack one. Gains are over the first model.
 
 With `--answers N`, N problems whose answers end in `#### x` are also answered from the prompt alone: greedily at each
 budget, by the majority of samples, and by beam search. Their accuracy is drawn against the compute that an answer took.
@@ -92,8 +91,8 @@ def main() -> None:
 
 
 def _named(text: str) -> tuple[str, str]:
-    name, equals, model = text.partition("=")
-    if not (equals and model and name.isidentifier()):
+    name, _, model = text.partition("=")
+    if not (model and name.isidentifier()):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=MODEL, such as base=Qwen/Qwen2.5-7B-Instruct")
     return file_name(name), model_name(model)
 
@@ -103,16 +102,11 @@ def _describe(folder: Folder, options: argparse.Namespace, config: Config) -> di
     base, step = model_folder.find_base(folder.base), newest_step(folder)
     model = processes.decide(lambda: model_fingerprint(folder, base, step))
     examples, _ = processes.take_turns(lambda: _read_answers(base.tokenizer, config, options.answers))
-    about = {
-        "model": mirror.shown_places(str(folder.path)),
-        "step": step,
-        "fingerprint": model | {"answers": examples.fingerprint()},
-        "solvers": options.solvers,
-        "budgets": options.budgets,
-        "ways": [options.answers, options.samples, options.beams],
-        "data": dataclasses.asdict(config.data),
-        "decode": dataclasses.asdict(config.decode),
-    }
+    about: dict[str, Any] = {"model": mirror.shown_places(str(folder.path)), "step": step}
+    about |= {"fingerprint": model | {"answers": examples.fingerprint()}}
+    about |= {"solvers": options.solvers, "budgets": options.budgets}
+    about |= {"ways": [options.answers, options.samples, options.beams]}
+    about |= {"data": dataclasses.asdict(config.data), "decode": dataclasses.asdict(config.decode)}
     return json.loads(json.dumps(about))
 
 
@@ -134,10 +128,8 @@ def _read_known(file: Path, about: dict[str, Any]) -> dict[str, Any] | None:
         before = known["about"]
         names = [name for name in about if about[name] != before.get(name) and name != "fingerprint"]
         names = names or changes(before.get("fingerprint", {}), about["fingerprint"])
-        require(
-            not names and "fingerprint" in before,
-            f"{file} was measured with another {' and '.join(names) or 'version'}: remove it, or take another --out",
-        )
+        problem = f"{file} was measured with another {' and '.join(names) or 'version'}"
+        require(not names and "fingerprint" in before, f"{problem}: remove it, or take another --out")
     return known
 
 
@@ -163,9 +155,8 @@ def _answer(
 ) -> Iterator[dict[str, Any]]:
     """What each strategy makes of the problems."""
     loaded = dataclasses.replace(loaded, defaults=dataclasses.replace(config.decode, solver=options.solvers[0]))
-    has_path = loaded.model.path is not None
     budgets = sorted({split_budget(loaded.defaults.solver, budget, beams=1) for budget in options.budgets})
-    for strategy in strategies(budgets, options.samples, options.beams, has_path=has_path):
+    for strategy in strategies(budgets, options.samples, options.beams, has_path=loaded.model.path is not None):
         outcome = answer_problems(loaded, problems, strategy, batch_size=config.validation.exact_batch_size)
         yield strategy._asdict() | outcome._asdict()
 
@@ -173,11 +164,10 @@ def _answer(
 def _settings(decode: DecodeConfig, options: argparse.Namespace) -> Iterator[DecodeConfig]:
     """Every fixed solver at every budget above 1, and every adaptive solver once, at an ample budget."""
     for solver in options.solvers:
-        if solver in ADAPTIVE:
-            yield dataclasses.replace(decode, solver=solver, budget=AMPLE)
-            continue
-        reached = {split_budget(solver, budget, beams=1) for budget in options.budgets}
-        yield from (dataclasses.replace(decode, solver=solver, budget=budget) for budget in sorted(reached - {1}))
+        reached = {AMPLE}
+        if solver not in ADAPTIVE:
+            reached = {split_budget(solver, budget, beams=1) for budget in options.budgets} - {1}
+        yield from (dataclasses.replace(decode, solver=solver, budget=budget) for budget in sorted(reached))
 
 
 def _evaluations(loaded: LoadedModel, examples: Examples, settings: DecodeConfig) -> float:

@@ -1,14 +1,13 @@
 """Compares a model with numbers that others computed; exit status 1 if anything fails.
 
 `python -m l2d_jax.verify --model DIR --reference FILE.npz`: with arrays recorded from the authors' release. One line
-per array: name, largest difference, pass or FAIL. Where the recording says that a run met a near tie, it is reported
-and not judged. `meta.json` beside the recording describes its runs. With `--dtype bfloat16` differences are relative to
-an array's largest entry, and judged where one evaluation decides them.
+per array: name, largest difference, pass or FAIL. A run that met a near tie, by the word of the recording, is not
+judged. With `--dtype bfloat16` differences are relative to an array's largest entry, and judged where one evaluation
+decides them.
 
 `python -m l2d_jax.verify --model DIR --against transformers`: the language model with transformers' own, on the same
-weights, in float32; it needs torch. One line per row of tokens: largest difference of a logit and its bound (`parity`
-says which), mean and largest KL divergence over the positions, pass or FAIL. With `--dtype bfloat16|int8` ours is in
-that type, and judged by the mean divergence.
+weights, in float32; it needs torch. One line per row of tokens: largest difference of a logit and its bound, mean and
+largest KL divergence over the positions, pass or FAIL. With `--dtype bfloat16|int8` ours is judged by the mean.
 """
 
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from pathlib import Path
 import jax
 
 from l2d_jax import command_line
-from l2d_jax.errors import InputError
+from l2d_jax.config.parsing import require
 from l2d_jax.loading import load
 from l2d_jax.parity import against_release
 from l2d_jax.parity.against_transformers import DIVERGENCE, LENGTH, compare
@@ -35,27 +34,20 @@ def main() -> int:
     other = parser.add_mutually_exclusive_group(required=True)
     other.add_argument("--reference", type=command_line.local_path, help="arrays recorded from the authors' release")
     other.add_argument("--against", choices=["transformers"], help="compare the language model with transformers' own")
-    parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "int8"], default="float32", help="of our model; float32"
-    )
+    types = ["float32", "bfloat16", "int8"]
+    parser.add_argument("--dtype", choices=types, default="float32", help="of our model; float32")
     parser.add_argument("--tokens", type="Length", help=f"a row, with --against; {LENGTH} if the model has the room")
     options = parser.parse_args()
-    if options.reference is not None and options.tokens is not None:
-        raise InputError("--tokens goes with --against: a recording has its own tokens")
-    if options.reference is not None and options.dtype == "int8":
-        raise InputError("--dtype int8 goes with --against: a recording has no bounds for it")
-    with jax.default_matmul_precision("highest"):
-        if options.reference is not None:
-            return report(against_recording(options.model, options.reference, options.dtype), "arrays")
-        return report(against_transformers(options.model, options.tokens, options.dtype), "rows")
-
-
-def report(lines: Iterator[Line], noun: str) -> int:
-    """Print each line with its verdict, and their number; 1 if one fails."""
+    noun, lines = "rows", against_transformers(options.model, options.tokens, options.dtype)
+    if options.reference is not None:
+        require(options.tokens is None, "--tokens goes with --against: a recording has its own tokens")
+        require(options.dtype != "int8", "--dtype int8 goes with --against: a recording has no bounds for it")
+        noun, lines = "arrays", against_recording(options.model, options.reference, options.dtype)
     judged = []
-    for text, passed in lines:
-        print(f"{text}  {VERDICTS[passed]}", flush=True)
-        judged += [] if passed is None else [passed]
+    with jax.default_matmul_precision("highest"):
+        for text, passed in lines:
+            print(f"{text}  {VERDICTS[passed]}", flush=True)
+            judged += [] if passed is None else [passed]
     print(f"{sum(judged)} of {len(judged)} {noun} pass")
     return int(not all(judged))
 
@@ -63,8 +55,7 @@ def report(lines: Iterator[Line], noun: str) -> int:
 def against_recording(model: str, file: Path, dtype: str) -> Iterator[Line]:
     """One line per array."""
     recording = Recording.open(file)
-    loaded = load(model, dtype=dtype)
-    for check in against_release.checks(loaded.model, recording):
+    for check in against_release.checks(load(model, dtype=dtype).model, recording):
         kind = "relative" if check.relative else "absolute"
         passed = check.passed() if check.judged else None
         yield f"{check.name:<64} {check.difference():9.2e} {kind}", passed

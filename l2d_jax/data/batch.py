@@ -45,10 +45,9 @@ class Batch(NamedTuple):
 
 
 def stack(rows: Sequence[Sequence[Mapping[str, Any]]], config: DataConfig, *, padding: int) -> Batch:
-    """Build a batch of NumPy arrays, which become JAX arrays when they are placed on the mesh.
+    """Build a batch of NumPy arrays from rows of examples, one at most without `config.packing`; all must fit.
 
-    The examples of a row must fit into it, and are one at most without `config.packing`; without any it is all
-    of the token `padding`. An example has its `tokens`, `context` (the number of tokens before the answer) and `class`.
+    An example has its `tokens`, `context` (the number of tokens before the answer) and `class`.
     """
     length, width, is_packed = config.max_length, config.answer_length or config.max_length, config.packing
     full: Any = np.full
@@ -92,15 +91,7 @@ def count_text(batch: Batch) -> int:
 
 def random_batch(config: Config, vocab_size: int) -> Batch:
     """A batch of full rows of random tokens in the config's shape, for measuring."""
-    rng = np.random.default_rng(0)
-    rows, length = config.train.batch_size, config.data.max_length
-    width, is_packed = config.data.answer_length or length, config.data.packing
-    arrays: dict[str, Any] = {
-        "tokens": rng.integers(vocab_size, size=(rows, length), dtype=np.int32),
-        "queries": None if width == length else np.tile(np.arange(length - width, length, dtype=np.int32), (rows, 1)),
-        "targets": rng.integers(vocab_size, size=(rows, width), dtype=np.int32),
-        "weights": np.ones((rows, width), np.float32),
-        "classes": np.zeros((rows, width) if is_packed else rows, np.int32),
-        "segments": np.ones((rows, length), np.int32) if is_packed else None,
-    }
-    return Batch(**arrays)
+    length, width = config.data.max_length, config.data.answer_length or config.data.max_length
+    tokens = np.random.default_rng(0).integers(vocab_size, size=(config.train.batch_size, length + 1), dtype=np.int32)
+    rows = [[{"tokens": row, "context": length - width + 1, "class": 0}] for row in tokens]
+    return stack(rows, config.data, padding=0)

@@ -1,7 +1,6 @@
 """Turns conversations into batches of one fixed shape, in an order that is a pure function of the seed and the step.
 
-Conversations are tokenised once, each of the assistant's turns as one example, and `datasets` caches the result, or a
-folder holds it (`prepared`).
+Conversations are tokenised once, and `datasets` caches the result, or a folder holds it (`prepared`).
 There is no iterator state: step k of any run, resumed or not and on any number of processes, reads the same examples.
 """
 
@@ -18,6 +17,7 @@ from grain import MapDataset, ReadOptions
 from jaxtyping import Bool, Int
 from transformers import PreTrainedTokenizerFast
 
+from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import DataConfig
 from l2d_jax.data import tokenizer as tokenization
 from l2d_jax.data.batch import Batch, stack
@@ -41,10 +41,8 @@ class Counts:
 
     def __str__(self) -> str:
         found = f"{self.kept} ({self.too_long} too long and {self.answer_too_long} with too long an answer left out)"
-        if self.papers is None:
-            return found
-        if self.papers == self.kept:
-            return f"{found}, as many as in the paper"
+        if self.papers in (None, self.kept):
+            return found if self.papers is None else f"{found}, as many as in the paper"
         return f"{found}, not the paper's {self.papers}: the rows, the tokenizer or its chat template are not the same"
 
 
@@ -69,11 +67,10 @@ class Examples:
         classes: int = 0,
         tokenise: Callable[..., datasets.Dataset] = tokenise_rows,
     ) -> "Examples":
-        """Read and `tokenise` a split, with at most as many examples as the config asks for, spread evenly over it.
+        """Read and `tokenise` a split, or read a folder of prepared data, and keep as many examples as the config says.
 
-        A folder of prepared data is read instead if the config names one.
-        Raises `InputError` for rows that cannot be read, for rows whose class is not below `classes` (unless it is 0),
-        for a tokenizer without a chat template, and if no example fits the lengths of the config.
+        They are spread evenly over the split. Raises `InputError`, also for a class not below `classes` (unless it is
+        0) and if no example fits the lengths of the config.
         """
         tokenization.require_chat_template(tokenizer)
         name, limit = f"{config.source}/{split}", most_examples(config, split)
@@ -94,8 +91,7 @@ class Examples:
             turns = source.turns
             _check_classes(turns if source.has_classes else turns.remove_columns("class"), classes, name=name)
         fits, counts = _fit(turns, config)
-        if counts.kept == 0:
-            raise InputError(_misfit(turns, config, name))
+        _check_fit(turns, counts, config, name)
         kept = np.flatnonzero(fits)[_spread(counts.kept, limit or counts.kept)]
         counts = dataclasses.replace(counts, kept=len(kept), papers=papers_count(config, split))
         return cls(config, counts, turns.with_format("numpy"), kept, tokenization.padding_id(tokenizer), source)
@@ -123,10 +119,7 @@ class Examples:
 
     @cached_property
     def parts(self) -> list[Int[np.ndarray, " k"]]:
-        """The numbers of the examples of each subset that has a weight; of all examples if there are no weights.
-
-        Raises `InputError` for a weight of a subset without examples.
-        """
+        """The numbers of the examples of each subset that has a weight; of all examples if there are no weights."""
         if not self.config.weights:
             return [np.arange(len(self))]
         subset = np.searchsorted(self.source.ends, self.turns.data.column("row").to_numpy()[self.kept], side="right")
@@ -196,9 +189,8 @@ class Examples:
         """The numbers of the examples of each row of one of `parts`, epoch after epoch."""
         part, seed = self.parts[number], self.config.seed
         rows = len(self.plans[number] if self.config.packing else part)
-        deal = lru_cache(maxsize=2)(
-            lambda epoch: self.plans[number].deal(seed, epoch)
-        )  # rows of two epochs are read where one ends
+        # Rows of two epochs are read where one ends.
+        deal = lru_cache(maxsize=2)(lambda epoch: self.plans[number].deal(seed, epoch))
 
         def examples(index: int, row: int) -> list[int]:
             return part[deal(index // rows)[row] if self.config.packing else [row]].tolist()
@@ -232,18 +224,15 @@ def _check_classes(rows: datasets.Dataset, classes: int, *, name: str) -> None:
     if classes == 0:
         return
     if "class" not in rows.column_names:
-        raise InputError(
-            f"guidance needs the class of each row, but those of {name} have none: add a column 'class' with numbers "
-            f"from 0 to {classes - 1}, or set config.path.classes to 0"
-        )
+        rule = f"guidance needs the class of each row, but those of {name} have none"
+        remedy = f"add a column 'class' with numbers from 0 to {classes - 1}, or set config.path.classes to 0"
+        raise InputError(f"{rule}: {remedy}")
     if not str(getattr(rows.features["class"], "dtype", "")).startswith(("int", "uint")):
         return  # `_turns` names the row
     found = rows.select_columns(["class"]).unique("class")  # select first: `unique` would copy the texts too
-    large = [label for label in found if isinstance(label, int) and label >= classes]
-    if large:
-        raise InputError(
-            f"{name} has rows of class {max(large)}, but config.path.classes {classes} ends at {classes - 1}: raise it"
-        )
+    largest = max((label for label in found if isinstance(label, int)), default=0)
+    problem = f"{name} has rows of class {largest}, but config.path.classes {classes} ends at {classes - 1}"
+    require(largest < classes, f"{problem}: raise it")
 
 
 def _spread(length: int, count: int) -> Int[np.ndarray, " n"]:
@@ -267,14 +256,12 @@ def _fit(turns: datasets.Dataset, config: DataConfig) -> tuple[Bool[np.ndarray, 
     return fits, Counts(int(fits.sum()), int(long.sum()), int(long_answer.sum()))
 
 
-def _misfit(turns: datasets.Dataset, config: DataConfig, name: str) -> str:
-    """The reason why no example is left."""
-    if len(turns) == 0:
-        return f"{name} has no message of the assistant to learn from: choose another source"
+def _check_fit(turns: datasets.Dataset, counts: Counts, config: DataConfig, name: str) -> None:
+    require(len(turns) > 0, f"{name} has no message of the assistant to learn from: choose another source")
+    if counts.kept > 0:
+        return
     lengths, answers = _lengths(turns)
     long = lengths > config.max_length
     option, values = ("max_length", lengths) if long.all() else ("answer_length", answers[~long])
-    return (
-        f"none of the {len(turns)} examples of {name} fits config.data.{option} {getattr(config, option)}: "
-        f"they take {values.min()} to {values.max()} tokens: raise config.data.{option}"
-    )
+    rule = f"none of the {len(turns)} examples of {name} fits config.data.{option} {getattr(config, option)}"
+    raise InputError(f"{rule}: they take {values.min()} to {values.max()} tokens: raise config.data.{option}")

@@ -36,10 +36,7 @@ class PackingPlan:
 def pack(
     tokens: Int[np.ndarray, " n"], answers: Int[np.ndarray, " n"], *, length: int, answer_length: int
 ) -> PackingPlan:
-    """A plan with few rows of `length` tokens, of which `answer_length` positions may carry a loss.
-
-    `tokens` and `answers` are the same two numbers of each example, none of which exceeds a row's.
-    """
+    """A plan with few rows; `length` and `answer_length` are of a row, `tokens` and `answers` of each example."""
     order = np.lexsort((answers, tokens, -(tokens / length + answers / answer_length)))
     sizes = np.stack([tokens, answers], axis=1)[order]
     is_other = np.any(np.diff(sizes, axis=0, prepend=-1) != 0, axis=1)

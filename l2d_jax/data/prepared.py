@@ -53,8 +53,7 @@ def training_splits(config: Config) -> list[tuple[DataConfig, str]]:
 def read_prepared(config: DataConfig, split: str, tokenizer: PreTrainedTokenizerFast | None = None) -> TokenisedSplit:
     """Open a split of the folder `config.prepared`, whose every byte is read once and compared with the hashes.
 
-    Raises `InputError` for a folder that is damaged, half written, or of other options, examples or another
-    `tokenizer`, which is not compared if it is None.
+    Raises `InputError`, also for a folder of other options or another `tokenizer`, which is not compared if it is None.
     """
     folder = mirror.open_folder(str(config.prepared))
     entries, name = _read_manifest(folder, _subject(config, tokenizer))["splits"], _name(config, split)
@@ -129,9 +128,8 @@ class Preparation:
 def _write_shard(folder: Path, rows: datasets.Dataset, arguments: Mapping[str, Any], task: tuple[str, Any]) -> Path:
     """Tokenise a block of rows into a file, unless it is there already; return that."""
     name, block = task
-    for file in folder.glob(f"{name}-*"):
-        if _is_intact(file):
-            return file
+    for file in filter(_is_intact, folder.glob(f"{name}-*")):
+        return file
     file = folder / f"{name}.arrow"
     tokenise_rows(rows, block, arguments, file=file)
     return _keep(file, name)

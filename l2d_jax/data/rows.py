@@ -20,14 +20,11 @@ FORMATS = {".jsonl": datasets.Dataset.from_json, ".parquet": datasets.Dataset.fr
 def find_file(folder: Path, split: str) -> Path:
     """The file `folder/<split>.jsonl` or `.parquet`; raises `InputError` if there is neither."""
     files = [folder / f"{split}{suffix}" for suffix in FORMATS]
-    file = next((file for file in files if file.is_file()), None)
-    if file is None:
-        found = sorted({file.stem for file in folder.glob("*") if file.suffix in FORMATS})
-        raise InputError(
-            f"no split {split!r} in {folder}: it needs {files[0].name} or {files[1].name}, and the splits there are "
-            f"{', '.join(found) or 'none'}"
-        )
-    return file
+    for file in filter(Path.is_file, files):
+        return file
+    found = ", ".join(sorted({file.stem for file in folder.glob("*") if file.suffix in FORMATS})) or "none"
+    names = f"{files[0].name} or {files[1].name}"
+    raise InputError(f"no split {split!r} in {folder}: it needs {names}, and the splits there are {found}")
 
 
 def read_file(file: Path) -> datasets.Dataset:
@@ -71,18 +68,15 @@ def _is_deep(text: bytes) -> bool:
 def read_hub(
     name: str, subset: str | None, *, split: str, revision: str | None = None, remedy: str
 ) -> datasets.Dataset:
-    """The rows of a data set of the hub, or of its cached copy on this machine, by an id such as openai/gsm8k.
+    """The rows of a data set of the hub, or of its cached copy; raises `InputError`, which ends with `remedy`.
 
     A `subset` of None stands for the only one, and a `revision` (commit, tag or branch) of None for the newest.
-    Raises `InputError`, which ends with `remedy`, if there is no such data set, or no network.
     """
     try:
         return datasets.load_dataset(name, subset, split=split, revision=revision)
     except Exception as error:  # the network, the hub's client and the parsers raise many kinds: there are no rows
-        raise InputError(
-            f"data set {name!r} (subset {subset}, split {split!r}) cannot be read: {tokenizer.first_line(error)}: "
-            f"{remedy}"
-        ) from error
+        what = f"data set {name!r} (subset {subset}, split {split!r})"
+        raise InputError(f"{what} cannot be read: {tokenizer.first_line(error)}: {remedy}") from error
 
 
 def keep_quiet() -> None:
@@ -95,9 +89,8 @@ def require_columns(rows: datasets.Dataset, columns: Iterable[str], *, name: str
     """Raise `InputError` unless there are rows with all these columns; `name` is that of the data set."""
     missing = [column for column in columns if column not in rows.column_names]
     if missing:
-        raise InputError(
-            f"rows of {name} need the columns {', '.join(columns)}, but {', '.join(missing)} is missing among "
-            f"{', '.join(sorted(rows.column_names))}: rename them, or give the data set's own rows"
-        )
+        rule = f"rows of {name} need the columns {', '.join(columns)}, but {', '.join(missing)} is missing among"
+        remedy = "rename them, or give the data set's own rows"
+        raise InputError(f"{rule} {', '.join(sorted(rows.column_names))}: {remedy}")
     if len(rows) == 0:
         raise InputError(f"{name} has no rows: choose another split")

@@ -1,9 +1,7 @@
 """The paper's part of SmolTalk: which subsets, which of their rows, and the class of each row for guidance.
 
-An example is one of the assistant's turns with everything before it, so that a conversation of three turns gives three
-examples; the paper's 892,283 and 46,848 count these. Only category and length are filtered: context and answer, without
-the token that ends it, may have 2048 tokens. The release stops at the first turn of a conversation that
-is longer, which is the same, since every later one is longer still.
+An example is one of the assistant's turns with everything before it; the paper's counts are of these. Only category and
+length are filtered: context and answer, without the token that ends it, may have 2048 tokens.
 (SakanaAI/L2D: `cfgs/training.cfg`, `tasks/smoltalk.py`, `tasks/constants.py`.)
 """
 
@@ -36,10 +34,7 @@ OF_CATEGORY = {  # categories of smol-magpie-ultra, except those that are left o
 
 
 def select_rows(rows: datasets.Dataset, subset: str | None) -> datasets.Dataset:
-    """The rows of a subset that the paper trains on, with their `class` if the tables have it for all of them.
-
-    A row's class is that of its `category` where it has one, else that of the subset.
-    """
+    """The rows of a subset that the paper trains on, with their `class`, by `category` or subset, if all have one."""
     count = len(rows)
     categories = list(rows["category"]) if "category" in rows.column_names else [None] * count
     names = [OF_SUBSET.get(subset or "") if entry is None else OF_CATEGORY.get(entry) for entry in categories]

@@ -6,10 +6,10 @@ from pathlib import Path
 import datasets
 import numpy as np
 
+from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import CATEGORIES, DataConfig
 from l2d_jax.data import smoltalk, word_problems
 from l2d_jax.data.rows import FORMATS, find_file, read_file, read_hub
-from l2d_jax.errors import InputError
 
 # Hub id and default subsets of the sources that have a short name.
 HUB = {"smoltalk": ("HuggingFaceTB/smoltalk", smoltalk.SUBSETS), "gsm8k": ("openai/gsm8k", ("main",))}
@@ -40,10 +40,8 @@ def read_parts(config: DataConfig, split: str) -> list[datasets.Dataset]:
     """
     parts = [_read_part(config, subset, split) for subset in _subsets(config, split)]
     columns = [column for column in parts[0].column_names if all(column in part.column_names for part in parts)]
-    if not _have_text(columns):
-        raise InputError(
-            f"subsets of {config.source} have different columns: give all 'messages', or all 'question' and 'answer'"
-        )
+    rule = f"subsets of {config.source} have different columns"
+    require(_have_text(columns), f"{rule}: give all 'messages', or all 'question' and 'answer'")
     return [part.select_columns(columns) for part in parts]
 
 
@@ -85,13 +83,9 @@ def _read_part(config: DataConfig, subset: str | None, split: str) -> datasets.D
     elif config.source in CATEGORY and "class" not in rows.column_names:
         rows = rows.add_column("class", np.full(len(rows), CATEGORIES.index(CATEGORY[config.source]), np.int64))
     columns = set(rows.column_names)
-    if not _have_text(columns):
-        found = ", ".join(sorted(columns))
-        raise InputError(
-            f"rows need a column 'messages', or 'question' and 'answer', but {name} has {found}: rename them"
-        )
-    if len(rows) == 0:
-        raise InputError(f"{name} has no rows: choose another split or source")
+    rule = f"rows need a column 'messages', or 'question' and 'answer', but {name} has {', '.join(sorted(columns))}"
+    require(_have_text(columns), f"{rule}: rename them")
+    require(len(rows) > 0, f"{name} has no rows: choose another split or source")
     return rows.select_columns([column for column in COLUMNS if column in columns])
 
 

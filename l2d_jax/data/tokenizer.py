@@ -2,9 +2,8 @@
 
 A conversation gives one turn per answer of the assistant. The context is what generation starts from: the chat
 template of the messages before it, with the generation prompt. The answer is what the template puts after that, up to
-and including the token that ends the turn; a line break behind it is the template's to write, not the model's. Context
-and answer are tokenised separately, so that the ids in training are those in generation, whatever the tokenizer would
-have merged across the border (the release does the same: ids of the context, then ids of the response).
+and including the token that ends the turn. Both are tokenised separately, as the release does, so that the ids in
+training are those in generation, whatever the tokenizer would have merged across the border.
 
 Where a template rewrites an answer (R1's drop the reasoning) or its prompt opens something (`<think>`), the answer is
 the message as it stands, less that opening, and the turn's end. A message without a thought does not continue a prompt
@@ -21,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from l2d_jax.config.parsing import require
 from l2d_jax.errors import InputError, shown
 from l2d_jax.files import check_text
 
@@ -43,8 +43,7 @@ def load_tokenizer(folder: Path, *, vocabulary: int | None = None) -> PreTrained
     `AutoTokenizer` is not used, because it rebuilds the tokenizer as the class that the config names; SmolLM2's, whose
     config says GPT2Tokenizer, then no longer splits numbers into digits (transformers 5.23).
 
-    Raises `InputError` where there is no tokenizer, where it cannot be read, and where it has ids that the `vocabulary`
-    of a model, if it is given, does not.
+    Raises `InputError`, also where it has ids that the `vocabulary` of a model, if it is given, does not.
     """
     if not (folder / "tokenizer.json").is_file():
         found = ", ".join(sorted(path.name for path in folder.glob("*"))) or "nothing"
@@ -58,19 +57,16 @@ def load_tokenizer(folder: Path, *, vocabulary: int | None = None) -> PreTrained
     except BaseException as error:  # whatever the first unreadable byte leads to; panics of Rust are no `Exception`
         reason, remedy = first_line(error)[:100], "copy its tokenizer*.json and *.jinja of the model again"
         raise InputError(f"the tokenizer in {folder} cannot be read ({reason}): {remedy}") from error
-    if vocabulary is not None and largest >= vocabulary:
-        problem = f"the tokenizer in {folder} has the id {largest}, and the model a vocabulary of {vocabulary}"
-        raise InputError(f"{problem}: take both from one model")
+    problem = f"the tokenizer in {folder} has the id {largest}, and the model a vocabulary of {vocabulary}"
+    require(vocabulary is None or largest < vocabulary, f"{problem}: take both from one model")
     return tokenizer
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
     """Raise `InputError` if the tokenizer has no chat template, without which a conversation has no text."""
-    if not tokenizer.chat_template:
-        raise InputError(
-            f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template: "
-            "take that of an instruct model, or add a chat_template.jinja beside tokenizer.json"
-        )
+    problem = f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template"
+    remedy = "take that of an instruct model, or add a chat_template.jinja beside tokenizer.json"
+    require(bool(tokenizer.chat_template), f"{problem}: {remedy}")
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -80,24 +76,17 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|pad|>", "<|im_start|>", "<|im_end|>"])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<|pad|>",
-        bos_token="<|im_start|>",
-        eos_token="<|im_end|>",
-        chat_template=CHATML,
-        clean_up_tokenization_spaces=False,
-    )
+    tokens = {"pad_token": "<|pad|>", "bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    options = {"tokenizer_object": tokenizer, "chat_template": CHATML, "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(**tokens, **options)
 
 
 def padding_id(tokenizer: PreTrainedTokenizerFast) -> int:
     """The id of padding: the pad token, else the end of sequence; raises `InputError` if there is neither."""
-    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if token_id is not None:
-            return token_id
-    raise InputError(
-        f"the tokenizer of {tokenizer.name_or_path} has neither pad_token nor eos_token: name one in its config"
-    )
+    ids = [token_id for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token_id is not None]
+    problem = f"the tokenizer of {tokenizer.name_or_path} has neither pad_token nor eos_token"
+    require(len(ids) > 0, f"{problem}: name one in its config")
+    return ids[0]
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
@@ -135,8 +124,7 @@ def turn_texts(
 
     With `empty_thoughts`, an answer without a thought begins by closing the one that the template's prompt opens.
 
-    Raises `InputError` for messages without role or content, for a conversation that the assistant begins, and for a
-    template that refuses it or leaves no sound border between prompt and answer.
+    Raises `InputError`, also for a template that leaves no sound border between prompt and answer.
     """
     require_chat_template(tokenizer)
     _check(messages)
@@ -146,10 +134,8 @@ def turn_texts(
 
 def _turn(messages: Sequence[Message], *, tokenizer: PreTrainedTokenizerFast, empty_thoughts: bool) -> tuple[str, str]:
     """Context and answer of the last message."""
-    if len(messages) == 1:
-        raise InputError(
-            "an answer needs a message before it, but the assistant begins this conversation: remove that turn"
-        )
+    problem = "an answer needs a message before it, but the assistant begins this conversation"
+    require(len(messages) > 1, f"{problem}: remove that turn")
     (opening, end), content = _frame(tokenizer, tokenizer.chat_template), messages[-1]["content"]
     prompt, text = render_chat(messages[:-1], tokenizer, prompt=True), render_chat(messages, tokenizer, prompt=False)
     if text.startswith(prompt) and content.strip() in text[len(prompt) :]:
@@ -167,10 +153,10 @@ def _turn(messages: Sequence[Message], *, tokenizer: PreTrainedTokenizerFast, em
 
 @functools.lru_cache(maxsize=8)
 def _frame(tokenizer: PreTrainedTokenizerFast, template: str) -> tuple[str, str]:  # noqa: ARG001
-    """The text that a template puts around an answer, read off a conversation.
+    """The text that a template puts around an answer; `template` is part of the cache's key.
 
     First the end of the prompt that a finished answer does not begin with, such as <think>, which is mostly empty; then
-    what follows the answer, up to and including the token that ends the turn. `template` is part of the cache's key.
+    what follows the answer, up to and including the token that ends the turn.
     """
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": PROBE}]
     prompt, text = render_chat(messages[:1], tokenizer, prompt=True), render_chat(messages, tokenizer, prompt=False)
@@ -178,33 +164,27 @@ def _frame(tokenizer: PreTrainedTokenizerFast, template: str) -> tuple[str, str]
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     ends = [after.index(token) + len(token) for token in special if token in after]
     if not (prompt and ends and (prompt.startswith(before) or before.startswith(prompt))):
-        raise InputError(
-            f"a chat template must continue its prompt with the answer and a special token that ends it; that of "
-            f"{tokenizer.name_or_path} has the prompt {shown(prompt)} and writes {shown(text)} with the answer "
-            f"{PROBE!r}: mend it"
-        )
+        rule = "a chat template must continue its prompt with the answer and a special token that ends it"
+        found = f"has the prompt {shown(prompt)} and writes {shown(text)} with the answer {PROBE!r}"
+        raise InputError(f"{rule}; that of {tokenizer.name_or_path} {found}: mend it")
     return prompt[len(before) :], after[: min(ends)]
 
 
 def _check(messages: Sequence[Message]) -> None:
     """Raise `InputError` unless every message has a role and a content of type text."""
-    if not messages:
-        raise InputError("a conversation needs at least one message, got none: remove it")
+    require(len(messages) > 0, "a conversation needs at least one message, got none: remove it")
     for number, message in enumerate(messages):
         for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                problem = f"must be text, got {shown(message.get(key))} in message {number}"
-                raise InputError(f"{key!r} of every message {problem}")
-            check_text(message[key], f"{key!r} of every message")
+            value, name = message.get(key), f"{key!r} of every message"
+            if not isinstance(value, str):
+                raise InputError(f"{name} must be text, got {shown(value)} in message {number}")
+            check_text(value, name)
 
 
 def render_chat(
     messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast, *, prompt: bool, continued: bool = False
 ) -> str:
-    """A conversation as text: with a `prompt` for the next answer, or the last message `continued`, without its end.
-
-    Raises `InputError` for a template that refuses it, caused by the template's error.
-    """
+    """A conversation as text: with a `prompt` for the next answer, or the last message `continued`, without its end."""
     plain = [dict(message) for message in messages]
     try:
         text = tokenizer.apply_chat_template(
@@ -212,9 +192,8 @@ def render_chat(
         )
     except Exception as error:  # a template is a program
         roles = shown(", ".join(message["role"] for message in messages)).strip("'")
-        raise InputError(
-            f"the chat template refuses a conversation of the roles {roles}: {first_line(error)}"
-        ) from error
+        problem = f"the chat template refuses a conversation of the roles {roles}"
+        raise InputError(f"{problem}: {first_line(error)}") from error
     assert isinstance(text, str)
     return text
 

@@ -44,10 +44,7 @@ class TokenisedSplit:
 def tokenise_rows(
     rows: datasets.Dataset, numbers: Int[np.ndarray, " n"], arguments: Mapping[str, Any], *, file: Path | None = None
 ) -> datasets.Dataset:
-    """What `_turns` makes of the rows with these numbers, from the cache of `datasets` if an earlier call made it.
-
-    With a `file`, it is made anew, and written there whole or not at all.
-    """
+    """What `_turns` makes of the rows with these numbers, from the cache of `datasets`; made anew into a `file`."""
     # `datasets` knows a cached result by the arguments and by this function's name, so the code is an argument too.
     code = hashlib.sha256((inspect.getsource(tokenization) + inspect.getsource(_turns)).encode()).hexdigest()
     # What the tokenizer returns takes hundreds of bytes per token until it is written, so batches are small.

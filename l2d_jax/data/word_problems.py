@@ -4,7 +4,6 @@ A problem is a pure function of (seed, index, split). Its template and its numbe
 split ever holds the numbers of another in the same template, whatever the seeds and the counts.
 Solutions spell out each step as `a * b = c` and end with the line `#### answer`, as GSM8K's do; answers are integers, 0
 or more. A problem takes 90 to 128 tokens in SmolLM2's tokenizer and chat template, 30 to 60 of them for the answer.
-Solutions may also be the steps alone, "equations", or nothing but the last line, "answers".
 """
 
 import re
@@ -17,7 +16,7 @@ from l2d_jax.data.stories import TEMPLATES, cast
 from l2d_jax.errors import InputError
 
 SPLITS = ("train", "validation", "test")
-WORKINGS = ("sentences", "equations", "answers")  # what a solution shows before its last line
+WORKINGS = ("sentences", "equations", "answers")  # what a solution shows before its last line; "answers": nothing
 STEP = re.compile(r"\d+(?: [-+*/] \d+)+ = \d+")
 
 
@@ -33,9 +32,8 @@ class WordProblem:
 def problem(index: int, *, seed: int = 0, split: str = "train") -> WordProblem:
     """The problem with this index, from 0; neighbours differ in template. Raises `InputError` for an unknown split."""
     if split not in SPLITS:
-        raise InputError(
-            f"the built-in problems have the splits {', '.join(SPLITS)}, not {split!r}: choose one of them"
-        )
+        rule = f"the built-in problems have the splits {', '.join(SPLITS)}"
+        raise InputError(f"{rule}, not {split!r}: choose one of them")
     template = TEMPLATES[index % len(TEMPLATES)]
     random = Random(f"{seed} {index}")
     while True:
@@ -47,26 +45,17 @@ def problem(index: int, *, seed: int = 0, split: str = "train") -> WordProblem:
 def conversations(
     count: int, *, seed: int = 0, split: str = "train", working: str = "sentences"
 ) -> list[dict[str, Any]]:
-    """The first `count` problems as rows of two messages, `{"messages": [{"role": ..., "content": ...}, ...]}`.
-
-    `working` is one of `WORKINGS`; raises `InputError` for another.
-    """
+    """The first `count` problems as rows of two messages; raises `InputError` for a `working` not in `WORKINGS`."""
     if working not in WORKINGS:
         raise InputError(f"the built-in problems have the subsets {', '.join(WORKINGS)}, not {working!r}: choose one")
     rows = []
     for index in range(count):
         made = problem(index, seed=seed, split=split)
-        texts = (("user", made.question), ("assistant", _shorten(made.solution, working)))
+        *lines, last = made.solution.splitlines()
+        steps = {"sentences": lines, "equations": STEP.findall(made.solution), "answers": []}
+        texts = (("user", made.question), ("assistant", "\n".join([*steps[working], last])))
         rows.append({"messages": [{"role": role, "content": content} for role, content in texts]})
     return rows
-
-
-def _shorten(solution: str, working: str) -> str:
-    """A solution with less of its working."""
-    if working == "sentences":
-        return solution
-    *_, last = solution.splitlines()
-    return "\n".join([*(STEP.findall(solution) if working == "equations" else ()), last])
 
 
 def marked_number(text: str) -> str | None:

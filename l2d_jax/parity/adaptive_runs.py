@@ -2,11 +2,9 @@
 
 A plain loop follows torchdiffeq to the letter: it steps past the end, where the velocity is zero, and interpolates
 back. Its evaluations must be the recorded ones, and diffrax's accepted steps must be the loop's. Both are judged up to
-1 - 1/sigma; on the way from there to t = 1 the last bits of a float32 network decide which steps are taken.
-
-What a user gets differs by design in the last step alone, which diffrax shortens to end there (see `solvers`). So both
-end points must meet at a fine tolerance, where the velocity is the expectation: with the arg max it is piecewise
-constant, and the solvers chatter at its edges.
+1 - 1/sigma; from there to t = 1 the last bits of a float32 network decide which steps are taken. diffrax shortens the
+last step to end at t = 1, so both end points must meet at a fine tolerance, where the velocity is the expectation: with
+the arg max it is piecewise constant, and the solvers chatter at its edges.
 """
 
 import dataclasses
@@ -121,8 +119,7 @@ def _loop(
             slopes.append(velocity(t + node * length, x + length * combine(row, slopes)))
         new, error = (x + length * combine(tableau.b_sol, slopes), length * combine(tableau.b_error, slopes))
         ratio = np.sqrt(np.mean(np.square(error / (tolerance + tolerance * np.maximum(np.abs(x), np.abs(new))))))
-        is_kept = ratio <= 1
-        if is_kept:
+        if is_kept := ratio <= 1:
             steps.append(Step(t, t + length, x, new, slopes, len(seen["times"])))
             t, x, slope = t + length, new, slopes[-1]
         shrunk = 10.0 if ratio == 0 else 0.9 / ratio ** (1 / order)

@@ -93,8 +93,7 @@ def intermediate(model: Model, a: Recording) -> Iterator[Check]:
         context = read(cut_llm, a["input_ids"])
         ours = {"hidden": context.hidden, "flow": _features(cut_path, cut_llm, x, t, context)}
         for name, value in ours.items():
-            name = f"mid.layer{i}.{name}"
-            yield Check(name, value, a[name], ACTIVATIONS, relative=True)
+            yield Check(f"mid.layer{i}.{name}", value, a[f"mid.layer{i}.{name}"], ACTIVATIONS, relative=True)
 
 
 def training(model: Model, a: Recording) -> Iterator[Check]:
@@ -126,8 +125,7 @@ def optimization(model: Model, a: Recording) -> Iterator[Check]:
             stepped[sign] = optax.apply_updates(path, updates), moments
         return stepped, optax.tree.norm(gradient)
 
-    mesh = jax.tree.leaves(path)[0].sharding.mesh
-    moments = init_state(adam, path, mesh).optimizer
+    moments = init_state(adam, path, jax.tree.leaves(path)[0].sharding.mesh).optimizer
     states = dict.fromkeys((-1, 0, 1), (path, moments))
     losses, norms = [], []
     for step in range(len(a["opt.losses"])):
@@ -156,22 +154,18 @@ def _moved(gradient: DiffusionPath, fraction: float) -> DiffusionPath:
 
 
 def _batch(
-    path: DiffusionPath, a: Recording, name: str, *, noise: str | None = None, at: int | None = None
+    path: DiffusionPath, a: Recording, name: str, *, noise: str | None = None, at: Any = ...
 ) -> tuple[Batch, Corruption]:
     """A recorded batch with its draws; `noise` names where the draws are, `at` their index."""
     labels, tokens = a[f"{name}.labels"], jnp.asarray(a[f"{name}.input_ids"], jnp.int32)
     classes = a[f"{name}.class_labels"] if path.config.classes else np.zeros(len(tokens))
+    targets, weights = jnp.asarray(np.maximum(labels, 0), jnp.int32), jnp.asarray(labels >= 0, jnp.float32)
     batch = Batch(
-        tokens=tokens,
-        queries=None,
-        targets=jnp.asarray(np.maximum(labels, 0), jnp.int32),
-        weights=jnp.asarray(labels >= 0, jnp.float32),
-        classes=jnp.asarray(classes, jnp.int32),
+        tokens=tokens, queries=None, targets=targets, weights=weights, classes=jnp.asarray(classes, jnp.int32)
     )
 
     def draw(part: str) -> jax.Array:
-        array = a[f"{noise or name}.{part}"]
-        return jnp.asarray(array if at is None else array[at])
+        return jnp.asarray(a[f"{noise or name}.{part}"][at])
 
     dropped = None
     if path.config.classes:
@@ -193,9 +187,7 @@ def _cut(llm: LLM, path: DiffusionPath, count: int) -> tuple[LLM, DiffusionPath]
     return dataclasses.replace(llm, layers=layers), cut_path
 
 
-@jax.jit
-def _head(llm: LLM, context: Context) -> jax.Array:
-    return llm.logits(context.hidden)
+_head = jax.jit(lambda llm, context: llm.logits(context.hidden))
 
 
 @jax.jit

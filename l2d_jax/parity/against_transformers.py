@@ -1,21 +1,17 @@
 """Compares a language model with `transformers`' own model of the same weights, which is in float32.
 
-Rows of random tokens, which reach all of the vocabulary, and one of ordinary text where the folder has a tokenizer. A
-row passes if no logit differs by more than
+Rows of random tokens reach all of the vocabulary, and one is ordinary text where the folder has a tokenizer. A row
+passes if no logit differs by more than 1e-4 of the largest logit or of 1, or by more than ten times what transformers
+in float32, with fused or with eager attention, differs from itself in float64 on this row: where activations are in the
+thousands, a few positions magnify any rounding, and one rounding may by luck be much smaller than another. The second
+bound takes twice the memory, and is computed only for a row beyond the first. `docs/exactness.md` has figures.
 
-* 1e-4 of the largest logit, or 1e-4 where all are below 1: float32 rounds relative to what it adds up;
-* or ten times what transformers in float32, with fused or with eager attention, differs from itself in float64 on this
-  row. That is computed only for a row beyond the first bound, and takes twice the memory. Where activations are in the
-  thousands, a few positions magnify any rounding. Ten, since one rounding may by luck be much smaller than another.
-
-What magnifies rounding magnifies bugs: `docs/exactness.md` has figures. An error that changes no logit of these rows is
-not seen.
-
-Ours may be in bfloat16 or int8 too, which shows what these cost. A row then passes if its mean KL divergence is within
-0.05 nats: SmolLM2's rows have 0.006 and 0.011 at most. Bugs that divert less are for float32 to find.
+Ours may be in bfloat16 or int8 too. A row then passes if its mean KL divergence is within 0.05 nats: SmolLM2's rows
+have 0.006 and 0.011 at most. Bugs that divert less are for float32 to find.
 """
 
 import gc
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,9 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import transformers
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 
 from l2d_jax import loading
+from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import MeshConfig
 from l2d_jax.data import word_problems
 from l2d_jax.data.tokenizer import first_line, text_ids
@@ -34,7 +31,6 @@ from l2d_jax.distributed import runtime
 from l2d_jax.errors import InputError
 from l2d_jax.files import read_json
 from l2d_jax.model.architecture import Architecture
-from l2d_jax.model.llm import LLM
 from l2d_jax.weights import model_folder
 from l2d_jax.weights.locate import find_base_and_adapters
 
@@ -71,27 +67,22 @@ class Comparison(NamedTuple):
 def compare(model: str, *, length: int | None = None, dtype: str = "float32") -> Iterator[Comparison]:
     """Run both models on the same rows, theirs first; neither is in memory with the other. Doubtful rows come last.
 
-    `model` is as `loaded.load` takes it; a path beside the language model is left out. Rows have `length` tokens, by
+    `model` is as `loading.load` takes it; a path beside the language model is left out. Rows have `length` tokens, by
     default 512, or as many as the model has positions. `dtype` is of our weights, as `config.model.dtype`.
-
-    Raises `InputError` before any weight is read, for a model that has no files or is not plain weights, for a length
-    that it has no room for, and where torch is missing.
+    Raises `InputError` before any weight is read.
     """
-    _require_torch()
+    if importlib.util.find_spec("torch") is None:
+        raise InputError("transformers' own models need torch: pip install '.[torch]'")
     opened = loading.find(model, dtype="float32")
     base = opened.base
     if opened.trained is not None and opened.path_config is None:
         raise InputError(f"{model} has trained the language model itself: give its {Path(model) / 'export'}")
-    if base.name == "random":
-        raise InputError(
-            f"the base of {model} is random weights, which transformers cannot read: give a model in files"
-        )
+    problem = f"the base of {model} is random weights, which transformers cannot read"
+    require(base.name != "random", f"{problem}: give a model in files")
     source = find_base_and_adapters(base.name)
-    if source.adapters:
-        raise InputError(
-            f"{base.name} has a LoRA adapter, and plain weights are compared: merge it first "
-            f"(python -m l2d_jax.convert export --model {base.name} --format hf --out DIR) and give that folder"
-        )
+    problem = f"{base.name} has a LoRA adapter, and plain weights are compared"
+    command = f"python -m l2d_jax.convert export --model {base.name} --format hf --out DIR"
+    require(not source.adapters, f"{problem}: merge it first ({command}) and give that folder")
     found = model_folder.find_base(base)
     rows = choose_rows(found.architecture, found.tokenizer, length=length)
     theirs = _their_logits(source.folder, rows)
@@ -129,11 +120,9 @@ def choose_rows(
         told = (word_problems.problem(index) for index in range(length // 16 + 1))  # each is more than 16 tokens long
         text = "\n\n".join(f"{problem.question}\n{problem.solution}" for problem in told)
         rows["text"] = np.array(text_ids([text], tokenizer)[0][:length])
-        if rows["text"].max() >= size:
-            raise InputError(
-                f"the tokenizer of {tokenizer.name_or_path} gives the id {rows['text'].max()}, but the model knows "
-                f"{size} tokens: copy the model's own tokenizer.json"
-            )
+        problem = f"the tokenizer of {tokenizer.name_or_path} gives the id {rows['text'].max()}"
+        remedy = "copy the model's own tokenizer.json"
+        require(bool(rows["text"].max() < size), f"{problem}, but the model knows {size} tokens: {remedy}")
     return rows
 
 
@@ -149,14 +138,12 @@ def measure(name: str, ours: Float[np.ndarray, "T V"], theirs: Float[np.ndarray,
     return Comparison(name, float(np.max(differences)), float(np.max(np.abs(theirs))), np.array(divergence), agreement)
 
 
-@jax.jit
-def _our_logits(llm: LLM, row: Int[Array, "1 T"]) -> Float[Array, "1 T V"]:
-    return llm.logits(llm(row, jnp.arange(row.shape[1])[None])[0])
+_our_logits = jax.jit(lambda llm, row: llm.logits(llm(row, jnp.arange(row.shape[1])[None])[0]))
 
 
 def _their_exact_logits(folder: Path, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """In float64 throughout: norms and rotary angles, for which their modules name float32, are given float64 too."""
-    torch = _require_torch()
+    import torch
     from torch.overrides import TorchFunctionMode
 
     def wider(value: Any) -> Any:
@@ -174,7 +161,8 @@ def _their_exact_logits(folder: Path, rows: dict[str, np.ndarray]) -> dict[str, 
 def _their_logits(
     folder: Path, rows: dict[str, np.ndarray], *, dtype: str = "float32", attention: str = "sdpa"
 ) -> dict[str, np.ndarray]:
-    torch = _require_torch()
+    import torch
+
     transformers.utils.logging.disable_progress_bar()
     kind = getattr(transformers, read_json(folder / "config.json")["architectures"][0])  # one of `SUPPORTED`
     options = {"dtype": dtype, "attn_implementation": attention}
@@ -187,11 +175,3 @@ def _their_logits(
     del model
     gc.collect()
     return logits
-
-
-def _require_torch() -> Any:
-    try:
-        import torch
-    except ImportError:
-        raise InputError("transformers' own models need torch: pip install '.[torch]'") from None
-    return torch

@@ -36,13 +36,6 @@ class Draws(NamedTuple):
     tokens: np.ndarray  # [DRAWS, B]
     drawn: np.ndarray  # [DRAWS], whether there is such a draw
 
-    @classmethod
-    def build(cls, times: np.ndarray, samples: np.ndarray) -> "Draws":
-        """Fill up `samples` of shape [n, B]."""
-        tokens = np.pad(np.asarray(samples, np.int32), [(0, DRAWS - len(samples)), (0, 0)])
-        padded = np.append(times, [np.inf] * DRAWS)[:DRAWS].astype(np.float32)
-        return cls(padded, tokens, np.arange(DRAWS) < len(samples))
-
 
 def trajectories(model: Model, a: Recording) -> Iterator[Check]:
     """All recorded ODEs with a fixed grid."""
@@ -66,7 +59,9 @@ def trajectory(model: Model, a: Recording, key: str, run: Mapping[str, Any]) -> 
     recorded, settings, context, noise, last = start_of(model, a, key, run, options)
     count = recorded["x0"].shape[1]
     samples = a[f"ode.{key}.samples"] if f"ode.{key}.samples" in a else np.zeros((0, len(recorded["x0"])))
-    draws = Draws.build(recorded["times"], samples)
+    times = np.append(recorded["times"], [np.inf] * DRAWS)[:DRAWS].astype(np.float32)
+    tokens = np.pad(np.asarray(samples, np.int32), [(0, DRAWS - len(samples)), (0, 0)])
+    draws = Draws(times, tokens, np.arange(DRAWS) < len(samples))
     states = np.asarray(_states(model, context, settings, draws, noise, jnp.float32(end), steps=len(grid) - 1))
     loop = _loop(model, context, settings, draws, states, grid)
     check = partial(Check, judged=run["robust"])
@@ -81,10 +76,7 @@ def trajectory(model: Model, a: Recording, key: str, run: Mapping[str, Any]) -> 
 def start_of(
     model: Model, a: Recording, key: str, run: Mapping[str, Any], options: dict[str, Any], rows: Sequence[int] = (0, 1)
 ) -> tuple[dict[str, np.ndarray], Refinement, Context, np.ndarray, np.ndarray]:
-    """What a recorded ODE starts from: its arrays, its settings with `options`, and the frozen pass over some rows.
-
-    Two arrays of the pass's shape follow: the recorded noise and the recorded end state.
-    """
+    """Arrays of a recorded ODE, settings with `options`, pass over some rows, noise and end state in its shape."""
     recorded = {name: a[f"ode.{key}.{name}"] for name in ("x0", "t_grid", "traj", "logits", "times", "argmax", "temps")}
     temperature = 0.0 if isinstance(run["temperature"], str) else float(run["temperature"])
     velocity = "expectation" if run["x1_estimation"] == "average" else "sample"
@@ -101,9 +93,8 @@ def start_of(
 
 
 def _refinement(options: dict[str, Any], *, guidance: float | None) -> Refinement:
-    given = {} if guidance is None else {"guidance": float(guidance)}
-    config: DecodeConfig = from_dict(DecodeConfig, options | given, prefix="run")
-    return Refinement.from_config(config)
+    options |= {} if guidance is None else {"guidance": float(guidance)}
+    return Refinement.from_config(from_dict(DecodeConfig, options, prefix="run"))
 
 
 @partial(jax.jit, static_argnames="steps")
@@ -157,7 +148,10 @@ def noted_velocity(
         if context.labels is not None:
             branches.append(logits_at(model, context, x, t))
         temperature, number = np.asarray(settings.temperature(jnp.float32(t), jnp.float32(length))), len(seen["temps"])
-        targets = [_read_out(np.asarray(logits), table, settings.velocity, temperature) for logits in branches]
+        if settings.velocity == "sample" or temperature == 0:  # the vector of the likeliest token
+            targets = [table[np.argmax(logits, axis=-1)] for logits in branches]
+        else:  # the mean over the vocabulary
+            targets = [softmax(np.asarray(logits) / temperature, axis=-1) @ table for logits in branches]
         if draws is not None and draws.drawn[number]:
             targets = [table[draws.tokens[number]][:, None]]
         seen["temps"] += [temperature] * len(branches)
@@ -167,13 +161,6 @@ def noted_velocity(
         return (target - x) / (1 - t)
 
     return velocity, seen
-
-
-def _read_out(logits: np.ndarray, table: np.ndarray, velocity: str, temperature: np.ndarray) -> np.ndarray:
-    """The vector of the likeliest token, or the mean over the vocabulary."""
-    if velocity == "sample" or temperature == 0:
-        return table[np.argmax(logits, axis=-1)]
-    return softmax(logits / temperature, axis=-1) @ table
 
 
 def generations(model: Model, a: Recording) -> Iterator[Check]:
@@ -202,8 +189,7 @@ def generations(model: Model, a: Recording) -> Iterator[Check]:
 
 @jax.jit
 def _next(model: Model, state: decode.State, settings: Refinement, noise: Any, labels: Any) -> tuple[Any, Any]:
-    logits = decode.next_logits(
-        model, state, noise[:, None], settings=settings, keys=state.keys[:, None], labels=labels
-    )
+    keys = state.keys[:, None]
+    logits = decode.next_logits(model, state, noise[:, None], settings=settings, keys=keys, labels=labels)
     token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     return decode.advance(model.llm, state, token, state.done), token

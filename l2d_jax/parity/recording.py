@@ -68,11 +68,10 @@ class Recording(dict[str, np.ndarray]):
         vocabulary, ids = model.llm.architecture.vocab_size, self["input_ids"]
         if ids.ndim != 2 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= vocabulary:
             raise InputError(f"{self.file}: input_ids must be rows of tokens below {vocabulary}: take the model's own")
-        if model.path is not None and self["noise"].shape != (*ids.shape, model.path.config.width):
-            raise InputError(
-                f"{self.file}: noise must have the shape {[*ids.shape, model.path.config.width]} of input_ids and this "
-                f"model's path, got {list(self['noise'].shape)}: take the model's own recording"
-            )
+        shape = [] if model.path is None else [*ids.shape, model.path.config.width]
+        if shape and list(self["noise"].shape) != shape:
+            rule = f"noise must have the shape {shape} of input_ids and this model's path"
+            raise InputError(f"{self.file}: {rule}, got {list(self['noise'].shape)}: take the model's own recording")
 
 
 def read(llm: LLM, tokens: np.ndarray, mask: np.ndarray | None = None, *, last: bool = False) -> Context:

@@ -21,51 +21,24 @@ ENVIRONMENT = {"torch": "2.13.0", "transformers": "4.46.3", "torchdiffeq": "0.2.
 UNUSED = ("hydra", "omegaconf", "peft", "configargparse", "data", "pipeline", "pipeline.util", "tasks", "utils")
 
 # The sizes of the tiny models all differ, so that no two can be exchanged unnoticed.
-BASE = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 56,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 7,
-    "pad_token_id": None,
-    "attention_dropout": 0.0,
-}
-SCALING = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+BASE: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2}
+BASE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+BASE |= {"bos_token_id": 1, "eos_token_id": 7, "pad_token_id": None, "attention_dropout": 0.0}
+SCALING: dict[str, Any] = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALING |= {"original_max_position_embeddings": 64}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 8, "rms_norm_eps": 1e-5, "rope_theta": 10000.0},
     "qwen2": {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "use_sliding_window": False},
 }
-HYPERPARAMETERS: dict[str, Any] = {
-    "base_params_to_freeze": "all",
-    "minimum_training_noise": 0.0,
-    "flow_representation_dim": 12,
-    "flow_representation_num_layers": 1,
-    "flow_representation_rescaling": "mult",
-    "noise_rescaling": 64.0,
-    "flow_to_lm_translation_depth": 2,
-    "flow_to_lm_hidden_size": 20,
-    "flow_to_lm_timestep_rescaling": 1.0,
-    "flow_to_lm_rescale_in_float32": True,
-    "full_dit_modulation": True,
-    "timestep_modulation_freq_embedding_size": 16,
-    "timestep_modulation_hidden_size": 24,
-    "separate_flow_params": True,
-    "flow_lora_rank": 4,
-    "flow_lora_alpha": 6.0,
-    "nstep_x1_estimation": "sample",
-    "nstep_temperature_schedule": 0.0,
-    "nstep_guidance_parameter": 1.5,
-}
+HYPERPARAMETERS: dict[str, Any] = {"base_params_to_freeze": "all", "minimum_training_noise": 0.0}
+HYPERPARAMETERS |= {"flow_representation_dim": 12, "flow_representation_num_layers": 1}
+HYPERPARAMETERS |= {"flow_representation_rescaling": "mult", "noise_rescaling": 64.0}
+HYPERPARAMETERS |= {"flow_to_lm_translation_depth": 2, "flow_to_lm_hidden_size": 20}
+HYPERPARAMETERS |= {"flow_to_lm_timestep_rescaling": 1.0, "flow_to_lm_rescale_in_float32": True}
+HYPERPARAMETERS |= {"full_dit_modulation": True, "timestep_modulation_freq_embedding_size": 16}
+HYPERPARAMETERS |= {"timestep_modulation_hidden_size": 24, "separate_flow_params": True}
+HYPERPARAMETERS |= {"flow_lora_rank": 4, "flow_lora_alpha": 6.0, "nstep_x1_estimation": "sample"}
+HYPERPARAMETERS |= {"nstep_temperature_schedule": 0.0, "nstep_guidance_parameter": 1.5}
 
 # Every variant of the release: family, whether the LM head is tied, LoRA or full weights, with or without classes.
 VARIANTS = {
@@ -135,19 +108,12 @@ def build_tiny(release: Release, variant: str, *, seed: int) -> tuple[Any, dict[
         raise InputError(f"no variant {variant!r}: take one of {', '.join(VARIANTS)}")
     family, head, layers, classes = VARIANTS[variant]
     release.torch.manual_seed(seed)
-    config = release.transformers.AutoConfig.for_model(
-        family,
-        **BASE,
-        **FAMILIES[family],
-        tie_word_embeddings=head == "tied",
-        rope_scaling=SCALING if (family, head) == ("llama", "untied") else None,
-    )
+    sizes = BASE | FAMILIES[family] | {"tie_word_embeddings": head == "tied"}
+    sizes["rope_scaling"] = SCALING if (family, head) == ("llama", "untied") else None
+    config = release.transformers.AutoConfig.for_model(family, **sizes)
     base = release.transformers.AutoModelForCausalLM.from_config(config)
-    options = {
-        **HYPERPARAMETERS,
-        "separate_flow_params_with_lora": layers == "lora",
-        "guidance_modulation_num_classes": 3 if classes else 0,
-    }
+    options = HYPERPARAMETERS | {"separate_flow_params_with_lora": layers == "lora"}
+    options["guidance_modulation_num_classes"] = 3 if classes else 0
     with release.torch.no_grad():
         _randomise_base(release.torch, base)
         model = release.model_class(family)(model_or_model_id=base, **options)
@@ -162,9 +128,8 @@ def open_model(release: Release, base: Path, weights: Path, hyperparameters: Pat
     if family not in FAMILIES:
         raise InputError(f"{base}/config.json has model_type {family!r}: the release knows {', '.join(FAMILIES)}")
     loaded = release.transformers.AutoModelForCausalLM.from_pretrained(base, torch_dtype=release.torch.float32)
-    given = raw.get("l2d_kwargs", raw)
-    known = keywords(release, family)
-    options = known | {name: value for name, value in given.items() if name in known}
+    options = keywords(release, family)
+    options |= {name: value for name, value in raw.get("l2d_kwargs", raw).items() if name in options}
     model = release.model_class(family)(model_or_model_id=loaded, **options)
     if weights.suffix == ".safetensors":
         state = importlib.import_module("safetensors.torch").load_file(weights)

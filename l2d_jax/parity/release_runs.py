@@ -33,14 +33,14 @@ class Integration(NamedTuple):
     name: str
     mode: str  # seq: all positions without a cache; seqcache: with one; last: the last position from the cache
     method: str
-    points: int
-    end: float = 1.0
+    ode_steps: int
+    final_timestep: float = 1.0
     rows: slice = slice(None)
     is_padded: bool = False
-    estimate: str = "sample"  # or the average over the vocabulary
+    x1_estimation: str = "sample"  # or the average over the vocabulary
     temperature: float | None = None  # None: the model's own
     annealed: bool = False  # T(t) = 1 - t in place of the model's own
-    guidance: float | None = None
+    w_g: float | None = None  # strength of the guidance
 
 
 def fixed_step_runs(*, classes: int) -> list[Integration]:
@@ -48,19 +48,19 @@ def fixed_step_runs(*, classes: int) -> list[Integration]:
     runs = [Integration("euler15.last", "last", "euler", 15), Integration("rk45.last", "last", "rk4", 5)]
     runs += [Integration("heun28.last", "last", "heun2", 8), Integration("heun36.last", "last", "heun3", 6)]
     runs += [Integration("midpoint8.last", "last", "midpoint", 8), Integration("midpoint8.seq", "seq", "midpoint", 8)]
-    runs += [Integration(f"{run.name}.f63", run.mode, run.method, run.points, NEAR_END) for run in runs[:5]]
+    runs += [Integration(f"{run.name}.f63", run.mode, run.method, run.ode_steps, NEAR_END) for run in runs[:5]]
     base = runs[4]
     runs += [
         base._replace(name="midpoint8.seqcache", mode="seqcache"),
         base._replace(name="midpoint8.last.pad", is_padded=True),
-        base._replace(name="midpoint8.seq.avgT1", mode="seq", estimate="average", temperature=1.0),
-        base._replace(name="midpoint8.last.avgpoly", estimate="average", annealed=True),
+        base._replace(name="midpoint8.seq.avgT1", mode="seq", x1_estimation="average", temperature=1.0),
+        base._replace(name="midpoint8.last.avgpoly", x1_estimation="average", annealed=True),
         base._replace(name="midpoint8.last.sampleT1", temperature=1.0),
         base._replace(name="midpoint8.last.samplepoly", annealed=True),
     ]
     if classes:
-        runs += [base._replace(name=f"midpoint8.last.w{w}", guidance=w) for w in (0.0, 1.0, 1.5)]
-        runs += [runs[0]._replace(name="euler15.seq.w1.5", mode="seq", guidance=1.5)]
+        runs += [base._replace(name=f"midpoint8.last.w{w}", w_g=w) for w in (0.0, 1.0, 1.5)]
+        runs += [runs[0]._replace(name="euler15.seq.w1.5", mode="seq", w_g=1.5)]
     return runs
 
 
@@ -69,10 +69,10 @@ def adaptive_runs() -> list[Integration]:
     runs = []
     for method in ADAPTIVE:
         run = Integration(f"{method}.last", "last", method, 8, NEAR_END)
-        mean = run._replace(estimate="average", temperature=1.0)
+        mean = run._replace(x1_estimation="average", temperature=1.0)
         runs += [
             run._replace(name=f"{method}.last.f63.b2"),
-            run._replace(name=f"{method}.last.f1.b1", end=1.0, rows=slice(0, 1)),
+            run._replace(name=f"{method}.last.f1.b1", final_timestep=1.0, rows=slice(0, 1)),
             mean._replace(name=f"{method}.last.f63.b1r1.avgT1", rows=slice(1, 2)),
             mean._replace(name=f"{method}.last.f63.b2.avgT1"),
         ]
@@ -88,7 +88,7 @@ def record_run(
     """
     torch, rows = release.torch, run.rows
     ids, x0 = inputs["input_ids"][rows], inputs["x0"][rows]
-    labels = None if run.guidance is None else inputs["class_labels"][rows]
+    labels = None if run.w_g is None else inputs["class_labels"][rows]
     placing = {"position_ids": torch.arange(ids.shape[1]).expand(ids.shape)}
     if run.is_padded:
         ids = inputs["lp.input_ids"]
@@ -106,17 +106,10 @@ def record_run(
     solver: dict[str, Any] = {"method": run.method, "atol": TOLERANCE, "rtol": TOLERANCE}
     if run.method in ADAPTIVE:
         solver["options"] = {"first_step": FIRST_STEP}
-    described = {
-        "mode": run.mode,
-        "method": run.method,
-        "ode_steps": run.points,
-        "w_g": run.guidance,
-        "final_timestep": run.end,
-        "x1_estimation": run.estimate,
-        "tol": TOLERANCE,
-        "temperature": "model default" if run.temperature is None else run.temperature,
-        "class_labels": None if labels is None else labels.tolist(),
-    }
+    named = ("mode", "method", "ode_steps", "w_g", "final_timestep", "x1_estimation")
+    described: dict[str, Any] = {name: getattr(run, name) for name in named} | {"tol": TOLERANCE}
+    described["temperature"] = "model default" if run.temperature is None else run.temperature
+    described["class_labels"] = None if labels is None else labels.tolist()
     is_cached = run.mode != "seq"
     given = {"input_ids": ids, "class_labels": labels, **placing}
     with _watched(release, model, family) as seen, _annealing(model) if run.annealed else nullcontext():
@@ -124,13 +117,13 @@ def record_run(
             result = model.nstep_inference(
                 initial_flow_representation_embeds=x0,
                 ode_kwargs=solver,
-                final_timestep=run.end,
-                ode_steps=run.points,
+                final_timestep=run.final_timestep,
+                ode_steps=run.ode_steps,
                 only_last_token_prediction=run.mode == "last",
                 precompute_non_flow_path=is_cached,
-                x1_estimation=run.estimate,
+                x1_estimation=run.x1_estimation,
                 temperature_schedule=run.temperature,
-                guidance_parameter=run.guidance,
+                guidance_parameter=run.w_g,
                 **cached,
                 **given,
             )
@@ -145,7 +138,7 @@ def record_run(
     states = {"x0": x0, "t_grid": result.timestep_trajectory, "traj": trajectory, "logits": logits}
     arrays = {name: state.numpy() for name, state in states.items()}
     arrays |= {name: np.array(seen[name]) for name in ("times", "argmax", "temps", "samples") if seen[name]}
-    is_chattering = run.method in ADAPTIVE and run.estimate == "sample"
+    is_chattering = run.method in ADAPTIVE and run.x1_estimation == "sample"
     margin, least = min(seen["margins"]), ADAPTIVE_MARGIN if is_chattering else FIXED_MARGIN
     is_finite = bool(np.all(np.isfinite(arrays["traj"])))
     described |= {"nfe": len(seen["times"]), "net_evals": len(seen["margins"]), "min_margin": margin}
@@ -173,13 +166,9 @@ def record_generations(
             mock.patch.multiple(model, nstep_inference=_tolerant(model.nstep_inference)),
             torch.no_grad(),
         ):
-            result = decode(
-                model,
-                SimpleNamespace(pad_token_id=pad, eos_token_id=-1),  # no token ends an answer
-                [list(prompt) for prompt in prompts],
-                max_new_tokens=count,
-                **options,
-            )
+            asked = [list(prompt) for prompt in prompts]
+            endless = SimpleNamespace(pad_token_id=pad, eos_token_id=-1)  # no token ends an answer
+            result = decode(model, endless, asked, max_new_tokens=count, **options)
         outputs[name] = result["output_id_seqs"]
     return {
         "prompts": prompts,

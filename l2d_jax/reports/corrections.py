@@ -24,7 +24,9 @@ def corrections_section(sums: BootstrapSums, model: str, budgets: Mapping[str, f
     prefix, title, file = f"{model}/", f"{TITLE}: {model}", folder / f"{model}-corrections.png"
     last, evaluations = list(budgets.items())[-1]
     tables = [_corrections(sums, kind, budgets, prefix) for kind in BINS]
-    tables.append(_gates(sums, last, evaluations, prefix))
+    ways = gates(by_bin(sums, "entropy", last, prefix=prefix))
+    gated = [(one.name, f"{one.refined * evaluations:.2f}", f"{one.accuracy:.3f}") for one in ways]
+    tables.append((("refined tokens", "evaluations per token", "greedy accuracy"), gated))
     print("\n".join(["", title, *(text_table(*table) for table in tables)]))
     _draw(sums, last, evaluations, prefix, file)
     return page.section(title, ABOUT, file, *tables)
@@ -42,14 +44,6 @@ def _corrections(sums: BootstrapSums, kind: str, budgets: Mapping[str, float], p
         shares = (tokens, right, *itertools.chain(*(part[2:] for part in parts)))
         rows.append((name, *(f"{100 * share:.1f}" for share in shares)))
     return header, rows
-
-
-def _gates(sums: BootstrapSums, setting: str, evaluations: float, prefix: str) -> Table:
-    found = gates(by_bin(sums, "entropy", setting, prefix=prefix))
-    rows: list[tuple[str, ...]] = [
-        (one.name, f"{one.refined * evaluations:.2f}", f"{one.accuracy:.3f}") for one in found
-    ]
-    return ("refined tokens", "evaluations per token", "greedy accuracy"), rows
 
 
 def _draw(sums: BootstrapSums, setting: str, evaluations: float, prefix: str, file: Path) -> None:

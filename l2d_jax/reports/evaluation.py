@@ -16,8 +16,6 @@ WITHIN = "within.json"  # in a task's folder: accuracy by t within one diffusion
 
 
 class _Within(TypedDict):
-    """What `sweep` writes into `WITHIN`."""
-
     t: list[Share]
     greedy: list[Share]
     expected: list[Share]
@@ -44,11 +42,8 @@ Series = dict[str, dict[int | float, Evaluation]]  # by the label of a line, and
 
 def collect(folder: Path) -> list[Evaluation]:
     """The finished evaluations below an `eval` folder, by task, solver and budget; `InputError` for a damaged one."""
-    evaluations = []
-    for file in sorted(folder.glob(f"*/*/{RESULTS}")):
-        figures = read_figures(file)
-        if figures is not None:
-            evaluations.append(Evaluation(figures["run"]["task"], file.parent.name, figures["run"], figures))
+    read = ((file.parent.name, read_figures(file)) for file in sorted(folder.glob(f"*/*/{RESULTS}")))
+    evaluations = [Evaluation(found["run"]["task"], name, found["run"], found) for name, found in read if found]
     return sorted(evaluations, key=lambda one: (one.task, one.run["decode"]["solver"], one.budget, one.name))
 
 

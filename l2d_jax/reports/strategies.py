@@ -55,13 +55,9 @@ def _table(answers: Mapping[str, Sequence[Any]]) -> Table:
             sums.add(np.ones((len(first), 1)), {"own": np.c_[one["right"]], "first": np.c_[first]})
             shown = (interval(_rate(one)), interval(sums.mean("own", minus="first"), sign="+"))
             cost = (f"{one['tokens']:.1f}", f"{one['flops'] / 1e12:.3g}", f"{one['seconds']:.3g}")
-            rows.append((model, _name(one), *shown, *cost))
+            tries = "" if one["kind"] == "greedy" else f" of {one['tries']}"
+            rows.append((model, f"{one['kind']}{tries} at {one['budget']}", *shown, *cost))
     return header, rows
-
-
-def _name(one: Mapping[str, Any]) -> str:
-    tries = "" if one["kind"] == "greedy" else f" of {one['tries']}"
-    return f"{one['kind']}{tries} at {one['budget']}"
 
 
 def _rate(one: Mapping[str, Any]) -> tuple[float, float, float]:

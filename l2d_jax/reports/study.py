@@ -22,8 +22,6 @@ HEADER = ("model", "trained", "solver", "evaluations", *MEASURES, "greedy, gain"
 MODELS = "Teacher-forced, on held-out answers; 95 % intervals over examples. Gains are over the first model, paired."
 DIFFERENCES = "Greedy accuracy of the row less that of the column, each at the largest budget of its first solver."
 Measurements = Mapping[str, Mapping[str, Any]]  # by the name of the model, as `study` writes them
-
-
 Finite = Annotated[float, Interval(ge=-1e12, le=1e12)]
 
 
@@ -39,8 +37,6 @@ class _Sums(TypedDict):
 
 
 class _Measured(TypedDict):
-    """The measurements of one model."""
-
     about: dict[str, Any]
     trained: Annotated[int, Interval(ge=0, lt=2**50)]
     settings: Annotated[list[_Setting], Len(1)]
@@ -65,7 +61,17 @@ def report_study(folder: Path, measured: Measurements) -> None:
     """Print the tables, and write a page with the tables and the figure."""
     tally = BootstrapSums.join({name: one["tally"] for name, one in measured.items()})
     rows, names, file = _rows(tally, measured), list(measured), folder / "study.png"
-    differences = [(name, *(_difference(tally, measured, name, other) for other in names)) for name in names]
+    largest = {name: f"{name}/greedy@{_settings(one)[-1]['key']}" for name, one in measured.items()}
+    differences = [
+        (
+            mine,
+            *(
+                "" if mine == its else interval(tally.mean(largest[mine], minus=largest[its]), sign="+")
+                for its in names
+            ),
+        )
+        for mine in names
+    ]
     print(text_table(HEADER, rows))
     print(f"\n{DIFFERENCES}\n{text_table(('', *names), differences)}")
     _draw(tally, measured, file)
@@ -74,7 +80,7 @@ def report_study(folder: Path, measured: Measurements) -> None:
     if any(one["answers"] for one in measured.values()):
         sections.append(strategies_section({name: one["answers"] for name, one in measured.items()}, folder))
     for name, one in measured.items():
-        budgets = {setting["key"]: setting["evaluations"] for setting in _settings(one, _solvers(one)[0])[1:]}
+        budgets = {setting["key"]: setting["evaluations"] for setting in _settings(one)[1:]}
         if budgets:
             sections.append(corrections_section(tally, name, budgets, folder))
     page.write_page(folder / "study.html", f"Study {folder.name}", sections)
@@ -100,7 +106,7 @@ def _draw(tally: BootstrapSums, measured: Measurements, file: Path) -> None:
     with saved_figure(3, file) as [losses, rates, solvers]:
         for axes, measure in ((losses, "loss"), (rates, "greedy")):
             for name, one in measured.items():
-                _draw_line(axes, tally, name, measure, _settings(one, _solvers(one)[0]), budgets, label=name)
+                _draw_line(axes, tally, name, measure, _settings(one), budgets, label=name)
             axes.set(title="all models", ylabel=MEASURES[measure])
         paths = [name for name, one in measured.items() if len(one["settings"]) > 1]
         if paths:
@@ -130,14 +136,7 @@ def _solvers(one: Mapping[str, Any]) -> list[str]:
     return list(dict.fromkeys(setting["solver"] for setting in one["settings"] if setting["solver"])) or [""]
 
 
-def _settings(one: Mapping[str, Any], solver: str) -> list[Mapping[str, Any]]:
-    """A model's settings with a solver, by their budgets; the first is the language model alone, a budget of 1."""
+def _settings(one: Mapping[str, Any], solver: str | None = None) -> list[Mapping[str, Any]]:
+    """A model's settings with a solver (None: its first), by budget; the first is the language model alone, of 1."""
+    solver = _solvers(one)[0] if solver is None else solver
     return [setting for setting in one["settings"] if setting["solver"] in ("", solver)]
-
-
-def _difference(tally: BootstrapSums, measured: Measurements, name: str, other: str) -> str:
-    if name == other:
-        return ""
-    largest = (_settings(measured[model], _solvers(measured[model])[0])[-1]["key"] for model in (name, other))
-    mine, its = (f"{model}/greedy@{key}" for model, key in zip((name, other), largest, strict=True))
-    return interval(tally.mean(mine, minus=its), sign="+")

@@ -45,20 +45,16 @@ def _check(record: dict[str, Any], file: Path) -> None:
 
 def _kinds(record: dict[str, Any]) -> list[str]:
     """The kinds of accuracy that were measured; the first two always are."""
-    free = [kind for kind in list(KINDS)[2:] if any(name.startswith(f"validation/{kind}@") for name in record)]
-    return [*list(KINDS)[:2], *free]
+    first, second, *free = KINDS
+    return [first, second, *(kind for kind in free if any(name.startswith(f"validation/{kind}@") for name in record))]
 
 
 def loss_rows(before: dict[str, Any], after: dict[str, Any]) -> Table:
     """Loss by t in nats per token, before and after; a run without a path has only the last row, over all t."""
-    losses = _losses_by_t(before), _losses_by_t(after)
-    bins = len(losses[0])
-    rows = [
-        (f"{i / bins:.1f} - {(i + 1) / bins:.1f}", f"{first:.3f}", f"{last:.3f}")
-        for i, (first, last) in enumerate(zip(*losses, strict=True))
-    ]
-    overall = "all", f"{before['validation/loss']:.3f}", f"{after['validation/loss']:.3f}"
-    return ("t", "loss before", "loss after"), [*rows, overall]
+    bins = len(_losses_by_t(before))
+    names = [*(f"{i / bins:.1f} - {(i + 1) / bins:.1f}" for i in range(bins)), "all"]
+    losses = ([f"{loss:.3f}" for loss in (*_losses_by_t(one), one["validation/loss"])] for one in (before, after))
+    return ("t", "loss before", "loss after"), list(zip(names, *losses, strict=True))
 
 
 def _losses_by_t(record: dict[str, Any]) -> list[float]:
@@ -72,8 +68,7 @@ def budget_rows(record: dict[str, Any]) -> Table:
     rows, kinds = [], _kinds(record)
     for budget in budgets(record):
         row = [str(budget)]
-        for kind in kinds:
-            name = f"validation/{kind}@{budget}"
+        for name in (f"validation/{kind}@{budget}" for kind in kinds):
             rate = interval((record[name], *record[f"{name}_interval"]))
             row += [rate, interval(record[f"{name}_gain"], sign="+")]
         rows.append(tuple(row))
