@@ -6,8 +6,10 @@ import os
 import random
 import sys
 import time
+from typing import NamedTuple
 
 import jax
+import numpy as np
 import pytest
 
 from l2d_jax import convert, evaluate, generate, report, train
@@ -29,6 +31,14 @@ SETTINGS = {
 }
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["l2d_jax.train"])
+
+
+class Whole(NamedTuple):
+    """What a run leaves, and how long it takes."""
+
+    records: list
+    weights: bytes
+    seconds: float
 
 
 def run(environment, url):
@@ -65,35 +75,33 @@ def weights(emulator, url):
 
 @pytest.fixture(scope="module")
 def whole(bucket_server):
-    """The log and the weights of a run that nothing happens to."""
-    url = "gs://bucket/whole"
+    """A run that nothing happens to."""
+    url, began = "gs://bucket/whole", time.monotonic()
     train_to_its_end(url)
+    seconds = time.monotonic() - began
     names = {name.removeprefix("whole/") for name in bucket_server.files()}
     assert {"config.json", "metrics.jsonl", "export/path.json", "export/path.safetensors"} <= names
     assert {name.split("/")[1] for name in names if name.startswith("checkpoints/")} == {"10", "12"}
     assert any(name.startswith("tensorboard/events") for name in names)
     assert ".lock" not in names
-    return read_records(bucket_server, url), weights(bucket_server, url)
+    return Whole(read_records(bucket_server, url), weights(bucket_server, url), seconds)
 
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_at_any_moment_is_the_whole_run(emulator, whole):
     """SIGKILL at moments of its life; some requests fail for a while, and no object is lost."""
-    rng, killed, began = random.Random(0), [], time.monotonic()
-    train_to_its_end(URL)
-    seconds = time.monotonic() - began
-    assert (read_records(emulator, URL), weights(emulator, URL)) == whole
+    rng, killed = random.Random(0), []
     for number in range(KILLS):
         url = f"{URL}{number // 3}"
         process = start(url)
         with emulator.failing(503, times=rng.randrange(3)):
-            process.join(rng.uniform(0.2, 1.2) * seconds)
+            process.join(rng.uniform(0.2, 1.1) * whole.seconds)
         process.kill()
         process.join()
         killed.append(max((record["step"] for record in read_records(emulator, url)), default=0))
     for url in sorted({f"{URL}{number // 3}" for number in range(KILLS)}):
         train_to_its_end(url)
-        assert (read_records(emulator, url), weights(emulator, url)) == whole
+        assert (read_records(emulator, url), weights(emulator, url)) == whole[:2]
     print(f"killed at the steps {killed}")
 
 
@@ -108,7 +116,7 @@ def test_a_bucket_that_fails_for_ever_is_a_line_and_the_same_command_goes_on(emu
     assert lines[-1].startswith(f"error: the log could not be written to {URL}/metrics.jsonl (")
     assert not any("checkpoints" in name for name in emulator.files())
     train_to_its_end(URL)
-    assert (read_records(emulator, URL), weights(emulator, URL)) == whole
+    assert (read_records(emulator, URL), weights(emulator, URL)) == whole[:2]
 
 
 @pytest.mark.slow
@@ -140,8 +148,10 @@ def test_from_two_processes_to_an_export(emulator, whole, tmp_path):
     outcome = call(train.main, *options(**SETTINGS), "--workdir", URL)
     assert outcome.status == 0, outcome
     assert "resuming after step" in outcome.out
-    for ours, theirs in zip(read_records(emulator, URL), whole[0], strict=True):
-        assert ours == pytest.approx(theirs, abs=1e-5)
+    for ours, theirs in zip(read_records(emulator, URL), whole.records, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in theirs:
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5, atol=1e-4, err_msg=name)
     commands = [
         (generate.main, "--workdir", URL, "--prompt", "Hi", "--budget", 3, "--max_new_tokens", 2),
         (evaluate.main, "--workdir", URL, "--tasks", "word_problems", "--limit", 2, "--budget", 1),
