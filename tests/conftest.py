@@ -119,7 +119,7 @@ def one_step_for_each_config() -> Iterator[None]:
     def make_once(optimizer: Any, config: TrainConfig, *arguments: Any, objective: Any) -> Any:
         if config.steps is None:  # their number, and with it the learning rate, depends on the data
             return make(optimizer, config, *arguments, objective=objective)
-        key = repr(objective.__self__.config)
+        key = repr((objective.__self__.config, config, arguments[1:]))  # without the values of the state
         if key not in made:
             made[key] = make(optimizer, config, *arguments, objective=objective)
         return made[key]
