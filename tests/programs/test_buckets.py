@@ -17,7 +17,7 @@ from l2d_jax.errors import RunError
 from l2d_jax.storage import lock, mirror
 from l2d_jax.storage.bucket import Bucket
 from tests.distributed.test_processes import WORKER, finish, launch
-from tests.support.programs import TIMES, call, options
+from tests.support.programs import TIMES, call, options, write_base
 
 URL = "gs://bucket/runs/tiny"
 KILLS = int(os.environ.get("L2D_JAX_KILLS", "4"))
@@ -41,23 +41,23 @@ class Whole(NamedTuple):
     seconds: float
 
 
-def run(environment, url):
+def run(environment, arguments):
     """What a process of its own does: train, until it has finished or is killed."""
     os.environ.update(environment)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    sys.argv = ["train", *options(**SETTINGS), "--workdir", url]
+    sys.argv = ["train", *arguments]
     train.command_line.run(train.main)
 
 
-def start(url):
-    process = SERVER.Process(target=run, args=(dict(os.environ), url))
+def start(arguments, url):
+    process = SERVER.Process(target=run, args=(dict(os.environ), [*arguments, "--workdir", url]))
     process.start()
     return process
 
 
-def train_to_its_end(url):
+def train_to_its_end(arguments, url):
     """In a process of its own, too: the tests' own one compiles otherwise."""
-    process = start(url)
+    process = start(arguments, url)
     process.join()
     assert process.exitcode == 0
 
@@ -74,10 +74,16 @@ def weights(emulator, url):
 
 
 @pytest.fixture(scope="module")
-def whole(bucket_server):
+def arguments(tmp_path_factory):
+    """Of all runs: the options of a tiny training from a base in a folder."""
+    return options(**SETTINGS, model__name=write_base(tmp_path_factory.mktemp("model") / "base"))
+
+
+@pytest.fixture(scope="module")
+def whole(bucket_server, arguments):
     """A run that nothing happens to."""
     url, began = "gs://bucket/whole", time.monotonic()
-    train_to_its_end(url)
+    train_to_its_end(arguments, url)
     seconds = time.monotonic() - began
     names = {name.removeprefix("whole/") for name in bucket_server.files()}
     assert {"config.json", "metrics.jsonl", "export/path.json", "export/path.safetensors"} <= names
@@ -88,44 +94,44 @@ def whole(bucket_server):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_at_any_moment_is_the_whole_run(emulator, whole):
+def test_a_run_that_is_killed_at_any_moment_is_the_whole_run(emulator, arguments, whole):
     """SIGKILL at moments of its life; some requests fail for a while, and no object is lost."""
     rng, killed = random.Random(0), []
     for number in range(KILLS):
         url = f"{URL}{number // 3}"
-        process = start(url)
+        process = start(arguments, url)
         with emulator.failing(503, times=rng.randrange(3)):
             process.join(rng.uniform(0.2, 1.1) * whole.seconds)
         process.kill()
         process.join()
         killed.append(max((record["step"] for record in read_records(emulator, url)), default=0))
     for url in sorted({f"{URL}{number // 3}" for number in range(KILLS)}):
-        train_to_its_end(url)
+        train_to_its_end(arguments, url)
         assert (read_records(emulator, url), weights(emulator, url)) == whole[:2]
     print(f"killed at the steps {killed}")
 
 
 @pytest.mark.slow
-def test_a_bucket_that_fails_for_ever_is_a_line_and_the_same_command_goes_on(emulator, whole):
+def test_a_bucket_that_fails_for_ever_is_a_line_and_the_same_command_goes_on(emulator, arguments, whole):
     """No checkpoint counts whose records are not in the bucket."""
     with emulator.failing(500, where="metrics.jsonl"):
-        outcome = call(train.main, *options(**SETTINGS), "--workdir", URL)
+        outcome = call(train.main, *arguments, "--workdir", URL)
     assert outcome.status == 1, outcome
     lines = outcome.err.splitlines()
     assert all("was not saved (" in line for line in lines[:-1]), outcome
     assert lines[-1].startswith(f"error: the log could not be written to {URL}/metrics.jsonl (")
     assert not any("checkpoints" in name for name in emulator.files())
-    train_to_its_end(URL)
+    train_to_its_end(arguments, URL)
     assert (read_records(emulator, URL), weights(emulator, URL)) == whole[:2]
 
 
 @pytest.mark.slow
-def test_a_second_run_is_refused_and_an_expired_lock_taken_over(emulator, monkeypatch):
+def test_a_second_run_is_refused_and_an_expired_lock_taken_over(emulator, arguments, monkeypatch):
     monkeypatch.setenv(lock.LEASE, "2")
     monkeypatch.setattr(lock.socket, "gethostname", lambda: "first")
     with lock.hold(mirror.open_folder(URL)):
         monkeypatch.setattr(lock.socket, "gethostname", lambda: "second")
-        outcome = call(train.main, *options(**SETTINGS), "--workdir", URL)
+        outcome = call(train.main, *arguments, "--workdir", URL)
         assert f"workdir {URL} is in use by process {os.getpid()} on first: wait for that run" in outcome.error
         Bucket(URL).write(lock.NAME, b'{"pid": 1, "host": "third"}')
         time.sleep(1)
@@ -139,13 +145,13 @@ def test_a_second_run_is_refused_and_an_expired_lock_taken_over(emulator, monkey
 
 
 @pytest.mark.slow
-def test_from_two_processes_to_an_export(emulator, whole, tmp_path):
+def test_from_two_processes_to_an_export(emulator, arguments, whole):
     """Two processes are killed, one goes on; then the other programs, each as a machine that knows the URL alone."""
-    first = launch({i: [*WORKER, "KILL@5", *options(**SETTINGS), "--workdir", URL] for i in range(2)})
+    first = launch({i: [*WORKER, "KILL@5", *arguments, "--workdir", URL] for i in range(2)})
     statuses = [status for status, _, _ in finish(first)]
     assert 0 not in statuses
     assert read_records(emulator, URL)[-1]["step"] >= 2
-    outcome = call(train.main, *options(**SETTINGS), "--workdir", URL)
+    outcome = call(train.main, *arguments, "--workdir", URL)
     assert outcome.status == 0, outcome
     assert "resuming after step" in outcome.out
     for ours, theirs in zip(read_records(emulator, URL), whole.records, strict=True):
@@ -158,9 +164,9 @@ def test_from_two_processes_to_an_export(emulator, whole, tmp_path):
         (report.main, "--workdir", URL),
         (convert.main, "export", "--model", URL, "--format", "l2d", "--out", f"{URL}_l2d"),
     ]
-    for main, *arguments in commands:
+    for main, *asked in commands:
         mirror.forget()
-        outcome = call(main, *arguments)
+        outcome = call(main, *asked)
         assert outcome.status == 0, outcome
         assert "/tmp" not in outcome.out
     names = set(emulator.files())
