@@ -159,9 +159,13 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type A
         with processes.progress_bar(len(requests), "likelihoods", is_silent=disable_tqdm) as bar:
             for batch, rows in plan_batches(lengths, asked.batch_size):
                 contexts, answers = zip(*(requests[i][1:] for i in rows), strict=True)
+                longest = max(map(len, answers))
+                if longest > self._positions:
+                    refused = f"a continuation of {longest} tokens exceeds the {self._positions} positions of the model"
+                    raise InputError(refused)
                 prompts = [
                     # A text without context has the first token as its context, which would be one number for all.
-                    Prompt(noise_number(c if len(c) > 1 else [*c, *a]), self._shorten(c, len(a)))
+                    Prompt(noise_number(c if len(c) > 1 else [*c, *a]), c[-(self._positions + 1 - len(a)) :])
                     for c, a in zip(contexts, answers, strict=True)
                 ]
                 scores = score_answers(
@@ -172,18 +176,8 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type A
                 bar.update(len(batch))
         return likelihoods
 
-    def _shorten(self, context: list[int], answer: int) -> list[int]:
-        """Truncate the context on the left so that it fits with an answer of `answer` tokens, whose last is not fed."""
-        longest = self._positions + 1 - answer
-        if longest < 1:
-            raise InputError(f"a continuation of {answer} tokens exceeds the {self._positions} positions of the model")
-        return context[-longest:]
-
     def _split(self, until: Sequence[str]) -> tuple[list[str], list[int]]:
-        """Split the texts that end answers into stop strings and stop token ids.
-
-        A text that is neither, since it mixes ordinary and special tokens, is left out: it only cuts finished answers.
-        """
+        """Stop strings and stop token ids; a text that mixes ordinary and special tokens only cuts finished answers."""
         stops, stop_ids = [], []
         for text in until:
             ids = text_ids([text], self.tokenizer)[0]

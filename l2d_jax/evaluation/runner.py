@@ -23,12 +23,8 @@ from l2d_jax.evaluation.tasks.problem import EncodedProblem, Run, Score
 def evaluate_plan(
     loaded: LoadedModel, plan: TaskPlan, open_results: Callable[[], Results], *, run: Run | None = None
 ) -> dict[str, Any]:
-    """Score the problems that the results lack, write each batch as it finishes, and return the figures of all.
-
-    Process 0 alone opens the results, scores and writes. Raises `InputError` as `Results`, `stream_tokens` and
-    `Task.grade` do.
-    """
-    opened: list[Results] = []
+    """Score the problems that the results lack, write each batch as it finishes, and return the figures of all."""
+    opened: list[Results] = []  # by process 0, which alone scores and writes
 
     def begin() -> list[str]:
         opened.append(open_results())
@@ -58,8 +54,7 @@ Answers = dict[int, tuple[list[str], int]]
 
 def _answers(loaded: LoadedModel, encoded: Mapping[int, EncodedProblem], plan: TaskPlan) -> Iterator[Answers]:
     """Answer problems, batch by batch: with completions, or with the letter whose first token is the likeliest."""
-    protocol, settings = plan.protocol, plan.settings
-    words = loaded.tokenizer
+    protocol, settings, words = plan.protocol, plan.settings, loaded.tokenizer
     assert words is not None
     prompts = [Prompt(number, one.ids, label_of(one.problem, protocol)) for number, one in encoded.items()]
     if protocol.choices == "generate":

@@ -116,8 +116,8 @@ class Task:
     ) -> list[Score]:
         """Score completions, each of its problem; one that is empty or no valid unicode (lone surrogates) scores 0.
 
-        They are without the token that ends the turn; if `tagged`, only the text between `<answer>` tags or behind
-        `</think>` counts. Tasks of code need `run`, which runs programs: without it they raise `InputError`.
+        If `tagged`, only the text between `<answer>` tags or behind `</think>` counts. Tasks of code need `run`, which
+        runs programs: without it they raise `InputError`.
         """
         assert len(problems) == len(completions)
         texts = [answer_part(completion) if tagged else completion for completion in completions]
@@ -199,9 +199,9 @@ class Task:
 def encode_problems(
     problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast, *, max_length: int = MAX_LENGTH
 ) -> list[EncodedProblem]:
-    """The problems whose prompt and right answer have at most `max_length` tokens, each with its prompt's token ids.
+    """The problems, with their prompts' token ids, that have at most `max_length` tokens with the right answer.
 
-    The release drops longer problems by the same rule. Raises `InputError` where none is left.
+    The release drops longer ones. Raises `InputError` where none is left.
     """
     answers = text_ids([problem.answer for problem in problems], tokenizer)
     pairs = [EncodedProblem(problem, prompt_ids(problem.messages, tokenizer)) for problem in problems]
@@ -214,8 +214,7 @@ def encode_problems(
 def score_programs(problems: Sequence[Problem], pairs: Sequence[tuple[str, str]], run: Run) -> list[Score]:
     """Score completions by running the strict and the relaxed candidate that each pair has.
 
-    A candidate that is both runs once, and a completion that passes the strict way is right the relaxed way too. The
-    reference of a problem is all that a `Submission` has beside the candidate, in its order: tests, names and setup.
+    A candidate that is both runs once, and a completion that passes the strict way is right the relaxed way too.
     """
     places = [(number, candidate) for number, pair in enumerate(pairs) for candidate in dict.fromkeys(pair)]
     programs = [Submission(candidate, *problems[number].reference) for number, candidate in places]
@@ -236,14 +235,12 @@ def _fault(text: str) -> str:
 def answer_part(completion: str) -> str:
     """The text in the last `<answer>…</answer>`, else behind the last `</think>`, else the whole completion.
 
-    Thinking that never ends has no answer, and an answer that the length limit cuts off counts as far as it goes:
-
-        >>> answer_part("<think>2 + 2 is 4.</think><answer> 4 </answer>")
-        '4'
-        >>> answer_part("2 + 2 is 4.</think>The answer is 4.")  # the prompt has opened the thinking
-        'The answer is 4.'
-        >>> answer_part("<think>2 + 2 is")
-        ''
+    >>> answer_part("<think>2 + 2 is 4.</think><answer> 4 </answer>")
+    '4'
+    >>> answer_part("2 + 2 is 4.</think>The answer is 4.")  # the prompt has opened the thinking
+    'The answer is 4.'
+    >>> answer_part("<think>2 + 2 is")
+    ''
     """
     behind = completion.rpartition("</think>")[2]
     answers = re.findall(r"<answer>(.*?)(?:</answer>|$)", behind, flags=re.DOTALL)
