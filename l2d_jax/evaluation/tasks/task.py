@@ -92,7 +92,7 @@ class Task:
         problems = []
         for number, row in enumerate(self._read(split, folder)):
             item = self._word(row, split, number)
-            before = groups.get(self._group(item), {})
+            before = groups.get(item.subject if self.by_subject else None, {})
             if groups and not before:
                 raise InputError(f"{self.shot_split!r} of {self.name} has no example of {item.subject!r}: add some")
             is_example = split == self.shot_split and number in before
@@ -159,16 +159,12 @@ class Task:
         step = max(1, len(rows) // count) if self.is_spaced else 1
         for number in range(0, len(rows), step):
             item = self._word(rows[number], self.shot_split, number)
-            group = groups[self._group(item)]
+            group = groups[item.subject if self.by_subject else None]
             if len(group) < count:
                 group[number] = item
             elif not self.by_subject:
                 break
         return groups
-
-    def _group(self, item: Item) -> str | None:
-        """The subject of an item, where examples are of the question's subject."""
-        return item.subject if self.by_subject else None
 
     def _word(self, row: Row, split: str, number: int) -> Item:
         try:
