@@ -70,12 +70,9 @@ def main() -> None:
     )
     with output_folder(options.out) if processes.is_first() else contextlib.nullcontext() as out:
         loaded = load(options.workdir or options.model, mesh=mesh, dtype=options.dtype)
-        results: dict[str, Any] = lm_eval.simple_evaluate(
-            LmEvalModel(loaded, options=asked),
-            tasks=names,
-            task_manager=manager,
-            **{name: getattr(options, name) for name in HARNESS},
-        )
+        model = LmEvalModel(loaded, options=asked)
+        given = {name: getattr(options, name) for name in HARNESS}
+        results: dict[str, Any] = lm_eval.simple_evaluate(model, tasks=names, task_manager=manager, **given)
         results["config"] |= {"model": str(folder.path), "step": loaded.step, "likelihood": options.likelihood}
         results["config"] |= asked._asdict() | {"settings": vars(settings), "scoring": vars(scoring)}
         if out is not None:

@@ -65,22 +65,16 @@ def start_isolated(
             *_mounts(),
             *(_interpreter(), "-I", "-S", "-c", entry, *map(str, pipes)),
         ]
-        process = subprocess.Popen(
-            inside(group, command),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            pass_fds=(filtered, *pipes),
-            env={},
-            cwd="/",
+        streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        command = inside(group, command)
+        process: subprocess.Popen[bytes] = subprocess.Popen(
+            command, pass_fds=(filtered, *pipes), env={}, cwd="/", **streams
         )
     finally:
         os.close(filtered)
     assert process.stdin is not None
     assert isinstance(process.stderr, io.BufferedReader)
-    # Wait for its sign of life before sending the task: from then on it dies with this process. Until then it waits for
-    # the task, and ends if none comes.
-    process.stderr.peek(1)
+    process.stderr.peek(1)  # its sign of life: from then on it dies with this process
     narrower = seccomp.program(at_start=False, threads=threads).hex()
     with contextlib.suppress(BrokenPipeError), process.stdin as file:  # it has not started: its stderr says why
         file.write(dump_message({**task, "filter": narrower}))

@@ -92,9 +92,7 @@ def _ending(process: subprocess.Popen[bytes]) -> str:
         status = process.wait(timeout=1)
     except subprocess.TimeoutExpired:
         return "closed its pipe"
-    if status <= 128:
-        return f"ended with status {status}"
-    number = signal.Signals(status - 128) if status - 128 in set(signal.Signals) else None
+    number = next((number for number in signal.Signals if number == status - 128), None)
     return _SIGNALS.get(number, f"crashed: {number.name}") if number else f"ended with status {status}"
 
 

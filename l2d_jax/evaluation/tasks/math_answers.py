@@ -21,12 +21,9 @@ def boxed(text: str) -> str | None:
     start = text.rfind("\\boxed") if "\\boxed" in text else text.rfind("\\fbox")
     depth = 0
     for end in range(start, len(text)) if start >= 0 else ():
-        if text[end] == "{":
-            depth += 1
-        elif text[end] == "}":
-            depth -= 1
-            if depth == 0:
-                return text[start : end + 1]
+        depth += (text[end] == "{") - (text[end] == "}")
+        if text[end] == "}" and depth == 0:
+            return text[start : end + 1]
     return None
 
 

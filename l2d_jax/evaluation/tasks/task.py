@@ -181,15 +181,9 @@ class Task:
             messages += [("user", example.question), ("assistant", answer)]
         request = item.request if prompts == "thoughts" and not before else None
         messages += [("user", request or item.question), *([("assistant", item.opening)] if item.opening else [])]
-        return Problem(
-            id=item.id or name,
-            messages=tuple({"role": role, "content": content} for role, content in messages),
-            answer=item.answer,
-            reference=item.reference,
-            category=item.category or self.category,
-            subject=item.subject,
-            options=item.options,
-        )
+        prompt = tuple({"role": role, "content": content} for role, content in messages)
+        category = item.category or self.category
+        return Problem(item.id or name, prompt, item.answer, item.reference, category, item.subject, item.options)
 
 
 def encode_problems(
