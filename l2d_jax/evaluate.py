@@ -96,8 +96,7 @@ def parse_arguments(parser: command_line.Parser) -> tuple[argparse.Namespace, Co
     problems.add_argument("--tagged", action="store_true", help="judge what <answer> tags hold, or follows </think>")
     choices = "likelihood: of tasks with options, the likeliest letter by one pass over a prompt; not the paper's way"
     problems.add_argument("--choices", choices=["generate", "likelihood"], default="generate", help=choices)
-    code = "run the programs that the model writes, each isolated (docs/evaluation.md says how well)"
-    problems.add_argument("--allow_code_execution", action="store_true", help=code)
+    problems.add_argument("--allow_code_execution", action="store_true", help="run generated programs, each isolated")
     decoding = parser.add_argument_group("decoding")
     decoding.add_argument("--budget", type="Budget", nargs="+", help="evaluations of the path per token, once or more")
     decoding.add_argument("--solver", choices=SOLVERS, help="how the path is integrated")
