@@ -43,10 +43,7 @@ def main() -> None:
 
 
 def open_session(options: argparse.Namespace, config: Config | None) -> tuple[LoadedModel, list[TaskPlan], RunPlan]:
-    """Read the problems, check them and the results' folders, then load the model; raises `InputError`.
-
-    Returns the model, the plans, and what evaluates a plan and prints a line for it.
-    """
+    """Check everything, then load the model; returns it, the plans and what runs one; raises `InputError`."""
     rows.keep_quiet()
     found = find(options.workdir or options.model, dtype=options.dtype)
     if config is not None:

@@ -189,10 +189,7 @@ class Task:
 def encode_problems(
     problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast, *, max_length: int = MAX_LENGTH
 ) -> list[EncodedProblem]:
-    """The problems, with their prompts' token ids, that have at most `max_length` tokens with the right answer.
-
-    The release drops longer ones. Raises `InputError` where none is left.
-    """
+    """The problems that take at most `max_length` tokens with their right answer; raises `InputError` for none left."""
     answers = text_ids([problem.answer for problem in problems], tokenizer)
     pairs = [EncodedProblem(problem, prompt_ids(problem.messages, tokenizer)) for problem in problems]
     lengths = [len(ids) + len(answer) for (_, ids), answer in zip(pairs, answers, strict=True)]
@@ -202,10 +199,7 @@ def encode_problems(
 
 
 def score_programs(problems: Sequence[Problem], pairs: Sequence[tuple[str, str]], run: Run) -> list[Score]:
-    """Score completions by running the strict and the relaxed candidate that each pair has.
-
-    A candidate that is both runs once, and a completion that passes the strict way is right the relaxed way too.
-    """
+    """Score completions by running the strict and the relaxed candidate of each pair, once where they are the same."""
     places = [(number, candidate) for number, pair in enumerate(pairs) for candidate in dict.fromkeys(pair)]
     programs = [Submission(candidate, *problems[number].reference) for number, candidate in places]
     verdicts = dict(zip(places, run(programs), strict=True))
