@@ -5,9 +5,9 @@ extracted answers and scores, and `results.json` has the figures. The same comma
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from l2d_jax import command_line
 from l2d_jax.command_line import file_name, folder_or_bucket, model_name
@@ -25,33 +25,25 @@ from l2d_jax.evaluation.plan import TaskPlan, check_same, choose_run, label_of, 
 from l2d_jax.evaluation.results import KINDS, accuracy_interval
 from l2d_jax.evaluation.runner import evaluate_plan
 from l2d_jax.evaluation.tasks import registry
-from l2d_jax.evaluation.tasks.problem import Run
-from l2d_jax.fingerprint import Fingerprint
-from l2d_jax.loading import Folder, find, load, model_fingerprint, newest_step
+from l2d_jax.loading import find, load, model_fingerprint, newest_step
 from l2d_jax.model.l2d import check_labels
 from l2d_jax.model.llm import LLM
 from l2d_jax.reports.tables import interval
 from l2d_jax.weights import model_folder
 
-
-class Session(NamedTuple):
-    """A loaded model with the options that it was opened by."""
-
-    options: argparse.Namespace
-    found: Folder
-    fingerprint: Fingerprint  # of the model
-    loaded: LoadedModel
-    run: Run | None  # runs generated programs; None: no task needs it
+RunPlan = Callable[[TaskPlan], None]
 
 
 def main() -> None:
     """Parse the command line, open the model, and evaluate."""
     options, config = parse_arguments(command_line.Parser(prog="python -m l2d_jax.evaluate", description=__doc__))
-    run_plans(*open_session(options, config))
+    _, plans, run_plan = open_session(options, config)
+    for plan in plans:
+        run_plan(plan)
 
 
-def open_session(options: argparse.Namespace, config: Config | None) -> tuple[Session, list[TaskPlan]]:
-    """Read the problems, check them and the results' folders, then load the model; raises `InputError`."""
+def open_session(options: argparse.Namespace, config: Config | None) -> tuple[LoadedModel, list[TaskPlan], RunPlan]:
+    """Check everything, then load the model; returns it, the plans and what runs one; raises `InputError`."""
     rows.keep_quiet()
     found = find(options.workdir or options.model, dtype=options.dtype)
     if config is not None:
@@ -76,15 +68,12 @@ def open_session(options: argparse.Namespace, config: Config | None) -> tuple[Se
     model = processes.decide(lambda: model_fingerprint(found, base, step))
     processes.decide(lambda: [open_results(plan, options, found, step, model).folder.name for plan in plans])
     loaded = load(options.workdir or options.model, mesh=mesh, dtype=options.dtype, step=step)
-    return Session(options, found, model, loaded, run), plans
 
-
-def run_plans(session: Session, plans: Sequence[TaskPlan]) -> None:
-    """Evaluate plan by plan, and print a line for each; raises `InputError` as `evaluate_plan` does."""
-    options, found, fingerprint, loaded, run = session
-    for plan in plans:
-        results = partial(open_results, plan, options, found, loaded.step, fingerprint)
+    def run_plan(plan: TaskPlan) -> None:
+        results = partial(open_results, plan, options, found, step, model)
         processes.print_once(_line(plan, evaluate_plan(loaded, plan, results, run=run)))
+
+    return loaded, plans, run_plan
 
 
 def parse_arguments(parser: command_line.Parser) -> tuple[argparse.Namespace, Config | None]:
@@ -96,18 +85,15 @@ def parse_arguments(parser: command_line.Parser) -> tuple[argparse.Namespace, Co
     parser.add_argument("--name", type=file_name, help="of the folder within a task's; <solver>-<budget> and others")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "int8"], help="of weights and products")
     problems = parser.add_argument_group("problems")
-    data_dir = "read <data_dir>/<task>/<split>.jsonl or .parquet instead of the hub"
-    problems.add_argument("--data_dir", type=model_name, help=data_dir)
+    problems.add_argument("--data_dir", type=model_name, help="read <data_dir>/<task>/<split>.jsonl or .parquet")
     problems.add_argument("--split", type=file_name, help="another than the paper's")
     problems.add_argument("--limit", type="Count", help="so many problems, evenly spaced; None: all")
     problems.add_argument("--shots", type="CountOrZero", help="examples before each question; None: the paper's")
-    prompts = "paper, or thoughts: chain-of-thought examples, or the request to think"
-    problems.add_argument("--prompts", choices=["paper", "thoughts"], default="paper", help=prompts)
+    problems.add_argument("--prompts", choices=["paper", "thoughts"], default="paper", help="thoughts: ask for them")
     problems.add_argument("--tagged", action="store_true", help="judge what <answer> tags hold, or follows </think>")
     choices = "likelihood: of tasks with options, the likeliest letter by one pass over a prompt; not the paper's way"
     problems.add_argument("--choices", choices=["generate", "likelihood"], default="generate", help=choices)
-    code = "run the programs that the model writes, each isolated (docs/evaluation.md says how well)"
-    problems.add_argument("--allow_code_execution", action="store_true", help=code)
+    problems.add_argument("--allow_code_execution", action="store_true", help="run generated programs, each isolated")
     decoding = parser.add_argument_group("decoding")
     decoding.add_argument("--budget", type="Budget", nargs="+", help="evaluations of the path per token, once or more")
     decoding.add_argument("--solver", choices=SOLVERS, help="how the path is integrated")

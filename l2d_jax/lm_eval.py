@@ -70,12 +70,9 @@ def main() -> None:
     )
     with output_folder(options.out) if processes.is_first() else contextlib.nullcontext() as out:
         loaded = load(options.workdir or options.model, mesh=mesh, dtype=options.dtype)
-        results: dict[str, Any] = lm_eval.simple_evaluate(
-            LmEvalModel(loaded, options=asked),
-            tasks=names,
-            task_manager=manager,
-            **{name: getattr(options, name) for name in HARNESS},
-        )
+        model = LmEvalModel(loaded, options=asked)
+        given = {name: getattr(options, name) for name in HARNESS}
+        results: dict[str, Any] = lm_eval.simple_evaluate(model, tasks=names, task_manager=manager, **given)
         results["config"] |= {"model": str(folder.path), "step": loaded.step, "likelihood": options.likelihood}
         results["config"] |= asked._asdict() | {"settings": vars(settings), "scoring": vars(scoring)}
         if out is not None:
@@ -100,14 +97,12 @@ def _parse() -> argparse.Namespace:
     of_tasks.add_argument("--limit", type="Count", help="use the first N examples of each task; None: all")
     of_tasks.add_argument("--num_fewshot", type="CountOrZero", help="examples before each question; None: the task's")
     of_tasks.add_argument("--apply_chat_template", action="store_true", help="write prompts as conversations")
-    code = "let tasks run the programs that the model writes: the harness does so without any isolation"
-    of_tasks.add_argument("--confirm_run_unsafe_code", action="store_true", help=code)
+    of_tasks.add_argument("--confirm_run_unsafe_code", action="store_true", help="run programs without any isolation")
     asking = parser.add_argument_group("decoding and likelihoods")
     asking.add_argument("--budget", type="Budget", help="evaluations of the path per token; 1: the base model")
     asking.add_argument("--solver", choices=SOLVERS, help="how the path is integrated")
     asking.add_argument("--tolerance", type="Tolerance", help=f"of each step of {', '.join(ADAPTIVE)}")
-    likelihood = "path: at the budget, by the mean over --draws; base: of the language model alone, in one pass"
-    asking.add_argument("--likelihood", choices=["path", "base"], default="path", help=likelihood)
+    asking.add_argument("--likelihood", choices=["path", "base"], default="path", help="base: the language model alone")
     asking.add_argument("--draws", type="SeveralDraws", default=8, help="noise samples for each likelihood")
     asking.add_argument("--max_new_tokens", type="Tokens", help="the longest answer, in tokens; None: the task's")
     asking.add_argument("--batch_size", type="Rows", default=16, help="sequences at a time, on all devices together")

@@ -4,6 +4,7 @@ They show accuracy against the budget; against t within one diffusion, on the to
 `--label`, against the strength of guidance; and the evaluations that an adaptive solver takes on each task.
 """
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.solver import AMPLE
 from l2d_jax.decoding.trace import mean_evaluations
 from l2d_jax.distributed import processes
-from l2d_jax.evaluate import open_session, parse_arguments, run_plans
+from l2d_jax.evaluate import open_session, parse_arguments
 from l2d_jax.evaluation.plan import TaskPlan, results_folder
 from l2d_jax.files import write_whole
 from l2d_jax.reports.evaluation import WITHIN
@@ -30,21 +31,22 @@ def main() -> None:
     parser.add_argument("--strengths", type="Strength", nargs="+", default=STRENGTHS, help="of guidance")
     options, config = parse_arguments(parser)
     options.budget = options.budget or BUDGETS
-    session, plans = open_session(options, config)
-    has_path = session.loaded.model.path is not None
+    loaded, plans, run_plan = open_session(options, config)
+    has_path = loaded.model.path is not None
     require(has_path, "a sweep is of a diffusion path, and this model has none: use evaluate")
     largest = {plan.task.name: plan for plan in sorted(plans, key=lambda plan: plan.settings.budget)}
     for plan in largest.values():
         check_grid(plan.settings)
-    run_plans(session, plans)
+    for plan in plans:
+        run_plan(plan)
     for name, plan in largest.items():
-        found = _trace_answers(session.loaded, plan)
+        found = _trace_answers(loaded, plan)
         if processes.is_first():
             write_whole(results_folder(options) / name / WITHIN, json.dumps(found, indent=2) + "\n")
     if options.label is not None:
         last = [plan for plan in plans if plan.settings.budget == options.budget[-1]]
-        for strength in options.strengths:
-            run_plans(session, [plan._replace(settings=replace(plan.settings, guidance=strength)) for plan in last])
+        for strength, plan in itertools.product(options.strengths, last):
+            run_plan(plan._replace(settings=replace(plan.settings, guidance=strength)))
     if processes.is_first():
         report.report_workdir(options.workdir or options.out, {})
 

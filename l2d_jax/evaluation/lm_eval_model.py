@@ -29,7 +29,6 @@ from l2d_jax.decoding.stop_strings import to_text
 from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError
 
-DEFAULT_NEW_TOKENS = 256  # the longest answer, where a task does not say
 SAMPLING = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}  # options of a task, with their defaults
 KNOWN = {"until", "do_sample", "max_gen_toks", *SAMPLING}
 
@@ -47,7 +46,7 @@ class HarnessOptions(NamedTuple):
 
 def parse_generation(kwargs: Mapping[str, Any], options: HarnessOptions) -> tuple[DecodeConfig, tuple[str, ...]]:
     """A task's `generation_kwargs` as settings, and texts that end answers; raises `InputError` for unknown ones."""
-    kwargs = normalize_gen_kwargs(dict(kwargs), DEFAULT_NEW_TOKENS)
+    kwargs = normalize_gen_kwargs(dict(kwargs))
     for name in sorted(kwargs.keys() - KNOWN):
         known = ", ".join(sorted(KNOWN))
         raise InputError(f"the task's generation option {name} is not known here: leave it out; known are {known}")
@@ -61,7 +60,6 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type A
     """Answers the harness's three kinds of requests."""
 
     def __init__(self, loaded: LoadedModel, *, options: HarnessOptions) -> None:
-        """Raises `InputError` for a model without a tokenizer, and for one without a token to begin texts with."""
         super().__init__()
         self.tokenizer = require_tokenizer(loaded.tokenizer)
         self._loaded = loaded
@@ -108,7 +106,7 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type A
         groups: dict[str, list[int]] = defaultdict(list)  # requests by their settings
         for index, request in enumerate(requests):
             groups[json.dumps(request.args[1], sort_keys=True)].append(index)
-        texts = [""] * len(requests)
+        texts, size, seed = [""] * len(requests), self._options.batch_size, self._options.seed
         with processes.progress_bar(len(requests), "answers", is_silent=disable_tqdm) as bar:
             for group in groups.values():
                 settings, until = parse_generation(requests[group[0]].args[1], self._options)
@@ -122,13 +120,11 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type A
                 places = dict(zip(_distinct_numbers(prompts), group, strict=True))
                 stops, stop_ids = self._split(until)
                 ends = tuple(dict.fromkeys((*self._loaded.stop_ids, *stop_ids)))
+                answering = dataclasses.replace(self._loaded, stop_ids=ends)
+                asked = [Prompt(number, ids[-longest:]) for number, ids in zip(places, prompts, strict=True)]
+                restrictions = Restrictions(stops, keeps_stop=True)
                 for batch in complete(
-                    dataclasses.replace(self._loaded, stop_ids=ends),
-                    [Prompt(number, ids[-longest:]) for number, ids in zip(places, prompts, strict=True)],
-                    settings=settings,
-                    batch_size=self._options.batch_size,
-                    seed=self._options.seed,
-                    restrictions=Restrictions(stops=stops, keeps_stop=True),
+                    answering, asked, settings=settings, batch_size=size, seed=seed, restrictions=restrictions
                 ):
                     for number, [answer] in batch.items():
                         texts[places[number]] = cut_text(to_text(answer, self.tokenizer), until)
@@ -159,9 +155,13 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type A
         with processes.progress_bar(len(requests), "likelihoods", is_silent=disable_tqdm) as bar:
             for batch, rows in plan_batches(lengths, asked.batch_size):
                 contexts, answers = zip(*(requests[i][1:] for i in rows), strict=True)
+                longest = max(map(len, answers))
+                if longest > self._positions:
+                    refused = f"a continuation of {longest} tokens exceeds the {self._positions} positions of the model"
+                    raise InputError(refused)
                 prompts = [
                     # A text without context has the first token as its context, which would be one number for all.
-                    Prompt(noise_number(c if len(c) > 1 else [*c, *a]), self._shorten(c, len(a)))
+                    Prompt(noise_number(c if len(c) > 1 else [*c, *a]), c[-(self._positions + 1 - len(a)) :])
                     for c, a in zip(contexts, answers, strict=True)
                 ]
                 scores = score_answers(
@@ -172,18 +172,8 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type A
                 bar.update(len(batch))
         return likelihoods
 
-    def _shorten(self, context: list[int], answer: int) -> list[int]:
-        """Truncate the context on the left so that it fits with an answer of `answer` tokens, whose last is not fed."""
-        longest = self._positions + 1 - answer
-        if longest < 1:
-            raise InputError(f"a continuation of {answer} tokens exceeds the {self._positions} positions of the model")
-        return context[-longest:]
-
     def _split(self, until: Sequence[str]) -> tuple[list[str], list[int]]:
-        """Split the texts that end answers into stop strings and stop token ids.
-
-        A text that is neither, since it mixes ordinary and special tokens, is left out: it only cuts finished answers.
-        """
+        """Stop strings and stop token ids; a text that mixes ordinary and special tokens only cuts finished answers."""
         stops, stop_ids = [], []
         for text in until:
             ids = text_ids([text], self.tokenizer)[0]

@@ -54,11 +54,12 @@ def label_of(problem: Problem, protocol: EvaluationProtocol) -> int | None:
 
 def check_same(found: Folder, config: Config) -> None:
     """Raise `InputError` if the config names another model than the workdir's."""
-    if found.base_name not in (config.model.name, absolute_name(config.model.name)):
-        raise InputError(
-            f"the path of {found.path} was trained on {found.base_name}, and the config's model is another, "
-            f"{config.model.name}: give the config that it was trained with, or none"
-        )
+    name = config.model.name
+    require(
+        found.base_name in (name, absolute_name(name)),
+        f"the path of {found.path} was trained on {found.base_name}, and the config's model is another, {name}: "
+        "give the config that it was trained with, or none",
+    )
 
 
 def choose_run(tasks: Sequence[Task], *, is_allowed: bool) -> Run | None:
@@ -69,8 +70,7 @@ def choose_run(tasks: Sequence[Task], *, is_allowed: bool) -> Run | None:
     require(is_allowed, f"{', '.join(names)} runs programs that the model writes: allow it with --allow_code_execution")
     reason = processes.decide(grade.unavailable)
     require(reason is None, str(reason))
-    note = processes.decide(grade.unbounded)
-    if note is not None:
+    if (note := processes.decide(grade.unbounded)) is not None:
         processes.print_once(note)
     return grade.grade
 
@@ -118,17 +118,17 @@ def open_results(
 ) -> Results:
     """The results of a plan for the model at `step`; raises `InputError` if the folder holds another evaluation."""
     protocol = dataclasses.asdict(plan.protocol)
-    parts = [plan.settings.solver, str(plan.settings.budget)]
-    parts += [protocol["prompts"]] if protocol["prompts"] != "paper" else []
-    parts += [] if protocol["label"] is None else [f"label_{protocol['label']}", f"{plan.settings.guidance:g}"]
-    parts += [protocol["choices"]] if protocol["choices"] != "generate" else []
+    name = f"{plan.settings.solver}-{plan.settings.budget}"
+    name += f"-{protocol['prompts']}" if protocol["prompts"] != "paper" else ""
+    name += f"-label_{protocol['label']}-{plan.settings.guidance:g}" if protocol["label"] is not None else ""
+    name += f"-{protocol['choices']}" if protocol["choices"] != "generate" else ""
     about = {"task": plan.task.name, "split": options.split or plan.task.split, "limit": options.limit}
     about |= {"shots": options.shots, "model": found.base_name, "dtype": found.base.dtype, "step": step}
     about["fingerprint"] = {**model, "problems": plan.digest}
     if found.base.dtype == "float32":  # elsewhere rounding decides words, and depends on the shape of a batch
         del protocol["batch_size"]  # a smaller one may continue where memory was short
     about |= {"decode": dataclasses.asdict(plan.settings), "asking": protocol}
-    return Results(results_folder(options) / plan.task.name / (options.name or "-".join(parts)), about)
+    return Results(results_folder(options) / plan.task.name / (options.name or name), about)
 
 
 def results_folder(options: argparse.Namespace) -> Path:

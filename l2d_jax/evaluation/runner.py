@@ -23,12 +23,8 @@ from l2d_jax.evaluation.tasks.problem import EncodedProblem, Run, Score
 def evaluate_plan(
     loaded: LoadedModel, plan: TaskPlan, open_results: Callable[[], Results], *, run: Run | None = None
 ) -> dict[str, Any]:
-    """Score the problems that the results lack, write each batch as it finishes, and return the figures of all.
-
-    Process 0 alone opens the results, scores and writes. Raises `InputError` as `Results`, `stream_tokens` and
-    `Task.grade` do.
-    """
-    opened: list[Results] = []
+    """Score the problems that the results lack, write each batch as it finishes, and return the figures of all."""
+    opened: list[Results] = []  # by process 0, which alone scores and writes
 
     def begin() -> list[str]:
         opened.append(open_results())
@@ -58,19 +54,14 @@ Answers = dict[int, tuple[list[str], int]]
 
 def _answers(loaded: LoadedModel, encoded: Mapping[int, EncodedProblem], plan: TaskPlan) -> Iterator[Answers]:
     """Answer problems, batch by batch: with completions, or with the letter whose first token is the likeliest."""
-    protocol, settings = plan.protocol, plan.settings
-    words = loaded.tokenizer
+    protocol, settings, words = plan.protocol, plan.settings, loaded.tokenizer
     assert words is not None
     prompts = [Prompt(number, one.ids, label_of(one.problem, protocol)) for number, one in encoded.items()]
     if protocol.choices == "generate":
+        prefix = common_prefix([one.ids for one in plan.problems])
+        size, samples = protocol.batch_size, protocol.samples
         for completed in complete(
-            loaded,
-            prompts,
-            settings=settings,
-            batch_size=protocol.batch_size,
-            samples=protocol.samples,
-            seed=protocol.seed,
-            prefix=common_prefix([one.ids for one in plan.problems]),
+            loaded, prompts, settings=settings, batch_size=size, samples=samples, seed=protocol.seed, prefix=prefix
         ):
             yield {
                 number: ([to_text(ids, words) for ids in answers], sum(map(len, answers)))
@@ -79,14 +70,9 @@ def _answers(loaded: LoadedModel, encoded: Mapping[int, EncodedProblem], plan: T
         return
     options = [one.problem.options for one in encoded.values()]
     for batch, rows in plan_batches([len(prompt.ids) for prompt in prompts], protocol.batch_size):
-        found = rank(
-            loaded.model,
-            [prompts[row] for row in rows],
-            [[ids[0] for ids in text_ids(options[row], words)] for row in rows],
-            settings=settings,
-            draws=protocol.draws,
-            seed=protocol.seed,
-        )
+        ranked = [prompts[row] for row in rows]
+        letters = [[ids[0] for ids in text_ids(options[row], words)] for row in rows]
+        found = rank(loaded.model, ranked, letters, settings=settings, draws=protocol.draws, seed=protocol.seed)
         best = {row: options[row][int(np.argmax(shares))] for row, shares in zip(rows, found, strict=True)}
         yield {prompts[row].number: ([best[row]], 0) for row in batch}
 

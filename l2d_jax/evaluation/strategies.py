@@ -109,9 +109,9 @@ def _seconds() -> Iterator[list[float]]:
     try:
         yield found
     finally:
-        compiling, until = 0.0, 0.0
-        for start, end in sorted(spans):  # programs within programs: one span may hold others
-            compiling += max(0.0, end - max(start, until))
-            until = max(until, end)
-        found.append(time.perf_counter() - began - compiling)
         monitoring.unregister_event_time_span_listener(add)
+        seconds, until = time.perf_counter() - began, 0.0
+        for start, end in sorted(spans):  # programs within programs: one span may hold others
+            seconds -= max(0.0, end - max(start, until))
+            until = max(until, end)
+        found.append(seconds)

@@ -16,10 +16,7 @@ _REMOVAL_SECONDS = 5.0  # until the last process in a group is gone
 
 @contextlib.contextmanager
 def bounded_group(name: str, memory: int) -> Iterator[Path | None]:
-    """A group whose processes take at most `memory` bytes, removed afterwards; None where none can be made.
-
-    No other process uses its name at the same time; a group that was left behind is replaced.
-    """
+    """A group whose processes take at most `memory` bytes, removed afterwards; None where none can be made."""
     for parent, is_second in _parents():
         group = parent / name
         try:

@@ -42,21 +42,15 @@ class Limits(NamedTuple):
 
 
 def start_isolated(
-    module: ModuleType,
-    pipes: Sequence[int],
-    *,
-    bwrap: str,
-    task: Mapping[str, Any],
-    limits: Limits,
-    account: int | None,
-    group: Path | None,
+    module: ModuleType, pipes: Sequence[int], task: Mapping[str, Any], *, bwrap: str, group: Path | None
 ) -> subprocess.Popen[bytes]:
     """Start `main` of a module of the package `isolated` in isolation, by the bubblewrap at `bwrap`.
 
     Killing the returned process kills everything inside. The calling thread must outlive the process. It keeps the
-    descriptors `pipes`, whose numbers are its command line. From standard input it reads the task, as JSON, with the
-    limits, and the account: the user that root's process becomes; None: it keeps its user.
+    descriptors `pipes`, whose numbers are its command line. From standard input it reads the task, as JSON, with its
+    `limits`, and its `account`: the user that root's process becomes; None: it keeps its user.
     """
+    account = task["account"]
     alive = f"import os, sys; os.write(2, b'.'); sys.path.insert(0, {_CODE!r})"
     entry = f"{alive}; from {module.__name__} import main; main()"
     threads = account is not None or os.geteuid() != 0  # the kernel does not limit root's, so root's process gets none
@@ -71,26 +65,19 @@ def start_isolated(
             *_mounts(),
             *(_interpreter(), "-I", "-S", "-c", entry, *map(str, pipes)),
         ]
-        process = subprocess.Popen(
-            inside(group, command),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            pass_fds=(filtered, *pipes),
-            env={},
-            cwd="/",
+        streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        command = inside(group, command)
+        process: subprocess.Popen[bytes] = subprocess.Popen(
+            command, pass_fds=(filtered, *pipes), env={}, cwd="/", **streams
         )
     finally:
         os.close(filtered)
     assert process.stdin is not None
     assert isinstance(process.stderr, io.BufferedReader)
-    # Wait for its sign of life before sending the task: from then on it dies with this process. Until then it waits for
-    # the task, and ends if none comes.
-    process.stderr.peek(1)
+    process.stderr.peek(1)  # its sign of life: from then on it dies with this process
     narrower = seccomp.program(at_start=False, threads=threads).hex()
-    given = {"limits": limits._asdict(), "account": account, "filter": narrower}
     with contextlib.suppress(BrokenPipeError), process.stdin as file:  # it has not started: its stderr says why
-        file.write(dump_message({**task, **given}))
+        file.write(dump_message({**task, "filter": narrower}))
     return process
 
 
@@ -103,8 +90,7 @@ def _interpreter() -> str:
 def _mounts() -> list[str]:
     prefixes = {os.path.realpath(prefix) for prefix in (sys.base_prefix, sys.base_exec_prefix)}
     libraries = [Path(prefix, name) for prefix in sorted(prefixes) for name in ("lib", "lib64")]
-    folders = dict.fromkeys([*map(Path, _LIBRARIES), *libraries])
-    folders = dict.fromkeys(folder for folder in folders if folder.is_dir())
+    folders = dict.fromkeys(folder for folder in [*map(Path, _LIBRARIES), *libraries] if folder.is_dir())
     files = [Path(_interpreter()), *(path for path in [Path("/etc/ld.so.cache")] if path.exists())]
     inside = Path(_CODE, *_PACKAGE.split("."))
     mounts: list[str] = []

@@ -29,10 +29,7 @@ class Place(NamedTuple):
 
 @contextlib.contextmanager
 def taken_places(count: int, *, with_accounts: bool, memory: int) -> Iterator[list[Place]]:
-    """Take up to `count` free places for processes of `memory` bytes, at least one, and give them back afterwards.
-
-    Raises `RunError` if all places are taken, or the folder of the files is another user's.
-    """
+    """Take up to `count` free places for processes of `memory` bytes, at least one, or raise `RunError`."""
     folder = _folder()
     with contextlib.ExitStack() as stack:
         places: list[Place] = []

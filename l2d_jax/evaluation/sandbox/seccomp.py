@@ -27,10 +27,7 @@ _Step = tuple[int, int, int, int]  # operation, steps to skip if true and if fal
 
 @functools.cache
 def program(machine: str | None = None, *, at_start: bool, threads: bool = True) -> bytes:
-    """The filter for a machine of `ARCHITECTURES` (None: this one), as `bwrap --seccomp` and the kernel read it.
-
-    With `at_start` it is the wider one, for a process that has yet to start Python.
-    """
+    """The filter for a machine (None: this one); with `at_start` the wider one, for a process that starts Python."""
     machine = machine or platform.machine()
     column = list(ARCHITECTURES).index(machine)
     steps: list[_Step] = [

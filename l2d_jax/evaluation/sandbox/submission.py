@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple
 
@@ -38,28 +38,24 @@ class Verdict(NamedTuple):
 
 
 def judge_submission(submission: Submission, *, bwrap: str, limits: Limits, place: Place) -> Verdict:
-    """Judge a submission in two new isolated processes, each within the limits, which are gone afterwards.
-
-    `bwrap` is the path of bubblewrap. Raises `RunError` if one of the processes has not started.
-    """
+    """Judge in two new isolated processes, gone afterwards; raises `RunError` if one of them has not started."""
     with contextlib.ExitStack() as stack:
         # The candidate's process and the tests' process talk to each other; only the latter reports to this process.
         requests, requesting = _pipe(stack)
         answers, answering = _pipe(stack)
         report, reporting = _pipe(stack)
 
-        def start(module: ModuleType, pipes: Sequence[BinaryIO], task: Mapping[str, Any], account: int | None) -> Any:
-            numbers = [pipe.fileno() for pipe in pipes]
-            process = isolation.start_isolated(
-                module, numbers, bwrap=bwrap, task=task, limits=limits, account=account, group=place.group
-            )
+        def start(module: ModuleType, pipes: Sequence[BinaryIO], account: int | None, **task: Any) -> Any:
+            numbers, task = [pipe.fileno() for pipe in pipes], {"limits": limits._asdict(), "account": account, **task}
+            process = isolation.start_isolated(module, numbers, task, bwrap=bwrap, group=place.group)
             stack.enter_context(process)  # waits for it, when it has been killed
             stack.callback(process.kill)
             return process
 
-        tests = {"setup": submission.setup, "tests": submission.tests, "names": submission.names}
-        tried = start(candidate, (requests, answering), {"source": submission.candidate}, place.accounts[0])
-        testing = start(grader, (answers, requesting, reporting), tests, place.accounts[1])
+        source, tests, names, setup = submission
+        tried = start(candidate, (requests, answering), place.accounts[0], source=source)
+        pipes = (answers, requesting, reporting)
+        testing = start(grader, pipes, place.accounts[1], setup=setup, tests=tests, names=names)
         for pipe in (requests, requesting, answers, answering, reporting):
             pipe.close()  # so that each pipe ends when its process does
         messages = Channel(report.fileno(), -1, limit=_REPORT_BYTES)
@@ -96,9 +92,7 @@ def _ending(process: subprocess.Popen[bytes]) -> str:
         status = process.wait(timeout=1)
     except subprocess.TimeoutExpired:
         return "closed its pipe"
-    if status <= 128:
-        return f"ended with status {status}"
-    number = signal.Signals(status - 128) if status - 128 in set(signal.Signals) else None
+    number = next((number for number in signal.Signals if number == status - 128), None)
     return _SIGNALS.get(number, f"crashed: {number.name}") if number else f"ended with status {status}"
 
 

@@ -30,9 +30,8 @@ setresuid:117:147 setresgid:119:149
 """
 MISSING: list[tuple[int | None, ...]] = [(332, 291)]  # statx, below `FIRST_MISSING`: the C library does without it
 
-# The C library falls back on older calls where the kernel lacks one; from here on calls are newer than all of those
-# above, and have the same numbers everywhere. Among them is clone3, whose flags lie in memory, which a filter cannot
-# read.
+# The C library falls back on older calls; from here on calls are newer than those above, and have the same numbers
+# everywhere. Among them is clone3, whose flags lie in memory, which a filter cannot read.
 FIRST_MISSING = 424
 
 _WHOLE = 0xFFFFFFFF

@@ -41,12 +41,8 @@ def fenced(completion: str) -> str:
 def _word_humaneval(row: Row) -> Item:
     prompt, name = text_of(row, "prompt"), text_of(row, "entry_point")
     tests = f"{text_of(row, 'test')}\ncheck({name})"
-    return Item(
-        question=prompt,
-        answer=text_of(row, "canonical_solution"),
-        reference=(tests, (name,), prompt),  # three problems' tests call helpers that the prompt defines
-        id=text_of(row, "task_id"),
-    )
+    reference = (tests, (name,), prompt)  # three problems' tests call helpers that the prompt defines
+    return Item(prompt, text_of(row, "canonical_solution"), reference, id=text_of(row, "task_id"))
 
 
 def _word_instruct_humaneval(row: Row) -> Item:
@@ -67,13 +63,10 @@ def _candidates(problem: Problem, completion: str) -> tuple[str, str]:
 
 def _word_mbpp(row: Row) -> Item:
     tests, code = texts_of(row, "test_list"), text_of(row, "code")
-    return Item(
-        question=f'"""\n{text_of(row, "text")}\n{tests[0]}\n"""\n',
-        answer=code,
-        # The release leaves `test_setup_code` out; its tests see the candidate's imports, ours those of the answer.
-        reference=("\n".join(tests), _names(code, tests), "\n".join(IMPORT.findall(code))),
-        id=f"MBPP/{row['task_id']}",
-    )
+    question = f'"""\n{text_of(row, "text")}\n{tests[0]}\n"""\n'
+    # The release leaves `test_setup_code` out; its tests see the candidate's imports, ours those of the answer.
+    reference = ("\n".join(tests), _names(code, tests), "\n".join(IMPORT.findall(code)))
+    return Item(question, code, reference, id=f"MBPP/{row['task_id']}")
 
 
 def _names(code: str, tests: list[str]) -> tuple[str, ...]:

@@ -21,12 +21,9 @@ def boxed(text: str) -> str | None:
     start = text.rfind("\\boxed") if "\\boxed" in text else text.rfind("\\fbox")
     depth = 0
     for end in range(start, len(text)) if start >= 0 else ():
-        if text[end] == "{":
-            depth += 1
-        elif text[end] == "}":
-            depth -= 1
-            if depth == 0:
-                return text[start : end + 1]
+        depth += (text[end] == "{") - (text[end] == "}")
+        if text[end] == "}" and depth == 0:
+            return text[start : end + 1]
     return None
 
 
@@ -86,7 +83,11 @@ def is_same(reference: str | float, found: str | float) -> bool:
     one, other = _number(reference), _number(found)
     for latex, value in ((one, other), (other, one)):
         if isinstance(latex, str) and isinstance(value, float):
-            return _is_fraction(latex, value)
+            fraction = re.fullmatch(r"\\frac\{(-?\d+)\}\{(-?\d+)\}", latex)
+            try:
+                return fraction is not None and round(value * int(fraction[2])) == int(fraction[1])
+            except (OverflowError, ValueError):  # infinity, or not a number: the release ends here
+                return False
     return one == other
 
 
@@ -111,12 +112,3 @@ def _number(answer: str | float) -> str | float:
         return float(answer)
     except ValueError:
         return answer
-
-
-def _is_fraction(latex: str, value: float) -> bool:
-    r"""Whether `value` times the denominator rounds to the numerator: 0.4 is \frac{1}{2}, for 0.8 rounds to 1."""
-    found = re.fullmatch(r"\\frac\{(-?\d+)\}\{(-?\d+)\}", latex)
-    try:
-        return found is not None and round(value * int(found[2])) == int(found[1])
-    except (OverflowError, ValueError):  # infinity, or not a number: the release ends here
-        return False

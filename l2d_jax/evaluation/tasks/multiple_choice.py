@@ -30,10 +30,7 @@ def worded(
     heads: tuple[str, str] = ("Question", "Choices"),
     end: str = "\nAnswer:",
 ) -> Item:
-    r"""A question in the release's wording, with a heading above it and another above its options.
-
-    `answer` is the number of the right option, from 0. Raises `InputError` where there is no such option, and for more
-    than ten options.
+    r"""A question in the release's wording; `answer` is the number of the right option, from 0.
 
     >>> worded("Which is red?", ["blood", "snow"], answer=0).question
     'Question:\nWhich is red?\nChoices:\nA. blood\nB. snow\n\nAnswer:'

@@ -92,7 +92,7 @@ class Task:
         problems = []
         for number, row in enumerate(self._read(split, folder)):
             item = self._word(row, split, number)
-            before = groups.get(self._group(item), {})
+            before = groups.get(item.subject if self.by_subject else None, {})
             if groups and not before:
                 raise InputError(f"{self.shot_split!r} of {self.name} has no example of {item.subject!r}: add some")
             is_example = split == self.shot_split and number in before
@@ -116,8 +116,8 @@ class Task:
     ) -> list[Score]:
         """Score completions, each of its problem; one that is empty or no valid unicode (lone surrogates) scores 0.
 
-        They are without the token that ends the turn; if `tagged`, only the text between `<answer>` tags or behind
-        `</think>` counts. Tasks of code need `run`, which runs programs: without it they raise `InputError`.
+        If `tagged`, only the text between `<answer>` tags or behind `</think>` counts. Tasks of code need `run`, which
+        runs programs: without it they raise `InputError`.
         """
         assert len(problems) == len(completions)
         texts = [answer_part(completion) if tagged else completion for completion in completions]
@@ -159,16 +159,12 @@ class Task:
         step = max(1, len(rows) // count) if self.is_spaced else 1
         for number in range(0, len(rows), step):
             item = self._word(rows[number], self.shot_split, number)
-            group = groups[self._group(item)]
+            group = groups[item.subject if self.by_subject else None]
             if len(group) < count:
                 group[number] = item
             elif not self.by_subject:
                 break
         return groups
-
-    def _group(self, item: Item) -> str | None:
-        """The subject of an item, where examples are of the question's subject."""
-        return item.subject if self.by_subject else None
 
     def _word(self, row: Row, split: str, number: int) -> Item:
         try:
@@ -185,24 +181,15 @@ class Task:
             messages += [("user", example.question), ("assistant", answer)]
         request = item.request if prompts == "thoughts" and not before else None
         messages += [("user", request or item.question), *([("assistant", item.opening)] if item.opening else [])]
-        return Problem(
-            id=item.id or name,
-            messages=tuple({"role": role, "content": content} for role, content in messages),
-            answer=item.answer,
-            reference=item.reference,
-            category=item.category or self.category,
-            subject=item.subject,
-            options=item.options,
-        )
+        prompt = tuple({"role": role, "content": content} for role, content in messages)
+        category = item.category or self.category
+        return Problem(item.id or name, prompt, item.answer, item.reference, category, item.subject, item.options)
 
 
 def encode_problems(
     problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast, *, max_length: int = MAX_LENGTH
 ) -> list[EncodedProblem]:
-    """The problems whose prompt and right answer have at most `max_length` tokens, each with its prompt's token ids.
-
-    The release drops longer problems by the same rule. Raises `InputError` where none is left.
-    """
+    """The problems that take at most `max_length` tokens with their right answer; raises `InputError` for none left."""
     answers = text_ids([problem.answer for problem in problems], tokenizer)
     pairs = [EncodedProblem(problem, prompt_ids(problem.messages, tokenizer)) for problem in problems]
     lengths = [len(ids) + len(answer) for (_, ids), answer in zip(pairs, answers, strict=True)]
@@ -212,11 +199,7 @@ def encode_problems(
 
 
 def score_programs(problems: Sequence[Problem], pairs: Sequence[tuple[str, str]], run: Run) -> list[Score]:
-    """Score completions by running the strict and the relaxed candidate that each pair has.
-
-    A candidate that is both runs once, and a completion that passes the strict way is right the relaxed way too. The
-    reference of a problem is all that a `Submission` has beside the candidate, in its order: tests, names and setup.
-    """
+    """Score completions by running the strict and the relaxed candidate of each pair, once where they are the same."""
     places = [(number, candidate) for number, pair in enumerate(pairs) for candidate in dict.fromkeys(pair)]
     programs = [Submission(candidate, *problems[number].reference) for number, candidate in places]
     verdicts = dict(zip(places, run(programs), strict=True))
@@ -236,14 +219,12 @@ def _fault(text: str) -> str:
 def answer_part(completion: str) -> str:
     """The text in the last `<answer>…</answer>`, else behind the last `</think>`, else the whole completion.
 
-    Thinking that never ends has no answer, and an answer that the length limit cuts off counts as far as it goes:
-
-        >>> answer_part("<think>2 + 2 is 4.</think><answer> 4 </answer>")
-        '4'
-        >>> answer_part("2 + 2 is 4.</think>The answer is 4.")  # the prompt has opened the thinking
-        'The answer is 4.'
-        >>> answer_part("<think>2 + 2 is")
-        ''
+    >>> answer_part("<think>2 + 2 is 4.</think><answer> 4 </answer>")
+    '4'
+    >>> answer_part("2 + 2 is 4.</think>The answer is 4.")  # the prompt has opened the thinking
+    'The answer is 4.'
+    >>> answer_part("<think>2 + 2 is")
+    ''
     """
     behind = completion.rpartition("</think>")[2]
     answers = re.findall(r"<answer>(.*?)(?:</answer>|$)", behind, flags=re.DOTALL)

@@ -4,6 +4,7 @@ Nothing that happens here is trusted. A candidate may take over the whole proces
 data, which it could have returned anyway.
 """
 
+import contextlib
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -49,20 +50,16 @@ def main() -> None:
         except plain_data.TooLargeError as error:
             channel.send({"too_large": str(error)})
 
-    try:
+    with contextlib.suppress(plain_data.ClosedError):
         reply(load)
         while True:
             reply(partial(call, channel.receive()))
-    except plain_data.ClosedError:
-        pass
 
 
 def _text(error: BaseException) -> tuple[str, Any]:
     """An exception's text, and its arguments where they are plain data."""
     text, arguments = "", None
-    try:
+    with contextlib.suppress(BaseException):
         text = str(error)
         arguments = plain_data.encode_plain(error.args)
-    except BaseException:
-        pass
     return text, arguments

@@ -48,11 +48,9 @@ class _Grader:
     def _proxy(self, name: str) -> Any:
         def call(*arguments: Any, **keywords: Any) -> Any:
             try:
-                request = plain_data.encode_plain([name, arguments, keywords])
+                self._channel.send({"call": plain_data.encode_plain([name, arguments, keywords])})
             except plain_data.NotPlainError as error:
                 self._end(f"not plain data: {error} as an argument")
-            try:
-                self._channel.send({"call": request})
             except plain_data.ClosedError:
                 self._end("ended")
             except plain_data.TooLargeError as error:

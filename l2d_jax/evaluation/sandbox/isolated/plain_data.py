@@ -16,10 +16,8 @@ from typing import Any
 
 DEPTH = 100  # levels of nested containers
 _LARGE = 2**63
-_TYPES: dict[str, type] = {
-    kind.__name__: kind
-    for kind in (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
-}
+_PLAIN = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
+_TYPES: dict[str, type] = {kind.__name__: kind for kind in _PLAIN}
 
 
 class NotPlainError(TypeError):
@@ -40,9 +38,7 @@ class ClosedError(EOFError):
 
 def encode_plain(value: Any, depth: int = DEPTH) -> Any:
     """Plain data as a value that JSON can hold; raises `NotPlainError`."""
-    if value is None or type(value) in (bool, str):
-        return value
-    if type(value) is float and value == value:
+    if value is None or type(value) in (bool, str) or (type(value) is float and value == value):
         return value
     if depth == 0:
         raise NotPlainError(f"containers nested more than {DEPTH} deep")
