@@ -36,12 +36,10 @@ class Batch(NamedTuple):
     def repeat(self, count: int) -> "Batch":
         """Repeat each query `count` times with its weight divided among the copies, which stand side by side."""
         copy = partial(jnp.repeat, repeats=count, axis=1)
-        return self._replace(
-            queries=None if self.queries is None else copy(self.queries),
-            targets=copy(self.targets),
-            weights=copy(self.weights) / count,
-            classes=self.classes if self.classes.ndim == 1 else copy(self.classes),
-        )
+        queries = None if self.queries is None else copy(self.queries)
+        classes = self.classes if self.classes.ndim == 1 else copy(self.classes)
+        targets, weights = copy(self.targets), copy(self.weights) / count
+        return self._replace(queries=queries, targets=targets, weights=weights, classes=classes)
 
 
 def stack(rows: Sequence[Sequence[Mapping[str, Any]]], config: DataConfig, *, padding: int) -> Batch:
