@@ -144,11 +144,9 @@ def _turn(messages: Sequence[Message], *, tokenizer: PreTrainedTokenizerFast, em
         return prompt, content[len(opening) :] + end
     if empty_thoughts and opening.strip() == THOUGHT[0]:
         return prompt, f"\n{THOUGHT[1]}\n\n{content}{end}"
-    raise InputError(
-        f"an answer must continue the chat template's prompt, which ends with {opening!r}, but one begins with "
-        f"{content[:20]!r}: begin answers with {opening!r}, take a chat template whose prompt does not open it, "
-        "or close thoughts with config.data.empty_thoughts"
-    )
+    rule = f"an answer must continue the chat template's prompt, which ends with {opening!r}"
+    remedy = f"begin answers with {opening!r}, take a chat template whose prompt does not open it, or close thoughts"
+    raise InputError(f"{rule}, but one begins with {content[:20]!r}: {remedy} with config.data.empty_thoughts")
 
 
 @functools.lru_cache(maxsize=8)
@@ -185,11 +183,9 @@ def render_chat(
     messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast, *, prompt: bool, continued: bool = False
 ) -> str:
     """A conversation as text: with a `prompt` for the next answer, or the last message `continued`, without its end."""
-    plain = [dict(message) for message in messages]
+    options = {"add_generation_prompt": prompt, "continue_final_message": continued, "date_string": DATE}
     try:
-        text = tokenizer.apply_chat_template(
-            plain, tokenize=False, add_generation_prompt=prompt, continue_final_message=continued, date_string=DATE
-        )
+        text = tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False, **options)
     except Exception as error:  # a template is a program
         roles = shown(", ".join(message["role"] for message in messages)).strip("'")
         problem = f"the chat template refuses a conversation of the roles {roles}"
