@@ -102,8 +102,7 @@ def _parse() -> Namespace:
     top_p = "sample from the likeliest tokens that together reach this probability"
     sampling.add_argument("--top_p", type="TopP", help=top_p)
     sampling.add_argument("--draws", type="Draws", help="noise samples, whose mean distribution is the answer's")
-    stop = "a text that ends an answer, given once or more"
-    sampling.add_argument("--stop", action="append", default=[], help=stop)
+    sampling.add_argument("--stop", action="append", default=[], help="a text that ends an answer, given once or more")
     searching = parser.add_argument_group("search over tokens, for the best of several answers")
     searching.add_argument("--beams", type="Beams", help="answers that are kept; each token costs a budget per beam")
     candidates = "tokens that are sampled to extend each beam, at --temperature or else 1"
