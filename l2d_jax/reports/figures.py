@@ -11,17 +11,9 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 
 GREY = "#7a7a7a"  # for text and lines: legible on white and on black, so that one SVG serves both
-mpl.rcParams.update(
-    {
-        **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY),
-        "axes.titlecolor": GREY,
-        "axes.grid": True,
-        "grid.alpha": 0.3,
-        "legend.frameon": False,
-        "svg.fonttype": "none",
-        "svg.hashsalt": "l2d_jax",  # so that the same figure gives the same file
-    }
-)
+GREYS = ("text.color", "axes.titlecolor", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+mpl.rcParams.update(dict.fromkeys(GREYS, GREY) | {"axes.grid": True, "grid.alpha": 0.3, "legend.frameon": False})
+mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "l2d_jax"})  # the same figure gives the same file
 
 
 @contextmanager
