@@ -62,16 +62,11 @@ def report_study(folder: Path, measured: Measurements) -> None:
     tally = BootstrapSums.join({name: one["tally"] for name, one in measured.items()})
     rows, names, file = _rows(tally, measured), list(measured), folder / "study.png"
     largest = {name: f"{name}/greedy@{_settings(one)[-1]['key']}" for name, one in measured.items()}
-    differences = [
-        (
-            mine,
-            *(
-                "" if mine == its else interval(tally.mean(largest[mine], minus=largest[its]), sign="+")
-                for its in names
-            ),
-        )
-        for mine in names
-    ]
+
+    def difference(mine: str, its: str) -> str:
+        return "" if mine == its else interval(tally.mean(largest[mine], minus=largest[its]), sign="+")
+
+    differences = [(mine, *(difference(mine, its) for its in names)) for mine in names]
     print(text_table(HEADER, rows))
     print(f"\n{DIFFERENCES}\n{text_table(('', *names), differences)}")
     _draw(tally, measured, file)
