@@ -66,10 +66,8 @@ def _section(answer: AnswerTrace) -> str:
         f"{sum(map(_is_changed, tokens))} differ from the language model's own"
     )
     spans = "".join(_span(token, position) for position, token in enumerate(tokens))
-    return (
-        f'<h2>{html.escape(answer.question)}</h2>\n<p class="numbers">{html.escape(numbers)}</p>\n'
-        f'<div class="answer">{spans}</div>'
-    )
+    head = f'<h2>{html.escape(answer.question)}</h2>\n<p class="numbers">{html.escape(numbers)}</p>'
+    return f'{head}\n<div class="answer">{spans}</div>'
 
 
 def _span(token: TokenTrace, position: int) -> str:
@@ -88,6 +86,4 @@ def _is_changed(token: TokenTrace) -> bool:
 
 
 def _show(value: str | float | int) -> str:
-    if isinstance(value, str):
-        return repr(value)
-    return f"{value:.4g}" if type(value) is float else str(value).lower()
+    return repr(value) if isinstance(value, str) else f"{value:.4g}" if type(value) is float else str(value).lower()
