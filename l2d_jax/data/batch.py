@@ -12,10 +12,7 @@ from l2d_jax.config.schema import Config, DataConfig
 
 
 class Batch(NamedTuple):
-    """Examples in one fixed shape: T tokens of context and answer, M positions that predict the answer.
-
-    A row holds one example, or several that `segments` numbers (`packing`).
-    """
+    """Examples in one fixed shape: T tokens of context and answer, M positions that predict the answer."""
 
     tokens: Int[Array, "B T"]  # context and answer without its last token, padded on the right
     queries: Int[Array, "B M"] | None  # index of the token whose successor is predicted; None: every token
