@@ -1,7 +1,7 @@
 """Turns conversations into batches of one fixed shape, in an order that is a pure function of the seed and the step.
 
-Conversations are tokenised once, and `datasets` caches the result, or a folder holds it (`prepared`).
-There is no iterator state: step k of any run, resumed or not and on any number of processes, reads the same examples.
+Conversations are tokenised once, and `datasets` caches the result, or a folder holds it (`prepared`). There is no
+iterator state: step k of any run, resumed or not and on any number of processes, reads the same examples.
 """
 
 import dataclasses
@@ -167,8 +167,7 @@ class Examples:
     def in_order(self, batch_size: int, *, rows: Sequence[int] | None = None) -> Iterator[Batch]:
         """Every example once, in the order of the split, one per row; arguments as for `batches`.
 
-        Rows that the last batch lacks, or that lie beyond a batch, have weight 0. Where training packs several examples
-        into a row, these rows are only as long as the longest example needs.
+        Rows that the last batch lacks have weight 0. With packing, rows are only as long as the longest example needs.
         """
         order = MapDataset.range(_round_up(len(self), batch_size))
         order = order.map(lambda index: [index] if index < len(self) else [])
