@@ -196,8 +196,7 @@ def _read_manifest(folder: Path, of: Mapping[str, Any]) -> dict[str, Any]:
     if manifest.pop("digest", None) != digest(manifest):
         raise InputError(f"{file} is not as it was written: remove it, and {AGAIN}")
     for name, value in of.items():
-        recorded = manifest["of"].get(name)
-        if recorded != value:
+        if (recorded := manifest["of"].get(name)) != value:
             difference = f"{name} {shown(recorded)}, not {shown(value)}"
             raise InputError(f"{folder} was prepared with {difference}: go back to that, or prepare another folder")
     return manifest
