@@ -41,9 +41,8 @@ def load_tokenizer(folder: Path, *, vocabulary: int | None = None) -> PreTrained
     """Read the tokenizer of a Hugging Face folder: tokenizer.json as it is, and tokenizer_config.json.
 
     `AutoTokenizer` is not used, because it rebuilds the tokenizer as the class that the config names; SmolLM2's, whose
-    config says GPT2Tokenizer, then no longer splits numbers into digits (transformers 5.23).
-
-    Raises `InputError`, also where it has ids that the `vocabulary` of a model, if it is given, does not.
+    config says GPT2Tokenizer, then no longer splits numbers into digits (transformers 5.23). Raises `InputError`, also
+    for ids that the `vocabulary` of a model, if it is given, does not have.
     """
     if not (folder / "tokenizer.json").is_file():
         found = ", ".join(sorted(path.name for path in folder.glob("*"))) or "nothing"
@@ -123,7 +122,6 @@ def turn_texts(
     """Context and answer of each of the assistant's turns, as text.
 
     With `empty_thoughts`, an answer without a thought begins by closing the one that the template's prompt opens.
-
     Raises `InputError`, also for a template that leaves no sound border between prompt and answer.
     """
     require_chat_template(tokenizer)
