@@ -112,7 +112,9 @@ def record_run(
     described["class_labels"] = None if labels is None else labels.tolist()
     is_cached = run.mode != "seq"
     given = {"input_ids": ids, "class_labels": labels, **placing}
-    with _watched(release, model, family) as seen, _annealing(model) if run.annealed else nullcontext():
+    polynomial = partial(import_module("flow_llms.utils").polynomial_temperature, p=1.0, end_t=1.0)
+    annealing = mock.patch.multiple(model.model, fixed_temperature=False, nstep_temperature_schedule_fn=polynomial)
+    with _watched(release, model, family) as seen, annealing if run.annealed else nullcontext():
         try:
             result = model.nstep_inference(
                 initial_flow_representation_embeds=x0,
@@ -214,9 +216,3 @@ def _watched(release: Release, model: Any, family: str) -> Iterator[Mapping[str,
         mock.patch.multiple(torch, multinomial=multinomial),
     ):
         yield seen
-
-
-def _annealing(model: Any) -> Any:
-    """The release's polynomial schedule with power 1 and end 1, within a context."""
-    schedule = partial(import_module("flow_llms.utils").polynomial_temperature, p=1.0, end_t=1.0)
-    return mock.patch.multiple(model.model, fixed_temperature=False, nstep_temperature_schedule_fn=schedule)
