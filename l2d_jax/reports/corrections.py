@@ -28,7 +28,19 @@ def corrections_section(sums: BootstrapSums, model: str, budgets: Mapping[str, f
     gated = [(one.name, f"{one.refined * evaluations:.2f}", f"{one.accuracy:.3f}") for one in ways]
     tables.append((("refined tokens", "evaluations per token", "greedy accuracy"), gated))
     print("\n".join(["", title, *(text_table(*table) for table in tables)]))
-    _draw(sums, last, evaluations, prefix, file)
+    with saved_figure(3, file) as [*places, right]:
+        for axes, kind, label in zip(
+            places, BINS, ("entropy of the LM, nats", "tokens of the answer before"), strict=True
+        ):
+            bins, names = by_bin(sums, kind, last, prefix=prefix), bin_names(kind)
+            axes.bar(names, [100 * one.corrected for one in bins], label="corrected")
+            axes.bar(names, [-100 * one.broken for one in bins], label="broken")
+            axes.tick_params(axis="x", rotation=45)
+            axes.set(xlabel=label, ylabel="% of all tokens")
+        for found, label in ((ways[:-1], "gate on the entropy"), (ways[-1:], "oracle")):
+            spent = [one.refined * evaluations for one in found]
+            right.plot(spent, [one.accuracy for one in found], marker="o", label=label)
+        right.set(xlabel="evaluations per token", ylabel="greedy accuracy")
     return page.section(title, ABOUT, file, *tables)
 
 
@@ -44,20 +56,3 @@ def _corrections(sums: BootstrapSums, kind: str, budgets: Mapping[str, float], p
         shares = (tokens, right, *itertools.chain(*(part[2:] for part in parts)))
         rows.append((name, *(f"{100 * share:.1f}" for share in shares)))
     return header, rows
-
-
-def _draw(sums: BootstrapSums, setting: str, evaluations: float, prefix: str, file: Path) -> None:
-    """Draw corrected and broken tokens by entropy and by position, and accuracy against what a gate spends."""
-    labels = "entropy of the LM, nats", "tokens of the answer before"
-    with saved_figure(3, file) as [*places, ways]:
-        for axes, kind, label in zip(places, BINS, labels, strict=True):
-            bins, names = by_bin(sums, kind, setting, prefix=prefix), bin_names(kind)
-            axes.bar(names, [100 * one.corrected for one in bins], label="corrected")
-            axes.bar(names, [-100 * one.broken for one in bins], label="broken")
-            axes.tick_params(axis="x", rotation=45)
-            axes.set(xlabel=label, ylabel="% of all tokens")
-        *gated, oracle = gates(by_bin(sums, "entropy", setting, prefix=prefix))
-        for found, label in ((gated, "gate on the entropy"), ([oracle], "oracle")):
-            spent = [one.refined * evaluations for one in found]
-            ways.plot(spent, [one.accuracy for one in found], marker="o", label=label)
-        ways.set(xlabel="evaluations per token", ylabel="greedy accuracy")
