@@ -131,7 +131,8 @@ class Recorder:
         """Gives these in place of torch's random numbers: the drops, then the times, and the noise."""
         uniform = iter([self.tensor(drawn[name]) for name in ("drop", "timesteps") if name in drawn])
         self.model.train()
-        draws = {"rand": lambda *_, **__: next(uniform), "randn_like": lambda *_, **__: self.tensor(drawn["noise"])}
+        noise = self.tensor(drawn["noise"])
+        draws: dict[str, Any] = {"rand": lambda *_, **__: next(uniform), "randn_like": lambda *_, **__: noise}
         with mock.patch.multiple(self.torch, **draws):
             yield
         self.model.eval()
@@ -195,5 +196,5 @@ class Recorder:
         ids, mask = self.arrays["input_ids"], self.arrays["lp.attention_mask"]
         prompts = [[int(token) for token in row[keep == 1]] for row, keep in zip(ids, mask, strict=True)]
         labels = self.arrays["class_labels"].tolist() if self.classes else None
-        options = {"noise": self.normal, "labels": labels, "pad": PAD}
+        options: dict[str, Any] = {"noise": self.normal, "labels": labels, "pad": PAD}
         self.meta["decode"] = release_runs.record_generations(self.release, self.model, prompts, **options)
