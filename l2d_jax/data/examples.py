@@ -152,10 +152,7 @@ class Examples:
         return f"{self.counts}, packed into {self.rows} rows, {padding} padding instead of {alone}"
 
     def batches(self, batch_size: int, *, start_step: int = 0, rows: Sequence[int] | None = None) -> Iterator[Batch]:
-        """Endless batches after the first `start_step`; each epoch has its own order.
-
-        A batch has `batch_size` rows over all processes, of which this one reads `rows` and no others (None: all).
-        """
+        """Endless batches after the first `start_step`, of `batch_size` rows, of which `rows` are read (None: all)."""
         return self._read(self._order(), batch_size, start_step, rows, config=self.config)
 
     def ids(self, batch_size: int, step: int) -> list[int]:
