@@ -1,7 +1,4 @@
-"""Recomputes what the authors' PyTorch release has recorded in a `reference.npz`, array by array.
-
-Each function yields `Check`s for a group of arrays: our value beside theirs, and the tolerance.
-"""
+"""Recomputes what the authors' PyTorch release has recorded in a `reference.npz`, array by array."""
 
 import dataclasses
 from collections.abc import Iterator
