@@ -12,8 +12,9 @@ from matplotlib import pyplot as plt
 
 GREY = "#7a7a7a"  # for text and lines: legible on white and on black, so that one SVG serves both
 GREYS = ("text.color", "axes.titlecolor", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-mpl.rcParams.update(dict.fromkeys(GREYS, GREY) | {"axes.grid": True, "grid.alpha": 0.3, "legend.frameon": False})
-mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "l2d_jax"})  # the same figure gives the same file
+LOOK: dict[Any, Any] = dict.fromkeys(GREYS, GREY) | {"axes.grid": True, "grid.alpha": 0.3, "legend.frameon": False}
+LOOK |= {"svg.fonttype": "none", "svg.hashsalt": "l2d_jax"}  # with a salt the same figure gives the same file
+mpl.rcParams.update(LOOK)
 
 
 @contextmanager
