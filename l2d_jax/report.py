@@ -28,11 +28,16 @@ def main() -> None:
     options = parser.parse_args()
     others = evaluations.read_beside(options.beside)
     for workdir in options.workdir:
-        sections = [*_training_sections(workdir), *_evaluation_sections(workdir, others)]
-        if not sections:
-            raise InputError(f"workdir {workdir} has no validation and no evaluation: train or evaluate first")
-        page.write_page(workdir / "report.html", f"Report of {workdir.name}", sections)
-        print(f"written to {mirror.shown_places(str(workdir / 'report.html'))}")
+        report_workdir(workdir, others)
+
+
+def report_workdir(workdir: Path, beside: Mapping[str, Mapping[str, float]]) -> None:
+    """Print the tables of a workdir, and write its figures and its page; raises `InputError` if there is nothing."""
+    sections = [*_training_sections(workdir), *_evaluation_sections(workdir, beside)]
+    if not sections:
+        raise InputError(f"workdir {workdir} has no validation and no evaluation: train or evaluate first")
+    page.write_page(workdir / "report.html", f"Report of {workdir.name}", sections)
+    print(f"written to {mirror.shown_places(str(workdir / 'report.html'))}")
 
 
 def _training_sections(workdir: Path) -> list[str]:

@@ -181,7 +181,11 @@ def render_chat(
     messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast, *, prompt: bool, continued: bool = False
 ) -> str:
     """A conversation as text: with a `prompt` for the next answer, or the last message `continued`, without its end."""
-    options = {"add_generation_prompt": prompt, "continue_final_message": continued, "date_string": DATE}
+    options: dict[str, Any] = {
+        "add_generation_prompt": prompt,
+        "continue_final_message": continued,
+        "date_string": DATE,
+    }
     try:
         text = tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False, **options)
     except Exception as error:  # a template is a program
