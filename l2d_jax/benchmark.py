@@ -5,7 +5,6 @@ the config, and compares its rate with that of a float32 matrix product in the s
 samples from the config, and compares the time of an evaluation with the time to read its weights.
 """
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 from l2d_jax import command_line
 from l2d_jax.config import config_file
 from l2d_jax.config.parsing import require
-from l2d_jax.config.schema import Config
 from l2d_jax.decoding.solver import find_solver
 from l2d_jax.distributed import runtime
 from l2d_jax.performance.decoding_speed import measure_decoding
@@ -39,23 +37,18 @@ def main() -> None:
         figures = measure_training(config, mesh)
         lines = [line, *training_table(figures)]
     else:
-        figures = _measure_decode(options, config)
+        method, budgets = config.train.method, options.budgets
+        problem = f"decode measures evaluations of a path, and config.train.method {method!r} trains none"
+        require(method == "l2d", f"{problem}: take 'l2d'")
+        require(len(set(budgets)) > 1, f"--budgets needs two or more for a slope, got {budgets}")
+        for budget in budgets:
+            find_solver(config.decode.solver).steps(budget)
+        shape = {name: getattr(options, name) for name in ("batches", "budgets", "prompt", "new")}
+        figures = measure_decoding(config, runtime.start_jax(config.mesh), **shape)
         lines = decoding_table(figures)
         if options.plot is not None:
             _draw_speed(figures, options.plot)
     print(json.dumps(figures) if options.json else "\n".join(lines))
-
-
-def _measure_decode(options: argparse.Namespace, config: Config) -> dict[str, Any]:
-    """Check the options, and measure; raises `InputError` before anything is built."""
-    method = config.train.method
-    problem = f"decode measures evaluations of a path, and config.train.method {method!r} trains none"
-    require(method == "l2d", f"{problem}: take 'l2d'")
-    require(len(set(options.budgets)) > 1, f"--budgets needs two or more for a slope, got {options.budgets}")
-    for budget in options.budgets:
-        find_solver(config.decode.solver).steps(budget)
-    shape = {name: getattr(options, name) for name in ("batches", "budgets", "prompt", "new")}
-    return measure_decoding(config, runtime.start_jax(config.mesh), **shape)
 
 
 def _draw_speed(figures: dict[str, Any], file: Path) -> None:

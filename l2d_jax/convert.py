@@ -53,8 +53,7 @@ def main() -> None:
 def import_model(base: str, out: Path, *, l2d: tuple[Path, Path] | None = None, adapter: Path | None = None) -> None:
     """Write a model folder, complete or not at all; every tensor keeps its bits. Raises `InputError`.
 
-    `l2d` is a checkpoint of the release, whose LM replaces the base's, and its hyper-parameters; `adapter` is a folder
-    with a LoRA adapter of the base, which stays apart.
+    `l2d` is a checkpoint of the release, whose LM replaces the base's, and its hyper-parameters.
     """
     language_model = find_base_and_adapters(base)
     folder, adapters = language_model.folder, language_model.adapters
@@ -69,9 +68,8 @@ def import_model(base: str, out: Path, *, l2d: tuple[Path, Path] | None = None, 
     with output_folder(out) as partial:
         copy_texts(language_model, partial)
         if l2d is not None:
-            file, hyperparameters = l2d
-            config = release.parse_hyperparameters(read_json(hyperparameters))
-            checkpoint = release.open_checkpoint(file)
+            config = release.parse_hyperparameters(read_json(l2d[1]))
+            checkpoint = release.open_checkpoint(l2d[0])
             _, trained = release.check_checkpoint(checkpoint, architecture, config)
             write_llm(checkpoint, architecture, partial)
             with_path = model_folder.find_base(ModelConfig(name=str(partial))).fingerprint

@@ -1,8 +1,7 @@
 """Shows what runs have measured: `python -m l2d_jax.report --workdir DIR [DIR ...]`.
 
-Training is shown by tables of loss by t and of teacher-forced accuracy against the budget, before and after;
-evaluations (`python -m l2d_jax.evaluate` or `sweep`) by tables with intervals and by figures. Each workdir gets a
-`report.html` with all of it, a page that loads no other file, and the figures beside the page as PNG and SVG.
+Training is shown by loss by t and by teacher-forced accuracy against the budget, evaluations by their accuracy.
+Each workdir gets a `report.html`, a page that loads no other file, and the figures beside it as PNG and SVG.
 """
 
 from collections.abc import Mapping

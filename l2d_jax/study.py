@@ -139,7 +139,12 @@ def _measure_model(
     """The sums of every measure by example, and the settings that were measured."""
     settings = {"1": dataclasses.replace(config.decode, solver="euler", budget=1)}
     if loaded.model.path is not None:
-        settings |= {f"{one.solver}-{one.budget}": one for one in _settings(config.decode, options)}
+        for solver in options.solvers:
+            reached = {AMPLE}  # of an adaptive solver, which is measured once
+            if solver not in ADAPTIVE:
+                reached = {split_budget(solver, budget, beams=1) for budget in options.budgets} - {1}
+            decodes = [dataclasses.replace(config.decode, solver=solver, budget=budget) for budget in sorted(reached)]
+            settings |= {f"{solver}-{one.budget}": one for one in decodes}
     refinements = {key: Refinement.from_config(one) for key, one in settings.items()}
     batches = placed_in_order(examples, config.validation.batch_size, mesh)
     measured = [
@@ -159,15 +164,6 @@ def _answer(
     for strategy in strategies(budgets, options.samples, options.beams, has_path=loaded.model.path is not None):
         outcome = answer_problems(loaded, problems, strategy, batch_size=config.validation.exact_batch_size)
         yield strategy._asdict() | outcome._asdict()
-
-
-def _settings(decode: DecodeConfig, options: argparse.Namespace) -> Iterator[DecodeConfig]:
-    """Every fixed solver at every budget above 1, and every adaptive solver once, at an ample budget."""
-    for solver in options.solvers:
-        reached = {AMPLE}
-        if solver not in ADAPTIVE:
-            reached = {split_budget(solver, budget, beams=1) for budget in options.budgets} - {1}
-        yield from (dataclasses.replace(decode, solver=solver, budget=budget) for budget in sorted(reached))
 
 
 def _evaluations(loaded: LoadedModel, examples: Examples, settings: DecodeConfig) -> float:

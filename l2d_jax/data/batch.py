@@ -12,10 +12,7 @@ from l2d_jax.config.schema import Config, DataConfig
 
 
 class Batch(NamedTuple):
-    """Examples in one fixed shape: T tokens of context and answer, M positions that predict the answer.
-
-    A row holds one example, or several that `segments` numbers (`packing`).
-    """
+    """Examples in one fixed shape: T tokens of context and answer, M positions that predict the answer."""
 
     tokens: Int[Array, "B T"]  # context and answer without its last token, padded on the right
     queries: Int[Array, "B M"] | None  # index of the token whose successor is predicted; None: every token
@@ -36,12 +33,10 @@ class Batch(NamedTuple):
     def repeat(self, count: int) -> "Batch":
         """Repeat each query `count` times with its weight divided among the copies, which stand side by side."""
         copy = partial(jnp.repeat, repeats=count, axis=1)
-        return self._replace(
-            queries=None if self.queries is None else copy(self.queries),
-            targets=copy(self.targets),
-            weights=copy(self.weights) / count,
-            classes=self.classes if self.classes.ndim == 1 else copy(self.classes),
-        )
+        queries = None if self.queries is None else copy(self.queries)
+        classes = self.classes if self.classes.ndim == 1 else copy(self.classes)
+        targets, weights = copy(self.targets), copy(self.weights) / count
+        return self._replace(queries=queries, targets=targets, weights=weights, classes=classes)
 
 
 def stack(rows: Sequence[Sequence[Mapping[str, Any]]], config: DataConfig, *, padding: int) -> Batch:

@@ -1,7 +1,7 @@
 """Turns conversations into batches of one fixed shape, in an order that is a pure function of the seed and the step.
 
-Conversations are tokenised once, and `datasets` caches the result, or a folder holds it (`prepared`).
-There is no iterator state: step k of any run, resumed or not and on any number of processes, reads the same examples.
+Conversations are tokenised once, and `datasets` caches the result, or a folder holds it (`prepared`). There is no
+iterator state: step k of any run, resumed or not and on any number of processes, reads the same examples.
 """
 
 import dataclasses
@@ -152,10 +152,7 @@ class Examples:
         return f"{self.counts}, packed into {self.rows} rows, {padding} padding instead of {alone}"
 
     def batches(self, batch_size: int, *, start_step: int = 0, rows: Sequence[int] | None = None) -> Iterator[Batch]:
-        """Endless batches after the first `start_step`; each epoch has its own order.
-
-        A batch has `batch_size` rows over all processes, of which this one reads `rows` and no others (None: all).
-        """
+        """Endless batches after the first `start_step`, of `batch_size` rows, of which `rows` are read (None: all)."""
         return self._read(self._order(), batch_size, start_step, rows, config=self.config)
 
     def ids(self, batch_size: int, step: int) -> list[int]:
@@ -167,8 +164,7 @@ class Examples:
     def in_order(self, batch_size: int, *, rows: Sequence[int] | None = None) -> Iterator[Batch]:
         """Every example once, in the order of the split, one per row; arguments as for `batches`.
 
-        Rows that the last batch lacks, or that lie beyond a batch, have weight 0. Where training packs several examples
-        into a row, these rows are only as long as the longest example needs.
+        Rows that the last batch lacks have weight 0. With packing, rows are only as long as the longest example needs.
         """
         order = MapDataset.range(_round_up(len(self), batch_size))
         order = order.map(lambda index: [index] if index < len(self) else [])

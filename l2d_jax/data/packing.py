@@ -1,9 +1,8 @@
 """Plans which examples share a row from their lengths alone, so that any row of any epoch is known at once.
 
-grain packs a stream (`grain.experimental.FirstFitPackIterDataset`): what a row holds there depends on every row before
-it and on the number of processes that share the stream, and a run resumes from the iterator's saved state. Here a batch
-has to be a function of the seed and the step. So the plan is made once from the sizes of all examples: it fixes the
-sizes in each row, and each epoch assigns the examples of one size anew to the places for that size.
+grain packs a stream (`FirstFitPackIterDataset`): what a row holds depends on every row before it and on the number of
+processes. Here a batch is a function of the seed and the step. So the plan is made once from the sizes of all examples:
+it fixes the sizes in each row, and each epoch assigns the examples of one size anew to the places for that size.
 """
 
 from dataclasses import dataclass

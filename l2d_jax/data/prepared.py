@@ -51,10 +51,7 @@ def training_splits(config: Config) -> list[tuple[DataConfig, str]]:
 
 
 def read_prepared(config: DataConfig, split: str, tokenizer: PreTrainedTokenizerFast | None = None) -> TokenisedSplit:
-    """Open a split of the folder `config.prepared`, whose every byte is read once and compared with the hashes.
-
-    Raises `InputError`, also for a folder of other options or another `tokenizer`, which is not compared if it is None.
-    """
+    """Open a split of the folder `config.prepared`; raises `InputError` for other bytes, options or tokenizer."""
     folder = mirror.open_folder(str(config.prepared))
     entries, name = _read_manifest(folder, _subject(config, tokenizer))["splits"], _name(config, split)
     if name not in entries:
@@ -196,8 +193,7 @@ def _read_manifest(folder: Path, of: Mapping[str, Any]) -> dict[str, Any]:
     if manifest.pop("digest", None) != digest(manifest):
         raise InputError(f"{file} is not as it was written: remove it, and {AGAIN}")
     for name, value in of.items():
-        recorded = manifest["of"].get(name)
-        if recorded != value:
+        if (recorded := manifest["of"].get(name)) != value:
             difference = f"{name} {shown(recorded)}, not {shown(value)}"
             raise InputError(f"{folder} was prepared with {difference}: go back to that, or prepare another folder")
     return manifest

@@ -16,21 +16,13 @@ EXAMPLES = {"train": 892_283, "test": 46_848}  # the paper's counts, by split
 MAX_LENGTH = 2048  # tokens of an example at most, for those counts
 
 # The release's tables, in the names of `CATEGORIES`.
-OF_SUBSET = {
-    "self-oss-instruct": "coding",
-    "metamathqa-50k": "math",
-    "numina-cot-100k": "math",
-    "openhermes-100k": "general_qa",
-    **dict.fromkeys(("smol-constraints", "smol-rewrite", "smol-summarize", "apigen-80k"), "other"),
-    **dict.fromkeys(("everyday-conversations", "explore-instruct-rewriting", "longalign", "systemchats-30k"), "other"),
-}
-OF_CATEGORY = {  # categories of smol-magpie-ultra, except those that are left out
-    "coding": "coding",
-    "data-analysis": "general_qa",
-    "information-seeking": "general_qa",
-    "math": "math",
-    "reasoning": "general_qa",
-}
+OF_SUBSET = {"self-oss-instruct": "coding", "openhermes-100k": "general_qa"}
+OF_SUBSET |= dict.fromkeys(("metamathqa-50k", "numina-cot-100k"), "math")
+OF_SUBSET |= dict.fromkeys(("smol-constraints", "smol-rewrite", "smol-summarize", "apigen-80k"), "other")
+OF_SUBSET |= dict.fromkeys(("everyday-conversations", "explore-instruct-rewriting"), "other")
+OF_SUBSET |= dict.fromkeys(("longalign", "systemchats-30k"), "other")
+OF_CATEGORY = {"coding": "coding", "math": "math"}  # of smol-magpie-ultra, except those that are left out
+OF_CATEGORY |= dict.fromkeys(("data-analysis", "information-seeking", "reasoning"), "general_qa")
 
 
 def select_rows(rows: datasets.Dataset, subset: str | None) -> datasets.Dataset:

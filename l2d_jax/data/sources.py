@@ -36,7 +36,6 @@ def read_parts(config: DataConfig, split: str) -> list[datasets.Dataset]:
     """The rows of each subset, with a column `messages` or `question` and `answer`, and `class` if all have classes.
 
     A folder holds the rows themselves or, like the hub, a part for each subset: <folder>/<subset>/<split>.parquet.
-    Raises `InputError` for a source, split or column that is missing, a file that cannot be parsed, and no rows.
     """
     parts = [_read_part(config, subset, split) for subset in _subsets(config, split)]
     columns = [column for column in parts[0].column_names if all(column in part.column_names for part in parts)]

@@ -41,9 +41,8 @@ def load_tokenizer(folder: Path, *, vocabulary: int | None = None) -> PreTrained
     """Read the tokenizer of a Hugging Face folder: tokenizer.json as it is, and tokenizer_config.json.
 
     `AutoTokenizer` is not used, because it rebuilds the tokenizer as the class that the config names; SmolLM2's, whose
-    config says GPT2Tokenizer, then no longer splits numbers into digits (transformers 5.23).
-
-    Raises `InputError`, also where it has ids that the `vocabulary` of a model, if it is given, does not.
+    config says GPT2Tokenizer, then no longer splits numbers into digits (transformers 5.23). Raises `InputError`, also
+    for ids that the `vocabulary` of a model, if it is given, does not have.
     """
     if not (folder / "tokenizer.json").is_file():
         found = ", ".join(sorted(path.name for path in folder.glob("*"))) or "nothing"
@@ -123,7 +122,6 @@ def turn_texts(
     """Context and answer of each of the assistant's turns, as text.
 
     With `empty_thoughts`, an answer without a thought begins by closing the one that the template's prompt opens.
-
     Raises `InputError`, also for a template that leaves no sound border between prompt and answer.
     """
     require_chat_template(tokenizer)
@@ -144,11 +142,9 @@ def _turn(messages: Sequence[Message], *, tokenizer: PreTrainedTokenizerFast, em
         return prompt, content[len(opening) :] + end
     if empty_thoughts and opening.strip() == THOUGHT[0]:
         return prompt, f"\n{THOUGHT[1]}\n\n{content}{end}"
-    raise InputError(
-        f"an answer must continue the chat template's prompt, which ends with {opening!r}, but one begins with "
-        f"{content[:20]!r}: begin answers with {opening!r}, take a chat template whose prompt does not open it, "
-        "or close thoughts with config.data.empty_thoughts"
-    )
+    rule = f"an answer must continue the chat template's prompt, which ends with {opening!r}"
+    remedy = f"begin answers with {opening!r}, take a chat template whose prompt does not open it, or close thoughts"
+    raise InputError(f"{rule}, but one begins with {content[:20]!r}: {remedy} with config.data.empty_thoughts")
 
 
 @functools.lru_cache(maxsize=8)
@@ -185,11 +181,13 @@ def render_chat(
     messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast, *, prompt: bool, continued: bool = False
 ) -> str:
     """A conversation as text: with a `prompt` for the next answer, or the last message `continued`, without its end."""
-    plain = [dict(message) for message in messages]
+    options: dict[str, Any] = {
+        "add_generation_prompt": prompt,
+        "continue_final_message": continued,
+        "date_string": DATE,
+    }
     try:
-        text = tokenizer.apply_chat_template(
-            plain, tokenize=False, add_generation_prompt=prompt, continue_final_message=continued, date_string=DATE
-        )
+        text = tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False, **options)
     except Exception as error:  # a template is a program
         roles = shown(", ".join(message["role"] for message in messages)).strip("'")
         problem = f"the chat template refuses a conversation of the roles {roles}"

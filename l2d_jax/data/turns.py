@@ -19,15 +19,9 @@ from l2d_jax.data import tokenizer as tokenization
 from l2d_jax.data.packing import PackingPlan
 from l2d_jax.errors import InputError, shown
 
-FEATURES = datasets.Features(
-    {
-        "tokens": datasets.List(datasets.Value("int32")),  # context and answer
-        "context": datasets.Value("int32"),  # number of tokens before the answer
-        "length": datasets.Value("int32"),  # number of all tokens
-        "class": datasets.Value("int32"),
-        "row": datasets.Value("int32"),  # number of the row in the split, from 0
-    }
-)
+# Context and answer; the number of tokens before the answer, and of all; the class; the row in the split, from 0.
+NUMBERS = dict.fromkeys(("context", "length", "class", "row"), datasets.Value("int32"))
+FEATURES = datasets.Features({"tokens": datasets.List(datasets.Value("int32")), **NUMBERS})
 
 
 @dataclass(frozen=True)

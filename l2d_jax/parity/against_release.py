@@ -1,7 +1,4 @@
-"""Recomputes what the authors' PyTorch release has recorded in a `reference.npz`, array by array.
-
-Each function yields `Check`s for a group of arrays: our value beside theirs, and the tolerance.
-"""
+"""Recomputes what the authors' PyTorch release has recorded in a `reference.npz`, array by array."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -158,11 +155,9 @@ def _batch(
 ) -> tuple[Batch, Corruption]:
     """A recorded batch with its draws; `noise` names where the draws are, `at` their index."""
     labels, tokens = a[f"{name}.labels"], jnp.asarray(a[f"{name}.input_ids"], jnp.int32)
-    classes = a[f"{name}.class_labels"] if path.config.classes else np.zeros(len(tokens))
     targets, weights = jnp.asarray(np.maximum(labels, 0), jnp.int32), jnp.asarray(labels >= 0, jnp.float32)
-    batch = Batch(
-        tokens=tokens, queries=None, targets=targets, weights=weights, classes=jnp.asarray(classes, jnp.int32)
-    )
+    classes = jnp.asarray(a[f"{name}.class_labels"] if path.config.classes else np.zeros(len(tokens)), jnp.int32)
+    batch = Batch(tokens=tokens, queries=None, targets=targets, weights=weights, classes=classes)
 
     def draw(part: str) -> jax.Array:
         return jnp.asarray(a[f"{noise or name}.{part}"][at])

@@ -67,9 +67,8 @@ class Comparison(NamedTuple):
 def compare(model: str, *, length: int | None = None, dtype: str = "float32") -> Iterator[Comparison]:
     """Run both models on the same rows, theirs first; neither is in memory with the other. Doubtful rows come last.
 
-    `model` is as `loading.load` takes it; a path beside the language model is left out. Rows have `length` tokens, by
-    default 512, or as many as the model has positions. `dtype` is of our weights, as `config.model.dtype`.
-    Raises `InputError` before any weight is read.
+    A path beside the language model is left out. Rows have `length` tokens, by default 512, or as many as the model has
+    positions. `dtype` is of our weights, as `config.model.dtype`. Raises `InputError` before any weight is read.
     """
     if importlib.util.find_spec("torch") is None:
         raise InputError("transformers' own models need torch: pip install '.[torch]'")

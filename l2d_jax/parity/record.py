@@ -1,13 +1,9 @@
 """Records what the authors' PyTorch release computes, for `verify --reference`.
 
 `python -m l2d_jax.parity.record --release CHECKOUT --tiny VARIANT --out DIR`: with a tiny random model. DIR gets
-`base/`, `l2d.safetensors`, `l2d.json`, `reference.npz` and `meta.json`, which describes the runs.
-
-`python -m l2d_jax.parity.record --release CHECKOUT --base HF_DIR --l2d FILE --hyperparameters FILE --out DIR`: with a
-model of yours. DIR gets the last two.
-
-`python -m l2d_jax.parity.record --release CHECKOUT --names FILE.json`: the names and shapes of the state dict of every
-variant.
+`base/`, `l2d.safetensors`, `l2d.json`, `reference.npz` and `meta.json`, which describes the runs. With `--base HF_DIR
+--l2d FILE --hyperparameters FILE` in place of `--tiny`, with a model of yours: DIR gets the last two. With `--names
+FILE.json` alone: the names and shapes of the state dict of every variant.
 
 CHECKOUT is a checkout of github.com/SakanaAI/L2D. It needs an environment of its own, without JAX (`release_model`
 names the versions). All numbers are float32, on the CPU.

@@ -77,8 +77,7 @@ class Recording(dict[str, np.ndarray]):
 def read(llm: LLM, tokens: np.ndarray, mask: np.ndarray | None = None, *, last: bool = False) -> Context:
     """The frozen pass over recorded tokens, of which `mask` leaves out the padding.
 
-    With `last`, the last position takes the place of every other, so that all runs have one shape and share programs;
-    diffusion tokens do not see each other.
+    With `last`, the last position takes the place of every other: all runs have one shape, and share programs.
     """
     mask = np.ones_like(tokens) if mask is None else mask
     positions = np.where(mask == 1, np.cumsum(mask, axis=1) - 1, -1)

@@ -47,12 +47,9 @@ class Recorder:
         return self.keep(name, self.random.standard_normal(shape, np.float32))
 
     def record(self) -> None:
-        """All of it."""
-        self.single_evaluations()
-        self.training()
-        self.packing()
-        self.optimization()
-        self.runs()
+        """All of it, in an order that decides the random inputs."""
+        for record in (self.single_evaluations, self.training, self.packing, self.optimization, self.runs):
+            record()
 
     def evaluate(self, ids: Any, x: Any = None, t: Any = None, **options: Any) -> np.ndarray:
         """Logits of the LM, or of one evaluation of the path."""
@@ -72,12 +69,10 @@ class Recorder:
         with self.torch.no_grad():
             table = model.model.get_flow_representation_for_tokens(self.torch.arange(model.vocab_size))
         x = (1 - t[..., None]) * self.sigma * self.tensor(noise) + t[..., None] * table[targets]
-        self.arrays |= self.inside(ids, x, t) | {
-            "flow_representation_embeds": x.numpy(),
-            "vocab_table": table.numpy(),
-            "base_logits": self.evaluate(ids),
-            "l2d_logits_t0.7": self.evaluate(ids, x, self.torch.tensor(0.7)),
-        }
+        self.arrays |= self.inside(ids, x, t)
+        self.arrays |= {"flow_representation_embeds": x.numpy(), "vocab_table": table.numpy()}
+        self.arrays["base_logits"] = self.evaluate(ids)
+        self.arrays["l2d_logits_t0.7"] = self.evaluate(ids, x, self.torch.tensor(0.7))
         if self.classes:
             labels = self.tensor(self.keep("class_labels", self.labels))
             self.arrays["l2d_logits_class"] = self.evaluate(ids, x, t, class_labels=labels)
@@ -125,10 +120,8 @@ class Recorder:
 
     def noise(self, prefix: str, shape: tuple[int, ...]) -> Arrays:
         """What a training forward draws: the times, the noise, and with classes whether one is dropped."""
-        drawn = {
-            "timesteps": self.keep(f"{prefix}.timesteps", self.random.random(shape, np.float32)),
-            "noise": self.normal(f"{prefix}.noise", (*shape, self.width)),
-        }
+        drawn = {"timesteps": self.keep(f"{prefix}.timesteps", self.random.random(shape, np.float32))}
+        drawn["noise"] = self.normal(f"{prefix}.noise", (*shape, self.width))
         if self.classes:
             drawn["drop"] = self.keep(f"{prefix}.drop_uniform", self.random.random(shape, np.float32))
         return drawn
@@ -138,9 +131,9 @@ class Recorder:
         """Gives these in place of torch's random numbers: the drops, then the times, and the noise."""
         uniform = iter([self.tensor(drawn[name]) for name in ("drop", "timesteps") if name in drawn])
         self.model.train()
-        with mock.patch.multiple(
-            self.torch, rand=lambda *_, **__: next(uniform), randn_like=lambda *_, **__: self.tensor(drawn["noise"])
-        ):
+        noise = self.tensor(drawn["noise"])
+        draws: dict[str, Any] = {"rand": lambda *_, **__: next(uniform), "randn_like": lambda *_, **__: noise}
+        with mock.patch.multiple(self.torch, **draws):
             yield
         self.model.eval()
         assert next(uniform, None) is None
@@ -203,6 +196,5 @@ class Recorder:
         ids, mask = self.arrays["input_ids"], self.arrays["lp.attention_mask"]
         prompts = [[int(token) for token in row[keep == 1]] for row, keep in zip(ids, mask, strict=True)]
         labels = self.arrays["class_labels"].tolist() if self.classes else None
-        self.meta["decode"] = release_runs.record_generations(
-            self.release, self.model, prompts, noise=self.normal, labels=labels, pad=PAD
-        )
+        options: dict[str, Any] = {"noise": self.normal, "labels": labels, "pad": PAD}
+        self.meta["decode"] = release_runs.record_generations(self.release, self.model, prompts, **options)

@@ -112,7 +112,9 @@ def record_run(
     described["class_labels"] = None if labels is None else labels.tolist()
     is_cached = run.mode != "seq"
     given = {"input_ids": ids, "class_labels": labels, **placing}
-    with _watched(release, model, family) as seen, _annealing(model) if run.annealed else nullcontext():
+    polynomial = partial(import_module("flow_llms.utils").polynomial_temperature, p=1.0, end_t=1.0)
+    annealing = mock.patch.multiple(model.model, fixed_temperature=False, nstep_temperature_schedule_fn=polynomial)
+    with _watched(release, model, family) as seen, annealing if run.annealed else nullcontext():
         try:
             result = model.nstep_inference(
                 initial_flow_representation_embeds=x0,
@@ -152,6 +154,11 @@ def record_generations(
     """Greedy answers by the release's own loop ("base": of the LM); `noise` makes normal noise by name and shape."""
     torch, decode = release.torch, release.function("pipeline/decoding_util.py", "autoregressive_decode")
     count, width = MOST_NEW_TOKENS, model.model.flow_representation_dim
+    inference, known = model.nstep_inference, signature(model.nstep_inference).parameters
+
+    def tolerant(**options: Any) -> Any:  # the release's Qwen lacks an argument that its loop passes
+        return inference(**{name: value for name, value in options.items() if name in known})
+
     outputs = {}
     for name, method, points in (("base", None, 0), ("midpoint8", "midpoint", 8), ("euler15", "euler", 15)):
         options: dict[str, Any] = {"lad": False, "do_sample": False}
@@ -163,21 +170,16 @@ def record_generations(
             mock.patch.object(torch, "randn", side_effect=drawn),
             mock.patch.object(torch, "multinomial", lambda shares, **_: shares.argmax(-1, keepdim=True)),
             mock.patch.multiple(model.model, ode_kwargs={"method": method}),
-            mock.patch.multiple(model, nstep_inference=_tolerant(model.nstep_inference)),
+            mock.patch.multiple(model, nstep_inference=tolerant),
             torch.no_grad(),
         ):
             asked = [list(prompt) for prompt in prompts]
             endless = SimpleNamespace(pad_token_id=pad, eos_token_id=-1)  # no token ends an answer
             result = decode(model, endless, asked, max_new_tokens=count, **options)
         outputs[name] = result["output_id_seqs"]
-    return {
-        "prompts": prompts,
-        "max_new_tokens": count,
-        "class_labels": labels,
-        "guidance_parameter": model.model.nstep_guidance_parameter if labels is not None else None,
-        "outputs": outputs,
-        "note": "noise [step, B, 1, d] before sigma",
-    }
+    guidance = model.model.nstep_guidance_parameter if labels is not None else None
+    described = {"prompts": prompts, "max_new_tokens": count, "class_labels": labels, "guidance_parameter": guidance}
+    return described | {"outputs": outputs, "note": "noise [step, B, 1, d] before sigma"}
 
 
 @contextmanager
@@ -214,15 +216,3 @@ def _watched(release: Release, model: Any, family: str) -> Iterator[Mapping[str,
         mock.patch.multiple(torch, multinomial=multinomial),
     ):
         yield seen
-
-
-def _annealing(model: Any) -> Any:
-    """The release's polynomial schedule with power 1 and end 1, within a context."""
-    schedule = partial(import_module("flow_llms.utils").polynomial_temperature, p=1.0, end_t=1.0)
-    return mock.patch.multiple(model.model, fixed_temperature=False, nstep_temperature_schedule_fn=schedule)
-
-
-def _tolerant(inference: Callable[..., Any]) -> Callable[..., Any]:
-    """The release's Qwen lacks an argument that its loop passes."""
-    known = signature(inference).parameters
-    return lambda **options: inference(**{name: value for name, value in options.items() if name in known})

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from l2d_jax.reports import page
 from l2d_jax.reports.figures import saved_figure
@@ -10,6 +11,7 @@ from l2d_jax.reports.tables import Table, text_table
 from l2d_jax.training.bootstrap import BootstrapSums
 from l2d_jax.training.corrections import BINS, bin_names, by_bin, gates
 
+LABELS = ("entropy of the LM, nats", "tokens of the answer before")  # of `BINS`
 TITLE = "What refinement does to tokens"
 ABOUT = (
     "In percent of all tokens, teacher-forced: those whose arg max is wrong at a budget of 1 and right at a larger one "
@@ -23,12 +25,22 @@ def corrections_section(sums: BootstrapSums, model: str, budgets: Mapping[str, f
     """A section on one model, whose budgets go by their settings' names; prints its tables and draws into `folder`."""
     prefix, title, file = f"{model}/", f"{TITLE}: {model}", folder / f"{model}-corrections.png"
     last, evaluations = list(budgets.items())[-1]
-    tables = [_corrections(sums, kind, budgets, prefix) for kind in BINS]
+    tables: list[Any] = [_corrections(sums, kind, budgets, prefix) for kind in BINS]
     ways = gates(by_bin(sums, "entropy", last, prefix=prefix))
     gated = [(one.name, f"{one.refined * evaluations:.2f}", f"{one.accuracy:.3f}") for one in ways]
     tables.append((("refined tokens", "evaluations per token", "greedy accuracy"), gated))
     print("\n".join(["", title, *(text_table(*table) for table in tables)]))
-    _draw(sums, last, evaluations, prefix, file)
+    with saved_figure(3, file) as [*places, right]:
+        for axes, kind, label in zip(places, BINS, LABELS, strict=True):
+            bins, names = by_bin(sums, kind, last, prefix=prefix), bin_names(kind)
+            axes.bar(names, [100 * one.corrected for one in bins], label="corrected")
+            axes.bar(names, [-100 * one.broken for one in bins], label="broken")
+            axes.tick_params(axis="x", rotation=45)
+            axes.set(xlabel=label, ylabel="% of all tokens")
+        for found, label in ((ways[:-1], "gate on the entropy"), (ways[-1:], "oracle")):
+            spent = [one.refined * evaluations for one in found]
+            right.plot(spent, [one.accuracy for one in found], marker="o", label=label)
+        right.set(xlabel="evaluations per token", ylabel="greedy accuracy")
     return page.section(title, ABOUT, file, *tables)
 
 
@@ -44,20 +56,3 @@ def _corrections(sums: BootstrapSums, kind: str, budgets: Mapping[str, float], p
         shares = (tokens, right, *itertools.chain(*(part[2:] for part in parts)))
         rows.append((name, *(f"{100 * share:.1f}" for share in shares)))
     return header, rows
-
-
-def _draw(sums: BootstrapSums, setting: str, evaluations: float, prefix: str, file: Path) -> None:
-    """Draw corrected and broken tokens by entropy and by position, and accuracy against what a gate spends."""
-    labels = "entropy of the LM, nats", "tokens of the answer before"
-    with saved_figure(3, file) as [*places, ways]:
-        for axes, kind, label in zip(places, BINS, labels, strict=True):
-            bins, names = by_bin(sums, kind, setting, prefix=prefix), bin_names(kind)
-            axes.bar(names, [100 * one.corrected for one in bins], label="corrected")
-            axes.bar(names, [-100 * one.broken for one in bins], label="broken")
-            axes.tick_params(axis="x", rotation=45)
-            axes.set(xlabel=label, ylabel="% of all tokens")
-        *gated, oracle = gates(by_bin(sums, "entropy", setting, prefix=prefix))
-        for found, label in ((gated, "gate on the entropy"), ([oracle], "oracle")):
-            spent = [one.refined * evaluations for one in found]
-            ways.plot(spent, [one.accuracy for one in found], marker="o", label=label)
-        ways.set(xlabel="evaluations per token", ylabel="greedy accuracy")

@@ -13,6 +13,7 @@ from l2d_jax.reports.figures import draw_rates, saved_figure
 from l2d_jax.reports.tables import Table, interval
 
 WITHIN = "within.json"  # in a task's folder: accuracy by t within one diffusion, which `sweep` writes
+HEADER = ("task", "evaluation", *KINDS, "pass@10", "problems")
 
 
 class _Within(TypedDict):
@@ -28,13 +29,9 @@ class Evaluation(NamedTuple):
 
     task: str
     name: str  # of its folder
+    budget: int  # evaluations of the path per token
     run: Mapping[str, Any]  # its settings
     figures: Mapping[str, Any]  # its results
-
-    @property
-    def budget(self) -> int:
-        """Evaluations of the path per token."""
-        return int(self.run["decode"]["budget"])
 
 
 Series = dict[str, dict[int | float, Evaluation]]  # by the label of a line, and by its points
@@ -42,8 +39,11 @@ Series = dict[str, dict[int | float, Evaluation]]  # by the label of a line, and
 
 def collect(folder: Path) -> list[Evaluation]:
     """The finished evaluations below an `eval` folder, by task, solver and budget; `InputError` for a damaged one."""
-    read = ((file.parent.name, read_figures(file)) for file in sorted(folder.glob(f"*/*/{RESULTS}")))
-    evaluations = [Evaluation(found["run"]["task"], name, found["run"], found) for name, found in read if found]
+    evaluations = []
+    for file in sorted(folder.glob(f"*/*/{RESULTS}")):
+        if found := read_figures(file):
+            run, name = found["run"], file.parent.name
+            evaluations.append(Evaluation(run["task"], name, int(run["decode"]["budget"]), run, found))
     return sorted(evaluations, key=lambda one: (one.task, one.run["decode"]["solver"], one.budget, one.name))
 
 
@@ -64,9 +64,6 @@ def read_beside(file: Path | None) -> dict[str, dict[str, float]]:
         if not isinstance(row, dict) or not all(isinstance(v, int | float) and 0 <= v <= 1 for v in row.values()):
             raise InputError(f"{file}: {shown(label)} must have a share from 0 to 1 for each task, got {shown(row)}")
     return rows
-
-
-HEADER = ("task", "evaluation", *KINDS, "pass@10", "problems")
 
 
 def task_rows(evaluations: Sequence[Evaluation], beside: Mapping[str, Mapping[str, float]]) -> Table:

@@ -11,17 +11,10 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 
 GREY = "#7a7a7a"  # for text and lines: legible on white and on black, so that one SVG serves both
-mpl.rcParams.update(
-    {
-        **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY),
-        "axes.titlecolor": GREY,
-        "axes.grid": True,
-        "grid.alpha": 0.3,
-        "legend.frameon": False,
-        "svg.fonttype": "none",
-        "svg.hashsalt": "l2d_jax",  # so that the same figure gives the same file
-    }
-)
+GREYS = ("text.color", "axes.titlecolor", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+LOOK: dict[Any, Any] = dict.fromkeys(GREYS, GREY) | {"axes.grid": True, "grid.alpha": 0.3, "legend.frameon": False}
+LOOK |= {"svg.fonttype": "none", "svg.hashsalt": "l2d_jax"}  # with a salt the same figure gives the same file
+mpl.rcParams.update(LOOK)
 
 
 @contextmanager

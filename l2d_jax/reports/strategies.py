@@ -41,7 +41,16 @@ def strategies_section(answers: Mapping[str, Sequence[Any]], folder: Path) -> st
     """A section of the page, from the strategies of each model; the table is printed, and the figure written."""
     table, file = _table(answers), folder / "answers.png"
     print(f"\n{TITLE}\n{text_table(*table)}")
-    _draw(answers, file)
+    with saved_figure(2, file) as panels:  # a colour for each model, a style for each kind
+        for axes, measure, label in zip(panels, ("flops", "seconds"), ("FLOP", "seconds"), strict=True):
+            for number, (model, found) in enumerate(answers.items()):
+                for kind, style in STYLES.items():
+                    points = sorted((one[measure], _rate(one)) for one in found if one["kind"] == kind)
+                    if points:
+                        name = model if kind == "greedy" else f"{model}, {kind}"
+                        draw_rates(axes, *zip(*points, strict=True), label=name, color=f"C{number}", linestyle=style)
+            axes.set_xscale("log")
+            axes.set(xlabel=f"{label} per answer", ylabel="exact match")
     return page.section(TITLE, ABOUT, file, table)
 
 
@@ -62,17 +71,3 @@ def _table(answers: Mapping[str, Sequence[Any]]) -> Table:
 
 def _rate(one: Mapping[str, Any]) -> tuple[float, float, float]:
     return rate([float(value) for value in one["right"]])[:3]
-
-
-def _draw(answers: Mapping[str, Sequence[Any]], file: Path) -> None:
-    """Exact match against operations and against seconds: a colour for each model, a style for each kind."""
-    with saved_figure(2, file) as panels:
-        for axes, measure, label in zip(panels, ("flops", "seconds"), ("FLOP", "seconds"), strict=True):
-            for number, (model, found) in enumerate(answers.items()):
-                for kind, style in STYLES.items():
-                    points = sorted((one[measure], _rate(one)) for one in found if one["kind"] == kind)
-                    if points:
-                        name = model if kind == "greedy" else f"{model}, {kind}"
-                        draw_rates(axes, *zip(*points, strict=True), label=name, color=f"C{number}", linestyle=style)
-            axes.set_xscale("log")
-            axes.set(xlabel=f"{label} per answer", ylabel="exact match")

@@ -60,18 +60,21 @@ def read_measurements(file: Path) -> dict[str, Any]:
 def report_study(folder: Path, measured: Measurements) -> None:
     """Print the tables, and write a page with the tables and the figure."""
     tally = BootstrapSums.join({name: one["tally"] for name, one in measured.items()})
-    rows, names, file = _rows(tally, measured), list(measured), folder / "study.png"
+    names, file = list(measured), folder / "study.png"
+    rows: list[tuple[str, ...]] = []
+    for name, one in measured.items():
+        for setting in one["settings"]:
+            key = setting["key"]
+            shown = [interval(tally.mean(f"{name}/{measure}@{key}")) for measure in MEASURES]
+            gain = interval(tally.mean(f"{name}/greedy@{key}", minus=f"{names[0]}/greedy@1"), sign="+")
+            trained, count = f"{one['trained']:,}", f"{setting['evaluations']:.4g}"
+            rows.append((name, trained, setting["solver"], count, *shown, gain))
     largest = {name: f"{name}/greedy@{_settings(one)[-1]['key']}" for name, one in measured.items()}
-    differences = [
-        (
-            mine,
-            *(
-                "" if mine == its else interval(tally.mean(largest[mine], minus=largest[its]), sign="+")
-                for its in names
-            ),
-        )
-        for mine in names
-    ]
+
+    def difference(mine: str, its: str) -> str:
+        return "" if mine == its else interval(tally.mean(largest[mine], minus=largest[its]), sign="+")
+
+    differences = [(mine, *(difference(mine, its) for its in names)) for mine in names]
     print(text_table(HEADER, rows))
     print(f"\n{DIFFERENCES}\n{text_table(('', *names), differences)}")
     _draw(tally, measured, file)
@@ -85,19 +88,6 @@ def report_study(folder: Path, measured: Measurements) -> None:
             sections.append(corrections_section(tally, name, budgets, folder))
     page.write_page(folder / "study.html", f"Study {folder.name}", sections)
     print(f"written to {folder / 'study.html'}")
-
-
-def _rows(tally: BootstrapSums, measured: Measurements) -> list[tuple[str, ...]]:
-    """A row for each model at each setting."""
-    first, rows = next(iter(measured)), []
-    for name, one in measured.items():
-        for setting in one["settings"]:
-            key = setting["key"]
-            shown = [interval(tally.mean(f"{name}/{measure}@{key}")) for measure in MEASURES]
-            gain = interval(tally.mean(f"{name}/greedy@{key}", minus=f"{first}/greedy@1"), sign="+")
-            trained, count = f"{one['trained']:,}", f"{setting['evaluations']:.4g}"
-            rows.append((name, trained, setting["solver"], count, *shown, gain))
-    return rows
 
 
 def _draw(tally: BootstrapSums, measured: Measurements, file: Path) -> None:

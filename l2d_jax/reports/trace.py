@@ -2,9 +2,9 @@
 
 import html
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding.trace import TokenTrace
@@ -42,34 +42,26 @@ class AnswerTrace(NamedTuple):
 
 def write_trace(folder: Path, answers: Sequence[AnswerTrace]) -> None:
     """Write both files into a folder; take one from `files.output_folder` to get both files or neither."""
-    rows = "".join(f"{json.dumps(row)}\n" for row in token_rows(answers))
+    rows = ""
+    for sequence, answer in enumerate(answers):
+        given = {"prompt": answer.prompt, "solver": answer.settings.solver, "budget": answer.settings.budget}
+        for position, token in enumerate(answer.tokens):
+            rows += json.dumps({"sequence": sequence, **given, "position": position, **token._asdict()}) + "\n"
     (folder / "trace.jsonl").write_text(rows, encoding="utf-8")
     title, sections = f"Trace of {len(answers)} answers", [INTRODUCTION, *map(_section, answers)]
     page.write_page(folder / "trace.html", title, sections, style=STYLE)
 
 
-def token_rows(answers: Sequence[AnswerTrace]) -> Iterator[dict[str, Any]]:
-    """A row per token: the numbers of sequence and prompt, the token's position in the answer, and its trace."""
-    for sequence, answer in enumerate(answers):
-        given = {"prompt": answer.prompt, "solver": answer.settings.solver, "budget": answer.settings.budget}
-        for position, token in enumerate(answer.tokens):
-            yield {"sequence": sequence, **given, "position": position, **token._asdict()}
-
-
 def _section(answer: AnswerTrace) -> str:
     tokens, settings = answer.tokens, answer.settings
-    number = max(1, len(tokens))
-    numbers = (
-        f"{settings.solver}, budget {settings.budget}: {len(tokens)} tokens, on average "
-        f"{sum(token.evaluations for token in tokens) / number:.1f} evaluations, "
-        f"settled at t = {sum(token.settled for token in tokens) / number:.2f}; "
-        f"{sum(map(_is_changed, tokens))} differ from the language model's own"
-    )
+    number, changed = max(1, len(tokens)), sum(map(_is_changed, tokens))
+    evaluations = f"{sum(token.evaluations for token in tokens) / number:.1f} evaluations"
+    settled = f"settled at t = {sum(token.settled for token in tokens) / number:.2f}"
+    numbers = f"{settings.solver}, budget {settings.budget}: {len(tokens)} tokens, on average {evaluations}, {settled}"
+    numbers += f"; {changed} differ from the language model's own"
     spans = "".join(_span(token, position) for position, token in enumerate(tokens))
-    return (
-        f'<h2>{html.escape(answer.question)}</h2>\n<p class="numbers">{html.escape(numbers)}</p>\n'
-        f'<div class="answer">{spans}</div>'
-    )
+    head = f'<h2>{html.escape(answer.question)}</h2>\n<p class="numbers">{html.escape(numbers)}</p>'
+    return f'{head}\n<div class="answer">{spans}</div>'
 
 
 def _span(token: TokenTrace, position: int) -> str:
@@ -83,11 +75,8 @@ def _span(token: TokenTrace, position: int) -> str:
 
 
 def _is_changed(token: TokenTrace) -> bool:
-    """Whether refinement changed the arg max."""
     return token.likeliest != token.plain_likeliest
 
 
 def _show(value: str | float | int) -> str:
-    if isinstance(value, str):
-        return repr(value)
-    return f"{value:.4g}" if type(value) is float else str(value).lower()
+    return repr(value) if isinstance(value, str) else f"{value:.4g}" if type(value) is float else str(value).lower()

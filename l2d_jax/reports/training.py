@@ -31,9 +31,8 @@ def first_and_last(workdir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _check(record: dict[str, Any], file: Path) -> None:
     """Raise `InputError` unless a validation has the entries that the report reads."""
-    names = [f"validation/{kind}@{budget}" for kind in _kinds(record) for budget in budgets(record)]
     lengths = {"validation/loss": None, "validation/loss_by_t": len(_losses_by_t(record))}
-    for name in names:
+    for name in (f"validation/{kind}@{budget}" for kind in _kinds(record) for budget in budgets(record)):
         lengths |= {name: None, f"{name}_interval": 2, f"{name}_gain": 3}
     for name, length in lengths.items():
         value = record.get(name, [] if name == "validation/loss_by_t" else "")
@@ -59,7 +58,7 @@ def loss_rows(before: dict[str, Any], after: dict[str, Any]) -> Table:
 
 def _losses_by_t(record: dict[str, Any]) -> list[float]:
     """The loss of a path in each bin of t; empty where a language model was trained."""
-    losses = record.get("validation/loss_by_t", [])
+    losses = record.get("validation/loss_by_t")
     return losses if isinstance(losses, list) else []
 
 
