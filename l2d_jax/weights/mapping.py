@@ -35,11 +35,9 @@ class TensorSource(Protocol):
     @property
     def records(self) -> Mapping[str, Any]:
         """By the name of each tensor, something that has its `shape` and its `dtype`."""
-        ...
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
         """One tensor or a slice of it."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -57,10 +55,9 @@ class Row:
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """For each of their axes, the indices of ours that it joins."""
-        ours, theirs = (side.strip() for side in self.axes.split("->"))
-        letters = ours.split()
+        ours, theirs = self.axes.split("->")
         parts = re.findall(r"\([^)]*\)|\w+", theirs)
-        return tuple(tuple(letters.index(letter) for letter in part.strip("()").split()) for part in parts)
+        return tuple(tuple(ours.split().index(letter) for letter in part.strip("()").split()) for part in parts)
 
     def their_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of their tensor for one layer of ours."""
@@ -194,16 +191,15 @@ def check_tensors(
 ) -> None:
     """Raise one `InputError` that names what is missing, extra, misshaped or no weight (the first few of each).
 
-    Weights are floating-point numbers; float16 and bfloat16 in one file are refused, for where the header is damaged
-    each passes for the other.
+    float16 and bfloat16 in one file are refused: where the header is damaged, each passes for the other.
     """
     present = source.records
     kinds = {name: np.dtype(present[name].dtype) for name in shapes if name in present}
     halves = {str(kind) for kind in kinds.values()} >= {"float16", "bfloat16"}
     misshaped = [
-        f"{name} has shape {list(present[name].shape)}, expected {list(shape)}"
-        for name, shape in shapes.items()
-        if name in present and present[name].shape != shape
+        f"{name} has shape {list(present[name].shape)}, expected {list(shapes[name])}"
+        for name in kinds
+        if present[name].shape != shapes[name]
     ]
     faults = [
         ("missing", sorted(shapes.keys() - present.keys())),
@@ -233,15 +229,12 @@ def tensors(tree: Any, rows: Iterable[Row]) -> Iterator[tuple[str, Callable[[], 
 
     Where several processes hold parts of the arrays, all must call every function, in this order.
     """
-    for leaf in leaves(tree, rows):
-        for i, name in enumerate(leaf.names()):
-            yield name, partial(_tensor, leaf, i)
 
+    def make(leaf: Leaf, i: int) -> np.ndarray:
+        layer = leaf.value[i] if leaf.row.stacked else leaf.value  # one layer is on a device at a time
+        return leaf.row.to_theirs(np.asarray(multihost_utils.process_allgather(layer, tiled=True)))
 
-def _tensor(leaf: Leaf, index: int) -> np.ndarray:
-    """One tensor of theirs, gathered from the processes that hold parts of it; one layer is on a device at a time."""
-    layer = leaf.value[index] if leaf.row.stacked else leaf.value
-    return leaf.row.to_theirs(np.asarray(multihost_utils.process_allgather(layer, tiled=True)))
+    return ((name, partial(make, leaf, i)) for leaf in leaves(tree, rows) for i, name in enumerate(leaf.names()))
 
 
 def _read(leaf: Leaf, source: TensorSource, index: tuple[slice, ...] | None) -> np.ndarray:
