@@ -138,10 +138,7 @@ def adapter_shapes(config: AdapterConfig, architecture: Architecture) -> dict[st
 
 
 def write_adapter(folder: Path, config: AdapterConfig, tensors: Mapping[str, np.ndarray], *, base: str) -> None:
-    """Write an adapter's two files into an existing folder, as PEFT reads them; the tensors keep their bits.
-
-    `base` is a hub id or a path; PEFT reads a relative path from the working directory, so an absolute one is better.
-    """
+    """Write an adapter's two files into an existing folder, as PEFT reads them; `base` is a hub id or absolute path."""
     options: dict[str, Any] = {
         **PLAIN,
         "task_type": "CAUSAL_LM",
