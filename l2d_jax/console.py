@@ -33,10 +33,7 @@ def begin() -> None:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[list[bool]]:
-    """Within, the first Ctrl-C raises `KeyboardInterrupt`, for what has to be removed, and the second ends the process.
-
-    The list is not empty once there was one, which a library may have turned into an error of its own.
-    """
+    """Let the first Ctrl-C raise `KeyboardInterrupt`, and fill the list; the second one ends the process."""
     pressed: list[bool] = []
 
     def interrupt(*_: Any) -> None:
