@@ -39,10 +39,7 @@ class SharedError(InputError):
 
 
 def join(cluster: Cluster) -> None:
-    """Meet the other processes; where some do not come within `L2D_JAX_WAIT` seconds, the process ends with status 2.
-
-    Raises `InputError` where the coordinator's port is taken, and where JAX has started a backend.
-    """
+    """Meet the other processes, for `L2D_JAX_WAIT` seconds at most, or end with status 2; raises `InputError`."""
     index, count, place = cluster.index, cluster.count, cluster.place
     wait, heartbeat = (_seconds(*option) for option in (WAIT, HEARTBEAT))
     if index == 0 and "coordinator_address" in cluster.arguments:
