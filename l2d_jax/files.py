@@ -80,8 +80,8 @@ def read_lines(
 ) -> list[tuple[bytes, dict[str, Any]]]:
     """The complete lines of a file of JSON and the object in each, without the damaged ones, which a warning counts.
 
-    An object must be of all `kinds`, as for `check`; `odd` says which of all cannot be right beside the others, by
-    their places, and why. The file may be missing; raises `InputError` if it cannot be read.
+    An object must be of all `kinds`, as for `check`; `odd` says which cannot be right beside the others, and why. The
+    file may be missing; raises `InputError` if it cannot be read.
     """
     kept: list[tuple[int, bytes, dict[str, Any]]] = []
     faults: dict[int, str] = {}  # by the number of the line
@@ -185,10 +185,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def output_folder(path: Path) -> Iterator[Path]:
-    """A temporary sibling of `path` that takes its place on success and is removed on an error: complete or absent.
-
-    A killed process leaves `.NAME.*.partial` behind. Raises `InputError` if `path` exists or cannot be made.
-    """
+    """A sibling of `path` that takes its place on success and is removed on an error; raises `InputError`."""
     path = path.resolve()
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise InputError(f"output goes into a new or empty folder, and {path} is neither: remove it or choose another")
