@@ -16,10 +16,7 @@ STOPPED = 143  # the exit status: 128 + SIGTERM
 
 
 class Preemption:
-    """Handles SIGTERM from `watch` to the end of the `with`; `reached` tells the step to stop after.
-
-    Several processes ask JAX, which finds a step that none has passed. A second signal ends a single process.
-    """
+    """Handles SIGTERM from `watch` to the end of the `with`; several processes ask JAX for the step to stop after."""
 
     def __init__(self) -> None:
         self._noticed = False
