@@ -66,10 +66,7 @@ def time_sampler(config: TrainConfig, loss_by_time: LossByTime | None, *, sigma:
 
 
 def cosmap_times(uniform: Float[Array, "*B"]) -> Float[Array, "*B"]:
-    """Times with the density 2 / (pi (1 - 2 t + 2 t^2)) (Esser et al. 2024, section 3.1): highest, 4 / pi, at t = 1/2.
-
-    1 - 1 / (tan(pi u / 2) + 1), the release's `cosmap`, without its infinity; the release uses it in training alone.
-    """
+    """The release's `cosmap`, whose density is 2 / (pi (1 - 2 t + 2 t^2)) (Esser et al. 2024, section 3.1)."""
     angle = (jnp.pi / 2) * uniform
     return jnp.sin(angle) / (jnp.sin(angle) + jnp.cos(angle))
 
