@@ -103,10 +103,7 @@ def save_adapter(folder: Path, trained: LLMAdapter, *, base: str, base_fingerpri
 
 
 def save_llm(folder: Path, trained: LLM, base: ModelConfig, *, mesh: Mesh) -> None:
-    """Write a trained model into an existing folder, as `transformers` reads it; all processes must call this.
-
-    Weights have the type of the products in training (`config.model.dtype`); config and tokenizer are the base's.
-    """
+    """Write a trained model as `transformers` reads it, in `config.model.dtype`; all processes must call this."""
     trained = model_folder.cast_llm(trained, dtype=base.dtype, mesh=mesh)
     tensors = mapping.tensors(trained, mapping.LLM_ROWS)
     if not processes.is_first():
