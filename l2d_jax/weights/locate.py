@@ -32,8 +32,7 @@ def is_on_hub(name: str) -> bool:
 def locate(name: str, *, files: list[str] = hub.FILES) -> Path:
     """The folder that `name` stands for: itself, the conversion of a GGUF file, or a download of `files` from the hub.
 
-    Conversions are in bfloat16. A name in a folder that is here is a path, and is not looked up on the hub, where
-    anybody may have taken it. Raises `InputError`.
+    A name in a folder that is here is a path, and is not looked up on the hub, where anybody may have taken it.
     """
     hub_id = name.removeprefix(HUB)
     if name.startswith(SCHEME):
@@ -111,10 +110,7 @@ def absolute_name(name: str) -> str:
 
 
 def base_record(name: str, folder: Path) -> dict[str, Any]:
-    """The entries by which a file in `folder` names a base, wherever the file is read from: see `read_base_name`.
-
-    An absolute path holds when the folder alone is moved, and the path from the folder when both are moved together.
-    """
+    """The entries by which a file in `folder` names a base, even when that folder or both have been moved."""
     absolute = absolute_name(name)
     if Path(absolute).is_absolute():
         return {"base": absolute, NEARBY: os.path.relpath(absolute, folder.resolve())}
@@ -122,11 +118,10 @@ def base_record(name: str, folder: Path) -> dict[str, Any]:
 
 
 def read_base_name(file: Path, key: str = "base", *, what: str | None = None) -> str:
-    """The base that a file names under a key; a hub id begins with `HUB`.
+    """The base that a file names under a key (`what`, in an error); a hub id begins with `HUB`; raises `InputError`.
 
     In a file of a former version, which does not say whether `org/name` is a folder or a hub id, it is a path from the
-    working directory; in PEFT's files it may be both. Raises `InputError` for random weights, a local base that is
-    missing, and a file without the key, of which it says `what` has to be named.
+    working directory; in PEFT's files it may be both.
     """
     record = read_json(file)
     name, nearby = record.get(key), record.get(NEARBY)
