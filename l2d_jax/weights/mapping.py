@@ -225,10 +225,7 @@ def load_tree(declared: Any, source: TensorSource, mesh: Mesh, *, rows: Iterable
 
 
 def tensors(tree: Any, rows: Iterable[Row]) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
-    """The name of each of their tensors, and a function that makes it from our arrays; values keep their bits.
-
-    Where several processes hold parts of the arrays, all must call every function, in this order.
-    """
+    """The name of each of their tensors, and a function that makes it, bit for bit, which all processes must call."""
 
     def make(leaf: Leaf, i: int) -> np.ndarray:
         layer = leaf.value[i] if leaf.row.stacked else leaf.value  # one layer is on a device at a time
