@@ -92,10 +92,7 @@ def write_safetensors(
     *,
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Write `model.safetensors`, or shards of at most `max_shard_bytes` bytes and their index, as transformers does.
-
-    A tensor may be given as a function that makes it; no more than one shard is in memory at a time.
-    """
+    """Write `model.safetensors`, or shards and their index, as transformers does; one shard is in memory at a time."""
     shard: dict[str, np.ndarray] = {}
     shards: list[dict[str, int]] = []  # the bytes of each tensor, by name
 
