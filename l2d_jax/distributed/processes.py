@@ -50,7 +50,7 @@ def join(cluster: Cluster) -> None:
     watchdog.daemon = True
     watchdog.start()
     try:
-        times = {"initialization_timeout": wait + 60, "heartbeat_timeout_seconds": heartbeat}
+        times: dict[str, Any] = {"initialization_timeout": wait + 60, "heartbeat_timeout_seconds": heartbeat}
         jax.distributed.initialize(**cluster.arguments, **times)
     except RuntimeError as error:
         raise InputError(f"process {index} of {count} cannot join: {error}") from error

@@ -74,7 +74,7 @@ def exact_match(
     assert loaded.tokenizer is not None
     budgets = budgets if loaded.model.path is not None else (1,)
     length = min(loaded.defaults.max_new_tokens, problems.most_tokens)
-    kinds = [("exact", 0.0, 1), ("sampled", 1.0, config.exact_samples)][: 2 if config.exact_samples else 1]
+    kinds = [kind for kind in (("exact", 0.0, 1), ("sampled", 1.0, config.exact_samples)) if kind[-1] > 0]
     right: dict[str, np.ndarray] = {}
     prompts = problems.prompts
     with processes.progress_bar(len(prompts) * len(kinds) * len(budgets), "answers", unit="problem") as shown:

@@ -36,7 +36,7 @@ def on_host(rate: optax.Schedule, *, start: int) -> Callable[[int], float]:
 
 def optimizer(config: OptimConfig, rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
     """Clipping by the global norm, then AdamW with weight decay on everything but biases and the weights of norms."""
-    adam = {"b1": config.beta1, "b2": config.beta2, "eps": config.epsilon}
+    adam: dict[str, Any] = {"b1": config.beta1, "b2": config.beta2, "eps": config.epsilon}
     adamw = optax.adamw(rate, **adam, weight_decay=config.weight_decay, mask=decayed)
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
 
