@@ -37,7 +37,7 @@ def check_held() -> None:
 def _locked(workdir: Path) -> Iterator[None]:
     """The kernel holds the lock on the file `.lock`: it ends with the process, however that is killed.
 
-    It does not protect from a run on another machine where the file system does not share such locks (mounted buckets),
+    It does not protect from a run on another machine where the file system does not share such locks (network mounts),
     nor from the removal of `.lock`; a forked child that outlives its holder keeps it.
     """
     path = workdir / NAME
