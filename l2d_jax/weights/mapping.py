@@ -86,9 +86,16 @@ class Row:
 _LAYER = "model.layers.{}."
 
 
-def matrix(name: str, *, prefix: str = "") -> str:
-    """Their name of one of `MATRICES`; the path's have the prefix "flow_"."""
-    return f"{_LAYER}{'self_attn' if name in 'qkvo' else 'mlp'}.{prefix}{name}_proj"
+def matrix_rows(names: Iterable[str], theirs: str, ours: str, axes: str, *, prefix: str = "") -> list[Row]:
+    """A row for each of some `MATRICES`: %s is its name, and I and O are the axes of its inputs and outputs."""
+    return [
+        Row(
+            theirs % f"{_LAYER}{part}.{prefix}{name}_proj", ours % name, axes.replace("I", inputs).replace("O", outputs)
+        )
+        for name in names
+        for part in ["self_attn" if name in "qkvo" else "mlp"]
+        for inputs, outputs in [map(" ".join, MATRICES[name])]
+    ]
 
 
 def _linear(theirs: str, ours: str, inputs: str, outputs: str) -> list[Row]:
@@ -98,30 +105,14 @@ def _linear(theirs: str, ours: str, inputs: str, outputs: str) -> list[Row]:
     ]
 
 
-def _matrices(names: Iterable[str], *, prefix: str = "", biased: str = "qkv") -> Iterator[Row]:
-    """Whole matrices of a block, of which some may have a bias."""
-    for name in names:
-        theirs, (inputs, outputs) = matrix(name, prefix=prefix), map(" ".join, MATRICES[name])
-        yield Row(f"{theirs}.weight", f"layers.{name}", f"{inputs} {outputs} -> ({outputs}) ({inputs})")
-        if name in biased:
-            yield Row(f"{theirs}.bias", f"layers.{name}_bias", f"{outputs} -> ({outputs})")
-
-
-def _updates(names: Iterable[str]) -> Iterator[Row]:
-    """The low-rank updates of matrices, which lie there as they do here."""
-    for name in names:
-        theirs, (inputs, outputs) = matrix(name, prefix="flow_"), map(" ".join, MATRICES[name])
-        yield Row(f"{theirs}.A", f"layers.{name}.a", f"{inputs} rank -> ({inputs}) rank")
-        yield Row(f"{theirs}.B", f"layers.{name}.b", f"rank {outputs} -> rank ({outputs})")
-
-
 LLM_ROWS = [
     Row("model.embed_tokens.weight", "embed", "v d -> v d"),
     Row("model.norm.weight", "norm", "d -> d"),
     Row("lm_head.weight", "head", "v d -> v d"),
     Row(_LAYER + "input_layernorm.weight", "layers.attention_norm", "d -> d"),
     Row(_LAYER + "post_attention_layernorm.weight", "layers.mlp_norm", "d -> d"),
-    *_matrices(MATRICES),
+    *matrix_rows(MATRICES, "%s.weight", "layers.%s", "I O -> (O) (I)"),
+    *matrix_rows("qkv", "%s.bias", "layers.%s_bias", "O -> (O)"),
 ]
 
 PATH_ROWS = [
@@ -135,8 +126,11 @@ PATH_ROWS = [
     *_linear("model.modulation_head.mlp.2", "merge.last", "e", "d"),
     *_linear(_LAYER + "modulation_head.mlp.0", "layers.modulation.first", "i", "e"),
     *_linear(_LAYER + "modulation_head.mlp.2", "layers.modulation.last", "e", "p d"),
-    *_updates((*ADAPTED, *KEYS)),  # those of k and v are not in the release
-    *_matrices((*ADAPTED, *KEYS), prefix="flow_", biased="q"),
+    # Updates and full copies, of which those of k and v are not in the release.
+    *matrix_rows((*ADAPTED, *KEYS), "%s.A", "layers.%s.a", "I rank -> (I) rank", prefix="flow_"),
+    *matrix_rows((*ADAPTED, *KEYS), "%s.B", "layers.%s.b", "rank O -> rank (O)", prefix="flow_"),
+    *matrix_rows((*ADAPTED, *KEYS), "%s.weight", "layers.%s", "I O -> (O) (I)", prefix="flow_"),
+    *matrix_rows("q", "%s.bias", "layers.%s_bias", "O -> (O)", prefix="flow_"),
 ]
 
 
