@@ -89,11 +89,9 @@ _LAYER = "model.layers.{}."
 def matrix_rows(names: Iterable[str], theirs: str, ours: str, axes: str, *, prefix: str = "") -> list[Row]:
     """A row for each of some `MATRICES`: %s is its name, and I and O are the axes of its inputs and outputs."""
     return [
-        Row(
-            theirs % f"{_LAYER}{part}.{prefix}{name}_proj", ours % name, axes.replace("I", inputs).replace("O", outputs)
-        )
+        Row(theirs % matrix, ours % name, axes.replace("I", inputs).replace("O", outputs))
         for name in names
-        for part in ["self_attn" if name in "qkvo" else "mlp"]
+        for matrix in [f"{_LAYER}{'self_attn' if name in 'qkvo' else 'mlp'}.{prefix}{name}_proj"]
         for inputs, outputs in [map(" ".join, MATRICES[name])]
     ]
 

@@ -103,7 +103,7 @@ def write_safetensors(
 
     for name, source in tensors:
         array = source() if callable(source) else source
-        assert name not in shard and not any(name in names for names in shards), f"tensor {name!r} is given twice"
+        assert name not in {*shard}.union(*shards), f"tensor {name!r} is given twice"
         if shard and sum(a.nbytes for a in shard.values()) + array.nbytes > max_shard_bytes:
             write_shard()
         shard[name] = array
