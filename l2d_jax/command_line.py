@@ -25,10 +25,7 @@ TRACEBACK = "L2D_JAX_TRACEBACK"  # set: errors of the program's own show where t
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that reports errors in one line with exit status 2, like all bad input.
-
-    The type of an option that is a number is the name of its range: `type="Budget"` for `ranges.Budget`.
-    """
+    """An argument parser whose errors are one line; `type="Budget"` is a number in the range `ranges.Budget`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -98,8 +95,7 @@ def file_name(text: str) -> str:
 def run(main: Callable[[], int | None]) -> None:
     """Exit with what `main` returns, or with one line on standard error: 2 for bad input, 1 for a run that stopped.
 
-    If one process of several fails alone, it must not wait for the others, which may be waiting for it. Ctrl-C is a
-    status of 130, and output that nobody reads any more one of 141; neither has a line.
+    If one process of several fails alone, it must not wait for the others, which may be waiting for it.
     """
     together = False
     with console.interruptible() as pressed:

@@ -20,8 +20,7 @@ CUT_OFF = 141  # 128 + SIGPIPE, where whoever read the output has gone
 def begin() -> None:
     """Make the streams such that nothing fails to be printed or read, and let Ctrl-C end the process at once.
 
-    A stream that is closed becomes the null device, or a file that is opened later would take its place. What the
-    encoding of a stream lacks is escaped, whether it comes or goes.
+    A stream that is closed becomes the null device, or a file that is opened later would take its place.
     """
     for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
@@ -34,10 +33,7 @@ def begin() -> None:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[list[bool]]:
-    """Within, the first Ctrl-C raises `KeyboardInterrupt`, for what has to be removed, and the second ends the process.
-
-    The list is not empty once there was one, which a library may have turned into an error of its own.
-    """
+    """Let the first Ctrl-C raise `KeyboardInterrupt`, and fill the list; the second one ends the process."""
     pressed: list[bool] = []
 
     def interrupt(*_: Any) -> None:

@@ -26,7 +26,6 @@ Count = Annotated[int, Interval(ge=1, lt=2**31)]
 Share = Annotated[float, Interval(ge=0, le=1)]
 Positive = Annotated[float, Interval(gt=0, le=1e12)]
 DOWNLOAD = "download it again"
-
 LONGEST_NAME = 255  # bytes of one name in a path, on all common file systems
 LONGEST_PATH = 4096  # bytes, of Linux
 
@@ -44,12 +43,9 @@ def check_path(text: str, name: str) -> None:
     check_text(text, name)
     if "\0" in text:
         raise InputError(f"{name} must have no NUL character, got {text[:80]!r}: leave it out")
-    longest = max(text.split("/"), key=lambda part: len(part.encode()))
-    size, limit = len(longest.encode()), LONGEST_NAME
-    if size <= limit:
-        longest, size, limit = text, len(text.encode()), LONGEST_PATH
-    if size > limit:
-        raise InputError(f"{name} must be at most {limit} bytes long, got {size}: {longest[:60]!r}...: shorten it")
+    for part, limit in [*((part, LONGEST_NAME) for part in text.split("/")), (text, LONGEST_PATH)]:
+        if (size := len(part.encode())) > limit:
+            raise InputError(f"{name} must be at most {limit} bytes long, got {size}: {part[:60]!r}...: shorten it")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -71,8 +67,7 @@ def parse_json(text: bytes, path: Path) -> dict[str, Any]:
 def check(value: Any, kind: Any, where: object, *, remedy: str = DOWNLOAD) -> Any:
     """A value of JSON as the type `kind` declares it, such as a `TypedDict`, whose unknown keys are left out.
 
-    Bounds are those of `annotated_types`. Raises an `InputError` that begins with `where`, names the first entry that
-    is not as declared, and ends with `remedy`.
+    Raises an `InputError` that begins with `where`, names the first entry that is not so, and ends with `remedy`.
     """
     try:
         return _adapter(kind).validate_python(value, strict=True)
@@ -85,8 +80,8 @@ def read_lines(
 ) -> list[tuple[bytes, dict[str, Any]]]:
     """The complete lines of a file of JSON and the object in each, without the damaged ones, which a warning counts.
 
-    An object must be of all `kinds`, as for `check`; `odd` says which of all cannot be right beside the others, by
-    their places, and why. The file may be missing; raises `InputError` if it cannot be read.
+    An object must be of all `kinds`, as for `check`; `odd` says which cannot be right beside the others, and why. The
+    file may be missing; raises `InputError` if it cannot be read.
     """
     kept: list[tuple[int, bytes, dict[str, Any]]] = []
     faults: dict[int, str] = {}  # by the number of the line
@@ -118,9 +113,8 @@ def _parse(text: bytes, *, is_finite: bool = False) -> dict[str, Any]:
     """A JSON object, of finite numbers alone where that is asked for; raises a `ValueError` of one line."""
     number = _finite if is_finite else float
     try:
-        value = json.loads(
-            text.decode("utf-8-sig"), object_pairs_hook=_unique, parse_float=number, parse_constant=number
-        )
+        decoded = text.decode("utf-8-sig")
+        value = json.loads(decoded, object_pairs_hook=_unique, parse_float=number, parse_constant=number)
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start} is not UTF-8") from None
     except RecursionError:
@@ -157,19 +151,13 @@ def _fault(error: ValidationError) -> str:
 
 
 def identity(path: Path) -> list[int]:
-    """Numbers that differ once a file has been written to or replaced, even if its dates were set back.
-
-    Raises `OSError` if there is no such file.
-    """
+    """Numbers that differ once a file was written to or replaced, even if its dates were set back; raises `OSError`."""
     state = path.stat()
     return [state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns]
 
 
 def cache_folder() -> Path:
-    """The one folder for what can be computed again: compiled programs, converted GGUF files, estimates.
-
-    It is `$L2D_JAX_CACHE`, else `$XDG_CACHE_HOME/l2d_jax`, else `~/.cache/l2d_jax`.
-    """
+    """The folder for what can be computed again: `$L2D_JAX_CACHE`, or `l2d_jax` in the user's cache folder."""
     if chosen := os.environ.get("L2D_JAX_CACHE"):
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "l2d_jax"
@@ -197,10 +185,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def output_folder(path: Path) -> Iterator[Path]:
-    """A temporary sibling of `path` that takes its place on success and is removed on an error: complete or absent.
-
-    A killed process leaves `.NAME.*.partial` behind. Raises `InputError` if `path` exists or cannot be made.
-    """
+    """A sibling of `path` that takes its place on success and is removed on an error; raises `InputError`."""
     path = path.resolve()
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise InputError(f"output goes into a new or empty folder, and {path} is neither: remove it or choose another")

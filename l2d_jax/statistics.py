@@ -31,9 +31,8 @@ def pass_at(k: int, *, samples: int, correct: int) -> float:
     (0.25, 1.0)
     """
     if not 1 <= k <= samples:
-        raise InputError(
-            f"pass@{k} needs at least {max(k, 1)} samples of each problem and k of 1 or more, got {samples}"
-        )
+        rule = f"pass@{k} needs at least {max(k, 1)} samples of each problem and k of 1 or more"
+        raise InputError(f"{rule}, got {samples}")
     if not 0 <= correct <= samples:
         raise InputError(f"of {samples} samples 0 to {samples} can be right, got {correct}")
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
@@ -42,8 +41,7 @@ def pass_at(k: int, *, samples: int, correct: int) -> float:
 def rate(values: Sequence[float]) -> Rate:
     """The mean of one value (0 to 1) per problem, and its 95 % interval; `InputError` for no problem.
 
-    The interval is Wilson's score interval where each value is 0 or 1, else the percentile interval of a bootstrap,
-    whose resamples are the same in every call.
+    The interval is Wilson's where each value is 0 or 1, else the percentile interval of a bootstrap with a fixed seed.
     """
     if not values:
         raise InputError("a rate needs at least one problem, got 0")
@@ -78,7 +76,5 @@ def pass_rates(scores: Mapping[str, Sequence[float]], ks: Sequence[int] = (1, 5,
 def by_subject(scores: Mapping[str, Sequence[float]], subjects: Mapping[str, str | None]) -> dict[str, Rate]:
     """The accuracy in each subject, in alphabetical order; `subjects` maps each problem to its subject or None."""
     names = sorted({name for problem in scores if (name := subjects[problem]) is not None})
-    return {
-        name: accuracy({problem: values for problem, values in scores.items() if subjects[problem] == name})
-        for name in names
-    }
+    of = {name: {problem: values for problem, values in scores.items() if subjects[problem] == name} for name in names}
+    return {name: accuracy(values) for name, values in of.items()}

@@ -47,8 +47,8 @@ def split_overrides(arguments: Sequence[str]) -> dict[str, Any]:
 def read_config(reference: str, overrides: Mapping[str, Any] | None = None) -> Config:
     """The checked config of `FILE.py` or `FILE.py:variant,...`, with overrides by dotted name; raises `InputError`.
 
-    A variant is a function of the file that edits what `get_config()` returns, or an entry of `VARIANTS`; several are
-    applied in order. A file whose `get_config` takes an argument is given what stands behind the colon.
+    A variant is a function of the file that edits what `get_config()` returns, or an entry of `VARIANTS`, in order. A
+    `get_config` that takes an argument is given what stands behind the colon.
     """
     file, _, variant = reference.partition(":")
     module = _import(Path(file))
@@ -104,9 +104,8 @@ def _call(module: Any, file: str, variant: str) -> Any:
             section, _, last = option.partition(".")
             node = getattr(config, section)
             if getattr(node, last) != value and owner.setdefault(option, name) != name:
-                raise InputError(
-                    f"the variants {owner[option]} and {name} both set config.{option}: choose one of them"
-                )
+                both = f"the variants {owner[option]} and {name} both set config.{option}"
+                raise InputError(f"{both}: choose one of them")
             setattr(node, last, value)
     return config
 

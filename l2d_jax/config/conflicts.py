@@ -13,61 +13,35 @@ from l2d_jax.config.parsing import require
 def check_conflicts(config: Any) -> None:
     """Raise `InputError` for the first conflict between options of a `Config`."""
     model, path, data, train, decode = config.model, config.path, config.data, config.train, config.decode
-    require(
-        not (train.method == "full" and model.dtype == "int8"),
+    of_times = (train.own_estimates, train.draws_per_context, train.time_density, train.stratified_times)
+    no_path = f"config.train.method {train.method!r} trains no diffusion path, "
+    conflicts = {  # by message: whether the config has it
         "config.train.method 'full' trains the LM's weights, which config.model.dtype 'int8' freezes: take bfloat16 or "
-        "float32, or the method 'lora'",
-    )
-    require(
-        train.method == "l2d" or (path.layers == "lora" and path.classes == 0),
-        f"config.train.method {train.method!r} trains no diffusion path, but config.path.layers {path.layers!r} and "
-        f"config.path.classes {path.classes} ask for one: leave them out, or set the method to 'l2d'",
-    )
-    require(
-        train.method == "l2d"
-        or (train.own_estimates, train.draws_per_context, train.time_density, train.stratified_times)
-        == (0, 1, "uniform", False),
-        f"config.train.method {train.method!r} trains no diffusion path, and config.train.own_estimates "
-        f"{train.own_estimates}, draws_per_context {train.draws_per_context}, time_density {train.time_density!r} and "
-        f"stratified_times {train.stratified_times} belong to one: leave them at 0, 1, 'uniform' and False",
-    )
-    require(
-        not (path.layers == "lora" and path.dense_init == "scratch"),
+        "float32, or the method 'lora'": train.method == "full" and model.dtype == "int8",
+        f"{no_path}but config.path.layers {path.layers!r} and config.path.classes {path.classes} ask for one: leave "
+        "them out, or set the method to 'l2d'": train.method != "l2d" and (path.layers, path.classes) != ("lora", 0),
+        f"{no_path}and config.train.own_estimates {train.own_estimates}, draws_per_context {train.draws_per_context}, "
+        f"time_density {train.time_density!r} and stratified_times {train.stratified_times} belong to one: leave them "
+        "at 0, 1, 'uniform' and False": train.method != "l2d" and of_times != (0, 1, "uniform", False),
         "config.path.dense_init 'scratch' is for full copies of layers, but config.path.layers 'lora' updates the LM's "
-        "own, so there is no from-scratch LoRA: set layers to 'dense' (variant dense_scratch), or dense_init to 'lm'",
-    )
-    require(
-        path.classes > 0 or path.class_dropout == type(path).class_dropout,
+        "own, so there is no from-scratch LoRA: set layers to 'dense' (variant dense_scratch), or dense_init to "
+        "'lm'": path.layers == "lora" and path.dense_init == "scratch",
         f"config.path.class_dropout {path.class_dropout} drops classes, but config.path.classes is 0: set both "
-        "(variant guidance) or neither",
-    )
-    require(
-        path.classes > 0 or decode.guidance == 1,
+        "(variant guidance) or neither": path.classes == 0 and path.class_dropout != type(path).class_dropout,
         f"config.decode.guidance {decode.guidance} is the strength of a class, but config.path.classes is 0: train "
-        "with classes (variant guidance), or leave the strength at 1",
-    )
-    require(
-        not (path.classes > 0 and path.class_dropout == 0 and decode.guidance != 1),
+        "with classes (variant guidance), or leave the strength at 1": path.classes == 0 and decode.guidance != 1,
         f"config.decode.guidance {decode.guidance} mixes in the null class, which is never trained with "
-        "config.path.class_dropout 0: raise the dropout, or leave the strength at 1",
-    )
-    require(
-        not (data.source == "problems" and data.data_dir),
+        "config.path.class_dropout 0: raise the dropout, or leave the strength "
+        "at 1": path.classes > 0 and path.class_dropout == 0 and decode.guidance != 1,
         "config.data.source 'problems' is built in, but config.data.data_dir is set, which belongs to other sources: "
-        "leave it out, or name another source",
-    )
-    require(
-        data.train_split != data.validation_split,
+        "leave it out, or name another source": data.source == "problems" and bool(data.data_dir),
         f"config.data.train_split and config.data.validation_split are both {data.train_split!r}: held-out answers "
-        "need a split of their own",
-    )
-    require(
-        not (decode.anneal and decode.velocity_temperature == 0),
+        "need a split of their own": data.train_split == data.validation_split,
         "config.decode.anneal lets config.decode.velocity_temperature fall to 0, but it is 0 already: raise it, or "
-        "leave anneal out",
-    )
-    require(
-        not (decode.velocity == "expectation" and decode.velocity_temperature == 0),
+        "leave anneal out": decode.anneal and decode.velocity_temperature == 0,
         "config.decode.velocity 'expectation' is the arg max where config.decode.velocity_temperature is 0: raise the "
-        "temperature (1 weighs tokens by their probability), or set velocity to 'sample'",
-    )
+        "temperature (1 weighs tokens by their probability), or set velocity to "
+        "'sample'": decode.velocity == "expectation" and decode.velocity_temperature == 0,
+    }
+    for message, is_there in conflicts.items():
+        require(not is_there, message)

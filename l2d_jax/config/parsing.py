@@ -1,8 +1,7 @@
 """Builds frozen dataclasses of options from nested dictionaries; an option that does not fit is one clear line.
 
 A number is declared with its range, `width: Annotated[int, Interval(ge=1, le=65536)]`, and `check_value` is the one
-place that compares a value with its declaration: in dictionaries, in dataclasses that are constructed directly, and on
-command lines.
+place that compares a value with its declaration: in dictionaries, in dataclasses, and on command lines.
 """
 
 import dataclasses
@@ -58,8 +57,7 @@ def check_fields(section: Any, *, prefix: str) -> None:
 def check_value(value: Any, declared: Any, name: str, *, interval: Interval = FINITE) -> Any:
     """`value` as its declared type, by the lossless conversions that a command line and JSON need.
 
-    Raises `InputError`, which begins with `name`, for another type, for a number outside its range, and for text that
-    can be neither a name nor a path. NaN lies in no range, and infinity only in one that ends with it.
+    Raises `InputError`, which begins with `name`. NaN lies in no range, and infinity only in one that ends with it.
     """
     if dataclasses.is_dataclass(declared):
         kind = typing.cast(type, declared)
@@ -92,8 +90,7 @@ def check_value(value: Any, declared: Any, name: str, *, interval: Interval = FI
         return value
     if declared not in (int, float) and isinstance(declared, type) and isinstance(value, declared):
         return value
-    wanted = type_text(declared)
-    raise InputError(f"{name} must be of type {wanted}, got {shown(value)} of type {type(value).__name__}")
+    raise InputError(f"{name} must be of type {type_text(declared)}, got {shown(value)} of type {type(value).__name__}")
 
 
 def range_text(interval: Interval) -> str:

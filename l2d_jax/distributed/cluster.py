@@ -19,8 +19,6 @@ from l2d_jax.errors import InputError
 
 EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 METADATA_SECONDS = 3  # for an answer of the metadata server, which is on the same machine
-
-
 # The variables that a scheduler sets in each process, all of them: the number of processes, this one's number, the
 # hosts (process 0's among them), and what JAX needs besides to recognise the scheduler.
 SCHEDULERS = (
@@ -49,9 +47,9 @@ def find_cluster(environment: Mapping[str, str]) -> Cluster | None:
 
 
 def _explicit(environment: Mapping[str, str]) -> Cluster | None:
-    if not any(name in environment for name in EXPLICIT):
-        return None
     missing = [name for name in EXPLICIT if name not in environment]
+    if len(missing) == len(EXPLICIT):
+        return None
     if missing:
         raise InputError(f"{', '.join(EXPLICIT)} go together, but {' and '.join(missing)} is missing: set all three")
     address = environment["JAX_COORDINATOR_ADDRESS"]
@@ -78,26 +76,19 @@ def _pod(environment: Mapping[str, str]) -> Cluster | None:
         return None
     hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES")
     if hosts is not None:
-        place = hosts.split(",")[0]
-        index, workers = _number(environment, "TPU_WORKER_ID"), len(hosts.split(","))
-        slices = environment
+        index, place, slices = _number(environment, "TPU_WORKER_ID"), hosts.split(",")[0], environment
     elif "TPU_SKIP_MDS_QUERY" in environment:
         return None
     else:
-        number, endpoints = (_ask(environment, key) for key in ("agent-worker-number", "worker-network-endpoints"))
-        if number is None or endpoints is None:
+        number, hosts = (_ask(environment, key) for key in ("agent-worker-number", "worker-network-endpoints"))
+        if number is None or hosts is None:
             return None
-        place = endpoints.split(",")[0].split(":")[-1]  # a name, or name:number:address
-        index, workers = int(number), len(endpoints.split(","))
-        variables = re.findall(
-            r"^(MEGASCALE_\w+):\s*'?([^'\n]*)'?\s*$", _ask(environment, "tpu-env") or "", re.MULTILINE
-        )
-        slices = {**dict(variables), **environment}
-    count, number_of_slice = (
-        int(slices.get(f"MEGASCALE_{name}") or n) for name, n in (("NUM_SLICES", 1), ("SLICE_ID", 0))
-    )
-    place = slices.get("MEGASCALE_COORDINATOR_ADDRESS") or place
-    return Cluster(index + number_of_slice * workers, workers * count, place)
+        index, place = int(number), hosts.split(",")[0].split(":")[-1]  # a name, or name:number:address
+        lines = _ask(environment, "tpu-env") or ""
+        slices = {**dict(re.findall(r"(?m)^(MEGASCALE_\w+):\s*'?([^'\n]*)'?\s*$", lines)), **environment}
+    workers, place = len(hosts.split(",")), slices.get("MEGASCALE_COORDINATOR_ADDRESS") or place
+    index += workers * int(slices.get("MEGASCALE_SLICE_ID") or 0)
+    return Cluster(index, workers * int(slices.get("MEGASCALE_NUM_SLICES") or 1), place)
 
 
 def _ask(environment: Mapping[str, str], key: str) -> str | None:

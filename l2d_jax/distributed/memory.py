@@ -23,10 +23,8 @@ LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_by
 def bytes_per_device(declared: Any, mesh: Mesh) -> int:
     """Bytes of a declared tree on the device that holds the most."""
     placements = jax.tree.leaves(sharding.shardings(declared, mesh))
-    return sum(
-        math.prod(placement.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
-        for leaf, placement in zip(jax.tree.leaves(declared), placements, strict=True)
-    )
+    pairs = zip(jax.tree.leaves(declared), placements, strict=True)
+    return sum(math.prod(placed.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize for leaf, placed in pairs)
 
 
 def tree_bytes(tree: Any) -> int:

@@ -1,10 +1,8 @@
 """Several processes as one program: how they meet, who decides, who reads first, and how they end.
 
 With one process every function here is a plain call. With several, all of them must call it, in the same order.
-
-Process 0 alone writes, and decides what follows from the files of the workdir, which all processes share. The files of
-a model or a data set may lie on disks that hosts do not share, so the first process *of each host* downloads and
-converts them while the others of that host wait.
+Process 0 alone writes, and decides what follows from the files of the workdir, which all processes share; the first
+process *of each host* downloads and converts what may lie on disks that hosts do not share.
 
 A process that dies takes the others with it: at once on CPUs, and where it was process 0; otherwise when JAX has heard
 nothing of it for `L2D_JAX_HEARTBEAT` seconds (60). JAX aborts them from C++, with a stack trace and status 134; the
@@ -41,25 +39,19 @@ class SharedError(InputError):
 
 
 def join(cluster: Cluster) -> None:
-    """Meet the other processes; must come before JAX starts a backend.
-
-    Where some do not come within `L2D_JAX_WAIT` seconds, one line says so and the process ends with status 2.
-    Raises `InputError` where the coordinator's port is taken, and where a backend has started.
-    """
+    """Meet the other processes, for `L2D_JAX_WAIT` seconds at most, or end with status 2; raises `InputError`."""
     index, count, place = cluster.index, cluster.count, cluster.place
     wait, heartbeat = (_seconds(*option) for option in (WAIT, HEARTBEAT))
     if index == 0 and "coordinator_address" in cluster.arguments:
         _require_free_port(place)
     print(f"process {index} of {count}, waiting for the others at {place}", flush=True)
     _last_words(f"error: process {index} of {count} has ended before its work was done")
-    # JAX's own time-out aborts with a stack trace, so ours comes first.
-    watchdog = threading.Timer(wait, _give_up, [cluster, wait])
+    watchdog = threading.Timer(wait, _give_up, [cluster, wait])  # JAX's own time-out aborts with a stack trace
     watchdog.daemon = True
     watchdog.start()
     try:
-        jax.distributed.initialize(
-            **cluster.arguments, initialization_timeout=wait + 60, heartbeat_timeout_seconds=heartbeat
-        )
+        times: dict[str, Any] = {"initialization_timeout": wait + 60, "heartbeat_timeout_seconds": heartbeat}
+        jax.distributed.initialize(**cluster.arguments, **times)
     except RuntimeError as error:
         raise InputError(f"process {index} of {count} cannot join: {error}") from error
     finally:
@@ -82,26 +74,26 @@ def progress_bar(total: int, what: str, *, done: int = 0, unit: str = "it", is_s
     return tqdm(total=total, initial=done, desc=what, unit=unit, disable=is_silent or not is_first() or None)
 
 
-def decide(function: Callable[[], Any]) -> Any:
-    """Call `function` on process 0 alone and return its result, a value that JSON can hold, on every process.
+def _attempt(function: Callable[[], Any]) -> tuple[Any, str]:
+    """The result of a function, or the message of its `InputError`."""
+    try:
+        return function(), ""
+    except InputError as error:
+        return None, str(error)
 
-    An `InputError` of the function is raised on every process, as a `SharedError`.
-    """
+
+def decide(function: Callable[[], Any]) -> Any:
+    """The result of `function` on process 0, which JSON can hold; an `InputError` of it is a `SharedError` of all."""
     if jax.process_count() == 1:
         return function()
-    text = ""
-    if is_first():
-        try:
-            text = json.dumps({"value": function()})
-        except InputError as error:
-            text = json.dumps({"error": str(error)})
-    data = np.frombuffer(text.encode(), np.uint8)
+    outcome = json.dumps(_attempt(function) if is_first() else None)
+    data = np.frombuffer(outcome.encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(data.size)))
     data = multihost_utils.broadcast_one_to_all(data if is_first() else np.zeros(size, np.uint8))
-    outcome = json.loads(data.tobytes())
-    if "error" in outcome:
-        raise SharedError(outcome["error"])
-    return outcome["value"]
+    value, problem = json.loads(data.tobytes())
+    if problem:
+        raise SharedError(problem)
+    return value
 
 
 def gather_array(array: Any) -> np.ndarray:
@@ -110,15 +102,9 @@ def gather_array(array: Any) -> np.ndarray:
 
 
 def everywhere(function: Callable[[], T], *, where: str) -> T:
-    """Call `function` on every process, and return each one's result to it.
-
-    An `InputError` on any process is raised on every one, as a `SharedError` that begins with that process's `where`.
-    """
-    problem = ""
-    try:
-        result = function()
-    except InputError as error:
-        problem = f"{where}: {error}"
+    """Call `function` on every process; an `InputError` of one is a `SharedError` of all, after its `where`."""
+    result, problem = _attempt(function)
+    problem = problem and f"{where}: {problem}"
     if jax.process_count() > 1:
         text = np.frombuffer(problem.encode()[:LONGEST_LINE].ljust(LONGEST_LINE), np.uint8)
         texts = [row.tobytes().decode(errors="ignore").strip() for row in multihost_utils.process_allgather(text)]
@@ -129,33 +115,23 @@ def everywhere(function: Callable[[], T], *, where: str) -> T:
 
 
 def take_turns(function: Callable[[], T]) -> T:
-    """Call `function` on the first process of each host, then on the others of that host, and return its result.
-
-    An `InputError` on any process is raised on every one, as a `SharedError`.
-    """
+    """Call `function` on the first process of each host, then on its others; errors are shared as in `everywhere`."""
     if jax.process_count() == 1:
         return function()
     names = multihost_utils.process_allgather(np.uint32(zlib.crc32(socket.gethostname().encode()))).tolist()
     first = names.index(names[jax.process_index()]) == jax.process_index()
-    results: list[T] = []
     for turn in (True, False):
         problem = ""
         if turn == first:
-            try:
-                results.append(function())
-            except InputError as error:
-                problem = str(error)
+            result, problem = _attempt(function)
         failed = np.flatnonzero(multihost_utils.process_allgather(np.bool_(problem != "")))
         if failed.size:
             raise SharedError(problem or f"process {failed[0]} cannot go on: see its own line")
-    return results[0]
+    return result
 
 
 def leave(status: int, *, together: bool) -> None:
-    """End this process among several; a process that is alone returns at once.
-
-    Unless all processes end `together`, no other may be waited for, and this one exits here.
-    """
+    """End this process among several, at once unless all end `together`: no other may be waited for then."""
     if not jax.distributed.is_initialized() or _messenger is None:
         return
     if together:
@@ -179,10 +155,9 @@ def _seconds(name: str, default: int) -> int:
 
 def _require_free_port(address: str) -> None:
     """Raise `InputError` where another program listens: JAX would crash, or share the port with a run under way."""
-    port = int(address.rsplit(":", 1)[1])
-    both = socket.has_dualstack_ipv6()
+    port, both = int(address.rsplit(":", 1)[1]), socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
     try:
-        family = socket.AF_INET6 if both else socket.AF_INET
         socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
     except OSError as error:
         problem = f"port {port} of JAX_COORDINATOR_ADDRESS {address} cannot be used ({error.strerror})"
@@ -192,29 +167,22 @@ def _require_free_port(address: str) -> None:
 def _give_up(cluster: Cluster, wait: int) -> None:
     """Runs in a thread while the process waits, and ends it; the others cannot be told."""
     _say_fine()
-    print(
-        f"error: process {cluster.index} of {cluster.count} has waited {wait} s at {cluster.place}, and not all "
-        f"{cluster.count} came: run the same command on all workers at once, and let them reach that address "
-        f"({WAIT[0]}=SECONDS waits longer)",
-        file=sys.stderr,
-        flush=True,
-    )
+    problem = f"process {cluster.index} of {cluster.count} has waited {wait} s at {cluster.place}, and not all"
+    remedy = "run the same command on all workers at once, and let them reach that address"
+    line = f"error: {problem} {cluster.count} came: {remedy} ({WAIT[0]}=SECONDS waits longer)"
+    print(line, file=sys.stderr, flush=True)
     os._exit(2)
 
 
 def _last_words(line: str) -> None:
-    """Have a line printed if this process ends before `_say_fine`, however it ends.
-
-    No handler in this process could do that: JAX aborts it from a thread of C++, and nothing runs after SIGKILL.
-    """
+    """Have a line printed if this process ends before `_say_fine`: no handler in it outlives an abort or SIGKILL."""
     global _messenger
     advice = (
         "see the lines above and those of the other processes, mend what they say, and run the same command on all "
         "workers again, which goes on from the newest checkpoint"
     )
-    _messenger = subprocess.Popen(
-        ["/bin/sh", "-c", _AFTERWARDS, f"{line}: {advice}"], stdin=subprocess.PIPE, start_new_session=True
-    )
+    command = ["/bin/sh", "-c", _AFTERWARDS, f"{line}: {advice}"]
+    _messenger = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 
 def _say_fine() -> None:

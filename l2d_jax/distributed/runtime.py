@@ -13,10 +13,7 @@ from l2d_jax.files import cache_folder
 
 
 def start_jax(config: MeshConfig) -> Mesh:
-    """Turn on the persistent compilation cache, join the other processes where there are any, make and set the mesh.
-
-    It can be called again, for another mesh. Raises `InputError` if the sizes do not fit.
-    """
+    """Turn on the compilation cache, join the other processes, make and set the mesh; raises `InputError`."""
     if not jax.config.values["jax_compilation_cache_dir"]:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
     cluster = None if jax.distributed.is_initialized() else find_cluster(os.environ)

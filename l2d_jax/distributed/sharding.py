@@ -90,26 +90,18 @@ def initialize(declared: Any, key: jax.Array, mesh: Mesh) -> Any:
 
 
 def partition(
-    axes: tuple[str, ...],
-    shape: tuple[int, ...],
-    mesh: Mesh | AbstractMesh,
-    *,
-    rules: Rules = RULES,
+    axes: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh | AbstractMesh, *, rules: Rules = RULES
 ) -> PartitionSpec:
-    """The mesh axes of an array with logical `axes`; a dimension whose size the mesh axis does not divide stays whole.
-
-    Raises `ValueError` if two dimensions map to one mesh axis.
-    """
-    spec: list[Any] = []
+    """The mesh axes of an array; a dimension that its mesh axis does not divide is whole; raises `ValueError`."""
+    spec: list[tuple[str, ...]] = []
     for name, size in zip(axes, shape, strict=True):
-        rule = rules[name]
-        used = tuple(axis for axis in ((rule,) if isinstance(rule, str) else rule or ()) if mesh.shape.get(axis, 1) > 1)
-        parts = math.prod(mesh.shape[axis] for axis in used)
-        spec.append((used[0] if len(used) == 1 else used) if used and size % parts == 0 else None)
-    flat = [axis for rule in spec if rule for axis in ((rule,) if isinstance(rule, str) else rule)]
+        rule = rules[name] or ()
+        used = tuple(axis for axis in ((rule,) if isinstance(rule, str) else rule) if mesh.shape.get(axis, 1) > 1)
+        spec.append(used if size % math.prod(mesh.shape[axis] for axis in used) == 0 else ())
+    flat = [axis for used in spec for axis in used]
     if len(flat) != len(set(flat)):
         raise ValueError(f"logical axes {axes} map twice to one mesh axis: {spec}")
-    return PartitionSpec(*spec)
+    return PartitionSpec(*(used[0] if len(used) == 1 else used or None for used in spec))
 
 
 def axis_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
@@ -123,8 +115,7 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
     """The device mesh of a config; raises `InputError` if the sizes do not multiply to the number of devices."""
     devices = devices or jax.devices()
     sizes = axis_sizes(config, len(devices))
-    total = math.prod(sizes.values())
-    if total != len(devices):
+    if (total := math.prod(sizes.values())) != len(devices):
         wanted = " x ".join(f"{name}={size}" for name, size in sizes.items())
         raise InputError(f"config.mesh {wanted} needs {total} devices, found {len(devices)}: change config.mesh")
     slices = len({getattr(device, "slice_index", 0) for device in devices})
@@ -133,15 +124,13 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
     # Between slices the network is slow: only what crosses it least may lie there, copies before shards of weights.
     across = next((name for name in ("data", "fsdp") if sizes[name] % slices == 0), None)
     if across is None:
-        raise InputError(
-            f"{slices} slices need config.mesh.data or fsdp to be a multiple of {slices}, got data={sizes['data']} "
-            f"fsdp={sizes['fsdp']}: try --config.mesh.data={slices}"
-        )
+        rule = f"{slices} slices need config.mesh.data or fsdp to be a multiple of {slices}"
+        got = f"got data={sizes['data']} fsdp={sizes['fsdp']}"
+        raise InputError(f"{rule}, {got}: try --config.mesh.data={slices}")
     between = {name: slices if name == across else 1 for name in sizes}
     within = [size // between[name] for name, size in sizes.items()]
-    arranged = mesh_utils.create_hybrid_device_mesh(
-        within, list(between.values()), devices, allow_split_physical_axes=True
-    )
+    make = mesh_utils.create_hybrid_device_mesh
+    arranged = make(within, list(between.values()), devices, allow_split_physical_axes=True)
     return Mesh(arranged, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
@@ -171,22 +160,14 @@ def platform() -> str:
 
 
 def rows_on_devices(mesh: Mesh, count: int, devices: Iterable[jax.Device] | None = None) -> list[int]:
-    """The rows of a batch of `count` that lie on `devices` (None: those of this process), in rising order.
-
-    Processes whose devices differ in the `tensor` axis alone hold the same rows.
-    """
+    """The rows of a batch of `count` that lie on `devices` (None: those of this process), in rising order."""
     ranges = batch_sharding(mesh).devices_indices_map((count,))
     held = mesh.local_devices if devices is None else devices
     return sorted({row for device in held for row in range(*ranges[device][0].indices(count))})
 
 
-def constrain(x: jax.Array, *axes: str) -> jax.Array:
+def constrain(x: jax.Array, *axes: str, rules: Rules = RULES) -> jax.Array:
     """Ask the partitioner to keep `x` on its logical `axes`, inside `jax.set_mesh`; elsewhere return `x` unchanged."""
-    return place(x, axes)
-
-
-def place(x: jax.Array, axes: tuple[str, ...], *, rules: Rules = RULES) -> jax.Array:
-    """`constrain` with other rules than `RULES`."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x

@@ -6,7 +6,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from l2d_jax.distributed.sharding import GATHERED, place
+from l2d_jax.distributed.sharding import GATHERED, constrain
 from l2d_jax.model.axes import LAYER_AXES
 from l2d_jax.model.quantization import QuantizedWeight
 
@@ -16,9 +16,9 @@ NAME = "gathered"  # checkpoint name of gathered weights, which no rematerialisa
 def gather_weight(weight: Array | QuantizedWeight, axes: tuple[str, ...], *, dtype: Any) -> Array:
     """A weight with these logical axes in `dtype`, whole over the mesh axes `fsdp` and `context`."""
     if isinstance(weight, QuantizedWeight):
-        values, scale = (place(array, axes, rules=GATHERED) for array in (weight.values, weight.scale))
+        values, scale = (constrain(array, *axes, rules=GATHERED) for array in (weight.values, weight.scale))
         return checkpoint_name(QuantizedWeight(values=values, scale=scale).restore(dtype), NAME)
-    return checkpoint_name(place(weight.astype(dtype), axes, rules=GATHERED), NAME)
+    return checkpoint_name(constrain(weight.astype(dtype), *axes, rules=GATHERED), NAME)
 
 
 def gather_layer(layer: Any, *, dtype: Any) -> Any:

@@ -18,7 +18,7 @@ from l2d_jax.errors import InputError, shorten, shown
 from l2d_jax.storage.disk import File
 
 SCHEME = "gs://"
-_URL = re.compile(r"gs://([a-z0-9][a-z0-9._-]{1,220}[a-z0-9])(?:/(.*))?")
+_URL = re.compile(r"gs://[a-z0-9][a-z0-9._-]{1,220}[a-z0-9](/.*)?")
 PATIENCE = "L2D_JAX_PATIENCE"
 
 
@@ -42,10 +42,7 @@ def check_url(text: str) -> None:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A folder `gs://BUCKET/FOLDER`, which exists as soon as there is an object in it.
-
-    All calls raise `BucketError`, and `FileNotFoundError` for an object that is not there.
-    """
+    """A folder `gs://BUCKET/FOLDER`; all calls raise `BucketError`, and `FileNotFoundError` for an absent object."""
 
     url: str
     checksum: ClassVar[str] = "crc32c"  # which the bucket has ready for each object
@@ -71,76 +68,62 @@ class Bucket:
 
     def generation(self, name: str) -> int:
         """The number of an object's content, which every writing changes."""
-        with _translated(self._url(name)):
-            blob = self._bucket.get_blob(self._prefix + name, **_limits())
-        if blob is None:
-            raise FileNotFoundError(2, "No such object", self._url(name))
-        return int(blob.generation)
+        with self._request(name) as blob:
+            blob.reload(**_limits())
+            return int(blob.generation)
 
     def read(self, name: str) -> bytes:
         """An object."""
-        with _translated(self._url(name)):
-            return bytes(self._blob(name).download_as_bytes(**_limits()))
+        with self._request(name) as blob:
+            return bytes(blob.download_as_bytes(**_limits()))
 
     def write(self, name: str, data: bytes, *, replacing: int | None = None) -> int:
-        """Replace an object and return its generation; raises `ChangedError` unless it is of generation `replacing`.
-
-        0 stands for an object that is not there, and None for any.
-        """
-        with _translated(self._url(name)):
-            blob = self._blob(name)
+        """Replace an object; raises `ChangedError` unless it is of generation `replacing` (0: absent; None: any)."""
+        with self._request(name) as blob:
             blob.upload_from_string(data, if_generation_match=replacing, checksum="crc32c", **_limits())
             return int(blob.generation)
 
     def upload(self, name: str, file: os.PathLike[str]) -> None:
         """Replace an object by a file."""
-        with _translated(self._url(name)):
-            self._blob(name).upload_from_filename(os.fspath(file), checksum="crc32c", **_limits())
+        with self._request(name) as blob:
+            blob.upload_from_filename(os.fspath(file), checksum="crc32c", **_limits())
 
     def download(self, name: str, file: os.PathLike[str]) -> None:
         """Write an object into a file."""
-        with _translated(self._url(name)):
-            self._blob(name).download_to_filename(os.fspath(file), checksum="crc32c", **_limits())
+        with self._request(name) as blob:
+            blob.download_to_filename(os.fspath(file), checksum="crc32c", **_limits())
 
     def move(self, folder: str, to: str) -> None:
         """Move the objects of a folder, one by one, into another."""
         for name in self.files(folder):
-            with _translated(self._url(name)):
-                self._bucket.copy_blob(
-                    self._blob(f"{folder}/{name}"), self._bucket, f"{self._prefix}{to}/{name}", **_limits()
-                )
+            with self._request(f"{folder}/{name}") as blob:
+                self._bucket.copy_blob(blob, self._bucket, f"{self._prefix}{to}/{name}", **_limits())
             self.remove(f"{folder}/{name}")
 
     def remove(self, name: str, *, replacing: int | None = None) -> None:
         """Remove an object (of generation `replacing`), or a folder; raises nothing if there is none."""
         names = [f"{name}/{below}" for below in self.files(name)] if replacing is None else []
         for each in (name, *names):
-            with contextlib.suppress(FileNotFoundError), _translated(self._url(each)):
-                self._blob(each).delete(if_generation_match=replacing, **_limits())
+            with contextlib.suppress(FileNotFoundError), self._request(each) as blob:
+                blob.delete(if_generation_match=replacing, **_limits())
 
     def settle(self, folder: str) -> None:
         """Return at once: an object that was written stays."""
 
     @cached_property
-    def _place(self) -> tuple[str, str]:
-        match = _URL.fullmatch(self.url)
-        assert match is not None
-        return match[1], (match[2] or "").strip("/")
-
-    @cached_property
     def _prefix(self) -> str:
-        folder = self._place[1]
+        folder = self.url.removeprefix(SCHEME).partition("/")[2].strip("/")
         return f"{folder}/" if folder else ""
 
     @cached_property
     def _bucket(self) -> Any:
-        return _client().bucket(self._place[0])
+        return _client().bucket(self.url.removeprefix(SCHEME).partition("/")[0])
 
-    def _url(self, name: str) -> str:
-        return f"{self.url.rstrip('/')}/{name}"
-
-    def _blob(self, name: str) -> Any:
-        return self._bucket.blob(self._prefix + name)
+    @contextlib.contextmanager
+    def _request(self, name: str) -> Iterator[Any]:
+        """Within, the errors of requests about an object are those of this module."""
+        with _translated(f"{self.url.rstrip('/')}/{name}"):
+            yield self._bucket.blob(self._prefix + name)
 
     def _digest(self, blob: Any, checksum: str) -> str:
         if checksum == self.checksum:
@@ -163,10 +146,8 @@ def _client() -> Any:
         # The project matters for making buckets alone, but the library insists on one.
         return storage.Client(project=os.environ.get("GOOGLE_CLOUD_PROJECT", "l2d-jax"))
     except GoogleAuthError as error:
-        raise InputError(
-            f"gs:// needs credentials ({_short(error)}): run gcloud auth application-default login, or give the "
-            "machine a service account"
-        ) from None
+        remedy = "run gcloud auth application-default login, or give the machine a service account"
+        raise InputError(f"gs:// needs credentials ({_short(error)}): {remedy}") from None
 
 
 def _limits() -> dict[str, Any]:

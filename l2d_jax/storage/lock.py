@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,7 @@ LEASE = "L2D_JAX_LEASE"  # seconds without a sign of life after which the lock o
 
 @contextmanager
 def hold(workdir: Path) -> Iterator[None]:
-    """Make a workdir and lock it for this process; raises `InputError`, naming the process that holds it already.
-
-    Readers take no lock.
-    """
+    """Make a workdir and lock it for this process; readers take no lock. Raises `InputError`, naming the holder."""
     place = mirror.place(workdir)
     with _leased(place) if isinstance(place, Bucket) else _locked(workdir):
         yield
@@ -40,9 +37,8 @@ def check_held() -> None:
 def _locked(workdir: Path) -> Iterator[None]:
     """The kernel holds the lock on the file `.lock`: it ends with the process, however that is killed.
 
-    It does not protect from a run on another machine if the file system does not share such locks (some network
-    mounts, mounted buckets), nor from the removal of `.lock`; and a child process that was forked from the holder and
-    outlives it keeps the lock.
+    It does not protect from a run on another machine where the file system does not share such locks (network mounts),
+    nor from the removal of `.lock`; a forked child that outlives its holder keeps it.
     """
     path = workdir / NAME
     try:
@@ -56,9 +52,8 @@ def _locked(workdir: Path) -> Iterator[None]:
         except BlockingIOError as error:
             raise _in_use(workdir, _parsed(path.read_bytes())) from error
         except OSError as error:
-            raise InputError(
-                f"workdir {workdir} cannot be locked ({error.strerror}): unlock it, or choose another --workdir"
-            ) from error
+            remedy = "unlock it, or choose another --workdir"
+            raise InputError(f"workdir {workdir} cannot be locked ({error.strerror}): {remedy}") from error
         file.truncate(0)
         file.write(json.dumps(_signature()) + "\n")
         file.flush()
@@ -95,10 +90,8 @@ def _take(folder: Bucket, lease: float) -> int:
     ours = json.dumps(_signature()).encode()
     generation = 0
     while True:
-        try:
+        with suppress(ChangedError):
             return folder.write(NAME, ours, replacing=generation)
-        except ChangedError:
-            pass
         try:
             generation, holder = folder.generation(NAME), _parsed(folder.read(NAME))
         except FileNotFoundError:  # it has just been released
@@ -145,20 +138,16 @@ class _Lease:
     def release(self) -> None:
         """Remove the lock, unless it is another's by now; otherwise it expires."""
         if not self._lost:
-            try:
+            with suppress(OSError):
                 self._folder.remove(NAME, replacing=self._generation)
-            except OSError:
-                return
 
     def _settle(self, ours: bytes) -> None:
         """After a refused write: an attempt before it may have succeeded without an answer."""
-        try:
+        with suppress(OSError):
             generation = self._folder.generation(NAME)
             if self._folder.read(NAME) == ours:
                 self._generation = generation
                 return
-        except OSError:
-            pass
         self._lost = "was taken by another run"
 
 
@@ -183,9 +172,8 @@ def _name(holder: dict[str, Any]) -> str:
 
 
 def _in_use(workdir: object, holder: dict[str, Any]) -> InputError:
-    return InputError(
-        f"workdir {workdir} is in use by {_name(holder)}: wait for that run, stop it, or choose another --workdir"
-    )
+    remedy = "wait for that run, stop it, or choose another --workdir"
+    return InputError(f"workdir {workdir} is in use by {_name(holder)}: {remedy}")
 
 
 def _is_gone(holder: dict[str, Any]) -> bool:

@@ -32,28 +32,23 @@ class _Mirror:
     def fetch(self, below: str) -> None:
         for name in self.bucket.files(below):
             whole = f"{below}/{name}" if below else name
-            if whole in self.same:
-                continue
-            top = PurePosixPath(whole).parts[0]
-            file = self.folder / whole
+            file, top = self.folder / whole, PurePosixPath(whole).parts[0]
             if top in LEFT_THERE and not below:
                 (self.folder / top).mkdir(exist_ok=True)
-                continue
-            file.parent.mkdir(parents=True, exist_ok=True)
-            self.bucket.download(whole, file)
-            self.same[whole] = identity(file)
+            elif whole not in self.same:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                self.bucket.download(whole, file)
+                self.same[whole] = identity(file)
 
     def publish(self, path: Path) -> None:
         """Upload what has changed at or below a path, descriptions last: JSON says what the other files are."""
         files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
         names = {file.relative_to(self.folder).as_posix(): file for file in files}
         for name in sorted(names, key=lambda name: (name.endswith(".json"), name)):
-            if name.endswith(".partial") or self.same.get(name) == (now := identity(names[name])):
-                continue
-            self.bucket.upload(name, names[name])
-            self.same[name] = now
-        gone = [name for name in self.same if not (self.folder / name).exists()]
-        for name in gone:
+            if not name.endswith(".partial") and self.same.get(name) != (now := identity(names[name])):
+                self.bucket.upload(name, names[name])
+                self.same[name] = now
+        for name in [name for name in self.same if not (self.folder / name).exists()]:
             self.bucket.remove(name)
             del self.same[name]
 
@@ -64,21 +59,18 @@ _mirrors: dict[str, _Mirror] = {}  # by URL
 def open_folder(name: str | os.PathLike[str]) -> Path:
     """The folder `name`, or the copy of it if it is in a bucket, whose small files are fetched.
 
-    Raises `InputError` for a bucket that is not there or that refuses access, and `RunError` for one that cannot be
-    reached, which may pass.
+    Raises `InputError` for a bucket that is absent or refuses access, and `RunError` for one that cannot be reached.
     """
-    text = os.fspath(name)
-    if not re.match("[a-z0-9]+:/", text):
+    url = os.fspath(name)
+    if not re.match("[a-z0-9]+:/", url):
         return Path(name)
-    check_url(text)
-    url = text.rstrip("/")
-    if url not in _mirrors:
+    check_url(url)
+    if (url := url.rstrip("/")) not in _mirrors:
         # Its last parts are those of the URL, since reports and errors show them.
         root = tempfile.mkdtemp(prefix="l2d_jax_")
         atexit.register(shutil.rmtree, root, ignore_errors=True)
-        folder = Path(root) / url.removeprefix("gs://")
-        folder.mkdir(parents=True)
-        mirror = _Mirror(Bucket(url), folder)
+        mirror = _Mirror(Bucket(url), Path(root, url.removeprefix("gs://")))
+        mirror.folder.mkdir(parents=True)
         try:
             mirror.fetch("")
         except FileNotFoundError:

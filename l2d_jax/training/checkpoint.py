@@ -2,10 +2,9 @@
 
 The position in the data is the step itself, since the order of the examples is a function of the step.
 
-A step is good if it has a manifest and every file is as the manifest says. Other steps (cut off, damaged, or written
-without a manifest) are passed over with a line that says why, and never deleted: saving such a step again first moves
-its files to `<step>.broken`. Readers lock nothing and change nothing. A step is written where it stays: no folder is
-ever renamed, so that this works in buckets and on file systems that mount one.
+A step is good if it has a manifest and every file is as the manifest says. Other steps are passed over with a line that
+says why, and never deleted: saving such a step again first moves its files to `<step>.broken`. Readers lock nothing and
+change nothing. No folder is ever renamed, so that this works in buckets and on file systems that mount one.
 """
 
 import contextlib
@@ -40,10 +39,7 @@ SURPLUS = "surplus"  # the file in a step's folder while that is deleted
 
 
 class Checkpoints:
-    """The folder `checkpoints/` of a workdir, in which the newest `keep` good steps stay.
-
-    The fingerprint `inputs` of what is trained from is saved with each step, and compared as one is restored.
-    """
+    """The folder `checkpoints/`, in which the newest `keep` good steps stay; each records `inputs`, and must fit it."""
 
     def __init__(self, folder: Path, *, keep: int = 1, inputs: Fingerprint | None = None) -> None:
         self._orbax = _checkpointer()
@@ -59,9 +55,8 @@ class Checkpoints:
     def save(self, step: int, items: Mapping[str, Any], *, first: Callable[[], None] | None = None) -> None:
         """Begin to write named trees as they are after `step` optimizer steps; returns before the write is done.
 
-        A good step that is there already is left alone. A save that fails, at once or later, is a line on standard
-        error and an entry of `failures`, not an exception; the files that it has written are removed. `first` is called
-        on process 0 before anything is written; if it raises `OSError`, the save fails.
+        A good step that is there already is left alone. A save that fails is a line on standard error and an entry of
+        `failures`, and its files are removed. `first` is called on process 0 before; its `OSError` makes the save fail.
         """
         self._wait()
         if not processes.decide(lambda: self._prepare(step, first)):
@@ -83,26 +78,19 @@ class Checkpoints:
         return failed
 
     def latest(self) -> int | None:
-        """The newest good step, or None; a line on standard error says what is wrong with each newer one.
-
-        Raises `RunError` for a bucket that cannot be reached: it is not one without checkpoints.
-        """
+        """The newest good step, or None; a line says what is wrong with each newer one; raises `RunError`."""
         self._wait()
         return processes.decide(self._newest)
 
     def _newest(self) -> int | None:
         try:
             return next(filter(self._is_good, self._steps()), None)
-        except BucketError as error:
+        except BucketError as error:  # it is not a bucket without checkpoints
             again = "give the same command again later"
             raise RunError(f"{self._folder} cannot be read ({error.strerror}): {again}") from error
 
     def restore(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
-        """The named trees saved at `step`, in the shapes, types and placements of `like`.
-
-        Raises `InputError` if an array is missing, extra or of another shape or type, naming it, and for files that
-        cannot be read. Only `latest` checks that the files are as they were saved.
-        """
+        """The trees saved at `step`, placed like `like`; raises `InputError`. Only `latest` checks the files."""
         self._wait()
         wanted = {name: _named(tree) for name, tree in like.items()}
         try:
@@ -120,9 +108,9 @@ class Checkpoints:
         except InputError:
             raise
         except Exception as error:  # as for a save
+            remedy = "if it stays so, move it away to go on from an older one"
             raise InputError(
-                f"checkpoint {step} in {self._folder} cannot be read ({_reason(error)}): if it stays so, move it away "
-                "to go on from an older one"
+                f"checkpoint {step} in {self._folder} cannot be read ({_reason(error)}): {remedy}"
             ) from error
         if faults:
             raise InputError(f"checkpoint {step} does not fit this config: {'; '.join(faults[:5])}: use its own config")
@@ -143,8 +131,7 @@ class Checkpoints:
 
     def _steps(self) -> list[int]:
         """All steps that have a folder, good or not, newest first."""
-        there = [name for name in self._folder.names() if not self._is_surplus(name)]
-        names = {name.removesuffix(UNDER_WAY) for name in there}
+        names = {name.removesuffix(UNDER_WAY) for name in self._folder.names() if not self._is_surplus(name)}
         return sorted((int(name) for name in names if name.isascii() and name.isdigit()), reverse=True)
 
     def _is_surplus(self, name: str) -> bool:
@@ -259,8 +246,7 @@ def _compare(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
 def _reason(error: Exception) -> str:
     """The cause in a few words: tensorstore names the system's error by its number, at the end of a long line."""
     text = " ".join(str(error).split())
-    number = re.search(r"os_error_code='(\d+)'", text)
-    if number:
+    if number := re.search(r"os_error_code='(\d+)'", text):
         return strerror(int(number[1]))
     return (error.strerror if isinstance(error, OSError) else None) or text[:200] or type(error).__name__
 
@@ -272,10 +258,7 @@ def _warn(text: str) -> None:
 
 @functools.cache
 def _quieten() -> None:
-    """Suppress the hundreds of lines that a failed save prints besides the error that it raises.
-
-    orbax logs each error as it passes, waits for the first one alone, and closes the loop that the others report to.
-    """
+    """Suppress the hundreds of lines of orbax and asyncio about a failed save besides the error that it raises."""
 
     def report(unraisable: Any) -> None:
         if str(unraisable.exc_value) != "Event loop is closed":

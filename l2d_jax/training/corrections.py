@@ -41,8 +41,7 @@ def token_values(
 ) -> dict[str, Float[np.ndarray, "B M"]]:
     """Values for `BootstrapSums`, from "greedy" and "entropy" at each setting; the language model's has the name "1".
 
-    For each bin of entropy and position: `tokens/bin` and `right/bin`, of the language model, and for each other
-    setting `corrected@name/bin` and `broken@name/bin`.
+    For each bin: `tokens/bin` and `right/bin` of that, and for each other setting `corrected@name/bin`, `broken@…`.
     """
     plain = scores["1"]
     places = {"entropy": plain["entropy"], "position": np.cumsum(weights > 0, axis=1) - 1}

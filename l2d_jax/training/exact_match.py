@@ -3,6 +3,7 @@
 Teacher-forced accuracy says how well a model continues the right answer; this says how often its own answer is right.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,10 +46,7 @@ class MarkedProblems:
         count: int,
         option: str = "config.validation.exact_examples",
     ) -> "MarkedProblems":
-        """At most `count` examples of the validation split; raises `InputError` for one without such a number.
-
-        `option` is what the user sets the count by.
-        """
+        """At most `count` examples, which the user sets by `option`; raises `InputError` for one without a number."""
         config = replace(config, validation_examples=count)
         examples = Examples.load(config, tokenizer, split=config.validation_split)
         prompts, numbers, longest = [], [], 0
@@ -65,40 +63,30 @@ class MarkedProblems:
 
 
 def exact_match(
-    loaded: LoadedModel,
-    problems: MarkedProblems,
-    config: ValidationConfig,
-    *,
-    budgets: Sequence[int],
+    loaded: LoadedModel, problems: MarkedProblems, config: ValidationConfig, *, budgets: Sequence[int]
 ) -> dict[str, Any]:
     """The share of problems whose number is right, at each budget n, or at 1 where the model has no path.
 
     Keys: `validation/exact@n` of greedy answers, with Wilson's 95 % interval over problems as `…_interval` and the
     paired difference to the smallest budget, with its bounds, as `…_gain`; `validation/sampled@n` likewise, of
-    `config.exact_samples` answers at temperature 1 (the interval is a bootstrap's). Answers may be a quarter
-    longer than the longest right one.
+    `config.exact_samples` answers at temperature 1 (the interval is a bootstrap's).
     """
     assert loaded.tokenizer is not None
     budgets = budgets if loaded.model.path is not None else (1,)
     length = min(loaded.defaults.max_new_tokens, problems.most_tokens)
-    kinds = {"exact": replace(loaded.defaults, temperature=0.0, max_new_tokens=length)}
-    if config.exact_samples:
-        kinds["sampled"] = replace(kinds["exact"], temperature=1.0)
+    kinds = [kind for kind in (("exact", 0.0, 1), ("sampled", 1.0, config.exact_samples)) if kind[-1] > 0]
     right: dict[str, np.ndarray] = {}
-    total = len(problems.prompts) * len(kinds) * len(budgets)
-    with processes.progress_bar(total, "answers", unit="problem") as shown:
-        for kind, one in kinds.items():
-            samples = config.exact_samples if kind == "sampled" else 1
-            for budget in budgets:
-                scores = right[f"{kind}@{budget}"] = np.zeros(len(problems.prompts))
-                rows = max(min(config.exact_batch_size // samples, len(problems.prompts)), 1) * samples
-                for answers in complete(
-                    loaded, problems.prompts, settings=replace(one, budget=budget), batch_size=rows, samples=samples
-                ):
-                    for place, texts in answers.items():
-                        found = [marked_number(to_text(ids, loaded.tokenizer)) for ids in texts]
-                        scores[place] = np.mean([number == problems.numbers[place] for number in found])
-                    shown.update(len(answers))
+    prompts = problems.prompts
+    with processes.progress_bar(len(prompts) * len(kinds) * len(budgets), "answers", unit="problem") as shown:
+        for (kind, temperature, samples), budget in itertools.product(kinds, budgets):
+            one = replace(loaded.defaults, temperature=temperature, max_new_tokens=length, budget=budget)
+            scores = right[f"{kind}@{budget}"] = np.zeros(len(prompts))
+            rows = max(min(config.exact_batch_size // samples, len(prompts)), 1) * samples
+            for answers in complete(loaded, prompts, settings=one, batch_size=rows, samples=samples):
+                for place, texts in answers.items():
+                    found = [marked_number(to_text(ids, loaded.tokenizer)) for ids in texts]
+                    scores[place] = np.mean([number == problems.numbers[place] for number in found])
+                shown.update(len(answers))
     return _report(right, min(budgets))
 
 
@@ -108,7 +96,6 @@ def _report(right: dict[str, np.ndarray], first: int) -> dict[str, Any]:
     report: dict[str, Any] = {}
     for name, scores in right.items():
         found = rate(scores.tolist())
-        report[f"validation/{name}"] = found.mean
-        report[f"validation/{name}_interval"] = [found.low, found.high]
+        report |= {f"validation/{name}": found.mean, f"validation/{name}_interval": [found.low, found.high]}
         report[f"validation/{name}_gain"] = sums.mean(name, minus=f"{name.partition('@')[0]}@{first}")
     return report

@@ -17,7 +17,6 @@ from l2d_jax.storage.bucket import Bucket, BucketError
 from l2d_jax.storage.disk import Disk
 
 NAME = "manifest.json"
-
 Arrays: TypeAlias = dict[str, dict[str, dict[str, Any]]]  # by tree and by name: {"shape": [...], "dtype": "..."}
 
 
@@ -34,25 +33,17 @@ def array_specs(trees: Mapping[str, Mapping[str, Any]]) -> Arrays:
 
 
 def write_manifest(folder: Disk | Bucket, step: int, arrays: Arrays, inputs: Fingerprint) -> None:
-    """Put the complete files of a step in `folder` on the disk, and write their manifest; raises `OSError`.
-
-    `inputs` is the fingerprint of what the step was trained from.
-    """
+    """Put the files of a step, trained from `inputs`, on the disk, and write their manifest; raises `OSError`."""
     folder.settle(str(step))
-    files = {
-        name: {"size": file.size, folder.checksum: file.digest(folder.checksum)}
-        for name, file in folder.files(str(step)).items()
-    }
+    kind, there = folder.checksum, folder.files(str(step))
+    files = {name: {"size": file.size, kind: file.digest(kind)} for name, file in there.items()}
     content = {"step": step, "inputs": dict(inputs), "files": files, "arrays": arrays}
     text = json.dumps({"xxh3": _hash(content), "manifest": content}, indent=1) + "\n"
     folder.write(f"{step}/{NAME}", text.encode())
 
 
 def read_manifest(folder: Disk | Bucket, step: int) -> tuple[Arrays, Fingerprint]:
-    """The arrays of a step, and what it was trained from (nothing, if a former version saved it).
-
-    Raises `DamagedError` if the manifest is missing, cut off or altered.
-    """
+    """The arrays of a step, and what it was trained from, if that is known; raises `DamagedError`."""
     content = _content(folder, step)
     return content["arrays"], content.get("inputs", {})
 
@@ -63,11 +54,7 @@ def fingerprint(folder: Disk | Bucket, step: int) -> str:
 
 
 def verify(folder: Disk | Bucket, step: int) -> None:
-    """Check every file of a step; raises `DamagedError` unless all are as they were saved.
-
-    Files that are not in the manifest are ignored. Raises `BucketError` for a bucket that cannot be reached, which says
-    nothing about its files.
-    """
+    """Raise `DamagedError` unless all files of a step are as they were saved; `BucketError` says nothing of them."""
     wanted = _content(folder, step)["files"]
     try:
         files = folder.files(str(step))

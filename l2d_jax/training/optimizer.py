@@ -24,10 +24,7 @@ def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
 
 
 def on_host(rate: optax.Schedule, *, start: int) -> Callable[[int], float]:
-    """The values of a schedule in host memory, so that who reads one does not wait for the step under way.
-
-    They are computed a few at a time, the first of them from `start` at once: a run may have a billion steps.
-    """
+    """A schedule's values in host memory, where none waits for the step under way; the first from `start` at once."""
 
     @lru_cache(maxsize=2)
     def values(chunk: int) -> np.ndarray:
@@ -39,19 +36,16 @@ def on_host(rate: optax.Schedule, *, start: int) -> Callable[[int], float]:
 
 def optimizer(config: OptimConfig, rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
     """Clipping by the global norm, then AdamW with weight decay on everything but biases and the weights of norms."""
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(
-            rate, b1=config.beta1, b2=config.beta2, eps=config.epsilon, weight_decay=config.weight_decay, mask=decayed
-        ),
-    )
+    adam: dict[str, Any] = {"b1": config.beta1, "b2": config.beta2, "eps": config.epsilon}
+    adamw = optax.adamw(rate, **adam, weight_decay=config.weight_decay, mask=decayed)
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
 
 
 def decayed(params: Any) -> Any:
     """True for every leaf but biases and the weights of norms."""
 
     def is_weight(path: Any, _: Any) -> bool:
-        name = jax.tree_util.keystr(path, simple=True, separator=".").rsplit(".", 1)[-1]
+        name = jax.tree_util.keystr(path[-1:], simple=True)
         return "bias" not in name and "norm" not in name
 
     return jax.tree_util.tree_map_with_path(is_weight, params)

@@ -1,8 +1,7 @@
 """Turns SIGTERM into a question between two steps of training: save and stop after this one?
 
-Schedulers announce the end of a machine by SIGTERM and kill after a grace time: 30 s on Google's spot VMs, and by
-default in Kubernetes and SLURM. That time has to cover the validation or compilation under way, one or two steps, and a
-checkpoint; otherwise the steps since the newest checkpoint are lost.
+Schedulers announce the end of a machine by SIGTERM and kill after a grace time (30 s on Google's spot VMs). It has to
+cover what is under way and a checkpoint; otherwise the steps since the newest checkpoint are lost.
 """
 
 import os
@@ -17,11 +16,7 @@ STOPPED = 143  # the exit status: 128 + SIGTERM
 
 
 class Preemption:
-    """Handles SIGTERM from `watch` to the end of the `with`; `reached` tells the step to stop after.
-
-    Several processes ask JAX, whose coordination service spreads the notice and finds a step that none of them has
-    passed. A single process handles the signal itself, and a second signal ends it.
-    """
+    """Handles SIGTERM from `watch` to the end of the `with`; several processes ask JAX for the step to stop after."""
 
     def __init__(self) -> None:
         self._noticed = False

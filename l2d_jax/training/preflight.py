@@ -27,13 +27,9 @@ PATIENCE = 10.0  # seconds in which a shared disk shows what another host has wr
 
 
 def check_run(config: Config, workdir: Path, mesh: Mesh) -> list[str]:
-    """Check what must hold on every host; returns a line for each check.
-
-    All processes must call it. Raises `InputError` on every one, naming the host, the check and the remedy.
-    """
-    token = processes.decide(lambda: uuid.uuid4().hex)
+    """A line for each check, which all processes must call; raises `InputError` on every one, naming the host."""
+    token, versions = processes.decide(lambda: [uuid.uuid4().hex, _versions()])
     place = mirror.place(workdir)
-    versions = processes.decide(_versions)
     checks: dict[str, Callable[[], str]] = {
         "versions": lambda: _check_versions(versions),
         "writing to the workdir": lambda: _write_mark(place, token),
@@ -41,22 +37,18 @@ def check_run(config: Config, workdir: Path, mesh: Mesh) -> list[str]:
         "base model": lambda: _check_base(config.model.name),
         "disk": lambda: _check_disk(config, workdir, mesh),
     }
-    lines = []
+    where = f"preflight on {socket.gethostname()}: "
     try:
-        for name, check in checks.items():
-            answer = processes.everywhere(check, where=f"preflight on {socket.gethostname()}: {name}")
-            lines.append(f"preflight: {name}: {answer}")
+        return [
+            f"preflight: {name}: {processes.everywhere(check, where=where + name)}" for name, check in checks.items()
+        ]
     finally:
         with contextlib.suppress(OSError):
             place.remove(_mark(jax.process_index()))
-    return lines
 
 
 def pinned_base(name: str, workdir: Path) -> str:
-    """A base from the hub with the revision that the workdir records, or else with the one that it has now.
-
-    Other bases stay as they are. Raises `InputError` if the hub does not give it.
-    """
+    """A base from the hub with the revision that the workdir records or else its newest; raises `InputError`."""
     if not locate.is_on_hub(name) or hub.split_revision(name)[1]:
         return name
     file = workdir / "config.json"
@@ -102,10 +94,8 @@ def _find_marks(place: Disk | Bucket, token: str) -> str:
     try:
         while missing := [mark for mark in marks if mark not in place.names() or place.read(mark) != token.encode()]:
             if time.monotonic() > end:
-                raise InputError(
-                    f"{place} is not the same folder on all hosts ({len(missing)} of {len(marks)} processes not seen): "
-                    "name a bucket (gs://BUCKET/FOLDER) or a shared disk"
-                )
+                problem = f"not the same folder on all hosts ({len(missing)} of {len(marks)} processes not seen)"
+                raise InputError(f"{place} is {problem}: name a bucket (gs://BUCKET/FOLDER) or a shared disk")
             time.sleep(0.5)
     except OSError as error:
         raise InputError(f"{place} cannot be read ({error.strerror}): choose another --workdir") from error

@@ -25,16 +25,12 @@ Step: TypeAlias = Callable[..., tuple[Any, Any]]  # (state, ...) -> (state, metr
 def check_steps(config: ProfileConfig, steps: int) -> None:
     """Raise `InputError` if a traced step lies beyond the run's last."""
     if config.steps is not None and _traced(config.steps)[-1] > steps:
-        raise InputError(
-            f"config.profile.steps {config.steps} goes beyond the run's {steps} steps: choose earlier ones"
-        )
+        problem = f"config.profile.steps {config.steps} goes beyond the run's {steps} steps"
+        raise InputError(f"{problem}: choose earlier ones")
 
 
 def trace_steps(run_step: Step, config: ProfileConfig, workdir: Path, *, start: int) -> Step:
-    """`run_step` for the steps after `start`, tracing the steps that `config` names.
-
-    The first step of a process compiles, so a run that resumes with the steps to trace, or after them, traces nothing.
-    """
+    """`run_step` for the steps after `start`, tracing those of `config`, unless the first compiles or is past."""
     if config.steps is None:
         return run_step
     traced = _traced(config.steps)

@@ -1,10 +1,9 @@
 """At which times t training corrupts its tokens: densities of t, as inverse CDFs of uniform samples.
 
 Notable: `warped` learns its density from the loss, which then falls linearly in the warped time (CDCD, Dieleman et
-al. 2022, section 3.3; the L2D paper leaves it to future work). CDCD fits the curve of the loss by gradient descent;
-here it is a running mean in bins, which needs no rate of learning. Bins are equal in the signal's share of x_t,
-t / (t + sigma (1 - t)): with sigma = 64, bins that are equal in t would put all that the loss does into the last one.
-As in CDCD, the loss is not weighted back to the uniform density: where a density is higher, the loss counts for more.
+al. 2022, section 3.3). CDCD fits the curve of the loss by gradient descent; here it is a running mean in bins. These
+are equal in the signal's share of x_t, t / (t + sigma (1 - t)): with sigma = 64, bins that are equal in t would put all
+that the loss does into the last one. As in CDCD, the loss is not weighted back to the uniform density.
 """
 
 from collections.abc import Callable
@@ -22,7 +21,6 @@ BINS = 32  # number of bins of the signal's share
 DECAY = 0.995  # decay of the running mean, per optimizer step
 FLOOR = 0.1  # part of the warped density that is equal in all bins, so that each bin keeps being sampled
 SLACK = 0.01  # nats; a loss that falls by less than about this leaves the density at its start
-
 GOLDEN = np.uint32(2654435769)  # 2^32 / golden ratio
 
 # From uniform samples and weights to t.
@@ -68,10 +66,7 @@ def time_sampler(config: TrainConfig, loss_by_time: LossByTime | None, *, sigma:
 
 
 def cosmap_times(uniform: Float[Array, "*B"]) -> Float[Array, "*B"]:
-    """Times with the density 2 / (pi (1 - 2 t + 2 t^2)) (Esser et al. 2024, section 3.1): highest, 4 / pi, at t = 1/2.
-
-    1 - 1 / (tan(pi u / 2) + 1), the release's `cosmap`, without its infinity; the release uses it in training alone.
-    """
+    """The release's `cosmap`, whose density is 2 / (pi (1 - 2 t + 2 t^2)) (Esser et al. 2024, section 3.1)."""
     angle = (jnp.pi / 2) * uniform
     return jnp.sin(angle) / (jnp.sin(angle) + jnp.cos(angle))
 
@@ -80,10 +75,9 @@ def stratify(uniform: Float[Array, "B M"], weights: Float[Array, "B M"]) -> Floa
     """Uniform samples that cover [0, 1) evenly, in each sequence and in the whole batch; each alone is still uniform.
 
     From one weighted position to the next, t goes on by the golden ratio, modulo 1, from a random beginning: any n of
-    them in a row have gaps of about 1 / n, whatever n is, so that neither answers nor packed rows need to be counted.
-    Equal strata in the order of the positions would tie t to the place in the answer, on which the loss depends too;
-    that makes the loss of long answers vary more than independent times do. No diffusion token sees another, so the
-    dependence changes no gradient's mean. Positions without weight take no part. The sum is exact, of 32-bit integers.
+    them in a row have gaps of about 1 / n, whatever n is. Equal strata in the order of the positions would tie t to the
+    place in the answer, on which the loss depends too. No diffusion token sees another, so the dependence changes no
+    gradient's mean. Positions without weight take no part. The sum is exact, of 32-bit integers.
     """
     counted = weights > 0
     in_row = jnp.cumsum(counted, axis=1, dtype=jnp.uint32)
@@ -148,8 +142,7 @@ def time_of_share(share: Float[Array, "*B"], sigma: float) -> Float[Array, "*B"]
 def _falling(loss_by_time: LossByTime) -> Float[Array, " bins"]:
     """The curve that never rises with t and is nearest to the bins' mean losses in weighted least squares.
 
-    This is isotonic regression by the min-max formula: the minimum over first bins up to this one, of the maximum over
-    last bins from this one on, of the mean in between.
+    Isotonic regression: minimum over first bins <= this one, of maximum over last bins >= it, of the mean in between.
     """
     overall = jnp.sum(loss_by_time.losses) / jnp.maximum(jnp.sum(loss_by_time.weights), 1e-6)
     weights = loss_by_time.weights + 1e-6  # an empty bin then lies between its neighbours

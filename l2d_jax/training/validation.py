@@ -1,8 +1,7 @@
 """Measures held-out answers: the loss (of a path by t), and teacher-forced accuracy against the budget.
 
-Teacher-forced means that every answer position is refined from noise with the true tokens before it. "Expected"
-accuracy is the probability of the true token under untempered sampling, "greedy" accuracy whether it is the arg max.
-All budgets use the same noise.
+Teacher-forced means that every answer position is refined from noise, the same at all budgets, with the true tokens
+before it. "Expected" accuracy is the probability of the true token, "greedy" accuracy whether it is the arg max.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -59,23 +58,13 @@ def _scores(
     shape, width = batch.targets.shape, 1 if model.path is None else model.path.config.width
     noise_keys, velocity_keys = jax.vmap(jax.random.split, out_axes=1)(keys)
     noise = jax.vmap(lambda key: jax.random.normal(key, (shape[1], width)))(noise_keys)
-    hidden = refine(
-        model,
-        context,
-        noise,
-        settings=settings,
-        keys=jax.vmap(lambda key: jax.random.split(key, shape[1]))(velocity_keys),
-    )
+    position_keys = jax.vmap(lambda key: jax.random.split(key, shape[1]))(velocity_keys)
+    hidden = refine(model, context, noise, settings=settings, keys=position_keys)
 
     def read(logits: Float[Array, "n V"], targets: Int[Array, " n"]) -> dict[str, Array]:
         loss = negative_log_likelihood(logits, targets)
-        is_right = jnp.argmax(logits, axis=-1) == targets
-        return {
-            "loss": loss,
-            "expected": jnp.exp(-loss),
-            "greedy": is_right.astype(jnp.float32),
-            "entropy": entropy(logits),
-        }
+        is_right = (jnp.argmax(logits, axis=-1) == targets).astype(jnp.float32)
+        return {"loss": loss, "expected": jnp.exp(-loss), "greedy": is_right, "entropy": entropy(logits)}
 
     return map_logits(model.llm, hidden, read, batch.targets, chunk=chunk)
 
@@ -91,8 +80,7 @@ def teacher_forced_sums(
     """Loss, and expected and greedy accuracy, at each of the named settings.
 
     The measures are `loss@name` and so on for `MEASURES`; a path also has `loss0`, `loss1`, ..., of one evaluation in
-    each bin of t, and their mean `loss`. With `corrections`, a path has those of `token_values`, too: one of its
-    settings is then the language model's, with the name "1".
+    each bin of t, and their mean `loss`, and with `corrections` those of `token_values`.
     """
     chunk, bins = config.train.loss_chunk, config.validation.time_bins
     sums, key = BootstrapSums(), jax.random.key(config.train.seed)
@@ -103,8 +91,7 @@ def teacher_forced_sums(
         plain = read if reading.llm is model.llm else _context(model, batch)
         values: dict[str, Any] = {}
         if model.path is not None:
-            losses = _loss_by_bin(model, read, batch, batch_key, chunk=chunk, bins=bins)
-            losses = processes.gather_array(losses)
+            losses = processes.gather_array(_loss_by_bin(model, read, batch, batch_key, chunk=chunk, bins=bins))
             values = {f"loss{i}": losses[i] for i in range(bins)} | {"loss": losses.mean(axis=0)}
         keys, weights = jax.random.split(batch_key, len(batch.tokens)), processes.gather_array(batch.weights)
         scores = {}
@@ -125,8 +112,7 @@ def validate(
 
     Keys: `validation/loss` (nats; for a path, of one evaluation at all t), `validation/perplexity`, for a path
     `validation/loss_by_t`, and for a budget n `validation/{loss,expected,greedy}@n` with `…_interval`; `…_gain` is
-    the paired difference to the smallest budget, with the bounds of its interval. A model without a path is measured at
-    a budget of 1, whatever `budgets` are.
+    the paired difference to the smallest budget, with its interval. Without a path the budget is 1.
     """
     budgets = config.validation.budgets if budgets is None else budgets
     budgets = budgets if model.path is not None else (1,)
@@ -135,12 +121,10 @@ def validate(
     loss = sums.mean("loss@1" if model.path is None else "loss")[0]
     report: dict[str, Any] = {"validation/loss": loss, "validation/perplexity": float(np.exp(loss))}
     if model.path is not None:
-        bins = range(config.validation.time_bins)
-        report["validation/loss_by_t"] = [sums.mean(f"loss{i}")[0] for i in bins]
+        report["validation/loss_by_t"] = [sums.mean(f"loss{i}")[0] for i in range(config.validation.time_bins)]
     for name in (f"{kind}@{budget}" for budget in budgets for kind in MEASURES):
         mean, *interval = sums.mean(name)
-        report[f"validation/{name}"] = mean
-        report[f"validation/{name}_interval"] = interval
+        report |= {f"validation/{name}": mean, f"validation/{name}_interval": interval}
         report[f"validation/{name}_gain"] = sums.mean(name, minus=f"{name.partition('@')[0]}@{min(budgets)}")
     return report
 

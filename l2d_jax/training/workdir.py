@@ -16,9 +16,8 @@ from l2d_jax.weights import model_folder
 def claim(workdir: Path, config: Config) -> None:
     """Make the workdir, and write the resolved config and the place of a local base.
 
-    Raises `InputError` if that fails, and if the workdir has checkpoints of another config. The sections `mesh`,
-    `profile` and `log` may differ, and the options of where examples are read and when checkpoints are saved; "auto" is
-    what the run began with (`plans`).
+    Raises `InputError` if that fails, and if the workdir has checkpoints of a config that differs in more than `free`;
+    "auto" is what the run began with (`plans`).
     """
     file = workdir / "config.json"
     text = json.dumps(config.to_dict(), indent=2) + "\n"
@@ -38,9 +37,8 @@ def claim(workdir: Path, config: Config) -> None:
     lines = differences(former, config)
     changed = [line for line in lines if not line.startswith(free) and not line.endswith(", is 'auto'")]
     if changed:
-        raise InputError(
-            f"workdir {workdir} belongs to another config: {'; '.join(changed[:5])}: choose another --workdir"
-        )
+        differing = "; ".join(changed[:5])
+        raise InputError(f"workdir {workdir} belongs to another config: {differing}: choose another --workdir")
 
 
 def plain_values(config: Config) -> dict[str, Any]:

@@ -73,10 +73,7 @@ def sign(file: Path, *, base_fingerprint: Fingerprint | None) -> None:
 
 
 def check_signature(file: Path, base: TensorSource) -> None:
-    """Raise `InputError` if an adapter has changed since it was signed, or was trained on another base than this.
-
-    Adapters of other programs are not signed.
-    """
+    """Raise `InputError` if a signed adapter has changed since, or was trained on another base than this."""
     signature = file.parent / SIGNATURE
     if not signature.exists():
         return

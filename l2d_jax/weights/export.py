@@ -9,6 +9,7 @@ Tensors keep their bits, except those that a format has to compute: W + (alpha /
 an adapted weight of the language model, in the type of the base. Only `peft` keeps an adapter apart from the base.
 """
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -71,11 +72,7 @@ class Parts:
 
 
 def export_model(model: str, out: Path, *, format: str, as_torch: bool = False) -> None:
-    """Write a model folder, or a workdir that has finished, in one of `FORMATS`, complete or not at all.
-
-    `as_torch` writes a state dict as `pytorch_model.bin`, which the release's own programs read. Raises `InputError`
-    for files that are missing or malformed, tensors that do not fit, and a part that the model lacks.
-    """
+    """Write a model folder, or a workdir that has finished, in one of `FORMATS`, whole; raises `InputError`."""
     if as_torch and not format.startswith("l2d"):
         raise InputError(f"--torch is about the release's state dict: leave it out with --format {format}")
     parts = Parts.open(model)
@@ -86,10 +83,9 @@ def export_model(model: str, out: Path, *, format: str, as_torch: bool = False) 
 def copy_texts(language_model: BaseAndAdapters, out: Path) -> None:
     """Copy the config, tokenizer and chat template of a language model."""
     for folder in dict.fromkeys((language_model.folder, language_model.tokenizer_folder)):
-        for pattern in KEPT:
-            for file in folder.glob(pattern):
-                if file.name not in REPLACED:
-                    shutil.copyfile(file, out / file.name)
+        for file in itertools.chain.from_iterable(map(folder.glob, KEPT)):
+            if file.name not in REPLACED:
+                shutil.copyfile(file, out / file.name)
 
 
 def write_llm(llm: TensorSource, architecture: Architecture, out: Path) -> None:
@@ -107,10 +103,7 @@ def save_adapter(folder: Path, trained: LLMAdapter, *, base: str, base_fingerpri
 
 
 def save_llm(folder: Path, trained: LLM, base: ModelConfig, *, mesh: Mesh) -> None:
-    """Write a trained model into an existing folder, as `transformers` reads it; all processes must call this.
-
-    Weights have the type of the products in training (`config.model.dtype`); config and tokenizer are the base's.
-    """
+    """Write a trained model as `transformers` reads it, in `config.model.dtype`; all processes must call this."""
     trained = model_folder.cast_llm(trained, dtype=base.dtype, mesh=mesh)
     tensors = mapping.tensors(trained, mapping.LLM_ROWS)
     if not processes.is_first():
@@ -166,10 +159,9 @@ def _peft(parts: Parts, out: Path, _file: str) -> None:
         count = f"{len(folders)} LoRA adapters, one upon the other" if folders else "no LoRA adapter of its own"
         raise InputError(f"the language model of {parts.name} has {count}: export it with another format")
     named = read_json(folders[0] / peft.CONFIG).get("base_model_name_or_path")
-    peft.Adapter.open(folders[0], parts.architecture).write(
-        out, base=named or absolute_name(str(parts.language_model.folder))
-    )
-    base = SafetensorsFolder.open(parts.language_model.folder)
+    folder = parts.language_model.folder
+    peft.Adapter.open(folders[0], parts.architecture).write(out, base=named or absolute_name(str(folder)))
+    base = SafetensorsFolder.open(folder)
     digests.sign(out / peft.WEIGHTS, base_fingerprint=digests.source_fingerprint(base))
 
 

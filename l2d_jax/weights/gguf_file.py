@@ -1,10 +1,10 @@
 """The GGUF format (https://github.com/ggml-org/ggml, docs/gguf.md): metadata and tensors by name.
 
 Notable: the format is read here, not by `gguf.GGUFReader`, which trusts every length in the file and makes a NumPy
-array per token; `gguf` dequantises. Tensors must lie as writers lay them out and llama.cpp demands it: in the order of
-their entries, each where the one before ends, rounded up to the alignment. The format has no checksum, so that no check
-sees a changed bit of data or of a value that is in range, two tensors of one shape under exchanged names, nor all
-tensors of one kind under the name of another kind of the same size.
+array per token; `gguf` dequantises. Tensors must lie as llama.cpp demands it: in the order of their entries, each where
+the one before ends, rounded up to the alignment. The format has no checksum, so that no check sees a changed bit of
+data or of a value that is in range, two tensors of one shape under exchanged names, nor all tensors of one kind under
+the name of another kind of the same size.
 """
 
 import math

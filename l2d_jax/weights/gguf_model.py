@@ -46,10 +46,9 @@ def read_documents(file: GGUFFile, dtype: Dtype) -> dict[str, str]:
     names = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
     values = {token: file.find(f"tokenizer.ggml.{name}_token_id", int) for token, name in names.items()}
     ids = {token: i for token, i in values.items() if i is not None}
-    if not 0 < len(tokens) <= config["vocab_size"] or not all(0 <= i < len(tokens) for i in ids.values()):
-        raise InputError(
-            f"{file.path}: {len(tokens)} tokens do not fit token ids {ids} and {config['vocab_size']} rows"
-        )
+    rows = config["vocab_size"]
+    if not 0 < len(tokens) <= rows or not all(0 <= i < len(tokens) for i in ids.values()):
+        raise InputError(f"{file.path}: {len(tokens)} tokens do not fit token ids {ids} and {rows} rows")
     generation = {f"{token}_id": i for token, i in ids.items() if token != "unk_token"}
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # a named class would put its own pre-tokenizer in place of ours
@@ -68,10 +67,7 @@ def read_documents(file: GGUFFile, dtype: Dtype) -> dict[str, str]:
 
 
 def read_weights(file: GGUFFile, dtype: Dtype) -> Iterator[tuple[str, Callable[[], Float[np.ndarray, "..."]]]]:
-    """Hugging Face's name of each tensor and a function that reads it.
-
-    Raises `InputError` that names each tensor that is missing, unknown or of an unexpected shape.
-    """
+    """Hugging Face's name of each tensor and a function that reads it; `InputError` for tensors that do not fit."""
     config = _config(file)
     known = gguf.get_tensor_name_map(gguf.MODEL_ARCH[config["model_type"].upper()], config["num_hidden_layers"])
     shapes = mapping.llm_shapes(Architecture.from_hf(config))
@@ -101,17 +97,15 @@ def _config(file: GGUFFile) -> dict[str, Any]:
     """The keys of config.json that depend on neither tokenizer nor dtype."""
     architecture = file.get("general.architecture", str)
     if architecture not in ARCHITECTURES:
-        raise InputError(
-            f"{file.path} is of architecture {shown(architecture)}: supported are {', '.join(ARCHITECTURES)}"
-        )
+        supported = f"supported are {', '.join(ARCHITECTURES)}"
+        raise InputError(f"{file.path} is of architecture {shown(architecture)}: {supported}")
     if (parts := file.find("split.count", int) or 1) != 1:
         raise InputError(f"{file.path} is one of {parts} parts: join them with llama-gguf-split --merge")
 
     def count(key: str, default: int | None = None) -> int:
         key = f"{architecture}.{key}"
-        value = file.get(key, int) if default is None else file.find(key, int)
-        value = default if value is None else value
-        if value is None or not 0 < value < 2**31:
+        value = file.get(key, int) if default is None or key in file.metadata else default
+        if not 0 < value < 2**31:
             raise InputError(f"{file.path}: metadata {key} must be positive, got {value}")
         return value
 
@@ -185,14 +179,11 @@ def _tokenizer(file: GGUFFile) -> tokenizers.Tokenizer:
         reason = str(error).partition("\n")[0]
         raise InputError(f"{file.path}: tokens, token_type and merges make no tokenizer ({reason})") from None
     words = PRE_TOKENIZERS[pre]
-    if words is None:
-        split = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    else:
-        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        split = [pre_tokenizers.Split(Regex(words), "isolated"), byte_level]
+    split = pre_tokenizers.Split(Regex(words), "isolated") if words else pre_tokenizers.Digits(individual_digits=True)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words is None)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)
     tokenizer.decoder = decoders.ByteLevel()
     for token, kind in zip(tokens, kinds, strict=True):
         if kind in (CONTROL, USER_DEFINED):
@@ -201,9 +192,7 @@ def _tokenizer(file: GGUFFile) -> tokenizers.Tokenizer:
     bos = file.find("tokenizer.ggml.bos_token_id", int)
     steps: list[processors.PostProcessor] = [processors.ByteLevel(trim_offsets=False)]
     if bos is not None and (pre == "llama-bpe" if add_bos is None else add_bos):
-        bos_token = (tokens[bos], bos)
-        steps.append(
-            processors.TemplateProcessing(f"{tokens[bos]} $A", f"{tokens[bos]} $A {tokens[bos]}:1 $B:1", [bos_token])
-        )
+        text = tokens[bos]
+        steps.append(processors.TemplateProcessing(f"{text} $A", f"{text} $A {text}:1 $B:1", [(text, bos)]))
     tokenizer.post_processor = processors.Sequence(steps)
     return tokenizer

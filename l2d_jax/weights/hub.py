@@ -37,17 +37,14 @@ def plan_download(name: str) -> Download:
 
     hub_id, revision = split_revision(name)
     cache = Path(huggingface_hub.constants.HF_HUB_CACHE)
+    wanted: dict[str, Any] = {"allow_patterns": FILES, "revision": revision}
     try:
-        files = _ask(hub_id, allow_patterns=FILES, revision=revision, dry_run=True)
-    except InputError:
+        files = _ask(hub_id, **wanted, dry_run=True)
+    except InputError as error:
         try:  # a host without a network may have it all
-            folder = huggingface_hub.snapshot_download(
-                hub_id, allow_patterns=FILES, revision=revision, local_files_only=True
-            )
+            folder = huggingface_hub.snapshot_download(hub_id, **wanted, local_files_only=True)
         except Exception:
-            folder = None
-        if folder is None:
-            raise
+            raise error from None
         return Download(os.path.basename(folder), 0, cache)
     if not files:
         raise InputError(f"{hub_id} has no files of a model on the hub: check the name")
@@ -62,12 +59,9 @@ def _ask(hub_id: str, **options: Any) -> Any:
     try:
         return huggingface_hub.snapshot_download(hub_id, **options)
     except errors.GatedRepoError:
-        raise InputError(
-            f"{hub_id} is gated: accept its licence at https://huggingface.co/{hub_id} and set HF_TOKEN to a token of "
-            "that account"
-        ) from None
+        remedy = f"accept its licence at https://huggingface.co/{hub_id} and set HF_TOKEN to a token of that account"
+        raise InputError(f"{hub_id} is gated: {remedy}") from None
     except Exception as error:  # the client raises those of its HTTP library, which changes, and many others
         reason = shorten(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", 140)
-        raise InputError(
-            f"no folder {shown(hub_id)}, nor could the hub give it ({reason}): give a local folder"
-        ) from None
+        problem = f"no folder {shown(hub_id)}, nor could the hub give it ({reason})"
+        raise InputError(f"{problem}: give a local folder") from None

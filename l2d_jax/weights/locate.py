@@ -32,9 +32,7 @@ def is_on_hub(name: str) -> bool:
 def locate(name: str, *, files: list[str] = hub.FILES) -> Path:
     """The folder that `name` stands for: itself, the conversion of a GGUF file, or a download of `files` from the hub.
 
-    Conversions are in bfloat16, and are kept in `files.cache_folder`. A name in a folder that is here is a path, and is
-    not looked up on the hub, where anybody may have taken it.
-    Raises `InputError` where there is no such folder or file, or where the download fails.
+    A name in a folder that is here is a path, and is not looked up on the hub, where anybody may have taken it.
     """
     hub_id = name.removeprefix(HUB)
     if name.startswith(SCHEME):
@@ -48,17 +46,13 @@ def locate(name: str, *, files: list[str] = hub.FILES) -> Path:
         if HUB_ID.fullmatch(name) and os.path.isdir(path.parent):
             raise InputError(f"{path.parent} has no folder {path.name}: check the path, or give {HUB}{name}")
     if not HUB_ID.fullmatch(hub_id):
-        raise InputError(
-            f"{shown(name)} is neither a folder, nor a .gguf file, nor a hub id (org/name): check the path"
-        )
+        kinds = "neither a folder, nor a .gguf file, nor a hub id (org/name)"
+        raise InputError(f"{shown(name)} is {kinds}: check the path")
     return hub.download(hub_id, files)
 
 
 def convert_gguf(path: Path, out: Path, *, dtype: gguf_model.Dtype = "bfloat16") -> None:
-    """Write a GGUF file as a Hugging Face folder into the existing empty folder `out`: config, weights, tokenizer.
-
-    Raises `InputError` for a malformed file and for what this project does not support.
-    """
+    """Write a GGUF file as a Hugging Face folder into the existing empty folder `out`; raises `InputError`."""
     file = GGUFFile.open(path)
     for name, text in gguf_model.read_documents(file, dtype).items():
         (out / name).write_text(text, encoding="utf-8")
@@ -90,8 +84,8 @@ class BaseAndAdapters:
     @property
     def tokenizer_folder(self) -> Path:
         """The last folder that has a tokenizer: an adapter may have been trained with its own."""
-        folders = [self.folder, *self.adapters]
-        return next((folder for folder in reversed(folders) if (folder / "tokenizer.json").exists()), self.folder)
+        folders = (*reversed(self.adapters), self.folder)
+        return next((folder for folder in folders if (folder / "tokenizer.json").exists()), self.folder)
 
 
 def find_base_and_adapters(name: str, *, files: list[str] = hub.FILES) -> BaseAndAdapters:
@@ -116,11 +110,7 @@ def absolute_name(name: str) -> str:
 
 
 def base_record(name: str, folder: Path) -> dict[str, Any]:
-    """The entries by which a file in `folder` names a base, wherever the file is read from: see `read_base_name`.
-
-    A local base is recorded by its absolute path, which holds when the folder alone is moved, and by the path from the
-    folder, which holds when both are moved together, or are mounted elsewhere. A hub id is recorded as one.
-    """
+    """The entries by which a file in `folder` names a base, even when that folder or both have been moved."""
     absolute = absolute_name(name)
     if Path(absolute).is_absolute():
         return {"base": absolute, NEARBY: os.path.relpath(absolute, folder.resolve())}
@@ -128,13 +118,10 @@ def base_record(name: str, folder: Path) -> dict[str, Any]:
 
 
 def read_base_name(file: Path, key: str = "base", *, what: str | None = None) -> str:
-    """The base that a file names under a key; a hub id begins with `HUB`.
+    """The base that a file names under a key (`what`, in an error); a hub id begins with `HUB`; raises `InputError`.
 
-    Files of former versions do not say whether `org/name` is a folder or a hub id: it is a path from the working
-    directory, and never looked up on the hub, where anybody may have taken the name of a folder. PEFT's files do not
-    say it either; in these it may be both.
-    Raises `InputError` for random weights, which are in no folder, and for a local base that is missing; for a file
-    without the key it says `what` has to be named.
+    In a file of a former version, which does not say whether `org/name` is a folder or a hub id, it is a path from the
+    working directory; in PEFT's files it may be both.
     """
     record = read_json(file)
     name, nearby = record.get(key), record.get(NEARBY)

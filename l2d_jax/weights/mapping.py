@@ -35,11 +35,9 @@ class TensorSource(Protocol):
     @property
     def records(self) -> Mapping[str, Any]:
         """By the name of each tensor, something that has its `shape` and its `dtype`."""
-        ...
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
         """One tensor or a slice of it."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -57,10 +55,9 @@ class Row:
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """For each of their axes, the indices of ours that it joins."""
-        ours, theirs = (side.strip() for side in self.axes.split("->"))
-        letters = ours.split()
+        ours, theirs = self.axes.split("->")
         parts = re.findall(r"\([^)]*\)|\w+", theirs)
-        return tuple(tuple(letters.index(letter) for letter in part.strip("()").split()) for part in parts)
+        return tuple(tuple(ours.split().index(letter) for letter in part.strip("()").split()) for part in parts)
 
     def their_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of their tensor for one layer of ours."""
@@ -89,9 +86,14 @@ class Row:
 _LAYER = "model.layers.{}."
 
 
-def matrix(name: str, *, prefix: str = "") -> str:
-    """Their name of one of `MATRICES`; the path's have the prefix "flow_"."""
-    return f"{_LAYER}{'self_attn' if name in 'qkvo' else 'mlp'}.{prefix}{name}_proj"
+def matrix_rows(names: Iterable[str], theirs: str, ours: str, axes: str, *, prefix: str = "") -> list[Row]:
+    """A row for each of some `MATRICES`: %s is its name, and I and O are the axes of its inputs and outputs."""
+    return [
+        Row(theirs % matrix, ours % name, axes.replace("I", inputs).replace("O", outputs))
+        for name in names
+        for matrix in [f"{_LAYER}{'self_attn' if name in 'qkvo' else 'mlp'}.{prefix}{name}_proj"]
+        for inputs, outputs in [map(" ".join, MATRICES[name])]
+    ]
 
 
 def _linear(theirs: str, ours: str, inputs: str, outputs: str) -> list[Row]:
@@ -101,30 +103,14 @@ def _linear(theirs: str, ours: str, inputs: str, outputs: str) -> list[Row]:
     ]
 
 
-def _matrices(names: Iterable[str], *, prefix: str = "", biased: str = "qkv") -> Iterator[Row]:
-    """Whole matrices of a block, of which some may have a bias."""
-    for name in names:
-        theirs, (inputs, outputs) = matrix(name, prefix=prefix), map(" ".join, MATRICES[name])
-        yield Row(f"{theirs}.weight", f"layers.{name}", f"{inputs} {outputs} -> ({outputs}) ({inputs})")
-        if name in biased:
-            yield Row(f"{theirs}.bias", f"layers.{name}_bias", f"{outputs} -> ({outputs})")
-
-
-def _updates(names: Iterable[str]) -> Iterator[Row]:
-    """The low-rank updates of matrices, which lie there as they do here."""
-    for name in names:
-        theirs, (inputs, outputs) = matrix(name, prefix="flow_"), map(" ".join, MATRICES[name])
-        yield Row(f"{theirs}.A", f"layers.{name}.a", f"{inputs} rank -> ({inputs}) rank")
-        yield Row(f"{theirs}.B", f"layers.{name}.b", f"rank {outputs} -> rank ({outputs})")
-
-
 LLM_ROWS = [
     Row("model.embed_tokens.weight", "embed", "v d -> v d"),
     Row("model.norm.weight", "norm", "d -> d"),
     Row("lm_head.weight", "head", "v d -> v d"),
     Row(_LAYER + "input_layernorm.weight", "layers.attention_norm", "d -> d"),
     Row(_LAYER + "post_attention_layernorm.weight", "layers.mlp_norm", "d -> d"),
-    *_matrices(MATRICES),
+    *matrix_rows(MATRICES, "%s.weight", "layers.%s", "I O -> (O) (I)"),
+    *matrix_rows("qkv", "%s.bias", "layers.%s_bias", "O -> (O)"),
 ]
 
 PATH_ROWS = [
@@ -138,8 +124,11 @@ PATH_ROWS = [
     *_linear("model.modulation_head.mlp.2", "merge.last", "e", "d"),
     *_linear(_LAYER + "modulation_head.mlp.0", "layers.modulation.first", "i", "e"),
     *_linear(_LAYER + "modulation_head.mlp.2", "layers.modulation.last", "e", "p d"),
-    *_updates((*ADAPTED, *KEYS)),  # those of k and v are not in the release
-    *_matrices((*ADAPTED, *KEYS), prefix="flow_", biased="q"),
+    # Updates and full copies, of which those of k and v are not in the release.
+    *matrix_rows((*ADAPTED, *KEYS), "%s.A", "layers.%s.a", "I rank -> (I) rank", prefix="flow_"),
+    *matrix_rows((*ADAPTED, *KEYS), "%s.B", "layers.%s.b", "rank O -> rank (O)", prefix="flow_"),
+    *matrix_rows((*ADAPTED, *KEYS), "%s.weight", "layers.%s", "I O -> (O) (I)", prefix="flow_"),
+    *matrix_rows("q", "%s.bias", "layers.%s_bias", "O -> (O)", prefix="flow_"),
 ]
 
 
@@ -194,16 +183,15 @@ def check_tensors(
 ) -> None:
     """Raise one `InputError` that names what is missing, extra, misshaped or no weight (the first few of each).
 
-    Weights are floating-point numbers; float16 and bfloat16 in one file are refused, for where the header is damaged
-    each passes for the other.
+    float16 and bfloat16 in one file are refused: where the header is damaged, each passes for the other.
     """
     present = source.records
     kinds = {name: np.dtype(present[name].dtype) for name in shapes if name in present}
     halves = {str(kind) for kind in kinds.values()} >= {"float16", "bfloat16"}
     misshaped = [
-        f"{name} has shape {list(present[name].shape)}, expected {list(shape)}"
-        for name, shape in shapes.items()
-        if name in present and present[name].shape != shape
+        f"{name} has shape {list(present[name].shape)}, expected {list(shapes[name])}"
+        for name in kinds
+        if present[name].shape != shapes[name]
     ]
     faults = [
         ("missing", sorted(shapes.keys() - present.keys())),
@@ -229,19 +217,13 @@ def load_tree(declared: Any, source: TensorSource, mesh: Mesh, *, rows: Iterable
 
 
 def tensors(tree: Any, rows: Iterable[Row]) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
-    """The name of each of their tensors, and a function that makes it from our arrays; values keep their bits.
+    """The name of each of their tensors, and a function that makes it, bit for bit, which all processes must call."""
 
-    Where several processes hold parts of the arrays, all must call every function, in this order.
-    """
-    for leaf in leaves(tree, rows):
-        for i, name in enumerate(leaf.names()):
-            yield name, partial(_tensor, leaf, i)
+    def make(leaf: Leaf, i: int) -> np.ndarray:
+        layer = leaf.value[i] if leaf.row.stacked else leaf.value  # one layer is on a device at a time
+        return leaf.row.to_theirs(np.asarray(multihost_utils.process_allgather(layer, tiled=True)))
 
-
-def _tensor(leaf: Leaf, index: int) -> np.ndarray:
-    """One tensor of theirs, gathered from the processes that hold parts of it; one layer is on a device at a time."""
-    layer = leaf.value[index] if leaf.row.stacked else leaf.value
-    return leaf.row.to_theirs(np.asarray(multihost_utils.process_allgather(layer, tiled=True)))
+    return ((name, partial(make, leaf, i)) for leaf in leaves(tree, rows) for i, name in enumerate(leaf.names()))
 
 
 def _read(leaf: Leaf, source: TensorSource, index: tuple[slice, ...] | None) -> np.ndarray:

@@ -1,8 +1,7 @@
 """Opens models: the frozen base by folder, hub id or GGUF file, and the path that lies beside it.
 
 A model folder is an ordinary Hugging Face folder with two files more: `path.safetensors`, with the tensor names of the
-authors' release, and `path.json`, with the options of the path and the name of its base. A base may also be a folder
-with a LoRA adapter alone, which names its own base (`locate.find_base_and_adapters`).
+authors' release, and `path.json`, with the options of the path and the name of its base.
 """
 
 import dataclasses
@@ -84,8 +83,7 @@ def cast_llm(llm: LLM, *, dtype: str, mesh: Mesh) -> LLM:
     """Cast floating-point weights to another type; for int8 the arrays of `llm` are donated."""
     declared = LLM.declare(llm.architecture, dtype="bfloat16" if dtype == "int8" else dtype)
     if llm.embed.dtype != declared.embed.dtype:
-        cast = jax.jit(lambda tree: jax.tree.map(lambda a: a.astype(declared.embed.dtype), tree))
-        llm = cast(llm)
+        llm = jax.jit(lambda tree: jax.tree.map(lambda a: a.astype(declared.embed.dtype), tree))(llm)
     if dtype != "int8":
         return llm
     placed = sharding.shardings(LLM.declare(llm.architecture, dtype="int8").layers, mesh)
@@ -102,32 +100,26 @@ def read_architecture(config: ModelConfig) -> Architecture:
 
 
 def find_base(config: ModelConfig) -> BaseFiles:
-    """Find and check the files of the base model.
-
-    Raises `InputError` for a missing or malformed folder, tensors that do not fit the architecture, and an
-    architecture in the config that differs from the folder's.
-    """
+    """Find and check the files of the base, and the architecture in the config; raises `InputError`."""
     if config.name == "random":
         of_bytes = byte_tokenizer()
         return BaseFiles(read_architecture(config), of_bytes, stop_ids(of_bytes), None)
     language_model = locate.find_base_and_adapters(config.name)
-    folder = language_model.folder
-    raw = read_json(folder / "config.json")
-    architecture = Architecture.from_hf(raw, where=folder / "config.json")
-    ours = architecture if config.architecture is None else Architecture.from_hf(config.architecture)
-    pairs = zip(vars(ours).items(), vars(architecture).values(), strict=True)
-    others = [f"{name} {here} here, {there} there" for (name, here), there in pairs if here != there]
+    file = language_model.folder / "config.json"
+    architecture = Architecture.from_hf(read_json(file), where=file)
+    ours = vars(architecture if config.architecture is None else Architecture.from_hf(config.architecture))
+    others = [
+        f"{name} {ours[name]} here, {value} there" for name, value in vars(architecture).items() if value != ours[name]
+    ]
     if others:
         raise InputError(
-            f"config.model.architecture differs from {folder / 'config.json'}: {', '.join(others)}: "
+            f"config.model.architecture differs from {file}: {', '.join(others)}: "
             "set --config.model.architecture=None to take the folder's"
         )
     source = open_weights(language_model, architecture)
-    texts = language_model.tokenizer_folder
-    has_text, vocabulary = (texts / "tokenizer.json").exists(), architecture.vocab_size
-    tokenizer = load_tokenizer(texts, vocabulary=vocabulary) if has_text else None
-    ends = _stop_ids(folder, raw, vocabulary)
-    ends += stop_ids(tokenizer) if tokenizer else ()
+    texts, vocabulary = language_model.tokenizer_folder, architecture.vocab_size
+    tokenizer = load_tokenizer(texts, vocabulary=vocabulary) if (texts / "tokenizer.json").exists() else None
+    ends = _stop_ids(language_model.folder, vocabulary) + (stop_ids(tokenizer) if tokenizer else ())
     return BaseFiles(architecture, tokenizer, tuple(dict.fromkeys(ends)), source)
 
 
@@ -161,10 +153,7 @@ def open_weights(language_model: locate.BaseAndAdapters, architecture: Architect
 
 
 def check_llm(source: TensorSource, architecture: Architecture) -> None:
-    """Raise `InputError` unless a source holds all tensors of an LM, and nothing else.
-
-    The alias of a tied head and the rotary buffers of old exports are ignored.
-    """
+    """Raise `InputError` unless a source has an LM's tensors and no others (but a tied head and rotary buffers)."""
     alias = {"lm_head.weight"} if architecture.tied else set()
     buffers = {name for name in source.records if name.endswith("rotary_emb.inv_freq")}
     mapping.check_tensors(source, mapping.llm_shapes(architecture), ignored=frozenset(alias | buffers))
@@ -201,10 +190,9 @@ def record_base(workdir: Path, config: ModelConfig, base_fingerprint: Fingerprin
 
 
 def recorded_base(workdir: Path, config: ModelConfig) -> ModelConfig:
-    """The config of a run's base, named by the place where its workdir records that it lies.
+    """The config of a run's base, named by the place where its workdir records that it lies; raises `InputError`.
 
     Workdirs of former versions may record none: the base in their config is a path from the working directory.
-    Raises `InputError` for a base that is missing.
     """
     file, is_here = workdir / BASE, os.path.exists(os.path.expanduser(config.name))
     if not file.exists():
@@ -231,10 +219,9 @@ def read_path_config(folder: Path) -> PathConfig:
 
 
 def check_trained_path(folder: Path, base: BaseFiles | None = None) -> str:
-    """The hash of a path and its options.
+    """The hash of a path and its options; paths of former versions do not say what they were trained on.
 
-    Raises `InputError` if they have changed since they were written, or if `base` is not the base that the path was
-    trained on. Paths of former versions do not say.
+    Raises `InputError` if they have changed since they were written, or if the path was trained on another base.
     """
     file = folder / "path.json"
     record, source = read_json(file), SafetensorsFolder.open_file(folder / "path.safetensors")
@@ -264,13 +251,12 @@ def load_path(folder: Path, architecture: Architecture, mesh: Mesh) -> Diffusion
     return mapping.load_tree(DiffusionPath.declare(config, architecture), source, mesh, rows=mapping.PATH_ROWS)
 
 
-def _stop_ids(folder: Path, raw: dict[str, Any], vocabulary: int) -> tuple[int, ...]:
+def _stop_ids(folder: Path, vocabulary: int) -> tuple[int, ...]:
     """Stop token ids of generation_config.json or else config.json, as in transformers; raises `InputError`."""
     file = folder / "generation_config.json"
-    given = read_json(file) if file.exists() else {}
-    if "eos_token_id" not in given:
-        file, given = folder / "config.json", raw
-    eos = given.get("eos_token_id")
+    if not file.exists() or "eos_token_id" not in read_json(file):
+        file = folder / "config.json"
+    eos = read_json(file).get("eos_token_id")
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(type(token) is int and 0 <= token < vocabulary for token in ids):
         rule = f"eos_token_id must be one or a list of the ids 0 to {vocabulary - 1}"

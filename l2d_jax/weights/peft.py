@@ -22,19 +22,14 @@ from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.axes import MATRICES
 from l2d_jax.model.lora import LLMAdapter
 from l2d_jax.weights import mapping
-from l2d_jax.weights.mapping import Row, TensorSource
+from l2d_jax.weights.mapping import TensorSource
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 ROWS = [  # the table of an `LLMAdapter`
-    row
-    for name, axes in MATRICES.items()
-    for inputs, outputs in [map(" ".join, axes)]
-    for row in (
-        Row(f"{PREFIX}{mapping.matrix(name)}.lora_A.weight", f"{name}.a", f"{inputs} rank -> rank ({inputs})"),
-        Row(f"{PREFIX}{mapping.matrix(name)}.lora_B.weight", f"{name}.b", f"rank {outputs} -> ({outputs}) rank"),
-    )
+    *mapping.matrix_rows(MATRICES, f"{PREFIX}%s.lora_A.weight", "%s.a", "I rank -> rank (I)"),
+    *mapping.matrix_rows(MATRICES, f"{PREFIX}%s.lora_B.weight", "%s.b", "rank O -> (O) rank"),
 ]
 # Options of PEFT that would change the result, each with the only value that is implemented here.
 PLAIN = {
@@ -138,10 +133,7 @@ def adapter_shapes(config: AdapterConfig, architecture: Architecture) -> dict[st
 
 
 def write_adapter(folder: Path, config: AdapterConfig, tensors: Mapping[str, np.ndarray], *, base: str) -> None:
-    """Write an adapter's two files into an existing folder, as PEFT reads them; the tensors keep their bits.
-
-    `base` is a hub id or a path; PEFT reads a relative path from the working directory, so an absolute one is better.
-    """
+    """Write an adapter's two files into an existing folder, as PEFT reads them; `base` is a hub id or absolute path."""
     options: dict[str, Any] = {
         **PLAIN,
         "task_type": "CAUSAL_LM",

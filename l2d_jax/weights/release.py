@@ -57,61 +57,48 @@ OTHERS = {
     "reinit_flow_params": False,
 }
 
+NAMES = {  # of the path's options, in the release and here
+    "flow_representation_dim": "width",
+    "flow_to_lm_hidden_size": "translation_width",
+    "timestep_modulation_freq_embedding_size": "frequency_width",
+    "timestep_modulation_hidden_size": "condition_width",
+    "noise_rescaling": "sigma",
+    "separate_flow_params_with_lora": "layers",  # true for "lora"
+    "flow_lora_rank": "lora_rank",
+    "flow_lora_alpha": "lora_alpha",
+    "guidance_modulation_num_classes": "classes",
+    "guidance_modulation_training_dropout": "class_dropout",
+}
+
 
 def parse_hyperparameters(raw: Mapping[str, Any]) -> PathConfig:
-    """The path's options from the release's keyword arguments, bare or under `l2d_kwargs`.
-
-    Raises `InputError` for an option that is missing or has a value that no published config uses.
-    """
+    """The path's options from the release's keyword arguments, bare or under `l2d_kwargs`; raises `InputError`."""
     options = raw.get("l2d_kwargs", raw)
     if not isinstance(options, Mapping):
         raise InputError(f"l2d_kwargs must be the release's keyword arguments, got {options!r:.60}")
     for name, value in FIXED.items():
         if options.get(name, value) != value:
             raise InputError(f"hyper-parameter {name} = {options[name]!r} is not supported, only {value!r}")
-    try:
-        rank = options.get("flow_lora_rank") or PathConfig.lora_rank
-        alpha = options.get("flow_lora_alpha")
-        ours = {
-            "width": options["flow_representation_dim"],
-            "translation_width": options["flow_to_lm_hidden_size"],
-            "frequency_width": options["timestep_modulation_freq_embedding_size"],
-            "condition_width": options["timestep_modulation_hidden_size"],
-            "sigma": options["noise_rescaling"],
-            "layers": "lora" if options["separate_flow_params_with_lora"] else "dense",
-            "lora_rank": rank,
-            "lora_alpha": 2 * rank if alpha in (None, -1) else alpha,  # the release's own reading of None
-            "classes": options.get("guidance_modulation_num_classes") or 0,
-            "class_dropout": options.get("guidance_modulation_training_dropout", PathConfig.class_dropout),
-        }
-    except KeyError as error:
-        raise InputError(f"hyper-parameter {error.args[0]} is missing: give the release's keyword arguments") from None
+    ours = {name: options[theirs] for theirs, name in NAMES.items() if theirs in options}
+    for theirs, name in NAMES.items():
+        if name not in (*ours, "lora_rank", "lora_alpha", "classes", "class_dropout"):
+            raise InputError(f"hyper-parameter {theirs} is missing: give the release's keyword arguments")
+    ours["layers"] = "lora" if ours["layers"] else "dense"
+    rank = ours["lora_rank"] = ours.get("lora_rank") or PathConfig.lora_rank
+    if ours.get("lora_alpha") in (None, -1):
+        ours["lora_alpha"] = 2 * rank  # the release's own reading of None
+    ours["classes"] = ours.get("classes") or 0
     return from_dict(PathConfig, ours, prefix="hyper-parameters")
 
 
 def options(config: PathConfig) -> dict[str, Any]:
-    """All of the release's keyword arguments for a path; `parse_hyperparameters` reads those that describe the path."""
-    return {
-        **FIXED,
-        **OTHERS,
-        "flow_representation_dim": config.width,
-        "flow_to_lm_hidden_size": config.translation_width,
-        "timestep_modulation_freq_embedding_size": config.frequency_width,
-        "timestep_modulation_hidden_size": config.condition_width,
-        "noise_rescaling": config.sigma,
-        "separate_flow_params_with_lora": config.layers == "lora",
-        "flow_lora_rank": config.lora_rank,
-        "flow_lora_alpha": config.lora_alpha,
-        "guidance_modulation_num_classes": config.classes,
-        "guidance_modulation_training_dropout": config.class_dropout,
-    }
+    """All of the release's keyword arguments for a path."""
+    ours = {theirs: getattr(config, name) for theirs, name in NAMES.items()}
+    return {**FIXED, **OTHERS, **ours, "separate_flow_params_with_lora": config.layers == "lora"}
 
 
 def write_checkpoint(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a state dict: `.safetensors`, or `.bin` as the release's own programs read it, which takes torch.
-
-    All of it is in memory at the time. Raises `InputError` where torch is missing.
-    """
+    """Write a state dict, made in memory: `.safetensors`, or `.bin` for the release's programs, which takes torch."""
     torch = None if file.suffix == ".safetensors" else _import_torch(file)
     made = {tensor: tensor() if torch is None else _tensor(tensor()) for tensor in dict.fromkeys(tensors.values())}
     state = {name: made[tensor] for name, tensor in tensors.items()}  # aliases share their memory
@@ -162,10 +149,7 @@ def aliases(own: Collection[str], trained: Iterable[str]) -> dict[str, str]:
 def check_checkpoint(
     source: TensorSource, architecture: Architecture, config: PathConfig
 ) -> tuple[list[str], list[str]]:
-    """The names of the LM's and of the path's tensors in a state dict, once all of it is known to be sound.
-
-    Raises `InputError` for a missing, extra or misshaped tensor, and for an alias whose bits differ from its original.
-    """
+    """The names of the LM's and the path's tensors in a state dict; `InputError` for those that do not fit."""
     own, trained = mapping.llm_shapes(architecture), mapping.path_shapes(config, architecture)
     same = aliases(own, trained)
     shapes = own | trained | {alias: own[name] for alias, name in same.items()}
@@ -189,24 +173,23 @@ def merge_lora(
     """The tensors of a LoRA path under the names of a dense one: W + (alpha / r) A B, in float32."""
     scale = np.float32(config.lora_alpha / config.lora_rank)
 
-    def weight(stem: str) -> np.ndarray:
-        a, b = (np.asarray(path.read(f"{stem}.{part}"), np.float32) for part in "AB")
-        return np.asarray(llm.read(f"{_frozen(stem)}.weight"), np.float32) + scale * (a @ b).T
-
-    def bias(stem: str) -> np.ndarray:
-        return np.asarray(llm.read(f"{_frozen(stem)}.bias"), np.float32)
-
-    made: dict[str, Tensor] = {}
-    for name in mapping.path_shapes(dataclasses.replace(config, layers="dense"), architecture):
+    def merged(name: str) -> np.ndarray:
         stem, _, kind = name.rpartition(".")
-        is_shared = f"{stem}.A" in path.records
-        made[name] = partial(weight if kind == "weight" else bias, stem) if is_shared else partial(path.read, name)
-    return made
+        if f"{stem}.A" not in path.records:
+            return path.read(name)
+        tensor = np.asarray(llm.read(_frozen(name)), np.float32)
+        if kind == "bias":
+            return tensor
+        a, b = (np.asarray(path.read(f"{stem}.{part}"), np.float32) for part in "AB")
+        return tensor + scale * (a @ b).T
+
+    names = mapping.path_shapes(dataclasses.replace(config, layers="dense"), architecture)
+    return {name: partial(merged, name) for name in names}
 
 
-def _frozen(stem: str) -> str:
-    """The LM's layer that a layer of the path starts from."""
-    return stem.replace(".flow_", ".")
+def _frozen(name: str) -> str:
+    """The LM's layer, or its tensor, that one of the path starts from."""
+    return name.replace(".flow_", ".")
 
 
 def lazy_tensors(source: TensorSource, names: Iterable[str]) -> dict[str, Tensor]:

@@ -1,10 +1,9 @@
 """Safetensors files, alone or as the shards of one folder: read by tensor or by slice, and written.
 
 Only safetensors are read: pickles (*.bin, *.pt) can run code as they load. A header is checked in full as it is opened
-(the tensors must tile the data, see https://github.com/huggingface/safetensors, "Format"); data is memory-mapped for
-each read, so that a slice costs that slice. No check sees a flipped bit in the data, for which the format has no
-checksum, nor a file that changes after it was opened. The library's own check names neither file nor tensor, sizes or
-remedy, and lets entries with unknown fields or 70 axes pass, so that headers are parsed here.
+(the tensors must tile the data, see https://github.com/huggingface/safetensors, "Format"), and here, since the
+library's check names neither file nor tensor and lets unknown fields and 70 axes pass. A slice costs that slice. No
+check sees a flipped bit in the data, for which the format has no checksum, nor a change after the file was opened.
 """
 
 import json
@@ -53,15 +52,10 @@ class SafetensorsFolder:
 
     @classmethod
     def open(cls, folder: Path) -> "SafetensorsFolder":
-        """Read the headers of `model.safetensors`, else of the shards of `model.safetensors.index.json`.
-
-        Raises `InputError` for anything that is missing, malformed, truncated or contradictory.
-        """
+        """Read the headers of `model.safetensors`, else of the shards of its index; raises `InputError`."""
         single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-        if single.is_file():
-            return cls(folder, _read_header(single))
-        if index.is_file():
-            return cls(folder, _read_shards(folder, index))
+        if single.is_file() or index.is_file():
+            return cls(folder, _read_header(single) if single.is_file() else _read_shards(folder, index))
         if not folder.is_dir():
             raise InputError(f"there is no folder {folder}: check the path")
         pickles = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
@@ -98,33 +92,28 @@ def write_safetensors(
     *,
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Write `model.safetensors`, or shards of at most `max_shard_bytes` bytes and their index, as transformers does.
-
-    A tensor may be given as a function that makes it; no more than one shard is in memory at a time.
-    """
+    """Write `model.safetensors`, or shards and their index, as transformers does; one shard is in memory at a time."""
     shard: dict[str, np.ndarray] = {}
-    shards: list[list[str]] = []  # the names in each
-    total = 0
+    shards: list[dict[str, int]] = []  # the bytes of each tensor, by name
 
     def write_shard() -> None:
         write_file(folder / f"{len(shards)}.safetensors", shard)
-        shards.append(list(shard))
+        shards.append({name: array.nbytes for name, array in shard.items()})
         shard.clear()
 
     for name, source in tensors:
         array = source() if callable(source) else source
-        assert all(name not in names for names in (shard, *shards)), f"tensor {name!r} is given twice"
+        assert name not in {*shard}.union(*shards), f"tensor {name!r} is given twice"
         if shard and sum(a.nbytes for a in shard.values()) + array.nbytes > max_shard_bytes:
             write_shard()
         shard[name] = array
-        total += array.nbytes
     write_shard()
     files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     if len(shards) == 1:
         files = ["model.safetensors"]
     else:
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in sorted(names)}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": sum(sum(s.values()) for s in shards)}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     for i, file in enumerate(files):
         (folder / f"{i}.safetensors").rename(folder / file)
@@ -184,9 +173,8 @@ def _parse_record(path: Path, name: str, spec: Any, start: int) -> TensorRecord:
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise InputError(f"{where} has dtype {str(dtype)[:80]!r}, which is not one of {', '.join(DTYPES)}: convert it")
     if not _are_counts(shape) or len(shape) > 8 or math.prod(max(n, 1) for n in shape) > MAX_ELEMENTS:
-        raise InputError(
-            f"{where}: a shape has at most 8 extents >= 0 and {MAX_ELEMENTS} elements, got {str(shape)[:80]}"
-        )
+        rule = f"a shape has at most 8 extents >= 0 and {MAX_ELEMENTS} elements"
+        raise InputError(f"{where}: {rule}, got {str(shape)[:80]}")
     size = math.prod(shape) * DTYPES[dtype].itemsize
     if not _are_counts(offsets) or len(offsets) != 2 or offsets[1] - offsets[0] != size:
         raise InputError(f"{where}: {dtype} of shape {shape} takes {size} bytes, data_offsets are {str(offsets)[:80]}")
