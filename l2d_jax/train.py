@@ -35,8 +35,8 @@ def main() -> int | None:
         return 0
     if options.dry_run:
         config, mesh, line = start_planned(config)
-        print(line)
         print(cost_table(config, model_folder.read_architecture(config.model), mesh))
+        print(line.replace("plan: ", "plan  ", 1))  # like the rows of the table
         return 0
     if options.preflight and options.workdir is not None:
         with contextlib.ExitStack() as held:

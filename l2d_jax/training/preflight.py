@@ -17,9 +17,11 @@ from l2d_jax.distributed import processes, sharding
 from l2d_jax.errors import InputError
 from l2d_jax.files import read_json
 from l2d_jax.fingerprint import digest
+from l2d_jax.model.architecture import Architecture
 from l2d_jax.storage import mirror
 from l2d_jax.storage.bucket import Bucket
 from l2d_jax.storage.disk import Disk
+from l2d_jax.training.memory import check_training_memory
 from l2d_jax.training.methods import method_of
 from l2d_jax.weights import hub, locate, model_folder
 
@@ -35,6 +37,7 @@ def check_run(config: Config, workdir: Path, mesh: Mesh) -> list[str]:
         "writing to the workdir": lambda: _write_mark(place, token),
         "one workdir for all": lambda: _find_marks(place, token),
         "base model": lambda: _check_base(config.model.name),
+        "memory": lambda: _check_memory(config, mesh),
         "disk": lambda: _check_disk(config, workdir, mesh),
     }
     where = f"preflight on {socket.gethostname()}: "
@@ -49,12 +52,12 @@ def check_run(config: Config, workdir: Path, mesh: Mesh) -> list[str]:
 
 def pinned_base(name: str, workdir: Path) -> str:
     """A base from the hub with the revision that the workdir records or else its newest; raises `InputError`."""
-    if not locate.is_on_hub(name) or hub.split_revision(name)[1]:
-        return name
     file = workdir / "config.json"
     recorded = str(read_json(file).get("model", {}).get("name")) if file.exists() else ""
     if hub.split_revision(recorded)[0] == hub.split_revision(name)[0]:
         return recorded
+    if not locate.is_on_hub(name) or hub.split_revision(name)[1]:
+        return name
     return f"{name}@{hub.plan_download(name).revision}"
 
 
@@ -109,6 +112,13 @@ def _check_base(name: str) -> str:
     if not locate.is_on_hub(name):
         return str(locate.find_base_and_adapters(name).folder)
     return f"{name}, revision {hub.plan_download(name).revision}"
+
+
+def _check_memory(config: Config, mesh: Mesh) -> str:
+    if config.model.architecture is None:
+        return "counted once the base is here"
+    check_training_memory(config, Architecture.from_hf(config.model.architecture), mesh)
+    return "enough for weights, moments and gradients"
 
 
 def _check_disk(config: Config, workdir: Path, mesh: Mesh) -> str:

@@ -49,8 +49,6 @@ def train(config: Config, workdir: str | os.PathLike[str], *, preemption: Preemp
     folder = mirror.open_folder(workdir)
     with contextlib.ExitStack() as held:
         config, mesh = prepare(config, folder, held)
-        base = processes.decide(lambda: model_folder.recorded_base(folder, config.model).name)
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, name=base))
         return Run(config, folder, mesh).train(preemption)
 
 
@@ -59,7 +57,7 @@ def prepare(
 ) -> tuple[Config, Mesh]:
     """Start JAX, check what every host needs, claim the workdir and keep it `held`.
 
-    Returns the config, with the revision of a base from the hub and the values of the plan, which the workdir records,
+    Returns the config, with the place or revision of the base and the values of the plan, which the workdir records,
     and the mesh; `show` gets a line for each check. Raises `InputError`, before any model or data is read.
     """
     rows.keep_quiet()
@@ -86,6 +84,8 @@ def prepare(
         processes.print_once("validation is at a budget of 1: a language model without a path has no other")
     processes.print_once(plan_text(decided["plan"], jax.devices()))
     config = apply_plan(decided["plan"], config)
+    base = processes.decide(lambda: model_folder.recorded_base(workdir, config.model).name)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, name=base))
     mesh = runtime.start_jax(config.mesh)
     for line in preflight.check_run(config, workdir, mesh):
         show(line)

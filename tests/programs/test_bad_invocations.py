@@ -75,7 +75,7 @@ TABLE = {
             (f"--workdir {LONG}", LONG_NAME),
             (f"--workdir {'a/' * 2500}", "must be at most 4096 bytes long"),
             ("--workdir x\0y", "must have no NUL character"),
-            ("--workdir gs://bucket/run", "is not a path of this machine"),
+            ("--workdir gs:/bucket/run", "a folder in a bucket is gs://BUCKET/FOLDER, got 'gs:/bucket/run'"),
             ("", "one of the arguments --workdir --model is required"),
         ],
     ),

@@ -20,7 +20,7 @@ from tests.distributed.test_processes import WORKER, finish, launch
 from tests.support.programs import TIMES, call, options, write_base
 
 URL = "gs://bucket/runs/tiny"
-KILLS = int(os.environ.get("L2D_JAX_KILLS", "4"))
+KILLS = int(os.environ.get("L2D_JAX_KILLS", "3"))
 SETTINGS = {
     "train__steps": 12,
     "train__checkpoint_every": 2,

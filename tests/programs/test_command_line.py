@@ -193,7 +193,7 @@ def test_a_url_is_not_a_folder():
         assert parser.parse_args().workdir == Path("runs/a")
 
     assert call(main, "--workdir", "runs/a").status == 0
-    assert "'gs://bucket/run' is not a path of this machine: mount" in call(main, "--workdir", "gs://bucket/run").error
+    assert "'gs://bucket/run' is not a path of this machine: copy" in call(main, "--workdir", "gs://bucket/run").error
 
 
 FILES = sorted((ROOT / "configs").glob("*.py"))

@@ -24,6 +24,7 @@ from l2d_jax.files import read_json
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.performance import costs
+from l2d_jax.storage.disk import Disk
 from l2d_jax.training import checkpoint, manifest
 from l2d_jax.training import run as loop
 from l2d_jax.training.metrics import read_metrics
@@ -76,6 +77,7 @@ def test_what_a_run_leaves(run):
         "config.json",
         "export",
         "metrics.jsonl",
+        "plan.json",
         "tensorboard",
     ]
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["3", "6"]
@@ -124,7 +126,7 @@ def test_checkpoints_hold_the_path_and_its_moments_alone(run):
     assert {path.name for path in step.iterdir() if path.is_dir()} == {"path", "optimizer"}
     sizes = {
         name: sum(4 * int(np.prod(leaf["shape"])) for leaf in tree.values())
-        for name, tree in manifest.read_manifest(step)[0].items()
+        for name, tree in manifest.read_manifest(Disk(step.parent), 6)[0].items()
     }
     assert sizes["path"] == trained
     assert 2 * trained <= sizes["optimizer"] <= 2 * trained + 16  # and the counts of steps
@@ -201,7 +203,11 @@ def test_another_mesh_is_not_another_config(run):
 
 
 def test_a_process_with_another_config_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(processes, "decide", lambda function: function() | {"optim": {"peak_rate": 0.5}})
+    def decide_otherwise(function):
+        value = function()
+        return value | {"config": value["config"] | {"optim": {"peak_rate": 0.5}}} if "config" in value else value
+
+    monkeypatch.setattr(processes, "decide", decide_otherwise)
     error = call(train.main, *options(), "--workdir", tmp_path).error
     assert "process 0 runs another config: config.optim.peak_rate was 0.5, is 0.001; " in error
     assert error.endswith("start the same command everywhere")
@@ -277,7 +283,8 @@ def test_a_density_that_is_learnt_is_resumed_bit_for_bit(tmp_path):
     assert len(densities) == 3
     np.testing.assert_allclose([sum(density) for density in densities], 1.0, rtol=1e-5)
     assert densities[0] != densities[1] != densities[2]
-    assert manifest.read_manifest(workdirs[0] / "checkpoints" / "6")[0]["loss_by_time"].keys() == {"losses", "weights"}
+    saved, _ = manifest.read_manifest(Disk(workdirs[0] / "checkpoints"), 6)
+    assert saved["loss_by_time"].keys() == {"losses", "weights"}
     shutil.copytree(workdirs[0], workdirs[1])
     shutil.rmtree(workdirs[1] / "checkpoints" / "6")
     outcome = call(train.main, *arguments, "--workdir", workdirs[1])

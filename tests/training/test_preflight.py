@@ -46,7 +46,7 @@ def test_it_says_what_it_has_looked_at_and_trains_nothing(tmp_path):
     lines = [line for line in outcome.out.splitlines() if not line.startswith("plan: ")]
     assert [line.split(": ")[:2] for line in lines] == [
         ["preflight", name]
-        for name in ("versions", "writing to the workdir", "one workdir for all", "base model", "disk")
+        for name in ("versions", "writing to the workdir", "one workdir for all", "base model", "memory", "disk")
     ]
     assert not (tmp_path / "run" / "checkpoints").exists()
     assert not list((tmp_path / "run").glob(".preflight*"))
