@@ -136,7 +136,7 @@ def recorded_plans(workdir: Path) -> dict[str, StepPlan]:
         return {}
     if file.exists():
         return check(read_json(file), dict[str, StepPlan], file, remedy="restore it or choose another --workdir")
-    train = read_json(workdir / "config.json")["train"]
+    train = {"remat": "full", "accumulation": 1} | read_json(workdir / "config.json").get("train", {})
     begun = StepPlan(remat=train["remat"], accumulation=train["accumulation"], mesh={"fsdp": -1})
     return {} if "auto" in begun.values() else {ANY: begun}
 
