@@ -26,7 +26,7 @@ from l2d_jax import command_line
 from l2d_jax.config import config_file
 from l2d_jax.config.schema import Config
 from l2d_jax.decoding.solver import find_solver
-from l2d_jax.distributed.sharding import axis_sizes, make_mesh
+from l2d_jax.distributed.sharding import make_mesh, mesh_sizes
 from l2d_jax.files import cache_folder
 from l2d_jax.performance import costs, lowering, tpu_estimate
 from l2d_jax.performance.plan_search import search_plans
@@ -94,7 +94,7 @@ def main() -> int:
         planned = plans.apply_plan(plan, config) if work == "train" else config
         answers[work] = found = ask(work, planned, folder=options.hlo)
         if not options.json:
-            sizes = " x ".join(f"{name}={size}" for name, size in axis_sizes(planned.mesh, len(devices)).items())
+            sizes = " x ".join(f"{name}={size}" for name, size in mesh_sizes(planned.mesh, len(devices)).items())
             origin = "from the cache" if found["cached"] else f"compiled in {found['seconds of compiling']:.0f} s"
             title = f"{work} on {topology.name}, {len(devices)} devices, {sizes} ({origin}); per device:"
             chosen = [plans.plan_text(plan, devices)] if work == "train" else []

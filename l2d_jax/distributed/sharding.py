@@ -104,7 +104,7 @@ def partition(
     return PartitionSpec(*(used[0] if len(used) == 1 else used or None for used in spec))
 
 
-def axis_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
+def mesh_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
     """The size of each axis on a number of devices, which they need not multiply to; "auto" is like -1."""
     sizes = {name: -1 if size == "auto" else size for name, size in dataclasses.asdict(config).items()}
     rest = devices // math.prod(max(size, 1) for size in sizes.values())
@@ -114,7 +114,7 @@ def axis_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
 def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
     """The device mesh of a config; raises `InputError` if the sizes do not multiply to the number of devices."""
     devices = devices or jax.devices()
-    sizes = axis_sizes(config, len(devices))
+    sizes = mesh_sizes(config, len(devices))
     if (total := math.prod(sizes.values())) != len(devices):
         wanted = " x ".join(f"{name}={size}" for name, size in sizes.items())
         raise InputError(f"config.mesh {wanted} needs {total} devices, found {len(devices)}: change config.mesh")

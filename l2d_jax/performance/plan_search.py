@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from l2d_jax.config.schema import Config, MeshConfig
-from l2d_jax.distributed.sharding import axis_sizes
+from l2d_jax.distributed.sharding import mesh_sizes
 from l2d_jax.model.attention import LANES
 from l2d_jax.training.plans import SPARE, StepPlan, allows, apply_plan, plan_text
 
@@ -45,7 +45,7 @@ def plan_mesh(config: Config, devices: Sequence[Any]) -> dict[str, int]:
     """
     count, batch = len(devices), config.train.batch_size
     if config.mesh != MeshConfig():
-        return axis_sizes(config.mesh, count)
+        return mesh_sizes(config.mesh, count)
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     shards = max(size for size in range(1, count + 1) if count % size == batch % size == 0)
     rest, data = count // shards, slices if shards % slices == 0 else 1

@@ -83,27 +83,30 @@ def open_folder(name: str | os.PathLike[str]) -> Path:
     return _mirrors[url].folder
 
 
+def _mirror_of(path: Path) -> _Mirror | None:
+    """The copy that a path lies in, if it lies in one."""
+    return next((mirror for mirror in _mirrors.values() if path.is_relative_to(mirror.folder)), None)
+
+
 def place(path: Path) -> Disk | Bucket:
     """Where a folder really is."""
-    for url, mirror in _mirrors.items():
-        if path.is_relative_to(mirror.folder):
-            below = path.relative_to(mirror.folder).as_posix()
-            return Bucket(url if below == "." else f"{url}/{below}")
-    return Disk(path.absolute())
+    mirror = _mirror_of(path)
+    if mirror is None:
+        return Disk(path.absolute())
+    below = path.relative_to(mirror.folder).as_posix()
+    return mirror.bucket if below == "." else Bucket(f"{mirror.bucket}/{below}")
 
 
 def fetch(path: Path) -> None:
     """Fetch a folder that `open_folder` has left in the bucket; raises `OSError`."""
-    for mirror in _mirrors.values():
-        if path.is_relative_to(mirror.folder):
-            mirror.fetch(path.relative_to(mirror.folder).as_posix())
+    if (mirror := _mirror_of(path)) is not None:
+        mirror.fetch(path.relative_to(mirror.folder).as_posix())
 
 
 def publish(path: Path) -> None:
     """Upload what has changed at or below a path; raises `OSError`."""
-    for mirror in _mirrors.values():
-        if path.is_relative_to(mirror.folder):
-            mirror.publish(path)
+    if (mirror := _mirror_of(path)) is not None:
+        mirror.publish(path)
 
 
 def publish_all() -> None:

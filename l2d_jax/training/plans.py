@@ -22,7 +22,7 @@ from typing_extensions import TypedDict
 from l2d_jax.config.parsing import from_dict
 from l2d_jax.config.schema import Config, MeshConfig
 from l2d_jax.distributed import runtime
-from l2d_jax.distributed.sharding import axis_sizes
+from l2d_jax.distributed.sharding import mesh_sizes
 from l2d_jax.errors import InputError
 from l2d_jax.files import Count, cache_folder, check, read_json, write_whole
 from l2d_jax.storage import mirror
@@ -55,7 +55,7 @@ def allows(config: Config, plan: StepPlan, *, devices: int) -> bool:
     """Whether a config sets none of a plan's options to another value."""
     train, mesh, planned = config.train, config.mesh, from_dict(MeshConfig, plan["mesh"], prefix="mesh")
     is_same = train.remat in ("auto", plan["remat"]) and train.accumulation in ("auto", plan["accumulation"])
-    return is_same and (mesh == MeshConfig() or axis_sizes(mesh, devices) == axis_sizes(planned, devices))
+    return is_same and (mesh == MeshConfig() or mesh_sizes(mesh, devices) == mesh_sizes(planned, devices))
 
 
 def devices_text(devices: Sequence[Any]) -> str:
@@ -104,7 +104,7 @@ def choose_plan(config: Config, devices: Sequence[Any], *, workdir: Path | None 
         if plan.get("spare", SPARE) >= SPARE and allows(config, plan, devices=len(devices)):
             return plan
     remat: Any = "full" if config.train.remat == "auto" else config.train.remat
-    return StepPlan(remat=remat, accumulation=config.train.micro_batches, mesh=axis_sizes(config.mesh, len(devices)))
+    return StepPlan(remat=remat, accumulation=config.train.micro_batches, mesh=mesh_sizes(config.mesh, len(devices)))
 
 
 def start_planned(config: Config) -> tuple[Config, Mesh, str]:
