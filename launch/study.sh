@@ -8,13 +8,13 @@
 # --rates times its usual one ("0.3 1 3"), then at its best rate with --seeds seeds in all (2). The best has the lowest loss
 # on the validation split; what is reported is of the test split: --answers problems answered freely (200), and --examples
 # answers teacher-forced (32). On two cores a training takes minutes, an evaluation more: --methods takes some of
-#   lora_qv lora_all full released anchored anchored_on_lora
+#   lora_qv lora_all full released anchored reading anchored_on_lora
 # The same command again resumes. With no --base the model comes as a pip package.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 base='' out=runs/study steps=250 answers=200 examples=32 rates='0.3 1 3' seeds=2 overrides=()
-methods='lora_qv lora_all full released anchored anchored_on_lora'
+methods='lora_qv lora_all full released anchored reading anchored_on_lora'
 while (($#)); do
   case $1 in
     --base) base=${2:?--base needs a folder, a hub id or a GGUF file} && shift 2 ;;
@@ -51,6 +51,7 @@ describe() {
     full) echo quickstart,full 1e-4 ;;
     released) echo quickstart 3e-3 --config.path.start=released --config.train.own_estimates=0 ;;
     anchored | anchored_on_lora) echo quickstart 1.5e-3 ;;
+    reading) echo quickstart 1.5e-3 --config.path.reader=path ;;
     *)
       echo "unknown method $1; see the head of $0" >&2
       return 2
