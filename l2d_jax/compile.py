@@ -7,6 +7,7 @@ holds as far as collectives overlap with it. Compiling takes minutes, and the an
 answered at once. `--search` compiles a few plans of the training step, for "auto" in configs to choose from.
 """
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import json
@@ -26,7 +27,7 @@ from l2d_jax import command_line
 from l2d_jax.config import config_file
 from l2d_jax.config.schema import Config
 from l2d_jax.decoding.solver import find_solver
-from l2d_jax.distributed.sharding import make_mesh, mesh_sizes
+from l2d_jax.distributed.sharding import decoding_mesh, make_mesh, mesh_sizes
 from l2d_jax.files import cache_folder
 from l2d_jax.performance import costs, lowering, tpu_estimate
 from l2d_jax.performance.plan_search import search_plans
@@ -91,7 +92,9 @@ def main() -> int:
         plans.add_plans(config, devices, search_plans(config, devices, partial(ask, "train")))
     plan, answers = plans.choose_plan(config, devices), {}
     for work in works:
-        planned = plans.apply_plan(plan, config) if work == "train" else config
+        planned = (
+            plans.apply_plan(plan, config) if work == "train" else for_decoding(config, options.batch, len(devices))
+        )
         answers[work] = found = ask(work, planned, folder=options.hlo)
         if not options.json:
             sizes = " x ".join(f"{name}={size}" for name, size in mesh_sizes(planned.mesh, len(devices)).items())
@@ -103,6 +106,13 @@ def main() -> int:
     if options.json:
         print(json.dumps(answers))
     return 0 if all(tpu_estimate.fits(found) for found in answers.values()) else 1
+
+
+def for_decoding(config: Config, rows: int, devices: int) -> Config:
+    """The config with the mesh that decoding chooses."""
+    kv_heads = model_folder.read_architecture(config.model).num_key_value_heads
+    mesh = decoding_mesh(config.mesh, rows=rows, kv_heads=kv_heads, devices=devices)
+    return dataclasses.replace(config, mesh=mesh)
 
 
 def answer(question: Question, mesh: Mesh, *, folder: Path | None = None) -> dict[str, Any]:

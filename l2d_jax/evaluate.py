@@ -49,10 +49,13 @@ def open_session(options: argparse.Namespace, config: Config | None) -> tuple[Lo
     if config is not None:
         check_same(found, config)
     tasks = [registry.find_task(name) for name in options.tasks.split(",")]
-    mesh = runtime.start_jax(MeshConfig() if config is None else config.mesh)
+    mesh_config = MeshConfig() if config is None else config.mesh
+    runtime.start_jax(mesh_config)
     run = choose_run(tasks, is_allowed=options.allow_code_execution)
     base = processes.take_turns(lambda: model_folder.find_base(found.base))
     plans = make_plans(tasks, options, found.defaults if config is None else config.decode, base)
+    kv_heads = base.architecture.num_key_value_heads
+    mesh = runtime.start_decoding(mesh_config, rows=options.batch_size, kv_heads=kv_heads)
     llm = LLM.declare(base.architecture, dtype=found.base.dtype)
     for plan in plans:
         check_budget(plan.settings, has_path=found.path_config is not None)

@@ -58,7 +58,9 @@ def main() -> None:
             check_search(settings, searched, architecture=base.architecture)
         elif options.trace:
             check_single_sample(settings)
-    mesh, longest = runtime.start_jax(MeshConfig()), max(map(len, ids))
+    runtime.start_jax(MeshConfig())
+    mesh = runtime.start_decoding(MeshConfig(), rows=1, kv_heads=base.architecture.num_key_value_heads)
+    longest = max(map(len, ids))
     llm = LLM.declare(base.architecture, dtype=folder.base.dtype)
     for settings in variants:
         remedy = "--draws or --max_new_tokens"

@@ -47,8 +47,10 @@ def main() -> None:
     scoring = dataclasses.replace(settings, budget=1, solver="euler") if options.likelihood == "base" else settings
     check_budget(settings, has_path=folder.path_config is not None)
     asked = HarnessOptions(settings, scoring, **{name: getattr(options, name) for name in LIMITS})
-    mesh = runtime.start_jax(MeshConfig())
+    runtime.start_jax(MeshConfig())
     base = processes.take_turns(lambda: model_folder.find_base(folder.base))
+    kv_heads = base.architecture.num_key_value_heads
+    mesh = runtime.start_decoding(MeshConfig(), rows=options.batch_size, kv_heads=kv_heads)
     tokenizer = require_tokenizer(base.tokenizer)
     length = min(options.max_new_tokens or 1, base.architecture.max_position_embeddings)
     limited = dataclasses.replace(settings, max_new_tokens=length)

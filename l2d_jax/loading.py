@@ -67,7 +67,7 @@ def load(
     Args:
       folder: the workdir or model folder, or a plain model, whose budget is 1: a Hugging Face folder, a hub id, a GGUF
         file or a folder with a LoRA adapter.
-      mesh: the devices to use; None: all.
+      mesh: the devices to use; None: all, with each weight in as many parts.
       dtype: "float32", "bfloat16" or "int8", of weights and products; None: as trained, and bfloat16 for plain models.
       step: the checkpoint of a workdir, which `newest_step` has found good; None: the newest good one.
 
@@ -75,8 +75,10 @@ def load(
       InputError: for files that are missing, malformed or do not fit each other.
     """
     about = find(folder, dtype=dtype)
-    mesh = runtime.start_jax(MeshConfig()) if mesh is None else mesh
+    if mesh is None:
+        runtime.start_jax(MeshConfig())
     base = model_folder.find_base(about.base)
+    mesh = mesh or runtime.start_decoding(MeshConfig(), rows=1, kv_heads=base.architecture.num_key_value_heads)
     processes.decide(lambda: check_base(about, base))
     if about.trained is not None:
         step, method = newest_step(about) if step is None else step, method_of(about.trained)

@@ -227,13 +227,14 @@ class MeshConfig:
     fsdp: ranges.MeshSize | Literal["auto"] = "auto"  # shards of the weights; the batch is split over data x fsdp
     tensor: ranges.MeshSize = 1  # shards of heads and hidden units
     context: ranges.MeshSize = 1  # shards of each sequence's tokens, for long ones
+    stationary: ranges.MeshSize = 1  # for decoding: shards of the weights, for whose products rows are gathered
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="config.mesh")
-        sizes = (self.data, -1 if self.fsdp == "auto" else self.fsdp, self.tensor, self.context)
+        sizes = [-1 if size == "auto" else size for size in vars(self).values()]
         require(
             all(size == -1 or size > 0 for size in sizes) and sizes.count(-1) <= 1,
-            f"config.mesh takes positive sizes and at most one -1, got data, fsdp, tensor and context {sizes}",
+            f"config.mesh takes positive sizes and at most one -1, got {', '.join(vars(self))} {sizes}",
         )
 
 

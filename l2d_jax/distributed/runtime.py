@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from l2d_jax.config.schema import MeshConfig
 from l2d_jax.distributed import processes
 from l2d_jax.distributed.cluster import find_cluster
-from l2d_jax.distributed.sharding import make_mesh
+from l2d_jax.distributed.sharding import decoding_mesh, make_mesh
 from l2d_jax.files import cache_folder
 
 
@@ -19,6 +19,15 @@ def start_jax(config: MeshConfig) -> Mesh:
     cluster = None if jax.distributed.is_initialized() else find_cluster(os.environ)
     if cluster is not None:
         processes.join(cluster)
+    return _set_mesh(config)
+
+
+def start_decoding(config: MeshConfig, *, rows: int, kv_heads: int) -> Mesh:
+    """Once JAX has started: make and set the mesh for decoding so many rows of a model with so many key heads."""
+    return _set_mesh(decoding_mesh(config, rows=rows, kv_heads=kv_heads, devices=jax.device_count()))
+
+
+def _set_mesh(config: MeshConfig) -> Mesh:
     mesh = make_mesh(config)
     jax.set_mesh(mesh)
     return mesh

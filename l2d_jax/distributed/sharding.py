@@ -8,6 +8,10 @@ with the slice; `tensor` shards heads, hidden units and the vocabulary, so that 
 one reduction; `data` copies the weights and splits the batch only; `context` splits long sequences, whose keys and
 values are gathered where they are read, and serves the weights as more of `fsdp`. Small axes (LoRA rank, diffusion
 width) stay whole.
+
+`stationary` is for decoding: the batch is split over it, and so is each matrix, along hidden units or, in attention,
+along the model width. The rows of a product are gathered and its weights are not, which have more values (Pope et al.
+2022, section 3.2). Attention itself keeps its rows, so that heads need not divide it.
 """
 
 import dataclasses
@@ -30,19 +34,30 @@ Initializer = Callable[..., jax.Array]
 Rules: TypeAlias = Mapping[str, str | tuple[str, ...] | None]
 
 RULES: Rules = {
-    "batch": ("data", "fsdp"),
-    "vocab": "tensor",
-    "head_vocab": ("tensor", "fsdp", "context"),  # the vocabulary of an output head: gathering rows copies nothing
+    "batch": ("data", "fsdp", "stationary"),
+    "gathered_batch": ("data", "fsdp"),  # the rows of a product with stationary weights
+    "residual_batch": ("data", "fsdp", "stationary", "tensor"),  # those between such products
+    "vocab": ("tensor", "stationary"),
+    "head_vocab": (
+        "tensor",
+        "stationary",
+        "fsdp",
+        "context",
+    ),  # the vocabulary of an output head: gathering rows copies nothing
     "embed": ("fsdp", "context"),
+    "attention_embed": ("fsdp", "context", "stationary"),  # of the matrices of attention
     "heads": "tensor",
     "kv_heads": "tensor",
-    "mlp": "tensor",
+    "mlp": ("tensor", "stationary"),
     "length": "context",
     # Whole everywhere: layers are scanned over, and parts are the six modulation vectors.
     **dict.fromkeys(("layers", "parts", "head_dim", "embed_activation", "hidden", "rank")),
     **dict.fromkeys(("diffusion", "condition", "frequency", "classes")),
 }
-GATHERED: Rules = {**RULES, "embed": None, "head_vocab": "tensor"}  # the rules where a weight is used
+ROWS = 512  # of a product: about twice the operations per byte that a TPU has time for
+
+# The rules where a weight is used.
+GATHERED: Rules = {**RULES, "embed": None, "attention_embed": "stationary", "head_vocab": ("tensor", "stationary")}
 
 
 @dataclass(frozen=True)
@@ -109,6 +124,19 @@ def mesh_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
     sizes = {name: -1 if size == "auto" else size for name, size in dataclasses.asdict(config).items()}
     rest = devices // math.prod(max(size, 1) for size in sizes.values())
     return {name: rest if size == -1 else size for name, size in sizes.items()}
+
+
+def decoding_mesh(config: MeshConfig, *, rows: int, kv_heads: int, devices: int) -> MeshConfig:
+    """The mesh to decode so many rows at a time on, unless the config sets one: weights stay where they are.
+
+    As many key heads as divide the devices are split over `tensor`. The weights are split over the other devices, too,
+    which reads them fastest; beyond `ROWS` rows, for which a device computes longer than it reads, there are copies.
+    """
+    if config != MeshConfig():
+        return config
+    copies = max(n for n in range(1, devices + 1) if devices % n == 0 and (n == 1 or rows >= n * ROWS))
+    tensor = math.gcd(devices // copies, kv_heads)
+    return MeshConfig(data=copies, fsdp=1, tensor=tensor, stationary=devices // copies // tensor)
 
 
 def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:

@@ -7,7 +7,9 @@ queries over `context`. Other platforms, and decoding, where one query has few s
 """
 
 import functools
-from typing import Any
+import itertools
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,10 @@ from l2d_jax.distributed import sharding
 
 LANES = 128  # of a TPU; splash attention takes only lengths that are multiples of it
 BLOCK = 512  # the most queries and keys in one tile of splash attention
+EMPTY = -1e30  # the score of a masked slot: finite for queries that see none, and never scaled, which would round it
 SCORES = 2**25  # the most scores that XLA holds at a time, as far as halving the queries gets there
+# Keys and values, each [B, S, K, H] or [P, K, H] for all rows, and the mask [B, T, S]; None: every query sees them.
+Part: TypeAlias = tuple[Array, Array, Array | None]
 NAME = "attention"  # checkpoint name of the kernel's output, which rematerialisation may save
 
 
@@ -33,13 +38,13 @@ def attention(
     q_positions: Int[Array, "B T"] | None = None,
     kv_segments: Int[Array, "B S"] | None = None,
     q_segments: Int[Array, "B T"] | None = None,
-    prefix: tuple[Float[Array, "P K H"], Float[Array, "P K H"]] | None = None,
+    others: Sequence[Part] = (),
 ) -> Float[Array, "B T N H"]:
     """Attention of each query to the keys at or before it in its segment; slots of position -1 are empty and masked.
 
     Without `q_positions`, each key slot has T / S queries, side by side, positions grow with the slots, and
-    `q_segments` are unused. Segments number the sequences that share a row. Every query sees the `prefix`: keys and
-    values of tokens that come before those of every row.
+    `q_segments` are unused. Segments number the sequences that share a row. The `others` are seen, too: keys and
+    values in arrays of their own, which writing into a copy of the slots would take as long as the attention.
     """
     platform = sharding.platform()
     if q_positions is None:
@@ -49,10 +54,15 @@ def attention(
         copies = q.shape[1] // k.shape[1]
         q_positions = jnp.repeat(kv_positions, copies, axis=1)
         q_segments = None if kv_segments is None else jnp.repeat(kv_segments, copies, axis=1)
-    mask = (kv_positions[:, None, :] <= q_positions[:, :, None]) & (kv_positions[:, None, :] >= 0)
+    mask = causal_mask(q_positions, kv_positions)
     if q_segments is not None and kv_segments is not None:
         mask &= kv_segments[:, None, :] == q_segments[:, :, None]
-    return _masked_attention(q, k, v, mask, platform=platform, prefix=prefix)
+    return _masked_attention(q, [*others, (k, v, mask)], platform=platform)
+
+
+def causal_mask(q_positions: Int[Array, "B T"], kv_positions: Int[Array, "B S"]) -> Bool[Array, "B T S"]:
+    """The slots at or before each query; those of position -1 are empty."""
+    return (kv_positions[:, None, :] <= q_positions[:, :, None]) & (kv_positions[:, None, :] >= 0)
 
 
 def is_tiled(length: int) -> bool:
@@ -61,47 +71,43 @@ def is_tiled(length: int) -> bool:
     return length % (LANES * shards) == 0
 
 
-def _masked_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    mask: Bool[Array, "B T S"],
-    *,
-    platform: str,
-    prefix: tuple[Array, Array] | None = None,
-) -> Float[Array, "B T N H"]:
-    """Attention under a mask, by cuDNN or XLA; XLA holds all scores, so it takes a part of many queries at a time."""
-    is_half = q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[1] > 1 and prefix is None
+def _masked_attention(q: Array, parts: Sequence[Part], *, platform: str) -> Float[Array, "B T N H"]:
+    """Attention under masks, by cuDNN or XLA; XLA holds all scores, so it takes a part of many queries at a time."""
+    is_half = q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[1] > 1 and len(parts) == 1
     kernel: Any = "cudnn" if platform == "gpu" and is_half else "xla"
+    keys, values, masks = zip(*parts, strict=True)
 
-    def attend(part: tuple[Array, Array]) -> Array:
-        q, mask = part
-        if prefix is not None:
-            return _attention_with_prefix(q, k, v, mask, prefix=prefix)
-        return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], implementation=kernel)
+    def attend(part: tuple[Array, tuple[Array | None, ...]]) -> Array:
+        q, masks = part
+        if len(masks) == 1 and masks[0] is not None:
+            return jax.nn.dot_product_attention(q, keys[0], values[0], mask=masks[0][:, None], implementation=kernel)
+        return _attention_to_parts(q, list(zip(keys, values, masks, strict=True)))
 
-    pieces, scores = 1, q.size // q.shape[3] * (k.shape[1] + (0 if prefix is None else len(prefix[0])))
+    pieces, scores = 1, q.size // q.shape[3] * sum(k.shape[-3] for k in keys)
     while kernel == "xla" and scores > SCORES * pieces and q.shape[1] % (2 * pieces) == 0:
         pieces *= 2
     if pieces == 1:
-        return checkpoint_name(attend((q, mask)), NAME)
-    split = [jnp.moveaxis(a.reshape(a.shape[0], pieces, -1, *a.shape[2:]), 1, 0) for a in (q, mask)]
-    return checkpoint_name(jnp.moveaxis(jax.lax.map(attend, tuple(split)), 0, 1).reshape(q.shape), NAME)
+        return checkpoint_name(attend((q, masks)), NAME)
+
+    def split(a: Array) -> Array:
+        return jnp.moveaxis(a.reshape(a.shape[0], pieces, -1, *a.shape[2:]), 1, 0)
+
+    out = jax.lax.map(attend, jax.tree.map(split, (q, masks)))
+    return checkpoint_name(jnp.moveaxis(out, 0, 1).reshape(q.shape), NAME)
 
 
-def _attention_with_prefix(
-    q: Array, k: Array, v: Array, mask: Array, *, prefix: tuple[Array, Array]
-) -> Float[Array, "B T N H"]:
-    """Attention to the keys of each row under a mask, and to those of the prefix, which are read once for all rows."""
-    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
-    prefix_k, prefix_v = prefix
-    scores = jnp.einsum("BTKGH,BSKH->BKGTS", grouped, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
-    before = jnp.einsum("BTKGH,PKH->BKGTP", grouped, prefix_k, preferred_element_type=jnp.float32)
-    probs = jax.nn.softmax(jnp.concatenate([before, scores], axis=-1) * q.shape[3] ** -0.5).astype(v.dtype)
-    before, after = jnp.split(probs, [len(prefix_k)], axis=-1)
-    mean = jnp.einsum("BKGTP,PKH->BTKGH", before, prefix_v) + jnp.einsum("BKGTS,BSKH->BTKGH", after, v)
-    return mean.reshape(q.shape)
+def _attention_to_parts(q: Array, parts: Sequence[Part]) -> Float[Array, "B T N H"]:
+    """Attention to keys that lie in several arrays, of which those without a row axis are read once for all rows."""
+    grouped = q.reshape(*q.shape[:2], parts[0][0].shape[-2], -1, q.shape[3])
+    axes = ["BSKH"[-k.ndim :] for k, _, _ in parts]
+    scores = []
+    for (k, _, mask), names in zip(parts, axes, strict=True):
+        score = jnp.einsum(f"BTKGH,{names}->BKGTS", grouped, k, preferred_element_type=jnp.float32) * q.shape[3] ** -0.5
+        scores.append(score if mask is None else jnp.where(mask[:, None, None], score, EMPTY))
+    probs = jax.nn.softmax(jnp.concatenate(scores, axis=-1)).astype(q.dtype)
+    ends = list(itertools.accumulate(k.shape[-3] for k, _, _ in parts))[:-1]
+    pairs = zip(jnp.split(probs, ends, axis=-1), parts, axes, strict=True)
+    return sum(jnp.einsum(f"BKGTS,{names}->BTKGH", p, v) for p, (_, v, _), names in pairs).reshape(q.shape)
 
 
 def splash(q: Array, k: Array, v: Array, segments: Int[Array, "B T"], *, interpret: bool = False) -> Array:

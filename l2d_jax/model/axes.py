@@ -12,10 +12,10 @@ EMBEDDING_AXES = ("vocab", "embed")
 HEAD_AXES = ("head_vocab", "hidden")
 
 MATRICES = {  # by name: the axes that the product with an activation sums over, and those that it adds
-    "q": (("embed",), ("heads", "head_dim")),
-    "k": (("embed",), ("kv_heads", "head_dim")),
-    "v": (("embed",), ("kv_heads", "head_dim")),
-    "o": (("heads", "head_dim"), ("embed",)),
+    "q": (("attention_embed",), ("heads", "head_dim")),
+    "k": (("attention_embed",), ("kv_heads", "head_dim")),
+    "v": (("attention_embed",), ("kv_heads", "head_dim")),
+    "o": (("heads", "head_dim"), ("attention_embed",)),
     "gate": (("embed",), ("mlp",)),
     "up": (("embed",), ("mlp",)),
     "down": (("mlp",), ("embed",)),
@@ -47,7 +47,7 @@ def axis_sizes(architecture: Architecture) -> dict[str, int]:
         "layers": a.num_hidden_layers,
         "vocab": a.vocab_size,
         "head_vocab": a.vocab_size,
-        "embed": a.hidden_size,
+        **dict.fromkeys(("embed", "attention_embed"), a.hidden_size),
         "hidden": a.hidden_size,
         "heads": a.num_attention_heads,
         "kv_heads": a.num_key_value_heads,

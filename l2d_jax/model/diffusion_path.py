@@ -27,9 +27,9 @@ from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.attention import attention
 from l2d_jax.model.axes import ADAPTED, KEYS, MATRICES, axis_sizes, declare_stacked
 from l2d_jax.model.context import Context
-from l2d_jax.model.gathering import gather_layer
+from l2d_jax.model.gathering import gather_layer, gather_rows, split_rows
 from l2d_jax.model.kv_cache import LayerCache
-from l2d_jax.model.layers import Linear, Lora, Mlp, checkpointed_matmul, rms_norm, rope, rope_frequencies
+from l2d_jax.model.layers import Linear, Lora, Mlp, checkpointed_matmul, project, rms_norm, rope, rope_frequencies
 from l2d_jax.model.llm import LLM, bias
 from l2d_jax.model.llm import Layers as LLMLayers
 from l2d_jax.model.lora import LLMAdapter
@@ -180,10 +180,12 @@ class DiffusionPath(nnx.Module):
         if angles is None:
             angles = jnp.repeat(cache.positions, x.shape[1] // cache.positions.shape[1], axis=1)
 
-        def project(y: Array, weight: Array, change: Lora | Array, *, dims: int = 1) -> Array:
+        matmul = project if remat is None else checkpointed_matmul
+
+        def product(y: Array, weight: Array, change: Lora | Array, *, dims: int = 1) -> Array:
             if isinstance(change, Lora):
-                return checkpointed_matmul(y, weight, change, scale=scale, dims=dims)
-            return checkpointed_matmul(y, change, dims=dims)
+                return matmul(y, weight, change, scale=scale, dims=dims)
+            return matmul(y, change, dims=dims)
 
         def block(x: Array, scanned: tuple[LLMLayers, PathLayers, LayerCache, Array | None]) -> tuple[Array, None]:
             w, changes, past, known = scanned
@@ -195,7 +197,9 @@ class DiffusionPath(nnx.Module):
                 gate_1, gate_2 = 1 + gate_1, 1 + gate_2
             with jax.named_scope("attention"):
                 y = rms_norm(x, w.attention_norm.astype(dtype) + scale_1, epsilon) + shift_1
-                q = rope(project(y, w.q, changes.q) + bias(q_bias, y), angles, frequencies)
+                y = gather_rows(y, "attention_embed")
+                q = split_rows(product(y, w.q, changes.q) + bias(q_bias, y), "heads", "head_dim")
+                q = rope(q, angles, frequencies)
                 y = attention(
                     q,
                     past.k,
@@ -204,21 +208,23 @@ class DiffusionPath(nnx.Module):
                     kv_positions=cache.positions,
                     q_segments=context.segments,
                     kv_segments=cache.segments,
-                    prefix=past.prefix,
+                    others=past.others,
                 )
-                x = x + gate_1 * project(y, w.o, changes.o, dims=2)
+                y = product(gather_rows(y, "heads", "head_dim"), w.o, changes.o, dims=2)
+                x = x + gate_1 * split_rows(y)
             with jax.named_scope("mlp"):
                 y = rms_norm(x, w.mlp_norm.astype(dtype) + scale_2, epsilon) + shift_2
-                y = jax.nn.silu(project(y, w.gate, changes.gate)) * project(y, w.up, changes.up)
-                x = x + gate_2 * project(y, w.down, changes.down)
-            return constrain(x, "batch", "length", "embed_activation"), None
+                y = gather_rows(y)
+                y = jax.nn.silu(product(y, w.gate, changes.gate)) * product(y, w.up, changes.up)
+                x = x + gate_2 * split_rows(product(y, w.down, changes.down))
+            return split_rows(constrain(x, "batch", "length", "embed_activation")), None
 
         with jax.named_scope("diffusion_path"):
             y = self.translation(diffusion.scale_input(x, t, self.config.sigma)).astype(dtype)
             if self.is_anchored:
                 assert context.inputs is not None
                 y = context.inputs + y
-            y = constrain(y, "batch", "length", "embed_activation")
+            y = split_rows(constrain(y, "batch", "length", "embed_activation"))
             scanned = (llm.layers, self.layers, cache.layers(), modulation)
             f, _ = jax.lax.scan(remat(block) if remat else block, y, scanned)
         weight = self.merge_weight(t, labels) if conditions is None else conditions.merge

@@ -1,4 +1,7 @@
-"""Weights where a layer uses them: gathered from their shards, and restored from int8 where they are stored so."""
+"""Weights where a layer uses them: gathered from their shards, and restored from int8 where they are stored so.
+
+On a mesh with `stationary` weights stay where they are, and the rows of a product come to them.
+"""
 
 from typing import Any
 
@@ -6,7 +9,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from l2d_jax.distributed.sharding import GATHERED, constrain
+from l2d_jax.distributed.sharding import GATHERED, axis_size, constrain
 from l2d_jax.model.axes import LAYER_AXES
 from l2d_jax.model.quantization import QuantizedWeight
 
@@ -34,3 +37,21 @@ def gather_layer(layer: Any, *, dtype: Any) -> Any:
         return gather_weight(weight, LAYER_AXES[name], dtype=dtype)
 
     return jax.tree_util.tree_map_with_path(gather, layer, is_leaf=lambda x: isinstance(x, QuantizedWeight))
+
+
+def gather_rows(x: Array, *axes: str) -> Array:
+    """Activations [B, ..., *axes] with all rows that a product with stationary weights is of."""
+    if "attention_embed" in axes:  # XLA knows no way to do both at once
+        x = _place(x, "batch")
+    return _place(x, "gathered_batch", *axes)
+
+
+def split_rows(x: Array, *axes: str) -> Array:
+    """The rows of each device again, behind such a product; without axes over `tensor`, too."""
+    x = _place(x, "batch", *axes)
+    return x if axes else _place(x, "residual_batch")
+
+
+def _place(x: Array, rows: str, *axes: str) -> Array:
+    whole = ("embed_activation",) * (x.ndim - 1 - len(axes))
+    return constrain(x, rows, *whole, *axes) if axis_size("stationary") > 1 else x

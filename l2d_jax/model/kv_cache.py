@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from l2d_jax.model.architecture import Architecture
+from l2d_jax.model.attention import Part
 
 
 class LayerCache(NamedTuple):
@@ -16,6 +17,11 @@ class LayerCache(NamedTuple):
     k: Float[Array, "*L B S K H"]
     v: Float[Array, "*L B S K H"]
     prefix: tuple[Float[Array, "*L P K H"], Float[Array, "*L P K H"]] | None  # keys and values that all rows share
+
+    @property
+    def others(self) -> tuple[Part, ...]:
+        """What attention reads besides `k` and `v`, in one layer: every query sees the prefix."""
+        return () if self.prefix is None else ((*self.prefix, None),)
 
 
 @nnx.dataclass

@@ -18,9 +18,9 @@ from jaxtyping import Array, Float, Int
 
 from l2d_jax.distributed.sharding import Declared, constrain
 from l2d_jax.model.architecture import Architecture
-from l2d_jax.model.attention import attention
+from l2d_jax.model.attention import attention, causal_mask
 from l2d_jax.model.axes import EMBEDDING_AXES, HEAD_AXES, MATRICES, axis_sizes, declare_stacked, declare_weight
-from l2d_jax.model.gathering import gather_layer, gather_weight
+from l2d_jax.model.gathering import gather_layer, gather_rows, gather_weight, split_rows
 from l2d_jax.model.kv_cache import KVCache, LayerCache
 from l2d_jax.model.layers import checkpointed_matmul, project, rms_norm, rope, rope_frequencies
 from l2d_jax.model.lora import LLMAdapter
@@ -101,11 +101,7 @@ class LLM(nnx.Module):
         epsilon = self.architecture.rms_norm_eps
         frequencies = rope_frequencies(self.architecture)
         scale = 1.0 if self.adapter is None else self.adapter.scale
-        kv_positions = positions
         assert cache is None or segments is None
-        if cache is not None:
-            kv_positions = jax.lax.dynamic_update_slice_in_dim(cache.positions, positions, cache.used, 1)
-
         product = partial(project if remat is None else checkpointed_matmul, scale=scale)
 
         def block(
@@ -114,29 +110,24 @@ class LLM(nnx.Module):
             w, past = gather_layer(scanned[0], dtype=x.dtype), scanned[2]
             updates = {} if scanned[1] is None else gather_layer(scanned[1], dtype=x.dtype).updates()
             with jax.named_scope("attention"):
-                y = rms_norm(x, w.attention_norm, epsilon)
-                q = rope(product(y, w.q, updates.get("q")) + bias(w.q_bias, y), positions, frequencies)
-                k = new_k = rope(product(y, w.k, updates.get("k")) + bias(w.k_bias, y), positions, frequencies)
-                v = new_v = product(y, w.v, updates.get("v")) + bias(w.v_bias, y)
-                if cache is not None and past is not None:
-                    k = jax.lax.dynamic_update_slice_in_dim(past.k, k, cache.used, 1)
-                    v = jax.lax.dynamic_update_slice_in_dim(past.v, v, cache.used, 1)
-                y = attention(
-                    q,
-                    k,
-                    v,
-                    q_positions=None if cache is None else positions,
-                    kv_positions=kv_positions,
-                    kv_segments=segments,
-                    prefix=None if past is None else past.prefix,
-                )
-                x = x + product(y, w.o, updates.get("o"), dims=2)
+                y = gather_rows(rms_norm(x, w.attention_norm, epsilon), "attention_embed")
+                q, k, v = (product(y, getattr(w, n), updates.get(n)) + bias(getattr(w, f"{n}_bias"), y) for n in "qkv")
+                q = rope(split_rows(q, "heads", "head_dim"), positions, frequencies)
+                k = rope(split_rows(k, "kv_heads", "head_dim"), positions, frequencies)
+                v = split_rows(v, "kv_heads", "head_dim")
+                if cache is None or past is None:
+                    y = attention(q, k, v, kv_positions=positions, kv_segments=segments)
+                else:
+                    others = [*past.others, (k, v, causal_mask(positions, positions))]
+                    y = attention(q, past.k, past.v, q_positions=positions, kv_positions=cache.positions, others=others)
+                y = product(gather_rows(y, "heads", "head_dim"), w.o, updates.get("o"), dims=2)
+                x = x + split_rows(y)
             with jax.named_scope("mlp"):
-                y = rms_norm(x, w.mlp_norm, epsilon)
+                y = gather_rows(rms_norm(x, w.mlp_norm, epsilon))
                 y = jax.nn.silu(product(y, w.gate, updates.get("gate"))) * product(y, w.up, updates.get("up"))
-                x = x + product(y, w.down, updates.get("down"))
-            new_k, new_v = (constrain(a, "batch", "length", "kv_heads", "head_dim") for a in (new_k, new_v))
-            return constrain(x, "batch", "length", "embed_activation"), (new_k, new_v)
+                x = x + split_rows(product(y, w.down, updates.get("down")))
+            k, v = (constrain(a, "batch", "length", "kv_heads", "head_dim") for a in (k, v))
+            return split_rows(constrain(x, "batch", "length", "embed_activation")), (k, v)
 
         with jax.named_scope("llm"):
             past = None if cache is None else cache.layers()
@@ -148,7 +139,8 @@ class LLM(nnx.Module):
     def lookup(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Rows of the embedding table, which is gathered first: rows in shards would be moved twice."""
         table = gather_weight(self.embed, EMBEDDING_AXES, dtype=self.embed.dtype)
-        return constrain(table[tokens].astype(self.dtype), "batch", "length", "embed_activation")
+        rows = table[gather_rows(tokens)].astype(self.dtype)
+        return split_rows(constrain(rows, "batch", "length", "embed_activation"))
 
     def with_whole_head(self) -> "LLM":
         """The same model with its LM head gathered here, once, for a loop that uses it many times."""
@@ -159,6 +151,7 @@ class LLM(nnx.Module):
         """Logits by the final norm and the LM head, in float32."""
         with jax.named_scope("head"):
             y = rms_norm(hidden, self.norm, self.architecture.rms_norm_eps)
+            y = gather_rows(y)
             head = self.embed if self.head is None else self.head
             return jnp.einsum("...D,VD->...V", y, head.astype(y.dtype), preferred_element_type=jnp.float32)
 

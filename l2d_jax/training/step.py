@@ -134,7 +134,9 @@ def is_finite(tree: Any) -> jax.Array:
 
 
 def check_batch(config: TrainConfig, mesh: Mesh) -> None:
-    """Raise `InputError` if the mesh does not divide a micro-batch."""
+    """Raise `InputError` if the mesh does not divide a micro-batch, or is one for decoding."""
+    if mesh.shape["stationary"] > 1:
+        raise InputError(f"config.mesh.stationary={mesh.shape['stationary']} is for decoding: use fsdp to train")
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     micro = config.batch_size // config.micro_batches
     if micro % shards:

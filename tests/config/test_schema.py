@@ -111,6 +111,7 @@ mesh.data: int in [-1, 1000000] = 1
 mesh.fsdp: int in [-1, 1000000] | Literal['auto'] = 'auto'
 mesh.tensor: int in [-1, 1000000] = 1
 mesh.context: int in [-1, 1000000] = 1
+mesh.stationary: int in [-1, 1000000] = 1
 profile.steps: str | None = None
 log.wandb: str | None = None
 """
@@ -214,7 +215,7 @@ def test_defaults_refuse_a_name_that_they_do_not_know():
     [
         ({"path": {"widht": 3}}, "unknown option config.path.widht: did you mean 'width'?"),
         ({"pth": {"width": 3}}, "unknown option config.pth: did you mean 'path'?"),
-        ({"mesh": {"zzz": 3}}, "unknown option config.mesh.zzz: choose from context, data, fsdp, tensor"),
+        ({"mesh": {"zzz": 3}}, "unknown option config.mesh.zzz: choose from context, data, fsdp, stationary, tensor"),
         ({"path": 3}, "config.path must be a section of options, got 3 of type int"),
         ({"path": None}, "config.path must be a section of options, got None"),
         ({"path": {"width": "wide"}}, "config.path.width must be of type int, got 'wide' of type str"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,8 +57,9 @@ def declared_path() -> Any:
 
 
 def test_one_axis_takes_the_devices_that_are_left() -> None:
-    assert dict(make_mesh(MeshConfig(data=2, tensor=2)).shape) == {"data": 2, "fsdp": 2, "tensor": 2, "context": 1}
-    assert dict(make_mesh(MeshConfig()).shape) == {"data": 1, "fsdp": 8, "tensor": 1, "context": 1}
+    one = dict.fromkeys(("data", "fsdp", "tensor", "context", "stationary"), 1)
+    assert dict(make_mesh(MeshConfig(data=2, tensor=2)).shape) == one | {"data": 2, "fsdp": 2, "tensor": 2}
+    assert dict(make_mesh(MeshConfig()).shape) == one | {"fsdp": 8}
 
 
 def test_initial_values_are_the_same_on_every_mesh(mesh: Mesh, eight: Mesh) -> None:
@@ -190,11 +192,18 @@ def test_splash_attention_is_split_and_equal_to_plain_attention(sizes: dict[str,
     np.testing.assert_allclose(split[1, :300], plain[1, :300], atol=2e-6)
 
 
+DECODING = [
+    MeshConfig(data=2, fsdp=2, tensor=2),
+    MeshConfig(data=2, fsdp=1, tensor=2, stationary=2),  # rows divide
+    MeshConfig(fsdp=1, stationary=8),  # they do not, and some weights do not either
+]
+
+
 @pytest.mark.parametrize("beyond", [{}, {"start": "anchored", "reader": "path"}], ids=["released", "reading"])
-def test_decoding_gives_the_same_tokens(mesh: Mesh, eight: Mesh, beyond: dict[str, Any]) -> None:
+def test_decoding_gives_the_same_tokens(mesh: Mesh, beyond: dict[str, Any]) -> None:
     tokens, path = [], tiny.path(**beyond)
     declared = DiffusionPath.declare(path.config, tiny.architecture("llama"))
-    for m in (mesh, eight):
+    for m in (mesh, *map(make_mesh, DECODING)):
         with jax.set_mesh(m):
             model = Model.build(place(tiny.llm(), declared_llm(), m), place(path, declared, m)).reading(refines=True)
             keys = jax.random.split(jax.random.key(0), 4)
@@ -206,7 +215,42 @@ def test_decoding_gives_the_same_tokens(mesh: Mesh, eight: Mesh, beyond: dict[st
                 "steps": 4,
             }
             tokens.append(np.array(decode_tokens(model, state, settings=Refinement.from_config(config), **options)[1]))
-    np.testing.assert_array_equal(*tokens)
+    for found in tokens[1:]:
+        np.testing.assert_array_equal(tokens[0], found)
+
+
+def test_decoding_moves_no_weight() -> None:
+    """Compiled, a decoder on stationary weights gathers nothing of a weight's size, and one on `fsdp` does."""
+    largest = {}
+    for config in (MeshConfig(), MeshConfig(fsdp=1, tensor=2, stationary=4)):
+        m = make_mesh(config)
+        with jax.set_mesh(m):
+            llm = sharding.abstract(declared_llm(), m)
+            rows = jax.ShapeDtypeStruct((8, 1), jnp.int32, sharding=sharding.batch_sharding(m))
+            text = jax.jit(lambda llm, rows: llm.logits(llm(rows, rows)[0])).lower(llm, rows).compile().as_text()
+        shapes = re.findall(r"= f32\[([\d,]*)\]\S* all-gather", text)
+        largest[config] = max(math.prod(map(int, shape.split(","))) for shape in shapes if shape)
+    stays, moves = (largest[config] for config in sorted(largest, key=lambda config: config.fsdp == "auto"))
+    matrix = math.prod(tiny.llm().layers.q.shape[1:])
+    assert stays < matrix <= moves
+
+
+@pytest.mark.parametrize(
+    ("rows", "kv_heads", "devices", "wanted"),
+    [
+        (1, 4, 1, {"tensor": 1}),
+        (16, 4, 16, {"tensor": 4, "stationary": 4}),
+        (512, 4, 16, {"tensor": 4, "stationary": 4}),
+        (1024, 8, 16, {"data": 2, "tensor": 8}),
+        (4096, 8, 16, {"data": 8, "tensor": 2}),
+        (5, 3, 8, {"stationary": 8}),
+    ],
+)
+def test_the_mesh_of_decoding(rows: int, kv_heads: int, devices: int, wanted: dict[str, int]) -> None:
+    found = sharding.decoding_mesh(MeshConfig(), rows=rows, kv_heads=kv_heads, devices=devices)
+    assert found == MeshConfig(fsdp=1, **wanted)
+    given = MeshConfig(fsdp=2, tensor=4)
+    assert sharding.decoding_mesh(given, rows=rows, kv_heads=kv_heads, devices=devices) == given
 
 
 @pytest.mark.parametrize(

@@ -88,11 +88,11 @@ def test_the_mesh_takes_all_devices() -> None:
     assert dict(make_mesh(MeshConfig(), one).shape) == {"data": 1, "fsdp": 1, "tensor": 1, "context": 1}
     assert make_mesh(MeshConfig(), one).axis_types == (AxisType.Auto,) * 4
     with pytest.raises(
-        InputError, match=r"config.mesh data=2 x fsdp=1 x tensor=2 x context=1 needs 4 devices, found 1"
+        InputError, match=r"config.mesh data=2 x fsdp=1 x tensor=2 x context=1 x stationary=1 needs 4 devices, found 1"
     ):
         make_mesh(MeshConfig(data=2, fsdp=1, tensor=2), one)
     with pytest.raises(
-        InputError, match=r"config.mesh data=2 x fsdp=0 x tensor=1 x context=1 needs 0 devices, found 1"
+        InputError, match=r"config.mesh data=2 x fsdp=0 x tensor=1 x context=1 x stationary=1 needs 0 devices, found 1"
     ):
         make_mesh(MeshConfig(data=2), one)
 

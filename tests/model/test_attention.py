@@ -74,7 +74,7 @@ def test_keys_of_the_prefix_are_those_of_every_row(monkeypatch: pytest.MonkeyPat
     q_positions = jnp.array([[6, 7, 8, 9], [6, 6, 7, -1], [9, 10, 11, 12]], jnp.int32)
     kv_positions = jnp.array([[6, 7, 8, 9, -1], [6, 7, -1, -1, -1], [-1, 9, 10, 8, 12]], jnp.int32)
     monkeypatch.setattr(module, "SCORES", limit)
-    out = attention(q, k, v, q_positions=q_positions, kv_positions=kv_positions, prefix=prefix)
+    out = attention(q, k, v, q_positions=q_positions, kv_positions=kv_positions, others=[(*prefix, None)])
     both = [jnp.concatenate([jnp.stack([own] * 3), each], axis=1) for own, each in zip(prefix, (k, v), strict=True)]
     places = jnp.concatenate([jnp.tile(jnp.arange(6), (3, 1)), kv_positions], axis=1)
     wanted = attention(q, *both, q_positions=q_positions, kv_positions=places)

@@ -62,7 +62,7 @@ def test_adding_up_rounds_once():
 def test_layers_without_an_update_have_no_leaf():
     adapter = declare("llama", modules=("v_proj",))
     assert [leaf.axes for leaf in jax.tree.leaves(adapter)] == [
-        ("layers", "embed", "rank"),
+        ("layers", "attention_embed", "rank"),
         ("layers", "rank", "kv_heads", "head_dim"),
     ]
     assert adapter.updates().keys() == {"v"}
