@@ -41,7 +41,9 @@ def test_a_question_is_compiled_once(here, tmp_path):
     assert (first.status, again.status, here) == (0, 0, ["train"])
     assert "compiling train for v5e:1x1: " in first.err
     assert again.err == ""
-    assert "train on v5e:1x1, 1 devices, data=1 x fsdp=1 x tensor=1 x context=1 x stationary=1 (compiled in " in first.out
+    assert (
+        "train on v5e:1x1, 1 devices, data=1 x fsdp=1 x tensor=1 x context=1 x stationary=1 (compiled in " in first.out
+    )
     assert "(from the cache)" in again.out
     assert first.out.splitlines()[1:] == again.out.splitlines()[1:]
     assert "ENTRY" in (tmp_path / "out" / "train.hlo").read_text()

@@ -14,7 +14,7 @@ from l2d_jax.training import plans
 from l2d_jax.training.workdir import claim
 from tests.support.programs import ROOT, config
 
-FSDP = {"data": 1, "fsdp": 16, "tensor": 1, "context": 1}
+FSDP = {"data": 1, "fsdp": 16, "tensor": 1, "context": 1, "stationary": 1}
 SLOW = {"remat": "full", "accumulation": 4, "mesh": FSDP, "spare": 0.6, "share_of_peak": 0.3}
 FAST = {"remat": "products", "accumulation": 2, "mesh": FSDP, "spare": 0.1, "share_of_peak": 0.6}
 TIGHT = {"remat": "products", "accumulation": 1, "mesh": FSDP, "spare": 0.09, "share_of_peak": 0.7}
