@@ -44,11 +44,11 @@ def test_what_the_config_sets_is_not_tried_otherwise():
 @pytest.mark.parametrize(
     ("count", "slices", "changes", "mesh"),
     [
-        (16, 1, {}, {"data": 1, "fsdp": 16, "tensor": 1, "context": 1, "stationary": 1}),
-        (16, 2, {}, {"data": 2, "fsdp": 8, "tensor": 1, "context": 1, "stationary": 1}),
+        (16, 1, {}, {"data": 1, "fsdp": 16, "tensor": 1, "context": 1}),
+        (16, 2, {}, {"data": 2, "fsdp": 8, "tensor": 1, "context": 1}),
         (64, 1, {"data__max_length": 2048}, {"data": 1, "fsdp": 32, "tensor": 1, "context": 2}),
-        (64, 1, {"data__max_length": 200}, {"data": 1, "fsdp": 32, "tensor": 2, "context": 1, "stationary": 1}),
-        (12, 1, {}, {"data": 1, "fsdp": 4, "tensor": 3, "context": 1, "stationary": 1}),
+        (64, 1, {"data__max_length": 200}, {"data": 1, "fsdp": 32, "tensor": 2, "context": 1}),
+        (12, 1, {}, {"data": 1, "fsdp": 4, "tensor": 3, "context": 1}),
         (16, 1, {"mesh__tensor": 4}, {"data": 1, "fsdp": 4, "tensor": 4, "context": 1, "stationary": 1}),
     ],
 )
