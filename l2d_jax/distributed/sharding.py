@@ -148,7 +148,8 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
         raise InputError(f"config.mesh {wanted} needs {total} devices, found {len(devices)}: change config.mesh")
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if slices == 1:
-        return jax.make_mesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes), devices=devices)
+        arranged = mesh_utils.create_device_mesh(tuple(sizes.values()), devices, allow_split_physical_axes=True)
+        return Mesh(arranged, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
     # Between slices the network is slow: only what crosses it least may lie there, copies before shards of weights.
     across = next((name for name in ("data", "fsdp") if sizes[name] % slices == 0), None)
     if across is None:

@@ -107,7 +107,8 @@ def _attention_to_parts(q: Array, parts: Sequence[Part]) -> Float[Array, "B T N 
     probs = jax.nn.softmax(jnp.concatenate(scores, axis=-1)).astype(q.dtype)
     ends = list(itertools.accumulate(k.shape[-3] for k, _, _ in parts))[:-1]
     pairs = zip(jnp.split(probs, ends, axis=-1), parts, axes, strict=True)
-    return sum(jnp.einsum(f"BKGTS,{names}->BTKGH", p, v) for p, (_, v, _), names in pairs).reshape(q.shape)
+    values = (jnp.einsum(f"BKGTS,{names}->BTKGH", p, v) for p, (_, v, _), names in pairs)
+    return functools.reduce(jnp.add, values).reshape(q.shape)
 
 
 def splash(q: Array, k: Array, v: Array, segments: Int[Array, "B T"], *, interpret: bool = False) -> Array:
