@@ -1,8 +1,8 @@
 """Measures speed on this machine: `python -m l2d_jax.benchmark train|decode --config configs/smollm2_135m.py`.
 
 Weights and tokens are random, in the config's architecture, so that nothing is downloaded. `train` takes the batch from
-the config, and compares its rate with that of a float32 matrix product in the same run. `decode` takes solver and noise
-samples from the config, and compares the time of an evaluation with the time to read its weights.
+the config, and compares its rate with that of a matrix product of the same type in the same run. `decode` takes solver
+and noise samples from the config, and compares the time of an evaluation with the time to read its weights.
 """
 
 import json
@@ -66,7 +66,7 @@ def training_table(figures: dict[str, Any]) -> list[str]:
     """Lines with the figures of a whole step, then the time of its parts."""
     lines = [f"{name:<36} {value:>12,.2f}" for name, value in figures.items() if name != "parts"]
     lines += ["", "part            seconds  of the step  share of the matrix product's rate"]
-    peak, whole = 1e9 * figures["float32 matrix product, GFLOP/s"], figures["seconds per step"]
+    peak, whole = 1e9 * figures["matrix product, GFLOP/s"], figures["seconds per step"]
     for name, part in figures["parts"].items():
         share = f"{part['FLOPs'] / part['seconds'] / peak:.0%}" if part["FLOPs"] else "-"
         lines.append(f"{name:<14} {part['seconds']:>8.3f}  {part['seconds'] / whole:>11.0%}  {share:>34}")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from timeit import timeit
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +16,19 @@ def medians(*works: Callable[[], object]) -> list[float]:
     return [sorted(seconds)[REPEATS // 2] for seconds in zip(*rounds, strict=True)]
 
 
-def matrix_products(size: int = 2048, *, times: int = 10) -> tuple[Callable[[], object], int]:
-    """A function that multiplies float32 matrices, `size` x `size`, in turn, and its floating-point operations."""
-    x = jnp.ones((size, size))
+def matrix_products(
+    size: int | None = None, *, dtype: Any = jnp.float32, times: int = 10
+) -> tuple[Callable[[], object], int]:
+    """A function that multiplies matrices, `size` x `size`, in turn, and its floating-point operations.
+
+    By default they are as large as a device of this kind needs to be at its best.
+    """
+    size = size or (2048 if jax.default_backend() == "cpu" else 8192)
+    x = jax.random.normal(jax.random.key(0), (size, size), dtype)
     product = jax.jit(jnp.matmul)
 
     def multiply() -> None:
-        for _ in range(times):
-            jax.block_until_ready(product(x, x))
+        jax.block_until_ready([product(x, x) for _ in range(times)])
 
     multiply()  # compiles
     return multiply, times * 2 * size**3

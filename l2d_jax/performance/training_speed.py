@@ -51,7 +51,8 @@ def measure_training(config: Config, mesh: Mesh) -> dict[str, Any]:
         float(results["loss"])
 
     run()  # compiles
-    multiply, operations = matrix_products()
+    dtype = "float32" if config.model.dtype == "float32" else "bfloat16"  # of products
+    multiply, operations = matrix_products(dtype=dtype)
     seconds, multiplying = medians(run, multiply)
     peak = operations / multiplying
     flops = costs.flops_per_step(config, architecture)
@@ -61,7 +62,7 @@ def measure_training(config: Config, mesh: Mesh) -> dict[str, Any]:
         "tokens per second": tokens / seconds,
         "seconds per step": seconds,
         "useful GFLOP/s": sum(flops.values()) / seconds / 1e9,
-        "float32 matrix product, GFLOP/s": peak / 1e9,
+        "matrix product, GFLOP/s": peak / 1e9,
         "share of the matrix product's rate": sum(flops.values()) / seconds / peak,
         "peak memory of the process, GiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         "parts": {name: {"seconds": took, "FLOPs": flops[name]} for name, took in parts.items()} | rest,
