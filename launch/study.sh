@@ -2,19 +2,21 @@
 # The study of docs/study.md: what LoRA, full finetuning and diffusion paths make of SmolLM2-135M-Instruct, and what an answer costs.
 #
 #   bash launch/study.sh [--base FOLDER_OR_HUB_ID_OR_GGUF] [--out DIR] [--steps N] [--answers N] [--examples N]
-#                        [--rates "X ..."] [--seeds N] [--methods "NAME ..."] [--config.section.option=value ...]
+#                        [--rates "X ..."] [--seeds N] [--methods "NAME ..."] [--samples "N ..."] [--beams "N ..."]
+#                        [--config.section.option=value ...]
 #
 # Each method is trained on the same examples for --steps optimizer steps (250): at the learning rates of the same small grid,
 # --rates times its usual one ("0.3 1 3"), then at its best rate with --seeds seeds in all (2). The best has the lowest loss
 # on the validation split; what is reported is of the test split: --answers problems answered freely (200), and --examples
-# answers teacher-forced (32). On two cores a training takes minutes, an evaluation more: --methods takes some of
+# answers teacher-forced (32); --samples and --beams are the other ways to spend compute on an answer ("4 16" and "4"; "" leaves
+# one out). On two cores a training takes minutes, an evaluation more: --methods takes some of
 #   lora_qv lora_all full released anchored reading anchored_on_lora
 # The same command again resumes. With no --base the model comes as a pip package.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 base='' out=runs/study steps=250 answers=200 examples=32 rates='0.3 1 3' seeds=2 overrides=()
-methods='lora_qv lora_all full released anchored reading anchored_on_lora'
+methods='lora_qv lora_all full released anchored reading anchored_on_lora' samples='4 16' beams=4
 while (($#)); do
   case $1 in
     --base) base=${2:?--base needs a folder, a hub id or a GGUF file} && shift 2 ;;
@@ -23,6 +25,7 @@ while (($#)); do
       printf -v "${1#--}" '%d' "${2:?$1 needs a number}" && shift 2 ;;
     --rates) rates=${2:?--rates needs factors} && shift 2 ;;
     --methods) methods=${2:?--methods needs names} && shift 2 ;;
+    --samples | --beams) printf -v "${1#--}" '%s' "${2?$1 needs numbers}" && shift 2 ;;
     --config.*) overrides+=("$1") && shift ;;
     *)
       echo "unknown argument $1; see the head of $0" >&2
@@ -99,6 +102,7 @@ for method in $methods; do
   done
 done
 
+# shellcheck disable=SC2086 # several numbers each
 python -m l2d_jax.study --config configs/smollm2_135m.py:quickstart --out "$out" --split test --budgets 1 3 7 15 \
-  --answers "$answers" --samples 4 16 --beams 4 ${overrides[@]+"${overrides[@]}"} \
+  --answers "$answers" ${samples:+--samples $samples} ${beams:+--beams $beams} ${overrides[@]+"${overrides[@]}"} \
   "--config.data.validation_examples=$examples" --models "${models[@]}"
