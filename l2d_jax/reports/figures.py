@@ -22,9 +22,13 @@ def saved_figure(panels: int, file: Path) -> Iterator[list[Any]]:
     """Panels side by side, with legends, saved as `file`, a PNG on white, and as an SVG without a background."""
     figure, [axes] = plt.subplots(1, panels, figsize=(5 * panels, 4), layout="constrained", squeeze=False)
     yield list(axes)
-    for panel in axes:
-        if panel.get_legend_handles_labels()[0]:
-            panel.legend()
+    drawn = [panel.get_legend_handles_labels() for panel in axes]
+    if len(drawn[0][1]) > 4 and all(labels == drawn[0][1] for _, labels in drawn):  # one for all, below them
+        figure.legend(*drawn[0], loc="outside lower center", ncols=4)
+    else:
+        for panel, (_, labels) in zip(axes, drawn, strict=True):
+            if labels:
+                panel.legend()
     figure.savefig(file.with_suffix(".png"), dpi=150)
     figure.savefig(file.with_suffix(".svg"), transparent=True, metadata={"Date": None})
     plt.close(figure)

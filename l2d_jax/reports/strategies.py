@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import numpy as np
 from annotated_types import Ge, Interval, Len
+from matplotlib import ticker
 from typing_extensions import TypedDict
 
 from l2d_jax.files import Positive
@@ -49,8 +50,10 @@ def strategies_section(answers: Mapping[str, Sequence[Any]], folder: Path) -> st
                     if points:
                         name = model if kind == "greedy" else f"{model}, {kind}"
                         draw_rates(axes, *zip(*points, strict=True), label=name, color=f"C{number}", linestyle=style)
-            axes.set_xscale("log")
-            axes.set(xlabel=f"{label} per answer", ylabel="exact match")
+            axes.set(xlabel=f"{label} per answer", ylabel="exact match", xscale="log")
+            axes.minorticks_off()
+            axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+            axes.xaxis.set_major_formatter(ticker.EngFormatter())
     return page.section(TITLE, ABOUT, file, table)
 
 
