@@ -6,4 +6,5 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 source launch/environment.sh dev
 source launch/smollm2.sh # one real model, end to end
+source launch/flags.sh cpu # memory that compilation gives back is fetched anew each time
 exec python -m pytest --slow --numprocesses=2 --dist=loadfile --no-loadscope-reorder "$@"
