@@ -81,26 +81,34 @@ def adaptive_trajectory(model: Model, a: Recording, key: str, run: Mapping[str, 
     logits = logits_at(model, context, last, end)
     yield Check(f"ode.{key}.logits", logits[kept], recorded["logits"], judged=is_guarded)
 
-    times, states, _ = _diffrax(model, context, settings, jnp.asarray(noise, jnp.float32), jnp.float32(end))
+    start = jnp.asarray(noise, jnp.float32)
+    times, states = _follow(model, context, settings, start)
     times, states = times[: len(early)], states[: len(early)]
     yield check(f"ode.{key}.diffrax.times", times, np.array([step.stop for step in early]), STEPS)
     yield check(f"ode.{key}.diffrax.traj", states, np.stack([step.new for step in early]), STEPS, relative=True)
     if settings.velocity == "expectation" and end < 1:
         fine = dataclasses.replace(settings, tolerance=jnp.float32(FINE))
         theirs = _interpolate(_loop(model, context, fine, noise, end=end)[1], end, settings.solver.name)
-        *_, ours = _diffrax(model, context, fine, jnp.asarray(noise, jnp.float32), jnp.float32(end))
-        yield Check(f"ode.{key}.converged", ours.x, theirs, MEET)
+        yield Check(f"ode.{key}.converged", _end(model, context, fine, start, jnp.float32(end)), theirs, MEET)
 
 
 @jax.jit
-def _diffrax(model: Model, context: Context, settings: Refinement, noise: Any, end: Any) -> Any:
-    """Accepted times and states far beyond the end, and the solution that ends there; one norm for all."""
+def _follow(model: Model, context: Context, settings: Refinement, noise: Any) -> Any:
+    """diffrax's accepted times and states far beyond the end; one norm for all."""
+    options: Any = {"solver": settings.solver, "tolerance": settings.tolerance, "max_steps": ROOM}
+    return integrate.adaptive_states(_target(model, context, settings), noise, end=BEYOND, **options)[:2]
+
+
+@jax.jit
+def _end(model: Model, context: Context, settings: Refinement, noise: Any, end: Any) -> Any:
+    """diffrax's state at the end."""
+    options: Any = {"solver": settings.solver, "tolerance": settings.tolerance, "max_steps": settings.steps}
+    return integrate.solve_adaptive(_target(model, context, settings), noise, end=end, **options).x
+
+
+def _target(model: Model, context: Context, settings: Refinement) -> integrate.Target:
     keys = jax.random.split(jax.random.key(0), context.hidden.shape[:2])
-    target = make_target(model, context, settings=settings, keys=keys)
-    solve = partial(integrate.solve_adaptive, target, noise, max_steps=settings.steps, end=end)
-    follow = partial(integrate.adaptive_states, target, noise, end=BEYOND, max_steps=ROOM)
-    options: Any = {"solver": settings.solver, "tolerance": settings.tolerance}
-    return *follow(**options)[:2], solve(**options)
+    return make_target(model, context, settings=settings, keys=keys)
 
 
 def _loop(
