@@ -1,11 +1,11 @@
-"""Statistics of scores: pass@k, intervals, and tables by subject.
+"""Statistics of scores: pass@k, intervals, tables by subject, and means over tokens.
 
-The unit is the problem, not the completion, since the completions of one problem are not independent.
+The unit is the problem, not the completion or the token, since those of one problem are not independent.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from l2d_jax.errors import InputError
 
 RESAMPLES = 2000  # bootstrap resamples: the bounds then vary by about a twentieth of the interval
 CONFIDENCE = 0.95
+BOUNDS = ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)  # quantiles
 
 
 class Rate(NamedTuple):
@@ -54,7 +55,7 @@ def rate(values: Sequence[float]) -> Rate:
     else:
         rng = np.random.default_rng(0)
         means = [scores[rng.integers(len(scores), size=len(scores))].mean() for _ in range(RESAMPLES)]
-        low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+        low, high = np.quantile(means, BOUNDS)
     return Rate(float(scores.mean()), float(low), float(high), len(scores))
 
 
@@ -78,3 +79,46 @@ def by_subject(scores: Mapping[str, Sequence[float]], subjects: Mapping[str, str
     names = sorted({name for problem in scores if (name := subjects[problem]) is not None})
     of = {name: {problem: values for problem, values in scores.items() if subjects[problem] == name} for name in names}
     return {name: accuracy(values) for name, values in of.items()}
+
+
+class BootstrapSums:
+    """The sums of several measures of tokens by example, which are resampled whole, and the numbers of tokens."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, list[np.ndarray]] = {}
+        self._counts: list[np.ndarray] = []
+
+    def add(self, weights: np.ndarray, values: Mapping[str, Any]) -> None:
+        """Add a batch: `weights` and each value of shape [B, M]; rows of weight zero are padding."""
+        real = weights.sum(axis=1) > 0
+        self._counts.append(weights.sum(axis=1)[real])
+        for name, value in values.items():
+            sums = (np.asarray(value, np.float64) * weights).sum(axis=1)[real]
+            self._sums.setdefault(name, []).append(sums)
+
+    def mean(self, name: str, *, minus: str | None = None) -> tuple[float, float, float]:
+        """Mean over tokens with the bounds of its 95 % interval; `minus` names a measure to subtract in pairs."""
+        counts = np.concatenate(self._counts)
+        sums = np.concatenate(self._sums[name])
+        if minus is not None:
+            sums = sums - np.concatenate(self._sums[minus])
+        picks = np.random.default_rng(0).integers(len(counts), size=(RESAMPLES, len(counts)))
+        means = sums[picks].sum(axis=1) / counts[picks].sum(axis=1)
+        low, high = np.quantile(means, BOUNDS)
+        return float(sums.sum() / counts.sum()), float(low), float(high)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, which `join` reads."""
+        sums = {name: np.concatenate(parts).tolist() for name, parts in self._sums.items()}
+        return {"counts": np.concatenate(self._counts).tolist(), "sums": sums}
+
+    @classmethod
+    def join(cls, parts: Mapping[str, Mapping[str, Any]]) -> "BootstrapSums":
+        """Join parts by name, as `name/measure`; raises `InputError` unless all are of the same examples."""
+        joined, [(first, reference), *_] = cls(), list(parts.items())
+        joined._counts = [np.asarray(reference["counts"])]
+        for name, part in parts.items():
+            if part["counts"] != reference["counts"]:
+                raise InputError(f"{name} was measured on other examples than {first}: measure it anew")
+            joined._sums |= {f"{name}/{key}": [np.asarray(sums)] for key, sums in part["sums"].items()}
+        return joined

@@ -83,6 +83,7 @@ def main() -> None:
         found["answers"] = [] if problems is None else list(_answer(loaded, problems, config, options))
         if processes.is_first():
             write_whole(options.out / f"{name}.json", json.dumps(found, indent=1) + "\n")
+            mirror.publish(options.out)
         return found
 
     found = {name: known[name] or measured(name, model) for name, model in options.models}

@@ -20,6 +20,7 @@ from l2d_jax.evaluate import open_session, parse_arguments
 from l2d_jax.evaluation.plan import TaskPlan, results_folder
 from l2d_jax.files import write_whole
 from l2d_jax.reports.evaluation import WITHIN
+from l2d_jax.storage import mirror
 
 BUDGETS, STRENGTHS = [1, 3, 7, 15, 31], [0.0, 0.5, 1.0, 1.5, 2.0]
 TRACED = 64  # right answers of each task whose diffusions are traced, evenly spaced over its problems
@@ -42,7 +43,9 @@ def main() -> None:
     for name, plan in largest.items():
         found = _trace_answers(loaded, plan)
         if processes.is_first():
-            write_whole(results_folder(options) / name / WITHIN, json.dumps(found, indent=2) + "\n")
+            file = results_folder(options) / name / WITHIN
+            write_whole(file, json.dumps(found, indent=2) + "\n")
+            mirror.publish(file)
     if options.label is not None:
         last = [plan for plan in plans if plan.settings.budget == options.budget[-1]]
         for strength, plan in itertools.product(options.strengths, last):

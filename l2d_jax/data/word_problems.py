@@ -37,8 +37,9 @@ def problem(index: int, *, seed: int = 0, split: str = "train") -> WordProblem:
     template = TEMPLATES[index % len(TEMPLATES)]
     random = Random(f"{seed} {index}")
     while True:
-        question, solution, answer = template(random, cast(random))
+        question, solution = template(random, cast(random))
         if _split(template.__name__, question) == split:
+            answer = int(re.findall(r"\d+", solution)[-1])
             return WordProblem(question, f"{solution}\n#### {answer}", answer)
 
 

@@ -14,7 +14,8 @@ from l2d_jax.reports.corrections import corrections_section
 from l2d_jax.reports.figures import draw_rates, saved_figure
 from l2d_jax.reports.strategies import Answered, strategies_section
 from l2d_jax.reports.tables import interval, text_table
-from l2d_jax.training.bootstrap import BootstrapSums
+from l2d_jax.statistics import BootstrapSums
+from l2d_jax.storage import mirror
 from l2d_jax.training.corrections import value_names
 
 MEASURES = {"loss": "nats per token", "expected": "expected accuracy", "greedy": "greedy accuracy"}
@@ -87,7 +88,7 @@ def report_study(folder: Path, measured: Measurements) -> None:
         if budgets:
             sections.append(corrections_section(tally, name, budgets, folder))
     page.write_page(folder / "study.html", f"Study {folder.name}", sections)
-    print(f"written to {folder / 'study.html'}")
+    print(f"written to {mirror.shown_places(str(folder / 'study.html'))}")
 
 
 def _draw(tally: BootstrapSums, measured: Measurements, file: Path) -> None:

@@ -20,8 +20,7 @@ from l2d_jax.decoding.requests import Prompt
 from l2d_jax.decoding.stop_strings import to_text
 from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError
-from l2d_jax.statistics import rate
-from l2d_jax.training.bootstrap import BootstrapSums
+from l2d_jax.statistics import BootstrapSums, rate
 
 
 @dataclass(frozen=True)

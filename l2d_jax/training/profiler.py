@@ -1,4 +1,4 @@
-"""Where the time of a run goes: a stopwatch of its parts, and traces of the steps that `config.profile.steps` names.
+"""Where the time of a run goes: stopwatches of its start and its parts, and traces of `config.profile.steps`.
 
 Each host writes `<workdir>/profile/plugins/profile/steps_10_12/<host>.xplane.pb`, where the profile plugin looks:
 `tensorboard --logdir <workdir>/profile`.
@@ -62,6 +62,23 @@ def trace_steps(run_step: Step, config: ProfileConfig, workdir: Path, *, start: 
 
 def _traced(steps: str) -> range:
     return range(*map(int, steps.split(":")))
+
+
+class StartWatch:
+    """Counts the seconds from its making to the first step, by what they were needed for."""
+
+    def __init__(self) -> None:
+        self._last, self._seconds = time.perf_counter(), dict[str, float]()
+
+    def ended(self, part: str) -> None:
+        """Count what has passed since the part before as that of `part`."""
+        now = time.perf_counter()
+        self._last, self._seconds[part] = now, now - self._last
+
+    def summary(self) -> str:
+        """The seconds until now, and those of each part."""
+        parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in self._seconds.items())
+        return f"first step after {sum(self._seconds.values()):.1f} s: {parts}"
 
 
 class Stopwatch:

@@ -16,8 +16,6 @@ from jax.sharding import Mesh
 from l2d_jax.config.schema import Config
 from l2d_jax.data import rows
 from l2d_jax.data.batch import count_text
-from l2d_jax.data.examples import Examples
-from l2d_jax.data.prepared import read_prepared, training_splits
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.refine import Refinement
 from l2d_jax.distributed import processes, runtime
@@ -26,14 +24,13 @@ from l2d_jax.errors import InputError, RunError
 from l2d_jax.storage import lock, mirror
 from l2d_jax.training import preflight, profiler, time_density
 from l2d_jax.training.checkpoint import Checkpoints
-from l2d_jax.training.exact_match import MarkedProblems, exact_match
-from l2d_jax.training.memory import check_training_memory
+from l2d_jax.training.exact_match import exact_match
+from l2d_jax.training.inputs import Inputs
 from l2d_jax.training.methods import method_of
 from l2d_jax.training.metrics import Metrics, StepLog
 from l2d_jax.training.optimizer import on_host, optimizer, schedule
 from l2d_jax.training.plans import apply_plan, choose_plan, plan_text, record_plan
 from l2d_jax.training.preemption import Preemption
-from l2d_jax.training.profiler import Stopwatch
 from l2d_jax.training.step import TrainState, check_batch, init_state, is_finite, make_step, micro_batches, process_rows
 from l2d_jax.training.validation import placed_in_order, validate
 from l2d_jax.training.workdir import claim, differences, is_measured, plain_values
@@ -47,9 +44,11 @@ def train(config: Config, workdir: str | os.PathLike[str], *, preemption: Preemp
     to stop or its end cannot be saved.
     """
     folder = mirror.open_folder(workdir)
+    watch = profiler.StartWatch()
     with contextlib.ExitStack() as held:
         config, mesh = prepare(config, folder, held)
-        return Run(config, folder, mesh).train(preemption)
+        watch.ended("checks")
+        return Run(config, folder, mesh, watch).train(preemption)
 
 
 def prepare(
@@ -92,23 +91,18 @@ def prepare(
     return config, mesh
 
 
-EXAMPLES = ("training examples", "validation examples")  # the parts of a run's fingerprint that are not its base's
-
-
 class Run:
     """A run in a workdir that process 0 holds; every process makes one and calls the same methods."""
 
-    def __init__(self, config: Config, workdir: Path, mesh: Mesh) -> None:
+    def __init__(self, config: Config, workdir: Path, mesh: Mesh, starting: profiler.StartWatch) -> None:
         self._config, self._workdir, self._mesh = config, workdir, mesh
-        read = processes.take_turns(partial(read_inputs, config, mesh))
-        base, self._training, self._held_out, self._problems = read
-        processes.print_once(
-            f"training examples: {self._training.describe()}; validation examples: {self._held_out.counts}"
-        )
-        epoch = self._training.rows / config.train.batch_size
+        self._inputs = processes.take_turns(partial(Inputs.read, config, mesh, starting))
+        base, training, held_out = self._inputs.base, self._inputs.training, self._inputs.held_out
+        processes.print_once(f"training examples: {training.describe()}; validation examples: {held_out.counts}")
+        starting.ended("examples")
+        epoch = training.rows / config.train.batch_size
         self._steps = config.train.steps or max(1, math.ceil(config.train.epochs * epoch))
         profiler.check_steps(config.profile, self._steps)
-        self._base = base
 
         self._method = method_of(config)
         trained, self._frozen = self._method.begin(base, mesh)
@@ -120,27 +114,26 @@ class Run:
 
         if processes.is_first():
             (workdir / "checkpoints").mkdir(exist_ok=True)  # from here on the workdir belongs to this config
-        inputs = processes.decide(partial(_fingerprint, base, self._training, self._held_out))
+        starting.ended("weights")
+        self._base_fingerprint, examples = processes.decide(self._inputs.fingerprints)
+        inputs = self._base_fingerprint | examples
         self._checkpoints = Checkpoints(workdir / "checkpoints", keep=config.train.keep, inputs=inputs)
         self._start = self._checkpoints.latest() or 0  # optimizer steps that are done
         if self._start:
             parts = self._checkpoints.restore(self._start, self._parts())
             self._state = TrainState(parts[self._method.part], parts["optimizer"], parts.get("loss_by_time"))
             processes.print_once(f"resuming after step {self._start}")
-        self._base_fingerprint = {name: inputs[name] for name in inputs if name not in EXAMPLES}
         if processes.is_first():
             model_folder.record_base(workdir, config.model, self._base_fingerprint)
             mirror.publish(workdir)
         # A run that was cut off may have saved this step and not validated it.
         self._is_measured = processes.decide(partial(is_measured, workdir, self._start))
         self._metrics = Metrics(
-            workdir,
-            start=self._start,
-            total=self._steps,
-            silent=not processes.is_first(),
-            wandb=config.log.wandb,
+            workdir, start=self._start, total=self._steps, silent=not processes.is_first(), wandb=config.log.wandb
         )
-        self._watch, self._saved = Stopwatch(), time.monotonic()  # when the last save began
+        starting.ended("checkpoint")
+        self._starting, self._watch = starting, profiler.Stopwatch()
+        self._saved = time.monotonic()  # when the last save began
 
     def train(self, preemption: Preemption) -> bool:
         """Take the steps that are left, and export; False where `preemption` stops it before, after saving."""
@@ -149,15 +142,21 @@ class Run:
         take_step = make_step(self._optimizer, config, self._state, self._mesh, objective=objective)
         take_step = profiler.trace_steps(take_step, self._config.profile, self._workdir, start=start)
         key = jax.random.key(config.seed + 1)
-        batches = self._training.batches(config.batch_size, start_step=start, rows=process_rows(config, self._mesh))
+        here = process_rows(config, self._mesh)
+        batches = self._inputs.training.batches(config.batch_size, start_step=start, rows=here)
         if self._validates_at(start) and not self._is_measured:
             self.validate(start)
+            self._starting.ended("validation")
         preemption.watch()
         log = self._step_log()
         step, stops, waits = start, False, False
         for step, batch in zip(range(start + 1, self._steps + 1), self._watch.waiting(batches), strict=False):
             placed = micro_batches(batch, config.micro_batches, self._mesh)
             self._state, results = take_step(self._state, self._frozen, placed, jax.random.fold_in(key, step))
+            if step == start + 1:
+                jax.block_until_ready(results)
+                self._starting.ended("compilation and step")
+                processes.print_once(self._starting.summary())
             log.add(step, results, tokens=count_text(batch) * config.batch_size // len(batch.tokens))  # by its rows
             is_last = step == self._steps
             stops = preemption.reached(step) and not is_last
@@ -193,12 +192,13 @@ class Run:
         """Measure the held-out examples with the state after `step`, and log the report."""
         config = self._config
         budgets = config.validation.budgets if step else (1,)  # an untrained path is the LM at every budget
-        examples = placed_in_order(self._held_out, config.validation.batch_size, self._mesh)
+        examples = placed_in_order(self._inputs.held_out, config.validation.batch_size, self._mesh)
         model = self._method.model(self._state.trained, self._frozen)
         report = validate(model, examples, config, budgets=budgets)
-        if self._problems is not None and (step or model.path is None):  # of a path, a budget of 1 is measured later
-            loaded = LoadedModel(model, self._base.tokenizer, self._base.stop_ids, config.decode)
-            report |= exact_match(loaded, self._problems, config.validation, budgets=budgets)
+        base, problems = self._inputs.base, self._inputs.problems
+        if problems is not None and (step or model.path is None):  # of a path, a budget of 1 is measured later
+            loaded = LoadedModel(model, base.tokenizer, base.stop_ids, config.decode)
+            report |= exact_match(loaded, problems, config.validation, budgets=budgets)
         density = time_density.density_record(self._state.loss_by_time, sigma=config.path.sigma)
         self._metrics.write(step, report | density)
         figures = {name: value for name, value in report.items() if isinstance(value, float)}
@@ -269,32 +269,6 @@ class Run:
             last=self._steps,
             rate=on_host(self._rate, start=self._start),
             max_skipped=config.max_skipped,
-            ids=partial(self._training.ids, config.batch_size),
+            ids=partial(self._inputs.training.ids, config.batch_size),
             watch=self._watch,
         )
-
-
-def read_inputs(config: Config, mesh: Mesh) -> tuple[model_folder.BaseFiles, Examples, Examples, MarkedProblems | None]:
-    """The files of the base model, checked, with the examples for training and validation; raises `InputError`.
-
-    Last come the problems that a validation answers freely, if it does.
-    """
-    if config.data.prepared is not None:
-        for data, split in training_splits(config):
-            read_prepared(data, split)  # before a base is downloaded
-    base = model_folder.find_base(config.model)
-    if base.tokenizer is None:
-        raise InputError(f"{config.model.name} has no tokenizer: training reads text; add its tokenizer files")
-    check_training_memory(config, base.architecture, mesh)
-    data, count = config.data, config.validation.exact_examples
-    training, held_out = (
-        Examples.load(data, base.tokenizer, split=split, classes=config.path.classes)
-        for split in (data.train_split, data.validation_split)
-    )
-    problems = MarkedProblems.read(data, base.tokenizer, count=count) if count else None
-    return base, training, held_out, problems
-
-
-def _fingerprint(base: model_folder.BaseFiles, *splits: Examples) -> dict[str, str]:
-    """What a run is trained from: its base, and the examples for training and validation."""
-    return base.fingerprint | {name: one.fingerprint() for name, one in zip(EXAMPLES, splits, strict=True)}

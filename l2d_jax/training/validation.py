@@ -23,7 +23,7 @@ from l2d_jax.distributed import processes, sharding
 from l2d_jax.model.context import Context, read_context
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.lm_head import map_logits, negative_log_likelihood
-from l2d_jax.training.bootstrap import BootstrapSums
+from l2d_jax.statistics import BootstrapSums
 from l2d_jax.training.corrections import token_values
 from l2d_jax.training.objective import correct, sample_corruption
 

@@ -39,7 +39,8 @@ def folder(tmp_path_factory):
 def words(folder):
     """The command line of training, but for the workdir."""
     data = {"data__source": "smoltalk", "data__data_dir": folder, "data__validation_split": "test"}
-    small = {"data__max_length": 64, "data__answer_length": 16, "train__steps": 160, "train__log_every": 40}
+    small = {"data__max_length": 64, "data__answer_length": 16, "train__steps": 160}
+    small |= {"train__log_every": 40, "train__checkpoint_every": 160}
     small |= {"optim__peak_rate": 0.03, "optim__final_rate": 0.01, "path__sigma": 1.0, "train__batch_size": 8}
     return ["--config", f"{TINY}:guidance", *options(**data, **small, data__subsets=tuple(SUBSETS))[2:]]
 

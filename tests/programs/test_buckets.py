@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from l2d_jax import convert, evaluate, generate, report, train
+from l2d_jax import convert, evaluate, generate, report, study, sweep, train
 from l2d_jax.errors import RunError
 from l2d_jax.storage import lock, mirror
 from l2d_jax.storage.bucket import Bucket
@@ -158,9 +158,13 @@ def test_from_two_processes_to_an_export(emulator, arguments, whole):
         assert ours.keys() == theirs.keys()
         for name in theirs:
             np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5, atol=1e-4, err_msg=name)
+    tasks = ["--tasks", "word_problems", "--limit", 2, "--max_new_tokens", 2]
+    config = [*arguments, "--config.decode.max_new_tokens=2"]
     commands = [
         (generate.main, "--workdir", URL, "--prompt", "Hi", "--budget", 3, "--max_new_tokens", 2),
-        (evaluate.main, "--workdir", URL, "--tasks", "word_problems", "--limit", 2, "--budget", 1),
+        (evaluate.main, "--workdir", URL, *tasks, "--budget", 1),
+        (sweep.main, "--workdir", URL, *tasks, "--budget", 3),
+        (study.main, *config, "--models", f"tiny={URL}", "--budgets", 3, "--answers", 2, "--out", f"{URL}_study"),
         (report.main, "--workdir", URL),
         (convert.main, "export", "--model", URL, "--format", "l2d", "--out", f"{URL}_l2d"),
     ]
@@ -171,4 +175,7 @@ def test_from_two_processes_to_an_export(emulator, arguments, whole):
         assert "/tmp" not in outcome.out
     names = set(emulator.files())
     assert {"runs/tiny/report.html", "runs/tiny/report.png", "runs/tiny_l2d/l2d.safetensors"} <= names
+    assert {"runs/tiny/eval/word_problems/within.json", "runs/tiny_study/tiny.json"} <= names
     assert any(name.startswith("runs/tiny/eval/word_problems") and name.endswith("samples.jsonl") for name in names)
+    again = call(study.main, *commands[3][1:])  # by another machine
+    assert (again.status, "measuring" in again.out) == (0, False), again

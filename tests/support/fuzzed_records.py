@@ -13,7 +13,7 @@ from l2d_jax.data.examples import Examples
 from l2d_jax.evaluation.results import Results, sample_line, summarise
 from l2d_jax.evaluation.tasks.problem import Problem, Score
 from l2d_jax.reports import evaluation, study, training
-from l2d_jax.training.bootstrap import BootstrapSums
+from l2d_jax.statistics import BootstrapSums
 from l2d_jax.training.corrections import BINS, by_bin, value_names
 from l2d_jax.training.metrics import Metrics, read_metrics
 from tests.support import mutations, programs

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from l2d_jax.training.bootstrap import BootstrapSums
+from l2d_jax.statistics import BootstrapSums
 from l2d_jax.training.corrections import BINS, bin_names, by_bin, gates, token_values, value_names
 
 # Two answers of three and two tokens, and a position of padding; the path corrects one token and breaks another.

@@ -1,5 +1,6 @@
 import contextlib
 import dataclasses
+import re
 import time
 
 import jax
@@ -10,7 +11,7 @@ from l2d_jax import train
 from l2d_jax.config.schema import ProfileConfig
 from l2d_jax.errors import InputError
 from l2d_jax.training import workdir
-from l2d_jax.training.profiler import Stopwatch, check_steps, trace_steps
+from l2d_jax.training.profiler import StartWatch, Stopwatch, check_steps, trace_steps
 from tests.support.programs import call, config, options
 
 
@@ -58,8 +59,12 @@ def test_a_training_run(tmp_path):
     arguments = [*options(**changes), "--workdir", tmp_path]
     refused = call(train.main, *arguments, "--config.profile.steps=2:5")
     assert "config.profile.steps 2:5 goes beyond the run's 3 steps: choose earlier ones" in refused.error
-    assert call(train.main, *arguments, "--config.profile.steps=2:4").status == 0
+    done = call(train.main, *arguments, "--config.profile.steps=2:4")
+    assert done.status == 0
     assert traced_steps(tmp_path) == [2, 3]
+    (start,) = re.findall(r"first step after [0-9.]+ s: (.*)", done.out)
+    parts = "checks", "base model", "examples", "weights", "checkpoint", "validation", "compilation and step"
+    assert re.sub(" [0-9.]+", "", start) == ", ".join(parts)
 
 
 def test_a_run_that_goes_on_may_trace_other_steps(tmp_path):
@@ -96,3 +101,13 @@ def test_every_second_is_of_one_part(monkeypatch):
         now[0] += 2
     assert watch.lap() == {"seconds/step": 10, "seconds/data": 1, "seconds/save": 0, "seconds/validation": 2}
     assert watch.summary() == "40 s: steps 75.0 %, data 7.5 %, save 12.5 %, validation 5.0 %".replace(" %", "%")
+
+
+def test_what_the_first_step_waited_for(monkeypatch):
+    now = [5.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    watch = StartWatch()
+    for part, seconds in (("checks", 1), ("examples", 2.5)):
+        now[0] += seconds
+        watch.ended(part)
+    assert watch.summary() == "first step after 3.5 s: checks 1.0, examples 2.5"

@@ -1,0 +1,49 @@
+"""What a run is trained from: the files of its base model, and the examples for training and validation."""
+
+from dataclasses import dataclass
+
+from jax.sharding import Mesh
+
+from l2d_jax.config.schema import Config
+from l2d_jax.data.examples import Examples
+from l2d_jax.data.prepared import read_prepared, training_splits
+from l2d_jax.errors import InputError
+from l2d_jax.fingerprint import Fingerprint
+from l2d_jax.training.exact_match import MarkedProblems
+from l2d_jax.training.memory import check_training_memory
+from l2d_jax.training.profiler import StartWatch
+from l2d_jax.weights.model_folder import BaseFiles, find_base
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The same on every process."""
+
+    base: BaseFiles
+    training: Examples
+    held_out: Examples  # for validation
+    problems: MarkedProblems | None  # that a validation answers freely, if it does
+
+    @classmethod
+    def read(cls, config: Config, mesh: Mesh, watch: StartWatch) -> "Inputs":
+        """Find, or download, the base model, and tokenise the examples; raises `InputError`."""
+        data, count = config.data, config.validation.exact_examples
+        if data.prepared is not None:
+            for prepared, split in training_splits(config):
+                read_prepared(prepared, split)  # before a base is downloaded
+        base = find_base(config.model)
+        if base.tokenizer is None:
+            raise InputError(f"{config.model.name} has no tokenizer: training reads text; add its tokenizer files")
+        check_training_memory(config, base.architecture, mesh)
+        watch.ended("base model")
+        training, held_out = (
+            Examples.load(data, base.tokenizer, split=split, classes=config.path.classes)
+            for split in (data.train_split, data.validation_split)
+        )
+        problems = MarkedProblems.read(data, base.tokenizer, count=count) if count else None
+        return cls(base, training, held_out, problems)
+
+    def fingerprints(self) -> tuple[Fingerprint, Fingerprint]:
+        """Of the base, and of the examples."""
+        splits = {"training examples": self.training, "validation examples": self.held_out}
+        return self.base.fingerprint, {name: examples.fingerprint() for name, examples in splits.items()}
