@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from l2d_jax.config.schema import TrainConfig
 from l2d_jax.data.batch import Batch
@@ -133,7 +133,7 @@ def is_finite(tree: Any) -> jax.Array:
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(array)) for array in arrays]))
 
 
-def check_batch(config: TrainConfig, mesh: Mesh) -> None:
+def check_batch(config: TrainConfig, mesh: Mesh | AbstractMesh) -> None:
     """Raise `InputError` if the mesh does not divide a micro-batch, or is one for decoding."""
     if mesh.shape["stationary"] > 1:
         raise InputError(f"config.mesh.stationary={mesh.shape['stationary']} is for decoding: use fsdp to train")

@@ -85,8 +85,9 @@ def test_a_declaration_names_each_of_its_axes() -> None:
 
 def test_the_mesh_takes_all_devices() -> None:
     one = jax.devices()
-    assert dict(make_mesh(MeshConfig(), one).shape) == {"data": 1, "fsdp": 1, "tensor": 1, "context": 1}
-    assert make_mesh(MeshConfig(), one).axis_types == (AxisType.Auto,) * 4
+    axes = ("data", "fsdp", "tensor", "context", "stationary")
+    assert dict(make_mesh(MeshConfig(), one).shape) == dict.fromkeys(axes, 1)
+    assert make_mesh(MeshConfig(), one).axis_types == (AxisType.Auto,) * len(axes)
     with pytest.raises(
         InputError, match=r"config.mesh data=2 x fsdp=1 x tensor=2 x context=1 x stationary=1 needs 4 devices, found 1"
     ):

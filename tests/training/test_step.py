@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from l2d_jax.config.schema import OptimConfig, TrainConfig
 from l2d_jax.data.batch import Batch
@@ -285,9 +285,7 @@ def test_micro_batches_keep_the_order_of_examples(mesh: Mesh) -> None:
 
 
 def test_a_micro_batch_has_to_divide_over_the_devices() -> None:
-    devices = np.empty(4, object)
-    devices[:] = jax.devices() * 4
-    mesh = Mesh(devices.reshape(2, 2, 1), ("data", "fsdp", "tensor"))
+    mesh = AbstractMesh((2, 2, 1, 1), ("data", "fsdp", "tensor", "stationary"))
     check_batch(TrainConfig(batch_size=16, accumulation=2), mesh)
     with pytest.raises(InputError, match=r"micro-batch of 6 examples .*batch_size 12 / accumulation 2.* = 4 devices"):
         check_batch(TrainConfig(batch_size=12, accumulation=2), mesh)
