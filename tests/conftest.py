@@ -14,6 +14,7 @@ from typing import Any
 os.environ["JAX_PLATFORMS"] = "cpu"  # with libtpu installed, every start would look for a TPU
 # Most of the time goes into compiling programs that run once: these make it a third. The arithmetic is the same.
 _QUICK = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+_QUICK += ["--xla_cpu_multi_thread_eigen=false"]  # test processes share the cores: more threads get in the way
 if version("jaxlib").startswith("0.10."):  # later ones have no other way to make a fusion
     _QUICK.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *_QUICK)).strip()
@@ -52,17 +53,18 @@ LONGEST = (
     "tests/parity/test_verify.py",
     "tests/distributed/test_processes.py",
     "tests/programs/test_buckets.py",
-    "tests/programs/test_launch_restarts.py",
-    "tests/programs/test_train.py",
     "tests/programs/test_smollm2.py",
-    "tests/training/test_faults.py",
-    "tests/programs/test_console.py",
-    "tests/parity/test_against_transformers.py",
     "tests/distributed/test_sharding.py",
+    "tests/programs/test_console.py",
+    "tests/programs/test_train.py",
+    "tests/training/test_faults.py",
+    "tests/programs/test_launch_restarts.py",
+    "tests/decoding/test_anchored.py",
+    "tests/training/test_checkpoint_in_bucket.py",
+    "tests/parity/test_against_transformers.py",
     "tests/evaluation/sandbox/test_grade.py",
     "tests/decoding/test_beam_search.py",
     "tests/training/test_methods.py",
-    "tests/decoding/test_anchored.py",
     "tests/decoding/test_refine.py",
     "tests/programs/test_lm_eval.py",
     "tests/programs/test_evaluate.py",

@@ -12,14 +12,14 @@ from l2d_jax.fingerprint import Fingerprint
 from l2d_jax.training.exact_match import MarkedProblems
 from l2d_jax.training.memory import check_training_memory
 from l2d_jax.training.profiler import StartWatch
-from l2d_jax.weights.model_folder import BaseFiles, find_base
+from l2d_jax.weights import model_folder
 
 
 @dataclass(frozen=True)
 class Inputs:
     """The same on every process."""
 
-    base: BaseFiles
+    base: model_folder.BaseFiles
     training: Examples
     held_out: Examples  # for validation
     problems: MarkedProblems | None  # that a validation answers freely, if it does
@@ -31,7 +31,7 @@ class Inputs:
         if data.prepared is not None:
             for prepared, split in training_splits(config):
                 read_prepared(prepared, split)  # before a base is downloaded
-        base = find_base(config.model)
+        base = model_folder.find_base(config.model)
         if base.tokenizer is None:
             raise InputError(f"{config.model.name} has no tokenizer: training reads text; add its tokenizer files")
         check_training_memory(config, base.architecture, mesh)

@@ -1,18 +1,19 @@
 """Real processes on this machine: they meet, share the data, decide together, and one of them does not come or dies."""
 
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
+import time
+from functools import partial
 
 import jax
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 
-from l2d_jax import evaluate, train
-from l2d_jax.distributed import sharding
+from l2d_jax import command_line, evaluate, train
+from l2d_jax.config.schema import MeshConfig
+from l2d_jax.distributed import processes, runtime, sharding
 from l2d_jax.distributed.cluster import find_cluster
 from l2d_jax.distributed.processes import join
 from l2d_jax.errors import InputError
@@ -20,9 +21,9 @@ from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.training.metrics import read_metrics
 from l2d_jax.weights import model_folder
-from tests.support import tiny
+from tests.support import tiny, worker
+from tests.support.forked import Forked, program
 from tests.support.programs import (
-    ROOT,
     TIMES,
     call,
     config,
@@ -33,8 +34,6 @@ from tests.support.programs import (
     write_model,
     write_tasks,
 )
-
-WORKER = [sys.executable, "-m", "tests.support.worker"]
 
 
 def free_port():
@@ -49,53 +48,31 @@ def variables(port, count, index):
         "JAX_NUM_PROCESSES": str(count),
         "JAX_PROCESS_ID": str(index),
         "L2D_JAX_HEARTBEAT": "10",
-        "PYTHONPATH": str(ROOT),
     }
 
 
-def launch(commands, *, count=None, **environment):
-    """Start processes 0, 1, ... of `count` (None: as many as there are commands) with a command each."""
+def launch(calls, *, count=None, **environment):
+    """Start processes 0, 1, ... of `count` (None: as many as there are calls), each with a function and arguments."""
     port = free_port()
     return [
-        subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, **variables(port, count or len(commands), index), **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index, command in commands.items()
+        Forked(*call, environment={**variables(port, count or len(calls), index), **environment})
+        for index, call in calls.items()
     ]
 
 
-def finish(processes, *, timeout=300):
+def finish(processes):
     """Exit status, output and errors of each."""
-    results = []
-    for process in processes:
-        try:
-            out, err = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            for other in processes:
-                other.kill()
-            raise
-        results.append((process.returncode, out, err))
-    return results
+    return [process.end() for process in processes]
 
 
-START = """
-from l2d_jax import command_line
-from l2d_jax.config.schema import MeshConfig
-from l2d_jax.distributed import runtime
-command_line.run(lambda: runtime.start_jax(MeshConfig()))
-"""
+def meet():
+    command_line.run(lambda: runtime.start_jax(MeshConfig()) and None)
 
 
 @pytest.mark.slow
 def test_one_that_never_comes():
     """Process 0 without the other, and the other without process 0: one line each, and no abort."""
-    command = [sys.executable, "-c", START]
-    alone = [launch({index: command}, count=2, L2D_JAX_WAIT="3")[0] for index in (0, 1)]
+    alone = [launch({index: (meet,)}, count=2, L2D_JAX_WAIT="3")[0] for index in (0, 1)]
     for index, (status, out, err) in enumerate(finish(alone)):
         assert status == 2
         assert out.startswith(f"process {index} of 2, waiting for the others at localhost:")
@@ -104,50 +81,44 @@ def test_one_that_never_comes():
         assert err.count("\n") == 1
 
 
-TALK = """
-import sys, time, jax, numpy as np
-from pathlib import Path
-from l2d_jax import command_line
-from l2d_jax.config.schema import MeshConfig
-from l2d_jax.distributed import processes, runtime, sharding
-from l2d_jax.errors import InputError
-
-def main():
-    file = Path(sys.argv[1])
+def talk(folder, how):
+    """What two processes do that end "together", or one of them "alone"."""
     mesh = runtime.start_jax(MeshConfig())
     index = jax.process_index()
     other = runtime.start_jax(MeshConfig(fsdp=1, tensor=-1))
     print(*(sharding.rows_on_devices(each, 6) for each in (mesh, other)))
     assert processes.decide(lambda: {"who": [index, "é"]}) == {"who": [0, "é"]}
+
     def read():
         if index == 0:
             time.sleep(1)
-            file.write_text("downloaded")
-        return file.read_text()  # process 1 is on the same host and comes later
+            (folder / how).write_text("downloaded")
+        return (folder / how).read_text()  # process 1 is on the same host and comes later
+
     assert processes.take_turns(read) == "downloaded"
     processes.print_once("one line")
-    if sys.argv[2] == "together":
-        from l2d_jax.model.diffusion_path import DiffusionPath
-        from l2d_jax.weights import model_folder
-        from tests.support import tiny
+    if how == "together":
         declared = DiffusionPath.declare(tiny.path_config(), tiny.architecture("llama"))
-        model_folder.save_path(file.parent, sharding.initialize(declared, jax.random.key(0), mesh), base="x")
+        model_folder.save_path(folder, sharding.initialize(declared, jax.random.key(0), mesh), base="x")
     for say in (processes.take_turns, processes.decide):
-        def fail():
+
+        def fail(say=say):
             if (say is processes.decide) or index == 1:
                 raise InputError(f"bad in {index}")
+
         try:
             say(fail)
         except processes.SharedError as error:
             print(error)
-    if sys.argv[2] == "alone":
+    if how == "alone":
         if index == 1:
             raise InputError("bad here alone")
-        jax.experimental.multihost_utils.sync_global_devices("never")
+        multihost_utils.sync_global_devices("never")
     processes.decide(fail)
 
-command_line.run(main)
-"""
+
+def talk_and_end(*arguments):
+    command_line.run(partial(talk, *arguments))
 
 
 @pytest.mark.slow
@@ -155,8 +126,7 @@ def test_what_processes_tell_each_other(tmp_path, mesh):
     """They end together where all know of an error, and none waits for one that has failed alone."""
     ends = {}
     for how in ("together", "alone"):
-        command = [sys.executable, "-c", TALK, str(tmp_path / how), how]
-        ends[how] = launch({0: command, 1: command})
+        ends[how] = launch(dict.fromkeys(range(2), (talk_and_end, tmp_path, how)))
     told = [
         ["[0, 1, 2] [0, 1, 2, 3, 4, 5]", "one line", "process 1 cannot go on: see its own line", "bad in 0"],
         ["[3, 4, 5] [0, 1, 2, 3, 4, 5]", "bad in 1", "bad in 0"],
@@ -209,7 +179,7 @@ def whole(steps, tmp_path_factory):
 
 @pytest.mark.slow
 def test_sigterm_saves_and_the_same_command_goes_on_bit_for_bit(steps, whole, tmp_path, mesh):
-    [(status, out, err)] = finish(launch({0: [*WORKER, "TERM@2", *steps, "--workdir", str(tmp_path)]}))
+    [(status, out, err)] = finish(launch({0: (worker.train, "TERM@2", *steps, "--workdir", tmp_path)}))
     assert status == 143, err
     assert err == "SIGTERM: saving after the step under way; another one ends at once\n"
     assert out.endswith("stopped by SIGTERM: step 2 is saved, and the same command goes on from there\n")
@@ -226,10 +196,10 @@ def test_sigterm_saves_and_the_same_command_goes_on_bit_for_bit(steps, whole, tm
 @pytest.mark.slow
 def test_any_number_of_processes_goes_on_with_the_same_curve(steps, whole, tmp_path):
     """SIGTERM to one of two, -9 to one of four, and one that is alone finishes what they began."""
-    arguments = [*steps, "--workdir", str(tmp_path)]
+    arguments = [*steps, "--workdir", tmp_path]
 
     def run(*mishaps):
-        return finish(launch(dict(enumerate([*WORKER, mishap, *arguments] for mishap in mishaps))))
+        return finish(launch(dict(enumerate((worker.train, mishap, *arguments) for mishap in mishaps))))
 
     first, second = run("none", "TERM@4")
     assert (first[0], second[0]) == (143, 143), first[2] + second[2]
@@ -278,8 +248,8 @@ def test_two_processes_evaluate_as_one(tmp_path, mesh):
     }
     for name, more in asked.items():
         assert call(evaluate.main, *words, *more, "--out", tmp_path / "alone").status == 0
-        command = [sys.executable, "-m", "l2d_jax.evaluate", *map(str, [*words, *more, "--out", tmp_path / "both"])]
-        first, second = finish(launch({0: command, 1: command}))
+        asks = (program, evaluate.main, *words, *more, "--out", tmp_path / "both")
+        first, second = finish(launch(dict.fromkeys(range(2), asks)))
         assert (first[0], second[0]) == (0, 0), (first, second)
         assert "problems;" in first[1]
         assert "problems;" not in second[1]

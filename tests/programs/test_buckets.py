@@ -1,14 +1,11 @@
 """Whole programs on a workdir in a bucket: killed, disturbed, resumed by other processes, evaluated and exported."""
 
 import json
-import multiprocessing
 import os
 import random
-import sys
 import time
 from typing import NamedTuple
 
-import jax
 import numpy as np
 import pytest
 
@@ -16,7 +13,9 @@ from l2d_jax import convert, evaluate, generate, report, study, sweep, train
 from l2d_jax.errors import RunError
 from l2d_jax.storage import lock, mirror
 from l2d_jax.storage.bucket import Bucket
-from tests.distributed.test_processes import WORKER, finish, launch
+from tests.distributed.test_processes import finish, launch
+from tests.support import worker
+from tests.support.forked import Forked, program
 from tests.support.programs import TIMES, call, options, write_base
 
 URL = "gs://bucket/runs/tiny"
@@ -29,8 +28,6 @@ SETTINGS = {
     "data__max_length": 224,
     "data__answer_length": 96,
 }
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["l2d_jax.train"])
 
 
 class Whole(NamedTuple):
@@ -41,25 +38,14 @@ class Whole(NamedTuple):
     seconds: float
 
 
-def run(environment, arguments):
-    """What a process of its own does: train, until it has finished or is killed."""
-    os.environ.update(environment)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    sys.argv = ["train", *arguments]
-    train.command_line.run(train.main)
-
-
 def start(arguments, url):
-    process = SERVER.Process(target=run, args=(dict(os.environ), [*arguments, "--workdir", url]))
-    process.start()
-    return process
+    return Forked(program, train.main, *arguments, "--workdir", url)
 
 
 def train_to_its_end(arguments, url):
     """In a process of its own, too: the tests' own one compiles otherwise."""
-    process = start(arguments, url)
-    process.join()
-    assert process.exitcode == 0
+    ended = start(arguments, url).end()
+    assert ended.status == 0, ended
 
 
 def read_records(emulator, url):
@@ -99,11 +85,11 @@ def test_a_run_that_is_killed_at_any_moment_is_the_whole_run(emulator, arguments
     rng, killed = random.Random(0), []
     for number in range(KILLS):
         url = f"{URL}{number // 3}"
-        process = start(arguments, url)
+        started = start(arguments, url)
         with emulator.failing(503, times=rng.randrange(3)):
-            process.join(rng.uniform(0.2, 1.1) * whole.seconds)
-        process.kill()
-        process.join()
+            started.process.join(rng.uniform(0.2, 1.1) * whole.seconds)
+        started.process.kill()
+        started.end()
         killed.append(max((record["step"] for record in read_records(emulator, url)), default=0))
     for url in sorted({f"{URL}{number // 3}" for number in range(KILLS)}):
         train_to_its_end(arguments, url)
@@ -147,7 +133,7 @@ def test_a_second_run_is_refused_and_an_expired_lock_taken_over(emulator, argume
 @pytest.mark.slow
 def test_from_two_processes_to_an_export(emulator, arguments, whole):
     """Two processes are killed, one goes on; then the other programs, each as a machine that knows the URL alone."""
-    first = launch({i: [*WORKER, "KILL@5", *arguments, "--workdir", URL] for i in range(2)})
+    first = launch(dict.fromkeys(range(2), (worker.train, "KILL@5", *arguments, "--workdir", URL)))
     statuses = [status for status, _, _ in finish(first)]
     assert 0 not in statuses
     assert read_records(emulator, URL)[-1]["step"] >= 2

@@ -101,7 +101,20 @@ def _generation(storage: Storage, name: str) -> str:
         return "0"
 
 
+Storage._write_config_to_file = lambda self: None  # after each request the whole index, which nothing reads here
 emulator.HANDLERS = tuple(
     (pattern, {method: _as_documented(handler) for method, handler in by_method.items()})
     for pattern, by_method in emulator.HANDLERS
 )
+
+
+def main() -> None:
+    """Serve an empty bucket until Ctrl-C: `python -m tests.support.buckets` prints what to set for it."""
+    served = Emulator()
+    for name, value in served.environment().items():
+        print(f"export {name}={value}", flush=True)
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,25 +1,23 @@
-"""The training program with a mishap: `... worker TERM@4 ARGUMENTS` gets SIGTERM after step 4, and is slow then.
-
-`test_processes` starts it as one of several processes, or alone; it is not collected.
-"""
+"""The training program with a mishap, for a process of its own: "TERM@4" is SIGTERM after step 4, and slow then."""
 
 import os
 import signal
 import sys
 import time
+from typing import Any
 
 # Where torch is installed, TensorBoard imports it, which takes a third of the start.
 sys.modules["torch"] = None  # type: ignore[assignment]
-import tensorboardX  # noqa: E402, F401
 
 del sys.modules["torch"]
 
-from l2d_jax import command_line, train  # noqa: E402
+from l2d_jax import train as program  # noqa: E402
 from l2d_jax.training.preemption import Preemption  # noqa: E402
+from tests.support import forked  # noqa: E402
 
 
-def main() -> None:
-    name, _, at = sys.argv.pop(1).partition("@")
+def train(mishap: str, *arguments: Any) -> None:
+    name, _, at = mishap.partition("@")
     reached = Preemption.reached
 
     def strike(self: Preemption, step: int) -> bool:
@@ -30,8 +28,4 @@ def main() -> None:
         return reached(self, step)
 
     Preemption.reached = strike
-    command_line.run(train.main)
-
-
-if __name__ == "__main__":
-    main()
+    forked.program(program.main, *arguments)

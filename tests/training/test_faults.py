@@ -1,23 +1,14 @@
-"""Training under what goes wrong on real machines: kill -9 at any moment, a full disk, bad files, a second run.
+"""Training under what goes wrong on real machines: kill -9 at any moment, a full disk, bad files, a second run."""
 
-Runs are processes of their own, forked from a server that has imported the program and done nothing else, since the
-start of Python would take most of the time.
-"""
-
-import dataclasses
 import itertools
-import multiprocessing
 import os
 import random
 import resource
 import shutil
 import signal
-import sys
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 
-import jax
 import pytest
 
 from l2d_jax import train
@@ -29,6 +20,7 @@ from l2d_jax.storage.lock import hold
 from l2d_jax.training import run as loop
 from l2d_jax.training.checkpoint import Checkpoints
 from l2d_jax.training.metrics import read_metrics
+from tests.support.forked import Forked, program
 from tests.support.programs import TIMES, call, config, options, same_bits
 
 KILLS = int(os.environ.get("L2D_JAX_KILLS", "5"))
@@ -41,41 +33,15 @@ SETTINGS = {
     "data__max_length": 224,
     "data__answer_length": 96,
 }
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["l2d_jax.train", "tensorboardX.event_file_writer"])
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """A process that trains."""
-
-    process: multiprocessing.process.BaseProcess
-    printed: Connection
-
-    @classmethod
-    def start(cls, workdir, *, room=None):
-        """From the steps in `room` on, no file of the run may grow beyond so many bytes."""
-        printed, output = SERVER.Pipe(duplex=False)
-        arguments = [*options(**SETTINGS), "--workdir", workdir]
-        process = SERVER.Process(target=run, args=(arguments, output, room or {}))
-        process.start()
-        output.close()
-        return cls(process, printed)
-
-    def end(self):
-        """Wait for it: the exit status and what it printed."""
-        text = b""
-        while piece := os.read(self.printed.fileno(), 2**16):
-            text += piece
-        self.process.join()
-        return self.process.exitcode, text.decode()
+def start(workdir, *, room=None):
+    """A process that trains; from the steps in `room` on, no file of the run may grow beyond so many bytes."""
+    return Forked(run, [*options(**SETTINGS), "--workdir", workdir], room or {})
 
 
-def run(arguments, output, room):
+def run(arguments, room):
     """What the process does."""
-    for descriptor in (1, 2):
-        os.dup2(output.fileno(), descriptor)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     place, steps = loop.micro_batches, itertools.count(1)
 
     def place_with_limit(*placed):
@@ -88,12 +54,13 @@ def run(arguments, output, room):
         return place(*placed)
 
     loop.micro_batches = place_with_limit
-    sys.argv = ["train", *map(str, arguments)]
-    train.command_line.run(train.main)
+    program(train.main, *arguments)
 
 
 def finish(workdir, **limits):
-    return Run.start(workdir, **limits).end()
+    """Exit status, and all that was printed."""
+    status, out, err = start(workdir, **limits).end()
+    return status, out + err
 
 
 def records(workdir):
@@ -144,7 +111,7 @@ def test_a_run_that_is_killed_at_any_moment_is_the_whole_run(whole, tmp_path, me
     rng, workdir = random.Random(0), tmp_path / "workdir"
     seconds, killed, ends = None, [], 0
     while len(killed) < KILLS:
-        began, started = time.monotonic(), Run.start(workdir)
+        began, started = time.monotonic(), start(workdir)
         if seconds is None or rng.random() < 0.5:
             step = last_step(workdir) + rng.randrange(1, 6)
             while started.process.is_alive() and last_step(workdir) < step:
@@ -154,7 +121,7 @@ def test_a_run_that_is_killed_at_any_moment_is_the_whole_run(whole, tmp_path, me
         else:
             started.process.join(rng.uniform(0, 2 * seconds))
         started.process.kill()
-        status, text = started.end()
+        status, *text = started.end()
         if status == -signal.SIGKILL:
             killed.append(last_step(workdir))
         else:
@@ -176,7 +143,8 @@ def test_a_full_disk_costs_checkpoints_and_nothing_else(whole, tmp_path, mesh):
     workdir = tmp_path / "workdir"
     status, text = finish(workdir, room={5: 8000, 8: resource.RLIM_INFINITY, 23: 0})
     assert status == 1, text
-    lines = [line for line in text.splitlines() if "/24  " not in line and not line.startswith("plan: ")]
+    usual = ("plan: ", "first step after ")
+    lines = [line for line in text.splitlines() if "/24  " not in line and not line.startswith(usual)]
     lost = "warning: checkpoint of step {} was not saved (File too large): training goes on; the newest good one is {}"
     assert lines[1:-1] == [lost.format(6, "step 4"), lost.format(24, "step 22")]
     assert lines[-1].startswith("error: the last 3 records could not be written to ")

@@ -10,7 +10,8 @@ from huggingface_hub import errors
 from l2d_jax import train
 from l2d_jax.errors import InputError
 from l2d_jax.training import preflight
-from tests.distributed.test_processes import WORKER, finish, launch
+from tests.distributed.test_processes import finish, launch
+from tests.support.forked import program
 from tests.support.programs import call, config, options, write_base
 
 
@@ -92,7 +93,7 @@ def test_other_code_is_named(tmp_path, mesh, monkeypatch):
 def test_two_hosts_with_a_folder_each_are_told(tmp_path):
     """On each of them, before anything is trained."""
     started = launch(
-        {i: [*WORKER, "NONE", *options(), "--workdir", str(tmp_path / str(i)), "--preflight"] for i in range(2)}
+        {i: (program, train.main, *options(), "--workdir", tmp_path / str(i), "--preflight") for i in range(2)}
     )
     for status, _, err in finish(started):
         assert status == 2, err
