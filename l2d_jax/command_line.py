@@ -2,14 +2,14 @@
 
 import argparse
 import contextlib
+import errno
 import os
 import sys
 import traceback
-import typing
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn, cast, get_args, get_origin
 
 from l2d_jax import console
 from l2d_jax.config import ranges
@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         for name, declared in vars(ranges).items():
-            if typing.get_origin(declared) is typing.Annotated:
+            if get_origin(declared) is Annotated:
                 self.register("type", name, partial(number, declared))
 
     def error(self, message: str) -> NoReturn:
@@ -54,8 +54,8 @@ def number(declared: Any, text: str) -> int | float:
     """Parse a number of a declared range, such as `ranges.Budget`; raises what argparse reports."""
     value: Any = text
     with contextlib.suppress(ValueError):  # which the check reports, with the type that is wanted
-        value = typing.get_args(declared)[0](text)
-    return typing.cast(int | float, _reported(lambda: check_value(value, declared, "the number")))
+        value = get_args(declared)[0](text)
+    return cast(int | float, _reported(lambda: check_value(value, declared, "the number")))
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
@@ -125,9 +125,9 @@ def _report(error: Exception) -> int:
     if isinstance(error, InputError):
         status = 2
     elif isinstance(error, OSError) and error.strerror and not isinstance(error, BrokenPipeError):
-        status, text = 1, error.strerror
-        if error.filename is not None:
-            status, text = 2, f"{error.strerror}: {shorten(str(error.filename), 200)}"
+        may_pass = error.filename is None or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+        text = error.strerror + ("" if error.filename is None else f": {shorten(str(error.filename), 200)}")
+        status = 1 if may_pass else 2
     elif not isinstance(error, RunError):
         text = f"{type(error).__name__}: {shorten(text, 180)} (internal; {TRACEBACK}=1 shows where)"
     console.complain(shorten(f"error: {mirror.shown_places(text)}", LONGEST_LINE))

@@ -23,7 +23,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from l2d_jax.distributed import processes
-from l2d_jax.errors import InputError, RunError
+from l2d_jax.errors import InputError, RunError, shorten
 from l2d_jax.fingerprint import Fingerprint, require_same
 from l2d_jax.storage import mirror
 from l2d_jax.storage.bucket import BucketError
@@ -248,7 +248,7 @@ def _reason(error: Exception) -> str:
     text = " ".join(str(error).split())
     if number := re.search(r"os_error_code='(\d+)'", text):
         return strerror(int(number[1]))
-    return (error.strerror if isinstance(error, OSError) else None) or text[:200] or type(error).__name__
+    return (error.strerror if isinstance(error, OSError) else None) or shorten(text, 200) or type(error).__name__
 
 
 def _warn(text: str) -> None:

@@ -72,11 +72,11 @@ def meet():
 @pytest.mark.slow
 def test_one_that_never_comes():
     """Process 0 without the other, and the other without process 0: one line each, and no abort."""
-    alone = [launch({index: (meet,)}, count=2, L2D_JAX_WAIT="3")[0] for index in (0, 1)]
+    alone = [launch({index: (meet,)}, count=2, L2D_JAX_WAIT="1")[0] for index in (0, 1)]
     for index, (status, out, err) in enumerate(finish(alone)):
         assert status == 2
         assert out.startswith(f"process {index} of 2, waiting for the others at localhost:")
-        assert err.startswith(f"error: process {index} of 2 has waited 3 s at localhost:")
+        assert err.startswith(f"error: process {index} of 2 has waited 1 s at localhost:")
         assert "and not all 2 came: run the same command on all workers at once" in err
         assert err.count("\n") == 1
 

@@ -1,5 +1,6 @@
 """Streams that are closed, cut off or of another encoding, and Ctrl-C at any moment: never a traceback."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -55,6 +56,14 @@ def test_an_error_of_ours_is_one_line_unless_a_developer_asks(monkeypatch):
 
 def test_what_the_file_system_refuses_is_bad_input(tmp_path):
     assert call(lambda: (tmp_path / "a").read_text()).error == f"No such file or directory: {tmp_path / 'a'}"
+
+
+def test_a_disk_that_is_full_may_have_room_again():
+    def main():
+        raise OSError(errno.ENOSPC, FULL, "/disk/file")
+
+    outcome = call(main)
+    assert (outcome.status, outcome.err) == (1, f"error: {FULL}: /disk/file\n")
 
 
 def test_a_long_message_keeps_its_ends():

@@ -89,12 +89,15 @@ def test_other_code_is_named(tmp_path, mesh, monkeypatch):
         preflight.check_run(config(), tmp_path, mesh)
 
 
+def impatient(*arguments):
+    preflight.PATIENCE = 1
+    program(train.main, *arguments)
+
+
 @pytest.mark.slow
 def test_two_hosts_with_a_folder_each_are_told(tmp_path):
     """On each of them, before anything is trained."""
-    started = launch(
-        {i: (program, train.main, *options(), "--workdir", tmp_path / str(i), "--preflight") for i in range(2)}
-    )
+    started = launch({i: (impatient, *options(), "--workdir", tmp_path / str(i), "--preflight") for i in range(2)})
     for status, _, err in finish(started):
         assert status == 2, err
         assert "is not the same folder on all hosts (1 of 2 processes not seen)" in err
