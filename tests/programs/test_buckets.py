@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import time
 from typing import NamedTuple
 
@@ -31,11 +32,10 @@ SETTINGS = {
 
 
 class Whole(NamedTuple):
-    """What a run leaves, and how long it takes."""
+    """What a run leaves."""
 
     records: list
     weights: bytes
-    seconds: float
 
 
 def start(arguments, url):
@@ -55,6 +55,10 @@ def read_records(emulator, url):
     return [{name: value for name, value in record.items() if not name.startswith(TIMES)} for record in records]
 
 
+def last_step(emulator, url):
+    return max((record["step"] for record in read_records(emulator, url)), default=0)
+
+
 def weights(emulator, url):
     return emulator.files()[f"{url.removeprefix('gs://bucket/')}/export/path.safetensors"]
 
@@ -68,33 +72,39 @@ def arguments(tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(bucket_server, arguments):
     """A run that nothing happens to."""
-    url, began = "gs://bucket/whole", time.monotonic()
+    url = "gs://bucket/whole"
     train_to_its_end(arguments, url)
-    seconds = time.monotonic() - began
     names = {name.removeprefix("whole/") for name in bucket_server.files()}
     assert {"config.json", "metrics.jsonl", "export/path.json", "export/path.safetensors"} <= names
     assert {name.split("/")[1] for name in names if name.startswith("checkpoints/")} == {"10", "12"}
     assert any(name.startswith("tensorboard/events") for name in names)
     assert ".lock" not in names
-    return Whole(read_records(bucket_server, url), weights(bucket_server, url), seconds)
+    return Whole(read_records(bucket_server, url), weights(bucket_server, url))
 
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_at_any_moment_is_the_whole_run(emulator, arguments, whole):
-    """SIGKILL at moments of its life; some requests fail for a while, and no object is lost."""
-    rng, killed = random.Random(0), []
-    for number in range(KILLS):
-        url = f"{URL}{number // 3}"
-        started = start(arguments, url)
+    """SIGKILL soon after some step is in the log, or seconds after the start; requests fail for a while."""
+    rng, killed, ends = random.Random(0), [], 0
+    while len(killed) < KILLS:
+        url = f"{URL}{ends}"
+        started, step = start(arguments, url), last_step(emulator, url) + rng.randrange(1, 5)
         with emulator.failing(503, times=rng.randrange(3)):
-            started.process.join(rng.uniform(0.2, 1.1) * whole.seconds)
+            end = time.monotonic() + (rng.uniform(0, 3) if rng.random() < 0.3 else 60)
+            while started.process.is_alive() and last_step(emulator, url) < step and time.monotonic() < end:
+                time.sleep(0.02)
+            started.process.join(rng.uniform(0, 0.3))
         started.process.kill()
-        started.end()
-        killed.append(max((record["step"] for record in read_records(emulator, url)), default=0))
-    for url in sorted({f"{URL}{number // 3}" for number in range(KILLS)}):
+        ended = started.end()
+        if ended.status == -signal.SIGKILL:
+            killed.append(last_step(emulator, url))
+        else:
+            assert ended.status == 0, ended
+            ends += 1
+    for url in (f"{URL}{number}" for number in range(ends + 1)):
         train_to_its_end(arguments, url)
-        assert (read_records(emulator, url), weights(emulator, url)) == whole[:2]
-    print(f"killed at the steps {killed}")
+        assert (read_records(emulator, url), weights(emulator, url)) == whole
+    print(f"killed after the steps {killed}; {ends + 1} whole runs")
 
 
 @pytest.mark.slow
@@ -108,7 +118,7 @@ def test_a_bucket_that_fails_for_ever_is_a_line_and_the_same_command_goes_on(emu
     assert lines[-1].startswith(f"error: the log could not be written to {URL}/metrics.jsonl (")
     assert not any("checkpoints" in name for name in emulator.files())
     train_to_its_end(arguments, URL)
-    assert (read_records(emulator, URL), weights(emulator, URL)) == whole[:2]
+    assert (read_records(emulator, URL), weights(emulator, URL)) == whole
 
 
 @pytest.mark.slow

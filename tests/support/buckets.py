@@ -56,8 +56,9 @@ class Emulator:
 
     def files(self) -> dict[str, bytes]:
         """All objects of the bucket."""
-        names = [entry["name"] for entry in self.storage.get_file_list(NAME)[0]]
-        return {name: bytes(self.storage.get_file(NAME, name)) for name in names}
+        with self.storage.lock:
+            names = [entry["name"] for entry in self.storage.get_file_list(NAME)[0]]
+            return {name: bytes(self.storage.get_file(NAME, name)) for name in names}
 
 
 class _Server(server.ThreadingHTTPServer):
