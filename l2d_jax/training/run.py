@@ -43,8 +43,8 @@ def train(config: Config, workdir: str | os.PathLike[str], *, preemption: Preemp
     If it was not, `preemption` has stopped the run after saving. Raises `InputError`, and `RunError` where the run has
     to stop or its end cannot be saved.
     """
-    folder = mirror.open_folder(workdir)
     watch = profiler.StartWatch()
+    folder = mirror.open_folder(workdir)
     with contextlib.ExitStack() as held:
         config, mesh = prepare(config, folder, held)
         watch.ended("checks")

@@ -51,18 +51,18 @@ def variables(port, count, index):
     }
 
 
-def launch(calls, *, count=None, **environment):
-    """Start processes 0, 1, ... of `count` (None: as many as there are calls), each with a function and arguments."""
+def launch(tasks, *, count=None, **environment):
+    """Start processes 0, 1, ... of `count` (None: as many as there are tasks), each with a function and arguments."""
     port = free_port()
     return [
-        Forked(*call, environment={**variables(port, count or len(calls), index), **environment})
-        for index, call in calls.items()
+        Forked(*task, environment={**variables(port, count or len(tasks), index), **environment})
+        for index, task in tasks.items()
     ]
 
 
-def finish(processes):
+def finish(started):
     """Exit status, output and errors of each."""
-    return [process.end() for process in processes]
+    return [process.end() for process in started]
 
 
 def meet():

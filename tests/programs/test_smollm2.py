@@ -71,7 +71,6 @@ def train_and_answer(folder: Path, workdir: Path) -> None:
         "data.answer_length": 80,
         "validation.batch_size": 1,
         "validation.exact_examples": 1,
-        "validation.budgets": "(1,3)",
         "validation.time_bins": 2,
         "decode.max_new_tokens": 8,
     }

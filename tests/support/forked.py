@@ -11,8 +11,8 @@ import jax
 
 from l2d_jax import command_line
 
+PATIENCE = 300  # seconds without output
 SERVER = multiprocessing.get_context("forkserver")
-PATIENCE = 300  # seconds
 SERVER.set_forkserver_preload(["tests.support.worker", "l2d_jax.evaluate"])
 
 

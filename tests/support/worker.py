@@ -8,6 +8,7 @@ from typing import Any
 
 # Where torch is installed, TensorBoard imports it, which takes a third of the start.
 sys.modules["torch"] = None  # type: ignore[assignment]
+import tensorboardX.event_file_writer  # noqa: E402, F401
 
 del sys.modules["torch"]
 
