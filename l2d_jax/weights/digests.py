@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from l2d_jax.errors import InputError
-from l2d_jax.files import cache_folder, check, identity, read_json, write_whole
-from l2d_jax.fingerprint import Fingerprint, digest, require_same
+from l2d_jax.files import Fingerprint, cache_folder, check, digest, identity, read_json, require_same, write_whole
 from l2d_jax.weights.mapping import TensorSource
 from l2d_jax.weights.peft import Adapted
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, TensorRecord

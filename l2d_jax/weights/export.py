@@ -23,8 +23,7 @@ from l2d_jax.config.schema import ModelConfig, PathConfig
 from l2d_jax.data import tokenizer
 from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError
-from l2d_jax.files import output_folder, read_json
-from l2d_jax.fingerprint import Fingerprint
+from l2d_jax.files import Fingerprint, output_folder, read_json
 from l2d_jax.model.architecture import SUPPORTED, Architecture
 from l2d_jax.model.llm import LLM
 from l2d_jax.model.lora import LLMAdapter

@@ -1,41 +1,25 @@
 """The GGUF format (https://github.com/ggml-org/ggml, docs/gguf.md): metadata and tensors by name.
 
-Notable: the format is read here, not by `gguf.GGUFReader`, which trusts every length in the file and makes a NumPy
-array per token; `gguf` dequantises. Tensors must lie as llama.cpp demands it: in the order of their entries, each where
-the one before ends, rounded up to the alignment. The format has no checksum, so that no check sees a changed bit of
-data or of a value that is in range, two tensors of one shape under exchanged names, nor all tensors of one kind under
-the name of another kind of the same size.
+Notable: the library `gguf` reads and dequantises. Tensors must lie as llama.cpp demands it: in the order of their
+entries, each where the one before ends, rounded up to the alignment. The format has no checksum, so that no check sees
+a changed bit of data or of a value that is in range, two tensors of one shape under exchanged names, nor all tensors of
+one kind under the name of another kind of the same size.
 """
 
-import math
-import struct
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, SupportsInt, TypeVar
 
 import gguf
 import numpy as np
 from jaxtyping import Float32
+from numpy.typing import DTypeLike
 
 from l2d_jax.errors import InputError, shown
 
 T = TypeVar("T")
-SCALARS = dict(zip((*range(7), 10, 11, 12), ("<B", "<b", "<H", "<h", "<I", "<i", "<f", "<Q", "<q", "<d"), strict=True))
-BOOL, STRING, ARRAY = 7, 8, 9  # the other kinds of metadata
-MAX_ITEMS = 2**24  # of an array: vocabularies have some 2**18
-MAX_ELEMENTS = 2**48  # of a tensor
-
-
-@dataclass(frozen=True)
-class QuantizedTensor:
-    """The place and the quantisation of one tensor."""
-
-    kind: gguf.GGMLQuantizationType
-    shape: tuple[int, ...]  # slowest first, as NumPy has it
-    begin: int  # bytes from the start of the file
-    end: int
+MAX_ITEMS = 2**20  # of an array: vocabularies have some 2**18
 
 
 @dataclass(frozen=True)
@@ -43,19 +27,24 @@ class GGUFFile:
     """A GGUF file's metadata and tensors; every length and offset has been checked against the size of the file."""
 
     path: Path
-    metadata: Mapping[str, Any]
-    tensors: Mapping[str, QuantizedTensor]
+    metadata: Mapping[str, Any]  # str, int, float, bool, or a list of one of these
+    tensors: Mapping[str, gguf.ReaderTensor]
 
     @classmethod
     def open(cls, path: Path) -> "GGUFFile":
-        """Read all but the tensors' data; raises `InputError` for a file that is malformed or truncated."""
+        """Read all but the tensors' data; raises `InputError` for a file that is malformed, truncated or no GGUF."""
         try:
-            with path.open("rb") as file:
-                return cls(path, *_Cursor(path, file, path.stat().st_size).contents())
+            with np.errstate(over="raise"):
+                reader = _Reader(path)
+            _check_tensors(reader)
+            metadata = {key: field.contents() for key, field in reader.fields.items()}
         except OSError as error:
             raise InputError(f"cannot read {path}: {error.strerror}") from None
-        except UnicodeDecodeError:
-            raise InputError(f"{path} is malformed: a text in it is not UTF-8: download it again") from None
+        except NotImplementedError as error:
+            raise InputError(f"{path}: {error}: give a file of another quantisation") from None
+        except Exception as error:  # gguf raises nothing narrower
+            raise InputError(f"{path} is not a whole GGUF file ({shown(str(error))}): download it again") from None
+        return cls(path, metadata, {tensor.name: tensor for tensor in reader.tensors})
 
     def get(self, key: str, kind: type[T]) -> T:
         """One value of the metadata; raises `InputError` where it is absent or not a `kind`."""
@@ -71,112 +60,44 @@ class GGUFFile:
             raise InputError(f"{self.path}: metadata {key} must be of type {kind.__name__}, got {shown(value)}")
         return value
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of one tensor in NumPy's order, the slowest axis first."""
+        return tuple(self.tensors[name].shape[::-1].tolist())
+
     def read(self, name: str) -> Float32[np.ndarray, "..."]:
         """One tensor, dequantised; raises `InputError` for values that are not finite."""
-        record = self.tensors[name]
-        data = np.memmap(self.path, np.uint8, mode="r")[record.begin : record.end]
-        values = np.asarray(gguf.dequantize(data.reshape(*record.shape[:-1], -1), record.kind), np.float32)
+        values = np.asarray(gguf.dequantize(self.tensors[name].data, self.tensors[name].tensor_type), np.float32)
         if not np.isfinite(values).all():
             raise InputError(f"{self.path}: {name} has values that are not finite: download it again")
-        return values.reshape(record.shape)
-
-
-@dataclass
-class _Cursor:
-    """A position in a GGUF file that moves as values are read, and never past the end."""
-
-    path: Path
-    file: BinaryIO
-    size: int  # bytes
-    position: int = 0
-
-    def contents(self) -> tuple[dict[str, Any], dict[str, QuantizedTensor]]:
-        if self.take(4) != b"GGUF" or self.number("<I") not in (2, 3):
-            raise InputError(f"{self.path} is not a GGUF file of version 2 or 3: check the path")
-        tensor_count, value_count = self.number("<Q"), self.number("<Q")
-        metadata = self.unique(value_count, lambda _: self.value(self.number("<I")))
-        tensors = self.unique(tensor_count, self.tensor)
-        alignment = metadata.get("general.alignment", 32)
-        if alignment not in [2**i for i in range(3, 17)] or isinstance(alignment, float):
-            raise self.malformed(f"general.alignment must be a power of two, 8 or more, got {shown(alignment)}")
-        start = last = end = -(-self.position // alignment) * alignment
-        for name, tensor in tensors.items():
-            begin, last = start + tensor.begin, start + tensor.end
-            if last > self.size:
-                raise self.malformed(f"{name} ends at byte {last} of {self.size} (truncated?)")
-            if begin != end:
-                raise self.malformed(f"{name} begins at byte {begin}, not {end} as the one before ends")
-            tensors[name] = replace(tensor, begin=begin, end=last)
-            end = start + -(-tensor.end // alignment) * alignment
-        if tensors and self.size not in (last, end):
-            raise self.malformed(f"it has {self.size} bytes, and its tensors end at {last}")
-        kinds = {tensor.kind for tensor in tensors.values()}
-        for size in map(gguf.GGML_QUANT_SIZES.get, kinds):
-            names = sorted(kind.name for kind in kinds if gguf.GGML_QUANT_SIZES[kind] == size)
-            if len(names) > 1:  # nothing could tell that one was put for the other
-                raise self.malformed(f"it has tensors of {' and '.join(names)}, which pass for each other")
-        return metadata, tensors
-
-    def unique(self, count: int, read: Callable[[str], Any]) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        for _ in range(count):
-            name = self.text()
-            if name in values:
-                raise self.malformed(f"{name} is repeated")
-            values[name] = read(name)
         return values
 
-    def tensor(self, name: str) -> QuantizedTensor:
-        """An entry of the table of tensors, placed from the start of the data."""
-        count = self.number("<I")
-        if not 1 <= count <= 4:
-            raise self.malformed(f"a tensor must have 1 to 4 extents, the one before byte {self.position} has {count}")
-        extents, kind, begin = [self.number("<Q") for _ in range(count)], self.number("<I"), self.number("<Q")
-        if kind not in gguf.GGML_QUANT_SIZES:
-            raise self.malformed(f"{name} is of the unknown kind {kind}")
-        if not _can_dequantise(kind):
-            raise self.malformed(f"{name} is {gguf.GGMLQuantizationType(kind).name}, which cannot be dequantised")
-        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        if extents[0] % block or not 0 < math.prod(extents) <= MAX_ELEMENTS:
-            rule = f"the first must be a multiple of {block}, their product positive"
-            raise self.malformed(f"{name} has extents {extents}, {rule}")
-        end = begin + math.prod(extents) // block * block_bytes
-        return QuantizedTensor(gguf.GGMLQuantizationType(kind), tuple(reversed(extents)), begin, end)
 
-    def take(self, count: int) -> bytes:
-        self.position += count
-        if self.position > self.size:
-            raise self.malformed(f"byte {self.position} of {self.size} is asked for (truncated?)")
-        return self.file.read(count)
+class _Reader(gguf.GGUFReader):
+    """The library's reader, which by itself would go on past the end for as long as a damaged length says."""
 
-    def number(self, code: str) -> Any:
-        return struct.unpack(code, self.take(struct.calcsize(code)))[0]
+    def _get(self, offset: int, dtype: DTypeLike, count: SupportsInt = 1, *_: Any, **__: Any) -> np.ndarray:
+        return np.frombuffer(self.data, dtype, int(count), offset)
 
-    def text(self) -> str:
-        return self.take(self.number("<Q")).decode()
-
-    def value(self, kind: int) -> Any:
-        if kind == STRING:
-            return self.text()
-        if kind == BOOL and (value := self.number("<B")) in (0, 1):
-            return bool(value)
-        if kind in SCALARS and kind != BOOL:
-            return self.number(SCALARS[kind])
-        if kind == ARRAY:
-            kind, count = self.number("<I"), self.number("<Q")
-            if kind != ARRAY and count <= min(MAX_ITEMS, self.size - self.position):  # an item takes at least a byte
-                return [self.value(kind) for _ in range(count)]
-        raise self.malformed(f"metadata before byte {self.position} is too long or of an unknown kind ({kind})")
-
-    def malformed(self, problem: str) -> InputError:
-        return InputError(f"{self.path} is malformed: {problem}: download it again")
+    def _get_field_parts(self, offset: int, kind: SupportsInt) -> tuple[Any, ...]:
+        if kind == gguf.GGUFValueType.ARRAY:
+            item, count = self._get(offset, "<u4,<u8")[0]
+            if item == gguf.GGUFValueType.ARRAY or count > MAX_ITEMS:
+                raise ValueError(f"an array of arrays, or of {count} items")
+        return super()._get_field_parts(offset, int(kind))
 
 
-@cache
-def _can_dequantise(kind: int) -> bool:
-    quantisation = gguf.GGMLQuantizationType(kind)
-    try:
-        gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[quantisation][1]), np.uint8), quantisation)
-    except NotImplementedError:
-        return False
-    return True
+def _check_tensors(reader: gguf.GGUFReader) -> None:
+    """Raise an exception unless the tensors fill the file in their order, and each can be dequantised."""
+    last = end = int(reader.data_offset)
+    for tensor in reader.tensors:
+        if tensor.data_offset != end or not tensor.n_elements or not tensor.data.ndim:
+            raise ValueError(f"{tensor.name} is empty or begins at byte {tensor.data_offset}, not {end}")
+        last = end + tensor.n_bytes
+        end = gguf.GGUFWriter.ggml_pad(last, int(reader.alignment))
+    if reader.tensors and len(reader.data) not in (last, end):
+        raise ValueError(f"it has {len(reader.data)} bytes, and its tensors end at {last}")
+    sizes = {tensor.tensor_type: gguf.GGML_QUANT_SIZES[tensor.tensor_type] for tensor in reader.tensors}
+    for kind, (_, size) in sizes.items():
+        gguf.dequantize(np.zeros((1, size), np.uint8), kind)
+    if len(set(sizes.values())) < len(sizes):
+        raise ValueError(f"two of {', '.join(kind.name for kind in sizes)} have one size and pass for each other")

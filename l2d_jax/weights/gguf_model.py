@@ -79,8 +79,8 @@ def read_weights(file: GGUFFile, dtype: Dtype) -> Iterator[tuple[str, Callable[[
             first = ", ".join(sorted(names)[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
             raise InputError(f"{file.path} {problem} tensors for architecture {config['model_type']}: {first}")
     for name, target in table.items():
-        if file.tensors[name].shape != shapes[target]:
-            raise InputError(f"{file.path}: {name} must have shape {shapes[target]}, got {file.tensors[name].shape}")
+        if file.shape(name) != shapes[target]:
+            raise InputError(f"{file.path}: {name} must have shape {shapes[target]}, got {file.shape(name)}")
 
     def read(name: str, target: str) -> Float[np.ndarray, "..."]:
         values = file.read(name)
@@ -121,7 +121,6 @@ def _config(file: GGUFFile) -> dict[str, Any]:
         raise InputError(f"{file.path} claims {layers} layers and has {len(file.tensors)} tensors: download it again")
     if (scaling := file.find(f"{architecture}.rope.scaling.type", str)) not in (None, "none"):
         raise InputError(f"{file.path}: rope scaling {shown(scaling)} is not supported (Llama 3's and none are)")
-    embedding = file.tensors.get("token_embd.weight")
     theta = file.find(f"{architecture}.rope.freq_base", float)
     theta = 10000.0 if theta is None else number(theta)
     config = {
@@ -134,7 +133,7 @@ def _config(file: GGUFFile) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": count("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "vocab_size": embedding.shape[0] if embedding else 1,
+        "vocab_size": file.shape("token_embd.weight")[0] if "token_embd.weight" in file.tensors else 1,
         "max_position_embeddings": count("context_length"),
         "rms_norm_eps": number(file.get(f"{architecture}.attention.layer_norm_rms_epsilon", float)),
         "rope_theta": theta,

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from l2d_jax.errors import InputError, shown
-from l2d_jax.files import cache_folder, identity, output_folder, read_json
-from l2d_jax.fingerprint import digest
+from l2d_jax.files import cache_folder, digest, identity, output_folder, read_json
 from l2d_jax.storage import mirror
 from l2d_jax.storage.bucket import SCHEME
 from l2d_jax.weights import gguf_model, hub, peft

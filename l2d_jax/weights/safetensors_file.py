@@ -1,9 +1,9 @@
 """Safetensors files, alone or as the shards of one folder: read by tensor or by slice, and written.
 
-Only safetensors are read: pickles (*.bin, *.pt) can run code as they load. A header is checked in full as it is opened
-(the tensors must tile the data, see https://github.com/huggingface/safetensors, "Format"), and here, since the
-library's check names neither file nor tensor and lets unknown fields and 70 axes pass. A slice costs that slice. No
-check sees a flipped bit in the data, for which the format has no checksum, nor a change after the file was opened.
+Only safetensors are read: pickles (*.bin, *.pt) can run code as they load. The library checks a header in full as it is
+opened: the tensors must tile the data (https://github.com/huggingface/safetensors, "Format"). Data are read by memory
+map, so that a slice costs that slice. No check sees a flipped bit in the data, for which the format has no checksum,
+nor a change after the file was opened.
 """
 
 import json
@@ -11,15 +11,15 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 from jaxtyping import Shaped
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from l2d_jax.errors import InputError
-from l2d_jax.files import parse_json, read_json
+from l2d_jax.errors import InputError, shown
+from l2d_jax.files import check, read_json
 
 DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -28,8 +28,6 @@ DTYPES = {
     **{f"{kind}{bits}": np.dtype(f"<{kind.lower()}{bits // 8}") for kind in "IU" for bits in (8, 16, 32, 64)},
 }
 TRANSFORMERS = {"format": "pt"}  # transformers refuses a file without this entry
-MAX_HEADER = 20_000_000  # bytes, 200,000 tensors: real ones stay below 1 MB, and parsing takes 15 times the memory
-MAX_ELEMENTS = 2**48  # per tensor, an extent of 0 counted as 1: NumPy can hold the shape
 
 
 @dataclass(frozen=True)
@@ -120,9 +118,7 @@ def write_safetensors(
 
 
 def _read_shards(folder: Path, index: Path) -> dict[str, TensorRecord]:
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise InputError(f"{index}: weight_map must map names of tensors to names of files: download it again")
+    weight_map: dict[str, str] = check(read_json(index).get("weight_map"), dict[str, str], f"{index}: weight_map")
     records: dict[str, TensorRecord] = {}
     for shard in sorted(set(weight_map.values())):
         if Path(shard).name != shard or "\\" in shard or not shard.endswith(".safetensors"):
@@ -140,46 +136,24 @@ def _read_shards(folder: Path, index: Path) -> dict[str, TensorRecord]:
 
 
 def _read_header(path: Path) -> dict[str, TensorRecord]:
-    """The checked records of one file: the header's length (8 bytes), the header (JSON), the data."""
+    """The records of one file: the length of the header in 8 bytes, the header, and the tensors without a gap."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            start = 8 + int.from_bytes(file.read(8), "little")
-            if size < 8 or start > 8 + MAX_HEADER:
-                problem = f"a header of {start - 8} bytes, not 1 to {MAX_HEADER}"
-                raise InputError(f"{path} is not safetensors ({problem}; a Git LFS pointer?): download it again")
-            header = parse_json(file.read(start - 8), path)
+        with path.open("rb") as file, safe_open(path, framework="numpy") as header:
+            end = 8 + int.from_bytes(file.read(8), "little")
+            entries = [(name, header.get_slice(name)) for name in header.offset_keys()]
     except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from None
-    header.pop("__metadata__", None)
-    records = {name: _parse_record(path, name, spec, start) for name, spec in header.items()}
-    end = start
-    for name, record in sorted(records.items(), key=lambda item: (item[1].begin, item[1].end)):
-        if record.begin != end:
-            gap = "overlaps the one before" if record.begin < end else "leaves a gap before it"
-            raise InputError(f"{path}: tensor {name!r} {gap} (byte {record.begin}, not {end}): download it again")
-        end = record.end
-    if end != size:
-        raise InputError(f"{path} has {size} bytes, its header describes {end} (truncated?): download it again")
+        raise InputError(f"cannot read {path}: {error.strerror or error}") from None
+    except SafetensorError as error:
+        problem = f"{path} has a wrong header or size ({shown(str(error).rpartition('header: ')[2])}"
+        raise InputError(f"{problem}; truncated? a Git LFS pointer?): download it again") from None
+    records = {}
+    for name, entry in entries:
+        code, shape = entry.get_dtype(), tuple(entry.get_shape())
+        try:
+            np.broadcast_to(np.zeros((), DTYPES[code]), shape)  # a view, which costs nothing
+        except (KeyError, ValueError):
+            problem = f"{path}: tensor {name!r} has dtype {code!r} and shape {shown(shape)}"
+            raise InputError(f"{problem}; supported are {', '.join(DTYPES)} of 64 axes or fewer: convert it") from None
+        begin, end = end, end + math.prod(shape) * DTYPES[code].itemsize
+        records[name] = TensorRecord(path, DTYPES[code], shape, begin, end)
     return records
-
-
-def _parse_record(path: Path, name: str, spec: Any, start: int) -> TensorRecord:
-    """One entry of a header, its dtype, shape and size checked; `start` is where the data begins."""
-    where = f"{path}: tensor {name!r}"
-    if not isinstance(spec, dict) or spec.keys() != {"dtype", "shape", "data_offsets"}:
-        raise InputError(f"{where} must have dtype, shape and data_offsets, got {str(spec)[:80]}: download it again")
-    dtype, shape, offsets = spec["dtype"], spec["shape"], spec["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise InputError(f"{where} has dtype {str(dtype)[:80]!r}, which is not one of {', '.join(DTYPES)}: convert it")
-    if not _are_counts(shape) or len(shape) > 8 or math.prod(max(n, 1) for n in shape) > MAX_ELEMENTS:
-        rule = f"a shape has at most 8 extents >= 0 and {MAX_ELEMENTS} elements"
-        raise InputError(f"{where}: {rule}, got {str(shape)[:80]}")
-    size = math.prod(shape) * DTYPES[dtype].itemsize
-    if not _are_counts(offsets) or len(offsets) != 2 or offsets[1] - offsets[0] != size:
-        raise InputError(f"{where}: {dtype} of shape {shape} takes {size} bytes, data_offsets are {str(offsets)[:80]}")
-    return TensorRecord(path, DTYPES[dtype], tuple(shape), start + offsets[0], start + offsets[1])
-
-
-def _are_counts(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)

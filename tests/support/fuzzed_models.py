@@ -175,7 +175,7 @@ def _read_gguf(folder: Path) -> Values:
     weights = {name: read() for name, read in gguf_model.read_weights(file, "float32")}
     values = json.loads(texts["config.json"]) | {"texts": [texts[name] for name in sorted(texts)]}
     Architecture.from_hf(json.loads(texts["config.json"]))
-    values["places"] = sorted((tensor.begin, tensor.end) for tensor in file.tensors.values())
+    values["places"] = sorted((tensor.data_offset, tensor.n_bytes) for tensor in file.tensors.values())
     return values | {"weights": _digest(weights[name] for name in sorted(weights))}
 
 

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from l2d_jax.errors import InputError
 from l2d_jax.files import read_json
-from l2d_jax.weights.safetensors_file import MAX_HEADER, SafetensorsFolder, write_file, write_safetensors
+from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_file, write_safetensors
 
 BF16 = ml_dtypes.bfloat16
 
@@ -112,39 +112,22 @@ def test_an_absent_tensor_is_named(tmp_path: Path) -> None:
 
 OK = entry()
 MALFORMED = {
-    "empty": (b"", "Git LFS pointer"),
-    "lfs pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "Git LFS pointer"),
-    "huge header": (raw({}, length=MAX_HEADER + 1), "header of 20000001 bytes"),
-    "long header": (raw({"a": OK}, length=500), "truncated"),
-    "truncated header": (raw({"a": OK})[:40], "malformed JSON"),
-    "no json": (raw(b"{'a': 1}"), "malformed JSON"),
-    "no text": (raw(b"\xff\xfe\xfd\x00"), "malformed JSON"),
-    "deep json": (raw(b'{"a":' + b"[" * 100_000), "malformed JSON"),
-    "list": (raw([]), "list in place of an object"),
-    "repeated tensor": (raw(b'{"a": 1, "b": 2, "a": 3}'), "repeated key 'a'"),
-    "no entry": (raw({"a": 3}), "'a' must have dtype, shape and data_offsets"),
-    "missing field": (raw({"a": {"dtype": "F32", "shape": [2]}}), "'a' must have dtype"),
-    "extra field": (raw({"a": OK | {"strides": [1]}}, bytes(8)), "'a' must have dtype"),
-    "unknown dtype": (raw({"a": entry("F4")}, bytes(8)), "'a' has dtype 'F4'.*BF16"),
-    "list as dtype": (raw({"a": entry(["F32"])}, bytes(8)), "'a' has dtype"),
-    "negative extents": (raw({"a": entry(shape=(-1, -2))}, bytes(8)), "'a': a shape has"),
-    "fractional extent": (raw({"a": entry(shape=(2.0,))}, bytes(8)), "'a': a shape has"),
-    "boolean extent": (raw({"a": entry("F64", (True,))}, bytes(8)), "'a': a shape has"),
-    "number as shape": (raw({"a": entry(shape=2)}, bytes(8)), "'a': a shape has"),
-    "too many extents": (raw({"a": entry(shape=(2, *[1] * 70))}, bytes(8)), "'a': a shape has"),
-    "absurd shape": (raw({"a": entry("U8", (2**62, 2**62, 0), (0, 0))}), "'a': a shape has"),
-    "wrong size": (raw({"a": entry(shape=(3,))}, bytes(8)), r"'a': F32 of shape \[3\] takes 12 bytes"),
-    "one offset": (raw({"a": entry(offsets=(8,))}, bytes(8)), "data_offsets are"),
-    "three offsets": (raw({"a": entry(offsets=(0, 8, 8))}, bytes(8)), "data_offsets are"),
-    "negative offsets": (raw({"a": entry(offsets=(-8, 0))}, bytes(8)), "data_offsets are"),
-    "text as offsets": (raw({"a": entry(offsets="08")}, bytes(8)), "data_offsets are"),
-    "overlap": (raw({"a": OK, "b": entry(offsets=(4, 12))}, bytes(12)), "'b' overlaps"),
-    "same place": (raw({"a": OK, "b": OK}, bytes(8)), "'b' overlaps"),
-    "gap": (raw({"a": OK, "b": entry(offsets=(12, 20))}, bytes(20)), "'b' leaves a gap"),
-    "late start": (raw({"a": entry(offsets=(4, 12))}, bytes(12)), "'a' leaves a gap"),
-    "truncated data": (raw({"a": OK}, bytes(7)), "truncated"),
-    "tail": (raw({"a": OK}, bytes(9)), "truncated"),
-    "outside": (raw({"a": OK, "b": entry(offsets=(8, 16))}, bytes(8)), "truncated"),
+    "empty": (b"", "header too small"),
+    "lfs pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "too large.*Git LFS"),
+    "truncated header": (raw({"a": OK})[:40], "invalid header length"),
+    "no json": (raw(b"{'a': 1}"), "key must be a string at line 1"),
+    "deep json": (raw(b'{"a":' + b"[" * 100_000), "recursion limit exceeded"),
+    "missing field": (raw({"a": {"dtype": "F32", "shape": [2]}}), "missing field `data_offsets`"),
+    "unknown dtype": (raw({"a": entry("F5")}, bytes(8)), "unknown variant `F5`"),
+    "unsupported dtype": (raw({"a": entry("F8_E4M3", (8,))}, bytes(8)), "'a' has dtype 'F8_E4M3'.*BF16"),
+    "too many extents": (raw({"a": entry(shape=(2, *[1] * 70))}, bytes(8)), "'a' has .* shape .* of 64 axes or fewer"),
+    "absurd shape": (raw({"a": entry("U8", (0, 2**62, 2**62), (0, 0))}), "'a' has .* shape"),
+    "absurd extent": (raw({"a": entry("U8", (0, 2**64 - 1), (0, 0))}), "'a' has .* shape"),
+    "overlap": (raw({"a": OK, "b": entry(offsets=(4, 12))}, bytes(12)), "invalid offset for tensor `b`"),
+    "gap": (raw({"a": OK, "b": entry(offsets=(12, 20))}, bytes(20)), "invalid offset for tensor `b`"),
+    "truncated data": (raw({"a": OK}, bytes(7)), "file not fully covered"),
+    "tail": (raw({"a": OK}, bytes(9)), "file not fully covered"),
+    "long name": (raw({"a\n" * 500: OK, "b" * 999: entry(offsets=(4, 12))}, bytes(12)), "invalid offset for tensor"),
 }
 
 
@@ -157,6 +140,21 @@ def test_a_malformed_file_is_named_with_the_rule_it_breaks(tmp_path: Path, case:
         SafetensorsFolder.open(tmp_path)
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+UNUSUAL = {
+    "extra field": raw({"a": OK | {"strides": [1]}, "b": entry("BF16", (), (8, 10)), "c": entry("I8", (0, 3), (8, 8))}),
+    "other order": raw({"b": entry("I16", (1, 1), (8, 10)), "a": OK}),
+    "repeated tensor": raw(b'{"a": ["F32", [2], [0, 8]], "b": ["U8", [2], [8, 10]], "b": ["F16", [1], [8, 10]]}'),
+    "lists": raw({"__metadata__": None, "a": ["F32", [2], [0, 8]], "b": entry({"U8": None}, (2,), (8, 10))}),
+}
+
+
+@pytest.mark.parametrize("case", UNUSUAL)
+def test_an_unusual_header_is_read_as_the_library_reads_it(tmp_path: Path, case: str) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(UNUSUAL[case] + np.array([1.5, -2], np.float32).tobytes() + b"\x80\x3f")
+    assert_equal(SafetensorsFolder.open(tmp_path), load_file(path))
 
 
 @pytest.mark.slow
@@ -202,9 +200,9 @@ INDICES = {
         {"x": ONE, "y": ONE | {"b": ONE["a"]}},
         "'a' is in both x.safetensors and y.safetensors",
     ),
-    "list": (["a"], {"x": ONE}, "weight_map must map"),
-    "number": ({"a": 1}, {"x": ONE}, "weight_map must map"),
-    "none": (None, {"x": ONE}, "weight_map must map"),
+    "list": (["a"], {"x": ONE}, r"weight_map: must be a valid dictionary, got \['a'\]"),
+    "number": ({"a": 1}, {"x": ONE}, "weight_map: a must be a valid string, got 1"),
+    "none": (None, {"x": ONE}, "weight_map: must be a valid dictionary, got None"),
     "pickle": ({"a": "x.bin"}, {"x": ONE}, "beside the index, got 'x.bin'"),
 }
 
