@@ -29,15 +29,16 @@ def search(room, count=4, **changes):
 
 
 def test_saving_products_comes_first_and_memory_ends_it():
-    assert search(100) == [("products", 1), ("products", 2), ("products", 4)]
+    assert search(100) == [("products", 1), ("products", 2), ("products", 4), ("products", 8)]
     assert search(4) == [("products", 1), ("products", 2)]  # the second leaves nothing free
     assert search(1.5) == [("products", 1), ("full", 1), ("full", 2)]
     assert search(0.5) == [("products", 1), ("full", 1)]
 
 
 def test_what_the_config_sets_is_not_tried_otherwise():
-    assert search(100, train__remat="none") == [("none", 1), ("none", 2), ("none", 4)]
+    assert search(100, train__remat="none") == [("none", 1), ("none", 2), ("none", 4), ("none", 8)]
     assert search(100, train__accumulation=4) == [("products", 2)]
+    assert search(100, train__accumulation=1) == [("products", 8)]
     assert search(100, train__accumulation=32) == []
 
 
