@@ -28,7 +28,7 @@ from l2d_jax.evaluation.tasks import registry
 from l2d_jax.loading import find, load, model_fingerprint, newest_step
 from l2d_jax.model.l2d import check_labels
 from l2d_jax.model.llm import LLM
-from l2d_jax.reports.tables import interval
+from l2d_jax.reports.page import interval
 from l2d_jax.weights import model_folder
 
 RunPlan = Callable[[TaskPlan], None]

@@ -1,9 +1,11 @@
-"""Files of JSON, checked against declared types, and files and folders that are complete or absent.
+"""Files of JSON, checked against declared types, files and folders that are complete or absent, and fingerprints.
 
 What others wrote, and what may have been damaged, is read in three steps: bytes, strictly as UTF-8; JSON, in which no
-key may be repeated; and the types and ranges that its reader declares, mostly as a `TypedDict`.
+key may be repeated; and the types and ranges that its reader declares, mostly as a `TypedDict`. A fingerprint names
+what a result was computed from by its content: names, dates and the layout of files do not count.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -11,11 +13,11 @@ import shutil
 import sys
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 from annotated_types import Interval
 from pydantic import TypeAdapter, ValidationError
@@ -25,6 +27,7 @@ from l2d_jax.errors import LONGEST_LINE, InputError, shorten, shown
 Count = Annotated[int, Interval(ge=1, lt=2**31)]
 Share = Annotated[float, Interval(ge=0, le=1)]
 Positive = Annotated[float, Interval(gt=0, le=1e12)]
+Fingerprint: TypeAlias = Mapping[str, str]  # hashes by the name of the part, such as the weights of a base
 DOWNLOAD = "download it again"
 LONGEST_NAME = 255  # bytes of one name in a path, on all common file systems
 LONGEST_PATH = 4096  # bytes, of Linux
@@ -148,6 +151,24 @@ def _fault(error: ValidationError) -> str:
     if first["type"] == "missing":
         return f"{place} is missing"
     return f"{place} {first['msg'].replace('Input should', 'must')}, got {shown(first['input'])}".strip()
+
+
+def digest(value: Any) -> str:
+    """The first 128 bits of the SHA-256 of a value that JSON can hold, in 32 hexadecimal digits."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def changes(recorded: Fingerprint, found: Fingerprint) -> list[str]:
+    """A few words for each part that both fingerprints have with another hash."""
+    both = [name for name in recorded if name in found]
+    return [f"{name} {recorded[name][:8]}, now {found[name][:8]}" for name in both if recorded[name] != found[name]]
+
+
+def require_same(recorded: Any, found: Fingerprint, *, what: str, remedy: str) -> None:
+    """Raise `InputError` if a part of what a file records (nothing, in files of former versions) is another now."""
+    changed = [] if recorded is None else changes(check(recorded, dict[str, str], what, remedy=remedy), found)
+    if changed:
+        raise InputError(f"{what} ({', '.join(changed)}): {remedy}")
 
 
 def identity(path: Path) -> list[int]:

@@ -11,7 +11,7 @@ from l2d_jax import command_line
 from l2d_jax.errors import InputError
 from l2d_jax.reports import evaluation as evaluations
 from l2d_jax.reports import page, training
-from l2d_jax.reports.tables import text_table
+from l2d_jax.reports.page import text_table
 from l2d_jax.storage import mirror
 
 INTERVALS = "Intervals are 95 %, over problems."

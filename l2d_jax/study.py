@@ -34,8 +34,7 @@ from l2d_jax.decoding.trace import mean_evaluations
 from l2d_jax.distributed import processes, runtime
 from l2d_jax.errors import InputError
 from l2d_jax.evaluation.strategies import answer_problems, strategies
-from l2d_jax.files import write_whole
-from l2d_jax.fingerprint import changes
+from l2d_jax.files import changes, write_whole
 from l2d_jax.loading import Folder, find, load, model_fingerprint, newest_step
 from l2d_jax.performance import costs
 from l2d_jax.reports import study

@@ -32,8 +32,7 @@ from l2d_jax.data.packing import PackingPlan
 from l2d_jax.data.sources import most_examples
 from l2d_jax.data.turns import TokenisedSplit, tokenise_rows
 from l2d_jax.errors import InputError, RunError, shown
-from l2d_jax.files import identity, read_json, sync, write_whole
-from l2d_jax.fingerprint import digest
+from l2d_jax.files import digest, identity, read_json, sync, write_whole
 from l2d_jax.storage import mirror
 
 FORMAT = 1  # a higher number refuses the folders of former versions: where rows become other tokens than before

@@ -10,8 +10,7 @@ import datasets
 
 from l2d_jax.data import tokenizer
 from l2d_jax.errors import InputError, shown
-from l2d_jax.files import identity
-from l2d_jax.fingerprint import digest
+from l2d_jax.files import digest, identity
 
 # `load_dataset` is not used for files: it first reports to the hub, and waits seconds where there is no network.
 FORMATS = {".jsonl": datasets.Dataset.from_json, ".parquet": datasets.Dataset.from_parquet}

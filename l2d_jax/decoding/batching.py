@@ -7,7 +7,7 @@ rounding does depend on the shape of the batch: see `generation`.
 from collections.abc import Iterator, Sequence
 
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.decoding.generation import generate_tokens
+from l2d_jax.decoding.generation import decode_lanes
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import UNRESTRICTED, Prompt, Request, Restrictions
 from l2d_jax.errors import InputError
@@ -49,17 +49,28 @@ def complete(
     prefix: int = 0,
     restrictions: Restrictions = UNRESTRICTED,
 ) -> Iterator[dict[int, list[list[int]]]]:
-    """Yield the answers of each batch, `samples` of them by the number of their prompt; the longest prompts come first.
+    """Yield answers as they end, `samples` of them by the number of their prompt; the longest prompts come first.
 
-    Every batch has the same number of rows, `batch_size`, and its prompts are padded to a length of `buckets.round_up`:
-    so there are as many programs as buckets. All samples of a prompt are in one batch. The other arguments are those of
-    `Request`, the prefix from `common_prefix`.
-    Raises `InputError` as `generation.stream_tokens`, and for a batch that is smaller than the samples of one prompt.
+    There are `batch_size` lanes, and an answer that ends makes room for the next. Prompts are padded to a length of
+    `buckets.round_up`: so there are as many programs as buckets. The other arguments are those of `Request`, the prefix
+    from `common_prefix`.
+    Raises `InputError` as `generation.decode_lanes`, and for a batch that is smaller than the samples of one prompt.
     """
-    rows = batch_size // samples
-    if rows < 1:
+    lanes = batch_size // samples * samples
+    if not lanes:
         raise InputError(f"a batch of {batch_size} does not hold {samples} samples of a prompt: use {samples} or more")
-    for batch, places in plan_batches([len(prompt.ids) for prompt in prompts], rows):
-        request = Request([prompts[place] for place in places], settings, seed, samples, prefix, restrictions)
-        answers = generate_tokens(loaded.model, request, stop_ids=loaded.stop_ids, tokenizer=loaded.tokenizer)
-        yield {prompts[place].number: answers[samples * i : samples * (i + 1)] for i, place in enumerate(batch)}
+    ordered = sorted(prompts, key=lambda prompt: -len(prompt.ids))
+    answers: list[list[int]] = [[] for _ in range(len(ordered) * samples)]
+    lacking = [samples] * len(ordered)
+    request = Request(ordered, settings, seed, samples, prefix, restrictions)
+    decoded = decode_lanes(loaded.model, request, lanes=lanes, stop_ids=loaded.stop_ids, tokenizer=loaded.tokenizer)
+    for pieces in decoded if ordered else ():
+        ended = {}
+        for number, tokens, is_last in pieces:
+            place = number // samples
+            answers[number] += tokens
+            lacking[place] -= is_last
+            if not lacking[place]:
+                ended[ordered[place].number] = answers[samples * place : samples * (place + 1)]
+        if ended:
+            yield ended

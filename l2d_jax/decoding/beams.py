@@ -164,7 +164,7 @@ def _sample_candidates(
 
 def _select_beams(model: Model, beams: Beams, sampled: tuple[Array, Array, Array], scoring: Scoring) -> Beams:
     """The best of all extended beams and of the beams that have ended; feeds the new tokens to the LM."""
-    state, count, (tokens, log_likelihood, repeats) = beams.state, beams.state.count, sampled
+    state, count, (tokens, log_likelihood, repeats) = beams.state, beams.state.count[0], sampled
     candidates = tokens.shape[1]
     extended = scoring.score(log_likelihood, repeats, jnp.broadcast_to(count + 1, tokens.shape))
     ended = scoring.score(beams.log_likelihood, beams.repeats, beams.lengths)

@@ -18,10 +18,10 @@ def answer_slots(tokens: int) -> int:
 
 
 def pad(
-    prompts: Sequence[Sequence[int]], *, shortest: int = SHORTEST_BUCKET
+    prompts: Sequence[Sequence[int]], *, length: int | None = None, shortest: int = SHORTEST_BUCKET
 ) -> tuple[Int[jax.Array, "B P"], Int[jax.Array, " B"]]:
-    """Prompts as rows of one bucket, padded on the right and spread over the mesh, and their lengths."""
-    length = round_up(max(map(len, prompts)), shortest=shortest)
+    """Prompts as rows of `length` (None: of a bucket), padded on the right and spread over the mesh; their lengths."""
+    length = length or round_up(max(map(len, prompts)), shortest=shortest)
     ids = np.zeros((len(prompts), length), np.int32)
     for row, prompt in zip(ids, prompts, strict=True):
         row[: len(prompt)] = prompt

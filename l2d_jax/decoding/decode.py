@@ -30,9 +30,12 @@ class State(nnx.Module):
     inputs: Float[Array, "B D"] = nnx.data()  # embedding of the newest token
     positions: Int[Array, " B"] = nnx.data()  # of the newest token
     keys: Key[Array, " B"] = nnx.data()
-    count: Int[Array, ""] = nnx.data()  # tokens generated so far
+    count: Int[Array, " B"] = nnx.data()  # tokens generated so far
     done: Bool[Array, " B"] = nnx.data()  # whether the sequence has ended
     broken: Bool[Array, " B"] = nnx.data()  # whether it ended because a logit was not a number
+
+
+COLUMNS = ("hidden", "inputs", "positions", "keys", "count", "done", "broken")  # of the state, with a row per sequence
 
 
 @partial(jax.jit, static_argnames="capacity")
@@ -43,52 +46,70 @@ def prefill(
     keys: Key[Array, " B"],
     *,
     capacity: int,
-    prefix: Int[Array, " S"] | None = None,
+    prefix: KVCache | None = None,
 ) -> State:
-    """Read the prompts, padded on the right, into a cache with `capacity` further slots, for new tokens.
+    """Read the prompts, padded on the right, into a cache that has slots for the newest `capacity` tokens besides.
 
-    All prompts may begin with the same `prefix`, which comes before `tokens`: it is read and kept once.
+    The tokens of the `prefix` come before those of every prompt.
     """
     batch, padded = tokens.shape
     slots = jnp.arange(padded, dtype=jnp.int32)
-    first = 0 if prefix is None else len(prefix)
+    first = 0 if prefix is None else prefix.positions.shape[1]
     positions = jnp.where(slots < lengths[:, None], first + slots, -1)
-    cache = KVCache.empty(llm.architecture, batch, padded + capacity, dtype=llm.embed.dtype)
-    if prefix is None:
-        hidden, prompt = llm(tokens, positions)
-    else:
-        _, once = llm(prefix[None], jnp.arange(first, dtype=jnp.int32)[None])
-        cache = dataclasses.replace(cache, prefix=once)
-        hidden, prompt = llm(tokens, positions, cache)
+    cache = KVCache.empty(llm.architecture, batch, capacity, dtype=llm.embed.dtype)
+    if prefix is not None:
+        cache = dataclasses.replace(cache, prefix=prefix)
+    hidden, prompt = llm(tokens, positions, None if prefix is None else cache)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
     no = jnp.zeros(batch, bool)
     return State(
-        cache=cache.extend(prompt),
+        cache=cache.beside(prompt),
         hidden=last,
         inputs=llm.lookup(jnp.take_along_axis(tokens, (lengths - 1)[:, None], axis=1))[:, 0],
         positions=first + lengths - 1,
         keys=keys,
-        count=jnp.int32(0),
+        count=jnp.zeros(batch, jnp.int32),
         done=no,
         broken=no,
     )
 
 
+@jax.jit
+def read_prefix(llm: LLM, tokens: Int[Array, " S"]) -> KVCache:
+    """The cache of tokens that all prompts begin with, as one row."""
+    return llm(tokens[None], jnp.arange(len(tokens), dtype=jnp.int32)[None])[1]
+
+
 def select(state: State, rows: Int[Array, " rows"]) -> State:
     """The sequences of these rows, in this order; a row may occur several times, or not at all."""
-    cache, columns = state.cache, ("hidden", "inputs", "positions", "keys", "done", "broken")
+    cache = state.cache
     cache = dataclasses.replace(cache, k=cache.k[:, rows], v=cache.v[:, rows], positions=cache.positions[rows])
-    return dataclasses.replace(state, cache=cache, **{name: getattr(state, name)[rows] for name in columns})
+    return dataclasses.replace(state, cache=cache, **{name: getattr(state, name)[rows] for name in COLUMNS})
 
 
-@partial(jax.jit, static_argnames="copies")
-def fan_out(state: State, *, copies: int) -> State:
-    """Make copies of each sequence, side by side, to continue its prefill; the first copy keeps the sequence's key."""
-    sequences = state.keys.shape[0]
-    copied = select(state, jnp.repeat(jnp.arange(sequences), copies))
-    copy = jnp.tile(jnp.arange(copies), sequences)
-    folded = jax.vmap(jax.random.fold_in)(copied.keys, copy)
-    return dataclasses.replace(copied, keys=jnp.where(copy == 0, copied.keys, folded))
+@jax.jit
+def fan_out(state: State, rows: Int[Array, " B"], copies: Int[Array, " B"]) -> State:
+    """Copies of sequences that have only been read, by number; copy 0 keeps the sequence's key."""
+    copied = select(state, rows)
+    folded = jax.vmap(jax.random.fold_in)(copied.keys, copies)
+    return dataclasses.replace(copied, keys=jnp.where(copies == 0, copied.keys, folded))
+
+
+@partial(jax.jit, donate_argnames="state")
+def refill(state: State, new: State, lanes: Int[Array, " rows"]) -> State:
+    """Put each row of `new`, which has just been read, in the place of a sequence; without one, if beyond the last.
+
+    The others go on as they were. The caches of both have the same slots.
+    """
+    old, cache = state.cache, new.cache
+    cache = dataclasses.replace(
+        old,
+        k=old.k.at[:, lanes].set(cache.k, mode="drop"),
+        v=old.v.at[:, lanes].set(cache.v, mode="drop"),
+        positions=old.positions.at[lanes].set(cache.positions, mode="drop"),
+    )
+    rows = {name: getattr(state, name).at[lanes].set(getattr(new, name), mode="drop") for name in COLUMNS}
+    return dataclasses.replace(state, cache=cache, **rows)
 
 
 def next_logits(
@@ -129,7 +150,7 @@ def refined_logits(
     of 0 the LM's own logits are not computed.
     """
     width = 1 if model.path is None else model.path.config.width
-    noise_keys, velocity_keys, final_keys = token_keys(state.keys, state.count[None])
+    noise_keys, velocity_keys, final_keys = token_keys(state.keys, state.count)
     noise = jax.vmap(lambda key: jax.random.normal(key, (noise_samples, width), jnp.float32))(noise_keys)
     keys = velocity_keys[:, None]
     if noise_samples > 1:

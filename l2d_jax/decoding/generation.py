@@ -6,27 +6,38 @@ logit by some 1e-5, so that a token changes only where two are as good as equal.
 by some tenths, and answers with it.
 """
 
-import dataclasses
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
 from transformers import PreTrainedTokenizerFast
 
 from l2d_jax.config import ranges
-from l2d_jax.config.parsing import check_value
+from l2d_jax.config.parsing import check_value, require
+from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding import decode
-from l2d_jax.decoding.buckets import CHUNK, answer_slots, pad
+from l2d_jax.decoding.buckets import CHUNK, answer_slots, pad, round_up
 from l2d_jax.decoding.refine import Refinement, check_budget
 from l2d_jax.decoding.requests import Request, check_decoding_memory, check_prompts, check_seed, class_labels
 from l2d_jax.decoding.sampler import SamplingOptions, allow
 from l2d_jax.decoding.stop_strings import StopSearch
 from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError
+from l2d_jax.model.kv_cache import KVCache
 from l2d_jax.model.l2d import Model
+
+GROUPS = 8  # prompts are read for an eighth of the lanes at a time: later, lanes wait; earlier, reading costs more
+
+
+class Piece(NamedTuple):
+    """New tokens of one answer."""
+
+    answer: int  # its number; those of one prompt follow each other
+    tokens: list[int]
+    is_last: bool
 
 
 def generate_tokens(
@@ -34,21 +45,28 @@ def generate_tokens(
 ) -> list[list[int]]:
     """The token ids of each answer, without the stop token; the other prompts change the rounding alone.
 
-    Arguments and errors are those of `stream_tokens`.
+    Arguments and errors are those of `decode_lanes`.
     """
     answers: list[list[int]] = [[] for _ in range(len(request.prompts) * request.samples)]
-    for piece in stream_tokens(model, request, stop_ids=stop_ids, tokenizer=tokenizer):
-        for answer, new in zip(answers, piece, strict=True):
-            answer.extend(new)
+    for pieces in decode_lanes(model, request, stop_ids=stop_ids, tokenizer=tokenizer):
+        for piece in pieces:
+            answers[piece.answer] += piece.tokens
     return answers
 
 
-def stream_tokens(
-    model: Model, request: Request, *, stop_ids: Sequence[int] = (), tokenizer: PreTrainedTokenizerFast | None = None
-) -> Iterator[list[list[int]]]:
-    """Yield the next few token ids of every answer until all answers have ended.
+def decode_lanes(
+    model: Model,
+    request: Request,
+    *,
+    lanes: int | None = None,
+    stop_ids: Sequence[int] = (),
+    tokenizer: PreTrainedTokenizerFast | None = None,
+) -> Iterator[list[Piece]]:
+    """Yield the next few token ids of the answers that are being decoded, until all have ended.
 
-    One of the `stop_ids` ends an answer, and is left out of it; the tokenizer is for stop strings.
+    At most `lanes` of them (None: all) are decoded at a time. One that ends makes room for the next, in the order of
+    the prompts, without a new program; longest prompts first takes the least time. One of the `stop_ids` ends an
+    answer, and is left out of it; the tokenizer is for stop strings.
 
     Raises:
       InputError: for an empty prompt, one that leaves no positions for its answer, a budget that the solver or the
@@ -58,80 +76,144 @@ def stream_tokens(
     stop_ids = stop_ids or (-1,)  # -1 is what an ended answer goes on with where the model has no stop token
     count = len(request.prompts) * check_value(request.samples, ranges.Rows, "samples")
     search = StopSearch(request.restrictions.stops, tokenizer, count, keeps_stop=request.restrictions.keeps_stop)
-    model, state, refinement, sampling, labels = start_request(model, request)
-    decode_chunk = partial(
-        decode.decode_tokens,
-        model,
-        settings=refinement,
-        sampling=sampling,
-        stop_ids=jnp.array(stop_ids, jnp.int32),
-        steps=CHUNK,
-        noise_samples=request.settings.draws,
-        labels=labels,
-    )
-    finished = np.zeros(count, bool)
-    for left in range(request.settings.max_new_tokens, 0, -CHUNK):
-        state, new = decode_chunk(state=state)
-        rows = processes.gather_array(new)[:, :left].tolist()
-        piece, finished = _cut(rows, finished, search, stop_ids, is_last=left <= CHUNK)
-        state = dataclasses.replace(state, done=jnp.array(finished))
-        broken = processes.gather_array(state.broken)
-        finished |= broken
-        yield piece
-        if finished.all():
-            break
-    if broken.any():
-        raise InputError(
-            f"logits of sequences {np.flatnonzero(broken).tolist()} were not numbers, which ended them there: check "
-            "the weights, or use float32"
+    lanes = min(lanes or count, count)
+    reader = Reader.open(model, request, lanes=lanes)
+    owner = np.arange(lanes)  # the answer that each lane decodes; -1: none
+    left = np.repeat([one.max_new_tokens for one in reader.chosen], request.samples)  # tokens of each answer
+    waiting, broken = range(lanes, count), list[int]()
+    state, slots, settings = reader.read(range(lanes)), reader.slots(range(lanes)), reader.settings(range(lanes))
+    while (owner >= 0).any():
+        state, new = decode.decode_tokens(
+            reader.model,
+            state,
+            stop_ids=jnp.array(stop_ids, jnp.int32),
+            steps=CHUNK,
+            noise_samples=reader.chosen[0].draws,
+            **settings,
+        )
+        pieces = []
+        for answer, row in zip(owner.tolist(), processes.gather_array(new).tolist(), strict=True):
+            if answer >= 0:
+                room = int(left[answer])
+                pieces.append(_cut(answer, row[:room], search, stop_ids, ends=room <= CHUNK))
+        ended = np.isin(owner, [piece.answer for piece in pieces if piece.is_last])
+        is_broken = processes.gather_array(state.broken) & (owner >= 0)
+        broken += owner[is_broken].tolist()
+        pieces = [piece._replace(is_last=piece.is_last or piece.answer in broken) for piece in pieces]
+        left[owner[owner >= 0]] -= CHUNK
+        owner[ended | is_broken] = -1
+        yield pieces
+        while waiting and (free := np.flatnonzero(owner < 0)).size >= min(reader.group, len(waiting)):
+            answers, waiting = waiting[: reader.group], waiting[reader.group :]
+            places = np.full(reader.group, lanes)  # beyond the last lane: nowhere
+            places[: len(answers)] = free[: len(answers)]
+            owner[free[: len(answers)]] = answers
+            if (needed := reader.slots(owner.tolist())) < slots:
+                state, slots = replace(state, cache=state.cache.shorten(needed)), needed
+            added = reader.read([*answers, *[answers[-1]] * (reader.group - len(answers))], slots=slots)
+            state = decode.refill(state, added, jnp.asarray(places))
+            settings = reader.settings(owner.tolist())
+        state = replace(state, done=jnp.asarray(owner < 0))
+    if broken:
+        problem = f"logits of sequences {sorted(broken)} were not numbers, which ended them there"
+        raise InputError(f"{problem}: check the weights, or use float32")
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A request that has been checked, and what reads its prompts."""
+
+    request: Request
+    model: Model  # that reads the context
+    chosen: Sequence[DecodeConfig]  # settings of each prompt
+    shared: Refinement | None  # of all prompts; None: they differ
+    allowed: np.ndarray | None  # mask of the tokens that may be sampled
+    labels: np.ndarray | None  # class of each prompt
+    prefix: KVCache | None
+    group: int  # rows in which prompts are read while others are decoded
+
+    @classmethod
+    def open(cls, model: Model, request: Request, *, lanes: int) -> "Reader":
+        """Raises `InputError` as `decode_lanes` does, before a prompt is read."""
+        prompts, restrictions = request.prompts, request.restrictions
+        path = None if model.path is None else model.path.config
+        chosen = [prompt.settings or request.settings for prompt in prompts] or [request.settings]
+        longest, architecture = max(chosen, key=lambda one: one.max_new_tokens), model.llm.architecture
+        for one in set(chosen):
+            check_budget(one, has_path=path is not None)
+            check_prompts([p.ids for p, its in zip(prompts, chosen, strict=False) if its == one], one, architecture)
+            require(
+                (one.solver, one.velocity, one.draws) == (longest.solver, longest.velocity, longest.draws),
+                "prompts that are answered together share solver, velocity and draws: ask for the others apart",
+            )
+        check_seed(request.seed)
+        labels = class_labels(model, prompts)
+        mask = allow(architecture.vocab_size, allowed=restrictions.allowed, banned=restrictions.banned)
+        group = max(1, lanes // GROUPS) if lanes < len(prompts) * request.samples else 0
+        tokens = max(len(prompt.ids) for prompt in prompts) - request.prefix
+        remedy = "the number of prompts, samples, draws or max_new_tokens"
+        check_decoding_memory(model.llm, path, longest, rows=lanes + group, longest=tokens, remedy=remedy)
+        reading = model.reading(refines=any(one.budget > 1 for one in chosen))
+        require(
+            reading.llm is model.llm or all(one.budget > 1 for one in chosen),
+            "at a budget of 1 the language model reads the prompt, beyond that this path does: ask for them apart",
+        )
+        shared = prompts[0].ids[: request.prefix]
+        return cls(
+            request,
+            reading,
+            chosen,
+            Refinement.prepare(reading, chosen[0]) if len(set(chosen)) == 1 else None,
+            mask,
+            None if labels is None else np.asarray(labels),
+            decode.read_prefix(reading.llm, jnp.array(shared, jnp.int32)) if shared else None,
+            group,
         )
 
+    def settings(self, answers: Sequence[int]) -> dict[str, Any]:
+        """How to integrate and to sample these answers, and their labels; -1, no answer, costs no evaluation."""
+        places = np.array(answers) // self.request.samples
+        labels = None if self.labels is None else jnp.asarray(self.labels[places])
+        if self.shared is not None:
+            sampling = SamplingOptions.from_config(self.chosen[0], allowed=self.allowed)
+            return {"settings": self.shared, "sampling": sampling, "labels": labels}
+        rows = [self.chosen[place] if place >= 0 else replace(self.chosen[0], budget=1) for place in places]
+        refinement = _stack([Refinement.from_config(row) for row in rows])
+        sampling = _stack([SamplingOptions.from_config(row) for row in rows])
+        allowed = None if self.allowed is None else jnp.asarray(self.allowed)
+        return {"settings": refinement, "sampling": replace(sampling, allowed=allowed), "labels": labels}
 
-def start_request(
-    model: Model, request: Request
-) -> tuple[Model, decode.State, Refinement, SamplingOptions, Int[jax.Array, " B"] | None]:
-    """The model that reads the context, the state behind the prompts, and how to go on from there.
+    def slots(self, answers: Iterable[int]) -> int:
+        """The slots that the prompts of these answers take, each; -1 is no answer."""
+        prompts = (self.request.prompts[answer // self.request.samples] for answer in answers if answer >= 0)
+        return round_up(max(len(prompt.ids) for prompt in prompts) - self.request.prefix)
 
-    The state has a row for each answer and a whole number of chunks for its tokens; so have the class labels, if any.
-    Raises `InputError` as `stream_tokens` does, before the prompts are read.
-    """
-    settings, restrictions, prompts, prefix = request.settings, request.restrictions, request.prompts, request.prefix
-    architecture, path = model.llm.architecture, None if model.path is None else model.path.config
-    check_budget(settings, has_path=path is not None)
-    check_prompts([prompt.ids for prompt in prompts], settings, architecture)
-    check_seed(request.seed)
-    labels = class_labels(model, prompts)
-    mask = allow(architecture.vocab_size, allowed=restrictions.allowed, banned=restrictions.banned)
-    count, longest = len(prompts) * request.samples, max(len(prompt.ids) for prompt in prompts) - prefix
-    remedy = "the number of prompts, samples, draws or max_new_tokens"
-    check_decoding_memory(model.llm, path, settings, rows=count, longest=longest, remedy=remedy)
-    model = model.reading(refines=settings.budget > 1)
-    ids, lengths = pad([prompt.ids[prefix:] for prompt in prompts])
-    numbers = jnp.array([prompt.number for prompt in prompts])
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(request.seed), numbers)
-    shared = jnp.array(prompts[0].ids[:prefix], jnp.int32) if prefix else None
-    capacity = answer_slots(settings.max_new_tokens)
-    state = decode.prefill(model.llm, ids, lengths, keys, capacity=capacity, prefix=shared)
-    if request.samples > 1:
-        state = decode.fan_out(state, copies=request.samples)
-        labels = None if labels is None else jnp.repeat(labels, request.samples)
-    return (
-        model,
-        state,
-        Refinement.prepare(model, settings),
-        SamplingOptions.from_config(settings, allowed=mask),
-        labels,
-    )
+    def read(self, answers: Sequence[int], *, slots: int | None = None) -> decode.State:
+        """The state behind the prompts, with a row for each of the answers, and room for a whole number of chunks."""
+        request, samples = self.request, self.request.samples
+        places = list(dict.fromkeys(answer // samples for answer in answers))  # each prompt is read once
+        rows = [places.index(answer // samples) for answer in answers]
+        whole = -(-len(answers) // samples) + (slots is not None and samples > 1)  # as many each time
+        places += places[-1:] * (whole - len(places))
+        prompts = [request.prompts[place] for place in places]
+        ids, lengths = pad([prompt.ids[request.prefix :] for prompt in prompts], length=slots)
+        numbers = jnp.array([prompt.number for prompt in prompts])
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(request.seed), numbers)
+        capacity = answer_slots(max(one.max_new_tokens for one in self.chosen))
+        state = decode.prefill(self.model.llm, ids, lengths, keys, capacity=capacity, prefix=self.prefix)
+        if samples == 1:
+            return state
+        return decode.fan_out(state, jnp.array(rows), jnp.array([answer % samples for answer in answers]))
 
 
-def _cut(
-    rows: Sequence[list[int]], finished: np.ndarray, search: StopSearch, stop_ids: Sequence[int], *, is_last: bool
-) -> tuple[list[list[int]], np.ndarray]:
-    """The new tokens of each answer up to its end, and which answers have ended by now."""
-    piece, ended = [], finished.copy()
-    for i, row in enumerate(rows):
-        stop = next((j for j, token in enumerate(row) if token in stop_ids), None)
-        new, is_stopped = ([], True) if finished[i] else search.add(i, row[:stop], is_last=is_last or stop is not None)
-        piece.append(new)
-        ended[i] |= is_stopped or stop is not None
-    return piece, ended
+def _stack(parts: Sequence[Any]) -> Any:
+    """One tree whose leaves have a row for each part."""
+    return jax.tree.map(lambda *leaves: jnp.asarray(np.concatenate([np.atleast_1d(a) for a in leaves])), *parts)
+
+
+def _cut(answer: int, row: list[int], search: StopSearch, stop_ids: Sequence[int], *, ends: bool) -> Piece:
+    """The new tokens of an answer up to its end."""
+    stop = next((i for i, token in enumerate(row) if token in stop_ids), None)
+    is_last = ends or stop is not None
+    tokens, is_stopped = search.add(answer, row[:stop], is_last=is_last)
+    return Piece(answer, tokens, is_last or is_stopped)

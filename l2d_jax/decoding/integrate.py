@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from l2d_jax.decoding.solver import Solver
 from l2d_jax.model.diffusion import END
 
-Target = Callable[[Float[Array, ""], Float[Array, "*B C"]], Float[Array, "*B C"]]
+Target = Callable[[Float[Array, "*b"], Float[Array, "*B C"]], Float[Array, "*B C"]]
 FIRST_STEP = 0.05  # length of an adaptive solver's first step, as in the release
 
 
@@ -39,18 +39,19 @@ def solve_fixed(
     noise: Float[Array, "*B C"],
     *,
     solver: Solver,
-    steps: int | Int[Array, ""],
+    steps: int | Int[Array, "#B"] | Int[Array, ""],
     end: float | Float[Array, ""] = 1.0,
 ) -> Float[Array, "*B C"]:
     """x at time `end`, from x_0 at t = 0 in `steps` equal intervals; without an interval, x_0 itself.
 
     `target` is the estimate of x_1 at (t, x); dx/dt counts as zero at t = 1, as in the release. `noise` is x_0, in
-    float32. `steps` may be traced, so that one program serves every budget.
+    float32. `steps` may be traced, so that one program serves every budget, and be those of each sequence, up to t = 1;
+    then t is one of each sequence, too.
     """
     steps = jnp.asarray(steps)
     stop = jnp.where(steps > 0, jnp.float32(end), 0.0)
     scale, data = _run_fixed(target, noise, solver, steps, stop, saveat=diffrax.SaveAt(t1=True))
-    return scale[0] * noise + data[0]
+    return scale[0].reshape(steps.shape + (1,) * (noise.ndim - steps.ndim)) * noise + data[0]
 
 
 def fixed_states(
@@ -98,17 +99,22 @@ def adaptive_states(
 
 
 def _run_fixed(target: Target, noise: Array, solver: Solver, steps: Any, stop: Any, **save: Any) -> Any:
-    """The coefficient of the noise, and the data, at the times of `saveat`."""
+    """The coefficient of the noise, and the data, at the times of `saveat`, which count intervals."""
+    length = stop / jnp.maximum(steps, 1)
 
-    def field(t: Any, state: tuple[Array, Array], args: None) -> tuple[Array, Array]:
+    def beside(values: Array) -> Array:
+        return values.reshape(values.shape + (1,) * (noise.ndim - values.ndim))
+
+    def field(count: Any, state: tuple[Array, Array], args: None) -> tuple[Array, Array]:
         del args
         scale, data = state
-        estimate, rate = target(t, scale * noise + data), _rate(t)
-        return -scale * rate, (estimate - data) * rate
+        t = count * length
+        estimate, rate = target(t, beside(scale) * noise + data), _rate(t) * length
+        return -scale * rate, (estimate - data) * beside(rate)
 
-    start = (jnp.ones((), noise.dtype), jnp.zeros_like(noise))
-    stepping = _Stepping(diffrax.ConstantStepSize(), stop / jnp.maximum(steps, 1))
-    return _solve(field, start, solver, stop, stepping, **save).ys
+    start = (jnp.ones(jnp.shape(steps), noise.dtype), jnp.zeros_like(noise))
+    stepping = _Stepping(diffrax.ConstantStepSize(), jnp.ones((), noise.dtype))
+    return _solve(field, start, solver, jnp.max(steps).astype(noise.dtype), stepping, **save).ys
 
 
 def _run_adaptive(
@@ -138,7 +144,7 @@ def _solve(field: Any, start: Any, solver: Solver, stop: Any, stepping: "_Steppi
     )
 
 
-def _rate(t: Float[Array, ""]) -> Float[Array, ""]:
+def _rate(t: Float[Array, "*B"]) -> Float[Array, "*B"]:
     """1 / (1 - t); 0 from t = 1 on."""
     rest = 1 - t
     return jnp.where(rest > END, 1 / jnp.maximum(rest, END), 0.0)

@@ -53,7 +53,7 @@ def score_answers(
 
     There is one answer per prompt, as token ids, with the stop token if it is to count. The last token of an answer is
     fed to no one, and takes no position. A budget of 1, where all draws are the same, takes one of at least 2.
-    Raises `InputError` as `generation.stream_tokens`, for fewer than 2 draws, and for an answer without tokens or with
+    Raises `InputError` as `generation.decode_lanes`, for fewer than 2 draws, and for an answer without tokens or with
     unknown ones.
     """
     if draws < 2:
@@ -87,7 +87,7 @@ def rank(
 ) -> list[Float[np.ndarray, " J"]]:
     """Log-probabilities of a few next tokens of each prompt, by the mean over `draws`: one pass over each prompt.
 
-    A budget of 1, where all draws are the same, takes one. Raises `InputError` as `generation.stream_tokens`.
+    A budget of 1, where all draws are the same, takes one. Raises `InputError` as `generation.decode_lanes`.
     """
     check_prompts([prompt.ids for prompt in prompts], replace(settings, max_new_tokens=1), model.llm.architecture)
     ids, lengths = pad([prompt.ids for prompt in prompts])

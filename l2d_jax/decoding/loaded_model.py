@@ -14,10 +14,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.data.tokenizer import Message, text_ids
 from l2d_jax.decoding import requests
-from l2d_jax.decoding.generation import generate_tokens, stream_tokens
+from l2d_jax.decoding.generation import decode_lanes, generate_tokens
 from l2d_jax.decoding.likelihood import Likelihood, score_answers
 from l2d_jax.decoding.requests import Request, Restrictions, encode_prompt
 from l2d_jax.decoding.stop_strings import to_text
@@ -35,7 +36,7 @@ class LoadedModel:
     """A language model, with or without a diffusion path, that is ready to generate.
 
     All methods take the options of `DecodeConfig` by name: budget, solver, temperature, top_k, top_p, max_new_tokens,
-    guidance, gate and so on. What is left out is as in `defaults`.
+    guidance, gate and so on. What is left out is as in `defaults`; a list has a value for each prompt.
     """
 
     model: Model = field(repr=False)  # the language model and the path
@@ -113,8 +114,8 @@ class LoadedModel:
         tokenizer, answer, shown = self._tokenizer(), list[int](), ""
         restrictions = Restrictions([stop] if isinstance(stop, str) else stop)
         request = self._request([prompt], label, settings, options, seed=seed, restrictions=restrictions)
-        for [new] in stream_tokens(self.model, request, stop_ids=self.stop_ids, tokenizer=tokenizer):
-            answer.extend(new)
+        for [piece] in decode_lanes(self.model, request, stop_ids=self.stop_ids, tokenizer=tokenizer):
+            answer.extend(piece.tokens)
             text = to_text(answer, tokenizer)
             if not text.endswith("\ufffd"):  # otherwise the rest of a character is still to come
                 yield text[len(shown) :]
@@ -145,6 +146,7 @@ class LoadedModel:
         many, is_single = _as_list(prompts)
         texts, is_one = _as_list(answers)
         request = self._request(many, label, settings, options)
+        require(not any(prompt.settings for prompt in request.prompts), "likelihoods have one value of each option")
         prompted = [*request.prompts] * len(texts) if is_single else request.prompts
         ids = [text_ids([answer], self._tokenizer())[0] if isinstance(answer, str) else answer for answer in texts]
         likelihoods = score_answers(self.model, prompted, ids, settings=request.settings, draws=draws, seed=seed)
@@ -162,7 +164,15 @@ class LoadedModel:
         ids = [self._encode(prompt) for prompt in prompts]
         numbered = requests.number_prompts(ids, labels=[label] * len(ids) if isinstance(label, int) else label)
         chosen = self.defaults if settings is None else settings
-        return Request(numbered, requests.override_settings(chosen, options, others=OTHER_OPTIONS), **others)
+        several = {name: values for name, values in options.items() if isinstance(values, list)}
+        for name, values in several.items():
+            require(len(values) == len(ids), f"{name} has {len(values)} values for {len(ids)} prompts: give as many")
+        single = {name: value for name, value in options.items() if name not in several}
+        common = requests.override_settings(chosen, single, others=OTHER_OPTIONS)
+        for i, prompt in enumerate(numbered if several else ()):
+            own = {name: values[i] for name, values in several.items()}
+            numbered[i] = prompt._replace(settings=requests.override_settings(common, own, others=OTHER_OPTIONS))
+        return Request(numbered, common, **others)
 
     def _encode(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):

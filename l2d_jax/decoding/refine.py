@@ -5,7 +5,6 @@ Decoding refines the last position of each sequence; teacher-forced evaluation r
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -28,13 +27,13 @@ Solution = TypeVar("Solution")
 
 @nnx.dataclass
 class Refinement(nnx.Module):
-    """How to integrate. The arrays are arguments of one compiled program; what is static chooses the program."""
+    """How to integrate all sequences, or each. The arrays are arguments of a program, which the other fields choose."""
 
-    steps: Int[Array, ""] = nnx.data()  # grid intervals, or an adaptive solver's most steps; 0 leaves the LM as it is
-    velocity_temperature: Float[Array, ""] = nnx.data()
-    anneal: Float[Array, ""] = nnx.data()  # 1: the temperature falls linearly to 0 as t goes to 1; 0: constant
+    steps: Int[Array, "*b"] = nnx.data()  # grid intervals, or an adaptive solver's most steps; 0 leaves the LM as it is
+    velocity_temperature: Float[Array, "*b"] = nnx.data()
+    anneal: Float[Array, "*b"] = nnx.data()  # 1: the temperature falls linearly to 0 as t goes to 1; 0: constant
     guidance: Float[Array, "#B"] = nnx.data()  # strength w_g; unused without labels
-    tolerance: Float[Array, ""] = nnx.data()  # of an adaptive solver's steps, relative and absolute
+    tolerance: Float[Array, "*b"] = nnx.data()  # of an adaptive solver's steps, relative and absolute
     table: ConditionTable | None = nnx.data(default=None)  # for the model's weights and this grid
     solver: Solver = nnx.static(default=FIXED["midpoint"])
     velocity: Literal["sample", "expectation"] = nnx.static(default="sample")
@@ -66,7 +65,7 @@ class Refinement(nnx.Module):
         table = build_table(model.path, settings.steps, solver=settings.solver, dtype=model.llm.embed.dtype)
         return dataclasses.replace(settings, table=table)
 
-    def temperature(self, t: Float[Array, ""], step: Float[Array, ""]) -> Float[Array, ""]:
+    def temperature(self, t: Float[Array, "*b"], step: Float[Array, "*b"]) -> Float[Array, "*b"]:
         """The velocity's temperature at t; annealing reads it ahead, so that the last estimate is the arg max."""
         annealed = diffusion.anneal(self.velocity_temperature, t + self.solver.lookahead * step)
         return jnp.where(self.anneal > 0, annealed, self.velocity_temperature)
@@ -110,7 +109,7 @@ def estimate(
     model: Model,
     hidden: Float[Array, "B M D"],
     *,
-    temperature: Float[Array, ""],
+    temperature: Float[Array, "#B #M"],
     keys: Key[Array, "B M"],
     kind: Literal["sample", "expectation"],
 ) -> Float[Array, "B M C"]:
@@ -121,21 +120,19 @@ def estimate(
     assert model.table is not None
     table = model.table
 
-    def at(logits: Array, key_data: Array) -> Array:
+    def at(logits: Array, key_data: Array, temperature: Array) -> Array:
         if kind == "expectation":
-            mean = jax.nn.softmax(logits / jnp.maximum(temperature, 1e-6)) @ table
-            return jnp.where(temperature > 0, mean, table[jnp.argmax(logits, axis=-1)])
+            mean = jax.nn.softmax(logits / jnp.maximum(temperature, 1e-6)[:, None]) @ table
+            return jnp.where(temperature[:, None] > 0, mean, table[jnp.argmax(logits, axis=-1)])
 
-        def sampled(operands: tuple[Array, Array]) -> Array:
-            logits, key_data = operands
-            key = jax.random.wrap_key_data(key_data)
-            return jax.vmap(diffusion.sample_token, (0, 0, None))(key, logits, temperature)
+        def sampled() -> Array:
+            return jax.vmap(diffusion.sample_token)(jax.random.wrap_key_data(key_data), logits, temperature)
 
         # The Gumbel noise of a whole vocabulary is worth skipping where nothing is sampled.
-        token = jax.lax.cond(temperature > 0, sampled, lambda operands: jnp.argmax(operands[0], -1), (logits, key_data))
-        return table[token]
+        return table[jax.lax.cond((temperature > 0).any(), sampled, lambda: jnp.argmax(logits, -1))]
 
-    estimates = map_logits(model.llm, hidden, at, jax.random.key_data(keys))
+    temperature = jnp.broadcast_to(temperature, hidden.shape[:2])
+    estimates = map_logits(model.llm, hidden, at, jax.random.key_data(keys), temperature)
     return jnp.where(jnp.isnan(hidden[..., :1]), jnp.nan, estimates)
 
 
@@ -147,19 +144,23 @@ def make_target(
     keys: Key[Array, "B M"],
     end: float | Float[Array, ""] = 1.0,
 ) -> integrate.Target:
-    """The estimate of x_1 at (t, x), guided where the context has labels, for the solver to integrate towards."""
+    """The estimate of x_1 at (t, x), guided where the context has labels, for the solver to integrate towards.
+
+    There is one t, or one for each sequence.
+    """
     step = end / jnp.maximum(settings.steps, 1).astype(jnp.float32)
 
     def target(t: Array, x: Array) -> Array:
         batch, length, _ = x.shape
-        hidden = corrected_hidden(model, context, x, t[None, None], table=settings.table)
+        hidden = corrected_hidden(model, context, x, t.reshape(-1, 1), table=settings.table)
         branches = hidden.shape[0]
-        time = jax.lax.bitcast_convert_type(t, jnp.uint32)
-        folded = jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, time)))(keys)
+        time = jnp.broadcast_to(jax.lax.bitcast_convert_type(t, jnp.uint32), (batch,))
+        folded = jax.vmap(jax.vmap(jax.random.fold_in, (0, None)))(keys, time)
+        temperature = jnp.broadcast_to(settings.temperature(t, step), (branches, batch)).reshape(-1, 1)
         estimates = estimate(
             model,
             hidden.reshape(branches * batch, length, -1),
-            temperature=settings.temperature(t, step),
+            temperature=temperature,
             keys=jnp.tile(folded, (branches, 1)),
             kind=settings.velocity,
         ).reshape(branches, batch, length, -1)
@@ -186,9 +187,9 @@ def refine(
         return corrected_hidden(model, context, x, t)[0]
     target = make_target(model, context, settings=settings, keys=keys)
     x = integrate.solve_fixed(target, noise, solver=settings.solver, steps=settings.steps)
-    end = jnp.where(settings.steps > 0, jnp.float32(1), 0.0)[None, None]
-    corrected = corrected_hidden(model, context, x, end, table=settings.table)[0]
-    return jnp.where(settings.steps > 0, corrected, context.hidden) if model.path.is_anchored else corrected
+    refines = settings.steps.reshape(-1, 1) > 0
+    corrected = corrected_hidden(model, context, x, refines.astype(jnp.float32), table=settings.table)[0]
+    return jnp.where(refines[..., None], corrected, context.hidden) if model.path.is_anchored else corrected
 
 
 def adapt(
@@ -197,8 +198,12 @@ def adapt(
     """Where each position ends with adaptive steps of its own, and what it took; `noise` is x_0 itself."""
     assert model.path is not None
     end = 1 - 1 / model.path.config.sigma
-    options: Any = {"solver": settings.solver, "tolerance": settings.tolerance, "max_steps": settings.steps, "end": end}
-    solve = partial(integrate.solve_adaptive, **options)
+
+    def solve(target: integrate.Target, noise: Array, own: Refinement) -> integrate.AdaptiveSolution:
+        return integrate.solve_adaptive(
+            target, noise, solver=own.solver, tolerance=own.tolerance, max_steps=own.steps, end=end
+        )
+
     solution = solve_each(model, context, noise, solve, settings=settings, keys=keys)
     return solution._replace(x=solution.x[:, :, 0, 0])
 
@@ -207,26 +212,29 @@ def solve_each(
     model: Model,
     context: Context,
     noise: Float[Array, "B M C"],
-    solve: Callable[[integrate.Target, Float[Array, "1 1 C"]], Solution],
+    solve: Callable[[integrate.Target, Float[Array, "1 1 C"], Refinement], Solution],
     *,
     settings: Refinement,
     keys: Key[Array, "B M"],
 ) -> Solution:
-    """`solve` for each position by itself, so that it has an error norm of its own; leaves gain leading axes [B, M]."""
+    """`solve` for each position by itself, so that it has an error norm of its own; leaves gain leading axes [B, M].
+
+    `solve` gets the settings of the position's sequence, with single numbers.
+    """
     cache = context.cache
 
-    def sequence(k: Array, v: Array, slots: Array, strength: Array, *rows: Any) -> Solution:
+    def sequence(k: Array, v: Array, slots: Array, chosen: Refinement, *rows: Any) -> Solution:
         own = dataclasses.replace(cache, k=k[:, None], v=v[:, None], positions=slots[None])
-        chosen = dataclasses.replace(settings, guidance=strength[None])
+        chosen = dataclasses.replace(chosen, guidance=chosen.guidance[None])
 
         def position(*row: Any) -> Solution:
             hidden, inputs, at, labels, noise, key = jax.tree.map(lambda a: a[None, None], row)
             context = Context(hidden, own, at, labels, inputs=inputs)
-            return solve(make_target(model, context, settings=chosen, keys=key), noise)
+            return solve(make_target(model, context, settings=chosen, keys=key), noise, chosen)
 
         return jax.vmap(position)(*rows)
 
-    strengths = jnp.broadcast_to(settings.guidance, noise.shape[:1])
+    each = jax.tree.map(lambda a: jnp.broadcast_to(a, noise.shape[:1]), settings)
     read = (context.hidden, context.inputs, context.positions, context.labels)
-    rows = (cache.positions, strengths, *read, noise, keys)
+    rows = (cache.positions, each, *read, noise, keys)
     return jax.vmap(sequence, in_axes=(1, 1, *[0] * 8))(cache.k, cache.v, *rows)

@@ -29,6 +29,7 @@ class Prompt(NamedTuple):
     number: int  # the keys of its noise and of its sampled tokens are a function of the seed and this number
     ids: Sequence[int]
     label: int | None = None  # class for guidance
+    settings: DecodeConfig | None = None  # its own, in place of the request's
 
 
 class Restrictions(NamedTuple):

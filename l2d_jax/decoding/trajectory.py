@@ -6,7 +6,7 @@ the keys that decoding gave it, and at most `CHUNK` tokens have logits or trajec
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -144,13 +144,11 @@ def _integrate(
         states = integrate.fixed_states(target, noise[None], solver=settings.solver, steps=steps)[:, 0]
         times = jnp.broadcast_to((jnp.arange(steps + 1) / steps)[:, None], states.shape[:2])
         return _Trajectories(times, states, none + steps, none)
-    solve = partial(
-        integrate.adaptive_states,
-        solver=settings.solver,
-        tolerance=settings.tolerance,
-        end=1 - 1 / config.sigma,
-        max_steps=steps,
-    )
+
+    def solve(target: integrate.Target, noise: Array, own: Refinement) -> tuple[Array, Array, Array]:
+        options: Any = {"tolerance": own.tolerance, "end": 1 - 1 / config.sigma, "max_steps": steps}
+        return integrate.adaptive_states(target, noise, solver=own.solver, **options)
+
     solutions = solve_each(model, context, noise[None], solve, settings=settings, keys=keys[None])
     times, states, rejected = (a[0] for a in solutions)
     accepted = jnp.isfinite(times).sum(axis=1)

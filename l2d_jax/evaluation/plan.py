@@ -15,7 +15,7 @@ from l2d_jax.evaluation.results import Results
 from l2d_jax.evaluation.sandbox import grade
 from l2d_jax.evaluation.tasks.problem import EncodedProblem, Problem, Prompts, Run
 from l2d_jax.evaluation.tasks.task import Task, encode_problems
-from l2d_jax.fingerprint import Fingerprint, digest
+from l2d_jax.files import Fingerprint, digest
 from l2d_jax.loading import Folder
 from l2d_jax.weights import model_folder
 from l2d_jax.weights.locate import absolute_name

@@ -45,7 +45,7 @@ def guide(
     return strength * conditional + (1 - strength) * null
 
 
-def anneal(temperature: Float[Array, ""], t: Float[Array, "*B"]) -> Float[Array, "*B"]:
+def anneal(temperature: Float[Array, "*#B"], t: Float[Array, "*B"]) -> Float[Array, "*B"]:
     """The velocity's temperature, which falls linearly to zero as t goes to one."""
     return temperature * jnp.clip(1 - t, 0.0, 1.0)
 

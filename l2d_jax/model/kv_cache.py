@@ -1,5 +1,6 @@
 """The KV cache of the main path, which decoding extends and the diffusion path reads."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -31,32 +32,47 @@ class KVCache(nnx.Module):
     k: Float[Array, "L B S K H"] = nnx.data()
     v: Float[Array, "L B S K H"] = nnx.data()
     positions: Int[Array, "B S"] = nnx.data()  # position of the token in each slot; -1: the slot is empty
-    used: Int[Array, ""] = nnx.data()  # slots written so far, the same for the whole batch
+    used: Int[Array, ""] = nnx.data()  # tokens that `extend` has written, the same for the whole batch
     segments: Int[Array, "B S"] | None = nnx.data(default=None)  # sequence of each slot; None: one sequence per row
     prefix: "KVCache | None" = nnx.data(default=None)  # one full row: the tokens that come before those of every row
+    ring: int = nnx.static(default=0)  # the first slots, which `extend` fills in turn, again and again
 
     @classmethod
     def empty(cls, architecture: Architecture, batch: int, slots: int, *, dtype: Any) -> "KVCache":
-        """An empty cache with a capacity of `slots` tokens per sequence."""
+        """An empty cache whose `slots` all belong to the ring."""
         a = architecture
         shape = (a.num_hidden_layers, batch, slots, a.num_key_value_heads, a.head_dim)
-        zeros = jnp.zeros(shape, dtype)
-        return cls(k=zeros, v=zeros, positions=jnp.full((batch, slots), -1, jnp.int32), used=jnp.int32(0))
+        zeros, positions = jnp.zeros(shape, dtype), jnp.full((batch, slots), -1, jnp.int32)
+        return cls(k=zeros, v=zeros, positions=positions, used=jnp.int32(0), ring=slots)
+
+    def beside(self, new: "KVCache") -> "KVCache":
+        """The cache with further slots, behind its own, that hold the tokens of `new`."""
+        k, v = (jnp.concatenate(pair, axis=2) for pair in ((self.k, new.k), (self.v, new.v)))
+        positions = jnp.concatenate((self.positions, new.positions), axis=1)
+        return dataclasses.replace(self, k=k, v=v, positions=positions)
 
     def extend(self, new: "KVCache") -> "KVCache":
-        """The cache with the tokens of `new` in its next slots; each row holds one sequence."""
+        """The cache with the tokens of `new` in the next slots of its ring; each row holds one sequence."""
         assert self.segments is None
         assert new.segments is None
+        slot = self.used % self.ring
 
         def write(old: Array, update: Array, axis: int) -> Array:
-            return jax.lax.dynamic_update_slice_in_dim(old, update, self.used, axis)
+            return jax.lax.dynamic_update_slice_in_dim(old, update, slot, axis)
 
-        return KVCache(
+        return dataclasses.replace(
+            self,
             k=write(self.k, new.k, 2),
             v=write(self.v, new.v, 2),
             positions=write(self.positions, new.positions, 1),
             used=self.used + new.used,
-            prefix=self.prefix,
+        )
+
+    def shorten(self, slots: int) -> "KVCache":
+        """The cache with so many slots behind its ring, of which the others are empty."""
+        kept = self.ring + slots
+        return dataclasses.replace(
+            self, k=self.k[:, :, :kept], v=self.v[:, :, :kept], positions=self.positions[:, :kept]
         )
 
     def layers(self) -> LayerCache:

@@ -7,7 +7,7 @@ from typing import Any
 
 from l2d_jax.reports import page
 from l2d_jax.reports.figures import saved_figure
-from l2d_jax.reports.tables import Table, text_table
+from l2d_jax.reports.page import Table, text_table
 from l2d_jax.statistics import BootstrapSums
 from l2d_jax.training.corrections import BINS, bin_names, by_bin, gates
 

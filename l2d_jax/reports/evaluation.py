@@ -10,7 +10,7 @@ from l2d_jax.errors import InputError, shown
 from l2d_jax.evaluation.results import KINDS, RESULTS, accuracy_interval, read_figures
 from l2d_jax.files import Positive, Share, check, read_json
 from l2d_jax.reports.figures import draw_rates, saved_figure
-from l2d_jax.reports.tables import Table, interval
+from l2d_jax.reports.page import Table, interval
 
 WITHIN = "within.json"  # in a task's folder: accuracy by t within one diffusion, which `sweep` writes
 HEADER = ("task", "evaluation", *KINDS, "pass@10", "problems")

@@ -1,4 +1,4 @@
-"""HTML pages that load no other file: of reports, with tables and the figures as SVG, and of traces."""
+"""HTML pages that load no other file: of reports, with tables and the figures as SVG, and of traces; tables as text."""
 
 import html
 import re
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 
-from l2d_jax.reports.tables import Table
+Table = tuple[tuple[str, ...], list[tuple[str, ...]]]  # header and rows
 
 PAGE = Template("""<!DOCTYPE html>
 <html lang="en">
@@ -64,3 +64,17 @@ def write_page(file: Path, title: str, sections: Sequence[str], *, style: str = 
     """Write a page with these sections; `style` adds rules to its style sheet."""
     text = PAGE.substitute(title=html.escape(title), style=style, body="\n".join(sections))
     file.write_text(text, encoding="utf-8")
+
+
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their widest cell, aligned on the right."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)
+    )
+
+
+def interval(rate: Sequence[float], *, sign: str = "") -> str:
+    """The text of a mean with the bounds of its interval; `sign` "+" shows the sign of a difference."""
+    mean, low, high = rate
+    return f"{mean:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"

@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 from l2d_jax.files import Positive
 from l2d_jax.reports import page
 from l2d_jax.reports.figures import draw_rates, saved_figure
-from l2d_jax.reports.tables import Table, interval, text_table
+from l2d_jax.reports.page import Table, interval, text_table
 from l2d_jax.statistics import BootstrapSums, rate
 
 TITLE = "Answers given freely"

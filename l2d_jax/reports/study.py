@@ -12,8 +12,8 @@ from l2d_jax.files import Positive, check, read_json
 from l2d_jax.reports import page
 from l2d_jax.reports.corrections import corrections_section
 from l2d_jax.reports.figures import draw_rates, saved_figure
+from l2d_jax.reports.page import interval, text_table
 from l2d_jax.reports.strategies import Answered, strategies_section
-from l2d_jax.reports.tables import interval, text_table
 from l2d_jax.statistics import BootstrapSums
 from l2d_jax.storage import mirror
 from l2d_jax.training.corrections import value_names

@@ -5,7 +5,7 @@ from typing import Any
 
 from l2d_jax.errors import InputError, shown
 from l2d_jax.reports.figures import draw_rates, saved_figure
-from l2d_jax.reports.tables import Table, interval
+from l2d_jax.reports.page import Table, interval
 from l2d_jax.training.metrics import read_metrics
 
 KINDS = {

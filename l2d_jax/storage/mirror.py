@@ -120,11 +120,6 @@ def publish_all() -> None:
             raise RunError(f"{url} cannot be written ({error.strerror}): what is missing there is in {kept}") from error
 
 
-def forget() -> None:
-    """Let go of all copies, so that `open_folder` fetches anew."""
-    _mirrors.clear()
-
-
 def shown_places(text: str) -> str:
     """A message in which every copy has the name of its folder in the bucket."""
     for url, mirror in _mirrors.items():

@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 
 from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError, RunError, shorten
-from l2d_jax.fingerprint import Fingerprint, require_same
+from l2d_jax.files import Fingerprint, require_same
 from l2d_jax.storage import mirror
 from l2d_jax.storage.bucket import BucketError
 from l2d_jax.training import manifest

@@ -8,7 +8,7 @@ from l2d_jax.config.schema import Config
 from l2d_jax.data.examples import Examples
 from l2d_jax.data.prepared import read_prepared, training_splits
 from l2d_jax.errors import InputError
-from l2d_jax.fingerprint import Fingerprint
+from l2d_jax.files import Fingerprint
 from l2d_jax.training.exact_match import MarkedProblems
 from l2d_jax.training.memory import check_training_memory
 from l2d_jax.training.profiler import StartWatch

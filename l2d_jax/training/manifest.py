@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import xxhash
 
 from l2d_jax.errors import shorten
-from l2d_jax.fingerprint import Fingerprint, digest
+from l2d_jax.files import Fingerprint, digest
 from l2d_jax.storage.bucket import Bucket, BucketError
 from l2d_jax.storage.disk import Disk
 

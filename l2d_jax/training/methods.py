@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from l2d_jax.config.schema import Config
 from l2d_jax.data.batch import Batch
 from l2d_jax.distributed.sharding import initialize
-from l2d_jax.fingerprint import Fingerprint
+from l2d_jax.files import Fingerprint
 from l2d_jax.model import lm_head
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.diffusion_path import DiffusionPath

@@ -21,8 +21,7 @@ from tqdm import tqdm
 from typing_extensions import TypedDict
 
 from l2d_jax.errors import InputError, RunError
-from l2d_jax.files import read_lines, write_whole
-from l2d_jax.fingerprint import digest
+from l2d_jax.files import digest, read_lines, write_whole
 from l2d_jax.storage import mirror
 from l2d_jax.training.profiler import Stopwatch
 

@@ -15,8 +15,7 @@ from jax.sharding import Mesh
 from l2d_jax.config.schema import Config
 from l2d_jax.distributed import processes, sharding
 from l2d_jax.errors import InputError
-from l2d_jax.files import read_json
-from l2d_jax.fingerprint import digest
+from l2d_jax.files import digest, read_json
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.storage import mirror
 from l2d_jax.storage.bucket import Bucket

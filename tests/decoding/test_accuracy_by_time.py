@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.decoding.accuracy_by_time import accuracy_by_time
 from l2d_jax.decoding.loaded_model import LoadedModel
-from l2d_jax.decoding.trace import mean_evaluations
+from l2d_jax.decoding.trace import accuracy_by_time, mean_evaluations
 from l2d_jax.errors import InputError
 from tests.support import tiny
 from tests.support.requests import trace

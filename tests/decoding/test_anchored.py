@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.decoding.accuracy_by_time import accuracy_by_time
 from l2d_jax.decoding.beam_search import search
 from l2d_jax.decoding.beams import SearchConfig
 from l2d_jax.decoding.likelihood import score_answers
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.refine import Refinement, refine
 from l2d_jax.decoding.requests import number_prompts
+from l2d_jax.decoding.trace import accuracy_by_time
 from l2d_jax.model.context import Context
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.quantization import quantize_layers

@@ -6,6 +6,7 @@ import pytest
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.data import tokenizer
 from l2d_jax.decoding import buckets, decode, generation, loaded_model, stop_strings
+from l2d_jax.decoding.generation import Piece
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import Restrictions
 from l2d_jax.errors import InputError
@@ -146,9 +147,9 @@ def speaking(loaded, monkeypatch):
 
         def pieces(model, request, **_):
             for start in range(0, len(ids), size):
-                yield [ids[start : start + size]]
+                yield [Piece(0, ids[start : start + size], is_last=False)]
 
-        monkeypatch.setattr(loaded_model, "stream_tokens", pieces)
+        monkeypatch.setattr(loaded_model, "decode_lanes", pieces)
         messages = [{"role": "user", "content": "?"}]
         return list(dataclasses.replace(loaded, tokenizer=tokenizer.byte_tokenizer()).stream(messages))
 
@@ -169,7 +170,7 @@ def test_bytes_that_are_no_character_are_shown_as_such(speaking):
 
 def test_special_tokens_are_not_shown(loaded, monkeypatch):
     ids = [*b"a", 257, *b"b"]
-    monkeypatch.setattr(loaded_model, "stream_tokens", lambda *_, **__: iter([[ids]]))
+    monkeypatch.setattr(loaded_model, "decode_lanes", lambda *_, **__: iter([[Piece(0, ids, is_last=True)]]))
     pieces = dataclasses.replace(loaded, tokenizer=tokenizer.byte_tokenizer()).stream(
         [{"role": "user", "content": "?"}]
     )

@@ -226,9 +226,9 @@ def test_estimates_of_a_drawn_token_and_of_the_mean() -> None:
     for temperature in (0.0, 0.7):
         probs = np.exp(logits / temperature) if temperature else (logits == logits.max()).astype(float)
         probs /= probs.sum()
-        mean = read(temperature=jnp.float32(temperature), keys=keys(1, 400), kind="expectation")
+        mean = read(temperature=jnp.float32([[temperature]]), keys=keys(1, 400), kind="expectation")
         np.testing.assert_allclose(mean[0, 0], probs @ table, rtol=1e-3, atol=1e-4)
-        drawn = read(temperature=jnp.float32(temperature), keys=keys(1, 400), kind="sample")[0]
+        drawn = read(temperature=jnp.float32([[temperature]]), keys=keys(1, 400), kind="sample")[0]
         tokens = np.abs(np.array(drawn)[:, None] - table).max(axis=-1).argmin(axis=1)
         np.testing.assert_array_equal(drawn, model.table[tokens])
         np.testing.assert_allclose(np.bincount(tokens, minlength=96) / 400, probs, atol=0.08)
@@ -251,7 +251,7 @@ def test_guidance_goes_from_the_null_class_to_the_class_and_beyond() -> None:
         targets[strength] = target(jnp.float32(0.6), 10 * x)
     for strength, labelled in [(0.0, jnp.full_like(labels, 3)), (1.0, labels)]:
         alone = refine_module.corrected_hidden(model, at._replace(labels=labelled), 10 * x, jnp.float32([[0.6]]))[0]
-        wanted = estimate(model, alone, temperature=jnp.float32(1.0), keys=each, kind="expectation")
+        wanted = estimate(model, alone, temperature=jnp.float32([[1.0]]), keys=each, kind="expectation")
         np.testing.assert_allclose(targets[strength], wanted, atol=1e-4)
     np.testing.assert_allclose(targets[2.0], 2 * targets[1.0] - targets[0.0], atol=1e-4)
     assert float(jnp.max(jnp.abs(targets[1.0] - targets[0.0]))) > 1e-2

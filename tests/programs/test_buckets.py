@@ -165,7 +165,7 @@ def test_from_two_processes_to_an_export(emulator, arguments, whole):
         (convert.main, "export", "--model", URL, "--format", "l2d", "--out", f"{URL}_l2d"),
     ]
     for main, *asked in commands:
-        mirror.forget()
+        mirror._mirrors.clear()
         outcome = call(main, *asked)
         assert outcome.status == 0, outcome
         assert "/tmp" not in outcome.out

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from l2d_jax.files import read_json
-from l2d_jax.fingerprint import digest
+from l2d_jax.files import digest, read_json
 
 ROOT = Path(__file__).parents[2]
 

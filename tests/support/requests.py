@@ -15,8 +15,13 @@ def request(loaded: LoadedModel, prompts: Any, *, settings: Any = None, labels: 
 
 
 def stream(loaded: LoadedModel, prompts: Any, **options: Any) -> Iterator[list[list[int]]]:
+    """The next tokens of each answer; none of one that has ended."""
     asked = request(loaded, prompts, **options)
-    return generation.stream_tokens(loaded.model, asked, stop_ids=loaded.stop_ids, tokenizer=loaded.tokenizer)
+    for pieces in generation.decode_lanes(loaded.model, asked, stop_ids=loaded.stop_ids, tokenizer=loaded.tokenizer):
+        new: list[list[int]] = [[] for _ in range(len(asked.prompts) * asked.samples)]
+        for piece in pieces:
+            new[piece.answer] = piece.tokens
+        yield new
 
 
 def generate(loaded: LoadedModel, prompts: Any, **options: Any) -> list[list[int]]:

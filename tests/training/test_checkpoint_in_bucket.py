@@ -39,7 +39,7 @@ def listing(bucket):
 @pytest.fixture(scope="module")
 def two_steps(bucket_server):
     """The objects of a good step 1 and a good step 2, of other values."""
-    mirror.forget()
+    mirror._mirrors.clear()
     checkpoints = open_checkpoints(keep=2)
     for step in (1, 2):
         checkpoints.save(step, trees(step))

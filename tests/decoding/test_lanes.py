@@ -1,0 +1,158 @@
+"""Lanes: an answer is what it is alone, whoever its neighbours are, whenever it began and whatever they ask for."""
+
+import dataclasses
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from jax._src import test_util
+
+from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.decoding.generation import decode_lanes, generate_tokens
+from l2d_jax.decoding.loaded_model import LoadedModel
+from l2d_jax.decoding.requests import Prompt, Request
+from l2d_jax.errors import InputError
+from tests.support import tiny
+
+SETTINGS = DecodeConfig(budget=3, max_new_tokens=20, temperature=1.0)
+PROMPTS = [Prompt(number, [1 + (7 * number + i) % 90 for i in range(30 - 4 * number)]) for number in range(7)]
+STOPS = tuple(range(80, 96))  # a sixth of the vocabulary: answers of many lengths
+
+
+def in_lanes(model: Any, request: Request, lanes: int) -> list[list[int]]:
+    """The answers, of which no more than `lanes` may be under way at a time."""
+    answers: dict[int, list[int]] = {}
+    ended: set[int] = set()
+    for pieces in decode_lanes(model, request, lanes=lanes, stop_ids=STOPS):
+        assert len(pieces) <= lanes
+        assert not ended & {piece.answer for piece in pieces}
+        for piece in pieces:
+            answers.setdefault(piece.answer, []).extend(piece.tokens)
+        ended |= {piece.answer for piece in pieces if piece.is_last}
+    assert ended == set(range(len(request.prompts) * request.samples))
+    return [answers[number] for number in sorted(answers)]
+
+
+def alone(model: Any, request: Request) -> list[list[int]]:
+    """The answers to each prompt when nothing else is asked."""
+    apart = (dataclasses.replace(request, prompts=[prompt]) for prompt in request.prompts)
+    return [answer for one in apart for answer in generate_tokens(model, one, stop_ids=STOPS)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["released", "anchored"])
+def test_answers_are_those_of_each_prompt_alone(start: str) -> None:
+    """They end at many places, so that lanes are filled again in the middle of the others' answers."""
+    model, request = tiny.model(start=start), Request(PROMPTS, SETTINGS, seed=3)
+    wanted = alone(model, request)
+    assert len({len(answer) for answer in wanted}) > 3
+    assert in_lanes(model, request, 2) == in_lanes(model, request, 3) == wanted
+
+
+@pytest.mark.slow
+def test_samples_and_a_common_prefix() -> None:
+    model, same = tiny.model(), [9, 8, 7]
+    prompts = [prompt._replace(ids=[*same, *prompt.ids]) for prompt in PROMPTS[:4]]
+    request = Request(prompts, SETTINGS, seed=1, samples=3, prefix=3)
+    assert in_lanes(model, request, 5) == alone(model, dataclasses.replace(request, prefix=0))
+
+
+OWN: list[dict[str, Any]] = [
+    {"budget": 1},
+    {"budget": 15, "gate": 2.0},
+    {"budget": 7, "velocity_temperature": 1.0, "anneal": True},
+    {"temperature": 0.0, "max_new_tokens": 5},
+    {"top_k": 3, "budget": 5},
+    {"guidance": 1.7, "max_new_tokens": 12},
+    {"top_p": 0.5, "budget": 9, "velocity_temperature": 0.7},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("common", [{}, {"velocity": "expectation"}, {"draws": 2}])
+def test_each_prompt_has_settings_of_its_own(common: dict[str, Any]) -> None:
+    """Budget, temperatures, gate, class and length; lanes with less to do wait for the others of a token."""
+    model = tiny.model(classes=2)
+    prompts = [
+        prompt._replace(settings=dataclasses.replace(SETTINGS, **common, **own), label=i % 2)
+        for i, (prompt, own) in enumerate(zip(PROMPTS, OWN, strict=True))
+    ]
+    request = Request(prompts, dataclasses.replace(SETTINGS, **common))
+    wanted = alone(model, request)
+    assert in_lanes(model, request, 3) == wanted
+    assert in_lanes(model, request, 7) == wanted
+    plain = Request(PROMPTS, SETTINGS)
+    assert sum(own != other for own, other in zip(wanted, alone(model, plain), strict=True)) > 4
+
+
+@pytest.mark.slow
+def test_adaptive_solvers_have_their_own_steps_and_tolerances() -> None:
+    model, own = tiny.model(), [(12, 1e-2), (1, 1e-2), (30, 1e-3), (9, 1e-1), (60, 1e-2)]
+    settings = dataclasses.replace(SETTINGS, solver="fehlberg2", max_new_tokens=8)
+    prompts = [
+        prompt._replace(settings=dataclasses.replace(settings, budget=budget, tolerance=tolerance))
+        for prompt, (budget, tolerance) in zip(PROMPTS, own, strict=False)
+    ]
+    request = Request(prompts, settings)
+    assert in_lanes(model, request, 2) == alone(model, request)
+
+
+@pytest.mark.slow
+def test_further_prompts_take_no_further_program() -> None:
+    model = tiny.model()
+    in_lanes(model, Request(PROMPTS, SETTINGS), 2)
+    with test_util.count_jit_and_pmap_lowerings() as count:
+        in_lanes(model, Request(PROMPTS * 3, SETTINGS, seed=1), 2)
+    assert count() == 0
+
+
+@pytest.mark.slow
+def test_an_answer_that_breaks_harms_no_other() -> None:
+    """It is named at the end, when all others have been given."""
+    model = tiny.model()
+    nan = model.llm.embed.at[95].set(np.nan)
+    broken = dataclasses.replace(model, llm=dataclasses.replace(model.llm, embed=nan))
+    request = Request([*PROMPTS[:2], Prompt(2, [95, 1]), *PROMPTS[3:]], SETTINGS)
+    answers: dict[int, list[int]] = {number: [] for number in range(7)}
+
+    def read_all() -> None:
+        for pieces in decode_lanes(broken, request, lanes=2, stop_ids=STOPS):
+            for piece in pieces:
+                answers[piece.answer] += piece.tokens
+
+    with pytest.raises(InputError, match=r"logits of sequences \[2\] were not numbers"):
+        read_all()
+    whole = alone(model, Request(PROMPTS, SETTINGS))
+    assert [answers[number] for number in (0, 1, 3, 4, 5, 6)] == [whole[number] for number in (0, 1, 3, 4, 5, 6)]
+
+
+@pytest.mark.slow
+def test_lists_of_options_in_the_python_interface() -> None:
+    loaded = LoadedModel(tiny.model(), None, STOPS, SETTINGS)
+    prompts, budgets = [list(prompt.ids) for prompt in PROMPTS[:3]], [1, 3, 15]
+    wanted = [loaded.generate(prompts, budget=budget, temperature=0.0)[i] for i, budget in enumerate(budgets)]
+    assert loaded.generate(prompts, budget=budgets, temperature=0.0) == wanted
+    assert any(a != b for a, b in pairwise(loaded.generate([prompts[0]] * 3, budget=budgets, temperature=0.0)))
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"budget": [1, 3]}, "budget has 2 values for 3 prompts: give as many"),
+        ({"budget": [1, 3, 4]}, "a budget of 4 evaluations is unreachable for midpoint"),
+        ({"solver": ["midpoint", "euler", "euler"]}, "share solver, velocity and draws"),
+        ({"max_new_tokens": [5, 5, 2000]}, "and 2000 new ones exceed the 1024 positions"),
+        ({"buget": [1, 1, 1]}, "unknown option 'buget': did you mean 'budget'"),
+    ],
+)
+def test_bad_lists(own: dict[str, Any], message: str) -> None:
+    loaded = LoadedModel(tiny.model(), None, STOPS, SETTINGS)
+    with pytest.raises(InputError, match=message):
+        loaded.generate([list(prompt.ids) for prompt in PROMPTS[:3]], **own)
+
+
+def test_a_path_that_reads_the_prompt_cannot_share_it_with_a_budget_of_one() -> None:
+    loaded = LoadedModel(tiny.model(start="anchored", reader="path"), None, STOPS, SETTINGS)
+    with pytest.raises(InputError, match="at a budget of 1 the language model reads the prompt"):
+        loaded.generate([[1, 2], [3]], budget=[1, 3])
