@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -27,7 +28,7 @@ from l2d_jax.config import config_file
 from l2d_jax.config.schema import Config
 from l2d_jax.decoding.solver import find_solver
 from l2d_jax.distributed.sharding import decoding_mesh, make_mesh, mesh_sizes
-from l2d_jax.files import cache_folder, write_whole
+from l2d_jax.files import cache_folder
 from l2d_jax.performance import costs, lowering, tpu_estimate
 from l2d_jax.performance.plan_search import search_plans
 from l2d_jax.performance.topologies import GENERATIONS, Topology
@@ -131,7 +132,9 @@ def answer(question: Question, mesh: Mesh, *, folder: Path | None = None) -> dic
     found = compiling.result()
     found["seconds of compiling"] = time.monotonic() - began
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(file, json.dumps(found))
+    written = file.with_suffix(f".{os.getpid()}.partial")  # of each process its own
+    written.write_text(json.dumps(found))
+    written.rename(file)
     return {**found, "cached": False}
 
 

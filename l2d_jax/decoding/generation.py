@@ -78,42 +78,32 @@ def decode_lanes(
     search = StopSearch(request.restrictions.stops, tokenizer, count, keeps_stop=request.restrictions.keeps_stop)
     lanes = min(lanes or count, count)
     reader = Reader.open(model, request, lanes=lanes)
-    owner = np.arange(lanes)  # the answer that each lane decodes; -1: none
+    owner = list(range(lanes))  # the answer that each lane decodes; -1: none
     left = np.repeat([one.max_new_tokens for one in reader.chosen], request.samples)  # tokens of each answer
-    waiting, broken = range(lanes, count), list[int]()
-    state, slots, settings = reader.read(range(lanes)), reader.slots(range(lanes)), reader.settings(range(lanes))
-    while (owner >= 0).any():
+    waiting, broken, ends = range(lanes, count), list[int](), jnp.array(stop_ids, jnp.int32)
+    state, settings = reader.read(owner), reader.settings(owner)
+    while max(owner) >= 0:
         state, new = decode.decode_tokens(
-            reader.model,
-            state,
-            stop_ids=jnp.array(stop_ids, jnp.int32),
-            steps=CHUNK,
-            noise_samples=reader.chosen[0].draws,
-            **settings,
+            reader.model, state, stop_ids=ends, steps=CHUNK, noise_samples=reader.chosen[0].draws, **settings
         )
-        pieces = []
-        for answer, row in zip(owner.tolist(), processes.gather_array(new).tolist(), strict=True):
-            if answer >= 0:
-                room = int(left[answer])
-                pieces.append(_cut(answer, row[:room], search, stop_ids, ends=room <= CHUNK))
-        ended = np.isin(owner, [piece.answer for piece in pieces if piece.is_last])
-        is_broken = processes.gather_array(state.broken) & (owner >= 0)
-        broken += owner[is_broken].tolist()
-        pieces = [piece._replace(is_last=piece.is_last or piece.answer in broken) for piece in pieces]
-        left[owner[owner >= 0]] -= CHUNK
-        owner[ended | is_broken] = -1
+        rows, is_broken, pieces = processes.gather_array(new).tolist(), processes.gather_array(state.broken), []
+        for lane, answer in enumerate(owner):
+            if answer < 0:
+                continue
+            room = int(left[answer])
+            piece = _cut(answer, rows[lane][:room], search, stop_ids, ends=room <= CHUNK)
+            if is_broken[lane]:
+                broken.append(answer)
+            pieces.append(piece._replace(is_last=piece.is_last or bool(is_broken[lane])))
+            left[answer] -= CHUNK
+            owner[lane] = -1 if pieces[-1].is_last else answer
         yield pieces
-        while waiting and (free := np.flatnonzero(owner < 0)).size >= min(reader.group, len(waiting)):
-            answers, waiting = waiting[: reader.group], waiting[reader.group :]
-            places = np.full(reader.group, lanes)  # beyond the last lane: nowhere
-            places[: len(answers)] = free[: len(answers)]
-            owner[free[: len(answers)]] = answers
-            if (needed := reader.slots(owner.tolist())) < slots:
-                state, slots = replace(state, cache=state.cache.shorten(needed)), needed
-            added = reader.read([*answers, *[answers[-1]] * (reader.group - len(answers))], slots=slots)
-            state = decode.refill(state, added, jnp.asarray(places))
-            settings = reader.settings(owner.tolist())
-        state = replace(state, done=jnp.asarray(owner < 0))
+        if any(piece.is_last for piece in pieces):
+            while waiting and owner.count(-1) >= min(reader.group, len(waiting)):
+                state = reader.admit(state, owner, waiting[: reader.group])
+                waiting = waiting[reader.group :]
+            settings = reader.settings(owner)
+            state = replace(state, done=jnp.array(owner) < 0)
     if broken:
         problem = f"logits of sequences {sorted(broken)} were not numbers, which ended them there"
         raise InputError(f"{problem}: check the weights, or use float32")
@@ -126,8 +116,8 @@ class Reader:
     request: Request
     model: Model  # that reads the context
     chosen: Sequence[DecodeConfig]  # settings of each prompt
-    shared: Refinement | None  # of all prompts; None: they differ
-    allowed: np.ndarray | None  # mask of the tokens that may be sampled
+    shared: dict[str, Any] | None  # how to integrate and to sample all answers; None: they differ
+    allowed: jax.Array | None  # mask of the tokens that may be sampled
     labels: np.ndarray | None  # class of each prompt
     prefix: KVCache | None
     group: int  # rows in which prompts are read while others are decoded
@@ -147,8 +137,9 @@ class Reader:
                 "prompts that are answered together share solver, velocity and draws: ask for the others apart",
             )
         check_seed(request.seed)
-        labels = class_labels(model, prompts)
+        labels: Any = class_labels(model, prompts)
         mask = allow(architecture.vocab_size, allowed=restrictions.allowed, banned=restrictions.banned)
+        allowed, shared = None if mask is None else jnp.asarray(mask), None
         group = max(1, lanes // GROUPS) if lanes < len(prompts) * request.samples else 0
         tokens = max(len(prompt.ids) for prompt in prompts) - request.prefix
         remedy = "the number of prompts, samples, draws or max_new_tokens"
@@ -158,30 +149,24 @@ class Reader:
             reading.llm is model.llm or all(one.budget > 1 for one in chosen),
             "at a budget of 1 the language model reads the prompt, beyond that this path does: ask for them apart",
         )
-        shared = prompts[0].ids[: request.prefix]
-        return cls(
-            request,
-            reading,
-            chosen,
-            Refinement.prepare(reading, chosen[0]) if len(set(chosen)) == 1 else None,
-            mask,
-            None if labels is None else np.asarray(labels),
-            decode.read_prefix(reading.llm, jnp.array(shared, jnp.int32)) if shared else None,
-            group,
-        )
+        if len(set(chosen)) == 1:
+            sampling = SamplingOptions.from_config(chosen[0], allowed=allowed)
+            shared = {"settings": Refinement.prepare(reading, chosen[0]), "sampling": sampling}
+        ids = prompts[0].ids[: request.prefix]
+        prefix = decode.read_prefix(reading.llm, jnp.array(ids, jnp.int32)) if ids else None
+        labels = None if labels is None else np.asarray(labels)
+        return cls(request, reading, chosen, shared, allowed, labels, prefix, group)
 
     def settings(self, answers: Sequence[int]) -> dict[str, Any]:
         """How to integrate and to sample these answers, and their labels; -1, no answer, costs no evaluation."""
         places = np.array(answers) // self.request.samples
         labels = None if self.labels is None else jnp.asarray(self.labels[places])
         if self.shared is not None:
-            sampling = SamplingOptions.from_config(self.chosen[0], allowed=self.allowed)
-            return {"settings": self.shared, "sampling": sampling, "labels": labels}
+            return {**self.shared, "labels": labels}
         rows = [self.chosen[place] if place >= 0 else replace(self.chosen[0], budget=1) for place in places]
         refinement = _stack([Refinement.from_config(row) for row in rows])
-        sampling = _stack([SamplingOptions.from_config(row) for row in rows])
-        allowed = None if self.allowed is None else jnp.asarray(self.allowed)
-        return {"settings": refinement, "sampling": replace(sampling, allowed=allowed), "labels": labels}
+        sampling = replace(_stack([SamplingOptions.from_config(row) for row in rows]), allowed=self.allowed)
+        return {"settings": refinement, "sampling": sampling, "labels": labels}
 
     def slots(self, answers: Iterable[int]) -> int:
         """The slots that the prompts of these answers take, each; -1 is no answer."""
@@ -204,6 +189,17 @@ class Reader:
         if samples == 1:
             return state
         return decode.fan_out(state, jnp.array(rows), jnp.array([answer % samples for answer in answers]))
+
+    def admit(self, state: decode.State, owner: list[int], answers: Sequence[int]) -> decode.State:
+        """Give these answers free lanes, and read their prompts; `owner` says who has which lane."""
+        lanes = [lane for lane, answer in enumerate(owner) if answer < 0][: len(answers)]
+        for lane, answer in zip(lanes, answers, strict=True):
+            owner[lane] = answer
+        slots, spare = state.cache.positions.shape[1] - state.cache.ring, self.group - len(answers)
+        if (needed := self.slots(owner)) < slots:
+            state, slots = replace(state, cache=state.cache.shorten(needed)), needed
+        added = self.read([*answers, *[answers[-1]] * spare], slots=slots)
+        return decode.refill(state, added, jnp.array([*lanes, *[len(owner)] * spare]))  # beyond the last: nowhere
 
 
 def _stack(parts: Sequence[Any]) -> Any:
