@@ -49,7 +49,7 @@ def main() -> None:
         check_budget(settings, has_path=folder.path_config is not None)
         requests.check_prompts(ids, settings, base.architecture)
     check_labels(folder.path_config, [] if options.label is None else [options.label])
-    StopSearch(options.stop, base.tokenizer, 0)  # raises before any weight is read
+    StopSearch(options.stop, base.tokenizer)  # raises before any weight is read
     traces: Traces = []
     searched = _search_config(options, variants[0])
     print_answer = partial(_print_answer, options=options, traces=traces)

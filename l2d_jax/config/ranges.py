@@ -24,6 +24,7 @@ Budget = Annotated[int, Interval(ge=1, le=10_000)]  # evaluations of the path pe
 Draws = Annotated[int, Interval(ge=1, le=4096)]  # noise samples
 SeveralDraws = Annotated[int, Interval(ge=2, le=4096)]  # noise samples that have a standard error
 Beams = Annotated[int, Interval(ge=1, le=2**16)]
+Port = Annotated[int, Interval(ge=0, le=65535)]
 Slices = Annotated[int, Interval(ge=1, le=1024)]  # of TPUs, joined by the slower network
 MeshSize = Annotated[int, Interval(ge=-1, le=10**6)]  # devices of one axis; -1: the rest
 
@@ -43,6 +44,7 @@ Temperature = Annotated[float, Interval(ge=0, le=1000)]
 Strength = Annotated[float, Interval(ge=-1000, le=1000)]  # of guidance
 Probability = Annotated[float, Interval(ge=0, le=1)]
 TopP = Annotated[float, Interval(ge=1e-6, le=1)]
+Seconds = Annotated[float, Interval(ge=0.1, le=10**6)]
 Minutes = Annotated[float, Interval(ge=0, le=10_000)]
 Nats = Annotated[float, Interval(ge=0, le=1000)]
 Power = Annotated[float, Interval(ge=0, le=1000)]

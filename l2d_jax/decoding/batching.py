@@ -66,10 +66,10 @@ def complete(
     decoded = decode_lanes(loaded.model, request, lanes=lanes, stop_ids=loaded.stop_ids, tokenizer=loaded.tokenizer)
     for pieces in decoded if ordered else ():
         ended = {}
-        for number, tokens, is_last in pieces:
-            place = number // samples
-            answers[number] += tokens
-            lacking[place] -= is_last
+        for piece in pieces:
+            place = piece.answer // samples
+            answers[piece.answer] += piece.tokens
+            lacking[place] -= piece.is_last
             if not lacking[place]:
                 ended[ordered[place].number] = answers[samples * place : samples * (place + 1)]
         if ended:

@@ -14,7 +14,7 @@ import numpy as np
 from l2d_jax.config.schema import DecodeConfig, PathConfig
 from l2d_jax.decoding.beams import Beams, Scoring, SearchConfig, extend, start_beams
 from l2d_jax.decoding.buckets import CHUNK, answer_slots
-from l2d_jax.decoding.generation import Reader
+from l2d_jax.decoding.generation import open_lanes
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import UNRESTRICTED, Prompt, Request, Restrictions, check_decoding_memory
 from l2d_jax.errors import InputError
@@ -65,14 +65,14 @@ def search(
         raise InputError(f"a search knows no stop strings, got {restrictions.stops}: cut its answer instead")
     asked = dataclasses.replace(settings, max_new_tokens=config.max_new_tokens, temperature=config.temperature)
     request = Request([prompt], asked, seed, restrictions=restrictions)
-    reader = Reader.open(loaded.model, request, lanes=1)
-    options = reader.settings([0])
+    lanes, [answer] = open_lanes(loaded.model, request)
+    options = lanes.options([answer])
     capacity = answer_slots(config.max_new_tokens)
-    beams = start_beams(reader.read([0]), beams=config.beams, capacity=capacity)
+    beams = start_beams(lanes.read([answer]), beams=config.beams, capacity=capacity)
     scoring = Scoring.from_config(config, options["sampling"], stop_ids=loaded.stop_ids)
     for _ in range(capacity // CHUNK):
         beams = extend(
-            reader.model,
+            lanes.model,
             beams,
             settings=options["settings"],
             scoring=scoring,

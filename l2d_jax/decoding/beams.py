@@ -127,7 +127,7 @@ def extend(
 
     def step(beams: Beams, _: None) -> tuple[Beams, None]:
         labels = None if label is None else jnp.broadcast_to(label, beams.state.done.shape)
-        keys, logits = decode.refined_logits(
+        keys, logits, _taken = decode.refined_logits(
             model, beams.state, gate=scoring.sampling.gate, settings=settings, noise_samples=draws, labels=labels
         )
         is_bad = jnp.isnan(logits).any(axis=-1) & ~beams.state.done

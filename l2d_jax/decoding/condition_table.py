@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from l2d_jax.decoding.solver import Solver
 from l2d_jax.model.diffusion_path import Conditions, DiffusionPath
 
 CAPACITY = 128  # evaluations in a table: 50 MB at the SmolLM2-135M shape, 200 MB at Llama 8B's
@@ -22,28 +21,28 @@ SAME = 0.5 / CAPACITY**2
 
 @nnx.dataclass
 class ConditionTable(nnx.Module):
-    """The path's conditions for every evaluation of a grid and every class."""
+    """The path's conditions for every evaluation of one or several grids and every class."""
 
     times: Float[Array, " n"] = nnx.data()  # infinite beyond the last
     conditions: Conditions = nnx.data()  # of shape [n, labels]
 
-    def at(self, t: Float[Array, "1 1"], labels: Int[Array, "B M"] | None) -> Conditions:
-        """The conditions at a time of the grid; labels None: the null class, which is the last.
+    def at(self, t: Float[Array, "#B 1"], labels: Int[Array, "B M"] | None) -> Conditions:
+        """The conditions at a time of a grid, or one for each row; labels None: the null class, which is the last.
 
         At any other time, as where the table is that of another grid, the merge weight is not a number.
         """
-        distance = jnp.abs(self.times - t[0, 0])
-        index = jnp.argmin(distance)
+        distance = jnp.abs(self.times - jnp.minimum(t, 1.0))  # a row that has ended before the others goes on beyond
+        index = jnp.argmin(distance, axis=1)[:, None]
+        is_known = jnp.take_along_axis(distance, index, axis=1) < SAME
         assert self.conditions.modulation is not None
         picked = jnp.array([[-1]]) if labels is None else labels
-        merge = jnp.where(distance[index] < SAME, self.conditions.merge[index][picked], jnp.nan)
-        return Conditions(self.conditions.modulation[:, index][:, picked], merge)
+        merge = jnp.where(is_known[..., None], self.conditions.merge[index, picked], jnp.nan)
+        return Conditions(self.conditions.modulation[:, index, picked], merge)
 
 
-@partial(jax.jit, static_argnames=("solver", "dtype"))
-def build_table(path: DiffusionPath, steps: Int[Array, ""], *, solver: Solver, dtype: Any) -> ConditionTable:
-    """The table of a grid of `steps` intervals, with the modulation in the type of the blocks' activations."""
-    times = solver.times(steps, capacity=CAPACITY)
+@partial(jax.jit, static_argnames="dtype")
+def build_table(path: DiffusionPath, times: Float[Array, " n"], *, dtype: Any) -> ConditionTable:
+    """The table of these times (infinite: none), with the modulation in the type of the blocks' activations."""
     labels = jnp.arange(path.config.classes + 1)[None]
     t, labels = jnp.broadcast_arrays(jnp.where(times <= 1, times, 0.0)[:, None], labels)
     return ConditionTable(times=times, conditions=path.conditions(t, labels, dtype=dtype))

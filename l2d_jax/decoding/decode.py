@@ -7,13 +7,14 @@ which a single sample does not give. The samples share the cache and the hidden 
 
 import dataclasses
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
-from l2d_jax.decoding.refine import Refinement, refine
+from l2d_jax.decoding.refine import Refinement, refine_counted
 from l2d_jax.decoding.sampler import SamplingOptions, entropy, sample_tokens, token_keys
 from l2d_jax.model.context import Context
 from l2d_jax.model.kv_cache import KVCache
@@ -36,6 +37,7 @@ class State(nnx.Module):
 
 
 COLUMNS = ("hidden", "inputs", "positions", "keys", "count", "done", "broken")  # of the state, with a row per sequence
+LIKELIEST = 20  # tokens beside each new one, at most, whose log-probabilities are told
 
 
 @partial(jax.jit, static_argnames="capacity")
@@ -52,26 +54,75 @@ def prefill(
 
     The tokens of the `prefix` come before those of every prompt.
     """
-    batch, padded = tokens.shape
-    slots = jnp.arange(padded, dtype=jnp.int32)
+    slots = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     first = 0 if prefix is None else prefix.positions.shape[1]
     positions = jnp.where(slots < lengths[:, None], first + slots, -1)
-    cache = KVCache.empty(llm.architecture, batch, capacity, dtype=llm.embed.dtype)
+    before = None
     if prefix is not None:
-        cache = dataclasses.replace(cache, prefix=prefix)
-    hidden, prompt = llm(tokens, positions, None if prefix is None else cache)
+        before = KVCache.empty(llm.architecture, len(lengths), capacity, dtype=llm.embed.dtype, prefix=prefix)
+    hidden, prompt = llm(tokens, positions, before)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    no = jnp.zeros(batch, bool)
+    return start(llm, prompt, last, tokens, lengths, keys, capacity=capacity, prefix=prefix)
+
+
+@partial(jax.jit, static_argnames="capacity")
+def start(
+    llm: LLM,
+    prompts: KVCache,
+    hidden: Float[Array, "B D"],
+    tokens: Int[Array, "B P"],
+    lengths: Int[Array, " B"],
+    keys: Key[Array, " B"],
+    *,
+    capacity: int,
+    prefix: KVCache | None = None,
+) -> State:
+    """The state behind prompts that have been read, with the hidden state at the end of each."""
+    cache = KVCache.empty(llm.architecture, len(lengths), capacity, dtype=llm.embed.dtype, prefix=prefix)
+    none = jnp.zeros(len(lengths), jnp.int32)
     return State(
-        cache=cache.beside(prompt),
-        hidden=last,
+        cache=cache.beside(prompts),
+        hidden=hidden,
         inputs=llm.lookup(jnp.take_along_axis(tokens, (lengths - 1)[:, None], axis=1))[:, 0],
-        positions=first + lengths - 1,
+        positions=(0 if prefix is None else prefix.positions.shape[1]) + lengths - 1,
         keys=keys,
-        count=jnp.zeros(batch, jnp.int32),
-        done=no,
-        broken=no,
+        count=none,
+        done=none > 0,
+        broken=none > 0,
     )
+
+
+@partial(jax.jit, static_argnames="capacity")
+def empty_state(llm: LLM, keys: Key[Array, " B"], *, capacity: int, prefix: KVCache | None = None) -> State:
+    """A state of sequences that have ended, without slots for prompts."""
+    batch = len(keys)
+    prompts = KVCache.empty(llm.architecture, batch, 0, dtype=llm.embed.dtype)
+    hidden = jnp.zeros((batch, llm.architecture.hidden_size), llm.embed.dtype)
+    ones = jnp.ones(batch, jnp.int32)
+    state = start(llm, prompts, hidden, ones[:, None], ones, keys, capacity=capacity, prefix=prefix)
+    return dataclasses.replace(state, done=ones > 0)
+
+
+@partial(jax.jit, static_argnames=("ring", "slots"))
+def resize(state: State, *, ring: int, slots: int) -> State:
+    """The state with a ring of so many slots, and so many for prompts; see `KVCache.resize`."""
+    return dataclasses.replace(state, cache=state.cache.resize(ring, slots))
+
+
+@jax.jit
+def read_piece(
+    llm: LLM, read: KVCache, last: Float[Array, "B D"], tokens: Int[Array, "B n"], lengths: Int[Array, " B"]
+) -> tuple[KVCache, Float[Array, "B D"]]:
+    """Read the next tokens of prompts, of which `read` holds those before; the hidden state at each prompt's end.
+
+    The ring of `read` has a slot for each token of the padded prompts. `last` is what the piece before has returned.
+    """
+    slots = read.used + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    first = 0 if read.prefix is None else read.prefix.positions.shape[1]
+    hidden, new = llm(tokens, jnp.where(slots < lengths[:, None], first + slots, -1), read)
+    is_end = slots == lengths[:, None] - 1
+    ends = jnp.where(is_end[..., None], hidden, 0).sum(axis=1, dtype=hidden.dtype)
+    return read.extend(new), jnp.where(is_end.any(axis=1)[:, None], ends, last)
 
 
 @jax.jit
@@ -88,11 +139,20 @@ def select(state: State, rows: Int[Array, " rows"]) -> State:
 
 
 @jax.jit
-def fan_out(state: State, rows: Int[Array, " B"], copies: Int[Array, " B"]) -> State:
-    """Copies of sequences that have only been read, by number; copy 0 keeps the sequence's key."""
-    copied = select(state, rows)
-    folded = jax.vmap(jax.random.fold_in)(copied.keys, copies)
-    return dataclasses.replace(copied, keys=jnp.where(copies == 0, copied.keys, folded))
+def answer_keys(seeds: UInt[Array, " B"], numbers: Int[Array, " B"], copies: Int[Array, " B"]) -> Key[Array, " B"]:
+    """The key of each answer: a function of its seed, its prompt's number and its own among those to its prompt."""
+
+    def key(seed: Array, number: Array, copy: Array) -> Array:
+        first = jax.random.fold_in(jax.random.key(seed), number)
+        return jnp.where(copy == 0, first, jax.random.fold_in(first, copy))
+
+    return jax.vmap(key)(seeds, numbers, copies)
+
+
+@jax.jit
+def fan_out(state: State, rows: Int[Array, " B"], keys: Key[Array, " B"]) -> State:
+    """Copies of sequences that have only been read, with keys of their own."""
+    return dataclasses.replace(select(state, rows), keys=keys)
 
 
 @partial(jax.jit, donate_argnames="state")
@@ -120,19 +180,22 @@ def next_logits(
     settings: Refinement,
     keys: Key[Array, "B samples"],
     labels: Int[Array, " B"] | None = None,
-) -> Float[Array, "B V"]:
-    """Logits of the next token after the whole budget; with several noise samples, logs of the mean probabilities."""
+) -> tuple[Float[Array, "B V"], Int[Array, " B"]]:
+    """Logits of the next token after the whole budget, and the evaluations of the path that they took.
+
+    With several noise samples, they are logs of the mean probabilities.
+    """
 
     def spread(array: Array) -> Array:
         return jnp.broadcast_to(array[:, None], (*noise.shape[:2], *array.shape[1:]))
 
     labels = None if labels is None else spread(labels)
     context = Context(spread(state.hidden), state.cache, spread(state.positions), labels, inputs=spread(state.inputs))
-    hidden = refine(model, context, noise, settings=settings, keys=keys)
+    hidden, taken = refine_counted(model, context, noise, settings=settings, keys=keys)
     if noise.shape[1] == 1:
-        return model.llm.logits(hidden[:, 0])
+        return model.llm.logits(hidden[:, 0]), taken[:, 0]
     log_probs = jax.nn.log_softmax(model.llm.logits(hidden))
-    return jax.nn.logsumexp(log_probs, axis=1) - jnp.log(noise.shape[1])
+    return jax.nn.logsumexp(log_probs, axis=1) - jnp.log(noise.shape[1]), taken.sum(axis=1)
 
 
 def refined_logits(
@@ -143,9 +206,10 @@ def refined_logits(
     settings: Refinement,
     noise_samples: int = 1,
     labels: Int[Array, " B"] | None = None,
-) -> tuple[Key[Array, " B"], Float[Array, "B V"]]:
-    """Keys to sample the next token with, and its logits: the LM's own where their entropy is below the gate.
+) -> tuple[Key[Array, " B"], Float[Array, "B V"], Int[Array, " B"]]:
+    """Keys to sample the next token with, its logits, and the evaluations that they took.
 
+    Where the entropy of the LM's own logits is below the gate, they are the logits, and there is no evaluation.
     The noise follows from keys and token number. Nothing is integrated for a token that all sequences skip. With a gate
     of 0 the LM's own logits are not computed.
     """
@@ -157,13 +221,14 @@ def refined_logits(
         keys = jax.vmap(lambda key: jax.random.split(key, noise_samples))(velocity_keys)
     refined = partial(next_logits, model, state, noise, settings=settings, keys=keys, labels=labels)
 
-    def gated() -> Array:
+    def gated() -> tuple[Array, Array]:
         plain = model.llm.logits(state.hidden)
         is_sure = entropy(plain) < gate
-        logits = jax.lax.cond((is_sure | state.done).all(), lambda: plain, refined)
-        return jnp.where(is_sure[:, None], plain, logits)
+        none = jnp.zeros_like(state.count)
+        logits, taken = jax.lax.cond((is_sure | state.done).all(), lambda: (plain, none), refined)
+        return jnp.where(is_sure[:, None], plain, logits), jnp.where(is_sure, 0, taken)
 
-    return final_keys, jax.lax.cond((gate > 0).any(), gated, refined)
+    return final_keys, *jax.lax.cond((gate > 0).any(), gated, refined)
 
 
 def advance(llm: LLM, state: State, tokens: Int[Array, " B"], done: Bool[Array, " B"]) -> State:
@@ -181,6 +246,16 @@ def advance(llm: LLM, state: State, tokens: Int[Array, " B"], done: Bool[Array, 
     )
 
 
+class Tokens(NamedTuple):
+    """New tokens, what they cost, and log-probabilities in nats at temperature 1, before any mask."""
+
+    ids: Int[Array, "B steps"]
+    evaluations: Int[Array, "B steps"]  # of the path, by the sequences that had not ended
+    log_probs: Float[Array, "B steps"] | None  # of these tokens
+    likeliest: Int[Array, "B steps LIKELIEST"] | None  # the likeliest tokens
+    likeliest_log_probs: Float[Array, "B steps LIKELIEST"] | None
+
+
 @partial(jax.jit, static_argnames=("steps", "noise_samples"), donate_argnames="state")
 def decode_tokens(
     model: Model,
@@ -192,22 +267,30 @@ def decode_tokens(
     steps: int,
     noise_samples: int = 1,
     labels: Int[Array, " B"] | None = None,
-) -> tuple[State, Int[Array, "B steps"]]:
+) -> tuple[State, Tokens]:
     """Generate `steps` tokens; a sequence that has ended is filled up with the first of the `stop_ids`.
 
     A sequence ends by one of the `stop_ids`, or where its logits are not numbers, which the state says. The state is
     donated. With several noise samples, a token is sampled from their mean distribution.
     """
 
-    def step(state: State, _: None) -> tuple[State, Array]:
-        final_keys, logits = refined_logits(
+    def step(state: State, _: None) -> tuple[State, Tokens]:
+        final_keys, logits, taken = refined_logits(
             model, state, gate=sampling.gate, settings=settings, noise_samples=noise_samples, labels=labels
         )
         is_bad = jnp.isnan(logits).any(axis=-1) & ~state.done
         token = jnp.where(state.done | is_bad, stop_ids[0], sample_tokens(final_keys, logits, sampling))
         done = state.done | is_bad | (token[:, None] == stop_ids).any(axis=-1)
+        scores = _score(token, logits) if sampling.is_scored else (None, None, None)
+        new = Tokens(token, jnp.where(state.done, 0, taken), *scores)
         state = dataclasses.replace(state, broken=state.broken | is_bad)
-        return advance(model.llm, state, token, done), token
+        return advance(model.llm, state, token, done), new
 
     state, tokens = jax.lax.scan(step, state, None, length=steps)
-    return state, tokens.T
+    return state, jax.tree.map(lambda array: array.swapaxes(0, 1), tokens)
+
+
+def _score(token: Int[Array, " B"], logits: Float[Array, "B V"]) -> tuple[Array, Array, Array]:
+    log_probs = jax.nn.log_softmax(logits)
+    values, likeliest = jax.lax.top_k(log_probs, min(LIKELIEST, log_probs.shape[1]))
+    return jnp.take_along_axis(log_probs, token[:, None], axis=1)[:, 0], likeliest, values

@@ -4,13 +4,14 @@ Decoding refines the last position of each sequence; teacher-forced evaluation r
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding import integrate
@@ -34,7 +35,8 @@ class Refinement(nnx.Module):
     anneal: Float[Array, "*b"] = nnx.data()  # 1: the temperature falls linearly to 0 as t goes to 1; 0: constant
     guidance: Float[Array, "#B"] = nnx.data()  # strength w_g; unused without labels
     tolerance: Float[Array, "*b"] = nnx.data()  # of an adaptive solver's steps, relative and absolute
-    table: ConditionTable | None = nnx.data(default=None)  # for the model's weights and this grid
+    allowed: Bool[Array, "B V"] | None = nnx.data(default=None)  # tokens that estimates are made of; None: all
+    table: ConditionTable | None = nnx.data(default=None)  # for the model's weights and these grids
     solver: Solver = nnx.static(default=FIXED["midpoint"])
     velocity: Literal["sample", "expectation"] = nnx.static(default="sample")
 
@@ -59,11 +61,20 @@ class Refinement(nnx.Module):
         Raises `InputError` as `check_budget` does.
         """
         check_budget(config, has_path=model.path is not None)
-        settings = cls.from_config(config)
-        if model.path is None or settings.solver.is_adaptive or config.budget > CAPACITY:
-            return settings
-        table = build_table(model.path, settings.steps, solver=settings.solver, dtype=model.llm.embed.dtype)
-        return dataclasses.replace(settings, table=table)
+        table = cls.tabulate(model, config.solver, [config.budget])
+        return dataclasses.replace(cls.from_config(config), table=table)
+
+    @staticmethod
+    def tabulate(model: Model, solver: str, budgets: Collection[int]) -> ConditionTable | None:
+        """The table of conditions for the grids of these budgets; None where there can be none."""
+        found = find_solver(solver)
+        if model.path is None or found.is_adaptive or max(budgets) > CAPACITY:
+            return None
+        times = np.unique(np.concatenate([found.times(found.steps(budget)) for budget in budgets]))
+        if len(times) > CAPACITY:
+            return None
+        padded = np.pad(times, (0, CAPACITY - len(times)), constant_values=np.inf)
+        return build_table(model.path, jnp.asarray(padded), dtype=model.llm.embed.dtype)
 
     def temperature(self, t: Float[Array, "*b"], step: Float[Array, "*b"]) -> Float[Array, "*b"]:
         """The velocity's temperature at t; annealing reads it ahead, so that the last estimate is the arg max."""
@@ -112,15 +123,18 @@ def estimate(
     temperature: Float[Array, "#B #M"],
     keys: Key[Array, "B M"],
     kind: Literal["sample", "expectation"],
+    allowed: Bool[Array, "B V"] | None = None,
 ) -> Float[Array, "B M C"]:
-    """The estimate of x_1 from the logits: the vector of a sampled token, or the mean over the vocabulary.
+    """The estimate of x_1 from the logits: the vector of a sampled token, or the mean over the (allowed) vocabulary.
 
     It is not a number where the hidden state is not: an arg max would hide that.
     """
     assert model.table is not None
     table = model.table
 
-    def at(logits: Array, key_data: Array, temperature: Array) -> Array:
+    def at(logits: Array, key_data: Array, temperature: Array, allowed: Array | None = None) -> Array:
+        if allowed is not None:
+            logits = jnp.where(allowed, logits, -jnp.inf)
         if kind == "expectation":
             mean = jax.nn.softmax(logits / jnp.maximum(temperature, 1e-6)[:, None]) @ table
             return jnp.where(temperature[:, None] > 0, mean, table[jnp.argmax(logits, axis=-1)])
@@ -132,7 +146,8 @@ def estimate(
         return table[jax.lax.cond((temperature > 0).any(), sampled, lambda: jnp.argmax(logits, -1))]
 
     temperature = jnp.broadcast_to(temperature, hidden.shape[:2])
-    estimates = map_logits(model.llm, hidden, at, jax.random.key_data(keys), temperature)
+    masks = () if allowed is None else (jnp.broadcast_to(allowed[:, None], (*hidden.shape[:2], allowed.shape[1])),)
+    estimates = map_logits(model.llm, hidden, at, jax.random.key_data(keys), temperature, *masks)
     return jnp.where(jnp.isnan(hidden[..., :1]), jnp.nan, estimates)
 
 
@@ -163,6 +178,7 @@ def make_target(
             temperature=temperature,
             keys=jnp.tile(folded, (branches, 1)),
             kind=settings.velocity,
+            allowed=None if settings.allowed is None else jnp.tile(settings.allowed, (branches, 1)),
         ).reshape(branches, batch, length, -1)
         if branches == 1:
             return estimates[0]
@@ -179,17 +195,27 @@ def refine(
     A uniform grid ends at t = 1. Adaptive steps, which each position chooses for itself, end at 1 - 1/sigma as in the
     release. The time of an evaluation is folded into the keys of the velocity's sampled tokens.
     """
+    return refine_counted(model, context, noise, settings=settings, keys=keys)[0]
+
+
+def refine_counted(
+    model: Model, context: Context, noise: Float[Array, "B M C"], *, settings: Refinement, keys: Key[Array, "B M"]
+) -> tuple[Float[Array, "B M D"], Int[Array, "B M"]]:
+    """The result of `refine`, and the evaluations of the path that each position took, the final one included."""
     if model.path is None:
-        return context.hidden
-    noise = model.path.config.sigma * noise
-    if settings.solver.is_adaptive:
-        x, t = adapt(model, context, noise, settings=settings, keys=keys)[:2]
-        return corrected_hidden(model, context, x, t)[0]
+        return context.hidden, jnp.zeros(noise.shape[:2], jnp.int32)
+    noise, solver = model.path.config.sigma * noise, settings.solver
+    if solver.is_adaptive:
+        x, t, accepted, rejected = adapt(model, context, noise, settings=settings, keys=keys)
+        return corrected_hidden(model, context, x, t)[0], solver.evaluations(accepted + rejected)
+    evaluations = jnp.broadcast_to(solver.evaluations(settings.steps).reshape(-1, 1), noise.shape[:2])
     target = make_target(model, context, settings=settings, keys=keys)
     x = integrate.solve_fixed(target, noise, solver=settings.solver, steps=settings.steps)
     refines = settings.steps.reshape(-1, 1) > 0
     corrected = corrected_hidden(model, context, x, refines.astype(jnp.float32), table=settings.table)[0]
-    return jnp.where(refines[..., None], corrected, context.hidden) if model.path.is_anchored else corrected
+    if model.path.is_anchored:
+        corrected = jnp.where(refines[..., None], corrected, context.hidden)
+    return corrected, evaluations
 
 
 def adapt(
@@ -225,7 +251,8 @@ def solve_each(
 
     def sequence(k: Array, v: Array, slots: Array, chosen: Refinement, *rows: Any) -> Solution:
         own = dataclasses.replace(cache, k=k[:, None], v=v[:, None], positions=slots[None])
-        chosen = dataclasses.replace(chosen, guidance=chosen.guidance[None])
+        allowed = None if chosen.allowed is None else chosen.allowed[None]
+        chosen = dataclasses.replace(chosen, guidance=chosen.guidance[None], allowed=allowed)
 
         def position(*row: Any) -> Solution:
             hidden, inputs, at, labels, noise, key = jax.tree.map(lambda a: a[None, None], row)
@@ -234,7 +261,7 @@ def solve_each(
 
         return jax.vmap(position)(*rows)
 
-    each = jax.tree.map(lambda a: jnp.broadcast_to(a, noise.shape[:1]), settings)
+    each = jax.tree.map(lambda a: jnp.broadcast_to(a, (*noise.shape[:1], *a.shape[1:])), settings)
     read = (context.hidden, context.inputs, context.positions, context.labels)
     rows = (cache.positions, each, *read, noise, keys)
     return jax.vmap(sequence, in_axes=(1, 1, *[0] * 8))(cache.k, cache.v, *rows)

@@ -15,6 +15,7 @@ from l2d_jax.config.schema import DecodeConfig, PathConfig
 from l2d_jax.data.tokenizer import Message, prompt_ids
 from l2d_jax.decoding.buckets import answer_slots, round_up
 from l2d_jax.decoding.condition_table import CAPACITY
+from l2d_jax.decoding.grammar import Grammar
 from l2d_jax.decoding.solver import ADAPTIVE, AMPLE
 from l2d_jax.distributed.memory import require_memory, tree_bytes
 from l2d_jax.errors import InputError
@@ -39,6 +40,7 @@ class Restrictions(NamedTuple):
     allowed: Sequence[int] | None = None  # token ids that may be sampled; None: all
     banned: Sequence[int] = ()  # token ids that may not
     keeps_stop: bool = False  # leave the stop string, and what came with it, to a caller that cuts the text itself
+    grammar: Grammar | None = None  # which the answers follow
 
 
 UNRESTRICTED = Restrictions()

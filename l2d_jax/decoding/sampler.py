@@ -26,7 +26,8 @@ class SamplingOptions(nnx.Module):
     top_k: Int[Array, "#B"] = nnx.data()  # sample from this many of the likeliest tokens; 0: from all
     top_p: Float[Array, "#B"] = nnx.data()  # sample from the likeliest tokens that together reach this probability
     gate: Float[Array, "#B"] = nnx.data()  # entropy of the LM alone, in nats, below which the ODE is skipped; 0: never
-    allowed: Bool[Array, " V"] | None = nnx.data(default=None)  # tokens that may be sampled; None: all
+    allowed: Bool[Array, "#B V"] | None = nnx.data(default=None)  # tokens that may be sampled; None: all
+    is_scored: bool = nnx.static(default=False)  # whether tokens come with log-probabilities
 
     @classmethod
     def from_config(cls, config: DecodeConfig, *, allowed: Any = None) -> "SamplingOptions":
@@ -36,7 +37,7 @@ class SamplingOptions(nnx.Module):
             top_k=jnp.int32([config.top_k]),
             top_p=jnp.float32([config.top_p]),
             gate=jnp.float32([config.gate]),
-            allowed=None if allowed is None else jnp.asarray(allowed, bool),
+            allowed=None if allowed is None else jnp.asarray(allowed, bool)[None],
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import diffrax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from l2d_jax.decoding import runge_kutta
@@ -54,6 +55,10 @@ class Solver:
             f"try {below} or {below + self.stages}"
         )
 
+    def evaluations(self, steps: Int[Array, "*b"]) -> Int[Array, "*b"]:
+        """What so many grid intervals, or adaptive steps, cost."""
+        return jnp.where(steps > 0, self.overhead + self.stages * steps, 1)
+
     def spendable(self, budget: int) -> int:
         """The largest budget that can be spent exactly within this one; at least 1."""
         steps = max(0, budget - self.overhead) // self.stages
@@ -61,13 +66,11 @@ class Solver:
             return 1
         return budget if self.is_adaptive else 1 + self.stages * steps
 
-    def times(self, steps: Int[Array, ""], *, capacity: int) -> Float[Array, " capacity"]:
-        """t of every evaluation on a uniform grid of `steps` intervals; infinite beyond the final one at t = 1."""
-        nodes = jnp.array([0.0, *getattr(getattr(self.method, "tableau", None), "c", ())], jnp.float32)
-        index, last = jnp.arange(capacity), self.stages * jnp.asarray(steps)
-        inner = (index // self.stages + nodes[index % self.stages]) / jnp.maximum(steps, 1)
-        end = jnp.where(last > 0, 1.0, 0.0)
-        return jnp.where(index < last, inner, jnp.where(index == last, end, jnp.inf))
+    def times(self, steps: int) -> Float[np.ndarray, " n"]:
+        """t of every evaluation on a uniform grid of `steps` intervals, the final one included; without any, 0."""
+        nodes = np.array([0.0, *getattr(getattr(self.method, "tableau", None), "c", ())])
+        inner = (np.arange(steps)[:, None] + nodes) / max(steps, 1)
+        return np.append(inner.ravel(), min(steps, 1)).astype(np.float32)
 
 
 SOLVERS = {

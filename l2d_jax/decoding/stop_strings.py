@@ -1,6 +1,7 @@
 """Finds stop strings in answers that are still being generated."""
 
 from collections.abc import Sequence
+from copy import copy
 
 from transformers import PreTrainedTokenizerFast
 
@@ -9,15 +10,10 @@ from l2d_jax.errors import InputError
 
 
 class StopSearch:
-    """Finds stop strings in answers that come token by token, and holds back what may be the beginning of one."""
+    """Finds stop strings in an answer that comes token by token, and holds back what may be the beginning of one."""
 
     def __init__(
-        self,
-        stops: Sequence[str],
-        tokenizer: PreTrainedTokenizerFast | None,
-        sequences: int,
-        *,
-        keeps_stop: bool = False,
+        self, stops: Sequence[str], tokenizer: PreTrainedTokenizerFast | None, *, keeps_stop: bool = False
     ) -> None:
         """Raises `InputError` for a string that no answer can contain."""
         if stops and tokenizer is None:
@@ -31,17 +27,23 @@ class StopSearch:
         self._stops = stops
         self._keeps_stop = keeps_stop
         self._tokenizer = tokenizer
-        self._answers: list[list[int]] = [[] for _ in range(sequences)]
-        self._released = [0] * sequences  # tokens of each answer that `add` has returned
+        self._answer: list[int] = []
+        self._released = 0  # tokens that `add` has returned
 
-    def add(self, index: int, ids: Sequence[int], *, is_last: bool) -> tuple[list[int], bool]:
-        """Add new tokens to an answer: which of its tokens no longer belong to a stop string, and whether one ends it.
+    def again(self) -> "StopSearch":
+        """A search for the same strings in another answer."""
+        other = copy(self)
+        other._answer, other._released = [], 0
+        return other
+
+    def add(self, ids: Sequence[int], *, is_last: bool) -> tuple[list[int], bool]:
+        """Add new tokens to the answer: which of its tokens no longer belong to a stop string, and whether one ends it.
 
         The token in which a stop string begins is left out. With `keeps_stop`, no token is.
         """
         if not self._stops:
             return list(ids), False
-        answer, released = self._answers[index], self._released[index]
+        answer, released = self._answer, self._released
         answer.extend(ids)
         text = to_text(answer, self._tokenizer)
         places = [place for place in map(text.find, self._stops) if place >= 0]
@@ -52,7 +54,7 @@ class StopSearch:
         count = len(answer)
         while count > released and len(to_text(answer[:count], self._tokenizer)) > certain:
             count -= 1
-        self._released[index] = count
+        self._released = count
         return answer[released:count], bool(places)
 
 

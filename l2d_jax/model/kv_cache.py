@@ -38,12 +38,14 @@ class KVCache(nnx.Module):
     ring: int = nnx.static(default=0)  # the first slots, which `extend` fills in turn, again and again
 
     @classmethod
-    def empty(cls, architecture: Architecture, batch: int, slots: int, *, dtype: Any) -> "KVCache":
+    def empty(
+        cls, architecture: Architecture, batch: int, slots: int, *, dtype: Any, prefix: "KVCache | None" = None
+    ) -> "KVCache":
         """An empty cache whose `slots` all belong to the ring."""
         a = architecture
         shape = (a.num_hidden_layers, batch, slots, a.num_key_value_heads, a.head_dim)
         zeros, positions = jnp.zeros(shape, dtype), jnp.full((batch, slots), -1, jnp.int32)
-        return cls(k=zeros, v=zeros, positions=positions, used=jnp.int32(0), ring=slots)
+        return cls(k=zeros, v=zeros, positions=positions, used=jnp.int32(0), prefix=prefix, ring=slots)
 
     def beside(self, new: "KVCache") -> "KVCache":
         """The cache with further slots, behind its own, that hold the tokens of `new`."""
@@ -68,11 +70,29 @@ class KVCache(nnx.Module):
             used=self.used + new.used,
         )
 
-    def shorten(self, slots: int) -> "KVCache":
-        """The cache with so many slots behind its ring, of which the others are empty."""
-        kept = self.ring + slots
+    def resize(self, ring: int, slots: int) -> "KVCache":
+        """The cache with a ring of at least its size, and so many slots behind it; those that go must be empty."""
+        kept = min(slots, self.positions.shape[1] - self.ring)
+
+        def move(array: Array, axis: int, empty: int) -> Array:
+            written = jax.lax.slice_in_dim(array, 0, self.ring, axis=axis)
+            if ring > self.ring:  # the oldest token comes first, so that the new slots are the next to be written
+                written = jnp.roll(written, -self.used, axis=axis)
+            read = jax.lax.slice_in_dim(array, self.ring, self.ring + kept, axis=axis)
+
+            def extend(part: Array, size: int) -> Array:
+                shape = [*part.shape[:axis], size - part.shape[axis], *part.shape[axis + 1 :]]
+                return jnp.concatenate([part, jnp.full(shape, empty, part.dtype)], axis=axis)
+
+            return jnp.concatenate([extend(written, ring), extend(read, slots)], axis=axis)
+
         return dataclasses.replace(
-            self, k=self.k[:, :, :kept], v=self.v[:, :, :kept], positions=self.positions[:, :kept]
+            self,
+            k=move(self.k, 2, 0),
+            v=move(self.v, 2, 0),
+            positions=move(self.positions, 1, -1),
+            used=self.used if ring == self.ring else jnp.int32(self.ring),
+            ring=ring,
         )
 
     def layers(self) -> LayerCache:

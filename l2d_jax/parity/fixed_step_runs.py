@@ -190,6 +190,6 @@ def generations(model: Model, a: Recording) -> Iterator[Check]:
 @jax.jit
 def _next(model: Model, state: decode.State, settings: Refinement, noise: Any, labels: Any) -> tuple[Any, Any]:
     keys = state.keys[:, None]
-    logits = decode.next_logits(model, state, noise[:, None], settings=settings, keys=keys, labels=labels)
+    logits, _ = decode.next_logits(model, state, noise[:, None], settings=settings, keys=keys, labels=labels)
     token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     return decode.advance(model.llm, state, token, state.done), token

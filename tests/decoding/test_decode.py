@@ -11,7 +11,7 @@ import pytest
 
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding import decode as decode_module
-from l2d_jax.decoding.decode import State, decode_tokens, fan_out, next_logits, prefill
+from l2d_jax.decoding.decode import State, answer_keys, decode_tokens, fan_out, next_logits, prefill
 from l2d_jax.decoding.refine import Refinement, refine
 from l2d_jax.decoding.sampler import SamplingOptions
 from l2d_jax.model import diffusion
@@ -22,7 +22,7 @@ from tests.support import tiny
 NO_ENDS = (-1, -1)
 PROMPTS = [[5, 17, 80, 3], [44, 2], [9, 9, 61, 70, 33, 12]]
 
-logits_of_next = jax.jit(next_logits)
+logits_of_next = jax.jit(lambda *arguments, **options: next_logits(*arguments, **options)[0])
 
 
 def start(model: Model, prompts: list[list[int]], *, seeds: list[int] | None = None, capacity: int = 12) -> State:
@@ -43,7 +43,7 @@ def generate(model: Model, state: State, budget: int, *, ends: tuple[int, int] =
         state, new = decode_tokens(
             model, state, settings=settings, sampling=sampling, stop_ids=stops, steps=3, noise_samples=config.draws
         )
-        pieces.append(np.asarray(new))
+        pieces.append(np.asarray(new.ids))
     return np.concatenate(pieces, axis=1)
 
 
@@ -158,7 +158,7 @@ def test_the_state_says_how_far_each_sequence_is() -> None:
     model = tiny.model()
     settings = Refinement.from_config(DecodeConfig(), budget=1)
     options = {"settings": settings, "sampling": SamplingOptions.from_config(DecodeConfig()), "steps": 3}
-    state, tokens = decode_tokens(model, start(model, PROMPTS), stop_ids=jnp.array(NO_ENDS, jnp.int32), **options)
+    state, (tokens, *_) = decode_tokens(model, start(model, PROMPTS), stop_ids=jnp.array(NO_ENDS, jnp.int32), **options)
     assert (state.count.tolist(), int(state.cache.used)) == ([3] * 3, 3)
     np.testing.assert_array_equal(state.positions, [4 - 1 + 3, 2 - 1 + 3, 6 - 1 + 3])
     np.testing.assert_array_equal(state.cache.positions[1], [2, 3, 4, *[-1] * 9, 0, 1, *[-1] * 6])
@@ -199,9 +199,10 @@ def test_the_mean_of_several_noise_samples_is_of_probabilities() -> None:
 def test_copies_share_the_prefill_and_differ_in_their_samples() -> None:
     model = tiny.model()
     alone = generate(model, start(model, PROMPTS), 3, **SAMPLED)
-    copies = generate(
-        model, fan_out(start(model, PROMPTS), jnp.repeat(jnp.arange(3), 3), jnp.tile(jnp.arange(3), 3)), 3, **SAMPLED
-    ).reshape(3, 3, 6)
+    state = start(model, PROMPTS)
+    copied = (answer_keys(jnp.full(3, i, jnp.uint32), jnp.zeros(3, jnp.int32), jnp.arange(3)) for i in range(3))
+    keys = jnp.concatenate([keys.at[0].set(state.keys[i]) for i, keys in enumerate(copied)])
+    copies = generate(model, fan_out(state, jnp.repeat(jnp.arange(3), 3), keys), 3, **SAMPLED).reshape(3, 3, 6)
     np.testing.assert_array_equal(copies[:, 0], alone)
     assert all(len({row.tobytes() for row in rows}) == 3 for rows in copies)
 
@@ -217,13 +218,13 @@ def test_a_gate_goes_from_full_refinement_to_the_language_model() -> None:
 @pytest.mark.slow
 def test_a_token_that_all_skip_costs_no_evaluation(monkeypatch: Any) -> None:
     model, calls = tiny.model(), []
-    real = decode_module.refine
+    real = decode_module.refine_counted
 
     def counted(*arguments: Any, **options: Any) -> Any:
         jax.debug.callback(lambda: calls.append(1))
         return real(*arguments, **options)
 
-    monkeypatch.setattr(decode_module, "refine", counted)
+    monkeypatch.setattr(decode_module, "refine_counted", counted)
     run = jax.jit(decode_module.refined_logits)
     settings = Refinement.from_config(DecodeConfig(), budget=3)
     state = start(model, PROMPTS)
@@ -245,7 +246,7 @@ def test_logits_that_are_not_numbers_stop_one_sequence() -> None:
         "stop_ids": jnp.array([padding, -1]),
         "steps": 3,
     }
-    state, tokens = decode_tokens(model, state, sampling=SamplingOptions.from_config(DecodeConfig()), **options)
+    state, (tokens, *_) = decode_tokens(model, state, sampling=SamplingOptions.from_config(DecodeConfig()), **options)
     np.testing.assert_array_equal(tokens[1], [padding] * 3)
     np.testing.assert_array_equal(state.broken, [False, True, False])
     np.testing.assert_array_equal(tokens[::2], free[::2, :3])

@@ -5,8 +5,8 @@ import pytest
 
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.data import tokenizer
-from l2d_jax.decoding import buckets, decode, generation, loaded_model, stop_strings
-from l2d_jax.decoding.generation import Piece
+from l2d_jax.decoding import buckets, decode, loaded_model, stop_strings
+from l2d_jax.decoding.lanes import Piece
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import Restrictions
 from l2d_jax.errors import InputError
@@ -39,7 +39,7 @@ def test_the_pieces_of_a_stream_are_the_answer(loaded):
     assert len(pieces) == 2
     whole = [[token for piece in pieces for token in piece[i]] for i in range(len(PROMPTS))]
     assert whole == generate(loaded, PROMPTS, seed=3)
-    assert [len(piece[0]) for piece in pieces] == [generation.CHUNK, 12 - generation.CHUNK]
+    assert [len(piece[0]) for piece in pieces] == [buckets.CHUNK, 12 - buckets.CHUNK]
 
 
 @pytest.mark.slow
@@ -224,22 +224,22 @@ def test_text_is_the_tokens_as_text(mesh):
 )
 def test_stop_strings(size, said, stops, answer):
     """However the answer comes in pieces; what might begin a stop string is held back until it is known."""
-    search, shown = stop_strings.StopSearch(stops, tokenizer.byte_tokenizer(), 2), b""
+    search, shown = stop_strings.StopSearch(stops, tokenizer.byte_tokenizer()), b""
     ids = list(said.encode())
     for start in range(0, len(ids), size):
-        piece, stopped = search.add(1, ids[start : start + size], is_last=start + size >= len(ids))
+        piece, stopped = search.add(ids[start : start + size], is_last=start + size >= len(ids))
         shown += bytes(piece)
         assert answer.encode().startswith(shown)
         if stopped:
             break
     assert shown.decode() == answer
     assert stopped == (answer != said)
-    assert search.add(0, [97], is_last=True) == ([97], False)
+    assert search.again().add([97], is_last=True) == ([97], False)
 
 
 def test_stop_strings_are_kept_for_those_who_cut_the_text(loaded):
-    search = stop_strings.StopSearch(["two"], tokenizer.byte_tokenizer(), 1, keeps_stop=True)
-    pieces = [search.add(0, list(piece), is_last=False) for piece in (b"one t", b"wo thr")]
+    search = stop_strings.StopSearch(["two"], tokenizer.byte_tokenizer(), keeps_stop=True)
+    pieces = [search.add(list(piece), is_last=False) for piece in (b"one t", b"wo thr")]
     assert pieces == [(list(b"one"), False), (list(b" two thr"), True)]
 
 

@@ -214,7 +214,8 @@ def test_decoding_gives_the_same_tokens(mesh: Mesh, beyond: dict[str, Any]) -> N
                 "stop_ids": jnp.array([-1], jnp.int32),
                 "steps": 4,
             }
-            tokens.append(np.array(decode_tokens(model, state, settings=Refinement.from_config(config), **options)[1]))
+            _, new = decode_tokens(model, state, settings=Refinement.from_config(config), **options)
+            tokens.append(np.array(new.ids))
     for found in tokens[1:]:
         np.testing.assert_array_equal(tokens[0], found)
 

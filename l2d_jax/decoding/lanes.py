@@ -1,0 +1,307 @@
+"""Lanes: answers that are decoded together, each with settings of its own; one that ends makes room for another.
+
+Notable: the slots for new tokens are a ring that all lanes write at the same place, so that no lane needs a cursor of
+its own; positions, not slots, say what a query sees. A prompt is read into a state of its own, a long one in pieces
+between the chunks of tokens of the others, and then takes the row of a free lane. No program is compiled for that but
+where the longest prompt or answer needs a larger bucket.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.decoding import decode
+from l2d_jax.decoding.buckets import CHUNK, answer_slots, pad, round_up
+from l2d_jax.decoding.condition_table import ConditionTable
+from l2d_jax.decoding.grammar import Matcher
+from l2d_jax.decoding.refine import Refinement
+from l2d_jax.decoding.requests import Prompt, Request
+from l2d_jax.decoding.sampler import SamplingOptions, allow
+from l2d_jax.decoding.stop_strings import StopSearch
+from l2d_jax.distributed import processes
+from l2d_jax.model.kv_cache import KVCache
+from l2d_jax.model.l2d import Model
+
+PIECE = 256  # tokens of a prompt that are read at a time, where it has more than twice as many
+
+
+class Score(NamedTuple):
+    """Log-probabilities, in nats, of a token and of the likeliest ones in its place."""
+
+    log_prob: float
+    likeliest: list[int]
+    likeliest_log_probs: list[float]
+
+
+class Piece(NamedTuple):
+    """New tokens of one answer."""
+
+    answer: int  # its number; those of one prompt follow each other
+    tokens: list[int]
+    is_last: bool
+    ending: str = ""  # of the last piece: "stop", "length", or "broken" where logits were not numbers
+    evaluations: int = 0  # of the path, for the tokens that were decoded, also where they are held back or left out
+    scores: Sequence[Score] = ()  # of the tokens, where the answer has them
+
+
+@dataclass(eq=False)
+class Answer:
+    """An answer that is asked for, and how far it is."""
+
+    number: int
+    prompt: Prompt
+    settings: DecodeConfig
+    stops: StopSearch
+    seed: int = 0
+    copy: int = 0  # its number among the answers to its prompt
+    matcher: Matcher | None = None  # of its grammar
+    is_scored: bool = False
+    is_read: bool = False
+    tokens: int = 0  # that it has so far
+    _scores: list[Score] = field(default_factory=list)  # of tokens that are held back
+
+    def add(
+        self,
+        row: Sequence[int],
+        stop_ids: Sequence[int],
+        *,
+        is_broken: bool,
+        costs: Sequence[int],
+        scores: Sequence[Score],
+    ) -> Piece:
+        """The new tokens up to the answer's end, less what may belong to a stop string; `costs` are evaluations."""
+        row = row[: self.settings.max_new_tokens - self.tokens]
+        self.tokens += len(row)
+        stop = next((i for i, token in enumerate(row) if token in stop_ids), None)
+        if self.matcher is not None:
+            for token in row[:stop]:
+                self.matcher.accept(token)
+        is_last = is_broken or stop is not None or self.tokens >= self.settings.max_new_tokens
+        tokens, has_stop = self.stops.add(row[:stop], is_last=is_last)
+        self._scores.extend(scores[: len(row[:stop])])
+        told, self._scores = self._scores[: len(tokens)], self._scores[len(tokens) :]
+        ending = "broken" if is_broken else "stop" if stop is not None or has_stop else "length" if is_last else ""
+        return Piece(self.number, tokens, bool(ending), ending, sum(costs[: len(row)]), told)
+
+
+class Lanes:
+    """Decodes any number of answers, so many at a time, which share solver, velocity, noise samples and reader."""
+
+    def __init__(
+        self, model: Model, *, lanes: int, stop_ids: Sequence[int], group: int = 1, known: Request | None = None
+    ) -> None:
+        """Lanes for a model that reads the context.
+
+        Args:
+          model: with or without a path.
+          lanes: the answers that are decoded at a time.
+          stop_ids: tokens that end an answer.
+          group: answers whose prompts are read at a time.
+          known: what all answers will belong to, which saves work; None: requests come one by one.
+        """
+        self.model = model
+        self._answers: list[Answer | None] = [None] * lanes
+        self._stop_ids = tuple(stop_ids) or (-1,)  # -1: an ended answer goes on with it where there is no stop token
+        self._ends = jnp.array(self._stop_ids, jnp.int32)
+        self._group = group
+        self._copies, self._shorter = 1, 0  # answers to a prompt that are read together; its tokens in the prefix
+        self._capacity: int | None = None  # slots for the longest answer; None: a bucket for those under way
+        self._shared: DecodeConfig | None = None  # settings of all answers
+        self._prefix: KVCache | None = None
+        self._allowed: jax.Array | None = None
+        if known is not None:
+            self._copies, self._shorter = known.samples, known.prefix
+            settings = {prompt.settings or known.settings for prompt in known.prompts}
+            self._capacity = answer_slots(max(one.max_new_tokens for one in settings))
+            self._shared = settings.pop() if len(settings) == 1 else None
+            restrictions, vocab_size = known.restrictions, model.llm.architecture.vocab_size
+            mask = allow(vocab_size, allowed=restrictions.allowed, banned=restrictions.banned)
+            self._allowed = None if mask is None else jnp.asarray(mask)[None]
+            if known.prefix:
+                ids = known.prompts[0].ids[: known.prefix]
+                self._prefix = decode.read_prefix(model.llm, jnp.array(ids, jnp.int32))
+        self._state: decode.State | None = None
+        self._reading: list[tuple[Sequence[Answer], Iterator[decode.State | None]]] = []
+        self._options: dict[str, Any] | None = None  # of the answers under way; None: these have changed
+        self._table: tuple[set[int], ConditionTable | None] | None = None  # of these budgets
+
+    @property
+    def free(self) -> int:
+        """The lanes without an answer."""
+        return self._answers.count(None)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no answer is under way."""
+        return self.free == len(self._answers)
+
+    def admit(self, answers: Sequence[Answer]) -> None:
+        """Give answers free lanes, of which there are enough; the next steps read their prompts."""
+        if self._state is None and len(answers) == len(self._answers):
+            self._answers, self._state, self._options = list(answers), self.read(answers), None
+            for answer in answers:
+                answer.is_read = True
+            return
+        for first in range(0, len(answers), self._group):
+            group = answers[first : first + self._group]
+            for answer in group:
+                self._answers[self._answers.index(None)] = answer
+            padded = [*group, *[group[-1]] * (self._group - len(group))]
+            self._reading.append((group, self._read(padded, piece=PIECE)))
+
+    def drop(self, answer: Answer) -> None:
+        """Leave an answer as it is, and free its lane."""
+        if answer in self._answers:
+            self._answers[self._answers.index(answer)] = self._options = None
+
+    def step(self) -> list[Piece]:
+        """Read a piece of a prompt, or all that are waiting where that holds up nobody; decode the next few tokens."""
+        while self._reading:
+            group, reading = self._reading[0]
+            state = next(reading)
+            if state is not None:
+                self._reading.pop(0)
+                self._place(group, state)
+            elif any(answer is not None and answer.is_read for answer in self._answers):
+                break
+        return self._decode()
+
+    def _decode(self) -> list[Piece]:
+        answers = [answer if answer is not None and answer.is_read else None for answer in self._answers]
+        live = [answer for answer in answers if answer is not None]
+        if not live or self._state is None:
+            return []
+        if self._options is None:
+            self._options = self.options(answers)
+            self._state = replace(self._state, done=jnp.array([answer is None for answer in answers]))
+        options, has_grammar = self._options, any(answer.matcher is not None for answer in live)
+        if has_grammar:
+            options = self._mask(options, answers)
+        self._state, new = decode.decode_tokens(
+            self.model,
+            self._state,
+            stop_ids=self._ends,
+            steps=1 if has_grammar else CHUNK,
+            noise_samples=live[0].settings.draws,
+            **options,
+        )
+        columns = (new.ids, new.evaluations, self._state.broken)
+        ids, costs, is_broken = (processes.gather_array(column).tolist() for column in columns)
+        scores = None if new.log_probs is None else _scores(new)
+        pieces = []
+        for lane, answer in enumerate(answers):
+            if answer is not None:
+                told = scores[lane] if scores is not None and answer.is_scored else ()
+                row, is_bad = ids[lane], is_broken[lane]
+                pieces.append(answer.add(row, self._stop_ids, is_broken=is_bad, costs=costs[lane], scores=told))
+                if pieces[-1].is_last:
+                    self.drop(answer)
+        return pieces
+
+    def options(self, answers: Sequence[Answer | None]) -> dict[str, Any]:
+        """How to integrate and to sample answers, and their labels; None, no answer, costs no evaluation."""
+        live = [answer for answer in answers if answer is not None]
+        labels = None
+        if live[0].prompt.label is not None:
+            labels = jnp.array([0 if answer is None else answer.prompt.label for answer in answers], jnp.int32)
+        first = self._shared or live[0].settings
+        rows = [replace(first, budget=1) if answer is None else answer.settings for answer in answers]
+        budgets = {first.budget} if self._shared else {row.budget for row in rows}
+        if self._table is None or self._table[0] != budgets:
+            self._table = budgets, Refinement.tabulate(self.model, first.solver, budgets)
+        if self._shared:
+            refinement, sampling = Refinement.from_config(first), SamplingOptions.from_config(first)
+        else:
+            refinement = _stack([Refinement.from_config(row) for row in rows])
+            sampling = _stack([SamplingOptions.from_config(row) for row in rows])
+        refinement, sampling = replace(refinement, table=self._table[1]), replace(sampling, allowed=self._allowed)
+        sampling = replace(sampling, is_scored=any(answer.is_scored for answer in live))
+        return {"settings": refinement, "sampling": sampling, "labels": labels}
+
+    def _mask(self, options: dict[str, Any], answers: Sequence[Answer | None]) -> dict[str, Any]:
+        """The options, with the tokens that each answer's grammar allows next, in estimates too."""
+        matchers = [None if answer is None else answer.matcher for answer in answers]
+        every = np.ones(self.model.llm.architecture.vocab_size, bool)
+        masks = jnp.asarray(np.stack([every if matcher is None else matcher.mask() for matcher in matchers]))
+        sampled = masks if self._allowed is None else masks & self._allowed
+        settings, sampling = replace(options["settings"], allowed=masks), replace(options["sampling"], allowed=sampled)
+        return options | {"settings": settings, "sampling": sampling}
+
+    def read(self, answers: Sequence[Answer]) -> decode.State:
+        """The state behind the prompts, read at once, with a row for each of the answers."""
+        state = next(self._read(answers))
+        assert state is not None
+        return state
+
+    def _read(self, answers: Sequence[Answer], *, piece: int | None = None) -> Iterator[decode.State | None]:
+        """Yield None after each piece of long prompts, and at last the state behind them."""
+        llm, (capacity, slots) = self.model.llm, self._size(answers)
+        prompts, rows = [answer.prompt for answer in answers], list(range(len(answers)))
+        if self._copies > 1:  # each is read once
+            prompts = list({id(prompt): prompt for prompt in prompts}.values())
+            rows = [next(i for i, prompt in enumerate(prompts) if prompt is answer.prompt) for answer in answers]
+            whole = -(-len(answers) // self._copies) + (piece is not None)  # as many each time
+            prompts += prompts[-1:] * (whole - len(prompts))
+        whole = len(prompts)
+        texts = [prompt.ids[self._shorter :] for prompt in prompts]
+        ids, lengths = pad(texts, length=slots)
+        numbers = [(answer.seed, answer.prompt.number, answer.copy) for answer in answers]
+        seeds, *others = map(np.array, zip(*numbers, strict=True))
+        keys = decode.answer_keys(seeds.astype(np.uint32), *(column.astype(np.int32) for column in others))
+        given = keys if self._copies == 1 else keys[jnp.array([0] * whole)]
+        if piece is None or slots <= 2 * piece:
+            state = decode.prefill(llm, ids, lengths, given, capacity=capacity, prefix=self._prefix)
+        else:
+            read = KVCache.empty(llm.architecture, whole, slots, dtype=llm.embed.dtype, prefix=self._prefix)
+            hidden = jnp.zeros((whole, llm.architecture.hidden_size), llm.embed.dtype)
+            for first in range(0, max(map(len, texts)), piece):
+                part, _ = pad([text[first : first + piece] for text in texts], length=piece)
+                read, hidden = decode.read_piece(llm, read, hidden, part, lengths)
+                yield None
+            read = replace(read, prefix=None)
+            state = decode.start(llm, read, hidden, ids, lengths, given, capacity=capacity, prefix=self._prefix)
+        yield state if self._copies == 1 else decode.fan_out(state, jnp.array(rows), keys)
+
+    def _place(self, answers: Sequence[Answer], new: decode.State) -> None:
+        """Put answers whose prompts have been read into their lanes; one that was dropped meanwhile has none."""
+        llm, owned, lanes = self.model.llm, [answer for answer in self._answers if answer is not None], self._answers
+        capacity, slots = self._size(owned or answers)
+        is_used = any(answer.is_read for answer in owned)
+        if self._state is None or (self._state.cache.ring > capacity and not is_used):
+            keys = decode.answer_keys(*[np.zeros(len(lanes), kind) for kind in (np.uint32, np.int32, np.int32)])
+            self._state = decode.empty_state(llm, keys, capacity=capacity, prefix=self._prefix)
+        ring = max(capacity, self._state.cache.ring, new.cache.ring)
+        state, new = (_resize(one, ring=ring, slots=slots) for one in (self._state, new))
+        places = [lanes.index(answer) if answer in lanes else len(lanes) for answer in answers]
+        places += [len(lanes)] * (self._group - len(answers))  # beyond the last: nowhere
+        self._state, self._options = decode.refill(state, new, jnp.array(places)), None
+        for answer in answers:
+            answer.is_read = True
+
+    def _size(self, answers: Sequence[Answer]) -> tuple[int, int]:
+        """The slots that the longest of these answers needs, and those that the longest of their prompts does."""
+        longest = answer_slots(max(answer.settings.max_new_tokens for answer in answers))
+        slots = round_up(max(len(answer.prompt.ids) for answer in answers) - self._shorter)
+        return self._capacity or round_up(longest), slots
+
+
+def _resize(state: decode.State, *, ring: int, slots: int) -> decode.State:
+    if (state.cache.ring, state.cache.positions.shape[1]) == (ring, ring + slots):
+        return state
+    return decode.resize(state, ring=ring, slots=slots)
+
+
+def _stack(parts: Sequence[Any]) -> Any:
+    """One tree whose leaves have a row for each part."""
+    return jax.tree.map(lambda *leaves: jnp.asarray(np.concatenate([np.atleast_1d(a) for a in leaves])), *parts)
+
+
+def _scores(new: decode.Tokens) -> list[list[Score]]:
+    """The scores of the new tokens of each lane."""
+    columns = [processes.gather_array(column).tolist() for column in new[2:]]
+    return [list(map(Score, *rows)) for rows in zip(*columns, strict=True)]

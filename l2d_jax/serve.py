@@ -1,0 +1,121 @@
+"""Serves a model over HTTP with OpenAI's API and a page: `python -m l2d_jax.serve --workdir DIR --port 8000`.
+
+Each request may have a budget of its own, and further options of decoding by name. With `L2D_JAX_API_KEY` in the
+environment, requests must bring that key. SIGTERM or Ctrl-C lets those under way be answered first.
+"""
+
+import os
+import signal
+import threading
+from typing import Any
+
+import jax
+
+from l2d_jax import command_line
+from l2d_jax.config.parsing import require
+from l2d_jax.config.schema import MeshConfig
+from l2d_jax.data.tokenizer import require_chat_template
+from l2d_jax.decoding.requests import check_decoding_memory
+from l2d_jax.decoding.solver import FIXED
+from l2d_jax.distributed import runtime
+from l2d_jax.errors import InputError
+from l2d_jax.loading import find, load
+from l2d_jax.model.llm import LLM
+from l2d_jax.weights import model_folder
+
+KEY = "L2D_JAX_API_KEY"
+BUDGETS = (1, 3, 7, 15, 31)  # that the page offers
+
+
+def main() -> None:
+    """Parse the command line, load the model, and serve until a signal."""
+    options = _parse()
+    try:
+        import uvicorn
+
+        from l2d_jax.serving.app import Limits, ServerApp
+        from l2d_jax.serving.engine import KINDS, Engine
+        from l2d_jax.serving.protocol import Protocol
+    except ImportError as error:
+        raise InputError(f"a library of the server is missing ({error.name}): pip install 'l2d_jax[serve]'") from None
+    folder = find(options.workdir or options.model, dtype=options.dtype)
+    runtime.start_jax(MeshConfig())
+    require(jax.process_count() == 1, "a server is one process: start it on one host alone")
+    base = model_folder.find_base(folder.base)
+    tokenizer = base.tokenizer
+    if tokenizer is None:
+        raise InputError("the model folder has no tokenizer: add its tokenizer files to serve text")
+    require_chat_template(tokenizer)
+    mesh = runtime.start_decoding(MeshConfig(), rows=options.lanes, kv_heads=base.architecture.num_key_value_heads)
+    context = min(options.context, base.architecture.max_position_embeddings)
+    check_decoding_memory(
+        LLM.declare(base.architecture, dtype=folder.base.dtype),
+        folder.path_config,
+        folder.defaults,
+        rows=KINDS * options.lanes + 1,
+        longest=context,
+        remedy="--lanes or --context",
+    )
+    loaded = load(options.workdir or options.model, mesh=mesh, dtype=options.dtype)
+    name = (options.workdir or options.model).name if options.workdir else str(options.model)
+    engine = Engine(loaded, lanes=options.lanes, queue=options.queue)
+    protocol = Protocol(loaded, tokenizer, name=name, context=context)
+    has_path, solver = loaded.model.path is not None, FIXED.get(loaded.defaults.solver)
+    budgets = [n for n in BUDGETS if n == 1 or (has_path and (solver is None or solver.spendable(n) == n))]
+    about: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "l2d_jax", "budgets": budgets}
+    about |= {"max_tokens": context // 2, "has_path": has_path}
+    limits = Limits(options.timeout, 1024 * options.max_body)
+    app = ServerApp(engine, protocol, about=about, limits=limits, key=os.environ.get(KEY) or None)
+    address = {"host": options.host, "port": options.port}
+    server = uvicorn.Server(uvicorn.Config(app.routes(), log_level="critical", **address))
+    _serve(engine, server, name)
+
+
+def _serve(engine: Any, server: Any, name: str) -> None:
+    """Decode in this thread, and talk HTTP in another, until a signal ends both."""
+
+    def listen() -> None:
+        try:
+            server.run()
+        finally:
+            engine.close()
+
+    def drain(*_: Any) -> None:
+        if server.should_exit:
+            os._exit(1)
+        print("ending: requests under way are answered first; a second signal ends at once", flush=True)
+        server.should_exit = True
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, drain)
+    thread = threading.Thread(target=listen)
+    thread.start()
+    while thread.is_alive() and not server.started:
+        thread.join(0.05)
+    if server.started:
+        host, port = server.servers[0].sockets[0].getsockname()[:2]
+        print(f"serving {name} at http://{host}:{port}", flush=True)
+    engine.run()
+    thread.join()
+    if not server.started:
+        raise InputError(f"{server.config.host}:{server.config.port} cannot be listened on: choose another --port")
+
+
+def _parse() -> Any:
+    parser = command_line.Parser(prog="python -m l2d_jax.serve", description=__doc__)
+    command_line.add_source(parser)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "int8"], help="of weights and products")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: reachable from outside")
+    parser.add_argument("--port", type="Port", default=8000, help="0: a free one")
+    parser.add_argument("--lanes", type="Rows", default=8, help="answers that are decoded at a time")
+    parser.add_argument("--queue", type="Count", default=64, help="answers that may wait for a lane; others get 429")
+    parser.add_argument("--context", type="Tokens", default=2048, help="tokens of a prompt and its answer, at most")
+    parser.add_argument(
+        "--timeout", type="Seconds", default=600, help="the longest that a request may take, in seconds"
+    )
+    parser.add_argument("--max_body", type="Count", default=1024, help="the largest body of a request, in KiB")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    command_line.run(main)

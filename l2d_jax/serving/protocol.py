@@ -1,0 +1,192 @@
+"""OpenAI's requests: reads the bodies of `/v1/chat/completions` and `/v1/completions`, and checks them whole.
+
+Besides OpenAI's fields a body has the options of decoding by their own names, such as `budget`, `solver`, `gate` and
+`guidance`, the class `label`, and `trace`. What is left out is as in the model's defaults, and a seed is drawn.
+"""
+
+import dataclasses
+import itertools
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from annotated_types import Interval
+from transformers import PreTrainedTokenizerFast
+
+from l2d_jax.config import ranges
+from l2d_jax.config.parsing import from_dict, nearest, require
+from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.data.tokenizer import text_ids
+from l2d_jax.decoding.decode import LIKELIEST
+from l2d_jax.decoding.grammar import Grammar
+from l2d_jax.decoding.lanes import Answer
+from l2d_jax.decoding.loaded_model import LoadedModel
+from l2d_jax.decoding.refine import check_budget
+from l2d_jax.decoding.requests import Prompt, check_prompts, check_tokens, encode_prompt, override_settings
+from l2d_jax.decoding.stop_strings import StopSearch
+from l2d_jax.decoding.trace import check_single_sample
+from l2d_jax.errors import InputError, shown
+from l2d_jax.model.l2d import check_labels
+
+Choices = Annotated[int, Interval(ge=1, le=128)]
+Alternatives = Annotated[int, Interval(ge=0, le=LIKELIEST)]
+OPTIONS = {option.name for option in dataclasses.fields(DecodeConfig)} - {"max_new_tokens"}
+IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier"}  # they change no answer
+NEUTRAL = {"frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "tools": ([],)}
+NEUTRAL |= {"echo": (False,), "best_of": (1,), "suffix": ("",)}  # fields whose other values are not supported
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """What comes in a stream besides the answers."""
+
+    include_usage: bool = False  # a last chunk with the numbers of tokens and evaluations
+
+
+@dataclass(frozen=True)
+class _Common:
+    model: str = ""
+    max_tokens: ranges.Tokens | None = None
+    n: Choices = 1
+    stop: object = ()  # a text, or up to four
+    seed: ranges.KeySeed | None = None
+    stream: bool = False
+    stream_options: StreamOptions = field(default_factory=StreamOptions)
+    response_format: object = None
+    label: ranges.Label | None = None
+    trace: bool = False  # how each token was settled, with the last piece
+
+
+@dataclass(frozen=True)
+class ChatBody(_Common):
+    """The fields of a body of `/v1/chat/completions` that are no options of decoding."""
+
+    messages: object = None
+    max_completion_tokens: ranges.Tokens | None = None
+    logprobs: bool = False
+    top_logprobs: Alternatives = 0
+
+
+@dataclass(frozen=True)
+class CompletionBody(_Common):
+    """The fields of a body of `/v1/completions` that are no options of decoding."""
+
+    prompt: object = None  # a text, token ids, or a list of either
+    logprobs: Alternatives | None = None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request that has been checked, and the answers that it asks for."""
+
+    body: ChatBody | CompletionBody
+    answers: Sequence[Answer]  # those to one prompt follow each other
+    prompt_tokens: int
+    id: str
+    created: int  # seconds since 1970
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many tokens beside each are told with their log-probabilities; None: not even its own."""
+        if isinstance(self.body, ChatBody):
+            return self.body.top_logprobs if self.body.logprobs else None
+        return self.body.logprobs
+
+
+class Protocol:
+    """Reads bodies for one model."""
+
+    def __init__(self, loaded: LoadedModel, tokenizer: PreTrainedTokenizerFast, *, name: str, context: int) -> None:
+        """`name` is the model's for clients; prompt and answer have at most `context` tokens."""
+        self._loaded, self.tokenizer, self.name, self._context = loaded, tokenizer, name, context
+        self._numbers = itertools.count()
+
+    def read(self, values: Any, *, is_chat: bool) -> Asked:
+        """Check a body; raises `InputError` for whatever cannot be answered as it is asked for."""
+        require(isinstance(values, Mapping), f"the body must be a JSON object, got {shown(values)}")
+        kind = ChatBody if is_chat else CompletionBody
+        values = {name: value for name, value in values.items() if value is not None and name not in IGNORED}
+        fields = {one.name for one in dataclasses.fields(kind)}
+        for name in values:
+            known = fields | OPTIONS | set(NEUTRAL)
+            require(name in known, f"unknown field {shown(name)}{nearest(name, known)}")
+        for name, neutral in NEUTRAL.items():
+            value = values.pop(name, neutral[0])
+            require(value in neutral, f"{name} is not supported, got {shown(value)}: leave it out")
+        body = from_dict(kind, {name: value for name, value in values.items() if name in fields}, prefix="body")
+        require(body.model in ("", self.name), f"there is no model {body.model!r} here: it is {self.name!r}")
+        longest = body.max_tokens or getattr(body, "max_completion_tokens", None)
+        options = {name: value for name, value in values.items() if name in OPTIONS}
+        options |= {} if longest is None else {"max_new_tokens": longest}
+        settings = override_settings(self._loaded.defaults, options)
+        prompts = [self._chat(body.messages)] if isinstance(body, ChatBody) else self._prompts(body.prompt)
+        answers = self._answers(body, prompts, settings)
+        tokens, number = sum(map(len, prompts)), secrets.token_hex(12)
+        return Asked(body, answers, tokens, f"{'chatcmpl' if is_chat else 'cmpl'}-{number}", int(time.time()))
+
+    def _answers(self, body: Any, prompts: Sequence[list[int]], settings: DecodeConfig) -> list[Answer]:
+        model = self._loaded.model
+        architecture, path = model.llm.architecture, None if model.path is None else model.path.config
+        check_budget(settings, has_path=path is not None)
+        check_prompts(prompts, settings, architecture)
+        total = max(map(len, prompts)) + settings.max_new_tokens
+        limit = f"prompt and max_tokens exceed the {self._context} tokens of this server"
+        require(total <= self._context, f"{limit}, got {total}: shorten the prompt or lower max_tokens")
+        check_labels(path, [] if body.label is None else [body.label])
+        stops = [body.stop] if isinstance(body.stop, str) else body.stop
+        is_list = isinstance(stops, list | tuple) and len(stops) <= 4 and all(isinstance(stop, str) for stop in stops)
+        require(is_list, f"stop must be a text or up to four, got {shown(body.stop)}")
+        search = StopSearch(stops, self.tokenizer)
+        size, stop_ids = architecture.vocab_size, self._loaded.stop_ids
+        grammar = Grammar.compile(body.response_format, self.tokenizer, vocab_size=size, stop_ids=stop_ids)
+        if body.trace:
+            check_single_sample(settings)
+            require(len(prompts) * body.n == 1, "a trace is of one answer: leave out n, and give one prompt")
+            require(grammar is None, "a trace does not know response_format: leave one of the two out")
+        seed = secrets.randbelow(2**31) if body.seed is None else body.seed
+        is_scored = body.logprobs is not None and body.logprobs is not False
+        return [
+            Answer(
+                next(self._numbers),
+                prompt,
+                settings,
+                search.again(),
+                seed=seed,
+                copy=copy,
+                matcher=None if grammar is None else grammar.start(),
+                is_scored=is_scored,
+            )
+            for prompt in (Prompt(number, ids, body.label) for number, ids in enumerate(prompts))
+            for copy in range(body.n)
+        ]
+
+    def _chat(self, messages: Any) -> list[int]:
+        """A conversation as token ids; parts of text in a message's content are joined."""
+        require(isinstance(messages, list) and len(messages) > 0, f"messages must be a list, got {shown(messages)}")
+        for message in messages:
+            is_message = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+            require(is_message, f"a message has a role and a content, got {shown(message)}")
+        read = [{"role": message["role"], "content": _text(message.get("content"))} for message in messages]
+        return encode_prompt(read, self.tokenizer)
+
+    def _prompts(self, prompt: Any) -> list[list[int]]:
+        many = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
+        read = []
+        for one in many:
+            if isinstance(one, str):
+                read += text_ids([one], self.tokenizer)
+            elif isinstance(one, list) and all(isinstance(token, int) for token in one):
+                read.append(one)
+            else:
+                raise InputError(f"prompt must be a text, token ids, or a list of either, got {shown(prompt)}")
+        check_tokens(read, self._loaded.model.llm.architecture)
+        return read
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text", "")) for part in content)
+    require(isinstance(content, str), f"the content of a message must be text, got {shown(content)}")
+    return str(content)

@@ -1,0 +1,147 @@
+"""OpenAI's replies: pieces of answers as chunks of a stream, or gathered into one object."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from l2d_jax.decoding.lanes import Piece, Score
+from l2d_jax.decoding.stop_strings import to_text
+from l2d_jax.decoding.trace import TokenTrace
+from l2d_jax.serving.protocol import Asked
+
+
+@dataclass
+class Choice:
+    """One answer of a reply, and how far it has come."""
+
+    index: int
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""  # complete in UTF-8
+    scores: list[Score] = field(default_factory=list)
+    ending: str = ""
+    evaluations: int = 0
+    trace: Sequence[TokenTrace] | None = None
+
+    def add(self, piece: Piece, tokenizer: PreTrainedTokenizerFast) -> str:
+        """Take in a piece; what it adds to the text."""
+        self.tokens += piece.tokens
+        self.scores += piece.scores
+        self.ending = piece.ending
+        self.evaluations += piece.evaluations
+        text = to_text(self.tokens, tokenizer)
+        if text.endswith("\ufffd") and not piece.is_last:  # the rest of a character is still to come
+            return ""
+        new, self.text = text[len(self.text) :], text
+        return new
+
+
+class Reply:
+    """The reply to one request."""
+
+    def __init__(self, asked: Asked, tokenizer: PreTrainedTokenizerFast, *, name: str, is_chat: bool) -> None:
+        self._asked, self._tokenizer, self._is_chat = asked, tokenizer, is_chat
+        self._head = {"id": asked.id, "created": asked.created, "model": name}
+        self._choices = {answer.number: Choice(index) for index, answer in enumerate(asked.answers)}
+        self._opened: set[int] = set()
+
+    def add(self, piece: Piece) -> dict[str, Any]:
+        """Take in a piece; the chunk of a stream that tells of it."""
+        choice = self._choices[piece.answer]
+        text = choice.add(piece, self._tokenizer)
+        shown: dict[str, Any] = {"index": choice.index, "finish_reason": choice.ending or None, "logprobs": None}
+        if self._is_chat:
+            role = {} if choice.index in self._opened else {"role": "assistant"}
+            shown["delta"] = role | {"content": text}
+            self._opened.add(choice.index)
+        else:
+            shown["text"] = text
+        if self._asked.alternatives is not None:
+            shown["logprobs"] = self._scores(piece.tokens, piece.scores)
+        if choice.trace is not None:
+            shown["trace"] = self._traced(choice.trace)
+        return self._object([shown], chunk=True)
+
+    def add_trace(self, number: int, trace: Sequence[TokenTrace]) -> None:
+        """Take in the trace of an answer, before its last piece."""
+        self._choices[number].trace = trace
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all answers have ended."""
+        return all(choice.ending for choice in self._choices.values())
+
+    def whole(self) -> dict[str, Any]:
+        """The reply as one object, once all answers have ended."""
+        shown = []
+        for choice in self._choices.values():
+            one: dict[str, Any] = {"index": choice.index, "finish_reason": choice.ending, "logprobs": None}
+            if self._asked.alternatives is not None:
+                one["logprobs"] = self._scores(choice.tokens, choice.scores)
+            if choice.trace is not None:
+                one["trace"] = self._traced(choice.trace)
+            content = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+            shown.append(one | (content if self._is_chat else {"text": choice.text}))
+        return self._object(shown) | {"usage": self.usage()}
+
+    def usage(self) -> dict[str, int]:
+        """Tokens, and evaluations of the path."""
+        new = sum(len(choice.tokens) for choice in self._choices.values())
+        counts = {"prompt_tokens": self._asked.prompt_tokens, "completion_tokens": new}
+        evaluations = sum(choice.evaluations for choice in self._choices.values())
+        return counts | {"total_tokens": self._asked.prompt_tokens + new, "evaluations": evaluations}
+
+    def last_chunks(self) -> Iterator[dict[str, Any]]:
+        """What a stream ends with."""
+        if self._asked.body.stream_options.include_usage:
+            yield self._object([], chunk=True) | {"usage": self.usage()}
+
+    def _object(self, choices: list[dict[str, Any]], *, chunk: bool = False) -> dict[str, Any]:
+        kind = "text_completion"
+        if self._is_chat:
+            kind = "chat.completion.chunk" if chunk else "chat.completion"
+        return {**self._head, "object": kind, "choices": choices}
+
+    def _scores(self, tokens: Sequence[int], scores: Sequence[Score]) -> dict[str, Any]:
+        count = self._asked.alternatives or 0
+        texts = [self._text(token) for token in tokens]
+        tops = [
+            list(zip(map(self._text, score.likeliest[:count]), score.likeliest_log_probs, strict=False))
+            for score in scores
+        ]
+        if self._is_chat:
+            return {
+                "content": [
+                    _scored(text, score.log_prob) | {"top_logprobs": [_scored(*top) for top in likeliest]}
+                    for text, score, likeliest in zip(texts, scores, tops, strict=True)
+                ]
+            }
+        log_probs = [score.log_prob for score in scores]
+        return {"tokens": texts, "token_logprobs": log_probs, "top_logprobs": [dict(top) for top in tops]}
+
+    def _text(self, token: int) -> str:
+        return str(self._tokenizer.decode([token]))
+
+    def _traced(self, trace: Sequence[TokenTrace]) -> list[dict[str, Any]]:
+        """How each token was settled; at a budget of 1 nothing moved."""
+        return [
+            {
+                "text": token.text,
+                "settled": token.settled if token.evaluations > 1 else None,
+                "entropy": token.entropy,
+                "evaluations": token.evaluations,
+                "first": self._text(token.plain_likeliest),
+            }
+            for token in trace
+        ]
+
+
+def event(value: Any) -> str:
+    """A server-sent event."""
+    return f"data: {value if isinstance(value, str) else json.dumps(value)}\n\n"
+
+
+def _scored(text: str, log_prob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": log_prob, "bytes": list(text.encode())}

@@ -1,0 +1,66 @@
+"""A tiny model behind the server, on a free port of this machine."""
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import uvicorn
+
+from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.data import tokenizer
+from l2d_jax.decoding.loaded_model import LoadedModel
+from l2d_jax.model.architecture import Architecture
+from l2d_jax.model.diffusion_path import DiffusionPath
+from l2d_jax.model.l2d import Model
+from l2d_jax.model.llm import LLM
+from l2d_jax.serving.app import Limits, ServerApp
+from l2d_jax.serving.engine import Engine
+from l2d_jax.serving.protocol import Protocol
+from tests.support import tiny
+
+CONTEXT = 1024
+ABOUT: dict[str, Any] = {"id": "tiny", "object": "model", "created": 0, "owned_by": "l2d_jax"}
+ABOUT |= {"budgets": [1, 3, 7, 15, 31], "max_tokens": CONTEXT // 2, "has_path": True}
+
+
+def talking_model(**changes: Any) -> LoadedModel:
+    """A model with random weights whose tokens are bytes, and whose likeliest ones are visible and ASCII."""
+    words = tokenizer.byte_tokenizer()
+    architecture = Architecture.from_hf({**tiny.CONFIGS["llama"], "vocab_size": 264})
+    llm = tiny.randomise(LLM.declare(architecture, dtype="float32"))
+    assert isinstance(llm.head, jax.Array)
+    visible = (jnp.arange(264) >= 32) & (jnp.arange(264) < 127)
+    llm = dataclasses.replace(llm, head=jnp.where(visible[:, None], llm.head, 0.0))
+    path = tiny.randomise(DiffusionPath.declare(tiny.path_config(**changes), architecture), seed=1)
+    defaults = DecodeConfig(budget=3, max_new_tokens=16)
+    return LoadedModel(Model.build(llm, path), words, tuple(tokenizer.stop_ids(words)), defaults)
+
+
+@contextlib.contextmanager
+def serving(
+    loaded: LoadedModel, *, lanes: int = 4, queue: int = 256, seconds: float = 300.0, key: str | None = None
+) -> Iterator[str]:
+    """Serve a model, and give the address."""
+    engine = Engine(loaded, lanes=lanes, queue=queue)
+    assert loaded.tokenizer is not None
+    protocol = Protocol(loaded, loaded.tokenizer, name="tiny", context=CONTEXT)
+    app = ServerApp(engine, protocol, about=ABOUT, limits=Limits(seconds, 2**16), key=key)
+    server = uvicorn.Server(uvicorn.Config(app.routes(), host="127.0.0.1", port=0, log_level="critical"))
+    threads = [threading.Thread(target=target) for target in (engine.run, server.run)]
+    for thread in threads:
+        thread.start()
+    try:
+        while not server.started:
+            assert threads[1].is_alive()
+            time.sleep(0.02)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        threads[1].join()
+        engine.close()
+        threads[0].join()
