@@ -8,9 +8,9 @@ from unittest import mock
 
 import numpy as np
 
-from l2d_jax.parity import release_runs
 from l2d_jax.parity.release_model import Release
-from l2d_jax.parity.release_runs import Arrays
+from tests.parity.recorder import release_runs
+from tests.parity.recorder.release_runs import Arrays
 
 LENGTH = 12
 PAD, END = 3, 7  # token ids that no random prompt holds
