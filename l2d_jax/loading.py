@@ -12,9 +12,11 @@ from l2d_jax.config.parsing import from_dict
 from l2d_jax.config.schema import Config, DecodeConfig, MeshConfig, ModelConfig, PathConfig
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.distributed import processes, runtime, sharding
+from l2d_jax.distributed.memory import require_memory, tree_bytes
 from l2d_jax.errors import InputError
 from l2d_jax.files import read_json
 from l2d_jax.model.l2d import Model
+from l2d_jax.model.llm import LLM
 from l2d_jax.storage import mirror
 from l2d_jax.training import manifest
 from l2d_jax.training.checkpoint import Checkpoints
@@ -57,7 +59,12 @@ def find(folder: str | os.PathLike[str], *, dtype: str | None = None) -> Folder:
 
 
 def load(
-    folder: str | os.PathLike[str], *, mesh: Mesh | None = None, dtype: str | None = None, step: int | None = None
+    folder: str | os.PathLike[str],
+    *,
+    mesh: Mesh | None = None,
+    dtype: str | None = None,
+    step: int | None = None,
+    rows: int = 1,
 ) -> LoadedModel:
     """Open a workdir of training, a model folder, or a plain language model.
 
@@ -67,18 +74,23 @@ def load(
     Args:
       folder: the workdir or model folder, or a plain model, whose budget is 1: a Hugging Face folder, a hub id, a GGUF
         file or a folder with a LoRA adapter.
-      mesh: the devices to use; None: all, with each weight in as many parts.
+      mesh: the devices to use; None: all, divided for decoding so many `rows`.
       dtype: "float32", "bfloat16" or "int8", of weights and products; None: as trained, and bfloat16 for plain models.
       step: the checkpoint of a workdir, which `newest_step` has found good; None: the newest good one.
+      rows: sequences that are decoded at a time.
 
     Raises:
-      InputError: for files that are missing, malformed or do not fit each other.
+      InputError: for files that are missing, malformed or do not fit each other, and weights that exceed the memory.
     """
     about = find(folder, dtype=dtype)
     if mesh is None:
         runtime.start_jax(MeshConfig())
-    base = model_folder.find_base(about.base)
-    mesh = mesh or runtime.start_decoding(MeshConfig(), rows=1, kv_heads=base.architecture.num_key_value_heads)
+    base = processes.take_turns(lambda: model_folder.find_base(about.base))
+    if mesh is None:
+        weights = tree_bytes(LLM.declare(base.architecture, dtype=about.base.dtype))
+        require_memory({"weights": weights}, "the type to int8, or take a smaller model")
+        kv_heads = base.architecture.num_key_value_heads
+        mesh = runtime.start_decoding(MeshConfig(), rows=rows, kv_heads=kv_heads)
     processes.decide(lambda: check_base(about, base))
     if about.trained is not None:
         step, method = newest_step(about) if step is None else step, method_of(about.trained)

@@ -7,11 +7,14 @@ are compared under the same noise.
 
 import dataclasses
 import json
+import os
 import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
+import jax
 import numpy as np
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -24,16 +27,21 @@ from l2d_jax.data.tokenizer import first_line, render_chat, require_chat_templat
 from l2d_jax.decoding.batching import complete, plan_batches
 from l2d_jax.decoding.likelihood import score_answers
 from l2d_jax.decoding.loaded_model import LoadedModel
-from l2d_jax.decoding.requests import Prompt, Restrictions
+from l2d_jax.decoding.refine import check_budget
+from l2d_jax.decoding.requests import Prompt, Restrictions, override_settings
 from l2d_jax.decoding.stop_strings import to_text
 from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError
+from l2d_jax.loading import find, load
 
+CHANGES = ("budget", "solver", "tolerance")  # options that are settings of decoding
+LIMITS = ("draws", "batch_size", "max_new_tokens", "seed")
 SAMPLING = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}  # options of a task, with their defaults
 KNOWN = {"until", "do_sample", "max_gen_toks", *SAMPLING}
 
 
-class HarnessOptions(NamedTuple):
+@dataclass(frozen=True)
+class HarnessOptions:
     """How the model answers, whatever the task."""
 
     settings: DecodeConfig  # of generation; tasks choose temperature, top-k, top-p and length
@@ -65,6 +73,25 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type A
         self._loaded = loaded
         self._options = options
         self._positions = loaded.model.llm.architecture.max_position_embeddings
+
+    @classmethod
+    def create_from_arg_obj(
+        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
+    ) -> "LmEvalModel":
+        """Open a model as the harness asks for it, with the options of the program `lm_eval`; raises `InputError`."""
+        given = arg_dict | (additional_config or {})
+        folder = find(given["model"], dtype=given.get("dtype"))
+        settings = override_settings(folder.defaults, {option: given[option] for option in CHANGES if option in given})
+        scoring = dataclasses.replace(settings, budget=1, solver="euler") if given["likelihood"] == "base" else settings
+        check_budget(settings, has_path=folder.path_config is not None)
+        options = HarnessOptions(settings, scoring, **{option: given[option] for option in LIMITS if option in given})
+        loaded = load(given["model"], dtype=given.get("dtype"), rows=options.batch_size)
+        os.environ["LOCAL_RANK"] = str(jax.process_index())  # by which the harness knows that process 0 alone writes
+        return cls(loaded, options=options)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the harness writes of the model into its results."""
+        return dataclasses.asdict(self._options) | {"step": self._loaded.step}
 
     @property
     def eot_token_id(self) -> int:

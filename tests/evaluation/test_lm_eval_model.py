@@ -200,7 +200,7 @@ def test_what_a_task_asks_of_answers():
         {"until": "\n", "do_sample": True, "temperature": 0.5, "top_p": 0.9, "max_gen_toks": 7}, options
     )
     assert drawn == DecodeConfig(budget=3, temperature=0.5, top_p=0.9, max_new_tokens=7)
-    assert parse_generation({"max_gen_toks": 7}, options._replace(max_new_tokens=5))[0].max_new_tokens == 5
+    assert parse_generation({"max_gen_toks": 7}, dataclasses.replace(options, max_new_tokens=5))[0].max_new_tokens == 5
     with pytest.raises(InputError, match="the task's generation option num_beams is not known here"):
         parse_generation({"num_beams": 4}, options)
 

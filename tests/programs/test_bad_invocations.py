@@ -165,7 +165,6 @@ TABLE = {
             ("--tolerance nan", NUMBER),
             ("--seed 18446744073709551616", NUMBER),
             (f"--out {LONG}", LONG_NAME),
-            (f"--include_path {LONG}", LONG_NAME),
         ],
     ),
     "convert": (

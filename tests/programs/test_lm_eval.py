@@ -84,6 +84,14 @@ def run(out, folder, *arguments):
     return call(program.main, "--include_path", folder, "--out", out, *arguments)
 
 
+def read(out):
+    """The results, and the samples of each task."""
+    [results] = out.rglob("results_*.json")
+    files = {file.name.split("_20")[0].removeprefix("samples_"): file for file in out.rglob("samples_*.jsonl")}
+    samples = {name: [json.loads(line) for line in file.read_text().splitlines()] for name, file in files.items()}
+    return json.loads(results.read_text()), samples
+
+
 @needs_it
 def test_tasks_of_every_kind(tmp_path, tasks, model, monkeypatch):
     names = list(TASKS)[:3]
@@ -92,21 +100,21 @@ def test_tasks_of_every_kind(tmp_path, tasks, model, monkeypatch):
     assert outcome.status == 0, outcome
     for name in (*names, "exact_match", "acc", "byte_perplexity"):
         assert name in outcome.out
-    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    results, samples = read(tmp_path / "out")
     assert results["config"]["settings"]["budget"] == results["config"]["scoring"]["budget"] == 3
-    assert results["config"]["likelihood"] == "path"
+    assert results["config"]["model_args"]["likelihood"] == "path"
+    assert results["config"]["draws"] == results["config"]["batch_size"] == 2
     assert results["results"]["tiny_choices"]["acc,none"] in (0, 0.5, 1)
     perplexity = results["results"]["tiny_texts"]["byte_perplexity,none"]
-    samples = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
-    assert [sample["task"] for sample in samples] == [name for name in names for _ in range(2)]
-    total = sum(float(sample["resps"][0][0]) for sample in samples[4:])
+    assert {name: len(rows) for name, rows in samples.items()} == dict.fromkeys(names, 2)
+    total = sum(float(sample["resps"][0][0]) for sample in samples["tiny_texts"])
     length = sum(len(row["text"]) for row in TEXTS)
     assert perplexity == pytest.approx(math.exp(-total / length), rel=1e-5)
 
     leave_others(monkeypatch)
     base = run(tmp_path / "base", tasks, *arguments, "--tasks", "tiny_choices", "--likelihood", "base")
     assert base.status == 0, base
-    config = json.loads((tmp_path / "base" / "results.json").read_text())["config"]
+    config = read(tmp_path / "base")[0]["config"]
     assert (config["settings"]["budget"], config["scoring"]["budget"]) == (15, 1)
 
 
@@ -116,18 +124,23 @@ def test_a_group_of_conversations(tmp_path, tasks, model, no_others):
     outcome = run(tmp_path / "out", tasks, *arguments, "--dtype", "float32", "--batch_size", 2)
     assert outcome.status == 0, outcome
     assert "tiny_choices" in outcome.out
-    samples = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
-    [text, _] = samples[0]["arguments"][0]
-    assert text == "<|im_start|>user\n0 + 0 =<|im_end|>\n<|im_start|>assistant\n"
+    [sample] = read(tmp_path / "out")[1]["tiny_answers"]
+    assert sample["arguments"]["gen_args_0"]["arg_0"] == "<|im_start|>user\n0 + 0 =<|im_end|>\n<|im_start|>assistant\n"
 
 
 @needs_it
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tasks", "tiny_code"], "tiny_code runs programs that the model writes, without isolation: take"),
+        (
+            ["--tasks", "tiny_code"],
+            "the harness cannot run tiny_code: Attempted to run task: tiny_code which is",
+        ),
         (["--tasks", "tiny_beams"], "the task's generation option num_beams is not known here: leave it out"),
-        (["--tasks", "tiny_lost"], "the tasks tiny_lost cannot be opened: "),
+        (["--tasks", "tiny_lost"], "the harness cannot run tiny_lost: Unable to find "),
+        (["--tasks", "tiny_?"], "the harness cannot run tiny_?: Tasks not found: tiny_?"),
+        (["--tasks", "tiny_texts", "--colour", "red"], "unrecognized arguments: --colour red (--help lists"),
+        (["--tasks", "tiny_texts", "--verbosity"], "argument --verbosity/-v: expected one argument"),
         (["--tasks", "tiny_texts", "--budget", "4"], "a budget of 4 evaluations is unreachable"),
         (["--tasks", "tiny_texts", "--draws", "1"], "argument --draws: the number must be in [2, 4096], got 1"),
         (
@@ -139,7 +152,6 @@ def test_a_group_of_conversations(tmp_path, tasks, model, no_others):
             ["--tasks", "tiny_texts", "--max_new_tokens", "0"],
             "argument --max_new_tokens: the number must be in",
         ),
-        (["--tasks", "tiny_texts", "--include_path", "nowhere"], "--include_path nowhere is not a folder"),
     ],
 )
 def test_bad_input(tmp_path, tasks, model, arguments, message):
@@ -147,13 +159,6 @@ def test_bad_input(tmp_path, tasks, model, arguments, message):
     assert outcome.status == 2
     assert outcome.err.splitlines()[-1].startswith(f"error: {message}")  # behind the progress of reading data
     assert not (tmp_path / "out").exists()
-
-
-@needs_it
-def test_unknown_tasks_have_neighbours(tasks, no_others):
-    for name, remedy in {"tiny_text": "did you mean 'tiny_texts'", "?": "--include_path adds a folder's"}.items():
-        with pytest.raises(program.InputError, match=remedy):
-            program.open_tasks([name], [tasks])
 
 
 def test_without_the_harness(tmp_path, monkeypatch):
