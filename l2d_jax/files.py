@@ -54,15 +54,9 @@ def check_path(text: str, name: str) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; raises `InputError` if the file is unreadable or malformed, or repeats a key."""
     try:
-        return parse_json(path.read_bytes(), path)
+        return _parse(path.read_bytes())
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
-
-
-def parse_json(text: bytes, path: Path) -> dict[str, Any]:
-    """The JSON object in `text`, which is from the file at `path`; raises `InputError` as `read_json` does."""
-    try:
-        return _parse(text)
     except ValueError as error:
         raise InputError(f"{path}: malformed JSON ({error}): {DOWNLOAD}") from None
 

@@ -83,7 +83,9 @@ def check_value(value: Any, declared: Any, name: str, *, interval: Interval = FI
         return dict(value)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number and (declared is float or (declared is int and isinstance(value, int))):
-        require(_contains(interval, value), f"{name} must be {range_text(interval)}, got {shown(value)}")
+        ends = {name: getattr(interval, name) for name in ("gt", "ge", "lt", "le")}  # NaN lies between no two
+        is_inside = all(end is None or getattr(operator, kind)(value, end) for kind, end in ends.items())
+        require(is_inside, f"{name} must be {range_text(interval)}, got {shown(value)}")
         return declared(value)
     if isinstance(value, str) and declared is str:
         check_path(value, name)  # each text of the options is a name or a path
@@ -121,9 +123,3 @@ def nearest(name: str, names: Iterable[str]) -> str:
         return ": it has none"
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f": did you mean {close[0]!r}?" if close else f": choose from {', '.join(names)}"
-
-
-def _contains(interval: Interval, value: int | float) -> bool:
-    """Whether a number lies in an interval; NaN does not."""
-    ends = {name: getattr(interval, name) for name in ("gt", "ge", "lt", "le")}
-    return all(end is None or getattr(operator, name)(value, end) for name, end in ends.items())

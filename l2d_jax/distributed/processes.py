@@ -69,9 +69,9 @@ def print_once(line: str) -> None:
         print(line, flush=True)
 
 
-def progress_bar(total: int, what: str, *, done: int = 0, unit: str = "it", is_silent: bool = False) -> Any:
+def progress_bar(total: int, what: str, *, done: int = 0, unit: str = "it") -> Any:
     """A progress bar that estimates the time left, on a terminal and on process 0 alone."""
-    return tqdm(total=total, initial=done, desc=what, unit=unit, disable=is_silent or not is_first() or None)
+    return tqdm(total=total, initial=done, desc=what, unit=unit, disable=not is_first() or None)
 
 
 def _attempt(function: Callable[[], Any]) -> tuple[Any, str]:

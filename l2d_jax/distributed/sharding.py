@@ -38,12 +38,7 @@ RULES: Rules = {
     "gathered_batch": ("data", "fsdp"),  # the rows of a product with stationary weights
     "residual_batch": ("data", "fsdp", "stationary", "tensor"),  # those between such products
     "vocab": ("tensor", "stationary"),
-    "head_vocab": (
-        "tensor",
-        "stationary",
-        "fsdp",
-        "context",
-    ),  # the vocabulary of an output head: gathering rows copies nothing
+    "head_vocab": ("tensor", "stationary", "fsdp", "context"),  # of an output head: gathering rows copies nothing
     "embed": ("fsdp", "context"),
     "attention_embed": ("fsdp", "context", "stationary"),  # of the matrices of attention
     "heads": "tensor",

@@ -128,13 +128,13 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type A
             add_special_tokens = not string.startswith(str(self.tokenizer.decode([self.prefix_token_id])))
         return list(self.tokenizer(string, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
 
-    def generate_until(self, requests: list[Instance], *, disable_tqdm: bool = False) -> list[str]:
+    def generate_until(self, requests: list[Instance]) -> list[str]:
         """Continue texts, each up to the first of its task's `until`; raises `InputError` as `complete` does."""
         groups: dict[str, list[int]] = defaultdict(list)  # requests by their settings
         for index, request in enumerate(requests):
             groups[json.dumps(request.args[1], sort_keys=True)].append(index)
         texts, size, seed = [""] * len(requests), self._options.batch_size, self._options.seed
-        with processes.progress_bar(len(requests), "answers", is_silent=disable_tqdm) as bar:
+        with processes.progress_bar(len(requests), "answers") as bar:
             for group in groups.values():
                 settings, until = parse_generation(requests[group[0]].args[1], self._options)
                 longest = self._positions - settings.max_new_tokens
@@ -158,7 +158,7 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type A
                     bar.update(len(batch))
         return texts
 
-    def loglikelihood_rolling(self, requests: list[Instance], *, disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         """Log-likelihoods of whole texts; long texts are cut into windows, in which each token is scored once."""
         limits = {"prefix_token": self.prefix_token_id, "max_seq_len": self._positions, "context_len": 1}
         windows = [
@@ -167,19 +167,19 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type A
             for window in get_rolling_token_windows(token_list=self.tok_encode(request.args[0]), **limits)
         ]
         totals = [0.0] * len(requests)
-        likelihoods = self._loglikelihood_tokens([window[1:] for window in windows], disable_tqdm=disable_tqdm)
+        likelihoods = self._loglikelihood_tokens([window[1:] for window in windows])
         for (index, *_), (total, _) in zip(windows, likelihoods, strict=True):
             totals[index] += total
         return totals
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], *, disable_tqdm: bool = False, **_: Any
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         """Log-likelihood of each (text, context, continuation), and whether each of its tokens is the likeliest."""
         likelihoods = [(0.0, False)] * len(requests)
         asked, model = self._options, self._loaded.model
         lengths = [len(context) + len(answer) for _, context, answer in requests]
-        with processes.progress_bar(len(requests), "likelihoods", is_silent=disable_tqdm) as bar:
+        with processes.progress_bar(len(requests), "likelihoods") as bar:
             for batch, rows in plan_batches(lengths, asked.batch_size):
                 contexts, answers = zip(*(requests[i][1:] for i in rows), strict=True)
                 longest = max(map(len, answers))

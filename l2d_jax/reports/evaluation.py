@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, NotRequired
 
 from typing_extensions import TypedDict
 
-from l2d_jax.errors import InputError, shown
+from l2d_jax.errors import InputError
 from l2d_jax.evaluation.results import KINDS, RESULTS, accuracy_interval, read_figures
 from l2d_jax.files import Positive, Share, check, read_json
 from l2d_jax.reports.figures import draw_rates, saved_figure
@@ -59,11 +59,8 @@ def collect_within(folder: Path) -> dict[str, dict[str, Any]]:
 
 def read_beside(file: Path | None) -> dict[str, dict[str, float]]:
     """Rows beside ours: a JSON object of labels, each with an accuracy (0 to 1) by task; raises `InputError`."""
-    rows = {} if file is None else read_json(file)
-    for label, row in rows.items():
-        if not isinstance(row, dict) or not all(isinstance(v, int | float) and 0 <= v <= 1 for v in row.values()):
-            raise InputError(f"{file}: {shown(label)} must have a share from 0 to 1 for each task, got {shown(row)}")
-    return rows
+    rows, remedy = {} if file is None else read_json(file), "give each label its accuracies from 0 to 1, by task"
+    return dict(check(rows, dict[str, dict[str, Share]], file, remedy=remedy))
 
 
 def task_rows(evaluations: Sequence[Evaluation], beside: Mapping[str, Mapping[str, float]]) -> Table:

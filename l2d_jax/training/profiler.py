@@ -95,7 +95,9 @@ class Stopwatch:
         try:
             yield
         finally:
-            self._add(part, time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            self._total[part] += seconds
+            self._in_lap[part] += seconds
 
     def waiting(self, items: Iterator[T]) -> Iterator[T]:
         """Hand on items, and count the time that each is waited for as that of the data."""
@@ -118,7 +120,3 @@ class Stopwatch:
         whole = time.perf_counter() - self._began
         shares = {"steps": whole - sum(self._total.values()), **self._total}
         return f"{whole:.0f} s: " + ", ".join(f"{name} {share / whole:.1%}" for name, share in shares.items())
-
-    def _add(self, part: str, seconds: float) -> None:
-        self._total[part] += seconds
-        self._in_lap[part] += seconds

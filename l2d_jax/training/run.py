@@ -27,13 +27,13 @@ from l2d_jax.training.checkpoint import Checkpoints
 from l2d_jax.training.exact_match import exact_match
 from l2d_jax.training.inputs import Inputs
 from l2d_jax.training.methods import method_of
-from l2d_jax.training.metrics import Metrics, StepLog
+from l2d_jax.training.metrics import Metrics, StepLog, read_metrics
 from l2d_jax.training.optimizer import on_host, optimizer, schedule
 from l2d_jax.training.plans import apply_plan, choose_plan, plan_text, record_plan
 from l2d_jax.training.preemption import Preemption
 from l2d_jax.training.step import TrainState, check_batch, init_state, is_finite, make_step, micro_batches, process_rows
 from l2d_jax.training.validation import placed_in_order, validate
-from l2d_jax.training.workdir import claim, differences, is_measured, plain_values
+from l2d_jax.training.workdir import claim, differences, plain_values
 from l2d_jax.weights import model_folder
 
 
@@ -127,7 +127,8 @@ class Run:
             model_folder.record_base(workdir, config.model, self._base_fingerprint)
             mirror.publish(workdir)
         # A run that was cut off may have saved this step and not validated it.
-        self._is_measured = processes.decide(partial(is_measured, workdir, self._start))
+        measured = processes.decide(lambda: [one["step"] for one in read_metrics(workdir) if "validation/loss" in one])
+        self._is_measured = self._start in measured
         self._metrics = Metrics(
             workdir, start=self._start, total=self._steps, silent=not processes.is_first(), wandb=config.log.wandb
         )

@@ -1,4 +1,4 @@
-"""The folder of a run: its config, and the validations in its log."""
+"""The folder of a run, which belongs to its config."""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +9,6 @@ from l2d_jax.config.schema import Config, defaults
 from l2d_jax.errors import InputError
 from l2d_jax.files import check, read_json, write_whole
 from l2d_jax.storage import mirror
-from l2d_jax.training.metrics import read_metrics
 from l2d_jax.weights import model_folder
 
 
@@ -54,8 +53,3 @@ def differences(old: Mapping[str, Any], config: Config) -> list[str]:
         for name, value in values.items()
         if json.loads(json.dumps(old.get(section, {}).get(name))) != value
     ]
-
-
-def is_measured(workdir: Path, step: int) -> bool:
-    """Whether the log has a validation of this step."""
-    return any(record["step"] == step and "validation/loss" in record for record in read_metrics(workdir))

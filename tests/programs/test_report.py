@@ -99,4 +99,5 @@ def test_nothing_to_report(tmp_path):
 def test_rows_of_others_are_shares(workdir, row):
     (workdir / "paper.json").write_text(json.dumps({"the paper": row}))
     outcome = call(report.main, "--workdir", workdir, "--beside", workdir / "paper.json")
-    assert "'the paper' must have a share from 0 to 1 for each task" in outcome.error
+    assert "paper.json: the paper" in outcome.error
+    assert outcome.error.endswith(": give each label its accuracies from 0 to 1, by task")

@@ -15,7 +15,7 @@ import platform
 import queue
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from l2d_jax.config.parsing import require
 from l2d_jax.errors import RunError
 from l2d_jax.evaluation.sandbox import seccomp
 from l2d_jax.evaluation.sandbox.isolation import Limits
-from l2d_jax.evaluation.sandbox.places import PLACES, Place, taken_places
+from l2d_jax.evaluation.sandbox.places import Place, taken_places
 from l2d_jax.evaluation.sandbox.submission import Submission, Verdict, judge_submission
 
 _EASY = Submission(candidate="def answer(): return 42", tests="assert answer() == 42", names=("answer",))
@@ -54,23 +54,15 @@ def unbounded() -> str | None:
 
 
 def grade(
-    submissions: Sequence[Submission],
-    *,
-    processes: int | None = None,
-    limits: Limits | None = None,
-    progress: Callable[[int], object] | None = None,
+    submissions: Sequence[Submission], *, processes: int | None = None, limits: Limits | None = None
 ) -> list[Verdict]:
     """Judge submissions, `processes` at a time, by default one for each processor; the verdicts come in their order.
 
-    There are fewer at a time where other graders leave fewer of the `PLACES`. After each submission, `progress` is
-    called with the number of those done. Raises `InputError` where there is no isolation, or `processes` is out of
-    range, and `RunError` where an isolated process has not started, or other graders have taken all places.
+    There are fewer at a time where other graders leave fewer places. Raises `InputError` where there is no
+    isolation, and `RunError` where an isolated process has not started, or other graders have taken all places.
     """
     reason = unavailable()
     require(reason is None, str(reason))
-    processes = min(len(os.sched_getaffinity(0)), PLACES) if processes is None else processes
-    in_range = 1 <= processes <= PLACES
-    require(in_range, f"1 to {PLACES} submissions are judged at a time, not {processes}: change processes")
     bwrap = str(shutil.which("bwrap"))
     with_accounts, limits = _try(bwrap, os.geteuid()).with_accounts, limits or Limits()
     free: queue.SimpleQueue[Place] = queue.SimpleQueue()
@@ -82,7 +74,7 @@ def grade(
         finally:
             free.put(place)
 
-    count = min(processes, len(submissions)) or 1
+    count = min(processes or len(os.sched_getaffinity(0)), len(submissions)) or 1
     with (
         taken_places(count, with_accounts=with_accounts, memory=limits.memory) as places,
         ThreadPoolExecutor(len(places), thread_name_prefix="sandbox") as pool,
@@ -91,10 +83,8 @@ def grade(
             free.put(place)
         futures = [pool.submit(judge_next, submission) for submission in submissions]
         try:
-            for done, future in enumerate(as_completed(futures), start=1):
+            for future in as_completed(futures):
                 future.result()
-                if progress is not None:
-                    progress(done)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)  # submissions in progress end by their limits
             raise
