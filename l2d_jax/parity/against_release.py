@@ -195,7 +195,7 @@ def _loss(path: DiffusionPath, llm: LLM, batch: Batch, draws: Corruption) -> tup
     context = read_context(llm, batch)
     logits = llm.logits(objective.correct(path, llm, context, batch, draws))
     losses = lm_head.negative_log_likelihood(logits.reshape(-1, logits.shape[-1]), batch.targets.reshape(-1))
-    return objective.average(losses.reshape(batch.targets.shape), batch.weights, "token"), logits
+    return jnp.sum(losses.reshape(batch.targets.shape) * objective.loss_weights(batch.weights, "token")), logits
 
 
 _gradient = jax.jit(jax.value_and_grad(_loss, has_aux=True))

@@ -120,7 +120,7 @@ def finetuning_loss(
     if batch.queries is not None:
         hidden = jnp.take_along_axis(hidden, batch.queries[..., None], axis=1)
     values = losses(llm, hidden, batch.targets, chunk=options.chunk)
-    return average(values, batch.weights, options.reduction, segments=batch.query_segments)
+    return jnp.sum(values * loss_weights(batch.weights, options.reduction, segments=batch.query_segments))
 
 
 def sample_corruption(key: Key[Array, ""] | Array, batch: Batch, path: DiffusionPath) -> Corruption:
@@ -197,14 +197,3 @@ def loss_weights(
         counts = jnp.vectorize(count, signature="(m),(m)->(s)")(weights, segments)
         per_position = jnp.take_along_axis(counts, segments, axis=-1)
     return weights / jnp.maximum(per_position, 1) / jnp.maximum(jnp.sum(counts > 0), 1)
-
-
-def average(
-    values: Float[Array, "B M"],
-    weights: Float[Array, "B M"],
-    reduction: Reduction,
-    *,
-    segments: Int[Array, "B M"] | None = None,
-) -> Float[Array, ""]:
-    """The sum of the values times their `loss_weights`."""
-    return jnp.sum(values * loss_weights(weights, reduction, segments=segments))

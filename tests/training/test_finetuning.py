@@ -36,7 +36,7 @@ def by_definition(llm, batch, reduction="example"):
     hidden, _ = llm(batch.tokens, context.token_positions(batch), segments=batch.segments)
     logits = jnp.take_along_axis(llm.logits(hidden), batch.queries[..., None], axis=1)
     losses = negative_log_likelihood(logits.reshape(-1, logits.shape[-1]), batch.targets.reshape(-1))
-    return objective.average(losses.reshape(batch.targets.shape), batch.weights, reduction)
+    return jnp.sum(losses.reshape(batch.targets.shape) * objective.loss_weights(batch.weights, reduction))
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ def value_and_gradient(
         context = read_context(llm, batch)
         hidden = objective.correct(path, llm, context, batch, draws)
         losses = lm_head.map_logits(llm, hidden, lm_head.negative_log_likelihood, batch.targets, chunk=chunk)
-        return objective.average(losses, batch.weights, reduction)
+        return jnp.sum(losses * objective.loss_weights(batch.weights, reduction))
 
     return jax.value_and_grad(loss)(path)
 
@@ -80,10 +80,10 @@ def test_the_loss_by_hand(classes: int) -> None:
 
 def test_rows_of_padding_do_not_count() -> None:
     values, weights = jnp.array([[1.0, 3.0], [5.0, 7.0], [9.0, 9.0]]), jnp.array([[1.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
-    assert float(objective.average(values, weights, "token")) == 3.0
-    assert float(objective.average(values, weights, "example")) == 3.5
+    assert float(jnp.sum(values * objective.loss_weights(weights, "token"))) == 3.0
+    assert float(jnp.sum(values * objective.loss_weights(weights, "example"))) == 3.5
     for reduction in ("token", "example"):
-        assert float(objective.average(values, jnp.zeros((3, 2)), reduction)) == 0.0
+        assert float(jnp.sum(values * objective.loss_weights(jnp.zeros((3, 2)), reduction))) == 0.0
         halves = objective.loss_weights(weights.reshape(3, 1, 2), reduction)  # micro-batches: the same shares
         np.testing.assert_array_equal(halves[:, 0], objective.loss_weights(weights, reduction))
         np.testing.assert_allclose(jnp.sum(halves), 1.0)
@@ -238,7 +238,7 @@ def test_own_estimates_are_shown_in_place_of_true_tokens() -> None:
     hidden = objective.correct(path, llm, context, batch._replace(targets=guesses), corruption)
     losses = lm_head.map_logits(llm, hidden, lm_head.negative_log_likelihood, batch.targets)
     np.testing.assert_allclose(terms.losses, losses, rtol=1e-5)
-    np.testing.assert_allclose(found, objective.average(losses, batch.weights, "example"), rtol=1e-5)
+    np.testing.assert_allclose(found, jnp.sum(losses * objective.loss_weights(batch.weights, "example")), rtol=1e-5)
     _, plain = objective.diffusion_loss(path, llm, batch, KEY)
     _, half = objective.diffusion_loss(path, llm, batch, KEY, own_estimates=0.5)
     assert (jnp.isclose(half.losses, terms.losses) | jnp.isclose(half.losses, plain.losses)).all()
