@@ -101,11 +101,12 @@ class Bucket:
             self.remove(f"{folder}/{name}")
 
     def remove(self, name: str, *, replacing: int | None = None) -> None:
-        """Remove an object (of generation `replacing`), or a folder; raises nothing if there is none."""
-        names = [f"{name}/{below}" for below in self.files(name)] if replacing is None else []
-        for each in (name, *names):
-            with contextlib.suppress(FileNotFoundError), self._request(each) as blob:
-                blob.delete(if_generation_match=replacing, **_limits())
+        """Remove an object (of generation `replacing`), or else a folder; raises nothing if there is neither."""
+        with contextlib.suppress(FileNotFoundError), self._request(name) as blob:
+            blob.delete(if_generation_match=replacing, **_limits())
+            return  # an object needs no listing
+        for below in self.files(name) if replacing is None else ():
+            self.remove(f"{name}/{below}")
 
     def settle(self, folder: str) -> None:
         """Return at once: an object that was written stays."""

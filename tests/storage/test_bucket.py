@@ -13,7 +13,10 @@ def bucket(emulator):
     return Bucket(URL)
 
 
-@pytest.mark.parametrize("text", ["gs:/bucket/run", "gs://", "gs:///run", "gs://B/run", "gs://bucket//run", "s3://b/x"])
+BAD = ["gs:/bucket/run", "gs://", "gs:///run", "gs://B/run", "gs://bucket//run", "s3://bucket/run", "az://bucket/run"]
+
+
+@pytest.mark.parametrize("text", BAD)
 def test_a_name_with_a_typo_is_one_line(text):
     with pytest.raises(InputError, match="a folder in a bucket is gs://BUCKET/FOLDER, got"):
         mirror.open_folder(text)
@@ -61,6 +64,14 @@ def test_a_generation_is_replaced_once(bucket):
     bucket.remove(".lock", replacing=second)
     with pytest.raises(FileNotFoundError):
         bucket.generation(".lock")
+
+
+def test_an_object_is_removed_without_a_listing(bucket, emulator):
+    """Which would be half of all requests by which an old checkpoint goes."""
+    bucket.write("a", b"1")
+    with emulator.failing(500, where="one/a/"):
+        bucket.remove("a")
+    assert bucket.names() == []
 
 
 @pytest.mark.parametrize("status", [429, 500, 503, 0.6])
