@@ -1,5 +1,6 @@
 """Processes forked from one that has imported the product and done nothing else: a start of Python costs seconds."""
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -13,7 +14,7 @@ from l2d_jax import command_line
 
 PATIENCE = 300  # seconds without output
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["tests.support.worker", "l2d_jax.evaluate"])
+SERVER.set_forkserver_preload(["tests.support.worker", "l2d_jax.evaluate", "gcsfs"])
 
 
 class Ended(NamedTuple):
@@ -58,6 +59,8 @@ def _call(function: Callable[..., Any], arguments: Any, environment: dict[str, s
         os.dup2(stream.fileno(), descriptor)
         stream.close()
     os.environ.update(environment)
+    gc.freeze()  # as pytest_collection_finish in conftest.py
+    gc.set_threshold(50_000)
     function(*arguments)
 
 
