@@ -6,6 +6,7 @@ environment, requests must bring that key. SIGTERM or Ctrl-C lets those under wa
 
 import os
 import signal
+import socket
 import threading
 from typing import Any
 
@@ -14,7 +15,7 @@ import jax
 from l2d_jax import command_line
 from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import MeshConfig
-from l2d_jax.data.tokenizer import require_chat_template
+from l2d_jax.data.tokenizer import first_line, require_chat_template
 from l2d_jax.decoding.requests import check_decoding_memory
 from l2d_jax.decoding.solver import FIXED
 from l2d_jax.distributed import runtime
@@ -39,6 +40,11 @@ def main() -> None:
     except ImportError as error:
         raise InputError(f"a library of the server is missing ({error.name}): pip install 'l2d_jax[serve]'") from None
     folder = find(options.workdir or options.model, dtype=options.dtype)
+    try:
+        listening = socket.create_server((options.host, options.port))
+    except OSError as error:
+        problem = f"{options.host}:{options.port} cannot be listened on ({first_line(error)})"
+        raise InputError(f"{problem}: choose another --host or --port") from None
     runtime.start_jax(MeshConfig())
     require(jax.process_count() == 1, "a server is one process: start it on one host alone")
     base = model_folder.find_base(folder.base)
@@ -57,7 +63,7 @@ def main() -> None:
         remedy="--lanes or --context",
     )
     loaded = load(options.workdir or options.model, mesh=mesh, dtype=options.dtype)
-    name = (options.workdir or options.model).name if options.workdir else str(options.model)
+    name = options.workdir.name if options.workdir else options.model
     engine = Engine(loaded, lanes=options.lanes, queue=options.queue)
     protocol = Protocol(loaded, tokenizer, name=name, context=context)
     has_path, solver = loaded.model.path is not None, FIXED.get(loaded.defaults.solver)
@@ -66,17 +72,18 @@ def main() -> None:
     about |= {"max_tokens": context // 2, "has_path": has_path}
     limits = Limits(options.timeout, 1024 * options.max_body)
     app = ServerApp(engine, protocol, about=about, limits=limits, key=os.environ.get(KEY) or None)
-    address = {"host": options.host, "port": options.port}
-    server = uvicorn.Server(uvicorn.Config(app.routes(), log_level="critical", **address))
-    _serve(engine, server, name)
+    server = uvicorn.Server(uvicorn.Config(app.routes(), log_level="critical"))
+    host, port = listening.getsockname()[:2]
+    print(f"serving {name} at http://{host}:{port}", flush=True)
+    _serve(engine, server, listening)
 
 
-def _serve(engine: Any, server: Any, name: str) -> None:
+def _serve(engine: Any, server: Any, listening: socket.socket) -> None:
     """Decode in this thread, and talk HTTP in another, until a signal ends both."""
 
     def listen() -> None:
         try:
-            server.run()
+            server.run(sockets=[listening])
         finally:
             engine.close()
 
@@ -86,19 +93,13 @@ def _serve(engine: Any, server: Any, name: str) -> None:
         print("ending: requests under way are answered first; a second signal ends at once", flush=True)
         server.should_exit = True
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, drain)
+    former = {number: signal.signal(number, drain) for number in (signal.SIGINT, signal.SIGTERM)}
     thread = threading.Thread(target=listen)
     thread.start()
-    while thread.is_alive() and not server.started:
-        thread.join(0.05)
-    if server.started:
-        host, port = server.servers[0].sockets[0].getsockname()[:2]
-        print(f"serving {name} at http://{host}:{port}", flush=True)
     engine.run()
     thread.join()
-    if not server.started:
-        raise InputError(f"{server.config.host}:{server.config.port} cannot be listened on: choose another --port")
+    for number, handler in former.items():
+        signal.signal(number, handler)
 
 
 def _parse() -> Any:
@@ -111,7 +112,7 @@ def _parse() -> Any:
     parser.add_argument("--queue", type="Count", default=64, help="answers that may wait for a lane; others get 429")
     parser.add_argument("--context", type="Tokens", default=2048, help="tokens of a prompt and its answer, at most")
     parser.add_argument(
-        "--timeout", type="Seconds", default=600, help="the longest that a request may take, in seconds"
+        "--timeout", type="Seconds", default=600.0, help="the longest that a request may take, in seconds"
     )
     parser.add_argument("--max_body", type="Count", default=1024, help="the largest body of a request, in KiB")
     return parser.parse_args()

@@ -16,7 +16,7 @@ FLOORS = (  # each may import from those above it
     {"distributed", "data"},
     {"model"},
     {"weights", "decoding"},
-    {"training"},
+    {"training", "serving"},
     {"loading"},
     {"evaluation", "performance", "parity"},
     {"reports"},

@@ -12,9 +12,17 @@ from transformers import PreTrainedTokenizerFast
 
 from l2d_jax.config import ranges
 from l2d_jax.config.parsing import check_value, require
-from l2d_jax.decoding.lanes import Answer, Lanes, Piece
+from l2d_jax.decoding.lanes import Lanes
 from l2d_jax.decoding.refine import check_budget
-from l2d_jax.decoding.requests import Request, check_decoding_memory, check_prompts, check_seed, class_labels
+from l2d_jax.decoding.requests import (
+    Answer,
+    Piece,
+    Request,
+    check_decoding_memory,
+    check_prompts,
+    check_seed,
+    class_labels,
+)
 from l2d_jax.decoding.stop_strings import StopSearch
 from l2d_jax.errors import InputError
 from l2d_jax.model.l2d import Model

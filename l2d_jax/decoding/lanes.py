@@ -7,8 +7,8 @@ where the longest prompt or answer needs a larger bucket.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,75 +18,14 @@ from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding import decode
 from l2d_jax.decoding.buckets import CHUNK, answer_slots, pad, round_up
 from l2d_jax.decoding.condition_table import ConditionTable
-from l2d_jax.decoding.grammar import Matcher
 from l2d_jax.decoding.refine import Refinement
-from l2d_jax.decoding.requests import Prompt, Request
+from l2d_jax.decoding.requests import Answer, Piece, Request, Score
 from l2d_jax.decoding.sampler import SamplingOptions, allow
-from l2d_jax.decoding.stop_strings import StopSearch
 from l2d_jax.distributed import processes
 from l2d_jax.model.kv_cache import KVCache
 from l2d_jax.model.l2d import Model
 
 PIECE = 256  # tokens of a prompt that are read at a time, where it has more than twice as many
-
-
-class Score(NamedTuple):
-    """Log-probabilities, in nats, of a token and of the likeliest ones in its place."""
-
-    log_prob: float
-    likeliest: list[int]
-    likeliest_log_probs: list[float]
-
-
-class Piece(NamedTuple):
-    """New tokens of one answer."""
-
-    answer: int  # its number; those of one prompt follow each other
-    tokens: list[int]
-    is_last: bool
-    ending: str = ""  # of the last piece: "stop", "length", or "broken" where logits were not numbers
-    evaluations: int = 0  # of the path, for the tokens that were decoded, also where they are held back or left out
-    scores: Sequence[Score] = ()  # of the tokens, where the answer has them
-
-
-@dataclass(eq=False)
-class Answer:
-    """An answer that is asked for, and how far it is."""
-
-    number: int
-    prompt: Prompt
-    settings: DecodeConfig
-    stops: StopSearch
-    seed: int = 0
-    copy: int = 0  # its number among the answers to its prompt
-    matcher: Matcher | None = None  # of its grammar
-    is_scored: bool = False
-    is_read: bool = False
-    tokens: int = 0  # that it has so far
-    _scores: list[Score] = field(default_factory=list)  # of tokens that are held back
-
-    def add(
-        self,
-        row: Sequence[int],
-        stop_ids: Sequence[int],
-        *,
-        is_broken: bool,
-        costs: Sequence[int],
-        scores: Sequence[Score],
-    ) -> Piece:
-        """The new tokens up to the answer's end, less what may belong to a stop string; `costs` are evaluations."""
-        row = row[: self.settings.max_new_tokens - self.tokens]
-        self.tokens += len(row)
-        stop = next((i for i, token in enumerate(row) if token in stop_ids), None)
-        if self.matcher is not None:
-            for token in row[:stop]:
-                self.matcher.accept(token)
-        is_last = is_broken or stop is not None or self.tokens >= self.settings.max_new_tokens
-        tokens, has_stop = self.stops.add(row[:stop], is_last=is_last)
-        self._scores.extend(scores[: len(row[:stop])])
-        told, self._scores = self._scores[: len(tokens)], self._scores[len(tokens) :]
-        ending = "broken" if is_broken else "stop" if stop is not None or has_stop else "length" if is_last else ""
-        return Piece(self.number, tokens, bool(ending), ending, sum(costs[: len(row)]), told)
 
 
 class Lanes:

@@ -19,6 +19,7 @@ from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.data.tokenizer import Message, text_ids
 from l2d_jax.decoding import requests
 from l2d_jax.decoding.generation import decode_lanes, generate_tokens
+from l2d_jax.decoding.grammar import Grammar
 from l2d_jax.decoding.likelihood import Likelihood, score_answers
 from l2d_jax.decoding.requests import Request, Restrictions, encode_prompt
 from l2d_jax.decoding.stop_strings import to_text
@@ -28,7 +29,16 @@ from l2d_jax.model.l2d import Model
 OnePrompt = str | Sequence[Message] | Sequence[int]
 Answer = str | list[int]
 
-OTHER_OPTIONS = ("seed", "samples", "label", "stop", "allowed", "banned", "settings")  # that no `DecodeConfig` has
+OTHER_OPTIONS = (
+    "seed",
+    "samples",
+    "label",
+    "stop",
+    "allowed",
+    "banned",
+    "response_format",
+    "settings",
+)  # that no `DecodeConfig` has
 
 
 @dataclass(frozen=True)
@@ -75,7 +85,8 @@ class LoadedModel:
           allowed: token ids that may be sampled; None: all.
           banned: token ids that may not be sampled.
           settings: in place of `defaults`.
-          options: changes of single settings.
+          options: changes of single settings; and `response_format`, what answers have to be: JSON of a schema, a
+            regular expression or one of several choices, as `grammar.Grammar.compile` reads it.
 
         Raises:
           InputError: for an unknown option, with the nearest name; for values that the model or the solver does not
@@ -84,7 +95,8 @@ class LoadedModel:
         """
         many, is_single = _as_list(prompts)
         count = 1 if samples is None else samples
-        restrictions = Restrictions([stop] if isinstance(stop, str) else stop, allowed, banned)
+        grammar = self._grammar(options)
+        restrictions = Restrictions([stop] if isinstance(stop, str) else stop, allowed, banned, grammar=grammar)
         request = self._request(many, label, settings, options, seed=seed, samples=count, restrictions=restrictions)
         answers = generate_tokens(self.model, request, stop_ids=self.stop_ids, tokenizer=self.tokenizer)
         shown = [
@@ -112,7 +124,8 @@ class LoadedModel:
         Arguments and errors are those of `generate`; errors are raised when the first piece is asked for.
         """
         tokenizer, answer, shown = self._tokenizer(), list[int](), ""
-        restrictions = Restrictions([stop] if isinstance(stop, str) else stop)
+        grammar = self._grammar(options)
+        restrictions = Restrictions([stop] if isinstance(stop, str) else stop, grammar=grammar)
         request = self._request([prompt], label, settings, options, seed=seed, restrictions=restrictions)
         for [piece] in decode_lanes(self.model, request, stop_ids=self.stop_ids, tokenizer=tokenizer):
             answer.extend(piece.tokens)
@@ -173,6 +186,11 @@ class LoadedModel:
             own = {name: values[i] for name, values in several.items()}
             numbered[i] = prompt._replace(settings=requests.override_settings(common, own, others=OTHER_OPTIONS))
         return Request(numbered, common, **others)
+
+    def _grammar(self, options: dict[str, Any]) -> Grammar | None:
+        """What answers have to be, taken out of the options."""
+        asked, size = options.pop("response_format", None), self.model.llm.architecture.vocab_size
+        return Grammar.compile(asked, self.tokenizer, vocab_size=size, stop_ids=self.stop_ids)
 
     def _encode(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):

@@ -19,8 +19,7 @@ from scipy.interpolate import KroghInterpolator
 
 from l2d_jax.decoding import integrate
 from l2d_jax.decoding.refine import Refinement, make_target
-from l2d_jax.decoding.runge_kutta import EmbeddedPair
-from l2d_jax.decoding.solver import ADAPTIVE
+from l2d_jax.decoding.solver import ADAPTIVE, EmbeddedPair
 from l2d_jax.model.context import Context
 from l2d_jax.model.l2d import Model
 from l2d_jax.parity.fixed_step_runs import combine, noted_velocity, start_of

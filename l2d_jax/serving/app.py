@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from l2d_jax.decoding.lanes import Piece
+from l2d_jax.decoding.requests import Piece
 from l2d_jax.errors import InputError
 from l2d_jax.serving.engine import Engine, FullError, Work
 from l2d_jax.serving.protocol import Asked, Protocol

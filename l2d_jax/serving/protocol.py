@@ -21,10 +21,9 @@ from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.data.tokenizer import text_ids
 from l2d_jax.decoding.decode import LIKELIEST
 from l2d_jax.decoding.grammar import Grammar
-from l2d_jax.decoding.lanes import Answer
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.refine import check_budget
-from l2d_jax.decoding.requests import Prompt, check_prompts, check_tokens, encode_prompt, override_settings
+from l2d_jax.decoding.requests import Answer, Prompt, check_prompts, check_tokens, encode_prompt, override_settings
 from l2d_jax.decoding.stop_strings import StopSearch
 from l2d_jax.decoding.trace import check_single_sample
 from l2d_jax.errors import InputError, shown

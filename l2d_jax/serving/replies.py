@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from l2d_jax.decoding.lanes import Piece, Score
+from l2d_jax.decoding.requests import Piece, Score
 from l2d_jax.decoding.stop_strings import to_text
 from l2d_jax.decoding.trace import TokenTrace
 from l2d_jax.serving.protocol import Asked

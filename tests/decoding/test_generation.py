@@ -6,9 +6,8 @@ import pytest
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.data import tokenizer
 from l2d_jax.decoding import buckets, decode, loaded_model, stop_strings
-from l2d_jax.decoding.lanes import Piece
 from l2d_jax.decoding.loaded_model import LoadedModel
-from l2d_jax.decoding.requests import Restrictions
+from l2d_jax.decoding.requests import Piece, Restrictions
 from l2d_jax.errors import InputError
 from l2d_jax.model.l2d import Model
 from tests.support import tiny

@@ -10,8 +10,10 @@ from jax._src import test_util
 
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding.generation import decode_lanes, generate_tokens
+from l2d_jax.decoding.lanes import Lanes
 from l2d_jax.decoding.loaded_model import LoadedModel
-from l2d_jax.decoding.requests import Prompt, Request
+from l2d_jax.decoding.requests import Answer, Prompt, Request
+from l2d_jax.decoding.stop_strings import StopSearch
 from l2d_jax.errors import InputError
 from tests.support import tiny
 
@@ -56,6 +58,38 @@ def test_samples_and_a_common_prefix() -> None:
     prompts = [prompt._replace(ids=[*same, *prompt.ids]) for prompt in PROMPTS[:4]]
     request = Request(prompts, SETTINGS, seed=1, samples=3, prefix=3)
     assert in_lanes(model, request, 5) == alone(model, dataclasses.replace(request, prefix=0))
+
+
+@pytest.mark.slow
+def test_long_prompts_are_read_in_pieces() -> None:
+    """Between the chunks of the others; also behind a common prefix, with several answers to each."""
+    model, lengths = tiny.model(), (700, 20, 600, 750, 30)
+    prompts = [Prompt(n, [1 + (7 * n + i * i) % 90 for i in range(size)]) for n, size in enumerate(lengths)]
+    request = Request(prompts, SETTINGS, seed=2)
+    wanted = alone(model, request)
+    assert in_lanes(model, request, 2) == in_lanes(model, request, 3) == wanted
+    same = [prompt._replace(ids=[9, 8, 7, *prompt.ids]) for prompt in prompts]
+    several = Request(same, SETTINGS, seed=2, samples=2, prefix=3)
+    assert in_lanes(model, several, 3) == alone(model, dataclasses.replace(several, prefix=0))
+
+
+@pytest.mark.slow
+def test_a_larger_bucket_in_the_middle_changes_no_answer() -> None:
+    """Requests that come one by one; the ring grows when a longer answer is asked for, also after it went round."""
+    model, lengths = tiny.model(), (70, 30, 150, 20)
+    chosen = [dataclasses.replace(SETTINGS, max_new_tokens=length) for length in lengths]
+    prompts = [Prompt(0, [1 + n, 2, 3] * (1 + 30 * (n == 2)), settings=one) for n, one in enumerate(chosen)]
+    wanted = [generate_tokens(model, Request([prompt], SETTINGS, seed=n))[0] for n, prompt in enumerate(prompts)]
+    lanes, told = Lanes(model, lanes=2, stop_ids=()), [list[int]() for _ in prompts]
+    answers = [Answer(n, one, chosen[n], StopSearch((), None), seed=n) for n, one in enumerate(prompts)]
+    waiting = iter(answers[1:])
+    lanes.admit(answers[:1])
+    while not lanes.is_idle:
+        for piece in lanes.step():
+            told[piece.answer] += piece.tokens
+        if lanes.free and len(told[0]) > 60:
+            lanes.admit([answer for answer in [next(waiting, None)] if answer is not None])
+    assert told == wanted
 
 
 OWN: list[dict[str, Any]] = [

@@ -1,0 +1,50 @@
+"""The server as a program: its start, its end by a signal while someone waits, and what it refuses."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+from l2d_jax import serve
+from tests.support.programs import ROOT, call, remove_tokenizer, write_base, write_model
+
+
+@pytest.mark.slow
+def test_a_signal_lets_requests_end(tmp_path, mesh):
+    """SIGTERM comes while an answer streams: the answer is whole, and the program ends with status 0."""
+    folder = write_model(tmp_path / "model", write_base(tmp_path / "base"), mesh)
+    command = [sys.executable, "-m", "l2d_jax.serve", "--model", folder, "--port", "0", "--dtype", "float32"]
+    environment = {**os.environ, "L2D_JAX_API_KEY": "secret"}
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment) as server:
+        try:
+            line = server.stdout.readline()
+            assert line.startswith(f"serving {folder} at http://127.0.0.1:")
+            url = line.split()[-1]
+            body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 40, "budget": 3, "stream": True}
+            assert httpx.post(f"{url}/v1/chat/completions", json=body).status_code == 401
+            headers = {"Authorization": "Bearer secret"}
+            with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, headers=headers, timeout=120) as reply:
+                lines = reply.iter_lines()
+                next(lines)
+                server.send_signal(signal.SIGTERM)
+                rest = [line for line in lines if line]
+            assert rest[-1] == "data: [DONE]"
+            assert '"finish_reason": "' in rest[-2]
+            assert server.wait(60) == 0
+        finally:
+            server.kill()
+
+
+@pytest.mark.slow
+def test_what_cannot_be_served(tmp_path, mesh):
+    base = write_base(tmp_path / "base")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert "choose another --host or --port" in call(serve.main, "--model", base, "--port", port).error
+    assert "--context" in call(serve.main, "--model", base, "--lanes", 10**6).error
+    remove_tokenizer(base)
+    assert "has no tokenizer" in call(serve.main, "--model", base).error
