@@ -96,10 +96,13 @@ def _serve(engine: Any, server: Any, listening: socket.socket) -> None:
     former = {number: signal.signal(number, drain) for number in (signal.SIGINT, signal.SIGTERM)}
     thread = threading.Thread(target=listen)
     thread.start()
-    engine.run()
-    thread.join()
-    for number, handler in former.items():
-        signal.signal(number, handler)
+    try:
+        engine.run()
+    finally:
+        server.should_exit = True
+        thread.join()
+        for number, handler in former.items():
+            signal.signal(number, handler)
 
 
 def _parse() -> Any:

@@ -15,7 +15,7 @@ from tests.support.programs import ROOT, call
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 QUESTIONS = ("training", "variants", "generation", "evaluation", "study", "exactness", "reliability", "pods")
-QUESTIONS += ("tpu_estimates", "speed", "architecture")
+QUESTIONS += ("tpu_estimates", "speed", "architecture", "serving")
 SHARED_OPTIONS = {"--help"}
 
 

@@ -121,6 +121,8 @@ class ServerApp:
         works = [Work(one, partial(tell, one.number), is_traced=asked.body.trace) for one in asked.answers]
         try:
             self._engine.submit(works)
+        except InputError as error:
+            return _failure(400, str(error))
         except FullError as error:
             return _failure(429, str(error), headers={"Retry-After": str(error.seconds)})
         reply = Reply(asked, self._protocol.tokenizer, name=self._protocol.name, is_chat=is_chat)

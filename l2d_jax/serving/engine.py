@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from l2d_jax.config.parsing import require
 from l2d_jax.decoding.lanes import Lanes
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import Answer, Piece, Request
@@ -62,10 +63,12 @@ class Engine:
         self._seconds = 1.0  # that an answer has taken of late, in the mean
 
     def submit(self, works: Sequence[Work]) -> None:
-        """Ask for answers; raises `FullError`."""
+        """Ask for answers; raises `FullError`, and `InputError` for more than ever fit the queue."""
+        problem = f"a request asks for at most {self._limit} answers here, got {len(works)}: ask several times"
+        require(len(works) <= self._limit, problem)
         with self._changed:
             waiting = len(self._waiting) + len(works)
-            if self._waiting and waiting > self._limit:
+            if waiting > self._limit:
                 raise FullError(math.ceil(self._seconds * waiting / self._size))
             self._waiting += works
             self._changed.notify()

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 
-import httpx
+import httpx2 as httpx
 import pytest
 
 from l2d_jax import serve

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
+import httpx2 as httpx
 import pytest
 
 from tests.support.served import serving, talking_model

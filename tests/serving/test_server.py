@@ -3,12 +3,14 @@
 import concurrent.futures
 import json
 import random
+import resource
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2 as httpx
 import pytest
 
 from l2d_jax.decoding.loaded_model import LoadedModel
@@ -137,6 +139,12 @@ def test_bodies_that_are_no_json_or_too_large(url):
     assert httpx.get(f"{url}/v1/chat/completions").status_code == 405
 
 
+def test_a_request_for_more_answers_than_fit_the_queue(url):
+    reply = httpx.post(f"{url}/v1/completions", json={"prompt": ["a"] * 5, "n": 100, "max_tokens": 1})
+    assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert "at most 256 answers" in reply.json()["error"]["message"]
+
+
 def test_models_health_and_figures(client, url):
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").owned_by == "l2d_jax"
@@ -192,6 +200,11 @@ def test_every_answer_follows_its_grammar(client):
     assert all(len(texts) > 2 for texts in said)
 
 
+def resident_memory() -> int:
+    """Bytes of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
 def test_many_at_once_say_what_each_says_alone(client, loaded):
     """200 requests of mixed budgets, solvers and lengths, 32 at a time: none is lost, and the memory does not grow."""
     rng = random.Random(0)
@@ -209,7 +222,10 @@ def test_many_at_once_say_what_each_says_alone(client, loaded):
         return chat(client, messages=messages, **asked[number]).choices[0].message.content
 
     with concurrent.futures.ThreadPoolExecutor(32) as pool:
-        answers = list(pool.map(ask, range(200)))
+        answers = list(pool.map(ask, range(120)))  # with all shapes that there are
+        before = resident_memory()
+        answers += pool.map(ask, range(120, 200))
+    assert resident_memory() - before < 2**25
     for number in range(0, 200, 8):
         own = dict(asked[number])
         own["max_new_tokens"] = own.pop("max_tokens")
