@@ -77,6 +77,8 @@ def decode_lanes(
             waiting = waiting[group:]
     if broken:
         problem = f"logits of sequences {sorted(broken)} were not numbers, which ended them there"
+        if request.restrictions.grammar is not None:
+            problem += ", or their response_format became too large"
         raise InputError(f"{problem}: check the weights, or use float32")
 
 

@@ -22,6 +22,7 @@ from l2d_jax.decoding.refine import Refinement
 from l2d_jax.decoding.requests import Answer, Piece, Request, Score
 from l2d_jax.decoding.sampler import SamplingOptions, allow
 from l2d_jax.distributed import processes
+from l2d_jax.errors import InputError
 from l2d_jax.model.kv_cache import KVCache
 from l2d_jax.model.l2d import Model
 
@@ -136,7 +137,7 @@ class Lanes:
         for lane, answer in enumerate(answers):
             if answer is not None:
                 told = scores[lane] if scores is not None and answer.is_scored else ()
-                row, is_bad = ids[lane], is_broken[lane]
+                row, is_bad = ids[lane], is_broken[lane] or answer.is_stuck
                 pieces.append(answer.add(row, self._stop_ids, is_broken=is_bad, costs=costs[lane], scores=told))
                 if pieces[-1].is_last:
                     self.drop(answer)
@@ -164,9 +165,14 @@ class Lanes:
 
     def _mask(self, options: dict[str, Any], answers: Sequence[Answer | None]) -> dict[str, Any]:
         """The options, with the tokens that each answer's grammar allows next, in estimates too."""
-        matchers = [None if answer is None else answer.matcher for answer in answers]
-        every = np.ones(self.model.llm.architecture.vocab_size, bool)
-        masks = jnp.asarray(np.stack([every if matcher is None else matcher.mask() for matcher in matchers]))
+        rows = np.ones((len(answers), self.model.llm.architecture.vocab_size), bool)
+        for row, answer in zip(rows, answers, strict=True):
+            if answer is not None and answer.matcher is not None:
+                try:
+                    row[:] = answer.matcher.mask()
+                except InputError:
+                    answer.is_stuck = True
+        masks = jnp.asarray(rows)
         sampled = masks if self._allowed is None else masks & self._allowed
         settings, sampling = replace(options["settings"], allowed=masks), replace(options["sampling"], allowed=sampled)
         return options | {"settings": settings, "sampling": sampling}

@@ -73,7 +73,7 @@ class Piece(NamedTuple):
     answer: int  # its number; those of one prompt follow each other
     tokens: list[int]
     is_last: bool
-    ending: str = ""  # of the last piece: "stop", "length", or "broken" where logits were not numbers
+    ending: str = ""  # of the last piece: "stop", "length", or "broken" where it could not go on
     evaluations: int = 0  # of the path, for the tokens that were decoded, also where they are held back or left out
     scores: Sequence[Score] = ()  # of the tokens, where the answer has them
 
@@ -91,6 +91,7 @@ class Answer:
     matcher: Matcher | None = None  # of its grammar
     is_scored: bool = False
     is_read: bool = False
+    is_stuck: bool = False  # whether its grammar became too large on the way
     tokens: int = 0  # that it has so far
     _scores: list[Score] = field(default_factory=list)  # of tokens that are held back
 

@@ -151,7 +151,7 @@ class ServerApp:
                         if not isinstance(told, Piece):
                             reply.add_trace(number, told)
                         elif told.ending == "broken":
-                            raise InputError("logits of this answer were not numbers: use float32, or another prompt")
+                            raise InputError("its logits were not numbers, or its format grew too large: ask for less")
                         else:
                             yield reply.add(told)
             finally:
