@@ -46,7 +46,9 @@ def find(folder: str | os.PathLike[str], *, dtype: str | None = None) -> Folder:
     path = mirror.open_folder(folder)
     folder = folder if path == Path(folder) else path  # a hub id stays as it is written
     if (path / "checkpoints").is_dir():
-        config = Config.from_dict(read_json(path / "config.json"))
+        options = read_json(path / "config.json")
+        options.get("train", {}).pop("stratified_times", None)  # an option of former versions, of training alone
+        config = Config.from_dict(options)
         config = dataclasses.replace(config, model=_base(vars(config.model), dtype))
         base = model_folder.recorded_base(path, config.model)
         if config.train.method == "l2d":

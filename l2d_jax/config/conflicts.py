@@ -13,16 +13,16 @@ from l2d_jax.config.parsing import require
 def check_conflicts(config: Any) -> None:
     """Raise `InputError` for the first conflict between options of a `Config`."""
     model, path, data, train, decode = config.model, config.path, config.data, config.train, config.decode
-    of_times = (train.own_estimates, train.draws_per_context, train.time_density, train.stratified_times)
+    of_times = (train.own_estimates, train.draws_per_context, train.time_density)
     no_path = f"config.train.method {train.method!r} trains no diffusion path, "
     conflicts = {  # by message: whether the config has it
         "config.train.method 'full' trains the LM's weights, which config.model.dtype 'int8' freezes: take bfloat16 or "
         "float32, or the method 'lora'": train.method == "full" and model.dtype == "int8",
         f"{no_path}but config.path.layers {path.layers!r} and config.path.classes {path.classes} ask for one: leave "
         "them out, or set the method to 'l2d'": train.method != "l2d" and (path.layers, path.classes) != ("lora", 0),
-        f"{no_path}and config.train.own_estimates {train.own_estimates}, draws_per_context {train.draws_per_context}, "
-        f"time_density {train.time_density!r} and stratified_times {train.stratified_times} belong to one: leave them "
-        "at 0, 1, 'uniform' and False": train.method != "l2d" and of_times != (0, 1, "uniform", False),
+        f"{no_path}and config.train.own_estimates {train.own_estimates}, draws_per_context {train.draws_per_context} "
+        f"and time_density {train.time_density!r} belong to one: leave them at 0, 1 and "
+        "'uniform'": train.method != "l2d" and of_times != (0, 1, "uniform"),
         "config.path.dense_init 'scratch' is for full copies of layers, but config.path.layers 'lora' updates the LM's "
         "own, so there is no from-scratch LoRA: set layers to 'dense' (variant dense_scratch), or dense_init to "
         "'lm'": path.layers == "lora" and path.dense_init == "scratch",

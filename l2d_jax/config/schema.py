@@ -149,7 +149,6 @@ class TrainConfig:
     time_density: Literal["uniform", "cosmap", "logit_normal", "warped"] = "uniform"  # density of t; warped: learnt
     logit_normal_mean: ranges.LogOdds = 0.0  # mean of log(t / (1 - t)); positive: nearer to the data
     logit_normal_deviation: ranges.Deviation = 1.0  # standard deviation of log(t / (1 - t))
-    stratified_times: bool = False  # let the times of a micro-batch cover the density evenly; False: independent times
     epochs: ranges.Epochs = 1.0  # passes over the training examples
     steps: ranges.Count | None = None  # optimizer steps, instead of `epochs`
     reduction: Literal["example", "token"] = "example"  # mean over examples of token means, or one mean over tokens

@@ -54,7 +54,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # by name: what it is, and 
         "The paper's baseline: all of the LM's weights, at a peak rate of 1e-5; no path.",
         {"train.method": "full", **BASELINE},
     ),
-    # Density of the training times (uniform and independent in the paper).
+    # Density of the training times (uniform in the paper).
     "cosmap": (
         "Times that are densest at t = 1/2, as the release's `cosmap` draws them.",
         {"train.time_density": "cosmap"},
@@ -64,11 +64,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # by name: what it is, and 
         "Times with a density that follows the fall of the loss (CDCD's time warping).",
         {"train.time_density": "warped"},
     ),
-    "stratified": (
-        "Times that cover their density evenly, in each answer and in the whole batch.",
-        {"train.stratified_times": True},
-    ),
-    # Guidance (paper section 3.3); the dropout is the probability, per position, of the null class.
     "guidance": (
         "Classes by the source of an example (math, coding, general_qa, other), for classifier-free guidance.",
         {"path.classes": len(CATEGORIES), "path.class_dropout": 0.2},

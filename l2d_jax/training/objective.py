@@ -155,7 +155,7 @@ def sample_corruptions(
         corruption = jax.vmap(lambda key: sample_corruption(key, batch, path), out_axes=2)(keys)
         corruption = jax.tree.map(lambda a: a.reshape(len(a), -1, *a.shape[3:]), corruption)
         batch = batch.repeat(draws_per_context)
-    return batch, corruption._replace(t=times(corruption.t, batch.weights))
+    return batch, corruption._replace(t=times(corruption.t))
 
 
 def correct(

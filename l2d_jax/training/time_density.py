@@ -21,10 +21,8 @@ BINS = 32  # number of bins of the signal's share
 DECAY = 0.995  # decay of the running mean, per optimizer step
 FLOOR = 0.1  # part of the warped density that is equal in all bins, so that each bin keeps being sampled
 SLACK = 0.01  # nats; a loss that falls by less than about this leaves the density at its start
-GOLDEN = np.uint32(2654435769)  # 2^32 / golden ratio
 
-# From uniform samples and weights to t.
-TimeSampler = Callable[[Float[Array, "B M"], Float[Array, "B M"]], Float[Array, "B M"]]
+TimeSampler = Callable[[Float[Array, "B M"]], Float[Array, "B M"]]  # from uniform samples to t
 
 
 class LossByTime(NamedTuple):
@@ -41,50 +39,29 @@ def initial_loss_by_time(config: TrainConfig) -> LossByTime | None:
     return LossByTime(jnp.zeros(BINS), jnp.zeros(BINS))
 
 
-def uniform_times(uniform: Float[Array, "B M"], weights: Float[Array, "B M"]) -> Float[Array, "B M"]:  # noqa: ARG001 (as `TimeSampler`)
-    """Independent and uniform times."""
+def uniform_times(uniform: Float[Array, "B M"]) -> Float[Array, "B M"]:
+    """The samples as they are."""
     return uniform
 
 
 def time_sampler(config: TrainConfig, loss_by_time: LossByTime | None, *, sigma: float) -> TimeSampler:
     """The function of the config that turns uniform samples into times; "warped" needs the `loss_by_time` so far."""
     mean, deviation = config.logit_normal_mean, config.logit_normal_deviation
-    quantiles: dict[str, Callable[[Array], Array]] = {
-        "uniform": lambda uniform: uniform,
+    quantiles: dict[str, TimeSampler] = {
+        "uniform": uniform_times,
         "cosmap": cosmap_times,
         # With a normal log(t / (1 - t)) (Esser et al. 2024, section 3.1); a positive mean is towards the data.
         "logit_normal": lambda uniform: jax.nn.sigmoid(mean + deviation * jax.scipy.special.ndtri(uniform)),
     }
     if loss_by_time is not None:
         quantiles["warped"] = partial(warped_times, probabilities=density(loss_by_time, sigma=sigma), sigma=sigma)
-    quantile = quantiles[config.time_density]
-
-    def times(uniform: Float[Array, "B M"], weights: Float[Array, "B M"]) -> Float[Array, "B M"]:
-        return quantile(stratify(uniform, weights) if config.stratified_times else uniform)
-
-    return times
+    return quantiles[config.time_density]
 
 
 def cosmap_times(uniform: Float[Array, "*B"]) -> Float[Array, "*B"]:
     """The release's `cosmap`, whose density is 2 / (pi (1 - 2 t + 2 t^2)) (Esser et al. 2024, section 3.1)."""
     angle = (jnp.pi / 2) * uniform
     return jnp.sin(angle) / (jnp.sin(angle) + jnp.cos(angle))
-
-
-def stratify(uniform: Float[Array, "B M"], weights: Float[Array, "B M"]) -> Float[Array, "B M"]:
-    """Uniform samples that cover [0, 1) evenly, in each sequence and in the whole batch; each alone is still uniform.
-
-    From one weighted position to the next, t goes on by the golden ratio, modulo 1, from a random beginning: any n of
-    them in a row have gaps of about 1 / n, whatever n is. Equal strata in the order of the positions would tie t to the
-    place in the answer, on which the loss depends too. No diffusion token sees another, so the dependence changes no
-    gradient's mean. Positions without weight take no part. The sum is exact, of 32-bit integers.
-    """
-    counted = weights > 0
-    in_row = jnp.cumsum(counted, axis=1, dtype=jnp.uint32)
-    of_rows = jnp.cumsum(in_row[:, -1], dtype=jnp.uint32) - in_row[:, -1]
-    begin = (uniform[0, 0] * 2**23).astype(jnp.uint32) << 9
-    turns = begin + GOLDEN * (of_rows[:, None] + in_row)
-    return (turns >> 9).astype(jnp.float32) * 2.0**-23
 
 
 def observe(

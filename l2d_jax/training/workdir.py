@@ -34,6 +34,8 @@ def claim(workdir: Path, config: Config) -> None:
     # A former version lacks the newest options.
     former = {name: values | sections.get(name, {}) for name, values in defaults().to_dict().items()}
     lines = differences(former, config)
+    if sections.get("train", {}).get("stratified_times"):
+        lines.append("config.train.stratified_times was True, an option that is no more")
     changed = [line for line in lines if not line.startswith(free) and not line.endswith(", is 'auto'")]
     if changed:
         differing = "; ".join(changed[:5])

@@ -75,7 +75,6 @@ train.draws_per_context: int in [1, 4096] = 1
 train.time_density: Literal['uniform', 'cosmap', 'logit_normal', 'warped'] = 'uniform'
 train.logit_normal_mean: float in [-100, 100] = 0.0
 train.logit_normal_deviation: float in [1e-06, 100] = 1.0
-train.stratified_times: bool = False
 train.epochs: float in [1e-09, 1000000.0] = 1.0
 train.steps: int in [1, 1000000000] | None = None
 train.reduction: Literal['example', 'token'] = 'example'
@@ -242,7 +241,7 @@ def test_defaults_refuse_a_name_that_they_do_not_know():
             {"train": {"time_density": "cosine"}},
             "config.train.time_density must be one of 'uniform', 'cosmap', 'logit_normal', 'warped', got 'cosine'",
         ),
-        ({"train": {"stratified_times": "yes"}}, "config.train.stratified_times must be of type bool, got 'yes'"),
+        ({"decode": {"anneal": "yes"}}, "config.decode.anneal must be of type bool, got 'yes'"),
         ({"model": {"name": "a", "dtype": "float16"}}, "config.model.dtype must be one of 'bfloat16', 'float32'"),
         ({"model": {"name": "random"}}, "config.model.architecture is None: give the keys of a config.json"),
         ({"model": {"name": "a", "architecture": 3}}, "config.model.architecture must be of type"),

@@ -169,7 +169,7 @@ def test_training_is_split_and_equal_to_one_device(
 
 
 def test_times_and_estimates_are_the_same_on_eight_devices(mesh: Mesh, eight: Mesh) -> None:
-    options = {"time_density": "warped", "stratified_times": True, "draws_per_context": 2, "own_estimates": 0.5}
+    options = {"time_density": "warped", "draws_per_context": 2, "own_estimates": 0.5}
     one, split = (train(m, **options) for m in (mesh, eight))
     np.testing.assert_allclose(split.losses, one.losses, rtol=1e-5)
     assert split.state.loss_by_time is not None

@@ -7,8 +7,10 @@ import pytest
 
 import l2d_jax.generate as generate
 from l2d_jax import convert, evaluate, train
-from l2d_jax.errors import shown
+from l2d_jax.config.schema import Config
+from l2d_jax.errors import InputError, shown
 from l2d_jax.files import read_json
+from l2d_jax.training.workdir import claim
 from tests.support.programs import call, options, write_base, write_tasks
 
 STEPS = {"train__steps": 1, "validation__budgets": (1,), "decode__max_new_tokens": 4}
@@ -90,3 +92,17 @@ def test_a_run_of_a_former_version_reads_its_base_from_the_working_directory(tra
     monkeypatch.chdir(folder)
     for option in (["--workdir", workdir], ["--model", workdir / "export"]):
         assert call(generate.main, *option, *PROMPT, "--max_new_tokens", 4).out == text
+
+
+@pytest.mark.slow
+def test_a_run_of_a_former_version_opens_with_an_option_that_is_no_more(trained, tmp_path, monkeypatch):
+    """A run on stratified times is read, and not continued on others."""
+    folder, _, _ = trained
+    workdir = shutil.copytree(folder / "runs" / "run", tmp_path / "old")
+    ours = read_json(workdir / "config.json")
+    former = ours | {"train": ours["train"] | {"stratified_times": True}}
+    (workdir / "config.json").write_text(json.dumps(former))
+    monkeypatch.chdir(folder)
+    assert call(generate.main, "--workdir", workdir, *PROMPT, "--max_new_tokens", 4).status == 0
+    with pytest.raises(InputError, match="stratified_times was True, an option that is no more: choose another"):
+        claim(workdir, Config.from_dict(ours))

@@ -274,7 +274,7 @@ def test_packed_rows_and_several_draws(tmp_path):
 @pytest.mark.slow
 def test_a_density_that_is_learnt_is_resumed_bit_for_bit(tmp_path):
     """With what it has learnt in the checkpoint, and in the log at each validation."""
-    changes = {"train__time_density": "warped", "train__stratified_times": True, "train__validate_every": 3}
+    changes = {"train__time_density": "warped", "train__validate_every": 3}
     arguments = options(**changes, validation__budgets=(1,))
     workdirs = tmp_path / "whole", tmp_path / "resumed"
     assert call(train.main, *arguments, "--workdir", workdirs[0]).status == 0

@@ -205,9 +205,7 @@ def test_a_step_at_times_of_another_density(name: Any, mesh: Mesh) -> None:
 def test_a_warped_density_follows_the_losses_of_the_steps(mesh: Mesh) -> None:
     """Of all micro-batches and draws, each as it counts; a skipped step leaves it as it is."""
     llm, path, batch = tiny.llm(), tiny.path(), uneven()
-    config = TrainConfig(
-        batch_size=4, accumulation=2, draws_per_context=2, time_density="warped", stratified_times=True
-    )
+    config = TrainConfig(batch_size=4, accumulation=2, draws_per_context=2, time_density="warped")
     adam = optimizer(OptimConfig(), 1e-2)
     first = time_density.initial_loss_by_time(config)
     state = start(path, mesh, adam, loss_by_time=first)

@@ -1,4 +1,4 @@
-"""Densities of t against their formulas, times that cover them evenly, and a density that finds the fall of a loss."""
+"""Densities of t against their formulas, and a density that finds the fall of a loss."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,15 +16,12 @@ from tests.support import tiny
 
 SIGMA = 64.0
 DRAWS = jax.random.uniform(jax.random.key(0), (20, 1000), jnp.float32)
-ONES = jnp.ones(DRAWS.shape)
 EDGES = time_density.time_of_share(jnp.linspace(0, 1, BINS + 1), SIGMA)  # of the bins
 
 
 def drawn(seen: LossByTime | None = None, **options: Any) -> np.ndarray:
     """Of times of a config."""
-    return np.asarray(
-        jax.jit(time_density.time_sampler(TrainConfig(**options), seen, sigma=SIGMA))(DRAWS, ONES), np.float64
-    )
+    return np.asarray(jax.jit(time_density.time_sampler(TrainConfig(**options), seen, sigma=SIGMA))(DRAWS), np.float64)
 
 
 def distance(sample: np.ndarray, cdf: Callable[[np.ndarray], np.ndarray]) -> float:
@@ -61,11 +58,9 @@ def logit_normal(t: np.ndarray, mean: float, deviation: float) -> np.ndarray:
     ],
     ids=["uniform", "cosmap", "logit_normal", "shifted"],
 )
-@pytest.mark.parametrize("stratified", [False, True])
-def test_times_have_their_density(options: Any, density: Any, *, stratified: bool) -> None:
-    sample = drawn(stratified_times=stratified, **options)
-    found = distance(sample, integral(density))
-    assert found < (0.05 if stratified else 1.95)
+def test_times_have_their_density(options: Any, density: Any) -> None:
+    sample = drawn(**options)
+    assert distance(sample, integral(density)) < 1.95
     assert distance(sample, integral(lambda t: 1 + t)) > 10  # the measure sees a wrong one
 
 
@@ -79,7 +74,7 @@ def test_cosmap_is_that_of_the_release() -> None:
 def test_the_ends_of_the_uniform_draws_are_times(name: Any) -> None:
     config = TrainConfig(time_density=name)
     choose = time_density.time_sampler(config, time_density.initial_loss_by_time(config), sigma=SIGMA)
-    ends = jax.jit(choose)(jnp.array([[0.0, 1 - 2.0**-23]]), jnp.ones((1, 2)))
+    ends = jax.jit(choose)(jnp.array([[0.0, 1 - 2.0**-23]]))
     assert ends.dtype == jnp.float32
     assert ends[0, 0] == 0.0
     assert 0.99 < ends[0, 1] <= 1.0
@@ -102,65 +97,6 @@ def test_the_times_of_the_defaults_are_the_bits_that_are_drawn() -> None:
     np.testing.assert_array_equal(cosmap.t, time_density.cosmap_times(plain.t))
 
 
-# --- stratified ---
-
-
-@pytest.mark.parametrize("length", [1, 5, 13, 50, 89, 400])
-def test_any_positions_in_a_row_cover_the_unit_interval(length: int) -> None:
-    """Of random rows, with padding between: no gap, around the circle, is much more than one part in `length`."""
-    rng = np.random.default_rng(length)
-    weights = jnp.asarray(rng.random((6, 300)) < rng.random((6, 1)), jnp.float32)
-    found = np.asarray(time_density.stratify(jnp.asarray(rng.random((6, 300)), jnp.float32), weights))[
-        np.asarray(weights) > 0
-    ]
-    for first in range(0, len(found) - length, 7):
-        own = np.sort(found[first : first + length])
-        gaps = np.diff(np.append(own, own[0] + 1))
-        assert gaps.max() * length < 1.9  # the golden ratio's bound is 1.89...
-        assert gaps.min() * length > 0.4
-        assert np.bincount((own * length).astype(int), minlength=length).max() <= 2
-
-
-def test_each_stratified_time_alone_is_uniform() -> None:
-    keys = jax.random.split(jax.random.key(1), 4000)
-    weights = jnp.ones((2, 3)).at[0, 1].set(0.0)
-    rows = np.asarray(jax.vmap(lambda key: time_density.stratify(jax.random.uniform(key, (2, 3)), weights))(keys))
-    for place in [(0, 0), (0, 2), (1, 1)]:
-        assert distance(rows[:, *place], lambda t: t) < 1.95
-
-
-def test_many_stratified_times_keep_their_precision() -> None:
-    """A sum in 32 bits of floating point would have none left here."""
-    found = np.asarray(time_density.stratify(jnp.full((1000, 2000), 0.25), jnp.ones((1000, 2000))), np.float64).ravel()
-    wanted = 0.25 + np.arange(1, 2_000_001) * (2654435769 / 2**32)
-    np.testing.assert_allclose((found - wanted + 0.5) % 1, 0.5, atol=2e-7)
-
-
-def loss_of(**options: Any) -> Any:
-    config = TrainConfig(**options)
-    batch = tiny.batch(examples=2, length=12, answers=8)._replace(weights=jnp.ones((2, 8)))
-    llm, path = tiny.llm(), tiny.path(sigma=0.05)  # so little noise that the loss varies by t
-
-    def loss(key: jax.Array) -> jax.Array:
-        choose = time_density.time_sampler(config, None, sigma=SIGMA)
-        return objective.diffusion_loss(
-            path, llm, batch, key, draws_per_context=config.draws_per_context, times=choose
-        )[0]
-
-    return jax.jit(lambda keys: jax.lax.map(loss, keys, batch_size=20))
-
-
-@pytest.mark.slow
-def test_stratified_times_lower_the_variance_of_the_loss() -> None:
-    """And leave its mean."""
-    keys = jax.random.split(jax.random.key(0), 200)
-    independent, even = (
-        np.asarray(loss_of(stratified_times=flag, draws_per_context=8)(keys)) for flag in (False, True)
-    )
-    assert even.var() < 0.3 * independent.var()
-    assert abs(even.mean() - independent.mean()) < 3 * (independent.std() + even.std()) / len(keys) ** 0.5
-
-
 # --- warped ---
 
 
@@ -178,7 +114,7 @@ def learn(steps: int, *, noise: float, curve: Callable[[Any], Any] = loss_curve)
     def step(seen: LossByTime, key: jax.Array) -> tuple[LossByTime, jax.Array]:
         key_t, key_noise = jax.random.split(key)
         weights = jnp.full((4, 250), 1 / 1000)
-        t = time_density.time_sampler(config, seen, sigma=SIGMA)(jax.random.uniform(key_t, (4, 250)), weights)
+        t = time_density.time_sampler(config, seen, sigma=SIGMA)(jax.random.uniform(key_t, (4, 250)))
         losses = curve(t) + noise * jax.random.normal(key_noise, t.shape)
         after = time_density.running_mean(seen, time_density.observe(t, losses, weights, sigma=SIGMA))
         assert after is not None
