@@ -1,7 +1,7 @@
 """Generates arithmetic word problems with worked solutions: data that needs no download and has no licence.
 
-A problem is a pure function of (seed, index, split). Its template and its numbers decide the split it belongs to, so no
-split ever holds the numbers of another in the same template, whatever the seeds and the counts.
+A problem is a pure function of (seed, index, split). Its story and its numbers decide the split it belongs to, so no
+split ever holds the numbers of another in the same story, whatever the seeds and the counts.
 Solutions spell out each step as `a * b = c` and end with the line `#### answer`, as GSM8K's do; answers are integers, 0
 or more. A problem takes 90 to 128 tokens in SmolLM2's tokenizer and chat template, 30 to 60 of them for the answer.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from l2d_jax.data.stories import TEMPLATES, cast
+from l2d_jax.data.stories import STORIES, tell
 from l2d_jax.errors import InputError
 
 SPLITS = ("train", "validation", "test")
@@ -30,15 +30,15 @@ class WordProblem:
 
 
 def problem(index: int, *, seed: int = 0, split: str = "train") -> WordProblem:
-    """The problem with this index, from 0; neighbours differ in template. Raises `InputError` for an unknown split."""
+    """The problem with this index, from 0; neighbours differ in story. Raises `InputError` for an unknown split."""
     if split not in SPLITS:
         rule = f"the built-in problems have the splits {', '.join(SPLITS)}"
         raise InputError(f"{rule}, not {split!r}: choose one of them")
-    template = TEMPLATES[index % len(TEMPLATES)]
+    story = STORIES[index % len(STORIES)]
     random = Random(f"{seed} {index}")
     while True:
-        question, solution = template(random, cast(random))
-        if _split(template.__name__, question) == split:
+        question, solution = tell(story, random)
+        if _split(story.__name__, question) == split:
             answer = int(re.findall(r"\d+", solution)[-1])
             return WordProblem(question, f"{solution}\n#### {answer}", answer)
 
@@ -71,8 +71,8 @@ def marked_number(text: str) -> str | None:
     return found[1].replace(",", "") if found else None
 
 
-def _split(template: str, question: str) -> str:
+def _split(story: str, question: str) -> str:
     """Eight in ten combinations of numbers are for training, one each for validation and test."""
     numbers = " ".join(re.findall(r"\d+", question))
-    share = zlib.crc32(f"{template} {numbers}".encode()) % 10
+    share = zlib.crc32(f"{story} {numbers}".encode()) % 10
     return "test" if share == 0 else "validation" if share == 1 else "train"

@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from l2d_jax.data.stories import TEMPLATES
+from l2d_jax.data.stories import STORIES
 from l2d_jax.data.word_problems import SPLITS, WORKINGS, conversations, problem
 from l2d_jax.errors import InputError
 
@@ -42,9 +42,9 @@ def test_the_arithmetic_is_right(split, seed):
         assert made.answer >= 0
         equations = EQUATION.findall("\n".join(steps))
         assert 2 <= len(equations) <= 3
-        template = TEMPLATES[index % len(TEMPLATES)].__name__
-        known = numbers(made.question) | CONSTANTS.get(template, set())
-        if template == "_leftover":
+        story = STORIES[index % len(STORIES)].__name__
+        known = numbers(made.question) | CONSTANTS.get(story, set())
+        if story == "_leftover":
             total, size = map(int, re.findall(r"\d+", made.question))
             known.add(total // size)
         for left, right in equations:
@@ -55,9 +55,9 @@ def test_the_arithmetic_is_right(split, seed):
 
 
 def test_answers_to_hand_checked_questions():
-    """One of each template, read and worked out by hand."""
+    """One of each story, read and worked out by hand."""
     expected = [70, 144, 408, 15, 38, 127, 240, 3, 33, 10, 139, 52, 0, 215]
-    assert [problem(index, seed=5).answer for index in range(len(TEMPLATES))] == expected
+    assert [problem(index, seed=5).answer for index in range(len(STORIES))] == expected
 
 
 def test_a_problem_is_a_function_of_its_arguments():
@@ -75,7 +75,7 @@ def test_splits_share_no_numbers():
         for seed in (0, 1):
             for index in range(800):
                 question = problem(index, seed=seed, split=split).question
-                key = index % len(TEMPLATES), *re.findall(r"\d+", question)
+                key = index % len(STORIES), *re.findall(r"\d+", question)
                 assert seen.setdefault(key, split) == split, question
 
 
@@ -107,11 +107,11 @@ def test_texts_are_clean_and_short():
         assert len(made.solution) < 130
 
 
-def test_every_template_takes_part():
-    questions = [problem(index).question for index in range(len(TEMPLATES))]
+def test_every_story_takes_part():
+    questions = [problem(index).question for index in range(len(STORIES))]
     shapes = {re.sub(r"\d+", "0", question).split(" ", 1)[1][:25] for question in questions}
-    assert len(TEMPLATES) >= 12
-    assert len(shapes) == len(TEMPLATES)
+    assert len(STORIES) >= 12
+    assert len(shapes) == len(STORIES)
 
 
 def test_unknown_split():

@@ -1,6 +1,6 @@
 """The filter of system calls, as the small program in classic BPF that the kernel runs at each call.
 
-It permits what `system_calls` lists and denies the rest with EPERM, or with ENOSYS where the C library then does
+It permits what `system_calls.toml` lists and denies the rest with EPERM, or with ENOSYS where the C library then does
 without; see linux/seccomp.h and linux/filter.h. Bubblewrap's namespaces hold without it. It keeps an isolated process
 from forking, from what no namespace covers (locks on the host's files, memory that no limit counts), and from most of
 the kernel. Bubblewrap installs the wider of two filters before it starts Python, and `isolated.restraint` the narrower
@@ -11,11 +11,15 @@ import errno
 import functools
 import platform
 import struct
+import tomllib
 from collections.abc import Iterator
-
-from l2d_jax.evaluation.sandbox.system_calls import FIRST_MISSING, MISSING, Condition, allowed_calls
+from pathlib import Path
+from typing import Any
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # AUDIT_ARCH_* of linux/audit.h
+# The C library falls back on older calls; from here on calls are newer than those of the table, with the same numbers
+# everywhere. Among them is clone3, whose flags lie in memory, which a filter cannot read.
+_FIRST_MISSING = 424
 _X32 = 0x40000000  # numbers from here on are a second table of the same calls, on x86_64
 
 _LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06  # operations of linux/bpf_common.h
@@ -29,7 +33,6 @@ _Step = tuple[int, int, int, int]  # operation, steps to skip if true and if fal
 def program(machine: str | None = None, *, at_start: bool, threads: bool = True) -> bytes:
     """The filter for a machine (None: this one); with `at_start` the wider one, for a process that starts Python."""
     machine = machine or platform.machine()
-    column = list(ARCHITECTURES).index(machine)
     steps: list[_Step] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, ARCHITECTURES[machine]),
@@ -37,25 +40,36 @@ def program(machine: str | None = None, *, at_start: bool, threads: bool = True)
         (_LOAD, 0, 0, _NUMBER),
         (_AT_LEAST, 0, 1, _X32),
         (_RETURN, 0, 0, _KILL),
-        (_AT_LEAST, 0, 1, FIRST_MISSING),
+        (_AT_LEAST, 0, 1, _FIRST_MISSING),
         (_RETURN, 0, 0, _ERROR | errno.ENOSYS),
     ]
-    answers = [(numbers[column], [(_RETURN, 0, 0, _ERROR | errno.ENOSYS)]) for numbers in MISSING]
+    answers = [(call, [(_RETURN, 0, 0, _ERROR | errno.ENOSYS)]) for call in _table()["missing"].values()]
     for name, call in allowed_calls(at_start=at_start).items():
         if name != "clone" or threads:
-            checks = [step for condition in call.conditions for step in _check(condition)]
-            answers.append((call.numbers[column], [*checks, (_RETURN, 0, 0, _ALLOW)]))
-    for number, answer in answers:
-        if number is not None:
-            steps += [(_EQUAL, 0, len(answer), number), *answer]
+            checks = [step for condition in call.get("when", ()) for step in _check(**condition)]
+            answers.append((call, [*checks, (_RETURN, 0, 0, _ALLOW)]))
+    for call, answer in answers:
+        if machine in call:
+            steps += [(_EQUAL, 0, len(answer), call[machine]), *answer]
     steps.append((_RETURN, 0, 0, _ERROR | errno.EPERM))
     return b"".join(struct.pack("=HBBI", *step) for step in steps)
 
 
-def _check(condition: Condition) -> Iterator[_Step]:
-    """Steps that deny the call unless the condition holds, and otherwise go on."""
-    yield (_LOAD, 0, 0, _ARGUMENTS + 4 * condition.word)  # both architectures are little-endian
-    yield (_AND, 0, 0, condition.mask)
-    for left, value in zip(reversed(range(len(condition.values))), condition.values, strict=True):
+def allowed_calls(*, at_start: bool) -> dict[str, dict[str, Any]]:
+    """The calls that a process may make, by name: until it has given up what a candidate does not need, or after."""
+    table = _table()
+    return table["always"] | (table["start"] if at_start else {})
+
+
+@functools.cache
+def _table() -> dict[str, dict[str, dict[str, Any]]]:
+    return tomllib.loads(Path(__file__).with_name("system_calls.toml").read_text("utf-8"))
+
+
+def _check(word: int, values: list[int], mask: int = 0xFFFFFFFF) -> Iterator[_Step]:
+    """Steps that deny the call unless the masked word of its arguments has one of the values, and otherwise go on."""
+    yield (_LOAD, 0, 0, _ARGUMENTS + 4 * word)  # both architectures are little-endian
+    yield (_AND, 0, 0, mask)
+    for left, value in zip(reversed(range(len(values))), values, strict=True):
         yield (_EQUAL, left + 1, 0, value)
     yield (_RETURN, 0, 0, _ERROR | errno.EPERM)
