@@ -10,8 +10,8 @@ from pathlib import Path
 from l2d_jax import command_line
 from l2d_jax.errors import InputError
 from l2d_jax.reports import evaluation as evaluations
-from l2d_jax.reports import page, training
-from l2d_jax.reports.page import text_table
+from l2d_jax.reports import training
+from l2d_jax.reports.page import Section, write_page
 from l2d_jax.storage import mirror
 
 INTERVALS = "Intervals are 95 %, over problems."
@@ -36,40 +36,37 @@ def report_workdir(workdir: Path, beside: Mapping[str, Mapping[str, float]]) -> 
     sections = [*_training_sections(workdir), *_evaluation_sections(workdir, beside)]
     if not sections:
         raise InputError(f"workdir {workdir} has no validation and no evaluation: train or evaluate first")
-    page.write_page(workdir / "report.html", f"Report of {workdir.name}", sections)
+    write_page(workdir / "report.html", f"Report of {workdir.name}", sections=sections)
     print(f"written to {mirror.shown_places(str(workdir / 'report.html'))}")
 
 
-def _training_sections(workdir: Path) -> list[str]:
+def _training_sections(workdir: Path) -> list[Section]:
     """The section on training, whose tables are printed too; none if nothing was validated."""
     if not (workdir / "metrics.jsonl").exists():
         return []
     before, after = training.first_and_last(workdir)
     print(f"{mirror.shown_places(str(workdir))}, after {after['step']} steps")
     losses, accuracy = training.loss_rows(before, after), training.budget_rows(after)
-    print(text_table(*losses), text_table(*accuracy), sep="\n")
     training.draw_training(before, after, workdir / "report.png")
     text = f"After {after['step']} steps; accuracy is teacher-forced, on held-out answers. {INTERVALS}"
-    return [page.section("Training", text, workdir / "report.png", accuracy, losses)]
+    return [Section("Training", text, [workdir / "report.png"], [losses, accuracy]).printed()]
 
 
-def _evaluation_sections(workdir: Path, beside: Mapping[str, Mapping[str, float]]) -> list[str]:
+def _evaluation_sections(workdir: Path, beside: Mapping[str, Mapping[str, float]]) -> list[Section]:
     """The sections on evaluations, whose table is printed too; none if nothing was evaluated."""
     folder = workdir / "eval" if (workdir / "eval").is_dir() else workdir
     evaluated, within = evaluations.collect(folder), evaluations.collect_within(folder)
     if not evaluated:
         return []
-    accuracy = evaluations.task_rows(evaluated, beside)
-    print(text_table(*accuracy))
     text = f"Strict scores follow the rules of the authors' release, relaxed ones what readers accept. {INTERVALS}"
-    sections = [page.section("Tasks", text, accuracy)]
+    sections = [Section("Tasks", text, [], [evaluations.task_rows(evaluated, beside)]).printed()]
     if evaluations.draw_budgets(evaluated, file := folder / "budgets.png"):
         text = "A budget of 1 is the language model itself."
-        sections.append(page.section("Accuracy against the budget", text, file))
+        sections.append(Section("Accuracy against the budget", text, [file]))
     if evaluations.draw_within(within, file := folder / "within.png"):
-        sections.append(page.section("Within one diffusion", WITHIN, file))
+        sections.append(Section("Within one diffusion", WITHIN, [file]))
     if evaluations.draw_guidance(evaluated, file := folder / "guidance.png"):
-        sections.append(page.section("Guidance", "Accuracy against the strength of the class label.", file))
+        sections.append(Section("Guidance", "Accuracy against the strength of the class label.", [file]))
     return sections
 
 

@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from l2d_jax.reports import page
 from l2d_jax.reports.figures import saved_figure
-from l2d_jax.reports.page import Table, text_table
+from l2d_jax.reports.page import Section, Table
 from l2d_jax.statistics import BootstrapSums
 from l2d_jax.training.corrections import BINS, bin_names, by_bin, gates
 
@@ -21,7 +20,7 @@ ABOUT = (
 )
 
 
-def corrections_section(sums: BootstrapSums, model: str, budgets: Mapping[str, float], folder: Path) -> str:
+def corrections_section(sums: BootstrapSums, model: str, budgets: Mapping[str, float], folder: Path) -> Section:
     """A section on one model, whose budgets go by their settings' names; prints its tables and draws into `folder`."""
     prefix, title, file = f"{model}/", f"{TITLE}: {model}", folder / f"{model}-corrections.png"
     last, evaluations = list(budgets.items())[-1]
@@ -29,7 +28,6 @@ def corrections_section(sums: BootstrapSums, model: str, budgets: Mapping[str, f
     ways = gates(by_bin(sums, "entropy", last, prefix=prefix))
     gated = [(one.name, f"{one.refined * evaluations:.2f}", f"{one.accuracy:.3f}") for one in ways]
     tables.append((("refined tokens", "evaluations per token", "greedy accuracy"), gated))
-    print("\n".join(["", title, *(text_table(*table) for table in tables)]))
     with saved_figure(3, file) as [*places, right]:
         for axes, kind, label in zip(places, BINS, LABELS, strict=True):
             bins, names = by_bin(sums, kind, last, prefix=prefix), bin_names(kind)
@@ -41,7 +39,7 @@ def corrections_section(sums: BootstrapSums, model: str, budgets: Mapping[str, f
             spent = [one.refined * evaluations for one in found]
             right.plot(spent, [one.accuracy for one in found], marker="o", label=label)
         right.set(xlabel="evaluations per token", ylabel="greedy accuracy")
-    return page.section(title, ABOUT, file, *tables)
+    return Section(title, ABOUT, [file], tables).printed()
 
 
 def _corrections(sums: BootstrapSums, kind: str, budgets: Mapping[str, float], prefix: str) -> Table:

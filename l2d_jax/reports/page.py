@@ -1,69 +1,44 @@
 """HTML pages that load no other file: of reports, with tables and the figures as SVG, and of traces; tables as text."""
 
-import html
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from string import Template
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, FileSystemLoader
 
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]  # header and rows
 
-PAGE = Template("""<!DOCTYPE html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>$title</title>
-<style>
-:root { color-scheme: light dark; }
-body { font: 1rem/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin-top: 2.5rem; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin-bottom: 1.5rem; }
-th, td { padding: .25rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #7a7a7a50; }
-th:first-child, td:first-child, .text { text-align: left; }
-svg { width: 100%; min-width: 36rem; height: auto; }
-p { max-width: 44rem; }
-$style
-</style>
-<h1>$title</h1>
-$body
-</html>
-""")
+
+class Section(NamedTuple):
+    """A heading and a paragraph, and below them figures, which `figures.saved_figure` wrote, and tables."""
+
+    title: str
+    text: str
+    figures: Sequence[Path]
+    tables: Sequence[Table] = ()
+
+    def printed(self) -> "Section":
+        """The section, whose title and tables are printed."""
+        print("\n".join(["", self.title, *(text_table(*table) for table in self.tables)]))
+        return self
 
 
-def section(title: str, text: str, *parts: Path | Table) -> str:
-    """A heading, a paragraph, and below it the figures of files, and tables."""
-    shown = (figure(part) if isinstance(part, Path) else html_table(*part) for part in parts)
-    return "\n".join([f"<h2>{html.escape(title)}</h2>", f"<p>{html.escape(text)}</p>", *shown])
+def write_page(file: Path, title: str, *, template: str = "page.html", **content: Any) -> None:
+    """Write a page from a template beside this file and what it shows, such as `sections`."""
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
+    environment.filters["svg"] = _svg
+    file.write_text(environment.get_template(template).render(title=title, **content), encoding="utf-8")
 
 
-def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table that scrolls within the page where the page is narrow."""
-    is_text = [any(row[column][:1].isalpha() for row in rows) for column in range(len(header))]
-
-    def line(cells: Sequence[str], tag: str) -> str:
-        kinds = [' class="text"' if is_left else "" for is_left in is_text]
-        inner = (f"<{tag}{kind}>{html.escape(cell)}</{tag}>" for cell, kind in zip(cells, kinds, strict=True))
-        return f"<tr>{''.join(inner)}</tr>"
-
-    body = "\n".join([line(header, "th"), *(line(row, "td") for row in rows)])
-    return f'<div class="wide"><table>\n{body}\n</table></div>'
-
-
-def figure(file: Path) -> str:
-    """The SVG of a figure that `figures.saved_figure` wrote, with ids that are unique within the page."""
+def _svg(file: Path) -> str:
+    """The SVG beside a figure's file, with ids that are unique within the page."""
     text = file.with_suffix(".svg").read_text()
     text = text[text.index("<svg") :]
     names = set(re.findall(r'id="([^"]+)"', text))
     for name in sorted(names, key=len, reverse=True):
         text = re.sub(rf'(id="|"#|url\(#){re.escape(name)}(?=["\)])', rf"\g<1>{file.stem}-{name}", text)
-    return f'<div class="wide">{text}</div>'
-
-
-def write_page(file: Path, title: str, sections: Sequence[str], *, style: str = "") -> None:
-    """Write a page with these sections; `style` adds rules to its style sheet."""
-    text = PAGE.substitute(title=html.escape(title), style=style, body="\n".join(sections))
-    file.write_text(text, encoding="utf-8")
+    return text
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -10,9 +10,8 @@ from matplotlib import ticker
 from typing_extensions import TypedDict
 
 from l2d_jax.files import Positive
-from l2d_jax.reports import page
 from l2d_jax.reports.figures import draw_rates, saved_figure
-from l2d_jax.reports.page import Table, interval, text_table
+from l2d_jax.reports.page import Section, Table, interval
 from l2d_jax.statistics import BootstrapSums, rate
 
 TITLE = "Answers given freely"
@@ -37,10 +36,9 @@ class Answered(TypedDict):
     seconds: Annotated[float, Interval(ge=0, le=1e12)]
 
 
-def strategies_section(answers: Mapping[str, Sequence[Any]], folder: Path) -> str:
+def strategies_section(answers: Mapping[str, Sequence[Any]], folder: Path) -> Section:
     """A section of the page, from the strategies of each model; the table is printed, and the figure written."""
-    table, file = _table(answers), folder / "answers.png"
-    print(f"\n{TITLE}\n{text_table(*table)}")
+    file = folder / "answers.png"
     with saved_figure(2, file) as panels:  # a colour for each model, a style for each kind
         for axes, measure, label in zip(panels, ("flops", "seconds"), ("FLOP", "seconds"), strict=True):
             for number, (model, found) in enumerate(answers.items()):
@@ -53,7 +51,7 @@ def strategies_section(answers: Mapping[str, Sequence[Any]], folder: Path) -> st
             axes.minorticks_off()
             axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
             axes.xaxis.set_major_formatter(ticker.EngFormatter())
-    return page.section(TITLE, ABOUT, file, table)
+    return Section(TITLE, ABOUT, [file], [_table(answers)]).printed()
 
 
 def _table(answers: Mapping[str, Sequence[Any]]) -> Table:

@@ -9,10 +9,9 @@ from typing_extensions import TypedDict
 
 from l2d_jax.errors import InputError
 from l2d_jax.files import Positive, check, read_json
-from l2d_jax.reports import page
 from l2d_jax.reports.corrections import corrections_section
 from l2d_jax.reports.figures import draw_rates, saved_figure
-from l2d_jax.reports.page import interval, text_table
+from l2d_jax.reports.page import Section, interval, write_page
 from l2d_jax.reports.strategies import Answered, strategies_section
 from l2d_jax.statistics import BootstrapSums
 from l2d_jax.storage import mirror
@@ -76,18 +75,16 @@ def report_study(folder: Path, measured: Measurements) -> None:
         return "" if mine == its else interval(tally.mean(largest[mine], minus=largest[its]), sign="+")
 
     differences = [(mine, *(difference(mine, its) for its in names)) for mine in names]
-    print(text_table(HEADER, rows))
-    print(f"\n{DIFFERENCES}\n{text_table(('', *names), differences)}")
     _draw(tally, measured, file)
-    sections = [page.section("Models", MODELS, file, (HEADER, rows))]
-    sections.append(page.section("Differences", DIFFERENCES, (("", *names), differences)))
+    sections = [Section("Models", MODELS, [file], [(HEADER, rows)]).printed()]
+    sections.append(Section("Differences", DIFFERENCES, [], [(("", *names), differences)]).printed())
     if any(one["answers"] for one in measured.values()):
         sections.append(strategies_section({name: one["answers"] for name, one in measured.items()}, folder))
     for name, one in measured.items():
         budgets = {setting["key"]: setting["evaluations"] for setting in _settings(one)[1:]}
         if budgets:
             sections.append(corrections_section(tally, name, budgets, folder))
-    page.write_page(folder / "study.html", f"Study {folder.name}", sections)
+    write_page(folder / "study.html", f"Study {folder.name}", sections=sections)
     print(f"written to {mirror.shown_places(str(folder / 'study.html'))}")
 
 

@@ -80,14 +80,19 @@ def test_a_page_is_whole_and_escapes_all_text(tmp_path):
     assert [shown for _, shown in page.spans] == [HOSTILE, "↵\n", "⟨7⟩", "ok"]
     first, *_, last = (attributes for attributes, _ in page.spans)
     assert first["style"] == "--t:0.500"
-    assert first["class"] == "changed"
-    assert "1 differ from the language model&#x27;s own" in text
+    assert first["class"].split() == ["changed"]
+    assert "1 differ from the language model's own" in text
     assert first["title"].splitlines()[:2] == ["position: 0", "token: 7"]
     assert HOSTILE in first["title"]
-    assert {"evaluations: 15", "rejected: 0", "settled: 0.5", "entropy: 1.25", "plain entropy: 2.5"} <= {
-        *first["title"].splitlines()
-    }
-    assert last["class"] == "skipped"
+    assert {
+        "evaluations: 15",
+        "rejected: 0",
+        "settled: 0.5",
+        "entropy: 1.25",
+        "plain entropy: 2.5",
+        "skipped: false",
+    } <= {*first["title"].splitlines()}
+    assert last["class"].split() == ["skipped"]
     assert page.names.count("h2") == 3
     assert "Say &lt;script&gt;" in text
     assert "color-scheme: light dark" in text
