@@ -1,8 +1,10 @@
 """Reads a config file, applies its variants and the overrides of the command line, and checks the result."""
 
 import ast
+import functools
 import importlib.util
 import inspect
+import tomllib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +15,6 @@ from ml_collections import ConfigDict
 
 from l2d_jax.config.parsing import nearest
 from l2d_jax.config.schema import Config
-from l2d_jax.config.variants import VARIANTS
 from l2d_jax.errors import LONGEST_LINE, InputError, shorten
 from l2d_jax.files import check_path
 
@@ -47,7 +48,7 @@ def split_overrides(arguments: Sequence[str]) -> dict[str, Any]:
 def read_config(reference: str, overrides: Mapping[str, Any] | None = None) -> Config:
     """The checked config of `FILE.py` or `FILE.py:variant,...`, with overrides by dotted name; raises `InputError`.
 
-    A variant is a function of the file that edits what `get_config()` returns, or an entry of `VARIANTS`, in order. A
+    A variant is a function of the file that edits what `get_config()` returns, or one of `variants.toml`, in order. A
     `get_config` that takes an argument is given what stands behind the colon.
     """
     file, _, variant = reference.partition(":")
@@ -68,8 +69,14 @@ def read_config(reference: str, overrides: Mapping[str, Any] | None = None) -> C
 def find_variants(reference: str) -> dict[str, str]:
     """What each variant of a config file is, by name: its own, then the shared ones; raises `InputError`."""
     own = _own_variants(_import(Path(reference.partition(":")[0])))
-    shared = {name: says for name, (says, _) in VARIANTS.items() if name not in own}
+    shared = {name: variant["says"] for name, variant in shared_variants().items() if name not in own}
     return {name: (f.__doc__ or "").partition("\n")[0] for name, f in own.items()} | shared
+
+
+@functools.cache
+def shared_variants() -> dict[str, dict[str, Any]]:
+    """The variants of every config file, by name: what each `says` it is, and the `options` that it sets."""
+    return tomllib.loads(Path(__file__).with_name("variants.toml").read_text("utf-8"))
 
 
 def _import(file: Path) -> Any:
@@ -93,14 +100,14 @@ def _call(module: Any, file: str, variant: str) -> Any:
     if inspect.signature(module.get_config).parameters:
         return module.get_config(variant) if variant else module.get_config()
     config = module.get_config()
-    own, owner = _own_variants(module), dict[str, str]()
+    own, shared, owner = _own_variants(module), shared_variants(), dict[str, str]()
     for name in [name.strip() for name in variant.split(",")] if variant else []:
         if name in own:  # where a run starts, which others may refine
             own[name](config)
             continue
-        if name not in VARIANTS:
-            raise InputError(f"{file} has no variant {name!r}{nearest(name, own.keys() | VARIANTS.keys())}")
-        for option, value in VARIANTS[name][1].items():
+        if name not in shared:
+            raise InputError(f"{file} has no variant {name!r}{nearest(name, own.keys() | shared.keys())}")
+        for option, value in shared[name]["options"].items():
             section, _, last = option.partition(".")
             node = getattr(config, section)
             if getattr(node, last) != value and owner.setdefault(option, name) != name:
