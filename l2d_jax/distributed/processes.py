@@ -25,7 +25,7 @@ from jax.experimental import multihost_utils
 from tqdm import tqdm
 
 from l2d_jax.distributed.cluster import Cluster
-from l2d_jax.errors import LONGEST_LINE, InputError
+from l2d_jax.errors import LONGEST_LINE, InputError, shorten
 
 T = TypeVar("T")
 WAIT = ("L2D_JAX_WAIT", 300)  # seconds until a process gives up waiting for the others
@@ -74,26 +74,13 @@ def progress_bar(total: int, what: str, *, done: int = 0, unit: str = "it") -> A
     return tqdm(total=total, initial=done, desc=what, unit=unit, disable=not is_first() or None)
 
 
-def _attempt(function: Callable[[], Any]) -> tuple[Any, str]:
-    """The result of a function, or the message of its `InputError`."""
-    try:
-        return function(), ""
-    except InputError as error:
-        return None, str(error)
-
-
 def decide(function: Callable[[], Any]) -> Any:
     """The result of `function` on process 0, which JSON can hold; an `InputError` of it is a `SharedError` of all."""
     if jax.process_count() == 1:
         return function()
-    outcome = json.dumps(_attempt(function) if is_first() else None)
-    data = np.frombuffer(outcome.encode(), np.uint8)
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(data.size)))
-    data = multihost_utils.broadcast_one_to_all(data if is_first() else np.zeros(size, np.uint8))
-    value, problem = json.loads(data.tobytes())
-    if problem:
-        raise SharedError(problem)
-    return value
+    text = everywhere(lambda: json.dumps(function()).encode() if is_first() else b"")
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
+    return json.loads(multihost_utils.broadcast_one_to_all(np.frombuffer(text.ljust(size), np.uint8)).tobytes())
 
 
 def gather_array(array: Any) -> np.ndarray:
@@ -101,33 +88,31 @@ def gather_array(array: Any) -> np.ndarray:
     return np.asarray(array if jax.process_count() == 1 else multihost_utils.process_allgather(array, tiled=True))
 
 
-def everywhere(function: Callable[[], T], *, where: str) -> T:
+def everywhere(function: Callable[[], T], *, where: str = "") -> T:
     """Call `function` on every process; an `InputError` of one is a `SharedError` of all, after its `where`."""
-    result, problem = _attempt(function)
-    problem = problem and f"{where}: {problem}"
+    problem = ""
+    try:
+        result = function()
+    except InputError as error:
+        problem = where + str(error)
     if jax.process_count() > 1:
-        text = np.frombuffer(problem.encode()[:LONGEST_LINE].ljust(LONGEST_LINE), np.uint8)
+        text = np.frombuffer(shorten(problem, LONGEST_LINE).encode()[:LONGEST_LINE].ljust(LONGEST_LINE), np.uint8)
         texts = [row.tobytes().decode(errors="ignore").strip() for row in multihost_utils.process_allgather(text)]
-        problem = next(filter(None, texts), "")
+        problem = problem or next(filter(None, texts), "")
     if problem:
         raise SharedError(problem)
     return result
 
 
-def take_turns(function: Callable[[], T]) -> T:
+def take_turns(function: Callable[[], Any]) -> Any:
     """Call `function` on the first process of each host, then on its others; errors are shared as in `everywhere`."""
     if jax.process_count() == 1:
         return function()
     names = multihost_utils.process_allgather(np.uint32(zlib.crc32(socket.gethostname().encode()))).tolist()
     first = names.index(names[jax.process_index()]) == jax.process_index()
-    for turn in (True, False):
-        problem = ""
-        if turn == first:
-            result, problem = _attempt(function)
-        failed = np.flatnonzero(multihost_utils.process_allgather(np.bool_(problem != "")))
-        if failed.size:
-            raise SharedError(problem or f"process {failed[0]} cannot go on: see its own line")
-    return result
+    early = everywhere(lambda: function() if first else None)
+    late = everywhere(lambda: None if first else function())
+    return early if first else late
 
 
 def leave(status: int, *, together: bool) -> None:

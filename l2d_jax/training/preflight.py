@@ -42,7 +42,8 @@ def check_run(config: Config, workdir: Path, mesh: Mesh) -> list[str]:
     where = f"preflight on {socket.gethostname()}: "
     try:
         return [
-            f"preflight: {name}: {processes.everywhere(check, where=where + name)}" for name, check in checks.items()
+            f"preflight: {name}: {processes.everywhere(check, where=f'{where}{name}: ')}"
+            for name, check in checks.items()
         ]
     finally:
         with contextlib.suppress(OSError):
