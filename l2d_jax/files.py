@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 import sys
+import tomllib
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,6 +60,12 @@ def read_json(path: Path) -> dict[str, Any]:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
         raise InputError(f"{path}: malformed JSON ({error}): {DOWNLOAD}") from None
+
+
+@cache
+def package_table(name: str) -> dict[str, Any]:
+    """A TOML file of this package, by its path in it; nobody may change what is returned."""
+    return tomllib.loads((Path(__file__).parent / name).read_text("utf-8"))
 
 
 def check(value: Any, kind: Any, where: object, *, remedy: str = DOWNLOAD) -> Any:

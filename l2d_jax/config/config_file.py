@@ -1,10 +1,8 @@
 """Reads a config file, applies its variants and the overrides of the command line, and checks the result."""
 
 import ast
-import functools
 import importlib.util
 import inspect
-import tomllib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,8 +14,9 @@ from ml_collections import ConfigDict
 from l2d_jax.config.parsing import nearest
 from l2d_jax.config.schema import Config
 from l2d_jax.errors import LONGEST_LINE, InputError, shorten
-from l2d_jax.files import check_path
+from l2d_jax.files import check_path, package_table
 
+VARIANTS = "config/variants.toml"  # of every config file
 CONFIG_HELP = (
     "a config file, FILE.py, FILE.py:variant or FILE.py:several,variants (train --variants lists them); "
     "--config.section.option=value overrides one of its values"
@@ -69,14 +68,8 @@ def read_config(reference: str, overrides: Mapping[str, Any] | None = None) -> C
 def find_variants(reference: str) -> dict[str, str]:
     """What each variant of a config file is, by name: its own, then the shared ones; raises `InputError`."""
     own = _own_variants(_import(Path(reference.partition(":")[0])))
-    shared = {name: variant["says"] for name, variant in shared_variants().items() if name not in own}
+    shared = {name: variant["says"] for name, variant in package_table(VARIANTS).items() if name not in own}
     return {name: (f.__doc__ or "").partition("\n")[0] for name, f in own.items()} | shared
-
-
-@functools.cache
-def shared_variants() -> dict[str, dict[str, Any]]:
-    """The variants of every config file, by name: what each `says` it is, and the `options` that it sets."""
-    return tomllib.loads(Path(__file__).with_name("variants.toml").read_text("utf-8"))
 
 
 def _import(file: Path) -> Any:
@@ -100,7 +93,7 @@ def _call(module: Any, file: str, variant: str) -> Any:
     if inspect.signature(module.get_config).parameters:
         return module.get_config(variant) if variant else module.get_config()
     config = module.get_config()
-    own, shared, owner = _own_variants(module), shared_variants(), dict[str, str]()
+    own, shared, owner = _own_variants(module), package_table(VARIANTS), dict[str, str]()
     for name in [name.strip() for name in variant.split(",")] if variant else []:
         if name in own:  # where a run starts, which others may refine
             own[name](config)

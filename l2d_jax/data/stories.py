@@ -1,11 +1,10 @@
 """The stories of the built-in word problems: their numbers; `stories.toml` has their texts, and names and nouns."""
 
-import functools
-import tomllib
 from collections.abc import Callable
-from pathlib import Path
 from random import Random
 from typing import Any
+
+from l2d_jax.files import package_table
 
 NOUNS = ("thing", "fruit", "bake", "good", "place", "ride")
 Numbers = dict[str, int]
@@ -13,15 +12,10 @@ Numbers = dict[str, int]
 
 def tell(story: Callable[[Random], Numbers], r: Random) -> tuple[str, str]:
     """The question of one of `STORIES`, drawn at random, and a solution whose last number is the answer."""
-    texts = _texts()
+    texts = package_table("data/stories.toml")
     text, people = texts[story.__name__.removeprefix("_")], _cast(texts["words"], r)
     filled = people | story(r)
     return text["question"].format_map(filled), text["solution"].format_map(filled)
-
-
-@functools.cache
-def _texts() -> dict[str, dict[str, str]]:
-    return tomllib.loads(Path(__file__).with_name("stories.toml").read_text("utf-8"))
 
 
 def _cast(words: dict[str, str], r: Random) -> dict[str, Any]:

@@ -15,60 +15,14 @@ import numpy as np
 from l2d_jax.config.parsing import from_dict
 from l2d_jax.config.schema import PathConfig
 from l2d_jax.errors import InputError
+from l2d_jax.files import package_table
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.weights import mapping
 from l2d_jax.weights.mapping import TensorSource
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_file
 
+ARGUMENTS = "weights/release.toml"  # the release's keyword arguments
 Tensor = Callable[[], np.ndarray]
-
-# Options of the release that this project implements at one value alone: those of all published configs.
-FIXED = {
-    "noise_schedule": "identity",
-    "velocity_schedule": "constant",
-    "flow_representation_space": "mapping",
-    "flow_representation_num_layers": 1,
-    "flow_representation_normalize": True,
-    "flow_representation_rescaling": "mult",
-    "flow_to_lm_translation_depth": 2,
-    "flow_to_lm_timestep_rescaling": 1.0,
-    "preserve_behavior_at_flow_start": True,
-    "modulate_hidden_states": False,
-    "full_dit_modulation": True,
-    "timestep_modulation_num_layers": 2,
-    "freeze_modulation_at_flow_start": False,
-    "separate_flow_params": True,
-}
-
-# The release's other options, at the values of its command line. Its classes have other defaults for some: without
-# `nstep_x1_estimation` they integrate the expectation, and without `base_params_to_freeze` they train the LM.
-OTHERS = {
-    "base_params_to_freeze": "all",
-    "minimum_training_noise": 0.0,
-    "minimum_training_noise_units": "time",
-    "flow_to_lm_rescale_in_float32": True,
-    "ode_kwargs": {"atol": 1e-5, "rtol": 1e-5, "method": "midpoint"},
-    "nstep_final_timestep": 1.0,
-    "nstep_x1_estimation": "sample",
-    "nstep_normalize_x1_predictions": False,
-    "nstep_clamp_predictions": False,
-    "nstep_temperature_schedule": 0.0,
-    "nstep_guidance_parameter": 1.0,
-    "reinit_flow_params": False,
-}
-
-NAMES = {  # of the path's options, in the release and here
-    "flow_representation_dim": "width",
-    "flow_to_lm_hidden_size": "translation_width",
-    "timestep_modulation_freq_embedding_size": "frequency_width",
-    "timestep_modulation_hidden_size": "condition_width",
-    "noise_rescaling": "sigma",
-    "separate_flow_params_with_lora": "layers",  # true for "lora"
-    "flow_lora_rank": "lora_rank",
-    "flow_lora_alpha": "lora_alpha",
-    "guidance_modulation_num_classes": "classes",
-    "guidance_modulation_training_dropout": "class_dropout",
-}
 
 
 def parse_hyperparameters(raw: Mapping[str, Any]) -> PathConfig:
@@ -76,11 +30,12 @@ def parse_hyperparameters(raw: Mapping[str, Any]) -> PathConfig:
     options = raw.get("l2d_kwargs", raw)
     if not isinstance(options, Mapping):
         raise InputError(f"l2d_kwargs must be the release's keyword arguments, got {options!r:.60}")
-    for name, value in FIXED.items():
+    names = package_table(ARGUMENTS)["names"]
+    for name, value in package_table(ARGUMENTS)["fixed"].items():
         if options.get(name, value) != value:
             raise InputError(f"hyper-parameter {name} = {options[name]!r} is not supported, only {value!r}")
-    ours = {name: options[theirs] for theirs, name in NAMES.items() if theirs in options}
-    for theirs, name in NAMES.items():
+    ours = {name: options[theirs] for theirs, name in names.items() if theirs in options}
+    for theirs, name in names.items():
         if name not in (*ours, "lora_rank", "lora_alpha", "classes", "class_dropout"):
             raise InputError(f"hyper-parameter {theirs} is missing: give the release's keyword arguments")
     ours["layers"] = "lora" if ours["layers"] else "dense"
@@ -93,8 +48,9 @@ def parse_hyperparameters(raw: Mapping[str, Any]) -> PathConfig:
 
 def options(config: PathConfig) -> dict[str, Any]:
     """All of the release's keyword arguments for a path."""
-    ours = {theirs: getattr(config, name) for theirs, name in NAMES.items()}
-    return {**FIXED, **OTHERS, **ours, "separate_flow_params_with_lora": config.layers == "lora"}
+    given = package_table(ARGUMENTS)
+    ours = {theirs: getattr(config, name) for theirs, name in given["names"].items()}
+    return {**given["fixed"], **given["others"], **ours, "separate_flow_params_with_lora": config.layers == "lora"}
 
 
 def write_checkpoint(file: Path, tensors: Mapping[str, Tensor]) -> None:

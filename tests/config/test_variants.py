@@ -5,15 +5,16 @@ from itertools import permutations
 import pytest
 
 from l2d_jax import train
-from l2d_jax.config.config_file import find_variants, read_config, shared_variants
+from l2d_jax.config.config_file import VARIANTS, find_variants, read_config
 from l2d_jax.config.schema import CATEGORIES, Config
 from l2d_jax.errors import InputError
+from l2d_jax.files import package_table
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.performance.costs import trainable_parameters
 from tests.support.programs import ROOT, call
 
 FILES = {file.stem: str(file) for file in sorted((ROOT / "configs").glob("*.py"))}
-SHARED = list(shared_variants())
+SHARED = list(package_table(VARIANTS))
 LLAMA1B = FILES["llama1b"]
 TRAINED = {  # of Llama 1B; less 240 columns, rows and biases around the token for width 16, and five classes of 256
     "dense": 992_945_408,
@@ -99,7 +100,7 @@ def test_trainable_parameters(variant):
 
 def test_shared_variants_say_what_they_are():
     for name in SHARED:
-        words = shared_variants()[name]["says"]
+        words = package_table(VARIANTS)[name]["says"]
         assert words.endswith(".")
         assert "\n" not in words
 
@@ -153,7 +154,7 @@ def test_the_table_counts_each(file, slices):
     assert outcome.status == 0, outcome.err
     rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in outcome.out.splitlines()}
     assert rows["-"][0] == "73,344,256"
-    assert rows["dense"] == ["992,945,408", shared_variants()["dense"]["says"]]
+    assert rows["dense"] == ["992,945,408", package_table(VARIANTS)["dense"]["says"]]
     assert rows["sigma_128"][0] == "refused"
     assert "sigma_32 and sigma_128 both set" in rows["sigma_128"][1]
     assert rows.keys() - set(SHARED) == {"variant", "-", "v5e_1x1", "v5p_2x2x1"}

@@ -11,10 +11,10 @@ import errno
 import functools
 import platform
 import struct
-import tomllib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
+
+from l2d_jax.files import package_table
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # AUDIT_ARCH_* of linux/audit.h
 # The C library falls back on older calls; from here on calls are newer than those of the table, with the same numbers
@@ -26,6 +26,7 @@ _LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06  # operat
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000  # SECCOMP_RET_*
 
+_CALLS = "evaluation/sandbox/system_calls.toml"
 _Step = tuple[int, int, int, int]  # operation, steps to skip if true and if false, operand
 
 
@@ -43,7 +44,7 @@ def program(machine: str | None = None, *, at_start: bool, threads: bool = True)
         (_AT_LEAST, 0, 1, _FIRST_MISSING),
         (_RETURN, 0, 0, _ERROR | errno.ENOSYS),
     ]
-    answers = [(call, [(_RETURN, 0, 0, _ERROR | errno.ENOSYS)]) for call in _table()["missing"].values()]
+    answers = [(call, [(_RETURN, 0, 0, _ERROR | errno.ENOSYS)]) for call in package_table(_CALLS)["missing"].values()]
     for name, call in allowed_calls(at_start=at_start).items():
         if name != "clone" or threads:
             checks = [step for condition in call.get("when", ()) for step in _check(**condition)]
@@ -57,13 +58,8 @@ def program(machine: str | None = None, *, at_start: bool, threads: bool = True)
 
 def allowed_calls(*, at_start: bool) -> dict[str, dict[str, Any]]:
     """The calls that a process may make, by name: until it has given up what a candidate does not need, or after."""
-    table = _table()
+    table = package_table(_CALLS)
     return table["always"] | (table["start"] if at_start else {})
-
-
-@functools.cache
-def _table() -> dict[str, dict[str, dict[str, Any]]]:
-    return tomllib.loads(Path(__file__).with_name("system_calls.toml").read_text("utf-8"))
 
 
 def _check(word: int, values: list[int], mask: int = 0xFFFFFFFF) -> Iterator[_Step]:

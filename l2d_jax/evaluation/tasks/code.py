@@ -16,16 +16,13 @@ of its only split, test, so that 159 of its 164 problems are scored (Chen et al.
 
 import builtins
 import re
-from dataclasses import replace
 
 from l2d_jax.config.parsing import require
-from l2d_jax.evaluation.tasks.problem import Item, Problem, Row, TaskSampling, text_of, texts_of
-from l2d_jax.evaluation.tasks.task import Task
+from l2d_jax.evaluation.tasks.problem import Item, Problem, Row, text_of, texts_of
 
 FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|$)", flags=re.DOTALL | re.IGNORECASE)
 CONTINUES = re.compile(r"\s|def |class |import |from |@|#|[)\]}]|$")  # matches a line that may belong to a program
 IMPORT = re.compile(r"^(?:import|from) [^\r\n]*", flags=re.MULTILINE)
-SAMPLING = TaskSampling(max_new_tokens=512, samples=10, velocity_temperature=1.0, anneal=True)
 
 
 def fenced(completion: str) -> str:
@@ -78,33 +75,8 @@ def _names(code: str, tests: list[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-HUMANEVAL = Task(
-    name="humaneval",
-    hub="openai/openai_humaneval",
-    columns=("task_id", "prompt", "canonical_solution", "entry_point", "test"),
-    shot_split="test",
-    rows={"test": 164},
-    word=_word_humaneval,
-    candidates=_candidates,
-    category="coding",
-    sampling=SAMPLING,
-)
-INSTRUCT_HUMANEVAL = replace(
-    HUMANEVAL,
-    name="instructhumaneval",
-    hub="codeparrot/instructhumaneval",
-    columns=(*HUMANEVAL.columns, "instruction", "context"),
-    word=_word_instruct_humaneval,
-)
-MBPP = Task(
-    name="mbpp",
-    hub="google-research-datasets/mbpp",
-    subset="full",
-    columns=("task_id", "text", "code", "test_list"),
-    shot_split="prompt",
-    rows={"train": 374, "test": 500, "validation": 90, "prompt": 10},
-    word=_word_mbpp,
-    candidates=lambda _, completion: (completion, fenced(completion)),
-    category="coding",
-    sampling=SAMPLING,
-)
+RULES = {
+    "humaneval": {"word": _word_humaneval, "candidates": _candidates},
+    "instructhumaneval": {"word": _word_instruct_humaneval, "candidates": _candidates},
+    "mbpp": {"word": _word_mbpp, "candidates": lambda _, completion: (completion, fenced(completion))},
+}

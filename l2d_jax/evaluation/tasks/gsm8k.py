@@ -9,13 +9,11 @@ word problems (`data/word_problems`) are asked as in training, without examples,
 """
 
 import re
-from dataclasses import replace
 from decimal import Decimal
 
 from l2d_jax.config.parsing import require
-from l2d_jax.data.word_problems import SPLITS, marked_number, problem
-from l2d_jax.evaluation.tasks.problem import Item, Problem, Row, Score, TaskSampling, text_of
-from l2d_jax.evaluation.tasks.task import Task
+from l2d_jax.data.word_problems import marked_number, problem
+from l2d_jax.evaluation.tasks.problem import Item, Problem, Row, Score, text_of
 
 BUILT_IN = 1000  # word problems of each split
 NUMBER = re.compile(r"(?:(?<![\w.)])-)?\d[\d,]*(?:\.\d+)?")
@@ -57,25 +55,7 @@ def _make(split: str) -> list[Row]:
     return [{"question": one.question, "answer": one.solution} for one in made]
 
 
-GSM8K = Task(
-    name="gsm8k",
-    hub="openai/gsm8k",
-    subset="main",
-    columns=("question", "answer"),
-    shot_split="train",
-    rows={"train": 7473, "test": 1319},
-    word=_word,
-    judge=_judge,
-    category="math",
-    thought_shots=8,
-)
-WORD_PROBLEMS = replace(
-    GSM8K,
-    name="word_problems",
-    hub="",
-    subset=None,
-    make=_make,
-    rows=dict.fromkeys(SPLITS, BUILT_IN),
-    shots=0,
-    sampling=TaskSampling(max_new_tokens=128, temperature=0.0),
-)
+RULES = {
+    "gsm8k": {"word": _word, "judge": _judge},
+    "word_problems": {"word": _word, "judge": _judge, "make": _make},
+}

@@ -17,7 +17,6 @@ import math_verify
 
 from l2d_jax.evaluation.tasks import math_answers
 from l2d_jax.evaluation.tasks.problem import Item, Problem, Row, Score, text_of
-from l2d_jax.evaluation.tasks.task import Task
 
 SECONDS = 5  # limit for reading an answer, and for comparing two: 9^{9^{9}} would take for ever
 
@@ -47,17 +46,4 @@ def _parse(text: str) -> list[Any]:
     return math_verify.parse(text, parsing_timeout=SECONDS)
 
 
-MATH = Task(
-    name="math",
-    hub="DigitalLearningGmbH/MATH-lighteval",
-    subset="default",
-    columns=("problem", "solution", "type"),
-    shot_split="train",
-    rows={"train": 7500, "test": 5000},
-    word=_word,
-    judge=_judge,
-    category="math",
-    is_spaced=True,
-    thought_shots=5,
-    counts_all=False,
-)
+RULES = {"math": {"word": _word, "judge": _judge}}

@@ -9,13 +9,11 @@ the end of a word ("B" in "the GLOB of dust"). The relaxed rule looks for what t
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from l2d_jax.config.parsing import require
 from l2d_jax.errors import InputError
 from l2d_jax.evaluation.tasks.problem import Item, Problem, Row, Score, text_of, texts_of
-from l2d_jax.evaluation.tasks.task import Task
 
 LETTERS = "ABCDEFGHIJ"
 REQUEST = '\nThink step by step. Then end with the sentence "The answer is (X).", where X is the letter of your choice.'
@@ -130,53 +128,6 @@ def _word_arc(row: Row) -> Item:
     return worded(text_of(row, "question"), options, answer=labels.index(right), labels=labels)
 
 
-# Questions of 57 school and university subjects (Hendrycks et al., 2021), with examples of the question's subject.
-MMLU = Task(
-    name="mmlu",
-    hub="cais/mmlu",
-    subset="all",
-    columns=("question", "subject", "choices", "answer"),
-    shot_split="dev",
-    rows={"test": 14042, "validation": 1531, "dev": 285},
-    word=_word_mmlu,
-    judge=judge_letter,
-    by_subject=True,
-)
-# Harder questions of 14 subjects with up to ten options (Wang et al., 2024); the examples' thoughts are the data set's.
-MMLU_PRO = replace(
-    MMLU,
-    name="mmlu_pro",
-    hub="TIGER-Lab/MMLU-Pro",
-    subset=None,
-    columns=("question", "options", "answer_index", "category", "cot_content"),
-    shot_split="validation",
-    rows={"test": 12032, "validation": 70},
-    word=_word_mmlu_pro,
-    thought_shots=5,
-)
-# Which of two ways reaches a goal in the physical world (Bisk et al., 2020); the test split has no answers.
-PIQA = Task(
-    name="piqa",
-    hub="ybisk/piqa",
-    revision="refs/convert/parquet",  # the main branch holds a script, which `datasets` no longer runs
-    columns=("goal", "sol1", "sol2", "label"),
-    split="validation",
-    shot_split="train",
-    rows={"train": 16113, "validation": 1838, "test": 3084},
-    word=_word_piqa,
-    judge=judge_letter,
-)
-# Science questions from school exams (Clark et al., 2018), some of which number their options.
-ARC_EASY = Task(
-    name="arc_easy",
-    hub="allenai/ai2_arc",
-    subset="ARC-Easy",
-    columns=("question", "choices", "answerKey"),
-    shot_split="validation",
-    rows={"train": 2251, "validation": 570, "test": 2376},
-    word=_word_arc,
-    judge=judge_letter,
-)
-ARC_CHALLENGE = replace(
-    ARC_EASY, name="arc_challenge", subset="ARC-Challenge", rows={"train": 1119, "validation": 299, "test": 1172}
-)
+_WORDINGS = {"mmlu": _word_mmlu, "mmlu_pro": _word_mmlu_pro, "piqa": _word_piqa}
+_WORDINGS |= dict.fromkeys(("arc_easy", "arc_challenge"), _word_arc)
+RULES = {name: {"word": word, "judge": judge_letter} for name, word in _WORDINGS.items()}

@@ -4,16 +4,23 @@
 1319
 """
 
+from typing import Any
+
 from l2d_jax.config.parsing import nearest
 from l2d_jax.errors import InputError
-from l2d_jax.evaluation.tasks.code import HUMANEVAL, INSTRUCT_HUMANEVAL, MBPP
-from l2d_jax.evaluation.tasks.gsm8k import GSM8K, WORD_PROBLEMS
-from l2d_jax.evaluation.tasks.math import MATH
-from l2d_jax.evaluation.tasks.multiple_choice import ARC_CHALLENGE, ARC_EASY, MMLU, MMLU_PRO, PIQA
+from l2d_jax.evaluation.tasks import code, gsm8k, math, multiple_choice
+from l2d_jax.evaluation.tasks.problem import TaskSampling
 from l2d_jax.evaluation.tasks.task import Task
+from l2d_jax.files import package_table
 
-PAPER = (GSM8K, MATH, INSTRUCT_HUMANEVAL, MBPP, MMLU, MMLU_PRO, PIQA, ARC_EASY, ARC_CHALLENGE)  # in its order
-TASKS = {task.name: task for task in (*PAPER, HUMANEVAL, WORD_PROBLEMS)}
+RULES: dict[str, dict[str, Any]] = {**gsm8k.RULES, **math.RULES, **code.RULES, **multiple_choice.RULES}
+
+
+def _task(name: str, *, sampling: dict[str, Any] | None = None, **facts: Any) -> Task:
+    return Task(name, sampling=TaskSampling(**sampling or {}), **facts, **RULES[name])
+
+
+TASKS = {name: _task(name, **facts) for name, facts in package_table("evaluation/tasks/tasks.toml").items()}
 
 
 def find_task(name: str) -> Task:

@@ -32,7 +32,7 @@ class Task:
 
     name: str
     hub: str  # id of the data set on the hub
-    columns: tuple[str, ...]  # required of every row
+    columns: Sequence[str]  # required of every row
     shot_split: str  # source of the examples in a prompt
     rows: Mapping[str, int]  # number of rows of each complete split
     word: Callable[[Row], Item]  # the wording is the release's; raises `InputError`
