@@ -65,7 +65,8 @@ def _versions() -> dict[str, str]:
     """Of the code and of what compiles it: programs that differ wait for each other for ever."""
     package = Path(__file__).parents[1]
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "orbax-checkpoint")}
-    return {"l2d_jax": digest([path.read_text() for path in sorted(package.rglob("*.py"))])[:12], **versions}
+    files = sorted(path for path in package.rglob("*") if path.suffix in (".py", ".toml", ".json"))
+    return {"l2d_jax": digest([path.read_text() for path in files])[:12], **versions}
 
 
 def _check_versions(first: dict[str, str]) -> str:

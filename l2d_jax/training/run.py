@@ -149,7 +149,15 @@ class Run:
             self.validate(start)
             self._starting.ended("validation")
         preemption.watch()
-        log = self._step_log()
+        log = StepLog(
+            self._metrics,
+            every=config.log_every,
+            last=self._steps,
+            rate=on_host(self._rate, start=start),
+            max_skipped=config.max_skipped,
+            ids=partial(self._inputs.training.ids, config.batch_size),
+            watch=self._watch,
+        )
         step, stops, waits = start, False, False
         for step, batch in zip(range(start + 1, self._steps + 1), self._watch.waiting(batches), strict=False):
             placed = micro_batches(batch, config.micro_batches, self._mesh)
@@ -261,15 +269,3 @@ class Run:
         state = self._state
         parts = {self._method.part: state.trained, "optimizer": state.optimizer, "loss_by_time": state.loss_by_time}
         return {name: part for name, part in parts.items() if part is not None}
-
-    def _step_log(self) -> StepLog:
-        config = self._config.train
-        return StepLog(
-            self._metrics,
-            every=config.log_every,
-            last=self._steps,
-            rate=on_host(self._rate, start=self._start),
-            max_skipped=config.max_skipped,
-            ids=partial(self._inputs.training.ids, config.batch_size),
-            watch=self._watch,
-        )
