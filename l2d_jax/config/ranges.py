@@ -29,8 +29,6 @@ Slices = Annotated[int, Interval(ge=1, le=1024)]  # of TPUs, joined by the slowe
 MeshSize = Annotated[int, Interval(ge=-1, le=10**6)]  # devices of one axis; -1: the rest
 
 Scale = Annotated[float, Interval(ge=1e-6, le=1e6)]
-LogOdds = Annotated[float, Interval(ge=-100, le=100)]
-Deviation = Annotated[float, Interval(ge=1e-6, le=100)]
 Epochs = Annotated[float, Interval(ge=1e-9, le=1e6)]
 PeakRate = Annotated[float, Interval(ge=1e-12, le=10)]
 FinalRate = Annotated[float, Interval(ge=0, le=10)]

@@ -146,9 +146,7 @@ class TrainConfig:
     accumulation: ranges.Rows | Literal["auto"] = "auto"  # micro-batches of a step, whose gradients are averaged
     own_estimates: ranges.Probability = 0.0  # of a position to see the path's first estimate in x_t, not the true token
     draws_per_context: ranges.Draws = 1  # pairs of time and noise per position, all of which share one frozen pass
-    time_density: Literal["uniform", "cosmap", "logit_normal", "warped"] = "uniform"  # density of t; warped: learnt
-    logit_normal_mean: ranges.LogOdds = 0.0  # mean of log(t / (1 - t)); positive: nearer to the data
-    logit_normal_deviation: ranges.Deviation = 1.0  # standard deviation of log(t / (1 - t))
+    time_density: Literal["uniform", "cosmap"] = "uniform"  # density of t
     epochs: ranges.Epochs = 1.0  # passes over the training examples
     steps: ranges.Count | None = None  # optimizer steps, instead of `epochs`
     reduction: Literal["example", "token"] = "example"  # mean over examples of token means, or one mean over tokens
@@ -164,11 +162,6 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="config.train")
-        require(
-            self.time_density == "logit_normal" or (self.logit_normal_mean, self.logit_normal_deviation) == (0, 1),
-            "config.train.logit_normal_mean and logit_normal_deviation say nothing to config.train.time_density "
-            f"{self.time_density!r}: set it to 'logit_normal' or leave them out",
-        )
         require(
             self.batch_size % self.micro_batches == 0,
             f"config.train.batch_size {self.batch_size} is not a multiple of "

@@ -16,7 +16,6 @@ from l2d_jax.distributed import sharding
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
-from l2d_jax.training import time_density
 from l2d_jax.training.methods import method_of
 from l2d_jax.training.optimizer import optimizer
 from l2d_jax.training.step import TrainState, check_batch, make_step, optimizer_shardings
@@ -36,8 +35,7 @@ def lower_train(config: Config, mesh: Mesh) -> jax.stages.Lowered:
         jax.eval_shape(adam.init, trained),
         optimizer_shardings(adam, trained, mesh),
     )
-    loss_by_time = _replicated(jax.eval_shape(lambda: time_density.initial_loss_by_time(config.train)), mesh)
-    state = TrainState(trained=trained, optimizer=moments, loss_by_time=loss_by_time)
+    state = TrainState(trained=trained, optimizer=moments)
     row = dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=1, accumulation=1))
     micro = config.train.batch_size // config.train.micro_batches
     placement = NamedSharding(mesh, PartitionSpec(None, sharding.RULES["batch"]))

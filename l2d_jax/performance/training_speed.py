@@ -19,7 +19,6 @@ from l2d_jax.model.llm import LLM
 from l2d_jax.model.lm_head import target_losses
 from l2d_jax.performance import costs
 from l2d_jax.performance.timing import matrix_products, medians
-from l2d_jax.training import time_density
 from l2d_jax.training.memory import check_training_memory
 from l2d_jax.training.methods import method_of
 from l2d_jax.training.objective import correct, sample_corruptions
@@ -36,7 +35,7 @@ def measure_training(config: Config, mesh: Mesh) -> dict[str, Any]:
     method = method_of(config)
     trained, frozen = method.begin(model_folder.BaseFiles(architecture, None, (), None), mesh)
     adam = optimizer(config.optim, config.optim.peak_rate)
-    state = init_state(adam, trained, mesh, loss_by_time=time_density.initial_loss_by_time(config.train))
+    state = init_state(adam, trained, mesh)
     step = make_step(adam, config.train, state, mesh, objective=method.loss)
     batch = micro_batches(random_batch(config, architecture.vocab_size), config.train.micro_batches, mesh)
     parts = {}

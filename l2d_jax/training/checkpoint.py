@@ -32,7 +32,7 @@ from l2d_jax.training.manifest import DamagedError
 from l2d_jax.training.methods import METHODS
 
 # The trees that a checkpoint may hold, of which orbax wants a handler each.
-PARTS = (*(method.part for method in METHODS.values()), "optimizer", "loss_by_time")
+PARTS = (*(method.part for method in METHODS.values()), "optimizer", "loss_by_time")  # the last is of former versions
 
 UNDER_WAY = ocp.utils.TMP_DIR_SUFFIX  # suffix of a step's folder until it was written, in former versions
 SURPLUS = "surplus"  # the file in a step's folder while that is deleted

@@ -23,10 +23,8 @@ from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
 from l2d_jax.model.lora import LLMAdapter
-from l2d_jax.training import time_density
-from l2d_jax.training.objective import LossOptions, diffusion_loss, finetuning_loss
+from l2d_jax.training.objective import TIMES, LossOptions, diffusion_loss, finetuning_loss
 from l2d_jax.training.step import REMAT
-from l2d_jax.training.time_density import LossByTime
 from l2d_jax.weights import export, model_folder
 
 
@@ -51,9 +49,7 @@ class Method(abc.ABC):
         """Both trees, with their initial values."""
 
     @abc.abstractmethod
-    def loss(
-        self, trained: Any, frozen: LLM | None, batch: Batch, key: jax.Array, loss_by_time: LossByTime | None
-    ) -> tuple[jax.Array, LossByTime | None]:
+    def loss(self, trained: Any, frozen: LLM | None, batch: Batch, key: jax.Array) -> jax.Array:
         """The loss of a micro-batch, for a step; an `Objective`."""
 
     @abc.abstractmethod
@@ -92,23 +88,19 @@ class L2D(Method):
         llm = self.load(base, mesh)
         return model_folder.new_path(self.config.path, llm, mesh, seed=self.config.train.seed), llm
 
-    def loss(
-        self, trained: DiffusionPath, frozen: LLM | None, batch: Batch, key: jax.Array, loss_by_time: LossByTime | None
-    ) -> tuple[jax.Array, LossByTime | None]:
+    def loss(self, trained: DiffusionPath, frozen: LLM | None, batch: Batch, key: jax.Array) -> jax.Array:
         assert frozen is not None
-        sigma, train = trained.config.sigma, self.config.train
-        times = time_density.time_sampler(self.config.train, loss_by_time, sigma=sigma)
-        value, terms = diffusion_loss(
+        train = self.config.train
+        return diffusion_loss(
             trained,
             frozen,
             batch,
             key,
             draws_per_context=train.draws_per_context,
             own_estimates=train.own_estimates,
-            times=times,
+            times=TIMES[train.time_density],
             options=self.loss_options,
-        )
-        return value, None if loss_by_time is None else time_density.observe(*terms, sigma=sigma)
+        )[0]
 
     def model(self, trained: DiffusionPath, frozen: LLM | None) -> Model:
         assert frozen is not None
@@ -134,10 +126,8 @@ class LoRA(Method):
         key = jax.random.key(self.config.train.seed)
         return initialize(self.declare(base.architecture), key, mesh), self.load(base, mesh)
 
-    def loss(
-        self, trained: LLMAdapter, frozen: LLM | None, batch: Batch, key: jax.Array, loss_by_time: LossByTime | None
-    ) -> tuple[jax.Array, None]:
-        return finetuning_loss(self.model(trained, frozen).llm, batch, options=self.loss_options), None
+    def loss(self, trained: LLMAdapter, frozen: LLM | None, batch: Batch, key: jax.Array) -> jax.Array:
+        return finetuning_loss(self.model(trained, frozen).llm, batch, options=self.loss_options)
 
     def model(self, trained: LLMAdapter, frozen: LLM | None) -> Model:
         assert frozen is not None
@@ -165,13 +155,9 @@ class Full(Method):
     def begin(self, base: model_folder.BaseFiles, mesh: Mesh) -> tuple[LLM, None]:
         return base.load(dtype="float32", mesh=mesh, seed=self.config.train.seed), None
 
-    def loss(
-        self, trained: LLM, frozen: LLM | None, batch: Batch, key: jax.Array, loss_by_time: LossByTime | None
-    ) -> tuple[jax.Array, None]:
-        llm = self.model(trained, frozen).llm
-        return finetuning_loss(
-            llm, batch, losses=lm_head.target_losses_with_trained_head, options=self.loss_options
-        ), None
+    def loss(self, trained: LLM, frozen: LLM | None, batch: Batch, key: jax.Array) -> jax.Array:
+        llm, losses = self.model(trained, frozen).llm, lm_head.target_losses_with_trained_head
+        return finetuning_loss(llm, batch, losses=losses, options=self.loss_options)
 
     def model(self, trained: LLM, frozen: LLM | None) -> Model:
         return Model.build(dataclasses.replace(trained, products=self.config.model.dtype), None)

@@ -23,7 +23,6 @@ from l2d_jax.model.context import Context, read_context, token_positions
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.llm import LLM
 from l2d_jax.model.lm_head import map_logits, target_losses
-from l2d_jax.training.time_density import TimeSampler, uniform_times
 
 Reduction = Literal["example", "token", "sum"]
 
@@ -46,6 +45,23 @@ class Corruption(NamedTuple):
     t: Float[Array, "B M"]
     noise: Float[Array, "B M C"]  # of unit variance
     labels: Int[Array, "B M"] | None  # after class dropout
+
+
+TimeSampler = Callable[[Float[Array, "B M"]], Float[Array, "B M"]]  # from uniform samples to t
+
+
+def uniform_times(uniform: Float[Array, "B M"]) -> Float[Array, "B M"]:
+    """The samples as they are."""
+    return uniform
+
+
+def cosmap_times(uniform: Float[Array, "*B"]) -> Float[Array, "*B"]:
+    """The release's `cosmap`, whose density is 2 / (pi (1 - 2 t + 2 t^2)) (Esser et al. 2024, section 3.1)."""
+    angle = (jnp.pi / 2) * uniform
+    return jnp.sin(angle) / (jnp.sin(angle) + jnp.cos(angle))
+
+
+TIMES: dict[str, TimeSampler] = {"uniform": uniform_times, "cosmap": cosmap_times}  # by `config.train.time_density`
 
 
 class LossTerms(NamedTuple):

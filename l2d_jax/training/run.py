@@ -22,7 +22,7 @@ from l2d_jax.distributed import processes, runtime
 from l2d_jax.distributed.sharding import make_mesh
 from l2d_jax.errors import InputError, RunError
 from l2d_jax.storage import lock, mirror
-from l2d_jax.training import preflight, profiler, time_density
+from l2d_jax.training import preflight, profiler
 from l2d_jax.training.checkpoint import Checkpoints
 from l2d_jax.training.exact_match import exact_match
 from l2d_jax.training.inputs import Inputs
@@ -108,9 +108,7 @@ class Run:
         trained, self._frozen = self._method.begin(base, mesh)
         self._rate = schedule(config.optim, self._steps)
         self._optimizer = optimizer(config.optim, self._rate)
-        self._state = init_state(
-            self._optimizer, trained, mesh, loss_by_time=time_density.initial_loss_by_time(config.train)
-        )
+        self._state = init_state(self._optimizer, trained, mesh)
 
         if processes.is_first():
             (workdir / "checkpoints").mkdir(exist_ok=True)  # from here on the workdir belongs to this config
@@ -121,7 +119,7 @@ class Run:
         self._start = self._checkpoints.latest() or 0  # optimizer steps that are done
         if self._start:
             parts = self._checkpoints.restore(self._start, self._parts())
-            self._state = TrainState(parts[self._method.part], parts["optimizer"], parts.get("loss_by_time"))
+            self._state = TrainState(parts[self._method.part], parts["optimizer"])
             processes.print_once(f"resuming after step {self._start}")
         if processes.is_first():
             model_folder.record_base(workdir, config.model, self._base_fingerprint)
@@ -208,8 +206,7 @@ class Run:
         if problems is not None and (step or model.path is None):  # of a path, a budget of 1 is measured later
             loaded = LoadedModel(model, base.tokenizer, base.stop_ids, config.decode)
             report |= exact_match(loaded, problems, config.validation, budgets=budgets)
-        density = time_density.density_record(self._state.loss_by_time, sigma=config.path.sigma)
-        self._metrics.write(step, report | density)
+        self._metrics.write(step, report)
         figures = {name: value for name, value in report.items() if isinstance(value, float)}
         self._metrics.progress(step, "  ".join(f"{name.split('/')[1]} {value:.4f}" for name, value in figures.items()))
 
@@ -267,5 +264,4 @@ class Run:
     def _parts(self) -> dict[str, Any]:
         """The named parts of a checkpoint."""
         state = self._state
-        parts = {self._method.part: state.trained, "optimizer": state.optimizer, "loss_by_time": state.loss_by_time}
-        return {name: part for name, part in parts.items() if part is not None}
+        return {self._method.part: state.trained, "optimizer": state.optimizer}

@@ -21,9 +21,7 @@ from l2d_jax.distributed import sharding
 from l2d_jax.errors import InputError
 from l2d_jax.model import attention, gathering, layers
 from l2d_jax.model.llm import LLM
-from l2d_jax.training import time_density
 from l2d_jax.training.objective import loss_weights
-from l2d_jax.training.time_density import LossByTime
 
 
 def save_all_but_weights(primitive: Any, *_: Any, **parameters: Any) -> bool:
@@ -48,10 +46,9 @@ REMAT: dict[str, Callable[..., Any]] = {
     }.items()
 }
 
-# (trained, frozen, batch, key, loss_by_time) -> the micro-batch's part of the loss, and of the losses by time.
-# `frozen` is None where all of the model is trained, `loss_by_time` where no density of t is learnt; the weights of the
-# micro-batch are the loss weights of the whole batch.
-Objective = Callable[[Any, LLM | None, Batch, jax.Array, LossByTime | None], tuple[jax.Array, LossByTime | None]]
+# (trained, frozen, batch, key) -> the micro-batch's part of the loss. `frozen` is None where all of the model is
+# trained; the weights of the micro-batch are the loss weights of the whole batch.
+Objective = Callable[[Any, LLM | None, Batch, jax.Array], jax.Array]
 
 # XLA's options by kind of device. If a fusion may take 64 MiB of on-chip memory, the matrix products of v5p run at 98 %
 # of peak instead of 80 %; v5e and v6e gain nothing over the default (all compiled, not run).
@@ -64,7 +61,6 @@ class TrainState(nnx.Module):
 
     trained: Any = nnx.data()  # the tree of float32 weights
     optimizer: Any = nnx.data()  # their Adam moments, placed like them
-    loss_by_time: LossByTime | None = nnx.data(default=None)  # statistics of a learnt density of t, replicated
 
 
 def optimizer_shardings(optimizer: optax.GradientTransformation, trained: Any, mesh: Mesh) -> Any:
@@ -78,13 +74,10 @@ def optimizer_shardings(optimizer: optax.GradientTransformation, trained: Any, m
     )
 
 
-def init_state(
-    optimizer: optax.GradientTransformation, trained: Any, mesh: Mesh, *, loss_by_time: LossByTime | None = None
-) -> TrainState:
+def init_state(optimizer: optax.GradientTransformation, trained: Any, mesh: Mesh) -> TrainState:
     """The state before the first step: all moments are zero."""
     init = jax.jit(optimizer.init, out_shardings=optimizer_shardings(optimizer, trained, mesh))
-    replicated = jax.device_put(loss_by_time, NamedSharding(mesh, PartitionSpec()))
-    return TrainState(trained=trained, optimizer=init(trained), loss_by_time=replicated)
+    return TrainState(trained=trained, optimizer=init(trained))
 
 
 def make_step(
@@ -101,21 +94,14 @@ def make_step(
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         def accumulate(carry: Any, scanned: tuple[Batch, jax.Array]) -> tuple[Any, None]:
             micro, key = scanned
-            (value, observed), gradient = jax.value_and_grad(objective, has_aux=True)(
-                state.trained, frozen, micro, key, state.loss_by_time
-            )
-            return jax.tree.map(jnp.add, carry, (value, gradient, observed)), None
+            return jax.tree.map(jnp.add, carry, jax.value_and_grad(objective)(state.trained, frozen, micro, key)), None
 
         batch = batch._replace(weights=loss_weights(batch.weights, config.reduction, segments=batch.query_segments))
-        zero = jax.tree.map(jnp.zeros_like, (jnp.float32(0), state.trained, state.loss_by_time))
+        zero = jax.tree.map(jnp.zeros_like, (jnp.float32(0), state.trained))
         keys = jax.random.split(key, config.micro_batches)
-        (value, gradient, observed), _ = jax.lax.scan(accumulate, zero, (batch, keys))
+        (value, gradient), _ = jax.lax.scan(accumulate, zero, (batch, keys))
         updates, moments = optimizer.update(gradient, state.optimizer, state.trained)
-        new_state = TrainState(
-            trained=optax.apply_updates(state.trained, updates),
-            optimizer=moments,
-            loss_by_time=time_density.running_mean(state.loss_by_time, observed),
-        )
+        new_state = TrainState(trained=optax.apply_updates(state.trained, updates), optimizer=moments)
         norm = optax.tree.norm(gradient)
         # Not optax.apply_if_finite, which applies the NaN after a number of skips.
         finite = jnp.isfinite(value) & jnp.isfinite(norm) & is_finite(new_state)

@@ -72,9 +72,7 @@ train.batch_size: int in [1, 1000000] = 32
 train.accumulation: int in [1, 1000000] | Literal['auto'] = 'auto'
 train.own_estimates: float in [0, 1] = 0.0
 train.draws_per_context: int in [1, 4096] = 1
-train.time_density: Literal['uniform', 'cosmap', 'logit_normal', 'warped'] = 'uniform'
-train.logit_normal_mean: float in [-100, 100] = 0.0
-train.logit_normal_deviation: float in [1e-06, 100] = 1.0
+train.time_density: Literal['uniform', 'cosmap'] = 'uniform'
 train.epochs: float in [1e-09, 1000000.0] = 1.0
 train.steps: int in [1, 1000000000] | None = None
 train.reduction: Literal['example', 'token'] = 'example'
@@ -239,7 +237,7 @@ def test_defaults_refuse_a_name_that_they_do_not_know():
         ),
         (
             {"train": {"time_density": "cosine"}},
-            "config.train.time_density must be one of 'uniform', 'cosmap', 'logit_normal', 'warped', got 'cosine'",
+            "config.train.time_density must be one of 'uniform', 'cosmap', got 'cosine'",
         ),
         ({"decode": {"anneal": "yes"}}, "config.decode.anneal must be of type bool, got 'yes'"),
         ({"model": {"name": "a", "dtype": "float16"}}, "config.model.dtype must be one of 'bfloat16', 'float32'"),
@@ -267,7 +265,6 @@ def test_a_missing_section_is_named():
         (LoraConfig, {"modules": ("q_proj", "q_proj")}, "each once, got"),
         (DataConfig, {"answer_length": 4000}, "4000 exceeds config.data.max_length 2048"),
         (OptimConfig, {"peak_rate": 1e-5, "final_rate": 1e-4}, "exceeds config.optim.peak_rate 1e-05"),
-        (TrainConfig, {"time_density": "cosmap", "logit_normal_mean": 1.0}, "say nothing to .* 'cosmap'"),
         (TrainConfig, {"accumulation": 3}, "batch_size 32 is not a multiple of config.train.accumulation 3"),
         (DecodeConfig, {"budget": 0}, r"config.decode.budget must be in \[1, 10000\], got 0"),
         (MeshConfig, {"data": -1}, "at most one -1"),

@@ -26,7 +26,6 @@ from l2d_jax.model.attention import attention, splash
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
-from l2d_jax.training import time_density
 from l2d_jax.training.checkpoint import Checkpoints
 from l2d_jax.training.methods import METHODS, method_of
 from l2d_jax.training.optimizer import optimizer
@@ -117,7 +116,7 @@ def train(m: Mesh, method: str = "l2d", **options: Any) -> Trained:
     losses = []
     with jax.set_mesh(m):
         trained, llm = begin_method(dataclasses.replace(tiny.config(config), path=tiny.path_config(**beyond)), m)
-        state = init_state(adam, trained, m, loss_by_time=time_density.initial_loss_by_time(config))
+        state = init_state(adam, trained, m)
         step = make_step(adam, config, state, m, objective=tiny.objective(config))
         for number in range(3):
             batch = micro_batches(tiny.batch(examples=16, seed=number), 2, m)
@@ -169,13 +168,9 @@ def test_training_is_split_and_equal_to_one_device(
 
 
 def test_times_and_estimates_are_the_same_on_eight_devices(mesh: Mesh, eight: Mesh) -> None:
-    options = {"time_density": "warped", "draws_per_context": 2, "own_estimates": 0.5}
+    options = {"time_density": "cosmap", "draws_per_context": 2, "own_estimates": 0.5}
     one, split = (train(m, **options) for m in (mesh, eight))
     np.testing.assert_allclose(split.losses, one.losses, rtol=1e-5)
-    assert split.state.loss_by_time is not None
-    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(split.state.loss_by_time))
-    close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7)
-    jax.tree.map(close, split.state.loss_by_time, one.state.loss_by_time)
 
 
 @pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "context": 4}], ids=str)

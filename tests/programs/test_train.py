@@ -271,27 +271,6 @@ def test_packed_rows_and_several_draws(tmp_path):
     assert [r["step"] for r in read_metrics(tmp_path) if "loss" in r] == list(range(1, (rows + 1) // 2 + 1))
 
 
-@pytest.mark.slow
-def test_a_density_that_is_learnt_is_resumed_bit_for_bit(tmp_path):
-    """With what it has learnt in the checkpoint, and in the log at each validation."""
-    changes = {"train__time_density": "warped", "train__validate_every": 3}
-    arguments = options(**changes, validation__budgets=(1,))
-    workdirs = tmp_path / "whole", tmp_path / "resumed"
-    assert call(train.main, *arguments, "--workdir", workdirs[0]).status == 0
-    records = without_times(workdirs[0])
-    densities = [record["train/time_density"] for record in records if "train/time_density" in record]
-    assert len(densities) == 3
-    np.testing.assert_allclose([sum(density) for density in densities], 1.0, rtol=1e-5)
-    assert densities[0] != densities[1] != densities[2]
-    saved, _ = manifest.read_manifest(Disk(workdirs[0] / "checkpoints"), 6)
-    assert saved["loss_by_time"].keys() == {"losses", "weights"}
-    shutil.copytree(workdirs[0], workdirs[1])
-    shutil.rmtree(workdirs[1] / "checkpoints" / "6")
-    outcome = call(train.main, *arguments, "--workdir", workdirs[1])
-    assert "resuming after step 3" in outcome.out
-    assert without_times(workdirs[1]) == records
-
-
 @pytest.fixture
 def poison(monkeypatch):
     """Makes the loss of these steps of the next run NaN."""

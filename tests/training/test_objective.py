@@ -263,3 +263,24 @@ def test_the_gradient_with_own_estimates() -> None:
         return jax.jit(loss)(jax.tree.map(lambda w, g: w + step * g / size, path, gradient), llm, batch)
 
     assert (at(1e-2) - at(-1e-2)) / 2e-2 == pytest.approx(float(size), rel=2e-2)
+
+
+def test_cosmap_is_that_of_the_release() -> None:
+    u = np.linspace(0, 1, 1001)[:-1]
+    wanted = 1 - 1 / (np.tan(np.pi / 2 * u) + 1)
+    found = np.asarray(objective.cosmap_times(jnp.asarray(u, jnp.float32)))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-7)
+    assert found[0] == 0.0
+    assert found[-1] < 1.0
+
+
+def test_the_times_of_the_defaults_are_the_bits_that_are_drawn() -> None:
+    batch, path = tiny.batch(), tiny.path()
+    plain = objective.sample_corruption(jax.random.key(3), batch, path)
+    drawn = [
+        objective.sample_corruptions(jax.random.key(3), batch, path, draws_per_context=1, times=times)[1]
+        for times in objective.TIMES.values()
+    ]
+    jax.tree.map(np.testing.assert_array_equal, drawn[0], plain)
+    np.testing.assert_array_equal(drawn[1].noise, plain.noise)
+    np.testing.assert_array_equal(drawn[1].t, objective.cosmap_times(plain.t))

@@ -19,8 +19,8 @@ import numpy as np
 
 from l2d_jax.errors import InputError
 from l2d_jax.files import output_folder
-from l2d_jax.parity import release_model
-from l2d_jax.parity.release_model import Release
+from tests.parity.recorder import release_model
+from tests.parity.recorder.release_model import Release
 from tests.parity.recorder.release_recorder import Recorder
 
 

@@ -8,8 +8,8 @@ from unittest import mock
 
 import numpy as np
 
-from l2d_jax.parity.release_model import Release
 from tests.parity.recorder import release_runs
+from tests.parity.recorder.release_model import Release
 from tests.parity.recorder.release_runs import Arrays
 
 LENGTH = 12

@@ -12,7 +12,7 @@ from unittest import mock
 
 import numpy as np
 
-from l2d_jax.parity.release_model import Release
+from tests.parity.recorder.release_model import Release
 
 Arrays = dict[str, np.ndarray]
 
