@@ -41,9 +41,8 @@ def main(url: str, pid: str, count: int) -> None:
         answers = list(pool.map(ask, range(count)))
     seconds, waits = time.monotonic() - began, sorted(wait for *_, wait in answers)
     tokens, evaluations = (sum(usage[name] for _, usage, _ in answers) for name in ("completion_tokens", "evaluations"))
-    print(
-        f"{count} requests in {seconds:.0f} s: {tokens / seconds:.1f} tokens/s, {evaluations / seconds:.0f} evaluations/s"
-    )
+    print(f"{count} requests in {seconds:.0f} s")
+    print(f"{tokens / seconds:.1f} tokens/s, {evaluations / seconds:.0f} evaluations/s")
     print(f"waits: median {waits[count // 2]:.1f} s, 95 % below {waits[int(0.95 * count)]:.1f} s")
     print(f"memory: {before:.0f} MiB before, {memory():.0f} MiB after")
     again = range(0, count, 10)
