@@ -6,7 +6,7 @@ which are the LM's with their LoRA, and the LM head; its time is the slope of th
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from l2d_jax.decoding.sampler import SamplingOptions
 from l2d_jax.model.axes import ADAPTED
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
-from l2d_jax.performance.timing import REPEATS, read_rate
+from l2d_jax.performance.timing import read_rate, turns
 from l2d_jax.weights import model_folder
 
 
@@ -48,7 +48,8 @@ def measure_decoding(
     read, rate = bytes_per_evaluation(model), read_rate()
     rows, slopes = [], []
     for batch in batches:
-        times = [_time(model, config, batch=batch, budget=budget, prompt=prompt, new=new) / new for budget in budgets]
+        shape = {"batch": batch, "prompt": prompt, "new": new}
+        times = [seconds / new for seconds in turns(*(decoder(model, config, budget=b, **shape) for b in budgets))]
         for budget, seconds in zip(budgets, times, strict=True):
             speed = {"tokens per second": batch / seconds, "seconds per token": seconds}
             rows.append({"batch": batch, "budget": budget, **speed})
@@ -75,15 +76,15 @@ def bytes_per_evaluation(model: Model) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(parts))
 
 
-def _time(model: Model, config: Config, *, batch: int, budget: int, prompt: int, new: int) -> float:
-    """Median seconds to generate the new tokens of all sequences; the prefill comes before the clock starts."""
+def decoder(model: Model, config: Config, *, batch: int, budget: int, prompt: int, new: int) -> Callable[[], float]:
+    """A compiled function that generates the new tokens of all sequences; it returns the seconds after the prefill."""
     settings = Refinement.prepare(model, dataclasses.replace(config.decode, budget=budget))
     model = model.reading(refines=budget > 1)
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(model.llm.architecture.vocab_size, size=(batch, prompt)), jnp.int32)
     keys = jax.random.split(jax.random.key(0), batch)
-    times = []
-    for _ in range(1 + REPEATS):  # the first compiles
+
+    def generate() -> float:
         state = decode.prefill(model.llm, tokens, jnp.full(batch, prompt, jnp.int32), keys, capacity=new)
         jax.block_until_ready(state)
         began = time.perf_counter()
@@ -97,5 +98,7 @@ def _time(model: Model, config: Config, *, batch: int, budget: int, prompt: int,
             noise_samples=config.decode.draws,
         )
         jax.block_until_ready(answer)
-        times.append(time.perf_counter() - began)
-    return sorted(times[1:])[REPEATS // 2]
+        return time.perf_counter() - began
+
+    generate()  # compiles
+    return generate

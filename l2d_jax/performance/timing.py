@@ -1,6 +1,7 @@
 """Wall-clock times, and the machine's best rates, which speeds are compared with."""
 
 from collections.abc import Callable
+from functools import partial
 from timeit import timeit
 from typing import Any
 
@@ -11,8 +12,13 @@ REPEATS = 5  # runs of a piece of work, whose median counts
 
 
 def medians(*works: Callable[[], object]) -> list[float]:
-    """Median wall-clock seconds of pieces of work, which take turns so that a shared machine slows them alike."""
-    rounds = [[timeit(work, number=1) for work in works] for _ in range(REPEATS)]
+    """Median wall-clock seconds of pieces of work, by `turns`."""
+    return turns(*(partial(timeit, work, number=1) for work in works))
+
+
+def turns(*works: Callable[[], float]) -> list[float]:
+    """Medians of the seconds that works return, which take turns so that a shared machine slows them alike."""
+    rounds = [[work() for work in works] for _ in range(REPEATS)]
     return [sorted(seconds)[REPEATS // 2] for seconds in zip(*rounds, strict=True)]
 
 

@@ -5,6 +5,7 @@ Nothing here imports JAX: the release needs an environment of its own (`ENVIRONM
 
 import importlib
 import inspect
+import json
 import runpy
 import sys
 import types
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from l2d_jax.errors import InputError
-from l2d_jax.files import read_json
 
 ENVIRONMENT = {"torch": "2.13.0", "transformers": "4.46.3", "torchdiffeq": "0.2.5"}  # tested with these
 # The release's files import these too, and what is recorded uses nothing of them.
@@ -123,8 +123,8 @@ def build_tiny(release: Release, variant: str, *, seed: int) -> tuple[Any, dict[
 
 def open_model(release: Release, base: Path, weights: Path, hyperparameters: Path) -> tuple[Any, dict[str, Any]]:
     """A base in a folder with a trained path, and the path's hyper-parameters."""
-    raw = read_json(hyperparameters)
-    family = read_json(base / "config.json").get("model_type")
+    raw = json.loads(hyperparameters.read_text())
+    family = json.loads((base / "config.json").read_text()).get("model_type")
     if family not in FAMILIES:
         raise InputError(f"{base}/config.json has model_type {family!r}: the release knows {', '.join(FAMILIES)}")
     loaded = release.transformers.AutoModelForCausalLM.from_pretrained(base, torch_dtype=release.torch.float32)
