@@ -9,6 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 from l2d_jax.config.schema import PathConfig
 from l2d_jax.errors import InputError
+from l2d_jax.files import package_table
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.weights import mapping, release
 from tests.support import tiny
