@@ -47,11 +47,11 @@ def find(folder: str | os.PathLike[str], *, dtype: str | None = None) -> Folder:
     folder = folder if path == Path(folder) else path  # a hub id stays as it is written
     if (path / "checkpoints").is_dir():
         options = read_json(path / "config.json")
-        train = options.get("train", {})
-        for former in ("stratified_times", "logit_normal_mean", "logit_normal_deviation"):
-            train.pop(former, None)
-        if train.get("time_density") in ("logit_normal", "warped"):  # of former versions, and of training alone
-            train.pop("time_density")
+        if isinstance(train := options.get("train"), dict):  # options of former versions, and of training alone
+            for former in ("stratified_times", "logit_normal_mean", "logit_normal_deviation"):
+                train.pop(former, None)
+            if train.get("time_density") in ("logit_normal", "warped"):
+                del train["time_density"]
         config = Config.from_dict(options)
         config = dataclasses.replace(config, model=_base(vars(config.model), dtype))
         base = model_folder.recorded_base(path, config.model)

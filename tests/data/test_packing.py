@@ -135,9 +135,10 @@ def test_packed_rows_have_the_losses_of_their_examples(model: Any, answer_length
         np.testing.assert_array_equal(packed.targets[packed_row, there], alone.targets[row, here])
         np.testing.assert_allclose(found[packed_row, there], one[row, here], rtol=1e-5, atol=1e-5)
     for reduction in ("example", "token"):
-        mean = objective.average(found, packed.weights, reduction, segments=packed.query_segments)
-        np.testing.assert_allclose(mean, objective.average(one, alone.weights, reduction), rtol=1e-5)
-        assert mean != objective.average(found, packed.weights, "example")  # of rows, not of examples
+        mean = jnp.sum(found * objective.loss_weights(packed.weights, reduction, segments=packed.query_segments))
+        wanted = jnp.sum(one * objective.loss_weights(alone.weights, reduction))
+        np.testing.assert_allclose(mean, wanted, rtol=1e-5)
+        assert mean != jnp.sum(found * objective.loss_weights(packed.weights, "example"))  # of rows, not of examples
 
 
 def test_each_example_of_a_row_begins_at_position_zero_and_keeps_its_class(model: Any) -> None:

@@ -300,7 +300,7 @@ def test_the_benchmark_of_training(monkeypatch, method):
         ({"train__method": "lroa"}, "config.train.method must be one of 'l2d', 'lora', 'full', got 'lroa'"),
         ({"train__method": "full", "model__dtype": "int8"}, "which config.model.dtype 'int8' freezes"),
         ({"train__method": "lora", "lora__modules": "('q_prj',)"}, "has 'q_prj', which is no layer of the LM: did you"),
-        ({"train__method": "lora", "train__draws_per_context": 2}, "draws_per_context 2, time_density"),
+        ({"train__method": "lora", "train__draws_per_context": 2}, "draws_per_context 2 and time_density"),
     ],
 )
 def test_what_cannot_be_trained(tmp_path, monkeypatch, changes, message):
