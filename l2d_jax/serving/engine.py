@@ -67,10 +67,10 @@ class Engine:
         problem = f"a request asks for at most {self._limit} answers here, got {len(works)}: ask several times"
         require(len(works) <= self._limit, problem)
         with self._changed:
-            waiting = len(self._waiting) + len(works)
-            if waiting > self._limit:
-                raise FullError(math.ceil(self._seconds * waiting / self._size))
-            self._waiting += works
+            waiting = [*(work for work in self._waiting if not work.is_cancelled), *works]
+            if len(waiting) > self._limit:
+                raise FullError(math.ceil(self._seconds * len(waiting) / self._size))
+            self._waiting = waiting
             self._changed.notify()
 
     def cancel(self, works: Sequence[Work]) -> None:

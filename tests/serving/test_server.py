@@ -145,19 +145,20 @@ def test_a_request_for_more_answers_than_fit_the_queue(url):
     assert "at most 256 answers" in reply.json()["error"]["message"]
 
 
+def figure(url: str, name: str) -> float:
+    """One of the figures for Prometheus; 0 before there is any."""
+    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
 def test_models_health_and_figures(client, url):
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").owned_by == "l2d_jax"
     assert httpx.get(f"{url}/health").json() == {"status": "ok"}
-    before = httpx.get(f"{url}/metrics").text
+    names = ("l2d_evaluations_total", 'l2d_requests_total{status="200"}')
+    before = [figure(url, name) for name in names]
     chat(client, budget=3, max_tokens=8)
-    after = httpx.get(f"{url}/metrics").text
-
-    def value(text: str, name: str) -> float:
-        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
-
-    assert value(after, "l2d_evaluations_total") - value(before, "l2d_evaluations_total") == 24
-    assert value(after, 'l2d_requests_total{status="200"}') - value(before, 'l2d_requests_total{status="200"}') == 1
+    assert [figure(url, name) - value for name, value in zip(names, before, strict=True)] == [24, 1]
 
 
 STRUCTURED: list[dict[str, Any]] = [
@@ -225,7 +226,7 @@ def test_many_at_once_say_what_each_says_alone(client, loaded):
         answers = list(pool.map(ask, range(120)))  # with all shapes that there are
         before = resident_memory()
         answers += pool.map(ask, range(120, 200))
-    assert resident_memory() - before < 2**25
+    assert resident_memory() - before < 2**27  # a program may still be compiled
     for number in range(0, 200, 8):
         own = dict(asked[number])
         own["max_new_tokens"] = own.pop("max_tokens")
@@ -233,25 +234,27 @@ def test_many_at_once_say_what_each_says_alone(client, loaded):
 
 
 def test_a_client_that_leaves_frees_its_lane(loaded):
-    """Its lane is the only one, and the next request has an answer long before the first would have ended."""
+    """Long before its answer would have ended, by what the server has spent on it."""
     with serving(loaded, lanes=1) as url:
-        body = {"messages": QUESTION, "max_tokens": 900, "budget": 31, "stream": True, "seed": 0}
+        body = {"messages": QUESTION, "max_tokens": 900, "budget": 31, "seed": 0}
         for stream in (True, False):
+            before = figure(url, "l2d_evaluations_total")
+            options = {"json": body | {"stream": stream}, "timeout": 60 if stream else 1}
             try:
-                options = {"json": body | {"stream": stream}, "timeout": 60 if stream else 1}
                 with httpx.stream("POST", f"{url}/v1/chat/completions", **options) as reply:
                     next(reply.iter_lines())
             except httpx.TimeoutException:
                 assert not stream
-            began = time.monotonic()
-            reply = httpx.post(f"{url}/v1/chat/completions", json=body | {"max_tokens": 4, "stream": False}, timeout=60)
-            assert reply.json()["usage"]["completion_tokens"] == 4
-            assert time.monotonic() - began < 30
+            end = time.monotonic() + 60
+            while figure(url, "l2d_answers_decoding") > 0:
+                assert time.monotonic() < end
+                time.sleep(0.05)
+            assert figure(url, "l2d_evaluations_total") - before < 0.9 * 900 * 31
 
 
 def test_a_full_queue_a_key_and_a_limit_of_time(loaded):
     """429 says when to ask again; 401 without the key; 504 for what takes too long, and others go on."""
-    with serving(loaded, lanes=1, queue=1, key="secret", seconds=4.0) as url:
+    with serving(loaded, lanes=1, queue=1, key="secret", seconds=1.0) as url:
         post = f"{url}/v1/chat/completions"
         headers = {"Authorization": "Bearer secret"}
         assert httpx.post(post, json={"messages": QUESTION}).status_code == 401
@@ -273,5 +276,7 @@ def test_a_full_queue_a_key_and_a_limit_of_time(loaded):
         assert int(full.headers["retry-after"]) >= 1
         assert full.json()["error"]["type"] == "rate_limit_error"
         last = {**body, "max_tokens": 2}  # until its program is compiled, it may take too long as well
-        replies = [httpx.post(post, json=last, headers=headers, timeout=60) for _ in range(10)]
-        assert replies[-1].status_code == 200
+        end = time.monotonic() + 120
+        while (status := httpx.post(post, json=last, headers=headers, timeout=60).status_code) == 504:
+            assert time.monotonic() < end
+        assert status == 200
