@@ -1,6 +1,8 @@
 """The house keeps its order: packages import downward, folders and files stay small, a public name has one home."""
 
 import ast
+import shutil
+import subprocess
 from collections import defaultdict
 from pathlib import Path
 
@@ -95,3 +97,17 @@ def test_a_public_name_has_one_home():
 
 def test_the_longest_test_files_are_there():
     assert all((PACKAGE.parent / name).is_file() for name in LONGEST)
+
+
+@pytest.mark.skipif(shutil.which("git") is None or not (PACKAGE.parent / ".git").exists(), reason="no git checkout")
+def test_only_the_projects_own_files_are_kept():
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=PACKAGE.parent, capture_output=True, text=True, check=True)
+    files = [PACKAGE.parent / name for name in listed.stdout.split("\0") if name]
+    top = {file.relative_to(PACKAGE.parent).parts[0] for file in files}
+    folders = {"l2d_jax", "configs", "launch", "tests", "docs"}
+    assert {name for name in top if not name.startswith(".")} == folders | {
+        "requirements.txt",
+        "pyproject.toml",
+        "README.md",
+    }
+    assert {file.name for file in files if file.is_file() and file.stat().st_size > 512 * 1024} == set()
