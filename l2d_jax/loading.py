@@ -18,7 +18,7 @@ from l2d_jax.files import read_json
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
 from l2d_jax.storage import mirror
-from l2d_jax.training import manifest
+from l2d_jax.training import manifest, workdir
 from l2d_jax.training.checkpoint import Checkpoints
 from l2d_jax.training.methods import method_of
 from l2d_jax.weights import model_folder
@@ -46,13 +46,7 @@ def find(folder: str | os.PathLike[str], *, dtype: str | None = None) -> Folder:
     path = mirror.open_folder(folder)
     folder = folder if path == Path(folder) else path  # a hub id stays as it is written
     if (path / "checkpoints").is_dir():
-        options = read_json(path / "config.json")
-        if isinstance(train := options.get("train"), dict):  # options of former versions, and of training alone
-            for former in ("stratified_times", "logit_normal_mean", "logit_normal_deviation"):
-                train.pop(former, None)
-            if train.get("time_density") in ("logit_normal", "warped"):
-                del train["time_density"]
-        config = Config.from_dict(options)
+        config = workdir.read_config(path)
         config = dataclasses.replace(config, model=_base(vars(config.model), dtype))
         base = model_folder.recorded_base(path, config.model)
         if config.train.method == "l2d":

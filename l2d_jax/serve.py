@@ -15,7 +15,7 @@ import jax
 from l2d_jax import command_line
 from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import MeshConfig
-from l2d_jax.data.tokenizer import first_line, require_chat_template
+from l2d_jax.data.tokenizer import first_line, require_chat_template, require_tokenizer
 from l2d_jax.decoding.requests import check_decoding_memory
 from l2d_jax.decoding.solver import FIXED
 from l2d_jax.distributed import runtime
@@ -34,7 +34,7 @@ def main() -> None:
     try:
         import uvicorn
 
-        from l2d_jax.serving.app import Limits, ServerApp
+        from l2d_jax.serving.app import RequestLimits, ServerApp
         from l2d_jax.serving.engine import KINDS, Engine
         from l2d_jax.serving.protocol import Protocol
     except ImportError as error:
@@ -48,9 +48,7 @@ def main() -> None:
     runtime.start_jax(MeshConfig())
     require(jax.process_count() == 1, "a server is one process: start it on one host alone")
     base = model_folder.find_base(folder.base)
-    tokenizer = base.tokenizer
-    if tokenizer is None:
-        raise InputError("the model folder has no tokenizer: add its tokenizer files to serve text")
+    tokenizer = require_tokenizer(base.tokenizer)
     require_chat_template(tokenizer)
     mesh = runtime.start_decoding(MeshConfig(), rows=options.lanes, kv_heads=base.architecture.num_key_value_heads)
     context = min(options.context, base.architecture.max_position_embeddings)
@@ -70,7 +68,7 @@ def main() -> None:
     budgets = [n for n in BUDGETS if n == 1 or (has_path and (solver is None or solver.spendable(n) == n))]
     about: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "l2d_jax", "budgets": budgets}
     about |= {"max_tokens": context // 2, "has_path": has_path}
-    limits = Limits(options.timeout, 1024 * options.max_body)
+    limits = RequestLimits(options.timeout, 1024 * options.max_body)
     app = ServerApp(engine, protocol, about=about, limits=limits, key=os.environ.get(KEY) or None)
     server = uvicorn.Server(uvicorn.Config(app.routes(), log_level="critical"))
     host, port = listening.getsockname()[:2]

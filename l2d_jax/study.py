@@ -27,12 +27,12 @@ from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import Config, DecodeConfig
 from l2d_jax.data import rows
 from l2d_jax.data.examples import Examples
+from l2d_jax.data.tokenizer import require_tokenizer
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.refine import Refinement
 from l2d_jax.decoding.solver import ADAPTIVE, AMPLE, SOLVERS, split_budget
 from l2d_jax.decoding.trace import mean_evaluations
 from l2d_jax.distributed import processes, runtime
-from l2d_jax.errors import InputError
 from l2d_jax.evaluation.strategies import answer_problems, strategies
 from l2d_jax.files import changes, write_whole
 from l2d_jax.loading import Folder, find, load, model_fingerprint, newest_step
@@ -114,8 +114,7 @@ def _read_answers(
     tokenizer: PreTrainedTokenizerFast | None, config: Config, count: int
 ) -> tuple[Examples, MarkedProblems | None]:
     """The held-out answers, and `count` problems to answer freely, None for 0; raises `InputError`."""
-    if tokenizer is None:
-        raise InputError("a study reads text, and a model has no tokenizer: add its tokenizer files")
+    tokenizer = require_tokenizer(tokenizer)
     examples = Examples.load(config.data, tokenizer, split=config.data.validation_split)
     problems = MarkedProblems.read(config.data, tokenizer, count=count, option="--answers") if count else None
     return examples, problems

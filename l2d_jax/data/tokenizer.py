@@ -61,6 +61,13 @@ def load_tokenizer(folder: Path, *, vocabulary: int | None = None) -> PreTrained
     return tokenizer
 
 
+def require_tokenizer(tokenizer: PreTrainedTokenizerFast | None) -> PreTrainedTokenizerFast:
+    """The tokenizer; raises `InputError` where there is none."""
+    if tokenizer is None:
+        raise InputError("the model folder has no tokenizer: add its tokenizer files, to read and write text")
+    return tokenizer
+
+
 def require_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
     """Raise `InputError` if the tokenizer has no chat template, without which a conversation has no text."""
     problem = f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template"

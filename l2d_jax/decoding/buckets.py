@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
@@ -26,6 +27,11 @@ def pad(
     for row, prompt in zip(ids, prompts, strict=True):
         row[: len(prompt)] = prompt
     return sharding.spread(ids), sharding.spread(np.array([len(prompt) for prompt in prompts], np.int32))
+
+
+def positions(lengths: Int[jax.Array, " B"], slots: Int[jax.Array, " P"], *, prefix: int = 0) -> Int[jax.Array, "B P"]:
+    """The positions of these slots of padded prompts behind a prefix; those of padding are -1."""
+    return jnp.where(slots < lengths[:, None], prefix + slots, -1)
 
 
 def round_up(length: int, *, shortest: int = SHORTEST_BUCKET) -> int:

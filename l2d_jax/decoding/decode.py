@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
+from l2d_jax.decoding.buckets import positions
 from l2d_jax.decoding.refine import Refinement, refine_counted
 from l2d_jax.decoding.sampler import SamplingOptions, entropy, sample_tokens, token_keys
 from l2d_jax.model.context import Context
@@ -54,13 +55,11 @@ def prefill(
 
     The tokens of the `prefix` come before those of every prompt.
     """
-    slots = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    first = 0 if prefix is None else prefix.positions.shape[1]
-    positions = jnp.where(slots < lengths[:, None], first + slots, -1)
     before = None
     if prefix is not None:
         before = KVCache.empty(llm.architecture, len(lengths), capacity, dtype=llm.embed.dtype, prefix=prefix)
-    hidden, prompt = llm(tokens, positions, before)
+    slots = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    hidden, prompt = llm(tokens, positions(lengths, slots, prefix=_length(prefix)), before)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
     return start(llm, prompt, last, tokens, lengths, keys, capacity=capacity, prefix=prefix)
 
@@ -84,12 +83,16 @@ def start(
         cache=cache.beside(prompts),
         hidden=hidden,
         inputs=llm.lookup(jnp.take_along_axis(tokens, (lengths - 1)[:, None], axis=1))[:, 0],
-        positions=(0 if prefix is None else prefix.positions.shape[1]) + lengths - 1,
+        positions=_length(prefix) + lengths - 1,
         keys=keys,
         count=none,
         done=none > 0,
         broken=none > 0,
     )
+
+
+def _length(prefix: KVCache | None) -> int:
+    return 0 if prefix is None else prefix.positions.shape[1]
 
 
 @partial(jax.jit, static_argnames="capacity")
@@ -118,8 +121,7 @@ def read_piece(
     The ring of `read` has a slot for each token of the padded prompts. `last` is what the piece before has returned.
     """
     slots = read.used + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    first = 0 if read.prefix is None else read.prefix.positions.shape[1]
-    hidden, new = llm(tokens, jnp.where(slots < lengths[:, None], first + slots, -1), read)
+    hidden, new = llm(tokens, positions(lengths, slots, prefix=_length(read.prefix)), read)
     is_end = slots == lengths[:, None] - 1
     ends = jnp.where(is_end[..., None], hidden, 0).sum(axis=1, dtype=hidden.dtype)
     return read.extend(new), jnp.where(is_end.any(axis=1)[:, None], ends, last)
@@ -233,14 +235,14 @@ def refined_logits(
 
 def advance(llm: LLM, state: State, tokens: Int[Array, " B"], done: Bool[Array, " B"]) -> State:
     """Feed one chosen token per sequence to the main path."""
-    positions = state.positions + 1
-    hidden, new = llm(tokens[:, None], positions[:, None], state.cache)
+    following = state.positions + 1
+    hidden, new = llm(tokens[:, None], following[:, None], state.cache)
     return dataclasses.replace(
         state,
         cache=state.cache.extend(new),
         hidden=hidden[:, 0],
         inputs=llm.lookup(tokens[:, None])[:, 0],
-        positions=positions,
+        positions=following,
         count=state.count + 1,
         done=done,
     )

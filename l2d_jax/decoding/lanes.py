@@ -19,7 +19,7 @@ from l2d_jax.decoding import decode
 from l2d_jax.decoding.buckets import CHUNK, answer_slots, pad, round_up
 from l2d_jax.decoding.condition_table import ConditionTable
 from l2d_jax.decoding.refine import Refinement
-from l2d_jax.decoding.requests import Answer, Piece, Request, Score
+from l2d_jax.decoding.requests import Answer, Piece, Request, TokenScore
 from l2d_jax.decoding.sampler import SamplingOptions, allow
 from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError
@@ -246,7 +246,7 @@ def _stack(parts: Sequence[Any]) -> Any:
     return jax.tree.map(lambda *leaves: jnp.asarray(np.concatenate([np.atleast_1d(a) for a in leaves])), *parts)
 
 
-def _scores(new: decode.Tokens) -> list[list[Score]]:
+def _scores(new: decode.Tokens) -> list[list[TokenScore]]:
     """The scores of the new tokens of each lane."""
     columns = [processes.gather_array(column).tolist() for column in new[2:]]
-    return [list(map(Score, *rows)) for rows in zip(*columns, strict=True)]
+    return [list(map(TokenScore, *rows)) for rows in zip(*columns, strict=True)]

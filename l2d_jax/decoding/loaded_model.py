@@ -9,6 +9,7 @@ conversation is a list of messages, each a dictionary with a role and a content.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from numbers import Integral
 from typing import Any
 
@@ -16,13 +17,14 @@ from transformers import PreTrainedTokenizerFast
 
 from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.data.tokenizer import Message, text_ids
+from l2d_jax.data.tokenizer import Message, require_tokenizer, text_ids
 from l2d_jax.decoding import requests
 from l2d_jax.decoding.generation import decode_lanes, generate_tokens
 from l2d_jax.decoding.grammar import Grammar
 from l2d_jax.decoding.likelihood import Likelihood, score_answers
 from l2d_jax.decoding.requests import Request, Restrictions, encode_prompt
-from l2d_jax.decoding.stop_strings import to_text
+from l2d_jax.decoding.stop_strings import GrowingText, to_text
+from l2d_jax.distributed.memory import device_bytes, tree_bytes
 from l2d_jax.errors import InputError
 from l2d_jax.model.l2d import Model
 
@@ -54,6 +56,13 @@ class LoadedModel:
     stop_ids: tuple[int, ...]  # tokens that end an answer
     defaults: DecodeConfig  # how the model was validated while it was trained
     step: int | None = None  # of the checkpoint; None: the weights come from no checkpoint
+
+    @cached_property
+    def decoder(self) -> Model:
+        """The model as `Model.merged` has it, where the memory has room for that beside caches and logits."""
+        there = device_bytes()
+        has_room = there is None or 3 * tree_bytes(self.model) < there
+        return self.model.merged() if has_room else self.model
 
     def generate(
         self,
@@ -98,7 +107,7 @@ class LoadedModel:
         grammar = self._grammar(options)
         restrictions = Restrictions([stop] if isinstance(stop, str) else stop, allowed, banned, grammar=grammar)
         request = self._request(many, label, settings, options, seed=seed, samples=count, restrictions=restrictions)
-        answers = generate_tokens(self.model, request, stop_ids=self.stop_ids, tokenizer=self.tokenizer)
+        answers = generate_tokens(self.decoder, request, stop_ids=self.stop_ids, tokenizer=self.tokenizer)
         shown = [
             [to_text(ids, self.tokenizer) if _is_text(prompt) else ids for ids in answers[count * i : count * (i + 1)]]
             for i, prompt in enumerate(many)
@@ -123,17 +132,12 @@ class LoadedModel:
 
         Arguments and errors are those of `generate`; errors are raised when the first piece is asked for.
         """
-        tokenizer, answer, shown = self._tokenizer(), list[int](), ""
+        text = GrowingText(require_tokenizer(self.tokenizer))
         grammar = self._grammar(options)
         restrictions = Restrictions([stop] if isinstance(stop, str) else stop, grammar=grammar)
         request = self._request([prompt], label, settings, options, seed=seed, restrictions=restrictions)
-        for [piece] in decode_lanes(self.model, request, stop_ids=self.stop_ids, tokenizer=tokenizer):
-            answer.extend(piece.tokens)
-            text = to_text(answer, tokenizer)
-            if not text.endswith("\ufffd"):  # otherwise the rest of a character is still to come
-                yield text[len(shown) :]
-                shown = text
-        yield to_text(answer, tokenizer)[len(shown) :]
+        for [piece] in decode_lanes(self.decoder, request, stop_ids=self.stop_ids, tokenizer=self.tokenizer):
+            yield text.add(piece.tokens, is_last=piece.is_last)
 
     def score(
         self,
@@ -161,7 +165,10 @@ class LoadedModel:
         request = self._request(many, label, settings, options)
         require(not any(prompt.settings for prompt in request.prompts), "likelihoods have one value of each option")
         prompted = [*request.prompts] * len(texts) if is_single else request.prompts
-        ids = [text_ids([answer], self._tokenizer())[0] if isinstance(answer, str) else answer for answer in texts]
+        ids = [
+            text_ids([answer], require_tokenizer(self.tokenizer))[0] if isinstance(answer, str) else answer
+            for answer in texts
+        ]
         likelihoods = score_answers(self.model, prompted, ids, settings=request.settings, draws=draws, seed=seed)
         return likelihoods[0] if is_single and is_one else likelihoods
 
@@ -203,11 +210,6 @@ class LoadedModel:
                 requests.check_tokens([ids], self.model.llm.architecture)
                 return ids
         raise InputError(f"a prompt is text, a list of messages or a list of token ids, got {prompt!r}")
-
-    def _tokenizer(self) -> PreTrainedTokenizerFast:
-        if self.tokenizer is None:
-            raise InputError("the model folder has no tokenizer: add its tokenizer files to generate text")
-        return self.tokenizer
 
 
 def _is_text(prompt: Any) -> bool:

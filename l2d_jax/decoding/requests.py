@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from l2d_jax.config import ranges
 from l2d_jax.config.parsing import check_value, from_dict, nearest
 from l2d_jax.config.schema import DecodeConfig, PathConfig
-from l2d_jax.data.tokenizer import Message, prompt_ids
+from l2d_jax.data.tokenizer import Message, prompt_ids, require_tokenizer
 from l2d_jax.decoding.buckets import answer_slots, round_up
 from l2d_jax.decoding.condition_table import CAPACITY
 from l2d_jax.decoding.grammar import Grammar, Matcher
@@ -59,7 +59,7 @@ class Request:
     restrictions: Restrictions = UNRESTRICTED
 
 
-class Score(NamedTuple):
+class TokenScore(NamedTuple):
     """Log-probabilities, in nats, of a token and of the likeliest ones in its place."""
 
     log_prob: float
@@ -75,7 +75,7 @@ class Piece(NamedTuple):
     is_last: bool
     ending: str = ""  # of the last piece: "stop", "length", or "broken" where it could not go on
     evaluations: int = 0  # of the path, for the tokens that were decoded, also where they are held back or left out
-    scores: Sequence[Score] = ()  # of the tokens, where the answer has them
+    scores: Sequence[TokenScore] = ()  # of the tokens, where the answer has them
 
 
 @dataclass(eq=False)
@@ -93,7 +93,7 @@ class Answer:
     is_read: bool = False
     is_stuck: bool = False  # whether its grammar became too large on the way
     tokens: int = 0  # that it has so far
-    _scores: list[Score] = field(default_factory=list)  # of tokens that are held back
+    _scores: list[TokenScore] = field(default_factory=list)  # of tokens that are held back
 
     def add(
         self,
@@ -102,7 +102,7 @@ class Answer:
         *,
         is_broken: bool,
         costs: Sequence[int],
-        scores: Sequence[Score],
+        scores: Sequence[TokenScore],
     ) -> Piece:
         """The new tokens up to the answer's end, less what may belong to a stop string; `costs` are evaluations."""
         row = row[: self.settings.max_new_tokens - self.tokens]
@@ -185,9 +185,7 @@ def encode_prompt(messages: Sequence[Message], tokenizer: PreTrainedTokenizerFas
 
     Raises `InputError` if there is no tokenizer, if it has no chat template, and if that refuses the conversation.
     """
-    if tokenizer is None:
-        raise InputError("the model folder has no tokenizer: add its tokenizer files to generate text")
-    return prompt_ids(messages, tokenizer)
+    return prompt_ids(messages, require_tokenizer(tokenizer))
 
 
 def check_decoding_memory(

@@ -1,4 +1,4 @@
-"""Finds stop strings in answers that are still being generated."""
+"""Answers that are still being generated: their text, and the stop strings in it."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -56,6 +56,24 @@ class StopSearch:
             count -= 1
         self._released = count
         return answer[released:count], bool(places)
+
+
+class GrowingText:
+    """The text of an answer that comes token by token, in pieces that are complete in UTF-8."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._tokenizer = tokenizer
+        self.ids: list[int] = []
+        self.shown = ""
+
+    def add(self, ids: Sequence[int], *, is_last: bool) -> str:
+        """Add new tokens to the answer; what they add to its text."""
+        self.ids += ids
+        text = to_text(self.ids, self._tokenizer)
+        if text.endswith("\ufffd") and not is_last:  # the rest of a character is still to come
+            return ""
+        new, self.shown = text[len(self.shown) :], text
+        return new
 
 
 def to_text(ids: Sequence[int], tokenizer: PreTrainedTokenizerFast | None) -> str:

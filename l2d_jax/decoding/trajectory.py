@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from l2d_jax.decoding import integrate
-from l2d_jax.decoding.buckets import pad
+from l2d_jax.decoding.buckets import pad, positions
 from l2d_jax.decoding.refine import Refinement, corrected_hidden, make_target, solve_each
 from l2d_jax.decoding.sampler import entropy, token_keys
 from l2d_jax.model.context import Context
@@ -58,7 +58,7 @@ def read_answer(
 @jax.jit
 def _read(llm: LLM, tokens: Int[Array, "1 T"], lengths: Int[Array, " 1"]) -> tuple[Array, KVCache, Array]:
     slots = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    return *llm(tokens, jnp.where(slots < lengths[:, None], slots, -1)), llm.lookup(tokens)
+    return *llm(tokens, positions(lengths, slots)), llm.lookup(tokens)
 
 
 @partial(jax.jit, static_argnames="steps")

@@ -20,10 +20,10 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from transformers import PreTrainedTokenizerFast
 
+from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.data.tokenizer import first_line, render_chat, require_chat_template, text_ids
+from l2d_jax.data.tokenizer import first_line, render_chat, require_chat_template, require_tokenizer, text_ids
 from l2d_jax.decoding.batching import complete, plan_batches
 from l2d_jax.decoding.likelihood import score_answers
 from l2d_jax.decoding.loaded_model import LoadedModel
@@ -70,6 +70,8 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type A
     def __init__(self, loaded: LoadedModel, *, options: HarnessOptions) -> None:
         super().__init__()
         self.tokenizer = require_tokenizer(loaded.tokenizer)
+        problem = "the tokenizer has no eos_token, which ends texts: name one in tokenizer_config.json"
+        require(self.tokenizer.eos_token_id is not None, problem)
         self._loaded = loaded
         self._options = options
         self._positions = loaded.model.llm.architecture.max_position_embeddings
@@ -209,15 +211,6 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type A
             elif ids[0] in self.tokenizer.added_tokens_decoder:
                 stop_ids.append(ids[0])
         return stops, stop_ids
-
-
-def require_tokenizer(tokenizer: PreTrainedTokenizerFast | None) -> PreTrainedTokenizerFast:
-    """The tokenizer; raises `InputError` where there is none, and where it has no token that ends texts."""
-    if tokenizer is None:
-        raise InputError("the model folder has no tokenizer: add its tokenizer files, the tasks are texts")
-    if tokenizer.eos_token_id is None:
-        raise InputError("the tokenizer has no eos_token, which ends texts: name one in tokenizer_config.json")
-    return tokenizer
 
 
 def cut_text(text: str, until: Sequence[str]) -> str:

@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple
 
 from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import CATEGORIES, Config, DecodeConfig
+from l2d_jax.data.tokenizer import require_tokenizer
 from l2d_jax.distributed import processes
-from l2d_jax.errors import InputError
 from l2d_jax.evaluation.results import Results
 from l2d_jax.evaluation.sandbox import grade
 from l2d_jax.evaluation.tasks.problem import EncodedProblem, Problem, Prompts, Run
@@ -79,8 +79,7 @@ def make_plans(
     tasks: Sequence[Task], options: argparse.Namespace, decode: DecodeConfig, base: model_folder.BaseFiles
 ) -> list[TaskPlan]:
     """A plan for each task and budget, with its problems read and encoded; raises `InputError`."""
-    if base.tokenizer is None:
-        raise InputError("the model has no tokenizer, and tasks are text: add its tokenizer files")
+    tokenizer = require_tokenizer(base.tokenizer)
     asked = {field.name: getattr(options, field.name) for field in dataclasses.fields(EvaluationProtocol)}
     chosen = {name: value for name in DECODING_OPTIONS if (value := getattr(options, name)) is not None}
     plans = []
@@ -89,7 +88,7 @@ def make_plans(
         problems = processes.take_turns(partial(task.load, options.data_dir, prompts=options.prompts, **given))
         if options.data_dir is None and options.prompts == "paper" and set(given.values()) == {None}:
             task.check_size(problems)  # the paper's whole split
-        encoded = encode_problems(problems, base.tokenizer)
+        encoded = encode_problems(problems, tokenizer)
         dropped = len(problems) - len(encoded)
         processes.print_once(f"{task.name}: {len(encoded)} problems, {dropped} dropped for their length")
         hashed = digest([[one.problem._asdict(), one.ids] for one in encoded])

@@ -29,7 +29,7 @@ GONE = 499  # the status of a request whose client has left, as nginx has it
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """What one request may take."""
 
     seconds: float  # from its arrival to its end
@@ -40,7 +40,13 @@ class ServerApp:
     """The routes over one engine."""
 
     def __init__(
-        self, engine: Engine, protocol: Protocol, *, about: dict[str, Any], limits: Limits, key: str | None = None
+        self,
+        engine: Engine,
+        protocol: Protocol,
+        *,
+        about: dict[str, Any],
+        limits: RequestLimits,
+        key: str | None = None,
     ) -> None:
         """`about` is what `/v1/models` says of the model; with a `key`, requests must bring it."""
         self._engine, self._protocol, self._about = engine, protocol, about

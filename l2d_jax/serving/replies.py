@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from l2d_jax.decoding.requests import Piece, Score
-from l2d_jax.decoding.stop_strings import to_text
+from l2d_jax.decoding.requests import Piece, TokenScore
+from l2d_jax.decoding.stop_strings import GrowingText
 from l2d_jax.decoding.trace import TokenTrace
 from l2d_jax.serving.protocol import Asked
 
@@ -18,24 +18,18 @@ class Choice:
     """One answer of a reply, and how far it has come."""
 
     index: int
-    tokens: list[int] = field(default_factory=list)
-    text: str = ""  # complete in UTF-8
-    scores: list[Score] = field(default_factory=list)
+    text: GrowingText
+    scores: list[TokenScore] = field(default_factory=list)
     ending: str = ""
     evaluations: int = 0
     trace: Sequence[TokenTrace] | None = None
 
-    def add(self, piece: Piece, tokenizer: PreTrainedTokenizerFast) -> str:
+    def add(self, piece: Piece) -> str:
         """Take in a piece; what it adds to the text."""
-        self.tokens += piece.tokens
         self.scores += piece.scores
         self.ending = piece.ending
         self.evaluations += piece.evaluations
-        text = to_text(self.tokens, tokenizer)
-        if text.endswith("\ufffd") and not piece.is_last:  # the rest of a character is still to come
-            return ""
-        new, self.text = text[len(self.text) :], text
-        return new
+        return self.text.add(piece.tokens, is_last=piece.is_last)
 
 
 class Reply:
@@ -44,13 +38,13 @@ class Reply:
     def __init__(self, asked: Asked, tokenizer: PreTrainedTokenizerFast, *, name: str, is_chat: bool) -> None:
         self._asked, self._tokenizer, self._is_chat = asked, tokenizer, is_chat
         self._head = {"id": asked.id, "created": asked.created, "model": name}
-        self._choices = {answer.number: Choice(index) for index, answer in enumerate(asked.answers)}
+        self._choices = {one.number: Choice(i, GrowingText(tokenizer)) for i, one in enumerate(asked.answers)}
         self._opened: set[int] = set()
 
     def add(self, piece: Piece) -> dict[str, Any]:
         """Take in a piece; the chunk of a stream that tells of it."""
         choice = self._choices[piece.answer]
-        text = choice.add(piece, self._tokenizer)
+        text = choice.add(piece)
         shown: dict[str, Any] = {"index": choice.index, "finish_reason": choice.ending or None, "logprobs": None}
         if self._is_chat:
             role = {} if choice.index in self._opened else {"role": "assistant"}
@@ -79,16 +73,16 @@ class Reply:
         for choice in self._choices.values():
             one: dict[str, Any] = {"index": choice.index, "finish_reason": choice.ending, "logprobs": None}
             if self._asked.alternatives is not None:
-                one["logprobs"] = self._scores(choice.tokens, choice.scores)
+                one["logprobs"] = self._scores(choice.text.ids, choice.scores)
             if choice.trace is not None:
                 one["trace"] = self._traced(choice.trace)
-            content = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
-            shown.append(one | (content if self._is_chat else {"text": choice.text}))
+            content = {"message": {"role": "assistant", "content": choice.text.shown, "refusal": None}}
+            shown.append(one | (content if self._is_chat else {"text": choice.text.shown}))
         return self._object(shown) | {"usage": self.usage()}
 
     def usage(self) -> dict[str, int]:
         """Tokens, and evaluations of the path."""
-        new = sum(len(choice.tokens) for choice in self._choices.values())
+        new = sum(len(choice.text.ids) for choice in self._choices.values())
         counts = {"prompt_tokens": self._asked.prompt_tokens, "completion_tokens": new}
         evaluations = sum(choice.evaluations for choice in self._choices.values())
         return counts | {"total_tokens": self._asked.prompt_tokens + new, "evaluations": evaluations}
@@ -104,7 +98,7 @@ class Reply:
             kind = "chat.completion.chunk" if chunk else "chat.completion"
         return {**self._head, "object": kind, "choices": choices}
 
-    def _scores(self, tokens: Sequence[int], scores: Sequence[Score]) -> dict[str, Any]:
+    def _scores(self, tokens: Sequence[int], scores: Sequence[TokenScore]) -> dict[str, Any]:
         count = self._asked.alternatives or 0
         texts = [self._text(token) for token in tokens]
         tops = [

@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 from l2d_jax.config.schema import Config
 from l2d_jax.data.examples import Examples
 from l2d_jax.data.prepared import read_prepared, training_splits
-from l2d_jax.errors import InputError
+from l2d_jax.data.tokenizer import require_tokenizer
 from l2d_jax.files import Fingerprint
 from l2d_jax.training.exact_match import MarkedProblems
 from l2d_jax.training.memory import check_training_memory
@@ -32,15 +32,14 @@ class Inputs:
             for prepared, split in training_splits(config):
                 read_prepared(prepared, split)  # before a base is downloaded
         base = model_folder.find_base(config.model)
-        if base.tokenizer is None:
-            raise InputError(f"{config.model.name} has no tokenizer: training reads text; add its tokenizer files")
+        tokenizer = require_tokenizer(base.tokenizer)
         check_training_memory(config, base.architecture, mesh)
         watch.ended("base model")
         training, held_out = (
-            Examples.load(data, base.tokenizer, split=split, classes=config.path.classes)
+            Examples.load(data, tokenizer, split=split, classes=config.path.classes)
             for split in (data.train_split, data.validation_split)
         )
-        problems = MarkedProblems.read(data, base.tokenizer, count=count) if count else None
+        problems = MarkedProblems.read(data, tokenizer, count=count) if count else None
         return cls(base, training, held_out, problems)
 
     def fingerprints(self) -> tuple[Fingerprint, Fingerprint]:

@@ -64,14 +64,6 @@ def cosmap_times(uniform: Float[Array, "*B"]) -> Float[Array, "*B"]:
 TIMES: dict[str, TimeSampler] = {"uniform": uniform_times, "cosmap": cosmap_times}  # by `config.train.time_density`
 
 
-class LossTerms(NamedTuple):
-    """The loss is the sum over positions of `losses` times `weights`."""
-
-    t: Float[Array, "B M"]
-    losses: Float[Array, "B M"]
-    weights: Float[Array, "B M"]
-
-
 def diffusion_loss(
     path: DiffusionPath,
     llm: LLM,
@@ -82,8 +74,8 @@ def diffusion_loss(
     own_estimates: float = 0.0,
     times: TimeSampler = uniform_times,
     options: LossOptions = PLAIN,
-) -> tuple[Float[Array, ""], LossTerms]:
-    """Cross-entropy of the answers, in nats (equation 5), and the terms of that sum; differentiable in `path`.
+) -> tuple[Float[Array, ""], Float[Array, "B M"]]:
+    """Cross-entropy of the answers, in nats (equation 5), and that of each position; differentiable in `path`.
 
     With several noise samples per context, it is the mean of as many losses of one sample, whose keys are split off
     `key`. With a probability of `own_estimates`, x_t is a point of the path's own trajectory: it shows the token that
@@ -98,7 +90,7 @@ def diffusion_loss(
     hidden = correct(path, llm, context, batch._replace(targets=shown), corruption, remat=options.remat)
     losses = target_losses(llm, hidden, batch.targets, chunk=options.chunk)
     weights = loss_weights(batch.weights, options.reduction, segments=batch.query_segments)
-    return jnp.sum(losses * weights), LossTerms(t=corruption.t, losses=losses, weights=weights)
+    return jnp.sum(losses * weights), losses
 
 
 def first_estimates(
