@@ -150,7 +150,7 @@ def _print_answer(
     prompt = requests.Prompt(0, requests.encode_prompt(messages, loaded.tokenizer), options.label)
     if searched is None:
         request = requests.Request([prompt], settings, seed, restrictions=requests.Restrictions(options.stop))
-        answers = generate_tokens(loaded.model, request, stop_ids=loaded.stop_ids, tokenizer=loaded.tokenizer)
+        answers = generate_tokens(loaded.decoder, request, stop_ids=loaded.stop_ids, tokenizer=loaded.tokenizer)
         traces.extend(trace(loaded, request, answers))
         text = to_text(answers[0], loaded.tokenizer)
     else:

@@ -63,7 +63,7 @@ def complete(
     answers: list[list[int]] = [[] for _ in range(len(ordered) * samples)]
     lacking = [samples] * len(ordered)
     request = Request(ordered, settings, seed, samples, prefix, restrictions)
-    decoded = decode_lanes(loaded.model, request, lanes=lanes, stop_ids=loaded.stop_ids, tokenizer=loaded.tokenizer)
+    decoded = decode_lanes(loaded.decoder, request, lanes=lanes, stop_ids=loaded.stop_ids, tokenizer=loaded.tokenizer)
     for pieces in decoded if ordered else ():
         ended = {}
         for piece in pieces:

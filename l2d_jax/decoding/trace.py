@@ -46,7 +46,7 @@ def trace(loaded: LoadedModel, request: Request, answers: Sequence[Sequence[int]
 
     Raises `InputError` as that does, for several noise samples per token, and a wrong number of answers.
     """
-    model, settings, prompts, samples = loaded.model, request.settings, request.prompts, request.samples
+    model, settings, prompts, samples = loaded.decoder, request.settings, request.prompts, request.samples
     refinement = Refinement.prepare(model, settings)
     model = model.reading(refines=settings.budget > 1)
     check_single_sample(settings)
@@ -123,9 +123,9 @@ def accuracy_by_time(
     Raises `InputError` as `check_grid`, and for a budget that cannot be spent.
     """
     check_grid(settings)
-    refinement = Refinement.prepare(loaded.model, settings)
+    refinement = Refinement.prepare(loaded.decoder, settings)
     steps = refinement.solver.steps(settings.budget)
-    model = loaded.model.reading(refines=steps > 0)
+    model = loaded.decoder.reading(refines=steps > 0)
     accuracies: dict[str, list[np.ndarray]] = {"expected": [], "greedy": []}
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         known = trajectory.read_answer(model, prompt, answer, key=jax.random.fold_in(jax.random.key(seed), number))

@@ -32,7 +32,7 @@ from l2d_jax.model.kv_cache import LayerCache
 from l2d_jax.model.layers import Linear, Lora, Mlp, checkpointed_matmul, project, rms_norm, rope, rope_frequencies
 from l2d_jax.model.llm import LLM, bias
 from l2d_jax.model.llm import Layers as LLMLayers
-from l2d_jax.model.lora import LLMAdapter
+from l2d_jax.model.lora import LLMAdapter, merge_adapter
 from l2d_jax.model.quantization import QuantizedWeight
 
 PARTS = 6  # scale, shift and gate of the attention, then of the MLP
@@ -122,12 +122,28 @@ class DiffusionPath(nnx.Module):
         """The model that reads the context for this path: the LM, or the LM with the path's own layers."""
         if self.config.reader == "lm":
             return llm
+        if self.adapter is not None:
+            return dataclasses.replace(llm, adapter=self.adapter)
         changes = {name: getattr(self.layers, name) for name in matrices(self.config)}
-        if self.config.layers == "lora":
-            config = LoraConfig(rank=self.config.lora_rank, alpha=self.config.lora_alpha, modules=PROJECTIONS)
-            return dataclasses.replace(llm, adapter=LLMAdapter(**changes, config=config))
         q_bias = llm.layers.q_bias if self.layers.q_bias is None else self.layers.q_bias
         return dataclasses.replace(llm, layers=dataclasses.replace(llm.layers, **changes, q_bias=q_bias))
+
+    @property
+    def adapter(self) -> LLMAdapter | None:
+        """The low-rank updates of the LM's layers, if those are what the path has."""
+        if not isinstance(self.layers.q, Lora):
+            return None
+        config = LoraConfig(rank=self.config.lora_rank, alpha=self.config.lora_alpha, modules=PROJECTIONS)
+        updates = {name: getattr(self.layers, name, None) for name in MATRICES}
+        return LLMAdapter(**updates, config=config)
+
+    def merge_updates(self, llm: LLM) -> "DiffusionPath":
+        """The same path with copies of the LM's weights to which its low-rank updates are added."""
+        if self.adapter is None:
+            return self
+        merged = merge_adapter(llm.layers, self.adapter)
+        copies = {name: getattr(merged, name) for name in self.adapter.updates()}
+        return dataclasses.replace(self, layers=dataclasses.replace(self.layers, **copies))
 
     def embed(self, embeddings: Float[Array, "*B D"]) -> Float[Array, "*B C"]:
         """Vocabulary vectors V_y of rows of the LM's embedding table, in float32 (bias as in the released code)."""

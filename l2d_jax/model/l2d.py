@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterable
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -11,6 +12,8 @@ from l2d_jax.config.schema import PathConfig
 from l2d_jax.errors import InputError
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.llm import LLM
+from l2d_jax.model.lora import merge_adapter
+from l2d_jax.model.quantization import QuantizedWeight
 
 
 @nnx.dataclass
@@ -32,6 +35,20 @@ class Model(nnx.Module):
         if self.path is None or not refines:
             return self
         return dataclasses.replace(self, llm=self.path.reader(self.llm))
+
+    def merged(self) -> "Model":
+        """The model as it decodes fastest: low-rank updates are added to copies of the weights, once.
+
+        Weights that would round the sums, and those of a quantised model, keep their updates beside them.
+        """
+        llm, path = self.llm, self.path
+        if llm.dtype != jnp.float32 or isinstance(llm.layers.q, QuantizedWeight):
+            return self
+        if path is not None:
+            path = path.merge_updates(llm)
+        if llm.adapter is not None:
+            llm = dataclasses.replace(llm, layers=merge_adapter(llm.layers, llm.adapter), adapter=None)
+        return dataclasses.replace(self, llm=llm, path=path)
 
 
 _embed = jax.jit(DiffusionPath.embed)  # jitted once here: new weights of the same shapes do not compile again

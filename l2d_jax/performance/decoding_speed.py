@@ -64,7 +64,7 @@ def random_model(config: Config, mesh: Mesh) -> Model:
     llm = model_folder.random_base(architecture, mesh, dtype=config.model.dtype)
     path = model_folder.new_path(config.path, llm, mesh, seed=1)
     noise = jax.jit(lambda tree: jax.tree.map(lambda a: a + 0.01 * jax.random.normal(jax.random.key(2), a.shape), tree))
-    return Model.build(llm, noise(path))
+    return Model.build(llm, noise(path)).merged()
 
 
 def bytes_per_evaluation(model: Model) -> int:
@@ -72,7 +72,7 @@ def bytes_per_evaluation(model: Model) -> int:
     assert model.path is not None
     path, base = ([getattr(layers, name) for name in ADAPTED] for layers in (model.path.layers, model.llm.layers))
     head = model.llm.embed if model.llm.head is None else model.llm.head
-    parts = (path, head) if model.path.config.layers == "dense" else (path, base, head)
+    parts = (path, head) if model.path.adapter is None else (path, base, head)
     return sum(leaf.nbytes for leaf in jax.tree.leaves(parts))
 
 

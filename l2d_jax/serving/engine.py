@@ -120,7 +120,7 @@ class Engine:
             if kind not in self._lanes:
                 if len(self._lanes) == KINDS:
                     break
-                model = self._loaded.model.reading(refines=kind.refines)
+                model = self._loaded.decoder.reading(refines=kind.refines)
                 self._lanes[kind] = Lanes(model, lanes=self._size, stop_ids=self._loaded.stop_ids)
             if len(chosen.get(kind, [])) < self._lanes[kind].free:
                 chosen.setdefault(kind, []).append(work)

@@ -20,7 +20,12 @@ POD = ["pod.sh", "--print"]
 PLACE = ["s1", "--zone", "us-west4-a", "--project", "p"]
 GKE = ["gke.sh", "--print"]
 OUTSIDE = {"TPU_SKIP_MDS_QUERY": "1"}
-KEPT = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "1000000000000"}
+KEPT = {
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "1000000000000",
+}
 RETRY = ["pod.sh", "run", *PLACE, "--retry", "--type", "v6e-16"]
 IMAGE = ["r1", "--type", "v6e-16", "--image", "gcr.io/p/l2d:1"]
 
@@ -114,7 +119,7 @@ def test_flags_leave_what_is_set(device, found):
 
     before = read(**dict.fromkeys(found, "mine"))
     assert {name: before[name] for name in found} == dict.fromkeys(found, "mine")
-    ours = ("JAX", "TPU", "XLA", "LIBTPU", "MALLOC")
+    ours = ("JAX", "TPU", "XLA", "LIBTPU", "MALLOC", "GLIBC")
     after = {name: value for name, value in read().items() if name.startswith(ours)}
     assert after == found
 
