@@ -142,7 +142,8 @@ class DiffusionPath(nnx.Module):
         if self.adapter is None:
             return self
         merged = merge_adapter(llm.layers, self.adapter)
-        copies = {name: getattr(merged, name) for name in self.adapter.updates()}
+        placed = {name: getattr(llm.layers, name).sharding for name in self.adapter.updates()}
+        copies = {name: jax.device_put(getattr(merged, name), sharding) for name, sharding in placed.items()}
         return dataclasses.replace(self, layers=dataclasses.replace(self.layers, **copies))
 
     def embed(self, embeddings: Float[Array, "*B D"]) -> Float[Array, "*B C"]:

@@ -9,7 +9,10 @@ import pytest
 
 from l2d_jax.config.schema import PROJECTIONS, LoraConfig
 from l2d_jax.distributed.sharding import initialize
+from l2d_jax.model.l2d import Model
 from l2d_jax.model.lora import LLMAdapter, merge_adapter
+from l2d_jax.model.quantization import quantize_layers
+from l2d_jax.training import objective
 from tests.support import tiny
 from tests.support.programs import same_bits
 
@@ -35,6 +38,44 @@ def test_a_model_with_an_adapter_is_the_sum_of_both(kind, modules):
     untouched = {"attention_norm", *(set("qkvo") | {"gate", "up", "down"}) - {m.removesuffix("_proj") for m in modules}}
     for name in untouched:
         assert same_bits(getattr(added.layers, name), getattr(llm.layers, name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama-wide-heads", "qwen-tied"])
+@pytest.mark.parametrize("changes", [{}, {"start": "anchored", "reader": "path"}])
+def test_a_merged_model_corrects_as_the_model_does(kind, changes):
+    model = tiny.model(kind, **changes)
+    merged = model.merged()
+    assert merged.path is not None
+    assert merged.path.adapter is None
+    assert same_bits(model.path.layers.modulation.last.weight, merged.path.layers.modulation.last.weight)
+    batch = tiny.batch()
+    corruption = objective.sample_corruption(jax.random.key(0), batch, model.path)
+
+    def corrected(one):
+        context = objective.path_context(one.path, one.llm, batch)
+        return objective.correct(one.path, one.llm, context, batch, corruption), context
+
+    (hidden, context), (found, beside) = corrected(model), corrected(merged)
+    np.testing.assert_allclose(found, hidden, rtol=1e-4, atol=2e-3)
+    np.testing.assert_allclose(beside.cache.k, context.cache.k, rtol=1e-4, atol=2e-3)
+    assert np.abs(hidden - context.hidden).max() > 0.1
+
+
+def test_a_merged_language_model_has_no_adapter_left():
+    model = Model.build(dataclasses.replace(tiny.llm(), adapter=tiny.adapter(modules=PROJECTIONS)), None)
+    merged = model.merged().llm
+    assert merged.adapter is None
+    np.testing.assert_allclose(logits(merged), logits(model.llm), atol=2e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_weights_that_would_round_a_sum_keep_their_updates_beside_them(dtype):
+    llm = tiny.llm(dtype=jnp.float32 if dtype == "int8" else dtype)
+    if dtype == "int8":
+        llm = dataclasses.replace(llm, layers=quantize_layers(llm.layers))
+    model = Model.build(llm, tiny.path())
+    assert model.merged() is model
 
 
 def test_a_new_adapter_changes_nothing_and_starts_as_pefts(mesh):

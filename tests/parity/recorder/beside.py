@@ -114,7 +114,8 @@ def beside(config: Config, checkout: Path, python: Path) -> Iterator[tuple[Ask, 
         base["rope_scaling"]["rope_type"] = "llama3"
     described = {"checkout": str(checkout), "family": family[architecture.qkv_bias], "base": base}
     code = f"import sys; sys.path.append({str(ROOT)!r}); from tests.parity.recorder.release_worker import main; main()"
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ours = ("PYTHONPATH", "MALLOC", "GLIBC_TUNABLES")  # `launch/flags.sh` sets the last two for this code
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([python, "-c", code], **pipes, env=environment) as process:
         multiplied = ask_release(process, **described, path=release.options(config.path))
