@@ -1,0 +1,114 @@
+"""Published folders: a path as PyTorch loads it, by code of its own that lies beside it, and read back.
+
+The code is `weights/pytorch`, which needs neither this package nor JAX. Tensors have the names of our leaves, with a
+number for the layer, in PyTorch's layout [out, in].
+"""
+
+import dataclasses
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+from transformers import PreTrainedTokenizerFast
+
+from l2d_jax.config.parsing import from_dict
+from l2d_jax.config.schema import PathConfig
+from l2d_jax.data.tokenizer import stop_ids
+from l2d_jax.errors import InputError, shown
+from l2d_jax.files import read_json
+from l2d_jax.model.architecture import Architecture
+from l2d_jax.model.diffusion_path import DiffusionPath
+from l2d_jax.weights import mapping
+from l2d_jax.weights.mapping import Row
+from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_safetensors
+
+CODE = Path(__file__).parent / "pytorch"
+MODEL_TYPE = "l2d"
+CLASSES = {"AutoConfig": "configuration_l2d.L2DConfig", "AutoModelForCausalLM": "modeling_l2d.L2DForCausalLM"}
+
+
+def _torch_row(row: Row) -> Row:
+    """The row of the same leaf in a published folder; of a low-rank update both matrices are [out, in], too."""
+    ours, theirs = row.axes.split(" -> ")
+    parts = re.findall(r"\([^)]*\)|\w+", theirs)
+    theirs = " ".join(reversed(parts) if "rank" in parts else parts)
+    return Row("path." + row.ours.replace("layers.", "layers.{}."), row.ours, f"{ours} -> {theirs}")
+
+
+TORCH_ROWS = [_torch_row(row) for row in mapping.PATH_ROWS]
+
+
+def write_torch_folder(
+    folder: Path,
+    path: DiffusionPath,
+    architecture: Architecture,
+    *,
+    base: str,
+    base_revision: str | None,
+    base_config: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerFast | None,
+) -> None:
+    """Write a path, its config, its code and a tokenizer into an existing folder; raises `InputError`.
+
+    Args:
+      folder: where to write.
+      path: the path; all of its weights are on this host.
+      architecture: of the base.
+      base: a hub id, or a folder by an absolute path or one relative to `folder`.
+      base_revision: a commit of the hub id; None for a folder.
+      base_config: the base's parsed `config.json`.
+      tokenizer: of the base; its stop tokens end an answer, too. None: there is none.
+    """
+    if Architecture.from_hf(base_config) != architecture:
+        raise InputError(f"the config of {base} is of another architecture than the path's: give the base of the path")
+    config = {
+        "model_type": MODEL_TYPE,
+        "architectures": ["L2DForCausalLM"],
+        "auto_map": CLASSES,
+        "base_model_name_or_path": base,
+        "base_revision": base_revision,
+        "path": vars(path.config),
+        "stop_ids": [] if tokenizer is None else list(stop_ids(tokenizer)),
+        "text_config": dict(base_config),
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_safetensors(folder, mapping.tensors(path, TORCH_ROWS))
+    for file in CODE.glob("*_l2d.py"):
+        shutil.copyfile(file, folder / file.name)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+@dataclasses.dataclass(frozen=True)
+class TorchFolder:
+    """The checked files of a published folder; weights are read when they are needed."""
+
+    architecture: Architecture  # of the base
+    base: str  # as `write_torch_folder` was given it
+    base_revision: str | None
+    config: PathConfig
+    source: SafetensorsFolder
+
+    @classmethod
+    def open(cls, folder: Path) -> "TorchFolder":
+        """Check a published folder, whose path PyTorch may have trained further; raises `InputError`."""
+        file = folder / "config.json"
+        raw = read_json(file)
+        if raw.get("model_type") != MODEL_TYPE:
+            kind = shown(raw.get("model_type"))
+            raise InputError(f"{file}: model_type is {kind}, not {MODEL_TYPE!r}: give a folder that was published")
+        architecture = Architecture.from_hf(raw.get("text_config", {}), where=f"{file}: text_config")
+        config = from_dict(PathConfig, raw.get("path", {}), prefix=f"{file}: path")
+        source = SafetensorsFolder.open(folder)
+        mapping.check_tensors(source, mapping.tensor_shapes(DiffusionPath.declare(config, architecture), TORCH_ROWS))
+        return cls(architecture, raw.get("base_model_name_or_path", ""), raw.get("base_revision"), config, source)
+
+    def load(self, mesh: Mesh) -> DiffusionPath:
+        """Read the path onto a mesh."""
+        declared = DiffusionPath.declare(self.config, self.architecture)
+        path: DiffusionPath = mapping.load_tree(declared, self.source, mesh, rows=TORCH_ROWS)
+        return path
