@@ -1,20 +1,24 @@
-"""Converts models: `python -m l2d_jax.convert import …` and `python -m l2d_jax.convert export …`.
+"""Converts models: `python -m l2d_jax.convert import …`, `… export …` and `… publish …`.
 
 `import` makes a model folder from a Hugging Face folder, hub id or GGUF file, with the path of a checkpoint of the
-authors' release, or a LoRA adapter of PEFT, beside it. `export` writes a model folder for other programs: the release
-(`l2d`, `l2d-full`), transformers (`hf`), PEFT (`peft`).
+authors' release, or a LoRA adapter of PEFT, beside it; or from a published folder, which PyTorch may have trained on.
+`export` writes a model folder for other programs: the release (`l2d`, `l2d-full`), transformers (`hf`), PEFT (`peft`).
+`publish` uploads what a run has trained to the hub, as a folder that this package and transformers alone can load.
 """
 
 from pathlib import Path
 
 from l2d_jax import command_line
 from l2d_jax.command_line import folder_or_bucket, local_path, model_name
-from l2d_jax.config.schema import ModelConfig
+from l2d_jax.config.parsing import require
+from l2d_jax.config.schema import MeshConfig, ModelConfig
+from l2d_jax.distributed import runtime
 from l2d_jax.errors import InputError
 from l2d_jax.files import output_folder, read_json
 from l2d_jax.model.architecture import Architecture
+from l2d_jax.reports.publication import publish_run
 from l2d_jax.storage import mirror
-from l2d_jax.weights import digests, model_folder, release
+from l2d_jax.weights import digests, locate, model_folder, publish, release
 from l2d_jax.weights.export import FORMATS, copy_texts, export_model, write_llm
 from l2d_jax.weights.locate import absolute_name, find_base_and_adapters
 from l2d_jax.weights.peft import CONFIG, WEIGHTS, Adapter
@@ -39,7 +43,16 @@ def main() -> None:
     exporting.add_argument("--torch", action="store_true", help="l2d, l2d-full: as pytorch_model.bin; needs torch")
     for command in (importing, exporting):
         command.add_argument("--out", type=folder_or_bucket, required=True, help="a new folder")
+    publishing = commands.add_parser("publish", help="upload a trained path to the hub")
+    publishing.add_argument("--workdir", type=folder_or_bucket, required=True, help="of a training that has finished")
+    publishing.add_argument("--repo", type=model_name, required=True, help="its name on the hub, org/name")
+    at_base = "the base on the hub, org/name@revision, where it was trained on a folder; its newest revision"
+    publishing.add_argument("--base", type=model_name, help=at_base)
+    publishing.add_argument("--dry_run", type=local_path, help="a new folder: write there, and upload nothing")
     options = parser.parse_args()
+    if options.command == "publish":
+        print(publish_run(options.workdir, options.repo, base=options.base, dry_run=options.dry_run))
+        return
     if options.command == "export":
         export_model(options.model, options.out, format=options.format, as_torch=options.torch)
     else:
@@ -55,7 +68,12 @@ def import_model(base: str, out: Path, *, l2d: tuple[Path, Path] | None = None, 
 
     `l2d` is a checkpoint of the release, whose LM replaces the base's, and its hyper-parameters.
     """
-    language_model = find_base_and_adapters(base)
+    published = None
+    if publish.is_published(located := locate.locate(base)):
+        published = publish.TorchFolder.open(located)
+        is_alone = l2d is None and adapter is None
+        require(is_alone, f"{base} is a published path already: leave --l2d and --adapter out")
+    language_model = find_base_and_adapters(base if published is None else published.base_name)
     folder, adapters = language_model.folder, language_model.adapters
     architecture = Architecture.from_hf(read_json(folder / "config.json"))
     if len(adapters) > 1 or (adapters and adapter is not None):
@@ -73,8 +91,8 @@ def import_model(base: str, out: Path, *, l2d: tuple[Path, Path] | None = None, 
             _, trained = release.check_checkpoint(checkpoint, architecture, config)
             write_llm(checkpoint, architecture, partial)
             with_path = model_folder.find_base(ModelConfig(name=str(partial))).fingerprint
-            path = release.lazy_tensors(checkpoint, trained)
-            model_folder.write_path(partial, path, config, base=base, base_fingerprint=with_path)
+            tensors = release.lazy_tensors(checkpoint, trained)
+            model_folder.write_path(partial, tensors, config, base=base, base_fingerprint=with_path)
             return
         source = SafetensorsFolder.open(folder)
         model_folder.check_llm(source, architecture)
@@ -84,6 +102,10 @@ def import_model(base: str, out: Path, *, l2d: tuple[Path, Path] | None = None, 
             recorded = read_json(adapter / CONFIG).get("base_model_name_or_path") if adapters else None
             Adapter.open(adapter, architecture).write(partial, base=recorded or absolute_name(base))
             digests.sign(partial / WEIGHTS, base_fingerprint=digests.source_fingerprint(source))
+        if published is not None:
+            fingerprint = model_folder.find_base(ModelConfig(name=str(partial))).fingerprint
+            path = published.load(runtime.start_jax(MeshConfig()))
+            model_folder.save_path(partial, path, base=published.base_name, base_fingerprint=fingerprint)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ from l2d_jax.storage import mirror
 from l2d_jax.training import manifest, workdir
 from l2d_jax.training.checkpoint import Checkpoints
 from l2d_jax.training.methods import method_of
-from l2d_jax.weights import model_folder
+from l2d_jax.weights import hub, locate, model_folder
+from l2d_jax.weights.publish import is_published
 
 WITHOUT_PATH: dict[str, Any] = {"budget": 1, "solver": "euler"}  # how a language model without a path decodes
 
@@ -43,8 +44,13 @@ class Folder(NamedTuple):
 
 def find(folder: str | os.PathLike[str], *, dtype: str | None = None) -> Folder:
     """Read what kind of model a folder holds; arguments and errors are those of `load`."""
-    path = mirror.open_folder(folder)
-    folder = folder if path == Path(folder) else path  # a hub id stays as it is written
+    name = os.fspath(folder)
+    if locate.is_on_hub(name):
+        path = locate.locate(name, files=hub.TEXT_FILES)
+        path = locate.locate(name) if has_path(path) else path
+    else:
+        path = mirror.open_folder(folder)
+        name = name if path == Path(folder) else str(path)
     if (path / "checkpoints").is_dir():
         config = workdir.read_config(path)
         config = dataclasses.replace(config, model=_base(vars(config.model), dtype))
@@ -52,10 +58,15 @@ def find(folder: str | os.PathLike[str], *, dtype: str | None = None) -> Folder:
         if config.train.method == "l2d":
             return Folder(path, base, config.decode, config.path, config)
         return Folder(path, base, dataclasses.replace(config.decode, **WITHOUT_PATH), None, config)
-    if (path / "path.json").exists():
-        name = str(folder) if (path / "config.json").exists() else model_folder.base_name(path)
+    if has_path(path):
+        name = name if model_folder.holds_base(path) else model_folder.base_name(path)
         return Folder(path, _base({"name": name}, dtype), DecodeConfig(), model_folder.read_path_config(path), None)
-    return Folder(path, _base({"name": str(folder)}, dtype), DecodeConfig(**WITHOUT_PATH), None, None)
+    return Folder(path, _base({"name": name}, dtype), DecodeConfig(**WITHOUT_PATH), None, None)
+
+
+def has_path(folder: Path) -> bool:
+    """Whether a folder has a diffusion path, with its language model or without."""
+    return (folder / "path.json").exists() or is_published(folder)
 
 
 def load(

@@ -44,7 +44,7 @@ def measure_decoding(
         longest=prompt,
         remedy="--batches, --prompt or --new",
     )
-    model = random_model(config, mesh)
+    model = random_model(config, mesh).merged()
     read, rate = bytes_per_evaluation(model), read_rate()
     rows, slopes = [], []
     for batch in batches:
@@ -64,7 +64,7 @@ def random_model(config: Config, mesh: Mesh) -> Model:
     llm = model_folder.random_base(architecture, mesh, dtype=config.model.dtype)
     path = model_folder.new_path(config.path, llm, mesh, seed=1)
     noise = jax.jit(lambda tree: jax.tree.map(lambda a: a + 0.01 * jax.random.normal(jax.random.key(2), a.shape), tree))
-    return Model.build(llm, noise(path)).merged()
+    return Model.build(llm, noise(path))
 
 
 def bytes_per_evaluation(model: Model) -> int:

@@ -58,7 +58,7 @@ class Parts:
             if not folder.is_dir():
                 raise InputError(f"{name} has no export yet: finish the training by the same command again")
         has_path = (folder / "path.json").exists()
-        is_alone = has_path and not (folder / "config.json").exists()
+        is_alone = has_path and not model_folder.holds_base(folder)
         language_model = find_base_and_adapters(model_folder.base_name(folder) if is_alone else str(folder))
         architecture = Architecture.from_hf(read_json(language_model.folder / "config.json"))
         path = model_folder.find_path(folder, architecture) if has_path else None

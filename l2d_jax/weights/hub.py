@@ -1,4 +1,4 @@
-"""The Hugging Face hub: who may download a model, which revision that is, and how much of it is missing here."""
+"""The Hugging Face hub: who may download a model, which revision that is, what of it is missing here; and uploads."""
 
 import os
 from pathlib import Path
@@ -51,6 +51,19 @@ def plan_download(name: str) -> Download:
     return Download(files[0].commit_hash, sum(file.file_size for file in files if file.will_download), cache)
 
 
+def upload(folder: Path, repo: str) -> str:
+    """Upload a folder as a repository of models, which is made if it is absent; its address. Raises `InputError`."""
+    import huggingface_hub
+
+    try:
+        address = huggingface_hub.create_repo(repo, exist_ok=True)
+        huggingface_hub.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload a diffusion path")
+    except Exception as error:  # as for a download
+        problem = f"{shown(repo)} could not be written on the hub ({_reason(error)})"
+        raise InputError(f"{problem}: give org/name, and set HF_TOKEN to a token that may write there") from None
+    return str(address)
+
+
 def _ask(hub_id: str, **options: Any) -> Any:
     """What `snapshot_download` returns; its errors are one line with a remedy."""
     import huggingface_hub
@@ -61,7 +74,13 @@ def _ask(hub_id: str, **options: Any) -> Any:
     except errors.GatedRepoError:
         remedy = f"accept its licence at https://huggingface.co/{hub_id} and set HF_TOKEN to a token of that account"
         raise InputError(f"{hub_id} is gated: {remedy}") from None
+    except errors.RevisionNotFoundError:
+        wanted = f"{hub_id} has no revision {options.get('revision')} on the hub"
+        raise InputError(f"{wanted}: name one that it has, or leave it out for the newest") from None
     except Exception as error:  # the client raises those of its HTTP library, which changes, and many others
-        reason = shorten(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", 140)
-        problem = f"no folder {shown(hub_id)}, nor could the hub give it ({reason})"
+        problem = f"no folder {shown(hub_id)}, nor could the hub give it ({_reason(error)})"
         raise InputError(f"{problem}: give a local folder") from None
+
+
+def _reason(error: Exception) -> str:
+    return shorten(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", 140)

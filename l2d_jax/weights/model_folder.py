@@ -29,7 +29,7 @@ from l2d_jax.model.diffusion_path import DiffusionPath, start_from
 from l2d_jax.model.llm import LLM
 from l2d_jax.model.lora import LLMAdapter, merge_adapter
 from l2d_jax.model.quantization import quantize_layers
-from l2d_jax.weights import hub, locate, mapping, peft
+from l2d_jax.weights import hub, locate, mapping, peft, publish
 from l2d_jax.weights.digests import check_signature, source_fingerprint, tensors_digest
 from l2d_jax.weights.mapping import TensorSource
 from l2d_jax.weights.peft import Adapted, Adapter
@@ -162,10 +162,14 @@ def write_path(
     folder: Path, tensors: Mapping[str, Any], config: PathConfig, *, base: str, base_fingerprint: Fingerprint | None
 ) -> None:
     """Write `path.safetensors` and `path.json` into an existing folder, from the path's tensors by release name."""
-    file = folder / "path.safetensors"
-    write_file(file, {name: np.asarray(make()) for name, make in tensors.items()})
+    write_file(folder / "path.safetensors", {name: np.asarray(make()) for name, make in tensors.items()})
+    write_record(folder, config, base=base, base_fingerprint=base_fingerprint)
+
+
+def write_record(folder: Path, config: PathConfig, *, base: str, base_fingerprint: Fingerprint | None) -> None:
+    """Write `path.json` beside a path's tensors."""
     record = {**locate.base_record(base, folder), "base_fingerprint": base_fingerprint, "path": vars(config)}
-    record["checksum"] = _path_checksum(record, SafetensorsFolder.open_file(file))
+    record["checksum"] = _path_checksum(record, _path_source(folder))
     (folder / "path.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
@@ -206,13 +210,22 @@ def recorded_base(workdir: Path, config: ModelConfig) -> ModelConfig:
         raise
 
 
+def holds_base(folder: Path) -> bool:
+    """Whether a folder with a path has its language model, too; in a published one the config is the path's."""
+    return (folder / "config.json").exists() and not publish.is_published(folder)
+
+
 def base_name(folder: Path) -> str:
     """The base that a path was trained on; raises `InputError` for random weights, which are in no folder."""
+    if publish.is_published(folder):
+        return publish.TorchFolder.open(folder).base_name
     return locate.read_base_name(folder / "path.json", what="the base that the path was trained on")
 
 
 def read_path_config(folder: Path) -> PathConfig:
-    """The options of a model folder's path; raises `InputError` for unknown options and values out of range."""
+    """The options of a folder's path; raises `InputError` for unknown options and values out of range."""
+    if publish.is_published(folder):
+        return publish.TorchFolder.open(folder).config
     options = read_json(folder / "path.json").get("path", {})
     return from_dict(PathConfig, options, prefix=f"{folder}/path.json: path")
 
@@ -222,14 +235,20 @@ def check_trained_path(folder: Path, base: BaseFiles | None = None) -> str:
 
     Raises `InputError` if they have changed since they were written, or if the path was trained on another base.
     """
-    file = folder / "path.json"
-    record, source = read_json(file), SafetensorsFolder.open_file(folder / "path.safetensors")
+    file, source = folder / "path.json", _path_source(folder)
+    record = read_json(file) if file.exists() else {}  # PyTorch writes none
     checksum = _path_checksum(record, source)
     if record.get("checksum", checksum) != checksum:
-        raise InputError(f"{source.path} or {file} has changed since they were written: export the path again")
+        remedy = "import it" if publish.is_published(folder) else "export the path again"
+        raise InputError(f"{source.path} or {file} has changed since they were written: {remedy}")
     if base is not None:
         base.require_same(record.get("base_fingerprint"), file=file)
     return checksum
+
+
+def _path_source(folder: Path) -> SafetensorsFolder:
+    name = "model.safetensors" if publish.is_published(folder) else "path.safetensors"
+    return SafetensorsFolder.open_file(folder / name)
 
 
 def _path_checksum(record: Mapping[str, Any], source: SafetensorsFolder) -> str:
@@ -245,7 +264,9 @@ def find_path(folder: Path, architecture: Architecture) -> tuple[PathConfig, Ten
 
 
 def load_path(folder: Path, architecture: Architecture, mesh: Mesh) -> DiffusionPath:
-    """Read the path of a model folder; raises `InputError` as `find_path` does."""
+    """Read the path of a model folder, or of a published one; raises `InputError` as `find_path` does."""
+    if publish.is_published(folder):
+        return publish.TorchFolder.open(folder).load(mesh)
     config, source = find_path(folder, architecture)
     return mapping.load_tree(DiffusionPath.declare(config, architecture), source, mesh, rows=mapping.PATH_ROWS)
 

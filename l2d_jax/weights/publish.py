@@ -6,6 +6,7 @@ number for the layer, in PyTorch's layout [out, in].
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -23,12 +24,19 @@ from l2d_jax.files import read_json
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.weights import mapping
+from l2d_jax.weights.hub import HUB
 from l2d_jax.weights.mapping import Row
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_safetensors
 
 CODE = Path(__file__).parent / "pytorch"
 MODEL_TYPE = "l2d"
 CLASSES = {"AutoConfig": "configuration_l2d.L2DConfig", "AutoModelForCausalLM": "modeling_l2d.L2DForCausalLM"}
+
+
+def is_published(folder: Path) -> bool:
+    """Whether a folder holds a path as PyTorch loads it, and not a language model's files or ours."""
+    file = folder / "config.json"
+    return file.exists() and read_json(file).get("model_type") == MODEL_TYPE
 
 
 def _torch_row(row: Row) -> Row:
@@ -93,12 +101,19 @@ class TorchFolder:
     config: PathConfig
     source: SafetensorsFolder
 
+    @property
+    def base_name(self) -> str:
+        """The base as `find_base_and_adapters` takes it: an absolute folder, or a hub id with a revision."""
+        if os.path.isdir(nearby := self.source.path / self.base):
+            return str(nearby.resolve())
+        return self.base if self.base_revision is None else f"{HUB}{self.base}@{self.base_revision}"
+
     @classmethod
     def open(cls, folder: Path) -> "TorchFolder":
         """Check a published folder, whose path PyTorch may have trained further; raises `InputError`."""
         file = folder / "config.json"
         raw = read_json(file)
-        if raw.get("model_type") != MODEL_TYPE:
+        if not is_published(folder):
             kind = shown(raw.get("model_type"))
             raise InputError(f"{file}: model_type is {kind}, not {MODEL_TYPE!r}: give a folder that was published")
         architecture = Architecture.from_hf(raw.get("text_config", {}), where=f"{file}: text_config")

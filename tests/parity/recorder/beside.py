@@ -57,7 +57,7 @@ def main() -> None:
             mesh = runtime.start_jax(config.mesh)
             for batch in options.batches:
                 shape = {"batch": batch, "prompt": options.prompt, "new": options.new}
-                time_decoding(config, random_model(config, mesh), ask, multiplied, budget=options.budget, **shape)
+                time_decoding(config, random_model(config, mesh).merged(), ask, multiplied, budget=options.budget, **shape)
 
 
 def time_decoding(

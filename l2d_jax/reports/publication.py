@@ -1,0 +1,117 @@
+"""Publishes what a run has trained: a folder for the hub, with a page that says how it was trained and measured."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from l2d_jax.config.parsing import require
+from l2d_jax.config.schema import Config, MeshConfig, ModelConfig
+from l2d_jax.distributed import runtime
+from l2d_jax.errors import InputError, shown
+from l2d_jax.files import output_folder, read_json
+from l2d_jax.reports.training import budget_rows, first_and_last
+from l2d_jax.training.workdir import read_config
+from l2d_jax.weights import hub, locate, model_folder, publish
+from l2d_jax.weights.export import Parts
+
+
+def publish_run(workdir: Path, repo: str, *, base: str | None = None, dry_run: Path | None = None) -> str:
+    """Write what a run has trained as a folder for the hub, and upload it unless this is a trial; what was done.
+
+    `base` is the language model on the hub, if the run knows it as a folder. Raises `InputError`.
+    """
+    require(locate.HUB_ID.fullmatch(repo) is not None and "@" not in repo, f"--repo is org/name, got {shown(repo)}")
+    parts = Parts.open(str(workdir))
+    if parts.path is None:
+        raise InputError(f"{workdir} trained no diffusion path: write it by convert export, and upload that folder")
+    base = base or model_folder.base_name(workdir / "export")
+    if locate.is_on_hub(base):
+        hub_id, revision = hub.split_revision(base)
+        base = f"{hub_id}@{revision or hub.plan_download(base).revision}"
+    elif dry_run is None:
+        raise InputError(f"the base of {workdir} is the folder {base}, which is here alone: give --base org/name")
+    license, config = read_license(base), read_config(workdir)
+    with tempfile.TemporaryDirectory() as scratch:
+        out = dry_run or Path(scratch, "path")
+        with output_folder(out) as partial:
+            parameters = _write_published(parts, workdir / "export", partial, base=base)
+            write_card(
+                partial, repo=repo, base=base, config=config, workdir=workdir, parameters=parameters, license=license
+            )
+        if dry_run is None:
+            return f"published {hub.upload(out, repo)}"
+    nobody = "" if locate.is_on_hub(base) else ", whose base is a folder: give --base org/name before you upload it"
+    return f"wrote {out}{nobody}"
+
+
+def _write_published(parts: Parts, trained: Path, out: Path, *, base: str) -> int:
+    """Write the path of a run for PyTorch and for this package; the number of its parameters."""
+    mesh = runtime.start_jax(MeshConfig())
+    path = model_folder.load_path(trained, parts.architecture, mesh)
+    hub_id, revision = hub.split_revision(base)
+    raw = read_json(parts.language_model.folder / "config.json")
+    tokenizer = model_folder.find_base(ModelConfig(name=model_folder.base_name(trained))).tokenizer
+    publish.write_torch_folder(
+        out, path, parts.architecture, base=hub_id, base_revision=revision, base_config=raw, tokenizer=tokenizer
+    )
+    fingerprint = read_json(trained / "path.json").get("base_fingerprint")
+    model_folder.write_record(out, path.config, base=base, base_fingerprint=fingerprint)
+    return sum(leaf.size for leaf in jax.tree.leaves(path))
+
+
+def write_card(
+    folder: Path, *, repo: str, base: str, config: Config, workdir: Path, parameters: int, license: str | None
+) -> None:
+    """Write `README.md` into a folder that is ready to be published as `repo`; raises `InputError`.
+
+    Args:
+      folder: where the path lies already.
+      repo: its name on the hub, org/name.
+      base: the language model, as org/name@revision, or a folder in a trial.
+      config: of the training.
+      workdir: its folder, whose last validation is told.
+      parameters: numbers that were trained.
+      license: of the base; None: it names none.
+    """
+    import huggingface_hub  # here: it reads the environment as it is imported
+
+    base_id, revision = hub.split_revision(base)
+    options: dict[str, Any] = {"license": license} if license else {}
+    data = huggingface_hub.ModelCardData(
+        base_model=base_id,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["l2d", "diffusion"],
+        **options,
+    )
+    measured = first_and_last(workdir)[1]
+    card = huggingface_hub.ModelCard.from_template(
+        data,
+        template_path=str(Path(__file__).with_name("model_card.md")),
+        title=repo.rpartition("/")[2],
+        repo=repo,
+        base_id=base_id,
+        revision=revision,
+        parameters=f"{parameters:,}",
+        budget=config.decode.budget,
+        config=config,
+        examples=config.data.validation_examples,
+        steps=measured["step"],
+        table=budget_rows(measured),
+        license=license,
+    )
+    card.save(folder / "README.md")
+
+
+def read_license(base: str) -> str | None:
+    """The licence that a base's own page names: of a folder, or of a hub id; None where there is none."""
+    import huggingface_hub
+
+    folder = Path(base)
+    try:
+        card = huggingface_hub.ModelCard.load(folder / "README.md" if folder.is_dir() else hub.split_revision(base)[0])
+    except Exception:  # the client raises errors of many types; a page that is not there names no licence
+        return None
+    return getattr(card.data, "license", None)
