@@ -13,7 +13,7 @@ from l2d_jax.errors import InputError
 from l2d_jax.performance.costs import cost_table, variant_table
 from l2d_jax.training import run
 from l2d_jax.training.plans import start_planned
-from l2d_jax.training.preemption import STOPPED, Preemption
+from l2d_jax.training.preemption import STOPPED
 from l2d_jax.weights import model_folder
 
 
@@ -44,8 +44,7 @@ def main() -> int | None:
         return 0
     if options.workdir is None:
         raise InputError("--workdir is missing: name a folder for config, checkpoints and metrics")
-    with Preemption() as preemption:
-        return 0 if run.train(config, options.workdir, preemption=preemption) else STOPPED
+    return 0 if run.train(config, options.workdir) else STOPPED
 
 
 if __name__ == "__main__":

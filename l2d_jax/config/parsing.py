@@ -105,14 +105,12 @@ def range_text(interval: Interval) -> str:
 
 
 def type_text(declared: Any) -> str:
-    """A declared type as its source has it, without ranges."""
+    """A declared type, but no union of several, as its source has it, without ranges."""
     origin, options = typing.get_origin(declared), typing.get_args(declared)
     if origin is Annotated:
         return type_text(options[0])
     if origin is tuple:
-        return f"tuple[{', '.join('...' if option is ... else type_text(option) for option in options)}]"
-    if origin in (typing.Union, types.UnionType):
-        return " | ".join("None" if option is type(None) else type_text(option) for option in options)
+        return f"tuple[{type_text(options[0])}, ...]"
     return declared.__name__ if isinstance(declared, type) and origin is None else str(declared)
 
 

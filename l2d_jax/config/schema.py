@@ -35,10 +35,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_fields(self, prefix="config.model")
         require(self.name != "", "config.model.name is empty: give a folder, a hub id or a GGUF file")
-        require(
-            self.name != "random" or self.architecture is not None,
-            "config.model.name is 'random' but config.model.architecture is None: give the keys of a config.json",
-        )
+        problem = "config.model.name is 'random' but config.model.architecture is None"
+        require(self.name != "random" or self.architecture is not None, f"{problem}: give the keys of a config.json")
 
 
 @dataclass(frozen=True)
@@ -75,14 +73,10 @@ class LoraConfig:
     def __post_init__(self) -> None:
         check_fields(self, prefix="config.lora")
         for name in self.modules:
-            require(
-                name in PROJECTIONS,
-                f"config.lora.modules has {name!r}, which is no layer of the LM{nearest(name, PROJECTIONS)}",
-            )
-        require(
-            0 < len(set(self.modules)) == len(self.modules),
-            f"config.lora.modules must name one or more layers, each once, got {self.modules}",
-        )
+            problem = f"config.lora.modules has {name!r}, which is no layer of the LM"
+            require(name in PROJECTIONS, f"{problem}{nearest(name, PROJECTIONS)}")
+        rule = "config.lora.modules must name one or more layers, each once"
+        require(0 < len(set(self.modules)) == len(self.modules), f"{rule}, got {self.modules}")
 
 
 @dataclass(frozen=True)
@@ -106,14 +100,10 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="config.data")
-        require(
-            (self.answer_length or 0) <= self.max_length,
-            f"config.data.answer_length {self.answer_length} exceeds config.data.max_length {self.max_length}",
-        )
-        require(
-            self.weights is None or 0 < len(self.weights) == len(self.subsets),
-            f"config.data.weights must be a number for each of config.data.subsets {self.subsets}, got {self.weights}",
-        )
+        problem = f"config.data.answer_length {self.answer_length} exceeds config.data.max_length {self.max_length}"
+        require((self.answer_length or 0) <= self.max_length, problem)
+        rule = f"config.data.weights must be a number for each of config.data.subsets {self.subsets}"
+        require(self.weights is None or 0 < len(self.weights) == len(self.subsets), f"{rule}, got {self.weights}")
 
 
 @dataclass(frozen=True)
@@ -131,10 +121,8 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="config.optim")
-        require(
-            self.final_rate <= self.peak_rate,
-            f"config.optim.final_rate {self.final_rate} exceeds config.optim.peak_rate {self.peak_rate}: lower it",
-        )
+        problem = f"config.optim.final_rate {self.final_rate} exceeds config.optim.peak_rate {self.peak_rate}"
+        require(self.final_rate <= self.peak_rate, f"{problem}: lower it")
 
 
 @dataclass(frozen=True)
@@ -162,11 +150,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="config.train")
-        require(
-            self.batch_size % self.micro_batches == 0,
-            f"config.train.batch_size {self.batch_size} is not a multiple of "
-            f"config.train.accumulation {self.accumulation}",
-        )
+        problem = f"batch_size {self.batch_size} is not a multiple of config.train.accumulation {self.accumulation}"
+        require(self.batch_size % self.micro_batches == 0, f"config.train.{problem}")
 
     @property
     def micro_batches(self) -> int:
@@ -224,10 +209,8 @@ class MeshConfig:
     def __post_init__(self) -> None:
         check_fields(self, prefix="config.mesh")
         sizes = [-1 if size == "auto" else size for size in vars(self).values()]
-        require(
-            all(size == -1 or size > 0 for size in sizes) and sizes.count(-1) <= 1,
-            f"config.mesh takes positive sizes and at most one -1, got {', '.join(vars(self))} {sizes}",
-        )
+        rule = f"config.mesh takes positive sizes and at most one -1, got {', '.join(vars(self))} {sizes}"
+        require(all(size == -1 or size > 0 for size in sizes) and sizes.count(-1) <= 1, rule)
 
 
 @dataclass(frozen=True)
@@ -239,10 +222,8 @@ class ProfileConfig:
     def __post_init__(self) -> None:
         check_fields(self, prefix="config.profile")
         found = re.fullmatch(r"(\d{1,9}):(\d{1,9})", "2:3" if self.steps is None else self.steps)
-        require(
-            found is not None and 1 < int(found[1]) < int(found[2]),
-            f"config.profile.steps must be FIRST:STOP with 1 < FIRST < STOP, such as 10:13, got {self.steps!r}",
-        )
+        rule = "config.profile.steps must be FIRST:STOP with 1 < FIRST < STOP, such as 10:13"
+        require(found is not None and 1 < int(found[1]) < int(found[2]), f"{rule}, got {self.steps!r}")
 
 
 @dataclass(frozen=True)

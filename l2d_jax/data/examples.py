@@ -8,8 +8,7 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
-from typing import Any
+from functools import cached_property, lru_cache
 
 import datasets
 import numpy as np
@@ -198,17 +197,13 @@ class Examples:
     ) -> Iterator[Batch]:
         """Batches of the rows whose examples `order` numbers, of the lengths of `config`."""
         rows = range(batch_size) if local is None else local
-        count = len(rows)
 
-        def pick(number: int) -> list[dict[str, Any]]:
-            step, row = start + number // count, rows[number % count]
-            numbers = order[step * batch_size + row] if row < batch_size else []
-            return [self.turns[int(self.kept[number])] for number in numbers]
+        def read(step: int) -> Batch:
+            numbers = [order[step * batch_size + row] if row < batch_size else [] for row in rows]
+            examples = [[self.turns[int(self.kept[number])] for number in row] for row in numbers]
+            return stack(examples, config, padding=self.padding)
 
-        picked = MapDataset.range((len(order) // batch_size - start) * count).map(pick)
-        stack_rows = partial(stack, config=config, padding=self.padding)
-        # Nothing is left over to drop, but without this grain cannot count the batches of an endless order.
-        return iter(picked.batch(count, drop_remainder=True, batch_fn=stack_rows).to_iter_dataset(READING))
+        return iter(MapDataset.range(start, len(order) // batch_size).map(read).to_iter_dataset(READING))
 
 
 def _round_up(size: int, multiple: int) -> int:

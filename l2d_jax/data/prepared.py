@@ -158,17 +158,16 @@ def _join(shards: list[Path]) -> datasets.Dataset:
 
 def _begin_process() -> None:
     """Prepare a process of a pool, which ends with its parent, and silently at Ctrl-C."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+    def end_with_parent() -> None:
+        if parent := multiprocessing.parent_process():
+            parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each process has a core of its own
     datasets.disable_progress_bars()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 def _name(config: DataConfig, split: str) -> str:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from random import Random
-from typing import Any
 
 from l2d_jax.files import package_table
 
@@ -11,20 +10,18 @@ Numbers = dict[str, int]
 
 
 def tell(story: Callable[[Random], Numbers], r: Random) -> tuple[str, str]:
-    """The question of one of `STORIES`, drawn at random, and a solution whose last number is the answer."""
+    """The question of one of `STORIES`, drawn at random, and a solution whose last number is the answer.
+
+    They are of two people, of whom `they` is the first, and a noun of each kind.
+    """
     texts = package_table("data/stories.toml")
-    text, people = texts[story.__name__.removeprefix("_")], _cast(texts["words"], r)
-    filled = people | story(r)
-    return text["question"].format_map(filled), text["solution"].format_map(filled)
-
-
-def _cast(words: dict[str, str], r: Random) -> dict[str, Any]:
-    """Two people, of whom `they` is the first, and a noun of each kind."""
+    text, words = texts[story.__name__.removeprefix("_")], texts["words"]
     they = r.choice(("she", "he"))
     name = r.choice(words[they].split())
     friend = r.choice([other for other in f"{words['she']} {words['he']}".split() if other != name])
     people = {"name": name, "they": they, "They": they.title(), "friend": friend}
-    return people | {noun: r.choice(words[noun].split()) for noun in NOUNS}
+    filled = people | {noun: r.choice(words[noun].split()) for noun in NOUNS} | story(r)
+    return text["question"].format_map(filled), text["solution"].format_map(filled)
 
 
 def _shopping(r: Random) -> Numbers:

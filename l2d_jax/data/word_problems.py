@@ -1,7 +1,8 @@
 """Generates arithmetic word problems with worked solutions: data that needs no download and has no licence.
 
 A problem is a pure function of (seed, index, split). Its story and its numbers decide the split it belongs to, so no
-split ever holds the numbers of another in the same story, whatever the seeds and the counts.
+split ever holds the numbers of another in the same story, whatever the seeds and the counts: eight in ten combinations
+of numbers are for training, one each for validation and test.
 Solutions spell out each step as `a * b = c` and end with the line `#### answer`, as GSM8K's do; answers are integers, 0
 or more. A problem takes 90 to 128 tokens in SmolLM2's tokenizer and chat template, 30 to 60 of them for the answer.
 """
@@ -38,7 +39,9 @@ def problem(index: int, *, seed: int = 0, split: str = "train") -> WordProblem:
     random = Random(f"{seed} {index}")
     while True:
         question, solution = tell(story, random)
-        if _split(story.__name__, question) == split:
+        numbers = " ".join(re.findall(r"\d+", question))
+        share = zlib.crc32(f"{story.__name__} {numbers}".encode()) % 10
+        if {0: "test", 1: "validation"}.get(share, "train") == split:
             answer = int(re.findall(r"\d+", solution)[-1])
             return WordProblem(question, f"{solution}\n#### {answer}", answer)
 
@@ -69,10 +72,3 @@ def marked_number(text: str) -> str | None:
     """
     found = re.search(r"#### (-?[0-9.,]+)", text)
     return found[1].replace(",", "") if found else None
-
-
-def _split(story: str, question: str) -> str:
-    """Eight in ten combinations of numbers are for training, one each for validation and test."""
-    numbers = " ".join(re.findall(r"\d+", question))
-    share = zlib.crc32(f"{story} {numbers}".encode()) % 10
-    return "test" if share == 0 else "validation" if share == 1 else "train"

@@ -18,6 +18,7 @@ _HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _NAMED = re.compile(r"  (ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r" ([a-z][\w\-]*)\(")
 _OPERAND = re.compile(r"%([\w.\-]+)")
+_COPIES = ("copy", "copy-start", "copy-done", "bitcast", "broadcast", "opt-barrier")
 _ARRAY = re.compile(r"\b(pred|token|[a-z]+\d+\w*)\[([\d,<=]*)\]")
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
 
@@ -109,20 +110,23 @@ class HloProgram:
         assert condition is not None, loop.name
         inside = self.computations[condition]
         root = _root(inside)
-        sides = [inside.get(name) for name in root.operands]
+        sides = [inside[name] for name in root.operands]
         if root.opcode == "fusion":  # the fusion holds the comparison: replace its parameters by the operands outside
-            inside, outer = self.computations[root.called[0]], sides
-            root = _root(inside)
-            sides = [_through(inside, name, outer) for name in root.operands]
+            fused = self.computations[root.called[0]]
+            root = _root(fused)
+            compared = [fused[name] for name in root.operands]
+            sides = [sides[int(side.literal)] if side.opcode == "parameter" else side for side in compared]
         if root.opcode != "compare" or "direction=LT" not in root.attributes:
             return None
         counter, limit = sides
-        if counter is None or limit is None or counter.opcode != "get-tuple-element" or limit.opcode != "constant":
+        if counter.opcode != "get-tuple-element" or limit.opcode != "constant":
             return None
         body, index = self.computations[loop.called[0]], _index(counter)
-        step = _increase(body, _element(body, _root(body).name, index), index)
-        first = _constant(caller, _element(caller, loop.operands[0], index))
-        return None if not step else max(0, -(-(int(limit.literal) - (first or 0)) // step))
+        step, next_step = (_value(body, _root(body).name, index, counter=count) for count in (0, 1))
+        if not step or next_step != step + 1:  # the body does more than add to the counter
+            return None
+        first = _value(caller, loop.operands[0], index) or 0
+        return max(0, -(-(int(limit.literal) - first) // step))
 
     def flops(self, instruction: Instruction, computation: Computation) -> int:
         """Floating-point operations of the matrix products in one execution of an instruction."""
@@ -158,12 +162,6 @@ def _instruction(name: str, rest: str, *, is_root: bool) -> Instruction:
     )
 
 
-def _through(inside: Computation, name: str, outer: list[Instruction | None]) -> Instruction | None:
-    """The instruction of a fusion by name, or the outer instruction that it stands for if it is a parameter."""
-    found = inside[name]
-    return outer[int(found.literal)] if found.opcode == "parameter" else found
-
-
 def _root(computation: Computation) -> Instruction:
     return next(i for i in computation.values() if i.is_root)
 
@@ -172,34 +170,21 @@ def _index(instruction: Instruction) -> int:
     return int(instruction.attributes.partition("index=")[2].partition(",")[0])
 
 
-def _increase(body: Computation, name: str | None, index: int) -> int | None:
-    """What one run of a loop's body adds to element `index` of its state; more than 1 where the loop is unrolled."""
-    found = body.get(name or "")
-    if found is None or found.opcode not in ("get-tuple-element", "copy", "add"):
-        return None
-    if found.opcode == "get-tuple-element":
-        return 0 if _index(found) == index else None
-    if found.opcode == "copy":
-        return _increase(body, found.operands[0], index)
-    for rest, added in (found.operands, found.operands[::-1]):
-        before, value = _increase(body, rest, index), _constant(body, added)
-        if before is not None and value is not None:
-            return before + value
-    return None
-
-
-def _element(computation: Computation, name: str, index: int) -> str | None:
+def _value(computation: Computation, name: str, index: int, *, counter: int | None = None) -> int | None:
+    """An integer, or element `index` of a tuple, in a loop's body whose state has `counter` there; None: unknown."""
     found = computation.get(name)
-    while found is not None and found.opcode in ("copy", "opt-barrier"):
+    while found is not None and found.opcode in _COPIES:
         found = computation.get(found.operands[0])
-    return found.operands[index] if found is not None and found.opcode == "tuple" else None
-
-
-def _constant(computation: Computation, name: str | None) -> int | None:
-    found = computation.get(name or "")
-    while found is not None and found.opcode in ("copy", "copy-done", "copy-start", "bitcast", "broadcast"):
-        found = computation.get(found.operands[0])
-    return int(found.literal) if found is not None and found.opcode == "constant" and found.literal.isdigit() else None
+    if found is None:
+        return None
+    if found.opcode == "tuple":
+        return _value(computation, found.operands[index], index, counter=counter)
+    if found.opcode == "get-tuple-element":
+        return counter if _index(found) == index else None
+    if found.opcode == "add":
+        one, other = (_value(computation, operand, index, counter=counter) for operand in found.operands)
+        return None if one is None or other is None else one + other
+    return int(found.literal) if found.opcode == "constant" and found.literal.isdigit() else None
 
 
 def _bits(kind: str) -> int:

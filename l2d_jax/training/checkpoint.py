@@ -2,7 +2,8 @@
 
 The position in the data is the step itself, since the order of the examples is a function of the step.
 
-A step is good if it has a manifest and every file is as the manifest says. Other steps are passed over with a line that
+A step is good if it has a manifest and every file is as the manifest says; process 0 verifies, writes manifests and
+deletes for all processes. Other steps are passed over with a line that
 says why, and never deleted: saving such a step again first moves its files to `<step>.broken`. Readers lock nothing and
 change nothing. No folder is ever renamed, so that this works in buckets and on file systems that mount one.
 """
@@ -29,10 +30,6 @@ from l2d_jax.storage import mirror
 from l2d_jax.storage.bucket import BucketError
 from l2d_jax.training import manifest
 from l2d_jax.training.manifest import DamagedError
-from l2d_jax.training.methods import METHODS
-
-# The trees that a checkpoint may hold, of which orbax wants a handler each.
-PARTS = (*(method.part for method in METHODS.values()), "optimizer", "loss_by_time")  # the last is of former versions
 
 UNDER_WAY = ocp.utils.TMP_DIR_SUFFIX  # suffix of a step's folder until it was written, in former versions
 SURPLUS = "surplus"  # the file in a step's folder while that is deleted
@@ -45,7 +42,6 @@ class Checkpoints:
         self._orbax = _checkpointer()
         self._inputs = inputs or {}
         self._folder, self._keep = mirror.place(folder), keep
-        self._primary = processes.is_first()  # process 0 verifies, writes manifests and deletes for all processes
         self._faults: dict[int, str] = {}  # by step, of the steps that were verified; "": the step is good
         self._failed: list[int] = []
         self._abandoned: set[int] = set()  # failed steps, whose folders may be written to even after the failure
@@ -172,13 +168,13 @@ class Checkpoints:
         """In a thread: wait until all processes have written, then write the manifest, which makes the step good."""
         try:
             self._orbax.wait_until_finished()
-            if self._primary:
+            if processes.is_first():
                 manifest.write_manifest(self._folder, step, arrays, self._inputs)
         except Exception as error:  # as for a save
             self._abandon(step, error)
             return
         self._faults[step] = ""
-        if self._primary:
+        if processes.is_first():
             try:
                 self._remove_surplus()
             except OSError as error:
@@ -199,7 +195,7 @@ class Checkpoints:
 
     def _abandon(self, step: int, error: Exception) -> None:
         """Give up a save: an incomplete step would only take up space."""
-        if self._primary:
+        if processes.is_first():
             with contextlib.suppress(OSError):
                 self._folder.remove(str(step))
         self._abandoned.add(step)
@@ -211,17 +207,15 @@ class Checkpoints:
         self._faults.pop(step, None)
         good = max((step for step, fault in self._faults.items() if not fault), default=None)
         newest = "there is no good one yet" if good is None else f"the newest good one is step {good}"
-        if self._primary:
+        if processes.is_first():
             _warn(f"checkpoint of step {step} was not saved ({_reason(error)}): training goes on; {newest}")
 
 
 def _checkpointer() -> ocp.AsyncCheckpointer:
-    handlers = {name: ocp.StandardCheckpointHandler() for name in PARTS}
     # With folders made at once, one that cannot be made is an error of the save and not an endless wait for it.
     options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
     in_place = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE)
-    of_items = ocp.CompositeOptions(atomicity_options=in_place)
-    handler = ocp.CompositeCheckpointHandler(composite_options=of_items, **handlers)
+    handler = ocp.CompositeCheckpointHandler(composite_options=ocp.CompositeOptions(atomicity_options=in_place))
     return ocp.AsyncCheckpointer(handler, async_options=options, atomicity_options=in_place)
 
 

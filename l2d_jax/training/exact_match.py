@@ -86,15 +86,10 @@ def exact_match(
                     found = [marked_number(to_text(ids, loaded.tokenizer)) for ids in texts]
                     scores[place] = np.mean([number == problems.numbers[place] for number in found])
                 shown.update(len(answers))
-    return _report(right, min(budgets))
-
-
-def _report(right: dict[str, np.ndarray], first: int) -> dict[str, Any]:
-    sums = BootstrapSums()
-    sums.add(np.ones((len(next(iter(right.values()))), 1)), {name: scores[:, None] for name, scores in right.items()})
-    report: dict[str, Any] = {}
+    sums, report = BootstrapSums(), dict[str, Any]()
+    sums.add(np.ones((len(prompts), 1)), {name: scores[:, None] for name, scores in right.items()})
     for name, scores in right.items():
         found = rate(scores.tolist())
         report |= {f"validation/{name}": found.mean, f"validation/{name}_interval": [found.low, found.high]}
-        report[f"validation/{name}_gain"] = sums.mean(name, minus=f"{name.partition('@')[0]}@{first}")
+        report[f"validation/{name}_gain"] = sums.mean(name, minus=f"{name.partition('@')[0]}@{min(budgets)}")
     return report

@@ -47,21 +47,14 @@ class Corruption(NamedTuple):
     labels: Int[Array, "B M"] | None  # after class dropout
 
 
-TimeSampler = Callable[[Float[Array, "B M"]], Float[Array, "B M"]]  # from uniform samples to t
-
-
-def uniform_times(uniform: Float[Array, "B M"]) -> Float[Array, "B M"]:
-    """The samples as they are."""
-    return uniform
-
-
 def cosmap_times(uniform: Float[Array, "*B"]) -> Float[Array, "*B"]:
     """The release's `cosmap`, whose density is 2 / (pi (1 - 2 t + 2 t^2)) (Esser et al. 2024, section 3.1)."""
     angle = (jnp.pi / 2) * uniform
     return jnp.sin(angle) / (jnp.sin(angle) + jnp.cos(angle))
 
 
-TIMES: dict[str, TimeSampler] = {"uniform": uniform_times, "cosmap": cosmap_times}  # by `config.train.time_density`
+TimeSampler = Callable[[Float[Array, "B M"]], Float[Array, "B M"]]  # from uniform samples to t
+TIMES: dict[str, TimeSampler] = {"uniform": lambda samples: samples, "cosmap": cosmap_times}  # by `time_density`
 
 
 def diffusion_loss(
@@ -72,7 +65,7 @@ def diffusion_loss(
     *,
     draws_per_context: int = 1,
     own_estimates: float = 0.0,
-    times: TimeSampler = uniform_times,
+    times: TimeSampler = TIMES["uniform"],
     options: LossOptions = PLAIN,
 ) -> tuple[Float[Array, ""], Float[Array, "B M"]]:
     """Cross-entropy of the answers, in nats (equation 5), and that of each position; differentiable in `path`.
@@ -150,7 +143,7 @@ def sample_corruptions(
     path: DiffusionPath,
     *,
     draws_per_context: int,
-    times: TimeSampler = uniform_times,
+    times: TimeSampler = TIMES["uniform"],
 ) -> tuple[Batch, Corruption]:
     """Repeat each query of the batch, and corrupt each copy by `sample_corruption` with a key of its own.
 

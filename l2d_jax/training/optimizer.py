@@ -43,9 +43,5 @@ def optimizer(config: OptimConfig, rate: optax.ScalarOrSchedule) -> optax.Gradie
 
 def decayed(params: Any) -> Any:
     """True for every leaf but biases and the weights of norms."""
-
-    def is_weight(path: Any, _: Any) -> bool:
-        name = jax.tree_util.keystr(path[-1:], simple=True)
-        return "bias" not in name and "norm" not in name
-
-    return jax.tree_util.tree_map_with_path(is_weight, params)
+    names = jax.tree_util.tree_map_with_path(lambda path, _: jax.tree_util.keystr(path[-1:], simple=True), params)
+    return jax.tree.map(lambda name: "bias" not in name and "norm" not in name, names)

@@ -16,24 +16,18 @@ STOPPED = 143  # the exit status: 128 + SIGTERM
 
 
 class Preemption:
-    """Handles SIGTERM from `watch` to the end of the `with`; several processes ask JAX for the step to stop after."""
-
-    def __init__(self) -> None:
-        self._noticed = False
-        self._former: Any = None
+    """Handles SIGTERM within the `with`; several processes ask JAX for the step to stop after."""
 
     def __enter__(self) -> "Preemption":
+        self._noticed, self._former = False, None
+        # Python handles signals in its main thread alone.
+        if not jax.distributed.is_initialized() and threading.current_thread() is threading.main_thread():
+            self._former = signal.signal(signal.SIGTERM, self._notice)
         return self
 
     def __exit__(self, *_: Any) -> None:
         if self._former is not None:
             signal.signal(signal.SIGTERM, self._former)
-
-    def watch(self) -> None:
-        """Handle SIGTERM from here on; before this there is nothing to save, and it ends a single process at once."""
-        # Python handles signals in its main thread alone.
-        if not jax.distributed.is_initialized() and threading.current_thread() is threading.main_thread():
-            self._former = signal.signal(signal.SIGTERM, self._notice)
 
     def reached(self, step: int) -> bool:
         """Whether to save and stop after this step; all processes must ask after every step."""

@@ -13,7 +13,8 @@ import jax
 from jax.sharding import Mesh
 
 from l2d_jax.config.schema import Config
-from l2d_jax.distributed import processes, sharding
+from l2d_jax.distributed import processes
+from l2d_jax.distributed.memory import tree_bytes
 from l2d_jax.errors import InputError
 from l2d_jax.files import digest, read_json
 from l2d_jax.model.architecture import Architecture
@@ -37,7 +38,7 @@ def check_run(config: Config, workdir: Path, mesh: Mesh) -> list[str]:
         "one workdir for all": lambda: _find_marks(place, token),
         "base model": lambda: _check_base(config.model.name),
         "memory": lambda: _check_memory(config, mesh),
-        "disk": lambda: _check_disk(config, workdir, mesh),
+        "disk": lambda: _check_disk(config, workdir),
     }
     where = f"preflight on {socket.gethostname()}: "
     try:
@@ -122,15 +123,14 @@ def _check_memory(config: Config, mesh: Mesh) -> str:
     return "enough for weights, moments and gradients"
 
 
-def _check_disk(config: Config, workdir: Path, mesh: Mesh) -> str:
+def _check_disk(config: Config, workdir: Path) -> str:
     """There is room for the download and, on a disk, for the checkpoints that stay and the one under way."""
     needed: dict[Path, int] = {}
     if locate.is_on_hub(config.model.name):
         plan = hub.plan_download(config.model.name)
         needed[plan.cache] = plan.missing
     if isinstance(mirror.place(workdir), Disk) and processes.is_first() and config.model.architecture is not None:
-        declared = method_of(config).declare(model_folder.read_architecture(config.model))
-        trained = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(sharding.abstract(declared, mesh)))
+        trained = tree_bytes(method_of(config).declare(model_folder.read_architecture(config.model)))
         needed[workdir] = 3 * trained * (config.train.keep + 1)  # with both moments of Adam
     for folder, size in needed.items():
         there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())

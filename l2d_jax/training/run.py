@@ -37,18 +37,20 @@ from l2d_jax.training.workdir import claim, differences, plain_values
 from l2d_jax.weights import model_folder
 
 
-def train(config: Config, workdir: str | os.PathLike[str], *, preemption: Preemption) -> bool:
+def train(config: Config, workdir: str | os.PathLike[str]) -> bool:
     """Train from the newest good checkpoint in `workdir`, if there is one; return whether the last step was reached.
 
-    If it was not, `preemption` has stopped the run after saving. Raises `InputError`, and `RunError` where the run has
-    to stop or its end cannot be saved.
+    If it was not, SIGTERM has stopped the run after saving. Raises `InputError`, and `RunError` where the run has to
+    stop or its end cannot be saved.
     """
     watch = profiler.StartWatch()
     folder = mirror.open_folder(workdir)
     with contextlib.ExitStack() as held:
         config, mesh = prepare(config, folder, held)
         watch.ended("checks")
-        return Run(config, folder, mesh, watch).train(preemption)
+        run = Run(config, folder, mesh, watch)
+        with Preemption() as preemption:  # before this there is nothing to save, and SIGTERM ends a process at once
+            return run.train(preemption)
 
 
 def prepare(
@@ -124,36 +126,33 @@ class Run:
         if processes.is_first():
             model_folder.record_base(workdir, config.model, self._base_fingerprint)
             mirror.publish(workdir)
-        # A run that was cut off may have saved this step and not validated it.
         measured = processes.decide(lambda: [one["step"] for one in read_metrics(workdir) if "validation/loss" in one])
-        self._is_measured = self._start in measured
         self._metrics = Metrics(
             workdir, start=self._start, total=self._steps, silent=not processes.is_first(), wandb=config.log.wandb
         )
         starting.ended("checkpoint")
         self._starting, self._watch = starting, profiler.Stopwatch()
         self._saved = time.monotonic()  # when the last save began
+        # A run that was cut off may have saved this step and not validated it.
+        if self._validates_at(self._start) and self._start not in measured:
+            self.validate(self._start)
+            starting.ended("validation")
 
     def train(self, preemption: Preemption) -> bool:
         """Take the steps that are left, and export; False where `preemption` stops it before, after saving."""
         config, start = self._config.train, self._start
-        objective = self._method.loss
-        take_step = make_step(self._optimizer, config, self._state, self._mesh, objective=objective)
+        take_step = make_step(self._optimizer, config, self._state, self._mesh, objective=self._method.loss)
         take_step = profiler.trace_steps(take_step, self._config.profile, self._workdir, start=start)
         key = jax.random.key(config.seed + 1)
-        here = process_rows(config, self._mesh)
-        batches = self._inputs.training.batches(config.batch_size, start_step=start, rows=here)
-        if self._validates_at(start) and not self._is_measured:
-            self.validate(start)
-            self._starting.ended("validation")
-        preemption.watch()
+        here, training = process_rows(config, self._mesh), self._inputs.training
+        batches = training.batches(config.batch_size, start_step=start, rows=here)
         log = StepLog(
             self._metrics,
             every=config.log_every,
             last=self._steps,
             rate=on_host(self._rate, start=start),
             max_skipped=config.max_skipped,
-            ids=partial(self._inputs.training.ids, config.batch_size),
+            ids=partial(training.ids, config.batch_size),
             watch=self._watch,
         )
         step, stops, waits = start, False, False

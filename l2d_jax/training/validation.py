@@ -30,9 +30,7 @@ from l2d_jax.training.objective import correct, sample_corruption
 MEASURES = ("loss", "expected", "greedy")  # at every setting
 
 
-@jax.jit
-def _context(model: Model, batch: Batch) -> Context:
-    return read_context(model.llm, batch)
+_context = jax.jit(read_context)
 
 
 @partial(jax.jit, static_argnames=("chunk", "bins"))
@@ -40,9 +38,9 @@ def _loss_by_bin(
     model: Model, context: Context, batch: Batch, key: Array, *, chunk: int, bins: int
 ) -> Float[Array, "bins B M"]:
     """The loss of every position at one t in each of the equal bins."""
-    assert model.path is not None
-    sampled = sample_corruption(key, batch, model.path)
     path = model.path
+    assert path is not None
+    sampled = sample_corruption(key, batch, path)
 
     def at(index: Array) -> Array:
         hidden = correct(path, model.llm, context, batch, sampled._replace(t=(index + sampled.t) / bins))
@@ -87,8 +85,8 @@ def teacher_forced_sums(
     reading = model.reading(refines=True)
     for number, batch in enumerate(batches):
         batch_key = jax.random.fold_in(key, number)
-        read = _context(reading, batch)
-        plain = read if reading.llm is model.llm else _context(model, batch)
+        read = _context(reading.llm, batch)
+        plain = read if reading.llm is model.llm else _context(model.llm, batch)
         values: dict[str, Any] = {}
         if model.path is not None:
             losses = processes.gather_array(_loss_by_bin(model, read, batch, batch_key, chunk=chunk, bins=bins))

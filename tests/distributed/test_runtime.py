@@ -142,7 +142,6 @@ TWICE = """
 import os, signal
 from l2d_jax.training.preemption import Preemption
 with Preemption() as preemption:
-    preemption.watch()
     os.kill(os.getpid(), signal.SIGTERM)
     assert preemption.reached(1)
     os.kill(os.getpid(), signal.SIGTERM)
