@@ -206,16 +206,23 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
+def explained(problem: str, remedy: str) -> Iterator[None]:
+    """Within, an `OSError` is an `InputError`: the problem, the system's reason and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{problem}: {error.strerror}: {remedy}") from error
+
+
+@contextmanager
 def output_folder(path: Path) -> Iterator[Path]:
     """A sibling of `path` that takes its place on success and is removed on an error; raises `InputError`."""
     path = path.resolve()
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise InputError(f"output goes into a new or empty folder, and {path} is neither: remove it or choose another")
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
-    try:
+    with explained(f"cannot create a folder in {path.parent}", "choose another place"):
         partial.mkdir(parents=True)
-    except OSError as error:
-        raise InputError(f"cannot create a folder in {path.parent} ({error.strerror}): choose another place") from None
     try:
         yield partial
         partial.rename(path)  # takes the place of an empty folder, and of nothing else

@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from l2d_jax.distributed.cluster import Cluster
 from l2d_jax.errors import LONGEST_LINE, InputError, shorten
+from l2d_jax.files import explained
 
 T = TypeVar("T")
 WAIT = ("L2D_JAX_WAIT", 300)  # seconds until a process gives up waiting for the others
@@ -142,11 +143,8 @@ def _require_free_port(address: str) -> None:
     """Raise `InputError` where another program listens: JAX would crash, or share the port with a run under way."""
     port, both = int(address.rsplit(":", 1)[1]), socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
-    try:
+    with explained(f"port {port} of JAX_COORDINATOR_ADDRESS {address} cannot be used", "choose another everywhere"):
         socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
-    except OSError as error:
-        problem = f"port {port} of JAX_COORDINATOR_ADDRESS {address} cannot be used ({error.strerror})"
-        raise InputError(f"{problem}: choose another in all processes") from None
 
 
 def _give_up(cluster: Cluster, wait: int) -> None:

@@ -5,7 +5,6 @@ Weights and tokens are random, in the config's architecture; every position has 
 
 import resource
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -75,15 +74,12 @@ def _parts(config: Config, path: DiffusionPath, llm: LLM, batch: Batch) -> dict[
         jax.random.key(3), micro, path, draws_per_context=config.train.draws_per_context
     )
 
-    def correct_and_pull(path: DiffusionPath, llm: LLM, context: Context) -> tuple[Any, Any]:
-        forward = partial(
-            correct, llm=llm, context=context, batch=micro, corruption=corruption, remat=REMAT[config.train.remat]
-        )
-        hidden, pull = jax.vjp(forward, path)
-        return hidden, pull(hidden)
+    def correct_alone(path: DiffusionPath, llm: LLM, context: Context, *, remat: Any = None) -> Any:
+        return correct(path, llm, context, micro, corruption, remat=remat)
 
-    def correct_alone(path: DiffusionPath, llm: LLM, context: Context) -> Any:
-        return correct(path, llm, context, micro, corruption)
+    def correct_and_pull(path: DiffusionPath, *read: Any) -> tuple[Any, Any]:
+        hidden, pull = jax.vjp(lambda path: correct_alone(path, *read, remat=REMAT[config.train.remat]), path)
+        return hidden, pull(hidden)
 
     def lose(hidden: Any, llm: LLM) -> tuple[Any, Any]:
         losses, pull = jax.vjp(lambda h: target_losses(llm, h, micro.targets, chunk=config.train.loss_chunk), hidden)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from l2d_jax.errors import InputError, RunError
+from l2d_jax.files import explained
 from l2d_jax.storage import mirror
 from l2d_jax.storage.bucket import Bucket, BucketError, ChangedError, RefusedError
 
@@ -41,11 +42,9 @@ def _locked(workdir: Path) -> Iterator[None]:
     nor from the removal of `.lock`; a forked child that outlives its holder keeps it.
     """
     path = workdir / NAME
-    try:
+    with explained(f"cannot write to workdir {workdir}", "choose another --workdir"):
         workdir.mkdir(parents=True, exist_ok=True)
         file = path.open("a+")
-    except OSError as error:
-        raise InputError(f"cannot write to workdir {workdir}: {error.strerror}: choose another --workdir") from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

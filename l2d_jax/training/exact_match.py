@@ -89,7 +89,7 @@ def exact_match(
     sums, report = BootstrapSums(), dict[str, Any]()
     sums.add(np.ones((len(prompts), 1)), {name: scores[:, None] for name, scores in right.items()})
     for name, scores in right.items():
-        found = rate(scores.tolist())
-        report |= {f"validation/{name}": found.mean, f"validation/{name}_interval": [found.low, found.high]}
+        measured = rate(scores.tolist())
+        report |= {f"validation/{name}": measured.mean, f"validation/{name}_interval": [measured.low, measured.high]}
         report[f"validation/{name}_gain"] = sums.mean(name, minus=f"{name.partition('@')[0]}@{min(budgets)}")
     return report

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from typing_extensions import TypedDict
 
 from l2d_jax.errors import InputError, RunError
-from l2d_jax.files import digest, read_lines, write_whole
+from l2d_jax.files import digest, explained, read_lines, write_whole
 from l2d_jax.storage import mirror
 from l2d_jax.training.profiler import Stopwatch
 
@@ -55,13 +55,11 @@ class Metrics:
         path = workdir / "metrics.jsonl"
         kept = [(line, record) for line, record in _read(path) if record["step"] <= start]
         self.skipped = sum(record.get("skipped", 0) for _, record in kept)
-        try:
+        with explained(f"cannot write to workdir {workdir}", "make room in it"):
             write_whole(path, b"".join(line for line, _ in kept))
             self._path, self._file = path, path.open("ab", buffering=0)
             self._end = path.stat().st_size  # bytes of whole lines
             self._events = _Events(workdir / "tensorboard", start=start)
-        except OSError as error:
-            raise InputError(f"cannot write to workdir {workdir}: {error.strerror}: make room in it") from error
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Log scalars, and lists (which go to the JSON file alone), at an optimizer step.

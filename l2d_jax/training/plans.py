@@ -12,6 +12,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NotRequired
 
@@ -23,8 +24,7 @@ from l2d_jax.config.parsing import from_dict
 from l2d_jax.config.schema import Config, MeshConfig
 from l2d_jax.distributed import runtime
 from l2d_jax.distributed.sharding import mesh_sizes
-from l2d_jax.errors import InputError
-from l2d_jax.files import Count, cache_folder, check, read_json, write_whole
+from l2d_jax.files import Count, cache_folder, check, explained, read_json, write_whole
 from l2d_jax.storage import mirror
 from l2d_jax.training.methods import method_of
 from l2d_jax.weights.model_folder import read_architecture
@@ -117,11 +117,9 @@ def start_planned(config: Config) -> tuple[Config, Mesh, str]:
 
 def add_plans(config: Config, devices: Sequence[Any], plans: list[StepPlan]) -> None:
     """Put what a search has found for a config on some devices into the table of this machine."""
-    file, key = cache_folder() / TABLE, step_text(config, devices)
+    file, key, values = cache_folder() / TABLE, step_text(config, devices), itemgetter("remat", "accumulation", "mesh")
     table = _read_table(file)
-    new = [(plan["remat"], plan["accumulation"], plan["mesh"]) for plan in plans]
-    others = [old for old in table.get(key, []) if (old["remat"], old["accumulation"], old["mesh"]) not in new]
-    table[key] = others + plans
+    table[key] = [old for old in table.get(key, []) if values(old) not in map(values, plans)] + plans
     file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(file, json.dumps(table, indent=1, sort_keys=True) + "\n")
 
@@ -144,11 +142,9 @@ def recorded_plans(workdir: Path) -> dict[str, StepPlan]:
 def record_plan(workdir: Path, devices: Sequence[Any], plan: StepPlan) -> None:
     """Write into the workdir of a run which plan it takes on these devices."""
     plans = recorded_plans(workdir) | {devices_text(devices): plan}
-    try:
+    with explained(f"cannot write to workdir {workdir}", "choose another --workdir"):
         write_whole(workdir / RECORD, json.dumps(plans, indent=2) + "\n")
         mirror.publish(workdir / RECORD)
-    except OSError as error:
-        raise InputError(f"cannot write to workdir {workdir}: {error.strerror}: choose another --workdir") from error
 
 
 def _read_table(file: Path) -> dict[str, list[StepPlan]]:

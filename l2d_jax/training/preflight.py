@@ -16,7 +16,7 @@ from l2d_jax.config.schema import Config
 from l2d_jax.distributed import processes
 from l2d_jax.distributed.memory import tree_bytes
 from l2d_jax.errors import InputError
-from l2d_jax.files import digest, read_json
+from l2d_jax.files import digest, explained, read_json
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.storage import mirror
 from l2d_jax.storage.bucket import Bucket
@@ -83,12 +83,10 @@ def _mark(index: int) -> str:
 
 
 def _write_mark(place: Disk | Bucket, token: str) -> str:
-    try:
+    with explained(f"{place} cannot be written to", "choose another --workdir"):
         if isinstance(place, Disk):
             place.root.mkdir(parents=True, exist_ok=True)
         place.write(_mark(jax.process_index()), token.encode())
-    except OSError as error:
-        raise InputError(f"{place} cannot be written to ({error.strerror}): choose another --workdir") from error
     return str(place)
 
 
@@ -96,14 +94,12 @@ def _find_marks(place: Disk | Bucket, token: str) -> str:
     """Whether this host sees what all processes have written; a shared disk may take a while to show it."""
     end = time.monotonic() + PATIENCE
     marks = {_mark(index) for index in range(jax.process_count())}
-    try:
+    with explained(f"{place} cannot be read", "choose another --workdir"):
         while missing := [mark for mark in marks if mark not in place.names() or place.read(mark) != token.encode()]:
             if time.monotonic() > end:
                 problem = f"not the same folder on all hosts ({len(missing)} of {len(marks)} processes not seen)"
                 raise InputError(f"{place} is {problem}: name a bucket (gs://BUCKET/FOLDER) or a shared disk")
             time.sleep(0.5)
-    except OSError as error:
-        raise InputError(f"{place} cannot be read ({error.strerror}): choose another --workdir") from error
     return f"{len(marks)} of {len(marks)} processes seen"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from l2d_jax.config.schema import Config, defaults
 from l2d_jax.errors import InputError
-from l2d_jax.files import check, read_json, write_whole
+from l2d_jax.files import check, explained, read_json, write_whole
 from l2d_jax.storage import mirror
 from l2d_jax.weights import model_folder
 
@@ -34,14 +34,12 @@ def claim(workdir: Path, config: Config) -> None:
     """
     file = workdir / "config.json"
     text = json.dumps(config.to_dict(), indent=2) + "\n"
-    try:
+    with explained(f"cannot write to workdir {workdir}", "choose another --workdir"):
         workdir.mkdir(parents=True, exist_ok=True)
         if not (workdir / "checkpoints").exists():  # nothing is trained yet, so the config may still change
             write_whole(file, text)
             model_folder.record_base(workdir, config.model)
         mirror.publish(workdir)
-    except OSError as error:
-        raise InputError(f"cannot write to workdir {workdir}: {error.strerror}: choose another --workdir") from error
     # A run may resume on other devices, trace other steps, and read the same examples from another place.
     free = ("config.mesh.", "config.profile.", "config.log.", "config.data.prepared", "config.train.checkpoint_minutes")
     sections = check(read_json(file), dict[str, dict[str, Any]], file, remedy="restore it or choose another --workdir")
