@@ -60,15 +60,19 @@ def lower_decode(config: Config, mesh: Mesh, *, batch: int, prompt: int) -> jax.
     llm = sharding.abstract(LLM.declare(architecture, dtype=jnp.dtype(config.model.dtype)), mesh)
     if config.train.method == "l2d":
         path = sharding.abstract(DiffusionPath.declare(config.path, architecture), mesh)
-        llm = _reader(path, llm) if config.decode.budget > 1 else llm
-    shapes = jax.eval_shape(Model.build, llm, path)
-    leaves = jax.tree.leaves((llm, path))
-    if path is None:
-        config = dataclasses.replace(config, decode=dataclasses.replace(config.decode, budget=1, solver="euler"))
     else:
-        placement = NamedSharding(mesh, sharding.partition(("vocab", "diffusion"), shapes.table.shape, mesh))
-        leaves.append(shapes.table.update(sharding=placement))
-    # Built from its leaves, since the constructor takes arrays.
+        config = dataclasses.replace(config, decode=dataclasses.replace(config.decode, budget=1, solver="euler"))
+
+    def build(llm: Any, path: Any) -> Model:
+        return Model.build(llm, path).reading(refines=config.decode.budget > 1)
+
+    # The constructors take arrays, so the declared model is traced; of its leaves, the table alone is not given.
+    jaxpr, shapes = jax.make_jaxpr(build, return_shape=True)(llm, path)
+    given = dict(zip(jaxpr.jaxpr.invars, jax.tree.leaves((llm, path)), strict=True))
+    sizes = architecture.vocab_size, config.path.width
+    table = NamedSharding(mesh, sharding.partition(("vocab", "diffusion"), sizes, mesh))
+    pairs = zip(jaxpr.jaxpr.outvars, jax.tree.leaves(shapes), strict=True)
+    leaves = [given[name] if name in given else leaf.update(sharding=table) for name, leaf in pairs]
     model = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
     settings = jax.eval_shape(lambda: Refinement.prepare(model, config.decode))
     options: dict[str, Any] = {
@@ -81,13 +85,6 @@ def lower_decode(config: Config, mesh: Mesh, *, batch: int, prompt: int) -> jax.
     state = _decoding_state(config, mesh, model.llm, batch=batch, prompt=prompt)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return decode.decode_tokens.lower(model, state, **options)
-
-
-def _reader(path: Any, llm: Any) -> Any:
-    """The model that reads the context for a declared path: `path.reader(llm)`, whose constructors take arrays."""
-    jaxpr, shapes = jax.make_jaxpr(lambda path, llm: path.reader(llm), return_shape=True)(path, llm)
-    given = dict(zip(jaxpr.jaxpr.invars, jax.tree.leaves((path, llm)), strict=True))
-    return jax.tree.unflatten(jax.tree.structure(shapes), [given[leaf] for leaf in jaxpr.jaxpr.outvars])
 
 
 def _decoding_state(config: Config, mesh: Mesh, llm: LLM, *, batch: int, prompt: int) -> decode.State:

@@ -83,7 +83,8 @@ class Metrics:
             return
         self._drain()
         os.fsync(self._file.fileno())
-        self._events.flush()
+        with contextlib.suppress(OSError):
+            self._events.flush()
         mirror.publish(self._path)
         mirror.publish(self._events.folder)
 
@@ -111,7 +112,8 @@ class Metrics:
             raise RunError(f"{lost} ({error.strerror}): make room and give the same command again") from error
         finally:
             self._file.close()
-            self._events.close()
+            with contextlib.suppress(OSError):
+                self._events.close()
             if self._wandb is not None:
                 self._wandb.finish()
 
@@ -148,28 +150,19 @@ class _Events:
         folder.mkdir(exist_ok=True)
         self.folder = folder
         self._event, self._scalar = Event, scalar
-        self._writer = EventsWriter(str(folder / "events"), filename_suffix=f".{os.getpid()}")
+        writer = EventsWriter(str(folder / "events"), filename_suffix=f".{os.getpid()}")
+        self._add, self.flush, self.close = writer.write_event, writer.flush, writer.close  # the last two wait
         self._flushed = time.monotonic()
         resumed = SessionLog(status=SessionLog.START)  # hides later steps, which belong to an interrupted run
-        self._writer.write_event(Event(step=start + 1, wall_time=time.time(), session_log=resumed))
+        self._add(Event(step=start + 1, wall_time=time.time(), session_log=resumed))
 
     def write(self, step: int, values: Mapping[str, int | float]) -> None:
         with contextlib.suppress(OSError):
             for name, value in values.items():
-                event = self._event(step=step, wall_time=time.time(), summary=self._scalar(name, value))
-                self._writer.write_event(event)
+                self._add(self._event(step=step, wall_time=time.time(), summary=self._scalar(name, value)))
             if time.monotonic() > self._flushed + 10:
                 self._flushed = time.monotonic()
-                self._writer.flush()  # this waits for the disk
-
-    def flush(self) -> None:
-        """Hand all events to the file."""
-        with contextlib.suppress(OSError):
-            self._writer.flush()
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._writer.close()
+                self.flush()
 
 
 @dataclass
