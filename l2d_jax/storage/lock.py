@@ -31,7 +31,8 @@ def hold(workdir: Path) -> Iterator[None]:
 def check_held() -> None:
     """Raise `RunError` if another run may have taken a lock of this process, which can happen in a bucket."""
     for lease in _leases:
-        lease.check()
+        if lease.lost:
+            raise RunError(f"the lock of {lease.folder} {lease.lost}: give the same command again once one run is left")
 
 
 @contextmanager
@@ -81,7 +82,9 @@ def _leased(folder: Bucket) -> Iterator[None]:
         _leases.remove(held)
         held.ended.set()
         thread.join()
-        held.release()
+        if not held.lost:
+            with suppress(OSError):  # it will expire
+                folder.remove(NAME, replacing=held.generation)
 
 
 def _take(folder: Bucket, lease: float) -> int:
@@ -111,43 +114,31 @@ def _take(folder: Bucket, lease: float) -> int:
 
 class _Lease:
     def __init__(self, folder: Bucket, generation: int, lease: float) -> None:
-        self._folder, self._generation, self._lease = folder, generation, lease
-        self._renewed = time.monotonic()
-        self._lost = ""
-        self.ended = threading.Event()
+        self.folder, self.generation, self._lease = folder, generation, lease
+        self._renewed, self.ended = time.monotonic(), threading.Event()
+        self.lost = ""  # how, once it is another's
 
     def renew(self) -> None:
         """Runs in a thread: write the lock anew, several times in each lease, until `ended`."""
         ours = json.dumps(_signature()).encode()
-        while not self._lost and not self.ended.wait(self._lease / 6):
+        while not self.lost and not self.ended.wait(self._lease / 6):
             try:
-                self._generation = self._folder.write(NAME, ours, replacing=self._generation)
+                self.generation = self.folder.write(NAME, ours, replacing=self.generation)
                 self._renewed = time.monotonic()
             except ChangedError:
                 self._settle(ours)
             except OSError:  # the next attempt may succeed
                 if time.monotonic() > self._renewed + self._lease:
-                    self._lost = "could not be renewed"
-
-    def check(self) -> None:
-        """Raise `RunError` if the lock is lost."""
-        if self._lost:
-            raise RunError(f"the lock of {self._folder} {self._lost}: give the same command again once one run is left")
-
-    def release(self) -> None:
-        """Remove the lock, unless it is another's by now; otherwise it expires."""
-        if not self._lost:
-            with suppress(OSError):
-                self._folder.remove(NAME, replacing=self._generation)
+                    self.lost = "could not be renewed"
 
     def _settle(self, ours: bytes) -> None:
         """After a refused write: an attempt before it may have succeeded without an answer."""
         with suppress(OSError):
-            generation = self._folder.generation(NAME)
-            if self._folder.read(NAME) == ours:
-                self._generation = generation
+            generation = self.folder.generation(NAME)
+            if self.folder.read(NAME) == ours:
+                self.generation = generation
                 return
-        self._lost = "was taken by another run"
+        self.lost = "was taken by another run"
 
 
 _leases: list[_Lease] = []  # that this process holds

@@ -111,11 +111,8 @@ def finetuning_loss(
 ) -> Float[Array, ""]:
     """Cross-entropy of the answers, in nats; differentiable in the layers, and in what `losses` is.
 
-    Args:
-      llm: the language model, an adapter included.
-      batch: examples with one query per token; several are for a path alone.
-      losses: `target_losses` where the LM head is frozen, `target_losses_with_trained_head` where it is trained.
-      options: how the loss is reduced and computed.
+    The batch has one query per token: several are for a path alone. `losses` is `target_losses` where the LM head is
+    frozen, and `target_losses_with_trained_head` where it is trained.
     """
     hidden, _ = llm(batch.tokens, token_positions(batch), segments=batch.segments, remat=options.remat)
     if batch.queries is not None:
