@@ -89,10 +89,8 @@ def read_lines(
     """
     kept: list[tuple[int, bytes, dict[str, Any]]] = []
     faults: dict[int, str] = {}  # by the number of the line
-    try:
+    with explained(f"cannot read {path}", "check its permissions"):
         text = path.read_bytes() if path.exists() else b""
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from None
     lines = text.split(b"\n")[:-1]  # not one that was cut off; not splitlines, which ends lines at other bytes too
     for number, line in enumerate((line + b"\n" for line in lines), start=1):
         try:

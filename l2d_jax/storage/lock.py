@@ -47,13 +47,11 @@ def _locked(workdir: Path) -> Iterator[None]:
         workdir.mkdir(parents=True, exist_ok=True)
         file = path.open("a+")
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise _in_use(workdir, _parsed(path.read_bytes())) from error
-        except OSError as error:
-            remedy = "unlock it, or choose another --workdir"
-            raise InputError(f"workdir {workdir} cannot be locked ({error.strerror}): {remedy}") from error
+        with explained(f"workdir {workdir} cannot be locked", "unlock it, or choose another --workdir"):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise _in_use(workdir, _parsed(path.read_bytes())) from error
         file.truncate(0)
         file.write(json.dumps(_signature()) + "\n")
         file.flush()

@@ -20,6 +20,7 @@ from annotated_types import Interval
 from tqdm import tqdm
 from typing_extensions import TypedDict
 
+from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError, RunError
 from l2d_jax.files import digest, explained, read_lines, write_whole
 from l2d_jax.storage import mirror
@@ -38,18 +39,16 @@ class _Step(TypedDict):
 class Metrics:
     """The log of one run that goes on after step `start` of `total`.
 
-    Records after `start` belong to an interrupted run and are dropped, and so are damaged lines. With `silent`, for the
-    processes other than 0, all calls write nothing. `wandb` is a project of Weights & Biases, which gets the scalars.
-    Raises `InputError` if the workdir cannot be written to.
+    Records after `start` belong to an interrupted run and are dropped, and so are damaged lines. On processes other
+    than 0, all calls write nothing. `wandb` is a project of Weights & Biases, which gets the scalars. Raises
+    `InputError` if the workdir cannot be written to.
     """
 
-    def __init__(
-        self, workdir: Path, *, start: int, total: int, silent: bool = False, wandb: str | None = None
-    ) -> None:
-        self._silent, self.skipped = silent, 0  # updates that were skipped in the whole run
+    def __init__(self, workdir: Path, *, start: int, total: int, wandb: str | None = None) -> None:
+        self._silent, self.skipped = not processes.is_first(), 0  # updates that were skipped in the whole run
         self._waiting: list[bytes] = []
-        self._bar = tqdm(initial=start, total=total, unit="step", disable=silent or not sys.stderr.isatty())
-        if silent:
+        self._bar = tqdm(initial=start, total=total, unit="step", disable=self._silent or not sys.stderr.isatty())
+        if self._silent:
             return
         self._wandb = None if wandb is None else _start_wandb(wandb, workdir)
         path = workdir / "metrics.jsonl"

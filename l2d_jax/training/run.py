@@ -127,9 +127,7 @@ class Run:
             model_folder.record_base(workdir, config.model, self._base_fingerprint)
             mirror.publish(workdir)
         measured = processes.decide(lambda: [one["step"] for one in read_metrics(workdir) if "validation/loss" in one])
-        self._metrics = Metrics(
-            workdir, start=self._start, total=self._steps, silent=not processes.is_first(), wandb=config.log.wandb
-        )
+        self._metrics = Metrics(workdir, start=self._start, total=self._steps, wandb=config.log.wandb)
         starting.ended("checkpoint")
         self._starting, self._watch = starting, profiler.Stopwatch()
         self._saved = time.monotonic()  # when the last save began
