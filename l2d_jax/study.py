@@ -33,6 +33,7 @@ from l2d_jax.decoding.refine import Refinement
 from l2d_jax.decoding.solver import ADAPTIVE, AMPLE, SOLVERS, split_budget
 from l2d_jax.decoding.trace import mean_evaluations
 from l2d_jax.distributed import processes, runtime
+from l2d_jax.distributed.memory import parameters
 from l2d_jax.evaluation.strategies import answer_problems, strategies
 from l2d_jax.files import changes, write_whole
 from l2d_jax.loading import Folder, find, load, model_fingerprint, newest_step
@@ -73,7 +74,7 @@ def main() -> None:
     def measured(name: str, model: str) -> dict[str, Any]:
         processes.print_once(f"measuring {name}: {model}")
         loaded = load(model, mesh=mesh, dtype=config.model.dtype, step=about[name]["step"])
-        trained = 0 if loaded.model.path is None else costs.parameters(loaded.model.path)
+        trained = 0 if loaded.model.path is None else parameters(loaded.model.path)
         if (run := folders[name].trained) is not None:  # which may have changed the language model itself
             trained = costs.trainable_parameters(run, loaded.model.llm.architecture)
         found = {"about": about[name], "trained": trained}

@@ -27,6 +27,11 @@ def bytes_per_device(declared: Any, mesh: Mesh) -> int:
     return sum(math.prod(placed.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize for leaf, placed in pairs)
 
 
+def parameters(tree: Any) -> int:
+    """Number of values of a declared or real tree; exact."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
 def tree_bytes(tree: Any) -> int:
     """Bytes of a declared or real tree, counted once, however it is spread over devices."""
     return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))

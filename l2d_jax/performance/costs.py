@@ -3,15 +3,12 @@
 `train --dry_run` and `train --variants` print the tables.
 """
 
-import math
-from typing import Any
-
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from l2d_jax.config.config_file import find_variants, read_config
 from l2d_jax.config.schema import Config, PathConfig
+from l2d_jax.distributed.memory import parameters
 from l2d_jax.errors import InputError
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.axes import ADAPTED, MATRICES
@@ -22,11 +19,6 @@ from l2d_jax.training.methods import method_of
 from l2d_jax.weights import model_folder
 
 READ = ("frozen pass", "forward", "backward")  # parts that run on every token; the others run on predicted tokens
-
-
-def parameters(declared: Any) -> int:
-    """Number of values of a declared or real tree; exact."""
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(declared))
 
 
 def trainable_parameters(config: Config, architecture: Architecture) -> int:

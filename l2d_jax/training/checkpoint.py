@@ -82,8 +82,8 @@ class Checkpoints:
         try:
             return next(filter(self._is_good, self._steps()), None)
         except BucketError as error:  # it is not a bucket without checkpoints
-            again = "give the same command again later"
-            raise RunError(f"{self._folder} cannot be read ({error.strerror}): {again}") from error
+            problem = f"{self._folder} cannot be read ({error.strerror})"
+            raise RunError(f"{problem}: give the same command again later") from error
 
     def restore(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
         """The trees saved at `step`, placed like `like`; raises `InputError`. Only `latest` checks the files."""
@@ -104,10 +104,8 @@ class Checkpoints:
         except InputError:
             raise
         except Exception as error:  # as for a save
-            remedy = "if it stays so, move it away to go on from an older one"
-            raise InputError(
-                f"checkpoint {step} in {self._folder} cannot be read ({_reason(error)}): {remedy}"
-            ) from error
+            problem = f"checkpoint {step} in {self._folder} cannot be read ({_reason(error)})"
+            raise InputError(f"{problem}: if it stays so, move it away to go on from an older one") from error
         if faults:
             raise InputError(f"checkpoint {step} does not fit this config: {'; '.join(faults[:5])}: use its own config")
         return {
@@ -123,7 +121,6 @@ class Checkpoints:
     def _wait(self) -> None:
         if self._saving is not None:
             self._saving.join()
-            self._saving = None
 
     def _steps(self) -> list[int]:
         """All steps that have a folder, good or not, newest first."""

@@ -10,7 +10,6 @@ the plan for each slice, and a run that comes back to a slice takes the same one
 
 import dataclasses
 import json
-import math
 from collections.abc import Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing_extensions import TypedDict
 from l2d_jax.config.parsing import from_dict
 from l2d_jax.config.schema import Config, MeshConfig
 from l2d_jax.distributed import runtime
+from l2d_jax.distributed.memory import parameters
 from l2d_jax.distributed.sharding import mesh_sizes
 from l2d_jax.files import Count, cache_folder, check, explained, read_json, write_whole
 from l2d_jax.storage import mirror
@@ -75,8 +75,7 @@ def plan_text(plan: StepPlan, devices: Sequence[Any]) -> str:
 def step_text(config: Config, devices: Sequence[Any]) -> str:
     """The key of a plan: the devices, and the sizes that the cost of a step depends on."""
     a, method, train, data = read_architecture(config.model), method_of(config), config.train, config.data
-    trees = method.declare_frozen(a), method.declare(a)
-    frozen, trained = (sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree)) for tree in trees)
+    frozen, trained = parameters(method.declare_frozen(a)), parameters(method.declare(a))
     options = f"draws {train.draws_per_context}, chunk {train.loss_chunk}"
     options += ", packed" * data.packing + ", own estimates" * (train.own_estimates > 0)
     return (

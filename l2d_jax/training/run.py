@@ -241,10 +241,8 @@ class Run:
             self._method.export(folder, self._state.trained, self._mesh, base_fingerprint=self._base_fingerprint)
             mirror.publish(folder)
         except OSError as error:
-            again = "make room and give the same command again, which does this alone"
-            raise RunError(
-                f"the trained {self._method.says} cannot be written to {folder} ({error.strerror}): {again}"
-            ) from error
+            problem = f"the trained {self._method.says} cannot be written to {folder} ({error.strerror})"
+            raise RunError(f"{problem}: make room and give the same command again, which does this alone") from error
 
     def _validates_at(self, step: int) -> bool:
         every = self._config.train.validate_every
