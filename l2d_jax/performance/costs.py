@@ -100,11 +100,10 @@ def decoding_flops(llm: LLM, path: DiffusionPath | None, *, budget: int, draws: 
 
 def cost_table(config: Config, architecture: Architecture, mesh: Mesh) -> str:
     """Parameters, memory per device and FLOPs per token of a config, as `--dry_run` prints them."""
-    frozen = method_of(config).declare_frozen(architecture)
     memory = step_memory(config, architecture, mesh)
     flops = flops_of_training(config, architecture)
     rows = [
-        ("frozen parameters", f"{0 if frozen is None else parameters(frozen):,}"),
+        ("frozen parameters", f"{parameters(method_of(config).declare_frozen(architecture)):,}"),
         ("trainable parameters", f"{trainable_parameters(config, architecture):,}"),
         *((f"memory per device: {name}", f"{size / 2**30:.2f} GiB") for name, size in memory.items()),
         ("memory per device: sum, activations not counted", f"{sum(memory.values()) / 2**30:.2f} GiB"),

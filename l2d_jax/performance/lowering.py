@@ -18,7 +18,7 @@ from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
 from l2d_jax.training.methods import method_of
 from l2d_jax.training.optimizer import optimizer
-from l2d_jax.training.step import TrainState, check_batch, make_step, optimizer_shardings
+from l2d_jax.training.step import TrainState, abstract_moments, check_batch, make_step
 from l2d_jax.weights import model_folder
 
 
@@ -27,15 +27,9 @@ def lower_train(config: Config, mesh: Mesh) -> jax.stages.Lowered:
     check_batch(config.train, mesh)
     method, architecture = method_of(config), model_folder.read_architecture(config.model)
     trained = sharding.abstract(method.declare(architecture), mesh)
-    declared = method.declare_frozen(architecture)
-    frozen = None if declared is None else sharding.abstract(declared, mesh)
+    frozen = sharding.abstract(method.declare_frozen(architecture), mesh)
     adam = optimizer(config.optim, config.optim.peak_rate)
-    moments = jax.tree.map(
-        lambda leaf, placement: leaf.update(sharding=placement),
-        jax.eval_shape(adam.init, trained),
-        optimizer_shardings(adam, trained, mesh),
-    )
-    state = TrainState(trained=trained, optimizer=moments)
+    state = TrainState(trained=trained, optimizer=abstract_moments(adam, trained, mesh))
     row = dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=1, accumulation=1))
     micro = config.train.batch_size // config.train.micro_batches
     placement = NamedSharding(mesh, PartitionSpec(None, sharding.RULES["batch"]))

@@ -63,21 +63,21 @@ class TrainState(nnx.Module):
     optimizer: Any = nnx.data()  # their Adam moments, placed like them
 
 
-def optimizer_shardings(optimizer: optax.GradientTransformation, trained: Any, mesh: Mesh) -> Any:
-    """Shardings of the optimizer's state: moments are placed like their weights."""
+def abstract_moments(optimizer: optax.GradientTransformation, trained: Any, mesh: Mesh) -> Any:
+    """The optimizer's state as shapes: moments are placed like their weights."""
     return optax.tree_utils.tree_map_params(
         optimizer,
-        lambda _, placement: placement,
+        lambda moment, weight: moment.update(sharding=weight.sharding),
         jax.eval_shape(optimizer.init, trained),
-        jax.tree.map(lambda x: x.sharding, trained),
-        transform_non_params=lambda _: NamedSharding(mesh, PartitionSpec()),
+        trained,
+        transform_non_params=lambda count: count.update(sharding=NamedSharding(mesh, PartitionSpec())),
     )
 
 
 def init_state(optimizer: optax.GradientTransformation, trained: Any, mesh: Mesh) -> TrainState:
     """The state before the first step: all moments are zero."""
-    init = jax.jit(optimizer.init, out_shardings=optimizer_shardings(optimizer, trained, mesh))
-    return TrainState(trained=trained, optimizer=init(trained))
+    placements = jax.tree.map(lambda moment: moment.sharding, abstract_moments(optimizer, trained, mesh))
+    return TrainState(trained=trained, optimizer=jax.jit(optimizer.init, out_shardings=placements)(trained))
 
 
 def make_step(
