@@ -6,7 +6,7 @@ import pytest
 from l2d_jax import train
 from l2d_jax.config.config_file import read_config
 from l2d_jax.config.schema import PathConfig
-from l2d_jax.distributed.memory import bytes_per_device
+from l2d_jax.distributed.memory import bytes_per_device, parameters
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.llm import LLM
@@ -35,7 +35,7 @@ def test_trainable_parameters_are_those_of_the_release(name):
     for reference, overrides in variants:
         options = read_config(reference, overrides)
         architecture = Architecture.from_hf(options.model.architecture)
-        found.append(costs.parameters(DiffusionPath.declare(options.path, architecture)))
+        found.append(parameters(DiffusionPath.declare(options.path, architecture)))
     assert tuple(found) == TRAINABLE[name]
 
 
@@ -44,7 +44,7 @@ def test_the_frozen_parameters_of_r1_are_those_counted_by_hand():
     attention = 1536 * (1536 + 2 * 256) + (1536 + 2 * 256) + 1536 * 1536  # q, k and v with biases, o
     layer = attention + 3 * 1536 * 8960 + 2 * 1536
     llm = LLM.declare(Architecture.from_hf(options.model.architecture), dtype="bfloat16")
-    assert costs.parameters(llm) == 2 * 151936 * 1536 + 28 * layer + 1536 == 1_777_088_000
+    assert parameters(llm) == 2 * 151936 * 1536 + 28 * layer + 1536 == 1_777_088_000
 
 
 def test_the_parts_are_those_of_the_release():
@@ -52,16 +52,16 @@ def test_the_parts_are_those_of_the_release():
     path = DiffusionPath.declare(options.path, Architecture.from_hf(options.model.architecture))
     parts = {name: getattr(path, name) for name in ("merge", "translation", "vocabulary", "time")}
     parts["modulation"] = path.layers.modulation
-    found = {name: costs.parameters(part) for name, part in parts.items()}
+    found = {name: parameters(part) for name, part in parts.items()}
     assert found == PARTS
-    assert costs.parameters(path) - sum(found.values()) == 19_922_944
+    assert parameters(path) - sum(found.values()) == 19_922_944
 
 
 def test_declared_and_real_trees_have_the_same_size(mesh):
     declared = DiffusionPath.declare(config().path, Architecture.from_hf(config().model.architecture))
     llm = open_base(config().model, mesh).llm
     path = model_folder.new_path(config().path, llm, mesh, seed=0)
-    assert costs.parameters(path) == costs.parameters(declared) == sum(x.size for x in jax.tree.leaves(path))
+    assert parameters(path) == costs.parameters(declared) == sum(x.size for x in jax.tree.leaves(path))
     assert bytes_per_device(declared, mesh) == sum(x.nbytes for x in jax.tree.leaves(path))
 
 
@@ -72,7 +72,7 @@ def test_flops_are_twice_the_weights_of_every_product(layers):
     products = a.num_hidden_layers * (attention + 3 * a.hidden_size * a.intermediate_size)
     keys = a.num_hidden_layers * 2 * a.hidden_size * a.num_key_value_heads * a.head_dim  # k and v
     path = PathConfig(layers=layers)
-    trained = costs.parameters(DiffusionPath.declare(path, a))
+    trained = parameters(DiffusionPath.declare(path, a))
     frozen = products if layers == "lora" else 0
     assert costs.flops_per_token(a, path) == {
         "frozen pass": 2 * (products + keys),
@@ -91,8 +91,8 @@ def test_a_path_that_reads_the_context_has_a_backward_pass_over_it(layers):
     own, other = (costs.flops_per_token(a, PathConfig(layers=layers, reader=reader)) for reader in ("path", "lm"))
     names = ("q", "k", "v", "o", "gate", "up", "down")
     path = DiffusionPath.declare(PathConfig(layers=layers, reader="path"), a)
-    changes = costs.parameters([getattr(path.layers, name) for name in names])
-    frozen = costs.parameters([getattr(LLM.declare(a, dtype="float32").layers, name) for name in names])
+    changes = parameters([getattr(path.layers, name) for name in names])
+    frozen = parameters([getattr(LLM.declare(a, dtype="float32").layers, name) for name in names])
     kept = frozen if layers == "lora" else 0
     assert own.pop("forward") == 2 * (kept + changes)
     assert own.pop("backward") == 2 * kept + 4 * changes
@@ -113,10 +113,8 @@ def test_flops_of_a_step_and_of_a_decoded_token():
 
     head = a.vocab_size * a.hidden_size
     path = DiffusionPath.declare(options.path, a)
-    read = costs.parameters((path.translation, *(getattr(path.layers, n) for n in ("q", "o", "gate", "up", "down"))))
-    shared = costs.parameters(
-        [getattr(LLM.declare(a, dtype="float32").layers, n) for n in ("q", "o", "gate", "up", "down")]
-    )
+    read = parameters((path.translation, *(getattr(path.layers, n) for n in ("q", "o", "gate", "up", "down"))))
+    shared = parameters([getattr(LLM.declare(a, dtype="float32").layers, n) for n in ("q", "o", "gate", "up", "down")])
     assert decoded(decode__budget=1) == parts["frozen pass"] + 2 * head
     assert decoded(decode__budget=3) == parts["frozen pass"] + 3 * 2 * (head + shared + read)
     assert decoded(decode__budget=3, decode__draws=2) == parts["frozen pass"] + 6 * 2 * (head + shared + read)

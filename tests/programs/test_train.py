@@ -19,11 +19,11 @@ from l2d_jax.config.schema import Config
 from l2d_jax.data.examples import Examples
 from l2d_jax.data.tokenizer import byte_tokenizer
 from l2d_jax.distributed import processes
+from l2d_jax.distributed.memory import parameters
 from l2d_jax.distributed.sharding import abstract
 from l2d_jax.files import read_json
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.diffusion_path import DiffusionPath
-from l2d_jax.performance import costs
 from l2d_jax.storage.disk import Disk
 from l2d_jax.training import checkpoint, manifest
 from l2d_jax.training import run as loop
@@ -119,9 +119,7 @@ def test_the_path_has_learnt(run, mesh):
 
 @pytest.mark.slow
 def test_checkpoints_hold_the_path_and_its_moments_alone(run):
-    trained = 4 * costs.parameters(
-        DiffusionPath.declare(config().path, Architecture.from_hf(config().model.architecture))
-    )
+    trained = 4 * parameters(DiffusionPath.declare(config().path, Architecture.from_hf(config().model.architecture)))
     step = run / "checkpoints" / "6"
     assert {path.name for path in step.iterdir() if path.is_dir()} == {"path", "optimizer"}
     sizes = {

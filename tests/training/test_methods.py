@@ -15,10 +15,11 @@ from safetensors.numpy import load_file
 
 from l2d_jax import benchmark, convert, report, train
 from l2d_jax.config.config_file import read_config
+from l2d_jax.distributed.memory import parameters
 from l2d_jax.distributed.sharding import abstract
 from l2d_jax.files import read_json
 from l2d_jax.loading import load
-from l2d_jax.performance import costs, timing, training_speed
+from l2d_jax.performance import timing, training_speed
 from l2d_jax.training.checkpoint import Checkpoints
 from l2d_jax.training.methods import method_of
 from l2d_jax.training.metrics import read_metrics
@@ -258,7 +259,7 @@ def test_trainable_parameters_of_the_paper(name):
     given = read_config(str(ROOT / "configs" / f"{name}.py"), {"train.method": "lora"})
     a = read_architecture(given.model)
     widths = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
-    assert costs.parameters(method_of(given).declare(a)) == ADAPTERS[name]
+    assert parameters(method_of(given).declare(a)) == ADAPTERS[name]
     assert ADAPTERS[name] == a.num_hidden_layers * sum(32 * (a.hidden_size + width) for width in widths)
 
 
