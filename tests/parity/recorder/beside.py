@@ -57,7 +57,8 @@ def main() -> None:
             mesh = runtime.start_jax(config.mesh)
             for batch in options.batches:
                 shape = {"batch": batch, "prompt": options.prompt, "new": options.new}
-                time_decoding(config, random_model(config, mesh).merged(), ask, multiplied, budget=options.budget, **shape)
+                model = random_model(config, mesh).merged()
+                time_decoding(config, model, ask, multiplied, budget=options.budget, **shape)
 
 
 def time_decoding(
