@@ -94,6 +94,8 @@ class _Handler(BaseHTTPRequestHandler):
             repo = f"{asked['organization']}/{asked['name']}"
             self.server.commits.setdefault(repo, [])
             self._answer(200, {"url": f"{self.server.address}/{repo}", "name": repo})
+        elif parts == ["api", "validate-yaml"]:  # of the page
+            self._answer(200, {"warnings": [], "errors": []})
         elif parts[4:5] == ["preupload"]:
             files = json.loads(body)["files"]
             kinds = {file["path"]: "lfs" if file["path"].endswith(".safetensors") else "regular" for file in files}
