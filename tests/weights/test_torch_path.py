@@ -1,6 +1,9 @@
 """The class of a published folder, in PyTorch, computes what the path computes in JAX."""
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -13,11 +16,13 @@ from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.data.batch import Batch
 from l2d_jax.decoding import integrate, refine
 from l2d_jax.decoding.solver import SOLVERS
+from l2d_jax.errors import InputError
 from l2d_jax.model.context import Context, read_context
 from l2d_jax.model.l2d import Model
 from l2d_jax.training import objective
 from l2d_jax.weights import mapping, publish
 from tests.support import tiny
+from tests.support.programs import same_bits
 
 torch = pytest.importorskip("torch", reason="the published class is PyTorch's")
 transformers = pytest.importorskip("transformers")
@@ -231,3 +236,230 @@ def test_loss_and_gradients_equal_ours(pair):
         difference = np.abs(value.numpy() - expected[name]).max()
         assert difference < 1e-5 * max(1.0, np.abs(expected[name]).max()), (name, difference)
     assert all(parameter.grad is None for parameter in theirs.lm.parameters())
+
+
+FAMILIES = {
+    "llama": {"rope_scaling": {**tiny._SCALING, "rope_theta": 10000.0}},
+    "mistral": {"sliding_window": 5},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "smollm3": {"no_rope_layers": [1, 0, 1], "pad_token_id": 0},
+    "gemma3_text": {
+        "head_dim": 16,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 12,
+    },
+}
+
+
+def random_model(family: str, *, attention: str = "sdpa", **path):
+    """A new path beside random weights, all of which are random, norms and biases too."""
+    sizes = {**tiny.CONFIGS["llama"], "num_hidden_layers": 3, "max_position_embeddings": 128, "model_type": family}
+    sizes |= {"bos_token_id": 1, "eos_token_id": None} | FAMILIES[family]
+    sizes = {name: value for name, value in sizes.items() if name not in ("architectures", "rope_theta")}
+    text = transformers.AutoConfig.for_model(**sizes)
+    module = code()
+    torch.manual_seed(0)
+    lm = transformers.AutoModelForCausalLM.from_config(text, attn_implementation=attention)
+    config = module.L2DConfig(path=vars(tiny.path_config(**path)), text_config=text)
+    model = module.L2DForCausalLM(config, lm)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(torch.randn(weight.shape) * tiny.scale(name)[1] + ("norm" in name and family[0] != "g"))
+    return model.eval()
+
+
+def code():
+    """The class, imported as l2d_jax has it."""
+    from l2d_jax.weights.pytorch import modeling_l2d
+
+    return modeling_l2d
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_decodes_as_a_whole_pass_says(family, attention):
+    """Beyond sliding windows, with padding: the cache changes nothing, nor do the positions that are refined beside."""
+    model = random_model(family, attention=attention, start="anchored")
+    prompts, noise = ids(2, 9), normal(2, 8, 16)
+    mask = np.array([[1] * 9, [0] * 3 + [1] * 6])
+    options = {"budget": 5, "velocity": "expectation", "velocity_temperature": 1.0}
+    found = generate(model, prompts, noise, mask, **options)
+    assert found.tolist() == generate(model, prompts, noise, mask, use_cache=False, **options).tolist()
+    tokens, mask = np.concatenate([prompts, found], axis=1), np.pad(mask, ((0, 0), (0, 8)), constant_values=1)
+    x_0 = np.zeros((2, 17, 16), np.float32)
+    x_0[:, 8:-1] = noise
+    positions = np.maximum(mask.cumsum(axis=1) - 1, 0)
+    arguments = map(torch.tensor, (tokens, mask, positions))
+    with torch.no_grad():
+        logits = model(*arguments, noise=torch.tensor(x_0), **options).logits[:, 8:-1]
+    assert logits.argmax(-1).tolist() == found.tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("reader", ["lm", "path"])
+def test_a_new_anchored_path_is_the_language_model_of_every_family(family, reader):
+    model = random_model(family, start="anchored", reader=reader)
+    options, decoder = model.options, model.lm.get_decoder()
+    torch.manual_seed(1)
+    new = code().DiffusionPath(options, decoder.layers, decoder.config.hidden_size)
+    model.path.load_state_dict(new.state_dict())
+    tokens, mask = torch.tensor(ids(2, 11)), torch.tensor([[1] * 11, [0] * 3 + [1] * 8])
+    with torch.no_grad():
+        plain = model(tokens, mask, budget=1).logits
+        for budget in (3, 7):
+            assert (model(tokens, mask, budget=budget).logits - plain)[mask == 1].abs().max() < 1e-4
+
+
+@pytest.fixture
+def anchored(tmp_path):
+    ours = write(tmp_path, start="anchored", classes=2)
+    return tmp_path, ours, load(tmp_path)
+
+
+def test_transformers_ways_of_generating_work(anchored):
+    """Sampling, streaming, several answers, beams and a static cache; a generator for each row."""
+    _, _, model = anchored
+    prompts, options = torch.tensor(ids(2, 6)), {"max_new_tokens": 6, "budget": 3, "eos_token_id": None}
+
+    class Kept(list):
+        put = list.append
+
+        def end(self):
+            pass
+
+    def generators(*seeds):
+        return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+    streamer = Kept()
+    chosen = {"velocity_temperature": 1.0, "anneal": True, "class_labels": torch.tensor([0, 1]), "guidance": 2.0}
+    both = model.generate(prompts, generator=generators(1, 2), do_sample=False, **options, **chosen)
+    chosen["class_labels"] = chosen["class_labels"][1:]
+    alone = model.generate(
+        prompts[1:], generator=generators(2), do_sample=False, streamer=streamer, **options, **chosen
+    )
+    assert both[1].tolist() == alone[0].tolist() == torch.cat([part.reshape(-1) for part in streamer]).tolist()
+    sampled = model.generate(prompts, do_sample=True, num_return_sequences=3, temperature=1.5, **options)
+    assert len({tuple(row) for row in sampled.tolist()}) == 6
+    assert model.generate(prompts, num_beams=3, do_sample=False, **options).shape == (2, 12)
+    fixed = {"noise": torch.tensor(normal(2, 1, 16)), "do_sample": False, **options}
+    still = model.generate(prompts, cache_implementation="static", **fixed)
+    assert still.tolist() == model.generate(prompts, **fixed).tolist()
+
+
+def test_half_precision_follows(anchored):
+    folder, _, model = anchored
+    half = load(folder, dtype=torch.bfloat16)
+    tokens, noise = torch.tensor(ids(2, 8)), torch.tensor(normal(2, 8, 16))
+    options = {"budget": 3, "velocity": "expectation", "velocity_temperature": 1.0, "noise": noise}
+    with torch.no_grad():
+        expected, found = (each(tokens, **options).logits.softmax(-1) for each in (model, half))
+    assert half.path.vocabulary.weight.dtype == torch.float32
+    assert (expected - found).abs().max() < 0.05
+
+
+BAD = [
+    ({"budget": 4}, "try 3 or 5"),
+    ({"budget": 0}, "try 1 or 3"),
+    ({"solver": "adaptive"}, "choose from euler"),
+    ({"velocity": "mean"}, "sample"),
+    ({"class_labels": torch.tensor([3, 0])}, "0 to 1"),
+    ({"noise": torch.zeros(2, 1, 3)}, "shape"),
+    ({"generator": [torch.Generator()]}, "2 rows"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD, ids=lambda value: value if isinstance(value, str) else "")
+def test_bad_options_are_named(anchored, options, message):
+    with pytest.raises(ValueError, match=message):
+        anchored[2](torch.tensor(ids(2, 4)), **options)
+
+
+def test_bad_folders_are_named(anchored, tmp_path):
+    folder, ours, _ = anchored
+    raw = json.loads((folder / "config.json").read_text())
+    for change, message in (
+        ({"path": raw["path"] | {"sharpness": 2}}, "sharpness"),
+        ({"path": raw["path"] | {"reader": "nobody"}}, "reader"),
+        ({"path": raw["path"] | {"classes": 0}}, "classes"),
+        ({"path": raw["path"] | {"lora_rank": 5}}, "does not fit"),
+        ({"text_config": {"model_type": "gpt2"}}, "gpt2"),
+    ):
+        (folder / "config.json").write_text(json.dumps(raw | change))
+        with pytest.raises(ValueError, match=message):
+            load(folder)
+        with pytest.raises(InputError):
+            publish.TorchFolder.open(folder)
+    (folder / "config.json").write_text(json.dumps(tiny.CONFIGS["llama"]))
+    with pytest.raises(InputError, match="model_type"):
+        publish.TorchFolder.open(folder)
+    options = {"base": "a/b", "base_revision": None, "base_config": tiny.CONFIGS["qwen"], "tokenizer": None}
+    with pytest.raises(InputError, match="another architecture"):
+        publish.write_torch_folder(tmp_path, ours.path, tiny.architecture("llama"), **options)
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_a_path_trained_further_comes_back(tmp_path, mesh, name):
+    ours = write(tmp_path / "first", "qwen", **PATHS[name])
+    found = publish.TorchFolder.open(tmp_path / "first")
+    assert (found.config, found.base) == (ours.path.config, str(tmp_path / "first" / "base"))
+    assert same_bits(found.load(mesh), ours.path)
+    theirs = load(tmp_path / "first").train()
+    assert not theirs.lm.training
+    optimizer = torch.optim.AdamW([weight for weight in theirs.parameters() if weight.requires_grad], lr=1e-2)
+    tokens, classes = torch.tensor(ids(4, 12)), None if ours.path.classes is None else torch.zeros(4, dtype=torch.long)
+    losses = []
+    for _ in range(8):
+        torch.manual_seed(0)
+        loss = theirs(tokens, labels=tokens, class_labels=classes).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    theirs.save_pretrained(tmp_path / "second")
+    again = load(tmp_path / "second")
+    assert all(
+        torch.equal(a, b) for a, b in zip(again.state_dict().values(), theirs.state_dict().values(), strict=True)
+    )
+    files = {file.name for file in (tmp_path / "second").iterdir()}
+    assert files == {"config.json", "model.safetensors", "configuration_l2d.py", "modeling_l2d.py", "path_l2d.py"}
+    back = publish.TorchFolder.open(tmp_path / "second").load(mesh)
+    expected = {name: make() for name, make in mapping.tensors(back, publish.TORCH_ROWS)}
+    assert all(np.array_equal(theirs.state_dict()[name].numpy(), value) for name, value in expected.items())
+    assert not same_bits(back, ours.path)
+
+
+ALONE = """
+import sys
+class Refusing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("jax", "jaxlib", "flax", "l2d_jax", "numpyro", "diffrax", "jaxtyping"):
+            raise ImportError(f"{name} is not to be imported")
+sys.meta_path.insert(0, Refusing())
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+print(type(model).__module__.split(".")[0], model.num_parameters(only_trainable=True))
+noise = torch.arange(16.0).reshape(1, 1, 16) / 8 - 1
+answer = model.generate(torch.tensor([[5, 6, 7]]), budget=15, solver="midpoint", noise=noise, max_new_tokens=5,
+                        do_sample=False, eos_token_id=None)
+print(answer.tolist())
+"""
+
+
+def test_a_folder_works_without_this_project(tmp_path):
+    """In a process that cannot import JAX or this project; the base is found from beside the folder."""
+    ours = write(tmp_path / "published", start="anchored")
+    shutil.move(tmp_path / "published", tmp_path / "moved")
+    file = tmp_path / "moved" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "base"}))
+    command = [sys.executable, "-P", "-c", ALONE, str(tmp_path / "moved")]
+    environment = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "PATH": "", "HOME": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    count = sum(leaf.size for leaf in jax.tree.leaves(ours.path))
+    noise = np.broadcast_to(np.arange(16, dtype=np.float32) / 8 - 1, (1, 5, 16))
+    expected = greedy(ours, np.array([[5, 6, 7]]), noise, count=5, budget=15, solver="midpoint")
+    assert done.stdout.split("\n")[:2] == [f"transformers_modules {count}", str([[5, 6, 7, *expected[0].tolist()]])]

@@ -4,6 +4,7 @@ A folder with such a `config.json` holds the path alone. The language model that
 `base_model_name_or_path` says.
 """
 
+import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -67,6 +68,7 @@ class L2DConfig(PreTrainedConfig):
             raise ValueError(f"path.{min(unknown)} is unknown to this code: update the files *_l2d.py of the folder")
         self.path = vars(PathOptions(**(self.path or {})))
         self.auto_map = CODE | (self.auto_map or {})
+        self.text_config = copy.deepcopy(self.text_config)  # whose implementation of attention is about to be reset
         super().__post_init__(**kwargs)
         family = self.text_config.get_text_config().model_type
         if family not in FAMILIES:

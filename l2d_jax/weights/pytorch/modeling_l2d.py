@@ -53,6 +53,7 @@ class L2DForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.lm = AutoModelForCausalLM.from_config(config.text_config) if lm is None else lm
         self.lm.requires_grad_(False).eval()
+        config.text_config = self.lm.config
         decoder = self.lm.get_decoder()
         self.options = PathOptions(**config.path)
         self.path = DiffusionPath(self.options, decoder.layers, decoder.config.hidden_size).to(self.lm.device)
@@ -92,7 +93,6 @@ class L2DForCausalLM(PreTrainedModel, GenerationMixin):
         lm = AutoModelForCausalLM.from_pretrained(
             base, revision=config.base_revision or "main", trust_remote_code=False, **where, **options
         )
-        config.text_config = lm.config
         model = cls(config, lm)
         try:
             missing, extra = model.load_state_dict(load_file(cached_file(name, WEIGHTS, **hub)), strict=False)
@@ -184,7 +184,9 @@ class L2DForCausalLM(PreTrainedModel, GenerationMixin):
 
         *_, x = trajectory(target, self._noise(reading.hidden, noise, generator), tableau, steps)
         hidden = self._corrected(x, 1.0, classes, reading)[:, -logits_to_keep:]
-        return CausalLMOutputWithPast(logits=self._logits(hidden), past_key_values=cache)
+        return CausalLMOutputWithPast(
+            logits=self._logits(hidden), past_key_values=None if use_cache is False else cache
+        )
 
     def _read(self, past_key_values: Any = None, **inputs: Any) -> tuple[Reading, Any]:
         """Run the model that reads the context, and keep what the path needs; the cache holds the tokens, too."""

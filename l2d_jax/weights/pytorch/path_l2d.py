@@ -168,7 +168,7 @@ class DiffusionPath(nn.Module):
             return embedded
         return embedded + self.classes[self.options.classes if classes is None else classes]
 
-    def forward(self, x: Tensor, t: Tensor, classes: Tensor | None, reading: Reading, layers: Sequence[Any]) -> Tensor:
+    def forward(self, x: Tensor, t: Tensor, classes: Tensor | None, reading: Reading, layers: nn.ModuleList) -> Tensor:
         """The correction of the hidden states: w_d(t) f_d, or (1 + w_d(t)) (f_d - h) of an anchored path.
 
         Diffusion tokens x [B, M, C] are in float32, and t and the classes are of shape [B, M] or broadcast to it; the
@@ -249,16 +249,12 @@ def trajectory(
     yield noise
     for step in range(steps):
         slopes: list[tuple[float, Tensor]] = []
-        for node, row in zip(tableau.nodes, tableau.rows, strict=True):
-            a, y = _moved(scale, data, row, slopes)
-            t = (step + node) / steps
-            rate = 1 / steps / (1 - t) if 1 - t > END else 0.0
-            slopes.append((-a * rate, (target(t, a * noise + y) - y) * rate))
-        scale, data = _moved(scale, data, tableau.weights, slopes)
+        for node, row in zip((*tableau.nodes, 1), (*tableau.rows, tableau.weights), strict=True):
+            a = scale + sum(weight * slope for weight, (slope, _) in zip(row, slopes, strict=True))
+            y = data + sum(weight * slope for weight, (_, slope) in zip(row, slopes, strict=True))
+            if len(slopes) < len(tableau.weights):
+                t = (step + node) / steps
+                rate = 1 / steps / (1 - t) if 1 - t > END else 0.0
+                slopes.append((-a * rate, (target(t, a * noise + y) - y) * rate))
+        scale, data = a, y
         yield scale * noise + data
-
-
-def _moved(scale: float, data: Tensor, weights: Sequence[float], slopes: Any) -> tuple[float, Tensor]:
-    for weight, (of_scale, of_data) in zip(weights, slopes, strict=True):
-        scale, data = scale + weight * of_scale, data + weight * of_data
-    return scale, data
