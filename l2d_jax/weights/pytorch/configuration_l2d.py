@@ -1,7 +1,6 @@
 """The configuration of a diffusion path for a language model ("Large Language Models to Diffusion Finetuning").
 
-A folder with such a `config.json` holds the path alone. The language model that it refines is read from where
-`base_model_name_or_path` says.
+A folder with such a `config.json` holds the path alone, and the language model is where `base_model_name_or_path` says.
 """
 
 import copy
@@ -38,11 +37,6 @@ class PathOptions:
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"path.{name} must be one of {known}, got {getattr(self, name)!r}")
-
-    @property
-    def matrices(self) -> tuple[str, ...]:
-        """The matrices of each layer that the path updates or copies."""
-        return ("q", "o", "gate", "up", "down") + (("k", "v") if self.reader == "path" else ())
 
 
 class L2DConfig(PreTrainedConfig):

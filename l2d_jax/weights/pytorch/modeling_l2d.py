@@ -7,7 +7,7 @@ the next token. The more evaluations of the path a token gets, its budget, the b
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     model.generate(**tokenizer("2 + 2 =", return_tensors="pt"), budget=15, solver="midpoint", max_new_tokens=20)
 
-Axis letters: B batch, T tokens, M positions of diffusion tokens, D model width, C diffusion width, V vocabulary.
+Shapes: B batch, T tokens, M positions of diffusion tokens, D model width, C diffusion width, V vocabulary.
 """
 
 import os
@@ -28,7 +28,6 @@ from .configuration_l2d import CODE, L2DConfig, PathOptions
 from .path_l2d import SOLVERS, DiffusionPath, Reading, trajectory, twin, with_path
 
 WEIGHTS = "model.safetensors"  # of the path alone
-FILES = ("configuration_l2d.py", "modeling_l2d.py", "path_l2d.py")
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 
@@ -84,22 +83,19 @@ class L2DForCausalLM(PreTrainedModel, GenerationMixin):
         for ours in ("trust_remote_code", "adapter_kwargs", "_from_auto", "code_revision"):
             options.pop(ours, None)
         config = L2DConfig.from_pretrained(name, **hub) if config is None else config
-        if config._attn_implementation is not None:
-            options.setdefault("attn_implementation", config._attn_implementation)
-        base = config.base_model_name_or_path
-        nearby = os.path.join(name, base)
-        base = nearby if base and os.path.isdir(nearby) and not os.path.isdir(base) else base
+        options.setdefault("attn_implementation", config._attn_implementation)
+        base, nearby = config.base_model_name_or_path, os.path.join(name, config.base_model_name_or_path)
+        base = nearby if os.path.isdir(nearby) and not os.path.isdir(base) else base
         where = {option: hub[option] for option in ("cache_dir", "local_files_only", "token") if option in hub}
         lm = AutoModelForCausalLM.from_pretrained(
             base, revision=config.base_revision or "main", trust_remote_code=False, **where, **options
         )
         model = cls(config, lm)
+        tensors = load_file(cached_file(name, WEIGHTS, **hub))
         try:
-            missing, extra = model.load_state_dict(load_file(cached_file(name, WEIGHTS, **hub)), strict=False)
-        except RuntimeError as error:
-            raise ValueError(f"the path in {name} does not fit the language model {base}: {error}") from None
-        if faults := [each for each in missing if each.startswith("path.")] + extra:
-            raise ValueError(f"tensors of {name}, or those of its config, are missing or too many: {faults[:3]}")
+            model.path.load_state_dict({name.removeprefix("path."): tensor for name, tensor in tensors.items()})
+        except RuntimeError as error:  # which names what is missing, unknown or misshaped
+            raise ValueError(f"the path in {name} does not fit its config or {base}: {error}") from None
         ends = lm.generation_config.eos_token_id
         ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
         model.generation_config.eos_token_id = list(dict.fromkeys([*ends, *(config.stop_ids or [])])) or None
@@ -112,10 +108,9 @@ class L2DForCausalLM(PreTrainedModel, GenerationMixin):
         save_file(tensors, os.path.join(folder, WEIGHTS), metadata={"format": "pt"})
         self.config.architectures, self.config.auto_map = [type(self).__name__], dict(CODE)
         self.config.save_pretrained(folder)
-        for file in FILES:
-            source, copied = Path(__file__).with_name(file), Path(folder, file)
-            if source.resolve() != copied.resolve():
-                shutil.copyfile(source, copied)
+        for file in Path(__file__).parent.glob("*_l2d.py"):
+            if file.parent.resolve() != Path(folder).resolve():
+                shutil.copyfile(file, Path(folder, file.name))
 
     def forward(
         self,
@@ -184,9 +179,8 @@ class L2DForCausalLM(PreTrainedModel, GenerationMixin):
 
         *_, x = trajectory(target, self._noise(reading.hidden, noise, generator), tableau, steps)
         hidden = self._corrected(x, 1.0, classes, reading)[:, -logits_to_keep:]
-        return CausalLMOutputWithPast(
-            logits=self._logits(hidden), past_key_values=None if use_cache is False else cache
-        )
+        cache = None if use_cache is False else cache
+        return CausalLMOutputWithPast(logits=self._logits(hidden), past_key_values=cache)
 
     def _read(self, past_key_values: Any = None, **inputs: Any) -> tuple[Reading, Any]:
         """Run the model that reads the context, and keep what the path needs; the cache holds the tokens, too."""
@@ -203,13 +197,11 @@ class L2DForCausalLM(PreTrainedModel, GenerationMixin):
             return states[layer]
 
         def keep_call(_: nn.Module, __: Any, call: dict[str, Any]) -> None:
-            calls.append({name: value for name, value in call.items() if name != "hidden_states"})
+            calls.append({name: call[name] for name in call if name not in ("hidden_states", "past_key_values")})
 
         hooks = [layer.self_attn.register_forward_pre_hook(keep_call, with_kwargs=True) for layer in decoder.layers]
-        hooks += [
-            module.register_forward_pre_hook(lambda _, args: ends.append(args[0]))
-            for module in (decoder.layers[0], decoder.norm)
-        ]
+        parts = (decoder.layers[0], decoder.norm)
+        hooks += [part.register_forward_pre_hook(lambda _, args: ends.append(args[0])) for part in parts]
         cache.update = keep_states
         try:
             with torch.set_grad_enabled(is_trained and torch.is_grad_enabled()):
@@ -254,18 +246,15 @@ class L2DForCausalLM(PreTrainedModel, GenerationMixin):
     def _checked(self, classes: Tensor | None) -> Tensor | None:
         """Classes of shape [B, 1] or [B, T]; raises `ValueError` for one that the path does not know."""
         count = self.options.classes
-        if classes is None:
-            return None
-        if not count or not ((classes >= 0) & (classes <= count)).all():
+        if classes is not None and not (count and ((classes >= 0) & (classes <= count)).all()):
             known = f"0 to {count - 1}, and {count} for none of them" if count else "none: it was trained without"
             raise ValueError(f"the path does not know all of class_labels; it knows {known}")
-        return classes[:, None] if classes.ndim == 1 else classes
+        return classes if classes is None or classes.ndim == 2 else classes[:, None]
 
     def _noise(self, like: Tensor, noise: Any, generator: Any) -> Tensor:
         """x_0 for hidden states of shape [B, M, D]: random, or sigma times what is given or made by a function."""
         shape = torch.Size((*like.shape[:2], self.options.width))
-        if noise is None:
-            noise = draw(shape, Tensor.normal_, like, generator)
+        noise = draw(shape, Tensor.normal_, like, generator) if noise is None else noise
         noise = noise(shape) if callable(noise) else noise
         if noise.shape != shape:
             raise ValueError(f"the noise must be of shape {tuple(shape)}, got {tuple(noise.shape)}")

@@ -6,7 +6,7 @@ that the path updates or replaces, and so do whatever the layers of its family d
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -62,7 +62,7 @@ class PathLayer(nn.Module):
         super().__init__()
         self.modulation = Mlp(options.condition_width, options.condition_width, 6 * width)
         self.q_bias = None
-        for name in options.matrices:
+        for name in ("q", "o", "gate", "up", "down") + (("k", "v") if options.reader == "path" else ()):
             linear = getattr(layer.self_attn if name in "qkvo" else layer.mlp, f"{name}_proj")
             is_copy = options.layers == "dense"
             setattr(self, name, _copied(linear.weight) if is_copy else LowRank(linear, options))
@@ -142,9 +142,8 @@ class DiffusionPath(nn.Module):
         self.time = Mlp(options.frequency_width, e, e)
         self.merge = Mlp(e, e, width)
         self.layers = nn.ModuleList(PathLayer(layer, width, options) for layer in layers)
-        self.classes = None
-        if options.classes:  # the last row is of the null class
-            self.classes = nn.Parameter(torch.empty(options.classes + 1, e, dtype=torch.float32))
+        count = options.classes + 1  # the last is the null class
+        self.classes = nn.Parameter(torch.empty(count, e, dtype=torch.float32)) if options.classes else None
         for weight in (self.time.first.weight, self.time.last.weight, self.classes):
             if weight is not None:
                 nn.init.normal_(weight, std=0.02)
@@ -182,23 +181,20 @@ class DiffusionPath(nn.Module):
         y = self.translation(x / deviation).to(dtype)
         y = reading.inputs + y if self.anchored else y
         for changes, layer, call, states in zip(self.layers, layers, reading.calls, reading.states, strict=True):
-            parts = changes.modulation(condition.to(dtype)).chunk(6, dim=-1)
+            six = changes.modulation(condition.to(dtype)).chunk(6, dim=-1)
+            scale_1, shift_1, gate_1, scale_2, shift_2, gate_2 = six
+            if self.anchored:
+                gate_1, gate_2 = 1 + gate_1, 1 + gate_2
+            before, after_attention, after_mlp = layer.post_attention_layernorm, nn.Identity(), nn.Identity()
+            if hasattr(layer, "pre_feedforward_layernorm"):  # Gemma's layers norm what they add, too
+                before, after_attention = layer.pre_feedforward_layernorm, layer.post_attention_layernorm
+                after_mlp = layer.post_feedforward_layernorm
+            normed = _modulated(layer.input_layernorm, y, scale_1) + shift_1
             cache = SimpleNamespace(update=lambda *_, states=states: states)  # in which the keys are already
-            y = self._block(y, parts, layer, {**call, "past_key_values": cache})
+            added, _ = layer.self_attn(**call, hidden_states=normed, past_key_values=cache)
+            y = y + gate_1 * after_attention(added)
+            y = y + gate_2 * after_mlp(layer.mlp(_modulated(before, y, scale_2) + shift_2))
         return weight.to(dtype) * (y - reading.hidden if self.anchored else y)
-
-    def _block(self, x: Tensor, parts: Sequence[Tensor], layer: Any, call: dict[str, Any]) -> Tensor:
-        scale_1, shift_1, gate_1, scale_2, shift_2, gate_2 = parts
-        if self.anchored:
-            gate_1, gate_2 = 1 + gate_1, 1 + gate_2
-        before, after_attention, after_mlp = layer.post_attention_layernorm, nn.Identity(), nn.Identity()
-        if hasattr(layer, "pre_feedforward_layernorm"):  # Gemma's layers norm what they add, too
-            before, after_attention = layer.pre_feedforward_layernorm, layer.post_attention_layernorm
-            after_mlp = layer.post_feedforward_layernorm
-        y, _ = layer.self_attn(hidden_states=_modulated(layer.input_layernorm, x, scale_1) + shift_1, **call)
-        x = x + gate_1 * after_attention(y)
-        y = layer.mlp(_modulated(before, x, scale_2) + shift_2)
-        return x + gate_2 * after_mlp(y)
 
 
 def _modulated(norm: nn.Module, x: Tensor, scale: Tensor) -> Tensor:
@@ -237,9 +233,7 @@ SOLVERS = {
 }
 
 
-def trajectory(
-    target: Callable[[float, Tensor], Tensor], noise: Tensor, tableau: Tableau, steps: int
-) -> Iterator[Tensor]:
+def trajectory(target: Callable[..., Tensor], noise: Tensor, tableau: Tableau, steps: int) -> Iterator[Tensor]:
     """x at every point of a uniform grid, by dx/dt = (target(t, x) - x) / (1 - t) from x_0, which is the noise.
 
     The equation is linear in x = a x_0 + y. The coefficient a and y are integrated apart: y is of order one where x_0
