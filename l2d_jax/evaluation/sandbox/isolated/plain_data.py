@@ -7,6 +7,7 @@ are not.
 """
 
 import json
+import math
 import os
 import select
 import struct
@@ -17,7 +18,21 @@ from typing import Any
 DEPTH = 100  # levels of nested containers
 _LARGE = 2**63
 _PLAIN = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
-_TYPES: dict[str, type] = {kind.__name__: kind for kind in _PLAIN}
+_TYPES: dict[str, Any] = {kind.__name__: kind for kind in _PLAIN}
+
+# How a value of each type is written as text, and read back. The methods here and in `encode_plain` are those of the
+# builtin types, whatever a subclass overrides.
+_TEXTS: dict[str, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
+    "int": (lambda value: int.__format__(value, "x"), lambda text: int(text, 16)),
+    "float": (lambda value: _pack(float.__float__(value)), lambda text: _unpack(text, 1)[0]),
+    "complex": (
+        lambda value: _pack(complex.real.__get__(value), complex.imag.__get__(value)),
+        lambda text: complex(*_unpack(text, 2)),
+    ),
+    "bytes": (bytes.hex, bytes.fromhex),
+    "bytearray": (bytearray.hex, bytearray.fromhex),
+    "type": (lambda value: str(value.__name__), lambda text: _TYPES[text]),
+}
 
 
 class NotPlainError(TypeError):
@@ -42,46 +57,22 @@ def encode_plain(value: Any, depth: int = DEPTH) -> Any:
         return value
     if depth == 0:
         raise NotPlainError(f"containers nested more than {DEPTH} deep")
-    for kind, write in _WRITERS:
-        if isinstance(value, kind):
-            return write(value, depth - 1)
-    if type(value) is type and _TYPES.get(value.__name__) is value:
-        return {"type": value.__name__}
-    raise NotPlainError(type(value).__name__)
-
-
-def _encode_all(values: Any, depth: int) -> list[Any]:
-    return [encode_plain(value, depth) for value in values]
-
-
-def _encode_int(value: int) -> Any:
-    exact = int.__int__(value)
-    return exact if -_LARGE < exact < _LARGE else {"int": int.__format__(exact, "x")}
-
-
-def _encode_float(value: float) -> Any:
-    exact = float.__float__(value)
-    return exact if exact == exact else {"nan": struct.pack(">d", exact).hex()}
-
-
-def _encode_complex(exact: complex) -> str:
-    return struct.pack(">dd", exact.real, exact.imag).hex()
-
-
-# The methods are those of the builtin types, whatever a subclass overrides.
-_WRITERS: tuple[tuple[type, Callable[[Any, int], Any]], ...] = (
-    (int, lambda value, _: _encode_int(value)),
-    (str, lambda value, _: str.__str__(value)),
-    (float, lambda value, _: _encode_float(value)),
-    (list, lambda value, depth: _encode_all(list.__iter__(value), depth)),
-    (tuple, lambda value, depth: {"tuple": _encode_all(tuple.__iter__(value), depth)}),
-    (dict, lambda value, depth: {"dict": [_encode_all(pair, depth) for pair in dict.items(value)]}),
-    (set, lambda value, depth: {"set": _encode_all(set.__iter__(value), depth)}),
-    (frozenset, lambda value, depth: {"frozenset": _encode_all(frozenset.__iter__(value), depth)}),
-    (bytes, lambda value, _: {"bytes": bytes.hex(value)}),
-    (bytearray, lambda value, _: {"bytearray": bytearray.hex(value)}),
-    (complex, lambda value, _: {"complex": _encode_complex(complex.__pos__(value))}),
-)
+    is_type = type(value) is type and value in _PLAIN
+    kind: Any = type if is_type else next((kind for kind in _PLAIN if isinstance(value, kind)), None)
+    if kind is None:
+        raise NotPlainError(type(value).__name__)
+    if kind is str:
+        return str.__str__(value)
+    if kind is int and -_LARGE < int.__int__(value) < _LARGE:
+        return int.__int__(value)
+    if kind is float and not math.isnan(float.__float__(value)):
+        return float.__float__(value)
+    if kind is dict:
+        return {"dict": [encode_plain(list(pair), depth) for pair in dict.items(value)]}
+    if kind.__name__ in _TEXTS:
+        return {kind.__name__: _TEXTS[kind.__name__][0](value)}
+    items = [encode_plain(item, depth - 1) for item in kind.__iter__(value)]
+    return items if kind is list else {kind.__name__: items}
 
 
 def decode_plain(value: Any, depth: int = DEPTH) -> Any:
@@ -91,38 +82,25 @@ def decode_plain(value: Any, depth: int = DEPTH) -> Any:
     if depth > 0 and type(value) is list:
         return [decode_plain(item, depth - 1) for item in value]
     if depth > 0 and type(value) is dict and len(value) == 1:
-        [(kind, content)] = value.items()
-        read, holds = _READERS.get(kind, (None, None))
-        if read is not None and type(content) is holds:
-            try:
-                return read(content, depth - 1)
-            except (LookupError, ValueError, TypeError, struct.error) as error:
-                raise MalformedError(f"not a {kind}") from error
+        [(name, content)] = value.items()
+        try:
+            if type(content) is str:
+                return _TEXTS[name][1](content)
+            if type(content) is list and name in ("tuple", "set", "frozenset"):
+                return _TYPES[name](decode_plain(content, depth))
+            if type(content) is list and name == "dict" and all(type(pair) is list for pair in content):
+                return dict(decode_plain(pair, depth) for pair in content)
+        except (LookupError, ValueError, TypeError, struct.error) as error:
+            raise MalformedError(f"not a {name}") from error
     raise MalformedError("not plain data")
 
 
-def _decode_all(values: list[Any], depth: int) -> list[Any]:
-    return [decode_plain(value, depth) for value in values]
+def _pack(*values: float) -> str:
+    return struct.pack(f">{len(values)}d", *values).hex()
 
 
-def _decode_dict(pairs: list[Any], depth: int) -> dict[Any, Any]:
-    if not all(type(pair) is list for pair in pairs):
-        raise MalformedError("not pairs")
-    return dict(_decode_all(pair, depth) for pair in pairs)
-
-
-_READERS: dict[str, tuple[Callable[[Any, int], Any], type]] = {
-    "int": (lambda content, _: int(content, 16), str),
-    "nan": (lambda content, _: struct.unpack(">d", bytes.fromhex(content))[0], str),
-    "tuple": (lambda content, depth: tuple(_decode_all(content, depth)), list),
-    "dict": (_decode_dict, list),
-    "set": (lambda content, depth: set(_decode_all(content, depth)), list),
-    "frozenset": (lambda content, depth: frozenset(_decode_all(content, depth)), list),
-    "bytes": (lambda content, _: bytes.fromhex(content), str),
-    "bytearray": (lambda content, _: bytearray.fromhex(content), str),
-    "complex": (lambda content, _: complex(*struct.unpack(">dd", bytes.fromhex(content))), str),
-    "type": (lambda content, _: _TYPES[content], str),
-}
+def _unpack(text: str, count: int) -> tuple[float, ...]:
+    return struct.unpack(f">{count}d", bytes.fromhex(text))
 
 
 def dump_message(message: Any) -> bytes:
