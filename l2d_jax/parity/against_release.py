@@ -115,32 +115,29 @@ def optimization(model: Model, a: Recording) -> Iterator[Check]:
     adam = optimizer(OptimConfig(), 1e-3)
 
     @jax.jit
-    def update(states: Any, gradient: Any) -> tuple[Any, jax.Array]:
-        stepped = {}
-        for sign, (path, moments) in states.items():
-            updates, moments = adam.update(_moved(gradient, sign * GRADIENT_NOISE), moments, path)
-            stepped[sign] = optax.apply_updates(path, updates), moments
-        return stepped, optax.tree.norm(gradient)
+    def update(path: Any, moments: Any, gradient: Any, fraction: Any) -> tuple[Any, Any]:
+        updates, moments = adam.update(_moved(gradient, fraction), moments, path)
+        return optax.apply_updates(path, updates), moments
 
     moments = init_state(adam, path, jax.tree.leaves(path)[0].sharding.mesh).optimizer
-    states = dict.fromkeys((-1, 0, 1), (path, moments))
+    states = dict.fromkeys((0.0, -GRADIENT_NOISE, GRADIENT_NOISE), (path, moments))
     losses, norms = [], []
     for step in range(len(a["opt.losses"])):
         batch = _batch(path, a, "tr", noise="opt", at=step)
-        (value, _), gradient = _gradient(states[0][0], model.llm, *batch)
-        states, norm = update(states, gradient)
+        (value, _), gradient = _gradient(states[0.0][0], model.llm, *batch)
+        states = {fraction: update(*state, gradient, fraction) for fraction, state in states.items()}
         losses.append(value)
-        norms.append(norm)
+        norms.append(optax.tree.norm(gradient))
     yield Check("opt.losses", np.stack(losses), a["opt.losses"])
     yield Check("opt.grad_norms", np.stack(norms), a["opt.grad_norms"], GRADIENTS, relative=True)
-    finals = [dict(mapping.tensors(jax.device_get(states[sign][0]), mapping.PATH_ROWS)) for sign in (0, -1, 1)]
-    for name, make in finals[0].items():
-        final, low, high = make(), finals[1][name](), finals[2][name]()
+    finals = (mapping.tensors(jax.device_get(path), mapping.PATH_ROWS) for path, _ in states.values())
+    for (name, make), (_, make_low), (_, make_high) in zip(*finals, strict=True):
+        final, low, high = make(), make_low(), make_high()
         noise = np.maximum(np.abs(low - final), np.abs(high - final))
         yield Check(f"opt.final.{name}", final, a[f"opt.final.{name}"], noise=noise)
 
 
-def _moved(gradient: DiffusionPath, fraction: float) -> DiffusionPath:
+def _moved(gradient: DiffusionPath, fraction: Any) -> DiffusionPath:
     """Every entry plus a fraction of the largest entry of its tensor, of which layers are stacked."""
 
     def move(place: Any, g: jax.Array) -> jax.Array:

@@ -29,23 +29,24 @@ from l2d_jax.evaluation.sandbox.submission import Submission, Verdict, judge_sub
 _EASY = Submission(candidate="def answer(): return 42", tests="assert answer() == 42", names=("answer",))
 
 
+class _Trial(NamedTuple):
+    """Whether generated code can be isolated here, and how."""
+
+    reason: str | None  # why not, in one line with the remedy
+    bwrap: str = ""
+    with_accounts: bool = False  # isolated processes become other users
+    has_group: bool = False  # a control group bounds their memory
+
+
 def unavailable() -> str | None:
     """Why generated code cannot run here, in one line with the remedy; None where it can. The first call tries it."""
-    if sys.platform != "linux":
-        return f"generated code needs the isolation of Linux, and this is {sys.platform}: run it on Linux"
-    if platform.machine() not in seccomp.ARCHITECTURES:
-        known = " and ".join(seccomp.ARCHITECTURES)
-        return f"the filter of system calls is written for {known}, not for {platform.machine()}: run it on one of them"
-    bwrap = shutil.which("bwrap")
-    if bwrap is None:
-        return "generated code is isolated by bubblewrap, and bwrap is not on the PATH: apt-get install bubblewrap"
-    return _try(bwrap, os.geteuid()).reason
+    return _trial().reason
 
 
 def unbounded() -> str | None:
     """One line that says what bounds the memory of generated code where no control group can be made, else None."""
-    bwrap = shutil.which("bwrap")
-    if unavailable() is not None or bwrap is None or _try(bwrap, os.geteuid()).has_group:
+    trial = _trial()
+    if trial.reason is not None or trial.has_group:
         return None
     return (
         "no control group can be made here: generated code is held to its limits, and the kernel's own memory for it "
@@ -61,22 +62,20 @@ def grade(
     There are fewer at a time where other graders leave fewer places. Raises `InputError` where there is no
     isolation, and `RunError` where an isolated process has not started, or other graders have taken all places.
     """
-    reason = unavailable()
-    require(reason is None, str(reason))
-    bwrap = str(shutil.which("bwrap"))
-    with_accounts, limits = _try(bwrap, os.geteuid()).with_accounts, limits or Limits()
+    trial, limits = _trial(), limits or Limits()
+    require(trial.reason is None, str(trial.reason))
     free: queue.SimpleQueue[Place] = queue.SimpleQueue()
 
     def judge_next(submission: Submission) -> Verdict:
         place = free.get()
         try:
-            return judge_submission(submission, bwrap=bwrap, limits=limits, place=place)
+            return judge_submission(submission, bwrap=trial.bwrap, limits=limits, place=place)
         finally:
             free.put(place)
 
     count = min(processes or len(os.sched_getaffinity(0)), len(submissions)) or 1
     with (
-        taken_places(count, with_accounts=with_accounts, memory=limits.memory) as places,
+        taken_places(count, with_accounts=trial.with_accounts, memory=limits.memory) as places,
         ThreadPoolExecutor(len(places), thread_name_prefix="sandbox") as pool,
     ):
         for place in places:
@@ -91,25 +90,29 @@ def grade(
     return [future.result() for future in futures]
 
 
-class _Trial(NamedTuple):
-    with_accounts: bool  # isolated processes become other users
-    has_group: bool  # a control group bounds their memory
-    reason: str | None  # why isolation fails, or None
+def _trial() -> _Trial:
+    if sys.platform != "linux":
+        return _Trial(f"generated code needs the isolation of Linux, and this is {sys.platform}: run it on Linux")
+    if (machine := platform.machine()) not in seccomp.ARCHITECTURES:
+        known = " and ".join(seccomp.ARCHITECTURES)
+        return _Trial(f"the filter of system calls is written for {known}, not for {machine}: run it on one of them")
+    if bwrap := shutil.which("bwrap"):
+        return _try(bwrap, os.geteuid())
+    return _Trial("generated code is isolated by bubblewrap, and bwrap is not on the PATH: apt-get install bubblewrap")
 
 
 @functools.cache
 def _try(bwrap: str, user: int) -> _Trial:
     """What a first submission shows."""
-    limits, reasons = Limits(seconds=60.0), []
+    limits, reason = Limits(seconds=60.0), ""
     for with_accounts in [True, False] if user == 0 else [False]:
         try:
             with taken_places(1, with_accounts=with_accounts, memory=limits.memory) as [place]:
                 verdict = judge_submission(_EASY, bwrap=bwrap, limits=limits, place=place)
+            if verdict.passed:
+                return _Trial(None, bwrap, with_accounts, place.group is not None)
+            reason = verdict.reason
         except (RunError, OSError) as error:
-            reasons.append(str(error))
-            continue
-        if verdict.passed:
-            return _Trial(with_accounts, place.group is not None, None)
-        reasons.append(verdict.reason)
+            reason = str(error)
     remedy = "allow user namespaces (a container: start it with --privileged), and use bubblewrap 0.8 or newer"
-    return _Trial(False, False, f"generated code cannot be isolated here ({reasons[-1]}): {remedy}")
+    return _Trial(f"generated code cannot be isolated here ({reason}): {remedy}")

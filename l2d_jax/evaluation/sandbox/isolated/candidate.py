@@ -42,13 +42,13 @@ def main() -> None:
         try:
             answer = {"result": plain_data.encode_plain(work())}
         except plain_data.NotPlainError as error:
-            answer = {"not_plain": str(error)}
+            answer = {"not plain data": str(error)}
         except BaseException as error:  # SystemExit, too: it ends the candidate, not its process
             answer = {"error": [type(error).__name__, *_text(error)]}
         try:
             channel.send(answer)
         except plain_data.TooLargeError as error:
-            channel.send({"too_large": str(error)})
+            channel.send({"too large": str(error)})
 
     with contextlib.suppress(plain_data.ClosedError):
         reply(load)

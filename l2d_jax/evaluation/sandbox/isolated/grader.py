@@ -76,10 +76,8 @@ class _Grader:
             self._end(f"too large: {error}")
         except (ValueError, TypeError):
             self._end("malformed: not an answer of the candidate's process")
-        if kind == "not_plain":
-            self._end(f"not plain data: {text}")
-        if kind == "too_large":
-            self._end(f"too large: {text}")
+        if kind in ("not plain data", "too large"):
+            self._end(f"{kind}: {text}")
         raise _exception(name, text, arguments)
 
     def _end(self, reason: str) -> NoReturn:

@@ -17,8 +17,8 @@ from typing import Any
 
 DEPTH = 100  # levels of nested containers
 _LARGE = 2**63
-_PLAIN = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
-_TYPES: dict[str, Any] = {kind.__name__: kind for kind in _PLAIN}
+_BASES = (int, str, float, list, tuple, dict, set, frozenset, bytes, bytearray, complex)  # bool has no subclasses
+_TYPES: dict[str, Any] = {kind.__name__: kind for kind in (bool, *_BASES)}
 
 # How a value of each type is written as text, and read back. The methods here and in `encode_plain` are those of the
 # builtin types, whatever a subclass overrides.
@@ -57,8 +57,8 @@ def encode_plain(value: Any, depth: int = DEPTH) -> Any:
         return value
     if depth == 0:
         raise NotPlainError(f"containers nested more than {DEPTH} deep")
-    is_type = type(value) is type and value in _PLAIN
-    kind: Any = type if is_type else next((kind for kind in _PLAIN if isinstance(value, kind)), None)
+    is_type = type(value) is type and value in _TYPES.values()
+    kind: Any = type if is_type else next((kind for kind in _BASES if isinstance(value, kind)), None)
     if kind is None:
         raise NotPlainError(type(value).__name__)
     if kind is str:
