@@ -2,9 +2,11 @@
 
 import contextlib
 import dataclasses
+import itertools
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from l2d_jax import command_line
 from l2d_jax.config.parsing import require
@@ -28,8 +30,6 @@ from l2d_jax.model.llm import LLM
 from l2d_jax.reports.trace import AnswerTrace, write_trace
 from l2d_jax.weights import model_folder
 
-Messages = Sequence[Message]
-Traces = list[list[TokenTrace]]
 SEARCH_OPTIONS = ("candidates", "length_power", "repetition_penalty")  # that need --beams
 
 
@@ -37,31 +37,31 @@ def main() -> None:
     """Parse the command line, load the model, then answer once or until the end of input."""
     options = _parse()
     folder = find(options.workdir or options.model)
-    names = {field.name for field in dataclasses.fields(DecodeConfig)} - {"budget"}
-    changes = {name: value for name, value in vars(options).items() if name in names and value is not None}
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    names = given.keys() & {field.name for field in dataclasses.fields(DecodeConfig)} - {"budget"}
+    changes = {name: given[name] for name in names}
     budgets = [{}] if options.budget is None else [{"budget": budget} for budget in options.budget]
     variants = [requests.override_settings(folder.defaults, changes | budget) for budget in budgets]
+    searched = None
+    if options.beams is not None:
+        chosen = {name: given[name] for name in ("beams", *SEARCH_OPTIONS, "temperature") if name in given}
+        searched = SearchConfig(**chosen, max_new_tokens=variants[0].max_new_tokens)
     prompts = options.prompt or []
     conversations = [[{"role": "user", "content": prompt}] for prompt in prompts or [""]]
     base = model_folder.find_base(folder.base)
     ids = [requests.encode_prompt(messages, base.tokenizer) for messages in conversations]
+    check_labels(folder.path_config, [] if options.label is None else [options.label])
+    StopSearch(options.stop, base.tokenizer)  # raises before any weight is read
     for settings in variants:
         check_budget(settings, has_path=folder.path_config is not None)
         requests.check_prompts(ids, settings, base.architecture)
-    check_labels(folder.path_config, [] if options.label is None else [options.label])
-    StopSearch(options.stop, base.tokenizer)  # raises before any weight is read
-    traces: Traces = []
-    searched = _search_config(options, variants[0])
-    print_answer = partial(_print_answer, options=options, traces=traces)
-    for settings in variants:
         if searched is not None:
             check_search(settings, searched, architecture=base.architecture)
         elif options.trace:
             check_single_sample(settings)
     runtime.start_jax(MeshConfig())
     mesh = runtime.start_decoding(MeshConfig(), rows=1, kv_heads=base.architecture.num_key_value_heads)
-    longest = max(map(len, ids))
-    llm = LLM.declare(base.architecture, dtype=folder.base.dtype)
+    llm, longest = LLM.declare(base.architecture, dtype=folder.base.dtype), max(map(len, ids))
     for settings in variants:
         remedy = "--draws or --max_new_tokens"
         requests.check_decoding_memory(llm, folder.path_config, settings, rows=1, longest=longest, remedy=remedy)
@@ -69,17 +69,18 @@ def main() -> None:
             check_search_memory(settings, searched, llm, folder.path_config, longest=longest)
     with output_folder(options.trace) if options.trace else contextlib.nullcontext() as out:
         loaded = load(options.workdir or options.model, mesh=mesh)
+        answer = partial(_print_answer, loaded, options, searched=searched)
         if not prompts:
-            _chat(loaded, print_answer, variants[0], seed=options.seed)
+            _chat(answer, variants[0], seed=options.seed)
             return
-        asked = [(number, settings) for number in range(len(prompts)) for settings in variants]
-        for number, settings in asked:
-            if len(asked) > 1:
-                print(f"\n[budget {settings.budget}] {prompts[number]}")
-            print_answer(loaded, conversations[number], settings, options.seed)
+        traces = []
+        for (number, prompt), settings in itertools.product(enumerate(prompts), variants):
+            if len(prompts) * len(variants) > 1:
+                print(f"\n[budget {settings.budget}] {prompt}")
+            _, tokens = answer(messages=conversations[number], settings=settings, seed=options.seed)
+            traces.append(AnswerTrace(number, prompt, settings, tokens))
         if out is not None:
-            pairs = zip(asked, traces, strict=True)
-            write_trace(out, [AnswerTrace(n, prompts[n], settings, tokens) for (n, settings), tokens in pairs])
+            write_trace(out, traces)
 
 
 def _parse() -> Namespace:
@@ -128,53 +129,46 @@ def _parse() -> Namespace:
     return options
 
 
-def _search_config(options: Namespace, settings: DecodeConfig) -> SearchConfig | None:
-    """How to search for the answers to all prompts; None without --beams."""
-    names = ("beams", *SEARCH_OPTIONS, "temperature")
-    values = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    return SearchConfig(**values, max_new_tokens=settings.max_new_tokens) if "beams" in values else None
-
-
 def _print_answer(
-    loaded: LoadedModel, messages: Messages, settings: DecodeConfig, seed: int, *, options: Namespace, traces: Traces
-) -> str:
-    """Print and return the answer under a seed: piece by piece, with a trace that goes to `traces`, or searched for."""
-    text = ""
-    searched = _search_config(options, settings)
+    loaded: LoadedModel,
+    options: Namespace,
+    *,
+    searched: SearchConfig | None,
+    messages: Sequence[Message],
+    settings: DecodeConfig,
+    seed: int,
+) -> tuple[str, list[TokenTrace]]:
+    """Print an answer, piece by piece unless it is traced or searched for, and return it with its trace, if any."""
     if searched is None and not options.trace:
+        text = ""
         for piece in loaded.stream(messages, settings=settings, seed=seed, label=options.label, stop=options.stop):
             print(piece, end="", flush=True)
             text += piece
         print()
-        return text
-    prompt = requests.Prompt(0, requests.encode_prompt(messages, loaded.tokenizer), options.label)
+        return text, []
+    prompt, tokens = requests.Prompt(0, requests.encode_prompt(messages, loaded.tokenizer), options.label), []
     if searched is None:
         request = requests.Request([prompt], settings, seed, restrictions=requests.Restrictions(options.stop))
-        answers = generate_tokens(loaded.decoder, request, stop_ids=loaded.stop_ids, tokenizer=loaded.tokenizer)
-        traces.extend(trace(loaded, request, answers))
-        text = to_text(answers[0], loaded.tokenizer)
+        [ids] = generate_tokens(loaded.decoder, request, stop_ids=loaded.stop_ids, tokenizer=loaded.tokenizer)
+        [tokens] = trace(loaded, request, [ids])
     else:
-        found = search(loaded, prompt, settings=settings, config=searched, seed=seed)
-        text = to_text(found.answer, loaded.tokenizer)
+        ids = search(loaded, prompt, settings=settings, config=searched, seed=seed).answer
+    text = to_text(ids, loaded.tokenizer)
     print(text, flush=True)
-    return text
+    return text, tokens
 
 
-def _chat(loaded: LoadedModel, print_answer: Callable[..., str], settings: DecodeConfig, *, seed: int) -> None:
+def _chat(answer: Callable[..., tuple[str, Any]], settings: DecodeConfig, *, seed: int) -> None:
     """Answer line by line, keeping the conversation, until an empty line or the end of input."""
     messages: list[dict[str, str]] = []
     print(f"budget {settings.budget}, {settings.solver}; an empty line ends the chat")
-    while True:
-        try:
-            text = input("> ").strip()
-        except EOFError:
-            print()
-            return
-        if not text:
-            return
-        messages.append({"role": "user", "content": text})
-        answer = print_answer(loaded, messages, settings, seed + len(messages))
-        messages.append({"role": "assistant", "content": answer})
+    with contextlib.suppress(EOFError):
+        while text := input("> ").strip():
+            messages.append({"role": "user", "content": text})
+            said, _ = answer(messages=messages, settings=settings, seed=seed + len(messages))
+            messages.append({"role": "assistant", "content": said})
+        return
+    print()
 
 
 if __name__ == "__main__":

@@ -74,8 +74,7 @@ def pass_rates(scores: Mapping[str, Sequence[float]], ks: Sequence[int] = (1, 5,
 def by_subject(scores: Mapping[str, Sequence[float]], subjects: Mapping[str, str | None]) -> dict[str, Rate]:
     """The accuracy in each subject, in alphabetical order; `subjects` maps each problem to its subject or None."""
     names = sorted({name for problem in scores if (name := subjects[problem]) is not None})
-    of = {name: {problem: values for problem, values in scores.items() if subjects[problem] == name} for name in names}
-    return {name: accuracy(values) for name, values in of.items()}
+    return {name: accuracy({key: scores[key] for key in scores if subjects[key] == name}) for name in names}
 
 
 class BootstrapSums:

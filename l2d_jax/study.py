@@ -12,7 +12,6 @@ budget, by the majority of samples, and by beam search. Their accuracy is drawn 
 import argparse
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from l2d_jax import command_line
 from l2d_jax.command_line import file_name, folder_or_bucket, model_name
 from l2d_jax.config import config_file
 from l2d_jax.config.parsing import require
-from l2d_jax.config.schema import Config, DecodeConfig
+from l2d_jax.config.schema import Config
 from l2d_jax.data import rows
 from l2d_jax.data.examples import Examples
 from l2d_jax.data.tokenizer import require_tokenizer
@@ -80,7 +79,7 @@ def main() -> None:
         found = {"about": about[name], "trained": trained}
         examples, problems = _read_answers(loaded.tokenizer, config, options.answers)
         found |= _measure_model(loaded, examples, config, options, mesh)
-        found["answers"] = [] if problems is None else list(_answer(loaded, problems, config, options))
+        found["answers"] = [] if problems is None else _answer(loaded, problems, config, options)
         if processes.is_first():
             write_whole(options.out / f"{name}.json", json.dumps(found, indent=1) + "\n")
             mirror.publish(options.out)
@@ -105,9 +104,9 @@ def _describe(folder: Folder, options: argparse.Namespace, config: Config) -> di
     examples, _ = processes.take_turns(lambda: _read_answers(base.tokenizer, config, options.answers))
     about: dict[str, Any] = {"model": mirror.shown_places(str(folder.path)), "step": step}
     about |= {"fingerprint": model | {"answers": examples.fingerprint()}}
-    about |= {"solvers": options.solvers, "budgets": options.budgets}
+    about |= {name: getattr(options, name) for name in ("solvers", "budgets")}
     about |= {"ways": [options.answers, options.samples, options.beams]}
-    about |= {"data": dataclasses.asdict(config.data), "decode": dataclasses.asdict(config.decode)}
+    about |= {name: dataclasses.asdict(getattr(config, name)) for name in ("data", "decode")}
     return json.loads(json.dumps(about))
 
 
@@ -145,33 +144,28 @@ def _measure_model(
                 reached = {split_budget(solver, budget, beams=1) for budget in options.budgets} - {1}
             decodes = [dataclasses.replace(config.decode, solver=solver, budget=budget) for budget in sorted(reached)]
             settings |= {f"{solver}-{one.budget}": one for one in decodes}
-    refinements = {key: Refinement.from_config(one) for key, one in settings.items()}
+    measured = []
+    for key, one in settings.items():
+        spent: Any = one.budget
+        if one.solver in ADAPTIVE:
+            spent = mean_evaluations(loaded, *zip(*examples.texts(), strict=True), settings=one)
+        evaluations, solver = float(np.mean(spent)), "" if key == "1" else one.solver
+        measured.append({"key": key, "solver": solver, "evaluations": evaluations})
     batches = placed_in_order(examples, config.validation.batch_size, mesh)
-    measured = [
-        {"key": key, "solver": "" if key == "1" else one.solver, "evaluations": _evaluations(loaded, examples, one)}
-        for key, one in settings.items()
-    ]
+    refinements = {key: Refinement.from_config(one) for key, one in settings.items()}
     sums = teacher_forced_sums(loaded.model, batches, config, refinements, corrections=True)
     return {"settings": measured, "tally": sums.to_dict()}
 
 
 def _answer(
     loaded: LoadedModel, problems: MarkedProblems, config: Config, options: argparse.Namespace
-) -> Iterator[dict[str, Any]]:
+) -> list[dict[str, Any]]:
     """What each strategy makes of the problems."""
-    loaded = dataclasses.replace(loaded, defaults=dataclasses.replace(config.decode, solver=options.solvers[0]))
-    budgets = sorted({split_budget(loaded.defaults.solver, budget, beams=1) for budget in options.budgets})
-    for strategy in strategies(budgets, options.samples, options.beams, has_path=loaded.model.path is not None):
-        outcome = answer_problems(loaded, problems, strategy, batch_size=config.validation.exact_batch_size)
-        yield strategy._asdict() | outcome._asdict()
-
-
-def _evaluations(loaded: LoadedModel, examples: Examples, settings: DecodeConfig) -> float:
-    """Evaluations of the path per token: the budget, or the mean count of an adaptive solver."""
-    if settings.solver not in ADAPTIVE:
-        return float(settings.budget)
-    prompts, answers = zip(*examples.texts(), strict=True)
-    return float(np.mean(mean_evaluations(loaded, prompts, answers, settings=settings)))
+    solver, size = options.solvers[0], config.validation.exact_batch_size
+    loaded = dataclasses.replace(loaded, defaults=dataclasses.replace(config.decode, solver=solver))
+    budgets = sorted({split_budget(solver, budget, beams=1) for budget in options.budgets})
+    tried = strategies(budgets, options.samples, options.beams, has_path=loaded.model.path is not None)
+    return [one._asdict() | answer_problems(loaded, problems, one, batch_size=size)._asdict() for one in tried]
 
 
 if __name__ == "__main__":

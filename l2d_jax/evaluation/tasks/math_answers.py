@@ -92,19 +92,11 @@ def is_same(reference: str | float, found: str | float) -> bool:
 
 
 def _brace_fractions(text: str) -> str | None:
-    head, *pieces = text.split("\\frac")
-    braced = [head]
-    for piece in pieces:
-        if not piece:
-            return None
-        if piece[0] == "{":
-            braced.append(piece)
-        elif len(piece) == 1:
-            return text
-        else:
-            below = piece[1:] if piece[1] == "{" else f"{{{piece[1]}}}{piece[2:]}"
-            braced.append(f"{{{piece[0]}}}{below}")
-    return "\\frac".join(braced)
+    short = next((piece for piece in text.split("\\frac")[1:] if len(piece) < 2 and piece != "{"), None)
+    if short is not None:  # too little behind it
+        return text if short else None
+    parts = re.compile(r"\\frac([^{])([^{]?)")
+    return parts.sub(lambda found: "\\frac" + "".join(f"{{{part}}}" for part in found.groups() if part), text)
 
 
 def _number(answer: str | float) -> str | float:

@@ -14,13 +14,10 @@ from l2d_jax.evaluation.tasks.task import Task
 from l2d_jax.files import package_table
 
 RULES: dict[str, dict[str, Any]] = {**gsm8k.RULES, **math.RULES, **code.RULES, **multiple_choice.RULES}
-
-
-def _task(name: str, *, sampling: dict[str, Any] | None = None, **facts: Any) -> Task:
-    return Task(name, sampling=TaskSampling(**sampling or {}), **facts, **RULES[name])
-
-
-TASKS = {name: _task(name, **facts) for name, facts in package_table("evaluation/tasks/tasks.toml").items()}
+TASKS = {
+    name: Task(name, **RULES[name], **facts | {"sampling": TaskSampling(**facts.get("sampling", {}))})
+    for name, facts in package_table("evaluation/tasks/tasks.toml").items()
+}
 
 
 def find_task(name: str) -> Task:

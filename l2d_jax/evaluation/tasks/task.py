@@ -7,8 +7,9 @@ compare with the paper's; the *relaxed* one asks whether a reader would call the
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import starmap
 from pathlib import Path
 from typing import Literal
 
@@ -121,18 +122,16 @@ class Task:
         """
         assert len(problems) == len(completions)
         texts = [answer_part(completion) if tagged else completion for completion in completions]
-        faults = {number: fault for number, text in enumerate(texts) if (fault := _fault(text))}
-        scores = {number: Score(0.0, 0.0, None, None, fault) for number, fault in faults.items()}
-        rest = [number for number in range(len(texts)) if number not in scores]
-        asked, said = [problems[number] for number in rest], [texts[number] for number in rest]
+        faults = list(map(_fault, texts))
+        rest = [(problem, text) for problem, text, fault in zip(problems, texts, faults, strict=True) if not fault]
+        found: Iterator[Score]
         if self.judge is not None:
-            found = list(map(self.judge, asked, said))
+            found = starmap(self.judge, rest)
         elif run is None or self.candidates is None:
             raise InputError(f"{self.name} runs generated code: allow it with --allow_code_execution")
         else:
-            found = score_programs(asked, list(map(self.candidates, asked, said)), run)
-        scores |= dict(zip(rest, found, strict=True))
-        return [scores[number] for number in range(len(texts))]
+            found = score_programs([problem for problem, _ in rest], list(starmap(self.candidates, rest)), run)
+        return [Score(0.0, 0.0, None, None, fault) if fault else next(found) for fault in faults]
 
     def _read(self, split: str, folder: Path | None) -> datasets.Dataset:
         """The rows of a split, checked: made here, or those of a file in a folder, or of the hub."""
@@ -198,17 +197,15 @@ def encode_problems(
     return [pair for pair, length in zip(pairs, lengths, strict=True) if length <= max_length]
 
 
-def score_programs(problems: Sequence[Problem], pairs: Sequence[tuple[str, str]], run: Run) -> list[Score]:
+def score_programs(problems: Sequence[Problem], pairs: Sequence[tuple[str, str]], run: Run) -> Iterator[Score]:
     """Score completions by running the strict and the relaxed candidate of each pair, once where they are the same."""
     places = [(number, candidate) for number, pair in enumerate(pairs) for candidate in dict.fromkeys(pair)]
     programs = [Submission(candidate, *problems[number].reference) for number, candidate in places]
     verdicts = dict(zip(places, run(programs), strict=True))
-    scores = []
     for number, pair in enumerate(pairs):
         strict, relaxed = (verdicts[number, candidate] for candidate in pair)
         reason = "" if strict.passed else str(strict.reason)
-        scores.append(Score(float(strict.passed), float(strict.passed or relaxed.passed), *pair, reason))
-    return scores
+        yield Score(float(strict.passed), float(strict.passed or relaxed.passed), *pair, reason)
 
 
 def _fault(text: str) -> str:
