@@ -5,10 +5,10 @@ A model answers greedily at a budget of evaluations per token, takes the majorit
 """
 
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from statistics import multimode
 from typing import Any, Literal, NamedTuple
 
 from jax import monitoring
@@ -73,8 +73,7 @@ def answer_problems(loaded: LoadedModel, problems: MarkedProblems, strategy: Str
 
 def majority(numbers: Sequence[str | None]) -> str | None:
     """The most frequent number, the first of several; None where no answer has one."""
-    found = Counter(number for number in numbers if number is not None)
-    return max(found, key=found.__getitem__, default=None)
+    return next(iter(multimode(number for number in numbers if number is not None)), None)
 
 
 def _answers(

@@ -1,13 +1,17 @@
 """Reports of training: loss by t, and accuracy against the budget, teacher-forced and free-running."""
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Len
 
 from l2d_jax.errors import InputError, shown
+from l2d_jax.files import check
 from l2d_jax.reports.figures import draw_rates, saved_figure
 from l2d_jax.reports.page import Table, interval
 from l2d_jax.training.metrics import read_metrics
 
+BY_T = "validation/loss_by_t"  # the loss of a path in each bin of t
 KINDS = {
     "expected": "next token, expected (probability of the true one)",
     "greedy": "next token, greedy (arg max)",
@@ -24,22 +28,21 @@ def first_and_last(workdir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     first, last = records[0], records[-1]
     for record in (first, last):
         _check(record, workdir / "metrics.jsonl")
-    if len(_losses_by_t(first)) != len(_losses_by_t(last)):
+    if len(first[BY_T]) != len(last[BY_T]):
         raise InputError(f"the validations in {workdir / 'metrics.jsonl'} have other bins of t: remove the damaged one")
     return first, last
 
 
 def _check(record: dict[str, Any], file: Path) -> None:
     """Raise `InputError` unless a validation has the entries that the report reads."""
-    lengths = {"validation/loss": None, "validation/loss_by_t": len(_losses_by_t(record))}
+    record.setdefault(BY_T, [])  # where a language model was trained
+    kinds: dict[str, Any] = {"validation/loss": float, BY_T: list[float]}
     for name in (f"validation/{kind}@{budget}" for kind in _kinds(record) for budget in budgets(record)):
-        lengths |= {name: None, f"{name}_interval": 2, f"{name}_gain": 3}
-    for name, length in lengths.items():
-        value = record.get(name, [] if name == "validation/loss_by_t" else "")
-        if (len(value) if isinstance(value, list) else None if isinstance(value, int | float) else -1) != length:
-            what = "a number" if length is None else f"{length} numbers"
-            entry = f"{shown(name)} of step {record['step']}"
-            raise InputError(f"{file}: {entry} must be {what}, got {shown(value)}: remove that line")
+        bounds, gain = (Annotated[list[float], Len(count, count)] for count in (2, 3))
+        kinds |= {name: float, f"{name}_interval": bounds, f"{name}_gain": gain}
+    for name, kind in kinds.items():
+        where = f"{file}: {shown(name)} of step {record['step']}"
+        check(record.get(name), kind, where, remedy="remove that line")
 
 
 def _kinds(record: dict[str, Any]) -> list[str]:
@@ -50,16 +53,10 @@ def _kinds(record: dict[str, Any]) -> list[str]:
 
 def loss_rows(before: dict[str, Any], after: dict[str, Any]) -> Table:
     """Loss by t in nats per token, before and after; a run without a path has only the last row, over all t."""
-    bins = len(_losses_by_t(before))
+    bins = len(before[BY_T])
     names = [*(f"{i / bins:.1f} - {(i + 1) / bins:.1f}" for i in range(bins)), "all"]
-    losses = ([f"{loss:.3f}" for loss in (*_losses_by_t(one), one["validation/loss"])] for one in (before, after))
+    losses = ([f"{loss:.3f}" for loss in (*one[BY_T], one["validation/loss"])] for one in (before, after))
     return ("t", "loss before", "loss after"), list(zip(names, *losses, strict=True))
-
-
-def _losses_by_t(record: dict[str, Any]) -> list[float]:
-    """The loss of a path in each bin of t; empty where a language model was trained."""
-    losses = record.get("validation/loss_by_t")
-    return losses if isinstance(losses, list) else []
 
 
 def budget_rows(record: dict[str, Any]) -> Table:
@@ -82,7 +79,7 @@ def budgets(record: dict[str, Any]) -> list[int]:
 
 def draw_training(before: dict[str, Any], after: dict[str, Any], file: Path) -> None:
     """Draw accuracy against the budget with its intervals and, for a path, loss by t before and after."""
-    bins, measured = len(_losses_by_t(before)), budgets(after)
+    bins, measured = len(before[BY_T]), budgets(after)
     places, middles = range(len(measured)), [(i + 0.5) / bins for i in range(bins)]  # evenly spaced: budgets double
     with saved_figure(2 if bins else 1, file) as [left, *others]:
         for kind in _kinds(after):
@@ -92,5 +89,5 @@ def draw_training(before: dict[str, Any], after: dict[str, Any], file: Path) -> 
         left.set(xlabel="evaluations of the path per token", ylabel="accuracy on held-out answers", title="Accuracy")
         for right in others:
             for record, label in ((before, "before training"), (after, f"after {after['step']} steps")):
-                right.plot(middles, _losses_by_t(record), marker="o", label=label)
+                right.plot(middles, record[BY_T], marker="o", label=label)
             right.set(xlabel="t", ylabel="nats per token", title="Loss of one evaluation at t", ylim=(0, None))
