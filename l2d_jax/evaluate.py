@@ -24,7 +24,7 @@ from l2d_jax.distributed import processes, runtime
 from l2d_jax.evaluation.plan import TaskPlan, check_same, choose_run, label_of, make_plans, open_results
 from l2d_jax.evaluation.results import KINDS, accuracy_interval
 from l2d_jax.evaluation.runner import evaluate_plan
-from l2d_jax.evaluation.tasks import registry
+from l2d_jax.evaluation.tasks.task import TASKS, find_task
 from l2d_jax.loading import find, load, model_fingerprint, newest_step
 from l2d_jax.model.l2d import check_labels
 from l2d_jax.model.llm import LLM
@@ -48,7 +48,7 @@ def open_session(options: argparse.Namespace, config: Config | None) -> tuple[Lo
     found = find(options.workdir or options.model, dtype=options.dtype)
     if config is not None:
         check_same(found, config)
-    tasks = [registry.find_task(name) for name in options.tasks.split(",")]
+    tasks = [find_task(name) for name in options.tasks.split(",")]
     mesh_config = MeshConfig() if config is None else config.mesh
     runtime.start_jax(mesh_config)
     run = choose_run(tasks, is_allowed=options.allow_code_execution)
@@ -83,7 +83,7 @@ def parse_arguments(parser: command_line.Parser) -> tuple[argparse.Namespace, Co
     """The options, and the config if the command line names one; raises `InputError`."""
     command_line.add_source(parser)
     parser.add_argument("--config", help=f"for its decode and mesh sections; {config_file.CONFIG_HELP}")
-    parser.add_argument("--tasks", required=True, help=f"with commas between them: {', '.join(registry.TASKS)}")
+    parser.add_argument("--tasks", required=True, help=f"with commas between them: {', '.join(TASKS)}")
     parser.add_argument("--out", type=folder_or_bucket, help="where results go; DIR/eval of a workdir")
     parser.add_argument("--name", type=file_name, help="of the folder within a task's; <solver>-<budget> and others")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "int8"], help="of weights and products")

@@ -145,12 +145,17 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type A
                         f"{settings.max_new_tokens} new tokens leave no room for a prompt in the "
                         f"{self._positions} positions of the model: give fewer by --max_new_tokens"
                     )
-                prompts = [self.tok_encode(requests[i].args[0]) or [self.prefix_token_id] for i in group]
-                places = dict(zip(_distinct_numbers(prompts), group, strict=True))
+                asked, places = [], dict[int, int]()
+                for i in group:
+                    ids = self.tok_encode(requests[i].args[0]) or [self.prefix_token_id]
+                    number = noise_number([*ids, 0])
+                    while number in places:  # a text that is repeated has other numbers the second time and so on
+                        number = (number + 1) % 2**31
+                    places[number] = i
+                    asked.append(Prompt(number, ids[-longest:]))
                 stops, stop_ids = self._split(until)
                 ends = tuple(dict.fromkeys((*self._loaded.stop_ids, *stop_ids)))
                 answering = dataclasses.replace(self._loaded, stop_ids=ends)
-                asked = [Prompt(number, ids[-longest:]) for number, ids in zip(places, prompts, strict=True)]
                 restrictions = Restrictions(stops, keeps_stop=True)
                 for batch in complete(
                     answering, asked, settings=settings, batch_size=size, seed=seed, restrictions=restrictions
@@ -221,14 +226,3 @@ def cut_text(text: str, until: Sequence[str]) -> str:
 def noise_number(ids: Sequence[int]) -> int:
     """The number of a `Prompt` of these tokens, so that its noise depends on the text alone."""
     return zlib.crc32(np.array(ids, np.int32).tobytes()) >> 1  # of 31 bits
-
-
-def _distinct_numbers(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """A number for each prompt, all different; a text that is repeated has other numbers the second time and so on."""
-    numbers: dict[int, None] = {}
-    for ids in prompts:
-        number = noise_number([*ids, 0])
-        while number in numbers:
-            number = (number + 1) % 2**31
-        numbers[number] = None
-    return list(numbers)

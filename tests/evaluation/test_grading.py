@@ -8,8 +8,7 @@ import pytest
 from l2d_jax.errors import InputError
 from l2d_jax.evaluation.sandbox.submission import Submission, Verdict
 from l2d_jax.evaluation.tasks.problem import Problem, Score
-from l2d_jax.evaluation.tasks.registry import find_task
-from l2d_jax.evaluation.tasks.task import answer_part
+from l2d_jax.evaluation.tasks.task import answer_part, find_task
 from tests.support.task_rows import READ, ROWS
 
 

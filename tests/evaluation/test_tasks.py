@@ -14,8 +14,7 @@ from l2d_jax.data.tokenizer import byte_tokenizer, prompt_ids
 from l2d_jax.errors import InputError
 from l2d_jax.evaluation import tasks
 from l2d_jax.evaluation.tasks.problem import TaskSampling
-from l2d_jax.evaluation.tasks.registry import TASKS, find_task
-from l2d_jax.evaluation.tasks.task import Task, encode_problems
+from l2d_jax.evaluation.tasks.task import TASKS, Task, encode_problems, find_task
 from tests.support.programs import ROOT
 from tests.support.task_rows import READ, ROWS, split_rows, varied, write
 

@@ -26,7 +26,7 @@ import pytest
 from l2d_jax.evaluation.plan import choose_run
 from l2d_jax.evaluation.sandbox.grade import unavailable
 from l2d_jax.evaluation.tasks.problem import Problem
-from l2d_jax.evaluation.tasks.registry import find_task
+from l2d_jax.evaluation.tasks.task import find_task
 
 RELEASE, ROWS = os.environ.get("L2D_RELEASE"), os.environ.get("L2D_TASK_ROWS")
 pytestmark = pytest.mark.skipif(not (RELEASE and ROWS), reason="L2D_RELEASE and L2D_TASK_ROWS name no folders")

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from l2d_jax.evaluation.tasks.registry import TASKS
+from l2d_jax.evaluation.tasks.task import TASKS
 
 ROWS: dict[str, dict[str, Any]] = {
     "gsm8k": {"question": "1 + 1?", "answer": "It is <<1+1=2>>2.\n#### 2"},

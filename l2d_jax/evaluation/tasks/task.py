@@ -3,6 +3,9 @@
 A completion gets two scores. The *strict* one is that of the authors' release
 (github.com/SakanaAI/L2D: `tasks/*.py`, `benchmark.py`, `benchmark_code.py`) with all its quirks, for figures that
 compare with the paper's; the *relaxed* one asks whether a reader would call the answer right.
+
+>>> find_task("gsm8k").size
+1319
 """
 
 import re
@@ -11,17 +14,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import starmap
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import datasets
 from transformers import PreTrainedTokenizerFast
 
-from l2d_jax.config.parsing import require
+from l2d_jax.config.parsing import nearest, require
 from l2d_jax.data.rows import find_file, read_file, read_hub, require_columns
 from l2d_jax.data.tokenizer import prompt_ids, text_ids
 from l2d_jax.errors import InputError
 from l2d_jax.evaluation.sandbox.submission import Submission
+from l2d_jax.evaluation.tasks import code, gsm8k, math, multiple_choice
 from l2d_jax.evaluation.tasks.problem import EncodedProblem, Item, Problem, Prompts, Row, Run, Score, TaskSampling
+from l2d_jax.files import package_table
 
 MAX_LENGTH = 2048  # tokens of a prompt and its right answer together: the release's max_seq_len
 GREEDY = TaskSampling(max_new_tokens=512, temperature=0.0)  # for prompts with thoughts; the length is our choice
@@ -183,6 +188,20 @@ class Task:
         prompt = tuple({"role": role, "content": content} for role, content in messages)
         category = item.category or self.category
         return Problem(item.id or name, prompt, item.answer, item.reference, category, item.subject, item.options)
+
+
+RULES: dict[str, dict[str, Any]] = {**gsm8k.RULES, **math.RULES, **code.RULES, **multiple_choice.RULES}
+TASKS = {
+    name: Task(name, **RULES[name], **facts | {"sampling": TaskSampling(**facts.get("sampling", {}))})
+    for name, facts in package_table("evaluation/tasks/tasks.toml").items()
+}
+
+
+def find_task(name: str) -> Task:
+    """The task of this name; `InputError` where there is none."""
+    if name not in TASKS:
+        raise InputError(f"unknown task {name!r}{nearest(name, TASKS)}")
+    return TASKS[name]
 
 
 def encode_problems(
