@@ -12,18 +12,19 @@ docs/evaluation.md says what the sandbox does not protect from: among others, fa
 import functools
 import os
 import platform
-import queue
 import shutil
 import sys
+import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 from l2d_jax.config.parsing import require
 from l2d_jax.errors import RunError
 from l2d_jax.evaluation.sandbox import seccomp
 from l2d_jax.evaluation.sandbox.isolation import Limits
-from l2d_jax.evaluation.sandbox.places import Place, taken_places
+from l2d_jax.evaluation.sandbox.places import taken_places
 from l2d_jax.evaluation.sandbox.submission import Submission, Verdict, judge_submission
 
 _EASY = Submission(candidate="def answer(): return 42", tests="assert answer() == 42", names=("answer",))
@@ -64,30 +65,14 @@ def grade(
     """
     trial, limits = _trial(), limits or Limits()
     require(trial.reason is None, str(trial.reason))
-    free: queue.SimpleQueue[Place] = queue.SimpleQueue()
-
-    def judge_next(submission: Submission) -> Verdict:
-        place = free.get()
-        try:
-            return judge_submission(submission, bwrap=trial.bwrap, limits=limits, place=place)
-        finally:
-            free.put(place)
-
+    judge, thread = partial(judge_submission, bwrap=trial.bwrap, limits=limits), threading.local()
     count = min(processes or len(os.sched_getaffinity(0)), len(submissions)) or 1
     with (
         taken_places(count, with_accounts=trial.with_accounts, memory=limits.memory) as places,
-        ThreadPoolExecutor(len(places), thread_name_prefix="sandbox") as pool,
+        ThreadPoolExecutor(len(places), "sandbox", lambda: setattr(thread, "place", places.pop())) as pool,
     ):
-        for place in places:
-            free.put(place)
-        futures = [pool.submit(judge_next, submission) for submission in submissions]
-        try:
-            for future in as_completed(futures):
-                future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)  # submissions in progress end by their limits
-            raise
-    return [future.result() for future in futures]
+        # After an error no other submission begins; those in progress end by their limits.
+        return list(pool.map(lambda submission: judge(submission, place=thread.place), submissions))
 
 
 def _trial() -> _Trial:

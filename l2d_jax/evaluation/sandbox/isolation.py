@@ -54,24 +54,19 @@ def start_isolated(
     alive = f"import os, sys; os.write(2, b'.'); sys.path.insert(0, {_CODE!r})"
     entry = f"{alive}; from {module.__name__} import main; main()"
     threads = account is not None or os.geteuid() != 0  # the kernel does not limit root's, so root's process gets none
-    filtered, writer = os.pipe()
-    try:
-        with open(writer, "wb") as file:
-            file.write(seccomp.program(at_start=True, threads=threads))
+    with open(os.memfd_create("filter"), "w+b") as filtered:
+        filtered.write(seccomp.program(at_start=True, threads=threads))
+        filtered.seek(0)
         command = [
             *(bwrap, *(_ANYONE if account is None else _ROOT), "--cap-drop", "ALL"),
             *(() if account is None else _ROOT_MAY),
-            *("--die-with-parent", "--new-session", "--clearenv", "--seccomp", str(filtered)),
+            *("--die-with-parent", "--new-session", "--clearenv", "--seccomp", str(filtered.fileno())),
             *_mounts(),
             *(_interpreter(), "-I", "-S", "-c", entry, *map(str, pipes)),
         ]
         streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-        command = inside(group, command)
-        process: subprocess.Popen[bytes] = subprocess.Popen(
-            command, pass_fds=(filtered, *pipes), env={}, cwd="/", **streams
-        )
-    finally:
-        os.close(filtered)
+        kept = (filtered.fileno(), *pipes)
+        process = subprocess.Popen(inside(group, command), pass_fds=kept, env={}, cwd="/", **streams)
     assert process.stdin is not None
     assert isinstance(process.stderr, io.BufferedReader)
     process.stderr.peek(1)  # its sign of life: from then on it dies with this process
