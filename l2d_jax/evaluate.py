@@ -31,8 +31,6 @@ from l2d_jax.model.llm import LLM
 from l2d_jax.reports.page import interval
 from l2d_jax.weights import model_folder
 
-RunPlan = Callable[[TaskPlan], None]
-
 
 def main() -> None:
     """Parse the command line, open the model, and evaluate."""
@@ -42,7 +40,9 @@ def main() -> None:
         run_plan(plan)
 
 
-def open_session(options: argparse.Namespace, config: Config | None) -> tuple[LoadedModel, list[TaskPlan], RunPlan]:
+def open_session(
+    options: argparse.Namespace, config: Config | None
+) -> tuple[LoadedModel, list[TaskPlan], Callable[[TaskPlan], None]]:
     """Check everything, then load the model; returns it, the plans and what runs one; raises `InputError`."""
     rows.keep_quiet()
     found = find(options.workdir or options.model, dtype=options.dtype)

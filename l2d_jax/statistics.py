@@ -81,23 +81,22 @@ class BootstrapSums:
     """The sums of several measures of tokens by example, which are resampled whole, and the numbers of tokens."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, list[np.ndarray]] = {}
-        self._counts: list[np.ndarray] = []
+        self._counts = np.zeros(0)
+        self._sums: dict[str, np.ndarray] = {}
 
     def add(self, weights: np.ndarray, values: Mapping[str, Any]) -> None:
         """Add a batch: `weights` and each value of shape [B, M]; rows of weight zero are padding."""
         real = weights.sum(axis=1) > 0
-        self._counts.append(weights.sum(axis=1)[real])
+        self._counts = np.append(self._counts, weights.sum(axis=1)[real])
         for name, value in values.items():
             sums = (np.asarray(value, np.float64) * weights).sum(axis=1)[real]
-            self._sums.setdefault(name, []).append(sums)
+            self._sums[name] = np.append(self._sums.get(name, ()), sums)
 
     def mean(self, name: str, *, minus: str | None = None) -> tuple[float, float, float]:
         """Mean over tokens with the bounds of its 95 % interval; `minus` names a measure to subtract in pairs."""
-        counts = np.concatenate(self._counts)
-        sums = np.concatenate(self._sums[name])
+        counts, sums = self._counts, self._sums[name]
         if minus is not None:
-            sums = sums - np.concatenate(self._sums[minus])
+            sums = sums - self._sums[minus]
         picks = np.random.default_rng(0).integers(len(counts), size=(RESAMPLES // 2, len(counts)))
         means = sums[picks].sum(axis=1) / counts[picks].sum(axis=1)
         low, high = np.quantile(means, BOUNDS)
@@ -105,16 +104,15 @@ class BootstrapSums:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, which `join` reads."""
-        sums = {name: np.concatenate(parts).tolist() for name, parts in self._sums.items()}
-        return {"counts": np.concatenate(self._counts).tolist(), "sums": sums}
+        return {"counts": self._counts.tolist(), "sums": {name: sums.tolist() for name, sums in self._sums.items()}}
 
     @classmethod
     def join(cls, parts: Mapping[str, Mapping[str, Any]]) -> "BootstrapSums":
         """Join parts by name, as `name/measure`; raises `InputError` unless all are of the same examples."""
         joined, [(first, reference), *_] = cls(), list(parts.items())
-        joined._counts = [np.asarray(reference["counts"])]
+        joined._counts = np.asarray(reference["counts"])
         for name, part in parts.items():
             if part["counts"] != reference["counts"]:
                 raise InputError(f"{name} was measured on other examples than {first}: measure it anew")
-            joined._sums |= {f"{name}/{key}": [np.asarray(sums)] for key, sums in part["sums"].items()}
+            joined._sums |= {f"{name}/{key}": np.asarray(sums) for key, sums in part["sums"].items()}
         return joined

@@ -95,21 +95,15 @@ def make_plans(
         usual = task.sampling_for(options.prompts)._asdict()
         samples = usual.pop("samples")
         protocol = EvaluationProtocol(**asked | {"samples": options.samples or samples})
-        _check_protocol(protocol, encoded)
+        few = f"--batch_size {options.batch_size} does not hold the {protocol.samples} samples of a problem"
+        require(options.batch_size >= protocol.samples, f"{few}: use {protocol.samples} or more")
+        without = next((one.problem.id for one in encoded if not one.problem.options), None)
+        is_ranked = protocol.choices == "likelihood"
+        require(not (is_ranked and without), f"{without} has no options to rank: use --choices generate")
         for budget in options.budget or [decode.budget]:
             settings = dataclasses.replace(decode, **(usual | chosen), budget=budget)
             plans.append(TaskPlan(task, encoded, hashed, settings, protocol))
     return plans
-
-
-def _check_protocol(protocol: EvaluationProtocol, encoded: Sequence[EncodedProblem]) -> None:
-    """Raise `InputError` for a batch below the samples of a problem, and for ranking a problem without options."""
-    size, samples = protocol.batch_size, protocol.samples
-    few = f"--batch_size {size} does not hold the {samples} samples of a problem: use {samples} or more"
-    require(size >= samples, few)
-    if protocol.choices == "likelihood":
-        without = next((one.problem.id for one in encoded if not one.problem.options), None)
-        require(without is None, f"{without} has no options to rank: use --choices generate")
 
 
 def open_results(
