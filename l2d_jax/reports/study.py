@@ -90,34 +90,33 @@ def report_study(folder: Path, measured: Measurements) -> None:
 
 def _draw(tally: BootstrapSums, measured: Measurements, file: Path) -> None:
     """Draw loss and accuracy against the budget: all models with their first solver, and the first path's solvers."""
-    budgets = sorted({setting["evaluations"] for one in measured.values() for setting in one["settings"]})
-    with saved_figure(3, file) as [losses, rates, solvers]:
+    budgets = [setting["evaluations"] for one in measured.values() for setting in one["settings"]]
+    ends = [min(budgets), max(budgets)]
+
+    def draw(axes: Any, name: str, measure: str, solver: str | None = None) -> None:
+        settings = _settings(measured[name], solver)
+        rates = [tally.mean(f"{name}/{measure}@{setting['key']}") for setting in settings]
+        if len(rates) > 1:
+            draw_rates(axes, [setting["evaluations"] for setting in settings], rates, label=solver or name)
+            return
+        # A model without a path is a dashed constant, since no budget changes it.
+        [line] = axes.plot(ends, [rates[0][0]] * 2, linestyle="--", label=name)
+        axes.fill_between(ends, *rates[0][1:], alpha=0.1, color=line.get_color())
+
+    with saved_figure(3, file) as panels:
+        losses, rates, solvers = panels
         for axes, measure in ((losses, "loss"), (rates, "greedy")):
-            for name, one in measured.items():
-                _draw_line(axes, tally, name, measure, _settings(one), budgets, label=name)
+            for name in measured:
+                draw(axes, name, measure)
             axes.set(title="all models", ylabel=MEASURES[measure])
-        paths = [name for name, one in measured.items() if len(one["settings"]) > 1]
-        if paths:
-            name, one = paths[0], measured[paths[0]]
-            for solver in _solvers(one):
-                _draw_line(solvers, tally, name, "greedy", _settings(one, solver), budgets, label=solver)
-            solvers.set(title=name, ylabel=MEASURES["greedy"])
-        for axes in (losses, rates, solvers):
+        if first := next((name for name, one in measured.items() if len(one["settings"]) > 1), None):
+            for solver in _solvers(measured[first]):
+                draw(solvers, first, "greedy", solver)
+            solvers.set(title=first, ylabel=MEASURES["greedy"])
+        for axes in panels:
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter("{x:.0f}")
             axes.set(xlabel="evaluations of the path per token")
-
-
-def _draw_line(
-    axes: Any, tally: BootstrapSums, name: str, measure: str, settings: Any, budgets: Any, *, label: str
-) -> None:
-    """Draw a model's line; a model without a path is a dashed constant, since no budget changes it."""
-    rates = [tally.mean(f"{name}/{measure}@{setting['key']}") for setting in settings]
-    if len(rates) > 1:
-        draw_rates(axes, [setting["evaluations"] for setting in settings], rates, label=label)
-        return
-    [line] = axes.plot([budgets[0], budgets[-1]], [rates[0][0]] * 2, linestyle="--", label=label)
-    axes.fill_between([budgets[0], budgets[-1]], *rates[0][1:], alpha=0.1, color=line.get_color())
 
 
 def _solvers(one: Mapping[str, Any]) -> list[str]:
