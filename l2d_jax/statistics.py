@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from l2d_jax.errors import InputError
+from l2d_jax.files import Count, Share
 
 RESAMPLES = 2000  # of a bootstrap: bounds then vary by about a twentieth of the interval; half as many for tokens
 CONFIDENCE = 0.95
@@ -19,10 +20,10 @@ BOUNDS = ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)  # quantiles
 class Rate(NamedTuple):
     """A mean over problems and the interval that holds it with 95 % confidence."""
 
-    mean: float
-    low: float
-    high: float
-    problems: int
+    mean: Share
+    low: Share
+    high: Share
+    problems: Count
 
 
 def pass_at(k: int, *, samples: int, correct: int) -> float:

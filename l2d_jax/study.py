@@ -68,26 +68,23 @@ def main() -> None:
     mesh = runtime.start_jax(config.mesh)
     options.out.mkdir(parents=True, exist_ok=True)
     about = {name: _describe(folder, options, config) for name, folder in folders.items()}
-    known = {name: _read_known(options.out / f"{name}.json", about[name]) for name in names}
-
-    def measured(name: str, model: str) -> dict[str, Any]:
+    known = [name for name in names if _is_known(options.out / f"{name}.json", about[name])]
+    for name, model in options.models:
+        if name in known:
+            continue
         processes.print_once(f"measuring {name}: {model}")
         loaded = load(model, mesh=mesh, dtype=config.model.dtype, step=about[name]["step"])
         trained = 0 if loaded.model.path is None else parameters(loaded.model.path)
         if (run := folders[name].trained) is not None:  # which may have changed the language model itself
             trained = costs.trainable_parameters(run, loaded.model.llm.architecture)
-        found = {"about": about[name], "trained": trained}
         examples, problems = _read_answers(loaded.tokenizer, config, options.answers)
-        found |= _measure_model(loaded, examples, config, options, mesh)
+        found = {"about": about[name], "trained": trained, **_measure_model(loaded, examples, config, options, mesh)}
         found["answers"] = [] if problems is None else _answer(loaded, problems, config, options)
         if processes.is_first():
             write_whole(options.out / f"{name}.json", json.dumps(found, indent=1) + "\n")
             mirror.publish(options.out)
-        return found
-
-    found = {name: known[name] or measured(name, model) for name, model in options.models}
     if processes.is_first():
-        study.report_study(options.out, found)
+        study.report_study(options.out, {name: study.read_measurements(options.out / f"{name}.json") for name in names})
 
 
 def _named(text: str) -> tuple[str, str]:
@@ -120,16 +117,15 @@ def _read_answers(
     return examples, problems
 
 
-def _read_known(file: Path, about: dict[str, Any]) -> dict[str, Any] | None:
-    """A model's measurements from its file, or None without one; raises `InputError` if their conditions differ."""
-    known: dict[str, Any] | None = processes.decide(lambda: study.read_measurements(file) if file.exists() else None)
-    if known is not None:
-        before = known["about"]
-        names = [name for name in about if about[name] != before.get(name) and name != "fingerprint"]
-        names = names or changes(before.get("fingerprint", {}), about["fingerprint"])
-        problem = f"{file} was measured with another {' and '.join(names) or 'version'}"
-        require(not names and "fingerprint" in before, f"{problem}: remove it, or take another --out")
-    return known
+def _is_known(file: Path, about: dict[str, Any]) -> bool:
+    """Whether a file holds a model's measurements; raises `InputError` if their conditions differ."""
+    if (before := processes.decide(lambda: study.read_measurements(file)["about"] if file.exists() else None)) is None:
+        return False
+    names = [name for name in about if about[name] != before.get(name) and name != "fingerprint"]
+    names = names or changes(before.get("fingerprint", {}), about["fingerprint"])
+    problem = f"{file} was measured with another {' and '.join(names) or 'version'}"
+    require(not names and "fingerprint" in before, f"{problem}: remove it, or take another --out")
+    return True
 
 
 def _measure_model(
@@ -165,7 +161,7 @@ def _answer(
     loaded = dataclasses.replace(loaded, defaults=dataclasses.replace(config.decode, solver=solver))
     budgets = sorted({split_budget(solver, budget, beams=1) for budget in options.budgets})
     tried = strategies(budgets, options.samples, options.beams, has_path=loaded.model.path is not None)
-    return [one._asdict() | answer_problems(loaded, problems, one, batch_size=size)._asdict() for one in tried]
+    return [answer_problems(loaded, problems, one, batch_size=size)._asdict() for one in tried]
 
 
 if __name__ == "__main__":

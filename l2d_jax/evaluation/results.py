@@ -44,13 +44,7 @@ class _Sample(TypedDict):
     samples: Annotated[list[_Judged], Len(1)]
 
 
-class _Rate(TypedDict):
-    mean: Share
-    low: Share
-    high: Share
-
-
-_Kind = TypedDict("_Kind", {"accuracy": _Rate, "pass": dict[str, _Rate]})
+_Kind = TypedDict("_Kind", {"accuracy": statistics.Rate, "pass": dict[str, statistics.Rate]})
 
 
 class _Decode(TypedDict):

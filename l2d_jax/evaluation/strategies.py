@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from statistics import multimode
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+from annotated_types import Interval, Len
 from jax import monitoring
 
 from l2d_jax.data.word_problems import marked_number
@@ -20,6 +21,7 @@ from l2d_jax.decoding.beams import SearchConfig
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.stop_strings import to_text
 from l2d_jax.distributed import processes
+from l2d_jax.files import Count, Positive
 from l2d_jax.performance.costs import decoding_flops
 from l2d_jax.training.exact_match import MarkedProblems
 
@@ -30,17 +32,20 @@ class Strategy(NamedTuple):
     """How an answer is found, with so many `tries`: samples or beams."""
 
     kind: Literal["greedy", "majority", "beams"]
-    budget: int
-    tries: int = 1
+    budget: Count
+    tries: Count = 1
 
 
 class Outcome(NamedTuple):
     """What a strategy gave: whether each problem's number is right, and what one answer took on average."""
 
-    right: list[bool]
-    tokens: float  # of all samples or beams, stop tokens included
-    flops: float  # the prompt is read once
-    seconds: float
+    kind: str
+    budget: Count
+    tries: Count
+    right: Annotated[list[bool], Len(1)]
+    tokens: Positive  # of all samples or beams, stop tokens included
+    flops: Positive  # the prompt is read once
+    seconds: Annotated[float, Interval(ge=0, le=1e12)]
 
 
 def strategies(
@@ -68,7 +73,7 @@ def answer_problems(loaded: LoadedModel, problems: MarkedProblems, strategy: Str
             shown.update(len(answers))
     read, decode = decoding_flops(loaded.model.llm, loaded.model.path, budget=strategy.budget, draws=settings.draws)
     prompts, count = sum(len(prompt.ids) for prompt in problems.prompts), len(right)
-    return Outcome(right, tokens / count, (prompts * read + tokens * decode) / count, seconds[0] / count)
+    return Outcome(*strategy, right, tokens / count, (prompts * read + tokens * decode) / count, seconds[0] / count)
 
 
 def majority(numbers: Sequence[str | None]) -> str | None:

@@ -2,14 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
 
 import numpy as np
-from annotated_types import Ge, Interval, Len
 from matplotlib import ticker
-from typing_extensions import TypedDict
 
-from l2d_jax.files import Positive
+from l2d_jax.evaluation.strategies import Outcome
 from l2d_jax.reports.figures import draw_rates, saved_figure
 from l2d_jax.reports.page import Section, Table, interval
 from l2d_jax.statistics import BootstrapSums, rate
@@ -24,26 +21,14 @@ ABOUT = (
 STYLES = {"greedy": "-", "majority": "--", "beams": ":"}
 
 
-class Answered(TypedDict):
-    """What `study` keeps of a strategy."""
-
-    kind: str
-    budget: Annotated[int, Ge(1)]
-    tries: Annotated[int, Ge(1)]
-    right: Annotated[list[bool], Len(1)]
-    tokens: Positive
-    flops: Positive
-    seconds: Annotated[float, Interval(ge=0, le=1e12)]
-
-
-def strategies_section(answers: Mapping[str, Sequence[Any]], folder: Path) -> Section:
+def strategies_section(answers: Mapping[str, Sequence[Outcome]], folder: Path) -> Section:
     """A section of the page, from the strategies of each model; the table is printed, and the figure written."""
     file = folder / "answers.png"
     with saved_figure(2, file) as panels:  # a colour for each model, a style for each kind
         for axes, measure, label in zip(panels, ("flops", "seconds"), ("FLOP", "seconds"), strict=True):
             for number, (model, found) in enumerate(answers.items()):
                 for kind, style in STYLES.items():
-                    points = sorted((one[measure], _rate(one)) for one in found if one["kind"] == kind)
+                    points = sorted((getattr(one, measure), _rate(one)) for one in found if one.kind == kind)
                     if points:
                         name = model if kind == "greedy" else f"{model}, {kind}"
                         draw_rates(axes, *zip(*points, strict=True), label=name, color=f"C{number}", linestyle=style)
@@ -54,20 +39,20 @@ def strategies_section(answers: Mapping[str, Sequence[Any]], folder: Path) -> Se
     return Section(TITLE, ABOUT, [file], [_table(answers)]).printed()
 
 
-def _table(answers: Mapping[str, Sequence[Any]]) -> Table:
+def _table(answers: Mapping[str, Sequence[Outcome]]) -> Table:
     header = ("model", "strategy", "exact match", "gain", "tokens", "TFLOP per answer", "seconds")
     rows: list[tuple[str, ...]] = []
-    first, *_ = (one["right"] for found in answers.values() for one in found)
+    first, *_ = (one.right for found in answers.values() for one in found)
     for model, found in answers.items():
         for one in found:
             sums = BootstrapSums()
-            sums.add(np.ones((len(first), 1)), {"own": np.c_[one["right"]], "first": np.c_[first]})
+            sums.add(np.ones((len(first), 1)), {"own": np.c_[one.right], "first": np.c_[first]})
             shown = (interval(_rate(one)), interval(sums.mean("own", minus="first"), sign="+"))
-            cost = (f"{one['tokens']:.1f}", f"{one['flops'] / 1e12:.3g}", f"{one['seconds']:.3g}")
-            tries = "" if one["kind"] == "greedy" else f" of {one['tries']}"
-            rows.append((model, f"{one['kind']}{tries} at {one['budget']}", *shown, *cost))
+            cost = (f"{one.tokens:.1f}", f"{one.flops / 1e12:.3g}", f"{one.seconds:.3g}")
+            tries = "" if one.kind == "greedy" else f" of {one.tries}"
+            rows.append((model, f"{one.kind}{tries} at {one.budget}", *shown, *cost))
     return header, rows
 
 
-def _rate(one: Mapping[str, Any]) -> tuple[float, float, float]:
-    return rate([float(value) for value in one["right"]])[:3]
+def _rate(one: Outcome) -> tuple[float, float, float]:
+    return rate([float(value) for value in one.right])[:3]

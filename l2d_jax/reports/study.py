@@ -8,11 +8,12 @@ from annotated_types import Interval, Len
 from typing_extensions import TypedDict
 
 from l2d_jax.errors import InputError
+from l2d_jax.evaluation.strategies import Outcome
 from l2d_jax.files import Positive, check, read_json
 from l2d_jax.reports.corrections import corrections_section
 from l2d_jax.reports.figures import draw_rates, saved_figure
 from l2d_jax.reports.page import Section, interval, write_page
-from l2d_jax.reports.strategies import Answered, strategies_section
+from l2d_jax.reports.strategies import strategies_section
 from l2d_jax.statistics import BootstrapSums
 from l2d_jax.storage import mirror
 from l2d_jax.training.corrections import value_names
@@ -21,7 +22,7 @@ MEASURES = {"loss": "nats per token", "expected": "expected accuracy", "greedy":
 HEADER = ("model", "trained", "solver", "evaluations", *MEASURES, "greedy, gain")
 MODELS = "Teacher-forced, on held-out answers; 95 % intervals over examples. Gains are over the first model, paired."
 DIFFERENCES = "Greedy accuracy of the row less that of the column, each at the largest budget of its first solver."
-Measurements = Mapping[str, Mapping[str, Any]]  # by the name of the model, as `study` writes them
+Measurements = Mapping[str, Mapping[str, Any]]  # by the name of the model, as `read_measurements` gives them
 Finite = Annotated[float, Interval(ge=-1e12, le=1e12)]
 
 
@@ -41,7 +42,7 @@ class _Measured(TypedDict):
     trained: Annotated[int, Interval(ge=0, lt=2**50)]
     settings: Annotated[list[_Setting], Len(1)]
     tally: _Sums
-    answers: list[Answered]
+    answers: list[Outcome]
 
 
 def read_measurements(file: Path) -> dict[str, Any]:
