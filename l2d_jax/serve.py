@@ -34,7 +34,7 @@ def main() -> None:
     try:
         import uvicorn
 
-        from l2d_jax.serving.app import RequestLimits, ServerApp
+        from l2d_jax.serving.app import ServerApp
         from l2d_jax.serving.engine import KINDS, Engine
         from l2d_jax.serving.protocol import Protocol
     except ImportError as error:
@@ -68,8 +68,8 @@ def main() -> None:
     budgets = [n for n in BUDGETS if n == 1 or (has_path and (solver is None or solver.spendable(n) == n))]
     about: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "l2d_jax", "budgets": budgets}
     about |= {"max_tokens": context // 2, "has_path": has_path}
-    limits = RequestLimits(options.timeout, 1024 * options.max_body)
-    app = ServerApp(engine, protocol, about=about, limits=limits, key=os.environ.get(KEY) or None)
+    limits: dict[str, Any] = {"seconds": options.timeout, "longest_body": 1024 * options.max_body}
+    app = ServerApp(engine, protocol, about=about, key=os.environ.get(KEY) or None, **limits)
     server = uvicorn.Server(uvicorn.Config(app.routes(), log_level="critical"))
     host, port = listening.getsockname()[:2]
     print(f"serving {name} at http://{host}:{port}", flush=True)

@@ -4,8 +4,7 @@ import asyncio
 import contextlib
 import hmac
 import json
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,15 +24,6 @@ from l2d_jax.serving.protocol import Asked, Protocol
 from l2d_jax.serving.replies import Reply, event
 
 PAGE = Path(__file__).with_name("page.html")
-GONE = 499  # the status of a request whose client has left, as nginx has it
-
-
-@dataclass(frozen=True)
-class RequestLimits:
-    """What one request may take."""
-
-    seconds: float  # from its arrival to its end
-    body: int  # bytes
 
 
 class ServerApp:
@@ -45,12 +35,16 @@ class ServerApp:
         protocol: Protocol,
         *,
         about: dict[str, Any],
-        limits: RequestLimits,
+        seconds: float,
+        longest_body: int,
         key: str | None = None,
     ) -> None:
-        """`about` is what `/v1/models` says of the model; with a `key`, requests must bring it."""
+        """`about` is what `/v1/models` says of the model; with a `key`, requests must bring it.
+
+        A request may take so many `seconds` from its arrival to its end, and its body so many bytes.
+        """
         self._engine, self._protocol, self._about = engine, protocol, about
-        self._limits, self._key = limits, key
+        self._limit, self._longest_body, self._key = seconds, longest_body, key
         self._reading = asyncio.Lock()  # a tokenizer encodes one text at a time
         self._figures = prometheus.CollectorRegistry()
         counter = partial(prometheus.Counter, registry=self._figures)
@@ -73,74 +67,66 @@ class ServerApp:
                 Route(
                     "/metrics", lambda _: Response(prometheus.generate_latest(self._figures), media_type="text/plain")
                 ),
-                Route("/v1/models", self._guarded(self._models)),
-                Route("/v1/models/{name:path}", self._guarded(self._models)),
-                Route("/v1/chat/completions", self._guarded(partial(self._answer, is_chat=True)), methods=["POST"]),
-                Route("/v1/completions", self._guarded(partial(self._answer, is_chat=False)), methods=["POST"]),
+                Route("/v1/models", self._models),
+                Route("/v1/models/{name:path}", self._models),
+                Route("/v1/chat/completions", partial(self._answer, is_chat=True), methods=["POST"]),
+                Route("/v1/completions", partial(self._answer, is_chat=False), methods=["POST"]),
             ],
-            exception_handlers={
-                HTTPException: lambda _, error: _failure(error.status_code, error.detail),
-                Exception: lambda _, error: _failure(*_explained(error)),
-            },
+            exception_handlers=dict.fromkeys((HTTPException, Exception), lambda _, error: _failure(error)),
         )
 
-    def _guarded(self, handle: Callable[[Request], Any]) -> Callable[[Request], Any]:
-        """A handler for those who bring the key."""
-
-        async def guarded(request: Request) -> Response:
-            given = request.headers.get("authorization", "").removeprefix("Bearer ")
-            if self._key is not None and not hmac.compare_digest(given.encode(), self._key.encode()):
-                return _failure(401, "this server wants its API key: send it as 'Authorization: Bearer KEY'")
-            return await handle(request)
-
-        return guarded
+    def _check_key(self, request: Request) -> None:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self._key is not None and not hmac.compare_digest(given.encode(), self._key.encode()):
+            raise HTTPException(401, "this server wants its API key: send it as 'Authorization: Bearer KEY'")
 
     async def _models(self, request: Request) -> Response:
+        self._check_key(request)
         name = request.path_params.get("name")
         if name is None:
             return JSONResponse({"object": "list", "data": [self._about]})
         if name != self._protocol.name:
-            return _failure(404, f"there is no model {name!r} here: it is {self._protocol.name!r}")
+            raise HTTPException(404, f"there is no model {name!r} here: it is {self._protocol.name!r}")
         return JSONResponse(self._about)
 
     async def _answer(self, request: Request, *, is_chat: bool) -> Response:
-        response = await self._answered(request, is_chat=is_chat)
+        self._check_key(request)
+        try:
+            response = await self._answered(request, is_chat=is_chat)
+        except Exception as error:
+            response = _failure(error)
         self._requests.labels(response.status_code).inc()
         return response
 
     async def _answered(self, request: Request, *, is_chat: bool) -> Response:
-        try:
-            body = await self._body(request)
-            async with self._reading:
-                asked = await run_in_threadpool(self._protocol.read, body, is_chat=is_chat)
-        except InputError as error:
-            return _failure(413 if isinstance(error, _TooLargeError) else 400, str(error))
-        except ClientDisconnect:
-            return Response(status_code=GONE)
+        body = await self._body(request)
+        async with self._reading:
+            asked = await run_in_threadpool(self._protocol.read, body, is_chat=is_chat)
         queue: asyncio.Queue[Any] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
-        def tell(number: int, told: Any) -> None:
+        def tell(told: Any) -> None:
             with contextlib.suppress(RuntimeError):  # the server has ended
-                loop.call_soon_threadsafe(queue.put_nowait, (number, told))
+                loop.call_soon_threadsafe(queue.put_nowait, told)
 
-        works = [Work(one, partial(tell, one.number), is_traced=asked.body.trace) for one in asked.answers]
-        try:
-            self._engine.submit(works)
-        except InputError as error:
-            return _failure(400, str(error))
-        except FullError as error:
-            return _failure(429, str(error), headers={"Retry-After": str(error.seconds)})
-        reply = Reply(asked, self._protocol.tokenizer, name=self._protocol.name, is_chat=is_chat)
+        works = [Work(answer, tell, is_traced=asked.body.trace) for answer in asked.answers]
+        self._engine.submit(works)
+        reply = Reply(asked, self._protocol.tokenizer, name=self._protocol.name)
         chunks = self._follow(asked, reply, queue, works)
         if asked.body.stream:
             return StreamingResponse(self._stream(chunks, reply), media_type="text/event-stream")
+
+        async def watch() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            queue.put_nowait(ClientDisconnect())
+
+        watching = asyncio.ensure_future(watch())
         try:
-            await _unless_gone(request, _exhaust(chunks))
-        except ClientDisconnect:
-            return Response(status_code=GONE)
-        except Exception as error:
-            return _failure(*_explained(error))
+            async for _ in chunks:
+                pass
+        finally:
+            watching.cancel()
         return JSONResponse(reply.whole())
 
     async def _follow(
@@ -149,13 +135,13 @@ class ServerApp:
         """The chunks of a reply as its answers come; whoever stops listening, or waits too long, cancels them."""
         with self._seconds.time():
             try:
-                async with asyncio.timeout(self._limits.seconds):
+                async with asyncio.timeout(self._limit):
                     while not reply.is_done:
-                        number, told = await queue.get()
+                        told = await queue.get()
                         if isinstance(told, Exception):
                             raise told
                         if not isinstance(told, Piece):
-                            reply.add_trace(number, told)
+                            reply.trace = told
                         elif told.ending == "broken":
                             raise InputError("its logits were not numbers, or its format grew too large: ask for less")
                         else:
@@ -173,66 +159,46 @@ class ServerApp:
                 async for chunk in chunks:
                     yield event(chunk)
             except Exception as error:
-                yield event(_error(*_explained(error)))
+                yield event(_explained(error))
                 return
         for chunk in reply.last_chunks():
             yield event(chunk)
         yield event("[DONE]")
 
     async def _body(self, request: Request) -> Any:
-        """The body as JSON; raises `InputError`."""
+        """The body as JSON; raises `InputError`, and `HTTPException` for one that is too large."""
         data = b""
         async for part in request.stream():
             data += part
-            if len(data) > self._limits.body:
-                raise _TooLargeError(f"a body has at most {self._limits.body} bytes: shorten it")
+            if len(data) > self._longest_body:
+                raise HTTPException(413, f"a body has at most {self._longest_body} bytes: shorten it")
         try:
             return json.loads(data)
         except (ValueError, RecursionError) as error:
             raise InputError(f"the body must be JSON ({error}): mend it") from None
 
 
-class _TooLargeError(InputError):
-    pass
-
-
-async def _exhaust(chunks: AsyncIterator[Any]) -> None:
-    async with contextlib.aclosing(chunks):  # type: ignore[type-var]
-        async for _ in chunks:
-            pass
-
-
-async def _unless_gone(request: Request, work: Any) -> None:
-    """Await `work`; raises `ClientDisconnect`, and cancels it, if the client leaves before."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(gone())]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if not tasks[0].done():
-            raise ClientDisconnect
-        tasks[0].result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _explained(error: Exception) -> tuple[int, str]:
-    """Status and message of what ended a request."""
-    if isinstance(error, TimeoutError):
-        return 504, "the answer took longer than this server allows: lower max_tokens or the budget, or ask later"
-    return (400, str(error)) if isinstance(error, InputError) else (500, f"{type(error).__name__}: {error}"[:300])
-
-
-def _error(status: int, message: str) -> dict[str, Any]:
+def _explained(error: Exception) -> dict[str, Any]:
+    """What ended a request, as OpenAI's object of an error; its code is the status."""
+    status, message = 500, f"{type(error).__name__}: {error}"[:300]
+    match error:
+        case HTTPException():
+            status, message = error.status_code, error.detail
+        case FullError():
+            status, message = 429, str(error)
+        case InputError():
+            status, message = 400, str(error)
+        case ClientDisconnect():
+            status = 499  # as nginx has it
+        case TimeoutError():
+            problem = "the answer took longer than this server allows"
+            status, message = 504, f"{problem}: lower max_tokens or the budget, or ask later"
     kinds = {401: "authentication_error", 429: "rate_limit_error", 404: "not_found_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
-def _failure(status: int, message: str, *, headers: dict[str, str] | None = None) -> JSONResponse:
-    return JSONResponse(_error(status, message), status_code=status, headers=headers)
+def _failure(error: Exception) -> JSONResponse:
+    told = _explained(error)
+    headers = {"Retry-After": str(error.seconds)} if isinstance(error, FullError) else None
+    return JSONResponse(told, status_code=told["error"]["code"], headers=headers)

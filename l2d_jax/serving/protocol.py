@@ -7,7 +7,6 @@ Besides OpenAI's fields a body has the options of decoding by their own names, s
 import dataclasses
 import itertools
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -83,8 +82,6 @@ class Asked:
     body: ChatBody | CompletionBody
     answers: Sequence[Answer]  # those to one prompt follow each other
     prompt_tokens: int
-    id: str
-    created: int  # seconds since 1970
 
     @property
     def alternatives(self) -> int | None:
@@ -121,9 +118,7 @@ class Protocol:
         options |= {} if longest is None else {"max_new_tokens": longest}
         settings = override_settings(self._loaded.defaults, options)
         prompts = [self._chat(body.messages)] if isinstance(body, ChatBody) else self._prompts(body.prompt)
-        answers = self._answers(body, prompts, settings)
-        tokens, number = sum(map(len, prompts)), secrets.token_hex(12)
-        return Asked(body, answers, tokens, f"{'chatcmpl' if is_chat else 'cmpl'}-{number}", int(time.time()))
+        return Asked(body, self._answers(body, prompts, settings), sum(map(len, prompts)))
 
     def _answers(self, body: Any, prompts: Sequence[list[int]], settings: DecodeConfig) -> list[Answer]:
         model = self._loaded.model

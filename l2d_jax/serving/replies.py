@@ -1,6 +1,8 @@
 """OpenAI's replies: pieces of answers as chunks of a stream, or gathered into one object."""
 
 import json
+import secrets
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from l2d_jax.decoding.requests import Piece, TokenScore
 from l2d_jax.decoding.stop_strings import GrowingText
 from l2d_jax.decoding.trace import TokenTrace
-from l2d_jax.serving.protocol import Asked
+from l2d_jax.serving.protocol import Asked, ChatBody
 
 
 @dataclass
@@ -22,7 +24,7 @@ class Choice:
     scores: list[TokenScore] = field(default_factory=list)
     ending: str = ""
     evaluations: int = 0
-    trace: Sequence[TokenTrace] | None = None
+    is_opened: bool = False  # whether a stream has begun to tell of it
 
     def add(self, piece: Piece) -> str:
         """Take in a piece; what it adds to the text."""
@@ -35,32 +37,21 @@ class Choice:
 class Reply:
     """The reply to one request."""
 
-    def __init__(self, asked: Asked, tokenizer: PreTrainedTokenizerFast, *, name: str, is_chat: bool) -> None:
-        self._asked, self._tokenizer, self._is_chat = asked, tokenizer, is_chat
-        self._head = {"id": asked.id, "created": asked.created, "model": name}
+    def __init__(self, asked: Asked, tokenizer: PreTrainedTokenizerFast, *, name: str) -> None:
+        self._asked, self._tokenizer, self._is_chat = asked, tokenizer, isinstance(asked.body, ChatBody)
+        number = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self._head = {"id": number, "created": int(time.time()), "model": name}
         self._choices = {one.number: Choice(i, GrowingText(tokenizer)) for i, one in enumerate(asked.answers)}
-        self._opened: set[int] = set()
+        self.trace: Sequence[TokenTrace] | None = None  # of a single answer, before its last piece
 
     def add(self, piece: Piece) -> dict[str, Any]:
         """Take in a piece; the chunk of a stream that tells of it."""
         choice = self._choices[piece.answer]
         text = choice.add(piece)
-        shown: dict[str, Any] = {"index": choice.index, "finish_reason": choice.ending or None, "logprobs": None}
-        if self._is_chat:
-            role = {} if choice.index in self._opened else {"role": "assistant"}
-            shown["delta"] = role | {"content": text}
-            self._opened.add(choice.index)
-        else:
-            shown["text"] = text
-        if self._asked.alternatives is not None:
-            shown["logprobs"] = self._scores(piece.tokens, piece.scores)
-        if choice.trace is not None:
-            shown["trace"] = self._traced(choice.trace)
-        return self._object([shown], chunk=True)
-
-    def add_trace(self, number: int, trace: Sequence[TokenTrace]) -> None:
-        """Take in the trace of an answer, before its last piece."""
-        self._choices[number].trace = trace
+        role = {} if choice.is_opened else {"role": "assistant"}
+        choice.is_opened = True
+        content = {"delta": role | {"content": text}} if self._is_chat else {"text": text}
+        return self._object([self._shown(choice, piece.tokens, piece.scores, content)], chunk=True)
 
     @property
     def is_done(self) -> bool:
@@ -71,13 +62,9 @@ class Reply:
         """The reply as one object, once all answers have ended."""
         shown = []
         for choice in self._choices.values():
-            one: dict[str, Any] = {"index": choice.index, "finish_reason": choice.ending, "logprobs": None}
-            if self._asked.alternatives is not None:
-                one["logprobs"] = self._scores(choice.text.ids, choice.scores)
-            if choice.trace is not None:
-                one["trace"] = self._traced(choice.trace)
-            content = {"message": {"role": "assistant", "content": choice.text.shown, "refusal": None}}
-            shown.append(one | (content if self._is_chat else {"text": choice.text.shown}))
+            message = {"role": "assistant", "content": choice.text.shown, "refusal": None}
+            content = {"message": message} if self._is_chat else {"text": choice.text.shown}
+            shown.append(self._shown(choice, choice.text.ids, choice.scores, content))
         return self._object(shown) | {"usage": self.usage()}
 
     def usage(self) -> dict[str, int]:
@@ -97,6 +84,13 @@ class Reply:
         if self._is_chat:
             kind = "chat.completion.chunk" if chunk else "chat.completion"
         return {**self._head, "object": kind, "choices": choices}
+
+    def _shown(
+        self, choice: Choice, tokens: Sequence[int], scores: Sequence[TokenScore], content: dict[str, Any]
+    ) -> dict[str, Any]:
+        log_probs = None if self._asked.alternatives is None else self._scores(tokens, scores)
+        shown = {"index": choice.index, "finish_reason": choice.ending or None, "logprobs": log_probs} | content
+        return shown if self.trace is None else shown | {"trace": self._traced(self.trace)}
 
     def _scores(self, tokens: Sequence[int], scores: Sequence[TokenScore]) -> dict[str, Any]:
         count = self._asked.alternatives or 0

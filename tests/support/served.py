@@ -18,7 +18,7 @@ from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
-from l2d_jax.serving.app import RequestLimits, ServerApp
+from l2d_jax.serving.app import ServerApp
 from l2d_jax.serving.engine import Engine
 from l2d_jax.serving.protocol import Protocol
 from tests.support import tiny
@@ -49,7 +49,7 @@ def serving(
     engine = Engine(loaded, lanes=lanes, queue=queue)
     assert loaded.tokenizer is not None
     protocol = Protocol(loaded, loaded.tokenizer, name="tiny", context=CONTEXT)
-    app = ServerApp(engine, protocol, about=ABOUT, limits=RequestLimits(seconds, 2**16), key=key)
+    app = ServerApp(engine, protocol, about=ABOUT, seconds=seconds, longest_body=2**16, key=key)
     server = uvicorn.Server(uvicorn.Config(app.routes(), host="127.0.0.1", port=0, log_level="critical"))
     threads = [threading.Thread(target=target) for target in (engine.run, server.run)]
     for thread in threads:
