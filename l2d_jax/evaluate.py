@@ -60,7 +60,7 @@ def open_session(
     for plan in plans:
         check_budget(plan.settings, has_path=found.path_config is not None)
         prompts = [one.ids for one in plan.problems]
-        check_prompts(prompts, plan.settings, base.architecture)
+        check_prompts(prompts, base.architecture, new_tokens=plan.settings.max_new_tokens)
         longest = max(map(len, prompts)) - common_prefix(prompts)
         size, remedy = plan.protocol.batch_size, "--batch_size or --max_new_tokens"
         check_decoding_memory(llm, found.path_config, plan.settings, rows=size, longest=longest, remedy=remedy)

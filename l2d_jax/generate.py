@@ -11,21 +11,20 @@ from typing import Any
 from l2d_jax import command_line
 from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import DecodeConfig, MeshConfig
-from l2d_jax.data.tokenizer import Message
+from l2d_jax.data.tokenizer import Message, prompt_ids, require_tokenizer
 from l2d_jax.decoding import requests
-from l2d_jax.decoding.beam_search import check_search, check_search_memory, search
+from l2d_jax.decoding.beam_search import check_search, search
 from l2d_jax.decoding.beams import SearchConfig
-from l2d_jax.decoding.generation import generate_tokens
+from l2d_jax.decoding.generation import generate_tokens, make_answers
 from l2d_jax.decoding.loaded_model import LoadedModel
-from l2d_jax.decoding.refine import check_budget
+from l2d_jax.decoding.requests import Prompt, Request, Restrictions
 from l2d_jax.decoding.solver import ADAPTIVE, SOLVERS
-from l2d_jax.decoding.stop_strings import StopSearch, to_text
+from l2d_jax.decoding.stop_strings import to_text
 from l2d_jax.decoding.trace import TokenTrace, check_single_sample, trace
 from l2d_jax.distributed import runtime
 from l2d_jax.errors import InputError
 from l2d_jax.files import output_folder
 from l2d_jax.loading import find, load
-from l2d_jax.model.l2d import check_labels
 from l2d_jax.model.llm import LLM
 from l2d_jax.reports.trace import AnswerTrace, write_trace
 from l2d_jax.weights import model_folder
@@ -49,15 +48,12 @@ def main() -> None:
     prompts = options.prompt or []
     conversations = [[{"role": "user", "content": prompt}] for prompt in prompts or [""]]
     base = model_folder.find_base(folder.base)
-    ids = [requests.encode_prompt(messages, base.tokenizer) for messages in conversations]
-    check_labels(folder.path_config, [] if options.label is None else [options.label])
-    StopSearch(options.stop, base.tokenizer)  # raises before any weight is read
-    for settings in variants:
-        check_budget(settings, has_path=folder.path_config is not None)
-        requests.check_prompts(ids, settings, base.architecture)
-        if searched is not None:
-            check_search(settings, searched, architecture=base.architecture)
-        elif options.trace:
+    ids = [prompt_ids(messages, require_tokenizer(base.tokenizer)) for messages in conversations]
+    numbered, restrictions = requests.number_prompts(ids, labels=[options.label] * len(ids)), Restrictions(options.stop)
+    for settings in variants:  # raises before any weight is read
+        request = Request(numbered, settings, options.seed, restrictions=restrictions, tokenizer=base.tokenizer)
+        make_answers(request, base.architecture, folder.path_config)
+        if options.trace:
             check_single_sample(settings)
     runtime.start_jax(MeshConfig())
     mesh = runtime.start_decoding(MeshConfig(), rows=1, kv_heads=base.architecture.num_key_value_heads)
@@ -66,7 +62,7 @@ def main() -> None:
         remedy = "--draws or --max_new_tokens"
         requests.check_decoding_memory(llm, folder.path_config, settings, rows=1, longest=longest, remedy=remedy)
         if searched is not None:
-            check_search_memory(settings, searched, llm, folder.path_config, longest=longest)
+            check_search(settings, searched, llm, folder.path_config, longest=longest)
     with output_folder(options.trace) if options.trace else contextlib.nullcontext() as out:
         loaded = load(options.workdir or options.model, mesh=mesh)
         answer = partial(_print_answer, loaded, options, searched=searched)
@@ -146,10 +142,11 @@ def _print_answer(
             text += piece
         print()
         return text, []
-    prompt, tokens = requests.Prompt(0, requests.encode_prompt(messages, loaded.tokenizer), options.label), []
+    prompt, tokens = Prompt(0, prompt_ids(messages, require_tokenizer(loaded.tokenizer)), options.label), []
     if searched is None:
-        request = requests.Request([prompt], settings, seed, restrictions=requests.Restrictions(options.stop))
-        [ids] = generate_tokens(loaded.decoder, request, stop_ids=loaded.stop_ids, tokenizer=loaded.tokenizer)
+        ends = Restrictions(options.stop)
+        request = Request([prompt], settings, seed, 1, 0, ends, loaded.stop_ids, loaded.tokenizer)
+        [ids] = generate_tokens(loaded.decoder, request)
         [tokens] = trace(loaded, request, [ids])
     else:
         ids = search(loaded, prompt, settings=settings, config=searched, seed=seed).answer

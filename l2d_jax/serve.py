@@ -48,8 +48,7 @@ def main() -> None:
     runtime.start_jax(MeshConfig())
     require(jax.process_count() == 1, "a server is one process: start it on one host alone")
     base = model_folder.find_base(folder.base)
-    tokenizer = require_tokenizer(base.tokenizer)
-    require_chat_template(tokenizer)
+    require_chat_template(require_tokenizer(base.tokenizer))
     mesh = runtime.start_decoding(MeshConfig(), rows=options.lanes, kv_heads=base.architecture.num_key_value_heads)
     context = min(options.context, base.architecture.max_position_embeddings)
     check_decoding_memory(
@@ -63,7 +62,7 @@ def main() -> None:
     loaded = load(options.workdir or options.model, mesh=mesh, dtype=options.dtype)
     name = options.workdir.name if options.workdir else options.model
     engine = Engine(loaded, lanes=options.lanes, queue=options.queue)
-    protocol = Protocol(loaded, tokenizer, name=name, context=context)
+    protocol = Protocol(loaded, name=name, context=context)
     has_path, solver = loaded.model.path is not None, FIXED.get(loaded.defaults.solver)
     budgets = [n for n in BUDGETS if n == 1 or (has_path and (solver is None or solver.spendable(n) == n))]
     about: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "l2d_jax", "budgets": budgets}

@@ -62,8 +62,8 @@ def complete(
     ordered = sorted(prompts, key=lambda prompt: -len(prompt.ids))
     answers: list[list[int]] = [[] for _ in range(len(ordered) * samples)]
     lacking = [samples] * len(ordered)
-    request = Request(ordered, settings, seed, samples, prefix, restrictions)
-    decoded = decode_lanes(loaded.decoder, request, lanes=lanes, stop_ids=loaded.stop_ids, tokenizer=loaded.tokenizer)
+    request = Request(ordered, settings, seed, samples, prefix, restrictions, loaded.stop_ids, loaded.tokenizer)
+    decoded = decode_lanes(loaded.decoder, request, lanes=lanes)
     for pieces in decoded if ordered else ():
         ended = {}
         for piece in pieces:

@@ -16,10 +16,9 @@ from l2d_jax.decoding.beams import Beams, Scoring, SearchConfig, extend, start_b
 from l2d_jax.decoding.buckets import CHUNK, answer_slots
 from l2d_jax.decoding.generation import open_lanes
 from l2d_jax.decoding.loaded_model import LoadedModel
-from l2d_jax.decoding.requests import UNRESTRICTED, Prompt, Request, Restrictions, check_decoding_memory
+from l2d_jax.decoding.requests import UNRESTRICTED, Prompt, Request, Restrictions, check_decoding_memory, path_config
 from l2d_jax.errors import InputError
 from l2d_jax.model import diffusion
-from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.llm import LLM
 
 
@@ -58,9 +57,7 @@ def search(
     """
     settings = loaded.defaults if settings is None else settings
     config = SearchConfig() if config is None else config
-    llm, path = loaded.model.llm, None if loaded.model.path is None else loaded.model.path.config
-    check_search(settings, config, architecture=llm.architecture)
-    check_search_memory(settings, config, llm, path, longest=len(prompt.ids))
+    check_search(settings, config, loaded.model.llm, path_config(loaded.model), longest=len(prompt.ids))
     if restrictions.stops:
         raise InputError(f"a search knows no stop strings, got {restrictions.stops}: cut its answer instead")
     asked = dataclasses.replace(settings, max_new_tokens=config.max_new_tokens, temperature=config.temperature)
@@ -69,7 +66,14 @@ def search(
     options = lanes.options([answer])
     capacity = answer_slots(config.max_new_tokens)
     beams = start_beams(lanes.read([answer]), beams=config.beams, capacity=capacity)
-    scoring = Scoring.from_config(config, options["sampling"], stop_ids=loaded.stop_ids)
+    scoring = Scoring(
+        length_power=jnp.float32(config.length_power),
+        repetition_penalty=jnp.float32(config.repetition_penalty),
+        repetition_ngram=jnp.int32(config.repetition_ngram),
+        max_new_tokens=jnp.int32(config.max_new_tokens),
+        stop_ids=jnp.array(loaded.stop_ids or [-1], jnp.int32),
+        sampling=options["sampling"],
+    )
     for _ in range(capacity // CHUNK):
         beams = extend(
             lanes.model,
@@ -93,24 +97,23 @@ def search(
     return SearchResult(answer=best[int(place)].ids, beams=best)
 
 
-def check_search(settings: DecodeConfig, config: SearchConfig, *, architecture: Architecture) -> None:
-    """Raise `InputError` for what a search of this model cannot do."""
-    if config.candidates > architecture.vocab_size:
+def check_search(
+    settings: DecodeConfig, config: SearchConfig, llm: LLM, path: PathConfig | None, *, longest: int
+) -> None:
+    """Raise `InputError` for what a search of this model cannot do, or not in the memory of the devices.
+
+    The model may be declared; its longest prompt has `longest` tokens.
+    """
+    size = llm.architecture.vocab_size
+    if config.candidates > size:
         raise InputError(
-            f"search.candidates {config.candidates} exceed the {architecture.vocab_size} tokens of the model: "
-            f"take at most {architecture.vocab_size}"
+            f"search.candidates {config.candidates} exceed the {size} tokens of the model: take at most {size}"
         )
     if settings.top_k > 0 or settings.top_p < 1:
         raise InputError(
             f"a search compares likelihoods over all tokens: set top_k to 0 and top_p to 1, got {settings.top_k} and "
             f"{settings.top_p}"
         )
-
-
-def check_search_memory(
-    settings: DecodeConfig, config: SearchConfig, llm: LLM, path: PathConfig | None, *, longest: int
-) -> None:
-    """Raise `InputError` for a search that cannot fit in the memory of the devices; the model may be declared."""
     check_decoding_memory(
         llm,
         path,

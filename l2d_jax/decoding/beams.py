@@ -12,7 +12,6 @@ beams are compared under it. If every beam had its own noise, the search would k
 """
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -62,18 +61,6 @@ class Scoring(nnx.Module):
     max_new_tokens: Int[Array, ""] = nnx.data()
     stop_ids: Int[Array, " stops"] = nnx.data()  # tokens that end an answer
     sampling: SamplingOptions = nnx.data()  # of which temperature, gate and masks are used
-
-    @classmethod
-    def from_config(cls, config: SearchConfig, sampling: SamplingOptions, *, stop_ids: Sequence[int]) -> "Scoring":
-        """The numbers of the config as arrays."""
-        return cls(
-            length_power=jnp.float32(config.length_power),
-            repetition_penalty=jnp.float32(config.repetition_penalty),
-            repetition_ngram=jnp.int32(config.repetition_ngram),
-            max_new_tokens=jnp.int32(config.max_new_tokens),
-            stop_ids=jnp.array(list(stop_ids) or [-1], jnp.int32),
-            sampling=sampling,
-        )
 
     def score(
         self, log_likelihood: Float[Array, "*B"], repeats: Int[Array, "*B"], lengths: Int[Array, "*B"]

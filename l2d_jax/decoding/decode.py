@@ -95,21 +95,14 @@ def _length(prefix: KVCache | None) -> int:
     return 0 if prefix is None else prefix.positions.shape[1]
 
 
-@partial(jax.jit, static_argnames="capacity")
-def empty_state(llm: LLM, keys: Key[Array, " B"], *, capacity: int, prefix: KVCache | None = None) -> State:
-    """A state of sequences that have ended, without slots for prompts."""
-    batch = len(keys)
-    prompts = KVCache.empty(llm.architecture, batch, 0, dtype=llm.embed.dtype)
-    hidden = jnp.zeros((batch, llm.architecture.hidden_size), llm.embed.dtype)
-    ones = jnp.ones(batch, jnp.int32)
-    state = start(llm, prompts, hidden, ones[:, None], ones, keys, capacity=capacity, prefix=prefix)
-    return dataclasses.replace(state, done=ones > 0)
-
-
-@partial(jax.jit, static_argnames=("ring", "slots"))
 def resize(state: State, *, ring: int, slots: int) -> State:
     """The state with a ring of so many slots, and so many for prompts; see `KVCache.resize`."""
-    return dataclasses.replace(state, cache=state.cache.resize(ring, slots))
+    if (state.cache.ring, state.cache.positions.shape[1]) == (ring, ring + slots):
+        return state
+    return dataclasses.replace(state, cache=_resize_cache(state.cache, ring=ring, slots=slots))
+
+
+_resize_cache = jax.jit(KVCache.resize, static_argnames=("ring", "slots"))
 
 
 @jax.jit

@@ -10,7 +10,6 @@ import functools
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,13 +27,13 @@ SPACING: Any = {"whitespace_pattern": " "}
 PROBE = 'é 東 ☃ {"a": 1}'  # characters of several bytes, and spaces
 
 
-@dataclass(frozen=True)
 class Grammar:
-    """What the answers to a request may be: compiled once, and followed by a `Matcher` for each answer."""
+    """What the answers to a request may be: compiled once, and followed by a copy for each answer."""
 
-    matcher: Any  # llguidance's, at the beginning of an answer
-    stop_ids: Sequence[int]
-    vocab_size: int  # the model's, which may exceed the tokenizer's
+    def __init__(self, matcher: Any, stop_ids: Sequence[int], vocab_size: int) -> None:
+        """Of llguidance's matcher, and the model's vocabulary, which may exceed the tokenizer's."""
+        self.is_ended = False  # whether a stop token was accepted
+        self._matcher, self.stop_ids, self._vocab_size = matcher, stop_ids, vocab_size
 
     @classmethod
     def compile(
@@ -72,17 +71,9 @@ class Grammar:
             probe.mask()
         return grammar
 
-    def start(self) -> "Matcher":
-        """Begin an answer."""
-        return Matcher(self)
-
-
-class Matcher:
-    """Follows one answer."""
-
-    def __init__(self, grammar: Grammar) -> None:
-        self.is_ended = False  # whether a stop token was accepted
-        self._grammar, self._matcher = grammar, grammar.matcher.deep_copy()
+    def start(self) -> "Grammar":
+        """A copy that has not accepted a token yet, if this has not; it follows one answer."""
+        return Grammar(self._matcher.deep_copy(), self.stop_ids, self._vocab_size)
 
     def mask(self) -> Bool[np.ndarray, " V"]:
         """The tokens that may come next, never none; after the end, the stop tokens.
@@ -90,16 +81,16 @@ class Matcher:
         Raises `InputError` where the grammar becomes too large, or needs a byte that the vocabulary does not have.
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        mask = np.unpackbits(bits, count=self._grammar.vocab_size, bitorder="little").view(np.bool_)
+        mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
         mask &= not self.is_ended
-        mask[list(self._grammar.stop_ids)] = self._matcher.is_accepting()
+        mask[list(self.stop_ids)] = self._matcher.is_accepting()
         if self._matcher.is_error() or not mask.any():
             raise _refusal(self._matcher.get_error() or "the vocabulary lacks a byte that has to come")
         return mask
 
     def accept(self, token: int) -> None:
         """Go on with a token that the mask allows; after any other, the next mask raises."""
-        self.is_ended = self.is_ended or token in self._grammar.stop_ids
+        self.is_ended = self.is_ended or token in self.stop_ids
         if not self.is_ended:
             self._matcher.consume_token(token)
 

@@ -119,7 +119,7 @@ class Lanes:
         if self._options is None:
             self._options = self.options(answers)
             self._state = replace(self._state, done=jnp.array([answer is None for answer in answers]))
-        options, has_grammar = self._options, any(answer.matcher is not None for answer in live)
+        options, has_grammar = self._options, any(answer.grammar is not None for answer in live)
         if has_grammar:
             options = self._mask(options, answers)
         self._state, new = decode.decode_tokens(
@@ -132,13 +132,16 @@ class Lanes:
         )
         columns = (new.ids, new.evaluations, self._state.broken)
         ids, costs, is_broken = (processes.gather_array(column).tolist() for column in columns)
-        scores = None if new.log_probs is None else _scores(new)
+        scores = None
+        if new.log_probs is not None:
+            told = [processes.gather_array(column).tolist() for column in new[2:]]
+            scores = [list(map(TokenScore, *rows)) for rows in zip(*told, strict=True)]
         pieces = []
         for lane, answer in enumerate(answers):
             if answer is not None:
-                told = scores[lane] if scores is not None and answer.is_scored else ()
+                scored = scores[lane] if scores is not None and answer.is_scored else ()
                 row, is_bad = ids[lane], is_broken[lane] or answer.is_stuck
-                pieces.append(answer.add(row, self._stop_ids, is_broken=is_bad, costs=costs[lane], scores=told))
+                pieces.append(answer.add(row, self._stop_ids, is_broken=is_bad, costs=costs[lane], scores=scored))
                 if pieces[-1].is_last:
                     self.drop(answer)
         return pieces
@@ -167,9 +170,9 @@ class Lanes:
         """The options, with the tokens that each answer's grammar allows next, in estimates too."""
         rows = np.ones((len(answers), self.model.llm.architecture.vocab_size), bool)
         for row, answer in zip(rows, answers, strict=True):
-            if answer is not None and answer.matcher is not None:
+            if answer is not None and answer.grammar is not None:
                 try:
-                    row[:] = answer.matcher.mask()
+                    row[:] = answer.grammar.mask()
                 except InputError:
                     answer.is_stuck = True
         masks = jnp.asarray(rows)
@@ -214,14 +217,14 @@ class Lanes:
 
     def _place(self, answers: Sequence[Answer], new: decode.State) -> None:
         """Put answers whose prompts have been read into their lanes; one that was dropped meanwhile has none."""
-        llm, owned, lanes = self.model.llm, [answer for answer in self._answers if answer is not None], self._answers
+        lanes, owned = self._answers, [answer for answer in self._answers if answer is not None]
         capacity, slots = self._size(owned or answers)
         is_used = any(answer.is_read for answer in owned)
         if self._state is None or (self._state.cache.ring > capacity and not is_used):
-            keys = decode.answer_keys(*[np.zeros(len(lanes), kind) for kind in (np.uint32, np.int32, np.int32)])
-            self._state = decode.empty_state(llm, keys, capacity=capacity, prefix=self._prefix)
+            copies = jnp.zeros(len(lanes), jnp.int32)
+            self._state = decode.fan_out(new, copies, new.keys[copies])  # `_decode` ends those that are no answer's
         ring = max(capacity, self._state.cache.ring, new.cache.ring)
-        state, new = (_resize(one, ring=ring, slots=slots) for one in (self._state, new))
+        state, new = (decode.resize(one, ring=ring, slots=slots) for one in (self._state, new))
         places = [lanes.index(answer) if answer in lanes else len(lanes) for answer in answers]
         places += [len(lanes)] * (self._group - len(answers))  # beyond the last: nowhere
         self._state, self._options = decode.refill(state, new, jnp.array(places)), None
@@ -235,18 +238,6 @@ class Lanes:
         return self._capacity or round_up(longest), slots
 
 
-def _resize(state: decode.State, *, ring: int, slots: int) -> decode.State:
-    if (state.cache.ring, state.cache.positions.shape[1]) == (ring, ring + slots):
-        return state
-    return decode.resize(state, ring=ring, slots=slots)
-
-
 def _stack(parts: Sequence[Any]) -> Any:
     """One tree whose leaves have a row for each part."""
     return jax.tree.map(lambda *leaves: jnp.asarray(np.concatenate([np.atleast_1d(a) for a in leaves])), *parts)
-
-
-def _scores(new: decode.Tokens) -> list[list[TokenScore]]:
-    """The scores of the new tokens of each lane."""
-    columns = [processes.gather_array(column).tolist() for column in new[2:]]
-    return [list(map(TokenScore, *rows)) for rows in zip(*columns, strict=True)]

@@ -7,7 +7,6 @@ by about half of its squared standard error.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -15,11 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
+from l2d_jax.config import ranges
+from l2d_jax.config.parsing import check_value, require
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding.buckets import pad
 from l2d_jax.decoding.refine import Refinement, refine
-from l2d_jax.decoding.requests import Prompt, check_prompts, check_seed, check_tokens, class_labels
-from l2d_jax.decoding.sampler import token_keys
+from l2d_jax.decoding.requests import Prompt, check_prompts, class_labels, path_config
+from l2d_jax.decoding.sampler import check_tokens, token_keys
 from l2d_jax.distributed import processes, sharding
 from l2d_jax.errors import InputError
 from l2d_jax.model.context import Context
@@ -61,8 +62,15 @@ def score_answers(
     if len(prompts) != len(answers) or not all(answers):
         raise InputError(f"each prompt takes one answer of at least one token, got {len(answers)} for {len(prompts)}")
     contexts = [prompt.ids for prompt in prompts]
-    _check_lengths(contexts, answers, limit=model.llm.architecture.max_position_embeddings)
-    check_tokens([*contexts, *answers], model.llm.architecture)
+    limit = model.llm.architecture.max_position_embeddings
+    for context, answer in zip(contexts, answers, strict=True):
+        require(
+            len(context) + len(answer) - 1 <= limit,
+            f"a prompt of {len(context)} tokens and {len(answer)} new ones exceed the {limit} positions of the model: "
+            "shorten one of them",
+        )
+    check_prompts(contexts, model.llm.architecture, new_tokens=0)
+    check_tokens([*contexts, *answers], model.llm.architecture.vocab_size)
     ids, _ = pad([[*context, *answer[:-1]] for context, answer in zip(contexts, answers, strict=True)])
     targets, _ = pad(answers, shortest=SHORTEST_ANSWER)
     places = np.arange(targets.shape[1])
@@ -89,7 +97,7 @@ def rank(
 
     A budget of 1, where all draws are the same, takes one. Raises `InputError` as `generation.decode_lanes`.
     """
-    check_prompts([prompt.ids for prompt in prompts], replace(settings, max_new_tokens=1), model.llm.architecture)
+    check_prompts([prompt.ids for prompt in prompts], model.llm.architecture, new_tokens=1)
     ids, lengths = pad([prompt.ids for prompt in prompts])
     width = max(map(len, options))
     tokens = sharding.spread(np.array([[*few, *[0] * (width - len(few))] for few in options], np.int32)[:, None])
@@ -113,9 +121,12 @@ def _sample(
 ) -> tuple[np.ndarray, np.ndarray]:
     """`_log_probs` on the host, in float64; raises `InputError` for what the model does not know."""
     refinement = Refinement.prepare(model, settings)
-    check_seed(seed)
+    check_value(seed, ranges.KeySeed, "seed")
     keys = jax.random.split(jax.random.key(seed), 1 if settings.budget == 1 else draws)
-    numbers, labels = jnp.array([prompt.number for prompt in prompts]), class_labels(model, prompts)
+    numbers, labels = (
+        jnp.array([prompt.number for prompt in prompts]),
+        class_labels(path_config(model), prompts),
+    )
     model = model.reading(refines=settings.budget > 1)
     results = _log_probs(model, refinement, ids, queries, targets, keys, numbers, labels)
     log_probs, likeliest = map(processes.gather_array, results)
@@ -166,17 +177,6 @@ def _read_logits(
     log_probs = jax.nn.log_softmax(logits)
     mean = jax.nn.logsumexp(log_probs, axis=1)
     return jnp.take_along_axis(log_probs, tokens[:, None], axis=-1), jnp.argmax(mean, axis=-1).astype(jnp.int32)
-
-
-def _check_lengths(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], *, limit: int) -> None:
-    if not prompts or not all(prompts):
-        raise InputError("a prompt is empty: give at least one token")
-    for prompt, answer in zip(prompts, answers, strict=True):
-        if len(prompt) + len(answer) - 1 > limit:
-            raise InputError(
-                f"a prompt of {len(prompt)} tokens and {len(answer)} new ones exceed the {limit} positions of the "
-                "model: shorten one of them"
-            )
 
 
 def _average(log_probs: Float[np.ndarray, "draws n"], likeliest: Int[np.ndarray, " n"]) -> Likelihood:

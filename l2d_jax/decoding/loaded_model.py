@@ -17,12 +17,13 @@ from transformers import PreTrainedTokenizerFast
 
 from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.data.tokenizer import Message, require_tokenizer, text_ids
+from l2d_jax.data.tokenizer import Message, prompt_ids, require_tokenizer, text_ids
 from l2d_jax.decoding import requests
 from l2d_jax.decoding.generation import decode_lanes, generate_tokens
 from l2d_jax.decoding.grammar import Grammar
 from l2d_jax.decoding.likelihood import Likelihood, score_answers
-from l2d_jax.decoding.requests import Request, Restrictions, encode_prompt
+from l2d_jax.decoding.requests import Request, Restrictions
+from l2d_jax.decoding.sampler import check_tokens
 from l2d_jax.decoding.stop_strings import GrowingText, to_text
 from l2d_jax.distributed.memory import device_bytes, tree_bytes
 from l2d_jax.errors import InputError
@@ -104,10 +105,10 @@ class LoadedModel:
         """
         many, is_single = _as_list(prompts)
         count = 1 if samples is None else samples
-        grammar = self._grammar(options)
+        grammar = self.compile_grammar(options.pop("response_format", None))
         restrictions = Restrictions([stop] if isinstance(stop, str) else stop, allowed, banned, grammar=grammar)
         request = self._request(many, label, settings, options, seed=seed, samples=count, restrictions=restrictions)
-        answers = generate_tokens(self.decoder, request, stop_ids=self.stop_ids, tokenizer=self.tokenizer)
+        answers = generate_tokens(self.decoder, request)
         shown = [
             [to_text(ids, self.tokenizer) if _is_text(prompt) else ids for ids in answers[count * i : count * (i + 1)]]
             for i, prompt in enumerate(many)
@@ -133,10 +134,10 @@ class LoadedModel:
         Arguments and errors are those of `generate`; errors are raised when the first piece is asked for.
         """
         text = GrowingText(require_tokenizer(self.tokenizer))
-        grammar = self._grammar(options)
+        grammar = self.compile_grammar(options.pop("response_format", None))
         restrictions = Restrictions([stop] if isinstance(stop, str) else stop, grammar=grammar)
         request = self._request([prompt], label, settings, options, seed=seed, restrictions=restrictions)
-        for [piece] in decode_lanes(self.decoder, request, stop_ids=self.stop_ids, tokenizer=self.tokenizer):
+        for [piece] in decode_lanes(self.decoder, request):
             yield text.add(piece.tokens, is_last=piece.is_last)
 
     def score(
@@ -192,22 +193,21 @@ class LoadedModel:
         for i, prompt in enumerate(numbered if several else ()):
             own = {name: values[i] for name, values in several.items()}
             numbered[i] = prompt._replace(settings=requests.override_settings(common, own, others=OTHER_OPTIONS))
-        return Request(numbered, common, **others)
+        return Request(numbered, common, stop_ids=self.stop_ids, tokenizer=self.tokenizer, **others)
 
-    def _grammar(self, options: dict[str, Any]) -> Grammar | None:
-        """What answers have to be, taken out of the options."""
-        asked, size = options.pop("response_format", None), self.model.llm.architecture.vocab_size
-        return Grammar.compile(asked, self.tokenizer, vocab_size=size, stop_ids=self.stop_ids)
+    def compile_grammar(self, response_format: Any) -> Grammar | None:
+        """What answers have to be, for this model; None and errors are those of `Grammar.compile`."""
+        size = self.model.llm.architecture.vocab_size
+        return Grammar.compile(response_format, self.tokenizer, vocab_size=size, stop_ids=self.stop_ids)
 
     def _encode(self, prompt: Any) -> list[int]:
-        if isinstance(prompt, str):
-            return encode_prompt([{"role": "user", "content": prompt}], self.tokenizer)
         if hasattr(prompt, "__len__"):
             if _is_text(prompt):
-                return encode_prompt(prompt, self.tokenizer)
+                messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+                return prompt_ids(messages, require_tokenizer(self.tokenizer))
             if all(isinstance(token, Integral) for token in prompt):
                 ids = [int(token) for token in prompt]
-                requests.check_tokens([ids], self.model.llm.architecture)
+                check_tokens([ids], self.model.llm.architecture.vocab_size)
                 return ids
         raise InputError(f"a prompt is text, a list of messages or a list of token ids, got {prompt!r}")
 

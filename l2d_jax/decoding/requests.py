@@ -9,13 +9,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 from transformers import PreTrainedTokenizerFast
 
-from l2d_jax.config import ranges
-from l2d_jax.config.parsing import check_value, from_dict, nearest
+from l2d_jax.config.parsing import from_dict, nearest
 from l2d_jax.config.schema import DecodeConfig, PathConfig
-from l2d_jax.data.tokenizer import Message, prompt_ids, require_tokenizer
 from l2d_jax.decoding.buckets import answer_slots, round_up
 from l2d_jax.decoding.condition_table import CAPACITY
-from l2d_jax.decoding.grammar import Grammar, Matcher
+from l2d_jax.decoding.grammar import Grammar
 from l2d_jax.decoding.solver import ADAPTIVE, AMPLE
 from l2d_jax.decoding.stop_strings import StopSearch
 from l2d_jax.distributed.memory import require_memory, tree_bytes
@@ -57,6 +55,8 @@ class Request:
     samples: int = 1  # answers to each prompt, which share its prefill and follow each other
     prefix: int = 0  # tokens that all prompts begin with, which are read once; each prompt is longer
     restrictions: Restrictions = UNRESTRICTED
+    stop_ids: Sequence[int] = ()  # tokens that end an answer, and are left out of it
+    tokenizer: PreTrainedTokenizerFast | None = None  # for stop strings
 
 
 class TokenScore(NamedTuple):
@@ -88,7 +88,7 @@ class Answer:
     stops: StopSearch
     seed: int = 0
     copy: int = 0  # its number among the answers to its prompt
-    matcher: Matcher | None = None  # of its grammar
+    grammar: Grammar | None = None  # which it follows
     is_scored: bool = False
     is_read: bool = False
     is_stuck: bool = False  # whether its grammar became too large on the way
@@ -108,9 +108,9 @@ class Answer:
         row = row[: self.settings.max_new_tokens - self.tokens]
         self.tokens += len(row)
         stop = next((i for i, token in enumerate(row) if token in stop_ids), None)
-        if self.matcher is not None:
+        if self.grammar is not None:
             for token in row[:stop]:
-                self.matcher.accept(token)
+                self.grammar.accept(token)
         is_last = is_broken or stop is not None or self.tokens >= self.settings.max_new_tokens
         tokens, has_stop = self.stops.add(row[:stop], is_last=is_last)
         self._scores.extend(scores[: len(row[:stop])])
@@ -127,14 +127,19 @@ def number_prompts(prompts: Sequence[Sequence[int]], *, labels: Sequence[int | N
     return [Prompt(number, ids, label) for number, (ids, label) in enumerate(zip(prompts, labels, strict=True))]
 
 
-def class_labels(model: Model, prompts: Sequence[Prompt]) -> Int[Array, " B"] | None:
+def path_config(model: Model) -> PathConfig | None:
+    """How the model's path is made; None for the LM alone."""
+    return None if model.path is None else model.path.config
+
+
+def class_labels(path: PathConfig | None, prompts: Sequence[Prompt]) -> Int[Array, " B"] | None:
     """The classes of the prompts, or None; raises `InputError` unless the path knows each, and all or none have one."""
     labels = [prompt.label for prompt in prompts if prompt.label is not None]
     if not labels:
         return None
     if len(labels) != len(prompts):
         raise InputError(f"guidance takes one class label per prompt, got {len(labels)} for {len(prompts)} prompts")
-    check_labels(None if model.path is None else model.path.config, labels)
+    check_labels(path, labels)
     return jnp.array(labels, jnp.int32)
 
 
@@ -155,37 +160,16 @@ def override_settings(
     return changed
 
 
-def check_prompts(prompts: Sequence[Sequence[int]], settings: DecodeConfig, architecture: Architecture) -> None:
+def check_prompts(prompts: Sequence[Sequence[int]], architecture: Architecture, *, new_tokens: int) -> None:
     """Raise `InputError` for an empty prompt, and for one that is too long to be answered."""
     if not prompts or not all(prompts):
         raise InputError("a prompt is empty: give at least one token")
     longest, limit = max(map(len, prompts)), architecture.max_position_embeddings
-    if longest + settings.max_new_tokens > limit:
+    if longest + new_tokens > limit:
         raise InputError(
-            f"a prompt of {longest} tokens and {settings.max_new_tokens} new ones exceed the {limit} positions of the "
+            f"a prompt of {longest} tokens and {new_tokens} new ones exceed the {limit} positions of the "
             "model: shorten the prompt or lower max_new_tokens"
         )
-
-
-def check_seed(seed: int) -> None:
-    """Raise `InputError` for a seed that JAX would refuse, or take for another one."""
-    check_value(seed, ranges.KeySeed, "seed")
-
-
-def check_tokens(texts: Iterable[Sequence[int]], architecture: Architecture) -> None:
-    """Raise `InputError` for a token id that the model's vocabulary lacks."""
-    size = architecture.vocab_size
-    unknown = next((token for ids in texts for token in ids if not 0 <= token < size), None)
-    if unknown is not None:
-        raise InputError(f"token {unknown} is not one of the {size} of the model")
-
-
-def encode_prompt(messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast | None) -> list[int]:
-    """The token ids of a conversation up to the next answer.
-
-    Raises `InputError` if there is no tokenizer, if it has no chat template, and if that refuses the conversation.
-    """
-    return prompt_ids(messages, require_tokenizer(tokenizer))
 
 
 def check_decoding_memory(

@@ -4,6 +4,7 @@ The order is that of transformers: first the mask, then the temperature, then to
 keeps. A temperature of 0 is the arg max, which neither top-k nor top-p changes.
 """
 
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,14 +31,13 @@ class SamplingOptions(nnx.Module):
     is_scored: bool = nnx.static(default=False)  # whether tokens come with log-probabilities
 
     @classmethod
-    def from_config(cls, config: DecodeConfig, *, allowed: Any = None) -> "SamplingOptions":
+    def from_config(cls, config: DecodeConfig) -> "SamplingOptions":
         """The same options for all sequences."""
         return cls(
             temperature=jnp.float32([config.temperature]),
             top_k=jnp.int32([config.top_k]),
             top_p=jnp.float32([config.top_p]),
             gate=jnp.float32([config.gate]),
-            allowed=None if allowed is None else jnp.asarray(allowed, bool)[None],
         )
 
 
@@ -82,15 +82,19 @@ def _cut(
     return jnp.where(logits / jnp.maximum(temperature, 1e-6) >= lowest, logits, -jnp.inf)
 
 
+def check_tokens(texts: Iterable[Sequence[int]], vocab_size: int) -> None:
+    """Raise `InputError` for a token id that the model's vocabulary lacks."""
+    unknown = next((token for ids in texts for token in ids if not 0 <= token < vocab_size), None)
+    if unknown is not None:
+        raise InputError(f"token {unknown} is not one of the {vocab_size} of the model: take ids of its tokenizer")
+
+
 def allow(vocab_size: int, *, allowed: Any = None, banned: Any = ()) -> np.ndarray | None:
     """The mask of the allowed tokens (None: all) less the banned ones; None if that is every token.
 
     Raises `InputError` for a token beyond the vocabulary, and if no token is left.
     """
-    named = [*(allowed if allowed is not None else ()), *banned]
-    unknown = [token for token in named if not 0 <= token < vocab_size]
-    if unknown:
-        raise InputError(f"token {unknown[0]} is not one of the {vocab_size} of the model: take ids of its tokenizer")
+    check_tokens([() if allowed is None else allowed, banned], vocab_size)
     if allowed is None and not banned:
         return None
     mask = np.full(vocab_size, allowed is None)

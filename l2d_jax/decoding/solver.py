@@ -23,29 +23,24 @@ from l2d_jax.errors import InputError
 AMPLE = 512  # evaluations per token: the budget of an adaptive solver where the user names none
 
 
-class _Ordered:
-    """A method that knows its order."""
-
-    accuracy: ClassVar[int]
-
-    def order(self, terms: Any) -> int:
-        """The order of the error at the end of the integration."""
-        del terms
-        return self.accuracy
-
-
-class FixedStepRungeKutta(_Ordered, diffrax.AbstractERK):
+class FixedStepRungeKutta(diffrax.AbstractERK):
     """An explicit method without an error estimate; `ConstantStepSize` never reads the zero `b_error`."""
 
     interpolation_cls: ClassVar[Any] = diffrax.ThirdOrderHermitePolynomialInterpolation.from_k
 
 
-class EmbeddedPair(_Ordered, diffrax.AbstractAdaptiveSolver[Array]):
+class EmbeddedPair(diffrax.AbstractAdaptiveSolver[Array]):
     """A method with an error estimate; its state is the slope at the start of the next step."""
 
     tableau: ClassVar[diffrax.ButcherTableau]
+    accuracy: ClassVar[int]
     term_structure: ClassVar[Any] = diffrax.ODETerm
     interpolation_cls: ClassVar[Any] = diffrax.LocalLinearInterpolation
+
+    def order(self, terms: Any) -> int:
+        """The order of the error at the end of the integration, by which diffrax chooses the next step."""
+        del terms
+        return self.accuracy
 
     def init(self, terms: Any, t0: Any, t1: Any, y0: Any, args: Any) -> Any:
         """The slope at the start of the integration."""
@@ -82,7 +77,6 @@ class Heun3(FixedStepRungeKutta):
     """Heun's third-order method."""
 
     tableau: ClassVar[Any] = _tableau([1 / 3, 2 / 3], [[1 / 3], [0.0, 2 / 3]], [1 / 4, 0.0, 3 / 4], [0.0] * 3)
-    accuracy: ClassVar[int] = 3
 
 
 class ThreeEighths(FixedStepRungeKutta):
@@ -91,7 +85,6 @@ class ThreeEighths(FixedStepRungeKutta):
     tableau: ClassVar[Any] = _tableau(
         [1 / 3, 2 / 3, 1.0], [[1 / 3], [-1 / 3, 1.0], [1.0, -1.0, 1.0]], [1 / 8, 3 / 8, 3 / 8, 1 / 8], [0.0] * 4
     )
-    accuracy: ClassVar[int] = 4
 
 
 class Fehlberg2(EmbeddedPair):
@@ -113,12 +106,7 @@ class AdaptiveHeun(EmbeddedPair):
 class BogackiShampine(EmbeddedPair):
     """Bogacki and Shampine's pair of orders 2 and 3."""
 
-    tableau: ClassVar[Any] = _tableau(
-        [1 / 2, 3 / 4, 1.0],
-        [[1 / 2], [0.0, 3 / 4], [2 / 9, 1 / 3, 4 / 9]],
-        [2 / 9, 1 / 3, 4 / 9, 0.0],
-        [2 / 9 - 7 / 24, 1 / 3 - 1 / 4, 4 / 9 - 1 / 3, -1 / 8],
-    )
+    tableau: ClassVar[Any] = diffrax.Bosh3.tableau
     accuracy: ClassVar[int] = 3
 
 

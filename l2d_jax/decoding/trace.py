@@ -6,7 +6,6 @@ up to rounding, for products of other shapes round differently. Rounding decides
 whose velocity is a sampled token or an arg max may then take other steps.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,15 +13,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from transformers import PreTrainedTokenizerFast
 
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding import trajectory
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.refine import Refinement
-from l2d_jax.decoding.requests import Request, check_prompts, class_labels, number_prompts
+from l2d_jax.decoding.requests import Request, check_prompts, class_labels, number_prompts, path_config
 from l2d_jax.decoding.solver import FIXED
-from l2d_jax.decoding.stop_strings import to_text
+from l2d_jax.decoding.stop_strings import GrowingText
 from l2d_jax.errors import InputError
 
 
@@ -54,9 +52,8 @@ def trace(loaded: LoadedModel, request: Request, answers: Sequence[Sequence[int]
     if samples < 1 or len(answers) != count:
         raise InputError(f"{len(prompts)} prompts with {samples} samples each take {count} answers, got {len(answers)}")
     longest = max(1, *map(len, answers)) if answers else 1
-    ids = [prompt.ids for prompt in prompts]
-    check_prompts(ids, dataclasses.replace(settings, max_new_tokens=longest), model.llm.architecture)
-    class_labels(model, prompts)
+    check_prompts([prompt.ids for prompt in prompts], model.llm.architecture, new_tokens=longest)
+    class_labels(path_config(model), prompts)
     gate, steps = jnp.float32(settings.gate), refinement.solver.steps(settings.budget)
     follow = partial(trajectory.trace_tokens, model, settings=refinement, gate=gate, steps=steps)
     traces = []
@@ -71,7 +68,10 @@ def trace(loaded: LoadedModel, request: Request, answers: Sequence[Sequence[int]
                 name: np.asarray(column).tolist() for name, column in follow(known, start=jnp.int32(start)).items()
             }
             rows += [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        texts = _pieces_of_text(answer, loaded.tokenizer)
+        texts = [""] * len(answer)
+        if loaded.tokenizer is not None:  # a character of several tokens is added by the last of them
+            growing = GrowingText(loaded.tokenizer)
+            texts = [growing.add([token], is_last=i == len(answer)) for i, token in enumerate(answer, 1)]
         traces.append([TokenTrace(token, text, **row) for token, text, row in zip(answer, texts, rows, strict=False)])
     return traces
 
@@ -82,29 +82,15 @@ def check_single_sample(settings: DecodeConfig) -> None:
         raise InputError(f"a trace follows one noise sample per token, got draws {settings.draws}: trace with draws 1")
 
 
-def _pieces_of_text(answer: Sequence[int], tokenizer: PreTrainedTokenizerFast | None) -> list[str]:
-    """What each token adds to the text; a character of several tokens is added by the last of them."""
-    if tokenizer is None:
-        return [""] * len(answer)
-    pieces, shown = [], ""
-    for count in range(1, len(answer) + 1):
-        text = to_text(answer[:count], tokenizer)
-        is_whole = not text.endswith("\ufffd") or count == len(answer)
-        pieces.append(text[len(shown) :] if is_whole else "")
-        shown = text if is_whole else shown
-    return pieces
-
-
 def mean_evaluations(
     loaded: LoadedModel,
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[int]],
     *,
     settings: DecodeConfig,
-    seed: int = 0,
 ) -> list[float]:
     """The mean evaluations per token of each answer, as an adaptive solver chooses them."""
-    traces = trace(loaded, Request(number_prompts(prompts), settings, seed), answers)
+    traces = trace(loaded, Request(number_prompts(prompts), settings), answers)
     return [float(np.mean([token.evaluations for token in tokens])) for tokens in traces]
 
 

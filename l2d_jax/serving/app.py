@@ -114,7 +114,7 @@ class ServerApp:
         reply = Reply(asked, self._protocol.tokenizer, name=self._protocol.name)
         chunks = self._follow(asked, reply, queue, works)
         if asked.body.stream:
-            return StreamingResponse(self._stream(chunks, reply), media_type="text/event-stream")
+            return StreamingResponse(self._stream(chunks), media_type="text/event-stream")
 
         async def watch() -> None:
             while (await request.receive())["type"] != "http.disconnect":
@@ -146,6 +146,8 @@ class ServerApp:
                             raise InputError("its logits were not numbers, or its format grew too large: ask for less")
                         else:
                             yield reply.add(told)
+                if asked.body.stream_options.include_usage:
+                    yield reply.last_chunk()
             finally:
                 self._engine.cancel(works)
                 usage = reply.usage()
@@ -153,7 +155,7 @@ class ServerApp:
                 self._tokens.labels("answer").inc(usage["completion_tokens"])
                 self._evaluations.inc(usage["evaluations"])
 
-    async def _stream(self, chunks: AsyncIterator[dict[str, Any]], reply: Reply) -> AsyncIterator[str]:
+    async def _stream(self, chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
         async with contextlib.aclosing(chunks):  # type: ignore[type-var]
             try:
                 async for chunk in chunks:
@@ -161,8 +163,6 @@ class ServerApp:
             except Exception as error:
                 yield event(_explained(error))
                 return
-        for chunk in reply.last_chunks():
-            yield event(chunk)
         yield event("[DONE]")
 
     async def _body(self, request: Request) -> Any:

@@ -139,7 +139,8 @@ class Engine:
                 work.tokens += piece.tokens
                 if piece.is_last:
                     if work.is_traced and piece.ending != "broken":
-                        work.tell(self._trace(work))
+                        request = Request([work.answer.prompt], work.answer.settings, work.answer.seed)
+                        work.tell(trace(self._loaded, request, [work.tokens])[0])
                     self._leave(work, lanes)
                     self._seconds += (time.monotonic() - work.began - self._seconds) / 10
                 work.tell(piece)
@@ -153,8 +154,3 @@ class Engine:
     def _leave(self, work: Work, lanes: Lanes) -> None:
         lanes.drop(work.answer)
         self._working.pop(work.answer.number, None)
-
-    def _trace(self, work: Work) -> list[TokenTrace]:
-        answer = work.answer
-        request = Request([answer.prompt], answer.settings, answer.seed)
-        return trace(self._loaded, request, [work.tokens])[0]

@@ -5,28 +5,24 @@ Besides OpenAI's fields a body has the options of decoding by their own names, s
 """
 
 import dataclasses
-import itertools
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from annotated_types import Interval
-from transformers import PreTrainedTokenizerFast
 
 from l2d_jax.config import ranges
 from l2d_jax.config.parsing import from_dict, nearest, require
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.data.tokenizer import text_ids
+from l2d_jax.data.tokenizer import prompt_ids, require_tokenizer, text_ids
 from l2d_jax.decoding.decode import LIKELIEST
-from l2d_jax.decoding.grammar import Grammar
+from l2d_jax.decoding.generation import make_answers
 from l2d_jax.decoding.loaded_model import LoadedModel
-from l2d_jax.decoding.refine import check_budget
-from l2d_jax.decoding.requests import Answer, Prompt, check_prompts, check_tokens, encode_prompt, override_settings
-from l2d_jax.decoding.stop_strings import StopSearch
+from l2d_jax.decoding.requests import Answer, Request, Restrictions, number_prompts, override_settings, path_config
+from l2d_jax.decoding.sampler import check_tokens
 from l2d_jax.decoding.trace import check_single_sample
 from l2d_jax.errors import InputError, shown
-from l2d_jax.model.l2d import check_labels
 
 Choices = Annotated[int, Interval(ge=1, le=128)]
 Alternatives = Annotated[int, Interval(ge=0, le=LIKELIEST)]
@@ -94,10 +90,11 @@ class Asked:
 class Protocol:
     """Reads bodies for one model."""
 
-    def __init__(self, loaded: LoadedModel, tokenizer: PreTrainedTokenizerFast, *, name: str, context: int) -> None:
-        """`name` is the model's for clients; prompt and answer have at most `context` tokens."""
-        self._loaded, self.tokenizer, self.name, self._context = loaded, tokenizer, name, context
-        self._numbers = itertools.count()
+    def __init__(self, loaded: LoadedModel, *, name: str, context: int) -> None:
+        """`name` is the model's for clients; prompt and answer have at most `context` tokens; raises `InputError`."""
+        self._loaded, self.name, self._context = loaded, name, context
+        self.tokenizer = require_tokenizer(loaded.tokenizer)
+        self._answers_before = 0  # whose numbers are taken
 
     def read(self, values: Any, *, is_chat: bool) -> Asked:
         """Check a body; raises `InputError` for whatever cannot be answered as it is asked for."""
@@ -121,40 +118,27 @@ class Protocol:
         return Asked(body, self._answers(body, prompts, settings), sum(map(len, prompts)))
 
     def _answers(self, body: Any, prompts: Sequence[list[int]], settings: DecodeConfig) -> list[Answer]:
-        model = self._loaded.model
-        architecture, path = model.llm.architecture, None if model.path is None else model.path.config
-        check_budget(settings, has_path=path is not None)
-        check_prompts(prompts, settings, architecture)
-        total = max(map(len, prompts)) + settings.max_new_tokens
-        limit = f"prompt and max_tokens exceed the {self._context} tokens of this server"
-        require(total <= self._context, f"{limit}, got {total}: shorten the prompt or lower max_tokens")
-        check_labels(path, [] if body.label is None else [body.label])
         stops = [body.stop] if isinstance(body.stop, str) else body.stop
         is_list = isinstance(stops, list | tuple) and len(stops) <= 4 and all(isinstance(stop, str) for stop in stops)
         require(is_list, f"stop must be a text or up to four, got {shown(body.stop)}")
-        search = StopSearch(stops, self.tokenizer)
-        size, stop_ids = architecture.vocab_size, self._loaded.stop_ids
-        grammar = Grammar.compile(body.response_format, self.tokenizer, vocab_size=size, stop_ids=stop_ids)
+        architecture, path = self._loaded.model.llm.architecture, path_config(self._loaded.model)
+        grammar = self._loaded.compile_grammar(body.response_format)
+        seed = secrets.randbelow(2**31) if body.seed is None else body.seed
+        numbered = number_prompts(prompts, labels=[body.label] * len(prompts))
+        restrictions = Restrictions(stops, grammar=grammar)
+        request = Request(numbered, settings, seed, body.n, restrictions=restrictions, tokenizer=self.tokenizer)
+        answers = make_answers(request, architecture, path, first=self._answers_before)
+        self._answers_before += len(answers)
+        for answer in answers:
+            answer.is_scored = body.logprobs is not None and body.logprobs is not False
+        total = max(map(len, prompts)) + settings.max_new_tokens
+        limit = f"prompt and max_tokens exceed the {self._context} tokens of this server"
+        require(total <= self._context, f"{limit}, got {total}: shorten the prompt or lower max_tokens")
         if body.trace:
             check_single_sample(settings)
             require(len(prompts) * body.n == 1, "a trace is of one answer: leave out n, and give one prompt")
             require(grammar is None, "a trace does not know response_format: leave one of the two out")
-        seed = secrets.randbelow(2**31) if body.seed is None else body.seed
-        is_scored = body.logprobs is not None and body.logprobs is not False
-        return [
-            Answer(
-                next(self._numbers),
-                prompt,
-                settings,
-                search.again(),
-                seed=seed,
-                copy=copy,
-                matcher=None if grammar is None else grammar.start(),
-                is_scored=is_scored,
-            )
-            for prompt in (Prompt(number, ids, body.label) for number, ids in enumerate(prompts))
-            for copy in range(body.n)
-        ]
+        return answers
 
     def _chat(self, messages: Any) -> list[int]:
         """A conversation as token ids; parts of text in a message's content are joined."""
@@ -163,7 +147,7 @@ class Protocol:
             is_message = isinstance(message, Mapping) and isinstance(message.get("role"), str)
             require(is_message, f"a message has a role and a content, got {shown(message)}")
         read = [{"role": message["role"], "content": _text(message.get("content"))} for message in messages]
-        return encode_prompt(read, self.tokenizer)
+        return prompt_ids(read, self.tokenizer)
 
     def _prompts(self, prompt: Any) -> list[list[int]]:
         many = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
@@ -175,7 +159,7 @@ class Protocol:
                 read.append(one)
             else:
                 raise InputError(f"prompt must be a text, token ids, or a list of either, got {shown(prompt)}")
-        check_tokens(read, self._loaded.model.llm.architecture)
+        check_tokens(read, self._loaded.model.llm.architecture.vocab_size)
         return read
 
 

@@ -3,7 +3,7 @@
 import json
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,10 +74,9 @@ class Reply:
         evaluations = sum(choice.evaluations for choice in self._choices.values())
         return counts | {"total_tokens": self._asked.prompt_tokens + new, "evaluations": evaluations}
 
-    def last_chunks(self) -> Iterator[dict[str, Any]]:
-        """What a stream ends with."""
-        if self._asked.body.stream_options.include_usage:
-            yield self._object([], chunk=True) | {"usage": self.usage()}
+    def last_chunk(self) -> dict[str, Any]:
+        """What a stream ends with where usage is asked for."""
+        return self._object([], chunk=True) | {"usage": self.usage()}
 
     def _object(self, choices: list[dict[str, Any]], *, chunk: bool = False) -> dict[str, Any]:
         kind = "text_completion"

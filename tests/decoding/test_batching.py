@@ -39,7 +39,7 @@ def test_answers_depend_on_neither_batches_nor_order(loaded):
     assert whole.keys() == set(range(9))
     assert answers(loaded, PROMPTS[::-1], batch_size=4) == whole
     assert answers(loaded, PROMPTS[3:5], batch_size=2) == {3: whole[3], 4: whole[4]}
-    alone = generate_tokens(loaded.model, Request([PROMPTS[5]], SETTINGS), stop_ids=loaded.stop_ids)
+    alone = generate_tokens(loaded.model, Request([PROMPTS[5]], SETTINGS, stop_ids=loaded.stop_ids))
     assert whole[5] == alone
     assert generate(loaded, [PROMPTS[5].ids], settings=SETTINGS) != alone
 

@@ -146,7 +146,7 @@ def speaking(loaded, monkeypatch):
 
         def pieces(model, request, **_):
             for start in range(0, len(ids), size):
-                yield [Piece(0, ids[start : start + size], is_last=False)]
+                yield [Piece(0, ids[start : start + size], is_last=start + size >= len(ids))]
 
         monkeypatch.setattr(loaded_model, "decode_lanes", pieces)
         messages = [{"role": "user", "content": "?"}]

@@ -26,7 +26,7 @@ def in_lanes(model: Any, request: Request, lanes: int) -> list[list[int]]:
     """The answers, of which no more than `lanes` may be under way at a time."""
     answers: dict[int, list[int]] = {}
     ended: set[int] = set()
-    for pieces in decode_lanes(model, request, lanes=lanes, stop_ids=STOPS):
+    for pieces in decode_lanes(model, dataclasses.replace(request, stop_ids=STOPS), lanes=lanes):
         assert len(pieces) <= lanes
         assert not ended & {piece.answer for piece in pieces}
         for piece in pieces:
@@ -38,8 +38,8 @@ def in_lanes(model: Any, request: Request, lanes: int) -> list[list[int]]:
 
 def alone(model: Any, request: Request) -> list[list[int]]:
     """The answers to each prompt when nothing else is asked."""
-    apart = (dataclasses.replace(request, prompts=[prompt]) for prompt in request.prompts)
-    return [answer for one in apart for answer in generate_tokens(model, one, stop_ids=STOPS)]
+    apart = (dataclasses.replace(request, prompts=[prompt], stop_ids=STOPS) for prompt in request.prompts)
+    return [answer for one in apart for answer in generate_tokens(model, one)]
 
 
 @pytest.mark.slow
@@ -147,11 +147,11 @@ def test_an_answer_that_breaks_harms_no_other() -> None:
     model = tiny.model()
     nan = model.llm.embed.at[95].set(np.nan)
     broken = dataclasses.replace(model, llm=dataclasses.replace(model.llm, embed=nan))
-    request = Request([*PROMPTS[:2], Prompt(2, [95, 1]), *PROMPTS[3:]], SETTINGS)
+    request = Request([*PROMPTS[:2], Prompt(2, [95, 1]), *PROMPTS[3:]], SETTINGS, stop_ids=STOPS)
     answers: dict[int, list[int]] = {number: [] for number in range(7)}
 
     def read_all() -> None:
-        for pieces in decode_lanes(broken, request, lanes=2, stop_ids=STOPS):
+        for pieces in decode_lanes(broken, request, lanes=2):
             for piece in pieces:
                 answers[piece.answer] += piece.tokens
 

@@ -1,5 +1,6 @@
 """The final draw: frequencies against the plain definition of top-k and top-p, and masks."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -17,7 +18,9 @@ run = jax.jit(sample_tokens)
 
 def frequencies(*, allowed: Any = None, **options: Any) -> np.ndarray:
     """The frequencies of many samples."""
-    sampling = SamplingOptions.from_config(DecodeConfig(**{"temperature": 1.0, **options}), allowed=allowed)
+    sampling = SamplingOptions.from_config(DecodeConfig(**{"temperature": 1.0, **options}))
+    mask = None if allowed is None else jnp.array([allowed])
+    sampling = dataclasses.replace(sampling, allowed=mask)
     keys = jax.random.split(jax.random.key(0), 4000)
     tokens = run(keys, jnp.broadcast_to(jnp.asarray(LOGITS, jnp.float32), (4000, 6)), sampling)
     return np.bincount(tokens, minlength=6) / 4000

@@ -11,13 +11,14 @@ from l2d_jax.decoding.requests import Request, number_prompts
 
 def request(loaded: LoadedModel, prompts: Any, *, settings: Any = None, labels: Any = None, **options: Any) -> Request:
     settings = loaded.defaults if settings is None else settings
-    return Request(number_prompts(prompts, labels=labels), settings, **options)
+    ends: dict[str, Any] = {"stop_ids": loaded.stop_ids, "tokenizer": loaded.tokenizer}
+    return Request(number_prompts(prompts, labels=labels), settings, **ends, **options)
 
 
 def stream(loaded: LoadedModel, prompts: Any, **options: Any) -> Iterator[list[list[int]]]:
     """The next tokens of each answer; none of one that has ended."""
     asked = request(loaded, prompts, **options)
-    for pieces in generation.decode_lanes(loaded.model, asked, stop_ids=loaded.stop_ids, tokenizer=loaded.tokenizer):
+    for pieces in generation.decode_lanes(loaded.model, asked):
         new: list[list[int]] = [[] for _ in range(len(asked.prompts) * asked.samples)]
         for piece in pieces:
             new[piece.answer] = piece.tokens
@@ -26,7 +27,7 @@ def stream(loaded: LoadedModel, prompts: Any, **options: Any) -> Iterator[list[l
 
 def generate(loaded: LoadedModel, prompts: Any, **options: Any) -> list[list[int]]:
     asked = request(loaded, prompts, **options)
-    return generation.generate_tokens(loaded.model, asked, stop_ids=loaded.stop_ids, tokenizer=loaded.tokenizer)
+    return generation.generate_tokens(loaded.model, asked)
 
 
 def trace(loaded: LoadedModel, prompts: Any, answers: Any, **options: Any) -> list[list[tracing.TokenTrace]]:

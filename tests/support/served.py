@@ -47,8 +47,7 @@ def serving(
 ) -> Iterator[str]:
     """Serve a model, and give the address."""
     engine = Engine(loaded, lanes=lanes, queue=queue)
-    assert loaded.tokenizer is not None
-    protocol = Protocol(loaded, loaded.tokenizer, name="tiny", context=CONTEXT)
+    protocol = Protocol(loaded, name="tiny", context=CONTEXT)
     app = ServerApp(engine, protocol, about=ABOUT, seconds=seconds, longest_body=2**16, key=key)
     server = uvicorn.Server(uvicorn.Config(app.routes(), host="127.0.0.1", port=0, log_level="critical"))
     threads = [threading.Thread(target=target) for target in (engine.run, server.run)]
