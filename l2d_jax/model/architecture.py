@@ -1,48 +1,82 @@
 """The shape of a language model, read from the `config.json` of Hugging Face.
 
-Llama 3.x, Qwen 2/2.5, SmolLM2 and R1-distilled Qwen are one backbone; they differ in the values of these fields.
+All models are one backbone and differ in the values of these fields. `SUPPORTED` says what a class of transformers
+fixes, and which fields it reads that others do not; a field that may change the mathematics is refused elsewhere.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NotRequired
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 
 from annotated_types import Interval
 from typing_extensions import TypedDict
 
+from l2d_jax.config.parsing import nearest, require
 from l2d_jax.errors import InputError, shorten, shown
-from l2d_jax.files import Count, check
+from l2d_jax.files import Count, Positive, check
+from l2d_jax.model.rope_scaling import RopeScaling, Theta, YarnScaling, read_rope
 
-SUPPORTED = {"LlamaForCausalLM": False, "Qwen2ForCausalLM": True}  # class name -> biases on q, k and v
+REMEDY = "take another model, or download it again"
+Fields: TypeAlias = Mapping[str, Any]  # of config.json
+Activation: TypeAlias = Literal["silu", "gelu_pytorch_tanh"]
 
 
 @dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3's stretching of rotary angles to longer contexts."""
+class Family:
+    """What a class of transformers fixes."""
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
+    model_type: str
+    reads: Fields = field(default_factory=dict)  # fields that only some classes read, or default to other values
+    is_sliding: Callable[[Fields, int], bool] = lambda *_: False  # whether a layer is, without `layer_types`
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    output_norms: bool = False
+    norm_offset: float = 0.0
+    scales_embedding: bool = False
 
 
-Factor = Annotated[float, Interval(gt=0, le=1e6)]
+def _is_late(given: Fields, layer: int) -> bool:
+    return "sliding_window" in given and layer >= given["max_window_layers"]
 
 
-class _Rope(TypedDict, total=False):
-    """The entries for rotary embedding, wherever a release of transformers puts them."""
-
-    rope_theta: Annotated[float, Interval(gt=1, le=1e12)]
-    rope_type: str
-    type: str  # the former name of `rope_type`
-    factor: Factor
-    low_freq_factor: Factor
-    high_freq_factor: Factor
-    original_max_position_embeddings: Count
+_SLIDING = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
+_SMOLLM3 = {"sliding_window": None, "no_rope_layers": None, "no_rope_layer_interval": 4}
+_GEMMA3 = {
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+    "layer_types": None,
+    "query_pre_attn_scalar": 256.0,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 256,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "tie_word_embeddings": True,
+}
+SUPPORTED = {  # by the name of the class
+    "LlamaForCausalLM": Family("llama"),
+    "Qwen2ForCausalLM": Family("qwen2", _SLIDING, _is_late, qkv_bias=True),
+    "Qwen3ForCausalLM": Family("qwen3", _SLIDING | {"head_dim": 128}, _is_late, qk_norm=True),
+    "MistralForCausalLM": Family("mistral", {"sliding_window": 4096}, lambda given, _: "sliding_window" in given),
+    "SmolLM3ForCausalLM": Family(
+        "smollm3",
+        _SLIDING | _SMOLLM3 | {"rope_theta": 2e6, "tie_word_embeddings": True},
+        lambda given, layer: "sliding_window" in given and not given["no_rope_layers"][layer],
+    ),
+    "Gemma3ForCausalLM": Family(
+        "gemma3_text",
+        _GEMMA3,
+        lambda given, layer: (layer + 1) % given["sliding_window_pattern"] > 0,
+        qk_norm=True,
+        output_norms=True,
+        norm_offset=1.0,
+        scales_embedding=True,
+    ),
+}
 
 
 class _HFConfig(TypedDict):
-    """The entries of `config.json` that are read; null stands for the default, as in transformers."""
+    """The entries of `config.json` that all classes read; null stands for the default, as in transformers."""
 
     vocab_size: Count
     hidden_size: Count
@@ -54,18 +88,38 @@ class _HFConfig(TypedDict):
     max_position_embeddings: NotRequired[Count | None]
     rms_norm_eps: NotRequired[Annotated[float, Interval(gt=0, lt=1)] | None]
     tie_word_embeddings: NotRequired[bool | None]
-    hidden_act: NotRequired[Literal["silu"] | None]
+    hidden_act: NotRequired[Activation | None]
     attention_bias: NotRequired[Literal[False] | None]
     mlp_bias: NotRequired[Literal[False] | None]
-    use_sliding_window: NotRequired[Literal[False] | None]
     rope_theta: NotRequired[float | None]
     rope_scaling: NotRequired[dict[str, Any] | None]
     rope_parameters: NotRequired[dict[str, Any] | None]
 
 
+class _OwnConfig(TypedDict, total=False):
+    """The entries that a class reads only if its `Family` says so."""
+
+    use_sliding_window: bool | None
+    sliding_window: Count | None  # null: no window
+    max_window_layers: Annotated[int, Interval(ge=0)] | None
+    sliding_window_pattern: Count | None
+    layer_types: list[Literal["full_attention", "sliding_attention"]] | None
+    no_rope_layers: list[Literal[0, 1]] | None
+    no_rope_layer_interval: Count | None
+    hidden_activation: Activation | None
+    query_pre_attn_scalar: Positive | None
+    rope_local_base_freq: Theta | None
+
+
+# Names of fields that may change the mathematics, unless they are of training or kernels, and values that do not.
+_SUSPECT = re.compile("soft_?cap|multiplier|scal|norm|rope|rotary|window|layer_types|attention|attn|bias|expert|activ")
+_HARMLESS = re.compile("^_|dropout|implementation|^max_window_layers$")
+_NEUTRAL: tuple[Any, ...] = (None, False, [], {})
+
+
 @dataclass(frozen=True)
 class Architecture:
-    """Sizes and constants of the backbone, under the names of `config.json`."""
+    """Sizes and constants of the backbone, mostly under the names of `config.json`."""
 
     vocab_size: int
     hidden_size: int
@@ -74,24 +128,43 @@ class Architecture:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    max_position_embeddings: int
+    max_position_embeddings: int  # with YaRN, those that it stretches to
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: RopeScaling | None
     tied: bool
     qkv_bias: bool
+    qk_norm: bool = False  # norms of each head's queries and keys, before they are turned
+    output_norms: bool = False  # norms of what attention and MLP add
+    norm_offset: float = 0.0  # added to the weights of all norms
+    activation: Activation = "silu"
+    embedding_scale: float = 1.0
+    query_scale: float = 1.0  # beside head_dim ** -0.5
+    windows: tuple[int, ...] = ()  # by layer: the latest keys that a query sees, 0 for all; empty: all see all
+    ropes: tuple[Literal["global", "local", "none"], ...] = ()  # by layer; empty: all global
+    local_rope_theta: float = 0.0  # of local layers, whose angles are not scaled
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any], *, where: object = "config.json") -> "Architecture":
+    def from_hf(cls, raw: Fields, *, where: object = "config.json") -> "Architecture":
         """Read a parsed `config.json`; raises `InputError` that names what is unsupported, missing or out of range."""
         names = raw.get("architectures")
         name = names[0] if isinstance(names, list) and names else None
         if not isinstance(name, str) or name not in SUPPORTED:
             given = shorten(str("none" if names is None else name or names), 60)
-            raise InputError(f"{where}: unsupported architecture {given}: supported are {', '.join(SUPPORTED)}")
-        remedy = "take another model, or download it again"
-        checked = check(dict(raw), _HFConfig, where, remedy=remedy)
-        found = {key: value for key, value in checked.items() if value is not None}
+            hint = nearest(given, SUPPORTED)
+            known = ", ".join(SUPPORTED) + (hint if "did you mean" in hint else "")
+            raise InputError(f"{where}: unsupported architecture {given}: supported are {known}")
+        family = SUPPORTED[name]
+        own = {key: value for key, value in raw.items() if key in family.reads and key in _OwnConfig.__annotations__}
+        checked = check(dict(raw), _HFConfig, where, remedy=REMEDY) | check(own, _OwnConfig, where, remedy=REMEDY)
+        for key, value in raw.items():
+            if key not in checked and _SUSPECT.search(key) and not _HARMLESS.search(key) and value not in _NEUTRAL:
+                problem = f"{where}: {shown(key)} {shown(value)} may change the mathematics, and is unknown for {name}"
+                raise InputError(f"{problem}: {REMEDY}")
+        found = {key: value for key, value in family.reads.items() if value is not None}
+        found |= {key: value for key, value in checked.items() if value is not None}
+        if not found.get("use_sliding_window", True) or checked.get("sliding_window", 0) is None:
+            found.pop("sliding_window", None)
         heads, kv_heads = found["num_attention_heads"], found.get("num_key_value_heads", found["num_attention_heads"])
         if heads % kv_heads:
             raise InputError(
@@ -102,26 +175,63 @@ class Architecture:
             raise InputError(
                 f"{where}: head_dim must be even and positive, got {head_dim}: rotary embedding turns pairs"
             )
-        # transformers 5 writes both under rope_parameters; earlier releases wrote two keys.
-        rope = {"rope_theta": found.get("rope_theta", 10000.0)} | found.get("rope_scaling", {})
-        rope = check(rope | found.get("rope_parameters", {}), _Rope, f"{where}: rope_scaling")
         values = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6} | found
-        values |= {"num_key_value_heads": kv_heads, "head_dim": head_dim, "qkv_bias": SUPPORTED[name]}
-        values |= {"rope_theta": rope["rope_theta"], "rope_scaling": _rope_scaling(rope, where)}
-        values["tied"] = found.get("tie_word_embeddings", False)
-        return cls(**{field: values[field] for field in cls.__dataclass_fields__})
+        values |= {
+            "num_key_value_heads": kv_heads,
+            "head_dim": head_dim,
+            "tied": found.get("tie_word_embeddings", False),
+        }
+        values |= {name: value for name, value in vars(family).items() if name in cls.__dataclass_fields__}
+        values |= _read_ropes(found, values["max_position_embeddings"], where) | _read_layers(found, family, where)
+        if isinstance(scaling := values["rope_scaling"], YarnScaling):
+            stretched = int(scaling.factor * scaling.original_max_position_embeddings)
+            values["max_position_embeddings"] = max(values["max_position_embeddings"], stretched)
+        values["activation"] = found.get("hidden_activation", found.get("hidden_act", "silu"))
+        values["embedding_scale"] = found["hidden_size"] ** 0.5 if family.scales_embedding else 1.0
+        values["query_scale"] = (head_dim / found.get("query_pre_attn_scalar", head_dim)) ** 0.5
+        return cls(**{name: values[name] for name in cls.__dataclass_fields__})
+
+    def options(self) -> dict[str, Any]:
+        """The fields by name, without options that have their defaults, which earlier releases did not have."""
+        values = asdict(self)
+        return {f.name: values[f.name] for f in fields(self) if values[f.name] != f.default}
 
 
-def _rope_scaling(rope: Mapping[str, Any], where: object) -> RopeScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind != "llama3":
-        raise InputError(f"{where}: rope_type {shown(kind)} is not supported, only 'default' and 'llama3'")
-    fields = RopeScaling.__dataclass_fields__
-    missing = [key for key in fields if key not in rope]
-    if missing:
-        raise InputError(f"{where}: rope_scaling of type 'llama3' lacks {', '.join(missing)}")
-    if rope["low_freq_factor"] >= rope["high_freq_factor"]:
-        raise InputError(f"{where}: rope_scaling.low_freq_factor must be below high_freq_factor: download it again")
-    return RopeScaling(**{key: rope[key] for key in fields})
+def _read_ropes(found: Fields, limit: int, where: object) -> dict[str, Any]:
+    """The fields of all rotary embeddings. Transformers 5 writes them under rope_parameters, earlier releases did not.
+
+    A class with local layers has a section for each kind there.
+    """
+    theta, sections, local = found.get("rope_theta", 10000.0), found.get("rope_parameters", {}), 0.0
+    if "rope_local_base_freq" in found:
+        known = {"full_attention", "sliding_attention"}
+        require(sections.keys() <= known, f"{where}: rope_parameters must have the sections {', '.join(sorted(known))}")
+        given = sections.get("sliding_attention") or {}
+        local, scaling = read_rope(found["rope_local_base_freq"], given, limit=limit, where=where)
+        require(scaling is None, f"{where}: rope_parameters of sliding_attention must be of rope_type 'default'")
+        sections = sections.get("full_attention") or {}
+    theta, scaling = read_rope(theta, found.get("rope_scaling", {}), sections, limit=limit, where=where)
+    return {"rope_theta": theta, "rope_scaling": scaling, "local_rope_theta": local}
+
+
+def _read_layers(found: Fields, family: Family, where: object) -> dict[str, Any]:
+    """The fields with an entry for each layer."""
+    count = found["num_hidden_layers"]
+    interval = found.get("no_rope_layer_interval", count + 1)
+    has_rope = found.get("no_rope_layers") or [int((layer + 1) % interval > 0) for layer in range(count)]
+    types = found.get("layer_types") or [""] * count
+    for name, entries in (("no_rope_layers", has_rope), ("layer_types", types)):
+        require(len(entries) == count, f"{where}: {name} has {len(entries)} entries for {count} layers: {REMEDY}")
+    given = {**found, "no_rope_layers": has_rope}
+    sliding = [
+        kind == "sliding_attention" if kind else family.is_sliding(given, layer) for layer, kind in enumerate(types)
+    ]
+    problem = f"{where}: layers of sliding_attention, but no sliding_window, or use_sliding_window is False"
+    require(not any(sliding) or "sliding_window" in found, f"{problem}: {REMEDY}")
+    near = "local" if "rope_local_base_freq" in found else "global"
+    kinds = zip(has_rope, sliding, strict=True)
+    ropes = tuple("none" if not has else near if is_near else "global" for has, is_near in kinds)
+    return {
+        "windows": tuple(found["sliding_window"] if is_near else 0 for is_near in sliding) if any(sliding) else (),
+        "ropes": ropes if set(ropes) != {"global"} else (),
+    }

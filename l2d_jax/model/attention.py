@@ -29,7 +29,7 @@ Part: TypeAlias = tuple[Array, Array, Array | None]
 NAME = "attention"  # checkpoint name of the kernel's output, which rematerialisation may save
 
 
-def attention(
+def attention(  # noqa: PLR0913 (keys have places, queries have places, and both have their values)
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
@@ -39,30 +39,36 @@ def attention(
     kv_segments: Int[Array, "B S"] | None = None,
     q_segments: Int[Array, "B T"] | None = None,
     others: Sequence[Part] = (),
+    window: Int[Array, ""] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attention of each query to the keys at or before it in its segment; slots of position -1 are empty and masked.
 
     Without `q_positions`, each key slot has T / S queries, side by side, positions grow with the slots, and
     `q_segments` are unused. Segments number the sequences that share a row. The `others` are seen, too: keys and
-    values in arrays of their own, which writing into a copy of the slots would take as long as the attention.
+    values in arrays of their own, which writing into a copy of the slots would take as long as the attention. A
+    `window` hides the keys that are so many positions before their query, or more.
     """
     platform = sharding.platform()
     if q_positions is None:
-        if platform == "tpu" and is_tiled(k.shape[1]):
+        if platform == "tpu" and window is None and is_tiled(k.shape[1]):
             segments = jnp.where(kv_positions < 0, -1, 0 if kv_segments is None else kv_segments)
             return splash(q, k, v, segments)
         copies = q.shape[1] // k.shape[1]
         q_positions = jnp.repeat(kv_positions, copies, axis=1)
         q_segments = None if kv_segments is None else jnp.repeat(kv_segments, copies, axis=1)
-    mask = causal_mask(q_positions, kv_positions)
+    mask = causal_mask(q_positions, kv_positions, window)
     if q_segments is not None and kv_segments is not None:
         mask &= kv_segments[:, None, :] == q_segments[:, :, None]
     return _masked_attention(q, [*others, (k, v, mask)], platform=platform)
 
 
-def causal_mask(q_positions: Int[Array, "B T"], kv_positions: Int[Array, "B S"]) -> Bool[Array, "B T S"]:
-    """The slots at or before each query; those of position -1 are empty."""
-    return (kv_positions[:, None, :] <= q_positions[:, :, None]) & (kv_positions[:, None, :] >= 0)
+def causal_mask(
+    q_positions: Int[Array, "B T"], kv_positions: Int[Array, "#B S"], window: Int[Array, ""] | None = None
+) -> Bool[Array, "B T S"]:
+    """The slots at or before each query, and fewer than `window` before it; those of position -1 are empty."""
+    keys, queries = kv_positions[:, None, :], q_positions[:, :, None]
+    mask = (keys <= queries) & (keys >= 0)
+    return mask if window is None else mask & (queries - keys < window)
 
 
 def is_tiled(length: int) -> bool:

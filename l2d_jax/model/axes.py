@@ -27,6 +27,10 @@ KEYS = ("k", "v")  # those that it updates or copies too where it reads the cont
 LAYER_AXES: dict[str, tuple[str, ...]] = {  # by the weight's place in its layer, of the LM, an adapter or the path
     "attention_norm": ("embed",),
     "mlp_norm": ("embed",),
+    "post_attention_norm": ("embed",),
+    "post_mlp_norm": ("embed",),
+    "q_norm": ("head_dim",),
+    "k_norm": ("head_dim",),
     "q_bias": ("heads", "head_dim"),
     "k_bias": ("kv_heads", "head_dim"),
     "v_bias": ("kv_heads", "head_dim"),

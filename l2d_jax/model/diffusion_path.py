@@ -29,7 +29,17 @@ from l2d_jax.model.axes import ADAPTED, KEYS, MATRICES, axis_sizes, declare_stac
 from l2d_jax.model.context import Context
 from l2d_jax.model.gathering import gather_layer, gather_rows, split_rows
 from l2d_jax.model.kv_cache import LayerCache
-from l2d_jax.model.layers import Linear, Lora, Mlp, checkpointed_matmul, project, rms_norm, rope, rope_frequencies
+from l2d_jax.model.layers import (
+    LayerOptions,
+    Linear,
+    Lora,
+    Mlp,
+    activate,
+    checkpointed_matmul,
+    layer_options,
+    project,
+    rope,
+)
 from l2d_jax.model.llm import LLM, bias
 from l2d_jax.model.llm import Layers as LLMLayers
 from l2d_jax.model.lora import LLMAdapter, merge_adapter
@@ -189,8 +199,8 @@ class DiffusionPath(nnx.Module):
         modulation = None if conditions is None else conditions.modulation
         assert positions is None or (context.segments is None) == (cache.segments is None)
         dtype = llm.embed.dtype
-        epsilon = llm.architecture.rms_norm_eps
-        frequencies = rope_frequencies(llm.architecture)
+        whole_row = cache.positions.shape[1] if positions is None else None
+        shared, own = layer_options(llm.architecture, length=whole_row)
         scale = self.config.lora_alpha / self.config.lora_rank
         condition = self.condition(t, labels).astype(dtype)
         angles = positions
@@ -204,8 +214,11 @@ class DiffusionPath(nnx.Module):
                 return matmul(y, weight, change, scale=scale, dims=dims)
             return matmul(y, change, dims=dims)
 
-        def block(x: Array, scanned: tuple[LLMLayers, PathLayers, LayerCache, Array | None]) -> tuple[Array, None]:
-            w, changes, past, known = scanned
+        def block(
+            x: Array, scanned: tuple[LLMLayers, PathLayers, LayerCache, Array | None, LayerOptions]
+        ) -> tuple[Array, None]:
+            w, changes, past, known, options = scanned
+            options = options.over(shared)
             w, changes = gather_layer(w, dtype=dtype), gather_layer(changes, dtype=dtype)
             q_bias = w.q_bias if changes.q_bias is None else changes.q_bias
             parts = _modulate(changes.modulation, condition) if known is None else jnp.moveaxis(known, -2, 0)
@@ -213,10 +226,10 @@ class DiffusionPath(nnx.Module):
             if self.is_anchored:
                 gate_1, gate_2 = 1 + gate_1, 1 + gate_2
             with jax.named_scope("attention"):
-                y = rms_norm(x, w.attention_norm.astype(dtype) + scale_1, epsilon) + shift_1
+                y = llm.normalize(x, w.attention_norm.astype(dtype) + scale_1) + shift_1
                 y = gather_rows(y, "attention_embed")
                 q = split_rows(product(y, w.q, changes.q) + bias(q_bias, y), "heads", "head_dim")
-                q = rope(q, angles, frequencies)
+                q = rope(llm.normalize(q, w.q_norm), angles, options.frequencies, options.query_scale)
                 y = attention(
                     q,
                     past.k,
@@ -225,15 +238,16 @@ class DiffusionPath(nnx.Module):
                     kv_positions=cache.positions,
                     q_segments=context.segments,
                     kv_segments=cache.segments,
-                    others=past.others,
+                    others=past.others(angles, options.window),
+                    window=options.window,
                 )
                 y = product(gather_rows(y, "heads", "head_dim"), w.o, changes.o, dims=2)
-                x = x + gate_1 * split_rows(y)
+                x = x + gate_1 * llm.normalize(split_rows(y), w.post_attention_norm)
             with jax.named_scope("mlp"):
-                y = rms_norm(x, w.mlp_norm.astype(dtype) + scale_2, epsilon) + shift_2
+                y = llm.normalize(x, w.mlp_norm.astype(dtype) + scale_2) + shift_2
                 y = gather_rows(y)
-                y = jax.nn.silu(product(y, w.gate, changes.gate)) * product(y, w.up, changes.up)
-                x = x + gate_2 * split_rows(product(y, w.down, changes.down))
+                y = activate(product(y, w.gate, changes.gate), llm.architecture) * product(y, w.up, changes.up)
+                x = x + gate_2 * llm.normalize(split_rows(product(y, w.down, changes.down)), w.post_mlp_norm)
             return split_rows(constrain(x, "batch", "length", "embed_activation")), None
 
         with jax.named_scope("diffusion_path"):
@@ -242,7 +256,7 @@ class DiffusionPath(nnx.Module):
                 assert context.inputs is not None
                 y = context.inputs + y
             y = split_rows(constrain(y, "batch", "length", "embed_activation"))
-            scanned = (llm.layers, self.layers, cache.layers(), modulation)
+            scanned = (llm.layers, self.layers, cache.layers(), modulation, own)
             f, _ = jax.lax.scan(remat(block) if remat else block, y, scanned)
         weight = self.merge_weight(t, labels) if conditions is None else conditions.merge
         return weight.astype(f.dtype) * (f - context.hidden if self.is_anchored else f)

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from l2d_jax.model.architecture import Architecture
-from l2d_jax.model.attention import Part
+from l2d_jax.model.attention import Part, causal_mask
 
 
 class LayerCache(NamedTuple):
@@ -19,10 +19,12 @@ class LayerCache(NamedTuple):
     v: Float[Array, "*L B S K H"]
     prefix: tuple[Float[Array, "*L P K H"], Float[Array, "*L P K H"]] | None  # keys and values that all rows share
 
-    @property
-    def others(self) -> tuple[Part, ...]:
-        """What attention reads besides `k` and `v`, in one layer: every query sees the prefix."""
-        return () if self.prefix is None else ((*self.prefix, None),)
+    def others(self, q_positions: Int[Array, "B T"], window: Int[Array, ""] | None) -> tuple[Part, ...]:
+        """What attention reads besides `k` and `v`, in one layer: the prefix, as far as queries see."""
+        if self.prefix is None:
+            return ()
+        before = jnp.arange(self.prefix[0].shape[0], dtype=jnp.int32)[None]
+        return ((*self.prefix, None if window is None else causal_mask(q_positions, before, window)),)
 
 
 @nnx.dataclass

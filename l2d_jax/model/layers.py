@@ -7,8 +7,8 @@ Axis letters, here and in every shape of the project:
     C diffusion width   E condition width   P tokens of a prefix that all rows share
 """
 
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,38 +21,92 @@ from l2d_jax.distributed.sharding import Declared, Initializer, platform
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.axes import declare_stacked
 
+EVERY = 2**31 - 1  # the window of a layer whose queries see all keys
 PRODUCT = "product"  # checkpoint name of a block's matrix products, which rematerialisation may save
 
 
-def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, "*b D"], epsilon: float) -> Float[Array, "*B D"]:
-    """Root-mean-square norm, computed in float32."""
+def rms_norm(
+    x: Float[Array, "*B D"], weight: Float[Array, "*b D"] | None, epsilon: float, offset: float = 0.0
+) -> Float[Array, "*B D"]:
+    """Root-mean-square norm times `offset + weight`, computed in float32; `x` itself where the model has no weight."""
+    if weight is None:
+        return x
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + epsilon)
+    if offset:  # Gemma rounds after the product, the others before it
+        return (y * (offset + weight.astype(jnp.float32))).astype(x.dtype)
     return y.astype(x.dtype) * weight.astype(x.dtype)
 
 
-def rope_frequencies(architecture: Architecture) -> Float[Array, " half"]:
-    """The angle per position of each pair of channels, in radians, with Llama 3's scaling where the model has it."""
-    half = architecture.head_dim // 2
-    frequency = architecture.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    scaling = architecture.rope_scaling
+def activate(x: Array, architecture: Architecture) -> Array:
+    """The non-linearity of the MLP's gate."""
+    return jax.nn.silu(x) if architecture.activation == "silu" else jax.nn.gelu(x, approximate=True)
+
+
+def rope_frequencies(architecture: Architecture, kind: str = "global") -> Float[Array, " half"]:
+    """The angle per position of each pair of channels, in radians, in layers of one of the `Architecture.ropes`."""
+    a, half = architecture, architecture.head_dim // 2
+    if kind == "none":
+        return jnp.zeros(half)
+    theta, scaling = (a.local_rope_theta, None) if kind == "local" else (a.rope_theta, a.rope_scaling)
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     if scaling is None:
         return frequency
-    # Llama 3 slows long waves by `factor`, keeps short ones, and blends the others linearly in turns per context.
-    turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = jnp.clip(kept, 0.0, 1.0)
+    kept = scaling.kept(frequency, theta)
     return frequency * (kept + (1 - kept) / scaling.factor)
 
 
 def rope(
-    x: Float[Array, "B T N H"], positions: Int[Array, "B T"], frequencies: Float[Array, " half"]
+    x: Float[Array, "B T N H"],
+    positions: Int[Array, "B T"],
+    frequencies: Float[Array, " half"],
+    scale: Float[Array, ""] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Rotary embedding in the half-split layout of Hugging Face; angles in float32."""
+    """Rotary embedding in the half-split layout of Hugging Face, times `scale`; angles and products in float32."""
     angle = positions[..., None, None].astype(jnp.float32) * frequencies
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return (turned if scale is None else turned * scale).astype(x.dtype)
+
+
+class LayerOptions(NamedTuple):
+    """What layers may differ in besides weights: of one layer, or with a leading L; None where all layers agree."""
+
+    frequencies: Float[Array, "*L half"]
+    query_scale: Float[Array, "*L"] | None
+    window: Int[Array, "*L"] | None  # a query sees keys that are fewer positions before it
+
+    def over(self, shared: "LayerOptions") -> "LayerOptions":
+        """These options, and those that all layers share."""
+        pairs: Any = zip(self, shared, strict=True)
+        return LayerOptions(*(common if own is None else own for own, common in pairs))
+
+
+def layer_options(architecture: Architecture, *, length: int | None = None) -> tuple[LayerOptions, LayerOptions]:
+    """The options that all layers share, and those in which they differ, for a scan.
+
+    YaRN's factors of queries and keys are both in the scale of the queries. Windows that hold a whole row of `length`
+    tokens are left out.
+    """
+    a = architecture
+    kinds, windows = a.ropes or ("global",), a.windows or (0,)
+    sharp = 1.0 if a.rope_scaling is None else a.rope_scaling.attention_factor**2
+    scales = [a.query_scale * (sharp if kind == "global" else 1.0) for kind in kinds]
+    limits = [EVERY if window == 0 or (length and window >= length) else window for window in windows]
+    frequencies = {kind: rope_frequencies(a, kind) for kind in kinds}
+    columns: tuple[tuple[Sequence[Any], Callable[[Any], Array], Any], ...] = (
+        (kinds, frequencies.__getitem__, None),
+        (scales, jnp.float32, 1.0),
+        (limits, jnp.int32, EVERY),
+    )
+    shared: list[Any] = []
+    own: list[Any] = []
+    for values, make, neutral in columns:
+        is_shared = len(set(values)) == 1
+        shared.append(make(values[0]) if is_shared and values[0] != neutral else None)
+        own.append(None if is_shared else jnp.stack([make(value) for value in values]))
+    return LayerOptions(*shared), LayerOptions(*own)
 
 
 @nnx.dataclass

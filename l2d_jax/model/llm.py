@@ -1,4 +1,4 @@
-"""The frozen main path: one decoder for Llama 3.x, Qwen 2/2.5, SmolLM2 and R1-distilled Qwen.
+"""The frozen main path: one decoder for all of `architecture.SUPPORTED`.
 
 Notable: layers are stacked and run by `lax.scan`. The cache stores a position per slot, so that left padding, right
 padding, gaps and ragged prompts are one mask. A call returns only its new keys and values, so that extending a cache
@@ -22,7 +22,7 @@ from l2d_jax.model.attention import attention, causal_mask
 from l2d_jax.model.axes import EMBEDDING_AXES, HEAD_AXES, MATRICES, axis_sizes, declare_stacked, declare_weight
 from l2d_jax.model.gathering import gather_layer, gather_rows, gather_weight, split_rows
 from l2d_jax.model.kv_cache import KVCache, LayerCache
-from l2d_jax.model.layers import checkpointed_matmul, project, rms_norm, rope, rope_frequencies
+from l2d_jax.model.layers import LayerOptions, activate, checkpointed_matmul, layer_options, project, rms_norm, rope
 from l2d_jax.model.lora import LLMAdapter
 from l2d_jax.model.quantization import QuantizedWeight, declare_quantized
 
@@ -43,6 +43,10 @@ class Layers(nnx.Module):
     q_bias: Float[Array, "L N H"] | Declared | None = nnx.data(default=None)
     k_bias: Float[Array, "L K H"] | Declared | None = nnx.data(default=None)
     v_bias: Float[Array, "L K H"] | Declared | None = nnx.data(default=None)
+    q_norm: Float[Array, "L H"] | Declared | None = nnx.data(default=None)
+    k_norm: Float[Array, "L H"] | Declared | None = nnx.data(default=None)
+    post_attention_norm: Float[Array, "L D"] | Declared | None = nnx.data(default=None)
+    post_mlp_norm: Float[Array, "L D"] | Declared | None = nnx.data(default=None)
 
 
 @nnx.dataclass
@@ -67,8 +71,10 @@ class LLM(nnx.Module):
         """The module with a `Weight` for each array; int8 makes the layers' matrices int8 and the rest bfloat16."""
         a, is_quantized = architecture, jnp.dtype(dtype) == jnp.int8
         dtype = jnp.bfloat16 if is_quantized else dtype
-        sizes, matrix, one = axis_sizes(a), initializers.normal(0.02), initializers.ones
-        norms = {name: declare_stacked(name, sizes, one, dtype=dtype) for name in ("attention_norm", "mlp_norm")}
+        sizes, matrix, one = axis_sizes(a), initializers.normal(0.02), initializers.constant(1 - a.norm_offset)
+        names = ("attention_norm", "mlp_norm", *(("q_norm", "k_norm") if a.qk_norm else ()))
+        names += ("post_attention_norm", "post_mlp_norm") if a.output_norms else ()
+        norms = {name: declare_stacked(name, sizes, one, dtype=dtype) for name in names}
         biases = ("q_bias", "k_bias", "v_bias") if a.qkv_bias else ()
         others = {name: declare_stacked(name, sizes, matrix, dtype=dtype) for name in (*MATRICES, *biases)}
         layers = Layers(**norms, **others)
@@ -98,45 +104,59 @@ class LLM(nnx.Module):
           The last hidden state before the final norm, and the keys and values of these tokens alone. After the first
           call they are the whole cache; `cache.extend` appends those of a later call.
         """
-        epsilon = self.architecture.rms_norm_eps
-        frequencies = rope_frequencies(self.architecture)
+        shared, own = layer_options(self.architecture, length=tokens.shape[1] if cache is None else None)
         scale = 1.0 if self.adapter is None else self.adapter.scale
         assert cache is None or segments is None
         product = partial(project if remat is None else checkpointed_matmul, scale=scale)
 
         def block(
-            x: Array, scanned: tuple[Layers, LLMAdapter | None, LayerCache | None]
+            x: Array, scanned: tuple[Layers, LLMAdapter | None, LayerCache | None, LayerOptions]
         ) -> tuple[Array, tuple[Array, Array]]:
-            w, past = gather_layer(scanned[0], dtype=x.dtype), scanned[2]
+            w, past, options = gather_layer(scanned[0], dtype=x.dtype), scanned[2], scanned[3].over(shared)
+            window = options.window
             updates = {} if scanned[1] is None else gather_layer(scanned[1], dtype=x.dtype).updates()
             with jax.named_scope("attention"):
-                y = gather_rows(rms_norm(x, w.attention_norm, epsilon), "attention_embed")
+                y = gather_rows(self.normalize(x, w.attention_norm), "attention_embed")
                 q, k, v = (product(y, getattr(w, n), updates.get(n)) + bias(getattr(w, f"{n}_bias"), y) for n in "qkv")
-                q = rope(split_rows(q, "heads", "head_dim"), positions, frequencies)
-                k = rope(split_rows(k, "kv_heads", "head_dim"), positions, frequencies)
+                q = self.normalize(split_rows(q, "heads", "head_dim"), w.q_norm)
+                k = self.normalize(split_rows(k, "kv_heads", "head_dim"), w.k_norm)
+                q = rope(q, positions, options.frequencies, options.query_scale)
+                k = rope(k, positions, options.frequencies)
                 v = split_rows(v, "kv_heads", "head_dim")
                 if cache is None or past is None:
-                    y = attention(q, k, v, kv_positions=positions, kv_segments=segments)
+                    y = attention(q, k, v, kv_positions=positions, kv_segments=segments, window=window)
                 else:
-                    others = [*past.others, (k, v, causal_mask(positions, positions))]
-                    y = attention(q, past.k, past.v, q_positions=positions, kv_positions=cache.positions, others=others)
+                    others = [*past.others(positions, window), (k, v, causal_mask(positions, positions, window))]
+                    places = {"q_positions": positions, "kv_positions": cache.positions}
+                    y = attention(q, past.k, past.v, **places, others=others, window=window)
                 y = product(gather_rows(y, "heads", "head_dim"), w.o, updates.get("o"), dims=2)
-                x = x + split_rows(y)
+                x = x + self.normalize(split_rows(y), w.post_attention_norm)
             with jax.named_scope("mlp"):
-                y = gather_rows(rms_norm(x, w.mlp_norm, epsilon))
-                y = jax.nn.silu(product(y, w.gate, updates.get("gate"))) * product(y, w.up, updates.get("up"))
-                x = x + split_rows(product(y, w.down, updates.get("down")))
+                y = gather_rows(self.normalize(x, w.mlp_norm))
+                y = activate(product(y, w.gate, updates.get("gate")), self.architecture) * product(
+                    y, w.up, updates.get("up")
+                )
+                x = x + self.normalize(split_rows(product(y, w.down, updates.get("down"))), w.post_mlp_norm)
             k, v = (constrain(a, "batch", "length", "kv_heads", "head_dim") for a in (k, v))
             return split_rows(constrain(x, "batch", "length", "embed_activation")), (k, v)
 
         with jax.named_scope("llm"):
             past = None if cache is None else cache.layers()
-            scanned = (self.layers, self.adapter, past)
+            scanned = (self.layers, self.adapter, past, own)
             hidden, (k, v) = jax.lax.scan(remat(block) if remat else block, self.lookup(tokens), scanned)
         used = jnp.int32(tokens.shape[1])
         return hidden, KVCache(k=k, v=v, positions=positions, used=used, segments=segments)
 
+    def normalize(self, x: Float[Array, "*B D"], weight: Float[Array, "*b D"] | None) -> Float[Array, "*B D"]:
+        """The root-mean-square norm of this model; `x` itself where it has no such weight."""
+        return rms_norm(x, weight, self.architecture.rms_norm_eps, self.architecture.norm_offset)
+
     def lookup(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """What the first block reads of these tokens."""
+        rows, scale = self.rows(tokens), self.architecture.embedding_scale
+        return rows if scale == 1 else rows * jnp.asarray(scale, rows.dtype)  # rounded, as in transformers
+
+    def rows(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Rows of the embedding table, which is gathered first: rows in shards would be moved twice."""
         table = gather_weight(self.embed, EMBEDDING_AXES, dtype=self.embed.dtype)
         rows = table[gather_rows(tokens)].astype(self.dtype)
@@ -150,8 +170,7 @@ class LLM(nnx.Module):
     def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """Logits by the final norm and the LM head, in float32."""
         with jax.named_scope("head"):
-            y = rms_norm(hidden, self.norm, self.architecture.rms_norm_eps)
-            y = gather_rows(y)
+            y = gather_rows(self.normalize(hidden, self.norm))
             head = self.embed if self.head is None else self.head
             return jnp.einsum("...D,VD->...V", y, head.astype(y.dtype), preferred_element_type=jnp.float32)
 

@@ -167,7 +167,7 @@ def correct(
 ) -> Float[Array, "B M D"]:
     """Hidden states corrected by one evaluation of the path, on the batch's targets corrupted at the sampled t."""
     noise = path.config.sigma * corruption.noise
-    x = diffusion.interpolate(path.embed(llm.lookup(batch.targets)), noise, corruption.t)
+    x = diffusion.interpolate(path.embed(llm.rows(batch.targets)), noise, corruption.t)
     context = context._replace(labels=corruption.labels)
     if batch.queries is None:  # attention has a faster kernel for queries in order
         context = context._replace(positions=None)

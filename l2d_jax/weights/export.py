@@ -13,7 +13,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -112,7 +112,7 @@ def save_llm(folder: Path, trained: LLM, base: ModelConfig, *, mesh: Mesh) -> No
     if base.name == "random":
         tokenizer.byte_tokenizer().save_pretrained(folder)
         options = dict(base.architecture or {})
-        raw = {"model_type": _family(Architecture.from_hf(options))} | options
+        raw = {"model_type": SUPPORTED[options["architectures"][0]].model_type} | options
     else:
         language_model = find_base_and_adapters(base.name)
         copy_texts(language_model, folder)
@@ -126,6 +126,13 @@ def _release(parts: Parts, out: Path, file: str, *, is_full: bool = False) -> No
     if parts.path is None:
         raise InputError(f"{parts.name} has no diffusion path: export it with --format hf")
     config, path = parts.path
+    unknown = [
+        f.name for f in fields(Architecture) if f.default is not MISSING and f.name in parts.architecture.options()
+    ]
+    if unknown:
+        problem = f"the base of {parts.name} has {', '.join(unknown)}, and the release knows Llama and Qwen 2"
+        raise InputError(f"{problem}: export it with --format hf")
+    family = "qwen2" if parts.architecture.qkv_bias else "llama"
     for name in ("start", "reader"):
         if (found := getattr(config, name)) != (known := getattr(PathConfig, name)):
             problem = f"the path of {parts.name} has {name} {found!r}, which the release does not know"
@@ -137,14 +144,8 @@ def _release(parts: Parts, out: Path, file: str, *, is_full: bool = False) -> No
         trained = release.merge_lora(parts.llm, path, parts.architecture, config)
         config = replace(config, layers="dense")
     release.write_checkpoint(out / file, release.state_dict(parts.llm, trained, parts.architecture))
-    options = {"family": _family(parts.architecture), "l2d_kwargs": release.options(config)}
+    options = {"family": family, "l2d_kwargs": release.options(config)}
     (out / "l2d.json").write_text(json.dumps(options, indent=2) + "\n")
-
-
-def _family(architecture: Architecture) -> str:
-    """What `transformers` and the release call an architecture."""
-    family = {bias: name.removesuffix("ForCausalLM").lower() for name, bias in SUPPORTED.items()}
-    return family[architecture.qkv_bias]
 
 
 def _hugging_face(parts: Parts, out: Path, _file: str) -> None:

@@ -108,7 +108,12 @@ LLM_ROWS = [
     Row("model.norm.weight", "norm", "d -> d"),
     Row("lm_head.weight", "head", "v d -> v d"),
     Row(_LAYER + "input_layernorm.weight", "layers.attention_norm", "d -> d"),
+    # With two norms a block, the name means the MLP's; with four, what follows the attention.
+    Row(_LAYER + "post_attention_layernorm.weight", "layers.post_attention_norm", "d -> d"),
     Row(_LAYER + "post_attention_layernorm.weight", "layers.mlp_norm", "d -> d"),
+    Row(_LAYER + "pre_feedforward_layernorm.weight", "layers.mlp_norm", "d -> d"),
+    Row(_LAYER + "post_feedforward_layernorm.weight", "layers.post_mlp_norm", "d -> d"),
+    *(Row(f"{_LAYER}self_attn.{x}_norm.weight", f"layers.{x}_norm", "d -> d") for x in "qk"),
     *matrix_rows(MATRICES, "%s.weight", "layers.%s", "I O -> (O) (I)"),
     *matrix_rows("qkv", "%s.bias", "layers.%s_bias", "O -> (O)"),
 ]
@@ -150,15 +155,16 @@ class Leaf:
 
 
 def leaves(tree: Any, rows: Iterable[Row]) -> list[Leaf]:
-    """The rows that apply to a tree, in the order of its leaves; every leaf has exactly one."""
+    """The rows that apply to a tree, in the order of its leaves: of those for one leaf or one tensor, the first."""
     is_leaf = lambda x: hasattr(x, "shape")  # noqa: E731
     flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
     by_path = {jax.tree_util.keystr(path, simple=True, separator="."): value for path, value in flat}
-    filled = {}
+    filled: dict[str, Leaf] = {}
+    taken = set()
     for row in rows:
-        if row.ours in by_path:
-            assert row.ours not in filled, f"two rows for {row.ours}"
+        if row.ours in by_path.keys() - filled.keys() and row.theirs not in taken:
             filled[row.ours] = Leaf(row, by_path[row.ours])
+            taken.add(row.theirs)
     assert filled.keys() == by_path.keys(), f"no row for {by_path.keys() - filled.keys()}"
     return [filled[path] for path in by_path]
 

@@ -53,8 +53,8 @@ class BaseFiles:
         texts = None
         if self.tokenizer is not None:
             texts = [self.tokenizer.backend_tokenizer.to_str(), self.tokenizer.chat_template, self.stop_ids]
-        architecture = dataclasses.asdict(self.architecture)
-        return source_fingerprint(self.source) | {"architecture": digest(architecture), "tokenizer": digest(texts)}
+        architecture = digest(self.architecture.options())
+        return source_fingerprint(self.source) | {"architecture": architecture, "tokenizer": digest(texts)}
 
     def require_same(self, recorded: Any, *, file: Path) -> None:
         """Raise `InputError` unless the base is the one whose fingerprint `file` records as `base_fingerprint`."""

@@ -40,8 +40,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory, mesh: Mesh) -> Callable[
             return made[kind]
         raw = dict(tiny.CONFIGS[kind])
         name = raw.pop("architectures")[0]
-        config = getattr(transformers, name.replace("ForCausalLM", "Config"))(**raw, attn_implementation="eager")
-        theirs = getattr(transformers, name)(config).eval()
+        kind_of_model = getattr(transformers, name)
+        theirs = kind_of_model(kind_of_model.config_class(**raw, attn_implementation="eager")).eval()
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for key, parameter in theirs.named_parameters():
@@ -81,7 +81,7 @@ def test_logits_equal_those_of_transformers(kind: str, reference: Callable[[str]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("bug", "kind"), BUGS.items(), ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(("bug", "kind"), BUGS, ids=lambda value: getattr(value, "__name__", value))
 def test_the_comparison_finds(
     bug: Callable[[LLM, pytest.MonkeyPatch], LLM],
     kind: str,
@@ -107,7 +107,7 @@ def extend(llm: LLM, tokens: jax.Array, positions: jax.Array, cache: KVCache) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama-scaled", "qwen"])
+@pytest.mark.parametrize("kind", ["llama-scaled", "qwen", "mistral", "smollm3-yarn", "gemma3"])
 def test_decoding_from_a_cache_equals_the_full_pass(kind: str) -> None:
     """Three prefills and then single tokens, in a cache with room to spare."""
     llm, tokens = tiny.llm(kind), tiny.tokens(2, 12)

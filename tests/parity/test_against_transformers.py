@@ -195,7 +195,7 @@ def test_one_entry_of_one_tensor_is_noticed(folders, monkeypatch, changed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("bug", "kind"), bugs.BUGS.items(), ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(("bug", "kind"), bugs.BUGS, ids=lambda value: getattr(value, "__name__", value))
 def test_bugs_are_noticed(folders, monkeypatch, bug, kind):
     right = model_folder.BaseFiles.load
     monkeypatch.setattr(

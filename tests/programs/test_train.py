@@ -354,7 +354,7 @@ def change_tensors(base):
 
 
 def change_architecture(base):
-    raw = read_json(base / "config.json") | {"architectures": ["MistralForCausalLM"]}
+    raw = read_json(base / "config.json") | {"architectures": ["Qwen4ForCausalLM"]}
     (base / "config.json").write_text(json.dumps(raw))
 
 
@@ -377,7 +377,7 @@ def widen(base):
                 "misshaped: model.norm.weight has shape [31], expected [32]",
             ],
         ),
-        (change_architecture, ["unsupported architecture MistralForCausalLM", "LlamaForCausalLM, Qwen2ForCausalLM"]),
+        (change_architecture, ["unsupported architecture Qwen4ForCausalLM", "LlamaForCausalLM, Qwen2ForCausalLM"]),
         (remove_tokenizer, ["has no tokenizer"]),
         (remove_template, ["has no chat template"]),
         (widen, ["config.model.architecture differs", "rope_theta 10000.0 here, 5.0 there"]),

@@ -16,6 +16,8 @@ from l2d_jax.model.lora import LLMAdapter
 from l2d_jax.training.methods import method_of
 from l2d_jax.training.step import Objective
 
+WINDOW = 5  # tokens: shorter than the rows of the tests
+
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -38,6 +40,14 @@ _QWEN = {
     "rope_theta": 1e6,
     "rms_norm_eps": 1e-6,
 }
+_SMOLLM3 = {
+    **_LLAMA,
+    "architectures": ["SmolLM3ForCausalLM"],
+    "model_type": "smollm3",
+    **dict.fromkeys(
+        ("bos_token_id", "eos_token_id", "pad_token_id")
+    ),  # those of transformers are not in the vocabulary
+}
 _SCALING = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -54,6 +64,51 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama-wide-heads": {**_LLAMA, "head_dim": 16},  # not hidden_size / num_attention_heads
     "qwen": _QWEN,
     "qwen-tied": {**_QWEN, "tie_word_embeddings": True},
+    "qwen-late-windows": {**_QWEN, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    "qwen3": {**_LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16},
+    "qwen3-yarn": {
+        **_LLAMA,
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "max_position_embeddings": 256,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
+    },
+    "mistral": {
+        **_LLAMA,
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "head_dim": 16,
+        "sliding_window": WINDOW,
+    },
+    "smollm3": {
+        **_SMOLLM3,
+        "num_hidden_layers": 3,
+        "tie_word_embeddings": True,
+        "no_rope_layers": [1, 0, 1],
+    },
+    "smollm3-yarn": {  # of which layers without rope have no part; these have the windows
+        **_SMOLLM3,
+        "num_hidden_layers": 4,
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+        "no_rope_layer_interval": 2,
+        "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128},
+    },
+    "gemma3": {
+        **_LLAMA,
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 3,
+        "head_dim": 16,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 24,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "sliding_window": WINDOW,
+        "sliding_window_pattern": 2,
+        "tie_word_embeddings": True,
+    },
 }
 
 
