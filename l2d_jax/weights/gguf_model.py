@@ -1,8 +1,9 @@
-"""Translates a GGUF file of a Llama or a Qwen 2 into Hugging Face's terms: config, weights and tokenizer.
+"""Translates a GGUF file of a Llama, Qwen 2 or 3, or SmolLM3 into Hugging Face's terms: config, weights and tokenizer.
 
 Notable:
-* llama.cpp reorders the rows of q and k of architecture llama, where it rotates neighbours and Hugging Face rotates
-  halves (its convert_hf_to_gguf.py, `LlamaModel.permute`); that is undone here. Qwen 2's are not reordered;
+* llama.cpp reorders the rows of q and k of llama and smollm3, where it rotates neighbours and Hugging Face rotates
+  halves (its convert_hf_to_gguf.py, `LlamaModel.permute`); that is undone here. Qwen's are not reordered;
+* which of SmolLM3's layers have no rope is not in the file: in llama.cpp, too, it is every fourth;
 * Llama 3's rope scaling is not in the metadata but in a tensor of divisors, which gives the factor away;
 * the file gives only the name of its pre-tokenizer; the three here are those of the published tokenizer.json files.
 """
@@ -28,7 +29,13 @@ from l2d_jax.weights.gguf_file import GGUFFile
 Dtype = Literal["bfloat16", "float32"]
 CONVERSION = 1  # raise it when the same file would convert to something else
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+}
+REORDERED = ("llama", "smollm3")
 HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}  # of the rows that are reordered
 ROPE_DIVISORS = "rope_freqs.weight"
 
@@ -84,7 +91,7 @@ def read_weights(file: GGUFFile, dtype: Dtype) -> Iterator[tuple[str, Callable[[
 
     def read(name: str, target: str) -> Float[np.ndarray, "..."]:
         values = file.read(name)
-        heads = HEADS.get(target.split(".")[-2]) if config["model_type"] == "llama" else None
+        heads = HEADS.get(target.split(".")[-2]) if config["model_type"] in REORDERED else None
         if heads is not None:  # undo llama.cpp's interleaving of the two halves of each head's rows
             values = values.reshape(config[heads], -1, 2, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
         return values.astype(dtypes[dtype])
@@ -121,6 +128,8 @@ def _config(file: GGUFFile) -> dict[str, Any]:
         raise InputError(f"{file.path} claims {layers} layers and has {len(file.tensors)} tensors: download it again")
     if (scaling := file.find(f"{architecture}.rope.scaling.type", str)) not in (None, "none"):
         raise InputError(f"{file.path}: rope scaling {shown(scaling)} is not supported (Llama 3's and none are)")
+    if file.find(window := f"{architecture}.attention.sliding_window", int):
+        raise InputError(f"{file.path}: {window} is not supported: take the model's own folder")
     theta = file.find(f"{architecture}.rope.freq_base", float)
     theta = 10000.0 if theta is None else number(theta)
     config = {

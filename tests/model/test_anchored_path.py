@@ -33,7 +33,7 @@ def correction(path, llm, context, t, *, seed=0):
     return path(llm, x, jnp.full((1, 1), t, jnp.float32), context)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen"])
+@pytest.mark.parametrize("kind", ["llama", "qwen", "qwen3-yarn", "mistral", "smollm3-yarn", "gemma3"])
 @pytest.mark.parametrize("layers", ["lora", "dense"])
 @pytest.mark.parametrize("options", [ANCHORED, READING], ids=["lm", "path"])
 def test_untrained_it_is_the_language_model_at_any_time(mesh, kind, layers, options):

@@ -121,7 +121,17 @@ def test_a_few_positions_at_a_time_and_a_larger_cache_change_nothing() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "variant"),
-    [("llama", "lora"), ("qwen", "dense"), ("qwen-tied", "lora-classes"), ("llama-wide-heads", "dense-classes")],
+    [
+        ("llama", "lora"),
+        ("qwen", "dense"),
+        ("qwen-tied", "lora-classes"),
+        ("llama-wide-heads", "dense-classes"),
+        ("qwen3-yarn", "lora"),
+        ("mistral", "dense"),
+        ("smollm3-yarn", "lora"),
+        ("gemma3", "lora"),
+        ("gemma3", "dense"),
+    ],
 )
 def test_the_path_equals_its_plain_version(kind: str, variant: str) -> None:
     llm, path, tokens = tiny.llm(kind), tiny.path(kind, **VARIANTS[variant]), tiny.tokens(2, 6)
@@ -156,12 +166,18 @@ def test_vocabulary_vectors() -> None:
 
 # --- sizes and initial values ---
 
-COUNTS = {  # of the paper's models and SmolLM2: LoRA of rank 32, full copies, LoRA with three classes
+COUNTS = {  # of each config: LoRA of rank 32, full copies, LoRA with three classes
     "llama1b": (73_344_256, 992_945_408, 73_345_280),
     "qwen1p5b": (103_324_928, 1_357_825_280, 103_325_952),
     "llama8b": (281_036_032, 6_918_522_112, 281_037_056),
     "qwen7b": (233_008_384, 6_582_236_416, 233_009_408),
     "smollm2_135m": (37_620_864, 128_859_264, 37_621_888),
+    "qwen3_1p7b": (121_467_136, 1_383_952_640, 121_468_160),
+    "qwen3_8b": (308_660_480, 6_876_940_544, 308_661_504),
+    "smollm3_3b": (172_456_192, 2_854_680_832, 172_457_216),
+    "gemma3_4b": (190_493_440, 3_169_071_872, 190_494_464),
+    "mistral_7b": (281_036_032, 6_918_522_112, 281_037_056),
+    "llama70b": (1_389_401_344, 68_131_263_744, 1_389_402_368),
 }
 
 

@@ -53,7 +53,7 @@ def test_the_declaration_is_that_of_the_values(mesh: Mesh) -> None:
     assert found.embed.dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen"])
+@pytest.mark.parametrize("kind", ["llama", "qwen", "gemma3"])
 def test_an_int8_model_is_the_one_with_its_restored_weights(kind: str) -> None:
     """Layer by layer, what is computed is what the rounded weights give."""
     llm = tiny.llm(kind)

@@ -27,7 +27,7 @@ def logits(llm):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama-wide-heads", "qwen"])
+@pytest.mark.parametrize("kind", ["llama-wide-heads", "qwen", "gemma3"])
 @pytest.mark.parametrize("modules", [("q_proj", "v_proj"), PROJECTIONS])
 def test_a_model_with_an_adapter_is_the_sum_of_both(kind, modules):
     llm, adapter = tiny.llm(kind), tiny.adapter(kind, modules=modules)

@@ -2,12 +2,14 @@
 
 import json
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
 
 from l2d_jax import verify
 from l2d_jax.data.tokenizer import byte_tokenizer
+from l2d_jax.model.rope_scaling import Llama3Scaling, YarnScaling
 from l2d_jax.parity import against_transformers
 from l2d_jax.weights import model_folder
 from l2d_jax.weights.safetensors_file import SafetensorsFolder
@@ -145,25 +147,48 @@ def test_their_exact_logits_are_float64_throughout(folders, kind):
         assert np.abs(plain[name] - wanted).max() > 1e-7
 
 
+def float64_frequencies(architecture, kind):
+    theta = architecture.local_rope_theta if kind == "local" else architecture.rope_theta
+    half = architecture.head_dim // 2
+    frequencies = theta ** (-np.arange(half) / half)
+    scaling = architecture.rope_scaling
+    if kind == "local" or scaling is None:
+        return frequencies
+    kept = np.zeros(half)
+    if isinstance(scaling, Llama3Scaling):
+        turns = scaling.original_max_position_embeddings * frequencies / (2 * np.pi)
+        kept = np.clip((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0, 1)
+    if isinstance(scaling, YarnScaling):
+        turns = np.array([scaling.beta_fast, scaling.beta_slow])
+        bounds = half * np.log(scaling.original_max_position_embeddings / (2 * np.pi * turns)) / np.log(theta)
+        low, high = max(np.floor(bounds[0]), 0), min(np.ceil(bounds[1]), 2 * half - 1)
+        kept = 1 - np.clip((np.arange(half) - low) / (high - low), 0, 1)
+    return frequencies * (kept + (1 - kept) / scaling.factor)
+
+
 def float64_logits(folder, kind, row):
     import torch
     from transformers import AutoModelForCausalLM
 
     architecture = tiny.architecture(kind)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="float64").eval()
-    frequencies = architecture.rope_theta ** (-np.arange(0, architecture.head_dim, 2) / architecture.head_dim)
-    if scaling := architecture.rope_scaling:
-        turns = scaling.original_max_position_embeddings * frequencies / (2 * np.pi)
-        kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-        kept = np.clip(kept, 0, 1)
-        frequencies *= kept + (1 - kept) / scaling.factor
-    angles = torch.tensor(np.tile(np.arange(len(row))[:, None] * frequencies, 2)[None])
-    model.model.rotary_emb.forward = lambda *_, **__: (angles.cos(), angles.sin())
+
+    def turn(x, position_ids, layer_type="full_attention"):
+        local = layer_type == "sliding_attention" and architecture.local_rope_theta
+        frequencies = float64_frequencies(architecture, "local" if local else "global")
+        angles = torch.tensor(np.tile(np.arange(len(row))[:, None] * frequencies, 2)[None])
+        scaling = architecture.rope_scaling
+        factor = 1.0 if local or scaling is None else scaling.attention_factor
+        return angles.cos() * factor, angles.sin() * factor
+
+    def normalize(x, norm):
+        epsilon = architecture.rms_norm_eps
+        return (architecture.norm_offset + norm.weight) * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
+
+    model.model.rotary_emb.forward = turn
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
-            module.forward = lambda x, norm=module: (
-                norm.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
-            )
+            module.forward = partial(normalize, norm=module)
     with torch.no_grad():
         return model(torch.tensor(row[None])).logits[0].numpy()
 

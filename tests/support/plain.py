@@ -2,8 +2,9 @@
 
 import numpy as np
 
+from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.diffusion_path import DiffusionPath
-from l2d_jax.model.layers import Lora, Mlp
+from l2d_jax.model.layers import Lora, Mlp, rope_frequencies
 from l2d_jax.model.llm import LLM
 
 
@@ -53,26 +54,42 @@ def features(
             return theirs + path.config.lora_alpha / path.config.lora_rank * update
 
         weight_1, shift_1, gate_1, weight_2, shift_2, gate_2 = mlp(own.modulation, condition(path, t, label), (layer,))
-        normed = rms(x, a.rms_norm_eps) * (f64(w.attention_norm)[layer] + weight_1) + shift_1
+        normed = norm(x, a, f64(w.attention_norm)[layer] + weight_1) + shift_1
         q = np.tensordot(normed, weight("q"), 1)
         if a.qkv_bias:
             q = q + f64(w.q_bias if own.q_bias is None else own.q_bias)[layer]
         heads = []
         for n in range(a.num_attention_heads):
             group = n // (a.num_attention_heads // a.num_key_value_heads)
-            turned = rotate(q[n], position, a.rope_theta)
-            scores = f64(keys)[layer, : position + 1, group] @ turned / np.sqrt(a.head_dim)
+            head = q[n] if w.q_norm is None else norm(q[n], a, f64(w.q_norm)[layer])
+            kind = a.ropes[layer] if a.ropes else "global"
+            turned = rotate(head, position, f64(rope_frequencies(a, kind))) * a.query_scale
+            if kind == "global" and a.rope_scaling is not None:
+                turned = turned * a.rope_scaling.attention_factor**2
+            window = a.windows[layer] if a.windows else 0
+            seen = slice(max(position + 1 - window, 0) if window else 0, position + 1)
+            scores = f64(keys)[layer, seen, group] @ turned / np.sqrt(a.head_dim)
             shares = np.exp(scores) / np.exp(scores).sum()
-            heads.append(shares @ f64(values)[layer, : position + 1, group])
-        x = x + gate_1 * np.tensordot(np.array(heads), weight("o"), 2)
-        normed = rms(x, a.rms_norm_eps) * (f64(w.mlp_norm)[layer] + weight_2) + shift_2
-        x = x + gate_2 * ((silu(normed @ weight("gate")) * (normed @ weight("up"))) @ weight("down"))
+            heads.append(shares @ f64(values)[layer, seen, group])
+        added = np.tensordot(np.array(heads), weight("o"), 2)
+        x = x + gate_1 * (norm(added, a, f64(w.post_attention_norm)[layer]) if a.output_norms else added)
+        normed = norm(x, a, f64(w.mlp_norm)[layer] + weight_2) + shift_2
+        activate = silu if a.activation == "silu" else gelu
+        added = (activate(normed @ weight("gate")) * (normed @ weight("up"))) @ weight("down")
+        x = x + gate_2 * (norm(added, a, f64(w.post_mlp_norm)[layer]) if a.output_norms else added)
     return x
 
 
-def rotate(q: np.ndarray, position: int, theta: float) -> np.ndarray:
-    half = len(q) // 2
-    angles = position * theta ** (-np.arange(half) / half)
+def gelu(x: np.ndarray) -> np.ndarray:
+    return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def norm(x: np.ndarray, architecture: Architecture, weight: np.ndarray) -> np.ndarray:
+    return rms(x, architecture.rms_norm_eps) * (architecture.norm_offset + weight)
+
+
+def rotate(q: np.ndarray, position: int, frequencies: np.ndarray) -> np.ndarray:
+    half, angles = len(q) // 2, position * frequencies
     turned = (q[:half] + 1j * q[half:]) * np.exp(1j * angles)
     return np.concatenate([turned.real, turned.imag])
 
@@ -83,7 +100,7 @@ def rms(x: np.ndarray, epsilon: float) -> np.ndarray:
 
 def logits(llm: LLM, hidden: np.ndarray) -> np.ndarray:
     head = llm.embed if llm.head is None else llm.head
-    return rms(f64(hidden), llm.architecture.rms_norm_eps) * f64(llm.norm) @ f64(head).T
+    return norm(f64(hidden), llm.architecture, f64(llm.norm)) @ f64(head).T
 
 
 def f64(array: object) -> np.ndarray:

@@ -29,6 +29,8 @@ def example_weights(architecture: str, *, tied: bool) -> dict[str, np.ndarray]:
         shapes |= {f"{layer}.self_attn.{x}_proj.weight": (n, HIDDEN) for x, n in rows.items()}
         if architecture == "qwen2":
             shapes |= {f"{layer}.self_attn.{x}_proj.bias": (n,) for x, n in rows.items()}
+        if architecture == "qwen3":
+            shapes |= {f"{layer}.self_attn.{x}_norm.weight": (HEAD_DIM,) for x in "qk"}
         shapes |= {f"{layer}.self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM)}
         shapes |= {f"{layer}.mlp.{x}_proj.weight": (WIDTH, HIDDEN) for x in ("gate", "up")}
         shapes |= {f"{layer}.mlp.down_proj.weight": (HIDDEN, WIDTH)}
@@ -82,6 +84,7 @@ def write_gguf(
         f"{architecture}.embedding_length": HIDDEN,
         f"{architecture}.feed_forward_length": WIDTH,
         f"{architecture}.attention.head_count": HEADS,
+        f"{architecture}.attention.key_length": HEAD_DIM,
         f"{architecture}.attention.head_count_kv": KV_HEADS,
         f"{architecture}.attention.layer_norm_rms_epsilon": 1e-6,
         f"{architecture}.rope.freq_base": 5e5,
@@ -109,7 +112,7 @@ def write_gguf(
     arrays: dict[str, np.ndarray | None] = {}
     for name, weight in weights.items():
         heads = HEADS if "q_proj.weight" in name else KV_HEADS if "k_proj.weight" in name else 0
-        reordered = architecture == "llama" and heads
+        reordered = architecture in ("llama", "smollm3") and heads
         arrays[to_gguf_name(name)] = llama_cpp_rows(weight, heads) if reordered else weight
     for name, array in (arrays | (tensors or {})).items():
         if array is None:

@@ -35,7 +35,7 @@ def convert(path: Path, dtype: Dtype = "float32") -> Path:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "smollm3"])
 def test_weights_come_back_under_hugging_face_s_names(tmp_path: Path, architecture: str, tied: bool) -> None:
     weights = write_gguf(tmp_path / "x.gguf", architecture, tied=tied)
     source = SafetensorsFolder.open(convert(tmp_path / "x.gguf"))
@@ -189,7 +189,11 @@ SQUARE = np.zeros((4, 4), np.float32)
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "architecture": (
         lambda path: write_gguf(path, metadata={"general.architecture": "gemma"}),
-        "architecture 'gemma': supported are llama, qwen2",
+        "architecture 'gemma': supported are llama, qwen2, qwen3, smollm3",
+    ),
+    "window": (
+        lambda path: write_gguf(path, metadata={"llama.attention.sliding_window": 4096}),
+        "llama.attention.sliding_window is not supported",
     ),
     "part": (lambda path: write_gguf(path, metadata={"split.count": 3}), "one of 3 parts"),
     "unknown tensor": (
