@@ -79,8 +79,8 @@ def write_card(
 
     base_id, revision = hub.split_revision(base)
     options: dict[str, Any] = {"license": license} if license else {}
+    options |= {"base_model": base_id} if revision else {}  # a folder means nothing elsewhere
     data = huggingface_hub.ModelCardData(
-        base_model=base_id,
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["l2d", "diffusion"],
@@ -97,7 +97,6 @@ def write_card(
         parameters=f"{parameters:,}",
         budget=config.decode.budget,
         config=config,
-        examples=config.data.validation_examples,
         steps=measured["step"],
         table=budget_rows(measured),
         license=license,
