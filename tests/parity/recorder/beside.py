@@ -10,7 +10,6 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from timeit import timeit
@@ -24,7 +23,6 @@ from l2d_jax.config.schema import Config
 from l2d_jax.decoding.solver import find_solver
 from l2d_jax.distributed import runtime
 from l2d_jax.errors import InputError, RunError
-from l2d_jax.model.architecture import SUPPORTED
 from l2d_jax.performance.decoding_speed import bytes_per_evaluation, decoder, random_model
 from l2d_jax.performance.timing import read_rate, turns
 from l2d_jax.performance.training_speed import random_batch
@@ -109,11 +107,10 @@ def beside(config: Config, checkout: Path, python: Path) -> Iterator[tuple[Ask, 
     known = (config.path.reader, config.path.start) == ("lm", "released")
     require(known, "the release knows no config.path.reader but 'lm' and no config.path.start but 'released'")
     architecture = model_folder.read_architecture(config.model)
-    family = {bias: name.removesuffix("ForCausalLM").lower() for name, bias in SUPPORTED.items()}
-    base = asdict(architecture) | {"tie_word_embeddings": architecture.tied}
+    base = architecture.options() | {"tie_word_embeddings": architecture.tied}
     if base["rope_scaling"] is not None:
         base["rope_scaling"]["rope_type"] = "llama3"
-    described = {"checkout": str(checkout), "family": family[architecture.qkv_bias], "base": base}
+    described = {"checkout": str(checkout), "family": "qwen2" if architecture.qkv_bias else "llama", "base": base}
     code = f"import sys; sys.path.append({str(ROOT)!r}); from tests.parity.recorder.release_worker import main; main()"
     ours = ("PYTHONPATH", "MALLOC", "GLIBC_TUNABLES")  # `launch/flags.sh` sets the last two for this code
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
