@@ -22,7 +22,7 @@ from l2d_jax.training import manifest, workdir
 from l2d_jax.training.checkpoint import Checkpoints
 from l2d_jax.training.methods import method_of
 from l2d_jax.weights import hub, locate, model_folder
-from l2d_jax.weights.publish import is_published
+from l2d_jax.weights.publish import TorchFolder, is_published
 
 WITHOUT_PATH: dict[str, Any] = {"budget": 1, "solver": "euler"}  # how a language model without a path decodes
 
@@ -52,12 +52,15 @@ def find(folder: str | os.PathLike[str], *, dtype: str | None = None) -> Folder:
         path = mirror.open_folder(folder)
         name = name if path == Path(folder) else str(path)
     if (path / "checkpoints").is_dir():
-        config = workdir.read_config(path)
+        config = workdir.recorded_config(path)
         config = dataclasses.replace(config, model=_base(vars(config.model), dtype))
         base = model_folder.recorded_base(path, config.model)
         if config.train.method == "l2d":
             return Folder(path, base, config.decode, config.path, config)
         return Folder(path, base, dataclasses.replace(config.decode, **WITHOUT_PATH), None, config)
+    if is_published(path):
+        published = TorchFolder.open(path)
+        return Folder(path, _base({"name": published.base_name}, dtype), DecodeConfig(), published.config, None)
     if has_path(path):
         name = name if model_folder.holds_base(path) else model_folder.base_name(path)
         return Folder(path, _base({"name": name}, dtype), DecodeConfig(), model_folder.read_path_config(path), None)

@@ -132,8 +132,8 @@ class DiffusionPath(nnx.Module):
         """The model that reads the context for this path: the LM, or the LM with the path's own layers."""
         if self.config.reader == "lm":
             return llm
-        if self.adapter is not None:
-            return dataclasses.replace(llm, adapter=self.adapter)
+        if (adapter := self.adapter) is not None:
+            return dataclasses.replace(llm, adapter=adapter)
         changes = {name: getattr(self.layers, name) for name in matrices(self.config)}
         q_bias = llm.layers.q_bias if self.layers.q_bias is None else self.layers.q_bias
         return dataclasses.replace(llm, layers=dataclasses.replace(llm.layers, **changes, q_bias=q_bias))
@@ -149,10 +149,10 @@ class DiffusionPath(nnx.Module):
 
     def merge_updates(self, llm: LLM) -> "DiffusionPath":
         """The same path with copies of the LM's weights to which its low-rank updates are added."""
-        if self.adapter is None:
+        if (adapter := self.adapter) is None:
             return self
-        merged = merge_adapter(llm.layers, self.adapter)
-        placed = {name: getattr(llm.layers, name).sharding for name in self.adapter.updates()}
+        merged = merge_adapter(llm.layers, adapter)
+        placed = {name: getattr(llm.layers, name).sharding for name in adapter.updates()}
         copies = {name: jax.device_put(getattr(merged, name), sharding) for name, sharding in placed.items()}
         return dataclasses.replace(self, layers=dataclasses.replace(self.layers, **copies))
 

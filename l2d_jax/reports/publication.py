@@ -7,12 +7,13 @@ from typing import Any
 import jax
 
 from l2d_jax.config.parsing import require
-from l2d_jax.config.schema import Config, MeshConfig, ModelConfig
+from l2d_jax.config.schema import Config, MeshConfig
+from l2d_jax.data.tokenizer import load_tokenizer
 from l2d_jax.distributed import runtime
 from l2d_jax.errors import InputError, shown
 from l2d_jax.files import output_folder, read_json
 from l2d_jax.reports.training import budget_rows, first_and_last
-from l2d_jax.training.workdir import read_config
+from l2d_jax.training.workdir import recorded_config
 from l2d_jax.weights import hub, locate, model_folder, publish
 from l2d_jax.weights.export import Parts
 
@@ -32,7 +33,7 @@ def publish_run(workdir: Path, repo: str, *, base: str | None = None, dry_run: P
         base = f"{hub_id}@{revision or hub.plan_download(base).revision}"
     elif dry_run is None:
         raise InputError(f"the base of {workdir} is the folder {base}, which is here alone: give --base org/name")
-    license, config = read_license(base), read_config(workdir)
+    license, config = read_license(base), recorded_config(workdir)
     with tempfile.TemporaryDirectory() as scratch:
         out = dry_run or Path(scratch, "path")
         with output_folder(out) as partial:
@@ -52,7 +53,8 @@ def _write_published(parts: Parts, trained: Path, out: Path, *, base: str) -> in
     path = model_folder.load_path(trained, parts.architecture, mesh)
     hub_id, revision = hub.split_revision(base)
     raw = read_json(parts.language_model.folder / "config.json")
-    tokenizer = model_folder.find_base(ModelConfig(name=model_folder.base_name(trained))).tokenizer
+    texts = parts.language_model.tokenizer_folder
+    tokenizer = load_tokenizer(texts) if (texts / "tokenizer.json").exists() else None
     publish.write_torch_folder(
         out, path, parts.architecture, base=hub_id, base_revision=revision, base_config=raw, tokenizer=tokenizer
     )

@@ -15,7 +15,7 @@ FORMER_OPTIONS = ("stratified_times", "logit_normal_mean", "logit_normal_deviati
 FORMER_DENSITIES = ("logit_normal", "warped")
 
 
-def read_config(workdir: Path) -> Config:
+def recorded_config(workdir: Path) -> Config:
     """The config that a run began with, less options of former versions that concern training alone."""
     options = read_json(workdir / "config.json")
     if isinstance(train := options.get("train"), dict):

@@ -217,15 +217,11 @@ def holds_base(folder: Path) -> bool:
 
 def base_name(folder: Path) -> str:
     """The base that a path was trained on; raises `InputError` for random weights, which are in no folder."""
-    if publish.is_published(folder):
-        return publish.TorchFolder.open(folder).base_name
     return locate.read_base_name(folder / "path.json", what="the base that the path was trained on")
 
 
 def read_path_config(folder: Path) -> PathConfig:
-    """The options of a folder's path; raises `InputError` for unknown options and values out of range."""
-    if publish.is_published(folder):
-        return publish.TorchFolder.open(folder).config
+    """The options of a model folder's path; raises `InputError` for unknown options and values out of range."""
     options = read_json(folder / "path.json").get("path", {})
     return from_dict(PathConfig, options, prefix=f"{folder}/path.json: path")
 

@@ -113,7 +113,7 @@ class TorchFolder:
         """Check a published folder, whose path PyTorch may have trained further; raises `InputError`."""
         file = folder / "config.json"
         raw = read_json(file)
-        if not is_published(folder):
+        if raw.get("model_type") != MODEL_TYPE:
             kind = shown(raw.get("model_type"))
             raise InputError(f"{file}: model_type is {kind}, not {MODEL_TYPE!r}: give a folder that was published")
         architecture = Architecture.from_hf(raw.get("text_config", {}), where=f"{file}: text_config")
