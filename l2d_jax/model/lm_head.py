@@ -1,6 +1,7 @@
 """The LM head, applied to some positions at a time: the logits of a whole batch never exist."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -31,29 +32,34 @@ def target_losses(
     The gradient of each position is computed along with its loss and scaled later, so that the backward pass does not
     compute the logits again.
     """
-    llm = llm.with_whole_head()
+    return _target_losses(hidden, llm.with_whole_head(), targets, chunk)
 
-    def at(hidden: Array, targets: Array) -> Array:
-        return negative_log_likelihood(llm.logits(hidden), targets)
 
-    def at_with_gradient(hidden: Array, targets: Array) -> tuple[Array, Array]:
-        values, pull = jax.vjp(lambda h: at(h, targets), hidden)
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _target_losses(hidden: Array, llm: LLM, targets: Array, chunk: int) -> Array:
+    losses: Array = _in_chunks(partial(_loss_at, llm), (hidden, targets), chunk=chunk)
+    return losses
+
+
+def _loss_at(llm: LLM, hidden: Float[Array, "n D"], targets: Int[Array, " n"]) -> Float[Array, " n"]:
+    return negative_log_likelihood(llm.logits(hidden), targets)
+
+
+def _losses_and_gradient(hidden: Array, llm: LLM, targets: Array, chunk: int) -> tuple[Array, Array]:
+    def at(hidden: Array, targets: Array) -> tuple[Array, Array]:
+        values, pull = jax.vjp(lambda h: _loss_at(llm, h, targets), hidden)
         return values, pull(jnp.ones_like(values))[0]
 
-    @jax.custom_vjp
-    def losses(hidden: Array) -> Array:
-        values: Array = _in_chunks(at, (hidden, targets), chunk=chunk)
-        return values
+    losses, gradient = _in_chunks(at, (hidden, targets), chunk=chunk)
+    return losses, gradient
 
-    def forward(hidden: Array) -> tuple[Array, Array]:
-        values, gradient = _in_chunks(at_with_gradient, (hidden, targets), chunk=chunk)
-        return values, gradient
 
-    def backward(gradient: Array, cotangent: Array) -> tuple[Array]:
-        return ((cotangent[..., None] * gradient).astype(gradient.dtype),)
+def _scaled_gradient(chunk: int, gradient: Array, cotangent: Array) -> tuple[Array, None, None]:
+    del chunk
+    return (cotangent[..., None] * gradient).astype(gradient.dtype), None, None
 
-    losses.defvjp(forward, backward)
-    return losses(hidden)
+
+_target_losses.defvjp(_losses_and_gradient, _scaled_gradient)
 
 
 def target_losses_with_trained_head(
