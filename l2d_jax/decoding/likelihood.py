@@ -123,10 +123,7 @@ def _sample(
     refinement = Refinement.prepare(model, settings)
     check_value(seed, ranges.KeySeed, "seed")
     keys = jax.random.split(jax.random.key(seed), 1 if settings.budget == 1 else draws)
-    numbers, labels = (
-        jnp.array([prompt.number for prompt in prompts]),
-        class_labels(path_config(model), prompts),
-    )
+    numbers, labels = (jnp.array([prompt.number for prompt in prompts]), class_labels(path_config(model), prompts))
     model = model.reading(refines=settings.budget > 1)
     results = _log_probs(model, refinement, ids, queries, targets, keys, numbers, labels)
     log_probs, likeliest = map(processes.gather_array, results)

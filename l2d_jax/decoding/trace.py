@@ -83,11 +83,7 @@ def check_single_sample(settings: DecodeConfig) -> None:
 
 
 def mean_evaluations(
-    loaded: LoadedModel,
-    prompts: Sequence[Sequence[int]],
-    answers: Sequence[Sequence[int]],
-    *,
-    settings: DecodeConfig,
+    loaded: LoadedModel, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], *, settings: DecodeConfig
 ) -> list[float]:
     """The mean evaluations per token of each answer, as an adaptive solver chooses them."""
     traces = trace(loaded, Request(number_prompts(prompts), settings), answers)

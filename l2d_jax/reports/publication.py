@@ -83,10 +83,7 @@ def write_card(
     options: dict[str, Any] = {"license": license} if license else {}
     options |= {"base_model": base_id} if revision else {}  # a folder means nothing elsewhere
     data = huggingface_hub.ModelCardData(
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        tags=["l2d", "diffusion"],
-        **options,
+        library_name="transformers", pipeline_tag="text-generation", tags=["l2d", "diffusion"], **options
     )
     measured = first_and_last(workdir)[1]
     card = huggingface_hub.ModelCard.from_template(
