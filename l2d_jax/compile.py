@@ -30,7 +30,6 @@ from l2d_jax.decoding.solver import find_solver
 from l2d_jax.distributed.sharding import decoding_mesh, make_mesh, mesh_sizes
 from l2d_jax.files import cache_folder
 from l2d_jax.performance import costs, lowering, tpu_estimate
-from l2d_jax.performance.plan_search import search_plans
 from l2d_jax.performance.topologies import GENERATIONS, Topology
 from l2d_jax.training import plans
 from l2d_jax.weights import model_folder
@@ -89,7 +88,7 @@ def main() -> int:
         return answer(question, make_mesh(config.mesh, devices), folder=folder)
 
     if options.search:
-        plans.add_plans(config, devices, search_plans(config, devices, partial(ask, "train")))
+        plans.add_plans(config, devices, plans.search_plans(config, devices, partial(ask, "train")))
     plan, answers = plans.choose_plan(config, devices), {}
     for work in works:
         planned = (
