@@ -91,9 +91,9 @@ def main() -> int:
         plans.add_plans(config, devices, plans.search_plans(config, devices, partial(ask, "train")))
     plan, answers = plans.choose_plan(config, devices), {}
     for work in works:
-        planned = (
-            plans.apply_plan(plan, config) if work == "train" else for_decoding(config, options.batch, len(devices))
-        )
+        planned = plans.apply_plan(plan, config)
+        if work == "decode":
+            planned = for_decoding(config, options.batch, len(devices))
         answers[work] = found = ask(work, planned, folder=options.hlo)
         if not options.json:
             sizes = " x ".join(f"{name}={size}" for name, size in mesh_sizes(planned.mesh, len(devices)).items())
@@ -159,14 +159,10 @@ def compile_and_read(question: Question, mesh: Mesh, folder: Path | None) -> dic
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{question.work}.hlo").write_text(text)
-    return tpu_estimate.read_estimate(
-        compiled.memory_analysis(),
-        text,
-        GENERATIONS[question.topology.kind],
-        useful=flops / mesh.size,  # without recomputation
-        tokens=tokens,
-        unknown_trips=find_solver(config.decode.solver).steps(config.decode.budget),
-    )
+    memory, generation = compiled.memory_analysis(), GENERATIONS[question.topology.kind]
+    trips = find_solver(config.decode.solver).steps(config.decode.budget)
+    useful = flops / mesh.size  # without recomputation
+    return tpu_estimate.read_estimate(memory, text, generation, useful=useful, tokens=tokens, unknown_trips=trips)
 
 
 if __name__ == "__main__":

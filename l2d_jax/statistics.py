@@ -65,11 +65,8 @@ def accuracy(scores: Mapping[str, Sequence[float]]) -> Rate:
 def pass_rates(scores: Mapping[str, Sequence[float]], ks: Sequence[int] = (1, 5, 10)) -> dict[int, Rate]:
     """pass@k for each k for which every problem has enough samples, from the scores (0 or 1) of each problem."""
     fewest = min(map(len, scores.values()), default=0)
-    return {
-        k: rate([pass_at(k, samples=len(values), correct=int(sum(values))) for values in scores.values()])
-        for k in ks
-        if k <= fewest
-    }
+    counts = [(len(values), int(sum(values))) for values in scores.values()]
+    return {k: rate([pass_at(k, samples=n, correct=right) for n, right in counts]) for k in ks if k <= fewest}
 
 
 def by_subject(scores: Mapping[str, Sequence[float]], subjects: Mapping[str, str | None]) -> dict[str, Rate]:

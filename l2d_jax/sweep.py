@@ -61,12 +61,9 @@ def _trace_answers(loaded: LoadedModel, plan: TaskPlan) -> dict[str, object]:
     prompts = [one.ids for one in problems]
     answers = tokenizer.text_ids([one.problem.answer for one in problems], loaded.tokenizer)
     adaptive = replace(plan.settings, solver="fehlberg2", budget=AMPLE)
-    return {
-        "solver": adaptive.solver,
-        "tolerance": adaptive.tolerance,
-        **accuracy_by_time(loaded, prompts, answers, settings=plan.settings),
-        "evaluations": mean_evaluations(loaded, prompts, answers, settings=adaptive),
-    }
+    evaluations = mean_evaluations(loaded, prompts, answers, settings=adaptive)
+    found: dict[str, object] = {"solver": adaptive.solver, "tolerance": adaptive.tolerance, "evaluations": evaluations}
+    return found | accuracy_by_time(loaded, prompts, answers, settings=plan.settings)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,8 @@ def main() -> int | None:
     """Parse the command line, then train or, with `--dry_run`, say what training would take."""
     parser = command_line.Parser(prog="python -m l2d_jax.train", description=__doc__)
     parser.add_argument("--config", required=True, help=config_file.CONFIG_HELP)
-    parser.add_argument(
-        "--workdir", type=command_line.folder_or_bucket, help="where config, checkpoints and metrics go"
-    )
+    folder = command_line.folder_or_bucket
+    parser.add_argument("--workdir", type=folder, help="where config, checkpoints and metrics go")
     parser.add_argument("--dry_run", action="store_true", help="print parameters, memory and FLOPs; no weights needed")
     listing = "list the variants of the config file, with their trainable parameters; overrides do not count"
     parser.add_argument("--variants", action="store_true", help=listing)

@@ -7,7 +7,7 @@ by about half of its squared standard error.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,11 +64,8 @@ def score_answers(
     contexts = [prompt.ids for prompt in prompts]
     limit = model.llm.architecture.max_position_embeddings
     for context, answer in zip(contexts, answers, strict=True):
-        require(
-            len(context) + len(answer) - 1 <= limit,
-            f"a prompt of {len(context)} tokens and {len(answer)} new ones exceed the {limit} positions of the model: "
-            "shorten one of them",
-        )
+        problem = f"a prompt of {len(context)} tokens and {len(answer)} new ones exceed the {limit} positions"
+        require(len(context) + len(answer) - 1 <= limit, f"{problem} of the model: shorten one of them")
     check_prompts(contexts, model.llm.architecture, new_tokens=0)
     check_tokens([*contexts, *answers], model.llm.architecture.vocab_size)
     ids, _ = pad([[*context, *answer[:-1]] for context, answer in zip(contexts, answers, strict=True)])
@@ -76,12 +73,9 @@ def score_answers(
     places = np.arange(targets.shape[1])
     starts, counts = (np.array([len(text) for text in texts])[:, None] for texts in (contexts, answers))
     queries = np.where(places < counts, starts - 1 + places, 0).astype(np.int32)
-    log_probs, likeliest = _sample(
-        model, prompts, ids, sharding.spread(queries), targets[:, :, None], settings=settings, draws=draws, seed=seed
-    )
-    return [
-        _average(log_probs[:, i, : len(answer), 0], likeliest[i, : len(answer)]) for i, answer in enumerate(answers)
-    ]
+    options: dict[str, Any] = {"settings": settings, "draws": draws, "seed": seed}
+    log_probs, likeliest = _sample(model, prompts, ids, sharding.spread(queries), targets[:, :, None], **options)
+    return [_average(log_probs[:, i, :n, 0], likeliest[i, :n]) for i, n in enumerate(map(len, answers))]
 
 
 def rank(
@@ -123,7 +117,7 @@ def _sample(
     refinement = Refinement.prepare(model, settings)
     check_value(seed, ranges.KeySeed, "seed")
     keys = jax.random.split(jax.random.key(seed), 1 if settings.budget == 1 else draws)
-    numbers, labels = (jnp.array([prompt.number for prompt in prompts]), class_labels(path_config(model), prompts))
+    numbers, labels = jnp.array([prompt.number for prompt in prompts]), class_labels(path_config(model), prompts)
     model = model.reading(refines=settings.budget > 1)
     results = _log_probs(model, refinement, ids, queries, targets, keys, numbers, labels)
     log_probs, likeliest = map(processes.gather_array, results)
@@ -147,9 +141,8 @@ def _log_probs(
     """
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
     hidden, cache = model.llm(ids, positions)
-    hidden, inputs = (
-        jnp.take_along_axis(array, queries[..., None], axis=1) for array in (hidden, model.llm.lookup(ids))
-    )
+    read = (hidden, model.llm.lookup(ids))
+    hidden, inputs = (jnp.take_along_axis(array, queries[..., None], axis=1) for array in read)
     spread = None if labels is None else jnp.broadcast_to(labels[:, None], queries.shape)
     context = Context(hidden=hidden, cache=cache, positions=queries, labels=spread, inputs=inputs)
     width = 1 if model.path is None else model.path.config.width

@@ -32,16 +32,8 @@ from l2d_jax.model.l2d import Model
 OnePrompt = str | Sequence[Message] | Sequence[int]
 Answer = str | list[int]
 
-OTHER_OPTIONS = (
-    "seed",
-    "samples",
-    "label",
-    "stop",
-    "allowed",
-    "banned",
-    "response_format",
-    "settings",
-)  # that no `DecodeConfig` has
+# Options that no `DecodeConfig` has.
+OTHER_OPTIONS = ("seed", "samples", "label", "stop", "allowed", "banned", "response_format", "settings")
 
 
 @dataclass(frozen=True)
@@ -109,11 +101,8 @@ class LoadedModel:
         restrictions = Restrictions([stop] if isinstance(stop, str) else stop, allowed, banned, grammar=grammar)
         request = self._request(many, label, settings, options, seed=seed, samples=count, restrictions=restrictions)
         answers = generate_tokens(self.decoder, request)
-        shown = [
-            [to_text(ids, self.tokenizer) if _is_text(prompt) else ids for ids in answers[count * i : count * (i + 1)]]
-            for i, prompt in enumerate(many)
-        ]
-        results: list[Any] = shown if samples is not None else [answer for [answer] in shown]
+        shown = [to_text(ids, self.tokenizer) if _is_text(many[i // count]) else ids for i, ids in enumerate(answers)]
+        results: list[Any] = shown if samples is None else [shown[i : i + count] for i in range(0, len(shown), count)]
         return results[0] if is_single else results
 
     def stream(
@@ -219,7 +208,6 @@ def _is_text(prompt: Any) -> bool:
 
 def _as_list(values: Any) -> tuple[Sequence[Any], bool]:
     """One value or several as a list, and whether it was one."""
-    is_single = (
-        not hasattr(values, "__len__") or _is_text(values) or (len(values) > 0 and isinstance(values[0], Integral))
-    )
+    is_list = hasattr(values, "__len__") and not _is_text(values)
+    is_single = not is_list or (len(values) > 0 and isinstance(values[0], Integral))
     return ([values] if is_single else values), is_single

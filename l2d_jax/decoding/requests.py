@@ -166,10 +166,8 @@ def check_prompts(prompts: Sequence[Sequence[int]], architecture: Architecture, 
         raise InputError("a prompt is empty: give at least one token")
     longest, limit = max(map(len, prompts)), architecture.max_position_embeddings
     if longest + new_tokens > limit:
-        raise InputError(
-            f"a prompt of {longest} tokens and {new_tokens} new ones exceed the {limit} positions of the "
-            "model: shorten the prompt or lower max_new_tokens"
-        )
+        problem = f"a prompt of {longest} tokens and {new_tokens} new ones exceed the {limit} positions of the model"
+        raise InputError(f"{problem}: shorten the prompt or lower max_new_tokens")
 
 
 def check_decoding_memory(

@@ -33,21 +33,16 @@ class SamplingOptions(nnx.Module):
     @classmethod
     def from_config(cls, config: DecodeConfig) -> "SamplingOptions":
         """The same options for all sequences."""
-        return cls(
-            temperature=jnp.float32([config.temperature]),
-            top_k=jnp.int32([config.top_k]),
-            top_p=jnp.float32([config.top_p]),
-            gate=jnp.float32([config.gate]),
-        )
+        floats = {name: jnp.float32([getattr(config, name)]) for name in ("temperature", "top_p", "gate")}
+        return cls(top_k=jnp.int32([config.top_k]), **floats)
 
 
 def sample_tokens(keys: Key[Array, " B"], logits: Float[Array, "B V"], sampling: SamplingOptions) -> Int[Array, " B"]:
     """Sample a token for each sequence."""
     if sampling.allowed is not None:
         logits = jnp.where(sampling.allowed, logits, -jnp.inf)
-    temperature, top_k, top_p = (
-        jnp.broadcast_to(a, logits.shape[:1]) for a in (sampling.temperature, sampling.top_k, sampling.top_p)
-    )
+    options = (sampling.temperature, sampling.top_k, sampling.top_p)
+    temperature, top_k, top_p = (jnp.broadcast_to(option, logits.shape[:1]) for option in options)
     is_cut = (top_k > 0) | (top_p < 1)
     logits = jax.lax.cond(
         (is_cut & (temperature > 0)).any(),  # sorting a vocabulary is worth skipping

@@ -54,7 +54,5 @@ def require_memory(needs: Mapping[str, int], remedy: str) -> None:
     if there is not None and needed > there:
         largest = sorted(needs.items(), key=lambda need: -need[1])[:2]
         parts = ", ".join(f"{size / 2**30:,.1f} GiB of {name}" for name, size in largest)
-        raise InputError(
-            f"this needs {needed / 2**30:,.1f} GiB of memory ({parts}), and the devices have {there / 2**30:,.1f} GiB: "
-            f"lower {remedy}"
-        )
+        problem = f"this needs {needed / 2**30:,.1f} GiB of memory ({parts})"
+        raise InputError(f"{problem}, and the devices have {there / 2**30:,.1f} GiB: lower {remedy}")

@@ -159,12 +159,7 @@ def _kernel(length: int, group: int, shards: int, interpret: bool) -> Any:  # no
     tiles: dict[str, Any] = dict.fromkeys((*names, "block_q_dq", "block_kv_dq"), block)
     causal = splash_attention.CausalMask((length, length), shard_count=shards)
     mask = splash_attention.MultiHeadMask([causal] * group)
+    options: dict[str, Any] = {"block_sizes": splash_attention.BlockSizes(**tiles), "residual_checkpoint_name": NAME}
     with jax.ensure_compile_time_eval():
-        return splash_attention.make_splash_mqa(
-            mask,
-            block_sizes=splash_attention.BlockSizes(**tiles),
-            head_shards=1,
-            q_seq_shards=shards,
-            residual_checkpoint_name=NAME,
-            interpret=interpret,
-        )
+        make = splash_attention.make_splash_mqa
+        return make(mask, head_shards=1, q_seq_shards=shards, interpret=interpret, **options)

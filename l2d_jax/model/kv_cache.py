@@ -64,13 +64,8 @@ class KVCache(nnx.Module):
         def write(old: Array, update: Array, axis: int) -> Array:
             return jax.lax.dynamic_update_slice_in_dim(old, update, slot, axis)
 
-        return dataclasses.replace(
-            self,
-            k=write(self.k, new.k, 2),
-            v=write(self.v, new.v, 2),
-            positions=write(self.positions, new.positions, 1),
-            used=self.used + new.used,
-        )
+        k, v, positions = write(self.k, new.k, 2), write(self.v, new.v, 2), write(self.positions, new.positions, 1)
+        return dataclasses.replace(self, k=k, v=v, positions=positions, used=self.used + new.used)
 
     def resize(self, ring: int, slots: int) -> "KVCache":
         """The cache with a ring of at least its size, and so many slots behind it; those that go must be empty."""
@@ -88,14 +83,9 @@ class KVCache(nnx.Module):
 
             return jnp.concatenate([extend(written, ring), extend(read, slots)], axis=axis)
 
-        return dataclasses.replace(
-            self,
-            k=move(self.k, 2, 0),
-            v=move(self.v, 2, 0),
-            positions=move(self.positions, 1, -1),
-            used=self.used if ring == self.ring else jnp.int32(self.ring),
-            ring=ring,
-        )
+        k, v, positions = move(self.k, 2, 0), move(self.v, 2, 0), move(self.positions, 1, -1)
+        used = self.used if ring == self.ring else jnp.int32(self.ring)
+        return dataclasses.replace(self, k=k, v=v, positions=positions, used=used, ring=ring)
 
     def layers(self) -> LayerCache:
         """The keys and values that a scan over layers reads, one layer at a time."""

@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from l2d_jax.decoding.requests import Piece
@@ -60,20 +60,17 @@ class ServerApp:
 
     def routes(self) -> Starlette:
         """The application, for any ASGI server."""
-        return Starlette(
-            routes=[
-                Route("/", lambda _: FileResponse(PAGE)),
-                Route("/health", lambda _: JSONResponse({"status": "ok"})),
-                Route(
-                    "/metrics", lambda _: Response(prometheus.generate_latest(self._figures), media_type="text/plain")
-                ),
-                Route("/v1/models", self._models),
-                Route("/v1/models/{name:path}", self._models),
-                Route("/v1/chat/completions", partial(self._answer, is_chat=True), methods=["POST"]),
-                Route("/v1/completions", partial(self._answer, is_chat=False), methods=["POST"]),
-            ],
-            exception_handlers=dict.fromkeys((HTTPException, Exception), lambda _, error: _failure(error)),
-        )
+        routes = [
+            Route("/", lambda _: FileResponse(PAGE)),
+            Route("/health", lambda _: JSONResponse({"status": "ok"})),
+            Route("/metrics", lambda _: PlainTextResponse(prometheus.generate_latest(self._figures))),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._models),
+            Route("/v1/chat/completions", partial(self._answer, is_chat=True), methods=["POST"]),
+            Route("/v1/completions", partial(self._answer, is_chat=False), methods=["POST"]),
+        ]
+        handlers = dict.fromkeys((HTTPException, Exception), lambda _, error: _failure(error))
+        return Starlette(routes=routes, exception_handlers=handlers)
 
     def _check_key(self, request: Request) -> None:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")

@@ -42,10 +42,8 @@ def check_run(config: Config, workdir: Path, mesh: Mesh) -> list[str]:
     }
     where = f"preflight on {socket.gethostname()}: "
     try:
-        return [
-            f"preflight: {name}: {processes.everywhere(check, where=f'{where}{name}: ')}"
-            for name, check in checks.items()
-        ]
+        found = {name: processes.everywhere(check, where=f"{where}{name}: ") for name, check in checks.items()}
+        return [f"preflight: {name}: {what}" for name, what in found.items()]
     finally:
         with contextlib.suppress(OSError):
             place.remove(_mark(jax.process_index()))

@@ -126,10 +126,8 @@ def _release(parts: Parts, out: Path, file: str, *, is_full: bool = False) -> No
     if parts.path is None:
         raise InputError(f"{parts.name} has no diffusion path: export it with --format hf")
     config, path = parts.path
-    unknown = [
-        f.name for f in fields(Architecture) if f.default is not MISSING and f.name in parts.architecture.options()
-    ]
-    if unknown:
+    later = {f.name for f in fields(Architecture) if f.default is not MISSING}
+    if unknown := [name for name in parts.architecture.options() if name in later]:
         problem = f"the base of {parts.name} has {', '.join(unknown)}, and the release knows Llama and Qwen 2"
         raise InputError(f"{problem}: export it with --format hf")
     family = "qwen2" if parts.architecture.qkv_bias else "llama"
@@ -165,9 +163,5 @@ def _peft(parts: Parts, out: Path, _file: str) -> None:
     digests.sign(out / peft.WEIGHTS, base_fingerprint=digests.source_fingerprint(base))
 
 
-FORMATS: dict[str, Callable[[Parts, Path, str], None]] = {
-    "l2d": _release,
-    "l2d-full": partial(_release, is_full=True),
-    "hf": _hugging_face,
-    "peft": _peft,
-}
+FORMATS: dict[str, Callable[[Parts, Path, str], None]] = {"l2d": _release, "l2d-full": partial(_release, is_full=True)}
+FORMATS |= {"hf": _hugging_face, "peft": _peft}

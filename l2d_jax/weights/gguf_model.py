@@ -22,19 +22,15 @@ from jaxtyping import Float
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from l2d_jax.errors import InputError, shown
-from l2d_jax.model.architecture import Architecture
+from l2d_jax.model.architecture import SUPPORTED, Architecture
 from l2d_jax.weights import mapping
 from l2d_jax.weights.gguf_file import GGUFFile
 
 Dtype = Literal["bfloat16", "float32"]
 CONVERSION = 1  # raise it when the same file would convert to something else
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-}
+KNOWN = ("llama", "qwen2", "qwen3", "smollm3")
+ARCHITECTURES = {family.model_type: name for name, family in SUPPORTED.items() if family.model_type in KNOWN}
 REORDERED = ("llama", "smollm3")
 HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}  # of the rows that are reordered
 ROPE_DIVISORS = "rope_freqs.weight"

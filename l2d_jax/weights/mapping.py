@@ -194,11 +194,8 @@ def check_tensors(
     present = source.records
     kinds = {name: np.dtype(present[name].dtype) for name in shapes if name in present}
     halves = {str(kind) for kind in kinds.values()} >= {"float16", "bfloat16"}
-    misshaped = [
-        f"{name} has shape {list(present[name].shape)}, expected {list(shapes[name])}"
-        for name in kinds
-        if present[name].shape != shapes[name]
-    ]
+    sizes = ((name, present[name].shape, shapes[name]) for name in kinds)
+    misshaped = [f"{name} has shape {list(a)}, expected {list(b)}" for name, a, b in sizes if a != b]
     faults = [
         ("missing", sorted(shapes.keys() - present.keys())),
         ("not part of this architecture", sorted(present.keys() - shapes.keys() - ignored)),
