@@ -9,7 +9,7 @@ import contextlib
 
 from l2d_jax import command_line
 from l2d_jax.config import config_file
-from l2d_jax.errors import InputError
+from l2d_jax.config.parsing import require
 from l2d_jax.performance.costs import cost_table, variant_table
 from l2d_jax.training import run
 from l2d_jax.training.plans import start_planned
@@ -41,8 +41,7 @@ def main() -> int | None:
         with contextlib.ExitStack() as held:
             run.prepare(config, options.workdir, held, show=lambda line: print(line, flush=True))
         return 0
-    if options.workdir is None:
-        raise InputError("--workdir is missing: name a folder for config, checkpoints and metrics")
+    require(options.workdir is not None, "--workdir is missing: name a folder for config, checkpoints and metrics")
     return 0 if run.train(config, options.workdir) else STOPPED
 
 

@@ -57,8 +57,7 @@ def score_answers(
     Raises `InputError` as `generation.decode_lanes`, for fewer than 2 draws, and for an answer without tokens or with
     unknown ones.
     """
-    if draws < 2:
-        raise InputError(f"a standard error takes at least 2 draws, got {draws}")
+    require(draws >= 2, f"a standard error takes at least 2 draws, got {draws}")
     if len(prompts) != len(answers) or not all(answers):
         raise InputError(f"each prompt takes one answer of at least one token, got {len(answers)} for {len(prompts)}")
     contexts = [prompt.ids for prompt in prompts]

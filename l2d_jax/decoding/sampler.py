@@ -14,8 +14,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.errors import InputError
 from l2d_jax.model import diffusion
 
 
@@ -80,8 +80,7 @@ def _cut(
 def check_tokens(texts: Iterable[Sequence[int]], vocab_size: int) -> None:
     """Raise `InputError` for a token id that the model's vocabulary lacks."""
     unknown = next((token for ids in texts for token in ids if not 0 <= token < vocab_size), None)
-    if unknown is not None:
-        raise InputError(f"token {unknown} is not one of the {vocab_size} of the model: take ids of its tokenizer")
+    require(unknown is None, f"token {unknown} is not one of the {vocab_size} of the model: take ids of its tokenizer")
 
 
 def allow(vocab_size: int, *, allowed: Any = None, banned: Any = ()) -> np.ndarray | None:
@@ -95,6 +94,5 @@ def allow(vocab_size: int, *, allowed: Any = None, banned: Any = ()) -> np.ndarr
     mask = np.full(vocab_size, allowed is None)
     mask[[] if allowed is None else list(allowed)] = True
     mask[list(banned)] = False
-    if not mask.any():
-        raise InputError("every token is banned: allow at least one")
+    require(bool(mask.any()), "every token is banned: allow at least one")
     return mask

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from jax.sharding import Mesh
 
+from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import ModelConfig, PathConfig
 from l2d_jax.data import tokenizer
 from l2d_jax.distributed import processes
@@ -55,8 +56,7 @@ class Parts:
         if (folder / "checkpoints").is_dir():
             folder = folder / "export"
             mirror.fetch(folder)
-            if not folder.is_dir():
-                raise InputError(f"{name} has no export yet: finish the training by the same command again")
+            require(folder.is_dir(), f"{name} has no export yet: finish the training by the same command again")
         has_path = (folder / "path.json").exists()
         is_alone = has_path and not model_folder.holds_base(folder)
         language_model = find_base_and_adapters(model_folder.base_name(folder) if is_alone else str(folder))

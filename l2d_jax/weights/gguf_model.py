@@ -21,6 +21,7 @@ import tokenizers
 from jaxtyping import Float
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 
+from l2d_jax.config.parsing import require
 from l2d_jax.errors import InputError, shown
 from l2d_jax.model.architecture import SUPPORTED, Architecture
 from l2d_jax.weights import mapping
@@ -108,8 +109,7 @@ def _config(file: GGUFFile) -> dict[str, Any]:
     def count(key: str, default: int | None = None) -> int:
         key = f"{architecture}.{key}"
         value = file.get(key, int) if default is None or key in file.metadata else default
-        if not 0 < value < 2**31:
-            raise InputError(f"{file.path}: metadata {key} must be positive, got {value}")
+        require(0 < value < 2**31, f"{file.path}: metadata {key} must be positive, got {value}")
         return value
 
     def number(value: float) -> float:  # 1e-5 for the float32 9.99999974e-06

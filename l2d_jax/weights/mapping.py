@@ -19,9 +19,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import PathConfig
 from l2d_jax.distributed import sharding
-from l2d_jax.errors import InputError
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.axes import ADAPTED, KEYS, MATRICES
 from l2d_jax.model.diffusion_path import DiffusionPath
@@ -205,8 +205,7 @@ def check_tensors(
     ]
     # Shapes make long names longer, and the whole is to be one line.
     text = "; ".join(f"{kind}: {_some(names, 1 if kind == 'misshaped' else 2)}" for kind, names in faults if names)
-    if text:
-        raise InputError(f"the tensors do not fit the architecture: {text}: take weights and config.json of one model")
+    require(text == "", f"the tensors do not fit the architecture: {text}: take weights and config.json of one model")
 
 
 def load_tree(declared: Any, source: TensorSource, mesh: Mesh, *, rows: Iterable[Row]) -> Any:

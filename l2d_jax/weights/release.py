@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from l2d_jax.config.parsing import from_dict
+from l2d_jax.config.parsing import from_dict, require
 from l2d_jax.config.schema import PathConfig
 from l2d_jax.errors import InputError
 from l2d_jax.files import package_table
@@ -66,8 +66,7 @@ def write_checkpoint(file: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def open_checkpoint(file: Path) -> TensorSource:
     """A state dict as a source of tensors: `.safetensors`, or `.pt` and `.bin` read with `weights_only=True`."""
-    if not file.is_file():
-        raise InputError(f"no checkpoint {file}: give a .safetensors, .pt or .bin file")
+    require(file.is_file(), f"no checkpoint {file}: give a .safetensors, .pt or .bin file")
     if file.suffix == ".safetensors":
         return SafetensorsFolder.open_file(file)
     torch = _import_torch(file)
