@@ -8,7 +8,7 @@ conversation is a list of messages, each a dictionary with a role and a content.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral
 from typing import Any
@@ -152,14 +152,14 @@ class LoadedModel:
         """
         many, is_single = _as_list(prompts)
         texts, is_one = _as_list(answers)
-        request = self._request(many, label, settings, options)
+        request = self._request(many, label, settings, options, seed=seed)
         require(not any(prompt.settings for prompt in request.prompts), "likelihoods have one value of each option")
-        prompted = [*request.prompts] * len(texts) if is_single else request.prompts
+        request = replace(request, prompts=[*request.prompts] * len(texts)) if is_single else request
         ids = [
             text_ids([answer], require_tokenizer(self.tokenizer))[0] if isinstance(answer, str) else answer
             for answer in texts
         ]
-        likelihoods = score_answers(self.model, prompted, ids, settings=request.settings, draws=draws, seed=seed)
+        likelihoods = score_answers(self.model, request, ids, draws=draws)
         return likelihoods[0] if is_single and is_one else likelihoods
 
     def _request(

@@ -28,7 +28,7 @@ from l2d_jax.decoding.batching import complete, plan_batches
 from l2d_jax.decoding.likelihood import score_answers
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.refine import check_budget
-from l2d_jax.decoding.requests import Prompt, Restrictions, override_settings
+from l2d_jax.decoding.requests import Prompt, Request, Restrictions, override_settings
 from l2d_jax.decoding.stop_strings import to_text
 from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError
@@ -198,9 +198,7 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type A
                     Prompt(noise_number(c if len(c) > 1 else [*c, *a]), c[-(self._positions + 1 - len(a)) :])
                     for c, a in zip(contexts, answers, strict=True)
                 ]
-                scores = score_answers(
-                    model, prompts, answers, settings=asked.scoring, draws=asked.draws, seed=asked.seed
-                )
+                scores = score_answers(model, Request(prompts, asked.scoring, asked.seed), answers, draws=asked.draws)
                 for i, answer, one in zip(batch, answers, scores, strict=False):
                     likelihoods[i] = one.total, one.likeliest.tolist() == list(answer)
                 bar.update(len(batch))

@@ -12,7 +12,7 @@ from l2d_jax.data.tokenizer import text_ids
 from l2d_jax.decoding.batching import common_prefix, complete, plan_batches
 from l2d_jax.decoding.likelihood import rank
 from l2d_jax.decoding.loaded_model import LoadedModel
-from l2d_jax.decoding.requests import Prompt
+from l2d_jax.decoding.requests import Prompt, Request
 from l2d_jax.decoding.stop_strings import to_text
 from l2d_jax.distributed import processes
 from l2d_jax.evaluation.plan import TaskPlan, label_of
@@ -66,9 +66,9 @@ def _answers(loaded: LoadedModel, encoded: Mapping[int, EncodedProblem], plan: T
         return
     letters = [one.problem.options for one in encoded.values()]
     for batch, rows in plan_batches([len(prompt.ids) for prompt in prompts], protocol.batch_size):
-        ranked = [prompts[row] for row in rows]
+        ranked = Request([prompts[row] for row in rows], settings, protocol.seed)
         tokens = [[ids[0] for ids in text_ids(letters[row], words)] for row in rows]
-        found = rank(loaded.model, ranked, tokens, settings=settings, draws=protocol.draws, seed=protocol.seed)
+        found = rank(loaded.model, ranked, tokens, draws=protocol.draws)
         best = {row: letters[row][int(np.argmax(shares))] for row, shares in zip(rows, found, strict=True)}
         yield {prompts[row].number: ([best[row]], 0) for row in batch}
 
