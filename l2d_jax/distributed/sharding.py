@@ -83,9 +83,8 @@ def shardings(declared: Any, mesh: Mesh) -> Any:
 
 def abstract(declared: Any, mesh: Mesh) -> Any:
     """The tree of `jax.ShapeDtypeStruct`s of a declared tree, placed on `mesh`."""
-    return jax.tree.map(
-        lambda w, s: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=s), declared, shardings(declared, mesh)
-    )
+    placed = shardings(declared, mesh)
+    return jax.tree.map(lambda w, s: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=s), declared, placed)
 
 
 def initialize(declared: Any, key: jax.Array, mesh: Mesh) -> Any:

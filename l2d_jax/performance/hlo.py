@@ -154,10 +154,8 @@ def _instruction(name: str, rest: str, *, is_root: bool) -> Instruction:
         depth += {"(": 1, ")": -1}.get(rest[end], 0)
         if depth == 0:
             break
-    inside = rest[found.end() : end]
-    return Instruction(
-        name, found[1], rest[: found.start()], tuple(_OPERAND.findall(inside)), inside, rest[end + 1 :], is_root
-    )
+    inside, shape = rest[found.end() : end], rest[: found.start()]
+    return Instruction(name, found[1], shape, tuple(_OPERAND.findall(inside)), inside, rest[end + 1 :], is_root)
 
 
 def _root(computation: Computation) -> Instruction:

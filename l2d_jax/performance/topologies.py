@@ -87,9 +87,8 @@ class Topology:
         options = {**GENERATIONS[self.kind].options, **({"num_slices": self.slices} if self.slices > 1 else {})}
         host = [*(min(size, 2) for size in self.shape[:2]), 1]
         try:
-            described = topologies.get_topology_desc(
-                self.name.rpartition(" ")[2], platform="tpu", chips_per_host_bounds=host, **options
-            )
+            name = self.name.rpartition(" ")[2]
+            described = topologies.get_topology_desc(name, platform="tpu", chips_per_host_bounds=host, **options)
         except (RuntimeError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise InputError(f"there is no slice {self.name} ({reason}): choose another --topology") from None

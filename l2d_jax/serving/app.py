@@ -51,9 +51,8 @@ class ServerApp:
         self._requests = counter("l2d_requests", "Requests for answers, by HTTP status.", ["status"])
         self._tokens = counter("l2d_tokens", "Tokens of prompts and of answers.", ["kind"])
         self._evaluations = counter("l2d_evaluations", "Evaluations of the diffusion path.")
-        self._seconds = prometheus.Histogram(
-            "l2d_request_seconds", "From a request to the end of its answers.", registry=self._figures
-        )
+        about_seconds = "From a request to the end of its answers."
+        self._seconds = prometheus.Histogram("l2d_request_seconds", about_seconds, registry=self._figures)
         for name, place in (("decoding", 0), ("waiting", 1)):
             gauge = prometheus.Gauge(f"l2d_answers_{name}", f"Answers that are {name}.", registry=self._figures)
             gauge.set_function(partial(lambda place: self._engine.load[place], place))

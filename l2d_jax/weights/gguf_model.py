@@ -54,18 +54,13 @@ def read_documents(file: GGUFFile, dtype: Dtype) -> dict[str, str]:
     if not 0 < len(tokens) <= rows or not all(0 <= i < len(tokens) for i in ids.values()):
         raise InputError(f"{file.path}: {len(tokens)} tokens do not fit token ids {ids} and {rows} rows")
     generation = {f"{token}_id": i for token, i in ids.items() if token != "unk_token"}
-    tokenizer_config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # a named class would put its own pre-tokenizer in place of ours
-        "model_max_length": config["max_position_embeddings"],
-        "clean_up_tokenization_spaces": False,
-        **{token: tokens[i] for token, i in ids.items()},
-    }
+    words: dict[str, Any] = {token: tokens[i] for token, i in ids.items()}
+    words |= {"model_max_length": config["max_position_embeddings"], "clean_up_tokenization_spaces": False}
+    words |= {"tokenizer_class": "PreTrainedTokenizerFast"}  # a named one would put its pre-tokenizer in place of ours
     template = file.find("tokenizer.chat_template", str)
-    documents = {
-        "config.json": config | generation | {"torch_dtype": dtype},
-        "generation_config.json": generation,
-        "tokenizer_config.json": tokenizer_config | ({"chat_template": template} if template else {}),
-    }
+    words |= {"chat_template": template} if template else {}
+    documents = {"generation_config.json": generation, "tokenizer_config.json": words}
+    documents |= {"config.json": config | generation | {"torch_dtype": dtype}}
     texts = {name: json.dumps(value, indent=2, ensure_ascii=False) + "\n" for name, value in documents.items()}
     return texts | {"tokenizer.json": _tokenizer(file).to_str()}
 
