@@ -93,7 +93,9 @@ def main() -> int:
     for work in works:
         planned = plans.apply_plan(plan, config)
         if work == "decode":
-            planned = for_decoding(config, options.batch, len(devices))
+            kv_heads = model_folder.read_architecture(config.model).num_key_value_heads
+            mesh = decoding_mesh(config.mesh, rows=options.batch, kv_heads=kv_heads, devices=len(devices))
+            planned = dataclasses.replace(config, mesh=mesh)
         answers[work] = found = ask(work, planned, folder=options.hlo)
         if not options.json:
             sizes = " x ".join(f"{name}={size}" for name, size in mesh_sizes(planned.mesh, len(devices)).items())
@@ -105,13 +107,6 @@ def main() -> int:
     if options.json:
         print(json.dumps(answers))
     return 0 if all(tpu_estimate.fits(found) for found in answers.values()) else 1
-
-
-def for_decoding(config: Config, rows: int, devices: int) -> Config:
-    """The config with the mesh that decoding chooses."""
-    kv_heads = model_folder.read_architecture(config.model).num_key_value_heads
-    mesh = decoding_mesh(config.mesh, rows=rows, kv_heads=kv_heads, devices=devices)
-    return dataclasses.replace(config, mesh=mesh)
 
 
 def answer(question: Question, mesh: Mesh, *, folder: Path | None = None) -> dict[str, Any]:

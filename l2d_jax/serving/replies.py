@@ -26,13 +26,6 @@ class Choice:
     evaluations: int = 0
     is_opened: bool = False  # whether a stream has begun to tell of it
 
-    def add(self, piece: Piece) -> str:
-        """Take in a piece; what it adds to the text."""
-        self.scores += piece.scores
-        self.ending = piece.ending
-        self.evaluations += piece.evaluations
-        return self.text.add(piece.tokens, is_last=piece.is_last)
-
 
 class Reply:
     """The reply to one request."""
@@ -47,9 +40,11 @@ class Reply:
     def add(self, piece: Piece) -> dict[str, Any]:
         """Take in a piece; the chunk of a stream that tells of it."""
         choice = self._choices[piece.answer]
-        text = choice.add(piece)
         role = {} if choice.is_opened else {"role": "assistant"}
-        choice.is_opened = True
+        text = choice.text.add(piece.tokens, is_last=piece.is_last)
+        choice.scores += piece.scores
+        choice.evaluations += piece.evaluations
+        choice.ending, choice.is_opened = piece.ending, True
         content = {"delta": role | {"content": text}} if self._is_chat else {"text": text}
         return self._object([self._shown(choice, piece.tokens, piece.scores, content)], chunk=True)
 

@@ -156,8 +156,7 @@ class Leaf:
 
 def leaves(tree: Any, rows: Iterable[Row]) -> list[Leaf]:
     """The rows that apply to a tree, in the order of its leaves: of those for one leaf or one tensor, the first."""
-    is_leaf = lambda x: hasattr(x, "shape")  # noqa: E731
-    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
+    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: hasattr(x, "shape"))[0]
     by_path = {jax.tree_util.keystr(path, simple=True, separator="."): value for path, value in flat}
     filled: dict[str, Leaf] = {}
     taken = set()
@@ -211,10 +210,8 @@ def check_tensors(
 def load_tree(declared: Any, source: TensorSource, mesh: Mesh, *, rows: Iterable[Row]) -> Any:
     """Read a tree of arrays onto `mesh`, in the declared types; each shard is read alone."""
     placements = jax.tree.leaves(sharding.shardings(declared, mesh))
-    arrays = [
-        jax.make_array_from_callback(leaf.value.shape, placement, partial(_read, leaf, source))
-        for leaf, placement in zip(leaves(declared, rows), placements, strict=True)
-    ]
+    pairs, make = zip(leaves(declared, rows), placements, strict=True), jax.make_array_from_callback
+    arrays = [make(leaf.value.shape, placement, partial(_read, leaf, source)) for leaf, placement in pairs]
     return jax.tree.unflatten(jax.tree.structure(declared), arrays)
 
 
