@@ -57,8 +57,7 @@ class Question:
         asked = asdict(self)
         if self.work == "train":
             del asked["batch"], asked["prompt"]
-        architecture = model_folder.read_architecture(self.config.model)
-        text = json.dumps([asked, str(architecture), versions], sort_keys=True)
+        text = json.dumps([asked, str(model_folder.read_architecture(self.config.model)), versions], sort_keys=True)
         return hashlib.sha256(text.encode() + sources).hexdigest()[:24]
 
 

@@ -96,8 +96,7 @@ class BootstrapSums:
         if minus is not None:
             sums = sums - self._sums[minus]
         picks = np.random.default_rng(0).integers(len(counts), size=(RESAMPLES // 2, len(counts)))
-        means = sums[picks].sum(axis=1) / counts[picks].sum(axis=1)
-        low, high = np.quantile(means, BOUNDS)
+        low, high = np.quantile(sums[picks].sum(axis=1) / counts[picks].sum(axis=1), BOUNDS)
         return float(sums.sum() / counts.sum()), float(low), float(high)
 
     def to_dict(self) -> dict[str, Any]:

@@ -114,8 +114,7 @@ def _read_answers(
     """The held-out answers, and `count` problems to answer freely, None for 0; raises `InputError`."""
     tokenizer = require_tokenizer(tokenizer)
     examples = Examples.load(config.data, tokenizer, split=config.data.validation_split)
-    problems = MarkedProblems.read(config.data, tokenizer, count=count, option="--answers") if count else None
-    return examples, problems
+    return examples, MarkedProblems.read(config.data, tokenizer, count=count, option="--answers") if count else None
 
 
 def _is_known(file: Path, about: dict[str, Any]) -> bool:

@@ -33,8 +33,7 @@ def main() -> None:
     options, config = parse_arguments(parser)
     options.budget = options.budget or BUDGETS
     loaded, plans, run_plan = open_session(options, config)
-    has_path = loaded.model.path is not None
-    require(has_path, "a sweep is of a diffusion path, and this model has none: use evaluate")
+    require(loaded.model.path is not None, "a sweep is of a diffusion path, and this model has none: use evaluate")
     largest = {plan.task.name: plan for plan in sorted(plans, key=lambda plan: plan.settings.budget)}
     for plan in largest.values():
         check_grid(plan.settings)

@@ -62,8 +62,7 @@ def search(
     if restrictions.stops:
         raise InputError(f"a search knows no stop strings, got {restrictions.stops}: cut its answer instead")
     asked = dataclasses.replace(settings, max_new_tokens=config.max_new_tokens, temperature=config.temperature)
-    request = Request([prompt], asked, seed, restrictions=restrictions)
-    lanes, [answer] = open_lanes(loaded.decoder, request)
+    lanes, [answer] = open_lanes(loaded.decoder, Request([prompt], asked, seed, restrictions=restrictions))
     options = lanes.options([answer])
     capacity = answer_slots(config.max_new_tokens)
     beams = start_beams(lanes.read([answer]), beams=config.beams, capacity=capacity)

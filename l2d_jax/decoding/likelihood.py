@@ -52,8 +52,7 @@ def score_answers(
     require(draws >= 2, f"a standard error takes at least 2 draws, got {draws}")
     contexts = [prompt.ids for prompt in request.prompts]
     rule = "each prompt takes one answer of at least one token"
-    is_each = len(contexts) == len(answers) and all(answers)
-    require(is_each, f"{rule}, got {len(answers)} for {len(contexts)}")
+    require(len(contexts) == len(answers) and all(answers), f"{rule}, got {len(answers)} for {len(contexts)}")
     limit = model.llm.architecture.max_position_embeddings
     for context, answer in zip(contexts, answers, strict=True):
         problem = f"a prompt of {len(context)} tokens and {len(answer)} new ones exceed the {limit} positions"
@@ -116,8 +115,7 @@ def _log_probs(
 
     All noise samples share the frozen pass. Logits are held for `CHUNK` positions and noise samples at a time.
     """
-    positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
-    hidden, cache = model.llm(ids, positions)
+    hidden, cache = model.llm(ids, jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape))
     read = (hidden, model.llm.lookup(ids))
     hidden, inputs = (jnp.take_along_axis(array, queries[..., None], axis=1) for array in read)
     spread = None if labels is None else jnp.broadcast_to(labels[:, None], queries.shape)

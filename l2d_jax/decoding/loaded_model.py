@@ -54,8 +54,7 @@ class LoadedModel:
     def decoder(self) -> Model:
         """The model as `Model.merged` has it, where the memory has room for that beside caches and logits."""
         there = device_bytes()
-        has_room = there is None or 3 * tree_bytes(self.model) < there
-        return self.model.merged() if has_room else self.model
+        return self.model.merged() if there is None or 3 * tree_bytes(self.model) < there else self.model
 
     def generate(
         self,

@@ -83,8 +83,7 @@ def check_single_sample(settings: DecodeConfig) -> None:
 
 def mean_evaluations(loaded: LoadedModel, request: Request, answers: Sequence[Sequence[int]]) -> list[float]:
     """The mean evaluations per token of each answer, as an adaptive solver chooses them."""
-    traces = trace(loaded, request, answers)
-    return [float(np.mean([token.evaluations for token in tokens])) for tokens in traces]
+    return [float(np.mean([token.evaluations for token in tokens])) for tokens in trace(loaded, request, answers)]
 
 
 def accuracy_by_time(loaded: LoadedModel, request: Request, answers: Sequence[Sequence[int]]) -> dict[str, list[float]]:

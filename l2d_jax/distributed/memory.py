@@ -22,8 +22,7 @@ LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_by
 
 def bytes_per_device(declared: Any, mesh: Mesh) -> int:
     """Bytes of a declared tree on the device that holds the most."""
-    placements = jax.tree.leaves(sharding.shardings(declared, mesh))
-    pairs = zip(jax.tree.leaves(declared), placements, strict=True)
+    pairs = zip(jax.tree.leaves(declared), jax.tree.leaves(sharding.shardings(declared, mesh)), strict=True)
     return sum(math.prod(placed.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize for leaf, placed in pairs)
 
 

@@ -52,8 +52,7 @@ class KVCache(nnx.Module):
     def beside(self, new: "KVCache") -> "KVCache":
         """The cache with further slots, behind its own, that hold the tokens of `new`."""
         k, v = (jnp.concatenate(pair, axis=2) for pair in ((self.k, new.k), (self.v, new.v)))
-        positions = jnp.concatenate((self.positions, new.positions), axis=1)
-        return dataclasses.replace(self, k=k, v=v, positions=positions)
+        return dataclasses.replace(self, k=k, v=v, positions=jnp.concatenate((self.positions, new.positions), axis=1))
 
     def extend(self, new: "KVCache") -> "KVCache":
         """The cache with the tokens of `new` in the next slots of its ring; each row holds one sequence."""
@@ -89,5 +88,4 @@ class KVCache(nnx.Module):
 
     def layers(self) -> LayerCache:
         """The keys and values that a scan over layers reads, one layer at a time."""
-        prefix = None if self.prefix is None else (self.prefix.k[:, 0], self.prefix.v[:, 0])
-        return LayerCache(self.k, self.v, prefix)
+        return LayerCache(self.k, self.v, None if self.prefix is None else (self.prefix.k[:, 0], self.prefix.v[:, 0]))

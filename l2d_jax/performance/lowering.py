@@ -93,5 +93,4 @@ def _decoding_state(config: Config, mesh: Mesh, llm: LLM, *, batch: int, prompt:
 
 
 def _replicated(tree: Any, mesh: Mesh) -> Any:
-    whole = NamedSharding(mesh, PartitionSpec())
-    return jax.tree.map(lambda leaf: leaf.update(sharding=whole), tree)
+    return jax.tree.map(lambda leaf: leaf.update(sharding=NamedSharding(mesh, PartitionSpec())), tree)

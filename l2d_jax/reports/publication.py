@@ -48,8 +48,7 @@ def publish_run(workdir: Path, repo: str, *, base: str | None = None, dry_run: P
 
 def _write_published(parts: Parts, trained: Path, out: Path, *, base: str) -> int:
     """Write the path of a run for PyTorch and for this package; the number of its parameters."""
-    mesh = runtime.start_jax(MeshConfig())
-    path = model_folder.load_path(trained, parts.architecture, mesh)
+    path = model_folder.load_path(trained, parts.architecture, runtime.start_jax(MeshConfig()))
     hub_id, revision = hub.split_revision(base)
     raw = read_json(parts.language_model.folder / "config.json")
     texts = parts.language_model.tokenizer_folder

@@ -41,8 +41,7 @@ def _check(record: dict[str, Any], file: Path) -> None:
         bounds, gain = (Annotated[list[float], Len(count, count)] for count in (2, 3))
         kinds |= {name: float, f"{name}_interval": bounds, f"{name}_gain": gain}
     for name, kind in kinds.items():
-        where = f"{file}: {shown(name)} of step {record['step']}"
-        check(record.get(name), kind, where, remedy="remove that line")
+        check(record.get(name), kind, f"{file}: {shown(name)} of step {record['step']}", remedy="remove that line")
 
 
 def _kinds(record: dict[str, Any]) -> list[str]:

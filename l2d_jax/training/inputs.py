@@ -38,8 +38,7 @@ class Inputs:
         watch.ended("base model")
         load = partial(Examples.load, data, tokenizer, classes=config.path.classes)
         training, held_out = load(split=data.train_split), load(split=data.validation_split)
-        problems = MarkedProblems.read(data, tokenizer, count=count) if count else None
-        return cls(base, training, held_out, problems)
+        return cls(base, training, held_out, MarkedProblems.read(data, tokenizer, count=count) if count else None)
 
     def fingerprints(self) -> tuple[Fingerprint, Fingerprint]:
         """Of the base, and of the examples."""

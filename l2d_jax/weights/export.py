@@ -159,8 +159,7 @@ def _peft(parts: Parts, out: Path, _file: str) -> None:
     named = read_json(folders[0] / peft.CONFIG).get("base_model_name_or_path")
     folder = parts.language_model.folder
     peft.Adapter.open(folders[0], parts.architecture).write(out, base=named or absolute_name(str(folder)))
-    base = SafetensorsFolder.open(folder)
-    digests.sign(out / peft.WEIGHTS, base_fingerprint=digests.source_fingerprint(base))
+    digests.sign(out / peft.WEIGHTS, base_fingerprint=digests.source_fingerprint(SafetensorsFolder.open(folder)))
 
 
 FORMATS: dict[str, Callable[[Parts, Path, str], None]] = {"l2d": _release, "l2d-full": partial(_release, is_full=True)}

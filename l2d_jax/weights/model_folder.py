@@ -215,8 +215,7 @@ def base_name(folder: Path) -> str:
 
 def read_path_config(folder: Path) -> PathConfig:
     """The options of a model folder's path; raises `InputError` for unknown options and values out of range."""
-    options = read_json(folder / "path.json").get("path", {})
-    return from_dict(PathConfig, options, prefix=f"{folder}/path.json: path")
+    return from_dict(PathConfig, read_json(folder / "path.json").get("path", {}), prefix=f"{folder}/path.json: path")
 
 
 def check_trained_path(folder: Path, base: BaseFiles | None = None) -> str:

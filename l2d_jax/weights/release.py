@@ -107,8 +107,7 @@ def check_checkpoint(
     """The names of the LM's and the path's tensors in a state dict; `InputError` for those that do not fit."""
     own, trained = mapping.llm_shapes(architecture), mapping.path_shapes(config, architecture)
     same = aliases(own, trained)
-    shapes = own | trained | {alias: own[name] for alias, name in same.items()}
-    mapping.check_tensors(source, shapes)
+    mapping.check_tensors(source, own | trained | {alias: own[name] for alias, name in same.items()})
     for alias, name in same.items():
         a, b = source.read(alias), source.read(name)
         if (a.dtype, a.shape, a.tobytes()) != (b.dtype, b.shape, b.tobytes()):

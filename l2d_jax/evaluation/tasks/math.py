@@ -23,8 +23,7 @@ SECONDS = 5  # limit for reading an answer, and for comparing two: 9^{9^{9}} wou
 
 def _word(row: Row) -> Item:
     question, solution = text_of(row, "problem"), text_of(row, "solution")
-    reference = math_answers.extract(solution)
-    return Item(question, solution, reference, subject=text_of(row, "type"), thought=solution)
+    return Item(question, solution, math_answers.extract(solution), subject=text_of(row, "type"), thought=solution)
 
 
 def _judge(problem: Problem, completion: str) -> Score:
