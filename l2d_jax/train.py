@@ -26,8 +26,7 @@ def main() -> int | None:
     parser.add_argument("--dry_run", action="store_true", help="print parameters, memory and FLOPs; no weights needed")
     listing = "list the variants of the config file, with their trainable parameters; overrides do not count"
     parser.add_argument("--variants", action="store_true", help=listing)
-    looks = "check hosts, workdir, base model and disks, and train nothing"
-    parser.add_argument("--preflight", action="store_true", help=looks)
+    parser.add_argument("--preflight", action="store_true", help="check hosts, workdir, base and disks; train nothing")
     options, config = parser.parse_with_config()
     if options.variants:
         print(variant_table(options.config))
