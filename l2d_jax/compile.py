@@ -53,7 +53,8 @@ class Question:
     def key(self) -> str:
         """A hash of all that the answer depends on: the question, the libraries and this project's source."""
         versions = [importlib.metadata.version(name) for name in LIBRARIES]
-        sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py")))
+        files = sorted(path for path in Path(__file__).parent.rglob("*") if path.suffix in (".py", ".toml"))
+        sources = b"".join(path.read_bytes() for path in files)
         asked = asdict(self)
         if self.work == "train":
             del asked["batch"], asked["prompt"]
