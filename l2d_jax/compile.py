@@ -30,7 +30,6 @@ from l2d_jax.decoding.solver import find_solver
 from l2d_jax.distributed.sharding import decoding_mesh, make_mesh, mesh_sizes
 from l2d_jax.files import cache_folder
 from l2d_jax.performance import costs, lowering, tpu_estimate
-from l2d_jax.performance.plan_search import search_plans
 from l2d_jax.performance.topologies import GENERATIONS, Topology
 from l2d_jax.training import plans
 from l2d_jax.weights import model_folder
@@ -54,12 +53,12 @@ class Question:
     def key(self) -> str:
         """A hash of all that the answer depends on: the question, the libraries and this project's source."""
         versions = [importlib.metadata.version(name) for name in LIBRARIES]
-        sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py")))
+        files = sorted(path for path in Path(__file__).parent.rglob("*") if path.suffix in (".py", ".toml"))
+        sources = b"".join(path.read_bytes() for path in files)
         asked = asdict(self)
         if self.work == "train":
             del asked["batch"], asked["prompt"]
-        architecture = model_folder.read_architecture(self.config.model)
-        text = json.dumps([asked, str(architecture), versions], sort_keys=True)
+        text = json.dumps([asked, str(model_folder.read_architecture(self.config.model)), versions], sort_keys=True)
         return hashlib.sha256(text.encode() + sources).hexdigest()[:24]
 
 
@@ -89,12 +88,14 @@ def main() -> int:
         return answer(question, make_mesh(config.mesh, devices), folder=folder)
 
     if options.search:
-        plans.add_plans(config, devices, search_plans(config, devices, partial(ask, "train")))
+        plans.add_plans(config, devices, plans.search_plans(config, devices, partial(ask, "train")))
     plan, answers = plans.choose_plan(config, devices), {}
     for work in works:
-        planned = (
-            plans.apply_plan(plan, config) if work == "train" else for_decoding(config, options.batch, len(devices))
-        )
+        planned = plans.apply_plan(plan, config)
+        if work == "decode":
+            kv_heads = model_folder.read_architecture(config.model).num_key_value_heads
+            mesh = decoding_mesh(config.mesh, rows=options.batch, kv_heads=kv_heads, devices=len(devices))
+            planned = dataclasses.replace(config, mesh=mesh)
         answers[work] = found = ask(work, planned, folder=options.hlo)
         if not options.json:
             sizes = " x ".join(f"{name}={size}" for name, size in mesh_sizes(planned.mesh, len(devices)).items())
@@ -106,13 +107,6 @@ def main() -> int:
     if options.json:
         print(json.dumps(answers))
     return 0 if all(tpu_estimate.fits(found) for found in answers.values()) else 1
-
-
-def for_decoding(config: Config, rows: int, devices: int) -> Config:
-    """The config with the mesh that decoding chooses."""
-    kv_heads = model_folder.read_architecture(config.model).num_key_value_heads
-    mesh = decoding_mesh(config.mesh, rows=rows, kv_heads=kv_heads, devices=devices)
-    return dataclasses.replace(config, mesh=mesh)
 
 
 def answer(question: Question, mesh: Mesh, *, folder: Path | None = None) -> dict[str, Any]:
@@ -160,14 +154,10 @@ def compile_and_read(question: Question, mesh: Mesh, folder: Path | None) -> dic
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{question.work}.hlo").write_text(text)
-    return tpu_estimate.read_estimate(
-        compiled.memory_analysis(),
-        text,
-        GENERATIONS[question.topology.kind],
-        useful=flops / mesh.size,  # without recomputation
-        tokens=tokens,
-        unknown_trips=find_solver(config.decode.solver).steps(config.decode.budget),
-    )
+    memory, generation = compiled.memory_analysis(), GENERATIONS[question.topology.kind]
+    trips = find_solver(config.decode.solver).steps(config.decode.budget)
+    useful = flops / mesh.size  # without recomputation
+    return tpu_estimate.read_estimate(memory, text, generation, useful=useful, tokens=tokens, unknown_trips=trips)
 
 
 if __name__ == "__main__":

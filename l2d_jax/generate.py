@@ -93,19 +93,16 @@ def _parse() -> Namespace:
     group.add_argument("--tolerance", type="Tolerance", help=f"of each step of {', '.join(ADAPTIVE)}")
     group.add_argument("--label", type="Label", help="class for guidance, for a path that was trained with classes")
     group.add_argument("--guidance", type="Strength", help="strength of the guidance; 1: the class alone")
-    gate = "skip the ODE where the entropy of the language model alone is below this, in nats"
-    group.add_argument("--gate", type="Nats", help=gate)
+    group.add_argument("--gate", type="Nats", help="skip the ODE where the LM alone has an entropy below this, in nats")
     group = parser.add_argument_group("sampling of each token")
     group.add_argument("--temperature", type="Temperature", help="of sampling a token; 0: arg max")
     group.add_argument("--top_k", type="CountOrZero", help="sample from this number of the likeliest tokens")
-    top_p = "sample from the likeliest tokens that together reach this probability"
-    group.add_argument("--top_p", type="TopP", help=top_p)
+    group.add_argument("--top_p", type="TopP", help="sample from the likeliest that together reach this probability")
     group.add_argument("--draws", type="Draws", help="noise samples, whose mean distribution is the answer's")
     group.add_argument("--stop", action="append", default=[], help="a text that ends an answer, given once or more")
     group = parser.add_argument_group("search over tokens, for the best of several answers")
     group.add_argument("--beams", type="Beams", help="answers that are kept; each token costs a budget per beam")
-    candidates = "tokens that are sampled to extend each beam, at --temperature or else 1"
-    group.add_argument("--candidates", type="Count", help=candidates)
+    group.add_argument("--candidates", type="Count", help="tokens that extend each beam, at --temperature or else 1")
     group.add_argument("--length_power", type="Power", help="a beam's score is divided by its tokens to this power")
     group.add_argument("--repetition_penalty", type="Nats", help="nats of a beam's score that a repeated trigram costs")
     trace = "a new folder for trace.jsonl and trace.html: the evaluations that each token of the answers took"

@@ -103,8 +103,7 @@ def load(
     if mesh is None:
         weights = tree_bytes(LLM.declare(base.architecture, dtype=about.base.dtype))
         require_memory({"weights": weights}, "the type to int8, or take a smaller model")
-        kv_heads = base.architecture.num_key_value_heads
-        mesh = runtime.start_decoding(MeshConfig(), rows=rows, kv_heads=kv_heads)
+        mesh = runtime.start_decoding(MeshConfig(), rows=rows, kv_heads=base.architecture.num_key_value_heads)
     processes.decide(lambda: check_base(about, base))
     if about.trained is not None:
         step, method = newest_step(about) if step is None else step, method_of(about.trained)

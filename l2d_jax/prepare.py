@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from l2d_jax import command_line
 from l2d_jax.config import config_file
+from l2d_jax.config.parsing import require
 from l2d_jax.data import rows
 from l2d_jax.data.examples import Examples
 from l2d_jax.data.prepared import Preparation, training_splits
-from l2d_jax.errors import InputError
 from l2d_jax.storage import mirror
 from l2d_jax.weights import model_folder
 
@@ -26,8 +26,7 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--processes", type="Count", default=cores, help="that tokenise at once; default: all cores")
     options, config = parser.parse_with_config()
-    if config.data.prepared is not None:
-        raise InputError("config.data.prepared names examples that are prepared already: leave it out")
+    require(config.data.prepared is None, "config.data.prepared names examples that are prepared already: leave it out")
     rows.keep_quiet()
     tokenizer = model_folder.find_tokenizer(config.model)
     preparation = Preparation(options.out, config.data, tokenizer, processes=options.processes)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from l2d_jax import command_line
-from l2d_jax.errors import InputError
+from l2d_jax.config.parsing import require
 from l2d_jax.reports import evaluation as evaluations
 from l2d_jax.reports import training
 from l2d_jax.reports.page import Section, write_page
@@ -34,8 +34,7 @@ def main() -> None:
 def report_workdir(workdir: Path, beside: Mapping[str, Mapping[str, float]]) -> None:
     """Print tables and write the page; raises `InputError` for a workdir without results."""
     sections = [*_training_sections(workdir), *_evaluation_sections(workdir, beside)]
-    if not sections:
-        raise InputError(f"workdir {workdir} has no validation and no evaluation: train or evaluate first")
+    require(sections != [], f"workdir {workdir} has no validation and no evaluation: train or evaluate first")
     write_page(workdir / "report.html", f"Report of {workdir.name}", sections=sections)
     print(f"written to {mirror.shown_places(str(workdir / 'report.html'))}")
 

@@ -51,14 +51,9 @@ def main() -> None:
     require_chat_template(require_tokenizer(base.tokenizer))
     mesh = runtime.start_decoding(MeshConfig(), rows=options.lanes, kv_heads=base.architecture.num_key_value_heads)
     context = min(options.context, base.architecture.max_position_embeddings)
-    check_decoding_memory(
-        LLM.declare(base.architecture, dtype=folder.base.dtype),
-        folder.path_config,
-        folder.defaults,
-        rows=KINDS * options.lanes + 1,
-        longest=context,
-        remedy="--lanes or --context",
-    )
+    llm, rows = LLM.declare(base.architecture, dtype=folder.base.dtype), KINDS * options.lanes + 1
+    remedy = "--lanes or --context"
+    check_decoding_memory(llm, folder.path_config, folder.defaults, rows=rows, longest=context, remedy=remedy)
     loaded = load(options.workdir or options.model, mesh=mesh, dtype=options.dtype)
     name = options.workdir.name if options.workdir else options.model
     engine = Engine(loaded, lanes=options.lanes, queue=options.queue)
@@ -111,9 +106,7 @@ def _parse() -> Any:
     parser.add_argument("--lanes", type="Rows", default=8, help="answers that are decoded at a time")
     parser.add_argument("--queue", type="Count", default=64, help="answers that may wait for a lane; others get 429")
     parser.add_argument("--context", type="Tokens", default=2048, help="tokens of a prompt and its answer, at most")
-    parser.add_argument(
-        "--timeout", type="Seconds", default=600.0, help="the longest that a request may take, in seconds"
-    )
+    parser.add_argument("--timeout", type="Seconds", default=600.0, help="the longest a request may take, in seconds")
     parser.add_argument("--max_body", type="Count", default=1024, help="the largest body of a request, in KiB")
     return parser.parse_args()
 

@@ -65,11 +65,8 @@ def accuracy(scores: Mapping[str, Sequence[float]]) -> Rate:
 def pass_rates(scores: Mapping[str, Sequence[float]], ks: Sequence[int] = (1, 5, 10)) -> dict[int, Rate]:
     """pass@k for each k for which every problem has enough samples, from the scores (0 or 1) of each problem."""
     fewest = min(map(len, scores.values()), default=0)
-    return {
-        k: rate([pass_at(k, samples=len(values), correct=int(sum(values))) for values in scores.values()])
-        for k in ks
-        if k <= fewest
-    }
+    counts = [(len(values), int(sum(values))) for values in scores.values()]
+    return {k: rate([pass_at(k, samples=n, correct=right) for n, right in counts]) for k in ks if k <= fewest}
 
 
 def by_subject(scores: Mapping[str, Sequence[float]], subjects: Mapping[str, str | None]) -> dict[str, Rate]:
@@ -99,8 +96,7 @@ class BootstrapSums:
         if minus is not None:
             sums = sums - self._sums[minus]
         picks = np.random.default_rng(0).integers(len(counts), size=(RESAMPLES // 2, len(counts)))
-        means = sums[picks].sum(axis=1) / counts[picks].sum(axis=1)
-        low, high = np.quantile(means, BOUNDS)
+        low, high = np.quantile(sums[picks].sum(axis=1) / counts[picks].sum(axis=1), BOUNDS)
         return float(sums.sum() / counts.sum()), float(low), float(high)
 
     def to_dict(self) -> dict[str, Any]:

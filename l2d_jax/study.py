@@ -29,6 +29,7 @@ from l2d_jax.data.examples import Examples
 from l2d_jax.data.tokenizer import require_tokenizer
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.refine import Refinement
+from l2d_jax.decoding.requests import Request, number_prompts
 from l2d_jax.decoding.solver import ADAPTIVE, AMPLE, SOLVERS, split_budget
 from l2d_jax.decoding.trace import mean_evaluations
 from l2d_jax.distributed import processes, runtime
@@ -113,8 +114,7 @@ def _read_answers(
     """The held-out answers, and `count` problems to answer freely, None for 0; raises `InputError`."""
     tokenizer = require_tokenizer(tokenizer)
     examples = Examples.load(config.data, tokenizer, split=config.data.validation_split)
-    problems = MarkedProblems.read(config.data, tokenizer, count=count, option="--answers") if count else None
-    return examples, problems
+    return examples, MarkedProblems.read(config.data, tokenizer, count=count, option="--answers") if count else None
 
 
 def _is_known(file: Path, about: dict[str, Any]) -> bool:
@@ -144,7 +144,8 @@ def _measure_model(
     for key, one in settings.items():
         spent: Any = one.budget
         if one.solver in ADAPTIVE:
-            spent = mean_evaluations(loaded, *zip(*examples.texts(), strict=True), settings=one)
+            prompts, answers = zip(*examples.texts(), strict=True)
+            spent = mean_evaluations(loaded, Request(number_prompts(prompts), one), answers)
         evaluations, solver = float(np.mean(spent)), "" if key == "1" else one.solver
         measured.append({"key": key, "solver": solver, "evaluations": evaluations})
     batches = placed_in_order(examples, config.validation.batch_size, mesh)

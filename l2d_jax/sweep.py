@@ -12,6 +12,7 @@ from l2d_jax import command_line, report
 from l2d_jax.config.parsing import require
 from l2d_jax.data import tokenizer
 from l2d_jax.decoding.loaded_model import LoadedModel
+from l2d_jax.decoding.requests import Request, number_prompts
 from l2d_jax.decoding.solver import AMPLE
 from l2d_jax.decoding.trace import accuracy_by_time, check_grid, mean_evaluations
 from l2d_jax.distributed import processes
@@ -32,8 +33,7 @@ def main() -> None:
     options, config = parse_arguments(parser)
     options.budget = options.budget or BUDGETS
     loaded, plans, run_plan = open_session(options, config)
-    has_path = loaded.model.path is not None
-    require(has_path, "a sweep is of a diffusion path, and this model has none: use evaluate")
+    require(loaded.model.path is not None, "a sweep is of a diffusion path, and this model has none: use evaluate")
     largest = {plan.task.name: plan for plan in sorted(plans, key=lambda plan: plan.settings.budget)}
     for plan in largest.values():
         check_grid(plan.settings)
@@ -58,15 +58,12 @@ def _trace_answers(loaded: LoadedModel, plan: TaskPlan) -> dict[str, object]:
     assert loaded.tokenizer is not None
     count = min(TRACED, len(plan.problems))
     problems = [plan.problems[index * len(plan.problems) // count] for index in range(count)]
-    prompts = [one.ids for one in problems]
+    prompts = number_prompts([one.ids for one in problems])
     answers = tokenizer.text_ids([one.problem.answer for one in problems], loaded.tokenizer)
     adaptive = replace(plan.settings, solver="fehlberg2", budget=AMPLE)
-    return {
-        "solver": adaptive.solver,
-        "tolerance": adaptive.tolerance,
-        **accuracy_by_time(loaded, prompts, answers, settings=plan.settings),
-        "evaluations": mean_evaluations(loaded, prompts, answers, settings=adaptive),
-    }
+    evaluations = mean_evaluations(loaded, Request(prompts, adaptive), answers)
+    found: dict[str, object] = {"solver": adaptive.solver, "tolerance": adaptive.tolerance, "evaluations": evaluations}
+    return found | accuracy_by_time(loaded, Request(prompts, plan.settings), answers)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import contextlib
 
 from l2d_jax import command_line
 from l2d_jax.config import config_file
-from l2d_jax.errors import InputError
+from l2d_jax.config.parsing import require
 from l2d_jax.performance.costs import cost_table, variant_table
 from l2d_jax.training import run
 from l2d_jax.training.plans import start_planned
@@ -21,14 +21,12 @@ def main() -> int | None:
     """Parse the command line, then train or, with `--dry_run`, say what training would take."""
     parser = command_line.Parser(prog="python -m l2d_jax.train", description=__doc__)
     parser.add_argument("--config", required=True, help=config_file.CONFIG_HELP)
-    parser.add_argument(
-        "--workdir", type=command_line.folder_or_bucket, help="where config, checkpoints and metrics go"
-    )
+    folder = command_line.folder_or_bucket
+    parser.add_argument("--workdir", type=folder, help="where config, checkpoints and metrics go")
     parser.add_argument("--dry_run", action="store_true", help="print parameters, memory and FLOPs; no weights needed")
     listing = "list the variants of the config file, with their trainable parameters; overrides do not count"
     parser.add_argument("--variants", action="store_true", help=listing)
-    looks = "check hosts, workdir, base model and disks, and train nothing"
-    parser.add_argument("--preflight", action="store_true", help=looks)
+    parser.add_argument("--preflight", action="store_true", help="check hosts, workdir, base and disks; train nothing")
     options, config = parser.parse_with_config()
     if options.variants:
         print(variant_table(options.config))
@@ -42,8 +40,7 @@ def main() -> int | None:
         with contextlib.ExitStack() as held:
             run.prepare(config, options.workdir, held, show=lambda line: print(line, flush=True))
         return 0
-    if options.workdir is None:
-        raise InputError("--workdir is missing: name a folder for config, checkpoints and metrics")
+    require(options.workdir is not None, "--workdir is missing: name a folder for config, checkpoints and metrics")
     return 0 if run.train(config, options.workdir) else STOPPED
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from l2d_jax.config.parsing import nearest
+from l2d_jax.config.parsing import nearest, require
 from l2d_jax.config.schema import Config
 from l2d_jax.errors import LONGEST_LINE, InputError, shorten
 from l2d_jax.files import check_path, package_table
@@ -29,12 +29,10 @@ def split_overrides(arguments: Sequence[str]) -> dict[str, Any]:
     rest = list(arguments)
     while rest:
         argument = rest.pop(0)
-        if not argument.startswith("--config."):
-            raise InputError(f"unknown argument {argument!r} (--help lists the options)")
+        require(argument.startswith("--config."), f"unknown argument {argument!r} (--help lists the options)")
         name, equals, text = argument.removeprefix("--config.").partition("=")
         if not equals:
-            if not rest:
-                raise InputError(f"--config.{name} needs a value: --config.{name}=VALUE")
+            require(len(rest) > 0, f"--config.{name} needs a value: --config.{name}=VALUE")
             text = rest.pop(0)
         try:
             with warnings.catch_warnings(action="ignore"):  # of what looks like Python, and is text
@@ -74,8 +72,7 @@ def find_variants(reference: str) -> dict[str, str]:
 
 def _import(file: Path) -> Any:
     check_path(str(file), "the config file")
-    if not file.is_file():
-        raise InputError(f"no config file {file}: give a path such as configs/smollm2_135m.py")
+    require(file.is_file(), f"no config file {file}: give a path such as configs/smollm2_135m.py")
     spec = importlib.util.spec_from_file_location(f"l2d_jax_config_{file.stem}", file)
     if spec is None or spec.loader is None:
         raise InputError(f"{file} is not a Python file: a config file ends in .py")
@@ -119,8 +116,7 @@ def _own_variants(module: ModuleType) -> dict[str, Callable[[Any], None]]:
 def _override(config: Any, name: str, value: Any) -> None:
     node, done = config, "config"
     for part in name.split("."):
-        if not isinstance(node, ConfigDict | dict):
-            raise InputError(f"unknown option {done}.{part}: it is below a plain value")
+        require(isinstance(node, ConfigDict | dict), f"unknown option {done}.{part}: it is below a plain value")
         if part not in node:
             raise InputError(f"unknown option {done}.{part}{nearest(part, node.keys())}")
         section, node, done = node, node[part], f"{done}.{part}"

@@ -27,6 +27,7 @@ from jaxtyping import Int
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
+from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import Config, DataConfig
 from l2d_jax.data.packing import PackingPlan
 from l2d_jax.data.sources import most_examples
@@ -60,8 +61,7 @@ def read_prepared(config: DataConfig, split: str, tokenizer: PreTrainedTokenizer
     shards, plans = ([folder / SHARDS / file for file in entry[kind]] for kind in ("shards", "plans"))
     with ThreadPoolExecutor() as pool:
         for file, is_intact in zip(shards + plans, pool.map(_is_intact, shards + plans), strict=True):
-            if not is_intact:
-                raise InputError(f"{file} is missing, or not as it was written: {AGAIN}")
+            require(is_intact, f"{file} is missing, or not as it was written: {AGAIN}")
     return TokenisedSplit(_join(shards), plans=[PackingPlan(**np.load(plan)) for plan in plans], **entry["about"])
 
 

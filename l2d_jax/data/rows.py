@@ -8,6 +8,7 @@ from pathlib import Path
 
 import datasets
 
+from l2d_jax.config.parsing import require
 from l2d_jax.data import tokenizer
 from l2d_jax.errors import InputError, shown
 from l2d_jax.files import digest, identity
@@ -28,8 +29,7 @@ def find_file(folder: Path, split: str) -> Path:
 
 def read_file(file: Path) -> datasets.Dataset:
     """The rows of a file; raises `InputError` if it is empty or unreadable."""
-    if file.stat().st_size == 0:
-        raise InputError(f"{file} is empty: put one row a line into it")
+    require(file.stat().st_size > 0, f"{file} is empty: put one row a line into it")
     # `datasets` knows a file by its name and date; a cache for each content notices what was replaced all the same.
     cache = Path(datasets.config.HF_DATASETS_CACHE) / digest(identity(file))[:16]
     if file.suffix == ".jsonl":
@@ -91,5 +91,4 @@ def require_columns(rows: datasets.Dataset, columns: Iterable[str], *, name: str
         rule = f"rows of {name} need the columns {', '.join(columns)}, but {', '.join(missing)} is missing among"
         remedy = "rename them, or give the data set's own rows"
         raise InputError(f"{rule} {', '.join(sorted(rows.column_names))}: {remedy}")
-    if len(rows) == 0:
-        raise InputError(f"{name} has no rows: choose another split")
+    require(len(rows) > 0, f"{name} has no rows: choose another split")

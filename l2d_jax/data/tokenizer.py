@@ -188,11 +188,9 @@ def render_chat(
     messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast, *, prompt: bool, continued: bool = False
 ) -> str:
     """A conversation as text: with a `prompt` for the next answer, or the last message `continued`, without its end."""
-    options: dict[str, Any] = {"add_generation_prompt": prompt, "continue_final_message": continued}
+    options: dict[str, Any] = {"add_generation_prompt": prompt, "continue_final_message": continued, "tokenize": False}
     try:
-        text = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, date_string=DATE, **options
-        )
+        text = tokenizer.apply_chat_template([dict(message) for message in messages], date_string=DATE, **options)
     except Exception as error:  # a template is a program
         roles = shown(", ".join(message["role"] for message in messages)).strip("'")
         problem = f"the chat template refuses a conversation of the roles {roles}"

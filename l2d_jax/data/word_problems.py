@@ -3,6 +3,7 @@
 A problem is a pure function of (seed, index, split). Its story and its numbers decide the split it belongs to, so no
 split ever holds the numbers of another in the same story, whatever the seeds and the counts: eight in ten combinations
 of numbers are for training, one each for validation and test.
+`word_problems.toml` has the stories: their texts, their numbers, and the names and nouns in them.
 Solutions spell out each step as `a * b = c` and end with the line `#### answer`, as GSM8K's do; answers are integers, 0
 or more. A problem takes 90 to 128 tokens in SmolLM2's tokenizer and chat template, 30 to 60 of them for the answer.
 """
@@ -10,12 +11,17 @@ or more. A problem takes 90 to 128 tokens in SmolLM2's tokenizer and chat templa
 import re
 import zlib
 from dataclasses import dataclass
+from functools import cache
 from random import Random
+from types import CodeType
 from typing import Any
 
-from l2d_jax.data.stories import STORIES, tell
 from l2d_jax.errors import InputError
+from l2d_jax.files import package_table
 
+TABLE = "data/word_problems.toml"
+STORIES = tuple(name for name in package_table(TABLE) if name != "words")
+NOUNS = ("thing", "fruit", "bake", "good", "place", "ride")
 SPLITS = ("train", "validation", "test")
 WORKINGS = ("sentences", "equations", "answers")  # what a solution shows before its last line; "answers": nothing
 STEP = re.compile(r"\d+(?: [-+*/] \d+)+ = \d+")
@@ -38,12 +44,34 @@ def problem(index: int, *, seed: int = 0, split: str = "train") -> WordProblem:
     story = STORIES[index % len(STORIES)]
     random = Random(f"{seed} {index}")
     while True:
-        question, solution = tell(story, random)
+        question, solution = _tell(story, random)
         numbers = " ".join(re.findall(r"\d+", question))
-        share = zlib.crc32(f"{story.__name__} {numbers}".encode()) % 10
+        share = zlib.crc32(f"_{story} {numbers}".encode()) % 10
         if {0: "test", 1: "validation"}.get(share, "train") == split:
             answer = int(re.findall(r"\d+", solution)[-1])
             return WordProblem(question, f"{solution}\n#### {answer}", answer)
+
+
+def _tell(story: str, r: Random) -> tuple[str, str]:
+    """The question of a story, drawn at random, and a solution whose last number is the answer.
+
+    They are of two people, of whom `they` is the first, and a noun of each kind.
+    """
+    texts, words = package_table(TABLE)[story], package_table(TABLE)["words"]
+    they = r.choice(("she", "he"))
+    name = r.choice(words[they].split())
+    friend = r.choice([other for other in f"{words['she']} {words['he']}".split() if other != name])
+    filled = {"name": name, "they": they, "They": they.title(), "friend": friend}
+    filled |= {noun: r.choice(words[noun].split()) for noun in NOUNS}
+    numbers: dict[str, Any] = {"r": r.randint}
+    for number, formula in texts["numbers"].items():
+        numbers[number] = eval(_compiled(formula), numbers)
+    return texts["question"].format_map(filled | numbers), texts["solution"].format_map(filled | numbers)
+
+
+@cache
+def _compiled(formula: str) -> CodeType:
+    return compile(formula, TABLE, "eval")
 
 
 def conversations(

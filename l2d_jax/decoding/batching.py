@@ -6,11 +6,11 @@ rounding does depend on the shape of the batch: see `generation`.
 
 from collections.abc import Iterator, Sequence
 
+from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding.generation import decode_lanes
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import UNRESTRICTED, Prompt, Request, Restrictions
-from l2d_jax.errors import InputError
 
 PREFIX_MULTIPLE = 128  # tokens: the length of a common prefix is rounded down to a multiple, to compile few programs
 
@@ -57,8 +57,7 @@ def complete(
     Raises `InputError` as `generation.decode_lanes`, and for a batch that is smaller than the samples of one prompt.
     """
     lanes = batch_size // samples * samples
-    if not lanes:
-        raise InputError(f"a batch of {batch_size} does not hold {samples} samples of a prompt: use {samples} or more")
+    require(lanes > 0, f"a batch of {batch_size} does not hold {samples} samples of a prompt: use {samples} or more")
     ordered = sorted(prompts, key=lambda prompt: -len(prompt.ids))
     answers: list[list[int]] = [[] for _ in range(len(ordered) * samples)]
     lacking = [samples] * len(ordered)

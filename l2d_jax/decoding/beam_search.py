@@ -5,12 +5,13 @@ Every step samples tokens to extend each beam and keeps the best of all beams. T
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import DecodeConfig, PathConfig
 from l2d_jax.decoding.beams import Beams, Scoring, SearchConfig, extend, start_beams
 from l2d_jax.decoding.buckets import CHUNK, answer_slots
@@ -61,39 +62,21 @@ def search(
     if restrictions.stops:
         raise InputError(f"a search knows no stop strings, got {restrictions.stops}: cut its answer instead")
     asked = dataclasses.replace(settings, max_new_tokens=config.max_new_tokens, temperature=config.temperature)
-    request = Request([prompt], asked, seed, restrictions=restrictions)
-    lanes, [answer] = open_lanes(loaded.decoder, request)
+    lanes, [answer] = open_lanes(loaded.decoder, Request([prompt], asked, seed, restrictions=restrictions))
     options = lanes.options([answer])
     capacity = answer_slots(config.max_new_tokens)
     beams = start_beams(lanes.read([answer]), beams=config.beams, capacity=capacity)
-    scoring = Scoring(
-        length_power=jnp.float32(config.length_power),
-        repetition_penalty=jnp.float32(config.repetition_penalty),
-        repetition_ngram=jnp.int32(config.repetition_ngram),
-        max_new_tokens=jnp.int32(config.max_new_tokens),
-        stop_ids=jnp.array(loaded.stop_ids or [-1], jnp.int32),
-        sampling=options["sampling"],
-    )
+    scoring = Scoring.from_config(config, loaded.stop_ids, options["sampling"])
+    chosen: dict[str, Any] = {"candidates": config.candidates, "draws": settings.draws, "label": options["labels"]}
     for _ in range(capacity // CHUNK):
-        beams = extend(
-            lanes.model,
-            beams,
-            settings=options["settings"],
-            scoring=scoring,
-            candidates=config.candidates,
-            steps=CHUNK,
-            draws=settings.draws,
-            label=options["labels"],
-        )
+        beams = extend(lanes.model, beams, settings=options["settings"], scoring=scoring, steps=CHUNK, **chosen)
         if beams.state.broken.any():
             raise InputError("logits of the search were not numbers: check the weights, or use float32")
         if beams.state.done.all():
             break
     best = _read_beams(beams, scoring, loaded.stop_ids)
-    scores = jnp.float32([beam.score for beam in best])
-    place = diffusion.sample_token(
-        jax.random.fold_in(jax.random.key(seed), 1), scores, jnp.float32(config.final_temperature)
-    )
+    scores, key = jnp.float32([beam.score for beam in best]), jax.random.fold_in(jax.random.key(seed), 1)
+    place = diffusion.sample_token(key, scores, jnp.float32(config.final_temperature))
     return SearchResult(answer=best[int(place)].ids, beams=best)
 
 
@@ -104,25 +87,14 @@ def check_search(
 
     The model may be declared; its longest prompt has `longest` tokens.
     """
-    size = llm.architecture.vocab_size
-    if config.candidates > size:
-        raise InputError(
-            f"search.candidates {config.candidates} exceed the {size} tokens of the model: take at most {size}"
-        )
-    if settings.top_k > 0 or settings.top_p < 1:
-        raise InputError(
-            f"a search compares likelihoods over all tokens: set top_k to 0 and top_p to 1, got {settings.top_k} and "
-            f"{settings.top_p}"
-        )
-    check_decoding_memory(
-        llm,
-        path,
-        dataclasses.replace(settings, max_new_tokens=config.max_new_tokens),
-        rows=config.beams,
-        longest=longest,
-        candidates=config.candidates,
-        remedy="--beams, --candidates or --max_new_tokens",
-    )
+    size, top_k, top_p = llm.architecture.vocab_size, settings.top_k, settings.top_p
+    problem = f"search.candidates {config.candidates} exceed the {size} tokens of the model"
+    require(config.candidates <= size, f"{problem}: take at most {size}")
+    rule = "a search compares likelihoods over all tokens: set top_k to 0 and top_p to 1"
+    require(top_k == 0 and top_p == 1, f"{rule}, got {top_k} and {top_p}")
+    settings = dataclasses.replace(settings, max_new_tokens=config.max_new_tokens)
+    sizes = {"rows": config.beams, "longest": longest, "candidates": config.candidates}
+    check_decoding_memory(llm, path, settings, **sizes, remedy="--beams, --candidates or --max_new_tokens")
 
 
 def _read_beams(beams: Beams, scoring: Scoring, stop_ids: Sequence[int]) -> list[Beam]:

@@ -12,6 +12,7 @@ beams are compared under it. If every beam had its own noise, the search would k
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -45,10 +46,8 @@ class SearchConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="search")
-        require(
-            self.beams == 1 or self.candidates > 1,
-            f"one candidate a step never makes {self.beams} beams of one prompt: use search.candidates of at least 2",
-        )
+        problem = f"one candidate a step never makes {self.beams} beams of one prompt"
+        require(self.beams == 1 or self.candidates > 1, f"{problem}: use search.candidates of at least 2")
 
 
 @nnx.dataclass
@@ -61,6 +60,13 @@ class Scoring(nnx.Module):
     max_new_tokens: Int[Array, ""] = nnx.data()
     stop_ids: Int[Array, " stops"] = nnx.data()  # tokens that end an answer
     sampling: SamplingOptions = nnx.data()  # of which temperature, gate and masks are used
+
+    @classmethod
+    def from_config(cls, config: SearchConfig, stop_ids: Sequence[int], sampling: SamplingOptions) -> "Scoring":
+        """The same as arrays."""
+        floats = {name: jnp.float32(getattr(config, name)) for name in ("length_power", "repetition_penalty")}
+        counts = {name: jnp.int32(getattr(config, name)) for name in ("repetition_ngram", "max_new_tokens")}
+        return cls(**floats, **counts, stop_ids=jnp.array(stop_ids or [-1], jnp.int32), sampling=sampling)
 
     def score(
         self, log_likelihood: Float[Array, "*B"], repeats: Int[Array, "*B"], lengths: Int[Array, "*B"]
@@ -114,9 +120,8 @@ def extend(
 
     def step(beams: Beams, _: None) -> tuple[Beams, None]:
         labels = None if label is None else jnp.broadcast_to(label, beams.state.done.shape)
-        keys, logits, _taken = decode.refined_logits(
-            model, beams.state, gate=scoring.sampling.gate, settings=settings, noise_samples=draws, labels=labels
-        )
+        options: dict[str, Any] = {"settings": settings, "noise_samples": draws, "labels": labels}
+        keys, logits, _taken = decode.refined_logits(model, beams.state, gate=scoring.sampling.gate, **options)
         is_bad = jnp.isnan(logits).any(axis=-1) & ~beams.state.done
         # All beams are marked as broken, since selection may drop the one whose logits are not numbers.
         state = dataclasses.replace(beams.state, broken=beams.state.broken | is_bad.any())
@@ -165,10 +170,9 @@ def _select_beams(model: Model, beams: Beams, sampled: tuple[Array, Array, Array
     is_stop = (token[:, None] == scoring.stop_ids).any(axis=-1) | (count + 1 >= scoring.max_new_tokens)
     log_likelihood = jnp.where(is_old, beams.log_likelihood[parents], log_likelihood[place])
     matches = jnp.where(beams.tokens[parents] == token[:, None], beams.matches[parents] + 1, 0)
+    done, chosen = is_empty | is_old | is_stop, decode.select(state, parents)
     return Beams(
-        state=decode.advance(
-            model.llm, decode.select(state, parents), jnp.maximum(token, 0), is_empty | is_old | is_stop
-        ),
+        state=decode.advance(model.llm, chosen, jnp.maximum(token, 0), done),
         tokens=beams.tokens[parents].at[:, count].set(token),
         matches=jnp.roll(matches, 1, axis=1).at[:, 0].set(0),
         lengths=jnp.where(is_old, beams.lengths[parents], count + 1),

@@ -12,17 +12,10 @@ from collections.abc import Iterator
 from l2d_jax.config import ranges
 from l2d_jax.config.parsing import check_value, require
 from l2d_jax.config.schema import PathConfig
+from l2d_jax.decoding import requests
 from l2d_jax.decoding.lanes import Lanes
 from l2d_jax.decoding.refine import check_budget
-from l2d_jax.decoding.requests import (
-    Answer,
-    Piece,
-    Request,
-    check_decoding_memory,
-    check_prompts,
-    class_labels,
-    path_config,
-)
+from l2d_jax.decoding.requests import Answer, Piece, Request, path_config
 from l2d_jax.decoding.stop_strings import StopSearch
 from l2d_jax.errors import InputError
 from l2d_jax.model.architecture import Architecture
@@ -81,21 +74,17 @@ def open_lanes(model: Model, request: Request, *, lanes: int | None = None) -> t
     path = path_config(model)
     answers = make_answers(request, model.llm.architecture, path)
     chosen = {answer.settings for answer in answers}
-    require(
-        len({(one.solver, one.velocity, one.draws) for one in chosen}) == 1,
-        "prompts that are answered together share solver, velocity and draws: ask for the others apart",
-    )
+    rule = "prompts that are answered together share solver, velocity and draws: ask for the others apart"
+    require(len({(one.solver, one.velocity, one.draws) for one in chosen}) == 1, rule)
     lanes = min(lanes or len(answers), len(answers))
     group = max(1, lanes // GROUPS)
     tokens = max(len(prompt.ids) for prompt in request.prompts) - request.prefix
     remedy = "the number of prompts, samples, draws or max_new_tokens"
     rows, longest = lanes + (group if lanes < len(answers) else 0), max(chosen, key=lambda one: one.max_new_tokens)
-    check_decoding_memory(model.llm, path, longest, rows=rows, longest=tokens, remedy=remedy)
+    requests.check_decoding_memory(model.llm, path, longest, rows=rows, longest=tokens, remedy=remedy)
     reading = model.reading(refines=any(one.budget > 1 for one in chosen))
-    require(
-        reading.llm is model.llm or all(one.budget > 1 for one in chosen),
-        "at a budget of 1 the language model reads the prompt, beyond that this path does: ask for them apart",
-    )
+    rule = "at a budget of 1 the language model reads the prompt, beyond that this path does: ask for them apart"
+    require(reading.llm is model.llm or all(one.budget > 1 for one in chosen), rule)
     return Lanes(reading, lanes=lanes, stop_ids=request.stop_ids, group=group, known=request), answers
 
 
@@ -112,14 +101,12 @@ def make_answers(
     for settings in {settings for _, settings in asked} or {request.settings}:
         check_budget(settings, has_path=path is not None)
         ids = [prompt.ids for prompt, its in asked if its == settings]
-        check_prompts(ids, architecture, new_tokens=settings.max_new_tokens)
-    class_labels(path, request.prompts)
+        requests.check_prompts(ids, architecture, new_tokens=settings.max_new_tokens)
+    requests.class_labels(path, request.prompts)
     stops, _, _, keeps_stop, grammar = request.restrictions
     search = StopSearch(stops, request.tokenizer, keeps_stop=keeps_stop)
-    answers = enumerate(itertools.product(asked, range(request.samples)), first)
-    return [
-        Answer(
-            number, prompt, settings, search.again(), request.seed, copy, None if grammar is None else grammar.start()
-        )
-        for number, ((prompt, settings), copy) in answers
-    ]
+    answers = []
+    for number, ((prompt, settings), copy) in enumerate(itertools.product(asked, range(request.samples)), first):
+        follows = None if grammar is None else grammar.start()
+        answers.append(Answer(number, prompt, settings, search.again(), request.seed, copy, follows))
+    return answers

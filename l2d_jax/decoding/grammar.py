@@ -37,12 +37,7 @@ class Grammar:
 
     @classmethod
     def compile(
-        cls,
-        format: Any,
-        tokenizer: PreTrainedTokenizerFast | None,
-        *,
-        vocab_size: int,
-        stop_ids: Sequence[int],
+        cls, format: Any, tokenizer: PreTrainedTokenizerFast | None, *, vocab_size: int, stop_ids: Sequence[int]
     ) -> "Grammar | None":
         """Compile a `response_format`: OpenAI's `json_object` or `json_schema`, or one of ours; None for `text`.
 

@@ -122,14 +122,8 @@ class Lanes:
         options, has_grammar = self._options, any(answer.grammar is not None for answer in live)
         if has_grammar:
             options = self._mask(options, answers)
-        self._state, new = decode.decode_tokens(
-            self.model,
-            self._state,
-            stop_ids=self._ends,
-            steps=1 if has_grammar else CHUNK,
-            noise_samples=live[0].settings.draws,
-            **options,
-        )
+        options = options | {"steps": 1 if has_grammar else CHUNK, "noise_samples": live[0].settings.draws}
+        self._state, new = decode.decode_tokens(self.model, self._state, stop_ids=self._ends, **options)
         columns = (new.ids, new.evaluations, self._state.broken)
         ids, costs, is_broken = (processes.gather_array(column).tolist() for column in columns)
         scores = None

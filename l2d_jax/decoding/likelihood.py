@@ -16,13 +16,11 @@ from jaxtyping import Array, Float, Int, Key
 
 from l2d_jax.config import ranges
 from l2d_jax.config.parsing import check_value, require
-from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding.buckets import pad
 from l2d_jax.decoding.refine import Refinement, refine
-from l2d_jax.decoding.requests import Prompt, check_prompts, class_labels, path_config
+from l2d_jax.decoding.requests import Request, check_prompts, class_labels, path_config
 from l2d_jax.decoding.sampler import check_tokens, token_keys
 from l2d_jax.distributed import processes, sharding
-from l2d_jax.errors import InputError
 from l2d_jax.model.context import Context
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.lm_head import map_logits
@@ -42,13 +40,7 @@ class Likelihood(NamedTuple):
 
 
 def score_answers(
-    model: Model,
-    prompts: Sequence[Prompt],
-    answers: Sequence[Sequence[int]],
-    *,
-    settings: DecodeConfig,
-    draws: int = 8,
-    seed: int = 0,
+    model: Model, request: Request, answers: Sequence[Sequence[int]], *, draws: int = 8
 ) -> list[Likelihood]:
     """Log-likelihoods of answers; that of a token is by the mean over `draws` ODEs behind the true tokens before it.
 
@@ -57,18 +49,14 @@ def score_answers(
     Raises `InputError` as `generation.decode_lanes`, for fewer than 2 draws, and for an answer without tokens or with
     unknown ones.
     """
-    if draws < 2:
-        raise InputError(f"a standard error takes at least 2 draws, got {draws}")
-    if len(prompts) != len(answers) or not all(answers):
-        raise InputError(f"each prompt takes one answer of at least one token, got {len(answers)} for {len(prompts)}")
-    contexts = [prompt.ids for prompt in prompts]
+    require(draws >= 2, f"a standard error takes at least 2 draws, got {draws}")
+    contexts = [prompt.ids for prompt in request.prompts]
+    rule = "each prompt takes one answer of at least one token"
+    require(len(contexts) == len(answers) and all(answers), f"{rule}, got {len(answers)} for {len(contexts)}")
     limit = model.llm.architecture.max_position_embeddings
     for context, answer in zip(contexts, answers, strict=True):
-        require(
-            len(context) + len(answer) - 1 <= limit,
-            f"a prompt of {len(context)} tokens and {len(answer)} new ones exceed the {limit} positions of the model: "
-            "shorten one of them",
-        )
+        problem = f"a prompt of {len(context)} tokens and {len(answer)} new ones exceed the {limit} positions"
+        require(len(context) + len(answer) - 1 <= limit, f"{problem} of the model: shorten one of them")
     check_prompts(contexts, model.llm.architecture, new_tokens=0)
     check_tokens([*contexts, *answers], model.llm.architecture.vocab_size)
     ids, _ = pad([[*context, *answer[:-1]] for context, answer in zip(contexts, answers, strict=True)])
@@ -76,58 +64,37 @@ def score_answers(
     places = np.arange(targets.shape[1])
     starts, counts = (np.array([len(text) for text in texts])[:, None] for texts in (contexts, answers))
     queries = np.where(places < counts, starts - 1 + places, 0).astype(np.int32)
-    log_probs, likeliest = _sample(
-        model, prompts, ids, sharding.spread(queries), targets[:, :, None], settings=settings, draws=draws, seed=seed
-    )
-    return [
-        _average(log_probs[:, i, : len(answer), 0], likeliest[i, : len(answer)]) for i, answer in enumerate(answers)
-    ]
+    log_probs, likeliest = _sample(model, request, ids, sharding.spread(queries), targets[:, :, None], draws=draws)
+    return [_average(log_probs[:, i, :n, 0], likeliest[i, :n]) for i, n in enumerate(map(len, answers))]
 
 
 def rank(
-    model: Model,
-    prompts: Sequence[Prompt],
-    options: Sequence[Sequence[int]],
-    *,
-    settings: DecodeConfig,
-    draws: int = 8,
-    seed: int = 0,
+    model: Model, request: Request, options: Sequence[Sequence[int]], *, draws: int = 8
 ) -> list[Float[np.ndarray, " J"]]:
     """Log-probabilities of a few next tokens of each prompt, by the mean over `draws`: one pass over each prompt.
 
     A budget of 1, where all draws are the same, takes one. Raises `InputError` as `generation.decode_lanes`.
     """
-    check_prompts([prompt.ids for prompt in prompts], model.llm.architecture, new_tokens=1)
-    ids, lengths = pad([prompt.ids for prompt in prompts])
+    contexts = [prompt.ids for prompt in request.prompts]
+    check_prompts(contexts, model.llm.architecture, new_tokens=1)
+    ids, lengths = pad(contexts)
     width = max(map(len, options))
     tokens = sharding.spread(np.array([[*few, *[0] * (width - len(few))] for few in options], np.int32)[:, None])
-    log_probs, _ = _sample(
-        model, prompts, ids, (lengths - 1)[:, None], tokens, settings=settings, draws=draws, seed=seed
-    )
+    log_probs, _ = _sample(model, request, ids, (lengths - 1)[:, None], tokens, draws=draws)
     mean = np.logaddexp.reduce(log_probs[:, :, 0], axis=0) - np.log(len(log_probs))
     return [row[: len(few)] for row, few in zip(mean, options, strict=True)]
 
 
 def _sample(
-    model: Model,
-    prompts: Sequence[Prompt],
-    ids: Int[Array, "B T"],
-    queries: Int[Array, "B M"],
-    targets: Int[Array, "B M J"],
-    *,
-    settings: DecodeConfig,
-    draws: int,
-    seed: int,
+    model: Model, request: Request, ids: Int[Array, "B T"], queries: Array, targets: Int[Array, "B M J"], *, draws: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """`_log_probs` on the host, in float64; raises `InputError` for what the model does not know."""
-    refinement = Refinement.prepare(model, settings)
-    check_value(seed, ranges.KeySeed, "seed")
-    keys = jax.random.split(jax.random.key(seed), 1 if settings.budget == 1 else draws)
-    numbers, labels = (
-        jnp.array([prompt.number for prompt in prompts]),
-        class_labels(path_config(model), prompts),
-    )
-    model = model.reading(refines=settings.budget > 1)
+    budget, refinement = request.settings.budget, Refinement.prepare(model, request.settings)
+    check_value(request.seed, ranges.KeySeed, "seed")
+    keys = jax.random.split(jax.random.key(request.seed), 1 if budget == 1 else draws)
+    labels = class_labels(path_config(model), request.prompts)
+    numbers = jnp.array([prompt.number for prompt in request.prompts])
+    model = model.reading(refines=budget > 1)
     results = _log_probs(model, refinement, ids, queries, targets, keys, numbers, labels)
     log_probs, likeliest = map(processes.gather_array, results)
     return log_probs.astype(np.float64), likeliest
@@ -148,11 +115,9 @@ def _log_probs(
 
     All noise samples share the frozen pass. Logits are held for `CHUNK` positions and noise samples at a time.
     """
-    positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
-    hidden, cache = model.llm(ids, positions)
-    hidden, inputs = (
-        jnp.take_along_axis(array, queries[..., None], axis=1) for array in (hidden, model.llm.lookup(ids))
-    )
+    hidden, cache = model.llm(ids, jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape))
+    read = (hidden, model.llm.lookup(ids))
+    hidden, inputs = (jnp.take_along_axis(array, queries[..., None], axis=1) for array in read)
     spread = None if labels is None else jnp.broadcast_to(labels[:, None], queries.shape)
     context = Context(hidden=hidden, cache=cache, positions=queries, labels=spread, inputs=inputs)
     width = 1 if model.path is None else model.path.config.width

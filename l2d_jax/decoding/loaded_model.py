@@ -8,7 +8,7 @@ conversation is a list of messages, each a dictionary with a role and a content.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral
 from typing import Any
@@ -32,16 +32,8 @@ from l2d_jax.model.l2d import Model
 OnePrompt = str | Sequence[Message] | Sequence[int]
 Answer = str | list[int]
 
-OTHER_OPTIONS = (
-    "seed",
-    "samples",
-    "label",
-    "stop",
-    "allowed",
-    "banned",
-    "response_format",
-    "settings",
-)  # that no `DecodeConfig` has
+# Options that no `DecodeConfig` has.
+OTHER_OPTIONS = ("seed", "samples", "label", "stop", "allowed", "banned", "response_format", "settings")
 
 
 @dataclass(frozen=True)
@@ -62,8 +54,7 @@ class LoadedModel:
     def decoder(self) -> Model:
         """The model as `Model.merged` has it, where the memory has room for that beside caches and logits."""
         there = device_bytes()
-        has_room = there is None or 3 * tree_bytes(self.model) < there
-        return self.model.merged() if has_room else self.model
+        return self.model.merged() if there is None or 3 * tree_bytes(self.model) < there else self.model
 
     def generate(
         self,
@@ -109,11 +100,8 @@ class LoadedModel:
         restrictions = Restrictions([stop] if isinstance(stop, str) else stop, allowed, banned, grammar=grammar)
         request = self._request(many, label, settings, options, seed=seed, samples=count, restrictions=restrictions)
         answers = generate_tokens(self.decoder, request)
-        shown = [
-            [to_text(ids, self.tokenizer) if _is_text(prompt) else ids for ids in answers[count * i : count * (i + 1)]]
-            for i, prompt in enumerate(many)
-        ]
-        results: list[Any] = shown if samples is not None else [answer for [answer] in shown]
+        shown = [to_text(ids, self.tokenizer) if _is_text(many[i // count]) else ids for i, ids in enumerate(answers)]
+        results: list[Any] = shown if samples is None else [shown[i : i + count] for i in range(0, len(shown), count)]
         return results[0] if is_single else results
 
     def stream(
@@ -163,14 +151,14 @@ class LoadedModel:
         """
         many, is_single = _as_list(prompts)
         texts, is_one = _as_list(answers)
-        request = self._request(many, label, settings, options)
+        request = self._request(many, label, settings, options, seed=seed)
         require(not any(prompt.settings for prompt in request.prompts), "likelihoods have one value of each option")
-        prompted = [*request.prompts] * len(texts) if is_single else request.prompts
+        request = replace(request, prompts=[*request.prompts] * len(texts)) if is_single else request
         ids = [
             text_ids([answer], require_tokenizer(self.tokenizer))[0] if isinstance(answer, str) else answer
             for answer in texts
         ]
-        likelihoods = score_answers(self.model, prompted, ids, settings=request.settings, draws=draws, seed=seed)
+        likelihoods = score_answers(self.model, request, ids, draws=draws)
         return likelihoods[0] if is_single and is_one else likelihoods
 
     def _request(
@@ -219,7 +207,6 @@ def _is_text(prompt: Any) -> bool:
 
 def _as_list(values: Any) -> tuple[Sequence[Any], bool]:
     """One value or several as a list, and whether it was one."""
-    is_single = (
-        not hasattr(values, "__len__") or _is_text(values) or (len(values) > 0 and isinstance(values[0], Integral))
-    )
+    is_list = hasattr(values, "__len__") and not _is_text(values)
+    is_single = not is_list or (len(values) > 0 and isinstance(values[0], Integral))
     return ([values] if is_single else values), is_single

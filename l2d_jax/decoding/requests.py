@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 from transformers import PreTrainedTokenizerFast
 
-from l2d_jax.config.parsing import from_dict, nearest
+from l2d_jax.config.parsing import from_dict, nearest, require
 from l2d_jax.config.schema import DecodeConfig, PathConfig
 from l2d_jax.decoding.buckets import answer_slots, round_up
 from l2d_jax.decoding.condition_table import CAPACITY
@@ -162,14 +162,11 @@ def override_settings(
 
 def check_prompts(prompts: Sequence[Sequence[int]], architecture: Architecture, *, new_tokens: int) -> None:
     """Raise `InputError` for an empty prompt, and for one that is too long to be answered."""
-    if not prompts or not all(prompts):
-        raise InputError("a prompt is empty: give at least one token")
+    require(len(prompts) > 0 and all(prompts), "a prompt is empty: give at least one token")
     longest, limit = max(map(len, prompts)), architecture.max_position_embeddings
     if longest + new_tokens > limit:
-        raise InputError(
-            f"a prompt of {longest} tokens and {new_tokens} new ones exceed the {limit} positions of the "
-            "model: shorten the prompt or lower max_new_tokens"
-        )
+        problem = f"a prompt of {longest} tokens and {new_tokens} new ones exceed the {limit} positions of the model"
+        raise InputError(f"{problem}: shorten the prompt or lower max_new_tokens")
 
 
 def check_decoding_memory(

@@ -14,8 +14,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.errors import InputError
 from l2d_jax.model import diffusion
 
 
@@ -33,21 +33,16 @@ class SamplingOptions(nnx.Module):
     @classmethod
     def from_config(cls, config: DecodeConfig) -> "SamplingOptions":
         """The same options for all sequences."""
-        return cls(
-            temperature=jnp.float32([config.temperature]),
-            top_k=jnp.int32([config.top_k]),
-            top_p=jnp.float32([config.top_p]),
-            gate=jnp.float32([config.gate]),
-        )
+        floats = {name: jnp.float32([getattr(config, name)]) for name in ("temperature", "top_p", "gate")}
+        return cls(top_k=jnp.int32([config.top_k]), **floats)
 
 
 def sample_tokens(keys: Key[Array, " B"], logits: Float[Array, "B V"], sampling: SamplingOptions) -> Int[Array, " B"]:
     """Sample a token for each sequence."""
     if sampling.allowed is not None:
         logits = jnp.where(sampling.allowed, logits, -jnp.inf)
-    temperature, top_k, top_p = (
-        jnp.broadcast_to(a, logits.shape[:1]) for a in (sampling.temperature, sampling.top_k, sampling.top_p)
-    )
+    options = (sampling.temperature, sampling.top_k, sampling.top_p)
+    temperature, top_k, top_p = (jnp.broadcast_to(option, logits.shape[:1]) for option in options)
     is_cut = (top_k > 0) | (top_p < 1)
     logits = jax.lax.cond(
         (is_cut & (temperature > 0)).any(),  # sorting a vocabulary is worth skipping
@@ -85,8 +80,7 @@ def _cut(
 def check_tokens(texts: Iterable[Sequence[int]], vocab_size: int) -> None:
     """Raise `InputError` for a token id that the model's vocabulary lacks."""
     unknown = next((token for ids in texts for token in ids if not 0 <= token < vocab_size), None)
-    if unknown is not None:
-        raise InputError(f"token {unknown} is not one of the {vocab_size} of the model: take ids of its tokenizer")
+    require(unknown is None, f"token {unknown} is not one of the {vocab_size} of the model: take ids of its tokenizer")
 
 
 def allow(vocab_size: int, *, allowed: Any = None, banned: Any = ()) -> np.ndarray | None:
@@ -100,6 +94,5 @@ def allow(vocab_size: int, *, allowed: Any = None, banned: Any = ()) -> np.ndarr
     mask = np.full(vocab_size, allowed is None)
     mask[[] if allowed is None else list(allowed)] = True
     mask[list(banned)] = False
-    if not mask.any():
-        raise InputError("every token is banned: allow at least one")
+    require(bool(mask.any()), "every token is banned: allow at least one")
     return mask

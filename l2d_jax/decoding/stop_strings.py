@@ -20,10 +20,8 @@ class StopSearch:
             raise InputError("stop strings need a tokenizer, and the model folder has none: add its tokenizer files")
         for stop in stops:
             if not stop or tokenizer is None or to_text(text_ids([stop], tokenizer)[0], tokenizer) != stop:
-                raise InputError(
-                    f"the stop string {stop!r} cannot occur in an answer, from which special tokens are left out: "
-                    "give ordinary text; end tokens end an answer by themselves"
-                )
+                problem = f"the stop string {stop!r} cannot occur in an answer, from which special tokens are left out"
+                raise InputError(f"{problem}: give ordinary text; end tokens end an answer by themselves")
         self._stops = stops
         self._keeps_stop = keeps_stop
         self._tokenizer = tokenizer

@@ -18,7 +18,7 @@ from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding import trajectory
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.refine import Refinement
-from l2d_jax.decoding.requests import Request, check_prompts, class_labels, number_prompts, path_config
+from l2d_jax.decoding.requests import Request, check_prompts, class_labels, path_config
 from l2d_jax.decoding.solver import FIXED
 from l2d_jax.decoding.stop_strings import GrowingText
 from l2d_jax.errors import InputError
@@ -64,9 +64,8 @@ def trace(loaded: LoadedModel, request: Request, answers: Sequence[Sequence[int]
         known = trajectory.read_answer(model, prompt.ids, answer, key=key, label=prompt.label)
         rows: list[dict[str, Any]] = []
         for start in range(0, len(answer), trajectory.CHUNK):  # beyond the answer's end are more, of its last token
-            columns = {
-                name: np.asarray(column).tolist() for name, column in follow(known, start=jnp.int32(start)).items()
-            }
+            found = follow(known, start=jnp.int32(start))
+            columns = {name: np.asarray(column).tolist() for name, column in found.items()}
             rows += [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         texts = [""] * len(answer)
         if loaded.tokenizer is not None:  # a character of several tokens is added by the last of them
@@ -82,46 +81,31 @@ def check_single_sample(settings: DecodeConfig) -> None:
         raise InputError(f"a trace follows one noise sample per token, got draws {settings.draws}: trace with draws 1")
 
 
-def mean_evaluations(
-    loaded: LoadedModel,
-    prompts: Sequence[Sequence[int]],
-    answers: Sequence[Sequence[int]],
-    *,
-    settings: DecodeConfig,
-) -> list[float]:
+def mean_evaluations(loaded: LoadedModel, request: Request, answers: Sequence[Sequence[int]]) -> list[float]:
     """The mean evaluations per token of each answer, as an adaptive solver chooses them."""
-    traces = trace(loaded, Request(number_prompts(prompts), settings), answers)
-    return [float(np.mean([token.evaluations for token in tokens])) for tokens in traces]
+    return [float(np.mean([token.evaluations for token in tokens])) for tokens in trace(loaded, request, answers)]
 
 
-def accuracy_by_time(
-    loaded: LoadedModel,
-    prompts: Sequence[Sequence[int]],
-    answers: Sequence[Sequence[int]],
-    *,
-    settings: DecodeConfig,
-    seed: int = 0,
-) -> dict[str, list[float]]:
+def accuracy_by_time(loaded: LoadedModel, request: Request, answers: Sequence[Sequence[int]]) -> dict[str, list[float]]:
     """`expected` and `greedy` accuracy of the tokens of answers at every `t` of the grid.
 
     Each is the accuracy of the distribution that the path gives at the state x_t on the way; the first is the LM's,
     unless the path is anchored.
     Raises `InputError` as `check_grid`, and for a budget that cannot be spent.
     """
-    check_grid(settings)
-    refinement = Refinement.prepare(loaded.decoder, settings)
-    steps = refinement.solver.steps(settings.budget)
+    check_grid(request.settings)
+    refinement = Refinement.prepare(loaded.decoder, request.settings)
+    steps = refinement.solver.steps(request.settings.budget)
     model = loaded.decoder.reading(refines=steps > 0)
     accuracies: dict[str, list[np.ndarray]] = {"expected": [], "greedy": []}
-    for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        known = trajectory.read_answer(model, prompt, answer, key=jax.random.fold_in(jax.random.key(seed), number))
+    for prompt, answer in zip(request.prompts, answers, strict=True):
+        key = jax.random.fold_in(jax.random.key(request.seed), prompt.number)
+        known = trajectory.read_answer(model, prompt.ids, answer, key=key)
         for start in range(0, len(answer), trajectory.CHUNK):
             targets = np.resize(np.array(answer[start : start + trajectory.CHUNK], np.int32), trajectory.CHUNK)
             count = min(len(answer) - start, trajectory.CHUNK)
-            scores = trajectory.score_points(
-                model, known, jnp.array(targets), start=jnp.int32(start), settings=refinement, steps=steps
-            )
-            for name, values in scores.items():
+            options: dict[str, Any] = {"start": jnp.int32(start), "settings": refinement, "steps": steps}
+            for name, values in trajectory.score_points(model, known, jnp.array(targets), **options).items():
                 accuracies[name].append(np.asarray(values)[:, :count])
     means = {name: np.concatenate(parts, axis=1).mean(axis=1).tolist() for name, parts in accuracies.items()}
     return {"t": [point / steps for point in range(steps + 1)], **means}

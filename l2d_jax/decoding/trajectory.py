@@ -87,8 +87,7 @@ def trace_tokens(
         return plain | both | {"evaluations": none + (model.path is not None)}
     ways = _integrate(model, context, answer.key, numbers, settings=settings, steps=steps)
     refined = _final_distribution(model, context, ways, settings=settings)
-    evaluations = settings.solver.evaluations(ways.last + ways.rejected)
-    refined |= {"evaluations": evaluations, "rejected": ways.rejected}
+    refined |= {"evaluations": settings.solver.evaluations(ways.last + ways.rejected), "rejected": ways.rejected}
     return both | {name: jnp.where(skipped, plain[name], value) for name, value in refined.items()}
 
 

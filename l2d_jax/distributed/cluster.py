@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from l2d_jax.config.parsing import require
 from l2d_jax.errors import InputError
 
 EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -105,6 +106,5 @@ def _ask(environment: Mapping[str, str], key: str) -> str | None:
 
 def _number(environment: Mapping[str, str], name: str) -> int:
     text = environment.get(name, "")
-    if not text.isdigit():
-        raise InputError(f"{name} must be a number, got {text!r}: set it in every process")
+    require(text.isdigit(), f"{name} must be a number, got {text!r}: set it in every process")
     return int(text)

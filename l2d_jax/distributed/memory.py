@@ -22,8 +22,7 @@ LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_by
 
 def bytes_per_device(declared: Any, mesh: Mesh) -> int:
     """Bytes of a declared tree on the device that holds the most."""
-    placements = jax.tree.leaves(sharding.shardings(declared, mesh))
-    pairs = zip(jax.tree.leaves(declared), placements, strict=True)
+    pairs = zip(jax.tree.leaves(declared), jax.tree.leaves(sharding.shardings(declared, mesh)), strict=True)
     return sum(math.prod(placed.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize for leaf, placed in pairs)
 
 
@@ -54,7 +53,5 @@ def require_memory(needs: Mapping[str, int], remedy: str) -> None:
     if there is not None and needed > there:
         largest = sorted(needs.items(), key=lambda need: -need[1])[:2]
         parts = ", ".join(f"{size / 2**30:,.1f} GiB of {name}" for name, size in largest)
-        raise InputError(
-            f"this needs {needed / 2**30:,.1f} GiB of memory ({parts}), and the devices have {there / 2**30:,.1f} GiB: "
-            f"lower {remedy}"
-        )
+        problem = f"this needs {needed / 2**30:,.1f} GiB of memory ({parts})"
+        raise InputError(f"{problem}, and the devices have {there / 2**30:,.1f} GiB: lower {remedy}")

@@ -83,9 +83,8 @@ def shardings(declared: Any, mesh: Mesh) -> Any:
 
 def abstract(declared: Any, mesh: Mesh) -> Any:
     """The tree of `jax.ShapeDtypeStruct`s of a declared tree, placed on `mesh`."""
-    return jax.tree.map(
-        lambda w, s: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=s), declared, shardings(declared, mesh)
-    )
+    placed = shardings(declared, mesh)
+    return jax.tree.map(lambda w, s: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=s), declared, placed)
 
 
 def initialize(declared: Any, key: jax.Array, mesh: Mesh) -> Any:
@@ -134,6 +133,11 @@ def decoding_mesh(config: MeshConfig, *, rows: int, kv_heads: int, devices: int)
     return MeshConfig(data=copies, fsdp=1, tensor=tensor, stationary=devices // copies // tensor)
 
 
+def count_slices(devices: Iterable[Any]) -> int:
+    """The number of TPU slices that devices belong to; other devices are one slice."""
+    return len({getattr(device, "slice_index", 0) for device in devices})
+
+
 def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
     """The device mesh of a config; raises `InputError` if the sizes do not multiply to the number of devices."""
     devices = devices or jax.devices()
@@ -141,7 +145,7 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
     if (total := math.prod(sizes.values())) != len(devices):
         wanted = " x ".join(f"{name}={size}" for name, size in sizes.items())
         raise InputError(f"config.mesh {wanted} needs {total} devices, found {len(devices)}: change config.mesh")
-    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    slices = count_slices(devices)
     if slices == 1:
         arranged = mesh_utils.create_device_mesh(tuple(sizes.values()), devices, allow_split_physical_axes=True)
         return Mesh(arranged, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))

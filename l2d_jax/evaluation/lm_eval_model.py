@@ -28,7 +28,7 @@ from l2d_jax.decoding.batching import complete, plan_batches
 from l2d_jax.decoding.likelihood import score_answers
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.refine import check_budget
-from l2d_jax.decoding.requests import Prompt, Restrictions, override_settings
+from l2d_jax.decoding.requests import Prompt, Request, Restrictions, override_settings
 from l2d_jax.decoding.stop_strings import to_text
 from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError
@@ -117,9 +117,8 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type A
         without_system = [message for message in chat_history if message["role"] != "system"]
         for messages in (chat_history, without_system):
             try:
-                return render_chat(
-                    messages, self.tokenizer, prompt=add_generation_prompt, continued=not add_generation_prompt
-                )
+                continued = not add_generation_prompt
+                return render_chat(messages, self.tokenizer, prompt=add_generation_prompt, continued=continued)
             except InputError as error:
                 refusal = first_line(error)
         raise InputError(f"the chat template refuses a prompt of the task: {refusal}: leave out --apply_chat_template")
@@ -140,11 +139,8 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type A
             for group in groups.values():
                 settings, until = parse_generation(requests[group[0]].args[1], self._options)
                 longest = self._positions - settings.max_new_tokens
-                if longest < 1:
-                    raise InputError(
-                        f"{settings.max_new_tokens} new tokens leave no room for a prompt in the "
-                        f"{self._positions} positions of the model: give fewer by --max_new_tokens"
-                    )
+                problem = f"{settings.max_new_tokens} new tokens leave no room for a prompt in the {self._positions}"
+                require(longest > 0, f"{problem} positions of the model: give fewer by --max_new_tokens")
                 asked, places = [], dict[int, int]()
                 for i in group:
                     ids = self.tok_encode(requests[i].args[0]) or [self.prefix_token_id]
@@ -156,10 +152,8 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type A
                 stops, stop_ids = self._split(until)
                 ends = tuple(dict.fromkeys((*self._loaded.stop_ids, *stop_ids)))
                 answering = dataclasses.replace(self._loaded, stop_ids=ends)
-                restrictions = Restrictions(stops, keeps_stop=True)
-                for batch in complete(
-                    answering, asked, settings=settings, batch_size=size, seed=seed, restrictions=restrictions
-                ):
+                how: dict[str, Any] = {"settings": settings, "batch_size": size, "seed": seed}
+                for batch in complete(answering, asked, restrictions=Restrictions(stops, keeps_stop=True), **how):
                     for number, [answer] in batch.items():
                         texts[places[number]] = cut_text(to_text(answer, self.tokenizer), until)
                     bar.update(len(batch))
@@ -190,17 +184,14 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc, unused-ignore]  # of type A
             for batch, rows in plan_batches(lengths, asked.batch_size):
                 contexts, answers = zip(*(requests[i][1:] for i in rows), strict=True)
                 longest = max(map(len, answers))
-                if longest > self._positions:
-                    refused = f"a continuation of {longest} tokens exceeds the {self._positions} positions of the model"
-                    raise InputError(refused)
+                refused = f"a continuation of {longest} tokens exceeds the {self._positions} positions of the model"
+                require(longest <= self._positions, refused)
                 prompts = [
                     # A text without context has the first token as its context, which would be one number for all.
                     Prompt(noise_number(c if len(c) > 1 else [*c, *a]), c[-(self._positions + 1 - len(a)) :])
                     for c, a in zip(contexts, answers, strict=True)
                 ]
-                scores = score_answers(
-                    model, prompts, answers, settings=asked.scoring, draws=asked.draws, seed=asked.seed
-                )
+                scores = score_answers(model, Request(prompts, asked.scoring, asked.seed), answers, draws=asked.draws)
                 for i, answer, one in zip(batch, answers, scores, strict=False):
                     likelihoods[i] = one.total, one.likeliest.tolist() == list(answer)
                 bar.update(len(batch))

@@ -54,12 +54,10 @@ def label_of(problem: Problem, protocol: EvaluationProtocol) -> int | None:
 
 def check_same(found: Folder, config: Config) -> None:
     """Raise `InputError` if the config names another model than the workdir's."""
-    name = config.model.name
-    require(
-        found.base_name in (name, absolute_name(name)),
-        f"the path of {found.path} was trained on {found.base_name}, and the config's model is another, {name}: "
-        "give the config that it was trained with, or none",
-    )
+    name, problem = config.model.name, f"the path of {found.path} was trained on {found.base_name}"
+    remedy = "give the config that it was trained with, or none"
+    is_same = found.base_name in (name, absolute_name(name))
+    require(is_same, f"{problem}, and the config's model is another, {name}: {remedy}")
 
 
 def choose_run(tasks: Sequence[Task], *, is_allowed: bool) -> Run | None:

@@ -14,6 +14,7 @@ from annotated_types import Len
 from typing_extensions import TypedDict
 
 from l2d_jax import statistics
+from l2d_jax.config.parsing import require
 from l2d_jax.errors import InputError, shown
 from l2d_jax.evaluation.tasks.problem import Problem, Score
 from l2d_jax.files import Count, Share, changes, check, read_json, read_lines, write_whole
@@ -136,10 +137,8 @@ class Results:
         changed = _differences(run, asked)[:3]
         if not changed and theirs != ours:
             changed = changes(theirs, ours) or ["of a former version"]
-        if changed:
-            raise InputError(
-                f"{self.folder} holds another evaluation ({'; '.join(changed)}): give it another --name, or remove it"
-            )
+        problem = f"{self.folder} holds another evaluation ({'; '.join(changed)})"
+        require(not changed, f"{problem}: give it another --name, or remove it")
 
 
 def _differences(was: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -> list[str]:
@@ -162,10 +161,8 @@ def _repeated(lines: list[dict[str, Any]]) -> dict[int, str]:
 
 def sample_line(problem: Problem, prompt: str, completions: Sequence[str], scores: Sequence[Score]) -> dict[str, Any]:
     """A line of `samples.jsonl`."""
-    judged = [
-        {"text": text.encode(errors="replace").decode(), **score._asdict()}
-        for text, score in zip(completions, scores, strict=True)
-    ]
+    pairs = zip((text.encode(errors="replace").decode() for text in completions), scores, strict=True)
+    judged = [{"text": text, **score._asdict()} for text, score in pairs]
     return {"id": problem.id, "subject": problem.subject, "answer": problem.answer, "prompt": prompt, "samples": judged}
 
 

@@ -12,7 +12,7 @@ from l2d_jax.data.tokenizer import text_ids
 from l2d_jax.decoding.batching import common_prefix, complete, plan_batches
 from l2d_jax.decoding.likelihood import rank
 from l2d_jax.decoding.loaded_model import LoadedModel
-from l2d_jax.decoding.requests import Prompt
+from l2d_jax.decoding.requests import Prompt, Request
 from l2d_jax.decoding.stop_strings import to_text
 from l2d_jax.distributed import processes
 from l2d_jax.evaluation.plan import TaskPlan, label_of
@@ -59,21 +59,17 @@ def _answers(loaded: LoadedModel, encoded: Mapping[int, EncodedProblem], plan: T
     prompts = [Prompt(number, one.ids, label_of(one.problem, protocol)) for number, one in encoded.items()]
     if protocol.choices == "generate":
         prefix = common_prefix([one.ids for one in plan.problems])
-        size, samples = protocol.batch_size, protocol.samples
-        for completed in complete(
-            loaded, prompts, settings=settings, batch_size=size, samples=samples, seed=protocol.seed, prefix=prefix
-        ):
-            yield {
-                number: ([to_text(ids, words) for ids in answers], sum(map(len, answers)))
-                for number, answers in completed.items()
-            }
+        options: dict[str, Any] = {name: getattr(protocol, name) for name in ("batch_size", "samples", "seed")}
+        for completed in complete(loaded, prompts, settings=settings, prefix=prefix, **options):
+            told = {number: [to_text(ids, words) for ids in answers] for number, answers in completed.items()}
+            yield {number: (texts, sum(map(len, completed[number]))) for number, texts in told.items()}
         return
-    options = [one.problem.options for one in encoded.values()]
+    letters = [one.problem.options for one in encoded.values()]
     for batch, rows in plan_batches([len(prompt.ids) for prompt in prompts], protocol.batch_size):
-        ranked = [prompts[row] for row in rows]
-        letters = [[ids[0] for ids in text_ids(options[row], words)] for row in rows]
-        found = rank(loaded.model, ranked, letters, settings=settings, draws=protocol.draws, seed=protocol.seed)
-        best = {row: options[row][int(np.argmax(shares))] for row, shares in zip(rows, found, strict=True)}
+        ranked = Request([prompts[row] for row in rows], settings, protocol.seed)
+        tokens = [[ids[0] for ids in text_ids(letters[row], words)] for row in rows]
+        found = rank(loaded.model, ranked, tokens, draws=protocol.draws)
+        best = {row: letters[row][int(np.argmax(shares))] for row, shares in zip(rows, found, strict=True)}
         yield {prompts[row].number: ([best[row]], 0) for row in batch}
 
 

@@ -5,7 +5,7 @@ fixes, and which fields it reads that others do not; a field that may change the
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 
@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 
 from l2d_jax.config.parsing import nearest, require
 from l2d_jax.errors import InputError, shorten, shown
-from l2d_jax.files import Count, Positive, check
+from l2d_jax.files import Count, Positive, check, package_table
 from l2d_jax.model.rope_scaling import RopeScaling, Theta, YarnScaling, read_rope
 
 REMEDY = "take another model, or download it again"
@@ -27,8 +27,8 @@ class Family:
     """What a class of transformers fixes."""
 
     model_type: str
-    reads: Fields = field(default_factory=dict)  # fields that only some classes read, or default to other values
-    is_sliding: Callable[[Fields, int], bool] = lambda *_: False  # whether a layer is, without `layer_types`
+    reads: Sequence[str] = ()  # entries of `_OwnConfig`
+    defaults: Fields = field(default_factory=dict)  # where they are not those of all classes
     qkv_bias: bool = False
     qk_norm: bool = False
     output_norms: bool = False
@@ -36,43 +36,7 @@ class Family:
     scales_embedding: bool = False
 
 
-def _is_late(given: Fields, layer: int) -> bool:
-    return "sliding_window" in given and layer >= given["max_window_layers"]
-
-
-_SLIDING = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
-_SMOLLM3 = {"sliding_window": None, "no_rope_layers": None, "no_rope_layer_interval": 4}
-_GEMMA3 = {
-    "sliding_window": 4096,
-    "sliding_window_pattern": 6,
-    "layer_types": None,
-    "query_pre_attn_scalar": 256.0,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "head_dim": 256,
-    "rope_theta": 1e6,
-    "rope_local_base_freq": 1e4,
-    "tie_word_embeddings": True,
-}
-SUPPORTED = {  # by the name of the class
-    "LlamaForCausalLM": Family("llama"),
-    "Qwen2ForCausalLM": Family("qwen2", _SLIDING, _is_late, qkv_bias=True),
-    "Qwen3ForCausalLM": Family("qwen3", _SLIDING | {"head_dim": 128}, _is_late, qk_norm=True),
-    "MistralForCausalLM": Family("mistral", {"sliding_window": 4096}, lambda given, _: "sliding_window" in given),
-    "SmolLM3ForCausalLM": Family(
-        "smollm3",
-        _SLIDING | _SMOLLM3 | {"rope_theta": 2e6, "tie_word_embeddings": True},
-        lambda given, layer: "sliding_window" in given and not given["no_rope_layers"][layer],
-    ),
-    "Gemma3ForCausalLM": Family(
-        "gemma3_text",
-        _GEMMA3,
-        lambda given, layer: (layer + 1) % given["sliding_window_pattern"] > 0,
-        qk_norm=True,
-        output_norms=True,
-        norm_offset=1.0,
-        scales_embedding=True,
-    ),
-}
+SUPPORTED = {name: Family(**facts) for name, facts in package_table("model/families.toml").items()}
 
 
 class _HFConfig(TypedDict):
@@ -155,34 +119,25 @@ class Architecture:
             known = ", ".join(SUPPORTED) + (hint if "did you mean" in hint else "")
             raise InputError(f"{where}: unsupported architecture {given}: supported are {known}")
         family = SUPPORTED[name]
-        own = {key: value for key, value in raw.items() if key in family.reads and key in _OwnConfig.__annotations__}
+        own = {key: value for key, value in raw.items() if key in family.reads}
         checked = check(dict(raw), _HFConfig, where, remedy=REMEDY) | check(own, _OwnConfig, where, remedy=REMEDY)
         for key, value in raw.items():
             if key not in checked and _SUSPECT.search(key) and not _HARMLESS.search(key) and value not in _NEUTRAL:
                 problem = f"{where}: {shown(key)} {shown(value)} may change the mathematics, and is unknown for {name}"
                 raise InputError(f"{problem}: {REMEDY}")
-        found = {key: value for key, value in family.reads.items() if value is not None}
-        found |= {key: value for key, value in checked.items() if value is not None}
+        found = {**family.defaults, **{key: value for key, value in checked.items() if value is not None}}
         if not found.get("use_sliding_window", True) or checked.get("sliding_window", 0) is None:
             found.pop("sliding_window", None)
         heads, kv_heads = found["num_attention_heads"], found.get("num_key_value_heads", found["num_attention_heads"])
-        if heads % kv_heads:
-            raise InputError(
-                f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
-            )
+        rule = f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+        require(heads % kv_heads == 0, f"{where}: {rule}")
         head_dim = found.get("head_dim", found["hidden_size"] // heads)
-        if head_dim % 2 or not head_dim:
-            raise InputError(
-                f"{where}: head_dim must be even and positive, got {head_dim}: rotary embedding turns pairs"
-            )
-        values = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6} | found
-        values |= {
-            "num_key_value_heads": kv_heads,
-            "head_dim": head_dim,
-            "tied": found.get("tie_word_embeddings", False),
-        }
+        rule = f"head_dim must be even and positive, got {head_dim}: rotary embedding turns pairs"
+        require(head_dim > 0 and head_dim % 2 == 0, f"{where}: {rule}")
+        values = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "tie_word_embeddings": False} | found
+        values |= {"num_key_value_heads": kv_heads, "head_dim": head_dim, "tied": values["tie_word_embeddings"]}
         values |= {name: value for name, value in vars(family).items() if name in cls.__dataclass_fields__}
-        values |= _read_ropes(found, values["max_position_embeddings"], where) | _read_layers(found, family, where)
+        values |= _read_ropes(found, values["max_position_embeddings"], where) | _read_layers(found, where)
         if isinstance(scaling := values["rope_scaling"], YarnScaling):
             stretched = int(scaling.factor * scaling.original_max_position_embeddings)
             values["max_position_embeddings"] = max(values["max_position_embeddings"], stretched)
@@ -214,24 +169,26 @@ def _read_ropes(found: Fields, limit: int, where: object) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_scaling": scaling, "local_rope_theta": local}
 
 
-def _read_layers(found: Fields, family: Family, where: object) -> dict[str, Any]:
+def _read_layers(found: Fields, where: object) -> dict[str, Any]:
     """The fields with an entry for each layer."""
-    count = found["num_hidden_layers"]
+    count, is_windowed = found["num_hidden_layers"], "sliding_window" in found
     interval = found.get("no_rope_layer_interval", count + 1)
     has_rope = found.get("no_rope_layers") or [int((layer + 1) % interval > 0) for layer in range(count)]
-    types = found.get("layer_types") or [""] * count
-    for name, entries in (("no_rope_layers", has_rope), ("layer_types", types)):
+    sliding = [is_windowed] * count  # where the entries do not say which
+    if "no_rope_layer_interval" in found:
+        sliding = [is_windowed and not has for has in has_rope]
+    elif "sliding_window_pattern" in found:
+        sliding = [(layer + 1) % found["sliding_window_pattern"] > 0 for layer in range(count)]
+    elif "max_window_layers" in found:
+        sliding = [is_windowed and layer >= found["max_window_layers"] for layer in range(count)]
+    if types := found.get("layer_types"):
+        sliding = [kind == "sliding_attention" for kind in types]
+    for name, entries in (("no_rope_layers", has_rope), ("layer_types", sliding)):
         require(len(entries) == count, f"{where}: {name} has {len(entries)} entries for {count} layers: {REMEDY}")
-    given = {**found, "no_rope_layers": has_rope}
-    sliding = [
-        kind == "sliding_attention" if kind else family.is_sliding(given, layer) for layer, kind in enumerate(types)
-    ]
     problem = f"{where}: layers of sliding_attention, but no sliding_window, or use_sliding_window is False"
-    require(not any(sliding) or "sliding_window" in found, f"{problem}: {REMEDY}")
+    require(not any(sliding) or is_windowed, f"{problem}: {REMEDY}")
     near = "local" if "rope_local_base_freq" in found else "global"
     kinds = zip(has_rope, sliding, strict=True)
     ropes = tuple("none" if not has else near if is_near else "global" for has, is_near in kinds)
-    return {
-        "windows": tuple(found["sliding_window"] if is_near else 0 for is_near in sliding) if any(sliding) else (),
-        "ropes": ropes if set(ropes) != {"global"} else (),
-    }
+    windows = tuple(found["sliding_window"] if is_near else 0 for is_near in sliding)
+    return {"windows": windows if any(sliding) else (), "ropes": ropes if set(ropes) != {"global"} else ()}

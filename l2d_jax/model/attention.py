@@ -51,8 +51,7 @@ def attention(  # noqa: PLR0913 (keys have places, queries have places, and both
     platform = sharding.platform()
     if q_positions is None:
         if platform == "tpu" and window is None and is_tiled(k.shape[1]):
-            segments = jnp.where(kv_positions < 0, -1, 0 if kv_segments is None else kv_segments)
-            return splash(q, k, v, segments)
+            return splash(q, k, v, jnp.where(kv_positions < 0, -1, 0 if kv_segments is None else kv_segments))
         copies = q.shape[1] // k.shape[1]
         q_positions = jnp.repeat(kv_positions, copies, axis=1)
         q_segments = None if kv_segments is None else jnp.repeat(kv_segments, copies, axis=1)
@@ -73,8 +72,7 @@ def causal_mask(
 
 def is_tiled(length: int) -> bool:
     """Whether the tiles of splash attention divide a sequence of this length."""
-    shards = sharding.axis_size("context")
-    return length % (LANES * shards) == 0
+    return length % (LANES * sharding.axis_size("context")) == 0
 
 
 def _masked_attention(q: Array, parts: Sequence[Part], *, platform: str) -> Float[Array, "B T N H"]:
@@ -129,8 +127,7 @@ def splash(q: Array, k: Array, v: Array, segments: Int[Array, "B T"], *, interpr
     scaled = scaled.swapaxes(2, 3).reshape(batch, length, key_heads * group, width)
     heads = "tensor" if sharding.axis_size("tensor") > 1 and key_heads % sharding.axis_size("tensor") == 0 else None
     context = "context" if sharding.axis_size("context") > 1 else None
-    shards = sharding.axis_size("context")
-    kernel = _kernel(length, group, shards, interpret)
+    kernel = _kernel(length, group, sharding.axis_size("context"), interpret)
 
     def local(kernel: Any, q: Array, k: Array, v: Array, q_segments: Array, kv_segments: Array) -> Array:
         b, t, n, h = q.shape
@@ -159,12 +156,7 @@ def _kernel(length: int, group: int, shards: int, interpret: bool) -> Any:  # no
     tiles: dict[str, Any] = dict.fromkeys((*names, "block_q_dq", "block_kv_dq"), block)
     causal = splash_attention.CausalMask((length, length), shard_count=shards)
     mask = splash_attention.MultiHeadMask([causal] * group)
+    options: dict[str, Any] = {"block_sizes": splash_attention.BlockSizes(**tiles), "residual_checkpoint_name": NAME}
     with jax.ensure_compile_time_eval():
-        return splash_attention.make_splash_mqa(
-            mask,
-            block_sizes=splash_attention.BlockSizes(**tiles),
-            head_shards=1,
-            q_seq_shards=shards,
-            residual_checkpoint_name=NAME,
-            interpret=interpret,
-        )
+        make = splash_attention.make_splash_mqa
+        return make(mask, head_shards=1, q_seq_shards=shards, interpret=interpret, **options)

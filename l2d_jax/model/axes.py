@@ -47,17 +47,10 @@ LAYER_AXES: dict[str, tuple[str, ...]] = {  # by the weight's place in its layer
 def axis_sizes(architecture: Architecture) -> dict[str, int]:
     """The size of each logical axis of the language model."""
     a = architecture
-    return {
-        "layers": a.num_hidden_layers,
-        "vocab": a.vocab_size,
-        "head_vocab": a.vocab_size,
-        **dict.fromkeys(("embed", "attention_embed"), a.hidden_size),
-        "hidden": a.hidden_size,
-        "heads": a.num_attention_heads,
-        "kv_heads": a.num_key_value_heads,
-        "head_dim": a.head_dim,
-        "mlp": a.intermediate_size,
-    }
+    sizes = dict.fromkeys(("vocab", "head_vocab"), a.vocab_size)
+    sizes |= dict.fromkeys(("embed", "attention_embed", "hidden"), a.hidden_size)
+    sizes |= {"heads": a.num_attention_heads, "kv_heads": a.num_key_value_heads, "head_dim": a.head_dim}
+    return sizes | {"layers": a.num_hidden_layers, "mlp": a.intermediate_size}
 
 
 def declare_weight(

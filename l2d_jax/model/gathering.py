@@ -33,8 +33,7 @@ def gather_layer(layer: Any, *, dtype: Any) -> Any:
     """
 
     def gather(path: Any, weight: Array | QuantizedWeight) -> Array:
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        return gather_weight(weight, LAYER_AXES[name], dtype=dtype)
+        return gather_weight(weight, LAYER_AXES[jax.tree_util.keystr(path, simple=True, separator=".")], dtype=dtype)
 
     return jax.tree_util.tree_map_with_path(gather, layer, is_leaf=lambda x: isinstance(x, QuantizedWeight))
 

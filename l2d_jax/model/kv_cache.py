@@ -52,8 +52,7 @@ class KVCache(nnx.Module):
     def beside(self, new: "KVCache") -> "KVCache":
         """The cache with further slots, behind its own, that hold the tokens of `new`."""
         k, v = (jnp.concatenate(pair, axis=2) for pair in ((self.k, new.k), (self.v, new.v)))
-        positions = jnp.concatenate((self.positions, new.positions), axis=1)
-        return dataclasses.replace(self, k=k, v=v, positions=positions)
+        return dataclasses.replace(self, k=k, v=v, positions=jnp.concatenate((self.positions, new.positions), axis=1))
 
     def extend(self, new: "KVCache") -> "KVCache":
         """The cache with the tokens of `new` in the next slots of its ring; each row holds one sequence."""
@@ -64,13 +63,8 @@ class KVCache(nnx.Module):
         def write(old: Array, update: Array, axis: int) -> Array:
             return jax.lax.dynamic_update_slice_in_dim(old, update, slot, axis)
 
-        return dataclasses.replace(
-            self,
-            k=write(self.k, new.k, 2),
-            v=write(self.v, new.v, 2),
-            positions=write(self.positions, new.positions, 1),
-            used=self.used + new.used,
-        )
+        k, v, positions = write(self.k, new.k, 2), write(self.v, new.v, 2), write(self.positions, new.positions, 1)
+        return dataclasses.replace(self, k=k, v=v, positions=positions, used=self.used + new.used)
 
     def resize(self, ring: int, slots: int) -> "KVCache":
         """The cache with a ring of at least its size, and so many slots behind it; those that go must be empty."""
@@ -88,16 +82,10 @@ class KVCache(nnx.Module):
 
             return jnp.concatenate([extend(written, ring), extend(read, slots)], axis=axis)
 
-        return dataclasses.replace(
-            self,
-            k=move(self.k, 2, 0),
-            v=move(self.v, 2, 0),
-            positions=move(self.positions, 1, -1),
-            used=self.used if ring == self.ring else jnp.int32(self.ring),
-            ring=ring,
-        )
+        k, v, positions = move(self.k, 2, 0), move(self.v, 2, 0), move(self.positions, 1, -1)
+        used = self.used if ring == self.ring else jnp.int32(self.ring)
+        return dataclasses.replace(self, k=k, v=v, positions=positions, used=used, ring=ring)
 
     def layers(self) -> LayerCache:
         """The keys and values that a scan over layers reads, one layer at a time."""
-        prefix = None if self.prefix is None else (self.prefix.k[:, 0], self.prefix.v[:, 0])
-        return LayerCache(self.k, self.v, prefix)
+        return LayerCache(self.k, self.v, None if self.prefix is None else (self.prefix.k[:, 0], self.prefix.v[:, 0]))

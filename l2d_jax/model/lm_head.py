@@ -110,5 +110,4 @@ def _in_chunks(function: Callable[..., Any], arrays: tuple[Array, ...], *, chunk
 
 def negative_log_likelihood(logits: Float[Array, "n V"], targets: Int[Array, " n"]) -> Float[Array, " n"]:
     """Cross-entropy of each target, in nats."""
-    chosen = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
-    return jax.nn.logsumexp(logits, axis=-1) - chosen
+    return jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]

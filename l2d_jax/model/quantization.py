@@ -32,12 +32,9 @@ def declare_quantized(layers: Any) -> Any:
 
     def declare(name: str) -> QuantizedWeight:
         weight, contracted = getattr(layers, name), MATRICES[name][0]
-        sizes = zip(weight.shape, weight.axes, strict=True)
-        scale = tuple(1 if axis in contracted else size for size, axis in sizes)
-        return QuantizedWeight(
-            values=Weight(weight.shape, weight.axes, weight.init, jnp.int8),
-            scale=Weight(scale, weight.axes, weight.init),
-        )
+        scale = tuple(1 if axis in contracted else size for size, axis in zip(weight.shape, weight.axes, strict=True))
+        values = Weight(weight.shape, weight.axes, weight.init, jnp.int8)
+        return QuantizedWeight(values=values, scale=Weight(scale, weight.axes, weight.init))
 
     return dataclasses.replace(layers, **{name: declare(name) for name in MATRICES})
 

@@ -48,10 +48,8 @@ class YarnScaling:
     def kept(self, frequencies: Float[Array, " half"], theta: float) -> Float[Array, " half"]:
         """The share of each frequency that is not divided by `factor`, where the first is 1 and each 1/theta slower."""
         half, context = len(frequencies), self.original_max_position_embeddings
-        low, high = (
-            half * math.log(context / (2 * math.pi * turns)) / math.log(theta)
-            for turns in (self.beta_fast, self.beta_slow)
-        )
+        both = (self.beta_fast, self.beta_slow)
+        low, high = (half * math.log(context / (2 * math.pi * turns)) / math.log(theta) for turns in both)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, 2 * half - 1)

@@ -56,8 +56,7 @@ def adaptive_trajectories(model: Model, a: Recording) -> Iterator[Check]:
 def adaptive_trajectory(model: Model, a: Recording, key: str, run: Mapping[str, Any]) -> Iterator[Check]:
     """One recorded ODE. Not judged: near ties, and the release's Qwen where it evaluates the path beyond t = 1."""
     assert model.path is not None
-    budget = 2 + ROOM * ADAPTIVE[run["method"]].stages
-    options = {"solver": run["method"], "budget": budget, "tolerance": run["tol"]}
+    options = {"solver": run["method"], "budget": 2 + ROOM * ADAPTIVE[run["method"]].stages, "tolerance": run["tol"]}
     rows = ROWS[next(part for part in key.split(".") if part in ROWS)]
     recorded, settings, context, noise, last = start_of(model, a, key, run, options, rows)
     end, count = float(run["final_timestep"]), recorded["x0"].shape[1]
@@ -74,8 +73,7 @@ def adaptive_trajectory(model: Model, a: Recording, key: str, run: Mapping[str, 
     yield check(f"ode.{key}.times", evaluations["times"][:number], recorded["times"][:number], STEPS)
     yield check(f"ode.{key}.traj", traj[inside], recorded["traj"][inside])
     number = int(np.sum(recorded["times"][:number] < 1))  # beyond, the path is not evaluated
-    picked = evaluations["argmax"][:, *kept]
-    yield check(f"ode.{key}.argmax", picked[:number], recorded["argmax"][:number], 0.0)
+    yield check(f"ode.{key}.argmax", evaluations["argmax"][:, *kept][:number], recorded["argmax"][:number], 0.0)
     yield check(f"ode.{key}.temps", evaluations["temps"][:number], recorded["temps"][:number], 1e-6)
     logits = logits_at(model, context, last, end)
     yield Check(f"ode.{key}.logits", logits[kept], recorded["logits"], judged=is_guarded)

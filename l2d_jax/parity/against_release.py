@@ -45,8 +45,7 @@ def checks(model: Model, a: Recording) -> Iterator[Check]:
     is_coarse = model.llm.embed.dtype == jnp.bfloat16
     for group in (*single, *many):
         for check in group(model, a):
-            coarse = check._replace(tolerance=BFLOAT16, relative=True, judged=group in single)
-            yield coarse if is_coarse else check
+            yield check._replace(tolerance=BFLOAT16, relative=True, judged=group in single) if is_coarse else check
 
 
 def forward(model: Model, a: Recording) -> Iterator[Check]:
@@ -189,8 +188,7 @@ def _features(path: DiffusionPath, llm: LLM, x: Any, t: Any, context: Context) -
 
 @jax.jit
 def _loss(path: DiffusionPath, llm: LLM, batch: Batch, draws: Corruption) -> tuple[jax.Array, jax.Array]:
-    context = read_context(llm, batch)
-    logits = llm.logits(objective.correct(path, llm, context, batch, draws))
+    logits = llm.logits(objective.correct(path, llm, read_context(llm, batch), batch, draws))
     losses = lm_head.negative_log_likelihood(logits.reshape(-1, logits.shape[-1]), batch.targets.reshape(-1))
     return jnp.sum(losses.reshape(batch.targets.shape) * objective.loss_weights(batch.weights, "token")), logits
 

@@ -111,8 +111,7 @@ def choose_rows(
     """Two rows of random tokens, and one of word problems if there is a tokenizer; raises `InputError` as `compare`."""
     limit, size = architecture.max_position_embeddings, architecture.vocab_size
     length = min(LENGTH, limit) if length is None else length
-    if not 1 <= length <= limit:
-        raise InputError(f"--tokens must be from 1 to the {limit} positions of the model, got {length}")
+    require(1 <= length <= limit, f"--tokens must be from 1 to the {limit} positions of the model, got {length}")
     random = np.random.default_rng(SEED).integers(size, size=(2, length))
     rows = {f"random {i + 1}": row for i, row in enumerate(random)}
     if tokenizer is not None:

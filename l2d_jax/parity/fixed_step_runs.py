@@ -14,12 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.special import softmax
 
-from l2d_jax.config.parsing import from_dict
+from l2d_jax.config.parsing import from_dict, require
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding import decode, integrate
 from l2d_jax.decoding.refine import Refinement, make_target
 from l2d_jax.decoding.solver import FIXED
-from l2d_jax.errors import InputError
 from l2d_jax.model import diffusion
 from l2d_jax.model.context import Context
 from l2d_jax.model.l2d import Model
@@ -41,8 +40,7 @@ def trajectories(model: Model, a: Recording) -> Iterator[Check]:
     """All recorded ODEs with a fixed grid."""
     runs = a.meta.get("odes", {})
     for key in sorted({name.rsplit(".", 1)[0].removeprefix("ode.") for name in a if name.startswith("ode.")}):
-        if key not in runs:
-            raise InputError(f"{a.file} has a run {key!r}, of which the meta.json beside it says nothing: add it there")
+        require(key in runs, f"{a.file} has a run {key!r}, of which the meta.json beside it says nothing: add it there")
         if runs[key].get("method") in METHODS:
             yield from trajectory(model, a, key, runs[key])
 

@@ -38,10 +38,8 @@ class Instruction:
     @cached_property
     def arrays(self) -> list[tuple[str, tuple[int, ...]]]:
         """Type and dimensions of the result, or of each element of a tuple."""
-        return [
-            (kind, tuple(int(size.removeprefix("<=")) for size in sizes.split(",") if size))
-            for kind, sizes in _ARRAY.findall(self.shape)
-        ]
+        found = ((kind, sizes.replace("<=", "").split(",")) for kind, sizes in _ARRAY.findall(self.shape))
+        return [(kind, tuple(int(size) for size in sizes if size)) for kind, sizes in found]
 
     @property
     def dimensions(self) -> tuple[int, ...]:
@@ -156,10 +154,8 @@ def _instruction(name: str, rest: str, *, is_root: bool) -> Instruction:
         depth += {"(": 1, ")": -1}.get(rest[end], 0)
         if depth == 0:
             break
-    inside = rest[found.end() : end]
-    return Instruction(
-        name, found[1], rest[: found.start()], tuple(_OPERAND.findall(inside)), inside, rest[end + 1 :], is_root
-    )
+    inside, shape = rest[found.end() : end], rest[: found.start()]
+    return Instruction(name, found[1], shape, tuple(_OPERAND.findall(inside)), inside, rest[end + 1 :], is_root)
 
 
 def _root(computation: Computation) -> Instruction:
@@ -199,10 +195,8 @@ def _convolution(instruction: Instruction, computation: Computation) -> int:
     """
     labels = re.search(r"\bdim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
     assert labels is not None, instruction.name
-    left, right = (
-        dict(zip(labels[i + 1], computation[name].dimensions, strict=True))
-        for i, name in enumerate(instruction.operands)
-    )
+    shapes = (computation[name].dimensions for name in instruction.operands)
+    left, right = (dict(zip(labels[i], shape, strict=True)) for i, shape in enumerate(shapes, 1))
     out = dict(zip(labels[3], instruction.dimensions, strict=True))
     batches = int(instruction.find(r"\bbatch_group_count=(\d+)") or 1)
     window = dict(re.findall(r"(\w+)=([\w\-]+)", instruction.attributes.partition("window={")[2].partition("}")[0]))

@@ -33,12 +33,12 @@ def lower_train(config: Config, mesh: Mesh) -> jax.stages.Lowered:
     row = dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=1, accumulation=1))
     micro = config.train.batch_size // config.train.micro_batches
     placement = NamedSharding(mesh, PartitionSpec(None, sharding.RULES["batch"]))
-    batch = jax.tree.map(
-        lambda array: jax.ShapeDtypeStruct(
-            (config.train.micro_batches, micro, *array.shape[1:]), array.dtype, sharding=placement
-        ),
-        random_batch(row, architecture.vocab_size),
-    )
+
+    def declare(array: Any) -> jax.ShapeDtypeStruct:
+        shape = (config.train.micro_batches, micro, *array.shape[1:])
+        return jax.ShapeDtypeStruct(shape, array.dtype, sharding=placement)
+
+    batch = jax.tree.map(declare, random_batch(row, architecture.vocab_size))
     key = _replicated(jax.eval_shape(lambda: jax.random.key(0)), mesh)
     step: Any = make_step(adam, config.train, state, mesh, objective=method.loss)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -69,13 +69,10 @@ def lower_decode(config: Config, mesh: Mesh, *, batch: int, prompt: int) -> jax.
     leaves = [given[name] if name in given else leaf.update(sharding=table) for name, leaf in pairs]
     model = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
     settings = jax.eval_shape(lambda: Refinement.prepare(model, config.decode))
-    options: dict[str, Any] = {
-        "settings": _replicated(settings, mesh),
-        "sampling": _replicated(jax.eval_shape(lambda: SamplingOptions.from_config(config.decode)), mesh),
-        "stop_ids": _replicated(jax.ShapeDtypeStruct((2,), jnp.int32), mesh),
-        "steps": config.decode.max_new_tokens,
-        "noise_samples": config.decode.draws,
-    }
+    sampling = jax.eval_shape(lambda: SamplingOptions.from_config(config.decode))
+    arrays = {"settings": settings, "sampling": sampling, "stop_ids": jax.ShapeDtypeStruct((2,), jnp.int32)}
+    options: dict[str, Any] = {name: _replicated(array, mesh) for name, array in arrays.items()}
+    options |= {"steps": config.decode.max_new_tokens, "noise_samples": config.decode.draws}
     state = _decoding_state(config, mesh, model.llm, batch=batch, prompt=prompt)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return decode.decode_tokens.lower(model, state, **options)
@@ -96,5 +93,4 @@ def _decoding_state(config: Config, mesh: Mesh, llm: LLM, *, batch: int, prompt:
 
 
 def _replicated(tree: Any, mesh: Mesh) -> Any:
-    whole = NamedSharding(mesh, PartitionSpec())
-    return jax.tree.map(lambda leaf: leaf.update(sharding=whole), tree)
+    return jax.tree.map(lambda leaf: leaf.update(sharding=NamedSharding(mesh, PartitionSpec())), tree)

@@ -10,26 +10,19 @@ product is within 3 to 19 % of that.
 import importlib.util
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 from jax.experimental import topologies
 
-from l2d_jax.config.parsing import nearest
+from l2d_jax.config.parsing import nearest, require
 from l2d_jax.errors import InputError
+from l2d_jax.files import package_table
 
 GIB = 2**30
-# With these libtpu only describes and compiles: it neither looks for this machine's TPUs, nor locks them, nor warns
-# that there are none.
-ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    "TPU_STDERR_LOG_LEVEL": "3",
-    "TPU_MIN_LOG_LEVEL": "3",
-}
+TABLE = package_table("performance/topologies.toml")
 
 
 @dataclass(frozen=True)
@@ -38,24 +31,24 @@ class TpuGeneration:
 
     axes: int  # length of a slice's shape
     peak: float  # bfloat16 operations per second of a device, dense
-    per_cycle: int  # such operations in a clock cycle
+    units: int  # matrix units of a device
+    side: int  # of a unit, which is square
     usable: float  # GiB of a device's memory that a program may use
     links: float  # bytes per second into a device, over all its links
     devices: int = 1  # per chip
-    options: tuple[tuple[str, Any], ...] = ()  # further arguments for the description of its slices
+    options: Mapping[str, Any] = field(default_factory=dict)  # further arguments for the description of its slices
+
+    @property
+    def per_cycle(self) -> int:
+        """Operations in a clock cycle: a multiplication and an addition in each cell of the units."""
+        return 2 * self.units * self.side**2
 
     def seconds(self, cycles: int) -> float:
         """The seconds of a number of cycles."""
         return cycles * self.per_cycle / self.peak
 
 
-GENERATIONS = {
-    "v4": TpuGeneration(3, 275e12, 2 * 8 * 128**2, 30.75, 300e9, options=(("chip_config_name", "megacore"),)),
-    "v5e": TpuGeneration(2, 197e12, 2 * 4 * 128**2, 15.75, 200e9),
-    "v5p": TpuGeneration(3, 459e12, 2 * 8 * 128**2, 95.74, 600e9),
-    "v6e": TpuGeneration(2, 918e12, 2 * 4 * 256**2, 31.25, 400e9),
-    "tpu7x": TpuGeneration(3, 2307e12 / 2, 2 * 4 * 256**2, 94.75, 600e9, devices=2),
-}
+GENERATIONS = {name: TpuGeneration(**facts) for name, facts in TABLE["generations"].items()}
 
 
 @dataclass(frozen=True)
@@ -76,8 +69,7 @@ class Topology:
         if not re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3})*", layout) or layout.count("x") != axes - 1:
             example = "x".join(["4"] * axes)
             raise InputError(f"a slice of {kind} has {axes} sizes, got {text!r}: write it as {kind}:{example}")
-        if slices < 1:
-            raise InputError(f"--slices must be at least 1, got {slices}")
+        require(slices >= 1, f"--slices must be at least 1, got {slices}")
         return cls(kind, tuple(map(int, layout.split("x"))), slices)
 
     @property
@@ -90,16 +82,13 @@ class Topology:
         """Descriptions of the devices; raises `InputError` without libtpu and for a slice that does not exist."""
         if importlib.util.find_spec("libtpu") is None:
             raise InputError("compiling for a TPU needs libtpu, which is not installed: pip install '.[tpu]'")
-        for name, value in ENVIRONMENT.items():
+        for name, value in TABLE["environment"].items():
             os.environ.setdefault(name, value)
-        options: dict[str, Any] = dict(GENERATIONS[self.kind].options)
-        if self.slices > 1:
-            options["num_slices"] = self.slices
+        options = {**GENERATIONS[self.kind].options, **({"num_slices": self.slices} if self.slices > 1 else {})}
         host = [*(min(size, 2) for size in self.shape[:2]), 1]
         try:
-            described = topologies.get_topology_desc(
-                self.name.rpartition(" ")[2], platform="tpu", chips_per_host_bounds=host, **options
-            )
+            name = self.name.rpartition(" ")[2]
+            described = topologies.get_topology_desc(name, platform="tpu", chips_per_host_bounds=host, **options)
         except (RuntimeError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise InputError(f"there is no slice {self.name} ({reason}): choose another --topology") from None

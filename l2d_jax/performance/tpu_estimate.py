@@ -50,28 +50,18 @@ def read_estimate(
     seconds = generation.seconds(cost.cycles) + kernels
     within = {kind: size for kind, size in cost.moved.items() if not kind.startswith(BETWEEN)}
     crossings = sum(_CROSSINGS.get(kind, 1) * size for kind, size in within.items())
-    return {
-        **sizes,
-        "needed": sum(sizes.values()) - 2 * sizes[_IN_PLACE],
-        "usable": generation.usable * GIB,
-        "useful FLOPs": useful,
-        "FLOPs": cost.flops,
-        "moved": dict(cost.moved),
-        "calls": dict(cost.calls),
-        "kernels": dict(cost.kernels),
-        "kernel FLOPs": cost.kernel_flops,
-        "seconds of kernels": kernels,
-        "seconds on the links": crossings / generation.links,
-        "loops of unknown length": cost.unknown_loops,
-        "cycles": cost.cycles,
-        "peak": generation.peak,
-        "FLOPs per cycle": generation.per_cycle,
-        "seconds": seconds,
+    figures: dict[str, Any] = {name: dict(getattr(cost, name)) for name in ("moved", "calls", "kernels")}
+    figures |= {"needed": sum(sizes.values()) - 2 * sizes[_IN_PLACE], "usable": generation.usable * GIB}
+    figures |= {"useful FLOPs": useful, "FLOPs": cost.flops, "kernel FLOPs": cost.kernel_flops}
+    figures |= {"peak": generation.peak, "FLOPs per cycle": generation.per_cycle, "cycles": cost.cycles}
+    figures |= {"seconds": seconds, "seconds of kernels": kernels, "seconds on the links": crossings / generation.links}
+    figures |= {
         "tokens per second": tokens / seconds if seconds else 0.0,
-        "share of peak": useful / (seconds * generation.peak) if seconds else 0.0,
-        "phases": _phases(cost.parts, generation),
-        "parts": [vars(part) for part in cost.parts[:_PARTS]],
+        "loops of unknown length": cost.unknown_loops,
     }
+    figures |= {"share of peak": useful / (seconds * generation.peak) if seconds else 0.0}
+    parts = [vars(part) for part in cost.parts[:_PARTS]]
+    return sizes | figures | {"phases": _phases(cost.parts, generation), "parts": parts}
 
 
 def _phases(parts: Iterable[InstructionCost], generation: TpuGeneration) -> dict[str, dict[str, float]]:

@@ -69,10 +69,8 @@ def measure_training(config: Config, mesh: Mesh) -> dict[str, Any]:
 
 def _parts(config: Config, path: DiffusionPath, llm: LLM, batch: Batch) -> dict[str, float]:
     """Seconds of the parts of a micro-batch, each compiled and run alone, by the names in `costs`."""
-    micro: Batch = jax.tree.map(lambda array: array[0], batch)
-    micro, corruption = sample_corruptions(
-        jax.random.key(3), micro, path, draws_per_context=config.train.draws_per_context
-    )
+    micro, key = jax.tree.map(lambda array: array[0], batch), jax.random.key(3)
+    micro, corruption = sample_corruptions(key, micro, path, draws_per_context=config.train.draws_per_context)
 
     def correct_alone(path: DiffusionPath, llm: LLM, context: Context, *, remat: Any = None) -> Any:
         return correct(path, llm, context, micro, corruption, remat=remat)

@@ -38,9 +38,8 @@ def publish_run(workdir: Path, repo: str, *, base: str | None = None, dry_run: P
         out = dry_run or Path(scratch, "path")
         with output_folder(out) as partial:
             parameters = _write_published(parts, workdir / "export", partial, base=base)
-            write_card(
-                partial, repo=repo, base=base, config=config, workdir=workdir, parameters=parameters, license=license
-            )
+            about: dict[str, Any] = {"config": config, "parameters": parameters, "license": license}
+            write_card(partial, repo=repo, base=base, workdir=workdir, **about)
         if dry_run is None:
             return f"published {hub.upload(out, repo)}"
     nobody = "" if locate.is_on_hub(base) else ", whose base is a folder: give --base org/name before you upload it"
@@ -49,15 +48,13 @@ def publish_run(workdir: Path, repo: str, *, base: str | None = None, dry_run: P
 
 def _write_published(parts: Parts, trained: Path, out: Path, *, base: str) -> int:
     """Write the path of a run for PyTorch and for this package; the number of its parameters."""
-    mesh = runtime.start_jax(MeshConfig())
-    path = model_folder.load_path(trained, parts.architecture, mesh)
+    path = model_folder.load_path(trained, parts.architecture, runtime.start_jax(MeshConfig()))
     hub_id, revision = hub.split_revision(base)
     raw = read_json(parts.language_model.folder / "config.json")
     texts = parts.language_model.tokenizer_folder
     tokenizer = load_tokenizer(texts) if (texts / "tokenizer.json").exists() else None
-    publish.write_torch_folder(
-        out, path, parts.architecture, base=hub_id, base_revision=revision, base_config=raw, tokenizer=tokenizer
-    )
+    about: dict[str, Any] = {"base": hub_id, "base_revision": revision, "base_config": raw, "tokenizer": tokenizer}
+    publish.write_torch_folder(out, path, parts.architecture, **about)
     fingerprint = read_json(trained / "path.json").get("base_fingerprint")
     model_folder.write_record(out, path.config, base=base, base_fingerprint=fingerprint)
     return sum(leaf.size for leaf in jax.tree.leaves(path))
@@ -83,26 +80,14 @@ def write_card(
     options: dict[str, Any] = {"license": license} if license else {}
     options |= {"base_model": base_id} if revision else {}  # a folder means nothing elsewhere
     data = huggingface_hub.ModelCardData(
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        tags=["l2d", "diffusion"],
-        **options,
+        library_name="transformers", pipeline_tag="text-generation", tags=["l2d", "diffusion"], **options
     )
     measured = first_and_last(workdir)[1]
-    card = huggingface_hub.ModelCard.from_template(
-        data,
-        template_path=str(Path(__file__).with_name("model_card.md")),
-        title=repo.rpartition("/")[2],
-        repo=repo,
-        base_id=base_id,
-        revision=revision,
-        parameters=f"{parameters:,}",
-        budget=config.decode.budget,
-        config=config,
-        steps=measured["step"],
-        table=budget_rows(measured),
-        license=license,
-    )
+    told: dict[str, Any] = {"title": repo.rpartition("/")[2], "repo": repo, "base_id": base_id, "revision": revision}
+    told |= {"license": license, "config": config, "budget": config.decode.budget, "parameters": f"{parameters:,}"}
+    told |= {"steps": measured["step"], "table": budget_rows(measured)}
+    template = str(Path(__file__).with_name("model_card.md"))
+    card = huggingface_hub.ModelCard.from_template(data, template_path=template, **told)
     card.save(folder / "README.md")
 
 

@@ -32,5 +32,4 @@ def write_trace(folder: Path, answers: Sequence[AnswerTrace]) -> None:
         for position, token in enumerate(answer.tokens):
             rows += json.dumps({"sequence": sequence, **given, "position": position, **token._asdict()}) + "\n"
     (folder / "trace.jsonl").write_text(rows, encoding="utf-8")
-    title = f"Trace of {len(answers)} answers"
-    page.write_page(folder / "trace.html", title, template="trace.html", answers=answers)
+    page.write_page(folder / "trace.html", f"Trace of {len(answers)} answers", template="trace.html", answers=answers)

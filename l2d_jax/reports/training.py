@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 from annotated_types import Len
 
+from l2d_jax.config.parsing import require
 from l2d_jax.errors import InputError, shown
 from l2d_jax.files import check
 from l2d_jax.reports.figures import draw_rates, saved_figure
@@ -23,8 +24,7 @@ KINDS = {
 def first_and_last(workdir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The first and the newest validation of a run; raises `InputError` if there is none."""
     records = [record for record in read_metrics(workdir) if "validation/loss" in record]
-    if not records:
-        raise InputError(f"workdir {workdir} has no validation in metrics.jsonl: train it first")
+    require(records != [], f"workdir {workdir} has no validation in metrics.jsonl: train it first")
     first, last = records[0], records[-1]
     for record in (first, last):
         _check(record, workdir / "metrics.jsonl")
@@ -41,8 +41,7 @@ def _check(record: dict[str, Any], file: Path) -> None:
         bounds, gain = (Annotated[list[float], Len(count, count)] for count in (2, 3))
         kinds |= {name: float, f"{name}_interval": bounds, f"{name}_gain": gain}
     for name, kind in kinds.items():
-        where = f"{file}: {shown(name)} of step {record['step']}"
-        check(record.get(name), kind, where, remedy="remove that line")
+        check(record.get(name), kind, f"{file}: {shown(name)} of step {record['step']}", remedy="remove that line")
 
 
 def _kinds(record: dict[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from l2d_jax.decoding.requests import Piece
@@ -51,29 +51,25 @@ class ServerApp:
         self._requests = counter("l2d_requests", "Requests for answers, by HTTP status.", ["status"])
         self._tokens = counter("l2d_tokens", "Tokens of prompts and of answers.", ["kind"])
         self._evaluations = counter("l2d_evaluations", "Evaluations of the diffusion path.")
-        self._seconds = prometheus.Histogram(
-            "l2d_request_seconds", "From a request to the end of its answers.", registry=self._figures
-        )
+        about_seconds = "From a request to the end of its answers."
+        self._seconds = prometheus.Histogram("l2d_request_seconds", about_seconds, registry=self._figures)
         for name, place in (("decoding", 0), ("waiting", 1)):
             gauge = prometheus.Gauge(f"l2d_answers_{name}", f"Answers that are {name}.", registry=self._figures)
             gauge.set_function(partial(lambda place: self._engine.load[place], place))
 
     def routes(self) -> Starlette:
         """The application, for any ASGI server."""
-        return Starlette(
-            routes=[
-                Route("/", lambda _: FileResponse(PAGE)),
-                Route("/health", lambda _: JSONResponse({"status": "ok"})),
-                Route(
-                    "/metrics", lambda _: Response(prometheus.generate_latest(self._figures), media_type="text/plain")
-                ),
-                Route("/v1/models", self._models),
-                Route("/v1/models/{name:path}", self._models),
-                Route("/v1/chat/completions", partial(self._answer, is_chat=True), methods=["POST"]),
-                Route("/v1/completions", partial(self._answer, is_chat=False), methods=["POST"]),
-            ],
-            exception_handlers=dict.fromkeys((HTTPException, Exception), lambda _, error: _failure(error)),
-        )
+        routes = [
+            Route("/", lambda _: FileResponse(PAGE)),
+            Route("/health", lambda _: JSONResponse({"status": "ok"})),
+            Route("/metrics", lambda _: PlainTextResponse(prometheus.generate_latest(self._figures))),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._models),
+            Route("/v1/chat/completions", partial(self._answer, is_chat=True), methods=["POST"]),
+            Route("/v1/completions", partial(self._answer, is_chat=False), methods=["POST"]),
+        ]
+        handlers = dict.fromkeys((HTTPException, Exception), lambda _, error: _failure(error))
+        return Starlette(routes=routes, exception_handlers=handlers)
 
     def _check_key(self, request: Request) -> None:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")

@@ -26,13 +26,6 @@ class Choice:
     evaluations: int = 0
     is_opened: bool = False  # whether a stream has begun to tell of it
 
-    def add(self, piece: Piece) -> str:
-        """Take in a piece; what it adds to the text."""
-        self.scores += piece.scores
-        self.ending = piece.ending
-        self.evaluations += piece.evaluations
-        return self.text.add(piece.tokens, is_last=piece.is_last)
-
 
 class Reply:
     """The reply to one request."""
@@ -47,9 +40,11 @@ class Reply:
     def add(self, piece: Piece) -> dict[str, Any]:
         """Take in a piece; the chunk of a stream that tells of it."""
         choice = self._choices[piece.answer]
-        text = choice.add(piece)
         role = {} if choice.is_opened else {"role": "assistant"}
-        choice.is_opened = True
+        text = choice.text.add(piece.tokens, is_last=piece.is_last)
+        choice.scores += piece.scores
+        choice.evaluations += piece.evaluations
+        choice.ending, choice.is_opened = piece.ending, True
         content = {"delta": role | {"content": text}} if self._is_chat else {"text": text}
         return self._object([self._shown(choice, piece.tokens, piece.scores, content)], chunk=True)
 
@@ -94,35 +89,29 @@ class Reply:
     def _scores(self, tokens: Sequence[int], scores: Sequence[TokenScore]) -> dict[str, Any]:
         count = self._asked.alternatives or 0
         texts = [self._text(token) for token in tokens]
+        likeliest = [map(self._text, score.likeliest[:count]) for score in scores]
         tops = [
-            list(zip(map(self._text, score.likeliest[:count]), score.likeliest_log_probs, strict=False))
-            for score in scores
+            [*zip(each, one.likeliest_log_probs, strict=False)] for each, one in zip(likeliest, scores, strict=True)
         ]
-        if self._is_chat:
-            return {
-                "content": [
-                    _scored(text, score.log_prob) | {"top_logprobs": [_scored(*top) for top in likeliest]}
-                    for text, score, likeliest in zip(texts, scores, tops, strict=True)
-                ]
-            }
         log_probs = [score.log_prob for score in scores]
-        return {"tokens": texts, "token_logprobs": log_probs, "top_logprobs": [dict(top) for top in tops]}
+        if not self._is_chat:
+            return {"tokens": texts, "token_logprobs": log_probs, "top_logprobs": [dict(top) for top in tops]}
+        content = [_scored(*pair) for pair in zip(texts, log_probs, strict=True)]
+        for scored, top in zip(content, tops, strict=True):
+            scored["top_logprobs"] = [_scored(*pair) for pair in top]
+        return {"content": content}
 
     def _text(self, token: int) -> str:
         return str(self._tokenizer.decode([token]))
 
     def _traced(self, trace: Sequence[TokenTrace]) -> list[dict[str, Any]]:
         """How each token was settled; at a budget of 1 nothing moved."""
-        return [
-            {
-                "text": token.text,
-                "settled": token.settled if token.evaluations > 1 else None,
-                "entropy": token.entropy,
-                "evaluations": token.evaluations,
-                "first": self._text(token.plain_likeliest),
-            }
-            for token in trace
-        ]
+        told = []
+        for token in trace:
+            settled, first = token.settled if token.evaluations > 1 else None, self._text(token.plain_likeliest)
+            told.append({"text": token.text, "settled": settled, "first": first, "entropy": token.entropy})
+            told[-1]["evaluations"] = token.evaluations
+        return told
 
 
 def event(value: Any) -> str:

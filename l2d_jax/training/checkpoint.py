@@ -3,9 +3,9 @@
 The position in the data is the step itself, since the order of the examples is a function of the step.
 
 A step is good if it has a manifest and every file is as the manifest says; process 0 verifies, writes manifests and
-deletes for all processes. Other steps are passed over with a line that
-says why, and never deleted: saving such a step again first moves its files to `<step>.broken`. Readers lock nothing and
-change nothing. No folder is ever renamed, so that this works in buckets and on file systems that mount one.
+deletes for all processes. Other steps are passed over with a line that says why, and never deleted: saving such a step
+again first moves its files to `<step>.broken`. Readers lock nothing and change nothing. No folder is ever renamed, so
+that this works in buckets and on file systems that mount one.
 """
 
 import contextlib
@@ -91,12 +91,8 @@ class Checkpoints:
         wanted = {name: _named(tree) for name, tree in like.items()}
         try:
             found, inputs = manifest.read_manifest(self._folder, step)
-            require_same(
-                inputs,
-                self._inputs,
-                what=f"checkpoint {step} in {self._folder} was trained from something else",
-                remedy="put that back, or train in another workdir",
-            )
+            what = f"checkpoint {step} in {self._folder} was trained from something else"
+            require_same(inputs, self._inputs, what=what, remedy="put that back, or train in another workdir")
             expected = manifest.array_specs(wanted)
             faults = [fault for name, tree in expected.items() for fault in _compare(tree, found.get(name, {}))]
             args = ocp.args.Composite(**{name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()})
@@ -108,10 +104,8 @@ class Checkpoints:
             raise InputError(f"{problem}: if it stays so, move it away to go on from an older one") from error
         if faults:
             raise InputError(f"checkpoint {step} does not fit this config: {'; '.join(faults[:5])}: use its own config")
-        return {
-            name: jax.tree.unflatten(jax.tree.structure(tree), [restored[name][path] for path in wanted[name]])
-            for name, tree in like.items()
-        }
+        leaves = {name: [restored[name][path] for path in tree] for name, tree in wanted.items()}
+        return {name: jax.tree.unflatten(jax.tree.structure(tree), leaves[name]) for name, tree in like.items()}
 
     def close(self) -> None:
         """Wait for the save under way."""

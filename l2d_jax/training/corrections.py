@@ -61,9 +61,8 @@ def token_values(
 def value_names(settings: Iterable[str]) -> list[str]:
     """The names of `token_values` for these settings, less the language model's."""
     kinds = ["tokens", "right", *(f"{kind}@{setting}" for setting in settings for kind in ("corrected", "broken"))]
-    return [
-        f"{kind}/{name}{index}" for kind in kinds for name, edges in BINS.items() for index in range(len(edges) + 1)
-    ]
+    bins = [f"{name}{index}" for name, edges in BINS.items() for index in range(len(edges) + 1)]
+    return [f"{kind}/{name}" for kind in kinds for name in bins]
 
 
 def by_bin(sums: BootstrapSums, kind: str, setting: str, *, prefix: str = "") -> list[Corrections]:

@@ -1,6 +1,7 @@
 """What a run is trained from: the files of its base model, and the examples for training and validation."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from jax.sharding import Mesh
 
@@ -35,12 +36,9 @@ class Inputs:
         tokenizer = require_tokenizer(base.tokenizer)
         check_training_memory(config, base.architecture, mesh)
         watch.ended("base model")
-        training, held_out = (
-            Examples.load(data, tokenizer, split=split, classes=config.path.classes)
-            for split in (data.train_split, data.validation_split)
-        )
-        problems = MarkedProblems.read(data, tokenizer, count=count) if count else None
-        return cls(base, training, held_out, problems)
+        load = partial(Examples.load, data, tokenizer, classes=config.path.classes)
+        training, held_out = load(split=data.train_split), load(split=data.validation_split)
+        return cls(base, training, held_out, MarkedProblems.read(data, tokenizer, count=count) if count else None)
 
     def fingerprints(self) -> tuple[Fingerprint, Fingerprint]:
         """Of the base, and of the examples."""

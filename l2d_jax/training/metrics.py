@@ -20,6 +20,7 @@ from annotated_types import Interval
 from tqdm import tqdm
 from typing_extensions import TypedDict
 
+from l2d_jax.config.schema import TrainConfig
 from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError, RunError
 from l2d_jax.files import digest, explained, read_lines, write_whole
@@ -169,11 +170,10 @@ class StepLog:
     """Reads each step's results once the next step is under way, so that the device never waits for the log."""
 
     metrics: Metrics  # where to write
+    config: TrainConfig  # how often, and how many updates skipped in a row stop the run
     _: KW_ONLY
-    every: int  # steps from record to record
     last: int  # the run's last step
     rate: Callable[[int], Any]  # the learning rate by number of updates, which must not wait for the step under way
-    max_skipped: int  # number of updates skipped in a row that stops the run
     ids: Callable[[int], Sequence[int]]  # the row numbers of the data that a step reads
     watch: Stopwatch  # where the time of the run goes
     skipped: int = field(default=0, init=False)  # updates that were skipped in a row, up to the last step that was read
@@ -199,7 +199,7 @@ class StepLog:
             self._skip(step, values)
             return
         self.skipped = 0
-        if step % self.every and step != self.last:
+        if step % self.config.log_every and step != self.last:
             return
         now = time.perf_counter()  # time from here on belongs to the next record
         speed = self._tokens / (now - self._began)
@@ -222,12 +222,11 @@ class StepLog:
         what = f"loss {values['loss']}, gradient norm {values['gradient_norm']}"
         what += ", a new weight or moment not finite" if all(map(math.isfinite, values.values())) else ""
         self.metrics.progress(step, f"update skipped: {what}")
-        if self.skipped == self.max_skipped:
-            raise RunError(
-                f"{self.skipped} updates in a row were skipped, the last at step {step} ({what}), which read the rows "
-                f"{', '.join(map(str, self.ids(step)))} of the training data: lower config.optim.peak_rate or look at "
-                "these rows; the checkpoints are of before"
-            )
+        if self.skipped == self.config.max_skipped:
+            problem = f"{self.skipped} updates in a row were skipped, the last at step {step} ({what})"
+            rows = f"which read the rows {', '.join(map(str, self.ids(step)))} of the training data"
+            remedy = "lower config.optim.peak_rate or look at these rows; the checkpoints are of before"
+            raise RunError(f"{problem}, {rows}: {remedy}")
 
 
 def read_metrics(workdir: Path) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
+from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import Config
 from l2d_jax.distributed import processes
 from l2d_jax.distributed.memory import tree_bytes
@@ -42,10 +43,8 @@ def check_run(config: Config, workdir: Path, mesh: Mesh) -> list[str]:
     }
     where = f"preflight on {socket.gethostname()}: "
     try:
-        return [
-            f"preflight: {name}: {processes.everywhere(check, where=f'{where}{name}: ')}"
-            for name, check in checks.items()
-        ]
+        found = {name: processes.everywhere(check, where=f"{where}{name}: ") for name, check in checks.items()}
+        return [f"preflight: {name}: {what}" for name, what in found.items()]
     finally:
         with contextlib.suppress(OSError):
             place.remove(_mark(jax.process_index()))
@@ -73,8 +72,7 @@ def _versions() -> dict[str, str]:
 def _check_versions(first: dict[str, str]) -> str:
     ours = _versions()
     others = [f"{name} {ours[name]} here, {there} on process 0" for name, there in first.items() if ours[name] != there]
-    if others:
-        raise InputError(f"{'; '.join(others)}: install the same on all hosts")
+    require(others == [], f"{'; '.join(others)}: install the same on all hosts")
     return ", ".join(f"{name} {version}" for name, version in ours.items())
 
 
@@ -131,6 +129,5 @@ def _check_disk(config: Config, workdir: Path) -> str:
     for folder, size in needed.items():
         there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
         free = shutil.disk_usage(there).free
-        if free < size:
-            raise InputError(f"{folder} has {free / 2**30:.1f} GiB free and needs {size / 2**30:.1f}: make room there")
+        require(free >= size, f"{folder} has {free / 2**30:.1f} GiB free and needs {size / 2**30:.1f}: make room there")
     return "; ".join(f"{size / 2**30:.2f} GiB for {folder}" for folder, size in needed.items()) or "nothing to keep"

@@ -144,15 +144,8 @@ class Run:
         key = jax.random.key(config.seed + 1)
         here, training = process_rows(config, self._mesh), self._inputs.training
         batches = training.batches(config.batch_size, start_step=start, rows=here)
-        log = StepLog(
-            self._metrics,
-            every=config.log_every,
-            last=self._steps,
-            rate=on_host(self._rate, start=start),
-            max_skipped=config.max_skipped,
-            ids=partial(training.ids, config.batch_size),
-            watch=self._watch,
-        )
+        rate, ids = on_host(self._rate, start=start), partial(training.ids, config.batch_size)
+        log = StepLog(self._metrics, config, last=self._steps, rate=rate, ids=ids, watch=self._watch)
         step, stops, waits = start, False, False
         for step, batch in zip(range(start + 1, self._steps + 1), self._watch.waiting(batches), strict=False):
             placed = micro_batches(batch, config.micro_batches, self._mesh)
@@ -185,10 +178,9 @@ class Run:
             processes.print_once(f"stopped by SIGTERM: {kept}, and the same command goes on from there")
             return False
         if waits:
-            raise RunError(
-                f"the last {log.skipped} updates were skipped, for a loss, gradient or new weight that is not finite, "
-                "and nothing was exported: train in another workdir with a lower config.optim.peak_rate"
-            )
+            problem = f"the last {log.skipped} updates were skipped, for a loss, gradient or new weight that is not"
+            remedy = "train in another workdir with a lower config.optim.peak_rate"
+            raise RunError(f"{problem} finite, and nothing was exported: {remedy}")
         self.export()
         return True
 
@@ -225,10 +217,8 @@ class Run:
         self._checkpoints.close()
         self._metrics.close()
         if failed:
-            raise RunError(
-                f"the last checkpoint, of step {failed[-1]}, could not be saved: mend what is wrong and give the same "
-                "command again, which goes on from the newest good one"
-            )
+            remedy = "mend what is wrong and give the same command again, which goes on from the newest good one"
+            raise RunError(f"the last checkpoint, of step {failed[-1]}, could not be saved: {remedy}")
 
     def export(self) -> None:
         """Write the trained weights as a model folder; raises `RunError` if they are not finite, or if that fails."""

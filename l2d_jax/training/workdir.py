@@ -61,9 +61,9 @@ def plain_values(config: Config) -> dict[str, Any]:
 
 def differences(old: Mapping[str, Any], config: Config) -> list[str]:
     """A line for each option that differs from `old`, which holds `plain_values` of a config."""
-    return [
-        f"config.{section}.{name} was {old.get(section, {}).get(name)!r}, is {value!r}"
-        for section, values in plain_values(config).items()
-        for name, value in values.items()
-        if json.loads(json.dumps(old.get(section, {}).get(name))) != value
-    ]
+    lines = []
+    for section, values in plain_values(config).items():
+        former = {name: old.get(section, {}).get(name) for name in values}
+        changed = [name for name in values if json.loads(json.dumps(former[name])) != values[name]]
+        lines += [f"config.{section}.{name} was {former[name]!r}, is {values[name]!r}" for name in changed]
+    return lines

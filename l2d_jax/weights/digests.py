@@ -79,9 +79,6 @@ def check_signature(file: Path, base: TensorSource) -> None:
     record = read_json(signature)
     if record.get("checksum") != tensors_digest(SafetensorsFolder.open_file(file)):
         raise InputError(f"{file} has changed since it was written ({SIGNATURE} says so): export it again")
-    require_same(
-        record.get("base_fingerprint"),
-        source_fingerprint(base),
-        what=f"the base of {file.parent} is not the one that the adapter was trained on",
-        remedy=f"put that one back, or remove {SIGNATURE} to use this one",
-    )
+    what = f"the base of {file.parent} is not the one that the adapter was trained on"
+    remedy = f"put that one back, or remove {SIGNATURE} to use this one"
+    require_same(record.get("base_fingerprint"), source_fingerprint(base), what=what, remedy=remedy)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from jax.sharding import Mesh
 
+from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import ModelConfig, PathConfig
 from l2d_jax.data import tokenizer
 from l2d_jax.distributed import processes
@@ -55,8 +56,7 @@ class Parts:
         if (folder / "checkpoints").is_dir():
             folder = folder / "export"
             mirror.fetch(folder)
-            if not folder.is_dir():
-                raise InputError(f"{name} has no export yet: finish the training by the same command again")
+            require(folder.is_dir(), f"{name} has no export yet: finish the training by the same command again")
         has_path = (folder / "path.json").exists()
         is_alone = has_path and not model_folder.holds_base(folder)
         language_model = find_base_and_adapters(model_folder.base_name(folder) if is_alone else str(folder))
@@ -126,10 +126,8 @@ def _release(parts: Parts, out: Path, file: str, *, is_full: bool = False) -> No
     if parts.path is None:
         raise InputError(f"{parts.name} has no diffusion path: export it with --format hf")
     config, path = parts.path
-    unknown = [
-        f.name for f in fields(Architecture) if f.default is not MISSING and f.name in parts.architecture.options()
-    ]
-    if unknown:
+    later = {f.name for f in fields(Architecture) if f.default is not MISSING}
+    if unknown := [name for name in parts.architecture.options() if name in later]:
         problem = f"the base of {parts.name} has {', '.join(unknown)}, and the release knows Llama and Qwen 2"
         raise InputError(f"{problem}: export it with --format hf")
     family = "qwen2" if parts.architecture.qkv_bias else "llama"
@@ -161,13 +159,8 @@ def _peft(parts: Parts, out: Path, _file: str) -> None:
     named = read_json(folders[0] / peft.CONFIG).get("base_model_name_or_path")
     folder = parts.language_model.folder
     peft.Adapter.open(folders[0], parts.architecture).write(out, base=named or absolute_name(str(folder)))
-    base = SafetensorsFolder.open(folder)
-    digests.sign(out / peft.WEIGHTS, base_fingerprint=digests.source_fingerprint(base))
+    digests.sign(out / peft.WEIGHTS, base_fingerprint=digests.source_fingerprint(SafetensorsFolder.open(folder)))
 
 
-FORMATS: dict[str, Callable[[Parts, Path, str], None]] = {
-    "l2d": _release,
-    "l2d-full": partial(_release, is_full=True),
-    "hf": _hugging_face,
-    "peft": _peft,
-}
+FORMATS: dict[str, Callable[[Parts, Path, str], None]] = {"l2d": _release, "l2d-full": partial(_release, is_full=True)}
+FORMATS |= {"hf": _hugging_face, "peft": _peft}

@@ -21,20 +21,17 @@ import tokenizers
 from jaxtyping import Float
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 
+from l2d_jax.config.parsing import require
 from l2d_jax.errors import InputError, shown
-from l2d_jax.model.architecture import Architecture
+from l2d_jax.model.architecture import SUPPORTED, Architecture
 from l2d_jax.weights import mapping
 from l2d_jax.weights.gguf_file import GGUFFile
 
 Dtype = Literal["bfloat16", "float32"]
 CONVERSION = 1  # raise it when the same file would convert to something else
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-}
+KNOWN = ("llama", "qwen2", "qwen3", "smollm3")
+ARCHITECTURES = {family.model_type: name for name, family in SUPPORTED.items() if family.model_type in KNOWN}
 REORDERED = ("llama", "smollm3")
 HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}  # of the rows that are reordered
 ROPE_DIVISORS = "rope_freqs.weight"
@@ -57,18 +54,13 @@ def read_documents(file: GGUFFile, dtype: Dtype) -> dict[str, str]:
     if not 0 < len(tokens) <= rows or not all(0 <= i < len(tokens) for i in ids.values()):
         raise InputError(f"{file.path}: {len(tokens)} tokens do not fit token ids {ids} and {rows} rows")
     generation = {f"{token}_id": i for token, i in ids.items() if token != "unk_token"}
-    tokenizer_config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # a named class would put its own pre-tokenizer in place of ours
-        "model_max_length": config["max_position_embeddings"],
-        "clean_up_tokenization_spaces": False,
-        **{token: tokens[i] for token, i in ids.items()},
-    }
+    words: dict[str, Any] = {token: tokens[i] for token, i in ids.items()}
+    words |= {"model_max_length": config["max_position_embeddings"], "clean_up_tokenization_spaces": False}
+    words |= {"tokenizer_class": "PreTrainedTokenizerFast"}  # a named one would put its pre-tokenizer in place of ours
     template = file.find("tokenizer.chat_template", str)
-    documents = {
-        "config.json": config | generation | {"torch_dtype": dtype},
-        "generation_config.json": generation,
-        "tokenizer_config.json": tokenizer_config | ({"chat_template": template} if template else {}),
-    }
+    words |= {"chat_template": template} if template else {}
+    documents = {"generation_config.json": generation, "tokenizer_config.json": words}
+    documents |= {"config.json": config | generation | {"torch_dtype": dtype}}
     texts = {name: json.dumps(value, indent=2, ensure_ascii=False) + "\n" for name, value in documents.items()}
     return texts | {"tokenizer.json": _tokenizer(file).to_str()}
 
@@ -112,8 +104,7 @@ def _config(file: GGUFFile) -> dict[str, Any]:
     def count(key: str, default: int | None = None) -> int:
         key = f"{architecture}.{key}"
         value = file.get(key, int) if default is None or key in file.metadata else default
-        if not 0 < value < 2**31:
-            raise InputError(f"{file.path}: metadata {key} must be positive, got {value}")
+        require(0 < value < 2**31, f"{file.path}: metadata {key} must be positive, got {value}")
         return value
 
     def number(value: float) -> float:  # 1e-5 for the float32 9.99999974e-06

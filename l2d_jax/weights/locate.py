@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from l2d_jax.config.parsing import require
 from l2d_jax.errors import InputError, shown
 from l2d_jax.files import cache_folder, digest, identity, output_folder, read_json
 from l2d_jax.storage import mirror
@@ -60,8 +61,7 @@ def convert_gguf(path: Path, out: Path, *, dtype: gguf_model.Dtype = "bfloat16")
 
 def _converted(path: Path) -> Path:
     """The cached conversion of a GGUF file, made on first use."""
-    if not os.path.isfile(path):
-        raise InputError(f"there is no file {path}: check the path")
+    require(os.path.isfile(path), f"there is no file {path}: check the path")
     folder = cache_folder() / f"{path.stem}-{digest([*identity(path), gguf_model.CONVERSION])[:16]}"
     if not folder.is_dir():
         try:
@@ -92,8 +92,7 @@ def find_base_and_adapters(name: str, *, files: list[str] = hub.FILES) -> BaseAn
     adapters: list[Path] = []
     folder = _locate(name, adapters, files)
     while (folder / peft.CONFIG).exists() or (folder / peft.WEIGHTS).exists():
-        if folder in adapters:
-            raise InputError(f"{folder} is its own base: mend base_model_name_or_path in its {peft.CONFIG}")
+        require(folder not in adapters, f"{folder} is its own base: mend base_model_name_or_path in its {peft.CONFIG}")
         adapters.insert(0, folder)
         if (folder / "config.json").exists():
             break

@@ -19,9 +19,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import PathConfig
 from l2d_jax.distributed import sharding
-from l2d_jax.errors import InputError
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.axes import ADAPTED, KEYS, MATRICES
 from l2d_jax.model.diffusion_path import DiffusionPath
@@ -156,8 +156,7 @@ class Leaf:
 
 def leaves(tree: Any, rows: Iterable[Row]) -> list[Leaf]:
     """The rows that apply to a tree, in the order of its leaves: of those for one leaf or one tensor, the first."""
-    is_leaf = lambda x: hasattr(x, "shape")  # noqa: E731
-    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
+    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: hasattr(x, "shape"))[0]
     by_path = {jax.tree_util.keystr(path, simple=True, separator="."): value for path, value in flat}
     filled: dict[str, Leaf] = {}
     taken = set()
@@ -194,11 +193,8 @@ def check_tensors(
     present = source.records
     kinds = {name: np.dtype(present[name].dtype) for name in shapes if name in present}
     halves = {str(kind) for kind in kinds.values()} >= {"float16", "bfloat16"}
-    misshaped = [
-        f"{name} has shape {list(present[name].shape)}, expected {list(shapes[name])}"
-        for name in kinds
-        if present[name].shape != shapes[name]
-    ]
+    sizes = ((name, present[name].shape, shapes[name]) for name in kinds)
+    misshaped = [f"{name} has shape {list(a)}, expected {list(b)}" for name, a, b in sizes if a != b]
     faults = [
         ("missing", sorted(shapes.keys() - present.keys())),
         ("not part of this architecture", sorted(present.keys() - shapes.keys() - ignored)),
@@ -208,17 +204,14 @@ def check_tensors(
     ]
     # Shapes make long names longer, and the whole is to be one line.
     text = "; ".join(f"{kind}: {_some(names, 1 if kind == 'misshaped' else 2)}" for kind, names in faults if names)
-    if text:
-        raise InputError(f"the tensors do not fit the architecture: {text}: take weights and config.json of one model")
+    require(text == "", f"the tensors do not fit the architecture: {text}: take weights and config.json of one model")
 
 
 def load_tree(declared: Any, source: TensorSource, mesh: Mesh, *, rows: Iterable[Row]) -> Any:
     """Read a tree of arrays onto `mesh`, in the declared types; each shard is read alone."""
     placements = jax.tree.leaves(sharding.shardings(declared, mesh))
-    arrays = [
-        jax.make_array_from_callback(leaf.value.shape, placement, partial(_read, leaf, source))
-        for leaf, placement in zip(leaves(declared, rows), placements, strict=True)
-    ]
+    pairs, make = zip(leaves(declared, rows), placements, strict=True), jax.make_array_from_callback
+    arrays = [make(leaf.value.shape, placement, partial(_read, leaf, source)) for leaf, placement in pairs]
     return jax.tree.unflatten(jax.tree.structure(declared), arrays)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerFast
 
-from l2d_jax.config.parsing import from_dict
+from l2d_jax.config.parsing import from_dict, require
 from l2d_jax.config.schema import ModelConfig, PathConfig
 from l2d_jax.data.tokenizer import byte_tokenizer, load_tokenizer, stop_ids
 from l2d_jax.distributed import processes, sharding
@@ -58,12 +58,9 @@ class BaseFiles:
 
     def require_same(self, recorded: Any, *, file: Path) -> None:
         """Raise `InputError` unless the base is the one whose fingerprint `file` records as `base_fingerprint`."""
-        require_same(
-            recorded,
-            self.fingerprint,
-            what=f"the base of {file.parent} is not the one that it was trained on",
-            remedy=f"put that one back, or remove base_fingerprint from {file.name} to use this one",
-        )
+        what = f"the base of {file.parent} is not the one that it was trained on"
+        remedy = f"put that one back, or remove base_fingerprint from {file.name} to use this one"
+        require_same(recorded, self.fingerprint, what=what, remedy=remedy)
 
     def load(self, *, dtype: str, mesh: Mesh, seed: int = 0, adapter: LLMAdapter | None = None) -> LLM:
         """Read the weights onto the mesh, and add `adapter` to them unless it is None."""
@@ -107,14 +104,10 @@ def find_base(config: ModelConfig) -> BaseFiles:
     file = language_model.folder / "config.json"
     architecture = Architecture.from_hf(read_json(file), where=file)
     ours = vars(architecture if config.architecture is None else Architecture.from_hf(config.architecture))
-    others = [
-        f"{name} {ours[name]} here, {value} there" for name, value in vars(architecture).items() if value != ours[name]
-    ]
-    if others:
-        raise InputError(
-            f"config.model.architecture differs from {file}: {', '.join(others)}: "
-            "set --config.model.architecture=None to take the folder's"
-        )
+    pairs = ((name, ours[name], there) for name, there in vars(architecture).items())
+    others = ", ".join(f"{name} {here} here, {there} there" for name, here, there in pairs if here != there)
+    remedy = "set --config.model.architecture=None to take the folder's"
+    require(not others, f"config.model.architecture differs from {file}: {others}: {remedy}")
     source = open_weights(language_model, architecture)
     texts, vocabulary = language_model.tokenizer_folder, architecture.vocab_size
     tokenizer = load_tokenizer(texts, vocabulary=vocabulary) if (texts / "tokenizer.json").exists() else None
@@ -222,8 +215,7 @@ def base_name(folder: Path) -> str:
 
 def read_path_config(folder: Path) -> PathConfig:
     """The options of a model folder's path; raises `InputError` for unknown options and values out of range."""
-    options = read_json(folder / "path.json").get("path", {})
-    return from_dict(PathConfig, options, prefix=f"{folder}/path.json: path")
+    return from_dict(PathConfig, read_json(folder / "path.json").get("path", {}), prefix=f"{folder}/path.json: path")
 
 
 def check_trained_path(folder: Path, base: BaseFiles | None = None) -> str:

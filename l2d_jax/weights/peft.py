@@ -32,18 +32,9 @@ ROWS = [  # the table of an `LLMAdapter`
     *mapping.matrix_rows(MATRICES, f"{PREFIX}%s.lora_B.weight", "%s.b", "rank O -> (O) rank"),
 ]
 # Options of PEFT that would change the result, each with the only value that is implemented here.
-PLAIN = {
-    "peft_type": "LORA",
-    "bias": "none",
-    "fan_in_fan_out": False,
-    "use_dora": False,
-    "modules_to_save": None,
-    "layers_to_transform": None,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "trainable_token_indices": None,
-    "lora_bias": False,
-}
+PLAIN: dict[str, Any] = {"peft_type": "LORA", "bias": "none", "rank_pattern": {}, "alpha_pattern": {}}
+PLAIN |= dict.fromkeys(("fan_in_fan_out", "use_dora", "lora_bias"), False)
+PLAIN |= dict.fromkeys(("modules_to_save", "layers_to_transform", "trainable_token_indices"))
 
 
 class _PeftConfig(TypedDict):
@@ -134,16 +125,8 @@ def adapter_shapes(config: AdapterConfig, architecture: Architecture) -> dict[st
 
 def write_adapter(folder: Path, config: AdapterConfig, tensors: Mapping[str, np.ndarray], *, base: str) -> None:
     """Write an adapter's two files into an existing folder, as PEFT reads them; `base` is a hub id or absolute path."""
-    options: dict[str, Any] = {
-        **PLAIN,
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": config.rank,
-        "lora_alpha": config.alpha,
-        "lora_dropout": 0.0,
-        "use_rslora": config.rank_stabilized,
-        "target_modules": list(config.modules),
-        "inference_mode": True,
-    }
+    options = PLAIN | {"task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True}
+    options |= {"r": config.rank, "lora_alpha": config.alpha, "use_rslora": config.rank_stabilized}
+    options |= {"lora_dropout": 0.0, "target_modules": list(config.modules)}
     (folder / CONFIG).write_text(json.dumps(options, indent=2) + "\n")
     write_file(folder / WEIGHTS, tensors)

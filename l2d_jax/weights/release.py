@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from l2d_jax.config.parsing import from_dict
+from l2d_jax.config.parsing import from_dict, require
 from l2d_jax.config.schema import PathConfig
 from l2d_jax.errors import InputError
 from l2d_jax.files import package_table
@@ -66,8 +66,7 @@ def write_checkpoint(file: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def open_checkpoint(file: Path) -> TensorSource:
     """A state dict as a source of tensors: `.safetensors`, or `.pt` and `.bin` read with `weights_only=True`."""
-    if not file.is_file():
-        raise InputError(f"no checkpoint {file}: give a .safetensors, .pt or .bin file")
+    require(file.is_file(), f"no checkpoint {file}: give a .safetensors, .pt or .bin file")
     if file.suffix == ".safetensors":
         return SafetensorsFolder.open_file(file)
     torch = _import_torch(file)
@@ -108,8 +107,7 @@ def check_checkpoint(
     """The names of the LM's and the path's tensors in a state dict; `InputError` for those that do not fit."""
     own, trained = mapping.llm_shapes(architecture), mapping.path_shapes(config, architecture)
     same = aliases(own, trained)
-    shapes = own | trained | {alias: own[name] for alias, name in same.items()}
-    mapping.check_tensors(source, shapes)
+    mapping.check_tensors(source, own | trained | {alias: own[name] for alias, name in same.items()})
     for alias, name in same.items():
         a, b = source.read(alias), source.read(name)
         if (a.dtype, a.shape, a.tobytes()) != (b.dtype, b.shape, b.tobytes()):

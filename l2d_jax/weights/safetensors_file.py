@@ -18,6 +18,7 @@ from jaxtyping import Shaped
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from l2d_jax.config.parsing import require
 from l2d_jax.errors import InputError, shown
 from l2d_jax.files import check, read_json
 
@@ -54,8 +55,7 @@ class SafetensorsFolder:
         single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
         if single.is_file() or index.is_file():
             return cls(folder, _read_header(single) if single.is_file() else _read_shards(folder, index))
-        if not folder.is_dir():
-            raise InputError(f"there is no folder {folder}: check the path")
+        require(folder.is_dir(), f"there is no folder {folder}: check the path")
         pickles = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
         remedy = f"; {pickles[0]} is a pickle: load it with transformers and save_pretrained it" if pickles else ""
         raise InputError(f"{folder} has neither {single.name} nor {index.name}{remedy or ': give one that has'}")
@@ -67,8 +67,7 @@ class SafetensorsFolder:
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> Shaped[np.ndarray, "..."]:
         """A copy of one tensor or of a slice of it, reading no other data; raises `InputError` where it is absent."""
-        if name not in self.records:
-            raise InputError(f"{self.path} has no tensor {name!r}: are these the weights of another model?")
+        require(name in self.records, f"{self.path} has no tensor {name!r}: are these the weights of another model?")
         record = self.records[name]
         data = np.memmap(record.path, np.uint8, mode="r")[record.begin : record.end]
         return np.array(data.view(record.dtype).reshape(record.shape)[... if index is None else index])
@@ -123,8 +122,7 @@ def _read_shards(folder: Path, index: Path) -> dict[str, TensorRecord]:
     for shard in sorted(set(weight_map.values())):
         if Path(shard).name != shard or "\\" in shard or not shard.endswith(".safetensors"):
             raise InputError(f"{index}: a shard must be a .safetensors file beside the index, got {shard!r}")
-        if not (folder / shard).is_file():
-            raise InputError(f"{index} lists {shard}, which is absent: download it")
+        require((folder / shard).is_file(), f"{index} lists {shard}, which is absent: download it")
         for name, record in _read_header(folder / shard).items():
             if name in records:
                 raise InputError(f"{folder}: tensor {name!r} is in both {records[name].path.name} and {shard}")

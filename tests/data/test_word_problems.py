@@ -4,13 +4,12 @@ from fractions import Fraction
 
 import pytest
 
-from l2d_jax.data.stories import STORIES
-from l2d_jax.data.word_problems import SPLITS, WORKINGS, conversations, problem
+from l2d_jax.data.word_problems import SPLITS, STORIES, WORKINGS, conversations, problem
 from l2d_jax.errors import InputError
 
 EQUATION = re.compile(r"(\d+(?: [-+*/] \d+)+) = (\d+)")
 # What a solution may use though neither the question nor an earlier step says it.
-CONSTANTS = {"_fence": {2}, "_days": {2}, "_sale": {100}}
+CONSTANTS = {"fence": {2}, "days": {2}, "sale": {100}}
 
 
 def value(expression: str) -> Fraction:
@@ -42,9 +41,9 @@ def test_the_arithmetic_is_right(split, seed):
         assert made.answer >= 0
         equations = EQUATION.findall("\n".join(steps))
         assert 2 <= len(equations) <= 3
-        story = STORIES[index % len(STORIES)].__name__
+        story = STORIES[index % len(STORIES)]
         known = numbers(made.question) | CONSTANTS.get(story, set())
-        if story == "_leftover":
+        if story == "leftover":
             total, size = map(int, re.findall(r"\d+", made.question))
             known.add(total // size)
         for left, right in equations:

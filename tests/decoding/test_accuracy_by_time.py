@@ -7,6 +7,7 @@ import pytest
 
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding.loaded_model import LoadedModel
+from l2d_jax.decoding.requests import Request, number_prompts
 from l2d_jax.decoding.trace import accuracy_by_time, mean_evaluations
 from l2d_jax.errors import InputError
 from tests.support import tiny
@@ -24,7 +25,7 @@ def loaded():
 
 @pytest.mark.slow
 def test_it_begins_with_the_language_model_and_ends_with_the_answer(loaded):
-    found = accuracy_by_time(loaded, PROMPTS, ANSWERS, settings=SETTINGS, seed=3)
+    found = accuracy_by_time(loaded, Request(number_prompts(PROMPTS), SETTINGS, seed=3), ANSWERS)
     assert found["t"] == [0, 1 / 3, 2 / 3, 1]
     llm, right = loaded.model.llm, []
     for prompt, answer in zip(PROMPTS, ANSWERS, strict=True):
@@ -43,9 +44,9 @@ def test_evaluations_are_those_of_traces(loaded):
     adaptive = DecodeConfig(solver="fehlberg2", budget=64, tolerance=0.3)
     traces = trace(loaded, PROMPTS, ANSWERS, settings=adaptive)
     wanted = [np.mean([token.evaluations for token in row]) for row in traces]
-    assert mean_evaluations(loaded, PROMPTS, ANSWERS, settings=adaptive) == pytest.approx(wanted)
+    assert mean_evaluations(loaded, Request(number_prompts(PROMPTS), adaptive), ANSWERS) == pytest.approx(wanted)
 
 
 def test_an_adaptive_solver_has_no_grid(loaded):
     with pytest.raises(InputError, match="needs a grid, which bosh3 does not have"):
-        accuracy_by_time(loaded, PROMPTS, ANSWERS, settings=DecodeConfig(solver="bosh3", budget=64))
+        accuracy_by_time(loaded, Request(number_prompts(PROMPTS), DecodeConfig(solver="bosh3", budget=64)), ANSWERS)

@@ -13,7 +13,7 @@ from l2d_jax.decoding.beams import SearchConfig
 from l2d_jax.decoding.likelihood import score_answers
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.refine import Refinement, refine
-from l2d_jax.decoding.requests import number_prompts
+from l2d_jax.decoding.requests import Request, number_prompts
 from l2d_jax.decoding.trace import accuracy_by_time
 from l2d_jax.model.context import Context
 from l2d_jax.model.l2d import Model
@@ -66,7 +66,7 @@ def test_a_budget_of_one_is_the_language_model_to_the_bit(loaded):
     assert generate(loaded, PROMPTS, settings=one) == generate(plain, PROMPTS, settings=one)
     assert generate(loaded, PROMPTS, settings=FIXED) != generate(plain, PROMPTS, settings=one)
     found, expected = (
-        score_answers(m.model, number_prompts(PROMPTS), [[3, 9], [4]], settings=one) for m in (loaded, plain)
+        score_answers(m.model, Request(number_prompts(PROMPTS), one), [[3, 9], [4]]) for m in (loaded, plain)
     )
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_array_equal(a.tokens, b.tokens)
@@ -75,13 +75,13 @@ def test_a_budget_of_one_is_the_language_model_to_the_bit(loaded):
 @pytest.mark.slow
 def test_likelihoods_and_traces_and_searches_are_those_of_decoding(loaded):
     answers = generate(loaded, PROMPTS, settings=FIXED)
-    likeliest = score_answers(loaded.model, number_prompts(PROMPTS), answers, settings=FIXED, draws=2)
+    likeliest = score_answers(loaded.model, Request(number_prompts(PROMPTS), FIXED), answers, draws=2)
     assert [row.token for row in trace(loaded, PROMPTS, answers, settings=FIXED)[0]] == answers[0]
     assert all(row.likeliest == row.token for rows in trace(loaded, PROMPTS, answers, settings=FIXED) for row in rows)
     assert all(np.isfinite(one.tokens).all() for one in likeliest)
     one = SearchConfig(beams=1, candidates=1, max_new_tokens=LENGTH, temperature=0.0)
     assert search(loaded, number_prompts(PROMPTS)[1], settings=FIXED, config=one).answer == answers[1]
-    rates = accuracy_by_time(loaded, PROMPTS[:1], [answers[0]], settings=FIXED)
+    rates = accuracy_by_time(loaded, Request(number_prompts(PROMPTS[:1]), FIXED), [answers[0]])
     assert rates["greedy"][-1] == 1.0
 
 
@@ -108,6 +108,6 @@ def test_int8_is_near_float32(reader):
     model = tiny.model(start="anchored", reader=reader, sigma=4.0)
     layers = quantize_layers(model.llm.layers)
     quantised = dataclasses.replace(model, llm=dataclasses.replace(model.llm, layers=layers))
-    texts = number_prompts([[*range(3, 20)]]), [[7, 8, 9]]
-    found, expected = (score_answers(one, *texts, settings=FIXED, draws=2)[0].tokens for one in (quantised, model))
+    texts = Request(number_prompts([[*range(3, 20)]]), FIXED), [[7, 8, 9]]
+    found, expected = (score_answers(one, *texts, draws=2)[0].tokens for one in (quantised, model))
     assert 0 < np.abs(found - expected).max() < 0.5

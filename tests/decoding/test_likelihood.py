@@ -11,7 +11,7 @@ import l2d_jax
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding import likelihood
 from l2d_jax.decoding.loaded_model import LoadedModel
-from l2d_jax.decoding.requests import number_prompts
+from l2d_jax.decoding.requests import Request, number_prompts
 from l2d_jax.errors import InputError
 from tests.support import tiny
 from tests.support.requests import generate, score
@@ -88,7 +88,7 @@ def test_the_likeliest_tokens_are_those_of_the_mean(loaded):
     [one] = score(loaded, PROMPTS[:1], ANSWERS[:1], settings=settings, draws=64)
     contexts = [PROMPTS[0] + ANSWERS[0][:place] for place in range(4)]
     options = [list(range(96))] * 4
-    means = likelihood.rank(loaded.model, number_prompts(contexts), options, settings=settings, draws=500, seed=1)
+    means = likelihood.rank(loaded.model, Request(number_prompts(contexts), settings, seed=1), options, draws=500)
     # It may be another of two that are as likely.
     assert all(mean[token] > mean.max() - 0.05 for mean, token in zip(means, one.likeliest, strict=True))
     assert any(mean[token] < mean.max() - 0.05 for mean, token in zip(means, ANSWERS[0], strict=True))

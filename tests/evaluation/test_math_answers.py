@@ -2,7 +2,7 @@
 
 import pytest
 
-from l2d_jax.evaluation.tasks.math_answers import boxed, extract, is_same, rewrite
+from l2d_jax.evaluation.tasks.math import boxed, extract, is_same, rewrite
 
 
 @pytest.mark.parametrize(

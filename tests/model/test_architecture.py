@@ -177,7 +177,8 @@ def test_where_a_config_is_silent() -> None:
     mistral = {k: v for k, v in tiny.CONFIGS["mistral"].items() if k != "sliding_window"}
     assert Architecture.from_hf(mistral).windows == (4096, 4096)
     assert Architecture.from_hf(mistral | {"sliding_window": None}).windows == ()
-    gemma = {k: v for k, v in tiny.CONFIGS["gemma3"].items() if k not in SUPPORTED["Gemma3ForCausalLM"].reads}
+    family = SUPPORTED["Gemma3ForCausalLM"]
+    gemma = {k: v for k, v in tiny.CONFIGS["gemma3"].items() if k not in {*family.reads, *family.defaults}}
     read = Architecture.from_hf(gemma | {"num_hidden_layers": 6})
     assert (read.head_dim, read.tied, read.rope_theta, read.local_rope_theta) == (256, True, 1e6, 1e4)
     assert (read.windows, read.query_scale) == ((4096,) * 5 + (0,), 1.0)

@@ -42,9 +42,10 @@ def score(
     settings: Any = None,
     labels: Any = None,
     numbers: Sequence[int] | None = None,
+    seed: int = 0,
     **options: Any,
 ) -> list[likelihood.Likelihood]:
     numbered = number_prompts(prompts, labels=labels)
     numbered = [p._replace(number=p.number if numbers is None else numbers[p.number]) for p in numbered]
     settings = loaded.defaults if settings is None else settings
-    return likelihood.score_answers(loaded.model, numbered, answers, settings=settings, **options)
+    return likelihood.score_answers(loaded.model, Request(numbered, settings, seed), answers, **options)

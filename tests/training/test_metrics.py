@@ -5,6 +5,7 @@ import time
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
+from l2d_jax.config.schema import TrainConfig
 from l2d_jax.errors import InputError, RunError
 from l2d_jax.training.metrics import Metrics, StepLog, read_metrics
 from l2d_jax.training.profiler import Stopwatch
@@ -128,10 +129,9 @@ def test_a_full_disk_at_the_start_is_one_line(tmp_path):
 def step_log(metrics, *, every=1):
     return StepLog(
         metrics,
-        every=every,
+        TrainConfig(log_every=every, max_skipped=3),
         last=9,
         rate=lambda updates: updates / 2,
-        max_skipped=3,
         ids=lambda step: [step, 70],
         watch=Stopwatch(),
     )
@@ -141,10 +141,9 @@ def test_time_that_a_record_takes_counts_for_the_next(tmp_path):
     metrics = Metrics(tmp_path, start=0, total=9)
     log = StepLog(
         metrics,
-        every=1,
+        TrainConfig(log_every=1, max_skipped=3),
         last=9,
         rate=lambda _: time.sleep(0.2) or 0.1,
-        max_skipped=3,
         ids=lambda _: [],
         watch=Stopwatch(),
     )

@@ -49,10 +49,9 @@ def unbounded() -> str | None:
     trial = _trial()
     if trial.reason is not None or trial.has_group:
         return None
-    return (
-        "no control group can be made here: generated code is held to its limits, and the kernel's own memory for it "
-        "only by what it may ask the kernel for (run as root, or where systemd delegates the memory controller)"
-    )
+    held = "generated code is held to its limits, and the kernel's own memory for it only by what it may ask"
+    remedy = "run as root, or where systemd delegates the memory controller"
+    return f"no control group can be made here: {held} the kernel for ({remedy})"
 
 
 def grade(

@@ -3,34 +3,135 @@ r"""MATH: competition problems whose worked solutions end with a boxed answer (H
     user       What is $1 + 1$?
     assistant  We have $1 + 1 = \boxed{2}.$
 
-The examples contain thoughts, so prompts with thoughts differ only in greedy decoding. The strict rules are in
-`math_answers`; the relaxed one is math-verify's. The release reads lighteval/MATH, which has left the hub. It does not
-count rows whose solution has no `\boxed{}` with braces, so no size is asserted.
+The examples contain thoughts, so prompts with thoughts differ only in greedy decoding. The relaxed rule is
+math-verify's. The release reads lighteval/MATH, which has left the hub. It does not count rows whose solution has no
+`\boxed{}` with braces, so no size is asserted.
+
+The strict rules are the release's, quirks included. The content of the last `\boxed{}` is rewritten, so that answers
+that differ only in notation become the same text. The rules are those of the data set's authors
+(github.com/hendrycks/math, is_equiv) as the release has them. Where its functions raise, for a `\frac` or `\sqrt` with
+nothing behind it, and would end the evaluation, these find no answer.
 """
 
 import logging
+import re
 import threading
 from functools import lru_cache
 from typing import Any
 
 import math_verify
 
-from l2d_jax.evaluation.tasks import math_answers
 from l2d_jax.evaluation.tasks.problem import Item, Problem, Row, Score, text_of
 
 SECONDS = 5  # limit for reading an answer, and for comparing two: 9^{9^{9}} would take for ever
+# Texts and their replacements, applied in this order.
+REPLACEMENTS = {"\n": "", "\\!": "", "\\\\": "\\", "tfrac": "frac", "dfrac": "frac", "\\left": "", "\\right": ""}
+REPLACEMENTS |= {"^{\\circ}": "", "^\\circ": "", "\\$": ""}
+
+
+def boxed(text: str) -> str | None:
+    r"""The last `\boxed` or, without any, `\fbox`, up to the brace that closes it; None where none does.
+
+    >>> boxed(r"so \boxed{1} or \boxed{\frac{1}{2}}.")
+    '\\boxed{\\frac{1}{2}}'
+    """
+    start = text.rfind("\\boxed") if "\\boxed" in text else text.rfind("\\fbox")
+    depth = 0
+    for end in range(start, len(text)) if start >= 0 else ():
+        depth += (text[end] == "{") - (text[end] == "}")
+        if text[end] == "}" and depth == 0:
+            return text[start : end + 1]
+    return None
+
+
+def extract(text: str) -> str | float | None:
+    r"""The answer in a solution: what the last box holds, rewritten; without a closed box, the last number.
+
+    That number has no sign, and a box that is no `\boxed{}` has no answer:
+
+    >>> extract(r"\boxed{\tfrac12}"), extract("it is -0.5 or -3"), extract(r"\fbox{3}")
+    ('\\frac{1}{2}', 3.0, None)
+    """
+    box = boxed(text)
+    if box is not None:
+        return rewrite(box[len("\\boxed{") : -1]) if box.startswith("\\boxed{") else None
+    numbers = re.findall(r"\d*\.?\d+", text)
+    return float(numbers[-1]) if numbers else None
+
+
+def rewrite(text: str) -> str | None:
+    r"""An answer in the notation that answers are compared in; None where the release raises.
+
+    >>> rewrite(r"x = 3\text{ cm}"), rewrite(r"\dfrac34"), rewrite(r"\sqrt3"), rewrite(".5"), rewrite("1/2")
+    ('3', '\\frac{3}{4}', '\\sqrt{3}', '\\frac{1}{2}', '\\frac{1}{2}')
+    """
+    for old, new in REPLACEMENTS.items():
+        text = text.replace(old, new)
+    text = text.partition("\\text{ ")[0]  # units
+    text = text.replace("\\%", "").replace(" .", " 0.").replace("{.", "{0.")
+    if not text:
+        return text
+    text = "0" + text if text[0] == "." else text
+    name, *values = text.split("=")
+    text = values[0] if len(values) == 1 and len(name) <= 2 else text
+    if re.search(r"\\sqrt(?:\\sqrt|\Z)", text):
+        return None
+    braced = _brace_fractions(re.sub(r"\\sqrt([^{])", r"\\sqrt{\1}", text).replace(" ", ""))
+    if braced is None:
+        return None
+    text = "\\frac{1}{2}" if braced == "0.5" else braced
+    if found := re.fullmatch(r"(-?[1-9][0-9]*|0)/(-?[1-9][0-9]*|0)", text):
+        text = f"\\frac{{{found[1]}}}{{{found[2]}}}"
+    text = text.strip()
+    if "_" in text:
+        first, second, *rest = text.split("_")
+        text = "_".join([first, second.replace("{", "").replace("}", ""), *rest])
+    return text if "(" in text else text.replace(",", "")
+
+
+def is_same(reference: str | float, found: str | float) -> bool:
+    r"""Whether two extracted answers are the same text, number, or number and rounded fraction.
+
+    >>> is_same("5", 5.0), is_same(r"\frac{1}{2}", 0.5), is_same(r"\frac{1}{2}", 0.4), is_same("-5", 5.0)
+    (True, True, True, False)
+    """
+    if reference == found:
+        return True
+    one, other = _number(reference), _number(found)
+    for latex, value in ((one, other), (other, one)):
+        if isinstance(latex, str) and isinstance(value, float):
+            fraction = re.fullmatch(r"\\frac\{(-?\d+)\}\{(-?\d+)\}", latex)
+            try:
+                return fraction is not None and round(value * int(fraction[2])) == int(fraction[1])
+            except (OverflowError, ValueError):  # infinity, or not a number: the release ends here
+                return False
+    return one == other
+
+
+def _brace_fractions(text: str) -> str | None:
+    short = next((piece for piece in text.split("\\frac")[1:] if len(piece) < 2 and piece != "{"), None)
+    if short is not None:  # too little behind it
+        return text if short else None
+    parts = re.compile(r"\\frac([^{])([^{]?)")
+    return parts.sub(lambda found: "\\frac" + "".join(f"{{{part}}}" for part in found.groups() if part), text)
+
+
+def _number(answer: str | float) -> str | float:
+    try:
+        return float(answer)
+    except ValueError:
+        return answer
 
 
 def _word(row: Row) -> Item:
     question, solution = text_of(row, "problem"), text_of(row, "solution")
-    reference = math_answers.extract(solution)
-    return Item(question, solution, reference, subject=text_of(row, "type"), thought=solution)
+    return Item(question, solution, extract(solution), subject=text_of(row, "type"), thought=solution)
 
 
 def _judge(problem: Problem, completion: str) -> Score:
     """Compare by the release's rules, and by mathematics."""
-    strict = math_answers.extract(completion)
-    is_strict = strict is not None and math_answers.is_same(problem.reference, strict)
+    strict = extract(completion)
+    is_strict = strict is not None and is_same(problem.reference, strict)
     right, relaxed = _parse(problem.answer), _parse(completion)
     is_relaxed = math_verify.verify(right, relaxed, timeout_seconds=SECONDS)
     reason = "" if is_strict and is_relaxed else "no answer" if strict is None else f"{problem.reference} is right"

@@ -111,11 +111,9 @@ class Task:
 
     def check_size(self, problems: Sequence[Problem]) -> None:
         """Raise `InputError` if their number is not that of the paper's split, where that is known."""
-        require(
-            self.size is None or len(problems) == self.size,
-            f"{self.name} has {self.size} problems, but {len(problems)} were read: get its rows again, "
-            "or report the figure as that of a part",
-        )
+        problem = f"{self.name} has {self.size} problems, but {len(problems)} were read"
+        remedy = "get its rows again, or report the figure as that of a part"
+        require(self.size is None or len(problems) == self.size, f"{problem}: {remedy}")
 
     def grade(
         self, problems: Sequence[Problem], completions: Sequence[str], *, run: Run | None = None, tagged: bool = False

@@ -62,8 +62,7 @@ class _Grader:
     def _result(self) -> Any:
         """The candidate's answer; without one the grading ends, whatever exceptions the tests catch."""
         try:
-            message = self._channel.receive()
-            [(kind, content)] = message.items()
+            [(kind, content)] = self._channel.receive().items()
             if kind == "result":
                 return plain_data.decode_plain(content)
             name, text, arguments = content if kind == "error" else (kind, content, None)

@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from l2d_jax.performance.plan_search import plan_mesh, search_plans
+from l2d_jax.training.plans import plan_mesh, search_plans
 from tests.support.programs import config
 
 
