@@ -46,6 +46,8 @@ MEAN: Any = {"velocity": "expectation", "velocity_temperature": 1.5, "guidance":
 def compare_paths(name: str, *, length: int | None = None) -> Iterator[Check]:
     """All comparisons of the model `name`, on rows of `length` tokens; raises `InputError` for one without a path."""
     require_torch()
+    from l2d_jax.weights.pytorch.modeling_l2d import L2DForCausalLM
+
     about = loading.find(name, dtype="float32")
     if about.path_config is None:
         raise InputError(f"{name} has no diffusion path: compare its language model by --against transformers")
@@ -63,14 +65,7 @@ def compare_paths(name: str, *, length: int | None = None) -> Iterator[Check]:
             publish.write_torch_folder(folder, path, architecture, **names)
         ours = dict(our_arrays(model, rows))
         del loaded, model, path
-        yield from checks(ours, open_torch(folder), rows)
-
-
-def open_torch(folder: Path) -> Any:
-    """A published folder's model in float32, by this package's copy of its class; raises `InputError`."""
-    from l2d_jax.weights.pytorch.modeling_l2d import L2DForCausalLM
-
-    return open_theirs(L2DForCausalLM, folder)
+        yield from checks(ours, open_theirs(L2DForCausalLM, folder), rows)
 
 
 def checks(ours: dict[str, np.ndarray], theirs: Any, rows: Int[np.ndarray, "B T"]) -> Iterator[Check]:
@@ -157,9 +152,8 @@ _read = jax.jit(read_context)
 def _solve(model: Model, context: Context, noise: Any, settings: refine.Refinement, *, steps: int) -> tuple[Any, Any]:
     """x at every point of the grid, and the answer's logits."""
     assert model.path is not None
-    target = refine.make_target(
-        model, context, settings=settings, keys=jax.random.split(jax.random.key(0), noise.shape[:2])
-    )
+    keys = jax.random.split(jax.random.key(0), noise.shape[:2])
+    target = refine.make_target(model, context, settings=settings, keys=keys)
     x = integrate.fixed_states(target, model.path.config.sigma * noise, solver=settings.solver, steps=steps)
     end = jnp.ones((1, 1))
     return x, model.llm.logits(refine.corrected_hidden(model, context, x[-1], end, table=settings.table)[0])
