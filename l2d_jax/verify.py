@@ -70,7 +70,7 @@ def line(check: Check) -> Line:
 def against_recording(model: str, file: Path, dtype: str) -> Iterator[Line]:
     """One line per array."""
     recording = Recording.open(file)
-    return map(line, against_release.checks(load(model, dtype=dtype).model, recording))
+    yield from map(line, against_release.checks(load(model, dtype=dtype).model, recording))
 
 
 def against_transformers(model: str, length: int | None, dtype: str) -> Iterator[Line]:
