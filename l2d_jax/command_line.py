@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, cast, get_args, get_origin
 
-from l2d_jax import console
+from l2d_jax import console, loading
 from l2d_jax.config import ranges
 from l2d_jax.config.config_file import one_line, read_config, split_overrides
 from l2d_jax.config.parsing import check_value, require
@@ -20,6 +20,7 @@ from l2d_jax.distributed import processes
 from l2d_jax.errors import LONGEST_LINE, InputError, RunError, shorten
 from l2d_jax.files import check_path, check_text
 from l2d_jax.storage import mirror
+from l2d_jax.weights import hub, locate
 
 TRACEBACK = "L2D_JAX_TRACEBACK"  # set: errors of the program's own show where they were raised
 
@@ -61,9 +62,26 @@ def number(declared: Any, text: str) -> int | float:
 def add_source(parser: argparse.ArgumentParser) -> None:
     """Add `--workdir` and `--model`, one of which says which model to open."""
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--workdir", type=folder_or_bucket, help="a workdir of training: its newest checkpoint")
+    workdir = "a workdir of training: its newest checkpoint; or the hub id of a published path, as --model"
+    source.add_argument("--workdir", type=_workdir, action=_Workdir, help=workdir)
     model = "a model folder, a hub id or a GGUF file; without a path the budget is 1"
     source.add_argument("--model", type=model_name, help=model)
+
+
+def _workdir(text: str) -> Path | str:
+    return text if locate.is_on_hub(model_name(text)) else folder_or_bucket(text)
+
+
+class _Workdir(argparse.Action):
+    """Puts a hub id, whose repository must have a path, in the place of `--model`."""
+
+    def __call__(self, *given: Any) -> None:
+        """Called by argparse; raises `InputError` for a repository without a path."""
+        _, namespace, value, *_ = given
+        if isinstance(value, str):
+            has_path = loading.has_path(locate.locate(value, files=hub.TEXT_FILES))
+            require(has_path, f"{value} has no diffusion path: give a language model by --model")
+        setattr(namespace, "model" if isinstance(value, str) else "workdir", value)
 
 
 def local_path(text: str) -> Path:

@@ -111,7 +111,9 @@ def parse_arguments(parser: command_line.Parser) -> tuple[argparse.Namespace, Co
     decoding.add_argument("--seed", type="Seed", default=0, help="of the noise and the draws")
     options, rest = parser.parse_known_args()
     require(options.config is not None or not rest, f"unknown arguments {' '.join(rest)} (--help lists the options)")
-    require(options.workdir is not None or options.out is not None, "--model needs --out DIR, for the results")
+    require(
+        options.workdir is not None or options.out is not None, "--model, or a hub id, needs --out DIR, for the results"
+    )
     if options.config is None:
         return options, None
     return options, config_file.read_config(options.config, config_file.split_overrides(rest))

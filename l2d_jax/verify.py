@@ -8,6 +8,9 @@ decides them.
 `python -m l2d_jax.verify --model DIR --against transformers`: the language model with transformers' own, on the same
 weights, in float32; it needs torch. One line per row of tokens: largest difference of a logit and its bound, mean and
 largest KL divergence over the positions, pass or FAIL. With `--dtype bfloat16|int8` ours is judged by the mean.
+
+`python -m l2d_jax.verify --model DIR --against torch`: a path with itself in PyTorch, by the class that is published
+with it, on the same noise in float32; it needs torch. One line per array: logits at several t, trajectories, answers.
 """
 
 from collections.abc import Iterator
@@ -19,8 +22,9 @@ from l2d_jax import command_line
 from l2d_jax.config.parsing import require
 from l2d_jax.loading import load
 from l2d_jax.parity import against_release
+from l2d_jax.parity.against_torch import ROW, compare_paths
 from l2d_jax.parity.against_transformers import DIVERGENCE, LENGTH, compare
-from l2d_jax.parity.recording import Recording
+from l2d_jax.parity.recording import Check, Recording
 
 Line = tuple[str, bool | None]  # what to print, and whether it passes (None: not judged)
 VERDICTS = {True: "pass", False: "FAIL", None: "(not judged)"}
@@ -29,17 +33,22 @@ VERDICTS = {True: "pass", False: "FAIL", None: "(not judged)"}
 def main() -> int:
     """Parse the command line, print the table, and return 1 if a line fails."""
     parser = command_line.Parser(prog="python -m l2d_jax.verify", description=__doc__)
-    model = "a model folder or workdir; a plain model by hub id or GGUF file"
+    model = "a model folder, workdir or published folder; a plain model by hub id or GGUF file"
     parser.add_argument("--model", type=command_line.model_name, required=True, help=model)
     other = parser.add_mutually_exclusive_group(required=True)
     other.add_argument("--reference", type=command_line.local_path, help="arrays recorded from the authors' release")
-    other.add_argument("--against", choices=["transformers"], help="compare the language model with transformers' own")
+    against = "compare the language model with transformers' own, or the path with its class in PyTorch"
+    other.add_argument("--against", choices=["transformers", "torch"], help=against)
     types = ["float32", "bfloat16", "int8"]
     parser.add_argument("--dtype", choices=types, default="float32", help="of our model; float32")
-    parser.add_argument("--tokens", type="Length", help=f"a row, with --against; {LENGTH} if the model has the room")
+    tokens = f"a row, with --against; {LENGTH}, or {ROW} of a path, if the model has the room"
+    parser.add_argument("--tokens", type="Length", help=tokens)
     options = parser.parse_args()
     noun, lines = "rows", against_transformers(options.model, options.tokens, options.dtype)
-    if options.reference is not None:
+    if options.against == "torch":
+        require(options.dtype == "float32", "--against torch compares in float32: leave --dtype out")
+        noun, lines = "arrays", map(line, compare_paths(options.model, length=options.tokens))
+    elif options.reference is not None:
         require(options.tokens is None, "--tokens goes with --against: a recording has its own tokens")
         require(options.dtype != "int8", "--dtype int8 goes with --against: a recording has no bounds for it")
         noun, lines = "arrays", against_recording(options.model, options.reference, options.dtype)
@@ -52,13 +61,16 @@ def main() -> int:
     return int(not all(judged))
 
 
+def line(check: Check) -> Line:
+    """The line of one array."""
+    kind = "relative" if check.relative else "absolute"
+    return f"{check.name:<64} {check.difference():9.2e} {kind}", check.passed() if check.judged else None
+
+
 def against_recording(model: str, file: Path, dtype: str) -> Iterator[Line]:
     """One line per array."""
     recording = Recording.open(file)
-    for check in against_release.checks(load(model, dtype=dtype).model, recording):
-        kind = "relative" if check.relative else "absolute"
-        passed = check.passed() if check.judged else None
-        yield f"{check.name:<64} {check.difference():9.2e} {kind}", passed
+    yield from map(line, against_release.checks(load(model, dtype=dtype).model, recording))
 
 
 def against_transformers(model: str, length: int | None, dtype: str) -> Iterator[Line]:

@@ -5,6 +5,7 @@
 
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -38,6 +39,11 @@ import pytest  # noqa: E402
 import transformers  # noqa: E402, F401
 from flax import nnx  # noqa: E402, F401
 from jax.sharding import Mesh  # noqa: E402
+
+for finder in sys.meta_path:  # jaxtyping's: the dataclasses of transformers do not survive it, nor does ours of theirs
+    if hasattr(finder, "modules") and "l2d_jax" in finder.modules:
+        check = finder.should_instrument
+        finder.should_instrument = lambda name, check=check: check(name) and ".weights.pytorch" not in name
 
 from l2d_jax.config.schema import MeshConfig, TrainConfig  # noqa: E402
 from l2d_jax.distributed.sharding import make_mesh  # noqa: E402

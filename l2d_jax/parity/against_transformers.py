@@ -70,21 +70,12 @@ def compare(model: str, *, length: int | None = None, dtype: str = "float32") ->
     A path beside the language model is left out. Rows have `length` tokens, by default 512, or as many as the model has
     positions. `dtype` is of our weights, as `config.model.dtype`. Raises `InputError` before any weight is read.
     """
-    if importlib.util.find_spec("torch") is None:
-        raise InputError("transformers' own models need torch: pip install '.[torch]'")
+    require_torch()
     opened = loading.find(model, dtype="float32")
-    base = opened.base
-    if opened.trained is not None and opened.path_config is None:
-        raise InputError(f"{model} has trained the language model itself: give its {Path(model) / 'export'}")
-    problem = f"the base of {model} is random weights, which transformers cannot read"
-    require(base.name != "random", f"{problem}: give a model in files")
-    source = find_base_and_adapters(base.name)
-    problem = f"{base.name} has a LoRA adapter, and plain weights are compared"
-    command = f"python -m l2d_jax.convert export --model {base.name} --format hf --out DIR"
-    require(not source.adapters, f"{problem}: merge it first ({command}) and give that folder")
-    found = model_folder.find_base(base)
+    folder = plain_base(model, opened)
+    found = model_folder.find_base(opened.base)
     rows = choose_rows(found.architecture, found.tokenizer, length=length)
-    theirs = _their_logits(source.folder, rows)
+    theirs = _their_logits(folder, rows)
     llm = found.load(dtype=dtype, mesh=runtime.start_jax(MeshConfig()))
     doubtful: list[Comparison] = []
     for name, ids in rows.items():
@@ -98,11 +89,31 @@ def compare(model: str, *, length: int | None = None, dtype: str = "float32") ->
     del llm
     if doubtful:
         again = {row.name: rows[row.name] for row in doubtful}
-        exact, eager = _their_exact_logits(source.folder, again), _their_logits(source.folder, again, attention="eager")
+        exact, eager = _their_exact_logits(folder, again), _their_logits(folder, again, attention="eager")
         for row in doubtful:
             kinds = (theirs[row.name], eager[row.name])
             rounding = max(measure(row.name, logits, exact[row.name]).difference for logits in kinds)
             yield row._replace(rounding=rounding)
+
+
+def require_torch() -> None:
+    """Raise `InputError` where torch is not installed."""
+    if importlib.util.find_spec("torch") is None:
+        raise InputError("models of transformers need torch: pip install '.[torch]'")
+
+
+def plain_base(model: str, opened: loading.Folder) -> Path:
+    """The folder of a model's base; raises `InputError` for adapters and random weights, which transformers lacks."""
+    name = opened.base.name
+    if opened.trained is not None and opened.path_config is None:
+        raise InputError(f"{model} has trained the language model itself: give its {Path(model) / 'export'}")
+    problem = f"the base of {model} is random weights, which transformers cannot read"
+    require(name != "random", f"{problem}: give a model in files")
+    source = find_base_and_adapters(name)
+    problem = f"{name} has a LoRA adapter, and plain weights are compared"
+    command = f"python -m l2d_jax.convert export --model {name} --format hf --out DIR"
+    require(not source.adapters, f"{problem}: merge it first ({command}) and give that folder")
+    return source.folder
 
 
 def choose_rows(
@@ -161,15 +172,20 @@ def _their_logits(
 ) -> dict[str, np.ndarray]:
     import torch
 
-    transformers.utils.logging.disable_progress_bar()
     kind = getattr(transformers, read_json(folder / "config.json")["architectures"][0])  # one of `SUPPORTED`
-    options = {"dtype": dtype, "attn_implementation": attention}
-    try:
-        model = kind.from_pretrained(folder, local_files_only=True, use_safetensors=True, **options).eval()
-    except Exception as error:  # of many kinds: a field of the config that it reads and we do not
-        raise InputError(f"transformers cannot open {folder} ({first_line(error)}): mend its files") from error
+    model = open_theirs(kind, folder, dtype=dtype, attn_implementation=attention)
     with torch.no_grad():
         logits = {name: model(torch.tensor(row[None])).logits[0].numpy() for name, row in rows.items()}
     del model
     gc.collect()
     return logits
+
+
+def open_theirs(kind: Any, folder: Path, *, dtype: str = "float32", **options: Any) -> Any:
+    """A folder's model by a class of transformers, from files that are here; raises `InputError`."""
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model = kind.from_pretrained(folder, local_files_only=True, use_safetensors=True, dtype=dtype, **options)
+    except Exception as error:  # of many kinds: a field of the config that it reads and we do not
+        raise InputError(f"transformers cannot open {folder} ({first_line(error)}): mend its files") from error
+    return model.eval()

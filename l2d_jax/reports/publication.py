@@ -33,13 +33,18 @@ def publish_run(workdir: Path, repo: str, *, base: str | None = None, dry_run: P
         base = f"{hub_id}@{revision or hub.plan_download(base).revision}"
     elif dry_run is None:
         raise InputError(f"the base of {workdir} is the folder {base}, which is here alone: give --base org/name")
-    license, config = read_license(base), recorded_config(workdir)
+    license, config, measured = read_license(base), recorded_config(workdir), first_and_last(workdir)[1]
     with tempfile.TemporaryDirectory() as scratch:
         out = dry_run or Path(scratch, "path")
         with output_folder(out) as partial:
             parameters = _write_published(parts, workdir / "export", partial, base=base)
-            about: dict[str, Any] = {"config": config, "parameters": parameters, "license": license}
-            write_card(partial, repo=repo, base=base, workdir=workdir, **about)
+            about: dict[str, Any] = {
+                "config": config,
+                "measured": measured,
+                "parameters": parameters,
+                "license": license,
+            }
+            write_card(partial, repo=repo, base=base, **about)
         if dry_run is None:
             return f"published {hub.upload(out, repo)}"
     nobody = "" if locate.is_on_hub(base) else ", whose base is a folder: give --base org/name before you upload it"
@@ -61,16 +66,23 @@ def _write_published(parts: Parts, trained: Path, out: Path, *, base: str) -> in
 
 
 def write_card(
-    folder: Path, *, repo: str, base: str, config: Config, workdir: Path, parameters: int, license: str | None
+    folder: Path,
+    *,
+    repo: str,
+    base: str,
+    config: Config,
+    measured: dict[str, Any],
+    parameters: int,
+    license: str | None,
 ) -> None:
-    """Write `README.md` into a folder that is ready to be published as `repo`; raises `InputError`.
+    """Write `README.md` into a folder that is ready to be published as `repo`.
 
     Args:
       folder: where the path lies already.
       repo: its name on the hub, org/name.
       base: the language model, as org/name@revision, or a folder in a trial.
       config: of the training.
-      workdir: its folder, whose last validation is told.
+      measured: the record of its last validation.
       parameters: numbers that were trained.
       license: of the base; None: it names none.
     """
@@ -82,7 +94,6 @@ def write_card(
     data = huggingface_hub.ModelCardData(
         library_name="transformers", pipeline_tag="text-generation", tags=["l2d", "diffusion"], **options
     )
-    measured = first_and_last(workdir)[1]
     told: dict[str, Any] = {"title": repo.rpartition("/")[2], "repo": repo, "base_id": base_id, "revision": revision}
     told |= {"license": license, "config": config, "budget": config.decode.budget, "parameters": f"{parameters:,}"}
     told |= {"steps": measured["step"], "table": budget_rows(measured)}

@@ -12,6 +12,7 @@ an adapted weight of the language model, in the type of the base. Only `peft` ke
 import itertools
 import json
 import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import partial
@@ -20,16 +21,16 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from l2d_jax.config.parsing import require
-from l2d_jax.config.schema import ModelConfig, PathConfig
+from l2d_jax.config.schema import MeshConfig, ModelConfig, PathConfig
 from l2d_jax.data import tokenizer
-from l2d_jax.distributed import processes
+from l2d_jax.distributed import processes, runtime
 from l2d_jax.errors import InputError
 from l2d_jax.files import Fingerprint, output_folder, read_json
 from l2d_jax.model.architecture import SUPPORTED, Architecture
 from l2d_jax.model.llm import LLM
 from l2d_jax.model.lora import LLMAdapter
 from l2d_jax.storage import mirror
-from l2d_jax.weights import digests, mapping, model_folder, peft, release
+from l2d_jax.weights import digests, mapping, model_folder, peft, publish, release
 from l2d_jax.weights.locate import BaseAndAdapters, absolute_name, find_base_and_adapters, locate
 from l2d_jax.weights.mapping import TensorSource
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_safetensors
@@ -74,9 +75,21 @@ def export_model(model: str, out: Path, *, format: str, as_torch: bool = False) 
     """Write a model folder, or a workdir that has finished, in one of `FORMATS`, whole; raises `InputError`."""
     if as_torch and not format.startswith("l2d"):
         raise InputError(f"--torch is about the release's state dict: leave it out with --format {format}")
-    parts = Parts.open(model)
-    with output_folder(out) as partial_folder:
-        FORMATS[format](parts, partial_folder, "pytorch_model.bin" if as_torch else "l2d.safetensors")
+    with tempfile.TemporaryDirectory() as scratch:
+        parts = replace(Parts.open(_readable(model, Path(scratch))), name=model)
+        with output_folder(out) as partial_folder:
+            FORMATS[format](parts, partial_folder, "pytorch_model.bin" if as_torch else "l2d.safetensors")
+
+
+def _readable(model: str, scratch: Path) -> str:
+    """The name of a model, or a folder with the path of a published one under the names of the release."""
+    folder = locate(model)
+    if not publish.is_published(folder):
+        return model
+    model_folder.check_trained_path(folder)
+    published = publish.TorchFolder.open(folder)
+    model_folder.save_path(scratch, published.load(runtime.start_jax(MeshConfig())), base=published.base_name)
+    return str(scratch)
 
 
 def copy_texts(language_model: BaseAndAdapters, out: Path) -> None:

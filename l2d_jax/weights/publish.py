@@ -30,7 +30,6 @@ from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_safetensor
 
 CODE = Path(__file__).parent / "pytorch"
 MODEL_TYPE = "l2d"
-CLASSES = {"AutoConfig": "configuration_l2d.L2DConfig", "AutoModelForCausalLM": "modeling_l2d.L2DForCausalLM"}
 
 
 def is_published(folder: Path) -> bool:
@@ -71,11 +70,13 @@ def write_torch_folder(
       base_config: the base's parsed `config.json`.
       tokenizer: of the base; its stop tokens end an answer, too. None: there is none.
     """
+    from l2d_jax.weights.pytorch.configuration_l2d import CODE as CLASSES  # here: transformers brings torch along
+
     if Architecture.from_hf(base_config) != architecture:
         raise InputError(f"the config of {base} is of another architecture than the path's: give the base of the path")
     config = {
         "model_type": MODEL_TYPE,
-        "architectures": ["L2DForCausalLM"],
+        "architectures": [CLASSES["AutoModelForCausalLM"].partition(".")[2]],
         "auto_map": CLASSES,
         "base_model_name_or_path": base,
         "base_revision": base_revision,

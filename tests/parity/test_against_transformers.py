@@ -277,7 +277,7 @@ def test_options_that_exclude_each_other(folders, tmp_path):
     model = folders["llama"]
     assert "one of the arguments --reference --against is required" in call(verify.main, "--model", model).error
     assert "not allowed with argument" in run(model, "--reference", tmp_path / "file.npz").error
-    assert "invalid choice: 'torch'" in call(verify.main, "--model", model, "--against", "torch").error
+    assert "invalid choice: 'jax'" in call(verify.main, "--model", model, "--against", "jax").error
     alone = call(verify.main, "--model", model, "--reference", tmp_path / "file.npz", "--tokens", 3)
     assert "--tokens goes with --against" in alone.error
     coarse = call(verify.main, "--model", model, "--reference", tmp_path / "file.npz", "--dtype", "int8")

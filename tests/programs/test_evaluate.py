@@ -223,4 +223,4 @@ def test_a_sweep_needs_a_path(base, data, tmp_path):
 
 
 def test_results_need_a_place(model):
-    assert "--model needs --out DIR" in call(evaluate.main, "--model", model, "--tasks", "gsm8k").error
+    assert "--model, or a hub id, needs --out DIR" in call(evaluate.main, "--model", model, "--tasks", "gsm8k").error

@@ -1,17 +1,20 @@
 """A run that is published: the folder, its page, and the way back, with a fake of the hub's HTTP interface."""
 
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from l2d_jax import convert, generate, train
+from l2d_jax import convert, generate, train, verify
 from l2d_jax.files import read_json
 from l2d_jax.loading import load
+from l2d_jax.reports import publication
+from tests.support.exports import files
 from tests.support.fake_hub import fake_hub
-from tests.support.programs import call, options, write_base
+from tests.support.programs import call, options, write_base, write_tasks
 
 STEPS = {"train__steps": 2, "validation__budgets": (1, 3), "decode__max_new_tokens": 8, "decode__budget": 3}
 REPO = ["--repo", "me/tiny-path"]
@@ -50,6 +53,11 @@ def test_a_trial_writes_a_folder_that_opens_again(trained, tmp_path):
     assert "license: apache-2.0" in page
     assert 'AutoModelForCausalLM.from_pretrained("me/tiny-path", trust_remote_code=True)' in page
     assert page.count("| [") == 0
+    checked = [
+        call(verify.main, "--model", model, "--against", "torch", "--tokens", 8)
+        for model in (workdir, tmp_path / "out")
+    ]
+    assert [outcome.out.splitlines()[-1:] for outcome in checked] == [["18 of 18 arrays pass"]] * 2, checked
     assert len([line for line in page.splitlines() if line.startswith(("| 1 |", "| 3 |"))]) == 2  # the budgets
     again = tmp_path / "again"
     outcome = call(convert.main, "import", "--base", tmp_path / "out", "--out", again)
@@ -57,6 +65,33 @@ def test_a_trial_writes_a_folder_that_opens_again(trained, tmp_path):
     ours, theirs = (load_file(folder / "path.safetensors") for folder in (workdir / "export", again))
     assert ours.keys() == theirs.keys()
     assert all((ours[name] == theirs[name]).all() for name in ours)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["l2d", "l2d-full", "hf", "peft"])
+def test_a_published_folder_is_exported_as_the_run_is(trained, tmp_path, format):
+    workdir, _ = trained
+    publish(workdir, "--dry_run", tmp_path / "out")
+    outcomes = [
+        call(convert.main, "export", "--model", model, "--format", format, "--out", tmp_path / name)
+        for name, model in (("first", workdir), ("second", tmp_path / "out"))
+    ]
+    if format == "peft":
+        assert all("has no LoRA adapter of its own" in outcome.error for outcome in outcomes)
+        assert str(tmp_path / "out") in outcomes[1].error
+        return
+    assert [outcome.status for outcome in outcomes] == [0, 0], outcomes
+    assert files(tmp_path / "first") == files(tmp_path / "second")
+
+
+@pytest.mark.slow
+def test_a_run_without_a_validation_is_refused_before_anything_is_written(trained, tmp_path, monkeypatch):
+    shutil.copytree(trained[0], tmp_path / "run")
+    file = tmp_path / "run" / "metrics.jsonl"
+    kept = [line for line in file.read_text().splitlines() if "validation/loss" not in line]
+    file.write_text("".join(line + "\n" for line in kept))
+    monkeypatch.setattr(publication.publish, "write_torch_folder", lambda *_, **__: pytest.fail("wrote the path"))
+    assert "has no validation in metrics.jsonl" in publish(tmp_path / "run", "--dry_run", tmp_path / "out").error
 
 
 @pytest.mark.slow
@@ -73,6 +108,8 @@ def test_another_base_and_a_changed_path_are_refused(trained, tmp_path):
     save_file({name: 2 * tensor for name, tensor in tensors.items()}, out / "model.safetensors")
     error = call(generate.main, "--model", out, "--prompt", "2 + 2?").error
     assert "has changed since they were written: import it" in error
+    exported = call(convert.main, "export", "--model", out, "--format", "l2d", "--out", tmp_path / "exported")
+    assert "has changed since they were written: import it" in exported.error
     assert call(convert.main, "import", "--base", out, "--out", tmp_path / "imported").status == 0
 
 
@@ -121,6 +158,74 @@ def test_a_published_path_is_opened_from_the_hub(trained, tmp_path):
     assert json.loads(refined) == answers[1]
     assert [row[: len(ours)] for row, ours in zip(json.loads(theirs), answers[0], strict=True)] == answers[0]
     assert gone.startswith("me/tiny-path has no revision gone on the hub")
+
+
+PROGRAMS = """
+import sys
+from l2d_jax import evaluate, generate, serve
+from tests.support.programs import call
+asked = ["--prompt", "2 + 2?", "--max_new_tokens", "8"]
+for name in sys.argv[3:]:
+    outcome = call(generate.main, "--workdir", name, *asked, "--budget", "1", "3")
+    print(name, "answers", outcome.status, ascii(outcome.out), outcome.err.splitlines()[-1] if outcome.status else "")
+tasks = ["--tasks", "gsm8k", "--data_dir", sys.argv[1], "--limit", "1", "--max_new_tokens", "4", "--budget", "3"]
+print("evaluate", ascii(call(evaluate.main, "--workdir", sys.argv[3], *tasks, "--out", sys.argv[2]).out))
+print("evaluate", call(evaluate.main, "--workdir", sys.argv[3], *tasks).err.splitlines()[-1])
+serve._serve = lambda *_: None
+print("serve", call(serve.main, "--workdir", sys.argv[3], "--port", "0").out.strip())
+"""
+REMOTE = {"auto_map": {"AutoConfig": "run.Config", "AutoModelForCausalLM": "run.Model"}}
+
+
+@pytest.mark.slow
+def test_programs_open_a_path_by_its_hub_id(trained, tmp_path):
+    """At a revision or at the newest, and the base at the revision that the path names. Its code is not run."""
+    workdir, base = trained
+    publish(workdir, "--dry_run", tmp_path / "out")
+    config = read_json(tmp_path / "out" / "config.json")
+    path = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+    ran = tmp_path / "ran"
+    theirs = {file.name: file.read_bytes() for file in base.iterdir()}
+    plain = read_json(base / "config.json")
+    theirs |= {"config.json": json.dumps(plain | REMOTE).encode(), "run.py": f"open({str(ran)!r}, 'w')".encode()}
+    other = write_base(tmp_path / "other", model_type="llama", seed=5)
+    with fake_hub() as hub:
+        revision = hub.add("org/base", theirs)
+        hub.add("org/base", {file.name: file.read_bytes() for file in other.iterdir()})
+
+        def at(revision):
+            named = {"base_model_name_or_path": "org/base", "base_revision": revision}
+            return path | {"config.json": json.dumps(config | named).encode()}
+
+        good, newest = hub.add("me/path", at(revision)), hub.add("me/path", at(None))  # whose base is another now
+        hub.add("me/gone", at("gone"))
+        names = [f"me/path@{good}", "me/path", "me/path@gone", "me/gone", f"org/base@{revision}", "me/nothing"]
+        done = hub.python(
+            PROGRAMS, tmp_path / "home", arguments=[write_tasks(tmp_path / "data"), tmp_path / "eval", *names]
+        )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    answers, refused = lines[0], dict(zip(names[1:], lines[1:6], strict=True))
+    expected = call(
+        generate.main, "--workdir", workdir, "--prompt", "2 + 2?", "--max_new_tokens", "8", "--budget", "1", "3"
+    )
+    assert answers.removeprefix(f"{names[0]} answers 0 ").strip() == ascii(expected.out)
+    for name, message in {
+        "me/path": "is not the one that it was trained on",
+        "me/path@gone": "me/path has no revision gone on the hub: name one",
+        "me/gone": "org/base has no revision gone on the hub: name one",
+        f"org/base@{revision}": f"org/base@{revision} has no diffusion path: give a language model by --model",
+        "me/nothing": "nor could the hub give it",
+    }.items():
+        assert refused[name].startswith(f"{name} answers 2 '' error: ")
+        assert message in refused[name]
+    assert "gsm8k" in lines[6]
+    assert (tmp_path / "eval" / "gsm8k").is_dir()
+    assert "--model, or a hub id, needs --out DIR" in lines[7]
+    assert lines[8].startswith(f"serve serving {names[0]} at http://127.0.0.1:")
+    assert len(lines) == 9
+    assert newest != good
+    assert not ran.exists()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -45,10 +45,13 @@ class FakeHub(ThreadingHTTPServer):
         own = {"HF_ENDPOINT": self.address, "HF_HOME": str(home), "HF_TOKEN": token, "HF_HUB_DISABLE_XET": "1"}
         return {**os.environ, **own, "HF_HUB_DISABLE_TELEMETRY": "1"}
 
-    def python(self, code: str, home: Path, *, token: str = "hf_writer") -> subprocess.CompletedProcess[str]:
+    def python(
+        self, code: str, home: Path, *, token: str = "hf_writer", arguments: Iterable[Any] = ()
+    ) -> subprocess.CompletedProcess[str]:
         """Run code in a process of its own: the library reads its environment as it is imported."""
         environment = self.environment(home, token=token)
-        return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        command = [sys.executable, "-c", code, *map(str, arguments)]
+        return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
 @contextmanager

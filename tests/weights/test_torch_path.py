@@ -1,9 +1,13 @@
 """The class of a published folder, in PyTorch, computes what the path computes in JAX."""
 
+import dataclasses
+import itertools
 import json
 import shutil
 import subprocess
 import sys
+from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -14,11 +18,11 @@ from safetensors.numpy import save_file
 
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.data.batch import Batch
-from l2d_jax.decoding import integrate, refine
-from l2d_jax.decoding.solver import SOLVERS
+from l2d_jax.decoding.generation import generate_tokens
+from l2d_jax.decoding.requests import Prompt, Request
 from l2d_jax.errors import InputError
-from l2d_jax.model.context import Context, read_context
 from l2d_jax.model.l2d import Model
+from l2d_jax.parity import against_torch
 from l2d_jax.training import objective
 from l2d_jax.weights import mapping, publish
 from tests.support import tiny
@@ -32,9 +36,13 @@ PATHS = {
     "anchored": {"start": "anchored"},
     "reading": {"start": "anchored", "reader": "path", "sigma": 8.0},
     "dense": {"layers": "dense", "reader": "path", "classes": 3},
+    "all": {"start": "anchored", "layers": "dense", "reader": "path", "classes": 2, "sigma": 8.0},
 }
-CASES = [(kind, name) for kind in ("llama", "qwen-tied") for name in PATHS]
-SOLVED = [("euler", 5), ("midpoint", 7), ("heun", 7), ("heun3", 7), ("rk4", 9)]
+CASES = [
+    *((kind, name) for kind in ("llama-scaled", "qwen-tied") for name in ("released", "anchored", "reading", "dense")),
+    *((kind, name) for kind in ("qwen3", "mistral", "smollm3", "gemma3") for name in ("released", "all")),
+]
+QUICK = (("gemma3", "all"),)  # of the comparisons, which take half a minute
 
 
 def write(folder: Path, kind: str = "llama", **changes):
@@ -87,86 +95,32 @@ def normal(*shape, seed=1):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def read(model: Model, tokens) -> Context:
-    """The context of every token, as the path reads it."""
-    tokens = jnp.asarray(tokens, jnp.int32)
-    weights, classes = jnp.ones(tokens.shape, jnp.float32), jnp.zeros(len(tokens), jnp.int32)
-    return read_context(model.path.reader(model.llm), Batch(tokens, None, tokens, weights, classes))
+def compare(ours: Model, theirs, *, count=None):
+    """What the program compares (the first few), on rows beyond the windows."""
+    rows = ids(2, 24)
+    with jax.default_matmul_precision("highest"):
+        arrays = dict(itertools.islice(against_torch.our_arrays(ours, rows), count))
+        return list(itertools.islice(against_torch.checks(arrays, theirs, rows), count))
 
 
-def labels_of(model: Model):
-    return None if model.path.classes is None else np.array([1, 0])
+@pytest.mark.parametrize(
+    ("kind", "name"), [pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in CASES]
+)
+def test_all_that_is_compared_equals_ours(tmp_path, kind, name):
+    """Logits, trajectories with guidance and answers, as `verify --against torch` compares them; a path that says
+    something else than its base."""
+    found = compare(write(tmp_path, kind, **PATHS[name]), load(tmp_path))
+    assert [(check.name, check.difference()) for check in found if not check.difference() < 1e-4] == []
+    assert len(found) == 18
+    plain, refined = found[0].ours, found[3].ours
+    assert np.abs(plain - refined).max() > 0.1
 
 
-def settings_of(model: Model, **options) -> refine.Refinement:
-    return refine.Refinement.prepare(model, DecodeConfig(**options))
-
-
-def test_logits_at_fixed_noise_and_time_equal_ours(pair):
-    ours, theirs = pair
-    tokens, x, t = ids(2, 9), 10 * normal(2, 9, 16), np.random.default_rng(2).uniform(size=(2, 9)).astype(np.float32)
-    context, labels = read(ours, tokens), labels_of(ours)
-    if labels is not None:
-        context = context._replace(labels=jnp.asarray(labels, jnp.int32)[:, None])
-    expected = ours.llm.logits(context.hidden + ours.path(ours.llm, jnp.asarray(x), jnp.asarray(t), context))
-    with torch.no_grad():
-        reading, _ = theirs._read(input_ids=torch.tensor(tokens))
-        classes = None if labels is None else torch.tensor(labels)[:, None]
-        found = theirs._logits(theirs._corrected(torch.tensor(x), torch.tensor(t), classes, reading))
-    assert np.abs(found.numpy() - np.asarray(expected)).max() < 1e-4
-    assert np.abs(np.asarray(expected - ours.llm.logits(context.hidden))).max() > 0.1
-
-
-@pytest.mark.parametrize(("solver", "budget"), SOLVED)
-@pytest.mark.parametrize("anneal", [False, True])
-def test_whole_trajectories_equal_ours(tmp_path, solver, budget, anneal):
-    """With guidance, and the mean over tokens at a temperature that may fall."""
-    ours = write(tmp_path, classes=2, sigma=8.0)
-    theirs = load(tmp_path)
-    tokens, noise = ids(2, 6), normal(2, 6, 16)
-    chosen = {"velocity": "expectation", "velocity_temperature": 1.5, "anneal": anneal, "guidance": 1.7}
-    settings = settings_of(ours, solver=solver, budget=budget, **chosen)
-    context = read(ours, tokens)._replace(labels=jnp.full((2, 6), 1, jnp.int32))
-    keys = jax.random.split(jax.random.key(0), (2, 6))
-    target = refine.make_target(ours, context, settings=settings, keys=keys)
-    steps = int(settings.steps)
-    expected = integrate.fixed_states(target, 8.0 * jnp.asarray(noise), solver=SOLVERS[solver], steps=steps)
-    states = []
-    original = theirs.__class__.forward.__globals__["trajectory"]
-
-    def record(*arguments):
-        for state in original(*arguments):
-            states.append(state)
-            yield state
-
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setitem(theirs.__class__.forward.__globals__, "trajectory", record)
-        options = {"budget": budget, "solver": solver, "class_labels": torch.tensor([1, 1]), **chosen}
-        found = theirs(torch.tensor(tokens), noise=torch.tensor(noise), **options).logits
-    assert np.abs(torch.stack(states).numpy() - np.asarray(expected)).max() < 1e-4
-    hidden = refine.refine(ours, context, jnp.asarray(noise), settings=settings, keys=keys)
-    assert np.abs(found.numpy() - np.asarray(ours.llm.logits(hidden))).max() < 1e-4
-
-
-def greedy(model: Model, prompts, noise, *, count: int, labels=None, **options):
-    """Our greedy answers, without a cache; the noise of each token is that of the position before it."""
-    settings = settings_of(model, **options)
-    length = prompts.shape[1]
-    keys = jax.random.split(jax.random.key(0), (len(prompts), length + count))
-
-    @jax.jit
-    def logits(tokens, noise):
-        context = read(model, tokens)
-        if labels is not None:
-            context = context._replace(labels=jnp.broadcast_to(jnp.asarray(labels)[:, None], tokens.shape))
-        return model.llm.logits(refine.refine(model, context, noise, settings=settings, keys=keys))
-
-    tokens = np.pad(prompts, ((0, 0), (0, count))).astype(np.int32)
-    at = np.zeros((*tokens.shape, noise.shape[-1]), np.float32)
-    at[:, length - 1 : -1] = noise
-    for end in range(length, length + count):
-        tokens[:, end] = np.argmax(np.asarray(logits(tokens, at))[:, end - 1], axis=-1)
-    return tokens[:, length:]
+def test_a_temperature_that_falls(tmp_path, monkeypatch):
+    """Down to the arg max: it is ahead of t by as much as the solver asks."""
+    monkeypatch.setattr(against_torch, "MEAN", against_torch.MEAN | {"anneal": True})
+    found = compare(write(tmp_path, classes=2, sigma=8.0), load(tmp_path), count=15)
+    assert [(check.name, check.difference()) for check in found if not check.difference() < 1e-4] == []
 
 
 def in_turn(noise):
@@ -183,17 +137,6 @@ def generate(model, prompts, noise, mask=None, **options):
             torch.tensor(prompts), attention_mask=torch.tensor(mask), noise=in_turn(noise), **options
         )
     return found[:, prompts.shape[1] :].numpy()
-
-
-def test_greedy_answers_equal_ours_token_by_token(pair):
-    ours, theirs = pair
-    prompts, noise, labels = ids(2, 7), normal(2, 12, 16), labels_of(ours)
-    options = {"budget": 7, "solver": "midpoint", "guidance": 1.3}
-    expected = greedy(ours, prompts, noise, count=12, labels=labels, **options)
-    given = {} if labels is None else {"class_labels": torch.tensor(labels)}
-    found = generate(theirs, prompts, noise, **options, **given)
-    assert found.tolist() == expected.tolist()
-    assert found.tolist() != generate(theirs, prompts, noise, budget=1).tolist()
 
 
 def test_a_budget_of_one_is_the_language_model(pair, tmp_path):
@@ -245,6 +188,107 @@ def test_loss_and_gradients_equal_ours(pair):
         difference = np.abs(value.numpy() - expected[name]).max()
         assert difference < 1e-5 * max(1.0, np.abs(expected[name]).max()), (name, difference)
     assert all(parameter.grad is None for parameter in theirs.lm.parameters())
+
+
+def unscaled(model, layer, call):
+    """The angles of plain rotary embedding with a base of 10,000."""
+    angles = torch.arange(call["hidden_states"].shape[1])[:, None] * 1e4 ** (-torch.arange(0, 1, 2 / layer.head_dim))
+    angles = torch.cat([angles, angles], dim=-1)[None]
+    return call | {"position_embeddings": (angles.cos(), angles.sin())}
+
+
+def unlimited(model, layer, call):
+    """Every earlier token is seen."""
+    length = call["hidden_states"].shape[1]
+    return call | {"attention_mask": torch.ones(1, 1, length, length, dtype=torch.bool).tril()}
+
+
+def called(change):
+    """The path's attention is called with something else."""
+
+    def leave_out(model):
+        for layer in path_layers(model):
+            hook = partial(lambda module, _, call: ((), change(model, module, call)))
+            twin = layer.self_attn
+            twin._forward_pre_hooks, twin._forward_pre_hooks_with_kwargs = OrderedDict(), OrderedDict()
+            twin.register_forward_pre_hook(hook, with_kwargs=True)
+
+    return leave_out
+
+
+def path_layers(model):
+    """The layers of the language model with the path's matrices, which share with it all that is not replaced."""
+    return model._twins[0].layers
+
+
+def without(*names):
+    """A module of each of the path's layers, such as a norm, does nothing."""
+
+    def leave_out(model):
+        for layer in path_layers(model):
+            *places, name = names
+            for place in places:
+                layer = getattr(layer, place)
+            layer._modules[name] = torch.nn.Identity()
+
+    return leave_out
+
+
+def set_in(place, **values):
+    """A part of each of the path's layers has other values."""
+
+    def leave_out(model):
+        for layer in path_layers(model):
+            vars(getattr(layer, place)).update(values)
+
+    return leave_out
+
+
+def no_query_bias(model):
+    for layer in path_layers(model):
+        projection = layer.self_attn.q_proj
+        projection.linear = code().twin(projection.linear)
+        projection.linear._parameters = {**projection.linear._parameters, "bias": None}
+
+
+def unscaled_inputs(model):
+    model.path.register_forward_pre_hook(
+        lambda _, given: (*given[:3], dataclasses.replace(given[3], inputs=given[3].inputs / 32**0.5), given[4])
+    )
+
+
+def silu(model):
+    for layer in path_layers(model):
+        layer.mlp._modules["act_fn"] = torch.nn.SiLU()
+
+
+LEFT_OUT = {  # of what a family's layers do, in the path in PyTorch
+    "scaling": ("llama-scaled", called(unscaled)),
+    "bias": ("qwen-tied", no_query_bias),
+    "head norm": ("qwen3", without("self_attn", "q_norm")),
+    "yarn": ("qwen3-yarn", called(unscaled)),
+    "late window": ("qwen-late-windows", called(unlimited)),
+    "window": ("mistral", called(unlimited)),
+    "no rope": ("smollm3", set_in("self_attn", use_rope=1)),
+    "sliding layers": ("gemma3", called(unlimited)),
+    "two bases": ("gemma3", called(unscaled)),
+    "norm behind attention": ("gemma3", without("post_attention_layernorm")),
+    "norm behind the MLP": ("gemma3", without("post_feedforward_layernorm")),
+    "GeGLU": ("gemma3", silu),
+    "query scale": ("gemma3", set_in("self_attn", scaling=16**-0.5)),
+    "embedding scale": ("gemma3", unscaled_inputs),
+}
+
+
+@pytest.mark.parametrize("feature", LEFT_OUT)
+def test_what_is_left_out_is_noticed(tmp_path, feature):
+    """By the logits at every t; those of the language model are as they were."""
+    kind, leave_out = LEFT_OUT[feature]
+    ours = write(tmp_path, kind, start="anchored")
+    assert all(check.passed() for check in compare(ours, load(tmp_path), count=5))
+    theirs = load(tmp_path)
+    leave_out(theirs)
+    assert [check.passed() for check in compare(ours, theirs, count=5)] == [True, *[False] * 4]
 
 
 FAMILIES = {
@@ -447,7 +491,7 @@ def test_a_path_trained_further_comes_back(tmp_path, mesh, name):
 
 
 ALONE = """
-import sys
+import json, sys
 class Refusing:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in ("jax", "jaxlib", "flax", "l2d_jax", "numpyro", "diffrax", "jaxtyping"):
@@ -457,9 +501,9 @@ import torch
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
 print(type(model).__module__.split(".")[0], model.num_parameters(only_trainable=True))
-noise = torch.arange(16.0).reshape(1, 1, 16) / 8 - 1
-answer = model.generate(torch.tensor([[5, 6, 7]]), budget=15, solver="midpoint", noise=noise, max_new_tokens=5,
-                        do_sample=False, eos_token_id=None)
+noise = iter(torch.tensor(json.loads(sys.argv[2])))
+answer = model.generate(torch.tensor([[5, 6, 7]]), budget=15, solver="midpoint", noise=lambda _: next(noise),
+                        max_new_tokens=5, do_sample=False, eos_token_id=None)
 print(answer.tolist())
 """
 
@@ -471,11 +515,11 @@ def test_a_folder_works_without_this_project(tmp_path):
     shutil.move(tmp_path / "published", tmp_path / "moved")
     file = tmp_path / "moved" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "base"}))
-    command = [sys.executable, "-P", "-c", ALONE, str(tmp_path / "moved")]
+    noise = [step.tolist() for step in itertools.islice(against_torch.drawn_noise(1, 16), 5)]
+    command = [sys.executable, "-P", "-c", ALONE, str(tmp_path / "moved"), json.dumps(noise)]
     environment = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "PATH": "", "HOME": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     count = sum(leaf.size for leaf in jax.tree.leaves(ours.path))
-    noise = np.broadcast_to(np.arange(16, dtype=np.float32) / 8 - 1, (1, 5, 16))
-    expected = greedy(ours, np.array([[5, 6, 7]]), noise, count=5, budget=15, solver="midpoint")
-    assert done.stdout.split("\n")[:2] == [f"transformers_modules {count}", str([[5, 6, 7, *expected[0].tolist()]])]
+    [expected] = generate_tokens(ours, Request([Prompt(0, [5, 6, 7])], DecodeConfig(max_new_tokens=5)))
+    assert done.stdout.split("\n")[:2] == [f"transformers_modules {count}", str([[5, 6, 7, *expected]])]

@@ -85,7 +85,7 @@ class L2DForCausalLM(PreTrainedModel, GenerationMixin):
         config = L2DConfig.from_pretrained(name, **hub) if config is None else config
         options.setdefault("attn_implementation", config._attn_implementation)
         base, nearby = config.base_model_name_or_path, os.path.join(name, config.base_model_name_or_path)
-        base = nearby if os.path.isdir(nearby) and not os.path.isdir(base) else base
+        base = nearby if os.path.isdir(nearby) else base
         where = {option: hub[option] for option in ("cache_dir", "local_files_only", "token") if option in hub}
         lm = AutoModelForCausalLM.from_pretrained(
             base, revision=config.base_revision or "main", trust_remote_code=False, **where, **options
@@ -158,14 +158,14 @@ class L2DForCausalLM(PreTrainedModel, GenerationMixin):
         context = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
         if labels is not None:
             context = {name: None if value is None else value[:, :-1] for name, value in context.items()}
-            loss = self._loss(self._read(**context)[0], labels[:, 1:], t, classes, noise, generator)
+            loss = self._loss(self.read(**context)[0], labels[:, 1:], t, classes, noise, generator)
             return CausalLMOutputWithPast(loss=loss)
         context |= {"past_key_values": past_key_values, **options}
         tableau = SOLVERS[solver]
         steps = tableau.steps(self.config.budget if budget is None else budget)
         if not steps:
             return self.lm(**context, use_cache=use_cache, logits_to_keep=logits_to_keep)
-        reading, cache = self._read(**context)
+        reading, cache = self.read(**context)
         reading = reading.last() if logits_to_keep == 1 else reading
         branches = [classes] if classes is None or guidance == 1 else [classes, None]
 
@@ -173,16 +173,16 @@ class L2DForCausalLM(PreTrainedModel, GenerationMixin):
             temperature = velocity_temperature
             if anneal:
                 temperature *= min(max(1 - t - tableau.lookahead / steps, 0.0), 1.0)
-            hidden = [self._corrected(x, t, branch, reading) for branch in branches]
+            hidden = [self.corrected(x, t, branch, reading) for branch in branches]
             estimates = self._estimates(torch.stack(hidden), temperature, velocity, generator)
             return estimates[0] if len(branches) == 1 else guidance * estimates[0] + (1 - guidance) * estimates[1]
 
         *_, x = trajectory(target, self._noise(reading.hidden, noise, generator), tableau, steps)
-        hidden = self._corrected(x, 1.0, classes, reading)[:, -logits_to_keep:]
+        hidden = self.corrected(x, 1.0, classes, reading)[:, -logits_to_keep:]
         cache = None if use_cache is False else cache
-        return CausalLMOutputWithPast(logits=self._logits(hidden), past_key_values=cache)
+        return CausalLMOutputWithPast(logits=self.logits(hidden), past_key_values=cache)
 
-    def _read(self, past_key_values: Any = None, **inputs: Any) -> tuple[Reading, Any]:
+    def read(self, past_key_values: Any = None, **inputs: Any) -> tuple[Reading, Any]:
         """Run the model that reads the context, and keep what the path needs; the cache holds the tokens, too."""
         is_trained = self.options.reader == "path"
         decoder = self._twins[0] if is_trained else self.lm.get_decoder()
@@ -213,19 +213,20 @@ class L2DForCausalLM(PreTrainedModel, GenerationMixin):
         first, last = ends
         return Reading(last, first, calls, [states[i] for i in range(len(calls))]), cache
 
-    def _corrected(self, x: Tensor, t: Tensor | float, classes: Tensor | None, reading: Reading) -> Tensor:
+    def corrected(self, x: Tensor, t: Tensor | float, classes: Tensor | None, reading: Reading) -> Tensor:
         """Hidden states [B, M, D] after one evaluation of the path, at one time or at one for each position."""
         times = t if isinstance(t, Tensor) else torch.full((1, 1), t, device=x.device)
         return reading.hidden + self.path(x, times, classes, reading, self._twins[0].layers)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits of hidden states, in float32."""
         logits = self.lm.get_output_embeddings()(self.lm.get_decoder().norm(hidden)).float()
         cap = getattr(self.config.text_config.get_text_config(), "final_logit_softcapping", None)
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _estimates(self, hidden: Tensor, temperature: float, velocity: str, generator: Any) -> Tensor:
         """Estimates of x_1 from hidden states [branches, B, M, D]; all branches sample with the same numbers."""
-        logits = self._logits(hidden)
+        logits = self.logits(hidden)
         if velocity == "expectation" and temperature > 0:
             return (logits / max(temperature, 1e-6)).softmax(-1) @ self._vocabulary()
         if temperature > 0:
@@ -268,8 +269,8 @@ class L2DForCausalLM(PreTrainedModel, GenerationMixin):
             classes = torch.where(dropped, self.options.classes, classes)
         data = self.path.embed(F.embedding(targets.clamp(min=0), self.lm.get_input_embeddings().weight))
         x = t[..., None] * data + (1 - t[..., None]) * self._noise(reading.hidden, noise, generator)
-        hidden = self._corrected(x, t, classes, reading)
+        hidden = self.corrected(x, t, classes, reading)
         shown = targets != -100
-        losses = F.cross_entropy(self._logits(hidden[shown]), targets[shown], reduction="none")
+        losses = F.cross_entropy(self.logits(hidden[shown]), targets[shown], reduction="none")
         counts = shown.sum(dim=1, keepdim=True).expand_as(shown)
         return (losses / counts[shown]).sum() / shown.any(dim=1).sum().clamp(min=1)

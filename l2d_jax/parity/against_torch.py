@@ -1,0 +1,181 @@
+"""Compares a path with itself in PyTorch, by the class that goes along with a published one (`weights/pytorch`).
+
+Both compute in float32, on rows of random tokens and one of text, with the same noise: logits of one evaluation at
+several t, whole trajectories by every fixed-step solver, with the mean over tokens and guidance where there are
+classes, and greedy answers as each decodes them, which may differ where two tokens are as good as equal. The class is
+this package's own: code in a folder is never run. One of the two models is in memory at a time, with all logits.
+"""
+
+import itertools
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from l2d_jax import loading
+from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.data.batch import Batch
+from l2d_jax.decoding import integrate, refine
+from l2d_jax.decoding.decode import answer_keys
+from l2d_jax.decoding.generation import generate_tokens
+from l2d_jax.decoding.requests import Prompt, Request
+from l2d_jax.decoding.sampler import token_keys
+from l2d_jax.decoding.solver import find_solver
+from l2d_jax.errors import InputError
+from l2d_jax.files import read_json
+from l2d_jax.model.context import Context, read_context
+from l2d_jax.model.l2d import Model
+from l2d_jax.parity.against_transformers import SEED, choose_rows, open_theirs, plain_base, require_torch
+from l2d_jax.parity.recording import LOGITS, Check, logits_at
+from l2d_jax.weights import publish
+
+ROW = 32  # tokens, where nothing else is asked for
+ANSWER = 16  # tokens, at most
+TIMES = (0.1, 0.5, 0.9, 1.0)
+SOLVED: Any = {"euler": 5, "midpoint": 7, "heun": 7, "heun3": 7, "rk4": 9}  # the budget of each trajectory
+BUDGETS = (1, 3, 15)  # of answers
+MEAN: Any = {"velocity": "expectation", "velocity_temperature": 1.5, "guidance": 1.7}  # which rounding moves little
+
+
+def compare_paths(name: str, *, length: int | None = None) -> Iterator[Check]:
+    """All comparisons of the model `name`, on rows of `length` tokens; raises `InputError` for one without a path."""
+    require_torch()
+    from l2d_jax.weights.pytorch.modeling_l2d import L2DForCausalLM
+
+    about = loading.find(name, dtype="float32")
+    if about.path_config is None:
+        raise InputError(f"{name} has no diffusion path: compare its language model by --against transformers")
+    base = plain_base(name, about)
+    loaded = loading.load(name, dtype="float32")
+    model, path, architecture = loaded.model, loaded.model.path, loaded.model.llm.architecture
+    assert path is not None
+    length = min(ROW, architecture.max_position_embeddings) if length is None else length
+    rows = np.stack(list(choose_rows(architecture, loaded.tokenizer, length=length).values()))
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = about.path
+        if not publish.is_published(folder):
+            folder, raw = Path(scratch), read_json(base / "config.json")
+            names: dict[str, Any] = {"base": str(base), "base_revision": None, "base_config": raw, "tokenizer": None}
+            publish.write_torch_folder(folder, path, architecture, **names)
+        ours = dict(our_arrays(model, rows))
+        del loaded, model, path
+        yield from checks(ours, open_theirs(L2DForCausalLM, folder), rows)
+
+
+def checks(ours: dict[str, np.ndarray], theirs: Any, rows: Int[np.ndarray, "B T"]) -> Iterator[Check]:
+    """Compare the arrays of `our_arrays` with those of a model in PyTorch.
+
+    The bound is 1e-4 of the largest logit or of 1, for the states that are integrated from logits, too; of tokens, none
+    may differ.
+    """
+    bound = LOGITS
+    for name, array in their_arrays(theirs, rows):
+        if array.dtype.kind == "i":
+            yield Check(f"{name}, tokens that differ", np.sum(ours[name] != array), 0, tolerance=0)
+        else:
+            if name.startswith("logits"):  # what the states are estimated from, too
+                bound = LOGITS * max(1.0, float(np.abs(array).max()))
+            yield Check(name, ours[name], array, tolerance=bound)
+
+
+def our_arrays(model: Model, rows: Int[np.ndarray, "B T"]) -> Iterator[tuple[str, np.ndarray]]:
+    """What is compared, by name, of a model with a path."""
+    path, reading = model.path, model.reading(refines=True)
+    assert path is not None
+    noise, labels = _noise(rows, path.config.width), _labels(rows, path.config.classes)
+    tokens = jnp.asarray(rows, jnp.int32)
+    batch = Batch(tokens, None, tokens, jnp.ones(rows.shape), jnp.zeros(len(rows), jnp.int32))
+    yield "logits of the language model", np.asarray(model.llm.logits(_read(model.llm, batch).hidden))
+    context = _read(reading.llm, batch)
+    for t in TIMES:
+        x = ((1 - t) * path.config.sigma + t) * noise
+        yield f"logits at t = {t}", np.asarray(logits_at(reading, context, x, t, labels))
+    if labels is not None:
+        context = context._replace(labels=jnp.broadcast_to(labels, rows.shape))
+    for solver, budget in SOLVED.items():
+        settings = refine.Refinement.prepare(reading, DecodeConfig(solver=solver, budget=budget, **MEAN))
+        states, logits = _solve(reading, context, jnp.asarray(noise), settings, steps=int(settings.steps))
+        yield f"logits by {solver}", np.asarray(logits)
+        yield f"states by {solver}", np.asarray(states)
+    prompts, count = _split(rows)
+    known = [None] * len(rows) if labels is None else labels[:, 0].tolist()
+    numbered = [Prompt(i, row.tolist(), label) for i, (row, label) in enumerate(zip(prompts, known, strict=True))]
+    for budget in BUDGETS:
+        greedy = DecodeConfig(budget=budget, guidance=MEAN["guidance"], max_new_tokens=count)
+        yield f"answers at budget {budget}", np.array(generate_tokens(model, Request(numbered, greedy)))
+
+
+def their_arrays(model: Any, rows: Int[np.ndarray, "B T"]) -> Iterator[tuple[str, np.ndarray]]:
+    """The same of a model in PyTorch."""
+    import torch
+
+    width, sigma, classes = (getattr(model.options, name) for name in ("width", "sigma", "classes"))
+    tokens, noise, labels = torch.tensor(rows), torch.tensor(_noise(rows, width)), _labels(rows, classes)
+    branch = None if labels is None else torch.tensor(labels)
+    seen: list[Any] = []
+    with torch.no_grad():
+        yield "logits of the language model", model(tokens, budget=1).logits.numpy()
+        reading, _ = model.read(input_ids=tokens)
+        for t in TIMES:
+            x = ((1 - t) * sigma + t) * noise
+            yield f"logits at t = {t}", model.logits(model.corrected(x, t, branch, reading)).numpy()
+        hook = model.path.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        for solver, budget in SOLVED.items():
+            seen.clear()
+            options = {"solver": solver, "budget": budget, "class_labels": branch, **MEAN}
+            logits = model(tokens, noise=noise, **options).logits
+            yield f"logits by {solver}", logits.numpy()
+            stride = (len(seen) - 1) // find_solver(solver).steps(budget)  # a step begins at a point of the grid
+            yield f"states by {solver}", torch.stack(seen[::stride]).numpy()
+        hook.remove()
+        prompts, count = _split(rows)
+        ids, classes = torch.tensor(prompts), None if branch is None else branch[:, 0]
+        for budget in BUDGETS:
+            drawn = drawn_noise(len(rows), width)
+            options = {"noise": lambda _, drawn=drawn: torch.tensor(next(drawn)), "class_labels": classes}
+            options |= {"budget": budget, "solver": "midpoint", "guidance": MEAN["guidance"]}
+            options |= {"max_new_tokens": count, "do_sample": False, "eos_token_id": None}
+            found = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+            yield f"answers at budget {budget}", found[:, ids.shape[1] :].numpy()
+
+
+_read = jax.jit(read_context)
+
+
+@partial(jax.jit, static_argnames="steps")
+def _solve(model: Model, context: Context, noise: Any, settings: refine.Refinement, *, steps: int) -> tuple[Any, Any]:
+    """x at every point of the grid, and the answer's logits."""
+    assert model.path is not None
+    keys = jax.random.split(jax.random.key(0), noise.shape[:2])
+    target = refine.make_target(model, context, settings=settings, keys=keys)
+    x = integrate.fixed_states(target, model.path.config.sigma * noise, solver=settings.solver, steps=steps)
+    end = jnp.ones((1, 1))
+    return x, model.llm.logits(refine.corrected_hidden(model, context, x[-1], end, table=settings.table)[0])
+
+
+def _noise(rows: np.ndarray, width: int) -> Float[np.ndarray, "B T C"]:
+    return np.random.default_rng(SEED).normal(size=(*rows.shape, width)).astype(np.float32)
+
+
+def _labels(rows: np.ndarray, classes: int) -> Int[np.ndarray, "B 1"] | None:
+    return np.arange(len(rows))[:, None] % classes if classes else None
+
+
+def _split(rows: np.ndarray) -> tuple[Int[np.ndarray, "B P"], int]:
+    """The first half of each row as a prompt, and how many tokens its answer has."""
+    length = rows.shape[1]
+    return rows[:, : length - length // 2], min(ANSWER, length // 2)
+
+
+def drawn_noise(count: int, width: int) -> Iterator[Float[np.ndarray, "B 1 C"]]:
+    """The noise of one token after another, as answers of the seed 0 draw it."""
+    keys = answer_keys(jnp.zeros(count, jnp.uint32), jnp.arange(count), jnp.zeros(count, jnp.int32))
+    for number in itertools.count():
+        noise_keys, _, _ = token_keys(keys, jnp.int32([number]))
+        yield np.asarray(jax.vmap(lambda key: jax.random.normal(key, (1, width), jnp.float32))(noise_keys))
