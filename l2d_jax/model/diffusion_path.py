@@ -27,6 +27,7 @@ from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.attention import attention
 from l2d_jax.model.axes import ADAPTED, KEYS, MATRICES, axis_sizes, declare_stacked
 from l2d_jax.model.context import Context
+from l2d_jax.model.few_rows import scan_layers
 from l2d_jax.model.gathering import gather_layer, gather_rows, split_rows
 from l2d_jax.model.kv_cache import LayerCache
 from l2d_jax.model.layers import (
@@ -209,7 +210,7 @@ class DiffusionPath(nnx.Module):
 
         matmul = project if remat is None else checkpointed_matmul
 
-        def product(y: Array, weight: Array, change: Lora | Array, *, dims: int = 1) -> Array:
+        def product(y: Array, weight: Any, change: Any, *, dims: int = 1) -> Array:
             if isinstance(change, Lora):
                 return matmul(y, weight, change, scale=scale, dims=dims)
             return matmul(y, change, dims=dims)
@@ -257,7 +258,7 @@ class DiffusionPath(nnx.Module):
                 y = context.inputs + y
             y = split_rows(constrain(y, "batch", "length", "embed_activation"))
             scanned = (llm.layers, self.layers, cache.layers(), modulation, own)
-            f, _ = jax.lax.scan(remat(block) if remat else block, y, scanned)
+            f, _ = scan_layers(remat(block) if remat else block, y, scanned, in_place=llm.in_place)
         weight = self.merge_weight(t, labels) if conditions is None else conditions.merge
         return weight.astype(f.dtype) * (f - context.hidden if self.is_anchored else f)
 

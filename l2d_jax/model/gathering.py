@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 from l2d_jax.distributed.sharding import GATHERED, axis_size, constrain
 from l2d_jax.model.axes import LAYER_AXES
+from l2d_jax.model.few_rows import StackedWeight
 from l2d_jax.model.quantization import QuantizedWeight
 
 NAME = "gathered"  # checkpoint name of gathered weights, which no rematerialisation saves: they would be a second copy
@@ -32,10 +33,15 @@ def gather_layer(layer: Any, *, dtype: Any) -> Any:
     95 % now.
     """
 
-    def gather(path: Any, weight: Array | QuantizedWeight) -> Array:
-        return gather_weight(weight, LAYER_AXES[jax.tree_util.keystr(path, simple=True, separator=".")], dtype=dtype)
+    def gather(path: Any, weight: Array | QuantizedWeight | StackedWeight) -> Array | StackedWeight:
+        if isinstance(weight, StackedWeight):
+            return weight
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        return gather_weight(weight, LAYER_AXES[name], dtype=dtype)
 
-    return jax.tree_util.tree_map_with_path(gather, layer, is_leaf=lambda x: isinstance(x, QuantizedWeight))
+    return jax.tree_util.tree_map_with_path(
+        gather, layer, is_leaf=lambda x: isinstance(x, QuantizedWeight | StackedWeight)
+    )
 
 
 def gather_rows(x: Array, *axes: str) -> Array:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from l2d_jax.config.schema import PathConfig
 from l2d_jax.errors import InputError
 from l2d_jax.model.diffusion_path import DiffusionPath
+from l2d_jax.model.few_rows import can_read
 from l2d_jax.model.llm import LLM
 from l2d_jax.model.lora import merge_adapter
 from l2d_jax.model.quantization import QuantizedWeight
@@ -37,7 +38,7 @@ class Model(nnx.Module):
         return dataclasses.replace(self, llm=self.path.reader(self.llm))
 
     def merged(self) -> "Model":
-        """The model as it decodes fastest: low-rank updates are added to copies of the weights, once.
+        """The model as it decodes fastest: updates are added to copies of the weights, once, and `few_rows` reads them.
 
         Weights that would round the sums, and those of a quantised model, keep their updates beside them.
         """
@@ -48,6 +49,7 @@ class Model(nnx.Module):
             path = path.merge_updates(llm)
         if llm.adapter is not None:
             llm = dataclasses.replace(llm, layers=merge_adapter(llm.layers, llm.adapter), adapter=None)
+        llm = dataclasses.replace(llm, in_place=can_read(llm.embed))
         return dataclasses.replace(self, llm=llm, path=path)
 
 

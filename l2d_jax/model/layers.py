@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 from l2d_jax.distributed.sharding import Declared, Initializer, platform
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.axes import declare_stacked
+from l2d_jax.model.few_rows import StackedWeight, multiply
 
 EVERY = 2**31 - 1  # the window of a layer whose queries see all keys
 PRODUCT = "product"  # checkpoint name of a block's matrix products, which rematerialisation may save
@@ -124,9 +125,11 @@ class Lora(nnx.Module):
         )
 
 
-def project(x: Array, weight: Array, update: Lora | None = None, *, scale: float = 1.0, dims: int = 1) -> Array:
+def project(
+    x: Array, weight: Array | StackedWeight, update: Lora | None = None, *, scale: float = 1.0, dims: int = 1
+) -> Array:
     """`x @ (weight + scale * a @ b)` over the last `dims` axes of `x`, never forming the sum of the matrices."""
-    y = jnp.tensordot(x, weight.astype(x.dtype), dims)
+    y = multiply(x, weight, dims)
     if update is None:
         return y
     a, b = update.a.astype(x.dtype), (scale * update.b).astype(x.dtype)

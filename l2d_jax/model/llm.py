@@ -20,6 +20,7 @@ from l2d_jax.distributed.sharding import Declared, constrain
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.attention import attention, causal_mask
 from l2d_jax.model.axes import EMBEDDING_AXES, HEAD_AXES, MATRICES, axis_sizes, declare_stacked, declare_weight
+from l2d_jax.model.few_rows import logits_of, scan_layers
 from l2d_jax.model.gathering import gather_layer, gather_rows, gather_weight, split_rows
 from l2d_jax.model.kv_cache import KVCache, LayerCache
 from l2d_jax.model.layers import LayerOptions, activate, checkpointed_matmul, layer_options, project, rms_norm, rope
@@ -60,6 +61,7 @@ class LLM(nnx.Module):
     architecture: Architecture = nnx.static()
     adapter: LLMAdapter | None = nnx.data(default=None)  # added to the products of the matrices that it adapts
     products: str | None = nnx.static(default=None)  # type of products and activations; None: that of the weights
+    in_place: bool = nnx.static(default=False)  # products of few rows read the weights by `few_rows`
 
     @property
     def dtype(self) -> Any:
@@ -143,7 +145,8 @@ class LLM(nnx.Module):
         with jax.named_scope("llm"):
             past = None if cache is None else cache.layers()
             scanned = (self.layers, self.adapter, past, own)
-            hidden, (k, v) = jax.lax.scan(remat(block) if remat else block, self.lookup(tokens), scanned)
+            layer = remat(block) if remat else block
+            hidden, (k, v) = scan_layers(layer, self.lookup(tokens), scanned, in_place=self.in_place)
         used = jnp.int32(tokens.shape[1])
         return hidden, KVCache(k=k, v=v, positions=positions, used=used, segments=segments)
 
@@ -172,6 +175,8 @@ class LLM(nnx.Module):
         with jax.named_scope("head"):
             y = gather_rows(self.normalize(hidden, self.norm))
             head = self.embed if self.head is None else self.head
+            if self.in_place:
+                return logits_of(y, head)
             return jnp.einsum("...D,VD->...V", y, head.astype(y.dtype), preferred_element_type=jnp.float32)
 
 

@@ -1,0 +1,119 @@
+"""Products of few rows that read weights where they lie, by `few_rows.c`, in float32 on one CPU device.
+
+XLA's own read a matrix at half the rate of the memory, and a scan copies each layer's slice of a stack first. The extra
+`cpu` brings the compiler, with which a process compiles these for its machine, in a second.
+"""
+
+import ctypes
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from l2d_jax.errors import RunError
+from l2d_jax.model.axes import MATRICES
+
+ROWS = 16  # the most that a call is made for: XLA's products of many are good
+UNIT = 32  # inputs and outputs of a matrix are multiples of it
+
+_library: list[ctypes.CDLL] = []
+_lock = threading.Lock()
+
+
+class StackedWeight(NamedTuple):
+    """The matrix of one layer, which lies among those of all."""
+
+    stack: Float[Array, "L ..."]  # [L, *inputs, *outputs]
+    layer: Int[Array, ""]
+
+
+def can_read(weight: Array) -> bool:
+    """Whether products can read a model with this weight; the first time they are compiled, or `RunError` is raised."""
+    devices = weight.devices()
+    if len(devices) > 1 or {device.platform for device in devices} != {"cpu"} or weight.dtype != jnp.float32:
+        return False
+    if find_spec("ziglang") is None:
+        return False
+    with _lock:
+        if not _library:
+            _library.append(_compile())
+    return True
+
+
+def multiply(x: Array, weight: Any, dims: int) -> Array:
+    """`x @ weight` over the last `dims` axes of x, in the type of x."""
+    if not isinstance(weight, StackedWeight):
+        return jnp.tensordot(x, weight.astype(x.dtype), dims)
+    inputs, outputs = weight.stack.shape[1 : 1 + dims], weight.stack.shape[1 + dims :]
+    rows, stack = x.reshape(-1, math.prod(inputs)), weight.stack.reshape(-1, math.prod(inputs), math.prod(outputs))
+    few = len(rows) <= ROWS
+    y = _call("product", rows, stack, weight.layer, stack.shape[2]) if few else rows @ stack[weight.layer]
+    return y.reshape(*x.shape[: x.ndim - dims], *outputs)
+
+
+def logits_of(x: Float[Array, "*B D"], head: Float[Array, "V D"]) -> Float[Array, "*B V"]:
+    """`x @ head.T`."""
+    rows = x.reshape(-1, x.shape[-1])
+    if len(rows) > ROWS or not _fits(head, 1):
+        return jnp.einsum("...D,VD->...V", x, head)
+    return _call("transposed_product", rows, head, jnp.int32(0), len(head)).reshape(*x.shape[:-1], -1)
+
+
+def scan_layers(
+    block: Callable[[Any, Any], tuple[Any, Any]], first: Any, scanned: tuple[Any, ...], *, in_place: bool
+) -> tuple[Any, Any]:
+    """`jax.lax.scan` over layers; `in_place` gives the block the matrices of modules as `StackedWeight`."""
+    if not in_place:
+        return jax.lax.scan(block, first, scanned)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(scanned)
+
+    def is_matrix(path: tuple[Any, ...], leaf: Array) -> bool:
+        name = jax.tree_util.keystr(path[1:], simple=True)
+        is_weight = isinstance(scanned[path[0].idx], nnx.Module) and name in MATRICES
+        return is_weight and _fits(leaf[0], len(MATRICES[name][0]))
+
+    stacks = [leaf if is_matrix(path, leaf) else None for path, leaf in leaves]
+    slices = [leaf if stack is None else None for (_, leaf), stack in zip(leaves, stacks, strict=True)]
+
+    def body(carry: Any, part: tuple[Array, list[Any]]) -> tuple[Any, Any]:
+        layer, slices = part
+        pairs = zip(slices, stacks, strict=True)
+        weights = [one if stack is None else StackedWeight(stack, layer) for one, stack in pairs]
+        return block(carry, jax.tree.unflatten(tree, weights))
+
+    return jax.lax.scan(body, first, (jnp.arange(len(leaves[0][1]), dtype=jnp.int32), slices))
+
+
+def _fits(matrix: Array, inputs: int) -> bool:
+    return not any(math.prod(sizes) % UNIT for sizes in (matrix.shape[:inputs], matrix.shape[inputs:]))
+
+
+def _call(name: str, rows: Array, stack: Array, layer: Array, outputs: int) -> Array:
+    results = [jax.ShapeDtypeStruct((len(rows), outputs), jnp.float32), jax.ShapeDtypeStruct((32,), jnp.int32)]
+    return jax.ffi.ffi_call(f"l2d_{name}", results, vmap_method="expand_dims")(rows, stack, layer)[0]
+
+
+def _compile() -> ctypes.CDLL:
+    with tempfile.TemporaryDirectory() as folder:
+        made, source = Path(folder, "few_rows.so"), Path(__file__).with_suffix(".c")
+        options = ["-O2", "-mcpu=native", "-shared", "-fPIC", "-nostdlib", f"-I{jax.ffi.include_dir()}"]
+        caches = {"ZIG_GLOBAL_CACHE_DIR": folder, "ZIG_LOCAL_CACHE_DIR": folder}
+        command = [sys.executable, "-m", "ziglang", "cc", *options, str(source), "-o", str(made)]
+        done = subprocess.run(command, env=os.environ | caches, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RunError(f"ziglang cannot compile {source.name}, and is best uninstalled ({done.stderr[:200]!r})")
+        library = ctypes.CDLL(str(made))
+    for name in ("product", "transposed_product"):
+        jax.ffi.register_ffi_target(f"l2d_{name}", jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+    return library
