@@ -11,6 +11,7 @@ largest KL divergence over the positions, pass or FAIL. With `--dtype bfloat16|i
 
 `python -m l2d_jax.verify --model DIR --against torch`: a path with itself in PyTorch, by the class that is published
 with it, on the same noise in float32; it needs torch. One line per array: logits at several t, trajectories, answers.
+Arrays beyond their bound come last, judged by ten times what PyTorch differs from itself in float64.
 """
 
 from collections.abc import Iterator

@@ -10,6 +10,7 @@ Ours may be in bfloat16 or int8 too. A row then passes if its mean KL divergence
 have 0.006 and 0.011 at most. Bugs that divert less are for float32 to find.
 """
 
+import contextlib
 import gc
 import importlib.util
 from collections.abc import Iterator
@@ -151,7 +152,13 @@ _our_logits = jax.jit(lambda llm, row: llm.logits(llm(row, jnp.arange(row.shape[
 
 
 def _their_exact_logits(folder: Path, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """In float64 throughout: norms and rotary angles, for which their modules name float32, are given float64 too."""
+    with in_float64():
+        return _their_logits(folder, rows, dtype="float64")
+
+
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    """PyTorch in float64 throughout: norms and rotary angles, for which modules name float32, are given float64 too."""
     import torch
     from torch.overrides import TorchFunctionMode
 
@@ -163,8 +170,13 @@ def _their_exact_logits(folder: Path, rows: dict[str, np.ndarray]) -> dict[str, 
             function = torch.Tensor.double if function is torch.Tensor.float else function
             return function(*map(wider, args), **{name: wider(value) for name, value in (kwargs or {}).items()})
 
-    with Float64():
-        return _their_logits(folder, rows, dtype="float64")
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Float64():
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _their_logits(

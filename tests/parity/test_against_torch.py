@@ -11,6 +11,7 @@ from l2d_jax import verify
 from l2d_jax.data.tokenizer import byte_tokenizer
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.parity import against_torch
+from l2d_jax.parity.recording import Check
 from l2d_jax.weights import model_folder, publish
 from l2d_jax.weights.safetensors_file import SafetensorsFolder
 from tests.support import programs, tiny
@@ -58,7 +59,8 @@ def test_a_path_passes_and_a_bug_in_the_class_does_not(model, tmp_path, mesh, mo
     lines = outcome.out.splitlines()
     assert lines[0].startswith("logits of the language model")
     assert lines[0].endswith("pass")
-    assert all(line.endswith("FAIL") for line in lines[1:5])
+    failed = {line.split("  ")[0] for line in lines if line.endswith("FAIL")}
+    assert failed >= set(NAMES[1:5])  # float64 does not excuse them
 
 
 NAMES = [
@@ -84,6 +86,26 @@ def test_a_token_that_differs_fails():
         patch.setattr(against_torch, "their_arrays", theirs)
         [check] = against_torch.checks(ours, None, rows)
     assert (check.name, check.difference(), check.passed()) == ("answers at budget 3, tokens that differ", 1, False)
+
+
+def test_a_doubtful_array_is_judged_by_rounding(monkeypatch):
+    """Of PyTorch's own, from float64; what is further away, and a token, is not excused."""
+    pytest.importorskip("torch")
+    theirs = np.float32([[1.0, 2.0]])
+
+    class Model:
+        def double(self):
+            return self
+
+    def arrays(*_):
+        for name in ("a", "b", "c"):
+            yield name, theirs.astype(np.float64) + 1e-4
+
+    monkeypatch.setattr(against_torch, "their_arrays", arrays)
+    doubtful = {name: Check(name, theirs + far, theirs) for name, far in (("a", 9e-4), ("c", 2e-3))}
+    judged = against_torch.judge_by_rounding(doubtful, Model(), np.zeros((1, 2), np.int64))
+    assert [(check.name, check.passed()) for check in judged] == [("a", True), ("c", False)]
+    assert against_torch.judge_by_rounding({}, None, np.zeros((1, 2), np.int64)) == []
 
 
 def test_without_torch_it_says_so_before_it_reads_weights(model, monkeypatch):
