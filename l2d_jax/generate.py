@@ -99,7 +99,7 @@ def _parse() -> Namespace:
     group.add_argument("--top_k", type="CountOrZero", help="sample from this number of the likeliest tokens")
     group.add_argument("--top_p", type="TopP", help="sample from the likeliest that together reach this probability")
     group.add_argument("--draws", type="Draws", help="noise samples, whose mean distribution is the answer's")
-    group.add_argument("--stop", action="append", default=[], help="a text that ends an answer, given once or more")
+    group.add_argument("--stop", action="append", default=[], help="a text or a special token that ends an answer")
     group = parser.add_argument_group("search over tokens, for the best of several answers")
     group.add_argument("--beams", type="Beams", help="answers that are kept; each token costs a budget per beam")
     group.add_argument("--candidates", type="Count", help="tokens that extend each beam, at --temperature or else 1")

@@ -72,7 +72,6 @@ LONGEST = (
     "tests/decoding/test_beam_search.py",
     "tests/training/test_methods.py",
     "tests/decoding/test_refine.py",
-    "tests/programs/test_lm_eval.py",
     "tests/programs/test_evaluate.py",
     "tests/decoding/test_condition_table.py",
     "tests/decoding/test_integrate.py",

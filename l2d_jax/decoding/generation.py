@@ -103,8 +103,7 @@ def make_answers(
         ids = [prompt.ids for prompt, its in asked if its == settings]
         requests.check_prompts(ids, architecture, new_tokens=settings.max_new_tokens)
     requests.class_labels(path, request.prompts)
-    stops, _, _, keeps_stop, grammar = request.restrictions
-    search = StopSearch(stops, request.tokenizer, keeps_stop=keeps_stop)
+    search, grammar = StopSearch(request.restrictions.stops, request.tokenizer), request.restrictions.grammar
     answers = []
     for number, ((prompt, settings), copy) in enumerate(itertools.product(asked, range(request.samples)), first):
         follows = None if grammar is None else grammar.start()

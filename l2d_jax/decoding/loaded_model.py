@@ -82,7 +82,7 @@ class LoadedModel:
           seed: of the noise and of the sampled tokens.
           samples: so many answers to each prompt, as a list; None: a single answer.
           label: class for guidance, for all prompts or one for each.
-          stop: strings that end an answer, and are left out of it.
+          stop: strings or special tokens that end an answer, and are left out of it.
           allowed: token ids that may be sampled; None: all.
           banned: token ids that may not be sampled.
           settings: in place of `defaults`.

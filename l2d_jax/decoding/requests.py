@@ -35,10 +35,9 @@ class Prompt(NamedTuple):
 class Restrictions(NamedTuple):
     """What ends an answer besides stop tokens, and which tokens it may contain."""
 
-    stops: Sequence[str] = ()  # strings that end an answer, and are left out of it
+    stops: Sequence[str] = ()  # strings and names of special tokens that end an answer, and are left out of it
     allowed: Sequence[int] | None = None  # token ids that may be sampled; None: all
     banned: Sequence[int] = ()  # token ids that may not
-    keeps_stop: bool = False  # leave the stop string, and what came with it, to a caller that cuts the text itself
     grammar: Grammar | None = None  # which the answers follow
 
 

@@ -12,18 +12,20 @@ from l2d_jax.errors import InputError
 class StopSearch:
     """Finds stop strings in an answer that comes token by token, and holds back what may be the beginning of one."""
 
-    def __init__(
-        self, stops: Sequence[str], tokenizer: PreTrainedTokenizerFast | None, *, keeps_stop: bool = False
-    ) -> None:
-        """Raises `InputError` for a string that no answer can contain."""
-        if stops and tokenizer is None:
-            raise InputError("stop strings need a tokenizer, and the model folder has none: add its tokenizer files")
+    def __init__(self, stops: Sequence[str], tokenizer: PreTrainedTokenizerFast | None) -> None:
+        """A string may be the name of a special token; raises `InputError` for one that no answer can contain."""
+        self._stops: list[str] = []
+        self._stop_ids: list[int] = []
         for stop in stops:
-            if not stop or tokenizer is None or to_text(text_ids([stop], tokenizer)[0], tokenizer) != stop:
+            if tokenizer is None:
+                raise InputError("stop strings need a tokenizer, and the model folder has none: add its files")
+            if stop and to_text(text_ids([stop], tokenizer)[0], tokenizer) == stop:
+                self._stops.append(stop)
+            elif stop in tokenizer.added_tokens_encoder:
+                self._stop_ids.append(tokenizer.added_tokens_encoder[stop])
+            else:
                 problem = f"the stop string {stop!r} cannot occur in an answer, from which special tokens are left out"
-                raise InputError(f"{problem}: give ordinary text; end tokens end an answer by themselves")
-        self._stops = stops
-        self._keeps_stop = keeps_stop
+                raise InputError(f"{problem}: give ordinary text or a single special token")
         self._tokenizer = tokenizer
         self._answer: list[int] = []
         self._released = 0  # tokens that `add` has returned
@@ -37,23 +39,23 @@ class StopSearch:
     def add(self, ids: Sequence[int], *, is_last: bool) -> tuple[list[int], bool]:
         """Add new tokens to the answer: which of its tokens no longer belong to a stop string, and whether one ends it.
 
-        The token in which a stop string begins is left out. With `keeps_stop`, no token is.
+        The token in which a stop string begins is left out.
         """
+        end = min((ids.index(stop) for stop in self._stop_ids if stop in ids), default=len(ids))
+        has_stop_id = end < len(ids)
         if not self._stops:
-            return list(ids), False
+            return list(ids[:end]), has_stop_id
         answer, released = self._answer, self._released
-        answer.extend(ids)
+        answer.extend(ids[:end])
         text = to_text(answer, self._tokenizer)
         places = [place for place in map(text.find, self._stops) if place >= 0]
-        if places and self._keeps_stop:
-            return answer[released:], True
-        held = 0 if is_last else max(map(len, self._stops)) - 1
+        held = 0 if is_last or has_stop_id else max(map(len, self._stops)) - 1
         certain = min(places, default=len(text) - held)
         count = len(answer)
         while count > released and len(to_text(answer[:count], self._tokenizer)) > certain:
             count -= 1
         self._released = count
-        return answer[released:count], bool(places)
+        return answer[released:count], has_stop_id or bool(places)
 
 
 class GrowingText:

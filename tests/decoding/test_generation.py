@@ -236,10 +236,15 @@ def test_stop_strings(size, said, stops, answer):
     assert search.again().add([97], is_last=True) == ([97], False)
 
 
-def test_stop_strings_are_kept_for_those_who_cut_the_text(loaded):
-    search = stop_strings.StopSearch(["two"], tokenizer.byte_tokenizer(), keeps_stop=True)
-    pieces = [search.add(list(piece), is_last=False) for piece in (b"one t", b"wo thr")]
-    assert pieces == [(list(b"one"), False), (list(b" two thr"), True)]
+@pytest.mark.parametrize("stops", [["<|im_end|>"], ["wo", "<|im_end|>", "<|im_start|>"]])
+def test_special_tokens_are_stops(stops):
+    """Which no text shows; nothing is held back any more where one ends the answer."""
+    words = tokenizer.byte_tokenizer()
+    search, end = stop_strings.StopSearch(stops, words), words.convert_tokens_to_ids("<|im_end|>")
+    pieces = [search.add(ids, is_last=False) for ids in (list(b"one"), [*b" tw", end, *b"o"])]
+    assert b"".join(bytes(ids) for ids, _ in pieces) == b"one tw"
+    assert [stopped for _, stopped in pieces] == [False, True]
+    assert search.again().add(list(b"one "), is_last=True) == (list(b"one "), False)
 
 
 @pytest.fixture
@@ -255,13 +260,9 @@ def test_a_stop_string_ends_one_sequence(spelling):
     answers = generate(spelling, PROMPTS, restrictions=Restrictions(stops=[stop]))
     assert bytes(answers[0]).decode() == texts[0][: texts[0].index(stop)]
     assert answers[1:] == free[1:]
-    kept = generate(spelling, PROMPTS, restrictions=Restrictions(stops=[stop], keeps_stop=True))
-    assert stop in bytes(kept[0]).decode()
-    assert len(kept[0]) < len(free[0])
-    assert kept[1:] == free[1:]
 
 
-@pytest.mark.parametrize("stop", ["", "<|im_end|>", "a<|im_end|>b"])
+@pytest.mark.parametrize("stop", ["", "a<|im_end|>b"])
 def test_a_stop_string_that_cannot_occur(spelling, stop):
     with pytest.raises(InputError, match="cannot occur in an answer"):
         list(stream(spelling, PROMPTS, restrictions=Restrictions(stops=[stop])))

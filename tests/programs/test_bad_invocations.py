@@ -14,7 +14,6 @@ GENERATE = "--model BASE --prompt Hi"
 EVALUATE = "--model BASE --tasks gsm8k --data_dir TASKS --out out"
 TRAIN = f"--config {TINY} --workdir run"
 STUDY = f"--config {TINY} --out out --models"
-HARNESS = "--model BASE --tasks x --out out"
 NUMBER = "the number must be in "
 LONG_NAME = "must be at most 255 bytes long, got 300"
 
@@ -150,21 +149,6 @@ TABLE = {
             ("x\0y", "must have no NUL character"),
             ("BASE --beside missing", "missing"),
             (f"BASE --beside {LONG}", LONG_NAME),
-        ],
-    ),
-    "lm_eval": (
-        HARNESS,
-        [
-            ("--limit 0", NUMBER),
-            ("--limit -1", NUMBER),
-            ("--num_fewshot -1", NUMBER),
-            ("--draws 1", NUMBER),
-            ("--batch_size 0", NUMBER),
-            ("--max_new_tokens 0", NUMBER),
-            ("--budget 0", NUMBER),
-            ("--tolerance nan", NUMBER),
-            ("--seed 18446744073709551616", NUMBER),
-            (f"--out {LONG}", LONG_NAME),
         ],
     ),
     "convert": (

@@ -113,7 +113,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"label": 3}, "class"),
     ({"n": 2, "trace": True}, "a trace is of one answer"),
     ({"stop": ["a"] * 5}, "stop must be a text or up to four"),
-    ({"stop": "<|im_end|>"}, "cannot occur in an answer"),
+    ({"stop": "a<|im_end|>"}, "cannot occur in an answer"),
     ({"tools": [{}]}, "tools is not supported"),
     ({"model": "gpt-4"}, "there is no model 'gpt-4' here"),
     ({"response_format": {"type": "jsn"}}, "response_format"),
