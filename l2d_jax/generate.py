@@ -15,7 +15,7 @@ from l2d_jax.data.tokenizer import Message, prompt_ids, require_tokenizer
 from l2d_jax.decoding import requests
 from l2d_jax.decoding.beam_search import check_search, search
 from l2d_jax.decoding.beams import SearchConfig
-from l2d_jax.decoding.generation import generate_tokens, make_answers
+from l2d_jax.decoding.generation import generate_answers, make_answers
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import Prompt, Request, Restrictions
 from l2d_jax.decoding.solver import ADAPTIVE, SOLVERS
@@ -143,11 +143,11 @@ def _print_answer(
     if searched is None:
         ends = Restrictions(options.stop)
         request = Request([prompt], settings, seed, 1, 0, ends, loaded.stop_ids, loaded.tokenizer)
-        [ids] = generate_tokens(loaded.decoder, request)
+        [(ids, rest)] = generate_answers(loaded.decoder, request)
         [tokens] = trace(loaded, request, [ids])
     else:
-        ids = search(loaded, prompt, settings=settings, config=searched, seed=seed).answer
-    text = to_text(ids, loaded.tokenizer)
+        ids, rest = search(loaded, prompt, settings=settings, config=searched, seed=seed).answer, ""
+    text = to_text(ids, loaded.tokenizer) + rest
     print(text, flush=True)
     return text, tokens
 

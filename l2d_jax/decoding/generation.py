@@ -25,14 +25,20 @@ GROUPS = 8  # prompts are read for an eighth of the lanes at a time: later, lane
 
 
 def generate_tokens(model: Model, request: Request) -> list[list[int]]:
-    """The token ids of each answer, without the stop token; the other prompts change the rounding alone.
+    """The token ids of each answer, as of `generate_answers`."""
+    return [ids for ids, _ in generate_answers(model, request)]
 
-    Raises `InputError` as `decode_lanes` does.
+
+def generate_answers(model: Model, request: Request) -> list[tuple[list[int], str]]:
+    """The token ids of each answer without the stop token, and the text that a stop string cut out of a token.
+
+    The other prompts change the rounding alone. Raises `InputError` as `decode_lanes` does.
     """
-    answers: list[list[int]] = [[] for _ in range(len(request.prompts) * request.samples)]
-    for pieces in decode_lanes(model, request):
-        for piece in pieces:
-            answers[piece.answer] += piece.tokens
+    answers: list[tuple[list[int], str]] = [([], "") for _ in range(len(request.prompts) * request.samples)]
+    for piece in itertools.chain.from_iterable(decode_lanes(model, request)):
+        ids, _ = answers[piece.answer]
+        ids += piece.tokens
+        answers[piece.answer] = ids, piece.rest
     return answers
 
 

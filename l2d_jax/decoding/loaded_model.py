@@ -19,7 +19,7 @@ from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.data.tokenizer import Message, prompt_ids, require_tokenizer, text_ids
 from l2d_jax.decoding import requests
-from l2d_jax.decoding.generation import decode_lanes, generate_tokens
+from l2d_jax.decoding.generation import decode_lanes, generate_answers
 from l2d_jax.decoding.grammar import Grammar
 from l2d_jax.decoding.likelihood import Likelihood, score_answers
 from l2d_jax.decoding.requests import Request, Restrictions
@@ -99,8 +99,11 @@ class LoadedModel:
         grammar = self.compile_grammar(options.pop("response_format", None))
         restrictions = Restrictions([stop] if isinstance(stop, str) else stop, allowed, banned, grammar=grammar)
         request = self._request(many, label, settings, options, seed=seed, samples=count, restrictions=restrictions)
-        answers = generate_tokens(self.decoder, request)
-        shown = [to_text(ids, self.tokenizer) if _is_text(many[i // count]) else ids for i, ids in enumerate(answers)]
+        answers = generate_answers(self.decoder, request)
+        shown = [
+            to_text(ids, self.tokenizer) + rest if _is_text(many[i // count]) else ids
+            for i, (ids, rest) in enumerate(answers)
+        ]
         results: list[Any] = shown if samples is None else [shown[i : i + count] for i in range(0, len(shown), count)]
         return results[0] if is_single else results
 
@@ -126,7 +129,7 @@ class LoadedModel:
         restrictions = Restrictions([stop] if isinstance(stop, str) else stop, grammar=grammar)
         request = self._request([prompt], label, settings, options, seed=seed, restrictions=restrictions)
         for [piece] in decode_lanes(self.decoder, request):
-            yield text.add(piece.tokens, is_last=piece.is_last)
+            yield text.add(piece.tokens, is_last=piece.is_last, rest=piece.rest)
 
     def score(
         self,

@@ -75,6 +75,7 @@ class Piece(NamedTuple):
     ending: str = ""  # of the last piece: "stop", "length", or "broken" where it could not go on
     evaluations: int = 0  # of the path, for the tokens that were decoded, also where they are held back or left out
     scores: Sequence[TokenScore] = ()  # of the tokens, where the answer has them
+    rest: str = ""  # what a token that is left out says before the stop string that begins in it
 
 
 @dataclass(eq=False)
@@ -111,11 +112,11 @@ class Answer:
             for token in row[:stop]:
                 self.grammar.accept(token)
         is_last = is_broken or stop is not None or self.tokens >= self.settings.max_new_tokens
-        tokens, has_stop = self.stops.add(row[:stop], is_last=is_last)
+        tokens, rest, has_stop = self.stops.add(row[:stop], is_last=is_last)
         self._scores.extend(scores[: len(row[:stop])])
         told, self._scores = self._scores[: len(tokens)], self._scores[len(tokens) :]
         ending = "broken" if is_broken else "stop" if stop is not None or has_stop else "length" if is_last else ""
-        return Piece(self.number, tokens, bool(ending), ending, sum(costs[: len(row)]), told)
+        return Piece(self.number, tokens, bool(ending), ending, sum(costs[: len(row)]), told, rest)
 
 
 def number_prompts(prompts: Sequence[Sequence[int]], *, labels: Sequence[int | None] | None = None) -> list[Prompt]:

@@ -36,15 +36,15 @@ class StopSearch:
         other._answer, other._released = [], 0
         return other
 
-    def add(self, ids: Sequence[int], *, is_last: bool) -> tuple[list[int], bool]:
+    def add(self, ids: Sequence[int], *, is_last: bool) -> tuple[list[int], str, bool]:
         """Add new tokens to the answer: which of its tokens no longer belong to a stop string, and whether one ends it.
 
-        The token in which a stop string begins is left out.
+        The token in which a stop string begins is left out; between both stands its text before that string.
         """
         end = min((ids.index(stop) for stop in self._stop_ids if stop in ids), default=len(ids))
         has_stop_id = end < len(ids)
         if not self._stops:
-            return list(ids[:end]), has_stop_id
+            return list(ids[:end]), "", has_stop_id
         answer, released = self._answer, self._released
         answer.extend(ids[:end])
         text = to_text(answer, self._tokenizer)
@@ -55,7 +55,8 @@ class StopSearch:
         while count > released and len(to_text(answer[:count], self._tokenizer)) > certain:
             count -= 1
         self._released = count
-        return answer[released:count], has_stop_id or bool(places)
+        rest = text[len(to_text(answer[:count], self._tokenizer)) : certain] if places else ""
+        return answer[released:count], rest, has_stop_id or bool(places)
 
 
 class GrowingText:
@@ -66,10 +67,10 @@ class GrowingText:
         self.ids: list[int] = []
         self.shown = ""
 
-    def add(self, ids: Sequence[int], *, is_last: bool) -> str:
-        """Add new tokens to the answer; what they add to its text."""
+    def add(self, ids: Sequence[int], *, is_last: bool, rest: str = "") -> str:
+        """Add new tokens, and the `rest` of one that is left out, to the answer; what they add to its text."""
         self.ids += ids
-        text = to_text(self.ids, self._tokenizer)
+        text = to_text(self.ids, self._tokenizer) + rest
         if text.endswith("\ufffd") and not is_last:  # the rest of a character is still to come
             return ""
         new, self.shown = text[len(self.shown) :], text

@@ -41,7 +41,7 @@ class Reply:
         """Take in a piece; the chunk of a stream that tells of it."""
         choice = self._choices[piece.answer]
         role = {} if choice.is_opened else {"role": "assistant"}
-        text = choice.text.add(piece.tokens, is_last=piece.is_last)
+        text = choice.text.add(piece.tokens, is_last=piece.is_last, rest=piece.rest)
         choice.scores += piece.scores
         choice.evaluations += piece.evaluations
         choice.ending, choice.is_opened = piece.ending, True

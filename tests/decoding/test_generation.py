@@ -226,14 +226,15 @@ def test_stop_strings(size, said, stops, answer):
     search, shown = stop_strings.StopSearch(stops, tokenizer.byte_tokenizer()), b""
     ids = list(said.encode())
     for start in range(0, len(ids), size):
-        piece, stopped = search.add(ids[start : start + size], is_last=start + size >= len(ids))
+        piece, rest, stopped = search.add(ids[start : start + size], is_last=start + size >= len(ids))
         shown += bytes(piece)
+        assert rest == ""
         assert answer.encode().startswith(shown)
         if stopped:
             break
     assert shown.decode() == answer
     assert stopped == (answer != said)
-    assert search.again().add([97], is_last=True) == ([97], False)
+    assert search.again().add([97], is_last=True) == ([97], "", False)
 
 
 @pytest.mark.parametrize("stops", [["<|im_end|>"], ["wo", "<|im_end|>", "<|im_start|>"]])
@@ -242,9 +243,25 @@ def test_special_tokens_are_stops(stops):
     words = tokenizer.byte_tokenizer()
     search, end = stop_strings.StopSearch(stops, words), words.convert_tokens_to_ids("<|im_end|>")
     pieces = [search.add(ids, is_last=False) for ids in (list(b"one"), [*b" tw", end, *b"o"])]
-    assert b"".join(bytes(ids) for ids, _ in pieces) == b"one tw"
-    assert [stopped for _, stopped in pieces] == [False, True]
-    assert search.again().add(list(b"one "), is_last=True) == (list(b"one "), False)
+    assert b"".join(bytes(ids) for ids, *_ in pieces) == b"one tw"
+    assert [(rest, stopped) for _, rest, stopped in pieces] == [("", False), ("", True)]
+    assert search.again().add(list(b"one "), is_last=True) == (list(b"one "), "", False)
+
+
+@pytest.mark.parametrize("size", [1, 2, 9])
+def test_a_stop_string_that_begins_within_a_token(size):
+    """The token is left out, and what it says before the string is part of the text."""
+    words = tokenizer.byte_tokenizer()
+    words.add_tokens([")\n\n"])
+    ids = [*b"f(x", words.convert_tokens_to_ids(")\n\n"), *b"def g"]
+    search, growing, shown = stop_strings.StopSearch(["\ndef"], words), stop_strings.GrowingText(words), ""
+    for start in range(0, len(ids), size):
+        tokens, rest, stopped = search.add(ids[start : start + size], is_last=start + size >= len(ids))
+        shown += growing.add(tokens, is_last=stopped, rest=rest)
+        if stopped:
+            break
+    assert stopped
+    assert (bytes(growing.ids), shown, growing.shown) == (b"f(x", "f(x)\n", "f(x)\n")
 
 
 @pytest.fixture
