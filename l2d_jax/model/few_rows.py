@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,13 +22,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from l2d_jax.errors import RunError
+from l2d_jax.errors import shorten
 from l2d_jax.model.axes import MATRICES
 
 ROWS = 16  # the most that a call is made for: XLA's products of many are good
 UNIT = 32  # inputs and outputs of a matrix are multiples of it
 
-_library: list[ctypes.CDLL] = []
+_library: list[ctypes.CDLL | None] = []  # None: it could not be compiled
 _lock = threading.Lock()
 
 
@@ -39,7 +40,7 @@ class StackedWeight(NamedTuple):
 
 
 def can_read(weight: Array) -> bool:
-    """Whether products can read a model with this weight; the first time they are compiled, or `RunError` is raised."""
+    """Whether products can read a model with this weight; the first time they are compiled, or a warning says why."""
     devices = weight.devices()
     if len(devices) > 1 or {device.platform for device in devices} != {"cpu"} or weight.dtype != jnp.float32:
         return False
@@ -48,7 +49,7 @@ def can_read(weight: Array) -> bool:
     with _lock:
         if not _library:
             _library.append(_compile())
-    return True
+    return _library[0] is not None
 
 
 def multiply(x: Array, weight: Any, dims: int) -> Array:
@@ -104,7 +105,7 @@ def _call(name: str, rows: Array, stack: Array, layer: Array, outputs: int) -> A
     return jax.ffi.ffi_call(f"l2d_{name}", results, vmap_method="expand_dims")(rows, stack, layer)[0]
 
 
-def _compile() -> ctypes.CDLL:
+def _compile() -> ctypes.CDLL | None:
     with tempfile.TemporaryDirectory() as folder:
         made, source = Path(folder, "few_rows.so"), Path(__file__).with_suffix(".c")
         options = ["-O2", "-mcpu=native", "-shared", "-fPIC", "-nostdlib", f"-I{jax.ffi.include_dir()}"]
@@ -112,7 +113,9 @@ def _compile() -> ctypes.CDLL:
         command = [sys.executable, "-m", "ziglang", "cc", *options, str(source), "-o", str(made)]
         done = subprocess.run(command, env=os.environ | caches, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise RunError(f"ziglang cannot compile {source.name}, and is best uninstalled ({done.stderr[:200]!r})")
+            problem = f"ziglang cannot compile {source.name}: decoding goes on with XLA's slower products"
+            warnings.warn(f"{problem} ({shorten(done.stderr, 200)})", stacklevel=2)
+            return None
         library = ctypes.CDLL(str(made))
     for name in ("product", "transposed_product"):
         jax.ffi.register_ffi_target(f"l2d_{name}", jax.ffi.pycapsule(getattr(library, name)), platform="cpu")

@@ -1,12 +1,14 @@
 """The products of few rows that read weights in place, against XLA's."""
 
 import dataclasses
+import subprocess
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from l2d_jax.model import few_rows
 from l2d_jax.model.few_rows import ROWS, StackedWeight, can_read, logits_of, multiply, scan_layers
 from tests.support import tiny
 
@@ -80,6 +82,15 @@ def test_only_float32_on_one_cpu_is_read_in_place():
     devices = jax.sharding.Mesh(jax.devices()[:2], "x")
     if len(jax.devices()) > 1:
         assert not can_read(jax.device_put(jnp.zeros(2), jax.NamedSharding(devices, jax.P("x"))))
+
+
+def test_without_a_compiler_that_works_xla_goes_on(monkeypatch):
+    failed = subprocess.CompletedProcess([], 1, stderr="no such target")
+    monkeypatch.setattr(few_rows, "_library", [])
+    monkeypatch.setattr(few_rows.subprocess, "run", lambda *_, **__: failed)
+    with pytest.warns(UserWarning, match=r"cannot compile few_rows.c: decoding goes on .* \(no such target\)"):
+        assert not can_read(jnp.zeros(1))
+    assert not tiny.model().merged().llm.in_place  # without another try
 
 
 def test_a_model_says_the_same():
