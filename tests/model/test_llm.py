@@ -74,7 +74,9 @@ def test_logits_equal_those_of_transformers(kind: str, reference: Callable[[str]
     wanted = reference(kind)
     assert wanted.llm.architecture == tiny.architecture(kind)
     assert np.std(wanted.logits) > 0.3
-    assert difference(wanted.llm, wanted) <= TOLERANCE
+    found = difference(wanted.llm, wanted)
+    print(f"\n{kind}: {found:.1e} of {np.abs(wanted.logits).max():.1f}")  # shown by -s, for docs/exactness.md
+    assert found <= TOLERANCE
 
 
 # --- the same comparison finds the bugs that such programs have ---
@@ -89,7 +91,9 @@ def test_the_comparison_finds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     right = reference(kind)
-    assert difference(bug(right.llm, monkeypatch), right) > TOLERANCE
+    found = difference(bug(right.llm, monkeypatch), right)
+    print(f"\n{kind}, {bug.__name__}: {found:.1e}")
+    assert found > TOLERANCE
 
 
 # --- cache and padding ---
