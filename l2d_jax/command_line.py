@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, cast, get_args, get_origin
 
-from l2d_jax import console, loading
+from l2d_jax import console
 from l2d_jax.config import ranges
 from l2d_jax.config.config_file import one_line, read_config, split_overrides
 from l2d_jax.config.parsing import check_value, require
@@ -20,7 +20,6 @@ from l2d_jax.distributed import processes
 from l2d_jax.errors import LONGEST_LINE, InputError, RunError, shorten
 from l2d_jax.files import check_path, check_text
 from l2d_jax.storage import mirror
-from l2d_jax.weights import hub, locate
 
 TRACEBACK = "L2D_JAX_TRACEBACK"  # set: errors of the program's own show where they were raised
 
@@ -69,6 +68,8 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 
 
 def _workdir(text: str) -> Path | str:
+    from l2d_jax.weights import locate  # what opens models takes seconds to import, and not every program does
+
     return text if locate.is_on_hub(model_name(text)) else folder_or_bucket(text)
 
 
@@ -77,6 +78,9 @@ class _Workdir(argparse.Action):
 
     def __call__(self, *given: Any) -> None:
         """Called by argparse; raises `InputError` for a repository without a path."""
+        from l2d_jax import loading
+        from l2d_jax.weights import hub, locate
+
         _, namespace, value, *_ = given
         if isinstance(value, str):
             has_path = loading.has_path(locate.locate(value, files=hub.TEXT_FILES))

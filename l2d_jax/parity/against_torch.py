@@ -74,7 +74,7 @@ def compare_paths(name: str, *, length: int | None = None) -> Iterator[Check]:
         ours = dict(our_arrays(model, rows))
         del loaded, model, path
         theirs, doubtful = open_theirs(L2DForCausalLM, folder), dict[str, Check]()
-        for check in checks(ours, theirs, rows):
+        for check in path_checks(ours, theirs, rows):
             if check.passed() or not check.tolerance:
                 yield check
             else:
@@ -82,7 +82,7 @@ def compare_paths(name: str, *, length: int | None = None) -> Iterator[Check]:
         yield from judge_by_rounding(doubtful, theirs, rows)
 
 
-def checks(ours: dict[str, np.ndarray], theirs: Any, rows: Int[np.ndarray, "B T"]) -> Iterator[Check]:
+def path_checks(ours: dict[str, np.ndarray], theirs: Any, rows: Int[np.ndarray, "B T"]) -> Iterator[Check]:
     """Compare the arrays of `our_arrays` with those of a model in PyTorch.
 
     The bound is 1e-4 of the largest logit or of 1, for the states that are integrated from logits, too; of tokens, none

@@ -84,7 +84,7 @@ def test_a_token_that_differs_fails():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(against_torch, "their_arrays", theirs)
-        [check] = against_torch.checks(ours, None, rows)
+        [check] = against_torch.path_checks(ours, None, rows)
     assert (check.name, check.difference(), check.passed()) == ("answers at budget 3, tokens that differ", 1, False)
 
 

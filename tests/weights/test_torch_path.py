@@ -100,7 +100,7 @@ def compare(ours: Model, theirs, *, count=None):
     rows = ids(2, 24)
     with jax.default_matmul_precision("highest"):
         arrays = dict(itertools.islice(against_torch.our_arrays(ours, rows), count))
-        return list(itertools.islice(against_torch.checks(arrays, theirs, rows), count))
+        return list(itertools.islice(against_torch.path_checks(arrays, theirs, rows), count))
 
 
 @pytest.mark.parametrize(
