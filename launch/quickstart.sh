@@ -35,6 +35,10 @@ else
   overrides+=(--config.model.architecture=None) # the config describes SmolLM2
 fi
 
+if grep -qsE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then # products in bfloat16, twice as fast
+  overrides=(--config.model.dtype=bfloat16 ${overrides[@]+"${overrides[@]}"})
+fi
+
 config=configs/smollm2_135m.py:quickstart
 python -m l2d_jax.train --config "$config" --workdir "$workdir" "--config.model.name=$base" ${overrides[@]+"${overrides[@]}"}
 python -m l2d_jax.report --workdir "$workdir"

@@ -40,7 +40,7 @@ Dropout = Annotated[float, Interval(ge=0, lt=1)]
 Tolerance = Annotated[float, Interval(ge=1e-12, le=1e6)]
 Temperature = Annotated[float, Interval(ge=0, le=1000)]
 Strength = Annotated[float, Interval(ge=-1000, le=1000)]  # of guidance
-Probability = Annotated[float, Interval(ge=0, le=1)]
+Share = Annotated[float, Interval(ge=0, le=1)]
 TopP = Annotated[float, Interval(ge=1e-6, le=1)]
 Seconds = Annotated[float, Interval(ge=0.1, le=10**6)]
 Minutes = Annotated[float, Interval(ge=0, le=10_000)]

@@ -132,7 +132,7 @@ class TrainConfig:
     method: Literal["l2d", "lora", "full"] = "l2d"  # what is trained: a path, updates of the LM's layers, or the LM
     batch_size: ranges.Rows = 32  # rows per step, over all devices; a row is one example, or several if packed
     accumulation: ranges.Rows | Literal["auto"] = "auto"  # micro-batches of a step, whose gradients are averaged
-    own_estimates: ranges.Probability = 0.0  # of a position to see the path's first estimate in x_t, not the true token
+    own_estimates: ranges.Share = 0.0  # of a row's positions: x_t shows the path's first estimate, not the true token
     draws_per_context: ranges.Draws = 1  # pairs of time and noise per position, all of which share one frozen pass
     time_density: Literal["uniform", "cosmap"] = "uniform"  # density of t
     epochs: ranges.Epochs = 1.0  # passes over the training examples

@@ -57,7 +57,7 @@ def prefill(
     """
     before = None
     if prefix is not None:
-        before = KVCache.empty(llm.architecture, len(lengths), capacity, dtype=llm.embed.dtype, prefix=prefix)
+        before = KVCache.empty(llm.architecture, len(lengths), capacity, dtype=llm.dtype, prefix=prefix)
     slots = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     hidden, prompt = llm(tokens, positions(lengths, slots, prefix=_length(prefix)), before)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
@@ -77,7 +77,7 @@ def start(
     prefix: KVCache | None = None,
 ) -> State:
     """The state behind prompts that have been read, with the hidden state at the end of each."""
-    cache = KVCache.empty(llm.architecture, len(lengths), capacity, dtype=llm.embed.dtype, prefix=prefix)
+    cache = KVCache.empty(llm.architecture, len(lengths), capacity, dtype=llm.dtype, prefix=prefix)
     none = jnp.zeros(len(lengths), jnp.int32)
     return State(
         cache=cache.beside(prompts),

@@ -199,8 +199,8 @@ class Lanes:
         if piece is None or slots <= 2 * piece:
             state = decode.prefill(llm, ids, lengths, given, capacity=capacity, prefix=self._prefix)
         else:
-            read = KVCache.empty(llm.architecture, whole, slots, dtype=llm.embed.dtype, prefix=self._prefix)
-            hidden = jnp.zeros((whole, llm.architecture.hidden_size), llm.embed.dtype)
+            read = KVCache.empty(llm.architecture, whole, slots, dtype=llm.dtype, prefix=self._prefix)
+            hidden = jnp.zeros((whole, llm.architecture.hidden_size), llm.dtype)
             for first in range(0, max(map(len, texts)), piece):
                 part, _ = pad([text[first : first + piece] for text in texts], length=piece)
                 read, hidden = decode.read_piece(llm, read, hidden, part, lengths)

@@ -74,7 +74,7 @@ class Refinement(nnx.Module):
         if len(times) > CAPACITY:
             return None
         padded = np.pad(times, (0, CAPACITY - len(times)), constant_values=np.inf)
-        return build_table(model.path, jnp.asarray(padded), dtype=model.llm.embed.dtype)
+        return build_table(model.path, jnp.asarray(padded), dtype=model.llm.dtype)
 
     def temperature(self, t: Float[Array, "*b"], step: Float[Array, "*b"]) -> Float[Array, "*b"]:
         """The velocity's temperature at t; annealing reads it ahead, so that the last estimate is the arg max."""
@@ -139,11 +139,7 @@ def estimate(
             mean = jax.nn.softmax(logits / jnp.maximum(temperature, 1e-6)[:, None]) @ table
             return jnp.where(temperature[:, None] > 0, mean, table[jnp.argmax(logits, axis=-1)])
 
-        def sampled() -> Array:
-            return jax.vmap(diffusion.sample_token)(jax.random.wrap_key_data(key_data), logits, temperature)
-
-        # The Gumbel noise of a whole vocabulary is worth skipping where nothing is sampled.
-        return table[jax.lax.cond((temperature > 0).any(), sampled, lambda: jnp.argmax(logits, -1))]
+        return table[diffusion.sample_tokens(jax.random.wrap_key_data(key_data), logits, temperature)]
 
     temperature = jnp.broadcast_to(temperature, hidden.shape[:2])
     masks = () if allowed is None else (jnp.broadcast_to(allowed[:, None], (*hidden.shape[:2], allowed.shape[1])),)
@@ -210,12 +206,14 @@ def refine_counted(
         return corrected_hidden(model, context, x, t)[0], solver.evaluations(accepted + rejected)
     evaluations = jnp.broadcast_to(solver.evaluations(settings.steps).reshape(-1, 1), noise.shape[:2])
     target = make_target(model, context, settings=settings, keys=keys)
-    x = integrate.solve_fixed(target, noise, solver=settings.solver, steps=settings.steps)
     refines = settings.steps.reshape(-1, 1) > 0
-    corrected = corrected_hidden(model, context, x, refines.astype(jnp.float32), table=settings.table)[0]
-    if model.path.is_anchored:
-        corrected = jnp.where(refines[..., None], corrected, context.hidden)
-    return corrected, evaluations
+
+    def refined() -> Array:
+        x = integrate.solve_fixed(target, noise, solver=settings.solver, steps=settings.steps)
+        corrected = corrected_hidden(model, context, x, refines.astype(jnp.float32), table=settings.table)[0]
+        return jnp.where(refines[..., None], corrected, context.hidden)
+
+    return jax.lax.cond(refines.any(), refined, lambda: context.hidden), evaluations
 
 
 def adapt(

@@ -184,7 +184,7 @@ def check_decoding_memory(
     The model may be declared; its longest prompt has `longest` tokens. Token search extends each of its beams, the
     rows, by `candidates`; 0 is no search. The `remedy` is what to lower.
     """
-    a, item, slots = llm.architecture, jnp.dtype(llm.embed.dtype).itemsize, answer_slots(settings.max_new_tokens)
+    a, item, slots = llm.architecture, jnp.dtype(llm.dtype).itemsize, answer_slots(settings.max_new_tokens)
     width = 2 * a.num_hidden_layers * a.num_key_value_heads * a.head_dim * item
     needs: dict[str, Any] = {
         "weights": tree_bytes(llm),

@@ -12,6 +12,7 @@ then runs with the path's layers, whose keys and values the diffusion tokens see
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -199,7 +200,8 @@ class DiffusionPath(nnx.Module):
         cache, positions, labels = context.cache, context.positions, context.labels
         modulation = None if conditions is None else conditions.modulation
         assert positions is None or (context.segments is None) == (cache.segments is None)
-        dtype = llm.embed.dtype
+        dtype = llm.dtype
+        gather = partial(gather_layer, dtype=dtype, products=llm.product_dtype)
         whole_row = cache.positions.shape[1] if positions is None else None
         shared, own = layer_options(llm.architecture, length=whole_row)
         scale = self.config.lora_alpha / self.config.lora_rank
@@ -220,7 +222,7 @@ class DiffusionPath(nnx.Module):
         ) -> tuple[Array, None]:
             w, changes, past, known, options = scanned
             options = options.over(shared)
-            w, changes = gather_layer(w, dtype=dtype), gather_layer(changes, dtype=dtype)
+            w, changes = gather(w), gather(changes)
             q_bias = w.q_bias if changes.q_bias is None else changes.q_bias
             parts = _modulate(changes.modulation, condition) if known is None else jnp.moveaxis(known, -2, 0)
             scale_1, shift_1, gate_1, scale_2, shift_2, gate_2 = parts
@@ -258,7 +260,8 @@ class DiffusionPath(nnx.Module):
                 y = context.inputs + y
             y = split_rows(constrain(y, "batch", "length", "embed_activation"))
             scanned = (llm.layers, self.layers, cache.layers(), modulation, own)
-            f, _ = scan_layers(remat(block) if remat else block, y, scanned, in_place=llm.in_place)
+            layer = remat(block) if remat else block
+            f, _ = scan_layers(layer, y, scanned, in_place=llm.in_place, is_trained=remat is not None)
         weight = self.merge_weight(t, labels) if conditions is None else conditions.merge
         return weight.astype(f.dtype) * (f - context.hidden if self.is_anchored else f)
 

@@ -13,6 +13,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from l2d_jax.distributed.sharding import platform
 from l2d_jax.errors import shorten
 from l2d_jax.model.axes import MATRICES
 
@@ -52,10 +54,8 @@ def can_read(weight: Array) -> bool:
     return _library[0] is not None
 
 
-def multiply(x: Array, weight: Any, dims: int) -> Array:
-    """`x @ weight` over the last `dims` axes of x, in the type of x."""
-    if not isinstance(weight, StackedWeight):
-        return jnp.tensordot(x, weight.astype(x.dtype), dims)
+def few_rows_product(x: Array, weight: StackedWeight, dims: int) -> Array:
+    """`x @ weight` over the last `dims` axes of x; by XLA where the rows are many."""
     inputs, outputs = weight.stack.shape[1 : 1 + dims], weight.stack.shape[1 + dims :]
     rows, stack = x.reshape(-1, math.prod(inputs)), weight.stack.reshape(-1, math.prod(inputs), math.prod(outputs))
     few = len(rows) <= ROWS
@@ -63,7 +63,7 @@ def multiply(x: Array, weight: Any, dims: int) -> Array:
     return y.reshape(*x.shape[: x.ndim - dims], *outputs)
 
 
-def logits_of(x: Float[Array, "*B D"], head: Float[Array, "V D"]) -> Float[Array, "*B V"]:
+def few_rows_logits(x: Float[Array, "*B D"], head: Float[Array, "V D"]) -> Float[Array, "*B V"]:
     """`x @ head.T`."""
     rows = x.reshape(-1, x.shape[-1])
     if len(rows) > ROWS or not _fits(head, 1):
@@ -72,9 +72,20 @@ def logits_of(x: Float[Array, "*B D"], head: Float[Array, "V D"]) -> Float[Array
 
 
 def scan_layers(
-    block: Callable[[Any, Any], tuple[Any, Any]], first: Any, scanned: tuple[Any, ...], *, in_place: bool
+    block: Callable[[Any, Any], tuple[Any, Any]],
+    first: Any,
+    scanned: tuple[Any, ...],
+    *,
+    in_place: bool,
+    is_trained: bool,
 ) -> tuple[Any, Any]:
-    """`jax.lax.scan` over layers; `in_place` gives the block the matrices of modules as `StackedWeight`."""
+    """`jax.lax.scan` over layers; `in_place` gives the block the matrices of modules as `StackedWeight`.
+
+    On CPUs, arrays in bfloat16 are scanned as integers where nothing is trained: left alone, XLA makes float32 of a
+    whole stack, and bfloat16 of each layer's slice of that.
+    """
+    if not in_place and not is_trained and platform() == "cpu":
+        return jax.lax.scan(lambda carry, part: block(carry, _from_bits(part)), first, _to_bits(scanned))
     if not in_place:
         return jax.lax.scan(block, first, scanned)
     leaves, tree = jax.tree_util.tree_flatten_with_path(scanned)
@@ -94,6 +105,16 @@ def scan_layers(
         return block(carry, jax.tree.unflatten(tree, weights))
 
     return jax.lax.scan(body, first, (jnp.arange(len(leaves[0][1]), dtype=jnp.int32), slices))
+
+
+def _to_bits(tree: Any) -> Any:
+    bits = partial(jax.lax.bitcast_convert_type, new_dtype=jnp.uint16)
+    return jax.tree.map(lambda a: bits(a) if a.dtype == jnp.bfloat16 else a, tree)
+
+
+def _from_bits(tree: Any) -> Any:
+    floats = partial(jax.lax.bitcast_convert_type, new_dtype=jnp.bfloat16)
+    return jax.tree.map(lambda a: floats(a) if a.dtype == jnp.uint16 else a, tree)
 
 
 def _fits(matrix: Array, inputs: int) -> bool:

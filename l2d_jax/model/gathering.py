@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from l2d_jax.distributed.sharding import GATHERED, axis_size, constrain
-from l2d_jax.model.axes import LAYER_AXES
+from l2d_jax.model.axes import LAYER_AXES, MATRICES
 from l2d_jax.model.few_rows import StackedWeight
 from l2d_jax.model.quantization import QuantizedWeight
 
@@ -25,8 +25,8 @@ def gather_weight(weight: Array | QuantizedWeight, axes: tuple[str, ...], *, dty
     return checkpoint_name(constrain(weight.astype(dtype), *axes, rules=GATHERED), NAME)
 
 
-def gather_layer(layer: Any, *, dtype: Any) -> Any:
-    """The weights of one layer in the type of the activations, by `gather_weight`.
+def gather_layer(layer: Any, *, dtype: Any, products: Any) -> Any:
+    """The weights of one layer by `gather_weight`: matrices in the type of `products`, all else in `dtype`.
 
     Called at the top of a layer, this gathers each weight once, there. Left alone, the partitioner splits the
     contractions of every product instead: compiled for TPU v5e, those of the MLP ran at 40 % of peak so, and run at
@@ -37,7 +37,7 @@ def gather_layer(layer: Any, *, dtype: Any) -> Any:
         if isinstance(weight, StackedWeight):
             return weight
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        return gather_weight(weight, LAYER_AXES[name], dtype=dtype)
+        return gather_weight(weight, LAYER_AXES[name], dtype=products if name in MATRICES else dtype)
 
     return jax.tree_util.tree_map_with_path(
         gather, layer, is_leaf=lambda x: isinstance(x, QuantizedWeight | StackedWeight)

@@ -43,7 +43,7 @@ class Model(nnx.Module):
         Weights that would round the sums, and those of a quantised model, keep their updates beside them.
         """
         llm, path = self.llm, self.path
-        if llm.dtype != jnp.float32 or isinstance(llm.layers.q, QuantizedWeight):
+        if llm.product_dtype != jnp.float32 or isinstance(llm.layers.q, QuantizedWeight):
             return self
         if path is not None:
             path = path.merge_updates(llm)

@@ -20,7 +20,8 @@ from jaxtyping import Array, Float, Int
 from l2d_jax.distributed.sharding import Declared, Initializer, platform
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.axes import declare_stacked
-from l2d_jax.model.few_rows import StackedWeight, multiply
+from l2d_jax.model.few_rows import StackedWeight
+from l2d_jax.model.products import low_rank_product, multiply
 
 EVERY = 2**31 - 1  # the window of a layer whose queries see all keys
 PRODUCT = "product"  # checkpoint name of a block's matrix products, which rematerialisation may save
@@ -132,9 +133,10 @@ def project(
     y = multiply(x, weight, dims)
     if update is None:
         return y
-    a, b = update.a.astype(x.dtype), (scale * update.b).astype(x.dtype)
+    dtype = x.dtype if isinstance(weight, StackedWeight) else weight.dtype
+    a, b = update.a.astype(dtype), (scale * update.b).astype(dtype)
     if platform() == "cpu":
-        return y + _low_rank_product(x.reshape(*x.shape[: x.ndim - dims], -1), a.reshape(-1, a.shape[-1]), b)
+        return y + low_rank_product(x.reshape(*x.shape[: x.ndim - dims], -1), a.reshape(-1, a.shape[-1]), b)
     return y + jnp.tensordot(jnp.tensordot(x, a, dims), b, 1)
 
 
@@ -143,31 +145,6 @@ def checkpointed_matmul(
 ) -> Array:
     """`project` for a block that is trained: rematerialisation may save the result, which is fused with nothing."""
     return fusion_barrier(checkpoint_name(project(fusion_barrier(x), weight, update, scale=scale, dims=dims), PRODUCT))
-
-
-@jax.custom_vjp
-def _low_rank_product(x: Float[Array, "*B i"], a: Float[Array, "i R"], b: Float[Array, "R ..."]) -> Array:
-    """`x @ a @ b` for CPUs, with gradients that transpose no wide array.
-
-    Left alone, the gradient of `b` is the transpose of `g^T (x a)`. For it, XLA on CPUs transposes g and all
-    element-wise work before it, which took half of the backward pass.
-    """
-    return jnp.tensordot(x @ a, b, 1)
-
-
-def _low_rank_forward(x: Array, a: Array, b: Array) -> tuple[Array, tuple[Array, ...]]:
-    low = x @ a
-    return jnp.tensordot(low, b, 1), (x, a, b, low)
-
-
-def _low_rank_backward(saved: tuple[Array, ...], gradient: Array) -> tuple[Array, Array, Array]:
-    x, a, b, low = saved
-    rows = list(range(x.ndim - 1))
-    back = jnp.tensordot(gradient, b, (list(range(x.ndim - 1, gradient.ndim)), list(range(1, b.ndim))))
-    return back @ a.T, jnp.tensordot(back, x, (rows, rows)).T, jnp.tensordot(low, gradient, (rows, rows))
-
-
-_low_rank_product.defvjp(_low_rank_forward, _low_rank_backward)
 
 
 @jax.custom_vjp

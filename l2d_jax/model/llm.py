@@ -16,15 +16,16 @@ from flax import nnx
 from jax.nn import initializers
 from jaxtyping import Array, Float, Int
 
-from l2d_jax.distributed.sharding import Declared, constrain
+from l2d_jax.distributed.sharding import Declared, constrain, platform
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.attention import attention, causal_mask
 from l2d_jax.model.axes import EMBEDDING_AXES, HEAD_AXES, MATRICES, axis_sizes, declare_stacked, declare_weight
-from l2d_jax.model.few_rows import logits_of, scan_layers
+from l2d_jax.model.few_rows import few_rows_logits, scan_layers
 from l2d_jax.model.gathering import gather_layer, gather_rows, gather_weight, split_rows
 from l2d_jax.model.kv_cache import KVCache, LayerCache
 from l2d_jax.model.layers import LayerOptions, activate, checkpointed_matmul, layer_options, project, rms_norm, rope
 from l2d_jax.model.lora import LLMAdapter
+from l2d_jax.model.products import logits_of
 from l2d_jax.model.quantization import QuantizedWeight, declare_quantized
 
 
@@ -65,7 +66,13 @@ class LLM(nnx.Module):
 
     @property
     def dtype(self) -> Any:
-        """The type of activations and products."""
+        """The type of activations: that of products, but float32 on CPUs, which are slow in bfloat16 between them."""
+        dtype = self.product_dtype
+        return jnp.dtype("float32") if platform() == "cpu" and dtype == jnp.bfloat16 else dtype
+
+    @property
+    def product_dtype(self) -> Any:
+        """The type of the factors of products."""
         return self.embed.dtype if self.products is None else jnp.dtype(self.products)
 
     @classmethod
@@ -109,14 +116,15 @@ class LLM(nnx.Module):
         shared, own = layer_options(self.architecture, length=tokens.shape[1] if cache is None else None)
         scale = 1.0 if self.adapter is None else self.adapter.scale
         assert cache is None or segments is None
+        gather = partial(gather_layer, dtype=self.dtype, products=self.product_dtype)
         product = partial(project if remat is None else checkpointed_matmul, scale=scale)
 
         def block(
             x: Array, scanned: tuple[Layers, LLMAdapter | None, LayerCache | None, LayerOptions]
         ) -> tuple[Array, tuple[Array, Array]]:
-            w, past, options = gather_layer(scanned[0], dtype=x.dtype), scanned[2], scanned[3].over(shared)
+            w, past, options = gather(scanned[0]), scanned[2], scanned[3].over(shared)
             window = options.window
-            updates = {} if scanned[1] is None else gather_layer(scanned[1], dtype=x.dtype).updates()
+            updates = {} if scanned[1] is None else gather(scanned[1]).updates()
             with jax.named_scope("attention"):
                 y = gather_rows(self.normalize(x, w.attention_norm), "attention_embed")
                 q, k, v = (product(y, getattr(w, n), updates.get(n)) + bias(getattr(w, f"{n}_bias"), y) for n in "qkv")
@@ -146,7 +154,9 @@ class LLM(nnx.Module):
             past = None if cache is None else cache.layers()
             scanned = (self.layers, self.adapter, past, own)
             layer = remat(block) if remat else block
-            hidden, (k, v) = scan_layers(layer, self.lookup(tokens), scanned, in_place=self.in_place)
+            hidden, (k, v) = scan_layers(
+                layer, self.lookup(tokens), scanned, in_place=self.in_place, is_trained=remat is not None
+            )
         used = jnp.int32(tokens.shape[1])
         return hidden, KVCache(k=k, v=v, positions=positions, used=used, segments=segments)
 
@@ -168,16 +178,14 @@ class LLM(nnx.Module):
     def with_whole_head(self) -> "LLM":
         """The same model with its LM head gathered here, once, for a loop that uses it many times."""
         head, axes = (self.embed, EMBEDDING_AXES) if self.head is None else (self.head, HEAD_AXES)
-        return dataclasses.replace(self, head=gather_weight(head, axes, dtype=self.dtype))
+        return dataclasses.replace(self, head=gather_weight(head, axes, dtype=self.product_dtype))
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """Logits by the final norm and the LM head, in float32."""
         with jax.named_scope("head"):
             y = gather_rows(self.normalize(hidden, self.norm))
             head = self.embed if self.head is None else self.head
-            if self.in_place:
-                return logits_of(y, head)
-            return jnp.einsum("...D,VD->...V", y, head.astype(y.dtype), preferred_element_type=jnp.float32)
+            return few_rows_logits(y, head) if self.in_place else logits_of(y, head.astype(self.product_dtype))
 
 
 def bias(value: Array | None, like: Array) -> Array | float:

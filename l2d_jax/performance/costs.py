@@ -53,8 +53,9 @@ def flops_of_training(config: Config, architecture: Architecture) -> dict[str, i
     """Useful operations of training on one token, by the config's method: a path, LoRA or all weights."""
     if config.train.method == "l2d":
         parts = flops_per_token(architecture, config.path, draws_per_context=config.train.draws_per_context)
-        first = {"first estimates": parts["path forward"] + parts["output head"] // 2}
-        return parts | (first if config.train.own_estimates else {})
+        estimate = parts["path forward"] + parts["output head"] // 2
+        share = config.train.own_estimates
+        return parts | ({"first estimates": round(share * estimate)} if share else {})
     layers = LLM.declare(architecture, dtype=np.float32).layers
     products = parameters([getattr(layers, name) for name in MATRICES])
     head = architecture.vocab_size * architecture.hidden_size

@@ -71,15 +71,17 @@ def diffusion_loss(
     """Cross-entropy of the answers, in nats (equation 5), and that of each position; differentiable in `path`.
 
     With several noise samples per context, it is the mean of as many losses of one sample, whose keys are split off
-    `key`. With a probability of `own_estimates`, x_t is a point of the path's own trajectory: it shows the token that
-    the path estimates at t = 0, as in decoding, instead of the true one.
+    `key`. At a share of `own_estimates` of each row's positions, drawn at random, x_t is a point of the path's own
+    trajectory: it shows the token that the path estimates at t = 0, as in decoding, instead of the true one.
     """
     batch, corruption = sample_corruptions(key, batch, path, draws_per_context=draws_per_context, times=times)
     context = path_context(path, llm, batch, remat=options.remat)
     shown = batch.targets
     if own_estimates > 0:
-        is_own = jax.random.bernoulli(jax.random.fold_in(key, 1), own_estimates, shown.shape)
-        shown = jnp.where(is_own, first_estimates(path, llm, context, batch, corruption, chunk=options.chunk), shown)
+        order = jnp.argsort(jax.random.uniform(jax.random.fold_in(key, 1), shown.shape), axis=1)
+        chosen = jnp.sort(order[:, : max(round(own_estimates * shown.shape[1]), 1)], axis=1)
+        own = first_estimates(path, llm, context, batch, corruption, chosen, chunk=options.chunk)
+        shown = jnp.put_along_axis(shown, chosen, own, axis=1, inplace=False)
     hidden = correct(path, llm, context, batch._replace(targets=shown), corruption, remat=options.remat)
     losses = target_losses(llm, hidden, batch.targets, chunk=options.chunk)
     weights = loss_weights(batch.weights, options.reduction, segments=batch.query_segments)
@@ -87,10 +89,24 @@ def diffusion_loss(
 
 
 def first_estimates(
-    path: DiffusionPath, llm: LLM, context: Context, batch: Batch, corruption: Corruption, *, chunk: int
-) -> Int[Array, "B M"]:
-    """The tokens that the path estimates from the noise alone, at t = 0; without a gradient."""
+    path: DiffusionPath,
+    llm: LLM,
+    context: Context,
+    batch: Batch,
+    corruption: Corruption,
+    chosen: Int[Array, "B k"],
+    *,
+    chunk: int,
+) -> Int[Array, "B k"]:
+    """The tokens that the path estimates at the chosen positions from the noise alone, at t = 0; without a gradient."""
+
+    def choose(array: Array) -> Array:
+        return jnp.take_along_axis(array, chosen.reshape(*chosen.shape, *[1] * (array.ndim - 2)), axis=1)
+
     path, context = jax.lax.stop_gradient((path, context))
+    fields = {name: value for name, value in context._asdict().items() if name != "cache"}
+    fields, corruption, targets = jax.tree.map(choose, (fields, corruption, batch.targets))
+    context, batch = context._replace(**fields), batch._replace(queries=chosen, targets=targets)
     hidden = correct(path, llm, context, batch, corruption._replace(t=jnp.zeros_like(corruption.t)))
     tokens: Array = map_logits(llm, hidden, lambda logits: jnp.argmax(logits, axis=-1), chunk=chunk)
     return tokens

@@ -72,5 +72,5 @@ def test_an_int8_model_is_the_one_with_its_restored_weights(kind: str) -> None:
 def test_one_device_gathers_nothing() -> None:
     llm = tiny.llm("qwen")
     first = jax.tree.map(lambda x: x[0], llm.layers)
-    gathered = gather_layer(first, dtype=jnp.float32)
+    gathered = gather_layer(first, dtype=jnp.float32, products=jnp.float32)
     jax.tree.map(np.testing.assert_array_equal, gathered, first)

@@ -1,7 +1,7 @@
 """The backbone: logits equal transformers' for every kind of model, and the cache and padding change nothing."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -165,10 +165,13 @@ def test_decoding_after_padding_equals_the_full_pass() -> None:
         np.testing.assert_allclose(logits[:, 0], whole[jnp.arange(2), at[:, 0]], atol=1e-5)
 
 
-def test_bfloat16_weights_give_bfloat16_states_and_float32_logits() -> None:
+@pytest.mark.parametrize(("platform", "states"), [("tpu", jnp.bfloat16), ("cpu", jnp.float32)])
+def test_bfloat16_weights_give_float32_logits(monkeypatch: pytest.MonkeyPatch, platform: str, states: Any) -> None:
+    """States between products are in bfloat16, too, but on CPUs."""
+    monkeypatch.setattr("l2d_jax.model.llm.platform", lambda: platform)
     llm, tokens = tiny.llm(dtype=jnp.bfloat16), tiny.tokens(1, 5)
     hidden, cache = jax.eval_shape(llm, tokens, tiny.positions(tokens))
-    assert {hidden.dtype, cache.k.dtype, cache.v.dtype} == {jnp.dtype(jnp.bfloat16)}
+    assert {hidden.dtype, cache.k.dtype, cache.v.dtype} == {jnp.dtype(states)}
     assert jax.eval_shape(llm.logits, hidden).dtype == jnp.float32
 
 
