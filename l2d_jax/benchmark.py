@@ -6,7 +6,6 @@ and noise samples from the config, and compares the time of an evaluation with t
 """
 
 import json
-from pathlib import Path
 from typing import Any
 
 from l2d_jax import command_line
@@ -16,7 +15,6 @@ from l2d_jax.decoding.solver import find_solver
 from l2d_jax.distributed import runtime
 from l2d_jax.performance.decoding_speed import measure_decoding
 from l2d_jax.performance.training_speed import measure_training
-from l2d_jax.reports.figures import saved_figure
 from l2d_jax.training.plans import start_planned
 
 
@@ -30,7 +28,6 @@ def main() -> None:
     parser.add_argument("--budgets", type="Budget", nargs="+", default=[1, 7, 15], help="decode: evaluations a token")
     parser.add_argument("--prompt", type="Tokens", default=64, help="decode: tokens of each prompt, not timed")
     parser.add_argument("--new", type="Tokens", default=16, help="decode: tokens that are generated and timed")
-    parser.add_argument("--plot", type=command_line.local_path, help="decode: draw the table as this file, PNG and SVG")
     options, config = parser.parse_with_config()
     if options.work == "train":
         config, mesh, line = start_planned(config)
@@ -46,20 +43,7 @@ def main() -> None:
         shape = {name: getattr(options, name) for name in ("batches", "budgets", "prompt", "new")}
         figures = measure_decoding(config, runtime.start_jax(config.mesh), **shape)
         lines = decoding_table(figures)
-        if options.plot is not None:
-            _draw_speed(figures, options.plot)
     print(json.dumps(figures) if options.json else "\n".join(lines))
-
-
-def _draw_speed(figures: dict[str, Any], file: Path) -> None:
-    labels = {"tokens per second, all sequences": "tokens per second", "milliseconds per token": "seconds per token"}
-    with saved_figure(2, file) as panels:
-        for axes, (label, name) in zip(panels, labels.items(), strict=True):
-            for batch in (slope["batch"] for slope in figures["batches"]):
-                rows = [row for row in figures["rows"] if row["batch"] == batch]
-                speeds = [row[name] * (1000 if label.startswith("milli") else 1) for row in rows]
-                axes.plot([row["budget"] for row in rows], speeds, marker="o", label=f"batch {batch}")
-            axes.set(xlabel="evaluations of the path per token", ylabel=label, ylim=(0, None))
 
 
 def training_table(figures: dict[str, Any]) -> list[str]:

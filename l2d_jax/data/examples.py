@@ -124,8 +124,7 @@ class Examples:
         subset = np.searchsorted(self.source.ends, self.turns.data.column("row").to_numpy()[self.kept], side="right")
         parts = [np.flatnonzero(subset == number) for number in range(len(self.source.ends))]
         for name, part in zip(self.config.subsets, parts, strict=True):
-            if len(part) == 0:
-                raise InputError(f"config.data.weights names {name}, of which no example fits: leave that subset out")
+            require(len(part) > 0, f"config.data.weights names {name}, of which no example fits: leave that subset out")
         return parts
 
     @cached_property

@@ -164,9 +164,8 @@ def check_prompts(prompts: Sequence[Sequence[int]], architecture: Architecture, 
     """Raise `InputError` for an empty prompt, and for one that is too long to be answered."""
     require(len(prompts) > 0 and all(prompts), "a prompt is empty: give at least one token")
     longest, limit = max(map(len, prompts)), architecture.max_position_embeddings
-    if longest + new_tokens > limit:
-        problem = f"a prompt of {longest} tokens and {new_tokens} new ones exceed the {limit} positions of the model"
-        raise InputError(f"{problem}: shorten the prompt or lower max_new_tokens")
+    problem = f"a prompt of {longest} tokens and {new_tokens} new ones exceed the {limit} positions of the model"
+    require(longest + new_tokens <= limit, f"{problem}: shorten the prompt or lower max_new_tokens")
 
 
 def check_decoding_memory(

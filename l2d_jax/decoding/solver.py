@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from l2d_jax.config.parsing import require
 from l2d_jax.errors import InputError
 
 AMPLE = 512  # evaluations per token: the budget of an adaptive solver where the user names none
@@ -184,8 +185,7 @@ ADAPTIVE = {name: solver for name, solver in SOLVERS.items() if solver.is_adapti
 
 def find_solver(name: str) -> Solver:
     """Raises `InputError` for an unknown name."""
-    if name not in SOLVERS:
-        raise InputError(f"unknown solver {name!r}: choose from {', '.join(SOLVERS)}")
+    require(name in SOLVERS, f"unknown solver {name!r}: choose from {', '.join(SOLVERS)}")
     return SOLVERS[name]
 
 
@@ -195,8 +195,7 @@ def split_budget(solver: str, total: int, *, beams: int) -> int:
     Raises `InputError` for an unknown solver, and for a total below the LM alone, which is one evaluation per beam.
     """
     found = find_solver(solver)
-    if beams < 1:
-        raise InputError(f"a budget is split between at least 1 beam, got {beams}")
+    require(beams >= 1, f"a budget is split between at least 1 beam, got {beams}")
     if total < beams:
         raise InputError(
             f"a total of {total} evaluations per token is less than one for each of {beams} beams: "

@@ -51,8 +51,7 @@ def _explicit(environment: Mapping[str, str]) -> Cluster | None:
     missing = [name for name in EXPLICIT if name not in environment]
     if len(missing) == len(EXPLICIT):
         return None
-    if missing:
-        raise InputError(f"{', '.join(EXPLICIT)} go together, but {' and '.join(missing)} is missing: set all three")
+    require(not missing, f"{', '.join(EXPLICIT)} go together, but {' and '.join(missing)} is missing: set all three")
     address = environment["JAX_COORDINATOR_ADDRESS"]
     count, index = (_number(environment, name) for name in EXPLICIT[1:])
     if not re.fullmatch(r".+:\d+", address):

@@ -13,10 +13,9 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +29,7 @@ from l2d_jax.model.axes import MATRICES
 ROWS = 16  # the most that a call is made for: XLA's products of many are good
 UNIT = 32  # inputs and outputs of a matrix are multiples of it
 
+Block: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]  # of a scan: (carry, slice) -> (carry, result)
 _library: list[ctypes.CDLL | None] = []  # None: it could not be compiled
 _lock = threading.Lock()
 
@@ -71,21 +71,15 @@ def few_rows_logits(x: Float[Array, "*B D"], head: Float[Array, "V D"]) -> Float
     return _call("transposed_product", rows, head, jnp.int32(0), len(head)).reshape(*x.shape[:-1], -1)
 
 
-def scan_layers(
-    block: Callable[[Any, Any], tuple[Any, Any]],
-    first: Any,
-    scanned: tuple[Any, ...],
-    *,
-    in_place: bool,
-    is_trained: bool,
-) -> tuple[Any, Any]:
+def scan_layers(block: Block, first: Any, scanned: tuple[Any, ...], *, in_place: bool, is_trained: bool) -> Any:
     """`jax.lax.scan` over layers; `in_place` gives the block the matrices of modules as `StackedWeight`.
 
     On CPUs, arrays in bfloat16 are scanned as integers where nothing is trained: left alone, XLA makes float32 of a
     whole stack, and bfloat16 of each layer's slice of that.
     """
     if not in_place and not is_trained and platform() == "cpu":
-        return jax.lax.scan(lambda carry, part: block(carry, _from_bits(part)), first, _to_bits(scanned))
+        bits = _viewed(scanned, jnp.bfloat16, jnp.uint16)
+        return jax.lax.scan(lambda carry, part: block(carry, _viewed(part, jnp.uint16, jnp.bfloat16)), first, bits)
     if not in_place:
         return jax.lax.scan(block, first, scanned)
     leaves, tree = jax.tree_util.tree_flatten_with_path(scanned)
@@ -107,14 +101,8 @@ def scan_layers(
     return jax.lax.scan(body, first, (jnp.arange(len(leaves[0][1]), dtype=jnp.int32), slices))
 
 
-def _to_bits(tree: Any) -> Any:
-    bits = partial(jax.lax.bitcast_convert_type, new_dtype=jnp.uint16)
-    return jax.tree.map(lambda a: bits(a) if a.dtype == jnp.bfloat16 else a, tree)
-
-
-def _from_bits(tree: Any) -> Any:
-    floats = partial(jax.lax.bitcast_convert_type, new_dtype=jnp.bfloat16)
-    return jax.tree.map(lambda a: floats(a) if a.dtype == jnp.uint16 else a, tree)
+def _viewed(tree: Any, old: Any, new: Any) -> Any:
+    return jax.tree.map(lambda a: jax.lax.bitcast_convert_type(a, new) if a.dtype == old else a, tree)
 
 
 def _fits(matrix: Array, inputs: int) -> bool:

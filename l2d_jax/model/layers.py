@@ -17,11 +17,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.nn import initializers
 from jaxtyping import Array, Float, Int
 
-from l2d_jax.distributed.sharding import Declared, Initializer, platform
+from l2d_jax.distributed.sharding import Declared, Initializer
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.axes import declare_stacked
 from l2d_jax.model.few_rows import StackedWeight
-from l2d_jax.model.products import low_rank_product, multiply
+from l2d_jax.model.products import multiply
 
 EVERY = 2**31 - 1  # the window of a layer whose queries see all keys
 PRODUCT = "product"  # checkpoint name of a block's matrix products, which rematerialisation may save
@@ -135,9 +135,7 @@ def project(
         return y
     dtype = x.dtype if isinstance(weight, StackedWeight) else weight.dtype
     a, b = update.a.astype(dtype), (scale * update.b).astype(dtype)
-    if platform() == "cpu":
-        return y + low_rank_product(x.reshape(*x.shape[: x.ndim - dims], -1), a.reshape(-1, a.shape[-1]), b)
-    return y + jnp.tensordot(jnp.tensordot(x, a, dims), b, 1)
+    return y + multiply(multiply(x, a, dims), b, 1)
 
 
 def checkpointed_matmul(

@@ -113,8 +113,7 @@ def read_rope(theta: float, *sources: Any, limit: int, where: object) -> tuple[f
     if kind == "yarn":
         rope = {"original_max_position_embeddings": limit, "attention_factor": _yarn_factor(rope)} | rope
     missing = [f.name for f in fields(SCALINGS[kind]) if f.default is MISSING and f.name not in rope]
-    if missing:
-        raise InputError(f"{where} of type {kind!r} lacks {', '.join(missing)}")
+    require(not missing, f"{where} of type {kind!r} lacks {', '.join(missing)}")
     scaling = SCALINGS[kind](**{f.name: rope[f.name] for f in fields(SCALINGS[kind]) if f.name in rope})
     for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
         least, most = vars(scaling).get(low, 0.0), vars(scaling).get(high, 1.0)

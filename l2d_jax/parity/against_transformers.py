@@ -99,8 +99,7 @@ def compare(model: str, *, length: int | None = None, dtype: str = "float32") ->
 
 def require_torch() -> None:
     """Raise `InputError` where torch is not installed."""
-    if importlib.util.find_spec("torch") is None:
-        raise InputError("models of transformers need torch: pip install '.[torch]'")
+    require(importlib.util.find_spec("torch") is not None, "models of transformers need torch: pip install '.[torch]'")
 
 
 def plain_base(model: str, opened: loading.Folder) -> Path:

@@ -166,9 +166,8 @@ def _hugging_face(parts: Parts, out: Path, _file: str) -> None:
 
 def _peft(parts: Parts, out: Path, _file: str) -> None:
     folders = parts.language_model.adapters
-    if len(folders) != 1:
-        count = f"{len(folders)} LoRA adapters, one upon the other" if folders else "no LoRA adapter of its own"
-        raise InputError(f"the language model of {parts.name} has {count}: export it with another format")
+    count = f"{len(folders)} LoRA adapters, one upon the other" if folders else "no LoRA adapter of its own"
+    require(len(folders) == 1, f"the language model of {parts.name} has {count}: export it with another format")
     named = read_json(folders[0] / peft.CONFIG).get("base_model_name_or_path")
     folder = parts.language_model.folder
     peft.Adapter.open(folders[0], parts.architecture).write(out, base=named or absolute_name(str(folder)))

@@ -95,9 +95,8 @@ def read_weights(file: GGUFFile, dtype: Dtype) -> Iterator[tuple[str, Callable[[
 def _config(file: GGUFFile) -> dict[str, Any]:
     """The keys of config.json that depend on neither tokenizer nor dtype."""
     architecture = file.get("general.architecture", str)
-    if architecture not in ARCHITECTURES:
-        supported = f"supported are {', '.join(ARCHITECTURES)}"
-        raise InputError(f"{file.path} is of architecture {shown(architecture)}: {supported}")
+    supported = f"supported are {', '.join(ARCHITECTURES)}"
+    require(architecture in ARCHITECTURES, f"{file.path} is of architecture {shown(architecture)}: {supported}")
     if (parts := file.find("split.count", int) or 1) != 1:
         raise InputError(f"{file.path} is one of {parts} parts: join them with llama-gguf-split --merge")
 

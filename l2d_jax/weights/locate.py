@@ -45,9 +45,8 @@ def locate(name: str, *, files: list[str] = hub.FILES) -> Path:
             return _converted(path)
         if HUB_ID.fullmatch(name) and os.path.isdir(path.parent):
             raise InputError(f"{path.parent} has no folder {path.name}: check the path, or give {HUB}{name}")
-    if not HUB_ID.fullmatch(hub_id):
-        kinds = "neither a folder, nor a .gguf file, nor a hub id (org/name)"
-        raise InputError(f"{shown(name)} is {kinds}: check the path")
+    kinds = "neither a folder, nor a .gguf file, nor a hub id (org/name)"
+    require(HUB_ID.fullmatch(hub_id) is not None, f"{shown(name)} is {kinds}: check the path")
     return hub.download(hub_id, files)
 
 
@@ -134,9 +133,8 @@ def read_base_name(file: Path, key: str = "base", *, what: str | None = None) ->
         return name
     if nearby is None:
         raise missing_base(name, file)
-    if not os.path.exists(file.parent / nearby):
-        problem = f"the base of {file.parent} is neither at {shown(name)} nor at {shown(nearby)} from there"
-        raise InputError(f"{problem}: put it back, or give its folder as {key} in {file}")
+    problem = f"the base of {file.parent} is neither at {shown(name)} nor at {shown(nearby)} from there"
+    require(os.path.exists(file.parent / nearby), f"{problem}: put it back, or give its folder as {key} in {file}")
     return str((file.parent / nearby).resolve())
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from l2d_jax.model import layers
+from l2d_jax.model import layers, products
 from l2d_jax.model.layers import Linear, Lora, Mlp
 from tests.support import tiny
 
@@ -80,7 +80,7 @@ def test_a_projection_has_the_same_gradients_on_every_platform(monkeypatch: pyte
 
     found = []
     for platform in ("cpu", "tpu"):
-        monkeypatch.setattr(layers, "platform", lambda platform=platform: platform)
+        monkeypatch.setattr(products, "platform", lambda platform=platform: platform)
         found.append(jax.grad(run, argnums=(0, 1))(x, update))
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4), *found)
 

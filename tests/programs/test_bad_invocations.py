@@ -182,7 +182,6 @@ TABLE = {
             ("--budgets 0 1", NUMBER),
             ("--prompt 1000000000000", NUMBER),
             ("--new 0", NUMBER),
-            (f"--plot {LONG}", LONG_NAME),
             ("--config.path.width=0", "config.path.width must be in [1, 65536], got 0"),
         ],
     ),
