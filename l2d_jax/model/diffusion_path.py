@@ -261,7 +261,7 @@ class DiffusionPath(nnx.Module):
             y = split_rows(constrain(y, "batch", "length", "embed_activation"))
             scanned = (llm.layers, self.layers, cache.layers(), modulation, own)
             layer = remat(block) if remat else block
-            f, _ = scan_layers(layer, y, scanned, in_place=llm.in_place, is_trained=remat is not None)
+            f, _ = scan_layers(layer, y, scanned, in_place=llm.in_place, is_frozen=llm.is_frozen and remat is None)
         weight = self.merge_weight(t, labels) if conditions is None else conditions.merge
         return weight.astype(f.dtype) * (f - context.hidden if self.is_anchored else f)
 

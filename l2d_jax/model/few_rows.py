@@ -71,13 +71,13 @@ def few_rows_logits(x: Float[Array, "*B D"], head: Float[Array, "V D"]) -> Float
     return _call("transposed_product", rows, head, jnp.int32(0), len(head)).reshape(*x.shape[:-1], -1)
 
 
-def scan_layers(block: Block, first: Any, scanned: tuple[Any, ...], *, in_place: bool, is_trained: bool) -> Any:
+def scan_layers(block: Block, first: Any, scanned: tuple[Any, ...], *, in_place: bool, is_frozen: bool) -> Any:
     """`jax.lax.scan` over layers; `in_place` gives the block the matrices of modules as `StackedWeight`.
 
-    On CPUs, arrays in bfloat16 are scanned as integers where nothing is trained: left alone, XLA makes float32 of a
-    whole stack, and bfloat16 of each layer's slice of that.
+    On CPUs, frozen arrays in bfloat16 are scanned as integers, which have no gradient: left alone, XLA makes float32 of
+    a whole stack, and bfloat16 of each layer's slice of that.
     """
-    if not in_place and not is_trained and platform() == "cpu":
+    if not in_place and is_frozen and platform() == "cpu":
         bits = _viewed(scanned, jnp.bfloat16, jnp.uint16)
         return jax.lax.scan(lambda carry, part: block(carry, _viewed(part, jnp.uint16, jnp.bfloat16)), first, bits)
     if not in_place:

@@ -29,7 +29,7 @@ class Model(nnx.Module):
     def build(cls, llm: LLM, path: DiffusionPath | None) -> "Model":
         """Compute the table once for these weights."""
         table = None if path is None else _embed(path, llm.embed)
-        return cls(llm=llm, path=path, table=table)
+        return cls(llm=dataclasses.replace(llm, is_frozen=True), path=path, table=table)
 
     def reading(self, *, refines: bool) -> "Model":
         """The model with the LM that reads the context; with a budget of 1, where nothing is refined, it is the LM."""

@@ -63,6 +63,7 @@ class LLM(nnx.Module):
     adapter: LLMAdapter | None = nnx.data(default=None)  # added to the products of the matrices that it adapts
     products: str | None = nnx.static(default=None)  # type of products and activations; None: that of the weights
     in_place: bool = nnx.static(default=False)  # products of few rows read the weights by `few_rows`
+    is_frozen: bool = nnx.static(default=False)  # its weights have no gradient
 
     @property
     def dtype(self) -> Any:
@@ -155,7 +156,7 @@ class LLM(nnx.Module):
             scanned = (self.layers, self.adapter, past, own)
             layer = remat(block) if remat else block
             hidden, (k, v) = scan_layers(
-                layer, self.lookup(tokens), scanned, in_place=self.in_place, is_trained=remat is not None
+                layer, self.lookup(tokens), scanned, in_place=self.in_place, is_frozen=self.is_frozen and remat is None
             )
         used = jnp.int32(tokens.shape[1])
         return hidden, KVCache(k=k, v=v, positions=positions, used=used, segments=segments)

@@ -8,6 +8,7 @@ path, so that a sharded model gathers each weight once however many samples ther
 the memory that more samples take.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -74,6 +75,7 @@ def diffusion_loss(
     `key`. At a share of `own_estimates` of each row's positions, drawn at random, x_t is a point of the path's own
     trajectory: it shows the token that the path estimates at t = 0, as in decoding, instead of the true one.
     """
+    llm = dataclasses.replace(jax.lax.stop_gradient(llm), is_frozen=True)
     batch, corruption = sample_corruptions(key, batch, path, draws_per_context=draws_per_context, times=times)
     context = path_context(path, llm, batch, remat=options.remat)
     shown = batch.targets
