@@ -68,13 +68,13 @@ def lower_decode(config: Config, mesh: Mesh, *, batch: int, prompt: int) -> jax.
     pairs = zip(jaxpr.jaxpr.outvars, jax.tree.leaves(shapes), strict=True)
     leaves = [given[name] if name in given else leaf.update(sharding=table) for name, leaf in pairs]
     model = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
-    settings = jax.eval_shape(lambda: Refinement.prepare(model, config.decode))
-    sampling = jax.eval_shape(lambda: SamplingOptions.from_config(config.decode))
-    arrays = {"settings": settings, "sampling": sampling, "stop_ids": jax.ShapeDtypeStruct((2,), jnp.int32)}
-    options: dict[str, Any] = {name: _replicated(array, mesh) for name, array in arrays.items()}
-    options |= {"steps": config.decode.max_new_tokens, "noise_samples": config.decode.draws}
-    state = _decoding_state(config, mesh, model.llm, batch=batch, prompt=prompt)
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # which says that this is for a TPU
+        settings = jax.eval_shape(lambda: Refinement.prepare(model, config.decode))
+        sampling = jax.eval_shape(lambda: SamplingOptions.from_config(config.decode))
+        arrays = {"settings": settings, "sampling": sampling, "stop_ids": jax.ShapeDtypeStruct((2,), jnp.int32)}
+        options: dict[str, Any] = {name: _replicated(array, mesh) for name, array in arrays.items()}
+        options |= {"steps": config.decode.max_new_tokens, "noise_samples": config.decode.draws}
+        state = _decoding_state(config, mesh, model.llm, batch=batch, prompt=prompt)
         return decode.decode_tokens.lower(model, state, **options)
 
 
