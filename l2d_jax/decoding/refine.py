@@ -139,7 +139,7 @@ def estimate(
             mean = jax.nn.softmax(logits / jnp.maximum(temperature, 1e-6)[:, None]) @ table
             return jnp.where(temperature[:, None] > 0, mean, table[jnp.argmax(logits, axis=-1)])
 
-        return table[diffusion.sample_tokens(jax.random.wrap_key_data(key_data), logits, temperature)]
+        return table[diffusion.sample_rows(jax.random.wrap_key_data(key_data), logits, temperature)]
 
     temperature = jnp.broadcast_to(temperature, hidden.shape[:2])
     masks = () if allowed is None else (jnp.broadcast_to(allowed[:, None], (*hidden.shape[:2], allowed.shape[1])),)

@@ -49,7 +49,7 @@ def sample_tokens(keys: Key[Array, " B"], logits: Float[Array, "B V"], sampling:
         lambda: jax.vmap(_cut)(logits, temperature, top_k, top_p),
         lambda: logits,
     )
-    return diffusion.sample_tokens(keys, logits, temperature).astype(jnp.int32)
+    return diffusion.sample_rows(keys, logits, temperature).astype(jnp.int32)
 
 
 def token_keys(keys: Key[Array, " B"], number: Int[Array, "#B"]) -> tuple[Array, Array, Array]:

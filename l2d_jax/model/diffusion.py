@@ -57,7 +57,7 @@ def sample_token(key: Array, logits: Float[Array, "*B V"], temperature: Float[Ar
     return jnp.argmax(logits + jnp.where(temperature > 0, temperature * noise, 0.0), axis=-1)
 
 
-def sample_tokens(keys: Array, logits: Float[Array, "n V"], temperature: Float[Array, " n"]) -> Array:
+def sample_rows(keys: Array, logits: Float[Array, "n V"], temperature: Float[Array, " n"]) -> Array:
     """`sample_token` of each row by a key of its own; without the noise of whole vocabularies where no row needs it."""
     return jax.lax.cond(
         (temperature > 0).any(),

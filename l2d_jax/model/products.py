@@ -22,16 +22,20 @@ def multiply(x: Array, weight: Array | StackedWeight, dims: int) -> Array:
     """`x @ weight` over the last `dims` axes of x, in the type of x."""
     if isinstance(weight, StackedWeight):
         return few_rows_product(x, weight, dims)
-    if platform() == "cpu" and x.dtype == jnp.float32:
+    if _is_on_cpu(x):
         return _product(x, weight, tuple(range(dims)))
     return jnp.tensordot(x, weight.astype(x.dtype), dims)
 
 
 def logits_of(x: Float[Array, "*B D"], head: Float[Array, "V D"]) -> Float[Array, "*B V"]:
     """`x @ head.T`, in float32."""
-    if platform() == "cpu" and x.dtype == jnp.float32:
+    if _is_on_cpu(x):
         return _product(x, head, (1,))
     return jnp.einsum("...D,VD->...V", x, head.astype(x.dtype), preferred_element_type=jnp.float32)
+
+
+def _is_on_cpu(x: Array) -> bool:
+    return platform() == "cpu" and x.dtype == jnp.float32
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
