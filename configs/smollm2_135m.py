@@ -80,3 +80,31 @@ def quickstart(config: ConfigDict) -> None:
     config.validation.exact_examples = 200
     config.validation.exact_batch_size = 100
     config.decode.budget = 3
+
+
+def chains(config: ConfigDict) -> None:
+    """Evaluations that count: each does one of the 14 operations of a chain, and the last one says the result.
+
+    What x_t shows matters here from the first evaluation on, so there is little noise, and an estimate replaces the one
+    before it.
+    """
+    small(config)
+    config.path.start = "anchored"
+    config.path.lora_alpha = 32.0
+    config.path.sigma = 0.1
+    config.path.time_scale = 100.0
+    config.data.subsets = ("chains",)
+    config.data.working = 14
+    config.data.train_examples = 20000
+    config.data.max_length = 52  # tokens
+    config.data.answer_length = 2
+    config.optim.peak_rate = 2e-3
+    config.optim.warmup_steps = 40
+    config.train.batch_size = 24
+    config.train.draws_per_context = 12
+    config.train.steps = 800
+    config.validation.budgets = (1, 3, 8, 15)
+    config.validation.exact_examples = 500
+    config.validation.exact_batch_size = 100
+    config.validation.time_bins = 15
+    config.decode.solver = "restart"

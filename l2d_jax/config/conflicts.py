@@ -23,6 +23,8 @@ def check_conflicts(config: Any) -> None:
         f"{no_path}and config.train.own_estimates {train.own_estimates}, draws_per_context {train.draws_per_context} "
         f"and time_density {train.time_density!r} belong to one: leave them at 0, 1 and "
         "'uniform'": train.method != "l2d" and of_times != (0, 1, "uniform"),
+        f"config.train.own_estimates {train.own_estimates} shows estimates of the answer, and config.data.working "
+        f"{data.working} the steps before it: set one of them to 0": train.own_estimates > 0 and data.working > 0,
         "config.path.dense_init 'scratch' is for full copies of layers, but config.path.layers 'lora' updates the LM's "
         "own, so there is no from-scratch LoRA: set layers to 'dense' (variant dense_scratch), or dense_init to "
         "'lm'": path.layers == "lora" and path.dense_init == "scratch",

@@ -19,6 +19,7 @@ Length = Annotated[int, Interval(ge=2, le=10**7)]  # tokens of a text that has a
 Width = Annotated[int, Interval(ge=1, le=2**16)]
 Label = Annotated[int, Interval(ge=0, lt=4096)]  # number of a class
 Classes = Annotated[int, Interval(ge=0, le=4096)]
+Steps = Annotated[int, Interval(ge=0, le=9_999)]  # one less than evaluations
 Bins = Annotated[int, Interval(ge=1, le=10_000)]
 Budget = Annotated[int, Interval(ge=1, le=10_000)]  # evaluations of the path per token
 Draws = Annotated[int, Interval(ge=1, le=4096)]  # noise samples

@@ -46,6 +46,7 @@ class PathConfig:
     width: ranges.Width = 256  # width d̄ of the diffusion token
     translation_width: ranges.Width = 256  # hidden width of the MLP that maps a diffusion token to the model width
     frequency_width: ranges.Width = 256  # number of cosine and sine features of t
+    time_scale: ranges.Scale = 1.0  # what t is multiplied by before them; about 100 tells the steps of a working apart
     condition_width: ranges.Width = 256  # width of the time and class embedding
     sigma: ranges.Scale = 64.0  # standard deviation of the noise x_0
     start: Literal["released", "anchored"] = "released"  # what an untrained path is: nothing, or the LM itself
@@ -94,6 +95,7 @@ class DataConfig:
     validation_examples: ranges.Count | None = 256  # number of held-out examples at most; None: all
     max_length: ranges.Length = 2048  # tokens of context and answer; longer examples are dropped and counted
     answer_length: ranges.Tokens | None = None  # positions per row that carry a loss; None: max_length
+    working: ranges.Steps = 0  # steps of the rows' column `working`, each an evaluation's target; 0: the answer is all
     empty_thoughts: bool = False  # close the thought that a prompt opens (R1's do) before an answer that has none
     packing: bool = False  # let several training examples share a row; False: one example per row, as in the paper
     seed: ranges.Seed = 0  # seed of the order of the examples
@@ -163,7 +165,9 @@ class TrainConfig:
 class DecodeConfig:
     """How the diffusion token is integrated and how the next token is drawn (paper section 3.3)."""
 
-    solver: Literal["euler", "midpoint", "heun", "heun3", "rk4", "fehlberg2", "adaptive_heun", "bosh3"] = "midpoint"
+    solver: Literal["euler", "midpoint", "heun", "heun3", "rk4", "restart", "fehlberg2", "adaptive_heun", "bosh3"] = (
+        "midpoint"
+    )
     budget: ranges.Budget = 15  # evaluations of the path per token, the final one included; adaptive solvers: at most
     tolerance: ranges.Tolerance = 3e-4  # relative and absolute error of an adaptive solver's steps
     velocity: Literal["sample", "expectation"] = "sample"  # x̂: the vector of a sampled token, or the mean over tokens
@@ -188,7 +192,7 @@ class ValidationConfig:
     batch_size: ranges.Rows = 8  # examples
     time_bins: ranges.Bins = 10  # equal bins of t for the loss
     budgets: tuple[ranges.Budget, ...] = (1, 15)  # accuracy is measured at these budgets
-    exact_examples: ranges.CountOrZero = 0  # held-out ones ending in "#### x" to answer at each budget; 0: none
+    exact_examples: ranges.CountOrZero = 0  # held-out ones, x or ending in "#### x", to answer at each budget; 0: none
     exact_samples: ranges.CountOrZero = 0  # answers to each of them that are sampled at temperature 1 too; 0: none
     exact_batch_size: ranges.Rows = 64  # of these answers
 

@@ -20,6 +20,7 @@ class Batch(NamedTuple):
     weights: Float[Array, "B M"]  # 1 for an answer token, 0 for padding
     classes: Int[Array, " B"] | Int[Array, "B M"]  # class for guidance, per query if packed; 0 without classes
     segments: Int[Array, "B T"] | None = None  # number of each token's example, from 1; 0: padding; None: not packed
+    working: Int[Array, "B M S"] | None = None  # what the target is after each step of its working; None: it has none
 
     @property
     def query_segments(self) -> Int[Array, "*A B M"] | None:
@@ -35,14 +36,16 @@ class Batch(NamedTuple):
         copy = partial(jnp.repeat, repeats=count, axis=1)
         queries = None if self.queries is None else copy(self.queries)
         classes = self.classes if self.classes.ndim == 1 else copy(self.classes)
+        working = None if self.working is None else copy(self.working)
         targets, weights = copy(self.targets), copy(self.weights) / count
-        return self._replace(queries=queries, targets=targets, weights=weights, classes=classes)
+        return Batch(self.tokens, queries, targets, weights, classes, self.segments, working)
 
 
 def stack(rows: Sequence[Sequence[Mapping[str, Any]]], config: DataConfig, *, padding: int) -> Batch:
     """Build a batch of NumPy arrays from rows of examples, one at most without `config.packing`; all must fit.
 
-    An example has its `tokens`, `context` (the number of tokens before the answer) and `class`.
+    An example has its `tokens`, `context` (the number of tokens before the answer) and `class`, and with
+    `config.working` the tokens of the answer after each step of its `working`, one step behind the other.
     """
     length, width, is_packed = config.max_length, config.answer_length or config.max_length, config.packing
     full: Any = np.full
@@ -53,6 +56,7 @@ def stack(rows: Sequence[Sequence[Mapping[str, Any]]], config: DataConfig, *, pa
         weights=full((len(rows), width), 0, np.float32),
         classes=full((len(rows), width) if is_packed else len(rows), 0, np.int32),
         segments=full((len(rows), length), 0, np.int32) if is_packed else None,
+        working=full((len(rows), width, config.working), padding, np.int32) if config.working else None,
     )
     for row, examples in enumerate(rows):
         assert is_packed or len(examples) <= 1
@@ -71,6 +75,9 @@ def stack(rows: Sequence[Sequence[Mapping[str, Any]]], config: DataConfig, *, pa
             batch.classes[(row, place) if is_packed else row] = example["class"]
             if batch.segments is not None:
                 batch.segments[row, start:end] = number
+            if batch.working is not None:
+                steps = np.append(np.asarray(example["working"], np.int32), ids[context:]).reshape(-1, answer)
+                batch.working[row, place] = steps[np.minimum(np.arange(config.working), len(steps) - 1)].T
             start, answered = end, answered + answer
     return batch
 
@@ -88,5 +95,5 @@ def random_batch(config: Config, vocab_size: int) -> Batch:
     """A batch of full rows of random tokens in the config's shape, for measuring."""
     length, width = config.data.max_length, config.data.answer_length or config.data.max_length
     tokens = np.random.default_rng(0).integers(vocab_size, size=(config.train.batch_size, length + 1), dtype=np.int32)
-    rows = [[{"tokens": row, "context": length - width + 1, "class": 0}] for row in tokens]
+    rows = [[{"tokens": row, "context": length - width + 1, "class": 0, "working": ()}] for row in tokens]
     return stack(rows, config.data, padding=0)

@@ -23,7 +23,7 @@ from l2d_jax.data.batch import Batch, stack
 from l2d_jax.data.packing import PackingPlan, pack
 from l2d_jax.data.prepared import read_prepared
 from l2d_jax.data.sources import most_examples, papers_count, read_parts
-from l2d_jax.data.turns import TokenisedSplit, tokenise_rows
+from l2d_jax.data.turns import TOKENS, TokenisedSplit, tokenise_rows
 from l2d_jax.errors import InputError
 
 READING = ReadOptions(num_threads=4, prefetch_buffer_size=16)  # batches ahead of the one in use
@@ -91,6 +91,7 @@ class Examples:
             _check_classes(turns if source.has_classes else turns.remove_columns("class"), classes, name=name)
         fits, counts = _fit(turns, config)
         _check_fit(turns, counts, config, name)
+        _check_working(turns, config, name)
         kept = np.flatnonzero(fits)[_spread(counts.kept, limit or counts.kept)]
         counts = dataclasses.replace(counts, kept=len(kept), papers=papers_count(config, split))
         return cls(config, counts, turns.with_format("numpy"), kept, tokenization.padding_id(tokenizer), source)
@@ -110,9 +111,9 @@ class Examples:
         if self.source.fingerprint is not None:
             return self.source.fingerprint
         hashed = hashlib.sha256(self.kept.astype("<i8").tobytes())
-        for name in ("tokens", "context", "length", "class"):
+        for name in ("tokens", "context", "length", "class", *(["working"] if self.config.working else [])):
             for chunk in self.turns.data.column(name).chunks:
-                values = chunk.flatten() if name == "tokens" else chunk
+                values = chunk.flatten() if name in TOKENS else chunk
                 hashed.update(np.ascontiguousarray(values.to_numpy()).data)
         return hashed.hexdigest()[:32]
 
@@ -255,3 +256,11 @@ def _check_fit(turns: datasets.Dataset, counts: Counts, config: DataConfig, name
     option, values = ("max_length", lengths) if long.all() else ("answer_length", answers[~long])
     rule = f"none of the {len(turns)} examples of {name} fits config.data.{option} {getattr(config, option)}"
     raise InputError(f"{rule}: they take {values.min()} to {values.max()} tokens: raise config.data.{option}")
+
+
+def _check_working(turns: datasets.Dataset, config: DataConfig, name: str) -> None:
+    """Raise `InputError` if the config wants a working, and no row has one or a row has a longer one."""
+    working = turns.data.column("working").combine_chunks().value_lengths().to_numpy()
+    longest = int((working // _lengths(turns)[1]).max())
+    rule = f"config.data.working is {config.working}, but the longest 'working' of {name} has {longest} steps"
+    require(config.working == 0 or 0 < longest <= config.working, f"{rule}: set it to that number (0: no working)")

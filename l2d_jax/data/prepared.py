@@ -36,7 +36,7 @@ from l2d_jax.errors import InputError, RunError, shown
 from l2d_jax.files import digest, identity, read_json, sync, write_whole
 from l2d_jax.storage import mirror
 
-FORMAT = 1  # a higher number refuses the folders of former versions: where rows become other tokens than before
+FORMAT = 2  # a higher number refuses the folders of former versions: where rows become other tokens than before
 SHARD = 8192  # rows of the source
 MANIFEST, SHARDS = "manifest.json", "shards"
 OPTIONS = ("source", "subsets", "max_length", "answer_length", "empty_thoughts")  # of the data, that change examples

@@ -8,7 +8,7 @@ import numpy as np
 
 from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import CATEGORIES, DataConfig
-from l2d_jax.data import smoltalk, word_problems
+from l2d_jax.data import chains, smoltalk, word_problems
 from l2d_jax.data.rows import FORMATS, find_file, read_file, read_hub
 
 # Hub id and default subsets of the sources that have a short name.
@@ -16,7 +16,7 @@ HUB = {"smoltalk": ("HuggingFaceTB/smoltalk", smoltalk.SUBSETS), "gsm8k": ("open
 CATEGORY = {"problems": "math", "gsm8k": "math"}  # sources whose rows all have one category
 REMEDY = "check the names, or put its rows into a folder and set config.data.data_dir"
 PROBLEMS = 20_000  # rows of a built-in split if the config sets no number
-COLUMNS = ("messages", "question", "answer", "class")  # the columns that are read
+COLUMNS = ("messages", "question", "answer", "class", "working")  # the columns that are read
 
 
 def most_examples(config: DataConfig, split: str) -> int | None:
@@ -69,7 +69,10 @@ def _read_part(config: DataConfig, subset: str | None, split: str) -> datasets.D
     folder = _folder(config)
     if config.source == "problems":
         count = most_examples(config, split) or PROBLEMS
-        made = word_problems.conversations(count, split=split, working=subset or "sentences")
+        if subset == "chains":
+            made = chains.conversations(count, split=split)
+        else:
+            made = word_problems.conversations(count, split=split, working=subset or "sentences")
         name, rows = config.source, datasets.Dataset.from_list(made)
     elif folder is not None:
         file = find_file(folder / (subset or ""), split)

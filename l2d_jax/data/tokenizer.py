@@ -154,6 +154,23 @@ def _turn(messages: Sequence[Message], *, tokenizer: PreTrainedTokenizerFast, em
     raise InputError(f"{rule}, but one begins with {content[:20]!r}: {remedy} with config.data.empty_thoughts")
 
 
+def working_ids(
+    turns: Sequence[tuple[str, str]], messages: Sequence[Message], working: Any, tokenizer: PreTrainedTokenizerFast
+) -> list[int]:
+    """The ids of the only turn's answer as it stands after each step of its working, one step behind the other.
+
+    Raises `InputError` for a working that is no list of texts with as many tokens as the answer has.
+    """
+    if not (len(turns) == 1 and isinstance(working, list) and all(isinstance(text, str) for text in working)):
+        raise InputError(f"'working' must be a list of texts beside one answer, got {shown(working)}")
+    (_, answer), content = turns[0], messages[-1]["content"].strip()
+    right, *steps = text_ids([answer, *(answer.replace(content, text.strip(), 1) for text in working)], tokenizer)
+    for text, ids in zip(working, steps, strict=True):
+        problem = f"the step {shown(text)} of 'working' makes the answer {len(ids)} tokens long, and not {len(right)}"
+        require(len(ids) == len(right), f"{problem}: write all of its steps in as many tokens as the answer")
+    return [token for ids in steps for token in ids]
+
+
 @functools.lru_cache(maxsize=8)
 def _frame(tokenizer: PreTrainedTokenizerFast, template: str) -> tuple[str, str]:  # noqa: ARG001
     """The text that a template puts around an answer; `template` is part of the cache's key.

@@ -19,9 +19,11 @@ from l2d_jax.data import tokenizer as tokenization
 from l2d_jax.data.packing import PackingPlan
 from l2d_jax.errors import InputError, shown
 
-# Context and answer; the number of tokens before the answer, and of all; the class; the row in the split, from 0.
+# Context and answer, and the answer after each step of its working; the number of tokens before the answer, and of
+# context and answer; the class; the row in the split, from 0.
+TOKENS = dict.fromkeys(("tokens", "working"), datasets.List(datasets.Value("int32")))
 NUMBERS = dict.fromkeys(("context", "length", "class", "row"), datasets.Value("int32"))
-FEATURES = datasets.Features({"tokens": datasets.List(datasets.Value("int32")), **NUMBERS})
+FEATURES = datasets.Features({**TOKENS, **NUMBERS})
 
 
 @dataclass(frozen=True)
@@ -60,17 +62,19 @@ def _turns(
     code: str,  # noqa: ARG001
 ) -> dict[str, list[Any]]:
     """Tokenise a batch of rows: one row of FEATURES per turn of the assistant."""
-    texts, classes, origins = [], [], []
-    labels = rows.get("class", [0] * len(indices))
+    texts, classes, origins, steps = [], [], [], []
+    labels, workings = rows.get("class", [0] * len(indices)), rows.get("working", [None] * len(indices))
     answered = zip(rows.get("question", []), rows.get("answer", []), strict=False)
     dialogues = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in answered]
-    for index, messages, label in zip(indices, rows.get("messages", dialogues), labels, strict=True):
+    given = zip(indices, rows.get("messages", dialogues), labels, workings, strict=True)
+    for index, messages, label, working in given:
         try:
             if not (isinstance(messages, list) and all(isinstance(message, dict) for message in messages)):
                 raise InputError(f"'messages' must be a list of objects with role and content, got {messages!r:.60}")
             if type(label) is not int or label < 0:
                 raise InputError(f"'class' must be an integer, 0 or more, got {shown(label)}")
             pairs = tokenization.turn_texts(messages, tokenizer, empty_thoughts=empty_thoughts)
+            steps += [tokenization.working_ids(pairs, messages, working, tokenizer)] if working else [[]] * len(pairs)
         except InputError as error:
             raise InputError(f"row {numbers[index]} of {name} (the first is 0): {error}") from error
         texts += [text for pair in pairs for text in pair]
@@ -79,4 +83,4 @@ def _turns(
     ids = tokenization.text_ids(texts, tokenizer)
     turns = [context + answer for context, answer in zip(ids[::2], ids[1::2], strict=True)]
     lengths = {"context": [*map(len, ids[::2])], "length": [*map(len, turns)]}
-    return {"tokens": turns, **lengths, "class": classes, "row": origins}
+    return {"tokens": turns, "working": steps, **lengths, "class": classes, "row": origins}

@@ -16,7 +16,7 @@ from random import Random
 from types import CodeType
 from typing import Any
 
-from l2d_jax.errors import InputError
+from l2d_jax.config.parsing import require
 from l2d_jax.files import package_table
 
 TABLE = "data/word_problems.toml"
@@ -38,9 +38,7 @@ class WordProblem:
 
 def problem(index: int, *, seed: int = 0, split: str = "train") -> WordProblem:
     """The problem with this index, from 0; neighbours differ in story. Raises `InputError` for an unknown split."""
-    if split not in SPLITS:
-        rule = f"the built-in problems have the splits {', '.join(SPLITS)}"
-        raise InputError(f"{rule}, not {split!r}: choose one of them")
+    check_split(split)
     story = STORIES[index % len(STORIES)]
     random = Random(f"{seed} {index}")
     while True:
@@ -50,6 +48,12 @@ def problem(index: int, *, seed: int = 0, split: str = "train") -> WordProblem:
         if {0: "test", 1: "validation"}.get(share, "train") == split:
             answer = int(re.findall(r"\d+", solution)[-1])
             return WordProblem(question, f"{solution}\n#### {answer}", answer)
+
+
+def check_split(split: str) -> None:
+    """Raise `InputError` for an unknown split."""
+    rule = f"the built-in problems have the splits {', '.join(SPLITS)}"
+    require(split in SPLITS, f"{rule}, not {split!r}: choose one of them")
 
 
 def _tell(story: str, r: Random) -> tuple[str, str]:
@@ -78,8 +82,8 @@ def conversations(
     count: int, *, seed: int = 0, split: str = "train", working: str = "sentences"
 ) -> list[dict[str, Any]]:
     """The first `count` problems as rows of two messages; raises `InputError` for a `working` not in `WORKINGS`."""
-    if working not in WORKINGS:
-        raise InputError(f"the built-in problems have the subsets {', '.join(WORKINGS)}, not {working!r}: choose one")
+    rule = f"the built-in problems have the subsets {', '.join(WORKINGS)} and chains"
+    require(working in WORKINGS, f"{rule}, not {working!r}: choose one")
     rows = []
     for index in range(count):
         made = problem(index, seed=seed, split=split)
@@ -100,3 +104,13 @@ def marked_number(text: str) -> str | None:
     """
     found = re.search(r"#### (-?[0-9.,]+)", text)
     return found[1].replace(",", "") if found else None
+
+
+def final_number(text: str) -> str | None:
+    """The marked number of an answer, or the answer itself where it is a number and nothing else.
+
+    >>> final_number("7"), final_number("7 apples")
+    ('7', None)
+    """
+    alone = re.fullmatch(r"-?[0-9.,]+", text.strip())
+    return alone[0].replace(",", "") if alone else marked_number(text)

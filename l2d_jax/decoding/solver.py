@@ -66,6 +66,41 @@ class EmbeddedPair(diffrax.AbstractAdaptiveSolver[Array]):
         return terms.vf(t0, y0, args)
 
 
+class Restart(diffrax.AbstractSolver[None]):
+    """Puts x on the straight line from x_0 to the newest estimate, so that former estimates leave no trace.
+
+    As in multistep sampling of consistency models (Song et al. 2023, algorithm 1), but with x_0 as the only noise. The
+    state is the pair of `integrate`: the coefficient a = 1 - t of x_0, and the data y.
+    """
+
+    term_structure: ClassVar[Any] = diffrax.ODETerm
+    interpolation_cls: ClassVar[Any] = diffrax.LocalLinearInterpolation
+
+    def order(self, terms: Any) -> int:
+        """That of Euler's method, which takes the same steps where the estimate stays the same."""
+        del terms
+        return 1
+
+    def init(self, terms: Any, t0: Any, t1: Any, y0: Any, args: Any) -> None:
+        """No state."""
+
+    def step(
+        self, terms: Any, t0: Any, t1: Any, y0: Any, args: Any, solver_state: None, made_jump: Any
+    ) -> tuple[Any, None, dict[str, Any], None, Any]:
+        """Replace y by the estimate, times t at the end of the step."""
+        del t1, solver_state, made_jump
+        (scale, data), (change, slope) = y0, self.func(terms, t0, y0, args)  # the change of a is minus the step
+        end = scale + change
+        share, left, after = (a.reshape(a.shape + (1,) * (data.ndim - a.ndim)) for a in (change, scale, end))
+        estimate = data - slope * left / jnp.where(share < 0, share, -1.0)
+        y1 = end, jnp.where(share < 0, (1 - after) * estimate, data)
+        return y1, None, {"y0": y0, "y1": y1}, None, diffrax.RESULTS.successful
+
+    def func(self, terms: Any, t0: Any, y0: Any, args: Any) -> Any:
+        """The slope at a point."""
+        return terms.vf(t0, y0, args)
+
+
 def _combine(weights: Any, slopes: list[Any]) -> Any:
     return sum(float(weight) * slope for weight, slope in zip(weights, slopes, strict=True) if weight)
 
@@ -174,6 +209,7 @@ SOLVERS = {
         Solver("heun", diffrax.Heun, stages=2, lookahead=1.0),
         Solver("heun3", Heun3, stages=3, lookahead=1.0),
         Solver("rk4", ThreeEighths, stages=4, lookahead=1.0),
+        Solver("restart", Restart, stages=1, lookahead=1.0),
         Solver("fehlberg2", Fehlberg2, stages=2),
         Solver("adaptive_heun", AdaptiveHeun, stages=1),
         Solver("bosh3", BogackiShampine, stages=3),

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from annotated_types import Interval, Len
 from jax import monitoring
 
-from l2d_jax.data.word_problems import marked_number
+from l2d_jax.data.word_problems import final_number
 from l2d_jax.decoding.batching import complete
 from l2d_jax.decoding.beam_search import search
 from l2d_jax.decoding.beams import SearchConfig
@@ -67,7 +67,7 @@ def answer_problems(loaded: LoadedModel, problems: MarkedProblems, strategy: Str
     with _seconds() as seconds, processes.progress_bar(len(right), "answers", unit="problem") as shown:
         for answers in _answers(loaded, problems, strategy, settings, batch_size):
             for place, texts in answers.items():
-                numbers = [marked_number(to_text(ids, loaded.tokenizer)) for ids in texts]
+                numbers = [final_number(to_text(ids, loaded.tokenizer)) for ids in texts]
                 right[place] = majority(numbers) == problems.numbers[place]
                 tokens += searched * sum(min(len(ids) + 1, length) for ids in texts)
             shown.update(len(answers))

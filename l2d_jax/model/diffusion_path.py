@@ -164,7 +164,7 @@ class DiffusionPath(nnx.Module):
 
     def condition(self, t: Float[Array, "*#B"], labels: Int[Array, "*#B"] | None = None) -> Float[Array, "*#B E"]:
         """The embedding of t and of the class, in float32; `labels` None is the null class."""
-        embedded = self.time(diffusion.time_features(t, self.config.frequency_width))
+        embedded = self.time(diffusion.time_features(t * self.config.time_scale, self.config.frequency_width))
         if self.classes is None:
             return embedded
         null = self.config.classes

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from l2d_jax.config.schema import DataConfig, ValidationConfig
 from l2d_jax.data.examples import Examples
-from l2d_jax.data.word_problems import marked_number
+from l2d_jax.data.word_problems import final_number
 from l2d_jax.decoding.batching import complete
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import Prompt
@@ -25,7 +25,7 @@ from l2d_jax.statistics import BootstrapSums, rate
 
 @dataclass(frozen=True)
 class MarkedProblems:
-    """Held-out prompts whose answers end in `#### ` and a number."""
+    """Held-out prompts whose answers end in `#### ` and a number, or are a number."""
 
     prompts: list[Prompt]
     numbers: list[str]  # the right ones
@@ -50,10 +50,10 @@ class MarkedProblems:
         examples = Examples.load(config, tokenizer, split=config.validation_split)
         prompts, numbers, longest = [], [], 0
         for place, (prompt, answer) in enumerate(examples.texts()):
-            number = marked_number(to_text(answer, tokenizer))
+            number = final_number(to_text(answer, tokenizer))
             if number is None:
                 row = examples.turns[int(examples.kept[place])]["row"]
-                rule = f"{option} needs answers that end in '#### ' and a number, as GSM8K's do"
+                rule = f"{option} needs answers that are a number, or end in '#### ' and one, as GSM8K's do"
                 raise InputError(f"{rule}: row {row} of the validation split has none; set it to 0")
             prompts.append(Prompt(place, prompt))
             numbers.append(number)
@@ -83,7 +83,7 @@ def exact_match(
             rows = max(min(config.exact_batch_size // samples, len(prompts)), 1) * samples
             for answers in complete(loaded, prompts, settings=one, batch_size=rows, samples=samples):
                 for place, texts in answers.items():
-                    found = [marked_number(to_text(ids, loaded.tokenizer)) for ids in texts]
+                    found = [final_number(to_text(ids, loaded.tokenizer)) for ids in texts]
                     scores[place] = np.mean([number == problems.numbers[place] for number in found])
                 shown.update(len(answers))
     sums, report = BootstrapSums(), dict[str, Any]()

@@ -74,11 +74,14 @@ def diffusion_loss(
     With several noise samples per context, it is the mean of as many losses of one sample, whose keys are split off
     `key`. At a share of `own_estimates` of each row's positions, drawn at random, x_t is a point of the path's own
     trajectory: it shows the token that the path estimates at t = 0, as in decoding, instead of the true one.
+
+    Where targets have a working, t is on a grid of its steps, x_t shows one of them, and the loss is that of the next.
     """
     llm = dataclasses.replace(jax.lax.stop_gradient(llm), is_frozen=True)
     batch, corruption = sample_corruptions(key, batch, path, draws_per_context=draws_per_context, times=times)
     context = path_context(path, llm, batch, remat=options.remat)
-    shown = batch.targets
+    shown, batch, t = next_steps(batch, corruption.t, key=jax.random.fold_in(key, 2))
+    corruption = corruption._replace(t=t)
     if own_estimates > 0:
         order = jnp.argsort(jax.random.uniform(jax.random.fold_in(key, 1), shown.shape), axis=1)
         chosen = jnp.sort(order[:, : max(round(own_estimates * shown.shape[1]), 1)], axis=1)
@@ -88,6 +91,31 @@ def diffusion_loss(
     losses = target_losses(llm, hidden, batch.targets, chunk=options.chunk)
     weights = loss_weights(batch.weights, options.reduction, segments=batch.query_segments)
     return jnp.sum(losses * weights), losses
+
+
+def next_steps(
+    batch: Batch, t: Float[Array, "B M"], *, key: Key[Array, ""] | Array
+) -> tuple[Int[Array, "B M"], Batch, Float[Array, "B M"]]:
+    """What x_t shows at t, the batch with the targets of the path at t, and t itself; without a working, what is given.
+
+    With S steps of working, t becomes k / S. The target is step k of them, from 0, and at t = 1 the answer. x_t shows
+    what decoding with `restart` in n intervals has there, the step of t - 1 / n: for half of the positions with n = S,
+    for the others with any n that divides S and has t on its grid.
+    """
+    if batch.working is None:
+        return batch.targets, batch, t
+    states = jnp.concatenate([batch.working, batch.targets[..., None]], axis=-1)
+    last = states.shape[-1] - 1
+    step = jnp.minimum(jnp.floor(t * (last + 1)).astype(jnp.int32), last)
+    strides = jnp.array([stride for stride in range(1, last + 1) if last % stride == 0])
+    key_stride, key_one = jax.random.split(key)
+    chance = jax.random.uniform(key_stride, (*t.shape, len(strides))) * (step[..., None] % strides == 0)
+    stride = jnp.where(jax.random.bernoulli(key_one, shape=t.shape), 1, strides[jnp.argmax(chance, axis=-1)])
+
+    def at(step: Array) -> Array:
+        return jnp.take_along_axis(states, step[..., None], axis=-1)[..., 0]
+
+    return at(jnp.maximum(step - stride, 0)), batch._replace(targets=at(step)), step / last
 
 
 def first_estimates(

@@ -25,7 +25,7 @@ from l2d_jax.model.l2d import Model
 from l2d_jax.model.lm_head import map_logits, negative_log_likelihood
 from l2d_jax.statistics import BootstrapSums
 from l2d_jax.training.corrections import token_values
-from l2d_jax.training.objective import correct, sample_corruption
+from l2d_jax.training.objective import correct, next_steps, sample_corruption
 
 MEASURES = ("loss", "expected", "greedy")  # at every setting
 
@@ -43,8 +43,9 @@ def _loss_by_bin(
     sampled = sample_corruption(key, batch, path)
 
     def at(index: Array) -> Array:
-        hidden = correct(path, model.llm, context, batch, sampled._replace(t=(index + sampled.t) / bins))
-        return map_logits(model.llm, hidden, negative_log_likelihood, batch.targets, chunk=chunk)
+        shown, stepped, t = next_steps(batch, (index + sampled.t) / bins, key=key)
+        hidden = correct(path, model.llm, context, batch._replace(targets=shown), sampled._replace(t=t))
+        return map_logits(model.llm, hidden, negative_log_likelihood, stepped.targets, chunk=chunk)
 
     return jax.lax.map(at, jnp.arange(bins, dtype=jnp.float32))
 

@@ -144,7 +144,7 @@ def _release(parts: Parts, out: Path, file: str, *, is_full: bool = False) -> No
         problem = f"the base of {parts.name} has {', '.join(unknown)}, and the release knows Llama and Qwen 2"
         raise InputError(f"{problem}: export it with --format hf")
     family = "qwen2" if parts.architecture.qkv_bias else "llama"
-    for name in ("start", "reader"):
+    for name in ("start", "reader", "time_scale"):
         if (found := getattr(config, name)) != (known := getattr(PathConfig, name)):
             problem = f"the path of {parts.name} has {name} {found!r}, which the release does not know"
             raise InputError(f"{problem}: train one with config.path.{name} {known!r}")

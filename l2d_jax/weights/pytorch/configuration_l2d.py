@@ -21,6 +21,7 @@ class PathOptions:
     width: int = 256  # of the diffusion token
     translation_width: int = 256  # hidden width of the MLP from the diffusion token to the model width
     frequency_width: int = 256  # number of cosine and sine features of t
+    time_scale: float = 1.0  # what t is multiplied by before them
     condition_width: int = 256  # of the embedding of time and class
     sigma: float = 64.0  # standard deviation of the noise x_0
     start: str = "released"  # an untrained path is nothing ("released"), or the language model itself ("anchored")

@@ -139,7 +139,7 @@ class L2DForCausalLM(PreTrainedModel, GenerationMixin):
           input_ids, attention_mask, position_ids, past_key_values, use_cache, logits_to_keep, options: as elsewhere.
           labels: the tokens, [B, T], with -100 where there is no loss.
           budget: evaluations of the path per token, the final one included; 1: the language model alone.
-          solver: "euler", "midpoint", "heun", "heun3" or "rk4".
+          solver: "euler", "midpoint", "heun", "heun3", "rk4" or "restart".
           velocity: x_1 is estimated by the vector of one token, "sample", or by the mean over all, "expectation".
           velocity_temperature: of that token or mean; 0: arg max.
           anneal: whether that temperature falls linearly to 0 as t goes to 1.

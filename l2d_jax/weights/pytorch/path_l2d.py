@@ -161,7 +161,7 @@ class DiffusionPath(nn.Module):
         """The embedding of time and class, in float32; None is the null class."""
         half = self.options.frequency_width // 2
         frequency = 10000.0 ** (-torch.arange(half, dtype=torch.float32, device=t.device) / half)
-        angle = t[..., None] * frequency
+        angle = t[..., None] * self.options.time_scale * frequency
         embedded = self.time(torch.cat([angle.cos(), angle.sin()], dim=-1))
         if self.classes is None:
             return embedded
@@ -209,6 +209,7 @@ class Tableau(NamedTuple):
     rows: tuple[tuple[float, ...], ...]  # what each stage takes of the slopes before it
     weights: tuple[float, ...]
     lookahead: float  # intervals beyond t at which an annealed temperature is read
+    restarts: bool = False  # whether each estimate replaces the former ones: x is on the line from x_0 to the newest
 
     def steps(self, budget: int) -> int:
         """The intervals that spend a budget of evaluations, one of which is for the answer; raises `ValueError`."""
@@ -230,6 +231,7 @@ SOLVERS = {
     "rk4": Tableau(  # the 3/8 rule
         (0, 1 / 3, 2 / 3, 1), ((), (1 / 3,), (-1 / 3, 1), (1, -1, 1)), (1 / 8, 3 / 8, 3 / 8, 1 / 8), 1
     ),
+    "restart": Tableau((0,), ((),), (1,), 1, restarts=True),
 }
 
 
@@ -249,6 +251,7 @@ def trajectory(target: Callable[..., Tensor], noise: Tensor, tableau: Tableau, s
             if len(slopes) < len(tableau.weights):
                 t = (step + node) / steps
                 rate = 1 / steps / (1 - t) if 1 - t > END else 0.0
-                slopes.append((-a * rate, (target(t, a * noise + y) - y) * rate))
-        scale, data = a, y
+                estimate = target(t, a * noise + y)
+                slopes.append((-a * rate, (estimate - y) * rate))
+        scale, data = a, (1 - a) * estimate if tableau.restarts else y
         yield scale * noise + data
