@@ -102,7 +102,7 @@ def chains(config: ConfigDict) -> None:
     config.optim.warmup_steps = 40
     config.train.batch_size = 24
     config.train.draws_per_context = 12
-    config.train.steps = 800
+    config.train.steps = 500
     config.validation.budgets = (1, 3, 8, 15)
     config.validation.exact_examples = 500
     config.validation.exact_batch_size = 100

@@ -297,6 +297,37 @@ def test_classes_are_handed_on(tmp_path):
     assert batch.classes.tolist() == [2, 0, 0]
 
 
+def test_a_working_is_tokenised_as_the_answer_is(tmp_path):
+    rows = [dialogue("1 + 1 + 1?", "3.") | {"working": ["1.", "2."]}, dialogue("?", "8.") | {"working": []}]
+    examples = load(folder_config(tmp_path, rows, working=3))
+    [batch] = examples.in_order(2)
+    one, two, three = (TOKENIZER(f"{number}.<|im_end|>")["input_ids"] for number in (1, 2, 3))
+    place = batch.weights[0] > 0
+    assert batch.working[0][place].T.tolist() == [one, two, three]
+    assert (batch.working[1] == batch.targets[1][:, None])[batch.weights[1] > 0].all()
+    ignored = load(folder_config(tmp_path, rows))
+    assert next(ignored.in_order(2)).working is None
+    assert ignored.fingerprint() != examples.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("working", "option", "message"),
+    [
+        (
+            ["1", "20"],
+            2,
+            r"row 0 of .*: the step '20' of 'working' makes the answer 3 tokens long, and not 2: write all",
+        ),
+        ("12", 2, r"row 0 of .*: 'working' must be a list of texts beside one answer, got '12'"),
+        (["1", "2"], 1, r"config.data.working is 1, but the longest 'working' of .* has 2 steps: set it to that"),
+        ([], 2, r"config.data.working is 2, but the longest 'working' of .* has 0 steps"),
+    ],
+)
+def test_a_working_that_does_not_fit(tmp_path, working, option, message):
+    with pytest.raises(InputError, match=message):
+        load(folder_config(tmp_path, [dialogue("?", "3") | {"working": working}], working=option))
+
+
 def test_parquet_and_data_dir(tmp_path):
     write(tmp_path / "rows" / "mine" / "train.jsonl", [dialogue("?", "7"), dialogue("?", "8")])
     rows = datasets.Dataset.from_list([dialogue("?", "9")])

@@ -135,5 +135,5 @@ def test_less_working_leaves_the_question_and_the_answer(working):
 
 
 def test_another_working_is_refused():
-    with pytest.raises(InputError, match="have the subsets sentences, equations, answers, not 'hints'"):
+    with pytest.raises(InputError, match="have the subsets sentences, equations, answers and chains, not 'hints'"):
         conversations(1, working="hints")

@@ -47,12 +47,22 @@ def rk4(v: Velocity, t: float, x: np.ndarray, h: float) -> np.ndarray:
 METHODS = {"euler": euler, "midpoint": midpoint, "heun": heun, "heun3": heun3, "rk4": rk4}
 
 
+def restarts(target: Any, noise: np.ndarray, steps: int, end: float = 1.0) -> list[np.ndarray]:
+    states, t = [np.asarray(noise, np.float64)], 0.0
+    for i in range(steps):
+        estimate, t = target(t, states[-1]), (i + 1) * end / steps
+        states.append((1 - t) * states[0] + t * estimate)
+    return states
+
+
 def loop(solver: str, target: Any, x: np.ndarray, steps: int, end: float = 1.0) -> list[np.ndarray]:
     """The states on the grid."""
 
     def velocity(t: float, x: np.ndarray) -> np.ndarray:
         return (target(t, x) - x) / (1 - t) if t < 1 - 1e-6 else np.zeros_like(x)
 
+    if solver == "restart":
+        return restarts(target, x, steps, end)
     states = [np.asarray(x, np.float64)]
     for i in range(steps):
         states.append(METHODS[solver](velocity, i * end / steps, states[-1], end / steps))

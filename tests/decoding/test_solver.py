@@ -52,7 +52,7 @@ def test_intervals_of_a_budget() -> None:
             "3 evaluations is too small for fehlberg2, which takes 2 and 2 a step: try 1 .*at least 4",
         ),
         ("bosh3", 4, "at least 5"),
-        ("newton", 3, "unknown solver 'newton': choose from euler, midpoint, heun, heun3, rk4, fehlberg2"),
+        ("newton", 3, "unknown solver 'newton': choose from euler, midpoint, heun, heun3, rk4, restart, fehlberg2"),
     ],
 )
 def test_budgets_that_cannot_be_spent(solver: str, budget: int, message: str) -> None:

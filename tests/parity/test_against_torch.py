@@ -68,7 +68,7 @@ NAMES = [
     *(f"logits at t = {t}" for t in (0.1, 0.5, 0.9, 1.0)),
     *(
         f"{what} by {solver}"
-        for solver in ("euler", "midpoint", "heun", "heun3", "rk4")
+        for solver in ("euler", "midpoint", "heun", "heun3", "rk4", "restart")
         for what in ("logits", "states")
     ),
     *(f"answers at budget {budget}, tokens that differ" for budget in (1, 3, 15)),

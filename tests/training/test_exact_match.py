@@ -39,8 +39,15 @@ def test_the_problems_are_the_first_held_out_ones(tokenizer):
 
 def test_rows_without_a_marked_number_are_refused(tokenizer, tmp_path):
     (tmp_path / "validation.jsonl").write_text(json.dumps({"question": "2 + 2?", "answer": "It is 4."}) + "\n")
-    with pytest.raises(InputError, match=r"exact_examples needs answers that end in '#### ' .* row 0 .* set it to 0"):
+    with pytest.raises(
+        InputError, match=r"exact_examples needs answers that are a number, or end in '#### ' .* row 0 .* set it to 0"
+    ):
         read(tmp_path, tokenizer, 5)
+
+
+def test_an_answer_may_be_a_number_alone(tokenizer, tmp_path):
+    (tmp_path / "validation.jsonl").write_text(json.dumps({"question": "2 + 2?", "answer": "4"}) + "\n")
+    assert read(tmp_path, tokenizer, 5).numbers == ["4"]
 
 
 def test_how_answers_are_counted(tokenizer, monkeypatch):

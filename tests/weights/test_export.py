@@ -335,7 +335,7 @@ def test_what_cannot_be_exported(tmp_path, model, arguments, message):
 
 
 @pytest.mark.parametrize("format", ["l2d", "l2d-full"])
-@pytest.mark.parametrize(("name", "value"), [("start", "anchored"), ("reader", "path")])
+@pytest.mark.parametrize(("name", "value"), [("start", "anchored"), ("reader", "path"), ("time_scale", 100.0)])
 def test_what_the_release_does_not_know_is_not_exported_to_it(tmp_path, mesh, format, name, value):
     model = write_model(tmp_path / "model", write_base(tmp_path / "base"), mesh, **{name: value})
     outcome = call(convert.main, "export", "--model", model, "--format", format, "--out", tmp_path / "out")

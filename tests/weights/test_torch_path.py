@@ -36,7 +36,7 @@ PATHS = {
     "anchored": {"start": "anchored"},
     "reading": {"start": "anchored", "reader": "path", "sigma": 8.0},
     "dense": {"layers": "dense", "reader": "path", "classes": 3},
-    "all": {"start": "anchored", "layers": "dense", "reader": "path", "classes": 2, "sigma": 8.0},
+    "all": {"start": "anchored", "layers": "dense", "reader": "path", "classes": 2, "sigma": 8.0, "time_scale": 100.0},
 }
 CASES = [
     *((kind, name) for kind in ("llama-scaled", "qwen-tied") for name in ("released", "anchored", "reading", "dense")),

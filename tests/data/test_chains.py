@@ -1,0 +1,31 @@
+import re
+
+import pytest
+
+from l2d_jax.data.chains import OPERATIONS, conversations
+from l2d_jax.errors import InputError
+
+
+def test_results_are_those_of_each_operation() -> None:
+    for row in conversations(300):
+        _, question, answer = (message["content"] for message in row["messages"])
+        first, *operations = re.findall(r"^\d|[-+*]\d", question)
+        results = [int(first)]
+        for sign, digit in operations:
+            one, other = results[-1], int(digit)
+            results.append({"+": one + other, "-": one - other, "*": one * other}[sign])
+        assert [*row["working"], answer] == [str(result) for result in results]
+        assert len(operations) == OPERATIONS
+        assert all(0 <= result <= 9 for result in results)
+
+
+def test_splits_share_no_chain() -> None:
+    texts = {
+        split: {row["messages"][1]["content"] for row in conversations(400, split=split)}
+        for split in ("train", "validation", "test")
+    }
+    assert len(set.union(*texts.values())) == 1200
+    assert conversations(5) == conversations(9)[:5]
+    assert conversations(5, seed=1) != conversations(5)
+    with pytest.raises(InputError, match="splits train, validation, test, not 'dev'"):
+        conversations(1, split="dev")
