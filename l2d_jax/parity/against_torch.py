@@ -46,7 +46,7 @@ from l2d_jax.weights import publish
 ROW = 32  # tokens, where nothing else is asked for
 ANSWER = 16  # tokens, at most
 TIMES = (0.1, 0.5, 0.9, 1.0)
-SOLVED: Any = {"euler": 5, "midpoint": 7, "heun": 7, "heun3": 7, "rk4": 9, "restart": 5}  # the budget of each trajectory
+SOLVED: Any = {"euler": 5, "midpoint": 7, "heun": 7, "heun3": 7, "rk4": 9, "restart": 5}  # the budgets of trajectories
 BUDGETS = (1, 3, 15)  # of answers
 MEAN: Any = {"velocity": "expectation", "velocity_temperature": 1.5, "guidance": 1.7}  # which rounding moves little
 

@@ -87,7 +87,8 @@ train.validate_every: int in [0, 1000000000] = 500
 train.log_every: int in [1, 1000000000] = 10
 train.max_skipped: int in [1, 1000000000] = 10
 train.seed: int in [0, 2147483648) = 0
-decode.solver: Literal['euler', 'midpoint', 'heun', 'heun3', 'rk4', 'restart', 'fehlberg2', 'adaptive_heun', 'bosh3'] = 'midpoint'
+decode.solver: Literal['euler', 'midpoint', 'heun', 'heun3', 'rk4', 'restart', \
+'fehlberg2', 'adaptive_heun', 'bosh3'] = 'midpoint'
 decode.budget: int in [1, 10000] = 15
 decode.tolerance: float in [1e-12, 1000000.0] = 0.0003
 decode.velocity: Literal['sample', 'expectation'] = 'sample'
