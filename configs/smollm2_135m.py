@@ -100,10 +100,10 @@ def chains(config: ConfigDict) -> None:
     config.data.answer_length = 2
     config.optim.peak_rate = 2e-3
     config.optim.warmup_steps = 40
-    config.train.batch_size = 24
-    config.train.draws_per_context = 12
-    config.train.steps = 500
-    config.validation.budgets = (1, 3, 8, 15)
+    config.train.batch_size = 16
+    config.train.draws_per_context = 16
+    config.train.steps = 400
+    config.validation.budgets = (1, 3, 15)
     config.validation.exact_examples = 500
     config.validation.exact_batch_size = 100
     config.validation.time_bins = 15

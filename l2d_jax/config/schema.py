@@ -95,7 +95,7 @@ class DataConfig:
     validation_examples: ranges.Count | None = 256  # number of held-out examples at most; None: all
     max_length: ranges.Length = 2048  # tokens of context and answer; longer examples are dropped and counted
     answer_length: ranges.Tokens | None = None  # positions per row that carry a loss; None: max_length
-    working: ranges.Steps = 0  # steps of the rows' column `working`, each an evaluation's target; 0: the answer is all
+    working: ranges.Steps = 0  # steps of the column `working`, each the target of an evaluation; 0: only the answer is
     empty_thoughts: bool = False  # close the thought that a prompt opens (R1's do) before an answer that has none
     packing: bool = False  # let several training examples share a row; False: one example per row, as in the paper
     seed: ranges.Seed = 0  # seed of the order of the examples

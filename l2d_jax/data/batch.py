@@ -45,7 +45,8 @@ def stack(rows: Sequence[Sequence[Mapping[str, Any]]], config: DataConfig, *, pa
     """Build a batch of NumPy arrays from rows of examples, one at most without `config.packing`; all must fit.
 
     An example has its `tokens`, `context` (the number of tokens before the answer) and `class`, and with
-    `config.working` the tokens of the answer after each step of its `working`, one step behind the other.
+    `config.working` the tokens of the answer after each step of its `working`, one step behind the other. Of more steps
+    than that, evenly spaced ones are taken; fewer are followed by the answer.
     """
     length, width, is_packed = config.max_length, config.answer_length or config.max_length, config.packing
     full: Any = np.full
@@ -77,7 +78,9 @@ def stack(rows: Sequence[Sequence[Mapping[str, Any]]], config: DataConfig, *, pa
                 batch.segments[row, start:end] = number
             if batch.working is not None:
                 steps = np.append(np.asarray(example["working"], np.int32), ids[context:]).reshape(-1, answer)
-                batch.working[row, place] = steps[np.minimum(np.arange(config.working), len(steps) - 1)].T
+                stride = max((len(steps) - 1) / config.working, 1)
+                chosen = np.minimum(np.round(stride * np.arange(config.working)).astype(int), len(steps) - 1)
+                batch.working[row, place] = steps[chosen].T
             start, answered = end, answered + answer
     return batch
 

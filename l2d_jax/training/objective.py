@@ -80,7 +80,7 @@ def diffusion_loss(
     llm = dataclasses.replace(jax.lax.stop_gradient(llm), is_frozen=True)
     batch, corruption = sample_corruptions(key, batch, path, draws_per_context=draws_per_context, times=times)
     context = path_context(path, llm, batch, remat=options.remat)
-    shown, batch, t = next_steps(batch, corruption.t, key=jax.random.fold_in(key, 2))
+    shown, batch, t = next_steps(batch, corruption.t)
     corruption = corruption._replace(t=t)
     if own_estimates > 0:
         order = jnp.argsort(jax.random.uniform(jax.random.fold_in(key, 1), shown.shape), axis=1)
@@ -93,29 +93,19 @@ def diffusion_loss(
     return jnp.sum(losses * weights), losses
 
 
-def next_steps(
-    batch: Batch, t: Float[Array, "B M"], *, key: Key[Array, ""] | Array
-) -> tuple[Int[Array, "B M"], Batch, Float[Array, "B M"]]:
+def next_steps(batch: Batch, t: Float[Array, "B M"]) -> tuple[Int[Array, "B M"], Batch, Float[Array, "B M"]]:
     """What x_t shows at t, the batch with the targets of the path at t, and t itself; without a working, what is given.
 
-    With S steps of working, t becomes k / S. The target is step k of them, from 0, and at t = 1 the answer. x_t shows
-    what decoding with `restart` in n intervals has there, the step of t - 1 / n: for half of the positions with n = S,
-    for the others with any n that divides S and has t on its grid.
+    With S steps of working, t becomes k / S. The target is step k, from 0, and at t = 1 the answer; x_t shows step
+    k - 1, as in decoding with `restart` in S intervals.
     """
     if batch.working is None:
         return batch.targets, batch, t
     states = jnp.concatenate([batch.working, batch.targets[..., None]], axis=-1)
     last = states.shape[-1] - 1
-    step = jnp.minimum(jnp.floor(t * (last + 1)).astype(jnp.int32), last)
-    strides = jnp.array([stride for stride in range(1, last + 1) if last % stride == 0])
-    key_stride, key_one = jax.random.split(key)
-    chance = jax.random.uniform(key_stride, (*t.shape, len(strides))) * (step[..., None] % strides == 0)
-    stride = jnp.where(jax.random.bernoulli(key_one, shape=t.shape), 1, strides[jnp.argmax(chance, axis=-1)])
-
-    def at(step: Array) -> Array:
-        return jnp.take_along_axis(states, step[..., None], axis=-1)[..., 0]
-
-    return at(jnp.maximum(step - stride, 0)), batch._replace(targets=at(step)), step / last
+    step = jnp.minimum(jnp.floor(t * (last + 1)).astype(jnp.int32), last)[..., None]
+    shown, target = (jnp.take_along_axis(states, at, axis=-1)[..., 0] for at in (jnp.maximum(step - 1, 0), step))
+    return shown, batch._replace(targets=target), step[..., 0] / last
 
 
 def first_estimates(

@@ -43,7 +43,7 @@ def _loss_by_bin(
     sampled = sample_corruption(key, batch, path)
 
     def at(index: Array) -> Array:
-        shown, stepped, t = next_steps(batch, (index + sampled.t) / bins, key=key)
+        shown, stepped, t = next_steps(batch, (index + sampled.t) / bins)
         hidden = correct(path, model.llm, context, batch._replace(targets=shown), sampled._replace(t=t))
         return map_logits(model.llm, hidden, negative_log_likelihood, stepped.targets, chunk=chunk)
 

@@ -52,10 +52,12 @@ def test_every_position_has_a_place(is_packed: bool) -> None:
 
 
 def test_a_working_stands_beside_its_targets() -> None:
-    """Shorter ones end with the answer, which also fills what other rows have more."""
+    """Shorter ones are followed by the answer; of longer ones evenly spaced steps are taken."""
     one, two = {**ONE, "working": [7, 8, 5, 6]}, {**TWO, "working": []}
     batch = stack([[one], [two]], DataConfig(max_length=5, answer_length=2, working=3), padding=0)
     assert rows(batch)["working"] == [[[7, 5, 3], [8, 6, 4]], [[9, 9, 9], [0, 0, 0]]]
     packed = stack([[two, one]], DataConfig(max_length=8, answer_length=4, packing=True, working=3), padding=0)
     assert rows(packed)["working"] == [[[9, 9, 9], [7, 5, 3], [8, 6, 4], [0, 0, 0]]]
+    few = stack([[one]], DataConfig(max_length=5, answer_length=2, working=1), padding=0)
+    assert rows(few)["working"] == [[[7], [8]]]
     assert rows(batch.repeat(2))["working"][0] == [[7, 5, 3], [7, 5, 3], [8, 6, 4], [8, 6, 4]]

@@ -319,8 +319,7 @@ def test_a_working_is_tokenised_as_the_answer_is(tmp_path):
             r"row 0 of .*: the step '20' of 'working' makes the answer 3 tokens long, and not 2: write all",
         ),
         ("12", 2, r"row 0 of .*: 'working' must be a list of texts beside one answer, got '12'"),
-        (["1", "2"], 1, r"config.data.working is 1, but the longest 'working' of .* has 2 steps: set it to that"),
-        ([], 2, r"config.data.working is 2, but the longest 'working' of .* has 0 steps"),
+        ([], 2, r"config.data.working is 2, but no row of .* has a 'working': add that column, or set it to 0"),
     ],
 )
 def test_a_working_that_does_not_fit(tmp_path, working, option, message):

@@ -289,26 +289,20 @@ def test_the_times_of_the_defaults_are_the_bits_that_are_drawn() -> None:
 
 
 def test_each_evaluation_has_a_step_of_the_working() -> None:
-    """Targets and what x_t shows, by a table of all (t, interval) that decoding visits, and how often they are met."""
     working = jnp.broadcast_to(jnp.arange(10, 16, dtype=jnp.int32), (40, 50, 6))
     batch = tiny.batch(examples=40, length=60, answers=50)._replace(working=working)
     batch = batch._replace(targets=jnp.full((40, 50), 16, jnp.int32))
-    shown, stepped, t = objective.next_steps(batch, jax.random.uniform(KEY, (40, 50)), key=KEY)
+    shown, stepped, t = objective.next_steps(batch, jax.random.uniform(KEY, (40, 50)).at[0, 0].set(1.0))
     step = np.round(np.asarray(t) * 6).astype(int)
     np.testing.assert_allclose(t, step / 6, atol=1e-7)
     np.testing.assert_allclose(np.bincount(step.ravel()) / step.size, 1 / 7, atol=0.03)
     np.testing.assert_array_equal(stepped.targets, 10 + step)
-    leaps = np.asarray(stepped.targets - shown)
-    assert (leaps[step == 0] == 0).all()  # x_0 shows nothing
-    for at, possible in {1: [1], 2: [1, 2], 3: [1, 3], 4: [1, 2], 5: [1], 6: [1, 2, 3, 6]}.items():
-        found = leaps[step == at]
-        assert sorted(set(found.tolist())) == possible
-        np.testing.assert_allclose((found == 1).mean(), 0.5 + 0.5 / len(possible), atol=0.1)
+    np.testing.assert_array_equal(shown, 10 + np.maximum(step - 1, 0))  # x_0 shows nothing
 
 
 def test_without_a_working_the_loss_is_the_plain_one() -> None:
     batch, t = tiny.batch(), jnp.full((2, 4), 0.3)
-    shown, stepped, same = objective.next_steps(batch, t, key=KEY)
+    shown, stepped, same = objective.next_steps(batch, t)
     assert (id(shown), id(stepped), id(same)) == (id(batch.targets), id(batch), id(t))
 
 
@@ -321,7 +315,7 @@ def test_the_loss_of_a_working_by_its_parts() -> None:
     batch = batch._replace(working=working)
     found, terms = objective.diffusion_loss(path, llm, batch, KEY)
     corruption = objective.sample_corruption(KEY, batch, path)
-    shown, stepped, t = objective.next_steps(batch, corruption.t, key=jax.random.fold_in(KEY, 2))
+    shown, stepped, t = objective.next_steps(batch, corruption.t)
     hidden = objective.correct(path, llm, read(llm, batch), batch._replace(targets=shown), corruption._replace(t=t))
     losses = lm_head.map_logits(llm, hidden, lm_head.negative_log_likelihood, stepped.targets)
     np.testing.assert_allclose(terms, losses, rtol=1e-5)
