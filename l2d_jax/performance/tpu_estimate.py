@@ -55,10 +55,8 @@ def read_estimate(
     figures |= {"useful FLOPs": useful, "FLOPs": cost.flops, "kernel FLOPs": cost.kernel_flops}
     figures |= {"peak": generation.peak, "FLOPs per cycle": generation.per_cycle, "cycles": cost.cycles}
     figures |= {"seconds": seconds, "seconds of kernels": kernels, "seconds on the links": crossings / generation.links}
-    figures |= {
-        "tokens per second": tokens / seconds if seconds else 0.0,
-        "loops of unknown length": cost.unknown_loops,
-    }
+    figures |= {"tokens per second": tokens / seconds if seconds else 0.0}
+    figures |= {"loops of unknown length": cost.unknown_loops}
     figures |= {"share of peak": useful / (seconds * generation.peak) if seconds else 0.0}
     parts = [vars(part) for part in cost.parts[:_PARTS]]
     return sizes | figures | {"phases": _phases(cost.parts, generation), "parts": parts}
@@ -79,8 +77,7 @@ def _phases(parts: Iterable[InstructionCost], generation: TpuGeneration) -> dict
 def too_large(message: str) -> dict[str, Any] | None:
     """The figures in the compiler's message that a program is too large; None for another message."""
     for pattern in _TOO_LARGE:
-        found = pattern.search(message)
-        if found:
+        if found := pattern.search(message):
             needed, usable = (float(found[i]) * _UNITS[found[i + 1]] for i in (1, 3))
             return {"needed": needed, "usable": usable}
     return None
@@ -106,8 +103,7 @@ def estimate_lines(figures: Mapping[str, Any], *, top: int = 0) -> list[str]:
         ]
         for kind, size in sorted(figures["moved"].items(), key=lambda item: -item[1]):
             rows.append((f"collectives: {kind}", f"{_size(size)} in {figures['calls'][kind]:,} calls"))
-        for name, count in figures["kernels"].items():
-            rows.append((f"kernel: {name}", f"{count:,} runs"))
+        rows += [(f"kernel: {name}", f"{count:,} runs") for name, count in figures["kernels"].items()]
         if figures["kernels"]:
             taken = f"{figures['seconds of kernels']:.4g} s, taken at {ATTENTION:.0%} of peak"
             rows.append(("time of kernels of attention", taken))
