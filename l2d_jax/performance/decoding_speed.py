@@ -32,8 +32,8 @@ def measure_decoding(
     """Tokens per second at each batch size and budget, and each batch size's time per evaluation.
 
     `prompt` and `new` are tokens: those of each prompt, whose prefill is not timed, and those to generate, which are
-    timed. The slope needs two budgets at least. The result has `rows` for each batch size and budget, and `batches` for
-    each batch size; rates are in bytes per second.
+    timed. The slope needs two budgets at least. The result has `rows` for each batch size and budget, `batches` for
+    each batch size, and the read rate in bytes per second.
     """
     llm = LLM.declare(model_folder.read_architecture(config.model), dtype=config.model.dtype)
     settings, remedy = dataclasses.replace(config.decode, max_new_tokens=new), "--batches, --prompt or --new"

@@ -197,8 +197,7 @@ TASKS = {
 
 def find_task(name: str) -> Task:
     """The task of this name; `InputError` where there is none."""
-    if name not in TASKS:
-        raise InputError(f"unknown task {name!r}{nearest(name, TASKS)}")
+    require(name in TASKS, f"unknown task {name!r}{nearest(name, TASKS)}")
     return TASKS[name]
 
 
