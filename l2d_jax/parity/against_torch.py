@@ -91,10 +91,7 @@ def path_checks(ours: dict[str, np.ndarray], theirs: Any, rows: Int[np.ndarray, 
 
 
 def judge_by_rounding(doubtful: dict[str, Check], theirs: Any, rows: Int[np.ndarray, "B T"]) -> list[Check]:
-    """The same comparisons with a bound of at least ten times what PyTorch differs from itself in float64.
-
-    `theirs` is cast to it.
-    """
+    """The same with a bound of at least ten times what PyTorch differs from itself in float64; casts `theirs` to it."""
     judged: list[Check] = []
     with in_float64():
         for name, exact in their_arrays(theirs.double(), rows) if doubtful else ():

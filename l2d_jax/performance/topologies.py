@@ -35,7 +35,6 @@ class TpuGeneration:
     side: int  # of a unit, which is square
     usable: float  # GiB of a device's memory that a program may use
     links: float  # bytes per second into a device, over all its links
-    devices: int = 1  # per chip
     options: Mapping[str, Any] = field(default_factory=dict)  # further arguments for the description of its slices
 
     @property

@@ -92,15 +92,12 @@ def estimate_lines(figures: Mapping[str, Any], *, top: int = 0) -> list[str]:
     """The lines of a table; `top` adds a list of that many of the dearest instructions."""
     needed, usable = figures["needed"], figures["usable"]
     spare = f"{_size(abs(usable - needed))} ({abs(1 - needed / usable):.0%})"
-    verdict = f"fits, {spare} to spare" if fits(figures) else f"does not fit: {spare} too much"
     rows = [(f"memory: {name}", _size(figures[name])) for name in (*_SIZES, "needed", "usable") if name in figures]
-    rows.append(("memory", verdict))
+    rows.append(("memory", f"fits, {spare} to spare" if fits(figures) else f"does not fit: {spare} too much"))
     if "cycles" in figures:
         executed, useful, seconds = figures["FLOPs"], figures["useful FLOPs"], figures["seconds"]
-        rows += [
-            ("FLOPs: useful", f"{useful:.4g}"),
-            ("FLOPs: compiled matrix products", f"{executed:.4g}, {executed / useful:.2f} of the useful"),
-        ]
+        rows.append(("FLOPs: useful", f"{useful:.4g}"))
+        rows.append(("FLOPs: compiled matrix products", f"{executed:.4g}, {executed / useful:.2f} of the useful"))
         for kind, size in sorted(figures["moved"].items(), key=lambda item: -item[1]):
             rows.append((f"collectives: {kind}", f"{_size(size)} in {figures['calls'][kind]:,} calls"))
         rows += [(f"kernel: {name}", f"{count:,} runs") for name, count in figures["kernels"].items()]
