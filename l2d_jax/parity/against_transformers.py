@@ -123,7 +123,7 @@ def choose_rows(
     length = min(LENGTH, limit) if length is None else length
     require(1 <= length <= limit, f"--tokens must be from 1 to the {limit} positions of the model, got {length}")
     random = np.random.default_rng(SEED).integers(size, size=(2, length))
-    rows = {f"random {i + 1}": row for i, row in enumerate(random)}
+    rows = {f"random {i}": row for i, row in enumerate(random, 1)}
     if tokenizer is not None:
         told = (word_problems.problem(index) for index in range(length // 16 + 1))  # each is more than 16 tokens long
         text = "\n\n".join(f"{problem.question}\n{problem.solution}" for problem in told)
