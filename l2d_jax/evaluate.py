@@ -54,8 +54,7 @@ def open_session(
     run = choose_run(tasks, is_allowed=options.allow_code_execution)
     base = processes.take_turns(lambda: model_folder.find_base(found.base))
     plans = make_plans(tasks, options, found.defaults if config is None else config.decode, base)
-    kv_heads = base.architecture.num_key_value_heads
-    mesh = runtime.start_decoding(mesh_config, rows=options.batch_size, kv_heads=kv_heads)
+    mesh = runtime.start_decoding(mesh_config, rows=options.batch_size, kv_heads=base.architecture.num_key_value_heads)
     llm = LLM.declare(base.architecture, dtype=found.base.dtype)
     for plan in plans:
         check_budget(plan.settings, has_path=found.path_config is not None)
@@ -111,9 +110,7 @@ def parse_arguments(parser: command_line.Parser) -> tuple[argparse.Namespace, Co
     decoding.add_argument("--seed", type="Seed", default=0, help="of the noise and the draws")
     options, rest = parser.parse_known_args()
     require(options.config is not None or not rest, f"unknown arguments {' '.join(rest)} (--help lists the options)")
-    require(
-        options.workdir is not None or options.out is not None, "--model, or a hub id, needs --out DIR, for the results"
-    )
+    require(bool(options.workdir or options.out), "--model, or a hub id, needs --out DIR, for the results")
     if options.config is None:
         return options, None
     return options, config_file.read_config(options.config, config_file.split_overrides(rest))

@@ -69,10 +69,9 @@ def main() -> None:
     mesh = runtime.start_jax(config.mesh)
     options.out.mkdir(parents=True, exist_ok=True)
     about = {name: _describe(folder, options, config) for name, folder in folders.items()}
-    known = [name for name in names if _is_known(options.out / f"{name}.json", about[name])]
-    for name, model in options.models:
-        if name in known:
-            continue
+    files = {name: options.out / f"{name}.json" for name in names}
+    missing = [(name, model) for name, model in options.models if not _is_known(files[name], about[name])]
+    for name, model in missing:
         processes.print_once(f"measuring {name}: {model}")
         loaded = load(model, mesh=mesh, dtype=config.model.dtype, step=about[name]["step"])
         trained = 0 if loaded.model.path is None else parameters(loaded.model.path)
@@ -82,10 +81,10 @@ def main() -> None:
         found = {"about": about[name], "trained": trained, **_measure_model(loaded, examples, config, options, mesh)}
         found["answers"] = [] if problems is None else _answer(loaded, problems, config, options)
         if processes.is_first():
-            write_whole(options.out / f"{name}.json", json.dumps(found, indent=1) + "\n")
+            write_whole(files[name], json.dumps(found, indent=1) + "\n")
             mirror.publish(options.out)
     if processes.is_first():
-        study.report_study(options.out, {name: study.read_measurements(options.out / f"{name}.json") for name in names})
+        study.report_study(options.out, {name: study.read_measurements(file) for name, file in files.items()})
 
 
 def _named(text: str) -> tuple[str, str]:

@@ -83,10 +83,7 @@ def search(
 def check_search(
     settings: DecodeConfig, config: SearchConfig, llm: LLM, path: PathConfig | None, *, longest: int
 ) -> None:
-    """Raise `InputError` for what a search of this model cannot do, or not in the memory of the devices.
-
-    The model may be declared; its longest prompt has `longest` tokens.
-    """
+    """Raise `InputError` for a search after `longest` tokens that cannot be or lacks memory; `llm` may be declared."""
     size, top_k, top_p = llm.architecture.vocab_size, settings.top_k, settings.top_p
     problem = f"search.candidates {config.candidates} exceed the {size} tokens of the model"
     require(config.candidates <= size, f"{problem}: take at most {size}")

@@ -16,6 +16,7 @@ import numpy as np
 
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding import trajectory
+from l2d_jax.decoding.decode import answer_keys
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.refine import Refinement
 from l2d_jax.decoding.requests import Request, check_prompts, class_labels, path_config
@@ -59,8 +60,7 @@ def trace(loaded: LoadedModel, request: Request, answers: Sequence[Sequence[int]
     traces = []
     for number, answer in enumerate(answers):
         prompt, copy = prompts[number // samples], number % samples
-        key = jax.random.fold_in(jax.random.key(request.seed), prompt.number)
-        key = jax.random.fold_in(key, copy) if copy else key  # of `decode.fan_out`
+        [key] = answer_keys(jnp.uint32([request.seed]), jnp.int32([prompt.number]), jnp.int32([copy]))
         known = trajectory.read_answer(model, prompt.ids, answer, key=key, label=prompt.label)
         rows: list[dict[str, Any]] = []
         for start in range(0, len(answer), trajectory.CHUNK):  # beyond the answer's end are more, of its last token
@@ -90,8 +90,7 @@ def accuracy_by_time(loaded: LoadedModel, request: Request, answers: Sequence[Se
     """`expected` and `greedy` accuracy of the tokens of answers at every `t` of the grid.
 
     Each is the accuracy of the distribution that the path gives at the state x_t on the way; the first is the LM's,
-    unless the path is anchored.
-    Raises `InputError` as `check_grid`, and for a budget that cannot be spent.
+    unless the path is anchored. Raises `InputError` as `check_grid`, and for a budget that cannot be spent.
     """
     check_grid(request.settings)
     refinement = Refinement.prepare(loaded.decoder, request.settings)

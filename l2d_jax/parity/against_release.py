@@ -122,8 +122,7 @@ def optimization(model: Model, a: Recording) -> Iterator[Check]:
     states = dict.fromkeys((0.0, -GRADIENT_NOISE, GRADIENT_NOISE), (path, moments))
     losses, norms = [], []
     for step in range(len(a["opt.losses"])):
-        batch = _batch(path, a, "tr", noise="opt", at=step)
-        (value, _), gradient = _gradient(states[0.0][0], model.llm, *batch)
+        (value, _), gradient = _gradient(states[0.0][0], model.llm, *_batch(path, a, "tr", noise="opt", at=step))
         states = {fraction: update(*state, gradient, fraction) for fraction, state in states.items()}
         losses.append(value)
         norms.append(optax.tree.norm(gradient))

@@ -31,16 +31,8 @@ from l2d_jax.errors import InputError
 from l2d_jax.files import read_json
 from l2d_jax.model.context import Context, read_context
 from l2d_jax.model.l2d import Model
-from l2d_jax.parity.against_transformers import (
-    ROUNDINGS,
-    SEED,
-    choose_rows,
-    in_float64,
-    open_theirs,
-    plain_base,
-    require_torch,
-)
-from l2d_jax.parity.recording import LOGITS, Check, logits_at
+from l2d_jax.parity.against_transformers import SEED, choose_rows, in_float64, open_theirs, plain_base, require_torch
+from l2d_jax.parity.recording import LOGITS, ROUNDINGS, Check, logits_at
 from l2d_jax.weights import publish
 
 ROW = 32  # tokens, where nothing else is asked for
@@ -99,10 +91,7 @@ def path_checks(ours: dict[str, np.ndarray], theirs: Any, rows: Int[np.ndarray, 
 
 
 def judge_by_rounding(doubtful: dict[str, Check], theirs: Any, rows: Int[np.ndarray, "B T"]) -> list[Check]:
-    """The same comparisons with a bound of at least ten times what PyTorch differs from itself in float64.
-
-    `theirs` is cast to it.
-    """
+    """The same with a bound of at least ten times what PyTorch differs from itself in float64; casts `theirs` to it."""
     judged: list[Check] = []
     with in_float64():
         for name, exact in their_arrays(theirs.double(), rows) if doubtful else ():
@@ -159,8 +148,7 @@ def their_arrays(model: Any, rows: Int[np.ndarray, "B T"]) -> Iterator[tuple[str
         for solver, budget in SOLVED.items():
             seen.clear()
             options = {"solver": solver, "budget": budget, "class_labels": branch, **MEAN}
-            logits = model(tokens, noise=noise, **options).logits
-            yield f"logits by {solver}", logits.numpy()
+            yield f"logits by {solver}", model(tokens, noise=noise, **options).logits.numpy()
             stride = (len(seen) - 1) // find_solver(solver).steps(budget)  # a step begins at a point of the grid
             yield f"states by {solver}", torch.stack(seen[::stride]).numpy()
         hook.remove()
@@ -185,8 +173,8 @@ def _solve(model: Model, context: Context, noise: Any, settings: refine.Refineme
     keys = jax.random.split(jax.random.key(0), noise.shape[:2])
     target = refine.make_target(model, context, settings=settings, keys=keys)
     x = integrate.fixed_states(target, model.path.config.sigma * noise, solver=settings.solver, steps=steps)
-    end = jnp.ones((1, 1))
-    return x, model.llm.logits(refine.corrected_hidden(model, context, x[-1], end, table=settings.table)[0])
+    hidden, *_ = refine.corrected_hidden(model, context, x[-1], jnp.ones((1, 1)), table=settings.table)
+    return x, model.llm.logits(hidden)
 
 
 def _noise(rows: np.ndarray, width: int) -> Float[np.ndarray, "B T C"]:

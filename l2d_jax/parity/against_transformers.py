@@ -32,11 +32,11 @@ from l2d_jax.distributed import runtime
 from l2d_jax.errors import InputError
 from l2d_jax.files import read_json
 from l2d_jax.model.architecture import Architecture
+from l2d_jax.parity.recording import ROUNDINGS
 from l2d_jax.weights import model_folder
 from l2d_jax.weights.locate import find_base_and_adapters
 
 TOLERANCE = 1e-4  # of a logit, relative to the largest one or to 1
-ROUNDINGS = 10  # of theirs, that a logit may differ by
 DIVERGENCE = 0.05  # mean KL of a row in a coarser type, in nats
 LENGTH = 512  # tokens a row, where nothing else is asked for
 SEED = 0  # of the random tokens
@@ -92,9 +92,8 @@ def compare(model: str, *, length: int | None = None, dtype: str = "float32") ->
         again = {row.name: rows[row.name] for row in doubtful}
         exact, eager = _their_exact_logits(folder, again), _their_logits(folder, again, attention="eager")
         for row in doubtful:
-            kinds = (theirs[row.name], eager[row.name])
-            rounding = max(measure(row.name, logits, exact[row.name]).difference for logits in kinds)
-            yield row._replace(rounding=rounding)
+            roundings = (measure(row.name, kind[row.name], exact[row.name]).difference for kind in (theirs, eager))
+            yield row._replace(rounding=max(roundings))
 
 
 def require_torch() -> None:
@@ -124,7 +123,7 @@ def choose_rows(
     length = min(LENGTH, limit) if length is None else length
     require(1 <= length <= limit, f"--tokens must be from 1 to the {limit} positions of the model, got {length}")
     random = np.random.default_rng(SEED).integers(size, size=(2, length))
-    rows = {f"random {i + 1}": row for i, row in enumerate(random)}
+    rows = {f"random {i}": row for i, row in enumerate(random, 1)}
     if tokenizer is not None:
         told = (word_problems.problem(index) for index in range(length // 16 + 1))  # each is more than 16 tokens long
         text = "\n\n".join(f"{problem.question}\n{problem.solution}" for problem in told)

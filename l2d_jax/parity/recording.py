@@ -15,6 +15,7 @@ from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
 
 LOGITS = 1e-4  # absolute, float32
+ROUNDINGS = 10  # times what theirs differs from itself in float64, where ours may differ by more
 
 
 class Check(NamedTuple):

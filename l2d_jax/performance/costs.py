@@ -120,17 +120,15 @@ def variant_table(reference: str) -> str:
 
     Raises `InputError` as `read_config` does; the line of a variant that contradicts the reference gives the reason.
     """
-    rows = [("-", _trained(reference), f"{reference} as it is")]
+    rows = [("variant", "trained", ""), ("-", _trained(reference), f"{reference} as it is")]
     included = reference.partition(":")[2].split(",")
     for name, says in find_variants(reference).items():
         if name in included:
             continue
         try:
-            count = _trained(f"{reference}{',' if ':' in reference else ':'}{name}")
-            rows.append((name, count, says))
+            rows.append((name, _trained(f"{reference}{',' if ':' in reference else ':'}{name}"), says))
         except InputError as error:
             rows.append((name, "refused", str(error)))
-    rows.insert(0, ("variant", "trained", ""))
     width, digits = (max(len(row[column]) for row in rows) for column in (0, 1))
     return "\n".join(f"{name:<{width}}  {count:>{digits}}  {what}".rstrip() for name, count, what in rows)
 

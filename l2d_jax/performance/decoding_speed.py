@@ -32,18 +32,12 @@ def measure_decoding(
     """Tokens per second at each batch size and budget, and each batch size's time per evaluation.
 
     `prompt` and `new` are tokens: those of each prompt, whose prefill is not timed, and those to generate, which are
-    timed. The slope needs two budgets at least. The result has `rows` with batch, budget, tokens per second and seconds
-    per token; `batches` with seconds per evaluation and the share of the read rate; `bytes per evaluation` and
-    `read rate`.
+    timed. The slope needs two budgets at least. The result has `rows` for each batch size and budget, `batches` for
+    each batch size, and the read rate in bytes per second.
     """
-    check_decoding_memory(
-        LLM.declare(model_folder.read_architecture(config.model), dtype=config.model.dtype),
-        config.path,
-        dataclasses.replace(config.decode, max_new_tokens=new),
-        rows=max(batches),
-        longest=prompt,
-        remedy="--batches, --prompt or --new",
-    )
+    llm = LLM.declare(model_folder.read_architecture(config.model), dtype=config.model.dtype)
+    settings, remedy = dataclasses.replace(config.decode, max_new_tokens=new), "--batches, --prompt or --new"
+    check_decoding_memory(llm, config.path, settings, rows=max(batches), longest=prompt, remedy=remedy)
     model = random_model(config, mesh).merged()
     read, rate = bytes_per_evaluation(model), read_rate()
     rows, slopes = [], []
@@ -83,21 +77,14 @@ def decoder(model: Model, config: Config, *, batch: int, budget: int, prompt: in
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(model.llm.architecture.vocab_size, size=(batch, prompt)), jnp.int32)
     keys = jax.random.split(jax.random.key(0), batch)
+    options: dict[str, Any] = {"settings": settings, "sampling": SamplingOptions.from_config(config.decode)}
+    options |= {"stop_ids": jnp.array([-1], jnp.int32), "steps": new, "noise_samples": config.decode.draws}
 
     def generate() -> float:
         state = decode.prefill(model.llm, tokens, jnp.full(batch, prompt, jnp.int32), keys, capacity=new)
         jax.block_until_ready(state)
         began = time.perf_counter()
-        _, answer = decode.decode_tokens(
-            model,
-            state,
-            settings=settings,
-            sampling=SamplingOptions.from_config(config.decode),
-            stop_ids=jnp.array([-1], jnp.int32),
-            steps=new,
-            noise_samples=config.decode.draws,
-        )
-        jax.block_until_ready(answer)
+        jax.block_until_ready(decode.decode_tokens(model, state, **options)[1])
         return time.perf_counter() - began
 
     generate()  # compiles

@@ -101,8 +101,7 @@ class HloProgram:
 
     def trips(self, loop: Instruction, caller: Computation) -> int | None:
         """How often a loop's body runs; None where only the running program decides it."""
-        known = loop.find(r'"known_trip_count":\{"n":"(\d+)"')
-        if known:
+        if known := loop.find(r'"known_trip_count":\{"n":"(\d+)"'):
             return int(known)
         condition = loop.find(r"\bcondition=%?([\w.\-]+)")
         assert condition is not None, loop.name

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 REPEATS = 5  # runs of a piece of work, whose median counts
+PRODUCTS = 10  # in turn, of which a piece of work consists
 
 
 def medians(*works: Callable[[], object]) -> list[float]:
@@ -22,9 +23,7 @@ def turns(*works: Callable[[], float]) -> list[float]:
     return [sorted(seconds)[REPEATS // 2] for seconds in zip(*rounds, strict=True)]
 
 
-def matrix_products(
-    size: int | None = None, *, dtype: Any = jnp.float32, times: int = 10
-) -> tuple[Callable[[], object], int]:
+def matrix_products(size: int | None = None, *, dtype: Any = jnp.float32) -> tuple[Callable[[], object], int]:
     """A function that multiplies matrices, `size` x `size`, in turn, and its floating-point operations.
 
     By default they are as large as a device of this kind needs to be at its best.
@@ -34,10 +33,10 @@ def matrix_products(
     product = jax.jit(jnp.matmul)
 
     def multiply() -> None:
-        jax.block_until_ready([product(x, x) for _ in range(times)])
+        jax.block_until_ready([product(x, x) for _ in range(PRODUCTS)])
 
     multiply()  # compiles
-    return multiply, times * 2 * size**3
+    return multiply, PRODUCTS * 2 * size**3
 
 
 def read_rate() -> float:

@@ -35,7 +35,6 @@ class TpuGeneration:
     side: int  # of a unit, which is square
     usable: float  # GiB of a device's memory that a program may use
     links: float  # bytes per second into a device, over all its links
-    devices: int = 1  # per chip
     options: Mapping[str, Any] = field(default_factory=dict)  # further arguments for the description of its slices
 
     @property
@@ -63,8 +62,7 @@ class Topology:
     def parse(cls, text: str, *, slices: int = 1) -> "Topology":
         """Read a name such as `v5e:16x16`; raises `InputError` for a name of another form."""
         kind, _, layout = text.partition(":")
-        if kind not in GENERATIONS:
-            raise InputError(f"unknown kind of TPU {kind!r}{nearest(kind, GENERATIONS)}")
+        require(kind in GENERATIONS, f"unknown kind of TPU {kind!r}{nearest(kind, GENERATIONS)}")
         axes = GENERATIONS[kind].axes
         if not re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3})*", layout) or layout.count("x") != axes - 1:
             example = "x".join(["4"] * axes)

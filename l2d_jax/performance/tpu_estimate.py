@@ -55,10 +55,8 @@ def read_estimate(
     figures |= {"useful FLOPs": useful, "FLOPs": cost.flops, "kernel FLOPs": cost.kernel_flops}
     figures |= {"peak": generation.peak, "FLOPs per cycle": generation.per_cycle, "cycles": cost.cycles}
     figures |= {"seconds": seconds, "seconds of kernels": kernels, "seconds on the links": crossings / generation.links}
-    figures |= {
-        "tokens per second": tokens / seconds if seconds else 0.0,
-        "loops of unknown length": cost.unknown_loops,
-    }
+    figures |= {"tokens per second": tokens / seconds if seconds else 0.0}
+    figures |= {"loops of unknown length": cost.unknown_loops}
     figures |= {"share of peak": useful / (seconds * generation.peak) if seconds else 0.0}
     parts = [vars(part) for part in cost.parts[:_PARTS]]
     return sizes | figures | {"phases": _phases(cost.parts, generation), "parts": parts}
@@ -79,8 +77,7 @@ def _phases(parts: Iterable[InstructionCost], generation: TpuGeneration) -> dict
 def too_large(message: str) -> dict[str, Any] | None:
     """The figures in the compiler's message that a program is too large; None for another message."""
     for pattern in _TOO_LARGE:
-        found = pattern.search(message)
-        if found:
+        if found := pattern.search(message):
             needed, usable = (float(found[i]) * _UNITS[found[i + 1]] for i in (1, 3))
             return {"needed": needed, "usable": usable}
     return None
@@ -95,19 +92,15 @@ def estimate_lines(figures: Mapping[str, Any], *, top: int = 0) -> list[str]:
     """The lines of a table; `top` adds a list of that many of the dearest instructions."""
     needed, usable = figures["needed"], figures["usable"]
     spare = f"{_size(abs(usable - needed))} ({abs(1 - needed / usable):.0%})"
-    verdict = f"fits, {spare} to spare" if fits(figures) else f"does not fit: {spare} too much"
     rows = [(f"memory: {name}", _size(figures[name])) for name in (*_SIZES, "needed", "usable") if name in figures]
-    rows.append(("memory", verdict))
+    rows.append(("memory", f"fits, {spare} to spare" if fits(figures) else f"does not fit: {spare} too much"))
     if "cycles" in figures:
         executed, useful, seconds = figures["FLOPs"], figures["useful FLOPs"], figures["seconds"]
-        rows += [
-            ("FLOPs: useful", f"{useful:.4g}"),
-            ("FLOPs: compiled matrix products", f"{executed:.4g}, {executed / useful:.2f} of the useful"),
-        ]
+        rows.append(("FLOPs: useful", f"{useful:.4g}"))
+        rows.append(("FLOPs: compiled matrix products", f"{executed:.4g}, {executed / useful:.2f} of the useful"))
         for kind, size in sorted(figures["moved"].items(), key=lambda item: -item[1]):
             rows.append((f"collectives: {kind}", f"{_size(size)} in {figures['calls'][kind]:,} calls"))
-        for name, count in figures["kernels"].items():
-            rows.append((f"kernel: {name}", f"{count:,} runs"))
+        rows += [(f"kernel: {name}", f"{count:,} runs") for name, count in figures["kernels"].items()]
         if figures["kernels"]:
             taken = f"{figures['seconds of kernels']:.4g} s, taken at {ATTENTION:.0%} of peak"
             rows.append(("time of kernels of attention", taken))

@@ -35,8 +35,7 @@ def _svg(file: Path) -> str:
     """The SVG beside a figure's file, with ids that are unique within the page."""
     text = file.with_suffix(".svg").read_text()
     text = text[text.index("<svg") :]
-    names = set(re.findall(r'id="([^"]+)"', text))
-    for name in sorted(names, key=len, reverse=True):
+    for name in sorted(set(re.findall(r'id="([^"]+)"', text)), key=len, reverse=True):
         text = re.sub(rf'(id="|"#|url\(#){re.escape(name)}(?=["\)])', rf"\g<1>{file.stem}-{name}", text)
     return text
 

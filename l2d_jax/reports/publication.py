@@ -33,18 +33,13 @@ def publish_run(workdir: Path, repo: str, *, base: str | None = None, dry_run: P
         base = f"{hub_id}@{revision or hub.plan_download(base).revision}"
     elif dry_run is None:
         raise InputError(f"the base of {workdir} is the folder {base}, which is here alone: give --base org/name")
-    license, config, measured = read_license(base), recorded_config(workdir), first_and_last(workdir)[1]
+    about: dict[str, Any] = {"config": recorded_config(workdir), "measured": first_and_last(workdir)[1]}
+    about["license"] = read_license(base)
     with tempfile.TemporaryDirectory() as scratch:
         out = dry_run or Path(scratch, "path")
         with output_folder(out) as partial:
             parameters = _write_published(parts, workdir / "export", partial, base=base)
-            about: dict[str, Any] = {
-                "config": config,
-                "measured": measured,
-                "parameters": parameters,
-                "license": license,
-            }
-            write_card(partial, repo=repo, base=base, **about)
+            write_card(partial, repo=repo, base=base, parameters=parameters, **about)
         if dry_run is None:
             return f"published {hub.upload(out, repo)}"
     nobody = "" if locate.is_on_hub(base) else ", whose base is a folder: give --base org/name before you upload it"
@@ -66,40 +61,24 @@ def _write_published(parts: Parts, trained: Path, out: Path, *, base: str) -> in
 
 
 def write_card(
-    folder: Path,
-    *,
-    repo: str,
-    base: str,
-    config: Config,
-    measured: dict[str, Any],
-    parameters: int,
-    license: str | None,
+    out: Path, *, repo: str, base: str, config: Config, measured: dict[str, Any], parameters: int, license: str | None
 ) -> None:
-    """Write `README.md` into a folder that is ready to be published as `repo`.
+    """Write `README.md` into a folder that holds a path already, to be published as `repo`, org/name.
 
-    Args:
-      folder: where the path lies already.
-      repo: its name on the hub, org/name.
-      base: the language model, as org/name@revision, or a folder in a trial.
-      config: of the training.
-      measured: the record of its last validation.
-      parameters: numbers that were trained.
-      license: of the base; None: it names none.
+    `base` is org/name@revision, or a folder in a trial; `config` is of the training, `measured` the record of its last
+    validation, `parameters` how many numbers it trained, and `license` that of the base, None where it names none.
     """
     import huggingface_hub  # here: it reads the environment as it is imported
 
     base_id, revision = hub.split_revision(base)
-    options: dict[str, Any] = {"license": license} if license else {}
-    options |= {"base_model": base_id} if revision else {}  # a folder means nothing elsewhere
-    data = huggingface_hub.ModelCardData(
-        library_name="transformers", pipeline_tag="text-generation", tags=["l2d", "diffusion"], **options
-    )
+    options: dict[str, Any] = {"license": license or None, "library_name": "transformers", "tags": ["l2d", "diffusion"]}
+    options["base_model"] = base_id if revision else None  # a folder means nothing elsewhere
     told: dict[str, Any] = {"title": repo.rpartition("/")[2], "repo": repo, "base_id": base_id, "revision": revision}
     told |= {"license": license, "config": config, "budget": config.decode.budget, "parameters": f"{parameters:,}"}
     told |= {"steps": measured["step"], "table": budget_rows(measured)}
     template = str(Path(__file__).with_name("model_card.md"))
-    card = huggingface_hub.ModelCard.from_template(data, template_path=template, **told)
-    card.save(folder / "README.md")
+    data = huggingface_hub.ModelCardData(pipeline_tag="text-generation", **options)
+    huggingface_hub.ModelCard.from_template(data, template_path=template, **told).save(out / "README.md")
 
 
 def read_license(base: str) -> str | None:

@@ -64,8 +64,7 @@ def budget_rows(record: dict[str, Any]) -> Table:
     for budget in budgets(record):
         row = [str(budget)]
         for name in (f"validation/{kind}@{budget}" for kind in kinds):
-            rate = interval((record[name], *record[f"{name}_interval"]))
-            row += [rate, interval(record[f"{name}_gain"], sign="+")]
+            row += [interval((record[name], *record[f"{name}_interval"])), interval(record[f"{name}_gain"], sign="+")]
         rows.append(tuple(row))
     return ("budget", *(word for kind in kinds for word in (kind, "gain"))), rows
 

@@ -89,10 +89,7 @@ class Reply:
     def _scores(self, tokens: Sequence[int], scores: Sequence[TokenScore]) -> dict[str, Any]:
         count = self._asked.alternatives or 0
         texts = [self._text(token) for token in tokens]
-        likeliest = [map(self._text, score.likeliest[:count]) for score in scores]
-        tops = [
-            [*zip(each, one.likeliest_log_probs, strict=False)] for each, one in zip(likeliest, scores, strict=True)
-        ]
+        tops = [[*zip(map(self._text, one.likeliest[:count]), one.likeliest_log_probs, strict=False)] for one in scores]
         log_probs = [score.log_prob for score in scores]
         if not self._is_chat:
             return {"tokens": texts, "token_logprobs": log_probs, "top_logprobs": [dict(top) for top in tops]}

@@ -17,7 +17,6 @@ import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import NamedTuple
 
 from l2d_jax.config.parsing import require
@@ -64,7 +63,7 @@ def grade(
     """
     trial, limits = _trial(), limits or Limits()
     require(trial.reason is None, str(trial.reason))
-    judge, thread = partial(judge_submission, bwrap=trial.bwrap, limits=limits), threading.local()
+    judge, thread = functools.partial(judge_submission, bwrap=trial.bwrap, limits=limits), threading.local()
     count = min(processes or len(os.sched_getaffinity(0)), len(submissions)) or 1
     with (
         taken_places(count, with_accounts=trial.with_accounts, memory=limits.memory) as places,

@@ -55,7 +55,4 @@ def _make(split: str) -> list[Row]:
     return [{"question": one.question, "answer": one.solution} for one in made]
 
 
-RULES = {
-    "gsm8k": {"word": _word, "judge": _judge},
-    "word_problems": {"word": _word, "judge": _judge, "make": _make},
-}
+RULES = {"gsm8k": {"word": _word, "judge": _judge}, "word_problems": {"word": _word, "judge": _judge, "make": _make}}

@@ -69,9 +69,7 @@ def rewrite(text: str) -> str | None:
         text = text.replace(old, new)
     text = text.partition("\\text{ ")[0]  # units
     text = text.replace("\\%", "").replace(" .", " 0.").replace("{.", "{0.")
-    if not text:
-        return text
-    text = "0" + text if text[0] == "." else text
+    text = "0" + text if text.startswith(".") else text
     name, *values = text.split("=")
     text = values[0] if len(values) == 1 and len(name) <= 2 else text
     if re.search(r"\\sqrt(?:\\sqrt|\Z)", text):

@@ -67,10 +67,6 @@ class Task:
         examples = self.shots if self.split == self.shot_split else 0
         return self.rows[self.split] - examples if self.counts_all else None
 
-    def sampling_for(self, prompts: Prompts = "paper") -> TaskSampling:
-        """How completions of these prompts are sampled."""
-        return self.sampling if prompts == "paper" else GREEDY
-
     def load(
         self,
         data_dir: str | None = None,
@@ -197,8 +193,7 @@ TASKS = {
 
 def find_task(name: str) -> Task:
     """The task of this name; `InputError` where there is none."""
-    if name not in TASKS:
-        raise InputError(f"unknown task {name!r}{nearest(name, TASKS)}")
+    require(name in TASKS, f"unknown task {name!r}{nearest(name, TASKS)}")
     return TASKS[name]
 
 
