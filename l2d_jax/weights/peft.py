@@ -117,7 +117,7 @@ class Adapted:
         return tensor.astype(self.records[name].dtype) if self.is_rounded else tensor
 
 
-def adapter_shapes(config: AdapterConfig, architecture: Architecture) -> dict[str, tuple[int, ...]]:
+def adapter_shapes(config: AdapterConfig, architecture: Architecture) -> mapping.Shapes:
     """Name and shape of every tensor of an adapter."""
     options = LoraConfig(rank=config.rank, modules=config.modules)
     return mapping.tensor_shapes(LLMAdapter.declare(options, architecture), ROWS)

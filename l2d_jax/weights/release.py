@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -22,7 +22,7 @@ from l2d_jax.weights.mapping import TensorSource
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_file
 
 ARGUMENTS = "weights/release.toml"  # the release's keyword arguments
-Tensor = Callable[[], np.ndarray]
+Tensors: TypeAlias = dict[str, Callable[[], np.ndarray]]  # each made when its turn comes
 
 
 def parse_hyperparameters(raw: Mapping[str, Any]) -> PathConfig:
@@ -53,13 +53,13 @@ def options(config: PathConfig) -> dict[str, Any]:
     return {**given["fixed"], **given["others"], **ours, "separate_flow_params_with_lora": config.layers == "lora"}
 
 
-def write_checkpoint(file: Path, tensors: Mapping[str, Tensor]) -> None:
+def write_checkpoint(file: Path, tensors: Tensors) -> None:
     """Write a state dict, made in memory: `.safetensors`, or `.bin` for the release's programs, which takes torch."""
     torch = None if file.suffix == ".safetensors" else _import_torch(file)
     made = {tensor: tensor() if torch is None else _tensor(tensor()) for tensor in dict.fromkeys(tensors.values())}
     state = {name: made[tensor] for name, tensor in tensors.items()}  # aliases share their memory
     if torch is None:
-        write_file(file, state, metadata=None)
+        write_file(file, state, for_transformers=False)
     else:
         torch.save(state, file)
 
@@ -115,15 +115,13 @@ def check_checkpoint(
     return list(own), list(trained)
 
 
-def state_dict(llm: TensorSource, trained: Mapping[str, Tensor], architecture: Architecture) -> dict[str, Tensor]:
+def state_dict(llm: TensorSource, trained: Tensors, architecture: Architecture) -> Tensors:
     """The release's state dict, aliases included, from an LM and the tensors of a path; all keep their bits."""
     own = lazy_tensors(llm, mapping.llm_shapes(architecture))
-    return own | dict(trained) | {alias: own[name] for alias, name in aliases(own, trained).items()}
+    return own | trained | {alias: own[name] for alias, name in aliases(own, trained).items()}
 
 
-def merge_lora(
-    llm: TensorSource, path: TensorSource, architecture: Architecture, config: PathConfig
-) -> dict[str, Tensor]:
+def merge_lora(llm: TensorSource, path: TensorSource, architecture: Architecture, config: PathConfig) -> Tensors:
     """The tensors of a LoRA path under the names of a dense one: W + (alpha / r) A B, in float32."""
     scale = np.float32(config.lora_alpha / config.lora_rank)
 
@@ -146,8 +144,8 @@ def _frozen(name: str) -> str:
     return name.replace(".flow_", ".")
 
 
-def lazy_tensors(source: TensorSource, names: Iterable[str]) -> dict[str, Tensor]:
-    """Tensors to write, each read when its turn comes."""
+def lazy_tensors(source: TensorSource, names: Iterable[str]) -> Tensors:
+    """Tensors to write."""
     return {name: partial(source.read, name) for name in names}
 
 
