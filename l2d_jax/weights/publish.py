@@ -61,14 +61,8 @@ def write_torch_folder(
 ) -> None:
     """Write a path, its config, its code and a tokenizer into an existing folder; raises `InputError`.
 
-    Args:
-      folder: where to write.
-      path: the path; all of its weights are on this host.
-      architecture: of the base.
-      base: a hub id, or a folder by an absolute path or one relative to `folder`.
-      base_revision: a commit of the hub id; None for a folder.
-      base_config: the base's parsed `config.json`.
-      tokenizer: of the base; its stop tokens end an answer, too. None: there is none.
+    All weights of the path are on this host. Its base, whose `config.json` and tokenizer (which also says what ends an
+    answer) are given, is a hub id at a commit, or a folder by an absolute path or one relative to `folder`.
     """
     from l2d_jax.weights.pytorch.configuration_l2d import CODE as CLASSES  # here: transformers brings torch along
 
