@@ -15,8 +15,7 @@ from jaxtyping import Float
 from l2d_jax.statistics import BootstrapSums
 
 ENTROPIES = (0.001, 0.01, 0.1, 0.3, 1.0, 2.0)  # nats: the first of each bin but one
-POSITIONS = (1, 4, 16, 64)  # tokens of the answer before it
-BINS = {"entropy": ENTROPIES, "position": POSITIONS}
+BINS = {"entropy": ENTROPIES, "position": (1, 4, 16, 64)}  # a position: tokens of the answer before it
 
 
 class Corrections(NamedTuple):

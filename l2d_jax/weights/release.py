@@ -96,7 +96,7 @@ def aliases(own: Collection[str], trained: Iterable[str]) -> dict[str, str]:
     """What a state dict with an LM's `own` tensors and a path's holds twice: alias -> the tensor with the same bits."""
     same = {} if "lm_head.weight" in own else {"lm_head.weight": "model.embed_tokens.weight"}
     for stem in (name.removesuffix(".A") for name in trained if name.endswith(".A")):
-        originals = {f"{_frozen(stem)}.{kind}": kind for kind in ("weight", "bias")}
+        originals = {f"{stem.replace('.flow_', '.')}.{kind}": kind for kind in ("weight", "bias")}
         same |= {f"{stem}.wrapped_layer.{kind}": name for name, kind in originals.items() if name in own}
     return same
 
@@ -129,7 +129,7 @@ def merge_lora(llm: TensorSource, path: TensorSource, architecture: Architecture
         stem, _, kind = name.rpartition(".")
         if f"{stem}.A" not in path.records:
             return path.read(name)
-        tensor = np.asarray(llm.read(_frozen(name)), np.float32)
+        tensor = np.asarray(llm.read(name.replace(".flow_", ".")), np.float32)
         if kind == "bias":
             return tensor
         a, b = (np.asarray(path.read(f"{stem}.{part}"), np.float32) for part in "AB")
@@ -137,11 +137,6 @@ def merge_lora(llm: TensorSource, path: TensorSource, architecture: Architecture
 
     names = mapping.path_shapes(dataclasses.replace(config, layers="dense"), architecture)
     return {name: partial(merged, name) for name in names}
-
-
-def _frozen(name: str) -> str:
-    """The LM's layer, or its tensor, that one of the path starts from."""
-    return name.replace(".flow_", ".")
 
 
 def lazy_tensors(source: TensorSource, names: Iterable[str]) -> Tensors:
