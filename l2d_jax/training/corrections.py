@@ -74,8 +74,7 @@ def by_bin(sums: BootstrapSums, kind: str, setting: str, *, prefix: str = "") ->
 def bin_names(kind: str) -> list[str]:
     """The range of each bin, as text."""
     edges = [f"{edge:g}" for edge in BINS[kind]]
-    inner = (f"{low} to {high}" for low, high in itertools.pairwise(edges))
-    return [f"< {edges[0]}", *inner, f">= {edges[-1]}"]
+    return [f"< {edges[0]}", *(f"{low} to {high}" for low, high in itertools.pairwise(edges)), f">= {edges[-1]}"]
 
 
 def gates(bins: Sequence[Corrections]) -> list[Gate]:

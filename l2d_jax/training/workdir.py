@@ -30,11 +30,10 @@ def claim(workdir: Path, config: Config) -> None:
     "auto" is what the run began with (`plans`).
     """
     file = workdir / "config.json"
-    text = json.dumps(config.to_dict(), indent=2) + "\n"
     with explained(f"cannot write to workdir {workdir}", "choose another --workdir"):
         workdir.mkdir(parents=True, exist_ok=True)
         if not (workdir / "checkpoints").exists():  # nothing is trained yet, so the config may still change
-            write_whole(file, text)
+            write_whole(file, json.dumps(config.to_dict(), indent=2) + "\n")
             model_folder.record_base(workdir, config.model)
         mirror.publish(workdir)
     # A run may resume on other devices, trace other steps, and read the same examples from another place.

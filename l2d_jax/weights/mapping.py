@@ -194,11 +194,10 @@ def check_tensors(source: TensorSource, shapes: Shapes, *, ignored: Set[str] = f
     kinds = {name: np.dtype(present[name].dtype) for name in shapes if name in present}
     halves = {str(kind) for kind in kinds.values()} >= {"float16", "bfloat16"}
     sizes = ((name, present[name].shape, shapes[name]) for name in kinds)
-    misshaped = [f"{name} has shape {list(a)}, expected {list(b)}" for name, a, b in sizes if a != b]
     faults = [
         ("missing", sorted(shapes.keys() - present.keys())),
         ("not part of this architecture", sorted(present.keys() - shapes.keys() - ignored)),
-        ("misshaped", misshaped),
+        ("misshaped", [f"{name} has shape {list(a)}, expected {list(b)}" for name, a, b in sizes if a != b]),
         ("of integers", [name for name, kind in kinds.items() if not jnp.issubdtype(kind, jnp.floating)]),
         ("float16 beside bfloat16", [name for name, kind in kinds.items() if halves and kind == np.float16]),
     ]

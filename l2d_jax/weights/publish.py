@@ -117,5 +117,4 @@ class TorchFolder:
     def load(self, mesh: Mesh) -> DiffusionPath:
         """Read the path onto a mesh."""
         declared = DiffusionPath.declare(self.config, self.architecture)
-        path: DiffusionPath = mapping.load_tree(declared, self.source, mesh, rows=TORCH_ROWS)
-        return path
+        return mapping.load_tree(declared, self.source, mesh, rows=TORCH_ROWS)
