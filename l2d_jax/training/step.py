@@ -34,15 +34,14 @@ def save_all_but_weights(primitive: Any, *_: Any, **parameters: Any) -> bool:
     return bool(primitive.name != "sharding_constraint")  # a gathered weight, before it is named
 
 
-_saved = jax.checkpoint_policies
 REMAT: dict[str, Callable[..., Any]] = {
     # A scan keeps the two passes apart by itself, so no further barrier is needed.
     name: partial(jax.checkpoint, policy=policy, prevent_cse=False)
     for name, policy in {
         "none": save_all_but_weights,
-        "products": _saved.save_only_these_names(layers.PRODUCT, attention.NAME),
-        "full": _saved.nothing_saveable,
-        "auto": _saved.nothing_saveable,  # where no plan has replaced it
+        "products": jax.checkpoint_policies.save_only_these_names(layers.PRODUCT, attention.NAME),
+        "full": jax.checkpoint_policies.nothing_saveable,
+        "auto": jax.checkpoint_policies.nothing_saveable,  # where no plan has replaced it
     }.items()
 }
 

@@ -56,8 +56,8 @@ def options(config: PathConfig) -> dict[str, Any]:
 def write_checkpoint(file: Path, tensors: Tensors) -> None:
     """Write a state dict, made in memory: `.safetensors`, or `.bin` for the release's programs, which takes torch."""
     torch = None if file.suffix == ".safetensors" else _import_torch(file)
-    made = {tensor: tensor() if torch is None else _tensor(tensor()) for tensor in dict.fromkeys(tensors.values())}
-    state = {name: made[tensor] for name, tensor in tensors.items()}  # aliases share their memory
+    made = {make: make() if torch is None else _tensor(make(), torch) for make in dict.fromkeys(tensors.values())}
+    state = {name: made[make] for name, make in tensors.items()}  # aliases share their memory
     if torch is None:
         write_file(file, state, for_transformers=False)
     else:
@@ -78,7 +78,7 @@ def open_checkpoint(file: Path) -> TensorSource:
         state = state["model_state_dict"]
     if not isinstance(state, Mapping) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise InputError(f"{file} is not a state dict of names and tensors: give pytorch_model.bin of the release")
-    return ArraySource({name: _array(value) for name, value in state.items()})
+    return ArraySource({name: _array(value, torch) for name, value in state.items()})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,17 +152,13 @@ def _import_torch(file: Path) -> Any:
     return torch
 
 
-def _tensor(array: np.ndarray) -> Any:
-    import torch
-
+def _tensor(array: np.ndarray, torch: Any) -> Any:
     if array.dtype == ml_dtypes.bfloat16:  # torch takes no such array: the bits travel as integers
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(np.array(array))
 
 
-def _array(tensor: Any) -> np.ndarray:
-    import torch
-
+def _array(tensor: Any, torch: Any) -> np.ndarray:
     if tensor.dtype == torch.bfloat16:  # numpy knows no bfloat16: the bits travel as integers
         return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return tensor.contiguous().numpy()
