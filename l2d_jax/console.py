@@ -43,8 +43,7 @@ def interruptible() -> Iterator[list[bool]]:
         raise KeyboardInterrupt
 
     before = signal.getsignal(signal.SIGINT)
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or before not in (signal.default_int_handler, _end):
+    if threading.current_thread() is not threading.main_thread() or before not in (signal.default_int_handler, _end):
         yield pressed
         return
     signal.signal(signal.SIGINT, interrupt)

@@ -71,8 +71,7 @@ def import_model(base: str, out: Path, *, l2d: tuple[Path, Path] | None = None, 
     published = None
     if publish.is_published(located := locate.locate(base)):
         published = publish.TorchFolder.open(located)
-        is_alone = l2d is None and adapter is None
-        require(is_alone, f"{base} is a published path already: leave --l2d and --adapter out")
+        require(l2d is None and adapter is None, f"{base} is a published path already: leave --l2d and --adapter out")
     language_model = find_base_and_adapters(base if published is None else published.base_name)
     folder, adapters = language_model.folder, language_model.adapters
     architecture = Architecture.from_hf(read_json(folder / "config.json"))

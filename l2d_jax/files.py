@@ -32,6 +32,7 @@ Fingerprint: TypeAlias = Mapping[str, str]  # hashes by the name of the part, su
 DOWNLOAD = "download it again"
 LONGEST_NAME = 255  # bytes of one name in a path, on all common file systems
 LONGEST_PATH = 4096  # bytes, of Linux
+_adapter: Callable[[Any], Any] = cache(TypeAdapter)
 
 
 def check_text(text: str, name: str) -> None:
@@ -136,11 +137,6 @@ def _finite(digits: str) -> float:
     if not math.isfinite(float(digits)):
         raise ValueError(f"{shown(digits)} is not a finite number")
     return float(digits)
-
-
-@cache
-def _adapter(kind: Any) -> Any:
-    return TypeAdapter(kind)
 
 
 def _fault(error: ValidationError) -> str:

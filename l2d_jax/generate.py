@@ -116,8 +116,7 @@ def _parse() -> Namespace:
     require(not (is_chat and options.trace), "a trace is of answers to prompts, not of a chat: give a --prompt")
     for name in SEARCH_OPTIONS if options.beams is None else ():
         require(getattr(options, name) is None, f"--{name} is an option of token search: give --beams too")
-    others = {"a chat": is_chat, "--stop": options.stop, "--trace": options.trace}
-    for what, is_there in others.items():
+    for what, is_there in {"a chat": is_chat, "--stop": options.stop, "--trace": options.trace}.items():
         require(options.beams is None or not is_there, f"{what} does not go with --beams: leave one out")
     return options
 
@@ -141,8 +140,7 @@ def _print_answer(
         return text, []
     prompt, tokens = Prompt(0, prompt_ids(messages, require_tokenizer(loaded.tokenizer)), options.label), []
     if searched is None:
-        ends = Restrictions(options.stop)
-        request = Request([prompt], settings, seed, 1, 0, ends, loaded.stop_ids, loaded.tokenizer)
+        request = Request([prompt], settings, seed, 1, 0, Restrictions(options.stop), loaded.stop_ids, loaded.tokenizer)
         [(ids, rest)] = generate_answers(loaded.decoder, request)
         [tokens] = trace(loaded, request, [ids])
     else:

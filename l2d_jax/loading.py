@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from l2d_jax.config.parsing import from_dict
+from l2d_jax.config.parsing import from_dict, require
 from l2d_jax.config.schema import Config, DecodeConfig, MeshConfig, ModelConfig, PathConfig
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.distributed import processes, runtime, sharding
 from l2d_jax.distributed.memory import require_memory, tree_bytes
-from l2d_jax.errors import InputError
 from l2d_jax.files import read_json
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
@@ -140,8 +139,7 @@ def model_fingerprint(folder: Folder, base: model_folder.BaseFiles, step: int | 
 
 def _base(options: dict[str, Any], dtype: str | None) -> ModelConfig:
     """The config of the base, with `dtype` unless it is None."""
-    changes = {} if dtype is None else {"dtype": dtype}
-    return from_dict(ModelConfig, {**options, **changes}, prefix="model")
+    return from_dict(ModelConfig, options if dtype is None else {**options, "dtype": dtype}, prefix="model")
 
 
 def newest_step(folder: Folder) -> int | None:
@@ -153,6 +151,5 @@ def newest_step(folder: Folder) -> int | None:
         return None
     with contextlib.closing(Checkpoints(folder.path / "checkpoints")) as checkpoints:
         step = checkpoints.latest()
-    if step is None:
-        raise InputError(f"{folder.path / 'checkpoints'} holds no good checkpoint: train it first")
+    require(step is not None, f"{folder.path / 'checkpoints'} holds no good checkpoint: train it first")
     return step

@@ -15,7 +15,6 @@ Arrays beyond their bound come last, judged by ten times what PyTorch differs fr
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import jax
 
@@ -45,16 +44,18 @@ def main() -> int:
     tokens = f"a row, with --against; {LENGTH}, or {ROW} of a path, if the model has the room"
     parser.add_argument("--tokens", type="Length", help=tokens)
     options = parser.parse_args()
-    noun, lines = "rows", against_transformers(options.model, options.tokens, options.dtype)
-    if options.against == "torch":
-        require(options.dtype == "float32", "--against torch compares in float32: leave --dtype out")
-        noun, lines = "arrays", map(line, compare_paths(options.model, length=options.tokens))
-    elif options.reference is not None:
-        require(options.tokens is None, "--tokens goes with --against: a recording has its own tokens")
-        require(options.dtype != "int8", "--dtype int8 goes with --against: a recording has no bounds for it")
-        noun, lines = "arrays", against_recording(options.model, options.reference, options.dtype)
-    judged = []
+    noun, judged = "arrays", []
     with jax.default_matmul_precision("highest"):
+        if options.against == "transformers":
+            noun, lines = "rows", against_transformers(options.model, options.tokens, options.dtype)
+        elif options.against == "torch":
+            require(options.dtype == "float32", "--against torch compares in float32: leave --dtype out")
+            lines = map(line, compare_paths(options.model, length=options.tokens))
+        else:
+            require(options.tokens is None, "--tokens goes with --against: a recording has its own tokens")
+            require(options.dtype != "int8", "--dtype int8 goes with --against: a recording has no bounds for it")
+            recording = Recording.open(options.reference)
+            lines = map(line, against_release.checks(load(options.model, dtype=options.dtype).model, recording))
         for text, passed in lines:
             print(f"{text}  {VERDICTS[passed]}", flush=True)
             judged += [] if passed is None else [passed]
@@ -66,12 +67,6 @@ def line(check: Check) -> Line:
     """The line of one array."""
     kind = "relative" if check.relative else "absolute"
     return f"{check.name:<64} {check.difference():9.2e} {kind}", check.passed() if check.judged else None
-
-
-def against_recording(model: str, file: Path, dtype: str) -> Iterator[Line]:
-    """One line per array."""
-    recording = Recording.open(file)
-    yield from map(line, against_release.checks(load(model, dtype=dtype).model, recording))
 
 
 def against_transformers(model: str, length: int | None, dtype: str) -> Iterator[Line]:

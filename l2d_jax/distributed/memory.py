@@ -42,7 +42,7 @@ def device_bytes() -> int | None:
     if device.platform == "cpu":  # this machine's, or that of the container that this process is in
         limits = [Path(name).read_text().strip() for name in LIMITS if Path(name).is_file()]
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return min(there, *(int(limit) for limit in limits if limit.isdigit()), there) * jax.process_count()
+        return min([there, *(int(limit) for limit in limits if limit.isdigit())]) * jax.process_count()
     limit = (device.memory_stats() or {}).get("bytes_limit")
     return None if limit is None else int(limit) * jax.device_count()
 

@@ -16,8 +16,7 @@ def start_jax(config: MeshConfig) -> Mesh:
     """Turn on the compilation cache, join the other processes, make and set the mesh; raises `InputError`."""
     if not jax.config.values["jax_compilation_cache_dir"]:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
-    cluster = None if jax.distributed.is_initialized() else find_cluster(os.environ)
-    if cluster is not None:
+    if not jax.distributed.is_initialized() and (cluster := find_cluster(os.environ)) is not None:
         processes.join(cluster)
     return _set_mesh(config)
 

@@ -155,10 +155,9 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
         rule = f"{slices} slices need config.mesh.data or fsdp to be a multiple of {slices}"
         got = f"got data={sizes['data']} fsdp={sizes['fsdp']}"
         raise InputError(f"{rule}, {got}: try --config.mesh.data={slices}")
-    between = {name: slices if name == across else 1 for name in sizes}
-    within = [size // between[name] for name, size in sizes.items()]
-    make = mesh_utils.create_hybrid_device_mesh
-    arranged = make(within, list(between.values()), devices, allow_split_physical_axes=True)
+    between = [slices if name == across else 1 for name in sizes]
+    within = [size // copies for size, copies in zip(sizes.values(), between, strict=True)]
+    arranged = mesh_utils.create_hybrid_device_mesh(within, between, devices, allow_split_physical_axes=True)
     return Mesh(arranged, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 

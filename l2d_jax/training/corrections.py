@@ -15,8 +15,7 @@ from jaxtyping import Float
 from l2d_jax.statistics import BootstrapSums
 
 ENTROPIES = (0.001, 0.01, 0.1, 0.3, 1.0, 2.0)  # nats: the first of each bin but one
-POSITIONS = (1, 4, 16, 64)  # tokens of the answer before it
-BINS = {"entropy": ENTROPIES, "position": POSITIONS}
+BINS = {"entropy": ENTROPIES, "position": (1, 4, 16, 64)}  # a position: tokens of the answer before it
 
 
 class Corrections(NamedTuple):
@@ -75,8 +74,7 @@ def by_bin(sums: BootstrapSums, kind: str, setting: str, *, prefix: str = "") ->
 def bin_names(kind: str) -> list[str]:
     """The range of each bin, as text."""
     edges = [f"{edge:g}" for edge in BINS[kind]]
-    inner = (f"{low} to {high}" for low, high in itertools.pairwise(edges))
-    return [f"< {edges[0]}", *inner, f">= {edges[-1]}"]
+    return [f"< {edges[0]}", *(f"{low} to {high}" for low, high in itertools.pairwise(edges)), f">= {edges[-1]}"]
 
 
 def gates(bins: Sequence[Corrections]) -> list[Gate]:

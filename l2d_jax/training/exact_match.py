@@ -29,12 +29,7 @@ class MarkedProblems:
 
     prompts: list[Prompt]
     numbers: list[str]  # the right ones
-    longest: int  # tokens of the longest answer
-
-    @property
-    def most_tokens(self) -> int:
-        """How long a model's own answer may be: a quarter longer than the longest right one."""
-        return self.longest + self.longest // 4
+    most_tokens: int  # of a model's own answer: a quarter more than the longest right one has
 
     @classmethod
     def read(
@@ -58,7 +53,7 @@ class MarkedProblems:
             prompts.append(Prompt(place, prompt))
             numbers.append(number)
             longest = max(longest, len(answer))
-        return cls(prompts, numbers, longest)
+        return cls(prompts, numbers, longest + longest // 4)
 
 
 def exact_match(

@@ -69,8 +69,7 @@ def verify(folder: Disk | Bucket, step: int) -> None:
     except BucketError:
         raise
     except OSError as error:
-        where = shorten(str(error.filename), 80)
-        raise DamagedError(f"{where} cannot be read ({error.strerror})") from error
+        raise DamagedError(f"{shorten(str(error.filename), 80)} cannot be read ({error.strerror})") from error
 
 
 def _content(folder: Disk | Bucket, step: int) -> dict[str, Any]:

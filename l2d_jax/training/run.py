@@ -248,5 +248,4 @@ class Run:
 
     def _parts(self) -> dict[str, Any]:
         """The named parts of a checkpoint."""
-        state = self._state
-        return {self._method.part: state.trained, "optimizer": state.optimizer}
+        return {self._method.part: self._state.trained, "optimizer": self._state.optimizer}

@@ -15,10 +15,10 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import TrainConfig
 from l2d_jax.data.batch import Batch
 from l2d_jax.distributed import sharding
-from l2d_jax.errors import InputError
 from l2d_jax.model import attention, gathering, layers
 from l2d_jax.model.llm import LLM
 from l2d_jax.training.objective import loss_weights
@@ -34,15 +34,14 @@ def save_all_but_weights(primitive: Any, *_: Any, **parameters: Any) -> bool:
     return bool(primitive.name != "sharding_constraint")  # a gathered weight, before it is named
 
 
-_saved = jax.checkpoint_policies
 REMAT: dict[str, Callable[..., Any]] = {
     # A scan keeps the two passes apart by itself, so no further barrier is needed.
     name: partial(jax.checkpoint, policy=policy, prevent_cse=False)
     for name, policy in {
         "none": save_all_but_weights,
-        "products": _saved.save_only_these_names(layers.PRODUCT, attention.NAME),
-        "full": _saved.nothing_saveable,
-        "auto": _saved.nothing_saveable,  # where no plan has replaced it
+        "products": jax.checkpoint_policies.save_only_these_names(layers.PRODUCT, attention.NAME),
+        "full": jax.checkpoint_policies.nothing_saveable,
+        "auto": jax.checkpoint_policies.nothing_saveable,  # where no plan has replaced it
     }.items()
 }
 
@@ -121,15 +120,13 @@ def is_finite(tree: Any) -> jax.Array:
 
 def check_batch(config: TrainConfig, mesh: Mesh | AbstractMesh) -> None:
     """Raise `InputError` if the mesh does not divide a micro-batch, or is one for decoding."""
-    if mesh.shape["stationary"] > 1:
-        raise InputError(f"config.mesh.stationary={mesh.shape['stationary']} is for decoding: use fsdp to train")
+    stationary = mesh.shape["stationary"]
+    require(stationary == 1, f"config.mesh.stationary={stationary} is for decoding: use fsdp to train")
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     micro = config.batch_size // config.micro_batches
-    if micro % shards:
-        raise InputError(
-            f"a micro-batch of {micro} examples (config.train.batch_size {config.batch_size} / accumulation "
-            f"{config.micro_batches}) does not divide over data x fsdp = {shards} devices: use a multiple of {shards}"
-        )
+    sizes = f"{micro} examples (config.train.batch_size {config.batch_size} / accumulation {config.micro_batches})"
+    problem = f"a micro-batch of {sizes} does not divide over data x fsdp = {shards} devices"
+    require(micro % shards == 0, f"{problem}: use a multiple of {shards}")
 
 
 def process_rows(config: TrainConfig, mesh: Mesh) -> list[int]:

@@ -11,17 +11,14 @@ from l2d_jax.files import check, explained, read_json, write_whole
 from l2d_jax.storage import mirror
 from l2d_jax.weights import model_folder
 
-FORMER_OPTIONS = ("stratified_times", "logit_normal_mean", "logit_normal_deviation")  # of `config.train`
-FORMER_DENSITIES = ("logit_normal", "warped")
-
 
 def recorded_config(workdir: Path) -> Config:
     """The config that a run began with, less options of former versions that concern training alone."""
     options = read_json(workdir / "config.json")
     if isinstance(train := options.get("train"), dict):
-        for name in FORMER_OPTIONS:
+        for name in ("stratified_times", "logit_normal_mean", "logit_normal_deviation"):
             train.pop(name, None)
-        if train.get("time_density") in FORMER_DENSITIES:
+        if train.get("time_density") in ("logit_normal", "warped"):
             del train["time_density"]
     return Config.from_dict(options)
 
@@ -33,11 +30,10 @@ def claim(workdir: Path, config: Config) -> None:
     "auto" is what the run began with (`plans`).
     """
     file = workdir / "config.json"
-    text = json.dumps(config.to_dict(), indent=2) + "\n"
     with explained(f"cannot write to workdir {workdir}", "choose another --workdir"):
         workdir.mkdir(parents=True, exist_ok=True)
         if not (workdir / "checkpoints").exists():  # nothing is trained yet, so the config may still change
-            write_whole(file, text)
+            write_whole(file, json.dumps(config.to_dict(), indent=2) + "\n")
             model_folder.record_base(workdir, config.model)
         mirror.publish(workdir)
     # A run may resume on other devices, trace other steps, and read the same examples from another place.

@@ -76,20 +76,16 @@ def export_model(model: str, out: Path, *, format: str, as_torch: bool = False) 
     if as_torch and not format.startswith("l2d"):
         raise InputError(f"--torch is about the release's state dict: leave it out with --format {format}")
     with tempfile.TemporaryDirectory() as scratch:
-        parts = replace(Parts.open(_readable(model, Path(scratch))), name=model)
+        name, folder = model, locate(model)
+        if publish.is_published(folder):  # its path gets the names of the release
+            name = scratch
+            model_folder.check_trained_path(folder)
+            published = publish.TorchFolder.open(folder)
+            path = published.load(runtime.start_jax(MeshConfig()))
+            model_folder.save_path(Path(scratch), path, base=published.base_name)
+        parts = replace(Parts.open(name), name=model)
         with output_folder(out) as partial_folder:
             FORMATS[format](parts, partial_folder, "pytorch_model.bin" if as_torch else "l2d.safetensors")
-
-
-def _readable(model: str, scratch: Path) -> str:
-    """The name of a model, or a folder with the path of a published one under the names of the release."""
-    folder = locate(model)
-    if not publish.is_published(folder):
-        return model
-    model_folder.check_trained_path(folder)
-    published = publish.TorchFolder.open(folder)
-    model_folder.save_path(scratch, published.load(runtime.start_jax(MeshConfig())), base=published.base_name)
-    return str(scratch)
 
 
 def copy_texts(language_model: BaseAndAdapters, out: Path) -> None:

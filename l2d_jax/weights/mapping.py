@@ -8,10 +8,10 @@ Weights stream from the files slice by slice into their shards, so that no host 
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,8 @@ from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.axes import ADAPTED, KEYS, MATRICES
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.llm import LLM
+
+Shapes: TypeAlias = dict[str, tuple[int, ...]]  # by the name of a tensor
 
 
 @runtime_checkable
@@ -168,24 +170,22 @@ def leaves(tree: Any, rows: Iterable[Row]) -> list[Leaf]:
     return [filled[path] for path in by_path]
 
 
-def tensor_shapes(tree: Any, rows: Iterable[Row]) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(tree: Any, rows: Iterable[Row]) -> Shapes:
     """Name and shape of every tensor of theirs that a tree of ours corresponds to."""
     return {name: leaf.row.their_shape(leaf.layer_shape) for leaf in leaves(tree, rows) for name in leaf.names()}
 
 
-def llm_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+def llm_shapes(architecture: Architecture) -> Shapes:
     """Name and shape of every tensor of a language model."""
     return tensor_shapes(LLM.declare(architecture, dtype=np.float32), LLM_ROWS)
 
 
-def path_shapes(config: PathConfig, architecture: Architecture) -> dict[str, tuple[int, ...]]:
+def path_shapes(config: PathConfig, architecture: Architecture) -> Shapes:
     """Name and shape of every tensor of a path, as in the release."""
     return tensor_shapes(DiffusionPath.declare(config, architecture), PATH_ROWS)
 
 
-def check_tensors(
-    source: TensorSource, shapes: dict[str, tuple[int, ...]], *, ignored: frozenset[str] = frozenset()
-) -> None:
+def check_tensors(source: TensorSource, shapes: Shapes, *, ignored: Set[str] = frozenset()) -> None:
     """Raise one `InputError` that names what is missing, extra, misshaped or no weight (the first few of each).
 
     float16 and bfloat16 in one file are refused: where the header is damaged, each passes for the other.
@@ -194,11 +194,10 @@ def check_tensors(
     kinds = {name: np.dtype(present[name].dtype) for name in shapes if name in present}
     halves = {str(kind) for kind in kinds.values()} >= {"float16", "bfloat16"}
     sizes = ((name, present[name].shape, shapes[name]) for name in kinds)
-    misshaped = [f"{name} has shape {list(a)}, expected {list(b)}" for name, a, b in sizes if a != b]
     faults = [
         ("missing", sorted(shapes.keys() - present.keys())),
         ("not part of this architecture", sorted(present.keys() - shapes.keys() - ignored)),
-        ("misshaped", misshaped),
+        ("misshaped", [f"{name} has shape {list(a)}, expected {list(b)}" for name, a, b in sizes if a != b]),
         ("of integers", [name for name, kind in kinds.items() if not jnp.issubdtype(kind, jnp.floating)]),
         ("float16 beside bfloat16", [name for name, kind in kinds.items() if halves and kind == np.float16]),
     ]

@@ -146,9 +146,9 @@ def open_weights(language_model: locate.BaseAndAdapters, architecture: Architect
 
 def check_llm(source: TensorSource, architecture: Architecture) -> None:
     """Raise `InputError` unless a source has an LM's tensors and no others (but a tied head and rotary buffers)."""
-    alias = {"lm_head.weight"} if architecture.tied else set()
-    buffers = {name for name in source.records if name.endswith("rotary_emb.inv_freq")}
-    mapping.check_tensors(source, mapping.llm_shapes(architecture), ignored=frozenset(alias | buffers))
+    ignored = {name for name in source.records if name.endswith("rotary_emb.inv_freq")}
+    ignored |= {"lm_head.weight"} if architecture.tied else set()
+    mapping.check_tensors(source, mapping.llm_shapes(architecture), ignored=ignored)
 
 
 def write_path(

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from l2d_jax.config.parsing import from_dict
 from l2d_jax.config.schema import PathConfig
 from l2d_jax.data.tokenizer import stop_ids
-from l2d_jax.errors import InputError, shown
+from l2d_jax.errors import InputError
 from l2d_jax.files import read_json
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.diffusion_path import DiffusionPath
@@ -61,14 +61,8 @@ def write_torch_folder(
 ) -> None:
     """Write a path, its config, its code and a tokenizer into an existing folder; raises `InputError`.
 
-    Args:
-      folder: where to write.
-      path: the path; all of its weights are on this host.
-      architecture: of the base.
-      base: a hub id, or a folder by an absolute path or one relative to `folder`.
-      base_revision: a commit of the hub id; None for a folder.
-      base_config: the base's parsed `config.json`.
-      tokenizer: of the base; its stop tokens end an answer, too. None: there is none.
+    All weights of the path are on this host. Its base, whose `config.json` and tokenizer (which also says what ends an
+    answer) are given, is a hub id at a commit, or a folder by an absolute path or one relative to `folder`.
     """
     from l2d_jax.weights.pytorch.configuration_l2d import CODE as CLASSES  # here: transformers brings torch along
 
@@ -114,9 +108,6 @@ class TorchFolder:
         """Check a published folder, whose path PyTorch may have trained further; raises `InputError`."""
         file = folder / "config.json"
         raw = read_json(file)
-        if raw.get("model_type") != MODEL_TYPE:
-            kind = shown(raw.get("model_type"))
-            raise InputError(f"{file}: model_type is {kind}, not {MODEL_TYPE!r}: give a folder that was published")
         architecture = Architecture.from_hf(raw.get("text_config", {}), where=f"{file}: text_config")
         config = from_dict(PathConfig, raw.get("path", {}), prefix=f"{file}: path")
         source = SafetensorsFolder.open(folder)
@@ -126,5 +117,4 @@ class TorchFolder:
     def load(self, mesh: Mesh) -> DiffusionPath:
         """Read the path onto a mesh."""
         declared = DiffusionPath.declare(self.config, self.architecture)
-        path: DiffusionPath = mapping.load_tree(declared, self.source, mesh, rows=TORCH_ROWS)
-        return path
+        return mapping.load_tree(declared, self.source, mesh, rows=TORCH_ROWS)

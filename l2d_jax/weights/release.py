@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -22,7 +22,7 @@ from l2d_jax.weights.mapping import TensorSource
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_file
 
 ARGUMENTS = "weights/release.toml"  # the release's keyword arguments
-Tensor = Callable[[], np.ndarray]
+Tensors: TypeAlias = dict[str, Callable[[], np.ndarray]]  # each made when its turn comes
 
 
 def parse_hyperparameters(raw: Mapping[str, Any]) -> PathConfig:
@@ -53,13 +53,13 @@ def options(config: PathConfig) -> dict[str, Any]:
     return {**given["fixed"], **given["others"], **ours, "separate_flow_params_with_lora": config.layers == "lora"}
 
 
-def write_checkpoint(file: Path, tensors: Mapping[str, Tensor]) -> None:
+def write_checkpoint(file: Path, tensors: Tensors) -> None:
     """Write a state dict, made in memory: `.safetensors`, or `.bin` for the release's programs, which takes torch."""
     torch = None if file.suffix == ".safetensors" else _import_torch(file)
-    made = {tensor: tensor() if torch is None else _tensor(tensor()) for tensor in dict.fromkeys(tensors.values())}
-    state = {name: made[tensor] for name, tensor in tensors.items()}  # aliases share their memory
+    made = {make: make() if torch is None else _tensor(make(), torch) for make in dict.fromkeys(tensors.values())}
+    state = {name: made[make] for name, make in tensors.items()}  # aliases share their memory
     if torch is None:
-        write_file(file, state, metadata=None)
+        write_file(file, state, for_transformers=False)
     else:
         torch.save(state, file)
 
@@ -78,7 +78,7 @@ def open_checkpoint(file: Path) -> TensorSource:
         state = state["model_state_dict"]
     if not isinstance(state, Mapping) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise InputError(f"{file} is not a state dict of names and tensors: give pytorch_model.bin of the release")
-    return ArraySource({name: _array(value) for name, value in state.items()})
+    return ArraySource({name: _array(value, torch) for name, value in state.items()})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ def aliases(own: Collection[str], trained: Iterable[str]) -> dict[str, str]:
     """What a state dict with an LM's `own` tensors and a path's holds twice: alias -> the tensor with the same bits."""
     same = {} if "lm_head.weight" in own else {"lm_head.weight": "model.embed_tokens.weight"}
     for stem in (name.removesuffix(".A") for name in trained if name.endswith(".A")):
-        originals = {f"{_frozen(stem)}.{kind}": kind for kind in ("weight", "bias")}
+        originals = {f"{stem.replace('.flow_', '.')}.{kind}": kind for kind in ("weight", "bias")}
         same |= {f"{stem}.wrapped_layer.{kind}": name for name, kind in originals.items() if name in own}
     return same
 
@@ -115,15 +115,13 @@ def check_checkpoint(
     return list(own), list(trained)
 
 
-def state_dict(llm: TensorSource, trained: Mapping[str, Tensor], architecture: Architecture) -> dict[str, Tensor]:
+def state_dict(llm: TensorSource, trained: Tensors, architecture: Architecture) -> Tensors:
     """The release's state dict, aliases included, from an LM and the tensors of a path; all keep their bits."""
     own = lazy_tensors(llm, mapping.llm_shapes(architecture))
-    return own | dict(trained) | {alias: own[name] for alias, name in aliases(own, trained).items()}
+    return own | trained | {alias: own[name] for alias, name in aliases(own, trained).items()}
 
 
-def merge_lora(
-    llm: TensorSource, path: TensorSource, architecture: Architecture, config: PathConfig
-) -> dict[str, Tensor]:
+def merge_lora(llm: TensorSource, path: TensorSource, architecture: Architecture, config: PathConfig) -> Tensors:
     """The tensors of a LoRA path under the names of a dense one: W + (alpha / r) A B, in float32."""
     scale = np.float32(config.lora_alpha / config.lora_rank)
 
@@ -131,7 +129,7 @@ def merge_lora(
         stem, _, kind = name.rpartition(".")
         if f"{stem}.A" not in path.records:
             return path.read(name)
-        tensor = np.asarray(llm.read(_frozen(name)), np.float32)
+        tensor = np.asarray(llm.read(name.replace(".flow_", ".")), np.float32)
         if kind == "bias":
             return tensor
         a, b = (np.asarray(path.read(f"{stem}.{part}"), np.float32) for part in "AB")
@@ -141,13 +139,8 @@ def merge_lora(
     return {name: partial(merged, name) for name in names}
 
 
-def _frozen(name: str) -> str:
-    """The LM's layer, or its tensor, that one of the path starts from."""
-    return name.replace(".flow_", ".")
-
-
-def lazy_tensors(source: TensorSource, names: Iterable[str]) -> dict[str, Tensor]:
-    """Tensors to write, each read when its turn comes."""
+def lazy_tensors(source: TensorSource, names: Iterable[str]) -> Tensors:
+    """Tensors to write."""
     return {name: partial(source.read, name) for name in names}
 
 
@@ -159,17 +152,13 @@ def _import_torch(file: Path) -> Any:
     return torch
 
 
-def _tensor(array: np.ndarray) -> Any:
-    import torch
-
+def _tensor(array: np.ndarray, torch: Any) -> Any:
     if array.dtype == ml_dtypes.bfloat16:  # torch takes no such array: the bits travel as integers
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(np.array(array))
 
 
-def _array(tensor: Any) -> np.ndarray:
-    import torch
-
+def _array(tensor: Any, torch: Any) -> np.ndarray:
     if tensor.dtype == torch.bfloat16:  # numpy knows no bfloat16: the bits travel as integers
         return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return tensor.contiguous().numpy()

@@ -28,7 +28,6 @@ DTYPES = {
     **{f"F{bits}": np.dtype(f"<f{bits // 8}") for bits in (16, 32, 64)},
     **{f"{kind}{bits}": np.dtype(f"<{kind.lower()}{bits // 8}") for kind in "IU" for bits in (8, 16, 32, 64)},
 }
-TRANSFORMERS = {"format": "pt"}  # transformers refuses a file without this entry
 
 
 @dataclass(frozen=True)
@@ -73,13 +72,11 @@ class SafetensorsFolder:
         return np.array(data.view(record.dtype).reshape(record.shape)[... if index is None else index])
 
 
-def write_file(
-    path: Path, tensors: Mapping[str, np.ndarray], *, metadata: Mapping[str, str] | None = TRANSFORMERS
-) -> None:
+def write_file(path: Path, tensors: Mapping[str, np.ndarray], *, for_transformers: bool = True) -> None:
     """Write one safetensors file; every array is in memory at the time."""
     # In C order: save_file writes the memory of a transposed array as it lies, which is another array.
     arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
-    save_file(arrays, path, metadata=None if metadata is None else dict(metadata))
+    save_file(arrays, path, metadata={"format": "pt"} if for_transformers else None)  # which transformers insists on
     path.chmod(path.parent.stat().st_mode & 0o666)  # save_file leaves it to the owner alone
 
 

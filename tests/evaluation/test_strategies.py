@@ -15,7 +15,7 @@ from l2d_jax.performance.costs import decoding_flops
 from l2d_jax.training.exact_match import MarkedProblems
 from tests.support import tiny
 
-PROBLEMS = MarkedProblems([Prompt(0, [1] * 10), Prompt(1, [1] * 20)], ["12", "5"], longest=8)
+PROBLEMS = MarkedProblems([Prompt(0, [1] * 10), Prompt(1, [1] * 20)], ["12", "5"], most_tokens=10)
 
 
 def test_what_is_tried():

@@ -2,10 +2,11 @@ import io
 
 import pytest
 
-from l2d_jax import generate, loading, train
+from l2d_jax import generate, train
 from l2d_jax.data import tokenizer
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.solver import AMPLE
+from l2d_jax.errors import InputError
 from l2d_jax.loading import load
 from l2d_jax.weights import model_folder
 from tests.support.programs import call, options, remove_template, remove_tokenizer, write_base, write_model
@@ -177,10 +178,8 @@ def test_folders_that_are_no_models(tmp_path, workdir):
 
 def test_an_export_of_random_weights_says_what_to_do(tmp_path):
     (tmp_path / "path.json").write_text('{"base": "random", "path": {}}')
-    with pytest.raises(loading.InputError, match="which only a workdir can make again"):
+    with pytest.raises(InputError, match="which only a workdir can make again"):
         load(tmp_path)
     (tmp_path / "path.json").write_text('{"path": {}}')
-    with pytest.raises(
-        loading.InputError, match=r"path.json must name the base that the path was trained on, got None"
-    ):
+    with pytest.raises(InputError, match=r"path.json must name the base that the path was trained on, got None"):
         load(tmp_path)

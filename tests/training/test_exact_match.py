@@ -34,7 +34,7 @@ def test_the_problems_are_the_first_held_out_ones(tokenizer):
         text = tokenizer.decode(prompt.ids)
         assert one.question in text
         assert one.solution not in text
-    assert found.longest >= max(len(one.solution) for one in made)
+    assert found.most_tokens >= 1.25 * max(len(one.solution) for one in made) - 1
 
 
 def test_rows_without_a_marked_number_are_refused(tokenizer, tmp_path):
