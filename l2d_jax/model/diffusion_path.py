@@ -87,7 +87,7 @@ class DiffusionPath(nnx.Module):
     @classmethod
     def declare(cls, config: PathConfig, architecture: Architecture) -> "DiffusionPath":
         """The module with a float32 `Weight` in place of each array, with the release's initial values."""
-        a, c, e = architecture, config, config.condition_width
+        a, c, d, e = architecture, config, architecture.hidden_size, config.condition_width
         sizes = axis_sizes(a) | {"rank": c.lora_rank, "condition": e, "parts": PARTS}
 
         def layer(name: str) -> Lora | Weight:
@@ -105,22 +105,18 @@ class DiffusionPath(nnx.Module):
 
         normal, xavier, zeros = initializers.normal(0.02), initializers.glorot_uniform(), initializers.zeros
         entry = zeros if c.start == "anchored" else xavier  # x_t is no part of the language model
+        first = modulation("first", initializers.glorot_uniform(1, -1, batch_axis=0))
         has_q_bias = c.layers == "dense" and a.qkv_bias
         return cls(
-            vocabulary=_affine((a.hidden_size, c.width), ("embed", "diffusion"), xavier),
-            translation=_mlp(
-                (c.width, c.translation_width, a.hidden_size), ("diffusion", "condition", "embed"), xavier, entry
-            ),
+            vocabulary=_affine((d, c.width), ("embed", "diffusion"), xavier),
+            translation=_mlp((c.width, c.translation_width, d), ("diffusion", "condition", "embed"), xavier, entry),
             time=_mlp((c.frequency_width, e, e), ("frequency", "condition", "condition"), normal, normal),
             layers=PathLayers(
-                modulation=Mlp(
-                    first=modulation("first", initializers.glorot_uniform(1, -1, batch_axis=0)),
-                    last=modulation("last", zeros),
-                ),
+                modulation=Mlp(first=first, last=modulation("last", zeros)),
                 **{name: layer(name) for name in matrices(c)},
                 q_bias=declare_stacked("q_bias", sizes, zeros) if has_q_bias else None,
             ),
-            merge=_mlp((e, e, a.hidden_size), ("condition", "condition", "embed"), xavier, zeros),
+            merge=_mlp((e, e, d), ("condition", "condition", "embed"), xavier, zeros),
             classes=Weight((c.classes + 1, e), ("classes", "condition"), normal) if c.classes else None,
             config=c,
         )
@@ -167,8 +163,7 @@ class DiffusionPath(nnx.Module):
         embedded = self.time(diffusion.time_features(t * self.config.time_scale, self.config.frequency_width))
         if self.classes is None:
             return embedded
-        null = self.config.classes
-        return embedded + self.classes[null if labels is None else labels]
+        return embedded + self.classes[self.config.classes if labels is None else labels]
 
     def merge_weight(self, t: Float[Array, "*#B"], labels: Int[Array, "*#B"] | None = None) -> Float[Array, "*#B D"]:
         """w_d(t) = w(t) - w(0), in float32; exactly zero at t = 0. An anchored path has 1 + w_d(t)."""
@@ -197,19 +192,17 @@ class DiffusionPath(nnx.Module):
         [0, 1], per position or shared. The conditions, if given, are those of t and the labels; `remat` wraps the block
         for rematerialisation in training, such as `jax.checkpoint`.
         """
-        cache, positions, labels = context.cache, context.positions, context.labels
+        cache, positions, labels, dtype = context.cache, context.positions, context.labels, llm.dtype
         modulation = None if conditions is None else conditions.modulation
         assert positions is None or (context.segments is None) == (cache.segments is None)
-        dtype = llm.dtype
         gather = partial(gather_layer, dtype=dtype, products=llm.product_dtype)
-        whole_row = cache.positions.shape[1] if positions is None else None
-        shared, own = layer_options(llm.architecture, length=whole_row)
+        slots = cache.positions.shape[1]
+        shared, own = layer_options(llm.architecture, length=slots if positions is None else None)
         scale = self.config.lora_alpha / self.config.lora_rank
         condition = self.condition(t, labels).astype(dtype)
-        angles = positions
-        if angles is None:
-            angles = jnp.repeat(cache.positions, x.shape[1] // cache.positions.shape[1], axis=1)
-
+        angles = jnp.repeat(cache.positions, x.shape[1] // slots, axis=1) if positions is None else positions
+        places: Any = {"q_positions": positions, "kv_positions": cache.positions}
+        segments: Any = {"q_segments": context.segments, "kv_segments": cache.segments}
         matmul = project if remat is None else checkpointed_matmul
 
         def product(y: Array, weight: Any, change: Any, *, dims: int = 1) -> Array:
@@ -233,17 +226,8 @@ class DiffusionPath(nnx.Module):
                 y = gather_rows(y, "attention_embed")
                 q = split_rows(product(y, w.q, changes.q) + bias(q_bias, y), "heads", "head_dim")
                 q = rope(llm.normalize(q, w.q_norm), angles, options.frequencies, options.query_scale)
-                y = attention(
-                    q,
-                    past.k,
-                    past.v,
-                    q_positions=positions,
-                    kv_positions=cache.positions,
-                    q_segments=context.segments,
-                    kv_segments=cache.segments,
-                    others=past.others(angles, options.window),
-                    window=options.window,
-                )
+                others, window = past.others(angles, options.window), options.window
+                y = attention(q, past.k, past.v, **places, **segments, others=others, window=window)
                 y = product(gather_rows(y, "heads", "head_dim"), w.o, changes.o, dims=2)
                 x = x + gate_1 * llm.normalize(split_rows(y), w.post_attention_norm)
             with jax.named_scope("mlp"):

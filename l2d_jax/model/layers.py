@@ -121,9 +121,8 @@ class Lora(nnx.Module):
     @classmethod
     def declare(cls, name: str, sizes: Mapping[str, int], init: Initializer) -> "Lora":
         """The update of one of `axes.MATRICES` in all blocks: a starts as `init` says, b at zero."""
-        return cls(
-            a=declare_stacked(f"{name}.a", sizes, init), b=declare_stacked(f"{name}.b", sizes, initializers.zeros)
-        )
+        zero = declare_stacked(f"{name}.b", sizes, initializers.zeros)
+        return cls(a=declare_stacked(f"{name}.a", sizes, init), b=zero)
 
 
 def project(

@@ -144,20 +144,17 @@ class LLM(nnx.Module):
                 x = x + self.normalize(split_rows(y), w.post_attention_norm)
             with jax.named_scope("mlp"):
                 y = gather_rows(self.normalize(x, w.mlp_norm))
-                y = activate(product(y, w.gate, updates.get("gate")), self.architecture) * product(
-                    y, w.up, updates.get("up")
-                )
+                gate = activate(product(y, w.gate, updates.get("gate")), self.architecture)
+                y = gate * product(y, w.up, updates.get("up"))
                 x = x + self.normalize(split_rows(product(y, w.down, updates.get("down"))), w.post_mlp_norm)
             k, v = (constrain(a, "batch", "length", "kv_heads", "head_dim") for a in (k, v))
             return split_rows(constrain(x, "batch", "length", "embed_activation")), (k, v)
 
         with jax.named_scope("llm"):
-            past = None if cache is None else cache.layers()
-            scanned = (self.layers, self.adapter, past, own)
-            layer = remat(block) if remat else block
-            hidden, (k, v) = scan_layers(
-                layer, self.lookup(tokens), scanned, in_place=self.in_place, is_frozen=self.is_frozen and remat is None
-            )
+            scanned = (self.layers, self.adapter, None if cache is None else cache.layers(), own)
+            layer, is_frozen = remat(block) if remat else block, self.is_frozen and remat is None
+            first = self.lookup(tokens)
+            hidden, (k, v) = scan_layers(layer, first, scanned, in_place=self.in_place, is_frozen=is_frozen)
         used = jnp.int32(tokens.shape[1])
         return hidden, KVCache(k=k, v=v, positions=positions, used=used, segments=segments)
 
