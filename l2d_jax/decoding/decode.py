@@ -55,11 +55,10 @@ def prefill(
 
     The tokens of the `prefix` come before those of every prompt.
     """
-    before = None
-    if prefix is not None:
-        before = KVCache.empty(llm.architecture, len(lengths), capacity, dtype=llm.dtype, prefix=prefix)
+    empty = KVCache.empty(llm.architecture, len(lengths), capacity, dtype=llm.dtype, prefix=prefix)
     slots = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    hidden, prompt = llm(tokens, positions(lengths, slots, prefix=_length(prefix)), before)
+    places = positions(lengths, slots, prefix=_length(prefix))
+    hidden, prompt = llm(tokens, places, None if prefix is None else empty)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
     return start(llm, prompt, last, tokens, lengths, keys, capacity=capacity, prefix=prefix)
 
@@ -96,7 +95,7 @@ def _length(prefix: KVCache | None) -> int:
 
 
 def resize(state: State, *, ring: int, slots: int) -> State:
-    """The state with a ring of so many slots, and so many for prompts; see `KVCache.resize`."""
+    """The state with a ring of so many slots, and so many for prompts, as it is where it has them."""
     if (state.cache.ring, state.cache.positions.shape[1]) == (ring, ring + slots):
         return state
     return dataclasses.replace(state, cache=_resize_cache(state.cache, ring=ring, slots=slots))
