@@ -155,13 +155,10 @@ def refill(state: State, new: State, lanes: Int[Array, " rows"]) -> State:
 
     The others go on as they were. The caches of both have the same slots.
     """
-    old, cache = state.cache, new.cache
-    cache = dataclasses.replace(
-        old,
-        k=old.k.at[:, lanes].set(cache.k, mode="drop"),
-        v=old.v.at[:, lanes].set(cache.v, mode="drop"),
-        positions=old.positions.at[lanes].set(cache.positions, mode="drop"),
-    )
+    old, read = state.cache, new.cache
+    k, v = (a.at[:, lanes].set(b, mode="drop") for a, b in ((old.k, read.k), (old.v, read.v)))
+    places = old.positions.at[lanes].set(read.positions, mode="drop")
+    cache = dataclasses.replace(old, k=k, v=v, positions=places)
     rows = {name: getattr(state, name).at[lanes].set(getattr(new, name), mode="drop") for name in COLUMNS}
     return dataclasses.replace(state, cache=cache, **rows)
 

@@ -35,14 +35,10 @@ class Lanes:
     def __init__(
         self, model: Model, *, lanes: int, stop_ids: Sequence[int], group: int = 1, known: Request | None = None
     ) -> None:
-        """Lanes for a model that reads the context.
+        """Lanes for a model that reads the context, with or without a path; `stop_ids` are tokens that end an answer.
 
-        Args:
-          model: with or without a path.
-          lanes: the answers that are decoded at a time.
-          stop_ids: tokens that end an answer.
-          group: answers whose prompts are read at a time.
-          known: what all answers will belong to, which saves work; None: requests come one by one.
+        Prompts of `group` answers are read at a time. All answers will belong to `known`, which saves work; None:
+        requests come one by one.
         """
         self.model = model
         self._answers: list[Answer | None] = [None] * lanes

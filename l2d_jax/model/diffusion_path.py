@@ -31,17 +31,7 @@ from l2d_jax.model.context import Context
 from l2d_jax.model.few_rows import scan_layers
 from l2d_jax.model.gathering import gather_layer, gather_rows, split_rows
 from l2d_jax.model.kv_cache import LayerCache
-from l2d_jax.model.layers import (
-    LayerOptions,
-    Linear,
-    Lora,
-    Mlp,
-    activate,
-    checkpointed_matmul,
-    layer_options,
-    project,
-    rope,
-)
+from l2d_jax.model.layers import LayerOptions, Linear, Lora, Mlp, activate, layer_options, project, project_saved, rope
 from l2d_jax.model.llm import LLM, bias
 from l2d_jax.model.llm import Layers as LLMLayers
 from l2d_jax.model.lora import LLMAdapter, merge_adapter
@@ -98,10 +88,8 @@ class DiffusionPath(nnx.Module):
             return declare_stacked(name, sizes, initializers.glorot_uniform(fan_in, fan_out, batch_axis=0))
 
         def modulation(name: str, init: Initializer) -> Linear:
-            return Linear(
-                weight=declare_stacked(f"modulation.{name}.weight", sizes, init),
-                bias=declare_stacked(f"modulation.{name}.bias", sizes, initializers.zeros),
-            )
+            weight = declare_stacked(f"modulation.{name}.weight", sizes, init)
+            return Linear(weight=weight, bias=declare_stacked(f"modulation.{name}.bias", sizes, initializers.zeros))
 
         normal, xavier, zeros = initializers.normal(0.02), initializers.glorot_uniform(), initializers.zeros
         entry = zeros if c.start == "anchored" else xavier  # x_t is no part of the language model
@@ -203,7 +191,7 @@ class DiffusionPath(nnx.Module):
         angles = jnp.repeat(cache.positions, x.shape[1] // slots, axis=1) if positions is None else positions
         places: Any = {"q_positions": positions, "kv_positions": cache.positions}
         segments: Any = {"q_segments": context.segments, "kv_segments": cache.segments}
-        matmul = project if remat is None else checkpointed_matmul
+        matmul = project if remat is None else project_saved
 
         def product(y: Array, weight: Any, change: Any, *, dims: int = 1) -> Array:
             if isinstance(change, Lora):

@@ -137,9 +137,7 @@ def project(
     return y + multiply(multiply(x, a, dims), b, 1)
 
 
-def checkpointed_matmul(
-    x: Array, weight: Array, update: Lora | None = None, *, scale: float = 1.0, dims: int = 1
-) -> Array:
+def project_saved(x: Array, weight: Array, update: Lora | None = None, *, scale: float = 1.0, dims: int = 1) -> Array:
     """`project` for a block that is trained: rematerialisation may save the result, which is fused with nothing."""
     return fusion_barrier(checkpoint_name(project(fusion_barrier(x), weight, update, scale=scale, dims=dims), PRODUCT))
 

@@ -23,7 +23,7 @@ from l2d_jax.model.axes import EMBEDDING_AXES, HEAD_AXES, MATRICES, axis_sizes, 
 from l2d_jax.model.few_rows import few_rows_logits, scan_layers
 from l2d_jax.model.gathering import gather_layer, gather_rows, gather_weight, split_rows
 from l2d_jax.model.kv_cache import KVCache, LayerCache
-from l2d_jax.model.layers import LayerOptions, activate, checkpointed_matmul, layer_options, project, rms_norm, rope
+from l2d_jax.model.layers import LayerOptions, activate, layer_options, project, project_saved, rms_norm, rope
 from l2d_jax.model.lora import LLMAdapter
 from l2d_jax.model.products import logits_of
 from l2d_jax.model.quantization import QuantizedWeight, declare_quantized
@@ -110,15 +110,14 @@ class LLM(nnx.Module):
         Several sequences may share a row: `segments` numbers them, and each begins at position 0. Such rows are read in
         one call, without a cache. `remat` wraps the block for rematerialisation where the model itself is trained.
 
-        Returns:
-          The last hidden state before the final norm, and the keys and values of these tokens alone. After the first
-          call they are the whole cache; `cache.extend` appends those of a later call.
+        Returns the last hidden state before the final norm, and the keys and values of these tokens alone. After the
+        first call they are the whole cache; `cache.extend` appends those of a later call.
         """
         shared, own = layer_options(self.architecture, length=tokens.shape[1] if cache is None else None)
         scale = 1.0 if self.adapter is None else self.adapter.scale
         assert cache is None or segments is None
         gather = partial(gather_layer, dtype=self.dtype, products=self.product_dtype)
-        product = partial(project if remat is None else checkpointed_matmul, scale=scale)
+        product = partial(project if remat is None else project_saved, scale=scale)
 
         def block(
             x: Array, scanned: tuple[Layers, LLMAdapter | None, LayerCache | None, LayerOptions]
