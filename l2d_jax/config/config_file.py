@@ -56,8 +56,8 @@ def read_config(reference: str, overrides: Mapping[str, Any] | None = None) -> C
         raise
     except Exception as error:  # the file is the user's code: whatever it raises is reported as their line
         raise InputError(f"{file} fails: {type(error).__name__}: {one_line(error)}") from error
-    if not isinstance(config, ConfigDict | Mapping):
-        raise InputError(f"{file}: get_config() must return an ml_collections.ConfigDict, got {type(config).__name__}")
+    rule = f"{file}: get_config() must return an ml_collections.ConfigDict"
+    require(isinstance(config, ConfigDict | Mapping), f"{rule}, got {type(config).__name__}")
     for name, value in (overrides or {}).items():
         _override(config, name, value)
     return Config.from_dict(config.to_dict() if isinstance(config, ConfigDict) else dict(config))
@@ -81,8 +81,8 @@ def _import(file: Path) -> Any:
         spec.loader.exec_module(module)
     except Exception as error:
         raise InputError(f"{file} fails: {type(error).__name__}: {one_line(error)}") from error
-    if not hasattr(module, "get_config"):
-        raise InputError(f"{file} has no get_config(): define it and return an ml_collections.ConfigDict")
+    problem = f"{file} has no get_config()"
+    require(hasattr(module, "get_config"), f"{problem}: define it and return an ml_collections.ConfigDict")
     return module
 
 
@@ -95,8 +95,7 @@ def _call(module: Any, file: str, variant: str) -> Any:
         if name in own:  # where a run starts, which others may refine
             own[name](config)
             continue
-        if name not in shared:
-            raise InputError(f"{file} has no variant {name!r}{nearest(name, own.keys() | shared.keys())}")
+        require(name in shared, f"{file} has no variant {name!r}{nearest(name, own.keys() | shared.keys())}")
         for option, value in shared[name]["options"].items():
             section, _, last = option.partition(".")
             node = getattr(config, section)

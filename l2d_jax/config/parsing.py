@@ -31,7 +31,7 @@ def from_dict(cls: type, values: Any, *, prefix: str) -> Any:
     """Build a dataclass from a nested dictionary, checking names, types and ranges; errors name `prefix` and option."""
     if not isinstance(values, Mapping):
         raise InputError(f"{prefix} must be a section of options, got {shown(values)} of type {type(values).__name__}")
-    declared = declared_types(cls)
+    declared = typing.get_type_hints(cls, include_extras=True)
     arguments = {}
     for name, value in values.items():
         if name not in declared:
@@ -43,14 +43,9 @@ def from_dict(cls: type, values: Any, *, prefix: str) -> Any:
     return cls(**arguments)
 
 
-def declared_types(cls: type) -> Mapping[str, Any]:
-    """The declared types of a dataclass's fields, with their ranges."""
-    return typing.get_type_hints(cls, include_extras=True)
-
-
 def check_fields(section: Any, *, prefix: str) -> None:
     """Raise `InputError` unless each field of a dataclass fits its declaration; for its `__post_init__`."""
-    for name, declared in declared_types(type(section)).items():
+    for name, declared in typing.get_type_hints(type(section), include_extras=True).items():
         check_value(getattr(section, name), declared, f"{prefix}.{name}")
 
 

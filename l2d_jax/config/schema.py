@@ -273,5 +273,4 @@ def defaults() -> ConfigDict:
     """The options with the paper's values, for a config file to edit; setting an unknown option raises."""
     sections = typing.get_type_hints(Config).items()
     values = {name: {f.name: f.default for f in dataclasses.fields(section)} for name, section in sections}
-    config = ConfigDict(values, type_safe=False)
-    return config.lock()
+    return ConfigDict(values, type_safe=False).lock()

@@ -214,10 +214,9 @@ def _check_classes(rows: datasets.Dataset, classes: int, *, name: str) -> None:
     """Raise `InputError` if guidance is trained and a row's class is missing or too large."""
     if classes == 0:
         return
-    if "class" not in rows.column_names:
-        rule = f"guidance needs the class of each row, but those of {name} have none"
-        remedy = f"add a column 'class' with numbers from 0 to {classes - 1}, or set config.path.classes to 0"
-        raise InputError(f"{rule}: {remedy}")
+    rule = f"guidance needs the class of each row, but those of {name} have none"
+    remedy = f"add a column 'class' with numbers from 0 to {classes - 1}, or set config.path.classes to 0"
+    require("class" in rows.column_names, f"{rule}: {remedy}")
     if not str(getattr(rows.features["class"], "dtype", "")).startswith(("int", "uint")):
         return  # `_turns` names the row
     found = rows.select_columns(["class"]).unique("class")  # select first: `unique` would copy the texts too

@@ -54,9 +54,8 @@ def read_prepared(config: DataConfig, split: str, tokenizer: PreTrainedTokenizer
     """Open a split of the folder `config.prepared`; raises `InputError` for other bytes, options or tokenizer."""
     folder = mirror.open_folder(str(config.prepared))
     entries, name = _read_manifest(folder, _subject(config, tokenizer))["splits"], _name(config, split)
-    if name not in entries:
-        found = f"{folder} has the examples {', '.join(sorted(entries))}, not {name} (split and most examples)"
-        raise InputError(f"{found}: prepare it with this config, or set config.data.prepared to None")
+    found = f"{folder} has the examples {', '.join(sorted(entries))}, not {name} (split and most examples)"
+    require(name in entries, f"{found}: prepare it with this config, or set config.data.prepared to None")
     entry = entries[name]
     shards, plans = ([folder / SHARDS / file for file in entry[kind]] for kind in ("shards", "plans"))
     with ThreadPoolExecutor() as pool:

@@ -39,8 +39,6 @@ def round_up(length: int, *, shortest: int = SHORTEST_BUCKET) -> int:
 
     The buckets are 64, 96, 128, 192, 256, 384 and so on. They begin with `shortest`, a power of two.
     """
-    power = shortest
-    while power < length:
-        power *= 2
+    power = max(shortest, 1 << (length - 1).bit_length())
     between = 3 * power // 4
     return between if between > shortest and length <= between else power

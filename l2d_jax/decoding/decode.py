@@ -55,11 +55,10 @@ def prefill(
 
     The tokens of the `prefix` come before those of every prompt.
     """
-    before = None
-    if prefix is not None:
-        before = KVCache.empty(llm.architecture, len(lengths), capacity, dtype=llm.dtype, prefix=prefix)
+    empty = KVCache.empty(llm.architecture, len(lengths), capacity, dtype=llm.dtype, prefix=prefix)
     slots = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    hidden, prompt = llm(tokens, positions(lengths, slots, prefix=_length(prefix)), before)
+    places = positions(lengths, slots, prefix=_length(prefix))
+    hidden, prompt = llm(tokens, places, None if prefix is None else empty)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
     return start(llm, prompt, last, tokens, lengths, keys, capacity=capacity, prefix=prefix)
 
@@ -96,7 +95,7 @@ def _length(prefix: KVCache | None) -> int:
 
 
 def resize(state: State, *, ring: int, slots: int) -> State:
-    """The state with a ring of so many slots, and so many for prompts; see `KVCache.resize`."""
+    """The state with a ring of so many slots, and so many for prompts, as it is where it has them."""
     if (state.cache.ring, state.cache.positions.shape[1]) == (ring, ring + slots):
         return state
     return dataclasses.replace(state, cache=_resize_cache(state.cache, ring=ring, slots=slots))
@@ -156,13 +155,10 @@ def refill(state: State, new: State, lanes: Int[Array, " rows"]) -> State:
 
     The others go on as they were. The caches of both have the same slots.
     """
-    old, cache = state.cache, new.cache
-    cache = dataclasses.replace(
-        old,
-        k=old.k.at[:, lanes].set(cache.k, mode="drop"),
-        v=old.v.at[:, lanes].set(cache.v, mode="drop"),
-        positions=old.positions.at[lanes].set(cache.positions, mode="drop"),
-    )
+    old, read = state.cache, new.cache
+    k, v = (a.at[:, lanes].set(b, mode="drop") for a, b in ((old.k, read.k), (old.v, read.v)))
+    places = old.positions.at[lanes].set(read.positions, mode="drop")
+    cache = dataclasses.replace(old, k=k, v=v, positions=places)
     rows = {name: getattr(state, name).at[lanes].set(getattr(new, name), mode="drop") for name in COLUMNS}
     return dataclasses.replace(state, cache=cache, **rows)
 

@@ -48,10 +48,9 @@ def decode_lanes(model: Model, request: Request, *, lanes: int | None = None) ->
     At most `lanes` of them (None: all) are decoded at a time. One that ends makes room for the next, in the order of
     the prompts, without a new program; longest prompts first takes the least time.
 
-    Raises:
-      InputError: for an empty prompt, one that leaves no positions for its answer, a budget that the solver or the
-        model does not know, an unknown class or token, a stop string that cannot occur; and, once all other answers
-        have ended, for those whose logits were not numbers.
+    Raises `InputError` for an empty prompt, one that leaves no positions for its answer, a budget that the solver or
+    the model does not know, an unknown class or token, a stop string that cannot occur; and, once all other answers
+    have ended, for those whose logits were not numbers.
     """
     opened, answers = open_lanes(model, request, lanes=lanes)
     count = opened.free

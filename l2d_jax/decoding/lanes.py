@@ -35,14 +35,10 @@ class Lanes:
     def __init__(
         self, model: Model, *, lanes: int, stop_ids: Sequence[int], group: int = 1, known: Request | None = None
     ) -> None:
-        """Lanes for a model that reads the context.
+        """Lanes for a model that reads the context, with or without a path; `stop_ids` are tokens that end an answer.
 
-        Args:
-          model: with or without a path.
-          lanes: the answers that are decoded at a time.
-          stop_ids: tokens that end an answer.
-          group: answers whose prompts are read at a time.
-          known: what all answers will belong to, which saves work; None: requests come one by one.
+        Prompts of `group` answers are read at a time. All answers will belong to `known`, which saves work; None:
+        requests come one by one.
         """
         self.model = model
         self._answers: list[Answer | None] = [None] * lanes
@@ -218,7 +214,7 @@ class Lanes:
             copies = jnp.zeros(len(lanes), jnp.int32)
             self._state = decode.fan_out(new, copies, new.keys[copies])  # `_decode` ends those that are no answer's
         ring = max(capacity, self._state.cache.ring, new.cache.ring)
-        state, new = (_resize(one, ring=ring, slots=slots) for one in (self._state, new))
+        state, new = (decode.resize(one, ring=ring, slots=slots) for one in (self._state, new))
         places = [lanes.index(answer) if answer in lanes else len(lanes) for answer in answers]
         places += [len(lanes)] * (self._group - len(answers))  # beyond the last: nowhere
         self._state, self._options = decode.refill(state, new, jnp.array(places)), None
@@ -230,13 +226,6 @@ class Lanes:
         longest = answer_slots(max(answer.settings.max_new_tokens for answer in answers))
         slots = round_up(max(len(answer.prompt.ids) for answer in answers) - self._shorter)
         return self._capacity or round_up(longest), slots
-
-
-def _resize(state: decode.State, *, ring: int, slots: int) -> decode.State:
-    """The state with these slots; as it is, and not a copy, where it has them."""
-    if (state.cache.ring, state.cache.positions.shape[1]) == (ring, ring + slots):
-        return state
-    return decode.resize(state, ring=ring, slots=slots)
 
 
 def _stack(parts: Sequence[Any]) -> Any:

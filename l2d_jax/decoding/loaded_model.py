@@ -157,10 +157,7 @@ class LoadedModel:
         request = self._request(many, label, settings, options, seed=seed)
         require(not any(prompt.settings for prompt in request.prompts), "likelihoods have one value of each option")
         request = replace(request, prompts=[*request.prompts] * len(texts)) if is_single else request
-        ids = [
-            text_ids([answer], require_tokenizer(self.tokenizer))[0] if isinstance(answer, str) else answer
-            for answer in texts
-        ]
+        ids = [text_ids([one], require_tokenizer(self.tokenizer))[0] if isinstance(one, str) else one for one in texts]
         likelihoods = score_answers(self.model, request, ids, draws=draws)
         return likelihoods[0] if is_single and is_one else likelihoods
 

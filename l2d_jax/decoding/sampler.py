@@ -43,12 +43,8 @@ def sample_tokens(keys: Key[Array, " B"], logits: Float[Array, "B V"], sampling:
         logits = jnp.where(sampling.allowed, logits, -jnp.inf)
     options = (sampling.temperature, sampling.top_k, sampling.top_p)
     temperature, top_k, top_p = (jnp.broadcast_to(option, logits.shape[:1]) for option in options)
-    is_cut = (top_k > 0) | (top_p < 1)
-    logits = jax.lax.cond(
-        (is_cut & (temperature > 0)).any(),  # sorting a vocabulary is worth skipping
-        lambda: jax.vmap(_cut)(logits, temperature, top_k, top_p),
-        lambda: logits,
-    )
+    is_cut = ((top_k > 0) | (top_p < 1)) & (temperature > 0)  # where it is not, sorting a vocabulary is skipped
+    logits = jax.lax.cond(is_cut.any(), lambda: jax.vmap(_cut)(logits, temperature, top_k, top_p), lambda: logits)
     return diffusion.sample_rows(keys, logits, temperature).astype(jnp.int32)
 
 

@@ -31,17 +31,7 @@ from l2d_jax.model.context import Context
 from l2d_jax.model.few_rows import scan_layers
 from l2d_jax.model.gathering import gather_layer, gather_rows, split_rows
 from l2d_jax.model.kv_cache import LayerCache
-from l2d_jax.model.layers import (
-    LayerOptions,
-    Linear,
-    Lora,
-    Mlp,
-    activate,
-    checkpointed_matmul,
-    layer_options,
-    project,
-    rope,
-)
+from l2d_jax.model.layers import LayerOptions, Linear, Lora, Mlp, activate, layer_options, project, project_saved, rope
 from l2d_jax.model.llm import LLM, bias
 from l2d_jax.model.llm import Layers as LLMLayers
 from l2d_jax.model.lora import LLMAdapter, merge_adapter
@@ -87,7 +77,7 @@ class DiffusionPath(nnx.Module):
     @classmethod
     def declare(cls, config: PathConfig, architecture: Architecture) -> "DiffusionPath":
         """The module with a float32 `Weight` in place of each array, with the release's initial values."""
-        a, c, e = architecture, config, config.condition_width
+        a, c, d, e = architecture, config, architecture.hidden_size, config.condition_width
         sizes = axis_sizes(a) | {"rank": c.lora_rank, "condition": e, "parts": PARTS}
 
         def layer(name: str) -> Lora | Weight:
@@ -98,29 +88,23 @@ class DiffusionPath(nnx.Module):
             return declare_stacked(name, sizes, initializers.glorot_uniform(fan_in, fan_out, batch_axis=0))
 
         def modulation(name: str, init: Initializer) -> Linear:
-            return Linear(
-                weight=declare_stacked(f"modulation.{name}.weight", sizes, init),
-                bias=declare_stacked(f"modulation.{name}.bias", sizes, initializers.zeros),
-            )
+            weight = declare_stacked(f"modulation.{name}.weight", sizes, init)
+            return Linear(weight=weight, bias=declare_stacked(f"modulation.{name}.bias", sizes, initializers.zeros))
 
         normal, xavier, zeros = initializers.normal(0.02), initializers.glorot_uniform(), initializers.zeros
         entry = zeros if c.start == "anchored" else xavier  # x_t is no part of the language model
+        first = modulation("first", initializers.glorot_uniform(1, -1, batch_axis=0))
         has_q_bias = c.layers == "dense" and a.qkv_bias
         return cls(
-            vocabulary=_affine((a.hidden_size, c.width), ("embed", "diffusion"), xavier),
-            translation=_mlp(
-                (c.width, c.translation_width, a.hidden_size), ("diffusion", "condition", "embed"), xavier, entry
-            ),
+            vocabulary=_affine((d, c.width), ("embed", "diffusion"), xavier),
+            translation=_mlp((c.width, c.translation_width, d), ("diffusion", "condition", "embed"), xavier, entry),
             time=_mlp((c.frequency_width, e, e), ("frequency", "condition", "condition"), normal, normal),
             layers=PathLayers(
-                modulation=Mlp(
-                    first=modulation("first", initializers.glorot_uniform(1, -1, batch_axis=0)),
-                    last=modulation("last", zeros),
-                ),
+                modulation=Mlp(first=first, last=modulation("last", zeros)),
                 **{name: layer(name) for name in matrices(c)},
                 q_bias=declare_stacked("q_bias", sizes, zeros) if has_q_bias else None,
             ),
-            merge=_mlp((e, e, a.hidden_size), ("condition", "condition", "embed"), xavier, zeros),
+            merge=_mlp((e, e, d), ("condition", "condition", "embed"), xavier, zeros),
             classes=Weight((c.classes + 1, e), ("classes", "condition"), normal) if c.classes else None,
             config=c,
         )
@@ -167,8 +151,7 @@ class DiffusionPath(nnx.Module):
         embedded = self.time(diffusion.time_features(t * self.config.time_scale, self.config.frequency_width))
         if self.classes is None:
             return embedded
-        null = self.config.classes
-        return embedded + self.classes[null if labels is None else labels]
+        return embedded + self.classes[self.config.classes if labels is None else labels]
 
     def merge_weight(self, t: Float[Array, "*#B"], labels: Int[Array, "*#B"] | None = None) -> Float[Array, "*#B D"]:
         """w_d(t) = w(t) - w(0), in float32; exactly zero at t = 0. An anchored path has 1 + w_d(t)."""
@@ -197,20 +180,18 @@ class DiffusionPath(nnx.Module):
         [0, 1], per position or shared. The conditions, if given, are those of t and the labels; `remat` wraps the block
         for rematerialisation in training, such as `jax.checkpoint`.
         """
-        cache, positions, labels = context.cache, context.positions, context.labels
+        cache, positions, labels, dtype = context.cache, context.positions, context.labels, llm.dtype
         modulation = None if conditions is None else conditions.modulation
         assert positions is None or (context.segments is None) == (cache.segments is None)
-        dtype = llm.dtype
         gather = partial(gather_layer, dtype=dtype, products=llm.product_dtype)
-        whole_row = cache.positions.shape[1] if positions is None else None
-        shared, own = layer_options(llm.architecture, length=whole_row)
+        slots = cache.positions.shape[1]
+        shared, own = layer_options(llm.architecture, length=slots if positions is None else None)
         scale = self.config.lora_alpha / self.config.lora_rank
         condition = self.condition(t, labels).astype(dtype)
-        angles = positions
-        if angles is None:
-            angles = jnp.repeat(cache.positions, x.shape[1] // cache.positions.shape[1], axis=1)
-
-        matmul = project if remat is None else checkpointed_matmul
+        angles = jnp.repeat(cache.positions, x.shape[1] // slots, axis=1) if positions is None else positions
+        places: Any = {"q_positions": positions, "kv_positions": cache.positions}
+        segments: Any = {"q_segments": context.segments, "kv_segments": cache.segments}
+        matmul = project if remat is None else project_saved
 
         def product(y: Array, weight: Any, change: Any, *, dims: int = 1) -> Array:
             if isinstance(change, Lora):
@@ -233,17 +214,8 @@ class DiffusionPath(nnx.Module):
                 y = gather_rows(y, "attention_embed")
                 q = split_rows(product(y, w.q, changes.q) + bias(q_bias, y), "heads", "head_dim")
                 q = rope(llm.normalize(q, w.q_norm), angles, options.frequencies, options.query_scale)
-                y = attention(
-                    q,
-                    past.k,
-                    past.v,
-                    q_positions=positions,
-                    kv_positions=cache.positions,
-                    q_segments=context.segments,
-                    kv_segments=cache.segments,
-                    others=past.others(angles, options.window),
-                    window=options.window,
-                )
+                others, window = past.others(angles, options.window), options.window
+                y = attention(q, past.k, past.v, **places, **segments, others=others, window=window)
                 y = product(gather_rows(y, "heads", "head_dim"), w.o, changes.o, dims=2)
                 x = x + gate_1 * llm.normalize(split_rows(y), w.post_attention_norm)
             with jax.named_scope("mlp"):

@@ -43,10 +43,8 @@ class StackedWeight(NamedTuple):
 
 def can_read(weight: Array) -> bool:
     """Whether products can read a model with this weight; the first time they are compiled, or a warning says why."""
-    devices = weight.devices()
-    if len(devices) > 1 or {device.platform for device in devices} != {"cpu"} or weight.dtype != jnp.float32:
-        return False
-    if find_spec("ziglang") is None:
+    platforms = [device.platform for device in weight.devices()]
+    if platforms != ["cpu"] or weight.dtype != jnp.float32 or find_spec("ziglang") is None:
         return False
     with _lock:
         if not _library:

@@ -39,9 +39,7 @@ def gather_layer(layer: Any, *, dtype: Any, products: Any) -> Any:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         return gather_weight(weight, LAYER_AXES[name], dtype=products if name in MATRICES else dtype)
 
-    return jax.tree_util.tree_map_with_path(
-        gather, layer, is_leaf=lambda x: isinstance(x, QuantizedWeight | StackedWeight)
-    )
+    return jax.tree.map_with_path(gather, layer, is_leaf=lambda x: isinstance(x, QuantizedWeight | StackedWeight))
 
 
 def gather_rows(x: Array, *axes: str) -> Array:

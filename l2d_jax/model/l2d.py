@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import PathConfig
-from l2d_jax.errors import InputError
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.few_rows import can_read
 from l2d_jax.model.llm import LLM
@@ -59,7 +59,6 @@ _embed = jax.jit(DiffusionPath.embed)  # jitted once here: new weights of the sa
 def check_labels(path: PathConfig | None, labels: Iterable[int]) -> None:
     """Raise `InputError` for a class that a path with this config was not trained with."""
     classes = 0 if path is None else path.classes
+    known = f"0 to {classes - 1}" if classes else "none: it was trained without classes"
     for label in labels:
-        if not 0 <= label < classes:
-            known = f"0 to {classes - 1}" if classes else "none: it was trained without classes"
-            raise InputError(f"class label {label} is unknown to this path: it knows {known}")
+        require(0 <= label < classes, f"class label {label} is unknown to this path: it knows {known}")

@@ -121,9 +121,8 @@ class Lora(nnx.Module):
     @classmethod
     def declare(cls, name: str, sizes: Mapping[str, int], init: Initializer) -> "Lora":
         """The update of one of `axes.MATRICES` in all blocks: a starts as `init` says, b at zero."""
-        return cls(
-            a=declare_stacked(f"{name}.a", sizes, init), b=declare_stacked(f"{name}.b", sizes, initializers.zeros)
-        )
+        zero = declare_stacked(f"{name}.b", sizes, initializers.zeros)
+        return cls(a=declare_stacked(f"{name}.a", sizes, init), b=zero)
 
 
 def project(
@@ -138,9 +137,7 @@ def project(
     return y + multiply(multiply(x, a, dims), b, 1)
 
 
-def checkpointed_matmul(
-    x: Array, weight: Array, update: Lora | None = None, *, scale: float = 1.0, dims: int = 1
-) -> Array:
+def project_saved(x: Array, weight: Array, update: Lora | None = None, *, scale: float = 1.0, dims: int = 1) -> Array:
     """`project` for a block that is trained: rematerialisation may save the result, which is fused with nothing."""
     return fusion_barrier(checkpoint_name(project(fusion_barrier(x), weight, update, scale=scale, dims=dims), PRODUCT))
 

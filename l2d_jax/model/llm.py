@@ -23,7 +23,7 @@ from l2d_jax.model.axes import EMBEDDING_AXES, HEAD_AXES, MATRICES, axis_sizes, 
 from l2d_jax.model.few_rows import few_rows_logits, scan_layers
 from l2d_jax.model.gathering import gather_layer, gather_rows, gather_weight, split_rows
 from l2d_jax.model.kv_cache import KVCache, LayerCache
-from l2d_jax.model.layers import LayerOptions, activate, checkpointed_matmul, layer_options, project, rms_norm, rope
+from l2d_jax.model.layers import LayerOptions, activate, layer_options, project, project_saved, rms_norm, rope
 from l2d_jax.model.lora import LLMAdapter
 from l2d_jax.model.products import logits_of
 from l2d_jax.model.quantization import QuantizedWeight, declare_quantized
@@ -110,15 +110,14 @@ class LLM(nnx.Module):
         Several sequences may share a row: `segments` numbers them, and each begins at position 0. Such rows are read in
         one call, without a cache. `remat` wraps the block for rematerialisation where the model itself is trained.
 
-        Returns:
-          The last hidden state before the final norm, and the keys and values of these tokens alone. After the first
-          call they are the whole cache; `cache.extend` appends those of a later call.
+        Returns the last hidden state before the final norm, and the keys and values of these tokens alone. After the
+        first call they are the whole cache; `cache.extend` appends those of a later call.
         """
         shared, own = layer_options(self.architecture, length=tokens.shape[1] if cache is None else None)
         scale = 1.0 if self.adapter is None else self.adapter.scale
         assert cache is None or segments is None
         gather = partial(gather_layer, dtype=self.dtype, products=self.product_dtype)
-        product = partial(project if remat is None else checkpointed_matmul, scale=scale)
+        product = partial(project if remat is None else project_saved, scale=scale)
 
         def block(
             x: Array, scanned: tuple[Layers, LLMAdapter | None, LayerCache | None, LayerOptions]
@@ -144,20 +143,17 @@ class LLM(nnx.Module):
                 x = x + self.normalize(split_rows(y), w.post_attention_norm)
             with jax.named_scope("mlp"):
                 y = gather_rows(self.normalize(x, w.mlp_norm))
-                y = activate(product(y, w.gate, updates.get("gate")), self.architecture) * product(
-                    y, w.up, updates.get("up")
-                )
+                gate = activate(product(y, w.gate, updates.get("gate")), self.architecture)
+                y = gate * product(y, w.up, updates.get("up"))
                 x = x + self.normalize(split_rows(product(y, w.down, updates.get("down"))), w.post_mlp_norm)
             k, v = (constrain(a, "batch", "length", "kv_heads", "head_dim") for a in (k, v))
             return split_rows(constrain(x, "batch", "length", "embed_activation")), (k, v)
 
         with jax.named_scope("llm"):
-            past = None if cache is None else cache.layers()
-            scanned = (self.layers, self.adapter, past, own)
-            layer = remat(block) if remat else block
-            hidden, (k, v) = scan_layers(
-                layer, self.lookup(tokens), scanned, in_place=self.in_place, is_frozen=self.is_frozen and remat is None
-            )
+            scanned = (self.layers, self.adapter, None if cache is None else cache.layers(), own)
+            layer, is_frozen = remat(block) if remat else block, self.is_frozen and remat is None
+            first = self.lookup(tokens)
+            hidden, (k, v) = scan_layers(layer, first, scanned, in_place=self.in_place, is_frozen=is_frozen)
         used = jnp.int32(tokens.shape[1])
         return hidden, KVCache(k=k, v=v, positions=positions, used=used, segments=segments)
 

@@ -54,8 +54,7 @@ def _losses_and_gradient(hidden: Array, llm: LLM, targets: Array, chunk: int) ->
     return losses, gradient
 
 
-def _scaled_gradient(chunk: int, gradient: Array, cotangent: Array) -> tuple[Array, None, None]:
-    del chunk
+def _scaled_gradient(_chunk: int, gradient: Array, cotangent: Array) -> tuple[Array, None, None]:
     return (cotangent[..., None] * gradient).astype(gradient.dtype), None, None
 
 

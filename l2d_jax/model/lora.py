@@ -51,8 +51,7 @@ class LLMAdapter(nnx.Module):
 
     def updates(self) -> dict[str, Lora]:
         """The updates that exist, by the name of their matrix."""
-        updates = {name: getattr(self, name) for name in MATRICES}
-        return {name: lora for name, lora in updates.items() if lora is not None}
+        return {name: lora for name in MATRICES if (lora := getattr(self, name)) is not None}
 
 
 def merge_adapter(layers: Any, adapter: LLMAdapter) -> Any:

@@ -7,7 +7,7 @@ import typing
 import pytest
 from annotated_types import Interval
 
-from l2d_jax.config.parsing import check_value, declared_types, from_dict, range_text
+from l2d_jax.config.parsing import check_value, from_dict, range_text
 from l2d_jax.config.schema import (
     Config,
     DataConfig,
@@ -145,7 +145,7 @@ SECTIONS = {**typing.get_type_hints(Config), "search": SearchConfig}
 
 @pytest.mark.parametrize("section", SECTIONS.values(), ids=SECTIONS)
 def test_every_number_has_a_range_which_holds_however_it_is_set(section):
-    for name, declared in declared_types(section).items():
+    for name, declared in typing.get_type_hints(section, include_extras=True).items():
         parts = (declared, *typing.get_args(declared))
         ranged = next((part for part in parts if typing.get_origin(part) is typing.Annotated), None)
         if ranged is None:
