@@ -55,10 +55,11 @@ def prefill(
 
     The tokens of the `prefix` come before those of every prompt.
     """
-    empty = KVCache.empty(llm.architecture, len(lengths), capacity, dtype=llm.dtype, prefix=prefix)
+    before = None
+    if prefix is not None:
+        before = KVCache.empty(llm.architecture, len(lengths), capacity, dtype=llm.dtype, prefix=prefix)
     slots = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    places = positions(lengths, slots, prefix=_length(prefix))
-    hidden, prompt = llm(tokens, places, None if prefix is None else empty)
+    hidden, prompt = llm(tokens, positions(lengths, slots, prefix=_length(prefix)), before)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
     return start(llm, prompt, last, tokens, lengths, keys, capacity=capacity, prefix=prefix)
 
