@@ -111,7 +111,7 @@ def test_all_that_is_compared_equals_ours(tmp_path, kind, name):
     something else than its base."""
     found = compare(write(tmp_path, kind, **PATHS[name]), load(tmp_path))
     assert [(check.name, check.difference()) for check in found if not check.difference() < 1e-4] == []
-    assert len(found) == 18
+    assert len(found) == 20
     plain, refined = found[0].ours, found[3].ours
     assert np.abs(plain - refined).max() > 0.1
 
