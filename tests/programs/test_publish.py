@@ -57,7 +57,7 @@ def test_a_trial_writes_a_folder_that_opens_again(trained, tmp_path):
         call(verify.main, "--model", model, "--against", "torch", "--tokens", 8)
         for model in (workdir, tmp_path / "out")
     ]
-    assert [outcome.out.splitlines()[-1:] for outcome in checked] == [["18 of 18 arrays pass"]] * 2, checked
+    assert [outcome.out.splitlines()[-1:] for outcome in checked] == [["20 of 20 arrays pass"]] * 2, checked
     assert len([line for line in page.splitlines() if line.startswith(("| 1 |", "| 3 |"))]) == 2  # the budgets
     again = tmp_path / "again"
     outcome = call(convert.main, "import", "--base", tmp_path / "out", "--out", again)
