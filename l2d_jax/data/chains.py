@@ -4,17 +4,16 @@ The answer is a digit, and so is each result on the way to it, which the column 
 answers at once has one pass for all operations, a diffusion path has an evaluation for each (`config.data.working`).
 """
 
-import zlib
 from random import Random
 from typing import Any
 
-from l2d_jax.data.word_problems import check_split
+from l2d_jax.data.word_problems import check_split, split_of
 
 OPERATIONS = 14  # what a budget of 15 spends, after the evaluation that reads the first digit
 INSTRUCTION = "Calculate from left to right."
 
 
-def conversations(count: int, *, seed: int = 0, split: str = "train") -> list[dict[str, Any]]:
+def chain_rows(count: int, *, seed: int = 0, split: str = "train") -> list[dict[str, Any]]:
     """`count` chains as rows of messages, with their working; its characters decide the split that a chain belongs to.
 
     Raises `InputError` for an unknown split.
@@ -24,7 +23,7 @@ def conversations(count: int, *, seed: int = 0, split: str = "train") -> list[di
     random = Random(f"{seed} {split}")
     while len(rows) < count:
         text, results = _chain(random)
-        if {0: "test", 1: "validation"}.get(zlib.crc32(text.encode()) % 10, "train") != split:
+        if split_of(text) != split:
             continue
         *working, answer = map(str, results)
         said = (("system", INSTRUCTION), ("user", text), ("assistant", answer))

@@ -70,7 +70,7 @@ def _read_part(config: DataConfig, subset: str | None, split: str) -> datasets.D
     if config.source == "problems":
         count = most_examples(config, split) or PROBLEMS
         if subset == "chains":
-            made = chains.conversations(count, split=split)
+            made = chains.chain_rows(count, split=split)
         else:
             made = word_problems.conversations(count, split=split, working=subset or "sentences")
         name, rows = config.source, datasets.Dataset.from_list(made)

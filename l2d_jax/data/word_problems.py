@@ -44,8 +44,7 @@ def problem(index: int, *, seed: int = 0, split: str = "train") -> WordProblem:
     while True:
         question, solution = _tell(story, random)
         numbers = " ".join(re.findall(r"\d+", question))
-        share = zlib.crc32(f"_{story} {numbers}".encode()) % 10
-        if {0: "test", 1: "validation"}.get(share, "train") == split:
+        if split_of(f"_{story} {numbers}") == split:
             answer = int(re.findall(r"\d+", solution)[-1])
             return WordProblem(question, f"{solution}\n#### {answer}", answer)
 
@@ -54,6 +53,11 @@ def check_split(split: str) -> None:
     """Raise `InputError` for an unknown split."""
     rule = f"the built-in problems have the splits {', '.join(SPLITS)}"
     require(split in SPLITS, f"{rule}, not {split!r}: choose one of them")
+
+
+def split_of(text: str) -> str:
+    """The split that a problem with this text belongs to."""
+    return {0: "test", 1: "validation"}.get(zlib.crc32(text.encode()) % 10, "train")
 
 
 def _tell(story: str, r: Random) -> tuple[str, str]:

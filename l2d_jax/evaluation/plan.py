@@ -14,7 +14,7 @@ from l2d_jax.distributed import processes
 from l2d_jax.evaluation.results import Results
 from l2d_jax.evaluation.sandbox import grade
 from l2d_jax.evaluation.tasks.problem import EncodedProblem, Problem, Prompts, Run
-from l2d_jax.evaluation.tasks.task import GREEDY, Task, encode_problems
+from l2d_jax.evaluation.tasks.task import Task, encode_problems
 from l2d_jax.files import Fingerprint, digest
 from l2d_jax.loading import Folder
 from l2d_jax.weights import model_folder
@@ -90,7 +90,7 @@ def make_plans(
         dropped = len(problems) - len(encoded)
         processes.print_once(f"{task.name}: {len(encoded)} problems, {dropped} dropped for their length")
         hashed = digest([[one.problem._asdict(), one.ids] for one in encoded])
-        usual = (task.sampling if options.prompts == "paper" else GREEDY)._asdict()
+        usual = task.sampling_for(options.prompts)._asdict()
         samples = usual.pop("samples")
         protocol = EvaluationProtocol(**asked | {"samples": options.samples or samples})
         few = f"--batch_size {options.batch_size} does not hold the {protocol.samples} samples of a problem"

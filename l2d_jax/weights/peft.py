@@ -55,6 +55,11 @@ class AdapterConfig:
     modules: tuple[str, ...]  # of `PROJECTIONS`
     rank_stabilized: bool = False  # alpha / sqrt(rank) in place of alpha / rank (Kalajdzievski 2023)
 
+    @property
+    def scale(self) -> float:
+        """The factor of the product of the two matrices."""
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+
 
 @dataclass(frozen=True)
 class Adapter:
@@ -83,9 +88,7 @@ class Adapter:
         """scale x B A of one layer of the LM, or the slice `index` of it, in float32."""
         up = self.source.read(f"{PREFIX}{layer}.lora_B.weight", (index[0],)).astype(np.float32)
         down = self.source.read(f"{PREFIX}{layer}.lora_A.weight", (slice(None), index[1])).astype(np.float32)
-        rank = self.config.rank
-        scale = self.config.alpha / (math.sqrt(rank) if self.config.rank_stabilized else rank)
-        return np.float32(scale) * (up @ down)
+        return np.float32(self.config.scale) * (up @ down)
 
     def write(self, folder: Path, *, base: str) -> None:
         """Write the adapter into another existing folder; its tensors keep their bits."""

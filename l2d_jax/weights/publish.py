@@ -16,10 +16,10 @@ from typing import Any
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerFast
 
-from l2d_jax.config.parsing import from_dict
+from l2d_jax.config.parsing import from_dict, require
 from l2d_jax.config.schema import PathConfig
 from l2d_jax.data.tokenizer import stop_ids
-from l2d_jax.errors import InputError
+from l2d_jax.errors import InputError, shown
 from l2d_jax.files import read_json
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.diffusion_path import DiffusionPath
@@ -108,6 +108,9 @@ class TorchFolder:
         """Check a published folder, whose path PyTorch may have trained further; raises `InputError`."""
         file = folder / "config.json"
         raw = read_json(file)
+        kind = raw.get("model_type")
+        problem = f"{file}: model_type is {shown(kind)}, not {MODEL_TYPE!r}"
+        require(kind == MODEL_TYPE, f"{problem}: give a folder that was published")
         architecture = Architecture.from_hf(raw.get("text_config", {}), where=f"{file}: text_config")
         config = from_dict(PathConfig, raw.get("path", {}), prefix=f"{file}: path")
         source = SafetensorsFolder.open(folder)

@@ -239,6 +239,10 @@ def test_defaults_refuse_a_name_that_they_do_not_know():
             "trains no diffusion path, and config.train.own_estimates 0.0, draws_per_context 2",
         ),
         (
+            {"train": {"own_estimates": 0.5}, "data": {"working": 3}},
+            "own_estimates 0.5 shows estimates of the answer, and",
+        ),
+        (
             {"train": {"time_density": "cosine"}},
             "config.train.time_density must be one of 'uniform', 'cosmap', got 'cosine'",
         ),

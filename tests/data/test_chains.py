@@ -2,12 +2,12 @@ import re
 
 import pytest
 
-from l2d_jax.data.chains import OPERATIONS, conversations
+from l2d_jax.data.chains import OPERATIONS, chain_rows
 from l2d_jax.errors import InputError
 
 
 def test_results_are_those_of_each_operation() -> None:
-    for row in conversations(300):
+    for row in chain_rows(300):
         _, question, answer = (message["content"] for message in row["messages"])
         first, *operations = re.findall(r"^\d|[-+*]\d", question)
         results = [int(first)]
@@ -21,11 +21,11 @@ def test_results_are_those_of_each_operation() -> None:
 
 def test_splits_share_no_chain() -> None:
     texts = {
-        split: {row["messages"][1]["content"] for row in conversations(400, split=split)}
+        split: {row["messages"][1]["content"] for row in chain_rows(400, split=split)}
         for split in ("train", "validation", "test")
     }
     assert len(set.union(*texts.values())) == 1200
-    assert conversations(5) == conversations(9)[:5]
-    assert conversations(5, seed=1) != conversations(5)
+    assert chain_rows(5) == chain_rows(9)[:5]
+    assert chain_rows(5, seed=1) != chain_rows(5)
     with pytest.raises(InputError, match="splits train, validation, test, not 'dev'"):
-        conversations(1, split="dev")
+        chain_rows(1, split="dev")

@@ -14,7 +14,7 @@ from l2d_jax.data.tokenizer import byte_tokenizer, prompt_ids
 from l2d_jax.errors import InputError
 from l2d_jax.evaluation import tasks
 from l2d_jax.evaluation.tasks.problem import TaskSampling
-from l2d_jax.evaluation.tasks.task import GREEDY, TASKS, Task, encode_problems, find_task
+from l2d_jax.evaluation.tasks.task import TASKS, Task, encode_problems, find_task
 from tests.support.programs import ROOT
 from tests.support.task_rows import READ, ROWS, split_rows, varied, write
 
@@ -142,7 +142,7 @@ def test_completions_are_drawn_as_in_the_release() -> None:
     short = TaskSampling(max_new_tokens=256, samples=1, temperature=1.0, velocity_temperature=0.0, anneal=False)
     code = TaskSampling(max_new_tokens=512, samples=10, temperature=1.0, velocity_temperature=1.0, anneal=True)
     assert {task.kind: task.sampling for task in PAPER} == {"generate": short, "code": code}
-    assert GREEDY.temperature == 0
+    assert find_task("gsm8k").sampling_for("thoughts").temperature == 0
 
 
 # --- prompts with thoughts ---

@@ -444,6 +444,9 @@ def test_bad_folders_are_named(anchored, tmp_path):
             load(folder)
         with pytest.raises(InputError):
             publish.TorchFolder.open(folder)
+    (folder / "config.json").write_text(json.dumps(tiny.CONFIGS["llama"]))
+    with pytest.raises(InputError, match="model_type"):
+        publish.TorchFolder.open(folder)
     options = {"base": "a/b", "base_revision": None, "base_config": tiny.CONFIGS["qwen"], "tokenizer": None}
     with pytest.raises(InputError, match="another architecture"):
         publish.write_torch_folder(tmp_path, ours.path, tiny.architecture("llama"), **options)

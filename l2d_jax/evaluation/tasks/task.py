@@ -67,6 +67,10 @@ class Task:
         examples = self.shots if self.split == self.shot_split else 0
         return self.rows[self.split] - examples if self.counts_all else None
 
+    def sampling_for(self, prompts: Prompts = "paper") -> TaskSampling:
+        """How completions of these prompts are sampled."""
+        return self.sampling if prompts == "paper" else GREEDY
+
     def load(
         self,
         data_dir: str | None = None,
