@@ -83,7 +83,7 @@ def quickstart(config: ConfigDict) -> None:
 
 
 def chains(config: ConfigDict) -> None:
-    """Evaluations that count: each does one of the 14 operations of a chain, and the last one says the result.
+    """Evaluations that count: each does one of the 14 hops of a chain, and the last one says the letter at its end.
 
     What x_t shows matters here from the first evaluation on, so there is little noise, and an estimate replaces the one
     before it.
@@ -96,7 +96,7 @@ def chains(config: ConfigDict) -> None:
     config.data.subsets = ("chains",)
     config.data.working = 14
     config.data.train_examples = 20000
-    config.data.max_length = 52  # tokens
+    config.data.max_length = 90  # tokens
     config.data.answer_length = 2
     config.optim.peak_rate = 2e-3
     config.optim.warmup_steps = 40

@@ -1,16 +1,19 @@
-"""Generates chains of operations on single digits, to be done from left to right: `7-1-3*2+3`.
+"""Generates pairs of letters to be followed, `B F`, `F K`, ...: from one letter to the next, 14 times.
 
-The answer is a digit, and so is each result on the way to it, which the column `working` has. A language model that
-answers at once has one pass for all operations, a diffusion path has an evaluation for each (`config.data.working`).
+The letters are a circle in random order, so that no part of it says where the last hop ends. The answer is a letter,
+and so is what each hop finds on the way to it, which the column `working` has. A language model that answers at once
+has one pass for all hops, a diffusion path has an evaluation for each (`config.data.working`).
 """
 
 from random import Random
+from string import ascii_uppercase
 from typing import Any
 
 from l2d_jax.data.word_problems import check_split, split_of
 
-OPERATIONS = 14  # what a budget of 15 spends, after the evaluation that reads the first digit
-INSTRUCTION = "Calculate from left to right."
+LETTERS = ascii_uppercase[:20]
+HOPS = 14  # what a budget of 15 spends, after the evaluation that reads the first letter
+INSTRUCTION = f"Go from letter to letter, {HOPS} times."
 
 
 def chain_rows(count: int, *, seed: int = 0, split: str = "train") -> list[dict[str, Any]]:
@@ -22,28 +25,14 @@ def chain_rows(count: int, *, seed: int = 0, split: str = "train") -> list[dict[
     rows: list[dict[str, Any]] = []
     random = Random(f"{seed} {split}")
     while len(rows) < count:
-        text, results = _chain(random)
+        circle = random.sample(LETTERS, len(LETTERS))
+        pairs = [f"{letter} {circle[place - 1]}" for place, letter in enumerate(circle)]
+        random.shuffle(pairs)
+        text = "\n".join([*pairs, f"from {circle[0]}"])
         if split_of(text) != split:
             continue
-        *working, answer = map(str, results)
+        *working, answer = [circle[-hop] for hop in range(HOPS + 1)]
         said = (("system", INSTRUCTION), ("user", text), ("assistant", answer))
         messages = [{"role": role, "content": content} for role, content in said]
         rows.append({"messages": messages, "working": working})
     return rows
-
-
-def _chain(random: Random) -> tuple[str, list[int]]:
-    """A chain, and its first digit with the result of every operation, all of them digits."""
-    result = random.randint(1, 9)
-    text, results = str(result), [result]
-    for _ in range(OPERATIONS):
-        possible = {
-            "+": range(1, 10 - result),
-            "-": range(1, result + 1),
-            "*": range(2, 9 // result + 1) if result else (),
-        }
-        sign = random.choice([sign for sign, digits in possible.items() if digits])
-        digit = random.choice(possible[sign])
-        result = {"+": result + digit, "-": result - digit, "*": result * digit}[sign]
-        text, results = f"{text}{sign}{digit}", [*results, result]
-    return text, results

@@ -110,11 +110,11 @@ def marked_number(text: str) -> str | None:
     return found[1].replace(",", "") if found else None
 
 
-def final_number(text: str) -> str | None:
-    """The marked number of an answer, or the answer itself where it is a number and nothing else.
+def final_answer(text: str) -> str | None:
+    r"""The word behind the first "#### ", or the answer itself where it is one word; commas are left out.
 
-    >>> final_number("7"), final_number("7 apples")
-    ('7', None)
+    >>> final_answer("7"), final_answer("7 apples"), final_answer("K, B\n#### F"), final_answer("#### 1,200 apples")
+    ('7', None, 'F', '1200')
     """
-    alone = re.fullmatch(r"-?[0-9.,]+", text.strip())
-    return alone[0].replace(",", "") if alone else marked_number(text)
+    found = re.search(r"#### (\S+)", text) or re.fullmatch(r"\s*(\S+)\s*", text)
+    return found[1].replace(",", "") if found else None

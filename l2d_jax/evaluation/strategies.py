@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from annotated_types import Interval, Len
 from jax import monitoring
 
-from l2d_jax.data.word_problems import final_number
+from l2d_jax.data.word_problems import final_answer
 from l2d_jax.decoding.batching import complete
 from l2d_jax.decoding.beam_search import search
 from l2d_jax.decoding.beams import SearchConfig
@@ -37,7 +37,7 @@ class Strategy(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a strategy gave: whether each problem's number is right, and what one answer took on average."""
+    """What a strategy gave: whether each problem was answered right, and what one answer took on average."""
 
     kind: str
     budget: Count
@@ -67,8 +67,8 @@ def answer_problems(loaded: LoadedModel, problems: MarkedProblems, strategy: Str
     with _seconds() as seconds, processes.progress_bar(len(right), "answers", unit="problem") as shown:
         for answers in _answers(loaded, problems, strategy, settings, batch_size):
             for place, texts in answers.items():
-                numbers = [final_number(to_text(ids, loaded.tokenizer)) for ids in texts]
-                right[place] = majority(numbers) == problems.numbers[place]
+                said = [final_answer(to_text(ids, loaded.tokenizer)) for ids in texts]
+                right[place] = majority(said) == problems.wanted[place]
                 tokens += searched * sum(min(len(ids) + 1, length) for ids in texts)
             shown.update(len(answers))
     read, decode = decoding_flops(loaded.model.llm, loaded.model.path, budget=strategy.budget, draws=settings.draws)
@@ -76,9 +76,9 @@ def answer_problems(loaded: LoadedModel, problems: MarkedProblems, strategy: Str
     return Outcome(*strategy, right, tokens / count, (prompts * read + tokens * decode) / count, seconds[0] / count)
 
 
-def majority(numbers: Sequence[str | None]) -> str | None:
-    """The most frequent number, the first of several; None where no answer has one."""
-    return next(iter(multimode(number for number in numbers if number is not None)), None)
+def majority(said: Sequence[str | None]) -> str | None:
+    """The most frequent answer, the first of several; None where there is none."""
+    return next(iter(multimode(word for word in said if word is not None)), None)
 
 
 def _answers(

@@ -1,4 +1,4 @@
-"""Free-running accuracy: held-out problems are answered from the prompt alone, and the final numbers are compared.
+"""Free-running accuracy: held-out problems are answered from the prompt alone, and the final words are compared.
 
 Teacher-forced accuracy says how well a model continues the right answer; this says how often its own answer is right.
 """
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from l2d_jax.config.schema import DataConfig, ValidationConfig
 from l2d_jax.data.examples import Examples
-from l2d_jax.data.word_problems import final_number
+from l2d_jax.data.word_problems import final_answer
 from l2d_jax.decoding.batching import complete
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import Prompt
@@ -25,10 +25,10 @@ from l2d_jax.statistics import BootstrapSums, rate
 
 @dataclass(frozen=True)
 class MarkedProblems:
-    """Held-out prompts whose answers end in `#### ` and a number, or are a number."""
+    """Held-out prompts whose answers end in `#### ` and a word, or are one word."""
 
     prompts: list[Prompt]
-    numbers: list[str]  # the right ones
+    wanted: list[str]  # by `final_answer`
     most_tokens: int  # of a model's own answer: a quarter more than the longest right one has
 
     @classmethod
@@ -40,26 +40,26 @@ class MarkedProblems:
         count: int,
         option: str = "config.validation.exact_examples",
     ) -> "MarkedProblems":
-        """At most `count` examples, which the user sets by `option`; raises `InputError` for one without a number."""
+        """At most `count` examples, which the user sets by `option`; raises `InputError` for one with no final word."""
         config = replace(config, validation_examples=count)
         examples = Examples.load(config, tokenizer, split=config.validation_split)
-        prompts, numbers, longest = [], [], 0
+        prompts, wanted, longest = [], [], 0
         for place, (prompt, answer) in enumerate(examples.texts()):
-            number = final_number(to_text(answer, tokenizer))
-            if number is None:
+            word = final_answer(to_text(answer, tokenizer))
+            if word is None:
                 row = examples.turns[int(examples.kept[place])]["row"]
-                rule = f"{option} needs answers that are a number, or end in '#### ' and one, as GSM8K's do"
+                rule = f"{option} needs answers that are one word, or end in '#### ' and a word, as GSM8K's do"
                 raise InputError(f"{rule}: row {row} of the validation split has none; set it to 0")
             prompts.append(Prompt(place, prompt))
-            numbers.append(number)
+            wanted.append(word)
             longest = max(longest, len(answer))
-        return cls(prompts, numbers, longest + longest // 4)
+        return cls(prompts, wanted, longest + longest // 4)
 
 
 def exact_match(
     loaded: LoadedModel, problems: MarkedProblems, config: ValidationConfig, *, budgets: Sequence[int]
 ) -> dict[str, Any]:
-    """The share of problems whose number is right, at each budget n, or at 1 where the model has no path.
+    """The share of problems whose final word is right, at each budget n, or at 1 where the model has no path.
 
     Keys: `validation/exact@n` of greedy answers, with Wilson's 95 % interval over problems as `…_interval` and the
     paired difference to the smallest budget, with its bounds, as `…_gain`; `validation/sampled@n` likewise, of
@@ -78,8 +78,8 @@ def exact_match(
             rows = max(min(config.exact_batch_size // samples, len(prompts)), 1) * samples
             for answers in complete(loaded, prompts, settings=one, batch_size=rows, samples=samples):
                 for place, texts in answers.items():
-                    found = [final_number(to_text(ids, loaded.tokenizer)) for ids in texts]
-                    scores[place] = np.mean([number == problems.numbers[place] for number in found])
+                    found = [final_answer(to_text(ids, loaded.tokenizer)) for ids in texts]
+                    scores[place] = np.mean([word == problems.wanted[place] for word in found])
                 shown.update(len(answers))
     sums, report = BootstrapSums(), dict[str, Any]()
     sums.add(np.ones((len(prompts), 1)), {name: scores[:, None] for name, scores in right.items()})

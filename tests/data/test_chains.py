@@ -1,22 +1,20 @@
-import re
-
 import pytest
 
-from l2d_jax.data.chains import OPERATIONS, chain_rows
+from l2d_jax.data.chains import HOPS, LETTERS, chain_rows
 from l2d_jax.errors import InputError
 
 
-def test_results_are_those_of_each_operation() -> None:
+def test_working_follows_the_pairs() -> None:
     for row in chain_rows(300):
         _, question, answer = (message["content"] for message in row["messages"])
-        first, *operations = re.findall(r"^\d|[-+*]\d", question)
-        results = [int(first)]
-        for sign, digit in operations:
-            one, other = results[-1], int(digit)
-            results.append({"+": one + other, "-": one - other, "*": one * other}[sign])
-        assert [*row["working"], answer] == [str(result) for result in results]
-        assert len(operations) == OPERATIONS
-        assert all(0 <= result <= 9 for result in results)
+        *pairs, first = (line.split() for line in question.splitlines())
+        following = dict(pairs)
+        assert sorted(following) == sorted(following.values()) == list(LETTERS)
+        letters = [first[1]]
+        for _ in range(HOPS):
+            letters.append(following[letters[-1]])
+        assert [*row["working"], answer] == letters
+        assert len(set(letters)) == HOPS + 1
 
 
 def test_splits_share_no_chain() -> None:

@@ -62,13 +62,13 @@ def test_samples_are_counted_and_priced(loaded, monkeypatch):
 def test_a_search_pays_for_every_beam(loaded, monkeypatch):
     def search(loaded, prompt, *, settings, config):
         assert (config.beams, config.temperature, config.max_new_tokens, settings.budget) == (4, 0.0, 10, 1)
-        answer = ids(f"#### {PROBLEMS.numbers[prompt.number]}", loaded.tokenizer)
+        answer = ids(f"#### {PROBLEMS.wanted[prompt.number]}", loaded.tokenizer)
         return SearchResult(answer, [Beam(answer, 0.0, 0.0, 0, is_ended=True)])
 
     monkeypatch.setattr(module, "search", search)
     outcome = answer_problems(loaded, PROBLEMS, Strategy("beams", 1, 4), batch_size=10)
     assert outcome.right == [True, True]
-    assert outcome.tokens == 4 * np.mean([len(ids(f"#### {n}", loaded.tokenizer)) + 1 for n in PROBLEMS.numbers])
+    assert outcome.tokens == 4 * np.mean([len(ids(f"#### {n}", loaded.tokenizer)) + 1 for n in PROBLEMS.wanted])
 
 
 def test_compilation_is_no_part_of_the_seconds():

@@ -29,7 +29,7 @@ def tokenizer():
 def test_the_problems_are_the_first_held_out_ones(tokenizer):
     found = read("problems", tokenizer, 5)
     made = [problem(index, split="validation") for index in range(5)]
-    assert found.numbers == [str(one.answer) for one in made]
+    assert found.wanted == [str(one.answer) for one in made]
     for prompt, one in zip(found.prompts, made, strict=True):
         text = tokenizer.decode(prompt.ids)
         assert one.question in text
@@ -40,14 +40,15 @@ def test_the_problems_are_the_first_held_out_ones(tokenizer):
 def test_rows_without_a_marked_number_are_refused(tokenizer, tmp_path):
     (tmp_path / "validation.jsonl").write_text(json.dumps({"question": "2 + 2?", "answer": "It is 4."}) + "\n")
     with pytest.raises(
-        InputError, match=r"exact_examples needs answers that are a number, or end in '#### ' .* row 0 .* set it to 0"
+        InputError, match=r"exact_examples needs answers that are one word, or end in '#### ' .* row 0 .* set it to 0"
     ):
         read(tmp_path, tokenizer, 5)
 
 
-def test_an_answer_may_be_a_number_alone(tokenizer, tmp_path):
-    (tmp_path / "validation.jsonl").write_text(json.dumps({"question": "2 + 2?", "answer": "4"}) + "\n")
-    assert read(tmp_path, tokenizer, 5).numbers == ["4"]
+@pytest.mark.parametrize("word", ["4", "K"])
+def test_an_answer_may_be_one_word(tokenizer, tmp_path, word):
+    (tmp_path / "validation.jsonl").write_text(json.dumps({"question": "2 + 2?", "answer": word}) + "\n")
+    assert read(tmp_path, tokenizer, 5).wanted == [word]
 
 
 def test_how_answers_are_counted(tokenizer, monkeypatch):
@@ -59,7 +60,7 @@ def test_how_answers_are_counted(tokenizer, monkeypatch):
         asked.append((settings.budget, settings.temperature, batch_size, samples))
         right = {1: {0}, 3: {0, 1, 3}}[settings.budget]
         for prompt in prompts:
-            texts = [f"It is so.\n#### {problems.numbers[prompt.number]}", "#### -1", "none"]
+            texts = [f"It is so.\n#### {problems.wanted[prompt.number]}", "#### -1", "none"]
             good, bad = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts[:2])
             answer = good if prompt.number in right else bad
             yield {prompt.number: [answer] if samples == 1 else [good, bad]}

@@ -200,8 +200,9 @@ def test_a_step_at_times_of_another_density(mesh: Mesh) -> None:
 
 
 @pytest.mark.slow
-def test_rematerialisation_changes_no_gradient() -> None:
-    llm, path, batch = tiny.llm(), tiny.path(), tiny.batch()
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_rematerialisation_changes_no_gradient(dtype: Any) -> None:
+    llm, path, batch = tiny.llm(dtype=dtype), tiny.path(), tiny.batch()
 
     def gradient(name: str) -> Any:
         return jax.jit(
@@ -213,10 +214,11 @@ def test_rematerialisation_changes_no_gradient() -> None:
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), gradient(name), plain)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", REMAT)
-def test_no_gathered_weight_waits_for_the_backward_pass(name: str) -> None:
+def test_no_gathered_weight_waits_for_the_backward_pass(name: str, dtype: Any) -> None:
     """No loop over layers puts out an array of the weights' shapes: the backward pass reads the weights themselves."""
-    llm, path, batch = tiny.llm(), tiny.path(), tiny.batch()
+    llm, path, batch = tiny.llm(dtype=dtype), tiny.path(), tiny.batch()
 
     def kept(path: DiffusionPath, llm: Any) -> list[Any]:
         return jax.tree.leaves(

@@ -1,8 +1,8 @@
 """Times this code and the authors' PyTorch release, in turns, on the CPUs of one machine, and prints the ratios.
 
 `python -m tests.parity.recorder.beside decode|train --config configs/smollm2_135m.py --release CHECKOUT
---release_python ENVIRONMENT/bin/python`: weights and tokens are random, in the config's shape and in float32; the
-release runs in a process of its own Python (`release_model` says what it holds), with as many threads.
+--release_python ENVIRONMENT/bin/python`: weights and tokens are random, in the config's shape; the release runs in a
+process of its own Python (`release_model` says what it holds), with as many threads, all of it in `config.model.dtype`.
 """
 
 import json
@@ -103,14 +103,15 @@ def time_training(config: Config, ask: Ask) -> None:
 @contextmanager
 def beside(config: Config, checkout: Path, python: Path) -> Iterator[tuple[Ask, int]]:
     """What lets the release do a piece of work and returns the seconds, and the bytes that its products read."""
-    require(config.model.dtype == "float32", "this compares in float32: give --config.model.dtype=float32")
+    require(config.model.dtype != "int8", "the release has no int8: set config.model.dtype to float32 or bfloat16")
     known = (config.path.reader, config.path.start) == ("lm", "released")
     require(known, "the release knows no config.path.reader but 'lm' and no config.path.start but 'released'")
     architecture = model_folder.read_architecture(config.model)
     base = architecture.options() | {"tie_word_embeddings": architecture.tied}
     if base["rope_scaling"] is not None:
         base["rope_scaling"]["rope_type"] = "llama3"
-    described = {"checkout": str(checkout), "family": "qwen2" if architecture.qkv_bias else "llama", "base": base}
+    described: dict[str, Any] = {"checkout": str(checkout), "base": base, "dtype": config.model.dtype}
+    described["family"] = "qwen2" if architecture.qkv_bias else "llama"
     code = f"import sys; sys.path.append({str(ROOT)!r}); from tests.parity.recorder.release_worker import main; main()"
     ours = ("PYTHONPATH", "MALLOC", "GLIBC_TUNABLES")  # `launch/flags.sh` sets the last two for this code
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}

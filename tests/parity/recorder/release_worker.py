@@ -21,12 +21,14 @@ MATRICES = ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head") 
 class Worker:
     """A random model of the release, and the work that it is timed at: each method returns wall-clock seconds."""
 
-    def __init__(self, release: Release, *, family: str, base: dict[str, Any], path: dict[str, Any]) -> None:
+    def __init__(
+        self, release: Release, *, family: str, base: dict[str, Any], path: dict[str, Any], dtype: str
+    ) -> None:
         self.torch = release.torch
         self.torch.set_num_threads(len(os.sched_getaffinity(0)))
         config = release.transformers.AutoConfig.for_model(family, **base)
         model = release.transformers.AutoModelForCausalLM.from_config(config)
-        self.model = release.model_class(family)(model_or_model_id=model, **path).float().eval()
+        self.model = release.model_class(family)(model_or_model_id=model, **path).to(getattr(self.torch, dtype)).eval()
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.adam = self.torch.optim.AdamW(self.trained, lr=1e-4, betas=(0.9, 0.95))
         self.matrices = [layer.weight for name, layer in model.named_modules() if name.endswith(MATRICES)]
@@ -72,7 +74,7 @@ class Worker:
 
     def multiply(self, *, batch: int) -> float:
         """The LM's products of an evaluation alone, by PyTorch."""
-        inputs = {m.shape[1]: self.torch.ones(batch, m.shape[1]) for m in self.matrices}
+        inputs = {m.shape[1]: m.new_ones(batch, m.shape[1]) for m in self.matrices}
         with self.torch.no_grad():
             began = time.perf_counter()
             for matrix in self.matrices:
