@@ -111,10 +111,10 @@ def marked_number(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str | None:
-    r"""The word behind the first "#### ", or the answer itself where it is one word; commas are left out.
+    r"""The marked number, else the word behind the first "#### ", else the answer itself where it is one word.
 
-    >>> final_answer("7"), final_answer("7 apples"), final_answer("K, B\n#### F"), final_answer("#### 1,200 apples")
+    >>> final_answer("7"), final_answer("7 apples"), final_answer("K, B\n#### F"), final_answer("#### 1,200cm")
     ('7', None, 'F', '1200')
     """
     found = re.search(r"#### (\S+)", text) or re.fullmatch(r"\s*(\S+)\s*", text)
-    return found[1].replace(",", "") if found else None
+    return marked_number(text) or (found[1].replace(",", "") if found else None)
