@@ -67,6 +67,7 @@ def quickstart(config: ConfigDict) -> None:
     config.path.start = "anchored"
     config.path.lora_alpha = 32.0
     config.data.subsets = ("equations",)
+    config.data.validation_examples = 16  # besides those that are answered
     config.data.packing = True
     config.data.max_length = 192  # tokens of a row
     config.data.answer_length = 72
@@ -74,9 +75,10 @@ def quickstart(config: ConfigDict) -> None:
     config.optim.warmup_steps = 40
     config.train.own_estimates = 0.5
     config.train.batch_size = 1
-    config.train.steps = 300
+    config.train.steps = 450
+    config.train.checkpoint_every = 150
     config.validation.time_bins = 5
-    config.validation.budgets = (1, 3)
+    config.validation.budgets = (1, 3, 7, 15)
     config.validation.exact_examples = 200
     config.validation.exact_batch_size = 100
     config.decode.budget = 3

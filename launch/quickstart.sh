@@ -23,6 +23,8 @@ done
 
 source launch/environment.sh
 export TPU_SKIP_MDS_QUERY=1 # no cloud to ask on a laptop
+# Without an accelerator, how memory is allocated makes training nearly half as fast again.
+[[ -e /dev/nvidia0 || -e /dev/accel0 || -e /dev/vfio/0 ]] || source launch/flags.sh cpu
 
 if [[ -z $base ]]; then
   model=runs/smollm2
@@ -43,6 +45,6 @@ config=configs/smollm2_135m.py:quickstart
 python -m l2d_jax.train --config "$config" --workdir "$workdir" "--config.model.name=$base" ${overrides[@]+"${overrides[@]}"}
 python -m l2d_jax.report --workdir "$workdir"
 python -m l2d_jax.generate --workdir "$workdir" --budget 1 3 \
-  --prompt "Nina buys 7 boxes of pencils for 6 dollars each and pays with 50 dollars. How many dollars does she get back?" \
-  --prompt "A bus goes 60 kilometers per hour for 3 hours and then another 25 kilometers. How many kilometers is that?" \
-  --prompt "Tom has 5 bags with 12 marbles in each bag. He gives 20 marbles to Ana. How many marbles does Tom have left?"
+  --prompt "Nina buys 5 boxes of pencils for 10 dollars each and pays with 100 dollars. How many dollars does she get back?" \
+  --prompt "A bus goes 50 kilometers per hour for 2 hours and then another 20 kilometers. How many kilometers is that?" \
+  --prompt "Tom has 4 bags with 10 marbles in each bag. He gives 10 marbles to Ana. How many marbles does Tom have left?"

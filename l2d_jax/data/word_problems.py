@@ -11,9 +11,8 @@ or more. A problem takes 90 to 128 tokens in SmolLM2's tokenizer and chat templa
 import re
 import zlib
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from random import Random
-from types import CodeType
 from typing import Any
 
 from l2d_jax.config.parsing import require
@@ -77,9 +76,7 @@ def _tell(story: str, r: Random) -> tuple[str, str]:
     return texts["question"].format_map(filled | numbers), texts["solution"].format_map(filled | numbers)
 
 
-@cache
-def _compiled(formula: str) -> CodeType:
-    return compile(formula, TABLE, "eval")
+_compiled = cache(partial(compile, filename=TABLE, mode="eval"))
 
 
 def conversations(

@@ -83,7 +83,7 @@ def _masked_attention(q: Array, parts: Sequence[Part], *, platform: str) -> Floa
 
     def attend(part: tuple[Array, tuple[Array | None, ...]]) -> Array:
         q, masks = part
-        if len(masks) == 1 and masks[0] is not None:
+        if len(masks) == 1 and masks[0] is not None and not _is_single(q):
             return jax.nn.dot_product_attention(q, keys[0], values[0], mask=masks[0][:, None], implementation=kernel)
         return _attention_to_parts(q, list(zip(keys, values, masks, strict=True)))
 
@@ -100,13 +100,22 @@ def _masked_attention(q: Array, parts: Sequence[Part], *, platform: str) -> Floa
     return checkpoint_name(jnp.moveaxis(out, 0, 1).reshape(q.shape), NAME)
 
 
+def _is_single(q: Array) -> bool:
+    """Whether keys are the first factor of a product: as the second, XLA on CPUs transposes all of them for a query."""
+    return sharding.platform() == "cpu" and q.shape[1] == 1
+
+
 def _attention_to_parts(q: Array, parts: Sequence[Part]) -> Float[Array, "B T N H"]:
     """Attention to keys that lie in several arrays, of which those without a row axis are read once for all rows."""
     grouped = q.reshape(*q.shape[:2], parts[0][0].shape[-2], -1, q.shape[3])
     axes = ["BSKH"[-k.ndim :] for k, _, _ in parts]
     scores = []
     for (k, _, mask), names in zip(parts, axes, strict=True):
-        score = jnp.einsum(f"BTKGH,{names}->BKGTS", grouped, k, preferred_element_type=jnp.float32) * q.shape[3] ** -0.5
+        if _is_single(q):
+            score = jnp.moveaxis(jnp.einsum(f"{names},BTKGH->BKTSG", k, grouped), -1, 2)
+        else:
+            score = jnp.einsum(f"BTKGH,{names}->BKGTS", grouped, k, preferred_element_type=jnp.float32)
+        score = score * q.shape[3] ** -0.5
         scores.append(score if mask is None else jnp.where(mask[:, None, None], score, EMPTY))
     probs = jax.nn.softmax(jnp.concatenate(scores, axis=-1)).astype(q.dtype)
     ends = list(itertools.accumulate(k.shape[-3] for k, _, _ in parts))[:-1]

@@ -1,8 +1,12 @@
 """The mathematics of L2D as functions of arrays (paper section 3; symbols of the paper: x_t, t, V_y, sigma)."""
 
+import math
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
+
+from l2d_jax.distributed.sharding import platform
 
 END = 1e-6  # closer to t = 1 than this, the velocity (x̂ - x_t) / (1 - t) counts as zero
 
@@ -54,7 +58,7 @@ def sample_token(key: Array, logits: Float[Array, "*B V"], temperature: Float[Ar
     """A token from softmax(logits / temperature); the arg max where the temperature is zero."""
     temperature = temperature[..., None]
     noise = jax.random.gumbel(key, logits.shape, jnp.float32)
-    return jnp.argmax(logits + jnp.where(temperature > 0, temperature * noise, 0.0), axis=-1)
+    return arg_max(logits + jnp.where(temperature > 0, temperature * noise, 0.0))
 
 
 def sample_rows(keys: Array, logits: Float[Array, "n V"], temperature: Float[Array, " n"]) -> Array:
@@ -62,5 +66,16 @@ def sample_rows(keys: Array, logits: Float[Array, "n V"], temperature: Float[Arr
     return jax.lax.cond(
         (temperature > 0).any(),
         lambda: jax.vmap(sample_token)(keys, logits, temperature),
-        lambda: jnp.argmax(logits, axis=-1),
+        lambda: arg_max(logits),
     )
+
+
+def arg_max(logits: Float[Array, "*B V"]) -> Int[Array, "*B"]:
+    """`jnp.argmax` over the last axis; on CPUs of blocks, and then in the best one, which takes a twentieth as long."""
+    size = math.gcd(logits.shape[-1], 128)
+    if platform() != "cpu" or size == 1:
+        return jnp.argmax(logits, axis=-1)
+    blocks = logits.reshape(*logits.shape[:-1], -1, size)
+    best = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1, keepdims=True)
+    inside = jnp.take_along_axis(blocks, best[..., None], axis=-2)[..., 0, :]
+    return best[..., 0] * size + jnp.argmax(inside, axis=-1)

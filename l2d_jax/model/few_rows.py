@@ -76,7 +76,7 @@ def scan_layers(block: Block, first: Any, scanned: tuple[Any, ...], *, in_place:
     a whole stack, and bfloat16 of each layer's slice of that.
     """
     if not in_place and is_frozen and platform() == "cpu":
-        bits = _viewed(scanned, jnp.bfloat16, jnp.uint16)
+        bits = as_bits(scanned)
         return jax.lax.scan(lambda carry, part: block(carry, _viewed(part, jnp.uint16, jnp.bfloat16)), first, bits)
     if not in_place:
         return jax.lax.scan(block, first, scanned)
@@ -97,6 +97,11 @@ def scan_layers(block: Block, first: Any, scanned: tuple[Any, ...], *, in_place:
         return block(carry, jax.tree.unflatten(tree, weights))
 
     return jax.lax.scan(body, first, (jnp.arange(len(leaves[0][1]), dtype=jnp.int32), slices))
+
+
+def as_bits(layers: Any) -> Any:
+    """On CPUs, layers with their arrays in bfloat16 as the integers that `scan_layers` scans: it copies none."""
+    return _viewed(layers, jnp.bfloat16, jnp.uint16) if platform() == "cpu" else layers
 
 
 def _viewed(tree: Any, old: Any, new: Any) -> Any:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import PathConfig
 from l2d_jax.model.diffusion_path import DiffusionPath
-from l2d_jax.model.few_rows import can_read
+from l2d_jax.model.few_rows import as_bits, can_read
 from l2d_jax.model.llm import LLM
 from l2d_jax.model.lora import merge_adapter
 from l2d_jax.model.quantization import QuantizedWeight
@@ -40,11 +40,14 @@ class Model(nnx.Module):
     def merged(self) -> "Model":
         """The model as it decodes fastest: updates are added to copies of the weights, once, and `few_rows` reads them.
 
-        Weights that would round the sums, and those of a quantised model, keep their updates beside them.
+        Weights that would round the sums, and those of a quantised model, keep their updates beside them; the former
+        become bits that `scan_layers` reads.
         """
         llm, path = self.llm, self.path
-        if llm.product_dtype != jnp.float32 or isinstance(llm.layers.q, QuantizedWeight):
+        if isinstance(llm.layers.q, QuantizedWeight):
             return self
+        if llm.product_dtype != jnp.float32:
+            return dataclasses.replace(self, llm=dataclasses.replace(llm, layers=as_bits(llm.layers), is_frozen=True))
         if path is not None:
             path = path.merge_updates(llm)
         if llm.adapter is not None:

@@ -12,7 +12,7 @@ import optax
 from l2d_jax.config.schema import OptimConfig
 from l2d_jax.data.batch import Batch
 from l2d_jax.model import diffusion, lm_head
-from l2d_jax.model.context import Context, read_context
+from l2d_jax.model.context import read_context
 from l2d_jax.model.diffusion_path import Conditions, DiffusionPath
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
@@ -178,11 +178,7 @@ def _cut(llm: LLM, path: DiffusionPath, count: int) -> tuple[LLM, DiffusionPath]
 
 
 _head = jax.jit(lambda llm, context: llm.logits(context.hidden))
-
-
-@jax.jit
-def _features(path: DiffusionPath, llm: LLM, x: Any, t: Any, context: Context) -> jax.Array:
-    return path(llm, x, t, context, conditions=Conditions(modulation=None, merge=jnp.ones(1)))  # f_d alone
+_features = jax.jit(lambda path, *read: path(*read, conditions=Conditions(None, jnp.ones(1))))  # f_d alone
 
 
 @jax.jit

@@ -37,8 +37,8 @@ def measure_training(config: Config, mesh: Mesh) -> dict[str, Any]:
     state = init_state(adam, trained, mesh)
     step = make_step(adam, config.train, state, mesh, objective=method.loss)
     batch = micro_batches(random_batch(config, architecture.vocab_size), config.train.micro_batches, mesh)
-    parts = {}
-    if frozen is not None and isinstance(trained, DiffusionPath):
+    parts = {}  # a path that reads the context itself cannot be told apart from the frozen pass
+    if frozen is not None and isinstance(trained, DiffusionPath) and trained.config.reader == "lm":
         found = _parts(config, trained, frozen, batch)
         parts = {name: config.train.micro_batches * seconds for name, seconds in found.items()}
     del trained  # steps donate it

@@ -128,7 +128,7 @@ def first_estimates(
     fields, corruption, targets = jax.tree.map(choose, (fields, corruption, batch.targets))
     context, batch = context._replace(**fields), batch._replace(queries=chosen, targets=targets)
     hidden = correct(path, llm, context, batch, corruption._replace(t=jnp.zeros_like(corruption.t)))
-    tokens: Array = map_logits(llm, hidden, lambda logits: jnp.argmax(logits, axis=-1), chunk=chunk)
+    tokens: Array = map_logits(llm, hidden, diffusion.arg_max, chunk=chunk)
     return tokens
 
 

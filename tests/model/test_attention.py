@@ -32,6 +32,16 @@ def test_attention_by_loops() -> None:
     np.testing.assert_allclose(out, wanted, atol=1e-5)
 
 
+def test_one_query_sees_what_it_sees_among_others() -> None:
+    rows = 20
+    q, k, v = normal(rows, 2, 6, 32), normal(rows, 256, 2, 32), normal(rows, 256, 2, 32)
+    kv_positions = jnp.asarray(RNG.permuted(np.tile(np.arange(-6, 250), (rows, 1)), axis=1).clip(-1), jnp.int32)
+    q_positions = jnp.asarray(RNG.integers(0, 250, size=(rows, 2)), jnp.int32)
+    both = attention(q, k, v, q_positions=q_positions, kv_positions=kv_positions)
+    one = attention(q[:, :1], k, v, q_positions=q_positions[:, :1], kv_positions=kv_positions)
+    np.testing.assert_allclose(one, both[:, :1], atol=1e-5)
+
+
 def test_attention_stays_within_a_segment() -> None:
     """Two sequences in a row, against each in a row of its own."""
     q, k, v = normal(1, 5, 4, 8), normal(1, 5, 2, 8), normal(1, 5, 2, 8)

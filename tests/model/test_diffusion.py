@@ -73,3 +73,11 @@ def test_a_vector_of_zeros_has_a_gradient():
     gradient = jax.grad(lambda v: jnp.sum(diffusion.normalize(v)))(jnp.zeros((2, 4)))
     np.testing.assert_array_equal(gradient, 2.0)  # of sqrt(4) v: neither infinite nor so large as to drown the others
     assert not np.any(diffusion.normalize(jnp.zeros((2, 4))))
+
+
+@pytest.mark.parametrize("width", [7, 49, 256, 3 * 128])
+def test_arg_max_is_that_of_numpy(width: int) -> None:
+    """The first of equal entries, in any block."""
+    logits = np.array(jax.random.randint(jax.random.key(0), (40, width), 0, 5), np.float32)
+    logits[7], logits[8, -1] = -np.inf, 9.0
+    np.testing.assert_array_equal(jax.jit(diffusion.arg_max)(logits), np.argmax(logits, axis=-1))
