@@ -137,7 +137,7 @@ def estimate(
             logits = jnp.where(allowed, logits, -jnp.inf)
         if kind == "expectation":
             mean = jax.nn.softmax(logits / jnp.maximum(temperature, 1e-6)[:, None]) @ table
-            return jnp.where(temperature[:, None] > 0, mean, table[jnp.argmax(logits, axis=-1)])
+            return jnp.where(temperature[:, None] > 0, mean, table[diffusion.arg_max(logits)])
 
         return table[diffusion.sample_rows(jax.random.wrap_key_data(key_data), logits, temperature)]
 

@@ -16,6 +16,7 @@ from l2d_jax.decoding import integrate
 from l2d_jax.decoding.buckets import pad, positions
 from l2d_jax.decoding.refine import Refinement, corrected_hidden, make_target, solve_each
 from l2d_jax.decoding.sampler import entropy, token_keys
+from l2d_jax.model import diffusion
 from l2d_jax.model.context import Context
 from l2d_jax.model.kv_cache import KVCache
 from l2d_jax.model.l2d import Model
@@ -79,7 +80,7 @@ def trace_tokens(
     context, numbers = _place(answer, start)
     logits = model.llm.logits(context.hidden[0])
     none = jnp.zeros(CHUNK, jnp.int32)
-    plain = {"likeliest": jnp.argmax(logits, axis=-1), "entropy": entropy(logits)}
+    plain = {"likeliest": diffusion.arg_max(logits), "entropy": entropy(logits)}
     plain |= {"evaluations": none, "rejected": none, "settled": jnp.zeros(CHUNK)}
     skipped = plain["entropy"] < gate
     both = {f"plain_{name}": plain[name] for name in ("likeliest", "entropy")} | {"skipped": skipped}
@@ -112,7 +113,7 @@ def score_points(
         x, t = ways.states[point][None], ways.times[point, :1][None]
         logits = model.llm.logits(corrected_hidden(model, context, x, t, table=settings.table)[0, 0])
         probs = jnp.take_along_axis(jax.nn.softmax(logits), targets[:, None], axis=-1)[:, 0]
-        return {"expected": probs, "greedy": (jnp.argmax(logits, axis=-1) == targets).astype(jnp.float32)}
+        return {"expected": probs, "greedy": (diffusion.arg_max(logits) == targets).astype(jnp.float32)}
 
     return jax.lax.map(at, jnp.arange(steps + 1))
 
@@ -164,7 +165,7 @@ def _final_distribution(
         x, t = ways.states[index][None], ways.times[index][None]
         shared = t if settings.solver.is_adaptive else t[:, :1]  # one time of the grid, which the table has
         logits = model.llm.logits(corrected_hidden(model, context, x, shared, table=settings.table)[0, 0])
-        likeliest = jnp.argmax(logits, axis=-1)
+        likeliest = diffusion.arg_max(logits)
         settled = jnp.where(likeliest == before["likeliest"], before["settled"], t[0])
         return {"likeliest": likeliest, "entropy": entropy(logits), "settled": settled}
 

@@ -20,6 +20,7 @@ from l2d_jax.data.examples import Examples
 from l2d_jax.decoding.refine import Refinement, refine
 from l2d_jax.decoding.sampler import entropy
 from l2d_jax.distributed import processes, sharding
+from l2d_jax.model import diffusion
 from l2d_jax.model.context import Context, read_context
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.lm_head import map_logits, negative_log_likelihood
@@ -62,7 +63,7 @@ def _scores(
 
     def read(logits: Float[Array, "n V"], targets: Int[Array, " n"]) -> dict[str, Array]:
         loss = negative_log_likelihood(logits, targets)
-        is_right = (jnp.argmax(logits, axis=-1) == targets).astype(jnp.float32)
+        is_right = (diffusion.arg_max(logits) == targets).astype(jnp.float32)
         return {"loss": loss, "expected": jnp.exp(-loss), "greedy": is_right, "entropy": entropy(logits)}
 
     return map_logits(model.llm, hidden, read, batch.targets, chunk=chunk)

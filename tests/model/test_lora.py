@@ -80,6 +80,8 @@ def test_weights_that_would_round_a_sum_keep_their_updates_beside_them(dtype):
     np.testing.assert_array_equal(logits(merged.llm), logits(model.llm))
     if dtype == "bfloat16":  # a scan over layers copies no integers
         assert {leaf.dtype for leaf in jax.tree.leaves(merged.llm.layers)} == {jnp.dtype("uint16")}
+    else:
+        assert merged is model
 
 
 def test_a_new_adapter_changes_nothing_and_starts_as_pefts(mesh):
