@@ -30,7 +30,7 @@ from l2d_jax.decoding.solver import find_solver
 from l2d_jax.distributed.sharding import decoding_mesh, make_mesh, mesh_sizes
 from l2d_jax.files import cache_folder
 from l2d_jax.performance import costs, lowering, tpu_estimate
-from l2d_jax.performance.topologies import GENERATIONS, Topology
+from l2d_jax.performance.topologies import GENERATIONS, GIB, Topology
 from l2d_jax.training import plans
 from l2d_jax.weights import model_folder
 
@@ -135,12 +135,14 @@ def answer(question: Question, mesh: Mesh, *, folder: Path | None = None) -> dic
 def compile_and_read(question: Question, mesh: Mesh, folder: Path | None) -> dict[str, Any]:
     """The answer, which takes minutes to compile; raises `InputError` as `lowering` does."""
     config, architecture = question.config, model_folder.read_architecture(question.config.model)
+    generation = GENERATIONS[question.topology.kind]
     if question.work == "train":
         lowered = lowering.lower_train(config, mesh)
         tokens = config.train.batch_size * config.data.max_length
         flops = sum(costs.flops_per_step(config, architecture).values())
     else:
-        lowered = lowering.lower_decode(config, mesh, batch=question.batch, prompt=question.prompt)
+        sizes = {"batch": question.batch, "prompt": question.prompt, "memory": int(generation.usable * GIB * mesh.size)}
+        lowered = lowering.lower_decode(config, mesh, **sizes)
         tokens = question.batch * config.decode.max_new_tokens
         flops = tokens * costs.flops_per_decoded_token(config, architecture)
     try:
@@ -154,9 +156,9 @@ def compile_and_read(question: Question, mesh: Mesh, folder: Path | None) -> dic
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{question.work}.hlo").write_text(text)
-    memory, generation = compiled.memory_analysis(), GENERATIONS[question.topology.kind]
     trips = find_solver(config.decode.solver).steps(config.decode.budget)
     useful = flops / mesh.size  # without recomputation
+    memory = compiled.memory_analysis()
     return tpu_estimate.read_estimate(memory, text, generation, useful=useful, tokens=tokens, unknown_trips=trips)
 
 

@@ -116,8 +116,7 @@ def _override(config: Any, name: str, value: Any) -> None:
     node, done = config, "config"
     for part in name.split("."):
         require(isinstance(node, ConfigDict | dict), f"unknown option {done}.{part}: it is below a plain value")
-        if part not in node:
-            raise InputError(f"unknown option {done}.{part}{nearest(part, node.keys())}")
+        require(part in node, f"unknown option {done}.{part}{nearest(part, node.keys())}")
         section, node, done = node, node[part], f"{done}.{part}"
     if isinstance(node, ConfigDict | dict) and value is not None and not isinstance(value, dict):
         raise InputError(f"{done} is a section: set one of {', '.join(sorted(node))} in it")

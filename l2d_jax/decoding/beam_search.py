@@ -59,8 +59,7 @@ def search(
     settings = loaded.defaults if settings is None else settings
     config = SearchConfig() if config is None else config
     check_search(settings, config, loaded.model.llm, path_config(loaded.model), longest=len(prompt.ids))
-    if restrictions.stops:
-        raise InputError(f"a search knows no stop strings, got {restrictions.stops}: cut its answer instead")
+    require(not restrictions.stops, f"a search knows no stop strings, got {restrictions.stops}: cut its answer instead")
     asked = dataclasses.replace(settings, max_new_tokens=config.max_new_tokens, temperature=config.temperature)
     lanes, [answer] = open_lanes(loaded.decoder, Request([prompt], asked, seed, restrictions=restrictions))
     options = lanes.options([answer])

@@ -3,15 +3,13 @@
 An adaptive solver's times are not known beforehand, and it has no table.
 """
 
-from functools import partial
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from l2d_jax.model.diffusion_path import Conditions, DiffusionPath
+from l2d_jax.model.llm import LLM
 
 CAPACITY = 128  # evaluations in a table: 50 MB at the SmolLM2-135M shape, 200 MB at Llama 8B's
 # Times are fractions with a denominator below `CAPACITY`: two that differ do so by more than twice this. The solver
@@ -40,9 +38,9 @@ class ConditionTable(nnx.Module):
         return Conditions(self.conditions.modulation[:, index, picked], merge)
 
 
-@partial(jax.jit, static_argnames="dtype")
-def build_table(path: DiffusionPath, times: Float[Array, " n"], *, dtype: Any) -> ConditionTable:
-    """The table of these times (infinite: none), with the modulation in the type of the blocks' activations."""
+@jax.jit
+def build_table(llm: LLM, path: DiffusionPath, times: Float[Array, " n"]) -> ConditionTable:
+    """The table of these times; infinite: none."""
     labels = jnp.arange(path.config.classes + 1)[None]
     t, labels = jnp.broadcast_arrays(jnp.where(times <= 1, times, 0.0)[:, None], labels)
-    return ConditionTable(times=times, conditions=path.conditions(t, labels, dtype=dtype))
+    return ConditionTable(times=times, conditions=path.conditions(llm, t, labels))

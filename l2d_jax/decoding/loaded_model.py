@@ -25,7 +25,7 @@ from l2d_jax.decoding.likelihood import Likelihood, score_answers
 from l2d_jax.decoding.requests import Request, Restrictions
 from l2d_jax.decoding.sampler import check_tokens
 from l2d_jax.decoding.stop_strings import GrowingText, to_text
-from l2d_jax.distributed.memory import device_bytes, tree_bytes
+from l2d_jax.distributed.memory import device_bytes
 from l2d_jax.errors import InputError
 from l2d_jax.model.l2d import Model
 
@@ -52,9 +52,8 @@ class LoadedModel:
 
     @cached_property
     def decoder(self) -> Model:
-        """The model as `Model.merged` has it, where the memory has room for that beside caches and logits."""
-        there = device_bytes()
-        return self.model.merged() if there is None or 3 * tree_bytes(self.model) < there else self.model
+        """The model as `Model.merged` has it in the memory of the devices."""
+        return self.model.merged(device_bytes())
 
     def generate(
         self,

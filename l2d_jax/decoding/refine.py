@@ -13,11 +13,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding import integrate
 from l2d_jax.decoding.condition_table import CAPACITY, ConditionTable, build_table
 from l2d_jax.decoding.solver import FIXED, Solver, find_solver
-from l2d_jax.errors import InputError
 from l2d_jax.model import diffusion
 from l2d_jax.model.context import Context
 from l2d_jax.model.l2d import Model
@@ -74,7 +74,7 @@ class Refinement(nnx.Module):
         if len(times) > CAPACITY:
             return None
         padded = np.pad(times, (0, CAPACITY - len(times)), constant_values=np.inf)
-        return build_table(model.path, jnp.asarray(padded), dtype=model.llm.dtype)
+        return build_table(model.llm, model.path, jnp.asarray(padded))
 
     def temperature(self, t: Float[Array, "*b"], step: Float[Array, "*b"]) -> Float[Array, "*b"]:
         """The velocity's temperature at t; annealing reads it ahead, so that the last estimate is the arg max."""
@@ -84,10 +84,8 @@ class Refinement(nnx.Module):
 
 def check_budget(config: DecodeConfig, *, has_path: bool) -> None:
     """Raise `InputError` for a budget that the solver cannot spend, and for one above 1 without a path to spend it."""
-    if not has_path and config.budget != 1:
-        raise InputError(
-            f"a budget of {config.budget} needs a diffusion path, and this model has none: use a budget of 1"
-        )
+    problem = f"a budget of {config.budget} needs a diffusion path, and this model has none"
+    require(has_path or config.budget == 1, f"{problem}: use a budget of 1")
     find_solver(config.solver).steps(config.budget)
 
 

@@ -153,8 +153,7 @@ def override_settings(
     """
     names = [field.name for field in dataclasses.fields(DecodeConfig)]
     for name in options:
-        if name not in names:
-            raise InputError(f"unknown option {name!r}{nearest(name, [*names, *others])}")
+        require(name in names, f"unknown option {name!r}{nearest(name, [*names, *others])}")
     ample = {"budget": AMPLE} if options.get("solver") in ADAPTIVE else {}
     changed: DecodeConfig = from_dict(DecodeConfig, vars(settings) | ample | dict(options), prefix="config.decode")
     return changed

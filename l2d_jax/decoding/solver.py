@@ -30,13 +30,22 @@ class FixedStepRungeKutta(diffrax.AbstractERK):
     interpolation_cls: ClassVar[Any] = diffrax.ThirdOrderHermitePolynomialInterpolation.from_k
 
 
-class EmbeddedPair(diffrax.AbstractAdaptiveSolver[Array]):
+class _OfSlopes(diffrax.AbstractSolver[Any]):
+    """What solvers of their own have in common."""
+
+    term_structure: ClassVar[Any] = diffrax.ODETerm
+    interpolation_cls: ClassVar[Any] = diffrax.LocalLinearInterpolation
+
+    def func(self, terms: Any, t0: Any, y0: Any, args: Any) -> Any:
+        """The slope at a point."""
+        return terms.vf(t0, y0, args)
+
+
+class EmbeddedPair(_OfSlopes, diffrax.AbstractAdaptiveSolver[Array]):
     """A method with an error estimate; its state is the slope at the start of the next step."""
 
     tableau: ClassVar[diffrax.ButcherTableau]
     accuracy: ClassVar[int]
-    term_structure: ClassVar[Any] = diffrax.ODETerm
-    interpolation_cls: ClassVar[Any] = diffrax.LocalLinearInterpolation
 
     def order(self, terms: Any) -> int:
         """The order of the error at the end of the integration, by which diffrax chooses the next step."""
@@ -61,20 +70,13 @@ class EmbeddedPair(diffrax.AbstractAdaptiveSolver[Array]):
         error = length * _combine(self.tableau.b_error, slopes)
         return y1, error, {"y0": y0, "y1": y1}, slopes[-1], diffrax.RESULTS.successful
 
-    def func(self, terms: Any, t0: Any, y0: Any, args: Any) -> Any:
-        """The slope at a point."""
-        return terms.vf(t0, y0, args)
 
-
-class Restart(diffrax.AbstractSolver[None]):
+class Restart(_OfSlopes):
     """Puts x on the straight line from x_0 to the newest estimate, so that former estimates leave no trace.
 
     As in multistep sampling of consistency models (Song et al. 2023, algorithm 1), but with x_0 as the only noise. The
     state is the pair of `integrate`: the coefficient a = 1 - t of x_0, and the data y.
     """
-
-    term_structure: ClassVar[Any] = diffrax.ODETerm
-    interpolation_cls: ClassVar[Any] = diffrax.LocalLinearInterpolation
 
     def order(self, terms: Any) -> int:
         """That of Euler's method, which takes the same steps where the estimate stays the same."""
@@ -95,10 +97,6 @@ class Restart(diffrax.AbstractSolver[None]):
         estimate = data - slope * left / jnp.where(share < 0, share, -1.0)
         y1 = end, jnp.where(share < 0, (1 - after) * estimate, data)
         return y1, None, {"y0": y0, "y1": y1}, None, diffrax.RESULTS.successful
-
-    def func(self, terms: Any, t0: Any, y0: Any, args: Any) -> Any:
-        """The slope at a point."""
-        return terms.vf(t0, y0, args)
 
 
 def _combine(weights: Any, slopes: list[Any]) -> Any:
@@ -174,14 +172,12 @@ class Solver:
         if budget == below:
             return max(0, budget - self.overhead) // self.stages
         if self.is_adaptive:
-            raise InputError(
-                f"a budget of {budget} evaluations is too small for {self.name}, which takes 2 and {self.stages} a "
-                f"step: try 1 (the LM alone), or at least {2 + self.stages}"
-            )
-        raise InputError(
-            f"a budget of {budget} evaluations is unreachable for {self.name}, which takes 1 + {self.stages} n: "
-            f"try {below} or {below + self.stages}"
-        )
+            problem = f"too small for {self.name}, which takes 2 and {self.stages} a step"
+            remedy = f"1 (the LM alone), or at least {2 + self.stages}"
+        else:
+            problem = f"unreachable for {self.name}, which takes 1 + {self.stages} n"
+            remedy = f"{below} or {below + self.stages}"
+        raise InputError(f"a budget of {budget} evaluations is {problem}: try {remedy}")
 
     def evaluations(self, steps: Int[Array, "*b"]) -> Int[Array, "*b"]:
         """What so many grid intervals, or adaptive steps, cost."""
@@ -233,8 +229,6 @@ def split_budget(solver: str, total: int, *, beams: int) -> int:
     found = find_solver(solver)
     require(beams >= 1, f"a budget is split between at least 1 beam, got {beams}")
     if total < beams:
-        raise InputError(
-            f"a total of {total} evaluations per token is less than one for each of {beams} beams: "
-            f"try a total of at least {beams}{f', or {total} beams' if total > 0 else ''}"
-        )
+        problem = f"a total of {total} evaluations per token is less than one for each of {beams} beams"
+        raise InputError(f"{problem}: try a total of at least {beams}{f', or {total} beams' if total > 0 else ''}")
     return found.spendable(total // beams)

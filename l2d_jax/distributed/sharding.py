@@ -36,7 +36,8 @@ Rules: TypeAlias = Mapping[str, str | tuple[str, ...] | None]
 RULES: Rules = {
     "batch": ("data", "fsdp", "stationary"),
     "gathered_batch": ("data", "fsdp"),  # the rows of a product with stationary weights
-    "residual_batch": ("data", "fsdp", "stationary", "tensor"),  # those between such products
+    "residual_batch": ("data", "fsdp", "tensor"),  # those between such products
+    "residual_embed": "stationary",
     "vocab": ("tensor", "stationary"),
     "head_vocab": ("tensor", "stationary", "fsdp", "context"),  # of an output head: gathering rows copies nothing
     "embed": ("fsdp", "context"),

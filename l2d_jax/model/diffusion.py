@@ -64,9 +64,7 @@ def sample_token(key: Array, logits: Float[Array, "*B V"], temperature: Float[Ar
 def sample_rows(keys: Array, logits: Float[Array, "n V"], temperature: Float[Array, " n"]) -> Array:
     """`sample_token` of each row by a key of its own; without the noise of whole vocabularies where no row needs it."""
     return jax.lax.cond(
-        (temperature > 0).any(),
-        lambda: jax.vmap(sample_token)(keys, logits, temperature),
-        lambda: arg_max(logits),
+        (temperature > 0).any(), lambda: jax.vmap(sample_token)(keys, logits, temperature), lambda: arg_max(logits)
     )
 
 

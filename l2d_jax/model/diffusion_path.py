@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.nn import initializers
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from l2d_jax.config.schema import PROJECTIONS, LoraConfig, PathConfig
 from l2d_jax.distributed.sharding import Declared, Initializer, Weight, constrain
@@ -34,8 +34,8 @@ from l2d_jax.model.kv_cache import LayerCache
 from l2d_jax.model.layers import LayerOptions, Linear, Lora, Mlp, activate, layer_options, project, project_saved, rope
 from l2d_jax.model.llm import LLM, bias
 from l2d_jax.model.llm import Layers as LLMLayers
-from l2d_jax.model.lora import LLMAdapter, merge_adapter
-from l2d_jax.model.quantization import QuantizedWeight
+from l2d_jax.model.lora import LLMAdapter
+from l2d_jax.model.quantization import QuantizedWeight, from_bits
 
 PARTS = 6  # scale, shift and gate of the attention, then of the MLP
 
@@ -45,20 +45,20 @@ class PathLayers(nnx.Module):
     """Weights of all blocks of the path, stacked; its matrices update the LM's or replace them."""
 
     modulation: Mlp = nnx.data()  # E -> E -> (6, D)
-    q: Lora | Float[Array, "L D N H"] | Declared = nnx.data()
-    o: Lora | Float[Array, "L N H D"] | Declared = nnx.data()
-    gate: Lora | Float[Array, "L D F"] | Declared = nnx.data()
-    up: Lora | Float[Array, "L D F"] | Declared = nnx.data()
-    down: Lora | Float[Array, "L F D"] | Declared = nnx.data()
+    q: Lora | Num[Array, "L D N H"] | Declared = nnx.data()
+    o: Lora | Num[Array, "L N H D"] | Declared = nnx.data()
+    gate: Lora | Num[Array, "L D F"] | Declared = nnx.data()
+    up: Lora | Num[Array, "L D F"] | Declared = nnx.data()
+    down: Lora | Num[Array, "L F D"] | Declared = nnx.data()
     q_bias: Float[Array, "L N H"] | Declared | None = nnx.data(default=None)  # of full copies, where the LM has one
-    k: Lora | Float[Array, "L D K H"] | Declared | None = nnx.data(default=None)  # of a path that reads the context
-    v: Lora | Float[Array, "L D K H"] | Declared | None = nnx.data(default=None)
+    k: Lora | Num[Array, "L D K H"] | Declared | None = nnx.data(default=None)  # of a path that reads the context
+    v: Lora | Num[Array, "L D K H"] | Declared | None = nnx.data(default=None)
 
 
 class Conditions(NamedTuple):
     """What time and class alone determine, which decoding computes once for all evaluations of a grid."""
 
-    modulation: Float[Array, "L *b 6 D"] | None  # scale, shift and gate of each block; None: computed block by block
+    modulation: Float[Array, "L *b 6 D"] | None  # `DiffusionPath.modulate` of each block; None: computed there
     merge: Float[Array, "*b #D"]  # w_d(t), and 1 + w_d(t) of an anchored path
 
 
@@ -133,14 +133,10 @@ class DiffusionPath(nnx.Module):
         updates = {name: getattr(self.layers, name, None) for name in MATRICES}
         return LLMAdapter(**updates, config=config)
 
-    def merge_updates(self, llm: LLM) -> "DiffusionPath":
-        """The same path with copies of the LM's weights to which its low-rank updates are added."""
-        if (adapter := self.adapter) is None:
-            return self
-        merged = merge_adapter(llm.layers, adapter)
-        placed = {name: getattr(llm.layers, name).sharding for name in adapter.updates()}
-        copies = {name: jax.device_put(getattr(merged, name), sharding) for name, sharding in placed.items()}
-        return dataclasses.replace(self, layers=dataclasses.replace(self.layers, **copies))
+    def with_matrices(self, layers: LLMLayers) -> "DiffusionPath":
+        """The same path with the matrices of these layers in place of its own, or of its low-rank updates."""
+        given = {name: getattr(layers, name) for name in matrices(self.config)}
+        return dataclasses.replace(self, layers=dataclasses.replace(self.layers, **given))
 
     def embed(self, embeddings: Float[Array, "*B D"]) -> Float[Array, "*B C"]:
         """Vocabulary vectors V_y of rows of the LM's embedding table, in float32 (bias as in the released code)."""
@@ -158,11 +154,25 @@ class DiffusionPath(nnx.Module):
         weight = self.merge(self.condition(t, labels)) - self.merge(self.condition(jnp.zeros_like(t), labels))
         return jnp.where(t[..., None] == 0, 0.0, weight) + float(self.is_anchored)
 
-    def conditions(self, t: Float[Array, "*b"], labels: Int[Array, "*b"] | None = None, *, dtype: Any) -> Conditions:
-        """The conditions of any times and classes; `dtype` is that of the blocks' activations."""
-        condition = self.condition(t, labels).astype(dtype)
-        _, modulation = jax.lax.scan(lambda _, mlp: (None, mlp(condition)), None, self.layers.modulation)
-        return Conditions(modulation, self.merge_weight(t, labels))
+    def conditions(self, llm: LLM, t: Float[Array, "*b"], labels: Int[Array, "*b"] | None = None) -> Conditions:
+        """The conditions of any times and classes, in the type of the blocks' activations."""
+        condition = self.condition(t, labels).astype(llm.dtype)
+        scanned = (self.layers.modulation, llm.layers.attention_norm, llm.layers.mlp_norm)
+        _, parts = jax.lax.scan(lambda _, block: (None, self.modulate(condition, *block)), None, scanned)
+        return Conditions(jnp.stack(parts, axis=-2), self.merge_weight(t, labels))
+
+    def modulate(
+        self, condition: Float[Array, "*B E"], modulation: Mlp, norm_1: Float[Array, " D"], norm_2: Float[Array, " D"]
+    ) -> list[Float[Array, "*B D"]]:
+        """The norm's weight, the shift and the gate of a block's attention, and those of its MLP.
+
+        They are computed one by one, so that no gradient is concatenated from six.
+        """
+        hidden, last = jax.nn.silu(modulation.first(condition)), modulation.last
+        parts = (Linear(weight=last.weight[:, i], bias=last.bias[i])(hidden) for i in range(PARTS))
+        gate = float(self.is_anchored)
+        starts: Any = (norm_1.astype(hidden.dtype), 0.0, gate, norm_2.astype(hidden.dtype), 0.0, gate)
+        return [part + start for part, start in zip(parts, starts, strict=True)]
 
     def __call__(
         self,
@@ -205,12 +215,11 @@ class DiffusionPath(nnx.Module):
             options = options.over(shared)
             w, changes = gather(w), gather(changes)
             q_bias = w.q_bias if changes.q_bias is None else changes.q_bias
-            parts = _modulate(changes.modulation, condition) if known is None else jnp.moveaxis(known, -2, 0)
-            scale_1, shift_1, gate_1, scale_2, shift_2, gate_2 = parts
-            if self.is_anchored:
-                gate_1, gate_2 = 1 + gate_1, 1 + gate_2
+            own = (changes.modulation, w.attention_norm, w.mlp_norm)
+            parts = self.modulate(condition, *own) if known is None else jnp.moveaxis(known, -2, 0)
+            norm_1, shift_1, gate_1, norm_2, shift_2, gate_2 = parts
             with jax.named_scope("attention"):
-                y = llm.normalize(x, w.attention_norm.astype(dtype) + scale_1) + shift_1
+                y = llm.normalize(x, norm_1) + shift_1
                 y = gather_rows(y, "attention_embed")
                 q = split_rows(product(y, w.q, changes.q) + bias(q_bias, y), "heads", "head_dim")
                 q = rope(llm.normalize(q, w.q_norm), angles, options.frequencies, options.query_scale)
@@ -219,7 +228,7 @@ class DiffusionPath(nnx.Module):
                 y = product(gather_rows(y, "heads", "head_dim"), w.o, changes.o, dims=2)
                 x = x + gate_1 * llm.normalize(split_rows(y), w.post_attention_norm)
             with jax.named_scope("mlp"):
-                y = llm.normalize(x, w.mlp_norm.astype(dtype) + scale_2) + shift_2
+                y = llm.normalize(x, norm_2) + shift_2
                 y = gather_rows(y)
                 y = activate(product(y, w.gate, changes.gate), llm.architecture) * product(y, w.up, changes.up)
                 x = x + gate_2 * llm.normalize(split_rows(product(y, w.down, changes.down)), w.post_mlp_norm)
@@ -233,7 +242,7 @@ class DiffusionPath(nnx.Module):
             y = split_rows(constrain(y, "batch", "length", "embed_activation"))
             scanned = (llm.layers, self.layers, cache.layers(), modulation, own)
             layer = remat(block) if remat else block
-            f, _ = scan_layers(layer, y, scanned, in_place=llm.in_place, is_frozen=llm.is_frozen and remat is None)
+            f, _ = scan_layers(layer, y, scanned, in_place=llm.in_place)
         weight = self.merge_weight(t, labels) if conditions is None else conditions.merge
         return weight.astype(f.dtype) * (f - context.hidden if self.is_anchored else f)
 
@@ -241,12 +250,6 @@ class DiffusionPath(nnx.Module):
 def matrices(config: PathConfig) -> tuple[str, ...]:
     """The LM's matrices that a path updates or copies."""
     return ADAPTED if config.reader == "lm" else ADAPTED + KEYS
-
-
-def _modulate(modulation: Mlp, condition: Float[Array, "*B E"]) -> list[Float[Array, "*B D"]]:
-    """The six vectors of `modulation(condition)` one by one, so that no gradient is concatenated from six."""
-    hidden, last = jax.nn.silu(modulation.first(condition)), modulation.last
-    return [Linear(weight=last.weight[:, i], bias=last.bias[i])(hidden) for i in range(PARTS)]
 
 
 def _affine(shape: tuple[int, ...], axes: tuple[str, ...], init: Initializer) -> Linear:
@@ -261,7 +264,7 @@ def _mlp(sizes: tuple[int, ...], axes: tuple[str, ...], first: Initializer, last
 def start_from(path: DiffusionPath, llm: LLM) -> DiffusionPath:
     """A path with full layers whose initial values are the LM's own (paper appendix, full f_d)."""
     weights = {
-        name: w.restore(jnp.float32) if isinstance(w, QuantizedWeight) else jnp.array(w, jnp.float32)
+        name: w.restore(jnp.float32) if isinstance(w, QuantizedWeight) else jnp.array(from_bits(w), jnp.float32)
         for name, w in ((name, getattr(llm.layers, name)) for name in matrices(path.config))
     }
     q_bias = None if path.layers.q_bias is None else jnp.array(llm.layers.q_bias, jnp.float32)

@@ -15,21 +15,19 @@ import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from l2d_jax.distributed.sharding import platform
 from l2d_jax.errors import shorten
 from l2d_jax.model.axes import MATRICES
 
 ROWS = 16  # the most that a call is made for: XLA's products of many are good
 UNIT = 32  # inputs and outputs of a matrix are multiples of it
 
-Block: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]  # of a scan: (carry, slice) -> (carry, result)
 _library: list[ctypes.CDLL | None] = []  # None: it could not be compiled
 _lock = threading.Lock()
 
@@ -69,15 +67,8 @@ def few_rows_logits(x: Float[Array, "*B D"], head: Float[Array, "V D"]) -> Float
     return _call("transposed_product", rows, head, jnp.int32(0), len(head)).reshape(*x.shape[:-1], -1)
 
 
-def scan_layers(block: Block, first: Any, scanned: tuple[Any, ...], *, in_place: bool, is_frozen: bool) -> Any:
-    """`jax.lax.scan` over layers; `in_place` gives the block the matrices of modules as `StackedWeight`.
-
-    On CPUs, frozen arrays in bfloat16 are scanned as integers, which have no gradient: left alone, XLA makes float32 of
-    a whole stack, and bfloat16 of each layer's slice of that.
-    """
-    if not in_place and is_frozen and platform() == "cpu":
-        bits = as_bits(scanned)
-        return jax.lax.scan(lambda carry, part: block(carry, _viewed(part, jnp.uint16, jnp.bfloat16)), first, bits)
+def scan_layers(block: Callable[..., Any], first: Any, scanned: tuple[Any, ...], *, in_place: bool) -> Any:
+    """`jax.lax.scan` over layers; `in_place` gives the block the matrices of modules as `StackedWeight`."""
     if not in_place:
         return jax.lax.scan(block, first, scanned)
     leaves, tree = jax.tree_util.tree_flatten_with_path(scanned)
@@ -97,15 +88,6 @@ def scan_layers(block: Block, first: Any, scanned: tuple[Any, ...], *, in_place:
         return block(carry, jax.tree.unflatten(tree, weights))
 
     return jax.lax.scan(body, first, (jnp.arange(len(leaves[0][1]), dtype=jnp.int32), slices))
-
-
-def as_bits(layers: Any) -> Any:
-    """On CPUs, layers with their arrays in bfloat16 as the integers that `scan_layers` scans: it copies none."""
-    return _viewed(layers, jnp.bfloat16, jnp.uint16) if platform() == "cpu" else layers
-
-
-def _viewed(tree: Any, old: Any, new: Any) -> Any:
-    return jax.tree.map(lambda a: jax.lax.bitcast_convert_type(a, new) if a.dtype == old else a, tree)
 
 
 def _fits(matrix: Array, inputs: int) -> bool:

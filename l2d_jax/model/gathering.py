@@ -6,13 +6,14 @@ On a mesh with `stationary` weights stay where they are, and the rows of a produ
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from l2d_jax.distributed.sharding import GATHERED, axis_size, constrain
 from l2d_jax.model.axes import LAYER_AXES, MATRICES
 from l2d_jax.model.few_rows import StackedWeight
-from l2d_jax.model.quantization import QuantizedWeight
+from l2d_jax.model.quantization import QuantizedWeight, from_bits
 
 NAME = "gathered"  # checkpoint name of gathered weights, which no rematerialisation saves: they would be a second copy
 
@@ -22,7 +23,9 @@ def gather_weight(weight: Array | QuantizedWeight, axes: tuple[str, ...], *, dty
     if isinstance(weight, QuantizedWeight):
         values, scale = (constrain(array, *axes, rules=GATHERED) for array in (weight.values, weight.scale))
         return checkpoint_name(QuantizedWeight(values=values, scale=scale).restore(dtype), NAME)
-    return checkpoint_name(constrain(weight.astype(dtype), *axes, rules=GATHERED), NAME)
+    if weight.dtype != jnp.uint16 or dtype != jnp.bfloat16:  # a product reads bits itself
+        weight = from_bits(weight).astype(dtype)
+    return checkpoint_name(constrain(weight, *axes, rules=GATHERED), NAME)
 
 
 def gather_layer(layer: Any, *, dtype: Any, products: Any) -> Any:
@@ -44,15 +47,14 @@ def gather_layer(layer: Any, *, dtype: Any, products: Any) -> Any:
 
 def gather_rows(x: Array, *axes: str) -> Array:
     """Activations [B, ..., *axes] with all rows that a product with stationary weights is of."""
-    if "attention_embed" in axes:  # XLA knows no way to do both at once
-        x = _place(x, "batch")
+    if not axes:  # in two steps, between which XLA puts no transpose of all
+        x = _place(x, "residual_batch")
     return _place(x, "gathered_batch", *axes)
 
 
 def split_rows(x: Array, *axes: str) -> Array:
-    """The rows of each device again, behind such a product; without axes over `tensor`, too."""
-    x = _place(x, "batch", *axes)
-    return x if axes else _place(x, "residual_batch")
+    """The rows of each device again, behind such a product; those of the residual stream are over `tensor`."""
+    return _place(x, "batch", *axes) if axes else _place(x, "residual_batch", "residual_embed")
 
 
 def _place(x: Array, rows: str, *axes: str) -> Array:

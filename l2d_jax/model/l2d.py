@@ -4,17 +4,17 @@ import dataclasses
 from collections.abc import Iterable
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import PathConfig
+from l2d_jax.distributed.memory import tree_bytes
 from l2d_jax.model.diffusion_path import DiffusionPath
-from l2d_jax.model.few_rows import as_bits, can_read
+from l2d_jax.model.few_rows import can_read
 from l2d_jax.model.llm import LLM
 from l2d_jax.model.lora import merge_adapter
-from l2d_jax.model.quantization import QuantizedWeight
+from l2d_jax.model.quantization import QuantizedWeight, as_bits
 
 
 @nnx.dataclass
@@ -29,7 +29,7 @@ class Model(nnx.Module):
     def build(cls, llm: LLM, path: DiffusionPath | None) -> "Model":
         """Compute the table once for these weights."""
         table = None if path is None else _embed(path, llm.embed)
-        return cls(llm=dataclasses.replace(llm, is_frozen=True), path=path, table=table)
+        return cls(llm=dataclasses.replace(llm, layers=as_bits(llm.layers)), path=path, table=table)
 
     def reading(self, *, refines: bool) -> "Model":
         """The model with the LM that reads the context; with a budget of 1, where nothing is refined, it is the LM."""
@@ -37,22 +37,23 @@ class Model(nnx.Module):
             return self
         return dataclasses.replace(self, llm=self.path.reader(self.llm))
 
-    def merged(self) -> "Model":
-        """The model as it decodes fastest: updates are added to copies of the weights, once, and `few_rows` reads them.
+    def can_merge(self, memory: int | None) -> bool:
+        """Whether so many bytes (None: unknown) hold what `merged` adds, beside caches and logits."""
+        return not isinstance(self.llm.layers.q, QuantizedWeight) and (memory is None or 3 * tree_bytes(self) < memory)
 
-        Weights that would round the sums, and those of a quantised model, keep their updates beside them; the former
-        become bits that `scan_layers` reads.
+    def merged(self, memory: int | None = None) -> "Model":
+        """The model as it decodes fastest: updates are added to copies of the weights, once, and rounded to their type.
+
+        On CPUs, `few_rows` reads those in float32. It is the model itself where it cannot be merged in this memory.
         """
-        llm, path = self.llm, self.path
-        if isinstance(llm.layers.q, QuantizedWeight):
+        if not self.can_merge(memory):
             return self
-        if llm.product_dtype != jnp.float32:
-            return dataclasses.replace(self, llm=dataclasses.replace(llm, layers=as_bits(llm.layers), is_frozen=True))
-        if path is not None:
-            path = path.merge_updates(llm)
+        llm, path = self.llm, self.path
+        if path is not None and path.adapter is not None:
+            path = path.with_matrices(as_bits(merge_adapter(llm.layers, path.adapter)))
         if llm.adapter is not None:
             llm = dataclasses.replace(llm, layers=merge_adapter(llm.layers, llm.adapter), adapter=None)
-        llm = dataclasses.replace(llm, in_place=can_read(llm.embed))
+        llm = dataclasses.replace(llm, layers=as_bits(llm.layers), in_place=can_read(llm.embed))
         return dataclasses.replace(self, llm=llm, path=path)
 
 

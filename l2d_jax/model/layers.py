@@ -22,6 +22,7 @@ from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.axes import declare_stacked
 from l2d_jax.model.few_rows import StackedWeight
 from l2d_jax.model.products import multiply
+from l2d_jax.model.quantization import from_bits
 
 EVERY = 2**31 - 1  # the window of a layer whose queries see all keys
 PRODUCT = "product"  # checkpoint name of a block's matrix products, which rematerialisation may save
@@ -132,7 +133,7 @@ def project(
     y = multiply(x, weight, dims)
     if update is None:
         return y
-    dtype = x.dtype if isinstance(weight, StackedWeight) else weight.dtype
+    dtype = x.dtype if isinstance(weight, StackedWeight) else from_bits(weight).dtype
     a, b = update.a.astype(dtype), (scale * update.b).astype(dtype)
     return y + multiply(multiply(x, a, dims), b, 1)
 

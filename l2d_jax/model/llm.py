@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.nn import initializers
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from l2d_jax.distributed.sharding import Declared, constrain, platform
 from l2d_jax.model.architecture import Architecture
@@ -31,17 +31,17 @@ from l2d_jax.model.quantization import QuantizedWeight, declare_quantized
 
 @nnx.dataclass
 class Layers(nnx.Module):
-    """Weights of all decoder blocks, stacked."""
+    """Weights of all decoder blocks, stacked; matrices may be integers, as `as_bits` has them."""
 
     attention_norm: Float[Array, "L D"] | Declared = nnx.data()
-    q: Float[Array, "L D N H"] | QuantizedWeight | Declared = nnx.data()
-    k: Float[Array, "L D K H"] | QuantizedWeight | Declared = nnx.data()
-    v: Float[Array, "L D K H"] | QuantizedWeight | Declared = nnx.data()
-    o: Float[Array, "L N H D"] | QuantizedWeight | Declared = nnx.data()
+    q: Num[Array, "L D N H"] | QuantizedWeight | Declared = nnx.data()
+    k: Num[Array, "L D K H"] | QuantizedWeight | Declared = nnx.data()
+    v: Num[Array, "L D K H"] | QuantizedWeight | Declared = nnx.data()
+    o: Num[Array, "L N H D"] | QuantizedWeight | Declared = nnx.data()
     mlp_norm: Float[Array, "L D"] | Declared = nnx.data()
-    gate: Float[Array, "L D F"] | QuantizedWeight | Declared = nnx.data()
-    up: Float[Array, "L D F"] | QuantizedWeight | Declared = nnx.data()
-    down: Float[Array, "L F D"] | QuantizedWeight | Declared = nnx.data()
+    gate: Num[Array, "L D F"] | QuantizedWeight | Declared = nnx.data()
+    up: Num[Array, "L D F"] | QuantizedWeight | Declared = nnx.data()
+    down: Num[Array, "L F D"] | QuantizedWeight | Declared = nnx.data()
     q_bias: Float[Array, "L N H"] | Declared | None = nnx.data(default=None)
     k_bias: Float[Array, "L K H"] | Declared | None = nnx.data(default=None)
     v_bias: Float[Array, "L K H"] | Declared | None = nnx.data(default=None)
@@ -63,7 +63,6 @@ class LLM(nnx.Module):
     adapter: LLMAdapter | None = nnx.data(default=None)  # added to the products of the matrices that it adapts
     products: str | None = nnx.static(default=None)  # type of products and activations; None: that of the weights
     in_place: bool = nnx.static(default=False)  # products of few rows read the weights by `few_rows`
-    is_frozen: bool = nnx.static(default=False)  # its weights have no gradient
 
     @property
     def dtype(self) -> Any:
@@ -151,9 +150,8 @@ class LLM(nnx.Module):
 
         with jax.named_scope("llm"):
             scanned = (self.layers, self.adapter, None if cache is None else cache.layers(), own)
-            layer, is_frozen = remat(block) if remat else block, self.is_frozen and remat is None
-            first = self.lookup(tokens)
-            hidden, (k, v) = scan_layers(layer, first, scanned, in_place=self.in_place, is_frozen=is_frozen)
+            layer = remat(block) if remat else block
+            hidden, (k, v) = scan_layers(layer, self.lookup(tokens), scanned, in_place=self.in_place)
         used = jnp.int32(tokens.shape[1])
         return hidden, KVCache(k=k, v=v, positions=positions, used=used, segments=segments)
 

@@ -5,6 +5,7 @@ weights, once.
 """
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from l2d_jax.config.schema import LoraConfig
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.axes import MATRICES, axis_sizes
 from l2d_jax.model.layers import Lora
+from l2d_jax.model.quantization import from_bits
 
 
 @nnx.dataclass
@@ -55,11 +57,15 @@ class LLMAdapter(nnx.Module):
 
 
 def merge_adapter(layers: Any, adapter: LLMAdapter) -> Any:
-    """Decoder layers with the updates added, in float32 and rounded once to the type of each weight."""
+    """Decoder layers with the updates added, in float32 and rounded once to the type of each weight, on its devices."""
 
-    def add(weight: jax.Array, lora: Lora) -> jax.Array:
-        product = jax.vmap(lambda a, b: jnp.tensordot(a, b, 1, precision="highest"))(lora.a, lora.b)
-        return (weight.astype(jnp.float32) + adapter.scale * product).astype(weight.dtype)
+    def add(part: tuple[jax.Array, Lora]) -> jax.Array:
+        weight, lora = part
+        product = jnp.tensordot(lora.a, lora.b, 1, precision="highest")
+        return (from_bits(weight).astype(jnp.float32) + adapter.scale * product).astype(from_bits(weight).dtype)
 
-    changed = {name: add(getattr(layers, name), lora) for name, lora in adapter.updates().items()}
+    changed = {}
+    for name, lora in adapter.updates().items():  # layer by layer: float32 takes the memory of one
+        weight = getattr(layers, name)
+        changed[name] = jax.jit(partial(jax.lax.map, add), out_shardings=weight.sharding)((weight, lora))
     return dataclasses.replace(layers, **changed)

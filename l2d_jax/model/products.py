@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from l2d_jax.distributed.sharding import platform
 from l2d_jax.model.few_rows import StackedWeight, few_rows_product
+from l2d_jax.model.quantization import from_bits
 
 
 def multiply(x: Array, weight: Array | StackedWeight, dims: int) -> Array:
@@ -41,6 +42,7 @@ def _is_on_cpu(x: Array) -> bool:
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _product(x: Array, weight: Array, inputs: tuple[int, ...]) -> Array:
     """The product, in float32, of the last axes of x and the `inputs` of a weight; factors in the weight's type."""
+    weight = from_bits(weight)
     return _tensordot(x, weight, range(x.ndim - len(inputs), x.ndim), inputs, dtype=weight.dtype)
 
 
@@ -48,7 +50,7 @@ def _forward(x: Array, weight: Array, inputs: tuple[int, ...]) -> tuple[Array, t
     return _product(x, weight, inputs), (x, weight)
 
 
-def _backward(inputs: tuple[int, ...], saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+def _backward(inputs: tuple[int, ...], saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array | None]:
     """The gradients; that of a weight transposes the narrower of its factors.
 
     Left alone, that of the second factor of a low-rank update is the transpose of `g^T (x a)`. For it, XLA on CPUs
@@ -60,8 +62,11 @@ def _backward(inputs: tuple[int, ...], saved: tuple[Array, Array], gradient: Arr
         of_weight = jnp.moveaxis(_tensordot(gradient, x, rows, rows), range(len(outputs)), outputs)
     else:
         of_weight = jnp.moveaxis(_tensordot(x, gradient, rows, rows), range(len(inputs)), inputs)
+    is_frozen = weight.dtype == jnp.uint16
+    if is_frozen:  # or the view is fused with a transpose
+        weight = jax.lax.optimization_barrier(from_bits(weight))
     of_x = _tensordot(gradient, weight, range(len(rows), gradient.ndim), outputs, dtype=weight.dtype)
-    return of_x, of_weight.astype(weight.dtype)
+    return of_x, None if is_frozen else of_weight.astype(weight.dtype)
 
 
 _product.defvjp(_forward, _backward)

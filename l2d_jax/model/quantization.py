@@ -1,17 +1,18 @@
-"""Decoder weights as int8: a number of eight bits per value, and a float32 scale per output channel.
+"""Decoder weights as integers: of 8 bits with a scale per output channel, or those that bfloat16 has on a CPU.
 
-That is half the memory of bfloat16, and half the bytes to gather. Weights are restored layer by layer; products are
-computed in the type of the activations.
+The former are half the memory of bfloat16, and half the bytes to gather. Weights are restored layer by layer; products
+are computed in the type of the activations.
 """
 
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int8
 
-from l2d_jax.distributed.sharding import Declared, Weight
+from l2d_jax.distributed.sharding import Declared, Weight, platform
 from l2d_jax.model.axes import LAYER_AXES, MATRICES
 
 
@@ -50,3 +51,19 @@ def quantize_layers(layers: Any) -> Any:
         return QuantizedWeight(values=values, scale=scale)
 
     return dataclasses.replace(layers, **{name: quantize(name) for name in MATRICES})
+
+
+def as_bits(layers: Any) -> Any:
+    """On CPUs, frozen layers with their matrices in bfloat16 as integers, which `from_bits` reads.
+
+    Left alone, XLA makes float32 of a whole stack, and bfloat16 of each layer's slice of that.
+    """
+    is_cpu = platform() == "cpu"
+    names = [name for name in MATRICES if is_cpu and getattr(getattr(layers, name), "dtype", None) == jnp.bfloat16]
+    bits = {name: jax.lax.bitcast_convert_type(getattr(layers, name), jnp.uint16) for name in names}
+    return dataclasses.replace(layers, **bits)
+
+
+def from_bits(weight: Array) -> Array:
+    """The weight itself."""
+    return jax.lax.bitcast_convert_type(weight, jnp.bfloat16) if weight.dtype == jnp.uint16 else weight

@@ -45,10 +45,13 @@ def lower_train(config: Config, mesh: Mesh) -> jax.stages.Lowered:
         return step.lower(state, frozen, batch, key)
 
 
-def lower_decode(config: Config, mesh: Mesh, *, batch: int, prompt: int) -> jax.stages.Lowered:
+def lower_decode(
+    config: Config, mesh: Mesh, *, batch: int, prompt: int, memory: int | None = None
+) -> jax.stages.Lowered:
     """Decoding of `max_new_tokens` tokens after prompts of one length; raises `InputError` for an impossible budget.
 
-    A method that trains no path gives a plain language model, with a budget of 1.
+    `memory` is that of all devices in bytes, on which it depends whether updates are merged; None: they are. A method
+    that trains no path gives a plain language model, with a budget of 1.
     """
     architecture, path = model_folder.read_architecture(config.model), None
     llm = sharding.abstract(LLM.declare(architecture, dtype=jnp.dtype(config.model.dtype)), mesh)
@@ -58,7 +61,10 @@ def lower_decode(config: Config, mesh: Mesh, *, batch: int, prompt: int) -> jax.
         config = dataclasses.replace(config, decode=dataclasses.replace(config.decode, budget=1, solver="euler"))
 
     def build(llm: Any, path: Any) -> Model:
-        return Model.build(llm, path).reading(refines=config.decode.budget > 1)
+        model = Model.build(llm, path)
+        if path is not None and path.adapter is not None and model.can_merge(memory):  # of the same shapes
+            model = dataclasses.replace(model, path=path.with_matrices(llm.layers))
+        return model.reading(refines=config.decode.budget > 1)
 
     # The constructors take arrays, so the declared model is traced; of its leaves, the table alone is not given.
     jaxpr, shapes = jax.make_jaxpr(build, return_shape=True)(llm, path)

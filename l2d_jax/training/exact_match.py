@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from l2d_jax.config.schema import DataConfig, ValidationConfig
 from l2d_jax.data.examples import Examples
 from l2d_jax.data.word_problems import final_answer
-from l2d_jax.decoding.batching import complete
+from l2d_jax.decoding.batching import common_prefix, complete
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import Prompt
 from l2d_jax.decoding.stop_strings import to_text
@@ -71,12 +71,13 @@ def exact_match(
     kinds = [kind for kind in (("exact", 0.0, 1), ("sampled", 1.0, config.exact_samples)) if kind[-1] > 0]
     right: dict[str, np.ndarray] = {}
     prompts = problems.prompts
+    prefix = common_prefix([prompt.ids for prompt in prompts])
     with processes.progress_bar(len(prompts) * len(kinds) * len(budgets), "answers", unit="problem") as shown:
         for (kind, temperature, samples), budget in itertools.product(kinds, budgets):
             one = replace(loaded.defaults, temperature=temperature, max_new_tokens=length, budget=budget)
             scores = right[f"{kind}@{budget}"] = np.zeros(len(prompts))
             rows = max(min(config.exact_batch_size // samples, len(prompts)), 1) * samples
-            for answers in complete(loaded, prompts, settings=one, batch_size=rows, samples=samples):
+            for answers in complete(loaded, prompts, settings=one, batch_size=rows, samples=samples, prefix=prefix):
                 for place, texts in answers.items():
                     found = [final_answer(to_text(ids, loaded.tokenizer)) for ids in texts]
                     scores[place] = np.mean([word == problems.wanted[place] for word in found])

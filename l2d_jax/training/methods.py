@@ -23,6 +23,7 @@ from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
 from l2d_jax.model.lora import LLMAdapter
+from l2d_jax.model.quantization import as_bits
 from l2d_jax.training.objective import TIMES, LossOptions, diffusion_loss, finetuning_loss
 from l2d_jax.training.step import REMAT
 from l2d_jax.weights import export, model_folder
@@ -72,7 +73,8 @@ class Method(abc.ABC):
 
     def load(self, base: model_folder.BaseFiles, mesh: Mesh, *, adapter: LLMAdapter | None = None) -> LLM:
         """The language model in the config's dtype, with `adapter` added to it."""
-        return base.load(dtype=self.config.model.dtype, mesh=mesh, seed=self.config.train.seed, adapter=adapter)
+        llm = base.load(dtype=self.config.model.dtype, mesh=mesh, seed=self.config.train.seed, adapter=adapter)
+        return dataclasses.replace(llm, layers=as_bits(llm.layers))
 
 
 class L2D(Method):

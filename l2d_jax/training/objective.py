@@ -8,7 +8,6 @@ path, so that a sharded model gathers each weight once however many samples ther
 the memory that more samples take.
 """
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -77,7 +76,7 @@ def diffusion_loss(
 
     Where targets have a working, t is on a grid of its steps, x_t shows one of them, and the loss is that of the next.
     """
-    llm = dataclasses.replace(jax.lax.stop_gradient(llm), is_frozen=True)
+    llm = jax.lax.stop_gradient(llm)
     batch, corruption = sample_corruptions(key, batch, path, draws_per_context=draws_per_context, times=times)
     context = path_context(path, llm, batch, remat=options.remat)
     shown, batch, t = next_steps(batch, corruption.t)
@@ -139,11 +138,7 @@ def path_context(path: DiffusionPath, llm: LLM, batch: Batch, *, remat: Callable
 
 
 def finetuning_loss(
-    llm: LLM,
-    batch: Batch,
-    *,
-    losses: Callable[..., Float[Array, "B M"]] = target_losses,
-    options: LossOptions = PLAIN,
+    llm: LLM, batch: Batch, *, losses: Callable[..., Float[Array, "B M"]] = target_losses, options: LossOptions = PLAIN
 ) -> Float[Array, ""]:
     """Cross-entropy of the answers, in nats; differentiable in the layers, and in what `losses` is.
 

@@ -70,8 +70,7 @@ class BaseFiles:
         else:
             llm = mapping.load_tree(declared, self.source, mesh, rows=mapping.LLM_ROWS)
         if adapter is not None:
-            placed = sharding.shardings(declared.layers, mesh)
-            llm = dataclasses.replace(llm, layers=jax.jit(merge_adapter, out_shardings=placed)(llm.layers, adapter))
+            llm = dataclasses.replace(llm, layers=merge_adapter(llm.layers, adapter))
         return cast_llm(llm, dtype=dtype, mesh=mesh)
 
 

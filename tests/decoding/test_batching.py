@@ -6,7 +6,6 @@ import pytest
 from jax._src import test_util
 
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.decoding import batching
 from l2d_jax.decoding.batching import common_prefix, complete
 from l2d_jax.decoding.buckets import round_up
 from l2d_jax.decoding.generation import generate_tokens
@@ -72,9 +71,8 @@ def test_one_program_a_bucket(loaded):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"draws": 2}, {"solver": "fehlberg2", "budget": 12}])
-def test_what_prompts_share_is_read_once(loaded, monkeypatch, changes):
+def test_what_prompts_share_is_read_once(loaded, changes):
     settings = dataclasses.replace(SETTINGS, **changes)
-    monkeypatch.setattr(batching, "PREFIX_MULTIPLE", 16)
     few = [Prompt(number, [*range(1, 38), 50 + number, *range(number)]) for number in range(5)]
     assert common_prefix([prompt.ids for prompt in few]) == 32
     apart = answers(loaded, few, batch_size=3, settings=settings)
@@ -86,9 +84,10 @@ def test_what_prompts_share_is_read_once(loaded, monkeypatch, changes):
     [
         ([], 0),
         ([[1] * 300], 0),
-        ([[1] * 300] * 2, 256),
-        ([[1] * 256] * 2, 128),
-        ([[1] * 300, [1] * 200 + [2] * 9], 128),
+        ([[1] * 300] * 2, 288),
+        ([[1] * 256] * 2, 240),
+        ([[1] * 300, [1] * 200 + [2] * 9], 192),
+        ([[1] * 300, [1] * 15 + [2] * 9], 0),
     ],
 )
 def test_common_prefix(prompts, wanted):

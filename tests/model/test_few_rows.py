@@ -73,7 +73,7 @@ def test_a_scan_leaves_alone_what_has_other_sizes():
         seen.append({name for name, weight in vars(scanned[0]).items() if isinstance(weight, StackedWeight)})
         return carry, scanned[0].up[0, 0] + scanned[1]
 
-    _, found = scan_layers(block, 0.0, (layers, jnp.arange(len(layers.up))), in_place=True, is_frozen=True)
+    _, found = scan_layers(block, 0.0, (layers, jnp.arange(len(layers.up))), in_place=True)
     assert seen[0] == {"q", "o"}  # keys and values of 16, an MLP of 48
     np.testing.assert_allclose(found, layers.up[:, 0, 0] + np.arange(len(layers.up)))
 

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from l2d_jax.config.schema import PROJECTIONS, LoraConfig
+from l2d_jax.distributed.memory import tree_bytes
 from l2d_jax.distributed.sharding import initialize
+from l2d_jax.model.axes import ADAPTED
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.lora import LLMAdapter, merge_adapter
 from l2d_jax.model.quantization import quantize_layers
@@ -69,19 +71,27 @@ def test_a_merged_language_model_has_no_adapter_left():
     np.testing.assert_allclose(logits(merged), logits(model.llm), atol=2e-4)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_weights_that_would_round_a_sum_keep_their_updates_beside_them(dtype):
-    llm = tiny.llm(dtype=jnp.float32 if dtype == "int8" else dtype)
-    if dtype == "int8":
-        llm = dataclasses.replace(llm, layers=quantize_layers(llm.layers))
-    model = Model.build(llm, tiny.path())
-    merged = model.merged()
-    assert merged.path is model.path
-    np.testing.assert_array_equal(logits(merged.llm), logits(model.llm))
-    if dtype == "bfloat16":  # a scan over layers copies no integers
-        assert {leaf.dtype for leaf in jax.tree.leaves(merged.llm.layers)} == {jnp.dtype("uint16")}
-    else:
-        assert merged is model
+def test_merged_matrices_in_bfloat16_are_rounded_once():
+    llm, path = tiny.llm(dtype="bfloat16"), tiny.path()
+    merged = Model.build(llm, path).merged()
+    np.testing.assert_array_equal(logits(merged.llm), logits(llm))
+    assert path.adapter is not None
+    sums = merge_adapter(llm.layers, path.adapter)
+    for name in ADAPTED:  # a scan over layers copies no integers
+        bits = getattr(merged.path.layers, name)
+        assert bits.dtype == getattr(merged.llm.layers, name).dtype == jnp.uint16
+        np.testing.assert_array_equal(bits, jax.lax.bitcast_convert_type(getattr(sums, name), jnp.uint16))
+
+
+def test_a_model_is_merged_where_there_is_room():
+    model = Model.build(tiny.llm(), tiny.path())
+    size = tree_bytes(model)
+    assert model.can_merge(None)
+    assert model.can_merge(3 * size + 1)
+    assert not model.can_merge(3 * size)
+    quantized = dataclasses.replace(model.llm, layers=quantize_layers(model.llm.layers))
+    quantized_model = Model.build(quantized, model.path)
+    assert quantized_model.merged() is quantized_model
 
 
 def test_a_new_adapter_changes_nothing_and_starts_as_pefts(mesh):

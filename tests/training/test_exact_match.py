@@ -56,8 +56,9 @@ def test_how_answers_are_counted(tokenizer, monkeypatch):
     problems = read("problems", tokenizer, 4)
     asked = []
 
-    def complete(loaded, prompts, *, settings, batch_size, samples):
+    def complete(loaded, prompts, *, settings, batch_size, samples, prefix):
         asked.append((settings.budget, settings.temperature, batch_size, samples))
+        assert all(prompt.ids[:prefix] == prompts[0].ids[:prefix] for prompt in prompts)
         right = {1: {0}, 3: {0, 1, 3}}[settings.budget]
         for prompt in prompts:
             texts = [f"It is so.\n#### {problems.wanted[prompt.number]}", "#### -1", "none"]
