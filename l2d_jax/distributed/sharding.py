@@ -9,9 +9,9 @@ one reduction; `data` copies the weights and splits the batch only; `context` sp
 values are gathered where they are read, and serves the weights as more of `fsdp`. Small axes (LoRA rank, diffusion
 width) stay whole.
 
-`stationary` is for decoding: the batch is split over it, and so is each matrix, along hidden units or, in attention,
-along the model width. The rows of a product are gathered and its weights are not, which have more values (Pope et al.
-2022, section 3.2). Attention itself keeps its rows, so that heads need not divide it.
+`stationary` is for decoding: each matrix is split over it, along hidden units or, in attention, along the model width,
+as the residual stream is, whose rows are over `tensor`. The rows of a product are gathered and its weights are not,
+which have more values (Pope et al. 2022, section 3.2). Attention has its rows over it: heads need not divide it.
 """
 
 import dataclasses

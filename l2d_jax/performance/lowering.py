@@ -45,9 +45,7 @@ def lower_train(config: Config, mesh: Mesh) -> jax.stages.Lowered:
         return step.lower(state, frozen, batch, key)
 
 
-def lower_decode(
-    config: Config, mesh: Mesh, *, batch: int, prompt: int, memory: int | None = None
-) -> jax.stages.Lowered:
+def lower_decode(config: Config, mesh: Mesh, *, batch: int, prompt: int, memory: int | None) -> jax.stages.Lowered:
     """Decoding of `max_new_tokens` tokens after prompts of one length; raises `InputError` for an impossible budget.
 
     `memory` is that of all devices in bytes, on which it depends whether updates are merged; None: they are. A method
@@ -67,14 +65,15 @@ def lower_decode(
         return model.reading(refines=config.decode.budget > 1)
 
     # The constructors take arrays, so the declared model is traced; of its leaves, the table alone is not given.
-    jaxpr, shapes = jax.make_jaxpr(build, return_shape=True)(llm, path)
-    given = dict(zip(jaxpr.jaxpr.invars, jax.tree.leaves((llm, path)), strict=True))
-    sizes = architecture.vocab_size, config.path.width
-    table = NamedSharding(mesh, sharding.partition(("vocab", "diffusion"), sizes, mesh))
-    pairs = zip(jaxpr.jaxpr.outvars, jax.tree.leaves(shapes), strict=True)
-    leaves = [given[name] if name in given else leaf.update(sharding=table) for name, leaf in pairs]
-    model = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # which says that this is for a TPU
+        jaxpr, shapes = jax.make_jaxpr(build, return_shape=True)(llm, path)
+        given = dict(zip(jaxpr.jaxpr.invars, jax.tree.leaves((llm, path)), strict=True))
+        sizes = architecture.vocab_size, config.path.width
+        table = NamedSharding(mesh, sharding.partition(("vocab", "diffusion"), sizes, mesh))
+        pairs = list(zip(jaxpr.jaxpr.outvars, jax.tree.leaves(shapes), strict=True))
+        assert all(name in given or leaf.shape == sizes for name, leaf in pairs)
+        leaves = [given[name] if name in given else leaf.update(sharding=table) for name, leaf in pairs]
+        model = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
         settings = jax.eval_shape(lambda: Refinement.prepare(model, config.decode))
         sampling = jax.eval_shape(lambda: SamplingOptions.from_config(config.decode))
         arrays = {"settings": settings, "sampling": sampling, "stop_ids": jax.ShapeDtypeStruct((2,), jnp.int32)}

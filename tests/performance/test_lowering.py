@@ -64,5 +64,5 @@ def test_decoding_is_that_of_generation(mesh, beyond):
         steps=2,
         noise_samples=1,
     )
-    found = lowering.lower_decode(options, mesh, batch=2, prompt=8)
+    found = lowering.lower_decode(options, mesh, batch=2, prompt=8, memory=None)
     assert operations(found) == operations(real)
