@@ -71,3 +71,13 @@ def test_a_model_in_bfloat16_differs_from_its_float32_copy_by_the_rounding_of_fa
     whole = jax.tree.map(lambda w: w.astype(jnp.float32), half)
     found, wanted = (np.asarray(llm.logits(llm(tokens, tiny.positions(tokens))[0])) for llm in (half, whole))
     assert 1e-6 < np.abs(found - wanted).max() < 2e-2 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+def test_integers_of_a_frozen_weight_are_the_weight(dims: int) -> None:
+    x, weight = jax.random.normal(jax.random.key(0), (3, 5, 8)), jax.random.normal(jax.random.key(1), (5, 8, 4))
+    weight = (weight if dims == 2 else weight[0]).astype(jnp.bfloat16)
+    bits = jax.lax.bitcast_convert_type(weight, jnp.uint16)
+    found, wanted = (jax.value_and_grad(lambda x, w=w: jnp.sum(multiply(x, w, dims) ** 2))(x) for w in (bits, weight))
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(a, b)
