@@ -71,7 +71,8 @@ def quickstart(config: ConfigDict) -> None:
     config.data.packing = True
     config.data.max_length = 192  # tokens of a row
     config.data.answer_length = 72
-    config.optim.peak_rate = 1e-3
+    config.optim.peak_rate = 7e-4
+    config.optim.final_rate = 1e-5
     config.optim.warmup_steps = 40
     config.train.own_estimates = 0.5
     config.train.batch_size = 1

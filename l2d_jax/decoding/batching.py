@@ -12,7 +12,7 @@ from l2d_jax.decoding.generation import decode_lanes
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import UNRESTRICTED, Prompt, Request, Restrictions
 
-PREFIX_MULTIPLE = 16  # tokens: the length of a common prefix is rounded down to a multiple, to compile few programs
+PREFIX_MULTIPLE = 8  # tokens: the length of a common prefix is rounded down to a multiple, to compile few programs
 
 
 def common_prefix(prompts: Sequence[Sequence[int]]) -> int:

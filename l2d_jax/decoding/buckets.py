@@ -9,7 +9,7 @@ from jaxtyping import Int
 
 from l2d_jax.distributed import sharding
 
-SHORTEST_BUCKET = 64  # tokens
+SHORTEST_BUCKET = 32  # tokens
 CHUNK = 8  # tokens between two pieces of a stream: an answer has room for a whole number of them
 
 
@@ -37,7 +37,7 @@ def positions(lengths: Int[jax.Array, " B"], slots: Int[jax.Array, " P"], *, pre
 def round_up(length: int, *, shortest: int = SHORTEST_BUCKET) -> int:
     """The smallest bucket of at least `length` tokens; at most a third of it is padding.
 
-    The buckets are 64, 96, 128, 192, 256, 384 and so on. They begin with `shortest`, a power of two.
+    The buckets are 32, 48, 64, 96, 128, 192 and so on. They begin with `shortest`, a power of two.
     """
     power = max(shortest, 1 << (length - 1).bit_length())
     between = 3 * power // 4

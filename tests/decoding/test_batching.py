@@ -84,10 +84,10 @@ def test_what_prompts_share_is_read_once(loaded, changes):
     [
         ([], 0),
         ([[1] * 300], 0),
-        ([[1] * 300] * 2, 288),
-        ([[1] * 256] * 2, 240),
-        ([[1] * 300, [1] * 200 + [2] * 9], 192),
-        ([[1] * 300, [1] * 15 + [2] * 9], 0),
+        ([[1] * 300] * 2, 296),
+        ([[1] * 256] * 2, 248),
+        ([[1] * 300, [1] * 205 + [2] * 9], 200),
+        ([[1] * 300, [1] * 7 + [2] * 9], 0),
     ],
 )
 def test_common_prefix(prompts, wanted):
@@ -95,7 +95,8 @@ def test_common_prefix(prompts, wanted):
 
 
 @pytest.mark.parametrize(
-    ("length", "wanted"), [(1, 64), (64, 64), (65, 96), (96, 96), (97, 128), (129, 192), (1025, 1536)]
+    ("length", "wanted"),
+    [(1, 32), (32, 32), (33, 48), (49, 64), (65, 96), (96, 96), (97, 128), (129, 192), (1025, 1536)],
 )
 def test_buckets(length, wanted):
     assert round_up(length) == wanted

@@ -78,7 +78,7 @@ def time_decoding(
 
 
 def time_training(config: Config, ask: Ask) -> None:
-    """A step of both."""
+    """A step of both, on rows whose last `config.data.answer_length` positions have a loss."""
     config, mesh, _ = start_planned(config)
     train, length, architecture = config.train, config.data.max_length, model_folder.read_architecture(config.model)
     method = method_of(config)
@@ -94,7 +94,8 @@ def time_training(config: Config, ask: Ask) -> None:
         float(results["loss"])
 
     run()  # compiles
-    work = partial(ask, work="train", batch=train.batch_size, length=length, micro_batches=train.micro_batches)
+    shape = {"batch": train.batch_size, "length": length, "answer": config.data.answer_length or length}
+    work = partial(ask, work="train", micro_batches=train.micro_batches, **shape)
     ours, theirs = turns(partial(timeit, run, number=1), work)
     tokens = train.batch_size * length
     print(f"{tokens / ours:.1f} tokens/s; the release {tokens / theirs:.1f}, ratio {theirs / ours:.2f}")

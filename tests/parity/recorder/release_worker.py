@@ -57,14 +57,16 @@ class Worker:
                 self.generate(self.model, endless, ids, max_new_tokens=new, lad=True, ode_steps=points)
         return time.perf_counter() - began[0]
 
-    def train(self, *, batch: int, length: int, micro_batches: int) -> float:
-        """One optimizer step."""
+    def train(self, *, batch: int, length: int, answer: int, micro_batches: int) -> float:
+        """One optimizer step on rows whose last `answer` positions have a loss."""
         torch = self.torch
         ids = torch.randint(self.model.vocab_size, (batch, length + 1))
+        targets = ids[:, 1:].clone()
+        targets[:, : length - answer] = -100  # no loss
         began = time.perf_counter()
         self.model.train()
-        for rows in ids.chunk(micro_batches):
-            output = self.model(input_ids=rows[:, :-1], labels=rows[:, 1:], shifted_labels=True, use_cache=False)
+        for rows, labels in zip(ids[:, :-1].chunk(micro_batches), targets.chunk(micro_batches), strict=True):
+            output = self.model(input_ids=rows, labels=labels, shifted_labels=True, use_cache=False)
             (output.loss / micro_batches).backward()
         torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
         self.adam.step()
