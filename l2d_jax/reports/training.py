@@ -14,9 +14,9 @@ from l2d_jax.training.metrics import read_metrics
 
 BY_T = "validation/loss_by_t"  # the loss of a path in each bin of t
 KINDS = {
-    "expected": "next token, expected (probability of the true one)",
-    "greedy": "next token, greedy (arg max)",
-    "exact": "whole answers, given freely: the number is right",
+    "expected": "next token, expected",
+    "greedy": "next token, greedy",
+    "exact": "whole answers, given freely",
     "sampled": "the same, sampled at temperature 1",
 }
 
