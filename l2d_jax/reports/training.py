@@ -14,9 +14,9 @@ from l2d_jax.training.metrics import read_metrics
 
 BY_T = "validation/loss_by_t"  # the loss of a path in each bin of t
 KINDS = {
-    "expected": "next token, expected",
-    "greedy": "next token, greedy",
-    "exact": "whole answers, given freely",
+    "expected": "expected: the true token's probability",
+    "greedy": "greedy: it is the arg max",
+    "exact": "exact: a free answer is right",
     "sampled": "the same, sampled at temperature 1",
 }
 
