@@ -196,9 +196,8 @@ def _check(messages: Sequence[Message]) -> None:
     for number, message in enumerate(messages):
         for key in ("role", "content"):
             value, name = message.get(key), f"{key!r} of every message"
-            if not isinstance(value, str):
-                raise InputError(f"{name} must be text, got {shown(value)} in message {number}")
-            check_text(value, name)
+            require(isinstance(value, str), f"{name} must be text, got {shown(value)} in message {number}")
+            check_text(str(value), name)
 
 
 def render_chat(

@@ -6,8 +6,8 @@ which a single sample does not give. The samples share the cache and the hidden 
 """
 
 import dataclasses
-from functools import partial
-from typing import NamedTuple
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
 from l2d_jax.decoding.buckets import positions
-from l2d_jax.decoding.refine import Refinement, refine_counted
+from l2d_jax.decoding.refine import Refinement, refine
 from l2d_jax.decoding.sampler import SamplingOptions, entropy, sample_tokens, token_keys
 from l2d_jax.model.context import Context
 from l2d_jax.model.kv_cache import KVCache
@@ -38,6 +38,8 @@ class State(nnx.Module):
 
 
 COLUMNS = ("hidden", "inputs", "positions", "keys", "count", "done", "broken")  # of the state, with a row per sequence
+# XLA's options by kind of device: with more on-chip memory, a fusion reads more of the cache at a time (compiled).
+COMPILER_OPTIONS = {kind: {"xla_tpu_scoped_vmem_limit_kib": "32768"} for kind in ("TPU v5 lite", "TPU v5")}
 LIKELIEST = 20  # tokens beside each new one, at most, whose log-probabilities are told
 
 
@@ -183,7 +185,7 @@ def next_logits(
 
     labels = None if labels is None else spread(labels)
     context = Context(spread(state.hidden), state.cache, spread(state.positions), labels, inputs=spread(state.inputs))
-    hidden, taken = refine_counted(model, context, noise, settings=settings, keys=keys)
+    hidden, taken = refine(model, context, noise, settings=settings, keys=keys)
     if noise.shape[1] == 1:
         return model.llm.logits(hidden[:, 0]), taken[:, 0]
     log_probs = jax.nn.log_softmax(model.llm.logits(hidden))
@@ -248,7 +250,6 @@ class Tokens(NamedTuple):
     likeliest_log_probs: Float[Array, "B steps LIKELIEST"] | None
 
 
-@partial(jax.jit, static_argnames=("steps", "noise_samples"), donate_argnames="state")
 def decode_tokens(
     model: Model,
     state: State,
@@ -262,8 +263,7 @@ def decode_tokens(
 ) -> tuple[State, Tokens]:
     """Generate `steps` tokens; a sequence that has ended is filled up with the first of the `stop_ids`.
 
-    A sequence ends by one of the `stop_ids`, or where its logits are not numbers, which the state says. The state is
-    donated. With several noise samples, a token is sampled from their mean distribution.
+    A sequence ends by one of the `stop_ids`, or where its logits are not numbers, which the state says.
     """
 
     def step(state: State, _: None) -> tuple[State, Tokens]:
@@ -280,6 +280,18 @@ def decode_tokens(
 
     state, tokens = jax.lax.scan(step, state, None, length=steps)
     return state, jax.tree.map(lambda array: array.swapaxes(0, 1), tokens)
+
+
+def decoder() -> Any:
+    """`decode_tokens`, compiled for the devices of the set mesh, or JAX's default ones; it donates the state."""
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    return _decoder(device.device_kind)
+
+
+@cache
+def _decoder(kind: str) -> Any:
+    names, options = ("steps", "noise_samples"), COMPILER_OPTIONS.get(kind)
+    return jax.jit(decode_tokens, static_argnames=names, donate_argnames="state", compiler_options=options)
 
 
 def _score(token: Int[Array, " B"], logits: Float[Array, "B V"]) -> tuple[Array, Array, Array]:

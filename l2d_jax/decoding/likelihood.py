@@ -127,7 +127,7 @@ def _log_probs(
         places = jnp.arange(queries.shape[1])[:, None]
         noise_keys, velocity_keys, _ = jax.vmap(token_keys, (None, 0), out_axes=1)(sequences, places)
         noise = jax.vmap(jax.vmap(lambda noise_key: jax.random.normal(noise_key, (width,), jnp.float32)))(noise_keys)
-        return refine(model, context, noise, settings=settings, keys=velocity_keys)
+        return refine(model, context, noise, settings=settings, keys=velocity_keys)[0]
 
     refined = jnp.moveaxis(jax.lax.map(refine_once, keys), 0, 2)
     chunk = max(CHUNK // len(keys), 1)

@@ -183,19 +183,13 @@ def make_target(
 
 def refine(
     model: Model, context: Context, noise: Float[Array, "B M C"], *, settings: Refinement, keys: Key[Array, "B M"]
-) -> Float[Array, "B M D"]:
-    """Hidden states after the whole budget, whose logits are the answer, from x_0 of unit variance.
-
-    A uniform grid ends at t = 1. Adaptive steps, which each position chooses for itself, end at 1 - 1/sigma as in the
-    release. The time of an evaluation is folded into the keys of the velocity's sampled tokens.
-    """
-    return refine_counted(model, context, noise, settings=settings, keys=keys)[0]
-
-
-def refine_counted(
-    model: Model, context: Context, noise: Float[Array, "B M C"], *, settings: Refinement, keys: Key[Array, "B M"]
 ) -> tuple[Float[Array, "B M D"], Int[Array, "B M"]]:
-    """The result of `refine`, and the evaluations of the path that each position took, the final one included."""
+    """Hidden states after the whole budget, whose logits are the answer, and the evaluations that each position took.
+
+    `noise` is x_0 of unit variance. A uniform grid ends at t = 1. Adaptive steps, which each position chooses for
+    itself, end at 1 - 1/sigma as in the release. The time of an evaluation is folded into the keys of the velocity's
+    sampled tokens. The final evaluation counts, too.
+    """
     if model.path is None:
         return context.hidden, jnp.zeros(noise.shape[:2], jnp.int32)
     noise, solver = model.path.config.sigma * noise, settings.solver

@@ -17,7 +17,6 @@ from l2d_jax.decoding.grammar import Grammar
 from l2d_jax.decoding.solver import ADAPTIVE, AMPLE
 from l2d_jax.decoding.stop_strings import StopSearch
 from l2d_jax.distributed.memory import require_memory, tree_bytes
-from l2d_jax.errors import InputError
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.l2d import Model, check_labels
 from l2d_jax.model.llm import LLM
@@ -121,9 +120,9 @@ class Answer:
 
 def number_prompts(prompts: Sequence[Sequence[int]], *, labels: Sequence[int | None] | None = None) -> list[Prompt]:
     """Prompts numbered from 0, with one class each or none; raises `InputError` for another number of classes."""
-    if labels is not None and len(labels) != len(prompts):
-        raise InputError(f"guidance takes one class label per prompt, got {len(labels)} for {len(prompts)} prompts")
     labels = [None] * len(prompts) if labels is None else labels
+    problem = f"guidance takes one class label per prompt, got {len(labels)} for {len(prompts)} prompts"
+    require(len(labels) == len(prompts), problem)
     return [Prompt(number, ids, label) for number, (ids, label) in enumerate(zip(prompts, labels, strict=True))]
 
 
@@ -137,8 +136,8 @@ def class_labels(path: PathConfig | None, prompts: Sequence[Prompt]) -> Int[Arra
     labels = [prompt.label for prompt in prompts if prompt.label is not None]
     if not labels:
         return None
-    if len(labels) != len(prompts):
-        raise InputError(f"guidance takes one class label per prompt, got {len(labels)} for {len(prompts)} prompts")
+    problem = f"guidance takes one class label per prompt, got {len(labels)} for {len(prompts)} prompts"
+    require(len(labels) == len(prompts), problem)
     check_labels(path, labels)
     return jnp.array(labels, jnp.int32)
 

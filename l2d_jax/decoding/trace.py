@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding import trajectory
 from l2d_jax.decoding.decode import answer_keys
@@ -22,7 +23,6 @@ from l2d_jax.decoding.refine import Refinement
 from l2d_jax.decoding.requests import Request, check_prompts, class_labels, path_config
 from l2d_jax.decoding.solver import FIXED
 from l2d_jax.decoding.stop_strings import GrowingText
-from l2d_jax.errors import InputError
 
 
 class TokenTrace(NamedTuple):
@@ -50,8 +50,8 @@ def trace(loaded: LoadedModel, request: Request, answers: Sequence[Sequence[int]
     model = model.reading(refines=settings.budget > 1)
     check_single_sample(settings)
     count = samples * len(prompts)
-    if samples < 1 or len(answers) != count:
-        raise InputError(f"{len(prompts)} prompts with {samples} samples each take {count} answers, got {len(answers)}")
+    problem = f"{len(prompts)} prompts with {samples} samples each take {count} answers, got {len(answers)}"
+    require(samples > 0 and len(answers) == count, problem)
     longest = max(1, *map(len, answers)) if answers else 1
     check_prompts([prompt.ids for prompt in prompts], model.llm.architecture, new_tokens=longest)
     class_labels(path_config(model), prompts)
@@ -77,8 +77,7 @@ def trace(loaded: LoadedModel, request: Request, answers: Sequence[Sequence[int]
 
 def check_single_sample(settings: DecodeConfig) -> None:
     """Raise `InputError` for settings whose tokens have more than one ODE."""
-    if settings.draws > 1:
-        raise InputError(f"a trace follows one noise sample per token, got draws {settings.draws}: trace with draws 1")
+    require(settings.draws == 1, f"a trace follows one noise sample per token, got draws {settings.draws}: use draws 1")
 
 
 def mean_evaluations(loaded: LoadedModel, request: Request, answers: Sequence[Sequence[int]]) -> list[float]:
@@ -112,5 +111,4 @@ def accuracy_by_time(loaded: LoadedModel, request: Request, answers: Sequence[Se
 
 def check_grid(settings: DecodeConfig) -> None:
     """Raise `InputError` for an adaptive solver, whose points differ from token to token."""
-    if settings.solver not in FIXED:
-        raise InputError(f"accuracy against t needs a grid, which {settings.solver} does not have: use midpoint")
+    require(settings.solver in FIXED, f"accuracy against t needs a grid, {settings.solver} has none: use midpoint")

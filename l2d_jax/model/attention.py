@@ -2,12 +2,13 @@
 
 In training and for prompts, each query belongs to the token of its own key slot. There TPUs use splash attention, which
 holds no scores in memory and repeats no keys, under `shard_map`: sequences over `data` x `fsdp`, heads over `tensor`,
-queries over `context`. Other platforms, and decoding, where one query has few scores, use
-`jax.nn.dot_product_attention`: cuDNN's kernel on GPUs in bfloat16, XLA's otherwise.
+queries over `context`. Other platforms use `jax.nn.dot_product_attention`: cuDNN's kernel on GPUs in bfloat16, XLA's
+otherwise. In decoding, one query has few scores, which are written out here.
 """
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -83,7 +84,9 @@ def _masked_attention(q: Array, parts: Sequence[Part], *, platform: str) -> Floa
 
     def attend(part: tuple[Array, tuple[Array | None, ...]]) -> Array:
         q, masks = part
-        if len(masks) == 1 and masks[0] is not None and not _is_single(q):
+        if q.shape[1] == 1:
+            return _single_query(q, list(zip(keys, values, masks, strict=True)))
+        if len(masks) == 1 and masks[0] is not None:
             return jax.nn.dot_product_attention(q, keys[0], values[0], mask=masks[0][:, None], implementation=kernel)
         return _attention_to_parts(q, list(zip(keys, values, masks, strict=True)))
 
@@ -100,27 +103,38 @@ def _masked_attention(q: Array, parts: Sequence[Part], *, platform: str) -> Floa
     return checkpoint_name(jnp.moveaxis(out, 0, 1).reshape(q.shape), NAME)
 
 
-def _is_single(q: Array) -> bool:
-    """Whether keys are the first factor of a product: as the second, XLA on CPUs transposes all of them for a query."""
-    return sharding.platform() == "cpu" and q.shape[1] == 1
+def _single_query(q: Array, parts: Sequence[Part]) -> Float[Array, "B 1 N H"]:
+    """`_attention_to_parts` of one query, under `shard_map` where rows and key heads divide over all devices.
+
+    Along an axis of one, as which a device's only key head would stay, XLA reads the scores again to sum up a softmax.
+    """
+    q, parts = q[:, 0], [(k, v, None if mask is None else mask[:, 0]) for k, v, mask in parts]
+    mesh, sizes, run = jax.sharding.get_abstract_mesh(), (q.shape[0], parts[0][0].shape[-2]), _attention_to_parts
+    rows, heads = spec = sharding.partition(("batch", "kv_heads"), sizes, mesh)
+    if mesh.size > 1 and math.prod(NamedSharding(mesh, spec).shard_shape(sizes)) * mesh.size == math.prod(sizes):
+        keys = [PartitionSpec(*[rows] * (k.ndim - 3), None, heads) for k, _, _ in parts]
+        masks = [None if mask is None else PartitionSpec(rows) for _, _, mask in parts]
+        specs = spec, list(zip(keys, keys, masks, strict=True))
+        run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False)
+    return run(q, parts)[:, None]
 
 
-def _attention_to_parts(q: Array, parts: Sequence[Part]) -> Float[Array, "B T N H"]:
+def _attention_to_parts(q: Array, parts: Sequence[Part]) -> Float[Array, "B *T N H"]:
     """Attention to keys that lie in several arrays, of which those without a row axis are read once for all rows."""
-    grouped = q.reshape(*q.shape[:2], parts[0][0].shape[-2], -1, q.shape[3])
+    grouped, t = q.reshape(*q.shape[:-2], parts[0][0].shape[-2], -1, q.shape[-1]), "T"[: q.ndim - 3]
     axes = ["BSKH"[-k.ndim :] for k, _, _ in parts]
     scores = []
     for (k, _, mask), names in zip(parts, axes, strict=True):
-        if _is_single(q):
-            score = jnp.moveaxis(jnp.einsum(f"{names},BTKGH->BKTSG", k, grouped), -1, 2)
+        if sharding.platform() == "cpu" and not t:  # as the second factor, XLA would transpose all keys for a query
+            score = jnp.einsum(f"{names},BKGH->BKSG", k, grouped).swapaxes(2, 3)
         else:
-            score = jnp.einsum(f"BTKGH,{names}->BKGTS", grouped, k, preferred_element_type=jnp.float32)
-        score = score * q.shape[3] ** -0.5
+            score = jnp.einsum(f"B{t}KGH,{names}->BKG{t}S", grouped, k, preferred_element_type=jnp.float32)
+        score = score * q.shape[-1] ** -0.5
         scores.append(score if mask is None else jnp.where(mask[:, None, None], score, EMPTY))
     probs = jax.nn.softmax(jnp.concatenate(scores, axis=-1)).astype(q.dtype)
     ends = list(itertools.accumulate(k.shape[-3] for k, _, _ in parts))[:-1]
     pairs = zip(jnp.split(probs, ends, axis=-1), parts, axes, strict=True)
-    values = (jnp.einsum(f"BKGTS,{names}->BTKGH", p, v) for p, (_, v, _), names in pairs)
+    values = (jnp.einsum(f"BKG{t}S,{names}->B{t}KGH", p, v) for p, (_, v, _), names in pairs)
     return functools.reduce(jnp.add, values).reshape(q.shape)
 
 

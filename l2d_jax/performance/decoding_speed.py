@@ -55,7 +55,7 @@ def measure_decoding(
 def random_model(config: Config, mesh: Mesh) -> Model:
     """A model with random weights, in every leaf of the path, since a path at its initial values does nothing."""
     architecture = model_folder.read_architecture(config.model)
-    llm = model_folder.random_base(architecture, mesh, dtype=config.model.dtype)
+    llm = model_folder.BaseFiles(architecture, None, (), None).load(dtype=config.model.dtype, mesh=mesh)
     path = model_folder.new_path(config.path, llm, mesh, seed=1)
     noise = jax.jit(lambda tree: jax.tree.map(lambda a: a + 0.01 * jax.random.normal(jax.random.key(2), a.shape), tree))
     return Model.build(llm, noise(path))
@@ -84,7 +84,7 @@ def decoder(model: Model, config: Config, *, batch: int, budget: int, prompt: in
         state = decode.prefill(model.llm, tokens, jnp.full(batch, prompt, jnp.int32), keys, capacity=new)
         jax.block_until_ready(state)
         began = time.perf_counter()
-        jax.block_until_ready(decode.decode_tokens(model, state, **options)[1])
+        jax.block_until_ready(decode.decoder()(model, state, **options)[1])
         return time.perf_counter() - began
 
     generate()  # compiles

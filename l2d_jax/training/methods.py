@@ -57,9 +57,9 @@ class Method(abc.ABC):
     def model(self, trained: Any, frozen: LLM | None) -> Model:
         """Both trees as one model, as training computes with them."""
 
-    @abc.abstractmethod
     def open(self, base: model_folder.BaseFiles, trained: Any, mesh: Mesh) -> Model:
         """The trained model, ready to use."""
+        return self.model(trained, self.load(base, mesh))
 
     @abc.abstractmethod
     def export(self, folder: Path, trained: Any, mesh: Mesh, *, base_fingerprint: Fingerprint) -> None:
@@ -107,9 +107,6 @@ class L2D(Method):
     def model(self, trained: DiffusionPath, frozen: LLM | None) -> Model:
         assert frozen is not None
         return Model.build(frozen, trained)
-
-    def open(self, base: model_folder.BaseFiles, trained: DiffusionPath, mesh: Mesh) -> Model:
-        return Model.build(self.load(base, mesh), trained)
 
     def export(self, folder: Path, trained: DiffusionPath, mesh: Mesh, *, base_fingerprint: Fingerprint) -> None:
         model_folder.save_path(folder, trained, base=self.config.model.name, base_fingerprint=base_fingerprint)

@@ -59,7 +59,7 @@ def _scores(
     noise_keys, velocity_keys = jax.vmap(jax.random.split, out_axes=1)(keys)
     noise = jax.vmap(lambda key: jax.random.normal(key, (shape[1], width)))(noise_keys)
     position_keys = jax.vmap(lambda key: jax.random.split(key, shape[1]))(velocity_keys)
-    hidden = refine(model, context, noise, settings=settings, keys=position_keys)
+    hidden, _ = refine(model, context, noise, settings=settings, keys=position_keys)
 
     def read(logits: Float[Array, "n V"], targets: Int[Array, " n"]) -> dict[str, Array]:
         loss = negative_log_likelihood(logits, targets)

@@ -121,11 +121,6 @@ def find_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
     return load_tokenizer(locate.find_base_and_adapters(config.name, files=hub.TEXT_FILES).tokenizer_folder)
 
 
-def random_base(architecture: Architecture, mesh: Mesh, *, dtype: str) -> LLM:
-    """Random weights, for measuring."""
-    return BaseFiles(architecture, None, (), None).load(dtype=dtype, mesh=mesh)
-
-
 def new_path(config: PathConfig, llm: LLM, mesh: Mesh, *, seed: int) -> DiffusionPath:
     """A path with the release's initial values, each shard created where it belongs."""
     path = sharding.initialize(DiffusionPath.declare(config, llm.architecture), jax.random.key(seed), mesh)

@@ -48,5 +48,5 @@ def test_evaluations_are_those_of_traces(loaded):
 
 
 def test_an_adaptive_solver_has_no_grid(loaded):
-    with pytest.raises(InputError, match="needs a grid, which bosh3 does not have"):
+    with pytest.raises(InputError, match="needs a grid, bosh3 has none"):
         accuracy_by_time(loaded, Request(number_prompts(PROMPTS), DecodeConfig(solver="bosh3", budget=64)), ANSWERS)

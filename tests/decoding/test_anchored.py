@@ -42,7 +42,7 @@ def uncached(model, ids, length, settings, key):
     noise = jax.random.normal(noise_key, (1, 16))[None]
     context = Context(hidden[:, length - 1][:, None], cache, last, inputs=inputs)
     keys = velocity_key[None, None]
-    return model.llm.logits(refine(model, context, noise, settings=settings, keys=keys))[0, 0]
+    return model.llm.logits(refine(model, context, noise, settings=settings, keys=keys)[0])[0, 0]
 
 
 @pytest.mark.slow

@@ -81,7 +81,7 @@ def chances(few):
 
 
 whole = jax.jit(lambda llm, ids, positions: llm(ids, positions))
-run = jax.jit(refine)
+run = jax.jit(lambda *read, **options: refine(*read, **options)[0])
 
 
 def repeats_of(ids, ngram):

@@ -11,7 +11,7 @@ import pytest
 
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding import decode as decode_module
-from l2d_jax.decoding.decode import State, answer_keys, decode_tokens, fan_out, next_logits, prefill
+from l2d_jax.decoding.decode import State, answer_keys, decoder, fan_out, next_logits, prefill
 from l2d_jax.decoding.refine import Refinement, refine
 from l2d_jax.decoding.sampler import SamplingOptions
 from l2d_jax.model import diffusion
@@ -40,7 +40,7 @@ def generate(model: Model, state: State, budget: int, *, ends: tuple[int, int] =
     settings = Refinement.from_config(config, budget=budget)
     sampling, stops = SamplingOptions.from_config(config), jnp.array(ends, jnp.int32)
     for _ in range(2):
-        state, new = decode_tokens(
+        state, new = decoder()(
             model, state, settings=settings, sampling=sampling, stop_ids=stops, steps=3, noise_samples=config.draws
         )
         pieces.append(np.asarray(new.ids))
@@ -83,7 +83,7 @@ def test_decoding_equals_a_loop_without_a_cache() -> None:
     model = tiny.model()
     found = generate(model, start(model, PROMPTS), 5, **SAMPLED)
     settings = Refinement.from_config(DecodeConfig(**SAMPLED), budget=5)
-    run = jax.jit(refine)
+    run = jax.jit(lambda *read, **options: refine(*read, **options)[0])
     for seed, (prompt, answer) in enumerate(zip(PROMPTS, found, strict=True)):
         text = list(prompt)
         for number in range(6):
@@ -102,7 +102,7 @@ def test_decoding_equals_a_loop_without_a_cache() -> None:
 def test_one_program_serves_all_budgets_and_temperatures() -> None:
     model, outputs = tiny.model(), set()
     generate(model, start(model, PROMPTS), 1)
-    compiled = decode_tokens._cache_size()
+    compiled = decoder()._cache_size()
     for budget, options in [
         (3, {}),
         (7, SAMPLED),
@@ -113,7 +113,16 @@ def test_one_program_serves_all_budgets_and_temperatures() -> None:
     ]:
         outputs.add(generate(model, start(model, PROMPTS), budget, **options).tobytes())
     assert len(outputs) >= 5
-    assert decode_tokens._cache_size() == compiled
+    assert decoder()._cache_size() == compiled
+
+
+def test_the_options_of_a_kind_of_device_reach_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = jax.devices()[0].device_kind
+    monkeypatch.setitem(decode_module.COMPILER_OPTIONS, kind, {"xla_no_such_option": "1"})
+    monkeypatch.setattr(decode_module, "_decoder", decode_module._decoder.__wrapped__)  # not one compiled before
+    model = tiny.model()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+        generate(model, start(model, PROMPTS), 1)
 
 
 def test_sampling_is_reproducible_and_different_for_each_seed() -> None:
@@ -158,12 +167,12 @@ def test_the_state_says_how_far_each_sequence_is() -> None:
     model = tiny.model()
     settings = Refinement.from_config(DecodeConfig(), budget=1)
     options = {"settings": settings, "sampling": SamplingOptions.from_config(DecodeConfig()), "steps": 3}
-    state, (tokens, *_) = decode_tokens(model, start(model, PROMPTS), stop_ids=jnp.array(NO_ENDS, jnp.int32), **options)
+    state, (tokens, *_) = decoder()(model, start(model, PROMPTS), stop_ids=jnp.array(NO_ENDS, jnp.int32), **options)
     assert (state.count.tolist(), int(state.cache.used)) == ([3] * 3, 3)
     np.testing.assert_array_equal(state.positions, [4 - 1 + 3, 2 - 1 + 3, 6 - 1 + 3])
     np.testing.assert_array_equal(state.cache.positions[1], [2, 3, 4, *[-1] * 9, 0, 1, *[-1] * 6])
     ends = jnp.array([-1, int(tokens[0, 2])], jnp.int32)
-    state, _ = decode_tokens(model, start(model, PROMPTS), stop_ids=ends, **options)
+    state, _ = decoder()(model, start(model, PROMPTS), stop_ids=ends, **options)
     np.testing.assert_array_equal(state.done, (tokens == ends[1]).any(axis=1))
 
 
@@ -218,13 +227,13 @@ def test_a_gate_goes_from_full_refinement_to_the_language_model() -> None:
 @pytest.mark.slow
 def test_a_token_that_all_skip_costs_no_evaluation(monkeypatch: Any) -> None:
     model, calls = tiny.model(), []
-    real = decode_module.refine_counted
+    real = decode_module.refine
 
     def counted(*arguments: Any, **options: Any) -> Any:
         jax.debug.callback(lambda: calls.append(1))
         return real(*arguments, **options)
 
-    monkeypatch.setattr(decode_module, "refine_counted", counted)
+    monkeypatch.setattr(decode_module, "refine", counted)
     run = jax.jit(decode_module.refined_logits)
     settings = Refinement.from_config(DecodeConfig(), budget=3)
     state = start(model, PROMPTS)
@@ -246,7 +255,7 @@ def test_logits_that_are_not_numbers_stop_one_sequence() -> None:
         "stop_ids": jnp.array([padding, -1]),
         "steps": 3,
     }
-    state, (tokens, *_) = decode_tokens(model, state, sampling=SamplingOptions.from_config(DecodeConfig()), **options)
+    state, (tokens, *_) = decoder()(model, state, sampling=SamplingOptions.from_config(DecodeConfig()), **options)
     np.testing.assert_array_equal(tokens[1], [padding] * 3)
     np.testing.assert_array_equal(state.broken, [False, True, False])
     np.testing.assert_array_equal(tokens[::2], free[::2, :3])

@@ -19,7 +19,7 @@ from l2d_jax.model.context import Context
 from l2d_jax.model.l2d import Model, check_labels
 from tests.support import plain, tiny
 
-run = jax.jit(refine)
+run = jax.jit(lambda *read, **options: refine(*read, **options)[0])
 
 
 @jax.jit
@@ -147,7 +147,7 @@ def test_a_budget_of_one_is_the_language_model_to_the_bit() -> None:
 def test_one_program_serves_all_budgets_temperatures_and_strengths() -> None:
     model = tiny.model(classes=3)
     at = context(model, tiny.tokens(1, 4), last=2, labels=jnp.array([[0, 2]]))
-    fresh = jax.jit(lambda *arguments, **options: refine(*arguments, **options))
+    fresh = jax.jit(lambda *read, **options: refine(*read, **options)[0])
     outputs = set()
     for budget, temperature, anneal, guidance in [(1, 0.0, False, 1.0), (3, 0.5, True, 0.0), (15, 1.0, False, 2.0)]:
         chosen = settings(budget, guidance=guidance, velocity_temperature=temperature, anneal=anneal)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from l2d_jax.config.schema import Config, DataConfig, DecodeConfig, MeshConfig, OptimConfig, TrainConfig
 from l2d_jax.data.examples import Examples
 from l2d_jax.data.tokenizer import byte_tokenizer
-from l2d_jax.decoding.decode import decode_tokens, prefill
+from l2d_jax.decoding.decode import decoder, prefill
 from l2d_jax.decoding.refine import Refinement
 from l2d_jax.decoding.sampler import SamplingOptions
 from l2d_jax.distributed import sharding
@@ -219,10 +219,25 @@ def test_decoding_gives_the_same_tokens(mesh: Mesh, beyond: dict[str, Any], kind
                 "stop_ids": jnp.array([-1], jnp.int32),
                 "steps": 4,
             }
-            _, new = decode_tokens(model, state, settings=Refinement.from_config(config), **options)
+            _, new = decoder()(model, state, settings=Refinement.from_config(config), **options)
             tokens.append(np.array(new.ids))
     for found in tokens[1:]:
         np.testing.assert_array_equal(tokens[0], found)
+
+
+@pytest.mark.parametrize("config", DECODING)
+def test_one_query_is_a_program_of_each_device_where_rows_divide(config: MeshConfig) -> None:
+    shapes = [(4, 1, 4, 8), (4, 12, 2, 8), (4, 12, 2, 8), (5, 2, 8), (5, 2, 8)]
+    arrays = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+    places = {"q_positions": jnp.full((4, 1), 9), "kv_positions": jnp.arange(48).reshape(4, 12) % 11}
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, *prefix: jax.Array) -> jax.Array:
+        return attention(q, k, v, **places, others=[(*prefix, None)])
+
+    alone = run(*arrays)
+    with jax.set_mesh(make_mesh(config)):
+        assert ("shard_map" in str(jax.make_jaxpr(run)(*arrays))) == (config.stationary != 8)
+        np.testing.assert_allclose(jax.jit(run)(*arrays), alone, atol=1e-6)
 
 
 def test_decoding_moves_no_weight() -> None:
