@@ -196,8 +196,9 @@ def _check(messages: Sequence[Message]) -> None:
     for number, message in enumerate(messages):
         for key in ("role", "content"):
             value, name = message.get(key), f"{key!r} of every message"
-            require(isinstance(value, str), f"{name} must be text, got {shown(value)} in message {number}")
-            check_text(str(value), name)
+            if not isinstance(value, str):
+                raise InputError(f"{name} must be text, got {shown(value)} in message {number}")
+            check_text(value, name)
 
 
 def render_chat(

@@ -282,14 +282,14 @@ def decode_tokens(
     return state, jax.tree.map(lambda array: array.swapaxes(0, 1), tokens)
 
 
-def decoder() -> Any:
+def token_decoder() -> Any:
     """`decode_tokens`, compiled for the devices of the set mesh, or JAX's default ones; it donates the state."""
     device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
-    return _decoder(device.device_kind)
+    return _token_decoder(device.device_kind)
 
 
 @cache
-def _decoder(kind: str) -> Any:
+def _token_decoder(kind: str) -> Any:
     names, options = ("steps", "noise_samples"), COMPILER_OPTIONS.get(kind)
     return jax.jit(decode_tokens, static_argnames=names, donate_argnames="state", compiler_options=options)
 

@@ -119,7 +119,7 @@ class Lanes:
         if has_grammar:
             options = self._mask(options, answers)
         options = options | {"steps": 1 if has_grammar else CHUNK, "noise_samples": live[0].settings.draws}
-        self._state, new = decode.decoder()(self.model, self._state, stop_ids=self._ends, **options)
+        self._state, new = decode.token_decoder()(self.model, self._state, stop_ids=self._ends, **options)
         columns = (new.ids, new.evaluations, self._state.broken)
         ids, costs, is_broken = (processes.gather_array(column).tolist() for column in columns)
         scores = None

@@ -186,9 +186,8 @@ def refine(
 ) -> tuple[Float[Array, "B M D"], Int[Array, "B M"]]:
     """Hidden states after the whole budget, whose logits are the answer, and the evaluations that each position took.
 
-    `noise` is x_0 of unit variance. A uniform grid ends at t = 1. Adaptive steps, which each position chooses for
-    itself, end at 1 - 1/sigma as in the release. The time of an evaluation is folded into the keys of the velocity's
-    sampled tokens. The final evaluation counts, too.
+    `noise` is x_0 of unit variance, and the final evaluation counts. A uniform grid ends at t = 1. Adaptive steps, each
+    position's own, end at 1 - 1/sigma as in the release. An evaluation's time is folded into the keys of its velocity.
     """
     if model.path is None:
         return context.hidden, jnp.zeros(noise.shape[:2], jnp.int32)

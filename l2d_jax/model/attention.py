@@ -78,7 +78,7 @@ def is_tiled(length: int) -> bool:
 
 def _masked_attention(q: Array, parts: Sequence[Part], *, platform: str) -> Float[Array, "B T N H"]:
     """Attention under masks, by cuDNN or XLA; XLA holds all scores, so it takes a part of many queries at a time."""
-    is_half = q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[1] > 1 and len(parts) == 1
+    is_half = q.dtype in (jnp.bfloat16, jnp.float16) and len(parts) == 1
     kernel: Any = "cudnn" if platform == "gpu" and is_half else "xla"
     keys, values, masks = zip(*parts, strict=True)
 
@@ -113,7 +113,7 @@ def _single_query(q: Array, parts: Sequence[Part]) -> Float[Array, "B 1 N H"]:
     rows, heads = spec = sharding.partition(("batch", "kv_heads"), sizes, mesh)
     if mesh.size > 1 and math.prod(NamedSharding(mesh, spec).shard_shape(sizes)) * mesh.size == math.prod(sizes):
         keys = [PartitionSpec(*[rows] * (k.ndim - 3), None, heads) for k, _, _ in parts]
-        masks = [None if mask is None else PartitionSpec(rows) for _, _, mask in parts]
+        masks = (None if mask is None else PartitionSpec(rows) for _, _, mask in parts)
         specs = spec, list(zip(keys, keys, masks, strict=True))
         run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False)
     return run(q, parts)[:, None]
@@ -121,7 +121,7 @@ def _single_query(q: Array, parts: Sequence[Part]) -> Float[Array, "B 1 N H"]:
 
 def _attention_to_parts(q: Array, parts: Sequence[Part]) -> Float[Array, "B *T N H"]:
     """Attention to keys that lie in several arrays, of which those without a row axis are read once for all rows."""
-    grouped, t = q.reshape(*q.shape[:-2], parts[0][0].shape[-2], -1, q.shape[-1]), "T"[: q.ndim - 3]
+    grouped, t = q.reshape(*q.shape[:-2], parts[0][0].shape[-2], -1, q.shape[-1]), "T" if q.ndim == 4 else ""
     axes = ["BSKH"[-k.ndim :] for k, _, _ in parts]
     scores = []
     for (k, _, mask), names in zip(parts, axes, strict=True):

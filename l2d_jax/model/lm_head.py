@@ -37,17 +37,13 @@ def target_losses(
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _target_losses(hidden: Array, llm: LLM, targets: Array, chunk: int) -> Array:
-    losses: Array = _in_chunks(partial(_loss_at, llm), (hidden, targets), chunk=chunk)
+    losses: Array = _in_chunks(lambda h, at: negative_log_likelihood(llm.logits(h), at), (hidden, targets), chunk=chunk)
     return losses
-
-
-def _loss_at(llm: LLM, hidden: Float[Array, "n D"], targets: Int[Array, " n"]) -> Float[Array, " n"]:
-    return negative_log_likelihood(llm.logits(hidden), targets)
 
 
 def _losses_and_gradient(hidden: Array, llm: LLM, targets: Array, chunk: int) -> tuple[Array, Array]:
     def at(hidden: Array, targets: Array) -> tuple[Array, Array]:
-        values, pull = jax.vjp(lambda h: _loss_at(llm, h, targets), hidden)
+        values, pull = jax.vjp(lambda h: negative_log_likelihood(llm.logits(h), targets), hidden)
         return values, pull(jnp.ones_like(values))[0]
 
     losses, gradient = _in_chunks(at, (hidden, targets), chunk=chunk)

@@ -46,10 +46,6 @@ def _product(x: Array, weight: Array, inputs: tuple[int, ...]) -> Array:
     return _tensordot(x, weight, range(x.ndim - len(inputs), x.ndim), inputs, dtype=weight.dtype)
 
 
-def _forward(x: Array, weight: Array, inputs: tuple[int, ...]) -> tuple[Array, tuple[Array, Array]]:
-    return _product(x, weight, inputs), (x, weight)
-
-
 def _backward(inputs: tuple[int, ...], saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array | None]:
     """The gradients; that of a weight transposes the narrower of its factors.
 
@@ -69,7 +65,7 @@ def _backward(inputs: tuple[int, ...], saved: tuple[Array, Array], gradient: Arr
     return of_x, None if is_frozen else of_weight.astype(weight.dtype)
 
 
-_product.defvjp(_forward, _backward)
+_product.defvjp(lambda x, weight, inputs: (_product(x, weight, inputs), (x, weight)), _backward)
 
 
 def _tensordot(x: Array, y: Array, x_axes: Sequence[int], y_axes: Sequence[int], *, dtype: Any = jnp.float32) -> Array:

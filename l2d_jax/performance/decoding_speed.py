@@ -84,7 +84,7 @@ def decoder(model: Model, config: Config, *, batch: int, budget: int, prompt: in
         state = decode.prefill(model.llm, tokens, jnp.full(batch, prompt, jnp.int32), keys, capacity=new)
         jax.block_until_ready(state)
         began = time.perf_counter()
-        jax.block_until_ready(decode.decoder()(model, state, **options)[1])
+        jax.block_until_ready(decode.token_decoder()(model, state, **options)[1])
         return time.perf_counter() - began
 
     generate()  # compiles

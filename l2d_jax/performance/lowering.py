@@ -80,7 +80,7 @@ def lower_decode(config: Config, mesh: Mesh, *, batch: int, prompt: int, memory:
         options: dict[str, Any] = {name: _replicated(array, mesh) for name, array in arrays.items()}
         options |= {"steps": config.decode.max_new_tokens, "noise_samples": config.decode.draws}
         state = _decoding_state(config, mesh, model.llm, batch=batch, prompt=prompt)
-        return decode.decoder().lower(model, state, **options)
+        return decode.token_decoder().lower(model, state, **options)
 
 
 def _decoding_state(config: Config, mesh: Mesh, llm: LLM, *, batch: int, prompt: int) -> decode.State:

@@ -36,6 +36,7 @@ from l2d_jax.weights.model_folder import read_architecture
 
 TABLE = "plans.json"  # what searches found: of this machine, in the cache, and of the package, beside this file
 RECORD = "plan.json"  # of a workdir: the plan on each slice that it was trained on
+ANY = "any devices"  # in a record: of a run from before there were plans
 ROWS = (1, 2, 4, 8)  # of a micro-batch on each device, in a search
 SPARE = 0.1  # share of a device's memory that a plan has to leave free
 
@@ -97,7 +98,7 @@ def choose_plan(config: Config, devices: Sequence[Any], *, workdir: Path | None 
     tables that leaves `SPARE` of the memory free; then the default. Raises `InputError` for a file that is malformed.
     """
     where, recorded = devices_text(devices), {} if workdir is None else recorded_plans(workdir)
-    plans = [recorded[where]] if where in recorded else []
+    plans = [recorded[name] for name in (where, ANY) if name in recorded]
     for begun in recorded.values():
         train = dataclasses.replace(config.train, accumulation=begun["accumulation"])
         config = dataclasses.replace(config, train=train)
@@ -165,11 +166,18 @@ def add_plans(config: Config, devices: Sequence[Any], plans: list[StepPlan]) -> 
 
 
 def recorded_plans(workdir: Path) -> dict[str, StepPlan]:
-    """The plans by `devices_text` that a run was trained with; empty where it has no checkpoints yet."""
+    """The plans by `devices_text` that a run was trained with; empty where it has no checkpoints yet.
+
+    Workdirs from before there were plans have the values in their config, for `ANY` devices.
+    """
     file = workdir / RECORD
-    if not (workdir / "checkpoints").exists() or not file.exists():
+    if not (workdir / "checkpoints").exists():
         return {}
-    return check(read_json(file), dict[str, StepPlan], file, remedy="restore it or choose another --workdir")
+    if file.exists():
+        return check(read_json(file), dict[str, StepPlan], file, remedy="restore it or choose another --workdir")
+    train = {"remat": "full", "accumulation": 1} | read_json(workdir / "config.json").get("train", {})
+    begun = StepPlan(remat=train["remat"], accumulation=train["accumulation"], mesh={"fsdp": -1})
+    return {} if "auto" in begun.values() else {ANY: begun}
 
 
 def record_plan(workdir: Path, devices: Sequence[Any], plan: StepPlan) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding import decode as decode_module
-from l2d_jax.decoding.decode import State, answer_keys, decoder, fan_out, next_logits, prefill
+from l2d_jax.decoding.decode import State, answer_keys, fan_out, next_logits, prefill, token_decoder
 from l2d_jax.decoding.refine import Refinement, refine
 from l2d_jax.decoding.sampler import SamplingOptions
 from l2d_jax.model import diffusion
@@ -40,7 +40,7 @@ def generate(model: Model, state: State, budget: int, *, ends: tuple[int, int] =
     settings = Refinement.from_config(config, budget=budget)
     sampling, stops = SamplingOptions.from_config(config), jnp.array(ends, jnp.int32)
     for _ in range(2):
-        state, new = decoder()(
+        state, new = token_decoder()(
             model, state, settings=settings, sampling=sampling, stop_ids=stops, steps=3, noise_samples=config.draws
         )
         pieces.append(np.asarray(new.ids))
@@ -102,7 +102,7 @@ def test_decoding_equals_a_loop_without_a_cache() -> None:
 def test_one_program_serves_all_budgets_and_temperatures() -> None:
     model, outputs = tiny.model(), set()
     generate(model, start(model, PROMPTS), 1)
-    compiled = decoder()._cache_size()
+    compiled = token_decoder()._cache_size()
     for budget, options in [
         (3, {}),
         (7, SAMPLED),
@@ -113,13 +113,15 @@ def test_one_program_serves_all_budgets_and_temperatures() -> None:
     ]:
         outputs.add(generate(model, start(model, PROMPTS), budget, **options).tobytes())
     assert len(outputs) >= 5
-    assert decoder()._cache_size() == compiled
+    assert token_decoder()._cache_size() == compiled
 
 
 def test_the_options_of_a_kind_of_device_reach_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = jax.devices()[0].device_kind
     monkeypatch.setitem(decode_module.COMPILER_OPTIONS, kind, {"xla_no_such_option": "1"})
-    monkeypatch.setattr(decode_module, "_decoder", decode_module._decoder.__wrapped__)  # not one compiled before
+    monkeypatch.setattr(
+        decode_module, "_token_decoder", decode_module._token_decoder.__wrapped__
+    )  # not one compiled before
     model = tiny.model()
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         generate(model, start(model, PROMPTS), 1)
@@ -167,12 +169,14 @@ def test_the_state_says_how_far_each_sequence_is() -> None:
     model = tiny.model()
     settings = Refinement.from_config(DecodeConfig(), budget=1)
     options = {"settings": settings, "sampling": SamplingOptions.from_config(DecodeConfig()), "steps": 3}
-    state, (tokens, *_) = decoder()(model, start(model, PROMPTS), stop_ids=jnp.array(NO_ENDS, jnp.int32), **options)
+    state, (tokens, *_) = token_decoder()(
+        model, start(model, PROMPTS), stop_ids=jnp.array(NO_ENDS, jnp.int32), **options
+    )
     assert (state.count.tolist(), int(state.cache.used)) == ([3] * 3, 3)
     np.testing.assert_array_equal(state.positions, [4 - 1 + 3, 2 - 1 + 3, 6 - 1 + 3])
     np.testing.assert_array_equal(state.cache.positions[1], [2, 3, 4, *[-1] * 9, 0, 1, *[-1] * 6])
     ends = jnp.array([-1, int(tokens[0, 2])], jnp.int32)
-    state, _ = decoder()(model, start(model, PROMPTS), stop_ids=ends, **options)
+    state, _ = token_decoder()(model, start(model, PROMPTS), stop_ids=ends, **options)
     np.testing.assert_array_equal(state.done, (tokens == ends[1]).any(axis=1))
 
 
@@ -255,7 +259,7 @@ def test_logits_that_are_not_numbers_stop_one_sequence() -> None:
         "stop_ids": jnp.array([padding, -1]),
         "steps": 3,
     }
-    state, (tokens, *_) = decoder()(model, state, sampling=SamplingOptions.from_config(DecodeConfig()), **options)
+    state, (tokens, *_) = token_decoder()(model, state, sampling=SamplingOptions.from_config(DecodeConfig()), **options)
     np.testing.assert_array_equal(tokens[1], [padding] * 3)
     np.testing.assert_array_equal(state.broken, [False, True, False])
     np.testing.assert_array_equal(tokens[::2], free[::2, :3])

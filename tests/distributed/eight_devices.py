@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from l2d_jax.config.schema import Config, DataConfig, DecodeConfig, MeshConfig, OptimConfig, TrainConfig
 from l2d_jax.data.examples import Examples
 from l2d_jax.data.tokenizer import byte_tokenizer
-from l2d_jax.decoding.decode import decoder, prefill
+from l2d_jax.decoding.decode import prefill, token_decoder
 from l2d_jax.decoding.refine import Refinement
 from l2d_jax.decoding.sampler import SamplingOptions
 from l2d_jax.distributed import sharding
@@ -219,7 +219,7 @@ def test_decoding_gives_the_same_tokens(mesh: Mesh, beyond: dict[str, Any], kind
                 "stop_ids": jnp.array([-1], jnp.int32),
                 "steps": 4,
             }
-            _, new = decoder()(model, state, settings=Refinement.from_config(config), **options)
+            _, new = token_decoder()(model, state, settings=Refinement.from_config(config), **options)
             tokens.append(np.array(new.ids))
     for found in tokens[1:]:
         np.testing.assert_array_equal(tokens[0], found)

@@ -85,7 +85,7 @@ def test_decoding_equals_the_full_pass(kind: str, budget: int) -> None:
     state = decode.prefill(model.llm, prompts, jnp.array([8, 6], jnp.int32), keys, capacity=steps)
     settings, sampling = Refinement.prepare(model, config), SamplingOptions.from_config(config)
     stop_ids = jnp.full(2, -1, jnp.int32)
-    _, out = decode.decoder()(
+    _, out = decode.token_decoder()(
         model, state, settings=settings, sampling=sampling, stop_ids=stop_ids, steps=steps, noise_samples=1
     )
     found = np.asarray(out[0])

@@ -55,7 +55,7 @@ def test_decoding_is_that_of_generation(mesh, beyond):
     settings = Refinement.prepare(model, options.decode)
     keys = jax.random.split(jax.random.key(0), 2)
     state = decode.prefill(model.llm, jnp.zeros((2, 8), jnp.int32), jnp.full(2, 8, jnp.int32), keys, capacity=2)
-    real = decode.decoder().lower(
+    real = decode.token_decoder().lower(
         model,
         state,
         settings=settings,

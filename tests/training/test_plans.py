@@ -1,5 +1,6 @@
 """Plans: what a config leaves open is filled from a table, the same on the same devices, and not on others."""
 
+import dataclasses
 import json
 import types
 from pathlib import Path
@@ -133,8 +134,17 @@ def test_a_run_keeps_its_plan_on_a_slice_and_its_micro_batches_everywhere(table,
     assert chosen(where=devices(8), workdir=run) == elsewhere
 
 
-def test_a_run_whose_record_is_lost_takes_the_fastest_plan(tmp_path):
-    begin(tmp_path, SLOW, devices())
+def test_a_run_from_before_goes_on_as_it_began(tmp_path):
+    """Its config has values where there is "auto" now."""
+    train = dataclasses.asdict(config(train__batch_size=64, train__remat="none", train__accumulation=4).train)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.json").write_text(json.dumps({"train": train}))
+    for where in (devices(), devices(4)):
+        plan = plans.choose_plan(config(**FREE), where, workdir=tmp_path)
+        assert plan == {"remat": "none", "accumulation": 4, "mesh": {"fsdp": -1}}
+        plans.record_plan(tmp_path, where, plan)
+    train["accumulation"] = "auto"  # that of a run whose record is lost
+    (tmp_path / "config.json").write_text(json.dumps({"train": train}))
     (tmp_path / "plan.json").unlink()
     assert chosen(workdir=tmp_path) == values(FAST)
 
