@@ -10,9 +10,9 @@ from typing import Any
 
 from l2d_jax import command_line
 from l2d_jax.config import config_file
-from l2d_jax.config.parsing import require
 from l2d_jax.decoding.solver import find_solver
 from l2d_jax.distributed import runtime
+from l2d_jax.errors import require
 from l2d_jax.performance.decoding_speed import measure_decoding
 from l2d_jax.performance.training_speed import measure_training
 from l2d_jax.training.plans import start_planned

@@ -14,10 +14,10 @@ from typing import Annotated, Any, NoReturn, cast, get_args, get_origin
 from l2d_jax import console
 from l2d_jax.config import ranges
 from l2d_jax.config.config_file import one_line, read_config, split_overrides
-from l2d_jax.config.parsing import check_value, require
+from l2d_jax.config.parsing import check_value
 from l2d_jax.config.schema import Config
 from l2d_jax.distributed import processes
-from l2d_jax.errors import LONGEST_LINE, InputError, RunError, shorten
+from l2d_jax.errors import LONGEST_LINE, InputError, RunError, require, shorten
 from l2d_jax.files import check_path, check_text
 from l2d_jax.storage import mirror
 

@@ -10,10 +10,9 @@ from pathlib import Path
 
 from l2d_jax import command_line
 from l2d_jax.command_line import folder_or_bucket, local_path, model_name
-from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import MeshConfig, ModelConfig
 from l2d_jax.distributed import runtime
-from l2d_jax.errors import InputError
+from l2d_jax.errors import InputError, require
 from l2d_jax.files import output_folder, read_json
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.reports.publication import publish_run

@@ -14,6 +14,12 @@ class RunError(RuntimeError):
     """A run had to stop, or has lost something: exit status 1. The message is one line, like that of `InputError`."""
 
 
+def require(condition: bool, message: str) -> None:  # noqa: FBT001 (like the condition of an assert)
+    """Raise `InputError(message)` unless `condition` holds."""
+    if not condition:
+        raise InputError(message)
+
+
 def shown(value: Any) -> str:
     """A value as an error message shows it: its middle is left out if it is long."""
     try:

@@ -12,7 +12,6 @@ from typing import Any
 from l2d_jax import command_line
 from l2d_jax.command_line import file_name, folder_or_bucket, model_name
 from l2d_jax.config import config_file, ranges
-from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import Config, MeshConfig
 from l2d_jax.data import rows
 from l2d_jax.decoding.batching import common_prefix
@@ -21,6 +20,7 @@ from l2d_jax.decoding.refine import check_budget
 from l2d_jax.decoding.requests import check_decoding_memory, check_prompts
 from l2d_jax.decoding.solver import SOLVERS
 from l2d_jax.distributed import processes, runtime
+from l2d_jax.errors import require
 from l2d_jax.evaluation.plan import TaskPlan, check_same, choose_run, label_of, make_plans, open_results
 from l2d_jax.evaluation.results import KINDS, accuracy_interval
 from l2d_jax.evaluation.runner import evaluate_plan

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from l2d_jax import command_line
-from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import DecodeConfig, MeshConfig
 from l2d_jax.data.tokenizer import Message, prompt_ids, require_tokenizer
 from l2d_jax.decoding import requests
@@ -22,7 +21,7 @@ from l2d_jax.decoding.solver import ADAPTIVE, SOLVERS
 from l2d_jax.decoding.stop_strings import to_text
 from l2d_jax.decoding.trace import TokenTrace, check_single_sample, trace
 from l2d_jax.distributed import runtime
-from l2d_jax.errors import InputError
+from l2d_jax.errors import InputError, require
 from l2d_jax.files import output_folder
 from l2d_jax.loading import find, load
 from l2d_jax.model.llm import LLM

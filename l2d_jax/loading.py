@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from l2d_jax.config.parsing import from_dict, require
+from l2d_jax.config.parsing import from_dict
 from l2d_jax.config.schema import Config, DecodeConfig, MeshConfig, ModelConfig, PathConfig
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.distributed import processes, runtime, sharding
 from l2d_jax.distributed.memory import require_memory, tree_bytes
+from l2d_jax.errors import require
 from l2d_jax.files import read_json
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM

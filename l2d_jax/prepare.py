@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from l2d_jax import command_line
 from l2d_jax.config import config_file
-from l2d_jax.config.parsing import require
 from l2d_jax.data import rows
 from l2d_jax.data.examples import Examples
 from l2d_jax.data.prepared import Preparation, training_splits
+from l2d_jax.errors import require
 from l2d_jax.storage import mirror
 from l2d_jax.weights import model_folder
 

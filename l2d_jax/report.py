@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from l2d_jax import command_line
-from l2d_jax.config.parsing import require
+from l2d_jax.errors import require
 from l2d_jax.reports import evaluation as evaluations
 from l2d_jax.reports import training
 from l2d_jax.reports.page import Section, write_page

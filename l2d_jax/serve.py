@@ -13,13 +13,12 @@ from typing import Any
 import jax
 
 from l2d_jax import command_line
-from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import MeshConfig
 from l2d_jax.data.tokenizer import first_line, require_chat_template, require_tokenizer
 from l2d_jax.decoding.requests import check_decoding_memory
 from l2d_jax.decoding.solver import FIXED
 from l2d_jax.distributed import runtime
-from l2d_jax.errors import InputError
+from l2d_jax.errors import InputError, require
 from l2d_jax.loading import find, load
 from l2d_jax.model.llm import LLM
 from l2d_jax.weights import model_folder

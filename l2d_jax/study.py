@@ -22,7 +22,6 @@ from transformers import PreTrainedTokenizerFast
 from l2d_jax import command_line
 from l2d_jax.command_line import file_name, folder_or_bucket, model_name
 from l2d_jax.config import config_file
-from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import Config
 from l2d_jax.data import rows
 from l2d_jax.data.examples import Examples
@@ -34,6 +33,7 @@ from l2d_jax.decoding.solver import ADAPTIVE, AMPLE, SOLVERS, split_budget
 from l2d_jax.decoding.trace import mean_evaluations
 from l2d_jax.distributed import processes, runtime
 from l2d_jax.distributed.memory import parameters
+from l2d_jax.errors import require
 from l2d_jax.evaluation.strategies import answer_problems, strategies
 from l2d_jax.files import changes, write_whole
 from l2d_jax.loading import Folder, find, load, model_fingerprint, newest_step

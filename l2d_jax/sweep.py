@@ -9,13 +9,13 @@ import json
 from dataclasses import replace
 
 from l2d_jax import command_line, report
-from l2d_jax.config.parsing import require
 from l2d_jax.data import tokenizer
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import Request, number_prompts
 from l2d_jax.decoding.solver import AMPLE
 from l2d_jax.decoding.trace import accuracy_by_time, check_grid, mean_evaluations
 from l2d_jax.distributed import processes
+from l2d_jax.errors import require
 from l2d_jax.evaluate import open_session, parse_arguments
 from l2d_jax.evaluation.plan import TaskPlan, results_folder
 from l2d_jax.files import write_whole

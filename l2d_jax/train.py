@@ -9,7 +9,7 @@ import contextlib
 
 from l2d_jax import command_line
 from l2d_jax.config import config_file
-from l2d_jax.config.parsing import require
+from l2d_jax.errors import require
 from l2d_jax.performance.costs import cost_table, variant_table
 from l2d_jax.training import run
 from l2d_jax.training.plans import start_planned

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import jax
 
 from l2d_jax import command_line
-from l2d_jax.config.parsing import require
+from l2d_jax.errors import require
 from l2d_jax.loading import load
 from l2d_jax.parity import against_release
 from l2d_jax.parity.against_torch import ROW, compare_paths

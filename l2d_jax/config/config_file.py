@@ -11,9 +11,9 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from l2d_jax.config.parsing import nearest, require
+from l2d_jax.config.parsing import nearest
 from l2d_jax.config.schema import Config
-from l2d_jax.errors import LONGEST_LINE, InputError, shorten
+from l2d_jax.errors import LONGEST_LINE, InputError, require, shorten
 from l2d_jax.files import check_path, package_table
 
 VARIANTS = "config/variants.toml"  # of every config file

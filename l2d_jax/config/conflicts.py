@@ -7,7 +7,7 @@ are refused where these are known: budgets and micro-batches by the training pro
 
 from typing import Any
 
-from l2d_jax.config.parsing import require
+from l2d_jax.errors import require
 
 
 def check_conflicts(config: Any) -> None:

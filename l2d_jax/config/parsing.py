@@ -16,15 +16,10 @@ from typing import Annotated, Any, Literal
 from annotated_types import Interval
 
 from l2d_jax.errors import InputError, shown
+from l2d_jax.errors import require as require
 from l2d_jax.files import check_path
 
 FINITE = Interval(ge=-sys.float_info.max, le=sys.float_info.max)  # of numbers that declare no range
-
-
-def require(condition: bool, message: str) -> None:  # noqa: FBT001 (like the condition of an assert)
-    """Raise `InputError(message)` unless `condition` holds."""
-    if not condition:
-        raise InputError(message)
 
 
 def from_dict(cls: type, values: Any, *, prefix: str) -> Any:

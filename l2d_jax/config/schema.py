@@ -18,7 +18,8 @@ from ml_collections import ConfigDict
 
 import l2d_jax.config.ranges as ranges
 from l2d_jax.config.conflicts import check_conflicts
-from l2d_jax.config.parsing import check_fields, from_dict, nearest, require
+from l2d_jax.config.parsing import check_fields, from_dict, nearest
+from l2d_jax.errors import require
 
 CATEGORIES = ("math", "coding", "general_qa", "other")  # the classes that guidance knows, in the release's order
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # as PEFT names them

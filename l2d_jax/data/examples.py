@@ -16,7 +16,6 @@ from grain import MapDataset, ReadOptions
 from jaxtyping import Bool, Int
 from transformers import PreTrainedTokenizerFast
 
-from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import DataConfig
 from l2d_jax.data import tokenizer as tokenization
 from l2d_jax.data.batch import Batch, stack
@@ -24,7 +23,7 @@ from l2d_jax.data.packing import PackingPlan, pack
 from l2d_jax.data.prepared import read_prepared
 from l2d_jax.data.sources import most_examples, papers_count, read_parts
 from l2d_jax.data.turns import TOKENS, TokenisedSplit, tokenise_rows
-from l2d_jax.errors import InputError
+from l2d_jax.errors import InputError, require
 
 READING = ReadOptions(num_threads=4, prefetch_buffer_size=16)  # batches ahead of the one in use
 

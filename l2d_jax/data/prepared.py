@@ -27,12 +27,11 @@ from jaxtyping import Int
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import Config, DataConfig
 from l2d_jax.data.packing import PackingPlan
 from l2d_jax.data.sources import most_examples
 from l2d_jax.data.turns import TokenisedSplit, tokenise_rows
-from l2d_jax.errors import InputError, RunError, shown
+from l2d_jax.errors import InputError, RunError, require, shown
 from l2d_jax.files import digest, identity, read_json, sync, write_whole
 from l2d_jax.storage import mirror
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import datasets
 
-from l2d_jax.config.parsing import require
 from l2d_jax.data import tokenizer
-from l2d_jax.errors import InputError, shown
+from l2d_jax.errors import InputError, require, shown
 from l2d_jax.files import digest, identity
 
 # `load_dataset` is not used for files: it first reports to the hub, and waits seconds where there is no network.

@@ -6,10 +6,10 @@ from pathlib import Path
 import datasets
 import numpy as np
 
-from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import CATEGORIES, DataConfig
 from l2d_jax.data import chains, smoltalk, word_problems
 from l2d_jax.data.rows import FORMATS, find_file, read_file, read_hub
+from l2d_jax.errors import require
 
 # Hub id and default subsets of the sources that have a short name.
 HUB = {"smoltalk": ("HuggingFaceTB/smoltalk", smoltalk.SUBSETS), "gsm8k": ("openai/gsm8k", ("main",))}

@@ -15,7 +15,7 @@ from functools import cache, partial
 from random import Random
 from typing import Any
 
-from l2d_jax.config.parsing import require
+from l2d_jax.errors import require
 from l2d_jax.files import package_table
 
 TABLE = "data/word_problems.toml"

@@ -6,11 +6,11 @@ rounding does depend on the shape of the batch: see `generation`.
 
 from collections.abc import Iterator, Sequence
 
-from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding.generation import decode_lanes
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import UNRESTRICTED, Prompt, Request, Restrictions
+from l2d_jax.errors import require
 
 PREFIX_MULTIPLE = 8  # tokens: the length of a common prefix is rounded down to a multiple, to compile few programs
 

@@ -10,14 +10,14 @@ import itertools
 from collections.abc import Iterator
 
 from l2d_jax.config import ranges
-from l2d_jax.config.parsing import check_value, require
+from l2d_jax.config.parsing import check_value
 from l2d_jax.config.schema import PathConfig
 from l2d_jax.decoding import requests
 from l2d_jax.decoding.lanes import Lanes
 from l2d_jax.decoding.refine import check_budget
 from l2d_jax.decoding.requests import Answer, Piece, Request, path_config
 from l2d_jax.decoding.stop_strings import StopSearch
-from l2d_jax.errors import InputError
+from l2d_jax.errors import InputError, require
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.l2d import Model
 

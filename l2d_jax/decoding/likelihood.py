@@ -15,12 +15,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from l2d_jax.config import ranges
-from l2d_jax.config.parsing import check_value, require
+from l2d_jax.config.parsing import check_value
 from l2d_jax.decoding.buckets import pad
 from l2d_jax.decoding.refine import Refinement, refine
 from l2d_jax.decoding.requests import Request, check_prompts, class_labels, path_config
 from l2d_jax.decoding.sampler import check_tokens, token_keys
 from l2d_jax.distributed import processes, sharding
+from l2d_jax.errors import require
 from l2d_jax.model.context import Context
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.lm_head import map_logits

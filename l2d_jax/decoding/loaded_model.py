@@ -15,7 +15,6 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.data.tokenizer import Message, prompt_ids, require_tokenizer, text_ids
 from l2d_jax.decoding import requests
@@ -26,7 +25,7 @@ from l2d_jax.decoding.requests import Request, Restrictions
 from l2d_jax.decoding.sampler import check_tokens
 from l2d_jax.decoding.stop_strings import GrowingText, to_text
 from l2d_jax.distributed.memory import device_bytes
-from l2d_jax.errors import InputError
+from l2d_jax.errors import InputError, require
 from l2d_jax.model.l2d import Model
 
 OnePrompt = str | Sequence[Message] | Sequence[int]

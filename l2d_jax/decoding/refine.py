@@ -13,11 +13,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding import integrate
 from l2d_jax.decoding.condition_table import CAPACITY, ConditionTable, build_table
 from l2d_jax.decoding.solver import FIXED, Solver, find_solver
+from l2d_jax.errors import require
 from l2d_jax.model import diffusion
 from l2d_jax.model.context import Context
 from l2d_jax.model.l2d import Model

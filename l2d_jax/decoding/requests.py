@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 from transformers import PreTrainedTokenizerFast
 
-from l2d_jax.config.parsing import from_dict, nearest, require
+from l2d_jax.config.parsing import from_dict, nearest
 from l2d_jax.config.schema import DecodeConfig, PathConfig
 from l2d_jax.decoding.buckets import answer_slots, round_up
 from l2d_jax.decoding.condition_table import CAPACITY
@@ -17,6 +17,7 @@ from l2d_jax.decoding.grammar import Grammar
 from l2d_jax.decoding.solver import ADAPTIVE, AMPLE
 from l2d_jax.decoding.stop_strings import StopSearch
 from l2d_jax.distributed.memory import require_memory, tree_bytes
+from l2d_jax.errors import require
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.l2d import Model, check_labels
 from l2d_jax.model.llm import LLM

@@ -14,8 +14,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.errors import require
 from l2d_jax.model import diffusion
 
 

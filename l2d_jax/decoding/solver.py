@@ -18,8 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from l2d_jax.config.parsing import require
-from l2d_jax.errors import InputError
+from l2d_jax.errors import InputError, require
 
 AMPLE = 512  # evaluations per token: the budget of an adaptive solver where the user names none
 

@@ -15,8 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from l2d_jax.config.parsing import require
-from l2d_jax.errors import InputError
+from l2d_jax.errors import InputError, require
 
 EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 METADATA_SECONDS = 3  # for an answer of the metadata server, which is on the same machine

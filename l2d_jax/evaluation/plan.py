@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import CATEGORIES, Config, DecodeConfig
 from l2d_jax.data.tokenizer import require_tokenizer
 from l2d_jax.distributed import processes
+from l2d_jax.errors import require
 from l2d_jax.evaluation.results import Results
 from l2d_jax.evaluation.sandbox import grade
 from l2d_jax.evaluation.tasks.problem import EncodedProblem, Problem, Prompts, Run

@@ -14,8 +14,7 @@ from annotated_types import Len
 from typing_extensions import TypedDict
 
 from l2d_jax import statistics
-from l2d_jax.config.parsing import require
-from l2d_jax.errors import InputError, shown
+from l2d_jax.errors import InputError, require, shown
 from l2d_jax.evaluation.tasks.problem import Problem, Score
 from l2d_jax.files import Count, Share, changes, check, read_json, read_lines, write_whole
 from l2d_jax.storage import mirror

@@ -14,11 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.special import softmax
 
-from l2d_jax.config.parsing import from_dict, require
+from l2d_jax.config.parsing import from_dict
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding import decode, integrate
 from l2d_jax.decoding.refine import Refinement, make_target
 from l2d_jax.decoding.solver import FIXED
+from l2d_jax.errors import require
 from l2d_jax.model import diffusion
 from l2d_jax.model.context import Context
 from l2d_jax.model.l2d import Model

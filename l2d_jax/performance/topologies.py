@@ -17,8 +17,8 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from l2d_jax.config.parsing import nearest, require
-from l2d_jax.errors import InputError
+from l2d_jax.config.parsing import nearest
+from l2d_jax.errors import InputError, require
 from l2d_jax.files import package_table
 
 GIB = 2**30

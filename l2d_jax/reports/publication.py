@@ -6,11 +6,10 @@ from typing import Any
 
 import jax
 
-from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import Config, MeshConfig
 from l2d_jax.data.tokenizer import load_tokenizer
 from l2d_jax.distributed import runtime
-from l2d_jax.errors import InputError, shown
+from l2d_jax.errors import InputError, require, shown
 from l2d_jax.files import output_folder, read_json
 from l2d_jax.reports.training import budget_rows, first_and_last
 from l2d_jax.training.workdir import recorded_config

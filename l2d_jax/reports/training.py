@@ -5,8 +5,7 @@ from typing import Annotated, Any
 
 from annotated_types import Len
 
-from l2d_jax.config.parsing import require
-from l2d_jax.errors import InputError, shown
+from l2d_jax.errors import InputError, require, shown
 from l2d_jax.files import check
 from l2d_jax.reports.figures import draw_rates, saved_figure
 from l2d_jax.reports.page import Table, interval

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from l2d_jax.config.parsing import require
 from l2d_jax.decoding.lanes import Lanes
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import Answer, Piece, Request
 from l2d_jax.decoding.trace import TokenTrace, trace
+from l2d_jax.errors import require
 
 KINDS = 2  # of answers at a time: each has lanes of its own
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from annotated_types import Interval
 
 from l2d_jax.config import ranges
-from l2d_jax.config.parsing import from_dict, nearest, require
+from l2d_jax.config.parsing import from_dict, nearest
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.data.tokenizer import prompt_ids, require_tokenizer, text_ids
 from l2d_jax.decoding.decode import LIKELIEST
@@ -22,7 +22,7 @@ from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import Answer, Request, Restrictions, number_prompts, override_settings, path_config
 from l2d_jax.decoding.sampler import check_tokens
 from l2d_jax.decoding.trace import check_single_sample
-from l2d_jax.errors import InputError, shown
+from l2d_jax.errors import InputError, require, shown
 
 Choices = Annotated[int, Interval(ge=1, le=128)]
 Alternatives = Annotated[int, Interval(ge=0, le=LIKELIEST)]

@@ -12,11 +12,10 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import Config
 from l2d_jax.distributed import processes
 from l2d_jax.distributed.memory import tree_bytes
-from l2d_jax.errors import InputError
+from l2d_jax.errors import InputError, require
 from l2d_jax.files import digest, explained, read_json
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.storage import mirror

@@ -15,10 +15,10 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import TrainConfig
 from l2d_jax.data.batch import Batch
 from l2d_jax.distributed import sharding
+from l2d_jax.errors import require
 from l2d_jax.model import attention, gathering, layers
 from l2d_jax.model.llm import LLM
 from l2d_jax.training.objective import loss_weights

@@ -20,11 +20,10 @@ from pathlib import Path
 
 from jax.sharding import Mesh
 
-from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import MeshConfig, ModelConfig, PathConfig
 from l2d_jax.data import tokenizer
 from l2d_jax.distributed import processes, runtime
-from l2d_jax.errors import InputError
+from l2d_jax.errors import InputError, require
 from l2d_jax.files import Fingerprint, output_folder, read_json
 from l2d_jax.model.architecture import SUPPORTED, Architecture
 from l2d_jax.model.llm import LLM

@@ -21,8 +21,7 @@ import tokenizers
 from jaxtyping import Float
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from l2d_jax.config.parsing import require
-from l2d_jax.errors import InputError, shown
+from l2d_jax.errors import InputError, require, shown
 from l2d_jax.model.architecture import SUPPORTED, Architecture
 from l2d_jax.weights import mapping
 from l2d_jax.weights.gguf_file import GGUFFile

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from l2d_jax.config.parsing import require
-from l2d_jax.errors import InputError, shown
+from l2d_jax.errors import InputError, require, shown
 from l2d_jax.files import cache_folder, digest, identity, output_folder, read_json
 from l2d_jax.storage import mirror
 from l2d_jax.storage.bucket import SCHEME

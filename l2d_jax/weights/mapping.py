@@ -19,9 +19,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import PathConfig
 from l2d_jax.distributed import sharding
+from l2d_jax.errors import require
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.axes import ADAPTED, KEYS, MATRICES
 from l2d_jax.model.diffusion_path import DiffusionPath

@@ -18,11 +18,11 @@ import numpy as np
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerFast
 
-from l2d_jax.config.parsing import from_dict, require
+from l2d_jax.config.parsing import from_dict
 from l2d_jax.config.schema import ModelConfig, PathConfig
 from l2d_jax.data.tokenizer import byte_tokenizer, load_tokenizer, stop_ids
 from l2d_jax.distributed import processes, sharding
-from l2d_jax.errors import InputError, shown
+from l2d_jax.errors import InputError, require, shown
 from l2d_jax.files import Fingerprint, digest, read_json, require_same, write_whole
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.diffusion_path import DiffusionPath, start_from

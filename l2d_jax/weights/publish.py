@@ -16,10 +16,10 @@ from typing import Any
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerFast
 
-from l2d_jax.config.parsing import from_dict, require
+from l2d_jax.config.parsing import from_dict
 from l2d_jax.config.schema import PathConfig
 from l2d_jax.data.tokenizer import stop_ids
-from l2d_jax.errors import InputError, shown
+from l2d_jax.errors import InputError, require, shown
 from l2d_jax.files import read_json
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.diffusion_path import DiffusionPath

@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 import ml_dtypes
 import numpy as np
 
-from l2d_jax.config.parsing import from_dict, require
+from l2d_jax.config.parsing import from_dict
 from l2d_jax.config.schema import PathConfig
-from l2d_jax.errors import InputError
+from l2d_jax.errors import InputError, require
 from l2d_jax.files import package_table
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.weights import mapping

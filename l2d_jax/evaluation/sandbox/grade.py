@@ -19,8 +19,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from l2d_jax.config.parsing import require
-from l2d_jax.errors import RunError
+from l2d_jax.errors import RunError, require
 from l2d_jax.evaluation.sandbox import seccomp
 from l2d_jax.evaluation.sandbox.isolation import Limits
 from l2d_jax.evaluation.sandbox.places import taken_places

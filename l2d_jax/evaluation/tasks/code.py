@@ -17,7 +17,7 @@ of its only split, test, so that 159 of its 164 problems are scored (Chen et al.
 import builtins
 import re
 
-from l2d_jax.config.parsing import require
+from l2d_jax.errors import require
 from l2d_jax.evaluation.tasks.problem import Item, Problem, Row, text_of, texts_of
 
 FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:\n```|$)", flags=re.DOTALL | re.IGNORECASE)

@@ -11,8 +11,8 @@ word problems (`data/word_problems`) are asked as in training, without examples,
 import re
 from decimal import Decimal
 
-from l2d_jax.config.parsing import require
 from l2d_jax.data.word_problems import marked_number, problem
+from l2d_jax.errors import require
 from l2d_jax.evaluation.tasks.problem import Item, Problem, Row, Score, text_of
 
 BUILT_IN = 1000  # word problems of each split

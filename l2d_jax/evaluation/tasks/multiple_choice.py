@@ -11,8 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from l2d_jax.config.parsing import require
-from l2d_jax.errors import InputError
+from l2d_jax.errors import InputError, require
 from l2d_jax.evaluation.tasks.problem import Item, Problem, Row, Score, text_of, texts_of
 
 LETTERS = "ABCDEFGHIJ"

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from l2d_jax.config.parsing import require
+from l2d_jax.errors import require
 from l2d_jax.evaluation.sandbox.submission import Submission, Verdict
 
 Row = Mapping[str, Any]

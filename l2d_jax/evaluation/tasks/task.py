@@ -19,10 +19,10 @@ from typing import Any, Literal
 import datasets
 from transformers import PreTrainedTokenizerFast
 
-from l2d_jax.config.parsing import nearest, require
+from l2d_jax.config.parsing import nearest
 from l2d_jax.data.rows import find_file, read_file, read_hub, require_columns
 from l2d_jax.data.tokenizer import prompt_ids, text_ids
-from l2d_jax.errors import InputError
+from l2d_jax.errors import InputError, require
 from l2d_jax.evaluation.sandbox.submission import Submission
 from l2d_jax.evaluation.tasks import code, gsm8k, math, multiple_choice
 from l2d_jax.evaluation.tasks.problem import EncodedProblem, Item, Problem, Prompts, Row, Run, Score, TaskSampling
