@@ -23,7 +23,7 @@ from typing import Annotated, Any, TypeAlias
 from annotated_types import Interval
 from pydantic import TypeAdapter, ValidationError
 
-from l2d_jax.errors import LONGEST_LINE, InputError, shorten, shown
+from l2d_jax.errors import LONGEST_LINE, InputError, require, shorten, shown
 
 Count = Annotated[int, Interval(ge=1, lt=2**31)]
 Share = Annotated[float, Interval(ge=0, le=1)]
@@ -46,8 +46,7 @@ def check_text(text: str, name: str) -> None:
 def check_path(text: str, name: str) -> None:
     """Raise `InputError`, which begins with `name`, for text that no file can be named by."""
     check_text(text, name)
-    if "\0" in text:
-        raise InputError(f"{name} must have no NUL character, got {text[:80]!r}: leave it out")
+    require("\0" not in text, f"{name} must have no NUL character, got {text[:80]!r}: leave it out")
     for part, limit in [*((part, LONGEST_NAME) for part in text.split("/")), (text, LONGEST_PATH)]:
         if (size := len(part.encode())) > limit:
             raise InputError(f"{name} must be at most {limit} bytes long, got {size}: {part[:60]!r}...: shorten it")
@@ -162,8 +161,7 @@ def changes(recorded: Fingerprint, found: Fingerprint) -> list[str]:
 def require_same(recorded: Any, found: Fingerprint, *, what: str, remedy: str) -> None:
     """Raise `InputError` if a part of what a file records (nothing, in files of former versions) is another now."""
     changed = [] if recorded is None else changes(check(recorded, dict[str, str], what, remedy=remedy), found)
-    if changed:
-        raise InputError(f"{what} ({', '.join(changed)}): {remedy}")
+    require(not changed, f"{what} ({', '.join(changed)}): {remedy}")
 
 
 def identity(path: Path) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from l2d_jax.errors import InputError
+from l2d_jax.errors import InputError, require
 from l2d_jax.files import Count, Share
 
 RESAMPLES = 2000  # of a bootstrap: bounds then vary by about a twentieth of the interval; half as many for tokens
@@ -42,8 +42,7 @@ def rate(values: Sequence[float]) -> Rate:
 
     The interval is Wilson's where each value is 0 or 1, else the percentile interval of a bootstrap with a fixed seed.
     """
-    if not values:
-        raise InputError("a rate needs at least one problem, got 0")
+    require(len(values) > 0, "a rate needs at least one problem, got 0")
     scores = np.asarray(values, np.float64)
     if np.isin(scores, (0.0, 1.0)).all():
         from scipy.stats import binomtest  # here: its import takes a second

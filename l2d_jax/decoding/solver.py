@@ -227,7 +227,6 @@ def split_budget(solver: str, total: int, *, beams: int) -> int:
     """
     found = find_solver(solver)
     require(beams >= 1, f"a budget is split between at least 1 beam, got {beams}")
-    if total < beams:
-        problem = f"a total of {total} evaluations per token is less than one for each of {beams} beams"
-        raise InputError(f"{problem}: try a total of at least {beams}{f', or {total} beams' if total > 0 else ''}")
+    problem = f"a total of {total} evaluations per token is less than one for each of {beams} beams"
+    require(total >= beams, f"{problem}: try a total of at least {beams}{f', or {total} beams' if total > 0 else ''}")
     return found.spendable(total // beams)

@@ -24,7 +24,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from l2d_jax.distributed import processes
-from l2d_jax.errors import InputError, RunError, shorten
+from l2d_jax.errors import InputError, RunError, require, shorten
 from l2d_jax.files import Fingerprint, require_same
 from l2d_jax.storage import mirror
 from l2d_jax.storage.bucket import BucketError
@@ -102,8 +102,7 @@ class Checkpoints:
         except Exception as error:  # as for a save
             problem = f"checkpoint {step} in {self._folder} cannot be read ({_reason(error)})"
             raise InputError(f"{problem}: if it stays so, move it away to go on from an older one") from error
-        if faults:
-            raise InputError(f"checkpoint {step} does not fit this config: {'; '.join(faults[:5])}: use its own config")
+        require(not faults, f"checkpoint {step} does not fit this config: {'; '.join(faults[:5])}: use its own config")
         leaves = {name: [restored[name][path] for path in tree] for name, tree in wanted.items()}
         return {name: jax.tree.unflatten(jax.tree.structure(tree), leaves[name]) for name, tree in like.items()}
 

@@ -15,7 +15,7 @@ import jax
 
 from l2d_jax.config.schema import ProfileConfig
 from l2d_jax.distributed import processes
-from l2d_jax.errors import InputError
+from l2d_jax.errors import require
 
 T = TypeVar("T")
 PARTS = ("data", "save", "validation")  # of a run's time; all other time is that of the steps
@@ -24,9 +24,8 @@ Step: TypeAlias = Callable[..., tuple[Any, Any]]  # (state, ...) -> (state, metr
 
 def check_steps(config: ProfileConfig, steps: int) -> None:
     """Raise `InputError` if a traced step lies beyond the run's last."""
-    if config.steps is not None and _traced(config.steps)[-1] > steps:
-        problem = f"config.profile.steps {config.steps} goes beyond the run's {steps} steps"
-        raise InputError(f"{problem}: choose earlier ones")
+    problem = f"config.profile.steps {config.steps} goes beyond the run's {steps} steps"
+    require(config.steps is None or _traced(config.steps)[-1] <= steps, f"{problem}: choose earlier ones")
 
 
 def trace_steps(run_step: Step, config: ProfileConfig, workdir: Path, *, start: int) -> Step:

@@ -20,7 +20,7 @@ from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.refine import Refinement
 from l2d_jax.distributed import processes, runtime
 from l2d_jax.distributed.sharding import make_mesh
-from l2d_jax.errors import InputError, RunError
+from l2d_jax.errors import RunError, require
 from l2d_jax.storage import lock, mirror
 from l2d_jax.training import preflight, profiler
 from l2d_jax.training.checkpoint import Checkpoints
@@ -79,8 +79,7 @@ def prepare(
 
     decided = processes.decide(check)
     changed = differences(decided["config"], config)
-    if changed:
-        raise InputError(f"process 0 runs another config: {'; '.join(changed[:5])}: start the same command everywhere")
+    require(not changed, f"process 0 runs another config: {'; '.join(changed[:5])}: start the same command everywhere")
     if config.train.method != "l2d" and config.validation.budgets != (1,):
         processes.print_once("validation is at a budget of 1: a language model without a path has no other")
     processes.print_once(plan_text(decided["plan"], jax.devices()))

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from l2d_jax.errors import InputError, shorten, shown
+from l2d_jax.errors import InputError, require, shorten, shown
 
 HUB = "hub:"  # before a hub id: it is no folder, whatever lies in the working directory
 TEXT_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]  # of config and tokenizer
@@ -46,8 +46,7 @@ def plan_download(name: str) -> Download:
         except Exception:
             raise error from None
         return Download(os.path.basename(folder), 0, cache)
-    if not files:
-        raise InputError(f"{hub_id} has no files of a model on the hub: check the name")
+    require(len(files) > 0, f"{hub_id} has no files of a model on the hub: check the name")
     return Download(files[0].commit_hash, sum(file.file_size for file in files if file.will_download), cache)
 
 

@@ -28,8 +28,7 @@ Tensors: TypeAlias = dict[str, Callable[[], np.ndarray]]  # each made when its t
 def parse_hyperparameters(raw: Mapping[str, Any]) -> PathConfig:
     """The path's options from the release's keyword arguments, bare or under `l2d_kwargs`; raises `InputError`."""
     options = raw.get("l2d_kwargs", raw)
-    if not isinstance(options, Mapping):
-        raise InputError(f"l2d_kwargs must be the release's keyword arguments, got {options!r:.60}")
+    require(isinstance(options, Mapping), f"l2d_kwargs must be the release's keyword arguments, got {options!r:.60}")
     names = package_table(ARGUMENTS)["names"]
     for name, value in package_table(ARGUMENTS)["fixed"].items():
         if options.get(name, value) != value:
