@@ -158,6 +158,18 @@ def changes(recorded: Fingerprint, found: Fingerprint) -> list[str]:
     return [f"{name} {recorded[name][:8]}, now {found[name][:8]}" for name in both if recorded[name] != found[name]]
 
 
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], within: str = "") -> list[str]:
+    """A few words for each entry in which two nested records, as JSON has them, differ; names begin with `within`."""
+    words: list[str] = []
+    for name in {**old, **new}:
+        was, now = old.get(name), new.get(name)
+        if isinstance(was, dict) and isinstance(now, dict):
+            words += differences(was, now, f"{within}{name}.")
+        elif was != now:
+            words.append(f"{within}{name} was {shown(was)}, is {shown(now)}")
+    return words
+
+
 def require_same(recorded: Any, found: Fingerprint, *, what: str, remedy: str) -> None:
     """Raise `InputError` if a part of what a file records (nothing, in files of former versions) is another now."""
     changed = [] if recorded is None else changes(check(recorded, dict[str, str], what, remedy=remedy), found)

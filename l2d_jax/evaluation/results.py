@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 from l2d_jax import statistics
 from l2d_jax.errors import InputError, require, shown
 from l2d_jax.evaluation.tasks.problem import Problem, Score
-from l2d_jax.files import Count, Share, changes, check, read_json, read_lines, write_whole
+from l2d_jax.files import Count, Share, changes, check, differences, explained, read_json, read_lines, write_whole
 from l2d_jax.storage import mirror
 
 KINDS = ("strict", "relaxed")
@@ -94,7 +94,7 @@ class Results:
         """Open or create the folder; raises `InputError` if it holds another run, or cannot be written."""
         self.folder = folder
         self.run: dict[str, Any] = json.loads(json.dumps(run))
-        try:
+        with explained(f"cannot write to {folder}", "choose another --out"):
             folder.mkdir(parents=True, exist_ok=True)
             if (folder / RESULTS).exists():
                 self._refuse_other()
@@ -105,8 +105,6 @@ class Results:
             if (folder / SAMPLES).exists():
                 write_whole(folder / SAMPLES, b"".join(text for text, _ in kept))
             self.samples: dict[str, dict[str, Any]] = {line["id"]: line for _, line in kept}
-        except OSError as error:
-            raise InputError(f"cannot write to {folder} ({error.strerror}): choose another --out") from error
 
     def add(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Append scored problems."""
@@ -133,23 +131,11 @@ class Results:
             raise InputError(f"{problem}: give another --name, or remove {self.folder}") from None
         asked = dict(self.run)
         ours = asked.pop("fingerprint", None) or {}
-        changed = _differences(run, asked)[:3]
+        changed = differences(run, asked)[:3]
         if not changed and theirs != ours:
             changed = changes(theirs, ours) or ["of a former version"]
         problem = f"{self.folder} holds another evaluation ({'; '.join(changed)})"
         require(not changed, f"{problem}: give it another --name, or remove it")
-
-
-def _differences(was: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -> list[str]:
-    """What two nested records of settings differ in, a few words each."""
-    words: list[str] = []
-    for name in sorted({*was, *now}):
-        a, b = was.get(name), now.get(name)
-        if isinstance(a, dict) and isinstance(b, dict):
-            words += _differences(a, b, f"{within}{name}.")
-        elif a != b:
-            words.append(f"{within}{name} was {shown(a)}, is {shown(b)}")
-    return words
 
 
 def _repeated(lines: list[dict[str, Any]]) -> dict[int, str]:

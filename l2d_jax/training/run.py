@@ -21,6 +21,7 @@ from l2d_jax.decoding.refine import Refinement
 from l2d_jax.distributed import processes, runtime
 from l2d_jax.distributed.sharding import make_mesh
 from l2d_jax.errors import RunError, require
+from l2d_jax.files import differences
 from l2d_jax.storage import lock, mirror
 from l2d_jax.training import preflight, profiler
 from l2d_jax.training.checkpoint import Checkpoints
@@ -33,7 +34,7 @@ from l2d_jax.training.plans import apply_plan, choose_plan, plan_text, record_pl
 from l2d_jax.training.preemption import Preemption
 from l2d_jax.training.step import TrainState, check_batch, init_state, is_finite, make_step, micro_batches, process_rows
 from l2d_jax.training.validation import placed_in_order, validate
-from l2d_jax.training.workdir import claim, differences, plain_values
+from l2d_jax.training.workdir import claim, plain_values
 from l2d_jax.weights import model_folder
 
 
@@ -78,7 +79,7 @@ def prepare(
         return {"config": plain_values(config), "plan": plan}
 
     decided = processes.decide(check)
-    changed = differences(decided["config"], config)
+    changed = differences(decided["config"], plain_values(config), "config.")
     require(not changed, f"process 0 runs another config: {'; '.join(changed[:5])}: start the same command everywhere")
     if config.train.method != "l2d" and config.validation.budgets != (1,):
         processes.print_once("validation is at a budget of 1: a language model without a path has no other")

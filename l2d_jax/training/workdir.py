@@ -1,13 +1,12 @@
 """The folder of a run, which belongs to its config."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from l2d_jax.config.schema import Config, defaults
-from l2d_jax.errors import InputError
-from l2d_jax.files import check, explained, read_json, write_whole
+from l2d_jax.errors import require
+from l2d_jax.files import check, differences, explained, read_json, write_whole
 from l2d_jax.storage import mirror
 from l2d_jax.weights import model_folder
 
@@ -39,27 +38,18 @@ def claim(workdir: Path, config: Config) -> None:
     # A run may resume on other devices, trace other steps, and read the same examples from another place.
     free = ("config.mesh.", "config.profile.", "config.log.", "config.data.prepared", "config.train.checkpoint_minutes")
     sections = check(read_json(file), dict[str, dict[str, Any]], file, remedy="restore it or choose another --workdir")
-    # A former version lacks the newest options.
-    former = {name: values | sections.get(name, {}) for name, values in defaults().to_dict().items()}
-    lines = differences(former, config)
+    former = {  # a former version lacks the newest options, and may have others
+        section: {name: sections.get(section, {}).get(name, value) for name, value in values.items()}
+        for section, values in json.loads(json.dumps(defaults().to_dict())).items()
+    }
+    lines = differences(former, plain_values(config), "config.")
     if sections.get("train", {}).get("stratified_times"):
         lines.append("config.train.stratified_times was True, an option that is no more")
     changed = [line for line in lines if not line.startswith(free) and not line.endswith(", is 'auto'")]
-    if changed:
-        differing = "; ".join(changed[:5])
-        raise InputError(f"workdir {workdir} belongs to another config: {differing}: choose another --workdir")
+    problem = f"workdir {workdir} belongs to another config: {'; '.join(changed[:5])}"
+    require(not changed, f"{problem}: choose another --workdir")
 
 
 def plain_values(config: Config) -> dict[str, Any]:
     """A config as it is read back from JSON, with lists in place of tuples."""
     return json.loads(json.dumps(config.to_dict()))
-
-
-def differences(old: Mapping[str, Any], config: Config) -> list[str]:
-    """A line for each option that differs from `old`, which holds `plain_values` of a config."""
-    lines = []
-    for section, values in plain_values(config).items():
-        former = {name: old.get(section, {}).get(name) for name in values}
-        changed = [name for name in values if json.loads(json.dumps(former[name])) != values[name]]
-        lines += [f"config.{section}.{name} was {former[name]!r}, is {values[name]!r}" for name in changed]
-    return lines
