@@ -14,11 +14,12 @@ import jax
 
 from l2d_jax import command_line
 from l2d_jax.config.schema import MeshConfig
-from l2d_jax.data.tokenizer import first_line, require_chat_template, require_tokenizer
+from l2d_jax.data.tokenizer import require_chat_template, require_tokenizer
 from l2d_jax.decoding.requests import check_decoding_memory
 from l2d_jax.decoding.solver import FIXED
 from l2d_jax.distributed import runtime
 from l2d_jax.errors import InputError, require
+from l2d_jax.files import explained
 from l2d_jax.loading import find, load
 from l2d_jax.model.llm import LLM
 from l2d_jax.weights import model_folder
@@ -39,11 +40,8 @@ def main() -> None:
     except ImportError as error:
         raise InputError(f"a library of the server is missing ({error.name}): pip install 'l2d_jax[serve]'") from None
     folder = find(options.workdir or options.model, dtype=options.dtype)
-    try:
+    with explained(f"{options.host}:{options.port} cannot be listened on", "choose another --host or --port"):
         listening = socket.create_server((options.host, options.port))
-    except OSError as error:
-        problem = f"{options.host}:{options.port} cannot be listened on ({first_line(error)})"
-        raise InputError(f"{problem}: choose another --host or --port") from None
     runtime.start_jax(MeshConfig())
     require(jax.process_count() == 1, "a server is one process: start it on one host alone")
     base = model_folder.find_base(folder.base)

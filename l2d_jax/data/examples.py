@@ -7,7 +7,6 @@ iterator state: step k of any run, resumed or not and on any number of processes
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import datasets
@@ -28,7 +27,7 @@ from l2d_jax.errors import InputError, require
 READING = ReadOptions(num_threads=4, prefetch_buffer_size=16)  # batches ahead of the one in use
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Counts:
     """How many examples are used, and how many were left out for their length."""
 
@@ -44,7 +43,7 @@ class Counts:
         return f"{found}, not the paper's {self.papers}: the rows, the tokenizer or its chat template are not the same"
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Examples:
     """The examples of one split, tokenised."""
 
@@ -89,8 +88,7 @@ class Examples:
             turns = source.turns
             _check_classes(turns if source.has_classes else turns.remove_columns("class"), classes, name=name)
         fits, counts = _fit(turns, config)
-        _check_fit(turns, counts, config, name)
-        _check_working(turns, config, name)
+        _check_turns(turns, counts, config, name)
         kept = np.flatnonzero(fits)[_spread(counts.kept, limit or counts.kept)]
         counts = dataclasses.replace(counts, kept=len(kept), papers=papers_count(config, split))
         return cls(config, counts, turns.with_format("numpy"), kept, tokenization.padding_id(tokenizer), source)
@@ -245,19 +243,15 @@ def _fit(turns: datasets.Dataset, config: DataConfig) -> tuple[Bool[np.ndarray, 
     return fits, Counts(int(fits.sum()), int(long.sum()), int(long_answer.sum()))
 
 
-def _check_fit(turns: datasets.Dataset, counts: Counts, config: DataConfig, name: str) -> None:
+def _check_turns(turns: datasets.Dataset, counts: Counts, config: DataConfig, name: str) -> None:
+    """Raise `InputError` if no turn can be used, or none has the working that the config wants."""
     require(len(turns) > 0, f"{name} has no message of the assistant to learn from: choose another source")
-    if counts.kept > 0:
-        return
-    lengths, answers = _lengths(turns)
-    long = lengths > config.max_length
-    option, values = ("max_length", lengths) if long.all() else ("answer_length", answers[~long])
-    rule = f"none of the {len(turns)} examples of {name} fits config.data.{option} {getattr(config, option)}"
-    raise InputError(f"{rule}: they take {values.min()} to {values.max()} tokens: raise config.data.{option}")
-
-
-def _check_working(turns: datasets.Dataset, config: DataConfig, name: str) -> None:
-    """Raise `InputError` if the config wants a working, and no row has one."""
+    if counts.kept == 0:
+        lengths, answers = _lengths(turns)
+        long = lengths > config.max_length
+        option, values = ("max_length", lengths) if long.all() else ("answer_length", answers[~long])
+        rule = f"none of the {len(turns)} examples of {name} fits config.data.{option} {getattr(config, option)}"
+        raise InputError(f"{rule}: they take {values.min()} to {values.max()} tokens: raise config.data.{option}")
     has_working = config.working == 0 or any(map(len, turns.with_format("arrow")["working"]))
     rule = f"config.data.working is {config.working}, but no row of {name} has a 'working'"
     require(has_working, f"{rule}: add that column, or set it to 0")

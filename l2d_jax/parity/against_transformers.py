@@ -89,7 +89,9 @@ def compare(model: str, *, length: int | None = None, dtype: str = "float32") ->
     del llm
     if doubtful:
         again = {row.name: rows[row.name] for row in doubtful}
-        exact, eager = _their_exact_logits(folder, again), _their_logits(folder, again, attention="eager")
+        eager = _their_logits(folder, again, attention="eager")
+        with in_float64():
+            exact = _their_logits(folder, again, dtype="float64")
         for row in doubtful:
             roundings = (measure(row.name, kind[row.name], exact[row.name]).difference for kind in (theirs, eager))
             yield row._replace(rounding=max(roundings))
@@ -146,11 +148,6 @@ def measure(name: str, ours: Float[np.ndarray, "T V"], theirs: Float[np.ndarray,
 
 
 _our_logits = jax.jit(lambda llm, row: llm.logits(llm(row, jnp.arange(row.shape[1])[None])[0]))
-
-
-def _their_exact_logits(folder: Path, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    with in_float64():
-        return _their_logits(folder, rows, dtype="float64")
 
 
 @contextlib.contextmanager
