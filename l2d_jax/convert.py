@@ -19,7 +19,6 @@ from l2d_jax.reports.publication import publish_run
 from l2d_jax.storage import mirror
 from l2d_jax.weights import digests, locate, model_folder, publish, release
 from l2d_jax.weights.export import FORMATS, copy_texts, export_model, write_llm
-from l2d_jax.weights.locate import absolute_name, find_base_and_adapters
 from l2d_jax.weights.peft import CONFIG, WEIGHTS, Adapter
 from l2d_jax.weights.safetensors_file import SafetensorsFolder
 
@@ -71,7 +70,7 @@ def import_model(base: str, out: Path, *, l2d: tuple[Path, Path] | None = None, 
     if publish.is_published(located := locate.locate(base)):
         published = publish.TorchFolder.open(located)
         require(l2d is None and adapter is None, f"{base} is a published path already: leave --l2d and --adapter out")
-    language_model = find_base_and_adapters(base if published is None else published.base_name)
+    language_model = locate.find_base_and_adapters(base if published is None else published.base_name)
     folder, adapters = language_model.folder, language_model.adapters
     architecture = Architecture.from_hf(read_json(folder / "config.json"))
     if len(adapters) > 1 or (adapters and adapter is not None):
@@ -98,7 +97,7 @@ def import_model(base: str, out: Path, *, l2d: tuple[Path, Path] | None = None, 
         if adapter is not None:
             digests.check_signature(adapter / WEIGHTS, source)
             recorded = read_json(adapter / CONFIG).get("base_model_name_or_path") if adapters else None
-            Adapter.open(adapter, architecture).write(partial, base=recorded or absolute_name(base))
+            Adapter.open(adapter, architecture).write(partial, base=recorded or locate.absolute_name(base))
             digests.sign(partial / WEIGHTS, base_fingerprint=digests.source_fingerprint(source))
         if published is not None:
             fingerprint = model_folder.find_base(ModelConfig(name=str(partial))).fingerprint

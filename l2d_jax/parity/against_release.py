@@ -20,7 +20,6 @@ from l2d_jax.parity.adaptive_runs import adaptive_trajectories
 from l2d_jax.parity.fixed_step_runs import generations, trajectories
 from l2d_jax.parity.recording import Check, Recording, logits_at, read
 from l2d_jax.training import objective
-from l2d_jax.training.objective import Corruption
 from l2d_jax.training.optimizer import optimizer
 from l2d_jax.training.step import init_state
 from l2d_jax.weights import mapping
@@ -147,7 +146,7 @@ def _moved(gradient: DiffusionPath, fraction: Any) -> DiffusionPath:
 
 def _batch(
     path: DiffusionPath, a: Recording, name: str, *, noise: str | None = None, at: Any = ...
-) -> tuple[Batch, Corruption]:
+) -> tuple[Batch, objective.Corruption]:
     """A recorded batch with its draws; `noise` names where the draws are, `at` their index."""
     labels, tokens = a[f"{name}.labels"], jnp.asarray(a[f"{name}.input_ids"], jnp.int32)
     targets, weights = jnp.asarray(np.maximum(labels, 0), jnp.int32), jnp.asarray(labels >= 0, jnp.float32)
@@ -161,7 +160,7 @@ def _batch(
     if path.config.classes:
         is_dropped = draw("drop_uniform") < path.config.class_dropout
         dropped = jnp.where(is_dropped, path.config.classes, batch.classes[:, None])
-    return batch, Corruption(t=draw("timesteps"), noise=draw("noise"), labels=dropped)
+    return batch, objective.Corruption(t=draw("timesteps"), noise=draw("noise"), labels=dropped)
 
 
 def _cut(llm: LLM, path: DiffusionPath, count: int) -> tuple[LLM, DiffusionPath]:
@@ -182,7 +181,7 @@ _features = jax.jit(lambda path, *read: path(*read, conditions=Conditions(None, 
 
 
 @jax.jit
-def _loss(path: DiffusionPath, llm: LLM, batch: Batch, draws: Corruption) -> tuple[jax.Array, jax.Array]:
+def _loss(path: DiffusionPath, llm: LLM, batch: Batch, draws: objective.Corruption) -> tuple[jax.Array, jax.Array]:
     logits = llm.logits(objective.correct(path, llm, read_context(llm, batch), batch, draws))
     losses = lm_head.negative_log_likelihood(logits.reshape(-1, logits.shape[-1]), batch.targets.reshape(-1))
     return jnp.sum(losses.reshape(batch.targets.shape) * objective.loss_weights(batch.weights, "token")), logits

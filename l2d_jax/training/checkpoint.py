@@ -29,7 +29,6 @@ from l2d_jax.files import Fingerprint, require_same
 from l2d_jax.storage import mirror
 from l2d_jax.storage.bucket import BucketError
 from l2d_jax.training import manifest
-from l2d_jax.training.manifest import DamagedError
 
 UNDER_WAY = ocp.utils.TMP_DIR_SUFFIX  # suffix of a step's folder until it was written, in former versions
 SURPLUS = "surplus"  # the file in a step's folder while that is deleted
@@ -129,9 +128,9 @@ class Checkpoints:
             self._faults[step] = ""
             try:
                 if str(step) not in self._folder.names():
-                    raise DamagedError("its save was cut off, or has not ended")
+                    raise manifest.DamagedError("its save was cut off, or has not ended")
                 manifest.verify(self._folder, step)
-            except DamagedError as fault:
+            except manifest.DamagedError as fault:
                 self._faults[step] = str(fault)
                 _warn(f"checkpoint {step} in {self._folder} is passed over, and left as it is: {fault}")
         return not self._faults[step]

@@ -6,7 +6,6 @@
 
 import abc
 import dataclasses
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,7 +28,7 @@ from l2d_jax.training.step import REMAT
 from l2d_jax.weights import export, model_folder
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Method(abc.ABC):
     """A method with its config; its weights are two trees, trained and frozen."""
 

@@ -29,13 +29,10 @@ from l2d_jax.model.architecture import SUPPORTED, Architecture
 from l2d_jax.model.llm import LLM
 from l2d_jax.model.lora import LLMAdapter
 from l2d_jax.storage import mirror
-from l2d_jax.weights import digests, mapping, model_folder, peft, publish, release
+from l2d_jax.weights import digests, hub, mapping, model_folder, peft, publish, release
 from l2d_jax.weights.locate import BaseAndAdapters, absolute_name, find_base_and_adapters, locate
-from l2d_jax.weights.mapping import TensorSource
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_safetensors
 
-# The files of a language model beside its weights; never code, never pickles.
-KEPT = ("*.json", "*.txt", "*.jinja", "tokenizer.model")
 REPLACED = ("model.safetensors.index.json", "path.json", peft.CONFIG)
 
 
@@ -46,8 +43,8 @@ class Parts:
     name: str  # as the user gave it
     language_model: BaseAndAdapters
     architecture: Architecture
-    llm: TensorSource  # each tensor in the type of its file, with its adapters
-    path: tuple[PathConfig, TensorSource] | None
+    llm: mapping.TensorSource  # each tensor in the type of its file, with its adapters
+    path: tuple[PathConfig, mapping.TensorSource] | None
 
     @classmethod
     def open(cls, name: str) -> "Parts":
@@ -90,12 +87,12 @@ def export_model(model: str, out: Path, *, format: str, as_torch: bool = False) 
 def copy_texts(language_model: BaseAndAdapters, out: Path) -> None:
     """Copy the config, tokenizer and chat template of a language model."""
     for folder in dict.fromkeys((language_model.folder, language_model.tokenizer_folder)):
-        for file in itertools.chain.from_iterable(map(folder.glob, KEPT)):
+        for file in itertools.chain.from_iterable(map(folder.glob, hub.TEXT_FILES)):
             if file.name not in REPLACED:
                 shutil.copyfile(file, out / file.name)
 
 
-def write_llm(llm: TensorSource, architecture: Architecture, out: Path) -> None:
+def write_llm(llm: mapping.TensorSource, architecture: Architecture, out: Path) -> None:
     """Write the language model's weights, each in the type of its source."""
     write_safetensors(out, release.lazy_tensors(llm, mapping.llm_shapes(architecture)).items())
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from l2d_jax.errors import InputError, require, shorten, shown
 
 HUB = "hub:"  # before a hub id: it is no folder, whatever lies in the working directory
-TEXT_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]  # of config and tokenizer
+TEXT_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]  # of a language model, beside its weights
 FILES = ["*.safetensors", *TEXT_FILES]  # neither pickles nor code
 
 

@@ -12,7 +12,6 @@ from l2d_jax.storage import mirror
 from l2d_jax.storage.bucket import SCHEME
 from l2d_jax.weights import gguf_model, hub, peft
 from l2d_jax.weights.gguf_file import GGUFFile
-from l2d_jax.weights.hub import HUB
 from l2d_jax.weights.safetensors_file import write_safetensors
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")  # with a revision or without
@@ -22,7 +21,7 @@ ON_HUB = "base_on_hub"  # in such a file: true if the base is a hub id
 
 def is_on_hub(name: str) -> bool:
     """Whether a name is a hub id, and not a folder or file of this machine or in a bucket."""
-    if name.startswith(HUB):
+    if name.startswith(hub.HUB):
         return True
     path = Path(os.path.expanduser(name))
     return bool(HUB_ID.fullmatch(name)) and not os.path.exists(path) and not os.path.isdir(path.parent)
@@ -33,7 +32,7 @@ def locate(name: str, *, files: list[str] = hub.FILES) -> Path:
 
     A name in a folder that is here is a path, and is not looked up on the hub, where anybody may have taken it.
     """
-    hub_id = name.removeprefix(HUB)
+    hub_id = name.removeprefix(hub.HUB)
     if name.startswith(SCHEME):
         return mirror.open_folder(name)
     if hub_id == name:
@@ -43,7 +42,7 @@ def locate(name: str, *, files: list[str] = hub.FILES) -> Path:
         if path.suffix == ".gguf":
             return _converted(path)
         if HUB_ID.fullmatch(name) and os.path.isdir(path.parent):
-            raise InputError(f"{path.parent} has no folder {path.name}: check the path, or give {HUB}{name}")
+            raise InputError(f"{path.parent} has no folder {path.name}: check the path, or give {hub.HUB}{name}")
     kinds = "neither a folder, nor a .gguf file, nor a hub id (org/name)"
     require(HUB_ID.fullmatch(hub_id) is not None, f"{shown(name)} is {kinds}: check the path")
     return hub.download(hub_id, files)
@@ -102,7 +101,7 @@ def absolute_name(name: str) -> str:
     """The absolute path of a base in a local folder or GGUF file; a hub id or "random" as it is."""
     path = Path(os.path.expanduser(name))  # os.path, since the methods of paths raise errors for names of other bytes
     is_local = os.path.isdir(path) or (path.suffix == ".gguf" and os.path.isfile(path))
-    return str(path.resolve()) if is_local and name != "random" else name.removeprefix(HUB)
+    return str(path.resolve()) if is_local and name != "random" else name.removeprefix(hub.HUB)
 
 
 def base_record(name: str, folder: Path) -> dict[str, Any]:
@@ -127,7 +126,7 @@ def read_base_name(file: Path, key: str = "base", *, what: str | None = None) ->
     if name == "random":
         raise InputError(f"the base of {file.parent} is random weights, which only a workdir can make again: give that")
     if record.get(ON_HUB) is True:
-        return HUB + name
+        return hub.HUB + name
     if name.startswith(SCHEME) or os.path.exists(os.path.expanduser(name)) or file.name == peft.CONFIG:
         return name
     if nearby is None:

@@ -8,7 +8,6 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,21 +30,19 @@ from l2d_jax.model.lora import LLMAdapter, merge_adapter
 from l2d_jax.model.quantization import quantize_layers
 from l2d_jax.weights import hub, locate, mapping, peft, publish
 from l2d_jax.weights.digests import check_signature, source_fingerprint, tensors_digest
-from l2d_jax.weights.mapping import TensorSource
-from l2d_jax.weights.peft import Adapted, Adapter
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_file
 
 BASE = "base.json"  # of a workdir whose base is a local folder or file: where that lies
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class BaseFiles:
     """The checked files of a base model, before any weight is read."""
 
     architecture: Architecture
     tokenizer: PreTrainedTokenizerFast | None  # None: the folder has none; only token ids can be used
     stop_ids: tuple[int, ...]  # the tokens that end an answer
-    source: TensorSource | None  # None: random initial values
+    source: mapping.TensorSource | None  # None: random initial values
 
     @cached_property
     def fingerprint(self) -> dict[str, str]:
@@ -127,18 +124,18 @@ def new_path(config: PathConfig, llm: LLM, mesh: Mesh, *, seed: int) -> Diffusio
     return start_from(path, llm) if config.layers == "dense" and config.dense_init == "lm" else path
 
 
-def open_weights(language_model: locate.BaseAndAdapters, architecture: Architecture) -> TensorSource:
+def open_weights(language_model: locate.BaseAndAdapters, architecture: Architecture) -> mapping.TensorSource:
     """The LM's tensors, to which adapters are added on reading; raises `InputError` for tensors that do not fit."""
-    source: TensorSource = SafetensorsFolder.open(language_model.folder)
+    source: mapping.TensorSource = SafetensorsFolder.open(language_model.folder)
     check_llm(source, architecture)
     for folder in language_model.adapters:
-        adapter = Adapter.open(folder, architecture)
+        adapter = peft.Adapter.open(folder, architecture)
         check_signature(folder / peft.WEIGHTS, source)
-        source = Adapted(source, adapter)
+        source = peft.Adapted(source, adapter)
     return source
 
 
-def check_llm(source: TensorSource, architecture: Architecture) -> None:
+def check_llm(source: mapping.TensorSource, architecture: Architecture) -> None:
     """Raise `InputError` unless a source has an LM's tensors and no others (but a tied head and rotary buffers)."""
     ignored = {name for name in source.records if name.endswith("rotary_emb.inv_freq")}
     ignored |= {"lm_head.weight"} if architecture.tied else set()
@@ -237,7 +234,7 @@ def _path_checksum(record: Mapping[str, Any], source: SafetensorsFolder) -> str:
     return digest({"path": record.get("path"), "tensors": tensors_digest(source)})
 
 
-def find_path(folder: Path, architecture: Architecture) -> tuple[PathConfig, TensorSource]:
+def find_path(folder: Path, architecture: Architecture) -> tuple[PathConfig, mapping.TensorSource]:
     """The options and tensors of a model folder's path; raises an `InputError` that names all that do not fit."""
     config = read_path_config(folder)
     source = SafetensorsFolder.open_file(folder / "path.safetensors")

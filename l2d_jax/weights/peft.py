@@ -22,7 +22,6 @@ from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.axes import MATRICES
 from l2d_jax.model.lora import LLMAdapter
 from l2d_jax.weights import mapping
-from l2d_jax.weights.mapping import TensorSource
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -66,7 +65,7 @@ class Adapter:
     """The checked files of an adapter; its weights are read when they are needed."""
 
     config: AdapterConfig
-    source: TensorSource
+    source: mapping.TensorSource
 
     @classmethod
     def open(cls, folder: Path, architecture: Architecture) -> "Adapter":
@@ -99,7 +98,7 @@ class Adapter:
 class Adapted:
     """The tensors of a base, to which an adapter is added: in float32, unless rounded to the type of the file."""
 
-    source: TensorSource
+    source: mapping.TensorSource
     adapter: Adapter
     is_rounded: bool = False
 

@@ -25,7 +25,6 @@ from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.weights import mapping
 from l2d_jax.weights.hub import HUB
-from l2d_jax.weights.mapping import Row
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_safetensors
 
 CODE = Path(__file__).parent / "pytorch"
@@ -38,12 +37,12 @@ def is_published(folder: Path) -> bool:
     return file.exists() and read_json(file).get("model_type") == MODEL_TYPE
 
 
-def _torch_row(row: Row) -> Row:
+def _torch_row(row: mapping.Row) -> mapping.Row:
     """The row of the same leaf in a published folder; of a low-rank update both matrices are [out, in], too."""
     ours, theirs = row.axes.split(" -> ")
     parts = re.findall(r"\([^)]*\)|\w+", theirs)
     theirs = " ".join(reversed(parts) if "rank" in parts else parts)
-    return Row("path." + row.ours.replace("layers.", "layers.{}."), row.ours, f"{ours} -> {theirs}")
+    return mapping.Row("path." + row.ours.replace("layers.", "layers.{}."), row.ours, f"{ours} -> {theirs}")
 
 
 TORCH_ROWS = [_torch_row(row) for row in mapping.PATH_ROWS]

@@ -12,7 +12,6 @@ from l2d_jax.errors import RunError
 from l2d_jax.evaluation.sandbox import isolation
 from l2d_jax.evaluation.sandbox.isolated import candidate, grader
 from l2d_jax.evaluation.sandbox.isolated.plain_data import Channel, ClosedError
-from l2d_jax.evaluation.sandbox.isolation import Limits
 from l2d_jax.evaluation.sandbox.places import Place
 
 _START_SECONDS = 60.0  # for two processes to start, on a machine that is busy
@@ -37,7 +36,7 @@ class Verdict(NamedTuple):
     reason: str  # "not plain data: ..." where it could not be judged
 
 
-def judge_submission(submission: Submission, *, bwrap: str, limits: Limits, place: Place) -> Verdict:
+def judge_submission(submission: Submission, *, bwrap: str, limits: isolation.Limits, place: Place) -> Verdict:
     """Judge in two new isolated processes, gone afterwards; raises `RunError` if one of them has not started."""
     with contextlib.ExitStack() as stack:
         # The candidate's process and the tests' process talk to each other; only the latter reports to this process.
