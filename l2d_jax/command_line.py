@@ -6,7 +6,7 @@ import errno
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, cast, get_args, get_origin
@@ -44,9 +44,9 @@ class Parser(argparse.ArgumentParser):
             check_text(argument, f"argument {number}")
         return super().parse_known_args(arguments, namespace)
 
-    def parse_with_config(self, arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, Config]:
+    def parse_with_config(self) -> tuple[argparse.Namespace, Config]:
         """Parse, and read `--config` with its overrides; raises `InputError`."""
-        options, rest = self.parse_known_args(arguments)
+        options, rest = self.parse_known_args()
         return options, read_config(options.config, split_overrides(rest))
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -34,11 +35,10 @@ class Batch(NamedTuple):
     def repeat(self, count: int) -> "Batch":
         """Repeat each query `count` times with its weight divided among the copies, which stand side by side."""
         copy = partial(jnp.repeat, repeats=count, axis=1)
-        queries = None if self.queries is None else copy(self.queries)
+        parts = (self.queries, self.targets, self.weights, self.working)
+        queries, targets, weights, working = jax.tree.map(copy, parts)
         classes = self.classes if self.classes.ndim == 1 else copy(self.classes)
-        working = None if self.working is None else copy(self.working)
-        targets, weights = copy(self.targets), copy(self.weights) / count
-        return Batch(self.tokens, queries, targets, weights, classes, self.segments, working)
+        return Batch(self.tokens, queries, targets, weights / count, classes, self.segments, working)
 
 
 def stack(rows: Sequence[Sequence[Mapping[str, Any]]], config: DataConfig, *, padding: int) -> Batch:

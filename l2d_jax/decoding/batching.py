@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding.generation import decode_lanes
 from l2d_jax.decoding.loaded_model import LoadedModel
-from l2d_jax.decoding.requests import UNRESTRICTED, Prompt, Request, Restrictions
+from l2d_jax.decoding.requests import Prompt, Request
 from l2d_jax.errors import require
 
 PREFIX_MULTIPLE = 8  # tokens: the length of a common prefix is rounded down to a multiple, to compile few programs
@@ -47,7 +47,6 @@ def complete(
     samples: int = 1,
     seed: int = 0,
     prefix: int = 0,
-    restrictions: Restrictions = UNRESTRICTED,
 ) -> Iterator[dict[int, list[list[int]]]]:
     """Yield answers as they end, `samples` of them by the number of their prompt; the longest prompts come first.
 
@@ -61,7 +60,7 @@ def complete(
     ordered = sorted(prompts, key=lambda prompt: -len(prompt.ids))
     answers: list[list[int]] = [[] for _ in range(len(ordered) * samples)]
     lacking = [samples] * len(ordered)
-    request = Request(ordered, settings, seed, samples, prefix, restrictions, loaded.stop_ids, loaded.tokenizer)
+    request = Request(ordered, settings, seed, samples, prefix, stop_ids=loaded.stop_ids, tokenizer=loaded.tokenizer)
     decoded = decode_lanes(loaded.decoder, request, lanes=lanes)
     for pieces in decoded if ordered else ():
         ended = {}

@@ -24,7 +24,7 @@ from l2d_jax.data.batch import Batch
 from l2d_jax.decoding import integrate, refine
 from l2d_jax.decoding.decode import answer_keys
 from l2d_jax.decoding.generation import generate_tokens
-from l2d_jax.decoding.requests import Prompt, Request
+from l2d_jax.decoding.requests import Request, number_prompts
 from l2d_jax.decoding.sampler import token_keys
 from l2d_jax.decoding.solver import find_solver
 from l2d_jax.errors import InputError
@@ -123,8 +123,7 @@ def our_arrays(model: Model, rows: Int[np.ndarray, "B T"]) -> Iterator[tuple[str
         yield f"logits by {solver}", np.asarray(logits)
         yield f"states by {solver}", np.asarray(states)
     prompts, count = _split(rows)
-    known = [None] * len(rows) if labels is None else labels[:, 0].tolist()
-    numbered = [Prompt(i, row.tolist(), label) for i, (row, label) in enumerate(zip(prompts, known, strict=True))]
+    numbered = number_prompts(prompts.tolist(), labels=None if labels is None else labels[:, 0].tolist())
     for budget in BUDGETS:
         greedy = DecodeConfig(budget=budget, guidance=MEAN["guidance"], max_new_tokens=count)
         yield f"answers at budget {budget}", np.array(generate_tokens(model, Request(numbered, greedy)))
