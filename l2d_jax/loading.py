@@ -82,9 +82,6 @@ def load(
 ) -> LoadedModel:
     """Open a workdir of training, a model folder, or a plain language model.
 
-        model = load("runs/quickstart")
-        model.generate("What is 12 * 4?", budget=15)
-
     Args:
       folder: the workdir or model folder, or a plain model, whose budget is 1: a Hugging Face folder, a hub id, a GGUF
         file or a folder with a LoRA adapter.
@@ -144,10 +141,7 @@ def _base(options: dict[str, Any], dtype: str | None) -> ModelConfig:
 
 
 def newest_step(folder: Folder) -> int | None:
-    """The newest good checkpoint of a workdir, whose files are read, once JAX has started; None for another folder.
-
-    Raises `InputError` for a workdir without a good checkpoint.
-    """
+    """A workdir's newest good checkpoint, once JAX has started; None for other folders; `InputError` if it has none."""
     if folder.trained is None:
         return None
     with contextlib.closing(Checkpoints(folder.path / "checkpoints")) as checkpoints:

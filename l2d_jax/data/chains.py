@@ -17,10 +17,7 @@ INSTRUCTION = f"Go from letter to letter, {HOPS} times."
 
 
 def chain_rows(count: int, *, seed: int = 0, split: str = "train") -> list[dict[str, Any]]:
-    """`count` chains as rows of messages, with their working; its characters decide the split that a chain belongs to.
-
-    Raises `InputError` for an unknown split.
-    """
+    """`count` chains of a split as rows of messages, with their working; `InputError` for an unknown split."""
     check_split(split)
     rows: list[dict[str, Any]] = []
     random = Random(f"{seed} {split}")

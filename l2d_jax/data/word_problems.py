@@ -60,10 +60,7 @@ def split_of(text: str) -> str:
 
 
 def _tell(story: str, r: Random) -> tuple[str, str]:
-    """The question of a story, drawn at random, and a solution whose last number is the answer.
-
-    They are of two people, of whom `they` is the first, and a noun of each kind.
-    """
+    """The question of a story, drawn at random, and a solution whose last number is the answer."""
     texts, words = package_table(TABLE)[story], package_table(TABLE)["words"]
     they = r.choice(("she", "he"))
     name = r.choice(words[they].split())

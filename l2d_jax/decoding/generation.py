@@ -30,10 +30,7 @@ def generate_tokens(model: Model, request: Request) -> list[list[int]]:
 
 
 def generate_answers(model: Model, request: Request) -> list[tuple[list[int], str]]:
-    """The token ids of each answer without the stop token, and the text that a stop string cut out of a token.
-
-    The other prompts change the rounding alone. Raises `InputError` as `decode_lanes` does.
-    """
+    """Each answer's token ids without the stop token, and what a stop string cut out of one; see `decode_lanes`."""
     answers: list[tuple[list[int], str]] = [([], "") for _ in range(len(request.prompts) * request.samples)]
     for piece in itertools.chain.from_iterable(decode_lanes(model, request)):
         ids, _ = answers[piece.answer]
@@ -72,10 +69,7 @@ def decode_lanes(model: Model, request: Request, *, lanes: int | None = None) ->
 
 
 def open_lanes(model: Model, request: Request, *, lanes: int | None = None) -> tuple[Lanes, list[Answer]]:
-    """Check a request before a prompt is read: lanes for it, at most as many as answers, and the answers.
-
-    Arguments and errors are those of `decode_lanes`.
-    """
+    """Check a request, as `decode_lanes` does, before a prompt is read: at most as many lanes as answers, and these."""
     path = path_config(model)
     answers = make_answers(request, model.llm.architecture, path)
     chosen = {answer.settings for answer in answers}
@@ -96,10 +90,7 @@ def open_lanes(model: Model, request: Request, *, lanes: int | None = None) -> t
 def make_answers(
     request: Request, architecture: Architecture, path: PathConfig | None, *, first: int = 0
 ) -> list[Answer]:
-    """Check a request by what needs no weights; the answers that it asks for, numbered from `first`.
-
-    Those to one prompt follow each other. Errors are those of `decode_lanes`.
-    """
+    """The answers to a request, numbered from `first`, which is checked as in `decode_lanes` without any weights."""
     check_value(request.samples, ranges.Rows, "samples")
     check_value(request.seed, ranges.KeySeed, "seed")
     asked = [(prompt, prompt.settings or request.settings) for prompt in request.prompts]

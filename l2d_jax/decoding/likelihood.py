@@ -112,10 +112,7 @@ def _log_probs(
     numbers: Int[Array, " B"],
     labels: Int[Array, " B"] | None,
 ) -> tuple[Float[Array, "draws B M J"], Int[Array, "B M"]]:
-    """The log-probability of every target under every noise sample, and the token of the highest mean probability.
-
-    All noise samples share the frozen pass. Logits are held for `CHUNK` positions and noise samples at a time.
-    """
+    """The log-probability of every target under every noise sample, and the token of the highest mean probability."""
     hidden, cache = model.llm(ids, jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape))
     read = (hidden, model.llm.lookup(ids))
     hidden, inputs = (jnp.take_along_axis(array, queries[..., None], axis=1) for array in read)

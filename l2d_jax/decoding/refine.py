@@ -56,10 +56,7 @@ class Refinement(nnx.Module):
 
     @classmethod
     def prepare(cls, model: Model, config: DecodeConfig) -> "Refinement":
-        """The settings for one model, with a table of conditions where it can have one.
-
-        Raises `InputError` as `check_budget` does.
-        """
+        """The settings for one model, with a table where there can be one; raises `InputError` as `check_budget`."""
         check_budget(config, has_path=model.path is not None)
         table = cls.tabulate(model, config.solver, [config.budget])
         return dataclasses.replace(cls.from_config(config), table=table)
@@ -153,10 +150,7 @@ def make_target(
     keys: Key[Array, "B M"],
     end: float | Float[Array, ""] = 1.0,
 ) -> integrate.Target:
-    """The estimate of x_1 at (t, x), guided where the context has labels, for the solver to integrate towards.
-
-    There is one t, or one for each sequence.
-    """
+    """The estimate of x_1 that the solver integrates towards, at one t or each sequence's; guided if it has labels."""
     step = end / jnp.maximum(settings.steps, 1).astype(jnp.float32)
 
     def target(t: Array, x: Array) -> Array:

@@ -62,10 +62,7 @@ class Metrics:
             self._events = _Events(workdir / "tensorboard", start=start)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Log scalars, and lists (which go to the JSON file alone), at an optimizer step.
-
-        Values that are not finite are left out, since JSON has no such numbers.
-        """
+        """Log scalars, and lists (in the JSON file alone), at a step, without what is not finite, which JSON lacks."""
         if self._silent:
             return
         values = {name: value for name, value in values.items() if np.all(np.isfinite(value))}

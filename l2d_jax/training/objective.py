@@ -173,10 +173,7 @@ def sample_corruptions(
     draws_per_context: int,
     times: TimeSampler = TIMES["uniform"],
 ) -> tuple[Batch, Corruption]:
-    """Repeat each query of the batch, and corrupt each copy by `sample_corruption` with a key of its own.
-
-    `times` turns the uniform samples of t, of all copies together, into times.
-    """
+    """Repeat each query of the batch, and corrupt each copy by `sample_corruption` with a key of its own."""
     if draws_per_context == 1:
         corruption = sample_corruption(key, batch, path)
     else:
