@@ -7,12 +7,10 @@ A config file holds what differs from these defaults (`configs/`); `defaults()` 
 The defaults are the paper's hyper-parameters (appendix, Table of implementation hyper-parameters).
 """
 
-import dataclasses
 import re
-import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, get_type_hints
 
 from ml_collections import ConfigDict
 
@@ -267,11 +265,11 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """A nested dictionary of plain values, which `from_dict` turns back and JSON can hold."""
-        return dataclasses.asdict(self)
+        return asdict(self)
 
 
 def defaults() -> ConfigDict:
     """The options with the paper's values, for a config file to edit; setting an unknown option raises."""
-    sections = typing.get_type_hints(Config).items()
-    values = {name: {f.name: f.default for f in dataclasses.fields(section)} for name, section in sections}
+    sections = get_type_hints(Config).items()
+    values = {name: {f.name: f.default for f in fields(section)} for name, section in sections}
     return ConfigDict(values, type_safe=False).lock()

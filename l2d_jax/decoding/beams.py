@@ -13,7 +13,6 @@ beams are compared under it. If every beam had its own noise, the search would k
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,7 +30,7 @@ from l2d_jax.errors import require
 from l2d_jax.model.l2d import Model
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class SearchConfig:
     """How to search. The budget of `DecodeConfig` is each beam's: a token costs `beams` times as much."""
 

@@ -17,11 +17,10 @@ from transformers import PreTrainedTokenizerFast
 
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.data.tokenizer import Message, prompt_ids, require_tokenizer, text_ids
-from l2d_jax.decoding import requests
 from l2d_jax.decoding.generation import decode_lanes, generate_answers
 from l2d_jax.decoding.grammar import Grammar
 from l2d_jax.decoding.likelihood import Likelihood, score_answers
-from l2d_jax.decoding.requests import Request, Restrictions
+from l2d_jax.decoding.requests import Request, Restrictions, number_prompts, override_settings
 from l2d_jax.decoding.sampler import check_tokens
 from l2d_jax.decoding.stop_strings import GrowingText, to_text
 from l2d_jax.distributed.memory import device_bytes
@@ -169,16 +168,16 @@ class LoadedModel:
     ) -> Request:
         """The prompts as token ids, numbered, and all that is asked of them; raises `InputError` as `generate` does."""
         ids = [self._encode(prompt) for prompt in prompts]
-        numbered = requests.number_prompts(ids, labels=[label] * len(ids) if isinstance(label, int) else label)
+        numbered = number_prompts(ids, labels=[label] * len(ids) if isinstance(label, int) else label)
         chosen = self.defaults if settings is None else settings
         several = {name: values for name, values in options.items() if isinstance(values, list)}
         for name, values in several.items():
             require(len(values) == len(ids), f"{name} has {len(values)} values for {len(ids)} prompts: give as many")
         single = {name: value for name, value in options.items() if name not in several}
-        common = requests.override_settings(chosen, single, others=OTHER_OPTIONS)
+        common = override_settings(chosen, single, others=OTHER_OPTIONS)
         for i, prompt in enumerate(numbered if several else ()):
             own = {name: values[i] for name, values in several.items()}
-            numbered[i] = prompt._replace(settings=requests.override_settings(common, own, others=OTHER_OPTIONS))
+            numbered[i] = prompt._replace(settings=override_settings(common, own, others=OTHER_OPTIONS))
         return Request(numbered, common, stop_ids=self.stop_ids, tokenizer=self.tokenizer, **others)
 
     def compile_grammar(self, response_format: Any) -> Grammar | None:

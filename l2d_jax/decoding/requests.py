@@ -1,8 +1,7 @@
 """What a model is asked, prompts and settings, with the checks that need no weights; and answers on their way."""
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -151,7 +150,7 @@ def override_settings(
     Raises `InputError` for an option that does not exist, with the nearest name among those of `DecodeConfig` and
     `others`, and for a value that does not fit.
     """
-    names = [field.name for field in dataclasses.fields(DecodeConfig)]
+    names = [option.name for option in fields(DecodeConfig)]
     for name in options:
         require(name in names, f"unknown option {name!r}{nearest(name, [*names, *others])}")
     ample = {"budget": AMPLE} if options.get("solver") in ADAPTIVE else {}
