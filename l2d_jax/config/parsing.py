@@ -15,8 +15,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 
-from l2d_jax.errors import InputError, shown
-from l2d_jax.errors import require as require
+from l2d_jax.errors import InputError, require, shown
 from l2d_jax.files import check_path
 
 FINITE = Interval(ge=-sys.float_info.max, le=sys.float_info.max)  # of numbers that declare no range

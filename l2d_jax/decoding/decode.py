@@ -38,8 +38,9 @@ class State(nnx.Module):
 
 
 COLUMNS = ("hidden", "inputs", "positions", "keys", "count", "done", "broken")  # of the state, with a row per sequence
-# XLA's options by kind of device: with more on-chip memory, a fusion reads more of the cache at a time (compiled).
-COMPILER_OPTIONS = {kind: {"xla_tpu_scoped_vmem_limit_kib": "32768"} for kind in ("TPU v5 lite", "TPU v5")}
+# XLA's options by kind of device (compiled): reading more of the cache at a time, and what all layers share but once.
+_OPTIONS = {"xla_tpu_scoped_vmem_limit_kib": "32768", "xla_tpu_licm_size_inflation_ratio": "1000"}
+COMPILER_OPTIONS = dict.fromkeys(("TPU v5 lite", "TPU v5", "TPU v6 lite"), _OPTIONS)
 LIKELIEST = 20  # tokens beside each new one, at most, whose log-probabilities are told
 
 
@@ -284,8 +285,7 @@ def decode_tokens(
 
 def token_decoder() -> Any:
     """`decode_tokens`, compiled for the devices of the set mesh, or JAX's default ones; it donates the state."""
-    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
-    return _token_decoder(device.device_kind)
+    return _token_decoder((jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]).device_kind)
 
 
 @cache

@@ -18,6 +18,8 @@ from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.errors import require
 from l2d_jax.model import diffusion
 
+DIGIT = 2  # bits that a pass over the vocabulary finds
+
 
 @nnx.dataclass
 class SamplingOptions(nnx.Module):
@@ -44,7 +46,7 @@ def sample_tokens(keys: Key[Array, " B"], logits: Float[Array, "B V"], sampling:
     options = (sampling.temperature, sampling.top_k, sampling.top_p)
     temperature, top_k, top_p = (jnp.broadcast_to(option, logits.shape[:1]) for option in options)
     is_cut = ((top_k > 0) | (top_p < 1)) & (temperature > 0)  # where it is not, sorting a vocabulary is skipped
-    logits = jax.lax.cond(is_cut.any(), lambda: jax.vmap(_cut)(logits, temperature, top_k, top_p), lambda: logits)
+    logits = jax.lax.cond(is_cut.any(), lambda: cut(logits, temperature, top_k, top_p), lambda: logits)
     return diffusion.sample_rows(keys, logits, temperature).astype(jnp.int32)
 
 
@@ -61,16 +63,32 @@ def entropy(logits: Float[Array, "*B V"]) -> Float[Array, "*B"]:
     return -jnp.sum(jnp.exp(log_probs) * log_probs, axis=-1)
 
 
-def _cut(
-    logits: Float[Array, " V"], temperature: Float[Array, ""], top_k: Int[Array, ""], top_p: Float[Array, ""]
-) -> Float[Array, " V"]:
-    """The logits, with minus infinity where top-k or top-p excludes a token; the likeliest is never excluded."""
-    ordered = -jnp.sort(-logits / jnp.maximum(temperature, 1e-6))
-    ordered = jnp.where((jnp.arange(len(logits)) < top_k) | (top_k == 0), ordered, -jnp.inf)
-    probs = jax.nn.softmax(ordered)
-    is_kept = (jnp.cumsum(probs) - probs < top_p) & (ordered > -jnp.inf)
-    lowest = jnp.min(jnp.where(is_kept, ordered, jnp.inf))
-    return jnp.where(logits / jnp.maximum(temperature, 1e-6) >= lowest, logits, -jnp.inf)
+def cut(
+    logits: Float[Array, "B V"], temperature: Float[Array, " B"], top_k: Int[Array, " B"], top_p: Float[Array, " B"]
+) -> Float[Array, "B V"]:
+    """The logits, with minus infinity where top-k or top-p excludes a token; the likeliest is never excluded.
+
+    Nothing is sorted: the largest logit that is excluded is found digit by digit, by sums over the vocabulary.
+    """
+    scaled = logits / jnp.maximum(temperature, 1e-6)[:, None]
+    bits = jax.lax.bitcast_convert_type(scaled, jnp.int32)
+    keys = (bits ^ ((bits >> 31) | jnp.iinfo(jnp.int32).min)).astype(jnp.uint32)  # in the order of the logits
+
+    def keep(weights: Array, limit: Array) -> Array:
+        """Whether the likelier tokens weigh less than the limit."""
+
+        def find_digit(number: Array, last: Array) -> Array:
+            shift = jnp.uint32(32 - DIGIT) - DIGIT * number.astype(jnp.uint32)
+            tried = last[:, None] | (jnp.arange(1, 2**DIGIT, dtype=jnp.uint32) << shift)
+            likelier = jnp.sum(weights[:, None], axis=-1, where=keys[:, None] > tried[..., None])
+            return last | ((likelier >= limit[:, None]).sum(axis=-1, dtype=jnp.uint32) << shift)
+
+        last = jax.lax.fori_loop(0, 32 // DIGIT, find_digit, jnp.zeros(len(keys), jnp.uint32))
+        return keys > last[:, None]
+
+    is_kept = keep(jnp.ones_like(logits), jnp.where(top_k > 0, top_k, jnp.inf))
+    probs = jax.nn.softmax(jnp.where(is_kept, scaled, -jnp.inf))
+    return jnp.where(is_kept & keep(probs, jnp.where(top_p < 1, top_p, jnp.inf)), logits, -jnp.inf)
 
 
 def check_tokens(texts: Iterable[Sequence[int]], vocab_size: int) -> None:

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 from annotated_types import Interval
 from typing_extensions import TypedDict
 
-from l2d_jax.config.parsing import nearest, require
-from l2d_jax.errors import InputError, shorten, shown
+from l2d_jax.config.parsing import nearest
+from l2d_jax.errors import InputError, require, shorten, shown
 from l2d_jax.files import Count, Positive, check, package_table
 from l2d_jax.model.rope_scaling import RopeScaling, Theta, YarnScaling, read_rope
 

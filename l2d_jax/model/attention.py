@@ -23,6 +23,7 @@ from l2d_jax.distributed import sharding
 
 LANES = 128  # of a TPU; splash attention takes only lengths that are multiples of it
 BLOCK = 512  # the most queries and keys in one tile of splash attention
+FEW = 16  # rows of a device: for fewer, a program of its own is no gain
 EMPTY = -1e30  # the score of a masked slot: finite for queries that see none, and never scaled, which would round it
 SCORES = 2**25  # the most scores that XLA holds at a time, as far as halving the queries gets there
 # Keys and values, each [B, S, K, H] or [P, K, H] for all rows, and the mask [B, T, S]; None: every query sees them.
@@ -41,13 +42,15 @@ def attention(  # noqa: PLR0913 (keys have places, queries have places, and both
     q_segments: Int[Array, "B T"] | None = None,
     others: Sequence[Part] = (),
     window: Int[Array, ""] | None = None,
+    mask: Bool[Array, "B T S"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attention of each query to the keys at or before it in its segment; slots of position -1 are empty and masked.
 
     Without `q_positions`, each key slot has T / S queries, side by side, positions grow with the slots, and
     `q_segments` are unused. Segments number the sequences that share a row. The `others` are seen, too: keys and
     values in arrays of their own, which writing into a copy of the slots would take as long as the attention. A
-    `window` hides the keys that are so many positions before their query, or more.
+    `window` hides the keys that are so many positions before their query, or more. The `mask`, if given, is that of the
+    slots of `k`, by their positions.
     """
     platform = sharding.platform()
     if q_positions is None:
@@ -56,7 +59,7 @@ def attention(  # noqa: PLR0913 (keys have places, queries have places, and both
         copies = q.shape[1] // k.shape[1]
         q_positions = jnp.repeat(kv_positions, copies, axis=1)
         q_segments = None if kv_segments is None else jnp.repeat(kv_segments, copies, axis=1)
-    mask = causal_mask(q_positions, kv_positions, window)
+    mask = causal_mask(q_positions, kv_positions, window) if mask is None else mask
     if q_segments is not None and kv_segments is not None:
         mask &= kv_segments[:, None, :] == q_segments[:, :, None]
     return _masked_attention(q, [*others, (k, v, mask)], platform=platform)
@@ -111,7 +114,8 @@ def _single_query(q: Array, parts: Sequence[Part]) -> Float[Array, "B 1 N H"]:
     q, parts = q[:, 0], [(k, v, None if mask is None else mask[:, 0]) for k, v, mask in parts]
     mesh, sizes, run = jax.sharding.get_abstract_mesh(), (q.shape[0], parts[0][0].shape[-2]), _attention_to_parts
     rows, heads = spec = sharding.partition(("batch", "kv_heads"), sizes, mesh)
-    if mesh.size > 1 and math.prod(NamedSharding(mesh, spec).shard_shape(sizes)) * mesh.size == math.prod(sizes):
+    local = math.prod(NamedSharding(mesh, spec).shard_shape(sizes))
+    if mesh.size > 1 and local >= FEW and local * mesh.size == math.prod(sizes):
         keys = [PartitionSpec(*[rows] * (k.ndim - 3), None, heads) for k, _, _ in parts]
         masks = (None if mask is None else PartitionSpec(rows) for _, _, mask in parts)
         specs = spec, list(zip(keys, keys, masks, strict=True))

@@ -37,6 +37,7 @@ LAYER_AXES: dict[str, tuple[str, ...]] = {  # by the weight's place in its layer
     **{name: (*inputs, *outputs) for name, (inputs, outputs) in MATRICES.items()},
     **{f"{name}.a": (*inputs, "rank") for name, (inputs, _) in MATRICES.items()},
     **{f"{name}.b": ("rank", *outputs) for name, (_, outputs) in MATRICES.items()},
+    "gate_and_up": ("parts", "embed", "mlp"),
     "modulation.first.weight": ("condition", "condition"),
     "modulation.first.bias": ("condition",),
     "modulation.last.weight": ("condition", "parts", "embed"),

@@ -25,7 +25,7 @@ from l2d_jax.config.schema import PROJECTIONS, LoraConfig, PathConfig
 from l2d_jax.distributed.sharding import Declared, Initializer, Weight, constrain
 from l2d_jax.model import diffusion
 from l2d_jax.model.architecture import Architecture
-from l2d_jax.model.attention import attention
+from l2d_jax.model.attention import attention, causal_mask
 from l2d_jax.model.axes import ADAPTED, KEYS, MATRICES, axis_sizes, declare_stacked
 from l2d_jax.model.context import Context
 from l2d_jax.model.few_rows import scan_layers
@@ -47,8 +47,8 @@ class PathLayers(nnx.Module):
     modulation: Mlp = nnx.data()  # E -> E -> (6, D)
     q: Lora | Num[Array, "L D N H"] | Declared = nnx.data()
     o: Lora | Num[Array, "L N H D"] | Declared = nnx.data()
-    gate: Lora | Num[Array, "L D F"] | Declared = nnx.data()
-    up: Lora | Num[Array, "L D F"] | Declared = nnx.data()
+    gate: Lora | Num[Array, "L *both D F"] | Declared = nnx.data()  # with `up`, if that is None: [L, 2, D, F]
+    up: Lora | Num[Array, "L D F"] | Declared | None = nnx.data()
     down: Lora | Num[Array, "L F D"] | Declared = nnx.data()
     q_bias: Float[Array, "L N H"] | Declared | None = nnx.data(default=None)  # of full copies, where the LM has one
     k: Lora | Num[Array, "L D K H"] | Declared | None = nnx.data(default=None)  # of a path that reads the context
@@ -200,6 +200,8 @@ class DiffusionPath(nnx.Module):
         condition = self.condition(t, labels).astype(dtype)
         angles = jnp.repeat(cache.positions, x.shape[1] // slots, axis=1) if positions is None else positions
         places: Any = {"q_positions": positions, "kv_positions": cache.positions}
+        if angles.shape[1] == 1 and own.window is None:  # or XLA would compute it in every layer
+            places["mask"] = causal_mask(angles, cache.positions, shared.window)
         segments: Any = {"q_segments": context.segments, "kv_segments": cache.segments}
         matmul = project if remat is None else project_saved
 
@@ -230,7 +232,8 @@ class DiffusionPath(nnx.Module):
             with jax.named_scope("mlp"):
                 y = llm.normalize(x, norm_2) + shift_2
                 y = gather_rows(y)
-                y = activate(product(y, w.gate, changes.gate), llm.architecture) * product(y, w.up, changes.up)
+                both = ((getattr(w, name), getattr(changes, name)) for name in ("gate", "up"))
+                y = activate([product(y, *pair) for pair in both if pair[1] is not None], llm.architecture)
                 x = x + gate_2 * llm.normalize(split_rows(product(y, w.down, changes.down)), w.post_mlp_norm)
             return split_rows(constrain(x, "batch", "length", "embed_activation")), None
 
@@ -240,7 +243,9 @@ class DiffusionPath(nnx.Module):
                 assert context.inputs is not None
                 y = context.inputs + y
             y = split_rows(constrain(y, "batch", "length", "embed_activation"))
-            scanned = (llm.layers, self.layers, cache.layers(), modulation, own)
+            unread = KEYS if isinstance(self.layers.q, Lora) else MATRICES  # left in, XLA may copy them for a branch
+            layers = dataclasses.replace(llm.layers, **dict.fromkeys(unread))
+            scanned = (layers, self.layers, cache.layers(), modulation, own)
             layer = remat(block) if remat else block
             f, _ = scan_layers(layer, y, scanned, in_place=llm.in_place)
         weight = self.merge_weight(t, labels) if conditions is None else conditions.merge

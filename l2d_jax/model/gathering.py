@@ -40,6 +40,8 @@ def gather_layer(layer: Any, *, dtype: Any, products: Any) -> Any:
         if isinstance(weight, StackedWeight):
             return weight
         name = jax.tree_util.keystr(path, simple=True, separator=".")
+        if name == "gate" and getattr(weight, "ndim", 0) == 3:
+            return jnp.moveaxis(gather_weight(weight, LAYER_AXES["gate_and_up"], dtype=products), 0, 1)
         return gather_weight(weight, LAYER_AXES[name], dtype=products if name in MATRICES else dtype)
 
     return jax.tree.map_with_path(gather, layer, is_leaf=lambda x: isinstance(x, QuantizedWeight | StackedWeight))

@@ -2,14 +2,18 @@
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import PathConfig
 from l2d_jax.distributed.memory import tree_bytes
+from l2d_jax.distributed.sharding import axis_size, constrain
+from l2d_jax.errors import require
+from l2d_jax.model.axes import LAYER_AXES
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.few_rows import can_read
 from l2d_jax.model.llm import LLM
@@ -54,7 +58,28 @@ class Model(nnx.Module):
         if llm.adapter is not None:
             llm = dataclasses.replace(llm, layers=merge_adapter(llm.layers, llm.adapter), adapter=None)
         llm = dataclasses.replace(llm, layers=as_bits(llm.layers), in_place=can_read(llm.embed))
+        return dataclasses.replace(self, llm=llm, path=path).joined()
+
+    def joined(self) -> "Model":
+        """The model with gate and up of each MLP as one product, where weights are stationary and products are short.
+
+        Compiled for TPU v5e, each of 512 rows takes 9 us more than its operations.
+        """
+        if axis_size("stationary") == 1:
+            return self
+        llm, path = dataclasses.replace(self.llm, layers=_join(self.llm.layers)), self.path
+        if path is not None and path.adapter is None:
+            path = dataclasses.replace(path, layers=_join(path.layers))
         return dataclasses.replace(self, llm=llm, path=path)
+
+
+@jax.jit
+def _gate_and_up(gate: Array, up: Array) -> Float[Array, "L 2 D F"]:
+    return constrain(jnp.stack((gate, up), axis=1), "layers", *LAYER_AXES["gate_and_up"])
+
+
+def _join(layers: Any) -> Any:
+    return dataclasses.replace(layers, gate=_gate_and_up(layers.gate, layers.up), up=None)
 
 
 _embed = jax.jit(DiffusionPath.embed)  # jitted once here: new weights of the same shapes do not compile again

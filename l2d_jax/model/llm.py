@@ -31,17 +31,17 @@ from l2d_jax.model.quantization import QuantizedWeight, declare_quantized
 
 @nnx.dataclass
 class Layers(nnx.Module):
-    """Weights of all decoder blocks, stacked; matrices may be integers, as `as_bits` has them."""
+    """Weights of all decoder blocks, stacked; matrices may be integers, as `as_bits` has them, or None if unread."""
 
     attention_norm: Float[Array, "L D"] | Declared = nnx.data()
-    q: Num[Array, "L D N H"] | QuantizedWeight | Declared = nnx.data()
-    k: Num[Array, "L D K H"] | QuantizedWeight | Declared = nnx.data()
-    v: Num[Array, "L D K H"] | QuantizedWeight | Declared = nnx.data()
-    o: Num[Array, "L N H D"] | QuantizedWeight | Declared = nnx.data()
+    q: Num[Array, "L D N H"] | QuantizedWeight | Declared | None = nnx.data()
+    k: Num[Array, "L D K H"] | QuantizedWeight | Declared | None = nnx.data()
+    v: Num[Array, "L D K H"] | QuantizedWeight | Declared | None = nnx.data()
+    o: Num[Array, "L N H D"] | QuantizedWeight | Declared | None = nnx.data()
     mlp_norm: Float[Array, "L D"] | Declared = nnx.data()
-    gate: Num[Array, "L D F"] | QuantizedWeight | Declared = nnx.data()
-    up: Num[Array, "L D F"] | QuantizedWeight | Declared = nnx.data()
-    down: Num[Array, "L F D"] | QuantizedWeight | Declared = nnx.data()
+    gate: Num[Array, "L *both D F"] | QuantizedWeight | Declared | None = nnx.data()  # with `up`: [L, 2, D, F]
+    up: Num[Array, "L D F"] | QuantizedWeight | Declared | None = nnx.data()
+    down: Num[Array, "L F D"] | QuantizedWeight | Declared | None = nnx.data()
     q_bias: Float[Array, "L N H"] | Declared | None = nnx.data(default=None)
     k_bias: Float[Array, "L K H"] | Declared | None = nnx.data(default=None)
     v_bias: Float[Array, "L K H"] | Declared | None = nnx.data(default=None)
@@ -142,8 +142,8 @@ class LLM(nnx.Module):
                 x = x + self.normalize(split_rows(y), w.post_attention_norm)
             with jax.named_scope("mlp"):
                 y = gather_rows(self.normalize(x, w.mlp_norm))
-                gate = activate(product(y, w.gate, updates.get("gate")), self.architecture)
-                y = gate * product(y, w.up, updates.get("up"))
+                both = ((getattr(w, name), updates.get(name)) for name in ("gate", "up"))
+                y = activate([product(y, *pair) for pair in both if pair[0] is not None], self.architecture)
                 x = x + self.normalize(split_rows(product(y, w.down, updates.get("down"))), w.post_mlp_norm)
             k, v = (constrain(a, "batch", "length", "kv_heads", "head_dim") for a in (k, v))
             return split_rows(constrain(x, "batch", "length", "embed_activation")), (k, v)

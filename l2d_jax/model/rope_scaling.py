@@ -10,8 +10,8 @@ from annotated_types import Interval
 from jaxtyping import Array, Float
 from typing_extensions import TypedDict
 
-from l2d_jax.config.parsing import nearest, require
-from l2d_jax.errors import InputError, shown
+from l2d_jax.config.parsing import nearest
+from l2d_jax.errors import InputError, require, shown
 from l2d_jax.files import Count, check
 
 Factor = Annotated[float, Interval(gt=0, le=1e6)]

@@ -13,6 +13,7 @@ from l2d_jax.decoding import decode
 from l2d_jax.decoding.refine import Refinement
 from l2d_jax.decoding.sampler import SamplingOptions
 from l2d_jax.distributed import sharding
+from l2d_jax.model.axes import LAYER_AXES
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
@@ -60,19 +61,23 @@ def lower_decode(config: Config, mesh: Mesh, *, batch: int, prompt: int, memory:
 
     def build(llm: Any, path: Any) -> Model:
         model = Model.build(llm, path)
-        if path is not None and path.adapter is not None and model.can_merge(memory):  # of the same shapes
-            model = dataclasses.replace(model, path=path.with_matrices(llm.layers))
+        if model.can_merge(memory):
+            if path is not None and path.adapter is not None:  # of the same shapes
+                model = dataclasses.replace(model, path=path.with_matrices(llm.layers))
+            model = model.joined()
         return model.reading(refines=config.decode.budget > 1)
 
-    # The constructors take arrays, so the declared model is traced; of its leaves, the table alone is not given.
+    # The constructors take arrays, so the declared model is traced; some of its leaves are not given.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # which says that this is for a TPU
         jaxpr, shapes = jax.make_jaxpr(build, return_shape=True)(llm, path)
         given = dict(zip(jaxpr.jaxpr.invars, jax.tree.leaves((llm, path)), strict=True))
-        sizes = architecture.vocab_size, config.path.width
-        table = NamedSharding(mesh, sharding.partition(("vocab", "diffusion"), sizes, mesh))
-        pairs = list(zip(jaxpr.jaxpr.outvars, jax.tree.leaves(shapes), strict=True))
-        assert all(name in given or leaf.shape == sizes for name, leaf in pairs)
-        leaves = [given[name] if name in given else leaf.update(sharding=table) for name, leaf in pairs]
+
+        def place(leaf: Any) -> jax.ShapeDtypeStruct:  # the table of vocabulary vectors, or gates joined with ups
+            axes = ("vocab", "diffusion") if leaf.ndim == 2 else ("layers", *LAYER_AXES["gate_and_up"])
+            return leaf.update(sharding=NamedSharding(mesh, sharding.partition(axes, leaf.shape, mesh)))
+
+        pairs = zip(jaxpr.jaxpr.outvars, jax.tree.leaves(shapes), strict=True)
+        leaves = [given[name] if name in given else place(leaf) for name, leaf in pairs]
         model = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
         settings = jax.eval_shape(lambda: Refinement.prepare(model, config.decode))
         sampling = jax.eval_shape(lambda: SamplingOptions.from_config(config.decode))

@@ -173,7 +173,10 @@ def sample_corruptions(
     draws_per_context: int,
     times: TimeSampler = TIMES["uniform"],
 ) -> tuple[Batch, Corruption]:
-    """Repeat each query of the batch, and corrupt each copy by `sample_corruption` with a key of its own."""
+    """Repeat each query of the batch, and corrupt each copy by `sample_corruption` with a key of its own.
+
+    `times` turns the uniform samples of t, of all copies together, into times.
+    """
     if draws_per_context == 1:
         corruption = sample_corruption(key, batch, path)
     else:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.decoding.sampler import SamplingOptions, allow, sample_tokens
+from l2d_jax.decoding.sampler import SamplingOptions, allow, cut, sample_tokens
 from l2d_jax.errors import InputError
 
 LOGITS = np.log(np.array([0.4, 0.25, 0.15, 0.1, 0.06, 0.04]))
@@ -65,6 +65,21 @@ def test_each_sequence_may_have_its_own() -> None:
     logits = jnp.broadcast_to(jnp.asarray(LOGITS, jnp.float32), (3, 6))
     drawn = np.stack([run(jax.random.split(jax.random.key(i), 3), logits, sampling) for i in range(60)], axis=1)
     assert [len(set(row)) for row in drawn.tolist()] == [1, 2, 6]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_cut_is_that_of_sorted_tokens(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    temperature, top_k, top_p = [1.0, 0.5, 2.0, 1.0], [0, 40, 9, 0], [0.9, 1.0, 0.7, 1.0]
+    logits = np.float32(rng.normal(size=(4, 500)) * rng.choice([0.1, 3, 30], size=(4, 1)))
+    logits[:, rng.integers(500, size=50)] = -np.inf
+    kept = np.isfinite(cut(*map(jnp.array, (logits, temperature, top_k, top_p))))
+    for row, t, k, p, found in zip(logits, temperature, top_k, top_p, kept, strict=True):
+        order = np.argsort(-row)[: k or None]
+        probs = np.exp(np.float64(row[order] - row.max()) / t)
+        probs /= probs.sum()
+        order = order[(np.cumsum(probs) - probs < (p if p < 1 else 2)) & (row[order] > -np.inf)]
+        np.testing.assert_array_equal(np.sort(order), np.flatnonzero(found))
 
 
 def test_ties_are_all_kept() -> None:

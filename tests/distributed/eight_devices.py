@@ -204,13 +204,16 @@ DECODING = [
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 @pytest.mark.parametrize("beyond", [{}, {"start": "anchored", "reader": "path"}], ids=["released", "reading"])
-def test_decoding_gives_the_same_tokens(mesh: Mesh, beyond: dict[str, Any], kind: str) -> None:
+@pytest.mark.parametrize("is_merged", [False, True], ids=["apart", "merged"])
+def test_decoding_gives_the_same_tokens(mesh: Mesh, beyond: dict[str, Any], kind: str, *, is_merged: bool) -> None:
     tokens, path, llm = [], tiny.path(kind, **beyond), tiny.llm(kind)
     declared = DiffusionPath.declare(path.config, llm.architecture)
     declared_base = LLM.declare(llm.architecture, dtype=jnp.float32)
     for m in (mesh, *map(make_mesh, DECODING)):
         with jax.set_mesh(m):
-            model = Model.build(place(llm, declared_base, m), place(path, declared, m)).reading(refines=True)
+            model = Model.build(place(llm, declared_base, m), place(path, declared, m))
+            model = (model.merged() if is_merged else model).reading(refines=True)
+            assert (model.llm.layers.up is None) == (is_merged and m.shape["stationary"] > 1)
             keys = jax.random.split(jax.random.key(0), 4)
             state = prefill(model.llm, tiny.tokens(4, 6), jnp.array([6, 2, 5, 3], jnp.int32), keys, capacity=4)
             config = DecodeConfig(velocity_temperature=1.0, temperature=1.0, budget=5)
@@ -227,9 +230,9 @@ def test_decoding_gives_the_same_tokens(mesh: Mesh, beyond: dict[str, Any], kind
 
 @pytest.mark.parametrize("config", DECODING)
 def test_one_query_is_a_program_of_each_device_where_rows_divide(config: MeshConfig) -> None:
-    shapes = [(4, 1, 4, 8), (4, 12, 2, 8), (4, 12, 2, 8), (5, 2, 8), (5, 2, 8)]
+    shapes = [(68, 1, 4, 8), (68, 12, 2, 8), (68, 12, 2, 8), (5, 2, 8), (5, 2, 8)]
     arrays = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
-    places = {"q_positions": jnp.full((4, 1), 9), "kv_positions": jnp.arange(48).reshape(4, 12) % 11}
+    places = {"q_positions": jnp.full((68, 1), 9), "kv_positions": jnp.arange(816).reshape(68, 12) % 11}
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, *prefix: jax.Array) -> jax.Array:
         return attention(q, k, v, **places, others=[(*prefix, None)])

@@ -18,11 +18,10 @@ from typing import Any
 import jax
 
 from l2d_jax import command_line
-from l2d_jax.config.parsing import require
 from l2d_jax.config.schema import Config
 from l2d_jax.decoding.solver import find_solver
 from l2d_jax.distributed import runtime
-from l2d_jax.errors import InputError, RunError
+from l2d_jax.errors import InputError, RunError, require
 from l2d_jax.performance.decoding_speed import bytes_per_evaluation, decoder, random_model
 from l2d_jax.performance.timing import read_rate, turns
 from l2d_jax.performance.training_speed import random_batch
