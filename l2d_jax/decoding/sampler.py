@@ -45,7 +45,7 @@ def sample_tokens(keys: Key[Array, " B"], logits: Float[Array, "B V"], sampling:
         logits = jnp.where(sampling.allowed, logits, -jnp.inf)
     options = (sampling.temperature, sampling.top_k, sampling.top_p)
     temperature, top_k, top_p = (jnp.broadcast_to(option, logits.shape[:1]) for option in options)
-    is_cut = ((top_k > 0) | (top_p < 1)) & (temperature > 0)  # where it is not, sorting a vocabulary is skipped
+    is_cut = ((top_k > 0) | (top_p < 1)) & (temperature > 0)  # where it is not, nothing is searched for
     logits = jax.lax.cond(is_cut.any(), lambda: cut(logits, temperature, top_k, top_p), lambda: logits)
     return diffusion.sample_rows(keys, logits, temperature).astype(jnp.int32)
 

@@ -7,7 +7,6 @@ otherwise. In decoding, one query has few scores, which are written out here.
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -135,10 +134,12 @@ def _attention_to_parts(q: Array, parts: Sequence[Part]) -> Float[Array, "B *T N
             score = jnp.einsum(f"B{t}KGH,{names}->BKG{t}S", grouped, k, preferred_element_type=jnp.float32)
         score = score * q.shape[-1] ** -0.5
         scores.append(score if mask is None else jnp.where(mask[:, None, None], score, EMPTY))
-    probs = jax.nn.softmax(jnp.concatenate(scores, axis=-1)).astype(q.dtype)
-    ends = list(itertools.accumulate(k.shape[-3] for k, _, _ in parts))[:-1]
-    pairs = zip(jnp.split(probs, ends, axis=-1), parts, axes, strict=True)
-    values = (jnp.einsum(f"BKG{t}S,{names}->B{t}KGH", p, v) for p, (_, v, _), names in pairs)
+    highest = functools.reduce(jnp.maximum, (score.max(axis=-1, keepdims=True) for score in scores))
+    weights = [jnp.exp(score - highest) for score in scores]  # of one softmax, whose parts are not put together
+    total = functools.reduce(jnp.add, (weight.sum(axis=-1, keepdims=True) for weight in weights))
+    probs = ((weight / total).astype(q.dtype) for weight in weights)
+    triples = zip(probs, parts, axes, strict=True)
+    values = (jnp.einsum(f"BKG{t}S,{names}->B{t}KGH", p, v) for p, (_, v, _), names in triples)
     return functools.reduce(jnp.add, values).reshape(q.shape)
 
 

@@ -22,14 +22,14 @@ from jax.nn import initializers
 from jaxtyping import Array, Float, Int, Num
 
 from l2d_jax.config.schema import PROJECTIONS, LoraConfig, PathConfig
-from l2d_jax.distributed.sharding import Declared, Initializer, Weight, constrain
+from l2d_jax.distributed.sharding import Declared, Initializer, Weight
 from l2d_jax.model import diffusion
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.attention import attention, causal_mask
 from l2d_jax.model.axes import ADAPTED, KEYS, MATRICES, axis_sizes, declare_stacked
 from l2d_jax.model.context import Context
 from l2d_jax.model.few_rows import scan_layers
-from l2d_jax.model.gathering import gather_layer, gather_rows, split_rows
+from l2d_jax.model.gathering import gather_layer, gather_rows, residual, scatter_sums, split_rows
 from l2d_jax.model.kv_cache import LayerCache
 from l2d_jax.model.layers import LayerOptions, Linear, Lora, Mlp, activate, layer_options, project, project_saved, rope
 from l2d_jax.model.llm import LLM, bias
@@ -234,16 +234,17 @@ class DiffusionPath(nnx.Module):
                 y = gather_rows(y)
                 both = ((getattr(w, name), getattr(changes, name)) for name in ("gate", "up"))
                 y = activate([product(y, *pair) for pair in both if pair[1] is not None], llm.architecture)
-                x = x + gate_2 * llm.normalize(split_rows(product(y, w.down, changes.down)), w.post_mlp_norm)
-            return split_rows(constrain(x, "batch", "length", "embed_activation")), None
+                y = scatter_sums(y, (w.down, changes.down), product)
+                x = x + gate_2 * llm.normalize(y, w.post_mlp_norm)
+            return residual(x), None
 
         with jax.named_scope("diffusion_path"):
             y = self.translation(diffusion.scale_input(x, t, self.config.sigma)).astype(dtype)
             if self.is_anchored:
                 assert context.inputs is not None
                 y = context.inputs + y
-            y = split_rows(constrain(y, "batch", "length", "embed_activation"))
-            unread = KEYS if isinstance(self.layers.q, Lora) else MATRICES  # left in, XLA may copy them for a branch
+            y = residual(y)
+            unread = KEYS if isinstance(self.layers.q, Lora) else MATRICES  # operands of a branch, which XLA may copy
             layers = dataclasses.replace(llm.layers, **dict.fromkeys(unread))
             scanned = (layers, self.layers, cache.layers(), modulation, own)
             layer = remat(block) if remat else block

@@ -21,7 +21,7 @@ from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.attention import attention, causal_mask
 from l2d_jax.model.axes import EMBEDDING_AXES, HEAD_AXES, MATRICES, axis_sizes, declare_stacked, declare_weight
 from l2d_jax.model.few_rows import few_rows_logits, scan_layers
-from l2d_jax.model.gathering import gather_layer, gather_rows, gather_weight, split_rows
+from l2d_jax.model.gathering import gather_layer, gather_rows, gather_weight, residual, scatter_sums, split_rows
 from l2d_jax.model.kv_cache import KVCache, LayerCache
 from l2d_jax.model.layers import LayerOptions, activate, layer_options, project, project_saved, rms_norm, rope
 from l2d_jax.model.lora import LLMAdapter
@@ -144,9 +144,10 @@ class LLM(nnx.Module):
                 y = gather_rows(self.normalize(x, w.mlp_norm))
                 both = ((getattr(w, name), updates.get(name)) for name in ("gate", "up"))
                 y = activate([product(y, *pair) for pair in both if pair[0] is not None], self.architecture)
-                x = x + self.normalize(split_rows(product(y, w.down, updates.get("down"))), w.post_mlp_norm)
+                y = scatter_sums(y, (w.down, updates.get("down")), product)
+                x = x + self.normalize(y, w.post_mlp_norm)
             k, v = (constrain(a, "batch", "length", "kv_heads", "head_dim") for a in (k, v))
-            return split_rows(constrain(x, "batch", "length", "embed_activation")), (k, v)
+            return residual(x), (k, v)
 
         with jax.named_scope("llm"):
             scanned = (self.layers, self.adapter, None if cache is None else cache.layers(), own)
@@ -168,7 +169,7 @@ class LLM(nnx.Module):
         """Rows of the embedding table, which is gathered first: rows in shards would be moved twice."""
         table = gather_weight(self.embed, EMBEDDING_AXES, dtype=self.embed.dtype)
         rows = table[gather_rows(tokens)].astype(self.dtype)
-        return split_rows(constrain(rows, "batch", "length", "embed_activation"))
+        return residual(rows)
 
     def with_whole_head(self) -> "LLM":
         """The same model with its LM head gathered here, once, for a loop that uses it many times."""
