@@ -205,8 +205,8 @@ def refined_logits(
     """Keys to sample the next token with, its logits, and the evaluations that they took.
 
     Where the entropy of the LM's own logits is below the gate, they are the logits, and there is no evaluation.
-    The noise follows from keys and token number. Nothing is integrated for a token that all sequences skip. With a gate
-    of 0 the LM's own logits are not computed.
+    The noise follows from keys and token number. Nothing is integrated for a token that all sequences skip. Without a
+    gate the LM's own logits are not computed.
     """
     width = 1 if model.path is None else model.path.config.width
     noise_keys, velocity_keys, final_keys = token_keys(state.keys, state.count)
@@ -215,15 +215,15 @@ def refined_logits(
     if noise_samples > 1:
         keys = jax.vmap(lambda key: jax.random.split(key, noise_samples))(velocity_keys)
     refined = partial(next_logits, model, state, noise, settings=settings, keys=keys, labels=labels)
+    none = jnp.zeros_like(state.count)
 
-    def gated() -> tuple[Array, Array]:
-        plain = model.llm.logits(state.hidden)
-        is_sure = entropy(plain) < gate
-        none = jnp.zeros_like(state.count)
-        logits, taken = jax.lax.cond((is_sure | state.done).all(), lambda: (plain, none), refined)
-        return jnp.where(is_sure[:, None], plain, logits), jnp.where(is_sure, 0, taken)
+    def look() -> tuple[Array, Array]:
+        return (plain := model.llm.logits(state.hidden)), entropy(plain) < gate
 
-    return final_keys, *jax.lax.cond((gate > 0).any(), gated, refined)
+    blank = jnp.zeros((len(none), model.llm.architecture.vocab_size), jnp.float32)
+    plain, is_sure = jax.lax.cond((gate > 0).any(), look, lambda: (blank, none > 0))
+    logits, taken = jax.lax.cond((is_sure | state.done).all(), lambda: (plain, none), refined)
+    return final_keys, jnp.where(is_sure[:, None], plain, logits), jnp.where(is_sure, 0, taken)
 
 
 def advance(llm: LLM, state: State, tokens: Int[Array, " B"], done: Bool[Array, " B"]) -> State:

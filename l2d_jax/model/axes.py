@@ -1,12 +1,15 @@
 """The logical axes of all weights of a block: declarations and the gathering of a layer both read this table."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
+from jaxtyping import Array, Num
 
 from l2d_jax.distributed.sharding import Initializer, Weight
 from l2d_jax.model.architecture import Architecture
+
+Apart: TypeAlias = list[Num[Array, "..."]]  # a matrix of all layers, each in an array of its own: see `Model.apart`
 
 EMBEDDING_AXES = ("vocab", "embed")
 HEAD_AXES = ("head_vocab", "hidden")
@@ -37,7 +40,6 @@ LAYER_AXES: dict[str, tuple[str, ...]] = {  # by the weight's place in its layer
     **{name: (*inputs, *outputs) for name, (inputs, outputs) in MATRICES.items()},
     **{f"{name}.a": (*inputs, "rank") for name, (inputs, _) in MATRICES.items()},
     **{f"{name}.b": ("rank", *outputs) for name, (_, outputs) in MATRICES.items()},
-    "gate_and_up": ("parts", "embed", "mlp"),
     "modulation.first.weight": ("condition", "condition"),
     "modulation.first.bias": ("condition",),
     "modulation.last.weight": ("condition", "parts", "embed"),

@@ -26,10 +26,10 @@ from l2d_jax.distributed.sharding import Declared, Initializer, Weight
 from l2d_jax.model import diffusion
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.attention import attention, causal_mask
-from l2d_jax.model.axes import ADAPTED, KEYS, MATRICES, axis_sizes, declare_stacked
+from l2d_jax.model.axes import ADAPTED, KEYS, MATRICES, Apart, axis_sizes, declare_stacked
 from l2d_jax.model.context import Context
 from l2d_jax.model.few_rows import scan_layers
-from l2d_jax.model.gathering import gather_layer, gather_rows, residual, scatter_sums, split_rows
+from l2d_jax.model.gathering import gather_layer, gather_rows, residual, split_rows
 from l2d_jax.model.kv_cache import LayerCache
 from l2d_jax.model.layers import LayerOptions, Linear, Lora, Mlp, activate, layer_options, project, project_saved, rope
 from l2d_jax.model.llm import LLM, bias
@@ -45,14 +45,14 @@ class PathLayers(nnx.Module):
     """Weights of all blocks of the path, stacked; its matrices update the LM's or replace them."""
 
     modulation: Mlp = nnx.data()  # E -> E -> (6, D)
-    q: Lora | Num[Array, "L D N H"] | Declared = nnx.data()
-    o: Lora | Num[Array, "L N H D"] | Declared = nnx.data()
-    gate: Lora | Num[Array, "L *both D F"] | Declared = nnx.data()  # with `up`, if that is None: [L, 2, D, F]
-    up: Lora | Num[Array, "L D F"] | Declared | None = nnx.data()
-    down: Lora | Num[Array, "L F D"] | Declared = nnx.data()
+    q: Lora | Num[Array, "L D N H"] | Apart | Declared = nnx.data()
+    o: Lora | Num[Array, "L N H D"] | Apart | Declared = nnx.data()
+    gate: Lora | Num[Array, "L D F"] | Apart | Declared = nnx.data()
+    up: Lora | Num[Array, "L D F"] | Apart | Declared = nnx.data()
+    down: Lora | Num[Array, "L F D"] | Apart | Declared = nnx.data()
     q_bias: Float[Array, "L N H"] | Declared | None = nnx.data(default=None)  # of full copies, where the LM has one
-    k: Lora | Num[Array, "L D K H"] | Declared | None = nnx.data(default=None)  # of a path that reads the context
-    v: Lora | Num[Array, "L D K H"] | Declared | None = nnx.data(default=None)
+    k: Lora | Num[Array, "L D K H"] | Apart | Declared | None = nnx.data(default=None)  # if it reads the context
+    v: Lora | Num[Array, "L D K H"] | Apart | Declared | None = nnx.data(default=None)
 
 
 class Conditions(NamedTuple):
@@ -232,10 +232,9 @@ class DiffusionPath(nnx.Module):
             with jax.named_scope("mlp"):
                 y = llm.normalize(x, norm_2) + shift_2
                 y = gather_rows(y)
-                both = ((getattr(w, name), getattr(changes, name)) for name in ("gate", "up"))
-                y = activate([product(y, *pair) for pair in both if pair[1] is not None], llm.architecture)
-                y = scatter_sums(y, (w.down, changes.down), product)
-                x = x + gate_2 * llm.normalize(y, w.post_mlp_norm)
+                gate, up = (product(y, getattr(w, name), getattr(changes, name)) for name in ("gate", "up"))
+                y = activate(gate, llm.architecture) * up
+                x = x + gate_2 * llm.normalize(split_rows(product(y, w.down, changes.down)), w.post_mlp_norm)
             return residual(x), None
 
         with jax.named_scope("diffusion_path"):

@@ -6,6 +6,7 @@ XLA's own read a matrix at half the rate of the memory, and a scan copies each l
 
 import ctypes
 import math
+import operator
 import os
 import subprocess
 import sys
@@ -68,7 +69,16 @@ def few_rows_logits(x: Float[Array, "*B D"], head: Float[Array, "V D"]) -> Float
 
 
 def scan_layers(block: Callable[..., Any], first: Any, scanned: tuple[Any, ...], *, in_place: bool) -> Any:
-    """`jax.lax.scan` over layers; `in_place` gives the block the matrices of modules as `StackedWeight`."""
+    """`jax.lax.scan` over layers; `in_place` gives the block the matrices of modules as `StackedWeight`.
+
+    Where matrices are lists of their layers, the loop is unrolled.
+    """
+    if lists := [leaf for leaf in jax.tree.leaves(scanned, is_leaf=_is_list) if _is_list(leaf)]:
+        outputs = []
+        for layer in range(len(lists[0])):
+            first, output = block(first, jax.tree.map(operator.itemgetter(layer), scanned, is_leaf=_is_list))
+            outputs.append(output)
+        return first, jax.tree.map(lambda *layers: jnp.stack(layers), *outputs)
     if not in_place:
         return jax.lax.scan(block, first, scanned)
     leaves, tree = jax.tree_util.tree_flatten_with_path(scanned)
@@ -88,6 +98,10 @@ def scan_layers(block: Callable[..., Any], first: Any, scanned: tuple[Any, ...],
         return block(carry, jax.tree.unflatten(tree, weights))
 
     return jax.lax.scan(body, first, (jnp.arange(len(leaves[0][1]), dtype=jnp.int32), slices))
+
+
+def _is_list(leaf: Any) -> bool:
+    return isinstance(leaf, list)
 
 
 def _fits(matrix: Array, inputs: int) -> bool:

@@ -41,10 +41,9 @@ def rms_norm(
     return y.astype(x.dtype) * weight.astype(x.dtype)
 
 
-def activate(products: Sequence[Array], architecture: Architecture) -> Float[Array, "*B F"]:
-    """The MLP's hidden units, of its products with gate and up, or of one with both, [*B, 2, F]."""
-    gate, up = products if len(products) > 1 else jnp.moveaxis(products[0], -2, 0)
-    return (jax.nn.silu(gate) if architecture.activation == "silu" else jax.nn.gelu(gate, approximate=True)) * up
+def activate(x: Array, architecture: Architecture) -> Array:
+    """The non-linearity of the MLP's gate."""
+    return jax.nn.silu(x) if architecture.activation == "silu" else jax.nn.gelu(x, approximate=True)
 
 
 def rope_frequencies(architecture: Architecture, kind: str = "global") -> Float[Array, " half"]:

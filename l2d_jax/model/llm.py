@@ -19,9 +19,17 @@ from jaxtyping import Array, Float, Int, Num
 from l2d_jax.distributed.sharding import Declared, constrain, platform
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.attention import attention, causal_mask
-from l2d_jax.model.axes import EMBEDDING_AXES, HEAD_AXES, MATRICES, axis_sizes, declare_stacked, declare_weight
+from l2d_jax.model.axes import (
+    EMBEDDING_AXES,
+    HEAD_AXES,
+    MATRICES,
+    Apart,
+    axis_sizes,
+    declare_stacked,
+    declare_weight,
+)
 from l2d_jax.model.few_rows import few_rows_logits, scan_layers
-from l2d_jax.model.gathering import gather_layer, gather_rows, gather_weight, residual, scatter_sums, split_rows
+from l2d_jax.model.gathering import gather_layer, gather_rows, gather_weight, residual, split_rows
 from l2d_jax.model.kv_cache import KVCache, LayerCache
 from l2d_jax.model.layers import LayerOptions, activate, layer_options, project, project_saved, rms_norm, rope
 from l2d_jax.model.lora import LLMAdapter
@@ -34,14 +42,14 @@ class Layers(nnx.Module):
     """Weights of all decoder blocks, stacked; matrices may be integers, as `as_bits` has them, or None if unread."""
 
     attention_norm: Float[Array, "L D"] | Declared = nnx.data()
-    q: Num[Array, "L D N H"] | QuantizedWeight | Declared | None = nnx.data()
-    k: Num[Array, "L D K H"] | QuantizedWeight | Declared | None = nnx.data()
-    v: Num[Array, "L D K H"] | QuantizedWeight | Declared | None = nnx.data()
-    o: Num[Array, "L N H D"] | QuantizedWeight | Declared | None = nnx.data()
+    q: Num[Array, "L D N H"] | QuantizedWeight | Apart | Declared | None = nnx.data()
+    k: Num[Array, "L D K H"] | QuantizedWeight | Apart | Declared | None = nnx.data()
+    v: Num[Array, "L D K H"] | QuantizedWeight | Apart | Declared | None = nnx.data()
+    o: Num[Array, "L N H D"] | QuantizedWeight | Apart | Declared | None = nnx.data()
     mlp_norm: Float[Array, "L D"] | Declared = nnx.data()
-    gate: Num[Array, "L *both D F"] | QuantizedWeight | Declared | None = nnx.data()  # with `up`: [L, 2, D, F]
-    up: Num[Array, "L D F"] | QuantizedWeight | Declared | None = nnx.data()
-    down: Num[Array, "L F D"] | QuantizedWeight | Declared | None = nnx.data()
+    gate: Num[Array, "L D F"] | QuantizedWeight | Apart | Declared | None = nnx.data()
+    up: Num[Array, "L D F"] | QuantizedWeight | Apart | Declared | None = nnx.data()
+    down: Num[Array, "L F D"] | QuantizedWeight | Apart | Declared | None = nnx.data()
     q_bias: Float[Array, "L N H"] | Declared | None = nnx.data(default=None)
     k_bias: Float[Array, "L K H"] | Declared | None = nnx.data(default=None)
     v_bias: Float[Array, "L K H"] | Declared | None = nnx.data(default=None)
@@ -142,10 +150,9 @@ class LLM(nnx.Module):
                 x = x + self.normalize(split_rows(y), w.post_attention_norm)
             with jax.named_scope("mlp"):
                 y = gather_rows(self.normalize(x, w.mlp_norm))
-                both = ((getattr(w, name), updates.get(name)) for name in ("gate", "up"))
-                y = activate([product(y, *pair) for pair in both if pair[0] is not None], self.architecture)
-                y = scatter_sums(y, (w.down, updates.get("down")), product)
-                x = x + self.normalize(y, w.post_mlp_norm)
+                gate, up = (product(y, getattr(w, name), updates.get(name)) for name in ("gate", "up"))
+                y = activate(gate, self.architecture) * up
+                x = x + self.normalize(split_rows(product(y, w.down, updates.get("down"))), w.post_mlp_norm)
             k, v = (constrain(a, "batch", "length", "kv_heads", "head_dim") for a in (k, v))
             return residual(x), (k, v)
 

@@ -141,7 +141,7 @@ class HloProgram:
 
 def size_in_bytes(instruction: Instruction) -> int:
     """Bytes of the result without padding; for the start of an asynchronous operation, of its largest element."""
-    sizes = [_bits(kind) * math.prod(sizes) // 8 for kind, sizes in instruction.arrays]
+    sizes = [bits(kind) * math.prod(sizes) // 8 for kind, sizes in instruction.arrays]
     return max(sizes, default=0) if instruction.opcode.endswith("-start") else sum(sizes)
 
 
@@ -182,7 +182,8 @@ def _value(computation: Computation, name: str, index: int, *, counter: int | No
     return int(found.literal) if found.opcode == "constant" and found.literal.isdigit() else None
 
 
-def _bits(kind: str) -> int:
+def bits(kind: str) -> int:
+    """The size of an element, by the name of its type."""
     found = re.search(r"\d+", kind)
     return int(found[0]) if found else {"token": 0, "pred": 8}[kind]
 

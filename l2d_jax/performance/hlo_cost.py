@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from l2d_jax.performance.hlo import Computation, HloProgram, Instruction, size_in_bytes
+from l2d_jax.performance.read_ahead import ReadAhead
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 Execution = tuple[Instruction, str, int]  # one that runs outside fusions; its computation's name; how often it runs
@@ -29,6 +30,7 @@ class Cost:
     """The cost of one execution of the program on one device."""
 
     cycles: int = 0
+    waiting: float = 0.0  # cycles, for copies that are read ahead
     flops: int = 0  # executed matrix products, with recomputation, without kernels
     moved: Counter[str] = field(default_factory=Counter)  # bytes by kind of collective
     calls: Counter[str] = field(default_factory=Counter)  # collectives by kind
@@ -38,12 +40,13 @@ class Cost:
     parts: list[InstructionCost] = field(default_factory=list)  # most cycles first
 
 
-def program_cost(program: HloProgram, *, unknown_trips: int = 1) -> Cost:
+def program_cost(program: HloProgram, *, rate: float = math.inf, unknown_trips: int = 1) -> Cost:
     """Sum the costs of all instructions that run; a conditional costs as much as its dearest branch.
 
-    A loop whose length only the running program decides, such as a solver's, counts as `unknown_trips` runs.
+    A loop whose length only the running program decides, such as a solver's, counts as `unknown_trips` runs. The memory
+    gives `rate` bytes per cycle.
     """
-    cost = Cost()
+    cost, ahead = Cost(), ReadAhead(program, rate)
     counted: set[tuple[str, str]] = set()
     for instruction, name, times in _executions(program, program.entry, 1, unknown_trips):
         if instruction.opcode == "while":
@@ -55,11 +58,14 @@ def program_cost(program: HloProgram, *, unknown_trips: int = 1) -> Cost:
             cost.kernel_flops += times * _attention(instruction, computation)
         flops = times * program.flops(instruction, computation)
         cost.cycles += cycles
+        cost.waiting += times * ahead.wait(instruction, computation)
         cost.flops += flops
         if cycles:
             cost.parts.append(InstructionCost(cycles, times, flops, instruction.name, instruction.source))
         for kind, key, size in _collectives(program, name, instruction):
-            # A collective that runs beside other work is in pieces, which share a channel: count it once.
+            # A collective that runs beside other work is in pieces, fusions that share a channel: count it once.
+            if instruction.opcode != "fusion" or kind == "reduce-scatter":
+                key = instruction.name
             if (name, key) not in counted:
                 counted.add((name, key))
                 cost.moved[kind] += times * size

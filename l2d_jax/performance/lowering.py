@@ -64,7 +64,7 @@ def lower_decode(config: Config, mesh: Mesh, *, batch: int, prompt: int, memory:
         if model.can_merge(memory):
             if path is not None and path.adapter is not None:  # of the same shapes
                 model = dataclasses.replace(model, path=path.with_matrices(llm.layers))
-            model = model.joined()
+            model = model.apart()
         return model.reading(refines=config.decode.budget > 1)
 
     # The constructors take arrays, so the declared model is traced; some of its leaves are not given.
@@ -72,13 +72,13 @@ def lower_decode(config: Config, mesh: Mesh, *, batch: int, prompt: int, memory:
         jaxpr, shapes = jax.make_jaxpr(build, return_shape=True)(llm, path)
         given = dict(zip(jaxpr.jaxpr.invars, jax.tree.leaves((llm, path)), strict=True))
 
-        def place(leaf: Any) -> jax.ShapeDtypeStruct:  # the table of vocabulary vectors, or gates joined with ups
-            axes = ("vocab", "diffusion") if leaf.ndim == 2 else ("layers", *LAYER_AXES["gate_and_up"])
+        def place(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:  # the vocabulary vectors, or a layer's matrix
+            axes = ("vocab", "diffusion") if len(path) == 1 else LAYER_AXES[path[-2].name]
             return leaf.update(sharding=NamedSharding(mesh, sharding.partition(axes, leaf.shape, mesh)))
 
-        pairs = zip(jaxpr.jaxpr.outvars, jax.tree.leaves(shapes), strict=True)
-        leaves = [given[name] if name in given else place(leaf) for name, leaf in pairs]
-        model = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+        paths, tree = jax.tree.flatten_with_path(shapes)
+        pairs = zip(jaxpr.jaxpr.outvars, paths, strict=True)
+        model = jax.tree.unflatten(tree, [given[name] if name in given else place(*leaf) for name, leaf in pairs])
         settings = jax.eval_shape(lambda: Refinement.prepare(model, config.decode))
         sampling = jax.eval_shape(lambda: SamplingOptions.from_config(config.decode))
         arrays = {"settings": settings, "sampling": sampling, "stop_ids": jax.ShapeDtypeStruct((2,), jnp.int32)}

@@ -1,10 +1,10 @@
 """TPU slices by name, for compiling without a TPU: libtpu describes their devices on any machine.
 
-Figures are per device, which is a whole chip except on tpu7x, where it is one of a chip's two cores. `peak` and `links`
-are from the manufacturer's tables of system architecture, `usable` from the compiler's message on a program that is too
-large. The compiler estimates cycles. They become seconds by the clock at which all matrix units together reach the
-published peak: 1.5 GHz on v5e, 1.75 on v5p and v6e, 1.05 on v4, 2.2 on tpu7x. The compiler's estimate for a large
-product is within 3 to 19 % of that.
+Figures are per device, which is a whole chip except on tpu7x, where it is one of a chip's two cores. `peak`, `memory`
+and `links` are from the manufacturer's tables of system architecture, `usable` from the compiler's message on a program
+that is too large. The compiler estimates cycles. They become seconds by the clock at which all matrix units together
+reach the published peak: 1.5 GHz on v5e, 1.75 on v5p and v6e, 1.05 on v4, 2.2 on tpu7x. The compiler's estimate for a
+large product is within 3 to 19 % of that.
 """
 
 import importlib.util
@@ -34,6 +34,7 @@ class TpuGeneration:
     units: int  # matrix units of a device
     side: int  # of a unit, which is square
     usable: float  # GiB of a device's memory that a program may use
+    memory: float  # bytes per second, to and from it
     links: float  # bytes per second into a device, over all its links
     options: Mapping[str, Any] = field(default_factory=dict)  # further arguments for the description of its slices
 
@@ -42,7 +43,12 @@ class TpuGeneration:
         """Operations in a clock cycle: a multiplication and an addition in each cell of the units."""
         return 2 * self.units * self.side**2
 
-    def seconds(self, cycles: int) -> float:
+    @property
+    def reading(self) -> float:
+        """Bytes per cycle to and from the memory, of which the compiler counts on three quarters."""
+        return 0.75 * self.memory * self.per_cycle / self.peak
+
+    def seconds(self, cycles: int | float) -> float:
         """The seconds of a number of cycles."""
         return cycles * self.per_cycle / self.peak
 

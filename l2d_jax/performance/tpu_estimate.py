@@ -44,18 +44,19 @@ def read_estimate(
     operations per device that the model needs, `tokens` those of an execution on all devices together, and
     `unknown_trips` how often a loop runs whose length only the running program decides.
     """
-    cost = program_cost(HloProgram.parse(text), unknown_trips=unknown_trips)
+    cost = program_cost(HloProgram.parse(text), rate=generation.reading, unknown_trips=unknown_trips)
     sizes = {name: getattr(memory, f"{kind}_size_in_bytes") for name, kind in _SIZES.items()}
     kernels = cost.kernel_flops / (ATTENTION * generation.peak)
-    seconds = generation.seconds(cost.cycles) + kernels
+    seconds, waiting = generation.seconds(cost.cycles) + kernels, generation.seconds(cost.waiting)
     within = {kind: size for kind, size in cost.moved.items() if not kind.startswith(BETWEEN)}
     crossings = sum(_CROSSINGS.get(kind, 1) * size for kind, size in within.items())
     figures: dict[str, Any] = {name: dict(getattr(cost, name)) for name in ("moved", "calls", "kernels")}
     figures |= {"needed": sum(sizes.values()) - 2 * sizes[_IN_PLACE], "usable": generation.usable * GIB}
     figures |= {"useful FLOPs": useful, "FLOPs": cost.flops, "kernel FLOPs": cost.kernel_flops}
     figures |= {"peak": generation.peak, "FLOPs per cycle": generation.per_cycle, "cycles": cost.cycles}
-    figures |= {"seconds": seconds, "seconds of kernels": kernels, "seconds on the links": crossings / generation.links}
-    figures |= {"tokens per second": tokens / seconds if seconds else 0.0}
+    figures |= {"seconds": seconds, "seconds of kernels": kernels, "seconds of waiting": waiting}
+    figures |= {"seconds on the links": crossings / generation.links}
+    figures |= {"tokens per second": tokens / (seconds + waiting) if seconds else 0.0}
     figures |= {"loops of unknown length": cost.unknown_loops}
     figures |= {"share of peak": useful / (seconds * generation.peak) if seconds else 0.0}
     parts = [vars(part) for part in cost.parts[:_PARTS]]
@@ -108,7 +109,8 @@ def estimate_lines(figures: Mapping[str, Any], *, top: int = 0) -> list[str]:
         rows += [
             ("time on the links of a slice, at least", f"{figures['seconds on the links']:.4g} s"),
             ("time of computing, the compiler's estimate", f"{seconds:.4g} s ({figures['cycles']:.4g} cycles)"),
-            ("tokens per second of all devices, by that", f"{figures['tokens per second']:,.0f}"),
+            ("time of waiting for what is read ahead", f"{figures['seconds of waiting']:.4g} s"),
+            ("tokens per second of all devices, by both", f"{figures['tokens per second']:,.0f}"),
             ("useful FLOPs as a share of peak", f"{figures['share of peak']:.1%}"),
         ]
     width = max(len(name) for name, _ in rows)

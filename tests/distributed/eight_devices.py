@@ -33,6 +33,7 @@ from l2d_jax.training.step import TrainState, init_state, make_step, micro_batch
 from l2d_jax.training.validation import placed_in_order
 from l2d_jax.weights import mapping
 from l2d_jax.weights.mapping import LLM_ROWS
+from tests.performance import test_lowering
 from tests.support import tiny
 from tests.support.mappings import declarations, theirs
 
@@ -213,7 +214,7 @@ def test_decoding_gives_the_same_tokens(mesh: Mesh, beyond: dict[str, Any], kind
         with jax.set_mesh(m):
             model = Model.build(place(llm, declared_base, m), place(path, declared, m))
             model = (model.merged() if is_merged else model).reading(refines=True)
-            assert (model.llm.layers.up is None) == (is_merged and m.shape["stationary"] > 1)
+            assert isinstance(model.llm.layers.up, list) == (is_merged and m.shape["stationary"] > 1)
             keys = jax.random.split(jax.random.key(0), 4)
             state = prefill(model.llm, tiny.tokens(4, 6), jnp.array([6, 2, 5, 3], jnp.int32), keys, capacity=4)
             config = DecodeConfig(velocity_temperature=1.0, temperature=1.0, budget=5)
@@ -241,6 +242,15 @@ def test_one_query_is_a_program_of_each_device_where_rows_divide(config: MeshCon
     with jax.set_mesh(make_mesh(config)):
         assert ("shard_map" in str(jax.make_jaxpr(run)(*arrays))) == (config.stationary != 8)
         np.testing.assert_allclose(jax.jit(run)(*arrays), alone, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "beyond", [{}, {"path__start": "anchored", "path__reader": "path"}], ids=["released", "reading"]
+)
+def test_what_is_compiled_for_stationary_weights_is_what_runs(beyond: dict[str, Any]) -> None:
+    m = make_mesh(MeshConfig(fsdp=1, tensor=2, stationary=4))
+    with jax.set_mesh(m):
+        test_lowering.test_decoding_is_that_of_generation(m, beyond)
 
 
 def test_decoding_moves_no_weight() -> None:

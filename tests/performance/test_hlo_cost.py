@@ -113,6 +113,12 @@ def test_the_pieces_of_one_collective_are_one():
     assert (cost.moved, cost.calls) == ({"all-gather": 4 * SIZE}, {"all-gather": 1})
 
 
+def test_collectives_by_themselves_may_share_a_channel():
+    """Those of `shard_map` all have the same."""
+    lines = (f"%c.{i} = f32[256,32] all-gather(%x), channel_id=1, dimensions={{0}}" for i in range(3))
+    assert only("\n".join((*lines, f"ROOT %r = {SHAPE} negate(%x)"))).calls == {"all-gather": 3}
+
+
 def test_a_reduction_of_which_each_keeps_a_part():
     inner = computation("all-reduce-scatter.3", f"  %r = {SHAPE} all-reduce(%all-reduce-scatter.3.p), channel_id=2")
     cost = only("ROOT %f = f32[16,32] fusion(%x), kind=kCustom, calls=%all-reduce-scatter.3", inner)

@@ -15,6 +15,8 @@ ENTRY %main (x: {SHAPE}) -> {SHAPE} {{
   %f.1 = {SHAPE} fusion(%x), kind=kOutput, calls=%product, metadata={{op_name="jit(f)/jvp(llm)/dot"}}, {CYCLES % 3}
   %g = f32[256,32] all-gather(%x), channel_id=1, dimensions={{0}}
   %r = {SHAPE} all-reduce(%x), channel_id=2
+  %begun = ({SHAPE}, {SHAPE}, u32[]) copy-start(%x)
+  %copied = {SHAPE} copy-done(%begun)
   %s = ({SHAPE}, u32[], token[]) send(%x), frontend_attributes={{_xla_megascale_transfer_type="ALL_REDUCE"}}
   ROOT %c = {SHAPE} copy(%f.1), metadata={{op_name="jit(step)/transpose(jvp(diffusion_path))/\
 checkpoint/rematted_computation/copy"}}, {CYCLES % 1}
@@ -36,8 +38,9 @@ def test_figures():
     assert (found["cycles"], found["FLOPs"]) == (4, FLOPS)
     assert found["seconds"] == pytest.approx(4 / 1.5e9, rel=0.01)
     assert found["share of peak"] == pytest.approx(FLOPS / 2 / (4 * V5E.per_cycle))
-    assert found["tokens per second"] == pytest.approx(300 / V5E.seconds(4))
     size = 64 * 32 * 4
+    assert found["seconds of waiting"] == pytest.approx(size / (0.75 * V5E.memory))
+    assert found["tokens per second"] == pytest.approx(300 / (V5E.seconds(4) + found["seconds of waiting"]))
     assert found["seconds on the links"] == pytest.approx((4 * size + 2 * size) / V5E.links)
     seconds = {name: phase["seconds"] for name, phase in found["phases"].items() if phase["seconds"]}
     assert seconds == pytest.approx(
