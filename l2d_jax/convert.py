@@ -70,7 +70,7 @@ def import_model(base: str, out: Path, *, l2d: tuple[Path, Path] | None = None, 
     if publish.is_published(located := locate.locate(base)):
         published = publish.TorchFolder.open(located)
         require(l2d is None and adapter is None, f"{base} is a published path already: leave --l2d and --adapter out")
-    language_model = locate.find_base_and_adapters(base if published is None else published.base_name)
+    language_model = locate.find_base_and_adapters(base if published is None else published.base)
     folder, adapters = language_model.folder, language_model.adapters
     architecture = Architecture.from_hf(read_json(folder / "config.json"))
     if len(adapters) > 1 or (adapters and adapter is not None):
@@ -102,7 +102,7 @@ def import_model(base: str, out: Path, *, l2d: tuple[Path, Path] | None = None, 
         if published is not None:
             fingerprint = model_folder.find_base(ModelConfig(name=str(partial))).fingerprint
             path = published.load(runtime.start_jax(MeshConfig()))
-            model_folder.save_path(partial, path, base=published.base_name, base_fingerprint=fingerprint)
+            model_folder.save_path(partial, path, base=published.base, base_fingerprint=fingerprint)
 
 
 if __name__ == "__main__":

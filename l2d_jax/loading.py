@@ -60,7 +60,7 @@ def find(folder: str | os.PathLike[str], *, dtype: str | None = None) -> Folder:
         return Folder(path, base, dataclasses.replace(config.decode, **WITHOUT_PATH), None, config)
     if is_published(path):
         published = TorchFolder.open(path)
-        return Folder(path, _base({"name": published.base_name}, dtype), DecodeConfig(), published.config, None)
+        return Folder(path, _base({"name": published.base}, dtype), DecodeConfig(), published.config, None)
     if has_path(path):
         name = name if model_folder.holds_base(path) else model_folder.base_name(path)
         return Folder(path, _base({"name": name}, dtype), DecodeConfig(), model_folder.read_path_config(path), None)

@@ -49,14 +49,11 @@ def _file_lines(path: Path, records: Sequence[tuple[str, TensorRecord]]) -> list
             if [line[0] for line in lines if len(line) == 3] == [name for name, _ in records]:
                 return lines
         data = np.memmap(path, np.uint8, mode="r")
-
-        def line(item: tuple[str, TensorRecord]) -> list[str]:
-            name, record = item
-            hashed = hashlib.sha256(data[record.begin : record.end].data).hexdigest()
-            return [name, f"{record.dtype}{list(record.shape)}", hashed]
-
+        parts = [data[record.begin : record.end].data for _, record in records]
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing lets go of Python's lock
-            lines = list(pool.map(line, records))
+            hashes = [hashed.hexdigest() for hashed in pool.map(hashlib.sha256, parts)]
+        pairs = zip(records, hashes, strict=True)
+        lines = [[name, f"{record.dtype}{list(record.shape)}", hashed] for (name, record), hashed in pairs]
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
     with suppress(OSError):  # a cache that cannot be written costs another reading, next time

@@ -78,7 +78,7 @@ def export_model(model: str, out: Path, *, format: str, as_torch: bool = False) 
             model_folder.check_trained_path(folder)
             published = publish.TorchFolder.open(folder)
             path = published.load(runtime.start_jax(MeshConfig()))
-            model_folder.save_path(Path(scratch), path, base=published.base_name)
+            model_folder.save_path(Path(scratch), path, base=published.base)
         parts = replace(Parts.open(name), name=model)
         with output_folder(out) as partial_folder:
             FORMATS[format](parts, partial_folder, "pytorch_model.bin" if as_torch else "l2d.safetensors")

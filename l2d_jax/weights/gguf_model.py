@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, Literal
 
 import gguf
-import ml_dtypes
 import numpy as np
 import tokenizers
 from jaxtyping import Float
@@ -85,9 +84,8 @@ def read_weights(file: GGUFFile, dtype: Dtype) -> Iterator[tuple[str, Callable[[
         heads = HEADS.get(target.split(".")[-2]) if config["model_type"] in REORDERED else None
         if heads is not None:  # undo llama.cpp's interleaving of the two halves of each head's rows
             values = values.reshape(config[heads], -1, 2, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
-        return values.astype(dtypes[dtype])
+        return values.astype(dtype)
 
-    dtypes = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
     return ((target, partial(read, name, target)) for name, target in table.items())
 
 

@@ -57,7 +57,6 @@ def convert_gguf(path: Path, out: Path, *, dtype: gguf_model.Dtype = "bfloat16")
 
 
 def _converted(path: Path) -> Path:
-    """The cached conversion of a GGUF file, made on first use."""
     require(os.path.isfile(path), f"there is no file {path}: check the path")
     folder = cache_folder() / f"{path.stem}-{digest([*identity(path), gguf_model.CONVERSION])[:16]}"
     if not folder.is_dir():

@@ -90,17 +90,9 @@ class TorchFolder:
     """The checked files of a published folder; weights are read when they are needed."""
 
     architecture: Architecture  # of the base
-    base: str  # as `write_torch_folder` was given it
-    base_revision: str | None
+    base: str  # as `find_base_and_adapters` takes it: an absolute folder, or a hub id with a revision
     config: PathConfig
     source: SafetensorsFolder
-
-    @property
-    def base_name(self) -> str:
-        """The base as `find_base_and_adapters` takes it: an absolute folder, or a hub id with a revision."""
-        if os.path.isdir(nearby := self.source.path / self.base):
-            return str(nearby.resolve())
-        return self.base if self.base_revision is None else f"{HUB}{self.base}@{self.base_revision}"
 
     @classmethod
     def open(cls, folder: Path) -> "TorchFolder":
@@ -114,7 +106,10 @@ class TorchFolder:
         config = from_dict(PathConfig, raw.get("path", {}), prefix=f"{file}: path")
         source = SafetensorsFolder.open(folder)
         mapping.check_tensors(source, mapping.tensor_shapes(DiffusionPath.declare(config, architecture), TORCH_ROWS))
-        return cls(architecture, raw.get("base_model_name_or_path", ""), raw.get("base_revision"), config, source)
+        base, revision = raw.get("base_model_name_or_path", ""), raw.get("base_revision")
+        if os.path.isdir(nearby := folder / base):
+            return cls(architecture, str(nearby.resolve()), config, source)
+        return cls(architecture, base if revision is None else f"{HUB}{base}@{revision}", config, source)
 
     def load(self, mesh: Mesh) -> DiffusionPath:
         """Read the path onto a mesh."""
