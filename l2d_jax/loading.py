@@ -14,7 +14,7 @@ from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.distributed import processes, runtime, sharding
 from l2d_jax.distributed.memory import require_memory, tree_bytes
 from l2d_jax.errors import require
-from l2d_jax.files import read_json
+from l2d_jax.files import AnyPath, read_json
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
 from l2d_jax.storage import mirror
@@ -42,7 +42,7 @@ class Folder(NamedTuple):
         return self.base.name if self.trained is None else self.trained.model.name
 
 
-def find(folder: str | os.PathLike[str], *, dtype: str | None = None) -> Folder:
+def find(folder: AnyPath, *, dtype: str | None = None) -> Folder:
     """Read what kind of model a folder holds; arguments and errors are those of `load`."""
     name = os.fspath(folder)
     if locate.is_on_hub(name):
@@ -73,12 +73,7 @@ def has_path(folder: Path) -> bool:
 
 
 def load(
-    folder: str | os.PathLike[str],
-    *,
-    mesh: Mesh | None = None,
-    dtype: str | None = None,
-    step: int | None = None,
-    rows: int = 1,
+    folder: AnyPath, *, mesh: Mesh | None = None, dtype: str | None = None, step: int | None = None, rows: int = 1
 ) -> LoadedModel:
     """Open a workdir of training, a model folder, or a plain language model.
 

@@ -9,9 +9,9 @@ With `--answers N`, N problems whose answers end in `#### x` are also answered f
 budget, by the majority of samples, and by beam search. Their accuracy is drawn against the compute that an answer took.
 """
 
-import argparse
 import dataclasses
 import json
+from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +90,11 @@ def main() -> None:
 def _named(text: str) -> tuple[str, str]:
     name, _, model = text.partition("=")
     if not (model and name.isidentifier()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=MODEL, such as base=Qwen/Qwen2.5-7B-Instruct")
+        raise ArgumentTypeError(f"{text!r} is not NAME=MODEL, such as base=Qwen/Qwen2.5-7B-Instruct")
     return file_name(name), model_name(model)
 
 
-def _describe(folder: Folder, options: argparse.Namespace, config: Config) -> dict[str, Any]:
+def _describe(folder: Folder, options: Namespace, config: Config) -> dict[str, Any]:
     """All that a model's measurements depend on, as JSON; raises `InputError` before any weight is loaded."""
     base, step = model_folder.find_base(folder.base), newest_step(folder)
     model = processes.decide(lambda: model_fingerprint(folder, base, step))
@@ -128,7 +128,7 @@ def _is_known(file: Path, about: dict[str, Any]) -> bool:
 
 
 def _measure_model(
-    loaded: LoadedModel, examples: Examples, config: Config, options: argparse.Namespace, mesh: Mesh
+    loaded: LoadedModel, examples: Examples, config: Config, options: Namespace, mesh: Mesh
 ) -> dict[str, Any]:
     """The sums of every measure by example, and the settings that were measured."""
     settings = {"1": dataclasses.replace(config.decode, solver="euler", budget=1)}
@@ -153,10 +153,7 @@ def _measure_model(
     return {"settings": measured, "tally": sums.to_dict()}
 
 
-def _answer(
-    loaded: LoadedModel, problems: MarkedProblems, config: Config, options: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """What each strategy makes of the problems."""
+def _answer(loaded: LoadedModel, problems: MarkedProblems, config: Config, options: Namespace) -> list[dict[str, Any]]:
     solver, size = options.solvers[0], config.validation.exact_batch_size
     loaded = dataclasses.replace(loaded, defaults=dataclasses.replace(config.decode, solver=solver))
     budgets = sorted({split_budget(solver, budget, beams=1) for budget in options.budgets})

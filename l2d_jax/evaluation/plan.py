@@ -1,7 +1,7 @@
 """Plans of evaluations: tasks and settings, which are checked, and problems, which are read, before any weight."""
 
-import argparse
 import dataclasses
+from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -74,7 +74,7 @@ def choose_run(tasks: Sequence[Task], *, is_allowed: bool) -> Run | None:
 
 
 def make_plans(
-    tasks: Sequence[Task], options: argparse.Namespace, decode: DecodeConfig, base: model_folder.BaseFiles
+    tasks: Sequence[Task], options: Namespace, decode: DecodeConfig, base: model_folder.BaseFiles
 ) -> list[TaskPlan]:
     """A plan for each task and budget, with its problems read and encoded; raises `InputError`."""
     tokenizer = require_tokenizer(base.tokenizer)
@@ -104,9 +104,7 @@ def make_plans(
     return plans
 
 
-def open_results(
-    plan: TaskPlan, options: argparse.Namespace, found: Folder, step: int | None, model: Fingerprint
-) -> Results:
+def open_results(plan: TaskPlan, options: Namespace, found: Folder, step: int | None, model: Fingerprint) -> Results:
     """The results of a plan for the model at `step`; raises `InputError` if the folder holds another evaluation."""
     protocol = dataclasses.asdict(plan.protocol)
     name = f"{plan.settings.solver}-{plan.settings.budget}"
@@ -122,6 +120,6 @@ def open_results(
     return Results(results_folder(options) / plan.task.name / (options.name or name), about)
 
 
-def results_folder(options: argparse.Namespace) -> Path:
+def results_folder(options: Namespace) -> Path:
     """The folder that holds a folder for each task."""
     return Path(options.out or options.workdir / "eval")

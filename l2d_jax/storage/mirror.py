@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from l2d_jax.errors import InputError, RunError
-from l2d_jax.files import identity
+from l2d_jax.files import AnyPath, identity
 from l2d_jax.storage.bucket import Bucket, BucketError, RefusedError, check_url
 from l2d_jax.storage.disk import Disk
 
@@ -56,7 +56,7 @@ class _Mirror:
 _mirrors: dict[str, _Mirror] = {}  # by URL
 
 
-def open_folder(name: str | os.PathLike[str]) -> Path:
+def open_folder(name: AnyPath) -> Path:
     """The folder `name`, or the copy of it if it is in a bucket, whose small files are fetched.
 
     Raises `InputError` for a bucket that is absent or refuses access, and `RunError` for one that cannot be reached.
@@ -84,7 +84,6 @@ def open_folder(name: str | os.PathLike[str]) -> Path:
 
 
 def _mirror_of(path: Path) -> _Mirror | None:
-    """The copy that a path lies in, if it lies in one."""
     return next((mirror for mirror in _mirrors.values() if path.is_relative_to(mirror.folder)), None)
 
 

@@ -11,11 +11,11 @@ the memory that more samples take.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int
 
 from l2d_jax.data.batch import Batch
 from l2d_jax.model import diffusion
@@ -25,6 +25,7 @@ from l2d_jax.model.llm import LLM
 from l2d_jax.model.lm_head import map_logits, target_losses
 
 Reduction = Literal["example", "token", "sum"]
+Remat: TypeAlias = Callable[..., Any] | None  # wraps a block for rematerialisation; None: all is kept
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class LossOptions:
 
     reduction: Reduction = "example"  # as `loss_weights` takes it
     chunk: int = 1024  # positions whose logits each device holds at a time
-    remat: Callable[..., Any] | None = None  # wraps a block for rematerialisation; None: all is kept
+    remat: Remat = None
 
 
 PLAIN = LossOptions()
@@ -61,7 +62,7 @@ def diffusion_loss(
     path: DiffusionPath,
     llm: LLM,
     batch: Batch,
-    key: Key[Array, ""] | Array,
+    key: Array,
     *,
     draws_per_context: int = 1,
     own_estimates: float = 0.0,
@@ -72,9 +73,8 @@ def diffusion_loss(
 
     With several noise samples per context, it is the mean of as many losses of one sample, whose keys are split off
     `key`. At a share of `own_estimates` of each row's positions, drawn at random, x_t is a point of the path's own
-    trajectory: it shows the token that the path estimates at t = 0, as in decoding, instead of the true one.
-
-    Where targets have a working, t is on a grid of its steps, x_t shows one of them, and the loss is that of the next.
+    trajectory: it shows the token that the path estimates at t = 0, as in decoding, instead of the true one. Where
+    targets have a working, `next_steps` says what x_t shows and what the target is.
     """
     llm = jax.lax.stop_gradient(llm)
     batch, corruption = sample_corruptions(key, batch, path, draws_per_context=draws_per_context, times=times)
@@ -131,7 +131,7 @@ def first_estimates(
     return tokens
 
 
-def path_context(path: DiffusionPath, llm: LLM, batch: Batch, *, remat: Callable[..., Any] | None = None) -> Context:
+def path_context(path: DiffusionPath, llm: LLM, batch: Batch, *, remat: Remat = None) -> Context:
     """The context as the path reads it; no gradient enters the frozen model."""
     reader = path.reader(jax.lax.stop_gradient(llm))
     return read_context(reader, batch, remat=None if path.config.reader == "lm" else remat)
@@ -152,7 +152,7 @@ def finetuning_loss(
     return jnp.sum(values * loss_weights(batch.weights, options.reduction, segments=batch.query_segments))
 
 
-def sample_corruption(key: Key[Array, ""] | Array, batch: Batch, path: DiffusionPath) -> Corruption:
+def sample_corruption(key: Array, batch: Batch, path: DiffusionPath) -> Corruption:
     """Sample t, the noise and the class dropout, independently at each position."""
     config = path.config
     key_t, key_noise, key_drop = jax.random.split(key, 3)
@@ -166,12 +166,7 @@ def sample_corruption(key: Key[Array, ""] | Array, batch: Batch, path: Diffusion
 
 
 def sample_corruptions(
-    key: Key[Array, ""] | Array,
-    batch: Batch,
-    path: DiffusionPath,
-    *,
-    draws_per_context: int,
-    times: TimeSampler = TIMES["uniform"],
+    key: Array, batch: Batch, path: DiffusionPath, *, draws_per_context: int, times: TimeSampler = TIMES["uniform"]
 ) -> tuple[Batch, Corruption]:
     """Repeat each query of the batch, and corrupt each copy by `sample_corruption` with a key of its own.
 
@@ -188,13 +183,7 @@ def sample_corruptions(
 
 
 def correct(
-    path: DiffusionPath,
-    llm: LLM,
-    context: Context,
-    batch: Batch,
-    corruption: Corruption,
-    *,
-    remat: Callable[..., Any] | None = None,
+    path: DiffusionPath, llm: LLM, context: Context, batch: Batch, corruption: Corruption, *, remat: Remat = None
 ) -> Float[Array, "B M D"]:
     """Hidden states corrected by one evaluation of the path, on the batch's targets corrupted at the sampled t."""
     noise = path.config.sigma * corruption.noise

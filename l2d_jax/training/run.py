@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,7 +20,7 @@ from l2d_jax.decoding.refine import Refinement
 from l2d_jax.distributed import processes, runtime
 from l2d_jax.distributed.sharding import make_mesh
 from l2d_jax.errors import RunError, require
-from l2d_jax.files import differences
+from l2d_jax.files import AnyPath, differences
 from l2d_jax.storage import lock, mirror
 from l2d_jax.training import preflight, profiler
 from l2d_jax.training.checkpoint import Checkpoints
@@ -38,7 +37,7 @@ from l2d_jax.training.workdir import claim, plain_values
 from l2d_jax.weights import model_folder
 
 
-def train(config: Config, workdir: str | os.PathLike[str]) -> bool:
+def train(config: Config, workdir: AnyPath) -> bool:
     """Train from the newest good checkpoint in `workdir`, if there is one; return whether the last step was reached.
 
     If it was not, SIGTERM has stopped the run after saving. Raises `InputError`, and `RunError` where the run has to

@@ -70,12 +70,7 @@ def _scores(
 
 
 def teacher_forced_sums(
-    model: Model,
-    batches: Iterable[Batch],
-    config: Config,
-    settings: Mapping[str, Refinement],
-    *,
-    corrections: bool = False,
+    model: Model, batches: Iterable[Batch], config: Config, settings: Mapping[str, Refinement], *, corrections: bool
 ) -> BootstrapSums:
     """Loss, and expected and greedy accuracy, at each of the named settings.
 
@@ -117,7 +112,7 @@ def validate(
     budgets = config.validation.budgets if budgets is None else budgets
     budgets = budgets if model.path is not None else (1,)
     settings = {str(budget): Refinement.from_config(config.decode, budget=budget) for budget in budgets}
-    sums = teacher_forced_sums(model, batches, config, settings)
+    sums = teacher_forced_sums(model, batches, config, settings, corrections=False)
     loss = sums.mean("loss@1" if model.path is None else "loss")[0]
     report: dict[str, Any] = {"validation/loss": loss, "validation/perplexity": float(np.exp(loss))}
     if model.path is not None:
