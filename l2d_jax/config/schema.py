@@ -1,7 +1,5 @@
 """Every option of the project, as frozen dataclasses that check themselves on construction.
 
-Each number is declared with its range (`ranges`); `__post_init__` adds the relations between options.
-
 A config file holds what differs from these defaults (`configs/`); `defaults()` turns them into the editable
 `ml_collections.ConfigDict` that such a file starts from, and `Config.from_dict` turns the edited dictionary back.
 The defaults are the paper's hyper-parameters (appendix, Table of implementation hyper-parameters).
@@ -20,6 +18,7 @@ from l2d_jax.config.parsing import check_fields, from_dict, nearest
 from l2d_jax.errors import require
 
 CATEGORIES = ("math", "coding", "general_qa", "other")  # the classes that guidance knows, in the release's order
+SolverName = Literal["euler", "midpoint", "heun", "heun3", "rk4", "restart", "fehlberg2", "adaptive_heun", "bosh3"]
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # as PEFT names them
 
 
@@ -164,9 +163,7 @@ class TrainConfig:
 class DecodeConfig:
     """How the diffusion token is integrated and how the next token is drawn (paper section 3.3)."""
 
-    solver: Literal["euler", "midpoint", "heun", "heun3", "rk4", "restart", "fehlberg2", "adaptive_heun", "bosh3"] = (
-        "midpoint"
-    )
+    solver: SolverName = "midpoint"
     budget: ranges.Budget = 15  # evaluations of the path per token, the final one included; adaptive solvers: at most
     tolerance: ranges.Tolerance = 3e-4  # relative and absolute error of an adaptive solver's steps
     velocity: Literal["sample", "expectation"] = "sample"  # x̂: the vector of a sampled token, or the mean over tokens
@@ -270,6 +267,5 @@ class Config:
 
 def defaults() -> ConfigDict:
     """The options with the paper's values, for a config file to edit; setting an unknown option raises."""
-    sections = get_type_hints(Config).items()
-    values = {name: {f.name: f.default for f in fields(section)} for name, section in sections}
+    values = {name: {f.name: f.default for f in fields(section)} for name, section in get_type_hints(Config).items()}
     return ConfigDict(values, type_safe=False).lock()

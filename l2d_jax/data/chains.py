@@ -30,6 +30,5 @@ def chain_rows(count: int, *, seed: int = 0, split: str = "train") -> list[dict[
             continue
         *working, answer = [circle[-hop] for hop in range(HOPS + 1)]
         said = (("system", INSTRUCTION), ("user", text), ("assistant", answer))
-        messages = [{"role": role, "content": content} for role, content in said]
-        rows.append({"messages": messages, "working": working})
+        rows.append({"messages": [{"role": role, "content": content} for role, content in said], "working": working})
     return rows

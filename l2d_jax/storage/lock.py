@@ -53,7 +53,7 @@ def _locked(workdir: Path) -> Iterator[None]:
             except BlockingIOError as error:
                 raise _in_use(workdir, _parsed(path.read_bytes())) from error
         file.truncate(0)
-        file.write(json.dumps(_signature()) + "\n")
+        file.write(f"{_signature()}\n")
         file.flush()
         yield
 
@@ -87,11 +87,10 @@ def _leased(folder: Bucket) -> Iterator[None]:
 
 def _take(folder: Bucket, lease: float) -> int:
     """Write the lock; returns its generation. Raises `InputError` if another run holds it."""
-    ours = json.dumps(_signature()).encode()
     generation = 0
     while True:
         with suppress(ChangedError):
-            return folder.write(NAME, ours, replacing=generation)
+            return folder.write(NAME, _signature().encode(), replacing=generation)
         try:
             generation, holder = folder.generation(NAME), _parsed(folder.read(NAME))
         except FileNotFoundError:  # it has just been released
@@ -118,7 +117,7 @@ class _Lease:
 
     def renew(self) -> None:
         """Runs in a thread: write the lock anew, several times in each lease, until `ended`."""
-        ours = json.dumps(_signature()).encode()
+        ours = _signature().encode()
         while not self.lost and not self.ended.wait(self._lease / 6):
             try:
                 self.generation = self.folder.write(NAME, ours, replacing=self.generation)
@@ -142,8 +141,8 @@ class _Lease:
 _leases: list[_Lease] = []  # that this process holds
 
 
-def _signature() -> dict[str, Any]:
-    return {"pid": os.getpid(), "host": socket.gethostname()}
+def _signature() -> str:
+    return json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
 
 
 def _parsed(text: bytes) -> dict[str, Any]:

@@ -199,16 +199,16 @@ class Run:
         self._metrics.progress(step, "  ".join(f"{name.split('/')[1]} {value:.4f}" for name, value in figures.items()))
 
     def save(self, step: int) -> None:
-        """Begin a checkpoint, once the log of its steps is on the disk."""
+        """Begin a checkpoint, once the log of its steps is on the disk; raises `RunError` as `check_held` does."""
+
+        def sync_log() -> None:
+            lock.check_held()
+            self._metrics.sync()
+
         self._saved = time.monotonic()
         for failed in self._checkpoints.failures():
             self._metrics.write(step, {"failed_save": failed})
-        self._checkpoints.save(step, self._parts(), first=self._before_saving)
-
-    def _before_saving(self) -> None:
-        """On process 0: raise `RunError` if the workdir is another run's, and put the log of this one in place."""
-        lock.check_held()
-        self._metrics.sync()
+        self._checkpoints.save(step, self._parts(), first=sync_log)
 
     def finish(self) -> None:
         """Wait for the files of the run; raises `RunError` if the last checkpoint or records could not be saved."""
@@ -246,5 +246,4 @@ class Run:
         return not pause or bool(processes.decide(lambda: time.monotonic() - self._saved >= pause))
 
     def _parts(self) -> dict[str, Any]:
-        """The named parts of a checkpoint."""
         return {self._method.part: self._state.trained, "optimizer": self._state.optimizer}

@@ -97,8 +97,7 @@ def make_step(
 
         batch = batch._replace(weights=loss_weights(batch.weights, config.reduction, segments=batch.query_segments))
         zero = jax.tree.map(jnp.zeros_like, (jnp.float32(0), state.trained))
-        keys = jax.random.split(key, config.micro_batches)
-        (value, gradient), _ = jax.lax.scan(accumulate, zero, (batch, keys))
+        (value, gradient), _ = jax.lax.scan(accumulate, zero, (batch, jax.random.split(key, config.micro_batches)))
         updates, moments = optimizer.update(gradient, state.optimizer, state.trained)
         new_state = TrainState(trained=optax.apply_updates(state.trained, updates), optimizer=moments)
         norm = optax.tree.norm(gradient)
