@@ -131,7 +131,6 @@ def model_fingerprint(folder: Folder, base: model_folder.BaseFiles, step: int | 
 
 
 def _base(options: dict[str, Any], dtype: str | None) -> ModelConfig:
-    """The config of the base, with `dtype` unless it is None."""
     return from_dict(ModelConfig, options if dtype is None else {**options, "dtype": dtype}, prefix="model")
 
 

@@ -178,7 +178,6 @@ class Examples:
         return MapDataset.mix(orders, self.config.weights) if self.config.weights else orders[0]
 
     def _order_of(self, number: int) -> MapDataset:
-        """The numbers of the examples of each row of one of `parts`, epoch after epoch."""
         part, seed = self.parts[number], self.config.seed
         rows = len(self.plans[number] if self.config.packing else part)
         # Rows of two epochs are read where one ends.
@@ -235,7 +234,6 @@ def _lengths(turns: datasets.Dataset) -> tuple[Int[np.ndarray, " n"], Int[np.nda
 
 
 def _fit(turns: datasets.Dataset, config: DataConfig) -> tuple[Bool[np.ndarray, " n"], Counts]:
-    """Which turns fit into the shape of a batch."""
     lengths, answers = _lengths(turns)
     long = lengths > config.max_length
     long_answer = ~long & (answers > (config.answer_length or config.max_length))

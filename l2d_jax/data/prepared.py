@@ -139,7 +139,6 @@ def _keep(file: Path, name: str) -> Path:
 
 
 def _is_intact(file: Path) -> bool:
-    """Whether a file is there, as it was written."""
     return file.is_file() and file.stem.endswith(f"-{_hash_file(file, *identity(file))}")
 
 

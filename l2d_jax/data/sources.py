@@ -65,7 +65,6 @@ def _subsets(config: DataConfig, split: str) -> tuple[str | None, ...]:
 
 
 def _read_part(config: DataConfig, subset: str | None, split: str) -> datasets.Dataset:
-    """The rows of a subset, with the columns that are used."""
     folder = _folder(config)
     if config.source == "problems":
         count = most_examples(config, split) or PROBLEMS

@@ -127,7 +127,6 @@ def turn_texts(
 ) -> list[tuple[str, str]]:
     """Context and answer of each of the assistant's turns, as text.
 
-    With `empty_thoughts`, an answer without a thought begins by closing the one that the template's prompt opens.
     Raises `InputError`, also for a template that leaves no sound border between prompt and answer.
     """
     require_chat_template(tokenizer)
@@ -190,7 +189,6 @@ def _frame(tokenizer: PreTrainedTokenizerFast, template: str) -> tuple[str, str]
 
 
 def _check(messages: Sequence[Message]) -> None:
-    """Raise `InputError` unless every message has a role and a content of type text."""
     require(len(messages) > 0, "a conversation needs at least one message, got none: remove it")
     for number, message in enumerate(messages):
         for key in ("role", "content"):

@@ -100,7 +100,6 @@ class Results:
                 self._refuse_other()
             else:
                 write_whole(folder / RESULTS, json.dumps({"run": self.run}, indent=2) + "\n")
-            # The good lines are kept; the damaged ones and the rest of a line that was cut off are removed.
             kept = read_lines(folder / SAMPLES, (_Sample,), _repeated)
             if (folder / SAMPLES).exists():
                 write_whole(folder / SAMPLES, b"".join(text for text, _ in kept))

@@ -75,8 +75,8 @@ def adaptive_trajectory(model: Model, a: Recording, key: str, run: Mapping[str, 
     number = int(np.sum(recorded["times"][:number] < 1))  # beyond, the path is not evaluated
     yield check(f"ode.{key}.argmax", evaluations["argmax"][:, *kept][:number], recorded["argmax"][:number], 0.0)
     yield check(f"ode.{key}.temps", evaluations["temps"][:number], recorded["temps"][:number], 1e-6)
-    logits = logits_at(model, context, last, end)
-    yield Check(f"ode.{key}.logits", logits[kept], recorded["logits"], judged=is_guarded)
+    logits = logits_at(model, context, last, end)[kept]
+    yield Check(f"ode.{key}.logits", logits, recorded["logits"], judged=is_guarded)
 
     start = jnp.asarray(noise, jnp.float32)
     times, states = _follow(model, context, settings, start)
@@ -98,7 +98,6 @@ def _follow(model: Model, context: Context, settings: Refinement, noise: Any) ->
 
 @jax.jit
 def _end(model: Model, context: Context, settings: Refinement, noise: Any, end: Any) -> Any:
-    """diffrax's state at the end."""
     options: Any = {"solver": settings.solver, "tolerance": settings.tolerance, "max_steps": settings.steps}
     return integrate.solve_adaptive(_target(model, context, settings), noise, end=end, **options).x
 

@@ -1,13 +1,11 @@
 """Compares a language model with `transformers`' own model of the same weights, which is in float32.
 
-Rows of random tokens reach all of the vocabulary, and one is ordinary text where the folder has a tokenizer. A row
-passes if no logit differs by more than 1e-4 of the largest logit or of 1, or by more than ten times what transformers
-in float32, with fused or with eager attention, differs from itself in float64 on this row: where activations are in the
-thousands, a few positions magnify any rounding, and one rounding may by luck be much smaller than another. The second
-bound takes twice the memory, and is computed only for a row beyond the first. `docs/exactness.md` has figures.
-
-Ours may be in bfloat16 or int8 too. A row then passes if its mean KL divergence is within 0.05 nats: SmolLM2's rows
-have 0.006 and 0.011 at most. Bugs that divert less are for float32 to find.
+A row passes if no logit differs by more than 1e-4 of the largest logit or of 1, or by more than ten times what
+transformers in float32, with fused or with eager attention, differs from itself in float64 on this row: where
+activations are in the thousands, a few positions magnify any rounding, and one rounding may by luck be much smaller
+than another. The second bound takes twice the memory, and is computed only for a row beyond the first. Ours may be in
+bfloat16 or int8 too. A row then passes if its mean KL divergence is within 0.05 nats: SmolLM2's rows have 0.006 and
+0.011 at most. Bugs that divert less are for float32 to find. `docs/exactness.md` has figures.
 """
 
 import contextlib

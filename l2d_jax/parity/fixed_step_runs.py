@@ -100,7 +100,6 @@ def _refinement(options: dict[str, Any], *, guidance: float | None) -> Refinemen
 def _states(
     model: Model, context: Context, settings: Refinement, draws: Draws, noise: Any, end: Any, *, steps: int
 ) -> Any:
-    """diffrax's states on the grid."""
     keys = jax.random.split(jax.random.key(0), context.hidden.shape[:2])
     target = make_target(model, context, settings=settings, keys=keys, end=end)
 

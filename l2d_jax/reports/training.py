@@ -33,7 +33,6 @@ def first_and_last(workdir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _check(record: dict[str, Any], file: Path) -> None:
-    """Raise `InputError` unless a validation has the entries that the report reads."""
     record.setdefault(BY_T, [])  # where a language model was trained
     kinds: dict[str, Any] = {"validation/loss": float, BY_T: list[float]}
     for name in (f"validation/{kind}@{budget}" for kind in _kinds(record) for budget in budgets(record)):

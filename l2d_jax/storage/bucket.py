@@ -122,7 +122,6 @@ class Bucket:
 
     @contextlib.contextmanager
     def _request(self, name: str) -> Iterator[Any]:
-        """Within, the errors of requests about an object are those of this module."""
         with _translated(f"{self.url.rstrip('/')}/{name}"):
             yield self._bucket.blob(self._prefix + name)
 

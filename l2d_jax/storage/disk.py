@@ -82,7 +82,6 @@ def _digest(path: Path, checksum: str) -> str:
 
 
 def _crc32c(file: BinaryIO) -> str:
-    """The CRC-32C of a file, in base 64, as buckets have it."""
     try:
         from google_crc32c import Checksum
     except ImportError:

@@ -1,7 +1,5 @@
 """Checkpoints of the trained weights and their optimizer state, written by orbax; they never hold a frozen model.
 
-The position in the data is the step itself, since the order of the examples is a function of the step.
-
 A step is good if it has a manifest and every file is as the manifest says; process 0 verifies, writes manifests and
 deletes for all processes. Other steps are passed over with a line that says why, and never deleted: saving such a step
 again first moves its files to `<step>.broken`. Readers lock nothing and change nothing. No folder is ever renamed, so
@@ -120,7 +118,6 @@ class Checkpoints:
         return sorted((int(name) for name in names if name.isascii() and name.isdigit()), reverse=True)
 
     def _is_surplus(self, name: str) -> bool:
-        """Whether a folder is being deleted."""
         return SURPLUS in self._folder.files(name)
 
     def _is_good(self, step: int) -> bool:

@@ -1,8 +1,7 @@
 """What a budget above 1 does to tokens: which of the language model's predictions it corrects, and which it breaks.
 
-Tokens are sorted by the entropy of the language model alone and by their place in the answer. From the sums by entropy
-follows what a gate on it would keep of the accuracy (`config.decode.gate`), and from the corrections the ceiling of any
-gate: an oracle that refines the tokens that this corrects, and no others.
+Tokens are sorted by the entropy of the language model alone and by their place in the answer. From the sums follows
+what a gate on the entropy (`config.decode.gate`), and an oracle, would keep of the accuracy (`gates`).
 """
 
 import itertools

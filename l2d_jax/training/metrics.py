@@ -31,8 +31,6 @@ Steps = Annotated[int, Interval(ge=0, lt=2**63)]
 
 
 class _Step(TypedDict):
-    """What every record has."""
-
     step: Steps
     skipped: NotRequired[Annotated[int, Interval(ge=0, le=1)]]
 
@@ -212,7 +210,6 @@ class StepLog:
         self._began = time.perf_counter() if at is None else at
 
     def _skip(self, step: int, values: Mapping[str, float]) -> None:
-        """Log a skipped update at any step."""
         self.skipped += 1
         self.metrics.skipped += 1
         self.metrics.write(step, {**values, "skipped": 1})

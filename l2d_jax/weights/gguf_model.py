@@ -156,7 +156,6 @@ def _rope_scaling(file: GGUFFile, theta: float, head_dim: int) -> dict[str, Any]
 
 
 def _tokenizer(file: GGUFFile) -> tokenizers.Tokenizer:
-    """Byte-level BPE with the pre-tokenizer that the file names."""
     model, pre = file.get("tokenizer.ggml.model", str), file.get("tokenizer.ggml.pre", str)
     if model != "gpt2" or pre not in PRE_TOKENIZERS:
         supported = f"'gpt2' with {', '.join(map(repr, PRE_TOKENIZERS))}"

@@ -47,7 +47,6 @@ def _word_instruct_humaneval(row: Row) -> Item:
 
 
 def _candidates(problem: Problem, completion: str) -> tuple[str, str]:
-    """The strict and the relaxed program."""
     _, (name,), prompt = problem.reference
     code = fenced(completion)
     if re.search(rf"^(?:async )?def {name}\b", code, flags=re.MULTILINE):

@@ -127,7 +127,6 @@ def _word(row: Row) -> Item:
 
 
 def _judge(problem: Problem, completion: str) -> Score:
-    """Compare by the release's rules, and by mathematics."""
     strict = extract(completion)
     is_strict = strict is not None and is_same(problem.reference, strict)
     right, relaxed = _parse(problem.answer), _parse(completion)
