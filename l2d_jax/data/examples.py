@@ -207,7 +207,6 @@ def _round_up(size: int, multiple: int) -> int:
 
 
 def _check_classes(rows: datasets.Dataset, classes: int, *, name: str) -> None:
-    """Raise `InputError` if guidance is trained and a row's class is missing or too large."""
     if classes == 0:
         return
     rule = f"guidance needs the class of each row, but those of {name} have none"
@@ -242,7 +241,6 @@ def _fit(turns: datasets.Dataset, config: DataConfig) -> tuple[Bool[np.ndarray, 
 
 
 def _check_turns(turns: datasets.Dataset, counts: Counts, config: DataConfig, name: str) -> None:
-    """Raise `InputError` if no turn can be used, or none has the working that the config wants."""
     require(len(turns) > 0, f"{name} has no message of the assistant to learn from: choose another source")
     if counts.kept == 0:
         lengths, answers = _lengths(turns)

@@ -1,8 +1,7 @@
 """Plans which examples share a row from their lengths alone, so that any row of any epoch is known at once.
 
 grain packs a stream (`FirstFitPackIterDataset`): what a row holds depends on every row before it and on the number of
-processes. Here a batch is a function of the seed and the step. So the plan is made once from the sizes of all examples:
-it fixes the sizes in each row, and each epoch assigns the examples of one size anew to the places for that size.
+processes. Here a batch is a function of the seed and the step. So the plan is made once from the sizes of all examples.
 """
 
 from dataclasses import dataclass

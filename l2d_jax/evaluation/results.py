@@ -24,8 +24,6 @@ SAMPLES, RESULTS = "samples.jsonl", "results.json"
 
 
 class _Judged(TypedDict):
-    """A completion and its scores."""
-
     text: str
     strict: Share
     relaxed: Share

@@ -50,10 +50,9 @@ class Work:
 
 
 class Engine:
-    """Answers in the order in which they were asked for, `lanes` of each kind at a time."""
+    """Answers in the order in which they were asked for, `lanes` of each kind at a time; at most `queue` wait."""
 
     def __init__(self, loaded: LoadedModel, *, lanes: int, queue: int) -> None:
-        """At most `queue` answers wait for a lane."""
         self._loaded, self._size, self._limit = loaded, lanes, queue
         self._waiting: list[Work] = []
         self._lanes: dict[Kind, Lanes] = {}

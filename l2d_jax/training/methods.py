@@ -1,8 +1,4 @@
-"""The methods of training, `config.train.method`: each has its trained weights, its loss and its export.
-
-`L2D` trains a diffusion path and `LoRA` low-rank updates of the language model's layers, both beside frozen weights;
-`Full` trains the language model itself, with float32 weights and matrix products in `config.model.dtype`.
-"""
+"""The methods of training, `config.train.method`: each has its trained weights, its loss and its export."""
 
 import abc
 import dataclasses
@@ -139,7 +135,7 @@ class LoRA(Method):
 
 
 class Full(Method):
-    """All weights of the language model."""
+    """All weights of the language model, in float32, with matrix products in `config.model.dtype`."""
 
     part = "weights"
     says = "language model"

@@ -1,8 +1,7 @@
 """Hugging Face's tensors and ours, by one table that is read in both directions.
 
 A row names a tensor of the release (or of `transformers`), a leaf of ours and how their axes correspond, in the
-notation of einops: a linear layer is `[out, in]` there and `[in, out]` here, with heads as an axis of their own. Every
-tensor must match one row and every leaf one tensor; all that is missing, extra or misshaped is named in one error.
+notation of einops: a linear layer is `[out, in]` there and `[in, out]` here, with heads as an axis of their own.
 Weights stream from the files slice by slice into their shards, so that no host holds a whole model.
 """
 

@@ -7,10 +7,9 @@ The examples contain thoughts, so prompts with thoughts differ only in greedy de
 math-verify's. The release reads lighteval/MATH, which has left the hub. It does not count rows whose solution has no
 `\boxed{}` with braces, so no size is asserted.
 
-The strict rules are the release's, quirks included. The content of the last `\boxed{}` is rewritten, so that answers
-that differ only in notation become the same text. The rules are those of the data set's authors
-(github.com/hendrycks/math, is_equiv) as the release has them. Where its functions raise, for a `\frac` or `\sqrt` with
-nothing behind it, and would end the evaluation, these find no answer.
+The strict rules are those of the data set's authors (github.com/hendrycks/math, is_equiv) as the release has them,
+quirks included. Where its functions raise, for a `\frac` or `\sqrt` with nothing behind it, and would end the
+evaluation, these find no answer.
 """
 
 import logging
