@@ -54,12 +54,11 @@ class Question:
         """A hash of all that the answer depends on: the question, the libraries and this project's source."""
         versions = [importlib.metadata.version(name) for name in LIBRARIES]
         files = sorted(path for path in Path(__file__).parent.rglob("*") if path.suffix in (".py", ".toml"))
-        sources = b"".join(path.read_bytes() for path in files)
         asked = asdict(self)
         if self.work == "train":
             del asked["batch"], asked["prompt"]
         text = json.dumps([asked, str(model_folder.read_architecture(self.config.model)), versions], sort_keys=True)
-        return hashlib.sha256(text.encode() + sources).hexdigest()[:24]
+        return hashlib.sha256(text.encode() + b"".join(path.read_bytes() for path in files)).hexdigest()[:24]
 
 
 def main() -> int:

@@ -63,8 +63,7 @@ def main() -> None:
         if searched is not None:
             check_search(settings, searched, llm, folder.path_config, longest=longest)
     with output_folder(options.trace) if options.trace else contextlib.nullcontext() as out:
-        loaded = load(options.workdir or options.model, mesh=mesh)
-        answer = partial(_print_answer, loaded, options, searched=searched)
+        answer = partial(_print_answer, load(options.workdir or options.model, mesh=mesh), options, searched=searched)
         if not prompts:
             _chat(answer, variants[0], seed=options.seed)
             return

@@ -87,6 +87,5 @@ def require_columns(rows: datasets.Dataset, columns: Iterable[str], *, name: str
     """Raise `InputError` unless there are rows with all these columns; `name` is that of the data set."""
     missing = [column for column in columns if column not in rows.column_names]
     rule = f"rows of {name} need the columns {', '.join(columns)}, but {', '.join(missing)} is missing among"
-    remedy = "rename them, or give the data set's own rows"
-    require(not missing, f"{rule} {', '.join(sorted(rows.column_names))}: {remedy}")
+    require(not missing, f"{rule} {', '.join(sorted(rows.column_names))}: rename them, or give the data set's own rows")
     require(len(rows) > 0, f"{name} has no rows: choose another split")

@@ -66,8 +66,7 @@ def _turns(
     labels, workings = rows.get("class", [0] * len(indices)), rows.get("working", [None] * len(indices))
     answered = zip(rows.get("question", []), rows.get("answer", []), strict=False)
     dialogues = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in answered]
-    given = zip(indices, rows.get("messages", dialogues), labels, workings, strict=True)
-    for index, messages, label, working in given:
+    for index, messages, label, working in zip(indices, rows.get("messages", dialogues), labels, workings, strict=True):
         try:
             if not (isinstance(messages, list) and all(isinstance(message, dict) for message in messages)):
                 raise InputError(f"'messages' must be a list of objects with role and content, got {messages!r:.60}")

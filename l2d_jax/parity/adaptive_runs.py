@@ -75,8 +75,7 @@ def adaptive_trajectory(model: Model, a: Recording, key: str, run: Mapping[str, 
     number = int(np.sum(recorded["times"][:number] < 1))  # beyond, the path is not evaluated
     yield check(f"ode.{key}.argmax", evaluations["argmax"][:, *kept][:number], recorded["argmax"][:number], 0.0)
     yield check(f"ode.{key}.temps", evaluations["temps"][:number], recorded["temps"][:number], 1e-6)
-    logits = logits_at(model, context, last, end)[kept]
-    yield Check(f"ode.{key}.logits", logits, recorded["logits"], judged=is_guarded)
+    yield Check(f"ode.{key}.logits", logits_at(model, context, last, end)[kept], recorded["logits"], judged=is_guarded)
 
     start = jnp.asarray(noise, jnp.float32)
     times, states = _follow(model, context, settings, start)

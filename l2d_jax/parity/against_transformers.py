@@ -189,7 +189,6 @@ def open_theirs(kind: Any, folder: Path, *, dtype: str = "float32", **options: A
     """A folder's model by a class of transformers, from files that are here; raises `InputError`."""
     transformers.utils.logging.disable_progress_bar()
     try:
-        model = kind.from_pretrained(folder, local_files_only=True, use_safetensors=True, dtype=dtype, **options)
+        return kind.from_pretrained(folder, local_files_only=True, use_safetensors=True, dtype=dtype, **options).eval()
     except Exception as error:  # of many kinds: a field of the config that it reads and we do not
         raise InputError(f"transformers cannot open {folder} ({first_line(error)}): mend its files") from error
-    return model.eval()

@@ -80,7 +80,6 @@ def start_of(
     temperature = 0.0 if isinstance(run["temperature"], str) else float(run["temperature"])
     velocity = "expectation" if run["x1_estimation"] == "average" else "sample"
     options = {"velocity": velocity, "velocity_temperature": temperature} | options
-    settings = _refinement(options, guidance=run["w_g"])
     padded = a["lp.input_ids"], a["lp.attention_mask"]
     context = read(model.llm, *(padded if ".pad" in key else (a["input_ids"][rows, :],)), last=run["mode"] == "last")
     if run["class_labels"] is not None:
@@ -88,7 +87,7 @@ def start_of(
         context = context._replace(labels=jnp.broadcast_to(labels, context.hidden.shape[:2]))
     shape = (*context.hidden.shape[:2], recorded["x0"].shape[-1])
     noise, last = (np.broadcast_to(x, shape) for x in (recorded["x0"], recorded["traj"][-1]))
-    return recorded, settings, context, noise, last
+    return recorded, _refinement(options, guidance=run["w_g"]), context, noise, last
 
 
 def _refinement(options: dict[str, Any], *, guidance: float | None) -> Refinement:

@@ -45,7 +45,6 @@ def corrections_section(sums: BootstrapSums, model: str, budgets: Mapping[str, f
 def _corrections(sums: BootstrapSums, kind: str, budgets: Mapping[str, float], prefix: str) -> Table:
     """A row for each bin of "entropy" or "position", and one for all tokens; two columns for each budget."""
     pairs = ((f"corrected at {evaluations:.4g}", f"broken at {evaluations:.4g}") for evaluations in budgets.values())
-    header = (kind, "tokens", "right at 1", *itertools.chain(*pairs))
     found = [by_bin(sums, kind, setting, prefix=prefix) for setting in budgets]
     rows = []
     for index, name in enumerate([*bin_names(kind), "all"]):
@@ -53,4 +52,4 @@ def _corrections(sums: BootstrapSums, kind: str, budgets: Mapping[str, float], p
         (tokens, right, *_), *_ = parts = [tuple(map(sum, zip(*bins[chosen], strict=True))) for bins in found]
         shares = (tokens, right, *itertools.chain(*(part[2:] for part in parts)))
         rows.append((name, *(f"{100 * share:.1f}" for share in shares)))
-    return header, rows
+    return (kind, "tokens", "right at 1", *itertools.chain(*pairs)), rows

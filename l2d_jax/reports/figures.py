@@ -38,6 +38,5 @@ def draw_rates(
     axes: Any, places: Sequence[float | int], rates: Sequence[tuple[float, float, float]], *, label: str, **style: str
 ) -> None:
     """Draw a line in matplotlib's `style` through means with intervals; a rate is mean, lower and upper bound."""
-    means = [mean for mean, _, _ in rates]
     errors = [[mean - low for mean, low, _ in rates], [high - mean for mean, _, high in rates]]
-    axes.errorbar(places, means, yerr=errors, marker="o", capsize=3, label=label, **style)
+    axes.errorbar(places, [mean for mean, _, _ in rates], yerr=errors, marker="o", capsize=3, label=label, **style)

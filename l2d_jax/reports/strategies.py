@@ -40,7 +40,6 @@ def strategies_section(answers: Mapping[str, Sequence[Outcome]], folder: Path) -
 
 
 def _table(answers: Mapping[str, Sequence[Outcome]]) -> Table:
-    header = ("model", "strategy", "exact match", "gain", "tokens", "TFLOP per answer", "seconds")
     rows: list[tuple[str, ...]] = []
     first, *_ = (one.right for found in answers.values() for one in found)
     for model, found in answers.items():
@@ -51,7 +50,7 @@ def _table(answers: Mapping[str, Sequence[Outcome]]) -> Table:
             cost = (f"{one.tokens:.1f}", f"{one.flops / 1e12:.3g}", f"{one.seconds:.3g}")
             tries = "" if one.kind == "greedy" else f" of {one.tries}"
             rows.append((model, f"{one.kind}{tries} at {one.budget}", *shown, *cost))
-    return header, rows
+    return ("model", "strategy", "exact match", "gain", "tokens", "TFLOP per answer", "seconds"), rows
 
 
 def _rate(one: Outcome) -> tuple[float, float, float]:

@@ -2,8 +2,7 @@
 
 A step is good if it has a manifest and every file is as the manifest says; process 0 verifies, writes manifests and
 deletes for all processes. Other steps are passed over with a line that says why, and never deleted: saving such a step
-again first moves its files to `<step>.broken`. Readers lock nothing and change nothing. No folder is ever renamed, so
-that this works in buckets and on file systems that mount one.
+again first moves its files to `<step>.broken`. Readers lock nothing and change nothing.
 """
 
 import contextlib
@@ -73,11 +72,8 @@ class Checkpoints:
     def latest(self) -> int | None:
         """The newest good step, or None; a line says what is wrong with each newer one; raises `RunError`."""
         self._wait()
-        return processes.decide(self._newest)
-
-    def _newest(self) -> int | None:
         try:
-            return next(filter(self._is_good, self._steps()), None)
+            return processes.decide(lambda: next(filter(self._is_good, self._steps()), None))
         except BucketError as error:  # it is not a bucket without checkpoints
             problem = f"{self._folder} cannot be read ({error.strerror})"
             raise RunError(f"{problem}: give the same command again later") from error

@@ -22,6 +22,8 @@ from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError
 from l2d_jax.statistics import BootstrapSums, rate
 
+OPTION = "config.validation.exact_examples"  # by which a user sets how many problems are answered
+
 
 @dataclass(frozen=True)
 class MarkedProblems:
@@ -33,12 +35,7 @@ class MarkedProblems:
 
     @classmethod
     def read(
-        cls,
-        config: DataConfig,
-        tokenizer: PreTrainedTokenizerFast,
-        *,
-        count: int,
-        option: str = "config.validation.exact_examples",
+        cls, config: DataConfig, tokenizer: PreTrainedTokenizerFast, *, count: int, option: str = OPTION
     ) -> "MarkedProblems":
         """At most `count` examples, which the user sets by `option`; raises `InputError` for one with no final word."""
         config = replace(config, validation_examples=count)

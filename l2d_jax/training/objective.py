@@ -88,8 +88,7 @@ def diffusion_loss(
         shown = jnp.put_along_axis(shown, chosen, own, axis=1, inplace=False)
     hidden = correct(path, llm, context, batch._replace(targets=shown), corruption, remat=options.remat)
     losses = target_losses(llm, hidden, batch.targets, chunk=options.chunk)
-    weights = loss_weights(batch.weights, options.reduction, segments=batch.query_segments)
-    return jnp.sum(losses * weights), losses
+    return jnp.sum(losses * loss_weights(batch.weights, options.reduction, segments=batch.query_segments)), losses
 
 
 def next_steps(batch: Batch, t: Float[Array, "B M"]) -> tuple[Int[Array, "B M"], Batch, Float[Array, "B M"]]:
@@ -168,10 +167,7 @@ def sample_corruption(key: Array, batch: Batch, path: DiffusionPath) -> Corrupti
 def sample_corruptions(
     key: Array, batch: Batch, path: DiffusionPath, *, draws_per_context: int, times: TimeSampler = TIMES["uniform"]
 ) -> tuple[Batch, Corruption]:
-    """Repeat each query of the batch, and corrupt each copy by `sample_corruption` with a key of its own.
-
-    `times` turns the uniform samples of t, of all copies together, into times.
-    """
+    """Repeat each query of the batch, and corrupt each copy by `sample_corruption` with a key of its own."""
     if draws_per_context == 1:
         corruption = sample_corruption(key, batch, path)
     else:
@@ -186,8 +182,7 @@ def correct(
     path: DiffusionPath, llm: LLM, context: Context, batch: Batch, corruption: Corruption, *, remat: Remat = None
 ) -> Float[Array, "B M D"]:
     """Hidden states corrected by one evaluation of the path, on the batch's targets corrupted at the sampled t."""
-    noise = path.config.sigma * corruption.noise
-    x = diffusion.interpolate(path.embed(llm.rows(batch.targets)), noise, corruption.t)
+    x = diffusion.interpolate(path.embed(llm.rows(batch.targets)), path.config.sigma * corruption.noise, corruption.t)
     context = context._replace(labels=corruption.labels)
     if batch.queries is None:  # attention has a faster kernel for queries in order
         context = context._replace(positions=None)

@@ -62,9 +62,8 @@ def pinned_base(name: str, workdir: Path) -> str:
 
 def _versions() -> dict[str, str]:
     """Of the code and of what compiles it: programs that differ wait for each other for ever."""
-    package = Path(__file__).parents[1]
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "orbax-checkpoint")}
-    files = sorted(path for path in package.rglob("*") if path.suffix in (".py", ".toml", ".json"))
+    files = sorted(path for path in Path(__file__).parents[1].rglob("*") if path.suffix in (".py", ".toml", ".json"))
     return {"l2d_jax": digest([path.read_text() for path in files])[:12], **versions}
 
 

@@ -77,8 +77,7 @@ def export_model(model: str, out: Path, *, format: str, as_torch: bool = False) 
             name = scratch
             model_folder.check_trained_path(folder)
             published = publish.TorchFolder.open(folder)
-            path = published.load(runtime.start_jax(MeshConfig()))
-            model_folder.save_path(Path(scratch), path, base=published.base)
+            model_folder.save_path(Path(scratch), published.load(runtime.start_jax(MeshConfig())), base=published.base)
         parts = replace(Parts.open(name), name=model)
         with output_folder(out) as partial_folder:
             FORMATS[format](parts, partial_folder, "pytorch_model.bin" if as_torch else "l2d.safetensors")
@@ -135,7 +134,6 @@ def _release(parts: Parts, out: Path, file: str, *, is_full: bool = False) -> No
     if unknown := [name for name in parts.architecture.options() if name in later]:
         problem = f"the base of {parts.name} has {', '.join(unknown)}, and the release knows Llama and Qwen 2"
         raise InputError(f"{problem}: export it with --format hf")
-    family = "qwen2" if parts.architecture.qkv_bias else "llama"
     for name in ("start", "reader", "time_scale"):
         if (found := getattr(config, name)) != (known := getattr(PathConfig, name)):
             problem = f"the path of {parts.name} has {name} {found!r}, which the release does not know"
@@ -147,7 +145,7 @@ def _release(parts: Parts, out: Path, file: str, *, is_full: bool = False) -> No
         trained = release.merge_lora(parts.llm, path, parts.architecture, config)
         config = replace(config, layers="dense")
     release.write_checkpoint(out / file, release.state_dict(parts.llm, trained, parts.architecture))
-    options = {"family": family, "l2d_kwargs": release.options(config)}
+    options = {"family": "qwen2" if parts.architecture.qkv_bias else "llama", "l2d_kwargs": release.options(config)}
     (out / "l2d.json").write_text(json.dumps(options, indent=2) + "\n")
 
 

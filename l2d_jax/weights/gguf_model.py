@@ -158,9 +158,8 @@ def _rope_scaling(file: GGUFFile, theta: float, head_dim: int) -> dict[str, Any]
 def _tokenizer(file: GGUFFile) -> tokenizers.Tokenizer:
     model, pre = file.get("tokenizer.ggml.model", str), file.get("tokenizer.ggml.pre", str)
     if model != "gpt2" or pre not in PRE_TOKENIZERS:
-        supported = f"'gpt2' with {', '.join(map(repr, PRE_TOKENIZERS))}"
         named = f"tokenizer {shown(model)} with pre-tokenizer {shown(pre)}"
-        raise InputError(f"{file.path}: {named}; supported: {supported}")
+        raise InputError(f"{file.path}: {named}; supported: 'gpt2' with {', '.join(map(repr, PRE_TOKENIZERS))}")
     tokens, merges = file.get("tokenizer.ggml.tokens", list), file.get("tokenizer.ggml.merges", list)
     kinds = file.get("tokenizer.ggml.token_type", list)
     try:

@@ -122,7 +122,6 @@ def state_dict(llm: TensorSource, trained: Tensors, architecture: Architecture) 
 
 def merge_lora(llm: TensorSource, path: TensorSource, architecture: Architecture, config: PathConfig) -> Tensors:
     """The tensors of a LoRA path under the names of a dense one: W + (alpha / r) A B, in float32."""
-    scale = np.float32(config.lora_alpha / config.lora_rank)
 
     def merged(name: str) -> np.ndarray:
         stem, _, kind = name.rpartition(".")
@@ -132,7 +131,7 @@ def merge_lora(llm: TensorSource, path: TensorSource, architecture: Architecture
         if kind == "bias":
             return tensor
         a, b = (np.asarray(path.read(f"{stem}.{part}"), np.float32) for part in "AB")
-        return tensor + scale * (a @ b).T
+        return tensor + np.float32(config.lora_alpha / config.lora_rank) * (a @ b).T
 
     names = mapping.path_shapes(dataclasses.replace(config, layers="dense"), architecture)
     return {name: partial(merged, name) for name in names}

@@ -28,6 +28,8 @@ DTYPES = {
     **{f"{kind}{bits}": np.dtype(f"<{kind.lower()}{bits // 8}") for kind in "IU" for bits in (8, 16, 32, 64)},
 }
 
+LazyArray = np.ndarray | Callable[[], np.ndarray]  # a function makes the array when its turn comes
+
 
 @dataclass(frozen=True)
 class TensorRecord:
@@ -80,10 +82,7 @@ def write_file(path: Path, tensors: Mapping[str, np.ndarray], *, for_transformer
 
 
 def write_safetensors(
-    folder: Path,
-    tensors: Iterable[tuple[str, np.ndarray | Callable[[], np.ndarray]]],
-    *,
-    max_shard_bytes: int = 5_000_000_000,
+    folder: Path, tensors: Iterable[tuple[str, LazyArray]], *, max_shard_bytes: int = 5_000_000_000
 ) -> None:
     """Write `model.safetensors`, or shards and their index, as transformers does; one shard is in memory at a time."""
     shard: dict[str, np.ndarray] = {}
