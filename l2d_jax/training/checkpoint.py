@@ -2,7 +2,8 @@
 
 A step is good if it has a manifest and every file is as the manifest says; process 0 verifies, writes manifests and
 deletes for all processes. Other steps are passed over with a line that says why, and never deleted: saving such a step
-again first moves its files to `<step>.broken`. Readers lock nothing and change nothing.
+again first moves its files to `<step>.broken`. Readers lock nothing and change nothing. No folder is ever renamed, so
+that this works in buckets and on file systems that mount one.
 """
 
 import contextlib
