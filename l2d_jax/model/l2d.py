@@ -43,7 +43,9 @@ class Model(nnx.Module):
 
     def can_merge(self, memory: int | None) -> bool:
         """Whether so many bytes (None: unknown) hold what `merged` adds, beside caches and logits."""
-        return not isinstance(self.llm.layers.q, QuantizedWeight) and (memory is None or 3 * tree_bytes(self) < memory)
+        models = 3 if axis_size("stationary") == 1 else 4  # `apart` copies the LM, too
+        fits = memory is None or models * tree_bytes(self) < memory
+        return fits and not isinstance(self.llm.layers.q, QuantizedWeight)
 
     def merged(self, memory: int | None = None) -> "Model":
         """The model as it decodes fastest: updates are added to copies of the weights, once, and rounded to their type.

@@ -21,6 +21,7 @@ from l2d_jax.decoding.decode import prefill, token_decoder
 from l2d_jax.decoding.refine import Refinement
 from l2d_jax.decoding.sampler import SamplingOptions
 from l2d_jax.distributed import sharding
+from l2d_jax.distributed.memory import tree_bytes
 from l2d_jax.distributed.sharding import constrain, make_mesh
 from l2d_jax.model.attention import attention, splash
 from l2d_jax.model.diffusion_path import DiffusionPath
@@ -227,6 +228,13 @@ def test_decoding_gives_the_same_tokens(mesh: Mesh, beyond: dict[str, Any], kind
             tokens.append(np.array(new.ids))
     for found in tokens[1:]:
         np.testing.assert_array_equal(tokens[0], found)
+
+
+def test_merging_takes_a_copy_of_the_language_model_where_weights_are_stationary() -> None:
+    with jax.set_mesh(make_mesh(MeshConfig(fsdp=1, stationary=8))):
+        model = tiny.model()
+        assert model.can_merge(4 * tree_bytes(model) + 1)
+        assert not model.can_merge(4 * tree_bytes(model))
 
 
 @pytest.mark.parametrize("config", DECODING)
