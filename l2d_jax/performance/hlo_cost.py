@@ -63,9 +63,6 @@ def program_cost(program: HloProgram, *, rate: float = math.inf, unknown_trips: 
         if cycles:
             cost.parts.append(InstructionCost(cycles, times, flops, instruction.name, instruction.source))
         for kind, key, size in _collectives(program, name, instruction):
-            # A collective that runs beside other work is in pieces, fusions that share a channel: count it once.
-            if instruction.opcode != "fusion" or kind == "reduce-scatter":
-                key = instruction.name
             if (name, key) not in counted:
                 counted.add((name, key))
                 cost.moved[kind] += times * size
@@ -126,12 +123,14 @@ def _collectives(program: HloProgram, name: str, instruction: Instruction) -> It
         inner = instruction.called[0]
         for inside in program.computations[inner].values():
             for found, key, size in _collectives(program, inner, inside):
-                scattered = found == "all-reduce" and inner.startswith("all-reduce-scatter")
-                yield ("reduce-scatter" if scattered else found), key, size
+                if found == "all-reduce" and inner.startswith("all-reduce-scatter"):
+                    yield "reduce-scatter", instruction.name, size
+                else:  # beside other work it is in pieces, fusions that share its channel: count it once
+                    yield found, inside.find(r"\bchannel_id=(\d+)") or key, size
     elif kind in KINDS:
         inputs = sum(size_in_bytes(computation[operand]) for operand in instruction.operands)
         output = size_in_bytes(instruction)
-        yield kind, instruction.find(r"\bchannel_id=(\d+)") or instruction.name, max(inputs, output)
+        yield kind, instruction.name, max(inputs, output)
     elif kind == "send" and (between := instruction.find(r'\b_xla_megascale_transfer_type="(\w+)"')):
         sent = size_in_bytes(computation[instruction.operands[0]])
         yield f"{BETWEEN}{between.lower().replace('_', '-')}", instruction.name, sent

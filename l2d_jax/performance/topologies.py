@@ -45,7 +45,7 @@ class TpuGeneration:
 
     @property
     def reading(self) -> float:
-        """Bytes per cycle to and from the memory, of which the compiler counts on three quarters."""
+        """Bytes per cycle to and from the memory, at three quarters of its rate, as the compiler has it for a v5e."""
         return 0.75 * self.memory * self.per_cycle / self.peak
 
     def seconds(self, cycles: int | float) -> float:
