@@ -71,8 +71,8 @@ _l2d_environment() {
       echo "this Python is untested: there is no ${constraints##*/}; L2D_PYTHON can name another" >&2
     fi
     # uv takes a fifth of pip's time, but reads none of pip's configuration, by which a machine may have a PyTorch without
-    # CUDA, or a mirror.
-    local pip=("$venv/bin/python" -m pip install --quiet --quiet --no-input --disable-pip-version-check)
+    # CUDA, or a mirror. What is imported is compiled then: most files never are.
+    local pip=("$venv/bin/python" -m pip install --quiet --quiet --no-input --disable-pip-version-check --no-compile)
     if [[ $extras =~ dev|torch|lm-eval ]] || ! {
       "${pip[@]}" uv && "$venv/bin/uv" pip install --quiet --quiet --python "$venv/bin/python" "${arguments[@]}"
     }; then

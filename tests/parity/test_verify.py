@@ -16,7 +16,6 @@ from tests.support.programs import FIXTURES, RECORDINGS, Outcome, call
 COMMITTED = ["llama_tied_lora", "qwen_untied_lora_classes"]
 LARGER = ["llama_lora", "llama_guid", "qwen_lora", "qwen_full"]  # recordings that a clone lacks
 QWEN = COMMITTED[1]
-OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}  # unlike conftest's flags
 
 with_fixtures = pytest.mark.skipif(not FIXTURES.is_dir(), reason=f"no recordings of the release at {FIXTURES}")
 
@@ -57,9 +56,6 @@ def faults(checks):
 @pytest.mark.parametrize("name", [*COMMITTED, larger("llama_lora")])
 def test_a_whole_recording_passes(folders, name, monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # shapes: the tests below check those of each part
-    for solve in ("_follow", "_end"):  # they take hundreds of evaluations
-        jitted = jax.jit(getattr(adaptive_runs, solve).__wrapped__, compiler_options=OPTIMISED)
-        monkeypatch.setattr(adaptive_runs, solve, jitted)
     outcome = call(verify.main, "--model", folders / name, "--reference", where(name) / "reference.npz")
     assert outcome.status == 0, outcome.out
     assert outcome.err == ""

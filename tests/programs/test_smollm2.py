@@ -70,6 +70,7 @@ def train_and_answer(folder: Path, workdir: Path) -> None:
         "data.max_length": 192,
         "data.answer_length": 80,
         "validation.batch_size": 1,
+        "validation.budgets": (1, 3),
         "validation.exact_examples": 1,
         "validation.time_bins": 2,
         "decode.max_new_tokens": 8,
