@@ -7,14 +7,15 @@ import time
 from typing import Any
 
 # Where torch is installed, TensorBoard imports it, which takes a third of the start.
-sys.modules["torch"] = None  # type: ignore[assignment]
-import tensorboardX.event_file_writer  # noqa: E402, F401
+if "torch" not in sys.modules:
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    import tensorboardX.event_file_writer  # noqa: F401
 
-del sys.modules["torch"]
+    del sys.modules["torch"]
 
-from l2d_jax import train as program  # noqa: E402
-from l2d_jax.training.preemption import Preemption  # noqa: E402
-from tests.support import forked  # noqa: E402
+from l2d_jax import train as program
+from l2d_jax.training.preemption import Preemption
+from tests.support import forked
 
 
 def train(mishap: str, *arguments: Any) -> None:
