@@ -28,9 +28,9 @@ from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.attention import attention, causal_mask
 from l2d_jax.model.axes import ADAPTED, KEYS, MATRICES, Apart, axis_sizes, declare_stacked
 from l2d_jax.model.context import Context
-from l2d_jax.model.few_rows import scan_layers
 from l2d_jax.model.gathering import gather_layer, gather_rows, residual, split_rows
 from l2d_jax.model.kv_cache import LayerCache
+from l2d_jax.model.layer_scan import scan_layers
 from l2d_jax.model.layers import LayerOptions, Linear, Lora, Mlp, activate, layer_options, project, project_saved, rope
 from l2d_jax.model.llm import LLM, bias
 from l2d_jax.model.llm import Layers as LLMLayers

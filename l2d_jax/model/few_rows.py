@@ -6,25 +6,21 @@ XLA's own read a matrix at half the rate of the memory, and a scan copies each l
 
 import ctypes
 import math
-import operator
 import os
 import subprocess
 import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from l2d_jax.errors import shorten
-from l2d_jax.model.axes import MATRICES
 
 ROWS = 16  # the most that a call is made for: XLA's products of many are good
 UNIT = 32  # inputs and outputs of a matrix are multiples of it
@@ -51,6 +47,11 @@ def can_read(weight: Array) -> bool:
     return _library[0] is not None
 
 
+def fits(matrix: Array, inputs: int) -> bool:
+    """Whether these products take a matrix with so many axes of inputs."""
+    return not any(math.prod(sizes) % UNIT for sizes in (matrix.shape[:inputs], matrix.shape[inputs:]))
+
+
 def few_rows_product(x: Array, weight: StackedWeight, dims: int) -> Array:
     """`x @ weight` over the last `dims` axes of x; by XLA where the rows are many."""
     inputs, outputs = weight.stack.shape[1 : 1 + dims], weight.stack.shape[1 + dims :]
@@ -63,49 +64,9 @@ def few_rows_product(x: Array, weight: StackedWeight, dims: int) -> Array:
 def few_rows_logits(x: Float[Array, "*B D"], head: Float[Array, "V D"]) -> Float[Array, "*B V"]:
     """`x @ head.T`."""
     rows = x.reshape(-1, x.shape[-1])
-    if len(rows) > ROWS or not _fits(head, 1):
+    if len(rows) > ROWS or not fits(head, 1):
         return jnp.einsum("...D,VD->...V", x, head)
     return _call("transposed_product", rows, head, jnp.int32(0), len(head)).reshape(*x.shape[:-1], -1)
-
-
-def scan_layers(block: Callable[..., Any], first: Any, scanned: tuple[Any, ...], *, in_place: bool) -> Any:
-    """`jax.lax.scan` over layers; `in_place` gives the block the matrices of modules as `StackedWeight`.
-
-    Where matrices are lists of their layers, the loop is unrolled.
-    """
-    if lists := [leaf for leaf in jax.tree.leaves(scanned, is_leaf=_is_list) if _is_list(leaf)]:
-        outputs = []
-        for layer in range(len(lists[0])):
-            first, output = block(first, jax.tree.map(operator.itemgetter(layer), scanned, is_leaf=_is_list))
-            outputs.append(output)
-        return first, jax.tree.map(lambda *layers: jnp.stack(layers), *outputs)
-    if not in_place:
-        return jax.lax.scan(block, first, scanned)
-    leaves, tree = jax.tree_util.tree_flatten_with_path(scanned)
-
-    def is_matrix(path: tuple[Any, ...], leaf: Array) -> bool:
-        name = jax.tree_util.keystr(path[1:], simple=True)
-        is_weight = isinstance(scanned[path[0].idx], nnx.Module) and name in MATRICES
-        return is_weight and _fits(leaf[0], len(MATRICES[name][0]))
-
-    stacks = [leaf if is_matrix(path, leaf) else None for path, leaf in leaves]
-    slices = [leaf if stack is None else None for (_, leaf), stack in zip(leaves, stacks, strict=True)]
-
-    def body(carry: Any, part: tuple[Array, list[Any]]) -> tuple[Any, Any]:
-        layer, slices = part
-        pairs = zip(slices, stacks, strict=True)
-        weights = [one if stack is None else StackedWeight(stack, layer) for one, stack in pairs]
-        return block(carry, jax.tree.unflatten(tree, weights))
-
-    return jax.lax.scan(body, first, (jnp.arange(len(leaves[0][1]), dtype=jnp.int32), slices))
-
-
-def _is_list(leaf: Any) -> bool:
-    return isinstance(leaf, list)
-
-
-def _fits(matrix: Array, inputs: int) -> bool:
-    return not any(math.prod(sizes) % UNIT for sizes in (matrix.shape[:inputs], matrix.shape[inputs:]))
 
 
 def _call(name: str, rows: Array, stack: Array, layer: Array, outputs: int) -> Array:

@@ -28,9 +28,10 @@ from l2d_jax.model.axes import (
     declare_stacked,
     declare_weight,
 )
-from l2d_jax.model.few_rows import few_rows_logits, scan_layers
+from l2d_jax.model.few_rows import few_rows_logits
 from l2d_jax.model.gathering import gather_layer, gather_rows, gather_weight, residual, split_rows
 from l2d_jax.model.kv_cache import KVCache, LayerCache
+from l2d_jax.model.layer_scan import scan_layers
 from l2d_jax.model.layers import LayerOptions, activate, layer_options, project, project_saved, rms_norm, rope
 from l2d_jax.model.lora import LLMAdapter
 from l2d_jax.model.products import logits_of

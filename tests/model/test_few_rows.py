@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from l2d_jax.model import few_rows
-from l2d_jax.model.few_rows import ROWS, StackedWeight, can_read, scan_layers
+from l2d_jax.model.few_rows import ROWS, StackedWeight, can_read
 from l2d_jax.model.few_rows import few_rows_logits as logits_of
 from l2d_jax.model.few_rows import few_rows_product as multiply
+from l2d_jax.model.layer_scan import scan_layers
 from tests.support import tiny
 
 pytest.importorskip("ziglang", reason="the extra cpu is not installed")
