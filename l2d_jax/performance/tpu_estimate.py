@@ -25,7 +25,7 @@ _CROSSINGS = {"all-reduce": 2}  # how often each byte crosses a device's links; 
 # Phases of the time, by patterns of the traced operations' names; the first pattern that matches counts.
 _PHASES = {
     "recomputed for the backward pass": "rematted_computation",
-    "frozen pass": r"\bllm\b",
+    "pass over the context": r"\bllm\b",
     "path, backward": r"transpose\(jvp\(diffusion_path",
     "path, forward": "diffusion_path",
     "head and loss": r"jvp\(|/head/",

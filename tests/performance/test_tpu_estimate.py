@@ -45,7 +45,7 @@ def test_figures():
     seconds = {name: phase["seconds"] for name, phase in found["phases"].items() if phase["seconds"]}
     assert seconds == pytest.approx(
         {
-            "frozen pass": V5E.seconds(3),
+            "pass over the context": V5E.seconds(3),
             "recomputed for the backward pass": V5E.seconds(1),
         }
     )
@@ -55,7 +55,7 @@ def test_the_table():
     text = "\n".join(tpu_estimate.estimate_lines(figures(argument=14 * GIB), top=2))
     assert "fits, 1.75 GiB (11%) to spare" in text
     assert "2.00 of the useful" in text
-    assert re.search("frozen pass +75.0%, of which products 75.0%, at 33% of peak", text)
+    assert re.search("pass over the context +75.0%, of which products 75.0%, at 33% of peak", text)
     assert "25.0%      1        -  c: " in text
     assert "f.1" not in "\n".join(tpu_estimate.estimate_lines(figures()))
 
