@@ -35,7 +35,7 @@
 #
 # MALLOC_ARENA_MAX, MALLOC_MMAP_MAX_, MALLOC_TRIM_THRESHOLD_
 #   These are glibc's, and serve runs on CPUs: a step's temporary arrays stay with the process, so that the next step does
-#   not wait for the kernel to hand them out anew, page by page, filled with zeros. Training on two cores is 10 to 45 %
+#   not wait for the kernel to hand them out anew, page by page, filled with zeros. Training on two cores is 10 to 40 %
 #   faster, and takes up to 1.7 times the memory, which goes back when the process ends. (There is one arena, because the
 #   others return every large array.)
 #
