@@ -47,7 +47,7 @@ def can_read(weight: Array) -> bool:
     return _library[0] is not None
 
 
-def fits(matrix: Array, inputs: int) -> bool:
+def takes(matrix: Array, inputs: int) -> bool:
     """Whether these products take a matrix with so many axes of inputs."""
     return not any(math.prod(sizes) % UNIT for sizes in (matrix.shape[:inputs], matrix.shape[inputs:]))
 
@@ -64,7 +64,7 @@ def few_rows_product(x: Array, weight: StackedWeight, dims: int) -> Array:
 def few_rows_logits(x: Float[Array, "*B D"], head: Float[Array, "V D"]) -> Float[Array, "*B V"]:
     """`x @ head.T`."""
     rows = x.reshape(-1, x.shape[-1])
-    if len(rows) > ROWS or not fits(head, 1):
+    if len(rows) > ROWS or not takes(head, 1):
         return jnp.einsum("...D,VD->...V", x, head)
     return _call("transposed_product", rows, head, jnp.int32(0), len(head)).reshape(*x.shape[:-1], -1)
 

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from l2d_jax.model.axes import MATRICES
-from l2d_jax.model.few_rows import StackedWeight, fits
+from l2d_jax.model.few_rows import StackedWeight, takes
 
 
 def scan_layers(block: Callable[..., Any], first: Any, scanned: tuple[Any, ...], *, in_place: bool) -> Any:
@@ -31,7 +31,7 @@ def scan_layers(block: Callable[..., Any], first: Any, scanned: tuple[Any, ...],
     def is_matrix(path: tuple[Any, ...], leaf: Array) -> bool:
         name = jax.tree_util.keystr(path[1:], simple=True)
         is_weight = isinstance(scanned[path[0].idx], nnx.Module) and name in MATRICES
-        return is_weight and fits(leaf[0], len(MATRICES[name][0]))
+        return is_weight and takes(leaf[0], len(MATRICES[name][0]))
 
     stacks = [leaf if is_matrix(path, leaf) else None for path, leaf in leaves]
     slices = [leaf if stack is None else None for (_, leaf), stack in zip(leaves, stacks, strict=True)]
