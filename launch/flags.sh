@@ -1,9 +1,10 @@
 # shellcheck shell=bash
 # The environment variables that matter to a run, for the other scripts, or for a shell, to source:
 #
-#   source launch/flags.sh tpu|cuda|cpu
+#   source launch/flags.sh tpu|cuda|cpu|auto
 #
-# What is already set stays as it is. On other machines, pod.sh and gke.sh set a variable by --env NAME=VALUE.
+# auto is cpu where there is no accelerator, and sets nothing where there is one. What is already set stays as it is.
+# On other machines, pod.sh and gke.sh set a variable by --env NAME=VALUE.
 #
 # JAX_PLATFORMS
 #   The devices to use; JAX fails if they do not answer. If it is unset, JAX goes on with the CPUs, and a slice whose TPUs
@@ -60,8 +61,13 @@ case ${1:-} in
     export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}
     export MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-1000000000000}
     ;;
+  auto)
+    # NVIDIA's first GPU, and a TPU under its older and its newer driver
+    # shellcheck source=/dev/null
+    [[ -e /dev/nvidia0 || -e /dev/accel0 || -e /dev/vfio/0 ]] || source "${BASH_SOURCE[0]}" cpu
+    ;;
   *)
-    echo "flags.sh takes tpu, cuda or cpu, got '${1:-}'" >&2
+    echo "flags.sh takes tpu, cuda, cpu or auto, got '${1:-}'" >&2
     return 2
     ;;
 esac

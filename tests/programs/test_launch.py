@@ -103,11 +103,16 @@ def test_a_tpu_vm_mounts_and_reads_secrets_first():
     assert run == ["exec", "python", "-m", "l2d_jax.train"]
 
 
+ON_CPUS = {"JAX_PLATFORMS": "cpu"} | OUTSIDE | KEPT
+HAS_ACCELERATOR = any(Path("/dev", name).exists() for name in ("nvidia0", "accel0", "vfio/0"))
+
+
 @pytest.mark.parametrize(
     ("device", "found"),
     [
         ("tpu", {"JAX_PLATFORMS": "tpu,cpu"}),
-        ("cpu", {"JAX_PLATFORMS": "cpu"} | OUTSIDE | KEPT),
+        ("cpu", ON_CPUS),
+        ("auto", {} if HAS_ACCELERATOR else ON_CPUS),
         ("cuda", {"JAX_PLATFORMS": "cuda,cpu", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"} | OUTSIDE),
     ],
 )
