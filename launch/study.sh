@@ -11,6 +11,7 @@
 # answers teacher-forced (32); --samples and --beams are the other ways to spend compute on an answer ("4 16" and "4"; "" leaves
 # one out). On two cores a training takes minutes, an evaluation more: --methods takes some of
 #   lora_qv lora_all full released anchored reading anchored_on_lora
+# and, beside the last, lora_on_lora: a second LoRA of as many steps in place of the path.
 # The same command again resumes. With no --base the model comes as a pip package.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -49,7 +50,7 @@ overrides+=("--config.train.steps=$steps" --config.validation.exact_examples=0)
 describe() {
   case $1 in
     lora_qv) echo quickstart,lora 1e-3 ;;
-    lora_all)
+    lora_all | lora_on_lora)
       echo quickstart,lora 1e-3 --config.lora.rank=37 --config.lora.alpha=74 \
         '--config.lora.modules=("q_proj","k_proj","v_proj","o_proj","gate_proj","up_proj","down_proj")' ;;
     full) echo quickstart,full 1e-4 ;;
@@ -68,7 +69,7 @@ train() {
   local method=$1 factor=$2 seed=$3 model=$base described variants rate others
   described=$(describe "$method") || return
   read -r variants rate others <<<"$described"
-  if [[ $method == anchored_on_lora ]]; then model=$out/$(best lora_all)/export; fi
+  if [[ $method == *_on_lora ]]; then model=$out/$(best lora_all)/export; fi
   rate=$(python -c "print($rate * $factor)")
   # shellcheck disable=SC2086 # the other options are words
   python -m l2d_jax.train --config "configs/smollm2_135m.py:$variants" --workdir "$out/$method-$factor-$seed" \
