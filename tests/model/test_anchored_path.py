@@ -10,7 +10,7 @@ import pytest
 from l2d_jax.config.schema import LoraConfig
 from l2d_jax.data.batch import Batch
 from l2d_jax.distributed.sharding import initialize
-from l2d_jax.model.context import read_context
+from l2d_jax.model import context as contexts
 from l2d_jax.model.diffusion_path import DiffusionPath, start_from
 from l2d_jax.model.lora import LLMAdapter
 from l2d_jax.training.objective import diffusion_loss
@@ -18,6 +18,8 @@ from tests.support import tiny
 
 ANCHORED = {"start": "anchored"}
 READING = {"start": "anchored", "reader": "path"}
+
+read_context = jax.jit(contexts.read_context)
 
 
 def untrained(mesh, kind="llama", **changes):
@@ -42,9 +44,9 @@ def test_untrained_it_is_the_language_model_at_any_time(mesh, kind, layers, opti
     context = read_context(path.reader(llm), batch)
     plain = read_context(llm, batch)
     np.testing.assert_allclose(context.hidden, plain.hidden, atol=1e-5)
+    logits_at = jax.jit(lambda t: llm.logits(context.hidden + correction(path, llm, context, t)))
     for t in (0.0, 0.4, 1.0):
-        logits = llm.logits(context.hidden + correction(path, llm, context, t))
-        np.testing.assert_allclose(logits, llm.logits(plain.hidden), atol=2e-5)
+        np.testing.assert_allclose(logits_at(t), llm.logits(plain.hidden), atol=2e-5)
 
 
 def test_a_trained_one_corrects_at_any_time_and_reads_x(mesh):

@@ -31,9 +31,10 @@ def normal(*shape):
 @pytest.mark.parametrize("sizes", [(32, 32), (32, 96), (1536, 576), (576, 1536)])  # of one piece, and of several
 def test_products_are_those_of_xla(rows, sizes):
     x, stack, head = normal(rows, sizes[0]), normal(3, *sizes), normal(sizes[1], sizes[0])
+    product = jax.jit(lambda layer: multiply(x, StackedWeight(stack, layer), 1))
     for layer in range(3):
-        found = jax.jit(lambda layer: multiply(x, StackedWeight(stack, layer), 1))(jnp.int32(layer))
-        np.testing.assert_allclose(found, np.float64(x) @ np.float64(stack[layer]), atol=1e-5 * sizes[0])
+        wanted = np.float64(x) @ np.float64(stack[layer])
+        np.testing.assert_allclose(product(jnp.int32(layer)), wanted, atol=1e-5 * sizes[0])
     np.testing.assert_allclose(logits_of(x, head), np.float64(x) @ np.float64(head.T), atol=1e-5 * sizes[0])
 
 

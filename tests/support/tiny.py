@@ -140,7 +140,7 @@ def randomise(declared: Any, *, seed: int = 0) -> Any:
 
     def values(path: Any, leaf: Any) -> jax.Array:
         mean, deviation = scale(jax.tree_util.keystr(path))
-        return jnp.asarray(rng.normal(mean, deviation, leaf.shape), leaf.dtype)
+        return jnp.asarray(rng.normal(mean, deviation, leaf.shape).astype(leaf.dtype))
 
     return jax.tree_util.tree_map_with_path(values, declared)
 
