@@ -20,7 +20,7 @@ from tests.support.forked import Forked, program
 from tests.support.programs import TIMES, call, options, write_base
 
 URL = "gs://bucket/runs/tiny"
-KILLS = int(os.environ.get("L2D_JAX_KILLS", "10"))
+KILLS = int(os.environ.get("L2D_JAX_KILLS", "20"))
 SETTINGS = {
     "train__steps": 12,
     "train__checkpoint_every": 2,

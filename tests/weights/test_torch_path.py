@@ -38,12 +38,9 @@ PATHS = {
     "dense": {"layers": "dense", "reader": "path", "classes": 3},
     "all": {"start": "anchored", "layers": "dense", "reader": "path", "classes": 2, "sigma": 8.0, "time_scale": 100.0},
 }
-CASES = [  # every family, and every path
-    *(("llama-scaled", name) for name in ("released", "reading")),
-    *(("qwen-tied", name) for name in ("anchored", "dense")),
-    ("qwen3", "released"),
-    *((kind, "all") for kind in ("mistral", "smollm3", "gemma3")),
-    ("gemma3", "released"),
+CASES = [
+    *((kind, name) for kind in ("llama-scaled", "qwen-tied") for name in ("released", "anchored", "reading", "dense")),
+    *((kind, name) for kind in ("qwen3", "mistral", "smollm3", "gemma3") for name in ("released", "all")),
 ]
 QUICK = (("gemma3", "all"),)  # of the comparisons, which take half a minute
 
