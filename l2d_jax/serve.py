@@ -1,22 +1,29 @@
 """Serves a model over HTTP with OpenAI's API and a page: `python -m l2d_jax.serve --workdir DIR --port 8000`.
 
 Each request may have a budget of its own, and further options of decoding by name. With `L2D_JAX_API_KEY` in the
-environment, requests must bring that key. SIGTERM or Ctrl-C lets those under way be answered first.
+environment, requests must bring that key. SIGTERM or Ctrl-C: requests under way are answered first, for at most --drain
+seconds. A second signal ends the server at once.
 """
 
+import argparse
+import contextlib
 import os
+import resource
 import signal
 import socket
 import threading
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NoReturn
 
 import jax
 
 from l2d_jax import command_line
-from l2d_jax.config.schema import MeshConfig
+from l2d_jax.config import ranges
+from l2d_jax.config.schema import DecodeConfig, MeshConfig
 from l2d_jax.data.tokenizer import require_chat_template, require_tokenizer
+from l2d_jax.decoding.refine import check_budget
 from l2d_jax.decoding.requests import check_decoding_memory
-from l2d_jax.decoding.solver import FIXED
 from l2d_jax.distributed import runtime
 from l2d_jax.errors import InputError, require
 from l2d_jax.files import explained
@@ -26,19 +33,25 @@ from l2d_jax.weights import model_folder
 
 KEY = "L2D_JAX_API_KEY"
 BUDGETS = (1, 3, 7, 15, 31)  # that the page offers
+EFFORTS = {"none": 1, "low": 3, "medium": 7, "high": 15}  # those of them that the model can spend
+SPARE_FILES = 128  # file descriptors besides those of connections
+GRACE = 10.0  # seconds after --drain in which the last chunk of tokens may end
 
 
 def main() -> None:
     """Parse the command line, load the model, and serve until a signal."""
     options = _parse()
     try:
-        import uvicorn
-
+        from l2d_jax.serving.access import Access
         from l2d_jax.serving.app import ServerApp
+        from l2d_jax.serving.connections import make_server
         from l2d_jax.serving.engine import KINDS, Engine
+        from l2d_jax.serving.limits import BUDGET, DRAWS, Limits
         from l2d_jax.serving.protocol import Protocol
     except ImportError as error:
         raise InputError(f"a library of the server is missing ({error.name}): pip install 'l2d_jax[serve]'") from None
+    access = Access(options.host, options.allow_host, options.allow_origin, _read_key())
+    _allow_files(options.max_connections)
     folder = find(options.workdir or options.model, dtype=options.dtype)
     with explained(f"{options.host}:{options.port} cannot be listened on", "choose another --host or --port"):
         listening = socket.create_server((options.host, options.port))
@@ -48,26 +61,77 @@ def main() -> None:
     require_chat_template(require_tokenizer(base.tokenizer))
     mesh = runtime.start_decoding(MeshConfig(), rows=options.lanes, kv_heads=base.architecture.num_key_value_heads)
     context = min(options.context, base.architecture.max_position_embeddings)
+    has_path, own = folder.path_config is not None, folder.defaults
+    draws = options.max_draws or max(DRAWS, own.draws)
+    budget = options.max_budget or max(BUDGET, own.budget)
+    problem = f"the model's own options are a budget of {own.budget} and {own.draws} draws"
+    require(own.budget <= budget and own.draws <= draws, f"{problem}: raise --max_budget or --max_draws to them")
+    efforts = _efforts(options.efforts, own, has_path=has_path, most=budget)
+    limits = Limits(context=context, answers=options.queue, budget=budget, draws=draws, efforts=efforts)
     llm, rows = LLM.declare(base.architecture, dtype=folder.base.dtype), KINDS * options.lanes + 1
-    remedy = "--lanes or --context"
-    check_decoding_memory(llm, folder.path_config, folder.defaults, rows=rows, longest=context, remedy=remedy)
+    remedy, settings = "--lanes, --context or --max_draws", replace(own, draws=draws)
+    check_decoding_memory(llm, folder.path_config, settings, rows=rows, longest=context, remedy=remedy)
     loaded = load(options.workdir or options.model, mesh=mesh, dtype=options.dtype)
     name = options.workdir.name if options.workdir else options.model
     engine = Engine(loaded, lanes=options.lanes, queue=options.queue)
-    protocol = Protocol(loaded, name=name, context=context)
-    has_path, solver = loaded.model.path is not None, FIXED.get(loaded.defaults.solver)
-    budgets = [n for n in BUDGETS if n == 1 or (has_path and (solver is None or solver.spendable(n) == n))]
+    protocol = Protocol(loaded, name=name, limits=limits)
+    budgets = [n for n in BUDGETS if n <= budget and _is_spendable(n, own, has_path=has_path)]
     about: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "l2d_jax", "budgets": budgets}
-    about |= {"max_tokens": context // 2, "has_path": has_path}
-    limits: dict[str, Any] = {"seconds": options.timeout, "longest_body": 1024 * options.max_body}
-    app = ServerApp(engine, protocol, about=about, key=os.environ.get(KEY) or None, **limits)
-    server = uvicorn.Server(uvicorn.Config(app.routes(), log_level="critical"))
+    about |= {"max_tokens": context // 2, "has_path": has_path, "max_budget": budget, "max_draws": draws}
+    about |= {"efforts": dict(efforts)}
+    bounds: dict[str, Any] = {"seconds": options.timeout, "longest_body": 1024 * options.max_body}
+    app = ServerApp(engine, protocol, access=access, about=about, **bounds)
+    times = {"client_timeout": options.client_timeout, "drain": options.drain}
+    server = make_server(app.routes(), max_connections=options.max_connections, **times)
     host, port = listening.getsockname()[:2]
     print(f"serving {name} at http://{host}:{port}", flush=True)
-    _serve(engine, server, listening)
+    _serve(engine, server, listening, drain=options.drain)
 
 
-def _serve(engine: Any, server: Any, listening: socket.socket) -> None:
+def _read_key() -> str | None:
+    """The key that requests must bring; raises `InputError` for one that no request can bring."""
+    key = os.environ.get(KEY)
+    problem = f"{KEY} must be visible ASCII characters, and is not" if key else f"{KEY} is empty"
+    is_key = key is None or (key != "" and key.isascii() and key.isprintable() and " " not in key)
+    require(is_key, f"{problem}: set a key, or unset it to serve without one")
+    return key
+
+
+def _allow_files(connections: int) -> None:
+    """Let this process open as many files as so many connections take; raises `InputError` where it may not."""
+    needed = 3 * connections + SPARE_FILES  # those that wait to be refused count, too
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        problem = f"{connections} connections need {needed} file descriptors, and this process may have {hard}"
+        require(hard == resource.RLIM_INFINITY or needed <= hard, f"{problem}: lower --max_connections")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def _is_spendable(budget: int, settings: DecodeConfig, *, has_path: bool) -> bool:
+    try:
+        check_budget(replace(settings, budget=budget), has_path=has_path)
+    except InputError:
+        return False
+    return True
+
+
+def _efforts(
+    given: Mapping[str, int] | None, settings: DecodeConfig, *, has_path: bool, most: int
+) -> Mapping[str, int]:
+    """The budgets of reasoning efforts; raises `InputError` for one that cannot be spent."""
+    if given is None:
+        kept = {name: n for name, n in EFFORTS.items() if n <= most}
+        return {name: n for name, n in kept.items() if _is_spendable(n, settings, has_path=has_path)}
+    for name, budget in given.items():
+        try:
+            check_budget(replace(settings, budget=budget), has_path=has_path)
+        except InputError as error:
+            raise InputError(f"--efforts {name}={budget}: {error}") from None
+        require(budget <= most, f"--efforts {name}={budget} exceeds --max_budget {most}: raise that")
+    return given
+
+
+def _serve(engine: Any, server: Any, listening: socket.socket, *, drain: float) -> None:
     """Decode in this thread, and talk HTTP in another, until a signal ends both."""
 
     def listen() -> None:
@@ -76,13 +140,22 @@ def _serve(engine: Any, server: Any, listening: socket.socket) -> None:
         finally:
             engine.close()
 
-    def drain(*_: Any) -> None:
+    def give_up() -> NoReturn:
+        with contextlib.suppress(OSError):
+            print(f"ended {GRACE:g} s after the drain time, while the devices were still computing", flush=True)
+        os._exit(1)
+
+    def end(*_: Any) -> None:
         if server.should_exit:
             os._exit(1)
-        print("ending: requests under way are answered first; a second signal ends at once", flush=True)
+        with contextlib.suppress(OSError):
+            print(f"ending within {drain:g} s: requests under way are answered first", flush=True)
         server.should_exit = True
+        last = threading.Timer(drain + GRACE, give_up)
+        last.daemon = True
+        last.start()
 
-    former = {number: signal.signal(number, drain) for number in (signal.SIGINT, signal.SIGTERM)}
+    former = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     thread = threading.Thread(target=listen)
     thread.start()
     try:
@@ -105,7 +178,39 @@ def _parse() -> Any:
     parser.add_argument("--context", type="Tokens", default=2048, help="tokens of a prompt and its answer, at most")
     parser.add_argument("--timeout", type="Seconds", default=600.0, help="the longest a request may take, in seconds")
     parser.add_argument("--max_body", type="Count", default=1024, help="the largest body of a request, in KiB")
+    budget = "the largest budget of a request (default: 64, or the model's own where that is more)"
+    parser.add_argument("--max_budget", type="Budget", help=budget)
+    draws = "the most noise samples per token of a request (default: 16, or the model's own where that is more)"
+    parser.add_argument("--max_draws", type="Draws", help=draws)
+    efforts = (
+        "budgets of OpenAI's reasoning_effort (default: what the model can spend of none=1,low=3,medium=7,high=15)"
+    )
+    parser.add_argument("--efforts", type=_parse_efforts, metavar="NAME=BUDGET,...", help=efforts)
+    limit = "seconds that a client may take to send a request, and to read 64 KiB of a reply"
+    parser.add_argument("--client_timeout", type="Seconds", default=15.0, help=limit)
+    parser.add_argument("--max_connections", type="Count", default=256, help="open connections, at most")
+    parser.add_argument("--drain", type="Seconds", default=30.0, help="seconds for requests under way at the end")
+    name = "a further name by which clients may ask for this server, as often as needed; *: any name"
+    parser.add_argument("--allow_host", action="append", default=[], metavar="NAME", help=name)
+    origin = "web pages that may use this server, such as https://chat.example, as often as needed; *: any page"
+    parser.add_argument("--allow_origin", action="append", default=[], metavar="ORIGIN", type=_origin, help=origin)
     return parser.parse_args()
+
+
+def _parse_efforts(text: str) -> dict[str, int]:
+    """Parse NAME=BUDGET,...; raises what argparse reports."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(name and budget for name, _, budget in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of budgets: write none=1,low=3,high=15")
+    return {name: int(command_line.number(ranges.Budget, budget)) for name, _, budget in pairs}
+
+
+def _origin(text: str) -> str:
+    """Parse an origin; raises what argparse reports."""
+    scheme, _, rest = text.partition("://")
+    if text != "*" and not (scheme and rest and "/" not in rest):
+        raise argparse.ArgumentTypeError(f"{text!r} is no origin: write it as https://chat.example, without a path")
+    return text
 
 
 if __name__ == "__main__":

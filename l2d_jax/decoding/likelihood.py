@@ -6,7 +6,8 @@ token, so that the product over the tokens of an answer is unbiased too. The log
 by about half of its squared standard error.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -65,8 +66,38 @@ def score_answers(
     places = np.arange(targets.shape[1])
     starts, counts = (np.array([len(text) for text in texts])[:, None] for texts in (contexts, answers))
     queries = np.where(places < counts, starts - 1 + places, 0).astype(np.int32)
-    log_probs, likeliest = _sample(model, request, ids, sharding.spread(queries), targets[:, :, None], draws=draws)
-    return [_average(log_probs[:, i, :n, 0], likeliest[i, :n]) for i, n in enumerate(map(len, answers))]
+    sampled = _sample(model, request, ids, sharding.spread(queries), targets[:, :, None], draws=draws)
+    return [
+        _average(sampled.log_probs[:, i, :n, 0], sampled.likeliest[i, :n, 0]) for i, n in enumerate(map(len, answers))
+    ]
+
+
+class ScoredPiece(NamedTuple):
+    """Tokens of a text, with the likeliest ones in their places, as natural logarithms."""
+
+    log_probs: Float[np.ndarray, " n"]
+    likeliest: Int[np.ndarray, "n top"]
+    likeliest_log_probs: Float[np.ndarray, "n top"]
+    evaluations: int  # of the path
+
+
+def score_in_pieces(
+    model: Model, request: Request, answer: Sequence[int], *, draws: int, piece: int, top: int
+) -> Iterator[ScoredPiece]:
+    """`score_answers` for one prompt, `piece` tokens of its answer at a time, with the `top` likeliest tokens."""
+    [prompt] = request.prompts
+    ids, _ = pad([[*prompt.ids, *answer[:-1]]])
+    for first in range(0, len(answer), piece):
+        part = answer[first : first + piece]
+        targets, _ = pad([part], length=piece)
+        places = np.arange(first, first + piece)
+        queries = np.where(places < len(answer), len(prompt.ids) - 1 + places, 0)[None].astype(np.int32)
+        at = sharding.spread(queries)
+        sampled = _sample(model, request, ids, at, targets[:, :, None], draws=draws, first=first, top=top)
+        rows = (sampled.likeliest, sampled.likeliest_log_probs, sampled.taken)
+        likeliest, values, taken = (array[0, : len(part)] for array in rows)
+        tokens = _average(sampled.log_probs[:, 0, : len(part), 0], likeliest[:, 0]).tokens
+        yield ScoredPiece(tokens, likeliest, values, int(taken.sum()))
 
 
 def rank(
@@ -81,38 +112,69 @@ def rank(
     ids, lengths = pad(contexts)
     width = max(map(len, options))
     tokens = sharding.spread(np.array([[*few, *[0] * (width - len(few))] for few in options], np.int32)[:, None])
-    log_probs, _ = _sample(model, request, ids, (lengths - 1)[:, None], tokens, draws=draws)
+    log_probs = _sample(model, request, ids, (lengths - 1)[:, None], tokens, draws=draws).log_probs
     mean = np.logaddexp.reduce(log_probs[:, :, 0], axis=0) - np.log(len(log_probs))
     return [row[: len(few)] for row, few in zip(mean, options, strict=True)]
 
 
+class _Sampled(NamedTuple):
+    """What a few places of a text say, on the host."""
+
+    log_probs: Float[np.ndarray, "draws B M J"]  # of the targets, under each noise sample
+    likeliest: Int[np.ndarray, "B M top"]  # the tokens of the highest mean probability
+    likeliest_log_probs: Float[np.ndarray, "B M top"]
+    taken: Int[np.ndarray, "B M"]  # evaluations of the path, for all noise samples
+
+
+class _Noise(NamedTuple):
+    """What the noise of each token is a function of."""
+
+    keys: Key[Array, " draws"]
+    numbers: Int[Array, " B"]  # of the prompts
+    places: Int[Array, " M"]  # of the tokens in the answer
+
+
 def _sample(
-    model: Model, request: Request, ids: Int[Array, "B T"], queries: Array, targets: Int[Array, "B M J"], *, draws: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """`_log_probs` on the host, in float64; raises `InputError` for what the model does not know."""
+    model: Model,
+    request: Request,
+    ids: Int[Array, "B T"],
+    queries: Array,
+    targets: Int[Array, "B M J"],
+    *,
+    draws: int,
+    first: int = 0,
+    top: int = 1,
+) -> _Sampled:
+    """`_log_probs` on the host, the targets' in float64, from token `first` of the answer on.
+
+    Raises `InputError` for what the model does not know.
+    """
     budget, refinement = request.settings.budget, Refinement.prepare(model, request.settings)
     check_value(request.seed, ranges.KeySeed, "seed")
     keys = jax.random.split(jax.random.key(request.seed), 1 if budget == 1 else draws)
     labels = class_labels(path_config(model), request.prompts)
     numbers = jnp.array([prompt.number for prompt in request.prompts])
     model = model.reading(refines=budget > 1)
-    results = _log_probs(model, refinement, ids, queries, targets, keys, numbers, labels)
-    log_probs, likeliest = map(processes.gather_array, results)
-    return log_probs.astype(np.float64), likeliest
+    places = first + jnp.arange(queries.shape[1], dtype=jnp.int32)
+    noise = _Noise(keys, numbers, places)
+    results = _log_probs(model, refinement, ids, queries, targets, noise, labels, top=top)
+    log_probs, *others = map(processes.gather_array, results)
+    return _Sampled(log_probs.astype(np.float64), *others)
 
 
-@jax.jit
+@partial(jax.jit, static_argnames="top")
 def _log_probs(
     model: Model,
     settings: Refinement,
     ids: Int[Array, "B T"],
     queries: Int[Array, "B M"],
     targets: Int[Array, "B M J"],
-    keys: Key[Array, " draws"],
-    numbers: Int[Array, " B"],
+    noise: _Noise,
     labels: Int[Array, " B"] | None,
-) -> tuple[Float[Array, "draws B M J"], Int[Array, "B M"]]:
-    """The log-probability of every target under every noise sample, and the token of the highest mean probability."""
+    *,
+    top: int,
+) -> tuple[Float[Array, "draws B M J"], Int[Array, "B M top"], Float[Array, "B M top"], Int[Array, "B M"]]:
+    """The log-probability of every target under every noise sample, and the rest of `_Sampled`."""
     hidden, cache = model.llm(ids, jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape))
     read = (hidden, model.llm.lookup(ids))
     hidden, inputs = (jnp.take_along_axis(array, queries[..., None], axis=1) for array in read)
@@ -120,26 +182,30 @@ def _log_probs(
     context = Context(hidden=hidden, cache=cache, positions=queries, labels=spread, inputs=inputs)
     width = 1 if model.path is None else model.path.config.width
 
-    def refine_once(key: Key[Array, ""]) -> Float[Array, "B M D"]:
-        sequences = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
-        places = jnp.arange(queries.shape[1])[:, None]
-        noise_keys, velocity_keys, _ = jax.vmap(token_keys, (None, 0), out_axes=1)(sequences, places)
-        noise = jax.vmap(jax.vmap(lambda noise_key: jax.random.normal(noise_key, (width,), jnp.float32)))(noise_keys)
-        return refine(model, context, noise, settings=settings, keys=velocity_keys)[0]
+    def refine_once(key: Key[Array, ""]) -> tuple[Float[Array, "B M D"], Int[Array, "B M"]]:
+        sequences = jax.vmap(jax.random.fold_in, (None, 0))(key, noise.numbers)
+        noise_keys, velocity_keys, _ = jax.vmap(token_keys, (None, 0), out_axes=1)(sequences, noise.places[:, None])
+        start = jax.vmap(jax.vmap(lambda noise_key: jax.random.normal(noise_key, (width,), jnp.float32)))(noise_keys)
+        return refine(model, context, start, settings=settings, keys=velocity_keys)
 
-    refined = jnp.moveaxis(jax.lax.map(refine_once, keys), 0, 2)
-    chunk = max(CHUNK // len(keys), 1)
-    log_probs, likeliest = map_logits(model.llm, refined, _read_logits, targets, chunk=chunk)
-    return jnp.moveaxis(log_probs, 2, 0), likeliest
+    refined, taken = jax.lax.map(refine_once, noise.keys)
+    chunk, reader = max(CHUNK // len(noise.keys), 1), partial(_read_logits, top=top)
+    hidden = jnp.moveaxis(refined, 0, 2)
+    log_probs, likeliest, values = map_logits(model.llm, hidden, reader, targets, chunk=chunk)
+    return jnp.moveaxis(log_probs, 2, 0), likeliest, values, taken.sum(axis=0)
 
 
 def _read_logits(
-    logits: Float[Array, "n draws V"], tokens: Int[Array, "n J"]
-) -> tuple[Float[Array, "n draws J"], Int[Array, " n"]]:
-    """The tokens' log-probabilities, and the arg max of the mean probability of all tokens."""
+    logits: Float[Array, "n draws V"], tokens: Int[Array, "n J"], *, top: int
+) -> tuple[Float[Array, "n draws J"], Int[Array, "n top"], Float[Array, "n top"]]:
+    """The tokens' log-probabilities, and the tokens of the highest mean probability with theirs."""
     log_probs = jax.nn.log_softmax(logits)
-    mean = jax.nn.logsumexp(log_probs, axis=1)
-    return jnp.take_along_axis(log_probs, tokens[:, None], axis=-1), jnp.argmax(mean, axis=-1).astype(jnp.int32)
+    mean = jax.nn.logsumexp(log_probs, axis=1) - jnp.log(logits.shape[1])
+    if top == 1:
+        likeliest, values = jnp.argmax(mean, axis=-1, keepdims=True), mean.max(axis=-1, keepdims=True)
+    else:
+        values, likeliest = jax.lax.top_k(mean, min(top, mean.shape[-1]))
+    return jnp.take_along_axis(log_probs, tokens[:, None], axis=-1), likeliest.astype(jnp.int32), values
 
 
 def _average(log_probs: Float[np.ndarray, "draws n"], likeliest: Int[np.ndarray, " n"]) -> Likelihood:

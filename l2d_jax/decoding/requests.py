@@ -75,6 +75,7 @@ class Piece(NamedTuple):
     evaluations: int = 0  # of the path, for the tokens that were decoded, also where they are held back or left out
     scores: Sequence[TokenScore] = ()  # of the tokens, where the answer has them
     rest: str = ""  # what a token that is left out says before the stop string that begins in it
+    stop: tuple[int, TokenScore] | None = None  # the stop token that ended a scored answer, which is left out of it
 
 
 @dataclass(eq=False)
@@ -115,7 +116,8 @@ class Answer:
         self._scores.extend(scores[: len(row[:stop])])
         told, self._scores = self._scores[: len(tokens)], self._scores[len(tokens) :]
         ending = "broken" if is_broken else "stop" if stop is not None or has_stop else "length" if is_last else ""
-        return Piece(self.number, tokens, bool(ending), ending, sum(costs[: len(row)]), told, rest)
+        end = None if stop is None or not scores else (row[stop], scores[stop])
+        return Piece(self.number, tokens, bool(ending), ending, sum(costs[: len(row)]), told, rest, end)
 
 
 def number_prompts(prompts: Sequence[Sequence[int]], *, labels: Sequence[int | None] | None = None) -> list[Prompt]:

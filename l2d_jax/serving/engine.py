@@ -6,7 +6,8 @@ The thread that calls `Engine.run` alone touches the model. Others submit work, 
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -49,31 +50,44 @@ class Work:
     began: float = 0.0  # when it got its lane
 
 
+@dataclass(eq=False)
+class Task:
+    """Other work with the model; one piece of it is done between two chunks of tokens."""
+
+    pieces: Iterator[None]
+    tell: Callable[[Exception | None], None]  # at its end
+    is_cancelled: bool = False
+
+
 class Engine:
     """Answers in the order in which they were asked for, `lanes` of each kind at a time; at most `queue` wait."""
 
     def __init__(self, loaded: LoadedModel, *, lanes: int, queue: int) -> None:
         self._loaded, self._size, self._limit = loaded, lanes, queue
         self._waiting: list[Work] = []
+        self._tasks: deque[Task] = deque()
         self._lanes: dict[Kind, Lanes] = {}
         self._working: dict[int, Work] = {}  # by the number of the answer
         self._changed = threading.Condition()
         self._is_closing = False
         self._seconds = 1.0  # that an answer has taken of late, in the mean
 
-    def submit(self, works: Sequence[Work]) -> None:
-        """Ask for answers; raises `FullError`, and `InputError` for more than ever fit the queue."""
-        problem = f"a request asks for at most {self._limit} answers here, got {len(works)}: ask several times"
-        require(len(works) <= self._limit, problem)
+    def submit(self, works: Sequence[Work], tasks: Sequence[Task] = ()) -> None:
+        """Ask for answers and for other work; raises `FullError`, and `InputError` for more than ever fit the queue."""
+        count = max(len(works), len(tasks))
+        problem = f"a request asks for at most {self._limit} answers here, got {count}: ask several times"
+        require(count <= self._limit, problem)
         with self._changed:
             waiting = [*(work for work in self._waiting if not work.is_cancelled), *works]
-            if len(waiting) > self._limit:
-                raise FullError(math.ceil(self._seconds * len(waiting) / self._size))
+            longest = max(len(waiting), len(self._tasks) + len(tasks))
+            if longest > self._limit:
+                raise FullError(math.ceil(self._seconds * longest / self._size))
             self._waiting = waiting
+            self._tasks += tasks
             self._changed.notify()
 
-    def cancel(self, works: Sequence[Work]) -> None:
-        """Nobody waits for these answers any more; they leave their lanes at the next chunk."""
+    def cancel(self, works: Sequence[Work | Task]) -> None:
+        """Nobody waits for these any more; answers leave their lanes at the next chunk."""
         for work in works:
             work.is_cancelled = True
 
@@ -92,9 +106,9 @@ class Engine:
         """Answer until `close`."""
         while True:
             with self._changed:
-                while not (self._waiting or self._working or self._is_closing):
+                while not (self._waiting or self._working or self._tasks or self._is_closing):
                     self._changed.wait()
-                if not (self._waiting or self._working):
+                if not (self._waiting or self._working or self._tasks):
                     return
                 admitted = self._choose()
             for kind, works in admitted.items():
@@ -103,6 +117,7 @@ class Engine:
                     self._working[work.answer.number], work.began = work, time.monotonic()
             for kind, lanes in list(self._lanes.items()):
                 self._step(kind, lanes)
+            self._advance()
 
     def kind(self, answer: Answer) -> Kind:
         """The kind of an answer."""
@@ -125,6 +140,22 @@ class Engine:
                 chosen.setdefault(kind, []).append(work)
                 self._waiting.remove(work)
         return chosen
+
+    def _advance(self) -> None:
+        """Do the next piece of the task that has waited longest, which then waits behind the others."""
+        with self._changed:
+            task = self._tasks.popleft() if self._tasks else None
+        if task is None or task.is_cancelled:
+            return
+        try:
+            next(task.pieces)
+        except StopIteration:
+            task.tell(None)
+        except Exception as error:
+            task.tell(error)
+        else:
+            with self._changed:
+                self._tasks.append(task)
 
     def _step(self, kind: Kind, lanes: Lanes) -> None:
         """Decode the next tokens of one kind, and tell of them; an error is told to all of that kind."""

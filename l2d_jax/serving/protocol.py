@@ -1,170 +1,142 @@
-"""OpenAI's requests: reads the bodies of `/v1/chat/completions` and `/v1/completions`, and checks them whole.
+"""Reads OpenAI's requests for one model: what they ask for as answers, once all of it has been checked.
 
-Besides OpenAI's fields a body has the options of decoding by their own names, such as `budget`, `solver`, `gate` and
-`guidance`, the class `label`, and `trace`. What is left out is as in the model's defaults, and a seed is drawn.
+What is left out is as in the model's defaults, and a seed is drawn. Several threads may read at a time: a tokenizer
+encodes and decodes in many of them, as long as none changes its truncation or padding, and the first text settles both.
 """
 
-import dataclasses
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from annotated_types import Interval
-
-from l2d_jax.config import ranges
-from l2d_jax.config.parsing import from_dict, nearest
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.data.tokenizer import prompt_ids, require_tokenizer, text_ids
-from l2d_jax.decoding.decode import LIKELIEST
 from l2d_jax.decoding.generation import make_answers
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import Answer, Request, Restrictions, number_prompts, override_settings, path_config
 from l2d_jax.decoding.sampler import check_tokens
+from l2d_jax.decoding.stop_strings import to_text
 from l2d_jax.decoding.trace import check_single_sample
-from l2d_jax.errors import InputError, require, shown
-
-Choices = Annotated[int, Interval(ge=1, le=128)]
-Alternatives = Annotated[int, Interval(ge=0, le=LIKELIEST)]
-OPTIONS = {option.name for option in dataclasses.fields(DecodeConfig)} - {"max_new_tokens"}
-IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier"}  # they change no answer
-NEUTRAL = {"frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "tools": ([],)}
-NEUTRAL |= {"echo": (False,), "best_of": (1,), "suffix": ("",)}  # fields whose other values are not supported
-
-
-@dataclass(frozen=True)
-class StreamOptions:
-    """What comes in a stream besides the answers."""
-
-    include_usage: bool = False  # a last chunk with the numbers of tokens and evaluations
-
-
-@dataclass(frozen=True)
-class _Common:
-    model: str = ""
-    max_tokens: ranges.Tokens | None = None
-    n: Choices = 1
-    stop: object = ()  # a text, or up to four
-    seed: ranges.KeySeed | None = None
-    stream: bool = False
-    stream_options: StreamOptions = field(default_factory=StreamOptions)
-    response_format: object = None
-    label: ranges.Label | None = None
-    trace: bool = False  # how each token was settled, with the last piece
-
-
-@dataclass(frozen=True)
-class ChatBody(_Common):
-    """The fields of a body of `/v1/chat/completions` that are no options of decoding."""
-
-    messages: object = None
-    max_completion_tokens: ranges.Tokens | None = None
-    logprobs: bool = False
-    top_logprobs: Alternatives = 0
-
-
-@dataclass(frozen=True)
-class CompletionBody(_Common):
-    """The fields of a body of `/v1/completions` that are no options of decoding."""
-
-    prompt: object = None  # a text, token ids, or a list of either
-    logprobs: Alternatives | None = None
+from l2d_jax.errors import require, shown
+from l2d_jax.serving import echo
+from l2d_jax.serving.bodies import ChatBody, CompletionBody, parse_json, read_body, text_length
+from l2d_jax.serving.limits import Limits
 
 
 @dataclass(frozen=True)
 class Asked:
     """A request that has been checked, and the answers that it asks for."""
 
-    body: ChatBody | CompletionBody
+    body: ChatBody | CompletionBody  # without its texts, which may be long
     answers: Sequence[Answer]  # those to one prompt follow each other
     prompt_tokens: int
+    echoes: Sequence[echo.Echo] = ()  # one for each prompt, where the reply repeats them
+    scoring: Sequence[Iterator[None]] = ()  # scores the echoes, piece by piece
 
     @property
-    def alternatives(self) -> int | None:
-        """How many tokens beside each are told with their log-probabilities; None: not even its own."""
-        if isinstance(self.body, ChatBody):
-            return self.body.top_logprobs if self.body.logprobs else None
-        return self.body.logprobs
+    def is_answered(self) -> bool:
+        """Whether there is an answer besides the prompt."""
+        return self.body.longest != 0
 
 
 class Protocol:
     """Reads bodies for one model."""
 
-    def __init__(self, loaded: LoadedModel, *, name: str, context: int) -> None:
-        """`name` is the model's for clients; prompt and answer have at most `context` tokens; raises `InputError`."""
-        self._loaded, self.name, self._context = loaded, name, context
+    def __init__(self, loaded: LoadedModel, *, name: str, limits: Limits) -> None:
+        """`name` is the model's for clients; raises `InputError` for a model without a tokenizer."""
+        self._loaded, self.name, self._limits = loaded, name, limits
         self.tokenizer = require_tokenizer(loaded.tokenizer)
+        self._longest_token = max(map(len, self.tokenizer.get_vocab()))
+        text_ids(["a"], self.tokenizer)  # leaves a tokenizer without truncation and padding
+        self._lock = threading.Lock()
         self._answers_before = 0  # whose numbers are taken
 
-    def read(self, values: Any, *, is_chat: bool) -> Asked:
+    def read(self, data: bytes, *, is_chat: bool) -> Asked:
         """Check a body; raises `InputError` for whatever cannot be answered as it is asked for."""
-        require(isinstance(values, Mapping), f"the body must be a JSON object, got {shown(values)}")
-        kind = ChatBody if is_chat else CompletionBody
-        values = {name: value for name, value in values.items() if value is not None and name not in IGNORED}
-        fields = {one.name for one in dataclasses.fields(kind)}
-        for name in values:
-            known = fields | OPTIONS | set(NEUTRAL)
-            require(name in known, f"unknown field {shown(name)}{nearest(name, known)}")
-        for name, neutral in NEUTRAL.items():
-            value = values.pop(name, neutral[0])
-            require(value in neutral, f"{name} is not supported, got {shown(value)}: leave it out")
-        body = from_dict(kind, {name: value for name, value in values.items() if name in fields}, prefix="body")
-        require(body.model in ("", self.name), f"there is no model {body.model!r} here: it is {self.name!r}")
-        longest = body.max_tokens or getattr(body, "max_completion_tokens", None)
-        options = {name: value for name, value in values.items() if name in OPTIONS}
-        options |= {} if longest is None else {"max_new_tokens": longest}
-        settings = override_settings(self._loaded.defaults, options)
-        prompts = [self._chat(body.messages)] if isinstance(body, ChatBody) else self._prompts(body.prompt)
-        return Asked(body, self._answers(body, prompts, settings), sum(map(len, prompts)))
+        body, options = read_body(parse_json(data), is_chat=is_chat)
+        require(body.model in ("", self.name), f"there is no model {shown(body.model)} here: it is {self.name!r}")
+        settings = self._settings(body, options)
+        prompts = [self._chat(body)] if isinstance(body, ChatBody) else self._complete(body)
+        new = 0 if body.longest == 0 else settings.max_new_tokens
+        total = max(map(len, prompts)) + new
+        limit = f"prompt and max_tokens exceed the {self._limits.context} tokens of this server"
+        require(total <= self._limits.context, f"{limit}, got {total}: shorten the prompt or lower max_tokens")
+        repeated = sum(map(len, prompts)) if isinstance(body, CompletionBody) and body.echo else 0
+        told = (new * len(prompts) + repeated) * body.n
+        self._limits.check_reply(told, alternatives=body.alternatives)
+        request = self._request(body, prompts, settings)
+        asked = Asked(body.without_texts(), self._answers(body, request), sum(map(len, prompts)))
+        return self._echoed(asked, body, request, options) if isinstance(body, CompletionBody) and body.echo else asked
 
-    def _answers(self, body: Any, prompts: Sequence[list[int]], settings: DecodeConfig) -> list[Answer]:
-        stops = [body.stop] if isinstance(body.stop, str) else body.stop
-        is_list = isinstance(stops, list | tuple) and len(stops) <= 4 and all(isinstance(stop, str) for stop in stops)
-        require(is_list, f"stop must be a text or up to four, got {shown(body.stop)}")
-        architecture, path = self._loaded.model.llm.architecture, path_config(self._loaded.model)
-        grammar = self._loaded.compile_grammar(body.response_format)
+    def _settings(self, body: ChatBody | CompletionBody, options: dict[str, Any]) -> DecodeConfig:
+        """The options of decoding, within the limits."""
+        longest = {"max_new_tokens": body.longest} if body.longest else {}
+        effort = body.reasoning_effort
+        budget = {"budget": self._limits.budget_of(effort)} if isinstance(effort, str) else {}
+        options = budget | options | longest
+        settings = override_settings(self._loaded.defaults, options)
+        self._limits.check_settings(settings, options=options)
+        return settings
+
+    def _request(
+        self, body: ChatBody | CompletionBody, prompts: Sequence[list[int]], settings: DecodeConfig
+    ) -> Request:
         seed = secrets.randbelow(2**31) if body.seed is None else body.seed
         numbered = number_prompts(prompts, labels=[body.label] * len(prompts))
-        restrictions = Restrictions(stops, grammar=grammar)
-        request = Request(numbered, settings, seed, body.n, restrictions=restrictions, tokenizer=self.tokenizer)
-        answers = make_answers(request, architecture, path, first=self._answers_before)
-        self._answers_before += len(answers)
+        restrictions = Restrictions(body.stops, grammar=self._loaded.compile_grammar(body.response_format))
+        return Request(numbered, settings, seed, body.n, restrictions=restrictions, tokenizer=self.tokenizer)
+
+    def _answers(self, body: ChatBody | CompletionBody, request: Request) -> list[Answer]:
+        count = len(request.prompts) * body.n
+        with self._lock:
+            first, self._answers_before = self._answers_before, self._answers_before + count
+        path = path_config(self._loaded.model)
+        answers = make_answers(request, self._loaded.model.llm.architecture, path, first=first)
         for answer in answers:
-            answer.is_scored = body.logprobs is not None and body.logprobs is not False
-        total = max(map(len, prompts)) + settings.max_new_tokens
-        limit = f"prompt and max_tokens exceed the {self._context} tokens of this server"
-        require(total <= self._context, f"{limit}, got {total}: shorten the prompt or lower max_tokens")
+            answer.is_scored = body.alternatives is not None
         if body.trace:
-            check_single_sample(settings)
-            require(len(prompts) * body.n == 1, "a trace is of one answer: leave out n, and give one prompt")
+            check_single_sample(request.settings)
+            require(count == 1, "a trace is of one answer: leave out n, and give one prompt")
+            grammar = request.restrictions.grammar
             require(grammar is None, "a trace does not know response_format: leave one of the two out")
+            require(body.longest != 0, "a trace is of an answer: give max_tokens of at least 1")
         return answers
 
-    def _chat(self, messages: Any) -> list[int]:
-        """A conversation as token ids; parts of text in a message's content are joined."""
-        require(isinstance(messages, list) and len(messages) > 0, f"messages must be a list, got {shown(messages)}")
-        for message in messages:
-            is_message = isinstance(message, Mapping) and isinstance(message.get("role"), str)
-            require(is_message, f"a message has a role and a content, got {shown(message)}")
-        read = [{"role": message["role"], "content": _text(message.get("content"))} for message in messages]
-        return prompt_ids(read, self.tokenizer)
+    def _echoed(self, asked: Asked, body: CompletionBody, request: Request, options: dict[str, Any]) -> Asked:
+        """The request with the prompts that its reply repeats."""
+        shown_texts = [one if isinstance(one, str) else to_text(one, self.tokenizer) for one in body.prompts]
+        echoes = [echo.Echo(text, prompt.ids) for text, prompt in zip(shown_texts, request.prompts, strict=True)]
+        if body.logprobs is None:
+            return replace(asked, echoes=echoes)
+        settings = request.settings
+        problem = "echo with logprobs takes the mean over at least 2 draws at a budget above 1, got 1: raise draws"
+        require(settings.budget == 1 or options.get("draws") != 1, problem)
+        draws = settings.draws if settings.draws > 1 else echo.DRAWS
+        pairs = zip(echoes, request.prompts, strict=True)
+        scoring = [echo.score(self._loaded, one, request, prompt=prompt, draws=draws) for one, prompt in pairs]
+        return replace(asked, echoes=echoes, scoring=scoring)
 
-    def _prompts(self, prompt: Any) -> list[list[int]]:
-        many = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
-        read = []
-        for one in many:
-            if isinstance(one, str):
-                read += text_ids([one], self.tokenizer)
-            elif isinstance(one, list) and all(isinstance(token, int) for token in one):
-                read.append(one)
-            else:
-                raise InputError(f"prompt must be a text, token ids, or a list of either, got {shown(prompt)}")
-        check_tokens(read, self._loaded.model.llm.architecture.vocab_size)
-        return read
+    def _complete(self, body: CompletionBody) -> list[list[int]]:
+        """The prompts as token ids."""
+        self._limits.check_count(len(body.prompts), samples=body.n)
+        prompts = [self._prompt(prompt) for prompt in body.prompts]
+        check_tokens(prompts, self._loaded.model.llm.architecture.vocab_size)
+        return prompts
 
+    def _chat(self, body: ChatBody) -> list[int]:
+        """A conversation as token ids."""
+        self._limits.check_count(1, samples=body.n)
+        messages: Any = body.messages
+        problem = f"{len(messages)} messages exceed the {self._limits.context} tokens of this server: leave some out"
+        require(len(messages) <= self._limits.context, problem)
+        self._limits.check_text(text_length(messages), longest_token=self._longest_token)
+        return prompt_ids(messages, self.tokenizer)
 
-def _text(content: Any) -> str:
-    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
-        content = "".join(str(part.get("text", "")) for part in content)
-    require(isinstance(content, str), f"the content of a message must be text, got {shown(content)}")
-    return str(content)
+    def _prompt(self, prompt: str | list[int]) -> list[int]:
+        """A prompt as token ids; the tokenizer adds its special tokens to a text, such as that of its beginning."""
+        if isinstance(prompt, list):
+            return prompt
+        self._limits.check_text(len(prompt), longest_token=self._longest_token)
+        ids: list[int] = self.tokenizer(prompt, verbose=False)["input_ids"]
+        return ids

@@ -7,12 +7,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
 from l2d_jax.decoding.requests import Piece, TokenScore
 from l2d_jax.decoding.stop_strings import GrowingText
 from l2d_jax.decoding.trace import TokenTrace
-from l2d_jax.serving.protocol import Asked, ChatBody
+from l2d_jax.serving.bodies import ChatBody
+from l2d_jax.serving.echo import Echo
+from l2d_jax.serving.protocol import Asked
+
+
+class Offsets:
+    """Where each token of a text begins, in characters."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._tokenizer, self._stream, self._count = tokenizer.backend_tokenizer, DecodeStream([], True), 0
+
+    def add(self, ids: Sequence[int]) -> list[int]:
+        """The places of the next tokens."""
+        places = []
+        for token in ids:
+            places.append(self._count)
+            self._count += len(self._stream.step(self._tokenizer, token) or "")
+        return places
 
 
 @dataclass
@@ -21,7 +39,10 @@ class Choice:
 
     index: int
     text: GrowingText
-    scores: list[TokenScore] = field(default_factory=list)
+    offsets: Offsets
+    echo: Echo | None = None  # the prompt, where the reply repeats it
+    ids: list[int] = field(default_factory=list)  # of all tokens that the log-probabilities are of
+    scores: list[TokenScore | None] = field(default_factory=list)
     ending: str = ""
     evaluations: int = 0
     is_opened: bool = False  # whether a stream has begun to tell of it
@@ -34,19 +55,41 @@ class Reply:
         self._asked, self._tokenizer, self._is_chat = asked, tokenizer, isinstance(asked.body, ChatBody)
         number = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._head = {"id": number, "created": int(time.time()), "model": name}
-        self._choices = {one.number: Choice(i, GrowingText(tokenizer)) for i, one in enumerate(asked.answers)}
+        self._choices: dict[int, Choice] = {}
+        copies = len(asked.answers) // (len(asked.echoes) or 1)
+        for index, answer in enumerate(asked.answers):
+            echo = asked.echoes[index // copies] if asked.echoes else None
+            ending = "" if asked.is_answered else "length"
+            choice = Choice(index, GrowingText(tokenizer), Offsets(tokenizer), echo, ending=ending)
+            self._choices[answer.number] = choice
         self.trace: Sequence[TokenTrace] | None = None  # of a single answer, before its last piece
+
+    def opening(self) -> list[dict[str, Any]]:
+        """The chunks of a stream that repeat the prompts, once these have been scored."""
+        chunks = []
+        for choice in self._choices.values():
+            if choice.echo is not None:
+                ids = choice.echo.ids
+                scores = [None, *choice.echo.scores] if self._asked.scoring else []
+                choice.ids += ids
+                choice.scores += scores
+                chunks.append(self._object([self._shown(choice, ids, scores, {"text": choice.echo.text})], chunk=True))
+        return chunks
 
     def add(self, piece: Piece) -> dict[str, Any]:
         """Take in a piece; the chunk of a stream that tells of it."""
         choice = self._choices[piece.answer]
         role = {} if choice.is_opened else {"role": "assistant"}
         text = choice.text.add(piece.tokens, is_last=piece.is_last, rest=piece.rest)
-        choice.scores += piece.scores
+        ids, scores = list(piece.tokens), list(piece.scores)
+        if choice.echo is not None and piece.stop is not None:  # whoever scores prompts counts a token of the answer
+            ids, scores = [*ids, piece.stop[0]], [*scores, piece.stop[1]]
+        choice.ids += ids
+        choice.scores += scores
         choice.evaluations += piece.evaluations
         choice.ending, choice.is_opened = piece.ending, True
         content = {"delta": role | {"content": text}} if self._is_chat else {"text": text}
-        return self._object([self._shown(choice, piece.tokens, piece.scores, content)], chunk=True)
+        return self._object([self._shown(choice, ids, scores, content)], chunk=True)
 
     @property
     def is_done(self) -> bool:
@@ -58,15 +101,17 @@ class Reply:
         shown = []
         for choice in self._choices.values():
             message = {"role": "assistant", "content": choice.text.shown, "refusal": None}
-            content = {"message": message} if self._is_chat else {"text": choice.text.shown}
-            shown.append(self._shown(choice, choice.text.ids, choice.scores, content))
+            text = choice.text.shown if choice.echo is None else choice.echo.text + choice.text.shown
+            content = {"message": message} if self._is_chat else {"text": text}
+            shown.append(self._shown(choice, choice.ids, choice.scores, content, is_whole=True))
         return self._object(shown) | {"usage": self.usage()}
 
     def usage(self) -> dict[str, int]:
         """Tokens, and evaluations of the path."""
         new = sum(len(choice.text.ids) for choice in self._choices.values())
         counts = {"prompt_tokens": self._asked.prompt_tokens, "completion_tokens": new}
-        evaluations = sum(choice.evaluations for choice in self._choices.values())
+        evaluations = sum(one.evaluations for one in self._choices.values())
+        evaluations += sum(echo.evaluations for echo in self._asked.echoes)
         return counts | {"total_tokens": self._asked.prompt_tokens + new, "evaluations": evaluations}
 
     def last_chunk(self) -> dict[str, Any]:
@@ -80,23 +125,50 @@ class Reply:
         return {**self._head, "object": kind, "choices": choices}
 
     def _shown(
-        self, choice: Choice, tokens: Sequence[int], scores: Sequence[TokenScore], content: dict[str, Any]
+        self,
+        choice: Choice,
+        tokens: Sequence[int],
+        scores: Sequence[TokenScore | None],
+        content: dict[str, Any],
+        *,
+        is_whole: bool = False,
     ) -> dict[str, Any]:
-        log_probs = None if self._asked.alternatives is None else self._scores(tokens, scores)
+        log_probs = None
+        if self._asked.body.alternatives is not None:
+            log_probs = self._chat_scores(tokens, scores) if self._is_chat else self._scores(tokens, scores)
+            if not self._is_chat:
+                offsets = Offsets(self._tokenizer) if is_whole else choice.offsets
+                log_probs["text_offset"] = offsets.add(tokens)
         shown = {"index": choice.index, "finish_reason": choice.ending or None, "logprobs": log_probs} | content
         return shown if self.trace is None else shown | {"trace": self._traced(self.trace)}
 
-    def _scores(self, tokens: Sequence[int], scores: Sequence[TokenScore]) -> dict[str, Any]:
-        count = self._asked.alternatives or 0
-        texts = [self._text(token) for token in tokens]
-        tops = [[*zip(map(self._text, one.likeliest[:count]), one.likeliest_log_probs, strict=False)] for one in scores]
-        log_probs = [score.log_prob for score in scores]
-        if not self._is_chat:
-            return {"tokens": texts, "token_logprobs": log_probs, "top_logprobs": [dict(top) for top in tops]}
-        content = [_scored(*pair) for pair in zip(texts, log_probs, strict=True)]
-        for scored, top in zip(content, tops, strict=True):
-            scored["top_logprobs"] = [_scored(*pair) for pair in top]
+    def _scores(self, tokens: Sequence[int], scores: Sequence[TokenScore | None]) -> dict[str, Any]:
+        """Of `/v1/completions`: the likeliest tokens by their texts, and the token itself. None: the first of all.
+
+        Of tokens with one text, such as halves of a character, the likeliest counts.
+        """
+        tops: list[dict[str, float] | None] = []
+        for token, score in zip(tokens, scores, strict=True):
+            top = {} if score is None else {self._text(token): score.log_prob}
+            for other, log_prob in self._likeliest(score):
+                if other != token:
+                    text = self._text(other)
+                    top[text] = max(log_prob, top.get(text, log_prob))
+            tops.append(None if score is None else top)
+        log_probs = [None if score is None else score.log_prob for score in scores]
+        return {"tokens": [*map(self._text, tokens)], "token_logprobs": log_probs, "top_logprobs": tops}
+
+    def _chat_scores(self, tokens: Sequence[int], scores: Sequence[TokenScore | None]) -> dict[str, Any]:
+        content = []
+        for token, score in zip(tokens, scores, strict=True):
+            assert score is not None  # only a prompt's first token has none
+            top = [_scored(self._text(other), log_prob) for other, log_prob in self._likeliest(score)]
+            content.append(_scored(self._text(token), score.log_prob) | {"top_logprobs": top})
         return {"content": content}
+
+    def _likeliest(self, score: TokenScore | None) -> list[tuple[int, float]]:
+        count = self._asked.body.alternatives or 0
+        return [] if score is None else [*zip(score.likeliest[:count], score.likeliest_log_probs, strict=False)]
 
     def _text(self, token: int) -> str:
         return str(self._tokenizer.decode([token]))

@@ -54,7 +54,9 @@ def test_more_draws_are_nearer_to_the_mean_and_say_how_near(loaded):
 def test_the_mean_is_of_probabilities(loaded, monkeypatch):
     rng = np.random.default_rng(0)
     chances = rng.normal(-3, 1, (6, 1, 4)).astype(np.float32)
-    monkeypatch.setattr(likelihood, "_log_probs", lambda *_: (chances[..., None], np.zeros((1, 4), np.int32)))
+    likeliest, values = np.zeros((1, 4, 1), np.int32), np.zeros((1, 4, 1), np.float32)
+    results = (chances[..., None], likeliest, values, np.ones((1, 4), np.int32))
+    monkeypatch.setattr(likelihood, "_log_probs", lambda *_, **__: results)
     [one] = score(loaded, PROMPTS[:1], ANSWERS[:1])
     mean = np.exp(chances[:, 0]).mean(axis=0)
     np.testing.assert_allclose(one.tokens, np.log(mean), rtol=1e-6)
@@ -92,6 +94,19 @@ def test_the_likeliest_tokens_are_those_of_the_mean(loaded):
     # It may be another of two that are as likely.
     assert all(mean[token] > mean.max() - 0.05 for mean, token in zip(means, one.likeliest, strict=True))
     assert any(mean[token] < mean.max() - 0.05 for mean, token in zip(means, ANSWERS[0], strict=True))
+
+
+def test_pieces_say_the_same(loaded):
+    """Whatever their size, which changes neither the noise of a token nor its number of evaluations."""
+    answer = [*range(20, 50)]
+    [whole] = score(loaded, PROMPTS[:1], [answer], seed=5)
+    request = Request(number_prompts(PROMPTS[:1]), loaded.defaults, seed=5)
+    pieces = list(likelihood.score_in_pieces(loaded.model, request, answer, draws=8, piece=12, top=3))
+    assert [len(piece.log_probs) for piece in pieces] == [12, 12, 6]
+    np.testing.assert_allclose(np.concatenate([piece.log_probs for piece in pieces]), whole.tokens, atol=1e-5)
+    assert np.concatenate([piece.likeliest for piece in pieces])[:, 0].tolist() == whole.likeliest.tolist()
+    assert all((np.diff(piece.likeliest_log_probs, axis=1) <= 0).all() for piece in pieces)
+    assert sum(piece.evaluations for piece in pieces) == 30 * 8 * loaded.defaults.budget
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -9,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import uvicorn
 
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.data import tokenizer
@@ -18,8 +18,11 @@ from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
+from l2d_jax.serving.access import Access
 from l2d_jax.serving.app import ServerApp
+from l2d_jax.serving.connections import make_server
 from l2d_jax.serving.engine import Engine
+from l2d_jax.serving.limits import Limits
 from l2d_jax.serving.protocol import Protocol
 from tests.support import tiny
 
@@ -43,23 +46,35 @@ def talking_model(**changes: Any) -> LoadedModel:
 
 @contextlib.contextmanager
 def serving(
-    loaded: LoadedModel, *, lanes: int = 4, queue: int = 256, seconds: float = 300.0, key: str | None = None
+    loaded: LoadedModel,
+    *,
+    lanes: int = 4,
+    queue: int = 256,
+    seconds: float = 300.0,
+    access: Access | None = None,
+    client_timeout: float = 15.0,
+    max_connections: int = 256,
+    drain: float = 30.0,
+    **limits: Any,
 ) -> Iterator[str]:
     """Serve a model, and give the address."""
     engine = Engine(loaded, lanes=lanes, queue=queue)
-    protocol = Protocol(loaded, name="tiny", context=CONTEXT)
-    app = ServerApp(engine, protocol, about=ABOUT, seconds=seconds, longest_body=2**16, key=key)
-    server = uvicorn.Server(uvicorn.Config(app.routes(), host="127.0.0.1", port=0, log_level="critical"))
-    threads = [threading.Thread(target=target) for target in (engine.run, server.run)]
-    for thread in threads:
-        thread.start()
-    try:
-        while not server.started:
-            assert threads[1].is_alive()
-            time.sleep(0.02)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        threads[1].join()
-        engine.close()
-        threads[0].join()
+    protocol = Protocol(loaded, name="tiny", limits=Limits(**{"context": CONTEXT, "answers": queue, **limits}))
+    app = ServerApp(engine, protocol, access=access or Access(), about=ABOUT, seconds=seconds, longest_body=2**16)
+    times = {"client_timeout": client_timeout, "drain": drain}
+    server = make_server(app.routes(), max_connections=max_connections, **times)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        threads = [threading.Thread(target=engine.run), threading.Thread(target=server.run, args=([listening],))]
+        for thread in threads:
+            thread.start()
+        try:
+            while not server.started:
+                assert threads[1].is_alive()
+                time.sleep(0.02)
+            yield url
+        finally:
+            server.should_exit = True
+            threads[1].join()
+            engine.close()
+            threads[0].join()

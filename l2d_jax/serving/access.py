@@ -1,0 +1,106 @@
+"""Who may use the server: its addresses, the web pages that may ask, and its key.
+
+A browser lets any page send requests to any server that it can reach, and a name of the page's owner may come to mean
+this machine (DNS rebinding). So a request must name an address of this server as its `Host`; its `Origin`, if there is
+one, must be that same address or one that the operator allows; and a body must be `application/json`, which a page of
+another origin cannot send without asking first. Programs send no `Origin`.
+"""
+
+import hmac
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from l2d_jax.errors import shown
+from l2d_jax.serving.failures import respond
+
+ANY = "*"
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may use a server."""
+
+    host: str = "127.0.0.1"  # that it listens on
+    hosts: Sequence[str] = ()  # further names of it; "*": any
+    origins: Sequence[str] = ()  # of web pages that may ask, such as https://chat.example; "*": any
+    key: str | None = None  # that requests must bring
+
+    def check(self, headers: Headers, *, method: str, address: str) -> None:
+        """Raise `HTTPException` for a request that must not be answered; `address` is the one it came to."""
+        host, origin = headers.get("host"), headers.get("origin")
+        if host is not None and not self._is_own(host, address):  # only old clients send none, and no browser
+            problem = f"this server is not known as {shown(host)}"
+            raise HTTPException(403, f"{problem}: start it with --allow_host and that name, or ask by its address")
+        if origin is not None and not self._is_allowed(origin, host):
+            problem = f"pages of {shown(origin)} may not use this server"
+            raise HTTPException(403, f"{problem}: start it with --allow_origin and that origin")
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if method == "POST" and kind != "application/json":
+            problem = f"a body must be JSON, got the type {shown(kind)}"
+            raise HTTPException(415, f"{problem}: send it with 'Content-Type: application/json'")
+
+    def check_key(self, headers: Headers) -> None:
+        """Raise `HTTPException` for a request without the server's key."""
+        scheme, given = [*headers.get("authorization", "").split(maxsplit=1), "", ""][:2]
+        is_right = hmac.compare_digest(given.strip().encode("latin-1"), (self.key or "").encode())
+        if self.key is not None and not (scheme.lower() == "bearer" and is_right):
+            problem = "this server wants its API key: send it as 'Authorization: Bearer KEY'"
+            raise HTTPException(401, problem, headers={"WWW-Authenticate": "Bearer"})
+
+    def _is_own(self, host: str, address: str) -> bool:
+        """Whether a `Host` is an address of this server."""
+        name = _host_name(host)
+        names = {"localhost", self.host, address, *self.hosts}
+        if ANY in self.hosts or (name is not None and name in {one.lower() for one in names}):
+            return True
+        number, own = _number(name), _number("127.0.0.1" if self.host == "localhost" else self.host)
+        if number is None:
+            return False  # a name, which its owner may let mean any address
+        return number.is_loopback or own is None or not own.is_loopback
+
+    def _is_allowed(self, origin: str, host: str | None) -> bool:
+        """Whether pages of an `Origin` may ask: the server's own, behind whatever proxy, and those that are allowed."""
+        if ANY in self.origins or origin.lower() in {one.lower().rstrip("/") for one in self.origins}:
+            return True
+        scheme, _, rest = origin.partition("://")
+        return scheme in ("http", "https") and host is not None and rest.lower() == host.lower()
+
+
+class Gate:
+    """An application that answers only requests that `Access.check` lets pass, and probes of `/health`."""
+
+    def __init__(self, app: ASGIApp, *, access: Access) -> None:
+        self._app, self._access = app, access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] == "http" and scope["path"] != "/health":
+            try:
+                address = (scope.get("server") or ("", 0))[0]
+                self._access.check(Headers(scope=scope), method=scope["method"], address=address)
+            except HTTPException as error:
+                await respond(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _host_name(host: str) -> str | None:
+    """The name of a `Host`, without its port."""
+    try:
+        return None if "@" in host else urlsplit(f"//{host}").hostname
+    except ValueError:
+        return None
+
+
+def _number(name: str | None) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The IP address that a name spells."""
+    try:
+        return ipaddress.ip_address(name or "")
+    except ValueError:
+        return None

@@ -1,0 +1,241 @@
+"""The bodies of OpenAI's requests: JSON, its fields, and all checks of them that need no model.
+
+Besides OpenAI's fields a body has the options of decoding by their own names, such as `budget`, `solver`, `gate` and
+`guidance`, the class `label`, and `trace`.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from annotated_types import Interval
+
+from l2d_jax.config import ranges
+from l2d_jax.config.parsing import check_value, from_dict, nearest
+from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.decoding.decode import LIKELIEST
+from l2d_jax.errors import InputError, require, shorten, shown
+from l2d_jax.serving.limits import BIASES, FORMAT_BYTES, FORMAT_DEPTH, STOP_LENGTH
+
+Choices = Annotated[int, Interval(ge=1, le=128)]
+Alternatives = Annotated[int, Interval(ge=0, le=LIKELIEST)]
+TokensOrZero = Annotated[int, Interval(ge=0, le=10**7)]
+Penalty = Annotated[float, Interval(ge=-2, le=2)]
+Bias = Annotated[float, Interval(ge=-100, le=100)]
+OPTIONS = {option.name for option in dataclasses.fields(DecodeConfig)} - {"max_new_tokens"}
+# Fields that change no answer.
+IGNORED = {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+NEUTRAL: dict[str, tuple[Any, ...]] = {  # the values that change nothing; others are not supported
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),  # without tools
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "store": (False,),
+    "suffix": ("",),
+    "verbosity": ("medium",),  # OpenAI's default
+}
+SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """What comes in a stream besides the answers."""
+
+    include_usage: bool = False  # a last chunk with the numbers of tokens and evaluations
+
+
+@dataclass(frozen=True)
+class _Common:
+    model: str = ""
+    max_tokens: TokensOrZero | None = None
+    n: Choices = 1
+    stop: object = ()  # a text, or up to four
+    seed: ranges.KeySeed | None = None
+    stream: bool = False
+    stream_options: StreamOptions = field(default_factory=StreamOptions)
+    response_format: object = None
+    label: ranges.Label | None = None
+    trace: bool = False  # how each token was settled, with the last piece
+    reasoning_effort: object = None  # a name of a budget
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
+    logit_bias: object = None  # numbers by token id
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop)  # type: ignore[call-overload]
+
+    @property
+    def biases(self) -> dict[int, float]:
+        """What is added to the logits of tokens."""
+        given: Any = self.logit_bias or {}
+        return {int(token): float(bias) for token, bias in given.items()}
+
+    def check(self) -> None:
+        """Raise `InputError` for fields that do not fit each other or are too large."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop
+        is_list = isinstance(stops, list | tuple) and len(stops) <= 4 and all(isinstance(stop, str) for stop in stops)
+        require(is_list, f"stop must be a text or up to four, got {shown(self.stop)}")
+        for stop in self.stops:
+            problem = f"a stop string has at most {STOP_LENGTH} characters, got {len(stop)}"
+            require(len(stop) <= STOP_LENGTH, f"{problem}: shorten it")
+        effort = self.reasoning_effort
+        require(effort is None or isinstance(effort, str), f"reasoning_effort must be text, got {shown(effort)}")
+        _check_biases(self.logit_bias)
+        _check_format(self.response_format)
+
+
+@dataclass(frozen=True)
+class ChatBody(_Common):
+    """The fields of a body of `/v1/chat/completions` that are no options of decoding."""
+
+    messages: object = None
+    max_completion_tokens: TokensOrZero | None = None
+    logprobs: bool = False
+    top_logprobs: Alternatives = 0
+
+    @property
+    def alternatives(self) -> int | None:
+        """The number of alternatives reported for each token; None: no log-probabilities at all."""
+        return self.top_logprobs if self.logprobs else None
+
+    def without_texts(self) -> "ChatBody":
+        """The fields that a reply needs; the others may be large."""
+        return dataclasses.replace(self, messages=None, response_format=None, logit_bias=None)
+
+    @property
+    def longest(self) -> int | None:
+        """The most tokens of an answer."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def check(self) -> None:
+        """Raise `InputError` for fields that do not fit each other or are too large."""
+        super().check()
+        both = {self.max_tokens, self.max_completion_tokens} - {None}
+        require(len(both) <= 1, "max_tokens and max_completion_tokens differ: give one of them")
+        require(self.logprobs or self.top_logprobs == 0, "top_logprobs needs logprobs: set it to true")
+        require(self.longest != 0, "max_tokens must be at least 1, got 0")
+        is_list = isinstance(self.messages, list) and len(self.messages) > 0
+        require(is_list, f"messages must be a list of at least one message, got {shown(self.messages)}")
+        for message in self.messages:  # type: ignore[attr-defined]
+            is_message = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+            require(is_message, f"a message has a role and a content, got {shown(message)}")
+
+
+@dataclass(frozen=True)
+class CompletionBody(_Common):
+    """The fields of a body of `/v1/completions` that are no options of decoding."""
+
+    prompt: object = None  # a text, token ids, or a list of either
+    logprobs: Alternatives | None = None
+    echo: bool = False  # whether the reply repeats the prompt, with its log-probabilities
+    best_of: Choices | None = None
+
+    @property
+    def alternatives(self) -> int | None:
+        """The number of alternatives reported for each token; None: no log-probabilities at all."""
+        return self.logprobs
+
+    def without_texts(self) -> "CompletionBody":
+        """The fields that a reply needs; the others may be large."""
+        return dataclasses.replace(self, prompt=None, response_format=None, logit_bias=None)
+
+    @property
+    def longest(self) -> int | None:
+        """The most tokens of an answer."""
+        return self.max_tokens
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, texts or token ids."""
+        given: Any = self.prompt
+        is_several = isinstance(given, list) and given and not isinstance(given[0], int)
+        return given if is_several else [given]
+
+    def check(self) -> None:
+        """Raise `InputError` for fields that do not fit each other or are too large."""
+        super().check()
+        require(self.max_tokens != 0 or self.echo, "max_tokens must be at least 1 without echo, got 0")
+        require(self.best_of in (None, self.n), f"best_of other than n is not supported, got {self.best_of}: drop it")
+        for one in self.prompts:
+            is_prompt = isinstance(one, str) or (isinstance(one, list) and all(type(token) is int for token in one))
+            problem = f"prompt must be a text, token ids, or a list of either, got {shown(self.prompt)}"
+            require(is_prompt, problem)
+
+
+def parse_json(data: bytes) -> Any:
+    """The JSON of a body; raises `InputError` for bytes that are no JSON, and for text that UTF-8 cannot write."""
+    try:
+        text = data.decode("utf-8-sig")
+        values = json.loads(text, parse_constant=_refuse_constant)
+        written = json.dumps(values, ensure_ascii=False) if "\\u" in text else ""
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"the body must be JSON ({shorten(str(error), 100)}): mend it") from None
+    found = SURROGATE.search(written)
+    problem = f"text must be Unicode, got half a surrogate pair, {found and ascii(found[0])}"
+    require(found is None, f"{problem}: send both halves, or leave it out")
+    return values
+
+
+def read_body(values: Any, *, is_chat: bool) -> tuple[ChatBody | CompletionBody, dict[str, Any]]:
+    """The fields of a body, and its options of decoding, whose values are not checked; raises `InputError`."""
+    require(isinstance(values, Mapping), f"the body must be a JSON object, got {shown(values)}")
+    kind = ChatBody if is_chat else CompletionBody
+    values = {name: value for name, value in values.items() if value is not None and name not in IGNORED}
+    fields = {one.name for one in dataclasses.fields(kind)}
+    for name in values:
+        known = fields | OPTIONS | set(NEUTRAL)
+        require(name in known, f"unknown field {shown(name)}{nearest(name[:100], known)}")
+    for name, neutral in NEUTRAL.items():
+        value = values.pop(name, neutral[0])
+        is_neutral = any(type(value) is type(one) and value == one for one in neutral)
+        require(is_neutral, f"{name} {shown(value)} is not supported: leave it out")
+    body = from_dict(kind, {name: value for name, value in values.items() if name in fields}, prefix="body")
+    body.check()
+    return body, {name: value for name, value in values.items() if name in OPTIONS}
+
+
+def text_length(value: Any) -> int:
+    """The characters of all texts within JSON."""
+    total, rest = 0, [value]
+    while rest:
+        one = rest.pop()
+        if isinstance(one, str):
+            total += len(one)
+        elif isinstance(one, list):
+            rest += one
+        elif isinstance(one, Mapping):
+            rest += [*one, *one.values()]
+    return total
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _check_biases(value: Any) -> None:
+    is_mapping = value is None or isinstance(value, Mapping)
+    require(is_mapping, f"logit_bias must map token ids to numbers, got {shown(value)}")
+    biases = value or {}
+    require(len(biases) <= BIASES, f"logit_bias has at most {BIASES} tokens, got {len(biases)}: leave some out")
+    for token, bias in biases.items():
+        problem = f"logit_bias must map token ids to numbers, got the key {shown(token)}"
+        require(token.isascii() and token.isdecimal() and len(token) < 10, problem)
+        check_value(bias, Bias, f"logit_bias[{token}]")
+
+
+def _check_format(value: Any) -> None:
+    """Raise `InputError` for a format that is too large to be compiled while others wait."""
+    depth, rest = 0, [value]
+    while rest and depth <= FORMAT_DEPTH:
+        inner = [one.values() if isinstance(one, Mapping) else one for one in rest if isinstance(one, Mapping | list)]
+        rest, depth = [one for values in inner for one in values], depth + 1
+    require(depth <= FORMAT_DEPTH, f"response_format is nested deeper than {FORMAT_DEPTH} levels: simplify it")
+    size = len(json.dumps(value, allow_nan=True))
+    require(size <= FORMAT_BYTES, f"response_format has at most {FORMAT_BYTES} bytes, got {size}: simplify it")

@@ -1,0 +1,47 @@
+"""Prompts that a reply repeats, with the log-probabilities of their tokens: `echo` of `/v1/completions`.
+
+lm-evaluation-harness scores the choices of a task so. The first token has no log-probability, since nothing comes
+before it. Those of the others are what `model.score` gives for them behind the first one.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from l2d_jax.decoding.decode import LIKELIEST
+from l2d_jax.decoding.likelihood import score_in_pieces
+from l2d_jax.decoding.loaded_model import LoadedModel
+from l2d_jax.decoding.requests import Prompt, Request, TokenScore
+from l2d_jax.errors import InputError
+
+DRAWS = 8  # noise samples per token where the request does not say, as of `model.score`
+EVALUATIONS = 2048  # of the path in one piece, about, while others wait
+PIECES = (8, 16, 32, 64, 128, 256)  # tokens of a piece: few sizes, so that few programs are compiled
+
+
+@dataclass(eq=False)
+class Echo:
+    """One prompt in a reply, and how far its tokens have been scored."""
+
+    text: str
+    ids: Sequence[int]
+    scores: list[TokenScore] = field(default_factory=list)  # of all tokens but the first
+    evaluations: int = 0  # of the path, for the scores
+
+
+def score(loaded: LoadedModel, echo: Echo, request: Request, *, prompt: Prompt, draws: int) -> Iterator[None]:
+    """Score a prompt piece by piece, with the settings and the seed of its request; raises `InputError`."""
+    first, *answer = prompt.ids
+    if not answer:
+        return
+    asked = Request([prompt._replace(ids=[first])], request.settings, request.seed)
+    cost = request.settings.budget * (draws if request.settings.budget > 1 else 1)
+    piece = max((size for size in PIECES if size * cost <= EVALUATIONS), default=PIECES[0])
+    for scored in score_in_pieces(loaded.model, asked, answer, draws=draws, piece=piece, top=LIKELIEST):
+        if not np.isfinite(scored.log_probs).all():
+            raise InputError("logits of the prompt were not numbers: check the weights, or use float32")
+        rows = (scored.log_probs, scored.likeliest, scored.likeliest_log_probs)
+        echo.scores += map(TokenScore, *(array.tolist() for array in rows))
+        echo.evaluations += scored.evaluations
+        yield

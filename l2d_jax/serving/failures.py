@@ -1,0 +1,47 @@
+"""Errors as OpenAI's API writes them."""
+
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse
+
+from l2d_jax.errors import LONGEST_LINE, InputError, shorten
+from l2d_jax.serving.engine import FullError
+
+KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+def describe(status: int, message: str) -> dict[str, Any]:
+    """OpenAI's object of an error; its code is the status."""
+    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    line = shorten(" ".join(message.split()), LONGEST_LINE)
+    return {"error": {"message": line, "type": kind, "param": None, "code": status}}
+
+
+def explain(error: Exception) -> dict[str, Any]:
+    """What ended a request, as OpenAI's object of an error."""
+    status, message = 500, f"{type(error).__name__}: {error}"
+    match error:
+        case HTTPException():
+            status, message = error.status_code, error.detail
+        case FullError():
+            status, message = 429, str(error)
+        case InputError():
+            status, message = 400, str(error)
+        case ClientDisconnect():
+            status = 499  # as nginx has it
+        case TimeoutError():
+            problem = "the answer took longer than this server allows"
+            status, message = 504, f"{problem}: lower max_tokens or the budget, or ask later"
+    return describe(status, message)
+
+
+def respond(error: Exception) -> JSONResponse:
+    """The response to a request that failed."""
+    told, headers = explain(error), dict[str, str]()
+    if isinstance(error, FullError):
+        headers = {"Retry-After": str(error.seconds)}
+    elif isinstance(error, HTTPException):
+        headers = dict(error.headers or {})
+    return JSONResponse(told, status_code=told["error"]["code"], headers=headers)
