@@ -99,7 +99,7 @@ def _read_key() -> str | None:
 
 def _allow_files(connections: int) -> None:
     """Let this process open as many files as so many connections take; raises `InputError` where it may not."""
-    needed = 3 * connections + SPARE_FILES  # those that wait to be refused count, too
+    needed = 2 * connections + SPARE_FILES  # half of them are being refused
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
         problem = f"{connections} connections need {needed} file descriptors, and this process may have {hard}"

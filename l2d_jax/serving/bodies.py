@@ -152,8 +152,8 @@ class CompletionBody(_Common):
         return self.max_tokens
 
     @property
-    def prompts(self) -> list[str | list[int]]:
-        """The prompts, texts or token ids."""
+    def prompts(self) -> list[Any]:
+        """The prompts, which are texts or token ids once they have been checked."""
         given: Any = self.prompt
         is_several = isinstance(given, list) and given and not isinstance(given[0], int)
         return given if is_several else [given]

@@ -5,7 +5,9 @@ Where there are too many connections, the one that has waited longest for its re
 on purpose keep nobody out. At the server's end, connections without a whole request are closed at once.
 """
 
+import contextlib
 import json
+import socket
 from typing import Any
 
 import h11
@@ -17,6 +19,8 @@ from l2d_jax.serving.failures import describe
 
 TICK = 0.5  # seconds between two looks at a connection
 PROGRESS = 2**16  # bytes of a reply that a client reads in its time, at least
+ACCEPTED = 16  # connections that are taken at once
+BACKLOG = 1024  # connections that wait in the kernel to be taken
 LINGER = 1.0  # seconds in which a client that was refused may read why
 
 
@@ -35,13 +39,7 @@ class Connection(H11Protocol):
         self._end: float | None = None  # of a connection that is refused
         self._progress, self._left = now, 0  # when the client last read enough, and the bytes that were left then
         self._timer = self.loop.call_later(TICK, self._tick)
-        others = [one for one in self.connections if isinstance(one, Connection) and one._is_open and one is not self]
-        if len(others) >= self.max_connections:
-            waiting = [one for one in others if one.is_waiting]
-            if waiting:
-                min(waiting, key=lambda one: one._since).give_up()
-            else:
-                self.refuse(503, "this server has too many connections: ask again in a while")
+        self._make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
@@ -72,9 +70,9 @@ class Connection(H11Protocol):
     def _is_open(self) -> bool:
         return self._end is None and not self.transport.is_closing()
 
-    def give_up(self, status: int = 408, message: str = "the request took too long to come: send it faster") -> None:
-        """Close a connection whose request has not come; where nothing has come, without a word."""
-        if self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
+    def _dismiss(self, status: int, message: str) -> None:
+        """Close a connection, with an answer if its client has asked for something or is about to."""
+        if self._began is None:
             self.transport.close()
         else:
             self.refuse(status, message)
@@ -94,10 +92,8 @@ class Connection(H11Protocol):
         for event in (response, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event))
         self._end = self.loop.time() + LINGER
-        if self.transport.can_write_eof():
+        with contextlib.suppress(OSError):  # the client has left
             self.transport.write_eof()
-        if len(self.connections) > 2 * self.max_connections:
-            self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse bytes that are no HTTP, in the shape of the other errors."""
@@ -105,11 +101,22 @@ class Connection(H11Protocol):
 
     def shutdown(self) -> None:
         """The server ends: a request that has not come whole is not waited for."""
-        if self._end is None and self.is_waiting and self._began is not None:
-            self.give_up(503, "this server is ending: ask another one")
-        if self._end is None and not self.transport.is_closing():
+        if self._is_open and self.is_waiting:
+            self._dismiss(503, "this server is ending: ask another one")
+            self._end = self.loop.time()
+        elif self._is_open:
             super().shutdown()
-        self._end = self._end and self.loop.time()
+
+    def _make_room(self) -> None:
+        """Dismiss whoever has waited longest for its request, where there are too many; this one, if none waits."""
+        others = [one for one in self.connections if isinstance(one, Connection) and one is not self]
+        closing = [one for one in others if not one._is_open]
+        if len(others) - len(closing) >= self.max_connections:
+            waiting = [one for one in others if one._is_open and one.is_waiting]
+            chosen = min(waiting, key=lambda one: one._since, default=self)
+            chosen._dismiss(503, "this server has too many connections: ask again in a while")
+        if len(closing) >= self.max_connections:  # clients that do not read why
+            min(closing, key=lambda one: one._since).transport.abort()
 
     def _tick(self) -> None:
         """Close the connection of a client that takes too long to send or to read."""
@@ -121,14 +128,30 @@ class Connection(H11Protocol):
         if (self._end is not None and now > self._end) or (left > 0 and now > self._progress + self.client_timeout):
             self.transport.abort()
         elif self._end is None and self._began is not None and now > self._began + self.client_timeout:
-            self.give_up()
+            if self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:  # a browser connects in advance
+                self.transport.close()
+            else:
+                self.refuse(408, f"the request did not come within {self.client_timeout:g} s: send it faster")
 
 
-def make_server(app: ASGIApp, *, client_timeout: float, max_connections: int, drain: float) -> uvicorn.Server:
+class Server(uvicorn.Server):
+    """A server that lets connections wait in the kernel while it takes a few at a time.
+
+    Of as many as it takes at once none is read before the others are there: too many would push out each other.
+    """
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        await super().startup(sockets)
+        for one in sockets or ():
+            one.listen(BACKLOG)
+
+
+def make_server(app: ASGIApp, *, client_timeout: float, max_connections: int, drain: float) -> Server:
     """A server for an application; it waits `drain` seconds for requests under way at its end."""
     limits = {"client_timeout": client_timeout, "max_connections": max_connections}
     protocol = type("LimitedConnection", (Connection,), limits)
     options: dict[str, Any] = {"loop": "asyncio", "http": protocol, "ws": "none", "lifespan": "off"}
     options |= {"proxy_headers": False, "server_header": False, "access_log": False, "log_level": "critical"}
-    options |= {"backlog": max_connections, "timeout_graceful_shutdown": drain}
-    return uvicorn.Server(uvicorn.Config(app, **options))
+    options |= {"backlog": ACCEPTED, "timeout_graceful_shutdown": drain}
+    return Server(uvicorn.Config(app, **options))

@@ -62,19 +62,30 @@ def serving(
     protocol = Protocol(loaded, name="tiny", limits=Limits(**{"context": CONTEXT, "answers": queue, **limits}))
     app = ServerApp(engine, protocol, access=access or Access(), about=ABOUT, seconds=seconds, longest_body=2**16)
     times = {"client_timeout": client_timeout, "drain": drain}
-    server = make_server(app.routes(), max_connections=max_connections, **times)
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        threads = [threading.Thread(target=engine.run), threading.Thread(target=server.run, args=([listening],))]
-        for thread in threads:
-            thread.start()
+    decoding = threading.Thread(target=engine.run)
+    decoding.start()
+    try:
+        with listening(app.routes(), max_connections=max_connections, **times) as url:
+            yield url
+    finally:
+        engine.close()
+        decoding.join()
+
+
+@contextlib.contextmanager
+def listening(app: Any, **limits: Any) -> Iterator[str]:
+    """Serve an application on a free port of this machine, and give the address; at the end it drains."""
+    options = {"client_timeout": 15.0, "max_connections": 256, "drain": 30.0} | limits
+    server = make_server(app, **options)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
         try:
             while not server.started:
-                assert threads[1].is_alive()
+                assert thread.is_alive()
                 time.sleep(0.02)
             yield url
         finally:
             server.should_exit = True
-            threads[1].join()
-            engine.close()
-            threads[0].join()
+            thread.join()
