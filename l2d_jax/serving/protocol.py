@@ -16,11 +16,10 @@ from l2d_jax.config import ranges
 from l2d_jax.config.parsing import from_dict, nearest
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.data.tokenizer import prompt_ids, require_tokenizer, text_ids
-from l2d_jax.decoding.decode import LIKELIEST
 from l2d_jax.decoding.generation import make_answers
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import Answer, Request, Restrictions, number_prompts, override_settings, path_config
-from l2d_jax.decoding.sampler import check_tokens
+from l2d_jax.decoding.sampler import LIKELIEST, check_tokens
 from l2d_jax.decoding.trace import check_single_sample
 from l2d_jax.errors import InputError, require, shown
 
