@@ -46,4 +46,6 @@ TopP = Annotated[float, Interval(ge=1e-6, le=1)]
 Seconds = Annotated[float, Interval(ge=0.1, le=10**6)]
 Minutes = Annotated[float, Interval(ge=0, le=10_000)]
 Nats = Annotated[float, Interval(ge=0, le=1000)]
+Penalty = Annotated[float, Interval(ge=-2, le=2)]  # of tokens that an answer has, in logits; OpenAI's range
+Bias = Annotated[float, Interval(ge=-100, le=100)]  # of a token's logit; OpenAI's range
 Power = Annotated[float, Interval(ge=0, le=1000)]

@@ -13,7 +13,7 @@ import numpy as np
 
 from l2d_jax.config.schema import DecodeConfig, PathConfig
 from l2d_jax.decoding.beams import Beams, Scoring, SearchConfig, extend, start_beams
-from l2d_jax.decoding.buckets import CHUNK, answer_slots
+from l2d_jax.decoding.buckets import CHUNK, answer_slots, sample_bucket
 from l2d_jax.decoding.generation import open_lanes
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import UNRESTRICTED, Prompt, Request, Restrictions, check_decoding_memory, path_config
@@ -59,13 +59,15 @@ def search(
     config = SearchConfig() if config is None else config
     check_search(settings, config, loaded.model.llm, path_config(loaded.model), longest=len(prompt.ids))
     require(not restrictions.stops, f"a search knows no stop strings, got {restrictions.stops}: cut its answer instead")
+    require(not restrictions.has_penalties, "a search knows no penalties and no logit_bias: leave them out")
     asked = dataclasses.replace(settings, max_new_tokens=config.max_new_tokens, temperature=config.temperature)
     lanes, [answer] = open_lanes(loaded.decoder, Request([prompt], asked, seed, restrictions=restrictions))
     options = lanes.options([answer])
     capacity = answer_slots(config.max_new_tokens)
     beams = start_beams(lanes.read([answer]), beams=config.beams, capacity=capacity)
     scoring = Scoring.from_config(config, loaded.stop_ids, options["sampling"])
-    chosen: dict[str, Any] = {"candidates": config.candidates, "draws": settings.draws, "label": options["labels"]}
+    draws = sample_bucket(settings.draws)
+    chosen: dict[str, Any] = {"candidates": config.candidates, "draws": draws, "label": options["labels"]}
     for _ in range(capacity // CHUNK):
         beams = extend(lanes.model, beams, settings=options["settings"], scoring=scoring, steps=CHUNK, **chosen)
         if beams.state.broken.any():

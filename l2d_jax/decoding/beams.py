@@ -121,7 +121,8 @@ def extend(
     def step(beams: Beams, _: None) -> tuple[Beams, None]:
         labels = None if label is None else jnp.broadcast_to(label, beams.state.done.shape)
         options: dict[str, Any] = {"settings": settings, "noise_samples": draws, "labels": labels}
-        keys, logits, _taken = decode.refined_logits(model, beams.state, gate=scoring.sampling.gate, **options)
+        options |= {"gate": scoring.sampling.gate, "draws": scoring.sampling.draws}
+        keys, logits, _taken = decode.refined_logits(model, beams.state, **options)
         is_bad = jnp.isnan(logits).any(axis=-1) & ~beams.state.done
         # All beams are marked as broken, since selection may drop the one whose logits are not numbers.
         state = dataclasses.replace(beams.state, broken=beams.state.broken | is_bad.any())

@@ -1,6 +1,9 @@
-"""Pads prompts and answers to a few lengths, so that few programs are compiled."""
+"""Keeps compiled programs few: lengths are padded to a few sizes, and programs that go unused are dropped."""
 
-from collections.abc import Sequence
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +14,61 @@ from l2d_jax.distributed import sharding
 
 SHORTEST_BUCKET = 32  # tokens
 CHUNK = 8  # tokens between two pieces of a stream: an answer has room for a whole number of them
+LONG = 16  # evaluations of a token, beyond which each token is a piece of its own: nobody waits for a whole chunk
+SAMPLES = (1, 2, 4, 8, 16, 128, 1024, 4096)  # noise samples of a token that programs are compiled for
+TOGETHER = 16  # noise samples that are integrated side by side; of more, so many after the others
+PROGRAMS = 32  # compiled ones of each function that are kept
+
+
+class Programs:
+    """A function, compiled for each kind of arguments; only the latest `PROGRAMS` are kept.
+
+    `jax.jit` alone keeps all of them as long as the process lives, which clients could make grow without end.
+    """
+
+    def __init__(self, function: Callable[..., Any], *, static: Sequence[str] = (), **options: Any) -> None:
+        """`static` are names of keyword arguments; the other options are those of `jax.jit`."""
+        functools.update_wrapper(self, function)
+        self._function, self._static = function, tuple(static)
+        self._options = {"static_argnames": self._static, **options}
+        self._programs: OrderedDict[Hashable, Any] = OrderedDict()
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Call the function."""
+        return self._program(arguments, named)(*arguments, **named)
+
+    def lower(self, *arguments: Any, **named: Any) -> Any:
+        """The function as `jax.jit` lowers it for these arguments."""
+        return self._program(arguments, named).lower(*arguments, **named)
+
+    @property
+    def count(self) -> int:
+        """The programs that are kept."""
+        return len(self._programs)
+
+    def _program(self, arguments: Any, named: dict[str, Any]) -> Any:
+        static = tuple(named.get(name) for name in self._static)
+        leaves, tree = jax.tree.flatten((arguments, {k: v for k, v in named.items() if k not in self._static}))
+        key = static, tree, tuple(map(jax.typeof, leaves))
+        program = self._programs.pop(key, None)
+        if program is None:
+            if len(self._programs) >= PROGRAMS:
+                self._programs.popitem(last=False)
+            # A new function each time: JAX keeps the programs of two `jax.jit` of the same one together.
+            function = functools.update_wrapper(functools.partial(self._function), self._function)
+            program = jax.jit(function, **self._options)
+        self._programs[key] = program
+        return program
+
+
+def sample_bucket(draws: int) -> int:
+    """The smallest number of `SAMPLES` that holds so many noise samples."""
+    return next(bucket for bucket in SAMPLES if bucket >= draws)
+
+
+def is_long(budget: int, draws: int) -> bool:
+    """Whether a token takes so long that it is a piece of its own."""
+    return budget * draws > LONG
 
 
 def answer_slots(tokens: int) -> int:

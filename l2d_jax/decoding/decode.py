@@ -2,21 +2,22 @@
 
 Each sequence has a key of its own, folded with the token's number, so its noise does not depend on its batch mates.
 The answer's distribution may be the mean over several noise samples: an unbiased estimate of the model's probabilities,
-which a single sample does not give. The samples share the cache and the hidden state.
+which a single sample does not give. The samples share the cache and the hidden state. Their number is data of a program
+that is compiled for a bucket of numbers, and a sample is the same in each bucket.
 """
 
 import dataclasses
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, Key, UInt
+from jaxtyping import Array, Bool, Float, Int, Key
 
-from l2d_jax.decoding.buckets import positions
+from l2d_jax.decoding.buckets import TOGETHER, Programs, positions
 from l2d_jax.decoding.refine import Refinement, refine
-from l2d_jax.decoding.sampler import SamplingOptions, entropy, sample_tokens, token_keys
+from l2d_jax.decoding.sampler import SamplingOptions, Tokens, entropy, sample_tokens, score_tokens, token_keys
 from l2d_jax.model.context import Context
 from l2d_jax.model.kv_cache import KVCache
 from l2d_jax.model.l2d import Model
@@ -41,10 +42,9 @@ COLUMNS = ("hidden", "inputs", "positions", "keys", "count", "done", "broken")  
 # XLA's options by kind of device (compiled): reading more of the cache at a time, and what all layers share but once.
 _OPTIONS = {"xla_tpu_scoped_vmem_limit_kib": "32768", "xla_tpu_licm_size_inflation_ratio": "1000"}
 COMPILER_OPTIONS = dict.fromkeys(("TPU v5 lite", "TPU v5", "TPU v6 lite"), _OPTIONS)
-LIKELIEST = 20  # tokens beside each new one, at most, whose log-probabilities are told
 
 
-@partial(jax.jit, static_argnames="capacity")
+@partial(Programs, static=["capacity"])
 def prefill(
     llm: LLM,
     tokens: Int[Array, "B P"],
@@ -67,7 +67,7 @@ def prefill(
     return start(llm, prompt, last, tokens, lengths, keys, capacity=capacity, prefix=prefix)
 
 
-@partial(jax.jit, static_argnames="capacity")
+@partial(Programs, static=["capacity"])
 def start(
     llm: LLM,
     prompts: KVCache,
@@ -105,10 +105,10 @@ def resize(state: State, *, ring: int, slots: int) -> State:
     return dataclasses.replace(state, cache=_resize_cache(state.cache, ring=ring, slots=slots))
 
 
-_resize_cache = jax.jit(KVCache.resize, static_argnames=("ring", "slots"))
+_resize_cache = Programs(KVCache.resize, static=["ring", "slots"])
 
 
-@jax.jit
+@Programs
 def read_piece(
     llm: LLM, read: KVCache, last: Float[Array, "B D"], tokens: Int[Array, "B n"], lengths: Int[Array, " B"]
 ) -> tuple[KVCache, Float[Array, "B D"]]:
@@ -123,7 +123,7 @@ def read_piece(
     return read.extend(new), jnp.where(is_end.any(axis=1)[:, None], ends, last)
 
 
-@jax.jit
+@Programs
 def read_prefix(llm: LLM, tokens: Int[Array, " S"]) -> KVCache:
     """The cache of tokens that all prompts begin with, as one row."""
     return llm(tokens[None], jnp.arange(len(tokens), dtype=jnp.int32)[None])[1]
@@ -136,24 +136,13 @@ def select(state: State, rows: Int[Array, " rows"]) -> State:
     return dataclasses.replace(state, cache=cache, **{name: getattr(state, name)[rows] for name in COLUMNS})
 
 
-@jax.jit
-def answer_keys(seeds: UInt[Array, " B"], numbers: Int[Array, " B"], copies: Int[Array, " B"]) -> Key[Array, " B"]:
-    """The key of each answer: a function of its seed, its prompt's number and its own among those to its prompt."""
-
-    def key(seed: Array, number: Array, copy: Array) -> Array:
-        first = jax.random.fold_in(jax.random.key(seed), number)
-        return jnp.where(copy == 0, first, jax.random.fold_in(first, copy))
-
-    return jax.vmap(key)(seeds, numbers, copies)
-
-
-@jax.jit
+@Programs
 def fan_out(state: State, rows: Int[Array, " B"], keys: Key[Array, " B"]) -> State:
     """Copies of sequences that have only been read, with keys of their own."""
     return dataclasses.replace(select(state, rows), keys=keys)
 
 
-@partial(jax.jit, donate_argnames="state")
+@partial(Programs, donate_argnames="state")
 def refill(state: State, new: State, lanes: Int[Array, " rows"]) -> State:
     """Put each row of `new`, which has just been read, in the place of a sequence; without one, if beyond the last.
 
@@ -175,22 +164,43 @@ def next_logits(
     settings: Refinement,
     keys: Key[Array, "B samples"],
     labels: Int[Array, " B"] | None = None,
+    draws: Int[Array, "#B"] | None = None,
 ) -> tuple[Float[Array, "B V"], Int[Array, " B"]]:
     """Logits of the next token after the whole budget, and the evaluations of the path that they took.
 
-    With several noise samples, they are logs of the mean probabilities.
+    With several noise samples, they are logs of the mean probabilities over the first `draws` of them; None: over all.
+    At most `TOGETHER` have logits in memory at a time; more are a multiple of it.
     """
+    count = noise.shape[1]
+    width = min(count, TOGETHER)
 
-    def spread(array: Array) -> Array:
-        return jnp.broadcast_to(array[:, None], (*noise.shape[:2], *array.shape[1:]))
+    def some(first: int | Array) -> tuple[Array, Array]:
+        """Hidden states and evaluations of the samples from `first` on."""
+        some_noise, some_keys = (jax.lax.dynamic_slice_in_dim(a, first, width, axis=1) for a in (noise, keys))
 
-    labels = None if labels is None else spread(labels)
-    context = Context(spread(state.hidden), state.cache, spread(state.positions), labels, inputs=spread(state.inputs))
-    hidden, taken = refine(model, context, noise, settings=settings, keys=keys)
-    if noise.shape[1] == 1:
+        def spread(array: Array) -> Array:
+            return jnp.broadcast_to(array[:, None], (len(noise), width, *array.shape[1:]))
+
+        hidden, inputs, at = map(spread, (state.hidden, state.inputs, state.positions))
+        context = Context(hidden, state.cache, at, None if labels is None else spread(labels), inputs=inputs)
+        return refine(model, context, some_noise, settings=settings, keys=some_keys)
+
+    if count == 1:
+        hidden, taken = some(0)
         return model.llm.logits(hidden[:, 0]), taken[:, 0]
-    log_probs = jax.nn.log_softmax(model.llm.logits(hidden))
-    return jax.nn.logsumexp(log_probs, axis=1) - jnp.log(noise.shape[1]), taken.sum(axis=1)
+    draws = jnp.full(len(noise), count) if draws is None else jnp.broadcast_to(draws, len(noise))
+
+    def add(number: int | Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        hidden, taken = some(number * width)
+        is_drawn = number * width + jnp.arange(width) < draws[:, None]
+        log_probs = jnp.where(is_drawn[..., None], jax.nn.log_softmax(model.llm.logits(hidden)), -jnp.inf)
+        total = jnp.logaddexp(sums[0], jax.nn.logsumexp(log_probs, axis=1))
+        return total, sums[1] + jnp.where(is_drawn, taken, 0).sum(axis=1)
+
+    nothing = jnp.full((len(noise), model.llm.architecture.vocab_size), -jnp.inf), jnp.zeros_like(draws)
+    groups = -(-draws.max() // width)
+    total, taken = add(0, nothing) if count == width else jax.lax.fori_loop(0, groups, add, nothing)
+    return total - jnp.log(draws)[:, None], taken
 
 
 def refined_logits(
@@ -200,13 +210,14 @@ def refined_logits(
     gate: Float[Array, "#B"],
     settings: Refinement,
     noise_samples: int = 1,
+    draws: Int[Array, "#B"] | None = None,
     labels: Int[Array, " B"] | None = None,
 ) -> tuple[Key[Array, " B"], Float[Array, "B V"], Int[Array, " B"]]:
     """Keys to sample the next token with, its logits, and the evaluations that they took.
 
     Where the entropy of the LM's own logits is below the gate, they are the logits, and there is no evaluation.
     The noise follows from keys and token number. Nothing is integrated for a token that all sequences skip. Without a
-    gate the LM's own logits are not computed.
+    gate the LM's own logits are not computed. The first `draws` of the noise samples count; None: all.
     """
     width = 1 if model.path is None else model.path.config.width
     noise_keys, velocity_keys, final_keys = token_keys(state.keys, state.count)
@@ -214,7 +225,7 @@ def refined_logits(
     keys = velocity_keys[:, None]
     if noise_samples > 1:
         keys = jax.vmap(lambda key: jax.random.split(key, noise_samples))(velocity_keys)
-    refined = partial(next_logits, model, state, noise, settings=settings, keys=keys, labels=labels)
+    refined = partial(next_logits, model, state, noise, settings=settings, keys=keys, labels=labels, draws=draws)
     none = jnp.zeros_like(state.count)
 
     def look() -> tuple[Array, Array]:
@@ -241,16 +252,6 @@ def advance(llm: LLM, state: State, tokens: Int[Array, " B"], done: Bool[Array, 
     )
 
 
-class Tokens(NamedTuple):
-    """New tokens, what they cost, and log-probabilities in nats at temperature 1, before any mask."""
-
-    ids: Int[Array, "B steps"]
-    evaluations: Int[Array, "B steps"]  # of the path, by the sequences that had not ended
-    log_probs: Float[Array, "B steps"] | None  # of these tokens
-    likeliest: Int[Array, "B steps LIKELIEST"] | None  # the likeliest tokens
-    likeliest_log_probs: Float[Array, "B steps LIKELIEST"] | None
-
-
 def decode_tokens(
     model: Model,
     state: State,
@@ -266,35 +267,31 @@ def decode_tokens(
 
     A sequence ends by one of the `stop_ids`, or where its logits are not numbers, which the state says.
     """
+    chosen: dict[str, Any] = {"noise_samples": noise_samples, "draws": sampling.draws, "labels": labels}
 
-    def step(state: State, _: None) -> tuple[State, Tokens]:
-        final_keys, logits, taken = refined_logits(
-            model, state, gate=sampling.gate, settings=settings, noise_samples=noise_samples, labels=labels
-        )
+    def step(carry: tuple[State, Array | None], _: None) -> tuple[tuple[State, Array | None], Tokens]:
+        state, counts = carry
+        final_keys, logits, taken = refined_logits(model, state, gate=sampling.gate, settings=settings, **chosen)
         is_bad = jnp.isnan(logits).any(axis=-1) & ~state.done
-        token = jnp.where(state.done | is_bad, stop_ids[0], sample_tokens(final_keys, logits, sampling))
+        sampled = sample_tokens(final_keys, logits, sampling, counts=counts)
+        token = jnp.where(state.done | is_bad, stop_ids[0], sampled)
         done = state.done | is_bad | (token[:, None] == stop_ids).any(axis=-1)
-        scores = _score(token, logits) if sampling.is_scored else (None, None, None)
+        scores = score_tokens(token, logits) if sampling.is_scored else (None, None, None)
         new = Tokens(token, jnp.where(state.done, 0, taken), *scores)
         state = dataclasses.replace(state, broken=state.broken | is_bad)
-        return advance(model.llm, state, token, done), new
+        return (advance(model.llm, state, token, done), sampling.count(counts, token)), new
 
-    state, tokens = jax.lax.scan(step, state, None, length=steps)
+    counts = sampling.start_counts(model.llm.architecture.vocab_size)
+    (state, _), tokens = jax.lax.scan(step, (state, counts), None, length=steps)
     return state, jax.tree.map(lambda array: array.swapaxes(0, 1), tokens)
 
 
-def token_decoder() -> Any:
+def token_decoder() -> Programs:
     """`decode_tokens`, compiled for the devices of the set mesh, or JAX's default ones; it donates the state."""
     return _token_decoder((jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]).device_kind)
 
 
 @cache
-def _token_decoder(kind: str) -> Any:
-    names, options = ("steps", "noise_samples"), COMPILER_OPTIONS.get(kind)
-    return jax.jit(decode_tokens, static_argnames=names, donate_argnames="state", compiler_options=options)
-
-
-def _score(token: Int[Array, " B"], logits: Float[Array, "B V"]) -> tuple[Array, Array, Array]:
-    log_probs = jax.nn.log_softmax(logits)
-    values, likeliest = jax.lax.top_k(log_probs, min(LIKELIEST, log_probs.shape[1]))
-    return jnp.take_along_axis(log_probs, token[:, None], axis=1)[:, 0], likeliest, values
+def _token_decoder(kind: str) -> Programs:
+    names, options = ["steps", "noise_samples"], COMPILER_OPTIONS.get(kind)
+    return Programs(decode_tokens, static=names, donate_argnames="state", compiler_options=options)

@@ -51,16 +51,19 @@ def decode_lanes(model: Model, request: Request, *, lanes: int | None = None) ->
     """
     opened, answers = open_lanes(model, request, lanes=lanes)
     count = opened.free
-    group, broken = max(1, count // GROUPS), list[int]()
+    group, broken, error = max(1, count // GROUPS), list[int](), None
     opened.admit(answers[:count])
     waiting = answers[count:]
     while not opened.is_idle:
         pieces = opened.step()
         broken += [piece.answer for piece in pieces if piece.ending == "broken"]
+        error = next((piece.error for piece in pieces if piece.error is not None), error)
         yield pieces
         while waiting and opened.free >= min(group, len(waiting)):
             opened.admit(waiting[:group])
             waiting = waiting[group:]
+    if error is not None:
+        raise error
     if broken:
         problem = f"logits of sequences {sorted(broken)} were not numbers, which ended them there"
         if request.restrictions.grammar is not None:
@@ -99,9 +102,13 @@ def make_answers(
         ids = [prompt.ids for prompt, its in asked if its == settings]
         requests.check_prompts(ids, architecture, new_tokens=settings.max_new_tokens)
     requests.class_labels(path, request.prompts)
-    search, grammar = StopSearch(request.restrictions.stops, request.tokenizer), request.restrictions.grammar
+    restrictions = request.restrictions
+    restrictions.check_penalties(architecture.vocab_size)
+    search, grammar = StopSearch(restrictions.stops, request.tokenizer), restrictions.grammar
     answers = []
     for number, ((prompt, settings), copy) in enumerate(itertools.product(asked, range(request.samples)), first):
         follows = None if grammar is None else grammar.start()
-        answers.append(Answer(number, prompt, settings, search.again(), request.seed, copy, follows))
+        answer = Answer(number, prompt, settings, search.again(), request.seed, copy, follows)
+        answer.restrictions = restrictions
+        answers.append(answer)
     return answers

@@ -3,13 +3,16 @@
 llguidance follows the grammar; stop tokens are ours, and allowed exactly where it may end. JSON has at most one space
 between its parts, so that blanks cannot go on for ever, but nothing makes an answer end before `max_new_tokens`; nor is
 a schema found out that requires itself within itself. A decoder that drops the first space of a text (Llama 2's) drops
-that of an answer, too.
+that of an answer, too. A format is bounded in size, so that it compiles within about a second, and a mask takes a
+fraction of one.
 """
 
 import functools
 import json
+import math
 import re
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,11 @@ from l2d_jax.errors import InputError, require, shorten, shown
 FORMAT = "response_format"
 FIELDS = {"text": "type", "json_object": "type", "json_schema": "json_schema", "regex": "regex", "choice": "choices"}
 SPACING: Any = {"whitespace_pattern": " "}
+LONGEST = 64 * 1024  # bytes of a schema, an expression or all choices
+MOST = {"keys": 1000, "choices": 1000}  # keys of all mappings of a schema: the time grows with their square
+LARGEST = 20_000  # of all `multipleOf` of a schema, and of their common multiple: so many states are built
+# Of llguidance's own units, as measured on two CPU cores: its defaults allow for minutes.
+LIMITS: Any = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000, "max_grammar_size": 50_000}
 PROBE = 'é 東 ☃ {"a": 1}'  # characters of several bytes, and spaces
 
 
@@ -49,14 +57,19 @@ class Grammar:
         if kind == "text":
             return None
         try:
-            from llguidance import LLMatcher, grammar_from
+            from llguidance import LLMatcher, LLParserLimits, grammar_from
         except ImportError:
             raise InputError(f"{FORMAT} needs the extra structured: pip install 'l2d_jax[structured]'") from None
         tokens = _tokens(tokenizer, vocab_size, tuple(stop_ids))
         try:
             is_json, schema = kind.startswith("json"), LLMatcher.grammar_from_json_schema
-            text = schema(json.dumps(value), overrides=SPACING) if is_json else grammar_from(kind, value)
-            grammar = cls(LLMatcher(tokens, text, log_level=0), stop_ids, vocab_size)
+            written = value if kind == "regex" else json.dumps(value)
+            _check_size(kind, value, written)
+            text = schema(written, overrides=SPACING) if is_json else grammar_from(kind, value)
+            matcher = LLMatcher(tokens, text, log_level=0, limits=LLParserLimits(**LIMITS))
+            grammar = cls(matcher, stop_ids, vocab_size)
+        except InputError:
+            raise
         except (TypeError, ValueError, RecursionError) as error:  # neither JSON nor UTF-8
             raise _refusal(str(error)) from None
         probe = grammar.start()  # what is empty or too large shows at the first token or at the second
@@ -88,6 +101,28 @@ class Grammar:
         self.is_ended = self.is_ended or token in self.stop_ids
         if not self.is_ended:
             self._matcher.consume_token(token)
+
+
+def _check_size(kind: str, value: Any, written: str) -> None:
+    """Raise `InputError` for a format that would take long to compile."""
+    size = len(written.encode(errors="surrogatepass"))
+    require(size <= LONGEST, f"{FORMAT} must have at most {LONGEST} bytes, got {size}: shorten it")
+    counts, multiples, waiting = {"keys": 0, "choices": len(value) if kind == "choice" else 0}, list[Decimal](), [value]
+    while waiting:  # no recursion: a schema may be deeper than Python's stack
+        part = waiting.pop()
+        if isinstance(part, dict):
+            counts["keys"] += len(part)
+            multiple: Any = part.get("multipleOf")
+            if type(multiple) in (int, float) and 0 < abs(multiple) < math.inf:
+                multiples.append(abs(Decimal(repr(multiple))))
+        waiting += part.values() if isinstance(part, dict) else part if isinstance(part, list | tuple) else ()
+    for name, most in MOST.items():
+        require(counts[name] <= most, f"{FORMAT} must have at most {most} {name}, got {counts[name]}: take fewer")
+    unit = Decimal(10) ** min([0, *(int(multiple.as_tuple().exponent) for multiple in multiples)])
+    states = [int(multiple / unit) for multiple in multiples]
+    largest = max(sum(states), math.lcm(*states))
+    rule = f"all multipleOf of {FORMAT} must have a common multiple of at most {LARGEST} of their last decimal"
+    require(not states or largest <= LARGEST, f"{rule}, got {shown(largest)}: take smaller ones")
 
 
 def _refusal(reason: str) -> InputError:

@@ -16,17 +16,18 @@ import numpy as np
 
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding import decode
-from l2d_jax.decoding.buckets import CHUNK, answer_slots, pad, round_up
+from l2d_jax.decoding.buckets import CHUNK, answer_slots, is_long, pad, round_up, sample_bucket
 from l2d_jax.decoding.condition_table import ConditionTable
 from l2d_jax.decoding.refine import Refinement
-from l2d_jax.decoding.requests import Answer, Piece, Request, TokenScore
-from l2d_jax.decoding.sampler import SamplingOptions, allow
+from l2d_jax.decoding.requests import UNRESTRICTED, Answer, Piece, Request, TokenScore
+from l2d_jax.decoding.sampler import Penalties, SamplingOptions, allow, answer_keys
 from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError
 from l2d_jax.model.kv_cache import KVCache
 from l2d_jax.model.l2d import Model
 
 PIECE = 256  # tokens of a prompt that are read at a time, where it has more than twice as many
+READ = 16  # tokens of prompts that take about as long as an evaluation of all lanes
 
 
 class Lanes:
@@ -61,6 +62,7 @@ class Lanes:
             if known.prefix:
                 ids = known.prompts[0].ids[: known.prefix]
                 self._prefix = decode.read_prefix(model.llm, jnp.array(ids, jnp.int32))
+        self.cost = 0  # of the last step, in evaluations, about
         self._state: decode.State | None = None
         self._reading: list[tuple[Sequence[Answer], Iterator[decode.State | None]]] = []
         self._options: dict[str, Any] | None = None  # of the answers under way; None: these have changed
@@ -78,7 +80,7 @@ class Lanes:
 
     def admit(self, answers: Sequence[Answer]) -> None:
         """Give answers free lanes, of which there are enough; the next steps read their prompts."""
-        if self._state is None and len(answers) == len(self._answers):
+        if self._state is None and self._capacity is not None and len(answers) == len(self._answers):
             self._answers, self._state, self._options = list(answers), self.read(answers), None
             for answer in answers:
                 answer.is_read = True
@@ -87,25 +89,43 @@ class Lanes:
             group = answers[first : first + self._group]
             for answer in group:
                 self._answers[self._answers.index(None)] = answer
-            padded = [*group, *[group[-1]] * (self._group - len(group))]
-            self._reading.append((group, self._read(padded, piece=PIECE)))
+            self._reading.append((group, self._read([*group, *[group[-1]] * (self._group - len(group))], piece=PIECE)))
 
     def drop(self, answer: Answer) -> None:
-        """Leave an answer as it is, and free its lane."""
+        """Leave an answer as it is, and free its lane; a prompt that no answer waits for is not read on."""
         if answer in self._answers:
             self._answers[self._answers.index(answer)] = self._options = None
+            self._reading = [(group, read) for group, read in self._reading if any(map(self._answers.count, group))]
 
     def step(self) -> list[Piece]:
-        """Read a piece of a prompt, or all that are waiting where that holds up nobody; decode the next few tokens."""
+        """Read prompts, and decode the next few tokens.
+
+        Of prompts that are read in pieces, one piece is read where it holds up other answers, and all where it does
+        not. Where requests come one by one, there may be others elsewhere: about `PIECE` tokens are read at a time.
+        """
+        pieces, read = list[Piece](), 0
         while self._reading:
             group, reading = self._reading[0]
-            state = next(reading)
+            try:
+                state = next(reading)
+            except Exception as error:  # of these prompts alone
+                self._reading.pop(0)
+                for answer in (one for one in group if one in self._answers):
+                    pieces.append(Piece(answer.number, [], is_last=True, ending="broken", error=error))
+                    self.drop(answer)
+                continue
+            read += min(PIECE, max(len(answer.prompt.ids) for answer in group)) * self._group
+            is_alone = self._capacity is not None and not any(one is not None and one.is_read for one in self._answers)
             if state is not None:
                 self._reading.pop(0)
                 self._place(group, state)
-            elif any(answer is not None and answer.is_read for answer in self._answers):
+            elif not is_alone:
                 break
-        return self._decode()
+            if self._capacity is None and read >= PIECE:
+                break
+        decoded = self._decode()
+        self.cost = 1 + read // READ + max((piece.evaluations for piece in decoded), default=0)
+        return pieces + decoded
 
     def _decode(self) -> list[Piece]:
         answers = [answer if answer is not None and answer.is_read else None for answer in self._answers]
@@ -118,7 +138,10 @@ class Lanes:
         options, has_grammar = self._options, any(answer.grammar is not None for answer in live)
         if has_grammar:
             options = self._mask(options, answers)
-        options = options | {"steps": 1 if has_grammar else CHUNK, "noise_samples": live[0].settings.draws}
+        if any(answer.restrictions.has_penalties for answer in live):
+            options = self._penalize(options, answers)
+        is_slow = has_grammar or any(is_long(answer.settings.budget, answer.settings.draws) for answer in live)
+        options = options | {"steps": 1 if is_slow else CHUNK, "noise_samples": sample_bucket(live[0].settings.draws)}
         self._state, new = decode.token_decoder()(self.model, self._state, stop_ids=self._ends, **options)
         columns = (new.ids, new.evaluations, self._state.broken)
         ids, costs, is_broken = (processes.gather_array(column).tolist() for column in columns)
@@ -131,7 +154,11 @@ class Lanes:
             if answer is not None:
                 scored = scores[lane] if scores is not None and answer.is_scored else ()
                 row, is_bad = ids[lane], is_broken[lane] or answer.is_stuck
-                pieces.append(answer.add(row, self._stop_ids, is_broken=is_bad, costs=costs[lane], scores=scored))
+                try:
+                    piece = answer.add(row, self._stop_ids, is_broken=is_bad, costs=costs[lane], scores=scored)
+                except Exception as error:  # of a tokenizer or a grammar: the other answers go on
+                    piece = Piece(answer.number, [], is_last=True, ending="broken", error=error)
+                pieces.append(piece)
                 if pieces[-1].is_last:
                     self.drop(answer)
         return pieces
@@ -143,7 +170,7 @@ class Lanes:
         if live[0].prompt.label is not None:
             labels = jnp.array([0 if answer is None else answer.prompt.label for answer in answers], jnp.int32)
         first = self._shared or live[0].settings
-        rows = [replace(first, budget=1) if answer is None else answer.settings for answer in answers]
+        rows = [replace(first, budget=1, draws=1) if answer is None else answer.settings for answer in answers]
         budgets = {first.budget} if self._shared else {row.budget for row in rows}
         if self._table is None or self._table[0] != budgets:
             self._table = budgets, Refinement.tabulate(self.model, first.solver, budgets)
@@ -153,6 +180,9 @@ class Lanes:
             refinement = _stack([Refinement.from_config(row) for row in rows])
             sampling = _stack([SamplingOptions.from_config(row) for row in rows])
         refinement, sampling = replace(refinement, table=self._table[1]), replace(sampling, allowed=self._allowed)
+        if first.draws > 1:
+            draws = jnp.array([first.draws] if self._shared else [row.draws for row in rows], jnp.int32)
+            sampling = replace(sampling, draws=draws)
         sampling = replace(sampling, is_scored=any(answer.is_scored for answer in live))
         return {"settings": refinement, "sampling": sampling, "labels": labels}
 
@@ -169,6 +199,17 @@ class Lanes:
         sampled = masks if self._allowed is None else masks & self._allowed
         settings, sampling = replace(options["settings"], allowed=masks), replace(options["sampling"], allowed=sampled)
         return options | {"settings": settings, "sampling": sampling}
+
+    def _penalize(self, options: dict[str, Any], answers: Sequence[Answer | None]) -> dict[str, Any]:
+        """The options, with the penalties of each answer and its tokens so far."""
+        assert self._state is not None
+        rows: list[Any] = []
+        for answer in answers:
+            of = UNRESTRICTED if answer is None else answer.restrictions
+            said = answer.said if answer is not None and of.has_penalties else ()
+            rows.append((of.frequency_penalty, of.presence_penalty, of.logit_bias, said))
+        penalties = Penalties.stack(rows, length=self._state.cache.ring)
+        return options | {"sampling": replace(options["sampling"], penalties=penalties)}
 
     def read(self, answers: Sequence[Answer]) -> decode.State:
         """The state behind the prompts, read at once, with a row for each of the answers."""
@@ -190,7 +231,7 @@ class Lanes:
         ids, lengths = pad(texts, length=slots)
         numbers = [(answer.seed, answer.prompt.number, answer.copy) for answer in answers]
         seeds, *others = map(np.array, zip(*numbers, strict=True))
-        keys = decode.answer_keys(seeds.astype(np.uint32), *(column.astype(np.int32) for column in others))
+        keys = answer_keys(seeds.astype(np.uint32), *(column.astype(np.int32) for column in others))
         given = keys if self._copies == 1 else keys[jnp.array([0] * whole)]
         if piece is None or slots <= 2 * piece:
             state = decode.prefill(llm, ids, lengths, given, capacity=capacity, prefix=self._prefix)

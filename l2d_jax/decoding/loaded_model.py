@@ -31,7 +31,8 @@ OnePrompt = str | Sequence[Message] | Sequence[int]
 Answer = str | list[int]
 
 # Options that no `DecodeConfig` has.
-OTHER_OPTIONS = ("seed", "samples", "label", "stop", "allowed", "banned", "response_format", "settings")
+PENALTIES = ("frequency_penalty", "presence_penalty", "logit_bias")
+OTHER_OPTIONS = ("seed", "samples", "label", "stop", "allowed", "banned", "response_format", "settings", *PENALTIES)
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,9 @@ class LoadedModel:
           allowed: token ids that may be sampled; None: all.
           banned: token ids that may not be sampled.
           settings: in place of `defaults`.
-          options: changes of single settings; and `response_format`, what answers have to be: JSON of a schema, a
-            regular expression or one of several choices, as `grammar.Grammar.compile` reads it.
+          options: changes of single settings; `response_format`, what answers have to be: JSON of a schema, a
+            regular expression or one of several choices, as `grammar.Grammar.compile` reads it; and OpenAI's
+            `frequency_penalty`, `presence_penalty` (of tokens that the answer has) and `logit_bias` (by token id).
 
         Raises:
           InputError: for an unknown option, with the nearest name; for values that the model or the solver does not
@@ -93,8 +95,7 @@ class LoadedModel:
         """
         many, is_single = _as_list(prompts)
         count = 1 if samples is None else samples
-        grammar = self.compile_grammar(options.pop("response_format", None))
-        restrictions = Restrictions([stop] if isinstance(stop, str) else stop, allowed, banned, grammar=grammar)
+        restrictions = self._restrict(stop, options)._replace(allowed=allowed, banned=banned)
         request = self._request(many, label, settings, options, seed=seed, samples=count, restrictions=restrictions)
         answers = generate_answers(self.decoder, request)
         shown = [
@@ -122,8 +123,7 @@ class LoadedModel:
         Arguments and errors are those of `generate`; errors are raised when the first piece is asked for.
         """
         text = GrowingText(require_tokenizer(self.tokenizer))
-        grammar = self.compile_grammar(options.pop("response_format", None))
-        restrictions = Restrictions([stop] if isinstance(stop, str) else stop, grammar=grammar)
+        restrictions = self._restrict(stop, options)
         request = self._request([prompt], label, settings, options, seed=seed, restrictions=restrictions)
         for [piece] in decode_lanes(self.decoder, request):
             yield text.add(piece.tokens, is_last=piece.is_last, rest=piece.rest)
@@ -184,6 +184,12 @@ class LoadedModel:
         """What answers have to be, for this model; None and errors are those of `Grammar.compile`."""
         size = self.model.llm.architecture.vocab_size
         return Grammar.compile(response_format, self.tokenizer, vocab_size=size, stop_ids=self.stop_ids)
+
+    def _restrict(self, stop: str | Sequence[str], options: dict[str, Any]) -> Restrictions:
+        """The restrictions among the options, which are taken out of them."""
+        grammar = self.compile_grammar(options.pop("response_format", None))
+        penalties = {name: options.pop(name) for name in PENALTIES if name in options}
+        return Restrictions([stop] if isinstance(stop, str) else stop, grammar=grammar, **penalties)
 
     def _encode(self, prompt: Any) -> list[int]:
         if hasattr(prompt, "__len__"):

@@ -2,21 +2,25 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from numbers import Integral
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 from transformers import PreTrainedTokenizerFast
 
-from l2d_jax.config.parsing import from_dict, nearest
+from l2d_jax.config import ranges
+from l2d_jax.config.parsing import check_value, from_dict, nearest
 from l2d_jax.config.schema import DecodeConfig, PathConfig
-from l2d_jax.decoding.buckets import answer_slots, round_up
+from l2d_jax.decoding.buckets import TOGETHER, answer_slots, round_up, sample_bucket
 from l2d_jax.decoding.condition_table import CAPACITY
 from l2d_jax.decoding.grammar import Grammar
+from l2d_jax.decoding.sampler import BIASES, check_tokens
 from l2d_jax.decoding.solver import ADAPTIVE, AMPLE
 from l2d_jax.decoding.stop_strings import StopSearch
 from l2d_jax.distributed.memory import require_memory, tree_bytes
-from l2d_jax.errors import require
+from l2d_jax.errors import require, shown
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.l2d import Model, check_labels
 from l2d_jax.model.llm import LLM
@@ -38,6 +42,26 @@ class Restrictions(NamedTuple):
     allowed: Sequence[int] | None = None  # token ids that may be sampled; None: all
     banned: Sequence[int] = ()  # token ids that may not
     grammar: Grammar | None = None  # which the answers follow
+    frequency_penalty: float = 0.0  # taken from a token's logit for each time that its answer has it
+    presence_penalty: float = 0.0  # taken once, where its answer has the token
+    logit_bias: Mapping[int, float] = MappingProxyType({})  # added to the logits of these tokens
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the logits are changed before a token is sampled."""
+        return bool(self.frequency_penalty or self.presence_penalty or self.logit_bias)
+
+    def check_penalties(self, vocab_size: int) -> None:
+        """Raise `InputError` for penalties and biases out of range, and for tokens that the model lacks."""
+        for name in ("frequency_penalty", "presence_penalty"):
+            check_value(getattr(self, name), ranges.Penalty, name)
+        bias = self.logit_bias
+        is_right = isinstance(bias, Mapping) and all(isinstance(token, Integral) for token in bias)
+        require(is_right, f"logit_bias must map token ids to numbers, got {shown(bias)}: write {{50256: -100}}")
+        require(len(bias) <= BIASES, f"logit_bias has at most {BIASES} tokens, got {len(bias)}: take fewer")
+        check_tokens([list(bias)], vocab_size)
+        for token, value in bias.items():
+            check_value(value, ranges.Bias, f"logit_bias of token {token}")
 
 
 UNRESTRICTED = Restrictions()
@@ -76,6 +100,7 @@ class Piece(NamedTuple):
     scores: Sequence[TokenScore] = ()  # of the tokens, where the answer has them
     rest: str = ""  # what a token that is left out says before the stop string that begins in it
     stop: tuple[int, TokenScore] | None = None  # the stop token that ended a scored answer, which is left out of it
+    error: Exception | None = None  # which ended this answer alone, as "broken"
 
 
 @dataclass(eq=False)
@@ -92,7 +117,8 @@ class Answer:
     is_scored: bool = False
     is_read: bool = False
     is_stuck: bool = False  # whether its grammar became too large on the way
-    tokens: int = 0  # that it has so far
+    restrictions: Restrictions = UNRESTRICTED  # of which penalties and bias are read here
+    said: list[int] = field(default_factory=list)  # its tokens so far, also where they are held back
     _scores: list[TokenScore] = field(default_factory=list)  # of tokens that are held back
 
     def add(
@@ -105,13 +131,13 @@ class Answer:
         scores: Sequence[TokenScore],
     ) -> Piece:
         """The new tokens up to the answer's end, less what may belong to a stop string; `costs` are evaluations."""
-        row = row[: self.settings.max_new_tokens - self.tokens]
-        self.tokens += len(row)
+        row = row[: self.settings.max_new_tokens - len(self.said)]
+        self.said += row
         stop = next((i for i, token in enumerate(row) if token in stop_ids), None)
         if self.grammar is not None:
             for token in row[:stop]:
                 self.grammar.accept(token)
-        is_last = is_broken or stop is not None or self.tokens >= self.settings.max_new_tokens
+        is_last = is_broken or stop is not None or len(self.said) >= self.settings.max_new_tokens
         tokens, rest, has_stop = self.stops.add(row[:stop], is_last=is_last)
         self._scores.extend(scores[: len(row[:stop])])
         told, self._scores = self._scores[: len(tokens)], self._scores[len(tokens) :]
@@ -188,7 +214,7 @@ def check_decoding_memory(
     needs: dict[str, Any] = {
         "weights": tree_bytes(llm),
         "KV cache": rows * (round_up(longest) + slots) * width * (2 if candidates else 1),  # beams move to other rows
-        "logits": 4 * rows * settings.draws * a.vocab_size,
+        "logits": 4 * rows * min(sample_bucket(settings.draws), TOGETHER) * a.vocab_size,
         "candidates": rows * candidates * (12 + slots),  # compared with all tokens of their answers
     }
     if path is not None:

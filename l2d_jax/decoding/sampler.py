@@ -1,24 +1,57 @@
-"""Samples the next token from the answer's logits: temperature, top-k, top-p and masks of tokens.
+"""Samples the next token from the answer's logits: penalties, bias, temperature, top-k, top-p and masks of tokens.
 
-The order is that of transformers: first the mask, then the temperature, then top-k, then top-p of the tokens that top-k
-keeps. A temperature of 0 is the arg max, which neither top-k nor top-p changes.
+Penalties and bias come first, as in vLLM. Then the order is that of transformers: first the mask, then the temperature,
+then top-k, then top-p of the tokens that top-k keeps. A temperature of 0 is the arg max, which neither top-k nor top-p
+changes.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, UInt
 
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.errors import require
 from l2d_jax.model import diffusion
 
+BIASES = 1024  # tokens, at most, that a request gives a bias
+NO_TOKEN = 2**31 - 1  # an id beyond every vocabulary
+LIKELIEST = 20  # alternatives, at most, whose log-probabilities come with each new token
 DIGIT = 2  # bits that a pass over the vocabulary finds
+
+
+@nnx.dataclass
+class Penalties(nnx.Module):
+    """What changes the logits of each sequence before its token is sampled, after OpenAI's definitions."""
+
+    frequency: Float[Array, " B"] = nnx.data()  # taken from a token's logit for each time that the answer has it
+    presence: Float[Array, " B"] = nnx.data()  # taken once, where the answer has the token
+    biased: Int[Array, "B K"] = nnx.data()  # tokens with a bias; beyond the vocabulary: none
+    bias: Float[Array, "B K"] = nnx.data()  # added to their logits
+    said: Int[Array, "B n"] = nnx.data()  # the tokens of the answers so far; beyond the vocabulary: none
+
+    @classmethod
+    def stack(
+        cls, rows: Sequence[tuple[float, float, Mapping[int, float], Sequence[int]]], *, length: int
+    ) -> "Penalties":
+        """Of frequency, presence, bias and tokens so far, which are at most `length`, of each sequence."""
+        biased, said = (np.full((len(rows), n), NO_TOKEN, np.int32) for n in (BIASES, length))
+        bias = np.zeros(biased.shape, np.float32)
+        for row, (_, _, values, tokens) in enumerate(rows):
+            biased[row, : len(values)], bias[row, : len(values)] = list(values), list(values.values())
+            said[row, : len(tokens)] = tokens
+        frequency, presence = (jnp.array(column, jnp.float32) for column in list(zip(*rows, strict=True))[:2])
+        return cls(frequency, presence, jnp.asarray(biased), jnp.asarray(bias), jnp.asarray(said))
+
+    def apply(self, logits: Float[Array, "B V"], counts: Int[Array, "B V"]) -> Float[Array, "B V"]:
+        """The logits with penalties and bias, after answers that have each token so many times."""
+        penalty = counts * self.frequency[:, None] + (counts > 0) * self.presence[:, None]
+        return (logits - penalty).at[jnp.arange(len(logits))[:, None], self.biased].add(self.bias, mode="drop")
 
 
 @nnx.dataclass
@@ -30,6 +63,8 @@ class SamplingOptions(nnx.Module):
     top_p: Float[Array, "#B"] = nnx.data()  # sample from the likeliest tokens that together reach this probability
     gate: Float[Array, "#B"] = nnx.data()  # entropy of the LM alone, in nats, below which the ODE is skipped; 0: never
     allowed: Bool[Array, "#B V"] | None = nnx.data(default=None)  # tokens that may be sampled; None: all
+    penalties: Penalties | None = nnx.data(default=None)  # None: no sequence has any
+    draws: Int[Array, "#B"] | None = nnx.data(default=None)  # noise samples that count; None: all of the program's
     is_scored: bool = nnx.static(default=False)  # whether tokens come with log-probabilities
 
     @classmethod
@@ -38,9 +73,32 @@ class SamplingOptions(nnx.Module):
         floats = {name: jnp.float32([getattr(config, name)]) for name in ("temperature", "top_p", "gate")}
         return cls(top_k=jnp.int32([config.top_k]), **floats)
 
+    def start_counts(self, vocab_size: int) -> Int[Array, "B V"] | None:
+        """How often each answer has each token so far; None without penalties."""
+        if self.penalties is None:
+            return None
+        return _add_tokens(jnp.zeros((len(self.penalties.said), vocab_size), jnp.int32), self.penalties.said)
 
-def sample_tokens(keys: Key[Array, " B"], logits: Float[Array, "B V"], sampling: SamplingOptions) -> Int[Array, " B"]:
-    """Sample a token for each sequence."""
+    def count(self, counts: Int[Array, "B V"] | None, token: Int[Array, " B"]) -> Int[Array, "B V"] | None:
+        """The counts with one more token of each answer."""
+        return None if counts is None else _add_tokens(counts, token[:, None])
+
+
+def _add_tokens(counts: Int[Array, "B V"], tokens: Int[Array, "B n"]) -> Int[Array, "B V"]:
+    return counts.at[jnp.arange(len(counts))[:, None], tokens].add(1, mode="drop")
+
+
+def sample_tokens(
+    keys: Key[Array, " B"],
+    logits: Float[Array, "B V"],
+    sampling: SamplingOptions,
+    *,
+    counts: Int[Array, "B V"] | None = None,
+) -> Int[Array, " B"]:
+    """Sample a token for each sequence; with penalties, after answers that have each token so many times."""
+    if sampling.penalties is not None:
+        assert counts is not None
+        logits = sampling.penalties.apply(logits, counts)
     if sampling.allowed is not None:
         logits = jnp.where(sampling.allowed, logits, -jnp.inf)
     options = (sampling.temperature, sampling.top_k, sampling.top_p)
@@ -55,6 +113,17 @@ def token_keys(keys: Key[Array, " B"], number: Int[Array, "#B"]) -> tuple[Array,
     folded = jax.vmap(jax.random.fold_in)(keys, jnp.broadcast_to(number, keys.shape))
     noise, velocity, final = jax.vmap(partial(jax.random.split, num=3), out_axes=1)(folded)
     return noise, velocity, final
+
+
+@jax.jit
+def answer_keys(seeds: UInt[Array, " B"], numbers: Int[Array, " B"], copies: Int[Array, " B"]) -> Key[Array, " B"]:
+    """The key of each answer: a function of its seed, its prompt's number and its own among those to its prompt."""
+
+    def key(seed: Array, number: Array, copy: Array) -> Array:
+        first = jax.random.fold_in(jax.random.key(seed), number)
+        return jnp.where(copy == 0, first, jax.random.fold_in(first, copy))
+
+    return jax.vmap(key)(seeds, numbers, copies)
 
 
 def entropy(logits: Float[Array, "*B V"]) -> Float[Array, "*B"]:
@@ -89,6 +158,23 @@ def cut(
     is_kept = keep(jnp.ones_like(logits), jnp.where(top_k > 0, top_k, jnp.inf))
     probs = jax.nn.softmax(jnp.where(is_kept, scaled, -jnp.inf))
     return jnp.where(is_kept & keep(probs, jnp.where(top_p < 1, top_p, jnp.inf)), logits, -jnp.inf)
+
+
+class Tokens(NamedTuple):
+    """New tokens, what they cost, and log-probabilities in nats at temperature 1, before any mask or penalty."""
+
+    ids: Int[Array, "B steps"]
+    evaluations: Int[Array, "B steps"]  # of the path, by the sequences that had not ended
+    log_probs: Float[Array, "B steps"] | None  # of these tokens
+    likeliest: Int[Array, "B steps LIKELIEST"] | None  # the likeliest tokens
+    likeliest_log_probs: Float[Array, "B steps LIKELIEST"] | None
+
+
+def score_tokens(token: Int[Array, " B"], logits: Float[Array, "B V"]) -> tuple[Array, Array, Array]:
+    """The last three fields of `Tokens`, for one token of each sequence."""
+    log_probs = jax.nn.log_softmax(logits)
+    values, likeliest = jax.lax.top_k(log_probs, min(LIKELIEST, log_probs.shape[1]))
+    return jnp.take_along_axis(log_probs, token[:, None], axis=1)[:, 0], likeliest, values
 
 
 def check_tokens(texts: Iterable[Sequence[int]], vocab_size: int) -> None:

@@ -1,39 +1,63 @@
-"""Answers that are still being generated: their text, and the stop strings in it."""
+"""Answers that are still being generated: their text, and the stop strings in it.
 
+The cost of a token depends neither on the length of the answer nor on that of the stop strings: only the newest tokens
+are decoded, and each character is compared once (Knuth, Morris and Pratt).
+"""
+
+import functools
+import itertools
+import math
+from collections import deque
 from collections.abc import Sequence
 from copy import copy
 
 from transformers import PreTrainedTokenizerFast
 
 from l2d_jax.data.tokenizer import text_ids
-from l2d_jax.errors import InputError
+from l2d_jax.errors import InputError, shown
+from l2d_jax.files import check_text
+
+PARTIAL = "\ufffd"  # what bytes that are no character are shown as; so are those of one that is still to be completed
+LAST = 8  # tokens before a stop string that are looked through for one that ends with a character
+GARBLED = 3  # characters, at most, that a text begins with whose first tokens hold the end of a character
+CONTEXT = 16  # tokens before the new ones that are decoded with them: a decoder may drop the first space of a text
+WINDOW, LONGEST_WINDOW = 48, 512  # tokens from which the oldest ones are dropped: where that is safe, and in any case
 
 
 class StopSearch:
-    """Finds stop strings in an answer that comes token by token, and holds back what may be the beginning of one."""
+    """Finds stop strings in an answer that comes token by token, and holds back what may be the beginning of one.
+
+    The answer ends before the stop string that begins first, however the tokens come.
+    """
 
     def __init__(self, stops: Sequence[str], tokenizer: PreTrainedTokenizerFast | None) -> None:
         """A string may be the name of a special token; raises `InputError` for one that no answer can contain."""
-        self._stops: list[str] = []
+        self._matches: list[_Match] = []
         self._stop_ids: list[int] = []
         for stop in stops:
             if tokenizer is None:
                 raise InputError("stop strings need a tokenizer, and the model folder has none: add its files")
+            check_text(stop, "a stop string")
             if stop and to_text(text_ids([stop], tokenizer)[0], tokenizer) == stop:
-                self._stops.append(stop)
+                self._matches.append(_Match(stop))
             elif stop in tokenizer.added_tokens_encoder:
                 self._stop_ids.append(tokenizer.added_tokens_encoder[stop])
             else:
-                problem = f"the stop string {stop!r} cannot occur in an answer, from which special tokens are left out"
+                problem = f"the stop string {shown(stop)} cannot occur in an answer: special tokens are left out of it"
                 raise InputError(f"{problem}: give ordinary text or a single special token")
         self._tokenizer = tokenizer
-        self._answer: list[int] = []
-        self._released = 0  # tokens that `add` has returned
+        self._start()
+
+    def _start(self) -> None:
+        self._text = None if self._tokenizer is None else GrowingText(self._tokenizer)
+        self._ends: deque[tuple[int, int]] = deque()  # tokens and characters of beginnings that are held back
+        self._released, self._length = 0, 0  # the tokens that `add` has returned, and their characters
 
     def again(self) -> "StopSearch":
         """A search for the same strings in another answer."""
         other = copy(self)
-        other._answer, other._released = [], 0
+        other._matches = [match.again() for match in self._matches]
+        other._start()
         return other
 
     def add(self, ids: Sequence[int], *, is_last: bool) -> tuple[list[int], str, bool]:
@@ -43,20 +67,89 @@ class StopSearch:
         """
         end = min((ids.index(stop) for stop in self._stop_ids if stop in ids), default=len(ids))
         has_stop_id = end < len(ids)
-        if not self._stops:
+        if not self._matches or self._text is None:
             return list(ids[:end]), "", has_stop_id
-        answer, released = self._answer, self._released
-        answer.extend(ids[:end])
-        text = to_text(answer, self._tokenizer)
-        places = [place for place in map(text.find, self._stops) if place >= 0]
-        held = 0 if is_last or has_stop_id else max(map(len, self._stops)) - 1
-        certain = min(places, default=len(text) - held)
-        count = len(answer)
-        while count > released and len(to_text(answer[:count], self._tokenizer)) > certain:
-            count -= 1
-        self._released = count
-        rest = text[len(to_text(answer[:count], self._tokenizer)) : certain] if places else ""
-        return answer[released:count], rest, has_stop_id or bool(places)
+        is_last = is_last or has_stop_id
+        new = self._text.add(ids[:end], is_last=is_last)
+        for match in self._matches:
+            match.read(new)
+        if self._text.is_whole:
+            self._ends.append((len(self._text.ids), self._text.length))
+        found = min(match.found for match in self._matches)
+        begun = math.inf if is_last else min(match.begun for match in self._matches)
+        if found < math.inf and found <= begun:
+            kept, rest = self._cut(int(found))
+            return kept, rest, True
+        before = self._released
+        while self._ends and self._ends[0][1] <= min(found, begun):
+            self._released, self._length = self._ends.popleft()
+        if is_last:
+            self._released = len(self._text.ids)
+        return self._text.ids[before : self._released], "", has_stop_id
+
+    def _cut(self, place: int) -> tuple[list[int], str]:
+        """The tokens before a place of the text that have not been returned, and the text between them and the place.
+
+        They end where a character does, so that their text is what it was within the answer.
+        """
+        assert self._text is not None
+        ids, text, first = self._text.ids, self._text.shown, self._released
+        context = ids[max(0, first - CONTEXT) : first]
+        before = self._length - len(to_text(context, self._tokenizer))
+
+        def end(count: int) -> tuple[int, bool]:
+            said = to_text([*context, *ids[first : first + count]], self._tokenizer)
+            return before + len(said), not said.endswith(PARTIAL)
+
+        low, high = 0, len(ids) - first
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if end(middle)[0] <= place else (low, middle - 1)
+        for count in range(low, max(0, low - LAST), -1):
+            length, is_whole = end(count)
+            if is_whole and length <= place:
+                return ids[first : first + count], text[length:place]
+        return [], text[self._length : place]
+
+
+class _Match:
+    """One stop string, and how much of it the text ends with."""
+
+    def __init__(self, stop: str) -> None:
+        self._stop = stop
+        self._borders = [0]  # of each beginning: how long a shorter beginning of the string it ends with
+        for character in stop[1:]:
+            self._borders.append(self._extend(self._borders[-1], character))
+        self._start()
+
+    def _start(self) -> None:
+        self._length, self._matched = 0, 0  # characters of the text, and of the string that it ends with
+        self.found: int | float = math.inf  # where the string begins; infinite: it has not occurred
+
+    def again(self) -> "_Match":
+        """The same string, for another text."""
+        other = copy(self)
+        other._start()
+        return other
+
+    def _extend(self, matched: int, character: str) -> int:
+        while matched and self._stop[matched] != character:
+            matched = self._borders[matched - 1]
+        return matched + (self._stop[matched] == character)
+
+    def read(self, text: str) -> None:
+        """Read on, up to the first occurrence."""
+        for character in text if self.found == math.inf else "":
+            self._length += 1
+            self._matched = self._extend(self._matched, character)
+            if self._matched == len(self._stop):
+                self.found = self._length - self._matched
+                return
+
+    @property
+    def begun(self) -> int | float:
+        """Where an occurrence begins that the next characters may complete."""
+        return math.inf if self.found < math.inf else self._length - self._matched
 
 
 class GrowingText:
@@ -65,22 +158,75 @@ class GrowingText:
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
         self.ids: list[int] = []
-        self.shown = ""
+        self.length = 0  # of the text, in characters
+        self.is_whole = True  # whether the text is that of all tokens: none holds a part of a character
+        self._pieces: list[str] = []
+        self._window: list[int] = []  # the newest tokens
+        self._sent = 0  # characters of the window's text that have been given
+
+    @property
+    def shown(self) -> str:
+        """The text so far."""
+        self._pieces = ["".join(self._pieces)]
+        return self._pieces[0]
 
     def add(self, ids: Sequence[int], *, is_last: bool, rest: str = "") -> str:
         """Add new tokens, and the `rest` of one that is left out, to the answer; what they add to its text."""
         self.ids += ids
-        text = to_text(self.ids, self._tokenizer) + rest
-        if text.endswith("\ufffd") and not is_last:  # the rest of a character is still to come
-            return ""
-        new, self.shown = text[len(self.shown) :], text
+        self._window += ids
+        text = to_text(self._window, self._tokenizer)
+        self.is_whole = is_last or not text.endswith(PARTIAL)
+        if not self.is_whole:
+            text = text.removesuffix(PARTIAL)
+        new, self._sent = text[self._sent :] + rest, max(self._sent, len(text))
+        if len(self._window) > WINDOW:
+            self._shorten(text)
+        self.length += len(new)
+        self._pieces.append(new)
         return new
+
+    def _shorten(self, text: str) -> None:
+        """Leave the oldest tokens out of the window, which has this text, where that of the others stays the same."""
+        window = self._window[-CONTEXT:]
+        shorter = to_text(window, self._tokenizer)
+        shorter = shorter if self.is_whole else shorter.removesuffix(PARTIAL)
+        is_same = len(shorter) > GARBLED and text.endswith(shorter[GARBLED:])
+        if is_same or len(self._window) > LONGEST_WINDOW:
+            self._window, self._sent = window, self._sent - len(text) + len(shorter)
 
 
 def to_text(ids: Sequence[int], tokenizer: PreTrainedTokenizerFast | None) -> str:
-    """An answer as text, without special tokens. The tokenizer must not be None."""
+    """An answer as text, without special tokens. The tokenizer must not be None.
+
+    What tokens of single bytes spell is shown character by character. transformers shows none of them as soon as one
+    byte fits no character, and would take back what a stream has shown.
+    """
     assert tokenizer is not None
-    # Llama's tokenizers ask for a clean-up, with which "a" and " ." would be "a.": a stream cannot take a space back.
-    text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    backend, single = tokenizer.backend_tokenizer, _single_bytes(tokenizer)
+    if single.isdisjoint(ids):
+        text = backend.decode(list(ids), skip_special_tokens=True)
+    else:
+        text = backend.decoder.decode(_join_bytes(ids, tokenizer, single))
+    # Without transformers' clean-up, with which "a" and " ." would be "a.": a stream cannot take a space back.
     assert isinstance(text, str)
     return text
+
+
+def _join_bytes(ids: Sequence[int], tokenizer: PreTrainedTokenizerFast, single: frozenset[int]) -> list[str]:
+    """The tokens, less special ones, with the text of neighbouring bytes as one token."""
+    special = tokenizer.added_tokens_decoder
+    shown = (token for token in ids if not (token in special and special[token].special))
+    tokens: list[str] = []
+    for is_byte, group in itertools.groupby(shown, single.__contains__):
+        texts = [text for token in group if (text := tokenizer.backend_tokenizer.id_to_token(token)) is not None]
+        tokens += [bytes(int(text[3:5], 16) for text in texts).decode(errors="replace")] if is_byte else texts
+    return tokens
+
+
+@functools.lru_cache(maxsize=8)
+def _single_bytes(tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
+    """The tokens <0x00> to <0xFF> of a tokenizer whose decoder reads them as bytes."""
+    backend = tokenizer.backend_tokenizer
+    if b"ByteFallback" not in (backend.decoder.__getstate__() if backend.decoder else b""):
+        return frozenset()
+    return frozenset(token for byte in range(256) if (token := backend.token_to_id(f"<0x{byte:02X}>")) is not None)

@@ -16,10 +16,10 @@ import numpy as np
 
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding import trajectory
-from l2d_jax.decoding.decode import answer_keys
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.refine import Refinement
 from l2d_jax.decoding.requests import Request, check_prompts, class_labels, path_config
+from l2d_jax.decoding.sampler import answer_keys
 from l2d_jax.decoding.solver import FIXED
 from l2d_jax.decoding.stop_strings import GrowingText
 from l2d_jax.errors import require

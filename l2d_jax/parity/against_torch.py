@@ -22,10 +22,9 @@ from l2d_jax import loading
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.data.batch import Batch
 from l2d_jax.decoding import integrate, refine
-from l2d_jax.decoding.decode import answer_keys
 from l2d_jax.decoding.generation import generate_tokens
 from l2d_jax.decoding.requests import Request, number_prompts
-from l2d_jax.decoding.sampler import token_keys
+from l2d_jax.decoding.sampler import answer_keys, token_keys
 from l2d_jax.decoding.solver import find_solver
 from l2d_jax.errors import InputError
 from l2d_jax.files import read_json

@@ -16,15 +16,13 @@ from annotated_types import Interval
 from l2d_jax.config import ranges
 from l2d_jax.config.parsing import check_value, from_dict, nearest
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.decoding.decode import LIKELIEST
+from l2d_jax.decoding.sampler import BIASES, LIKELIEST
 from l2d_jax.errors import InputError, require, shorten, shown
-from l2d_jax.serving.limits import BIASES, FORMAT_BYTES, FORMAT_DEPTH, STOP_LENGTH
+from l2d_jax.serving.limits import FORMAT_BYTES, FORMAT_DEPTH, STOP_LENGTH
 
 Choices = Annotated[int, Interval(ge=1, le=128)]
 Alternatives = Annotated[int, Interval(ge=0, le=LIKELIEST)]
 TokensOrZero = Annotated[int, Interval(ge=0, le=10**7)]
-Penalty = Annotated[float, Interval(ge=-2, le=2)]
-Bias = Annotated[float, Interval(ge=-100, le=100)]
 OPTIONS = {option.name for option in dataclasses.fields(DecodeConfig)} - {"max_new_tokens"}
 # Fields that change no answer.
 IGNORED = {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
@@ -62,8 +60,8 @@ class _Common:
     label: ranges.Label | None = None
     trace: bool = False  # how each token was settled, with the last piece
     reasoning_effort: object = None  # a name of a budget
-    frequency_penalty: Penalty = 0.0
-    presence_penalty: Penalty = 0.0
+    frequency_penalty: ranges.Penalty = 0.0
+    presence_penalty: ranges.Penalty = 0.0
     logit_bias: object = None  # numbers by token id
 
     @property
@@ -227,7 +225,7 @@ def _check_biases(value: Any) -> None:
     for token, bias in biases.items():
         problem = f"logit_bias must map token ids to numbers, got the key {shown(token)}"
         require(token.isascii() and token.isdecimal() and len(token) < 10, problem)
-        check_value(bias, Bias, f"logit_bias[{token}]")
+        check_value(bias, ranges.Bias, f"logit_bias[{token}]")
 
 
 def _check_format(value: Any) -> None:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from l2d_jax.decoding.decode import LIKELIEST
 from l2d_jax.decoding.likelihood import score_in_pieces
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import Prompt, Request, TokenScore
+from l2d_jax.decoding.sampler import LIKELIEST
 from l2d_jax.errors import InputError
 
 DRAWS = 8  # noise samples per token where the request does not say, as of `model.score`

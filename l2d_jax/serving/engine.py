@@ -1,6 +1,7 @@
 """Decodes what clients ask for, as it comes: a queue, and lanes for each kind of answer that can share a program.
 
 The thread that calls `Engine.run` alone touches the model. Others submit work, and are called back with its pieces.
+Kinds take turns by the evaluations that they have cost, so that one whose tokens take long does not hold up another.
 """
 
 import math
@@ -11,21 +12,31 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from l2d_jax.decoding.buckets import is_long, sample_bucket
 from l2d_jax.decoding.lanes import Lanes
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import Answer, Piece, Request
 from l2d_jax.decoding.trace import TokenTrace, trace
 from l2d_jax.errors import require
 
-KINDS = 2  # of answers at a time: each has lanes of its own
+SHORT_KINDS, LONG_KINDS = 2, 1  # of answers at a time, by whether a token takes long: each kind has lanes of its own
+KINDS = SHORT_KINDS + LONG_KINDS
+PATIENCE = 5  # seconds after which a client may ask an engine that is ending, or the one that comes after it
 
 
 class FullError(Exception):
     """The queue is full; `seconds` is about when it will not be."""
 
-    def __init__(self, seconds: int) -> None:
-        super().__init__(f"the queue is full: ask again in {seconds} s")
+    def __init__(self, seconds: int, *, problem: str = "the queue is full") -> None:
+        super().__init__(f"{problem}: ask again in {seconds} s")
         self.seconds = seconds
+
+
+class ClosedError(FullError):
+    """The engine takes no more work."""
+
+    def __init__(self) -> None:
+        super().__init__(PATIENCE, problem="this server is ending")
 
 
 class Kind(NamedTuple):
@@ -33,9 +44,10 @@ class Kind(NamedTuple):
 
     solver: str
     velocity: str
-    draws: int
+    samples: int  # the bucket of their noise samples
     has_label: bool
     refines: bool  # whether a path with a reader of its own reads the context
+    is_long: bool  # whether a token takes many evaluations: the others do not wait for it
 
 
 @dataclass(eq=False)
@@ -52,11 +64,20 @@ class Work:
 
 @dataclass(eq=False)
 class Task:
-    """Other work with the model; one piece of it is done between two chunks of tokens."""
+    """Other work with the model, which is done piece by piece between the tokens of answers."""
 
     pieces: Iterator[None]
     tell: Callable[[Exception | None], None]  # at its end
     is_cancelled: bool = False
+
+
+@dataclass(eq=False)
+class _Group:
+    """The lanes of one kind, the works in them, and the evaluations that its turns have cost."""
+
+    lanes: Lanes
+    spent: int
+    works: dict[int, Work] = field(default_factory=dict)  # by the number of the answer
 
 
 class Engine:
@@ -66,8 +87,7 @@ class Engine:
         self._loaded, self._size, self._limit = loaded, lanes, queue
         self._waiting: list[Work] = []
         self._tasks: deque[Task] = deque()
-        self._lanes: dict[Kind, Lanes] = {}
-        self._working: dict[int, Work] = {}  # by the number of the answer
+        self._groups: dict[Kind, _Group] = {}
         self._changed = threading.Condition()
         self._is_closing = False
         self._seconds = 1.0  # that an answer has taken of late, in the mean
@@ -78,6 +98,8 @@ class Engine:
         problem = f"a request asks for at most {self._limit} answers here, got {count}: ask several times"
         require(count <= self._limit, problem)
         with self._changed:
+            if self._is_closing:
+                raise ClosedError
             waiting = [*(work for work in self._waiting if not work.is_cancelled), *works]
             longest = max(len(waiting), len(self._tasks) + len(tasks))
             if longest > self._limit:
@@ -100,46 +122,75 @@ class Engine:
     @property
     def load(self) -> tuple[int, int]:
         """The answers that are decoded, and those that wait."""
-        return len(self._working), len(self._waiting)
+        return sum(len(group.works) for group in [*self._groups.values()]), len(self._waiting)
 
     def run(self) -> None:
-        """Answer until `close`."""
-        while True:
-            with self._changed:
-                while not (self._waiting or self._working or self._tasks or self._is_closing):
-                    self._changed.wait()
-                if not (self._waiting or self._working or self._tasks):
-                    return
-                admitted = self._choose()
-            for kind, works in admitted.items():
-                self._lanes[kind].admit([work.answer for work in works])
-                for work in works:
-                    self._working[work.answer.number], work.began = work, time.monotonic()
-            for kind, lanes in list(self._lanes.items()):
-                self._step(kind, lanes)
-            self._advance()
+        """Answer until `close`. An error of one answer is told to its client, one of a program to all of its kind."""
+        try:
+            while self._wait():
+                with self._changed:
+                    admitted = self._choose()
+                for kind, works in admitted.items():
+                    self._admit(kind, works)
+                if self._groups:
+                    self._step(min(self._groups, key=lambda kind: self._groups[kind].spent))
+                self._advance()
+        finally:  # whatever ends this thread, nobody waits for it for ever
+            self.close()
+            for work in (*self._waiting, *(work for group in self._groups.values() for work in group.works.values())):
+                _tell(work, ClosedError())
+            for task in self._tasks:
+                task.tell(ClosedError())
+            self._waiting, self._groups, self._tasks = [], {}, deque()
+
+    def _wait(self) -> bool:
+        """Wait for work; whether there is any."""
+        with self._changed:
+            while not (self._waiting or self._groups or self._tasks or self._is_closing):
+                self._changed.wait()
+            return bool(self._waiting or self._groups or self._tasks)
 
     def kind(self, answer: Answer) -> Kind:
         """The kind of an answer."""
         settings, path = answer.settings, self._loaded.model.path
         refines = path is not None and path.config.reader != "lm" and settings.budget > 1
-        return Kind(settings.solver, settings.velocity, settings.draws, answer.prompt.label is not None, refines)
+        samples, is_slow = sample_bucket(settings.draws), is_long(settings.budget, settings.draws)
+        return Kind(settings.solver, settings.velocity, samples, answer.prompt.label is not None, refines, is_slow)
 
     def _choose(self) -> dict[Kind, list[Work]]:
-        """Take from the queue what has a free lane; a kind that has no lanes yet holds up all that came later."""
+        """Take from the queue what has a free lane.
+
+        A kind without lanes, when there is no room for more, holds up all that came later, of long or of short kinds.
+        """
         self._waiting = [work for work in self._waiting if not work.is_cancelled]
         chosen: dict[Kind, list[Work]] = {}
+        held: set[bool] = set()
         for work in list(self._waiting):
             kind = self.kind(work.answer)
-            if kind not in self._lanes:
-                if len(self._lanes) == KINDS:
-                    break
-                model = self._loaded.decoder.reading(refines=kind.refines)
-                self._lanes[kind] = Lanes(model, lanes=self._size, stop_ids=self._loaded.stop_ids)
-            if len(chosen.get(kind, [])) < self._lanes[kind].free:
+            known = {*self._groups, *chosen}
+            most = LONG_KINDS if kind.is_long else SHORT_KINDS
+            if kind not in known and sum(other.is_long == kind.is_long for other in known) == most:
+                held.add(kind.is_long)
+            free = self._groups[kind].lanes.free if kind in self._groups else self._size
+            if kind.is_long not in held and len(chosen.get(kind, [])) < free:
                 chosen.setdefault(kind, []).append(work)
                 self._waiting.remove(work)
         return chosen
+
+    def _admit(self, kind: Kind, works: Sequence[Work]) -> None:
+        """Give works their lanes."""
+        try:
+            if kind not in self._groups:
+                model = self._loaded.decoder.reading(refines=kind.refines)
+                lanes = Lanes(model, lanes=self._size, stop_ids=self._loaded.stop_ids)
+                spent = min((group.spent for group in self._groups.values()), default=0)
+                self._groups[kind] = _Group(lanes, spent)
+            group = self._groups[kind]
+            for work in works:
+                group.works[work.answer.number], work.began = work, time.monotonic()
+            group.lanes.admit([work.answer for work in works])
+        except Exception as error:
+            self._fail(kind, error, works)
 
     def _advance(self) -> None:
         """Do the next piece of the task that has waited longest, which then waits behind the others."""
@@ -157,30 +208,57 @@ class Engine:
             with self._changed:
                 self._tasks.append(task)
 
-    def _step(self, kind: Kind, lanes: Lanes) -> None:
-        """Decode the next tokens of one kind, and tell of them; an error is told to all of that kind."""
-        mine = [work for work in self._working.values() if self.kind(work.answer) == kind]
-        for work in mine:
+    def _step(self, kind: Kind) -> None:
+        """Decode the next tokens of one kind, and tell of them."""
+        group = self._groups[kind]
+        for work in [*group.works.values()]:
             if work.is_cancelled:
-                self._leave(work, lanes)
+                self._leave(work, group)
         try:
-            for piece in lanes.step():
-                work = self._working[piece.answer]
-                work.tokens += piece.tokens
-                if piece.is_last:
-                    if work.is_traced and piece.ending != "broken":
-                        request = Request([work.answer.prompt], work.answer.settings, work.answer.seed)
-                        work.tell(trace(self._loaded, request, [work.tokens])[0])
-                    self._leave(work, lanes)
-                    self._seconds += (time.monotonic() - work.began - self._seconds) / 10
-                work.tell(piece)
+            pieces = group.lanes.step()
         except Exception as error:
-            for work in mine:
-                self._leave(work, lanes)
-                work.tell(error)
-        if lanes.is_idle:
-            del self._lanes[kind]
+            self._fail(kind, error)
+            return
+        group.spent += group.lanes.cost
+        for piece in pieces:
+            work = group.works[piece.answer]
+            work.tokens += piece.tokens
+            if piece.is_last:
+                self._leave(work, group)
+                self._seconds += (time.monotonic() - work.began - self._seconds) / 10
+            self._report(work, piece)
+        if group.lanes.is_idle:
+            del self._groups[kind]
 
-    def _leave(self, work: Work, lanes: Lanes) -> None:
-        lanes.drop(work.answer)
-        self._working.pop(work.answer.number, None)
+    def _report(self, work: Work, piece: Piece) -> None:
+        """Tell of a piece, and of the trace before the last one."""
+        if piece.error is not None:
+            _tell(work, piece.error)
+            return
+        if piece.is_last and work.is_traced and piece.ending != "broken" and not work.is_cancelled:
+            request = Request([work.answer.prompt], work.answer.settings, work.answer.seed)
+            try:
+                traced = trace(self._loaded, request, [work.tokens])[0]
+            except Exception as error:
+                _tell(work, error)
+                return
+            _tell(work, traced)
+        _tell(work, piece)
+
+    def _fail(self, kind: Kind, error: Exception, others: Sequence[Work] = ()) -> None:
+        """Tell all of one kind, and others, of an error; the lanes, whose state may be lost, go."""
+        group = self._groups.pop(kind, None)
+        for work in {*others, *(group.works.values() if group is not None else ())}:
+            _tell(work, error)
+
+    def _leave(self, work: Work, group: _Group) -> None:
+        group.lanes.drop(work.answer)
+        group.works.pop(work.answer.number, None)
+
+
+def _tell(work: Work, told: Piece | list[TokenTrace] | Exception) -> None:
+    """Tell a client; one that cannot be told any more has left."""
+    try:
+        work.tell(told)
+    except Exception:
+        work.is_cancelled = True

@@ -12,7 +12,6 @@ from l2d_jax.errors import InputError, require, shown
 BUDGET, DRAWS = 64, 16  # the most that a request may ask for, unless the operator or the model's own options say more
 STOP_LENGTH = 256  # characters of a stop string
 FORMAT_BYTES, FORMAT_DEPTH = 2**16, 64  # of a response_format as JSON
-BIASES = 1024  # token ids of a logit_bias
 LOG_PROBABILITIES = 2**18  # numbers in one reply
 
 

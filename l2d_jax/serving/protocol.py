@@ -84,7 +84,9 @@ class Protocol:
     ) -> Request:
         seed = secrets.randbelow(2**31) if body.seed is None else body.seed
         numbered = number_prompts(prompts, labels=[body.label] * len(prompts))
-        restrictions = Restrictions(body.stops, grammar=self._loaded.compile_grammar(body.response_format))
+        penalties: dict[str, Any] = {name: getattr(body, name) for name in ("frequency_penalty", "presence_penalty")}
+        grammar = self._loaded.compile_grammar(body.response_format)
+        restrictions = Restrictions(body.stops, grammar=grammar, logit_bias=body.biases, **penalties)
         return Request(numbered, settings, seed, body.n, restrictions=restrictions, tokenizer=self.tokenizer)
 
     def _answers(self, body: ChatBody | CompletionBody, request: Request) -> list[Answer]:

@@ -11,9 +11,9 @@ import pytest
 
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding import decode as decode_module
-from l2d_jax.decoding.decode import State, answer_keys, fan_out, next_logits, prefill, token_decoder
+from l2d_jax.decoding.decode import State, fan_out, next_logits, prefill, token_decoder
 from l2d_jax.decoding.refine import Refinement, refine
-from l2d_jax.decoding.sampler import SamplingOptions
+from l2d_jax.decoding.sampler import SamplingOptions, answer_keys
 from l2d_jax.model import diffusion
 from l2d_jax.model.context import Context
 from l2d_jax.model.l2d import Model
@@ -102,7 +102,7 @@ def test_decoding_equals_a_loop_without_a_cache() -> None:
 def test_one_program_serves_all_budgets_and_temperatures() -> None:
     model, outputs = tiny.model(), set()
     generate(model, start(model, PROMPTS), 1)
-    compiled = token_decoder()._cache_size()
+    compiled = token_decoder().count
     for budget, options in [
         (3, {}),
         (7, SAMPLED),
@@ -113,7 +113,7 @@ def test_one_program_serves_all_budgets_and_temperatures() -> None:
     ]:
         outputs.add(generate(model, start(model, PROMPTS), budget, **options).tobytes())
     assert len(outputs) >= 5
-    assert token_decoder()._cache_size() == compiled
+    assert token_decoder().count == compiled
 
 
 def test_the_options_of_a_kind_of_device_reach_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -351,7 +351,7 @@ def test_settings_out_of_range(changes, message):
 def test_one_program_serves_all_settings_and_all_prompts_of_a_bucket(loaded):
     """Compilations of decoding and of the prompts' pass, over a sweep of what users turn."""
     generate(loaded, PROMPTS, labels=[0, 1, 0])
-    before = decode.token_decoder()._cache_size(), decode.prefill._cache_size()
+    before = decode.token_decoder().count, decode.prefill.count
     seen = set()
     for budget in (1, 3, 7, 15, 31):
         for changes in ({}, {"guidance": 2.0}, {"temperature": 0.7, "top_k": 9, "top_p": 0.9}, {"gate": 0.5}):
@@ -361,4 +361,4 @@ def test_one_program_serves_all_settings_and_all_prompts_of_a_bucket(loaded):
             )
             seen.add(str(answers))
     assert len(seen) > 10
-    assert (decode.token_decoder()._cache_size(), decode.prefill._cache_size()) == before
+    assert (decode.token_decoder().count, decode.prefill.count) == before

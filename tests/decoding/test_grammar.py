@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -217,7 +218,17 @@ BELOW = {"type": "integer", "minimum": 5, "maximum": 3}
         (schema({"$ref": "https://example.com/schema"}), "example.com"),
         (schema({"not": {}}), "Unimplemented"),
         (schema({"const": {1, 2}}), "not JSON serializable"),
-        (schema({"enum": [f"v{number}" for number in range(100_000)]}), "too big"),
+        (schema({"enum": [f"v{number}" for number in range(100_000)]}), "at most 65536 bytes, got 988900: shorten it"),
+        (schema({"properties": {f"k{number}": True for number in range(1001)}}), "at most 1000 keys, got 1002"),
+        ({"type": "choice", "choices": [str(number) for number in range(1001)]}, "at most 1000 choices, got 1001"),
+        (regex("a" * 70_000), "at most 65536 bytes, got 70000"),
+        (schema({"multipleOf": 9_999_991}), "multiple of at most 20000 of their last decimal, got 9999991"),
+        (schema({"allOf": [{"multipleOf": number} for number in (97, 89, 83)]}), "got 716539: take smaller ones"),
+        (schema({"items": [{"multipleOf": 99.991}]}), "got 99991"),
+        (schema({"multipleOf": 1e300}), "multiple of at most"),
+        (schema({"multipleOf": 10**4000}), "multiple of at most"),
+        (schema({"multipleOf": True}), "Expected f64"),
+        (schema({"allOf": [{"anyOf": [{"minimum": i + j} for j in range(3)]} for i in range(9)]}), "meet"),
         (schema(DEEP), "recursion"),
     ],
 )
@@ -226,6 +237,33 @@ def test_formats_that_are_refused(format, message):
         compile_for(byte_tokenizer(), format)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) <= 300
+
+
+TAKEN = {
+    "optional keys": schema({"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(450)}}),
+    "values": schema({"enum": [f"value {i}" for i in range(4000)]}),
+    "choices": {"type": "choice", "choices": [f"choice {i} of many" for i in range(1000)]},
+    "expression": regex("|".join(f"word{i}" for i in range(5000))),
+    "multiples": schema({"type": "integer", "multipleOf": 9973}),
+    "decimals": schema({"properties": {"price": {"multipleOf": 0.01}, "weight": {"multipleOf": 2.5}}}),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_the_largest_formats_compile_soon(name):
+    """Within about a second on a free core; the limit leaves room for a busy one. Each mask takes a part of that."""
+    tokenizer = byte_tokenizer()
+    compile_for(tokenizer, {"type": "json_object"})  # reads the tokenizer
+    began = time.perf_counter()
+    grammar = compile_for(tokenizer, TAKEN[name])
+    matcher, masks = grammar.start(), []
+    for _ in range(8):
+        before = time.perf_counter()
+        allowed = np.flatnonzero(matcher.mask())
+        masks.append(time.perf_counter() - before)
+        matcher.accept(int(allowed[0]))
+    assert time.perf_counter() - began < 8
+    assert max(masks) < 2
 
 
 def test_models_that_cannot_follow_a_grammar(monkeypatch):
