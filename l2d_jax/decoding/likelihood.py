@@ -17,8 +17,9 @@ from jaxtyping import Array, Float, Int, Key
 from l2d_jax.config import ranges
 from l2d_jax.config.parsing import check_value
 from l2d_jax.decoding.buckets import pad
+from l2d_jax.decoding.generation import broken_logits
 from l2d_jax.decoding.refine import Refinement, refine
-from l2d_jax.decoding.requests import Request, check_prompts, class_labels, path_config
+from l2d_jax.decoding.requests import Request, check_asked, check_prompts, class_labels, path_config
 from l2d_jax.decoding.sampler import check_tokens, token_keys
 from l2d_jax.distributed import processes, sharding
 from l2d_jax.errors import require
@@ -47,8 +48,8 @@ def score_answers(
 
     There is one answer per prompt, as token ids, with the stop token if it is to count. The last token of an answer is
     fed to no one, and takes no position. A budget of 1, where all draws are the same, takes one of at least 2.
-    Raises `InputError` as `generation.decode_lanes`, for fewer than 2 draws, and for an answer without tokens or with
-    unknown ones.
+    Raises `InputError` as `generation.decode_lanes`, for fewer than 2 draws, for an answer without tokens or with
+    unknown ones, and where logits are not numbers.
     """
     require(draws >= 2, f"a standard error takes at least 2 draws, got {draws}")
     contexts = [prompt.ids for prompt in request.prompts]
@@ -66,7 +67,10 @@ def score_answers(
     starts, counts = (np.array([len(text) for text in texts])[:, None] for texts in (contexts, answers))
     queries = np.where(places < counts, starts - 1 + places, 0).astype(np.int32)
     log_probs, likeliest = _sample(model, request, ids, sharding.spread(queries), targets[:, :, None], draws=draws)
-    return [_average(log_probs[:, i, :n, 0], likeliest[i, :n]) for i, n in enumerate(map(len, answers))]
+    scores = [_average(log_probs[:, i, :n, 0], likeliest[i, :n]) for i, n in enumerate(map(len, answers))]
+    if broken := [i for i, score in enumerate(scores) if np.isnan(score.total)]:
+        raise broken_logits(broken)
+    return scores
 
 
 def rank(
@@ -74,7 +78,8 @@ def rank(
 ) -> list[Float[np.ndarray, " J"]]:
     """Log-probabilities of a few next tokens of each prompt, by the mean over `draws`: one pass over each prompt.
 
-    A budget of 1, where all draws are the same, takes one. Raises `InputError` as `generation.decode_lanes`.
+    A budget of 1, where all draws are the same, takes one. They are not numbers where logits are not.
+    Raises `InputError` as `generation.decode_lanes` does for what is asked.
     """
     contexts = [prompt.ids for prompt in request.prompts]
     check_prompts(contexts, model.llm.architecture, new_tokens=1)
@@ -92,8 +97,10 @@ def _sample(
     """`_log_probs` on the host, in float64; raises `InputError` for what the model does not know."""
     budget, refinement = request.settings.budget, Refinement.prepare(model, request.settings)
     check_value(request.seed, ranges.KeySeed, "seed")
+    path, has_label = path_config(model), any(prompt.label is not None for prompt in request.prompts)
+    labels = class_labels(path, request.prompts)
+    check_asked(request.asked, [request.settings], path, has_label=has_label)
     keys = jax.random.split(jax.random.key(request.seed), 1 if budget == 1 else draws)
-    labels = class_labels(path_config(model), request.prompts)
     numbers = jnp.array([prompt.number for prompt in request.prompts])
     model = model.reading(refines=budget > 1)
     results = _log_probs(model, refinement, ids, queries, targets, keys, numbers, labels)

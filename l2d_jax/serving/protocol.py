@@ -6,7 +6,7 @@ Besides OpenAI's fields a body has the options of decoding by their own names, s
 
 import dataclasses
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -115,9 +115,12 @@ class Protocol:
         options |= {} if longest is None else {"max_new_tokens": longest}
         settings = override_settings(self._loaded.defaults, options)
         prompts = [self._chat(body.messages)] if isinstance(body, ChatBody) else self._prompts(body.prompt)
-        return Asked(body, self._answers(body, prompts, settings), sum(map(len, prompts)))
+        asked = {*options} if body.label is None else {*options, "label"}
+        return Asked(body, self._answers(body, prompts, settings, asked), sum(map(len, prompts)))
 
-    def _answers(self, body: Any, prompts: Sequence[list[int]], settings: DecodeConfig) -> list[Answer]:
+    def _answers(
+        self, body: Any, prompts: Sequence[list[int]], settings: DecodeConfig, asked: Collection[str]
+    ) -> list[Answer]:
         stops = [body.stop] if isinstance(body.stop, str) else body.stop
         is_list = isinstance(stops, list | tuple) and len(stops) <= 4 and all(isinstance(stop, str) for stop in stops)
         require(is_list, f"stop must be a text or up to four, got {shown(body.stop)}")
@@ -126,7 +129,8 @@ class Protocol:
         seed = secrets.randbelow(2**31) if body.seed is None else body.seed
         numbered = number_prompts(prompts, labels=[body.label] * len(prompts))
         restrictions = Restrictions(stops, grammar=grammar)
-        request = Request(numbered, settings, seed, body.n, restrictions=restrictions, tokenizer=self.tokenizer)
+        common: dict[str, Any] = {"restrictions": restrictions, "tokenizer": self.tokenizer, "asked": asked}
+        request = Request(numbered, settings, seed, body.n, **common)
         answers = make_answers(request, architecture, path, first=self._answers_before)
         self._answers_before += len(answers)
         for answer in answers:

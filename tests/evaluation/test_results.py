@@ -5,7 +5,7 @@ import json
 import pytest
 
 from l2d_jax.errors import InputError
-from l2d_jax.evaluation.results import Results, sample_line, summarise
+from l2d_jax.evaluation.results import Results, Said, sample_line, summarise
 from l2d_jax.evaluation.tasks.problem import Problem, Score
 
 RUN = {"task": "t", "budget": 3}
@@ -14,7 +14,7 @@ RUN = {"task": "t", "budget": 3}
 def line(name, *scores, subject=None):
     problem = Problem(name, ({"role": "user", "content": "?"},), "right", "right", "math", subject)
     judged = [Score(float(score), 1.0, "x", None, "" if score else "wrong") for score in scores]
-    return sample_line(problem, "prompt of " + name, ["said"] * len(scores), judged)
+    return sample_line(problem, "prompt of " + name, [Said("said", 4, 12)] * len(scores), judged)
 
 
 def test_an_interrupted_evaluation_goes_on(tmp_path):
