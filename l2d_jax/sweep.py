@@ -18,7 +18,7 @@ from l2d_jax.decoding.trace import accuracy_by_time, check_grid, mean_evaluation
 from l2d_jax.distributed import processes
 from l2d_jax.errors import require
 from l2d_jax.evaluate import open_session, parse_arguments
-from l2d_jax.evaluation.plan import TaskPlan, results_folder
+from l2d_jax.evaluation.plan import TaskPlan, label_of, results_folder
 from l2d_jax.files import write_whole
 from l2d_jax.reports.evaluation import WITHIN
 from l2d_jax.storage import mirror
@@ -62,7 +62,8 @@ def _trace_answers(loaded: LoadedModel, plan: TaskPlan) -> dict[str, object]:
     assert loaded.tokenizer is not None
     count = min(TRACED, len(plan.problems))
     problems = [plan.problems[index * len(plan.problems) // count] for index in range(count)]
-    prompts = number_prompts([one.ids for one in problems])
+    labels = [label_of(one.problem, plan.protocol) for one in problems]
+    prompts = number_prompts([one.ids for one in problems], labels=labels)
     answers = tokenizer.text_ids([one.problem.answer for one in problems], loaded.tokenizer)
     adaptive = replace(plan.settings, solver="fehlberg2", budget=AMPLE)
     evaluations = mean_evaluations(loaded, Request(prompts, adaptive), answers)

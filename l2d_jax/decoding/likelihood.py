@@ -87,7 +87,8 @@ def rank(
     width = max(map(len, options))
     tokens = sharding.spread(np.array([[*few, *[0] * (width - len(few))] for few in options], np.int32)[:, None])
     log_probs, _ = _sample(model, request, ids, (lengths - 1)[:, None], tokens, draws=draws)
-    mean = np.logaddexp.reduce(log_probs[:, :, 0], axis=0) - np.log(len(log_probs))
+    with np.errstate(invalid="ignore"):  # of what is not a number
+        mean = np.logaddexp.reduce(log_probs[:, :, 0], axis=0) - np.log(len(log_probs))
     return [row[: len(few)] for row, few in zip(mean, options, strict=True)]
 
 

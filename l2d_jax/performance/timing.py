@@ -60,8 +60,8 @@ def read_rate(mesh: Mesh | None = None) -> ReadRate:
     size = _readable_bytes()
     shape = (max(1, size // (ARRAYS * WIDTH * 4 * jax.device_count())) * jax.device_count(), WIDTH)
     placed = None if mesh is None else NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    make = jax.jit(lambda: [jnp.ones(shape)] * ARRAYS, out_shardings=placed)
-    arrays = [make()[0] for _ in range(ARRAYS)]
+    make = jax.jit(lambda: jnp.ones(shape), out_shardings=placed)
+    arrays = [make() for _ in range(ARRAYS)]
     ways: dict[str, Any] = {"sums": lambda a, x: (a + x[0]).sum(), "products": lambda a, x: (a @ x).max()}
     if can_read(arrays[0]):
         ways["products by few_rows"] = lambda a, x: few_rows_logits(x[None], a).max()

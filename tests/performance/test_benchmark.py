@@ -86,6 +86,9 @@ def test_pieces_of_work_take_turns() -> None:
     [
         (["--budgets", 15], "--budgets needs two or more for a slope, got [15]"),
         (["--budgets", 1, 4], "a budget of 4 evaluations is unreachable for midpoint"),
+        (["--config.decode.budget=7"], "--config.decode.budget changes nothing here: use --budgets"),
+        (["--config.decode.max_new_tokens=7"], "--config.decode.max_new_tokens changes nothing here: use --new"),
+        (["--config.decode.solver=fehlberg2"], "a time per evaluation needs a solver with fixed steps"),
         (["--batches", 0], "--batches: the number must be in [1, 1000000], got 0"),
         (["--new", 0], "--new: the number must be in [1, 10000000], got 0"),
     ],
