@@ -10,6 +10,7 @@ imported when they are first used: `import l2d_jax` alone imports neither JAX no
 """
 
 import importlib
+import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,13 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
+
+def _is_wanted(record: logging.LogRecord) -> bool:
+    """Whether a record of transformers is shown: all but the advice to install PyTorch, which nothing here needs."""
+    return not record.msg.startswith("PyTorch was not found") if isinstance(record.msg, str) else True
+
+
+logging.getLogger("transformers").addFilter(_is_wanted)
 
 # Whether `python -m l2d_jax.PROGRAM` is about to be imported, for which Python says "-m" in place of its name.
 if sys.argv[:1] == ["-m"] and any(word.removeprefix("-m").startswith("l2d_jax.") for word in sys.orig_argv):

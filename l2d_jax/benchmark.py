@@ -10,7 +10,8 @@ from typing import Any
 
 from l2d_jax import command_line
 from l2d_jax.config import config_file
-from l2d_jax.decoding.solver import find_solver
+from l2d_jax.config.config_file import override_names
+from l2d_jax.decoding.solver import FIXED
 from l2d_jax.distributed import runtime
 from l2d_jax.errors import require
 from l2d_jax.performance.decoding_speed import measure_decoding
@@ -37,9 +38,14 @@ def main() -> None:
         method, budgets = config.train.method, options.budgets
         problem = f"decode measures evaluations of a path, and config.train.method {method!r} trains none"
         require(method == "l2d", f"{problem}: take 'l2d'")
+        for name, option in {"budget": "--budgets", "max_new_tokens": "--new"}.items():
+            is_given = name in override_names(options.overrides, "decode")
+            require(not is_given, f"--config.decode.{name} changes nothing here: use {option}")
+        rule = f"a time per evaluation needs a solver with fixed steps ({', '.join(FIXED)})"
+        require(config.decode.solver in FIXED, f"{rule}, got {config.decode.solver}")
         require(len(set(budgets)) > 1, f"--budgets needs two or more for a slope, got {budgets}")
         for budget in budgets:
-            find_solver(config.decode.solver).steps(budget)
+            FIXED[config.decode.solver].steps(budget)
         shape = {name: getattr(options, name) for name in ("batches", "budgets", "prompt", "new")}
         figures = measure_decoding(config, runtime.start_jax(config.mesh), **shape)
         lines = decoding_table(figures)
@@ -65,6 +71,7 @@ def decoding_table(figures: dict[str, Any]) -> list[str]:
         lines.append(f"{line}  {1000 * row['seconds per token']:>22.1f}")
     read, rate = figures["bytes per evaluation"] / 1e9, figures["read rate"] / 1e9
     lines += ["", f"an evaluation reads {read:.3f} GB of weights; the machine reads {rate:.1f} GB/s"]
+    lines[-1] += f" ({figures['read rate of']})"
     for row in figures["batches"]:
         milliseconds, share = 1000 * row["seconds per evaluation"], 100 * row["share of the read rate"]
         lines.append(f"batch {row['batch']:>2}: {milliseconds:.1f} ms per evaluation, {share:.0f} % of that rate")

@@ -45,9 +45,10 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(arguments, namespace)
 
     def parse_with_config(self) -> tuple[argparse.Namespace, Config]:
-        """Parse, and read `--config` with its overrides; raises `InputError`."""
+        """Parse, and read `--config` with its overrides, which the options keep as such; raises `InputError`."""
         options, rest = self.parse_known_args()
-        return options, read_config(options.config, split_overrides(rest))
+        options.overrides = split_overrides(rest)
+        return options, read_config(options.config, options.overrides)
 
 
 def number(declared: Any, text: str) -> int | float:

@@ -5,23 +5,34 @@ extracted answers and scores, and `results.json` has the figures. The same comma
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from l2d_jax import command_line
 from l2d_jax.command_line import file_name, folder_or_bucket, model_name
 from l2d_jax.config import config_file, ranges
+from l2d_jax.config.config_file import override_names
+from l2d_jax.config.parsing import from_dict
 from l2d_jax.config.schema import Config, MeshConfig
 from l2d_jax.data import rows
 from l2d_jax.decoding.batching import common_prefix
 from l2d_jax.decoding.loaded_model import LoadedModel
-from l2d_jax.decoding.refine import check_budget
+from l2d_jax.decoding.refine import check_settings
 from l2d_jax.decoding.requests import check_decoding_memory, check_prompts
 from l2d_jax.decoding.solver import SOLVERS
 from l2d_jax.distributed import processes, runtime
 from l2d_jax.errors import require
-from l2d_jax.evaluation.plan import TaskPlan, check_same, choose_run, label_of, make_plans, open_results
+from l2d_jax.evaluation.plan import (
+    DRAWS,
+    TaskPlan,
+    check_asked_options,
+    check_same,
+    choose_run,
+    label_of,
+    make_plans,
+    open_results,
+)
 from l2d_jax.evaluation.results import KINDS, accuracy_interval
 from l2d_jax.evaluation.runner import evaluate_plan
 from l2d_jax.evaluation.tasks.task import TASKS, find_task
@@ -41,15 +52,19 @@ def main() -> None:
 
 
 def open_session(
-    options: argparse.Namespace, config: Config | None
+    options: argparse.Namespace, config: Config | None, *, used: Sequence[str] = ()
 ) -> tuple[LoadedModel, list[TaskPlan], Callable[[TaskPlan], None]]:
-    """Check everything, then load the model; returns it, the plans and what runs one; raises `InputError`."""
+    """Check everything, then load the model; returns it, the plans and what runs one; raises `InputError`.
+
+    The options of decoding that the caller has `used` are not refused where the plans do not use them.
+    """
     rows.keep_quiet()
     found = find(options.workdir or options.model, dtype=options.dtype)
     if config is not None:
         check_same(found, config)
     tasks = [find_task(name) for name in options.tasks.split(",")]
-    mesh_config = MeshConfig() if config is None else config.mesh
+    of_mesh = override_names(options.overrides, "mesh")
+    mesh_config = from_dict(MeshConfig, of_mesh, prefix="config.mesh") if config is None else config.mesh
     runtime.start_jax(mesh_config)
     run = choose_run(tasks, is_allowed=options.allow_code_execution)
     base = processes.take_turns(lambda: model_folder.find_base(found.base))
@@ -57,7 +72,7 @@ def open_session(
     mesh = runtime.start_decoding(mesh_config, rows=options.batch_size, kv_heads=base.architecture.num_key_value_heads)
     llm = LLM.declare(base.architecture, dtype=found.base.dtype)
     for plan in plans:
-        check_budget(plan.settings, has_path=found.path_config is not None)
+        check_settings(plan.settings, found.path_config)
         prompts = [one.ids for one in plan.problems]
         check_prompts(prompts, base.architecture, new_tokens=plan.settings.max_new_tokens)
         longest = max(map(len, prompts)) - common_prefix(prompts)
@@ -65,6 +80,7 @@ def open_session(
         check_decoding_memory(llm, found.path_config, plan.settings, rows=size, longest=longest, remedy=remedy)
     labels = {label_of(one.problem, plan.protocol) for plan in plans for one in plan.problems}
     check_labels(found.path_config, sorted(label for label in labels if label is not None))
+    check_asked_options(options, plans, found, used=used)
     step = newest_step(found)  # resolved once: a training run may save another meanwhile
     # Other evaluations in these folders are refused before any weight is loaded.
     model = processes.decide(lambda: model_fingerprint(found, base, step))
@@ -81,7 +97,8 @@ def open_session(
 def parse_arguments(parser: command_line.Parser) -> tuple[argparse.Namespace, Config | None]:
     """The options, and the config if the command line names one; raises `InputError`."""
     command_line.add_source(parser)
-    parser.add_argument("--config", help=f"for its decode and mesh sections; {config_file.CONFIG_HELP}")
+    config = f"for its decode and mesh sections, in place of the workdir's decode; {config_file.CONFIG_HELP}"
+    parser.add_argument("--config", help=config)
     parser.add_argument("--tasks", required=True, help=f"with commas between them: {', '.join(TASKS)}")
     parser.add_argument("--out", type=folder_or_bucket, help="where results go; DIR/eval of a workdir")
     parser.add_argument("--name", type=file_name, help="of the folder within a task's; <solver>-<budget> and others")
@@ -105,15 +122,17 @@ def parse_arguments(parser: command_line.Parser) -> tuple[argparse.Namespace, Co
     decoding.add_argument("--temperature", type="Temperature", help="of the final draw; None: the task's; 0: arg max")
     decoding.add_argument("--max_new_tokens", type="Tokens", help="of a completion; None: the task's")
     decoding.add_argument("--samples", type="Rows", help="completions of each problem; None: the task's")
-    decoding.add_argument("--draws", type="SeveralDraws", default=8, help="of noise, with --choices likelihood")
+    decoding.add_argument("--draws", type="SeveralDraws", help=f"of noise, with --choices likelihood; None: {DRAWS}")
     decoding.add_argument("--batch_size", type="Rows", default=16, help="sequences at a time, on all devices together")
     decoding.add_argument("--seed", type="Seed", default=0, help="of the noise and the draws")
     options, rest = parser.parse_known_args()
-    require(options.config is not None or not rest, f"unknown arguments {' '.join(rest)} (--help lists the options)")
+    options.overrides = config_file.split_overrides(rest)
+    for name in options.overrides:
+        is_read = name.partition(".")[0] in ("decode", "mesh") or name == "model.name"
+        remedy = "use --dtype" if name == "model.dtype" else "leave it out"
+        require(is_read, f"--config.{name} changes nothing here, only the sections decode and mesh are read: {remedy}")
     require(bool(options.workdir or options.out), "--model, or a hub id, needs --out DIR, for the results")
-    if options.config is None:
-        return options, None
-    return options, config_file.read_config(options.config, config_file.split_overrides(rest))
+    return options, None if options.config is None else config_file.read_config(options.config, options.overrides)
 
 
 def class_label(text: str) -> int | float | str:
@@ -129,7 +148,8 @@ def _line(plan: TaskPlan, figures: dict[str, Any]) -> str:
     speed = figures["speed"]
     took = f"{speed['problems']} answered in {speed['seconds']:.0f} s"
     if speed["tokens"]:
-        took += f", {speed['tokens per second']:.1f} tokens/s"
+        evaluations = figures["evaluations per token"]
+        took += f", {evaluations:.1f} evaluations a token, {speed['tokens per second']:.1f} tokens/s"
     name = f"{plan.task.name} {plan.settings.solver} {plan.settings.budget}"
     return f"{name}: {shown} of {figures['problems']} problems; {took}"
 

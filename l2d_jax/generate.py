@@ -49,11 +49,13 @@ def main() -> None:
     base = model_folder.find_base(folder.base)
     ids = [prompt_ids(messages, require_tokenizer(base.tokenizer)) for messages in conversations]
     numbered, restrictions = requests.number_prompts(ids, labels=[options.label] * len(ids)), Restrictions(options.stop)
+    asked = names if options.label is None else {*names, "label"}
     for settings in variants:  # raises before any weight is read
         request = Request(numbered, settings, options.seed, restrictions=restrictions, tokenizer=base.tokenizer)
         make_answers(request, base.architecture, folder.path_config)
         if options.trace:
             check_single_sample(settings)
+    requests.check_asked(asked, variants, folder.path_config, has_label=options.label is not None)
     runtime.start_jax(MeshConfig())
     mesh = runtime.start_decoding(MeshConfig(), rows=1, kv_heads=base.architecture.num_key_value_heads)
     llm, longest = LLM.declare(base.architecture, dtype=folder.base.dtype), max(map(len, ids))

@@ -20,9 +20,9 @@ import jax
 
 from l2d_jax import command_line
 from l2d_jax.config import ranges
-from l2d_jax.config.schema import DecodeConfig, MeshConfig
+from l2d_jax.config.schema import DecodeConfig, MeshConfig, PathConfig
 from l2d_jax.data.tokenizer import require_chat_template, require_tokenizer
-from l2d_jax.decoding.refine import check_budget
+from l2d_jax.decoding.refine import check_settings
 from l2d_jax.decoding.requests import check_decoding_memory
 from l2d_jax.distributed import runtime
 from l2d_jax.errors import InputError, require
@@ -61,23 +61,23 @@ def main() -> None:
     require_chat_template(require_tokenizer(base.tokenizer))
     mesh = runtime.start_decoding(MeshConfig(), rows=options.lanes, kv_heads=base.architecture.num_key_value_heads)
     context = min(options.context, base.architecture.max_position_embeddings)
-    has_path, own = folder.path_config is not None, folder.defaults
+    path, own = folder.path_config, folder.defaults
     draws = options.max_draws or max(DRAWS, own.draws)
     budget = options.max_budget or max(BUDGET, own.budget)
     problem = f"the model's own options are a budget of {own.budget} and {own.draws} draws"
     require(own.budget <= budget and own.draws <= draws, f"{problem}: raise --max_budget or --max_draws to them")
-    efforts = _efforts(options.efforts, own, has_path=has_path, most=budget)
+    efforts = _efforts(options.efforts, own, path, most=budget)
     limits = Limits(context=context, answers=options.queue, budget=budget, draws=draws, efforts=efforts)
     llm, rows = LLM.declare(base.architecture, dtype=folder.base.dtype), KINDS * options.lanes + 1
     remedy, settings = "--lanes, --context or --max_draws", replace(own, draws=draws)
-    check_decoding_memory(llm, folder.path_config, settings, rows=rows, longest=context, remedy=remedy)
+    check_decoding_memory(llm, path, settings, rows=rows, longest=context, remedy=remedy)
     loaded = load(options.workdir or options.model, mesh=mesh, dtype=options.dtype)
     name = options.workdir.name if options.workdir else options.model
     engine = Engine(loaded, lanes=options.lanes, queue=options.queue)
     protocol = Protocol(loaded, name=name, limits=limits)
-    budgets = [n for n in BUDGETS if n <= budget and _is_spendable(n, own, has_path=has_path)]
+    budgets = [n for n in BUDGETS if n <= budget and _is_spendable(n, own, path)]
     about: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "l2d_jax", "budgets": budgets}
-    about |= {"max_tokens": context // 2, "has_path": has_path, "max_budget": budget, "max_draws": draws}
+    about |= {"max_tokens": context // 2, "has_path": path is not None, "max_budget": budget, "max_draws": draws}
     about |= {"efforts": dict(efforts)}
     bounds: dict[str, Any] = {"seconds": options.timeout, "longest_body": 1024 * options.max_body}
     app = ServerApp(engine, protocol, access=access, about=about, **bounds)
@@ -107,24 +107,24 @@ def _allow_files(connections: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def _is_spendable(budget: int, settings: DecodeConfig, *, has_path: bool) -> bool:
+def _is_spendable(budget: int, settings: DecodeConfig, path: PathConfig | None) -> bool:
     try:
-        check_budget(replace(settings, budget=budget), has_path=has_path)
+        check_settings(replace(settings, budget=budget), path)
     except InputError:
         return False
     return True
 
 
 def _efforts(
-    given: Mapping[str, int] | None, settings: DecodeConfig, *, has_path: bool, most: int
+    given: Mapping[str, int] | None, settings: DecodeConfig, path: PathConfig | None, *, most: int
 ) -> Mapping[str, int]:
     """The budgets of reasoning efforts; raises `InputError` for one that cannot be spent."""
     if given is None:
         kept = {name: n for name, n in EFFORTS.items() if n <= most}
-        return {name: n for name, n in kept.items() if _is_spendable(n, settings, has_path=has_path)}
+        return {name: n for name, n in kept.items() if _is_spendable(n, settings, path)}
     for name, budget in given.items():
         try:
-            check_budget(replace(settings, budget=budget), has_path=has_path)
+            check_settings(replace(settings, budget=budget), path)
         except InputError as error:
             raise InputError(f"--efforts {name}={budget}: {error}") from None
         require(budget <= most, f"--efforts {name}={budget} exceeds --max_budget {most}: raise that")

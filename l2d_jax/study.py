@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from l2d_jax import command_line
 from l2d_jax.command_line import file_name, folder_or_bucket, model_name
 from l2d_jax.config import config_file
+from l2d_jax.config.config_file import override_names
 from l2d_jax.config.schema import Config
 from l2d_jax.data import rows
 from l2d_jax.data.examples import Examples
@@ -44,6 +45,14 @@ from l2d_jax.training.exact_match import MarkedProblems
 from l2d_jax.training.validation import placed_in_order, teacher_forced_sums
 from l2d_jax.weights import model_folder
 
+BUDGETS = [1, 3, 7, 15, 31]
+INSTEAD = {  # what stands for options of `DecodeConfig`, which a study chooses itself
+    "solver": "use --solvers",
+    "budget": "use --budgets",
+    "guidance": "held-out answers have no label; leave it out",
+    "temperature": "answers are greedy, and the samples of a majority have their own; leave it out",
+    "max_new_tokens": "answers are as long as the right ones may be; leave it out",
+}
 BUDGETS_HELP = "evaluations per token; a solver that cannot spend one exactly takes the next smaller that it can"
 
 
@@ -55,11 +64,13 @@ def main() -> None:
     parser.add_argument("--out", type=folder_or_bucket, required=True, help="where the results go")
     parser.add_argument("--split", type=file_name, help="of the answers; None: the config's for validation")
     parser.add_argument("--solvers", nargs="+", choices=SOLVERS, default=["midpoint"], help="of a path")
-    parser.add_argument("--budgets", nargs="+", type="Budget", default=[1, 3, 7, 15, 31], help=BUDGETS_HELP)
+    parser.add_argument("--budgets", nargs="+", type="Budget", help=f"{BUDGETS_HELP}; None: {BUDGETS}")
     parser.add_argument("--answers", type="CountOrZero", default=0, help="problems to answer freely; 0: none")
     parser.add_argument("--samples", nargs="+", type="Draws", default=[], help="of which the majority is the answer")
     parser.add_argument("--beams", nargs="+", type="Beams", default=[], help="of a search for the answer")
     options, config = parser.parse_with_config()
+    _check_asked(options)
+    options.budgets = options.budgets or BUDGETS
     names = [name for name, _ in options.models]
     require(len(set(names)) == len(names), f"each model needs a name of its own, got {', '.join(names)}")
     if options.split:
@@ -85,6 +96,25 @@ def main() -> None:
             mirror.publish(options.out)
     if processes.is_first():
         study.report_study(options.out, {name: study.read_measurements(file) for name, file in files.items()})
+
+
+def _check_asked(options: Namespace) -> None:
+    """Raise `InputError` for an option that was given, and that nothing here depends on."""
+    overrides = override_names(options.overrides, "decode")
+    for name, remedy in INSTEAD.items():
+        require(name not in overrides, f"--config.decode.{name} changes nothing here: {remedy}")
+    fixed = [solver for solver in options.solvers if solver not in ADAPTIVE]
+    rule = f"--config.decode.tolerance is of adaptive solvers ({', '.join(ADAPTIVE)})"
+    require("tolerance" not in overrides or fixed != options.solvers, f"{rule}: name one, or leave it out")
+    rule = "an adaptive solver spends what its tolerance asks for, whatever the --budgets"
+    require(fixed != [] or options.budgets is None, f"{rule}: leave them out, or name a solver with fixed steps")
+    if options.answers:
+        first = options.solvers[0]
+        require(first in fixed, f"--answers are compared by what a budget costs: name another solver before {first}")
+        return
+    given = [f"--{name}" for name in ("samples", "beams") if getattr(options, name)]
+    given += [f"--config.decode.{name}" for name in ("top_k", "top_p", "draws", "gate") if name in overrides]
+    require(not given, f"{', '.join(given)} belong to free answers: give --answers too, or leave them out")
 
 
 def _named(text: str) -> tuple[str, str]:
@@ -150,6 +180,9 @@ def _measure_model(
     batches = placed_in_order(examples, config.validation.batch_size, mesh)
     refinements = {key: Refinement.from_config(one) for key, one in settings.items()}
     sums = teacher_forced_sums(loaded.model, batches, config, refinements, corrections=True)
+    means = {key: sums.mean(f"loss@{key}")[0] for key in settings}
+    broken = [key for key, mean in means.items() if not np.isfinite(mean)]
+    require(not broken, f"the loss at {', '.join(broken)} is not a number: check the weights, or use float32")
     return {"settings": measured, "tally": sums.to_dict()}
 
 

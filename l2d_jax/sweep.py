@@ -9,6 +9,7 @@ import json
 from dataclasses import replace
 
 from l2d_jax import command_line, report
+from l2d_jax.config.config_file import override_names
 from l2d_jax.data import tokenizer
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import Request, number_prompts
@@ -17,7 +18,7 @@ from l2d_jax.decoding.trace import accuracy_by_time, check_grid, mean_evaluation
 from l2d_jax.distributed import processes
 from l2d_jax.errors import require
 from l2d_jax.evaluate import open_session, parse_arguments
-from l2d_jax.evaluation.plan import TaskPlan, results_folder
+from l2d_jax.evaluation.plan import TaskPlan, label_of, results_folder
 from l2d_jax.files import write_whole
 from l2d_jax.reports.evaluation import WITHIN
 from l2d_jax.storage import mirror
@@ -29,10 +30,13 @@ TRACED = 64  # right answers of each task whose diffusions are traced, evenly sp
 def main() -> None:
     """Parse the command line, evaluate, trace right answers, and report."""
     parser = command_line.Parser(prog="python -m l2d_jax.sweep", description=__doc__)
-    parser.add_argument("--strengths", type="Strength", nargs="+", default=STRENGTHS, help="of guidance")
+    parser.add_argument("--strengths", type="Strength", nargs="+", help=f"of guidance; None: {STRENGTHS}")
     options, config = parse_arguments(parser)
-    options.budget = options.budget or BUDGETS
-    loaded, plans, run_plan = open_session(options, config)
+    if "budget" not in override_names(options.overrides, "decode"):
+        options.budget = options.budget or BUDGETS
+    is_varied = options.strengths is None or options.label is not None
+    require(is_varied, "--strengths are of the guidance by a class: give a --label, or leave them out")
+    loaded, plans, run_plan = open_session(options, config, used=("tolerance",))
     require(loaded.model.path is not None, "a sweep is of a diffusion path, and this model has none: use evaluate")
     largest = {plan.task.name: plan for plan in sorted(plans, key=lambda plan: plan.settings.budget)}
     for plan in largest.values():
@@ -46,8 +50,8 @@ def main() -> None:
             write_whole(file, json.dumps(found, indent=2) + "\n")
             mirror.publish(file)
     if options.label is not None:
-        last = [plan for plan in plans if plan.settings.budget == options.budget[-1]]
-        for strength, plan in itertools.product(options.strengths, last):
+        last = [plan for plan in plans if plan.settings.budget == plans[-1].settings.budget]
+        for strength, plan in itertools.product(options.strengths or STRENGTHS, last):
             run_plan(plan._replace(settings=replace(plan.settings, guidance=strength)))
     if processes.is_first():
         report.report_workdir(options.workdir or options.out, {})
@@ -58,7 +62,8 @@ def _trace_answers(loaded: LoadedModel, plan: TaskPlan) -> dict[str, object]:
     assert loaded.tokenizer is not None
     count = min(TRACED, len(plan.problems))
     problems = [plan.problems[index * len(plan.problems) // count] for index in range(count)]
-    prompts = number_prompts([one.ids for one in problems])
+    labels = [label_of(one.problem, plan.protocol) for one in problems]
+    prompts = number_prompts([one.ids for one in problems], labels=labels)
     answers = tokenizer.text_ids([one.problem.answer for one in problems], loaded.tokenizer)
     adaptive = replace(plan.settings, solver="fehlberg2", budget=AMPLE)
     evaluations = mean_evaluations(loaded, Request(prompts, adaptive), answers)

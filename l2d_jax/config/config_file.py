@@ -11,7 +11,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from l2d_jax.config.parsing import nearest
+from l2d_jax.config.parsing import check_value, nearest
 from l2d_jax.config.schema import Config
 from l2d_jax.errors import LONGEST_LINE, InputError, require, shorten
 from l2d_jax.files import check_path, package_table
@@ -40,6 +40,13 @@ def split_overrides(arguments: Sequence[str]) -> dict[str, Any]:
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             overrides[name] = text
     return overrides
+
+
+def override_names(overrides: Mapping[str, Any], section: str) -> dict[str, Any]:
+    """The overrides of a section's options, by the names that they have in it."""
+    inside = dict(check_value(overrides.get(section, {}), Mapping[str, Any], f"config.{section}"))
+    named = {name: value for name, value in overrides.items() if name.startswith(f"{section}.")}
+    return inside | {name.removeprefix(f"{section}."): value for name, value in named.items()}
 
 
 def read_config(reference: str, overrides: Mapping[str, Any] | None = None) -> Config:
@@ -72,7 +79,7 @@ def find_variants(reference: str) -> dict[str, str]:
 
 def _import(file: Path) -> Any:
     check_path(str(file), "the config file")
-    require(file.is_file(), f"no config file {file}: give a path such as configs/smollm2_135m.py")
+    require(file.is_file(), f"no config file {file}: give the path of a Python file that defines get_config()")
     spec = importlib.util.spec_from_file_location(f"l2d_jax_config_{file.stem}", file)
     if spec is None or spec.loader is None:
         raise InputError(f"{file} is not a Python file: a config file ends in .py")

@@ -1,8 +1,9 @@
 """Options that are possible alone and contradict one another; a config that has such a pair is refused.
 
 An option that is merely unused (a rank beside full copies, a tolerance beside a fixed-step solver) is no conflict:
-variants and overrides are combined, and one need not undo the other. Conflicts with the devices, the data or the model
-are refused where these are known: budgets and micro-batches by the training program, class labels by `check_labels`.
+variants and overrides are combined, and one need not undo the other. A single request is not combined: what it asks for
+and cannot get is refused by `decoding.requests.check_asked`. Conflicts with the devices, the data or the model are
+refused where these are known: budgets and micro-batches by the training program, class labels by `check_labels`.
 """
 
 from typing import Any
@@ -12,7 +13,7 @@ from l2d_jax.errors import require
 
 def check_conflicts(config: Any) -> None:
     """Raise `InputError` for the first conflict between options of a `Config`."""
-    model, path, data, train, decode = config.model, config.path, config.data, config.train, config.decode
+    model, path, data, train = config.model, config.path, config.data, config.train
     of_times = (train.own_estimates, train.draws_per_context, train.time_density)
     no_path = f"config.train.method {train.method!r} trains no diffusion path, "
     conflicts = {  # by message: whether the config has it
@@ -30,15 +31,28 @@ def check_conflicts(config: Any) -> None:
         "'lm'": path.layers == "lora" and path.dense_init == "scratch",
         f"config.path.class_dropout {path.class_dropout} drops classes, but config.path.classes is 0: set both "
         "(variant guidance) or neither": path.classes == 0 and path.class_dropout != type(path).class_dropout,
-        f"config.decode.guidance {decode.guidance} is the strength of a class, but config.path.classes is 0: train "
-        "with classes (variant guidance), or leave the strength at 1": path.classes == 0 and decode.guidance != 1,
-        f"config.decode.guidance {decode.guidance} mixes in the null class, which is never trained with "
-        "config.path.class_dropout 0: raise the dropout, or leave the strength "
-        "at 1": path.classes > 0 and path.class_dropout == 0 and decode.guidance != 1,
         "config.data.source 'problems' is built in, but config.data.data_dir is set, which belongs to other sources: "
         "leave it out, or name another source": data.source == "problems" and bool(data.data_dir),
         f"config.data.train_split and config.data.validation_split are both {data.train_split!r}: held-out answers "
         "need a split of their own": data.train_split == data.validation_split,
+    }
+    for message, is_there in conflicts.items():
+        require(not is_there, message)
+    check_decoding(config.decode, path)
+
+
+def check_decoding(decode: Any, path: Any | None) -> None:
+    """Raise `InputError` for the first conflict within a `DecodeConfig`, or with a `PathConfig`; None: no path.
+
+    Config files, the Python interface, the server and the evaluation all call this.
+    """
+    classes, dropout = (0, 0.0) if path is None else (path.classes, path.class_dropout)
+    conflicts = {  # by message: whether it is there
+        f"config.decode.guidance {decode.guidance} is the strength of a class, but config.path.classes is 0: train "
+        "with classes (variant guidance), or leave the strength at 1": classes == 0 and decode.guidance != 1,
+        f"config.decode.guidance {decode.guidance} mixes in the null class, which is never trained with "
+        "config.path.class_dropout 0: raise the dropout, or leave the strength "
+        "at 1": classes > 0 and dropout == 0 and decode.guidance != 1,
         "config.decode.anneal lets config.decode.velocity_temperature fall to 0, but it is 0 already: raise it, or "
         "leave anneal out": decode.anneal and decode.velocity_temperature == 0,
         "config.decode.velocity 'expectation' is the arg max where config.decode.velocity_temperature is 0: raise the "

@@ -5,6 +5,7 @@ rounding does depend on the shape of the batch: see `generation`.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding.generation import decode_lanes
@@ -38,6 +39,14 @@ def plan_batches(lengths: Sequence[int], size: int) -> Iterator[tuple[list[int],
         yield batch, batch + batch[-1:] * (size - len(batch))
 
 
+class Completion(NamedTuple):
+    """An answer that has ended, and what it took."""
+
+    ids: list[int]  # without the stop token
+    tokens: int = 0  # that were decoded, the stop token included
+    evaluations: int = 0  # of the path, for these tokens
+
+
 def complete(
     loaded: LoadedModel,
     prompts: Sequence[Prompt],
@@ -47,28 +56,33 @@ def complete(
     samples: int = 1,
     seed: int = 0,
     prefix: int = 0,
-) -> Iterator[dict[int, list[list[int]]]]:
+) -> Iterator[dict[int, list[Completion]]]:
     """Yield answers as they end, `samples` of them by the number of their prompt; the longest prompts come first.
 
     There are `batch_size` lanes, and an answer that ends makes room for the next. Prompts are padded to a length of
     `buckets.round_up`: so there are as many programs as buckets. The other arguments are those of `Request`, the prefix
     from `common_prefix`.
+    A prompt with an answer whose logits were not numbers is not among them.
     Raises `InputError` as `generation.decode_lanes`, and for a batch that is smaller than the samples of one prompt.
     """
     lanes = batch_size // samples * samples
     require(lanes > 0, f"a batch of {batch_size} does not hold {samples} samples of a prompt: use {samples} or more")
     ordered = sorted(prompts, key=lambda prompt: -len(prompt.ids))
-    answers: list[list[int]] = [[] for _ in range(len(ordered) * samples)]
-    lacking = [samples] * len(ordered)
+    answers = [Completion([]) for _ in range(len(ordered) * samples)]
+    lacking, broken = [samples] * len(ordered), set[int]()
     request = Request(ordered, settings, seed, samples, prefix, stop_ids=loaded.stop_ids, tokenizer=loaded.tokenizer)
     decoded = decode_lanes(loaded.decoder, request, lanes=lanes)
     for pieces in decoded if ordered else ():
         ended = {}
         for piece in pieces:
-            place = piece.answer // samples
-            answers[piece.answer] += piece.tokens
+            place, former = piece.answer // samples, answers[piece.answer]
+            tokens = former.tokens + len(piece.tokens) + (piece.ending == "stop")
+            answers[piece.answer] = Completion(
+                former.ids + piece.tokens, tokens, former.evaluations + piece.evaluations
+            )
             lacking[place] -= piece.is_last
-            if not lacking[place]:
+            broken |= {place} if piece.ending == "broken" else set()
+            if not lacking[place] and place not in broken:
                 ended[ordered[place].number] = answers[samples * place : samples * (place + 1)]
         if ended:
             yield ended

@@ -59,8 +59,8 @@ def prefill(
     The tokens of the `prefix` come before those of every prompt.
     """
     before = None
-    if prefix is not None:
-        before = KVCache.empty(llm.architecture, len(lengths), capacity, dtype=llm.dtype, prefix=prefix)
+    if prefix is not None:  # no other slots: they would be constants of the program, which XLA folds for seconds
+        before = KVCache.empty(llm.architecture, len(lengths), 0, dtype=llm.dtype, prefix=prefix)
     slots = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     hidden, prompt = llm(tokens, positions(lengths, slots, prefix=_length(prefix)), before)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]

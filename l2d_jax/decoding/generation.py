@@ -7,14 +7,14 @@ by some tenths, and answers with it.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from l2d_jax.config import ranges
 from l2d_jax.config.parsing import check_value
 from l2d_jax.config.schema import PathConfig
 from l2d_jax.decoding import requests
 from l2d_jax.decoding.lanes import Lanes
-from l2d_jax.decoding.refine import check_budget
+from l2d_jax.decoding.refine import check_settings
 from l2d_jax.decoding.requests import Answer, Piece, Request, path_config
 from l2d_jax.decoding.stop_strings import StopSearch
 from l2d_jax.errors import InputError, require
@@ -65,10 +65,17 @@ def decode_lanes(model: Model, request: Request, *, lanes: int | None = None) ->
     if error is not None:
         raise error
     if broken:
-        problem = f"logits of sequences {sorted(broken)} were not numbers, which ended them there"
-        if request.restrictions.grammar is not None:
-            problem += ", or their response_format became too large"
-        raise InputError(f"{problem}: check the weights, or use float32")
+        numbers = (request.prompts[answer // request.samples].number for answer in broken)
+        raise broken_logits(numbers, has_grammar=request.restrictions.grammar is not None)
+
+
+def broken_logits(numbers: Iterable[int], *, has_grammar: bool = False) -> InputError:
+    """The error for prompts, by their numbers, whose logits were not numbers."""
+    known = sorted(set(numbers))
+    more = f" and of {len(known) - 5} more" if len(known) > 5 else ""
+    problem = f"logits of sequences {known[:5]}{more} were not numbers, which ended them there"
+    problem += ", or their response_format became too large" if has_grammar else ""
+    return InputError(f"{problem}: check the weights, or use float32")
 
 
 def open_lanes(model: Model, request: Request, *, lanes: int | None = None) -> tuple[Lanes, list[Answer]]:
@@ -97,11 +104,14 @@ def make_answers(
     check_value(request.samples, ranges.Rows, "samples")
     check_value(request.seed, ranges.KeySeed, "seed")
     asked = [(prompt, prompt.settings or request.settings) for prompt in request.prompts]
-    for settings in {settings for _, settings in asked} or {request.settings}:
-        check_budget(settings, has_path=path is not None)
+    chosen = {settings for _, settings in asked} or {request.settings}
+    for settings in chosen:
+        check_settings(settings, path)
         ids = [prompt.ids for prompt, its in asked if its == settings]
         requests.check_prompts(ids, architecture, new_tokens=settings.max_new_tokens)
     requests.class_labels(path, request.prompts)
+    has_label = any(prompt.label is not None for prompt in request.prompts)
+    requests.check_asked(request.asked, chosen, path, has_label=has_label)
     restrictions = request.restrictions
     restrictions.check_penalties(architecture.vocab_size)
     search, grammar = StopSearch(restrictions.stops, request.tokenizer), restrictions.grammar

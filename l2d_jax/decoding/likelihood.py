@@ -17,9 +17,10 @@ from jaxtyping import Array, Float, Int, Key
 
 from l2d_jax.config import ranges
 from l2d_jax.config.parsing import check_value
-from l2d_jax.decoding.buckets import pad
+from l2d_jax.decoding.buckets import Programs, pad
+from l2d_jax.decoding.generation import broken_logits
 from l2d_jax.decoding.refine import Refinement, refine
-from l2d_jax.decoding.requests import Request, check_prompts, class_labels, path_config
+from l2d_jax.decoding.requests import Request, check_asked, check_prompts, class_labels, path_config
 from l2d_jax.decoding.sampler import check_tokens, token_keys
 from l2d_jax.distributed import processes, sharding
 from l2d_jax.errors import require
@@ -48,8 +49,8 @@ def score_answers(
 
     There is one answer per prompt, as token ids, with the stop token if it is to count. The last token of an answer is
     fed to no one, and takes no position. A budget of 1, where all draws are the same, takes one of at least 2.
-    Raises `InputError` as `generation.decode_lanes`, for fewer than 2 draws, and for an answer without tokens or with
-    unknown ones.
+    Raises `InputError` as `generation.decode_lanes`, for fewer than 2 draws, for an answer without tokens or with
+    unknown ones, and where logits are not numbers.
     """
     require(draws >= 2, f"a standard error takes at least 2 draws, got {draws}")
     contexts = [prompt.ids for prompt in request.prompts]
@@ -67,9 +68,11 @@ def score_answers(
     starts, counts = (np.array([len(text) for text in texts])[:, None] for texts in (contexts, answers))
     queries = np.where(places < counts, starts - 1 + places, 0).astype(np.int32)
     sampled = _sample(model, request, ids, sharding.spread(queries), targets[:, :, None], draws=draws)
-    return [
-        _average(sampled.log_probs[:, i, :n, 0], sampled.likeliest[i, :n, 0]) for i, n in enumerate(map(len, answers))
-    ]
+    log_probs, likeliest = sampled.log_probs[..., 0], sampled.likeliest[..., 0]
+    scores = [_average(log_probs[:, i, :n], likeliest[i, :n]) for i, n in enumerate(map(len, answers))]
+    if broken := [i for i, score in enumerate(scores) if np.isnan(score.total)]:
+        raise broken_logits(broken)
+    return scores
 
 
 class ScoredPiece(NamedTuple):
@@ -97,6 +100,8 @@ def score_in_pieces(
         rows = (sampled.likeliest, sampled.likeliest_log_probs, sampled.taken)
         likeliest, values, taken = (array[0, : len(part)] for array in rows)
         tokens = _average(sampled.log_probs[:, 0, : len(part), 0], likeliest[:, 0]).tokens
+        if np.isnan(tokens).any():
+            raise broken_logits([prompt.number])
         yield ScoredPiece(tokens, likeliest, values, int(taken.sum()))
 
 
@@ -105,7 +110,8 @@ def rank(
 ) -> list[Float[np.ndarray, " J"]]:
     """Log-probabilities of a few next tokens of each prompt, by the mean over `draws`: one pass over each prompt.
 
-    A budget of 1, where all draws are the same, takes one. Raises `InputError` as `generation.decode_lanes`.
+    A budget of 1, where all draws are the same, takes one. They are not numbers where logits are not.
+    Raises `InputError` as `generation.decode_lanes` does for what is asked.
     """
     contexts = [prompt.ids for prompt in request.prompts]
     check_prompts(contexts, model.llm.architecture, new_tokens=1)
@@ -113,7 +119,8 @@ def rank(
     width = max(map(len, options))
     tokens = sharding.spread(np.array([[*few, *[0] * (width - len(few))] for few in options], np.int32)[:, None])
     log_probs = _sample(model, request, ids, (lengths - 1)[:, None], tokens, draws=draws).log_probs
-    mean = np.logaddexp.reduce(log_probs[:, :, 0], axis=0) - np.log(len(log_probs))
+    with np.errstate(invalid="ignore"):  # of what is not a number
+        mean = np.logaddexp.reduce(log_probs[:, :, 0], axis=0) - np.log(len(log_probs))
     return [row[: len(few)] for row, few in zip(mean, options, strict=True)]
 
 
@@ -151,8 +158,10 @@ def _sample(
     """
     budget, refinement = request.settings.budget, Refinement.prepare(model, request.settings)
     check_value(request.seed, ranges.KeySeed, "seed")
+    path, has_label = path_config(model), any(prompt.label is not None for prompt in request.prompts)
+    labels = class_labels(path, request.prompts)
+    check_asked(request.asked, [request.settings], path, has_label=has_label)
     keys = jax.random.split(jax.random.key(request.seed), 1 if budget == 1 else draws)
-    labels = class_labels(path_config(model), request.prompts)
     numbers = jnp.array([prompt.number for prompt in request.prompts])
     model = model.reading(refines=budget > 1)
     places = first + jnp.arange(queries.shape[1], dtype=jnp.int32)
@@ -162,7 +171,7 @@ def _sample(
     return _Sampled(log_probs.astype(np.float64), *others)
 
 
-@partial(jax.jit, static_argnames="top")
+@partial(Programs, static=["top"])
 def _log_probs(
     model: Model,
     settings: Refinement,

@@ -20,7 +20,7 @@ from l2d_jax.data.tokenizer import Message, prompt_ids, require_tokenizer, text_
 from l2d_jax.decoding.generation import decode_lanes, generate_answers
 from l2d_jax.decoding.grammar import Grammar
 from l2d_jax.decoding.likelihood import Likelihood, score_answers
-from l2d_jax.decoding.requests import Request, Restrictions, number_prompts, override_settings
+from l2d_jax.decoding.requests import SAMPLING_OPTIONS, Request, Restrictions, number_prompts, override_settings
 from l2d_jax.decoding.sampler import check_tokens
 from l2d_jax.decoding.stop_strings import GrowingText, to_text
 from l2d_jax.distributed.memory import device_bytes
@@ -146,11 +146,13 @@ class LoadedModel:
 
         Answers are one, several to the single prompt, or one for each prompt of the list. Text is scored as it stands;
         for the token that ends an answer, give token ids. `draws` are noise samples per token, at least 2; the other
-        arguments are those of `generate`.
+        arguments are those of `generate`, but for `SAMPLING_OPTIONS`.
         Raises `InputError` as `generate`, and for lists of different lengths or answers without tokens.
         """
         many, is_single = _as_list(prompts)
         texts, is_one = _as_list(answers)
+        for name in SAMPLING_OPTIONS:
+            require(name not in options, f"a likelihood does not depend on {name}: leave it out")
         request = self._request(many, label, settings, options, seed=seed)
         require(not any(prompt.settings for prompt in request.prompts), "likelihoods have one value of each option")
         request = replace(request, prompts=[*request.prompts] * len(texts)) if is_single else request
@@ -178,7 +180,10 @@ class LoadedModel:
         for i, prompt in enumerate(numbered if several else ()):
             own = {name: values[i] for name, values in several.items()}
             numbered[i] = prompt._replace(settings=override_settings(common, own, others=OTHER_OPTIONS))
-        return Request(numbered, common, stop_ids=self.stop_ids, tokenizer=self.tokenizer, **others)
+        asked = {*options} if label is None else {*options, "label"}
+        if settings is not None and settings.guidance != self.defaults.guidance:  # which needs a label
+            asked.add("guidance")
+        return Request(numbered, common, stop_ids=self.stop_ids, tokenizer=self.tokenizer, asked=asked, **others)
 
     def compile_grammar(self, response_format: Any) -> Grammar | None:
         """What answers have to be, for this model; None and errors are those of `Grammar.compile`."""

@@ -13,7 +13,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.config.conflicts import check_decoding
+from l2d_jax.config.schema import DecodeConfig, PathConfig
 from l2d_jax.decoding import integrate
 from l2d_jax.decoding.condition_table import CAPACITY, ConditionTable, build_table
 from l2d_jax.decoding.solver import FIXED, Solver, find_solver
@@ -56,8 +57,8 @@ class Refinement(nnx.Module):
 
     @classmethod
     def prepare(cls, model: Model, config: DecodeConfig) -> "Refinement":
-        """The settings for one model, with a table where there can be one; raises `InputError` as `check_budget`."""
-        check_budget(config, has_path=model.path is not None)
+        """The settings for one model, with a table where there can be one; raises `InputError` as `check_settings`."""
+        check_settings(config, None if model.path is None else model.path.config)
         table = cls.tabulate(model, config.solver, [config.budget])
         return dataclasses.replace(cls.from_config(config), table=table)
 
@@ -79,11 +80,15 @@ class Refinement(nnx.Module):
         return jnp.where(self.anneal > 0, annealed, self.velocity_temperature)
 
 
-def check_budget(config: DecodeConfig, *, has_path: bool) -> None:
-    """Raise `InputError` for a budget that the solver cannot spend, and for one above 1 without a path to spend it."""
+def check_settings(config: DecodeConfig, path: PathConfig | None) -> None:
+    """Raise `InputError` for settings that a model with this path, or without one, cannot follow.
+
+    Those are a budget that the solver cannot spend, one above 1 without a path, and what `check_decoding` refuses.
+    """
     problem = f"a budget of {config.budget} needs a diffusion path, and this model has none"
-    require(has_path or config.budget == 1, f"{problem}: use a budget of 1")
+    require(path is not None or config.budget == 1, f"{problem}: use a budget of 1")
     find_solver(config.solver).steps(config.budget)
+    check_decoding(config, path)
 
 
 def corrected_hidden(

@@ -1,7 +1,7 @@
 """What a model is asked, prompts and settings, with the checks that need no weights; and answers on their way."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -24,6 +24,9 @@ from l2d_jax.errors import require, shown
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.l2d import Model, check_labels
 from l2d_jax.model.llm import LLM
+
+# The options of `DecodeConfig` that a likelihood does not depend on.
+SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "gate", "max_new_tokens")
 
 
 class Prompt(NamedTuple):
@@ -66,6 +69,15 @@ class Restrictions(NamedTuple):
 
 UNRESTRICTED = Restrictions()
 
+OFF: dict[str, Any] = {  # the values of options of the path that ask for nothing
+    "velocity": "sample",
+    "velocity_temperature": 0.0,
+    "anneal": False,
+    "guidance": 1.0,
+    "draws": 1,
+    "gate": 0.0,
+}
+
 
 @dataclass(frozen=True)
 class Request:
@@ -79,6 +91,7 @@ class Request:
     restrictions: Restrictions = UNRESTRICTED
     stop_ids: Sequence[int] = ()  # tokens that end an answer, and are left out of it
     tokenizer: PreTrainedTokenizerFast | None = None  # for stop strings
+    asked: Collection[str] = ()  # names of the options that the user gave for this request, "label" among them
 
 
 class TokenScore(NamedTuple):
@@ -183,7 +196,31 @@ def override_settings(
         require(name in names, f"unknown option {name!r}{nearest(name, [*names, *others])}")
     ample = {"budget": AMPLE} if options.get("solver") in ADAPTIVE else {}
     changed: DecodeConfig = from_dict(DecodeConfig, vars(settings) | ample | dict(options), prefix="config.decode")
+    if options.get("velocity_temperature") == 0:  # the arg max: what the defaults say of other temperatures is unused
+        changed = replace(changed, **{name: OFF[name] for name in ("anneal", "velocity") if name not in options})
     return changed
+
+
+def check_asked(
+    asked: Collection[str], chosen: Collection[DecodeConfig], path: PathConfig | None, *, has_label: bool
+) -> None:
+    """Raise `InputError` for an option that the user gave, and that changes nothing at any of the `chosen` settings.
+
+    `asked` has the names of what the user gave for this call, "label" among them; a default may be unused. Top-k and
+    top-p go with temperature 0, whose token is in each such set.
+    """
+    refining = [one for one in chosen if one.budget > 1]
+    for name in sorted({"solver", "tolerance", "label", *OFF} & set(asked)):
+        if name in OFF and all(getattr(one, name) == OFF[name] for one in chosen):
+            continue
+        require(path is not None, f"{name} is an option of a diffusion path, and this model has none: leave it out")
+        problem = f"{name} changes nothing at a budget of 1, which is the language model alone"
+        require(refining != [], f"{problem}: raise the budget, or leave {name} out")
+    is_adaptive = any(one.solver in ADAPTIVE for one in refining)
+    rule = f"tolerance is of adaptive solvers ({', '.join(ADAPTIVE)})"
+    require(is_adaptive or "tolerance" not in asked, f"{rule}: choose one of them, or leave tolerance out")
+    is_guided = has_label or "guidance" not in asked or all(one.guidance == 1 for one in chosen)
+    require(is_guided, "guidance is the strength of a class, and no label is given: give one, or leave guidance out")
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], architecture: Architecture, *, new_tokens: int) -> None:

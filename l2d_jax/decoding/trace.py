@@ -89,7 +89,8 @@ def accuracy_by_time(loaded: LoadedModel, request: Request, answers: Sequence[Se
     """`expected` and `greedy` accuracy of the tokens of answers at every `t` of the grid.
 
     Each is the accuracy of the distribution that the path gives at the state x_t on the way; the first is the LM's,
-    unless the path is anchored. Raises `InputError` as `check_grid`, and for a budget that cannot be spent.
+    unless the path is anchored. Raises `InputError` as `check_grid`, for a budget that cannot be spent, and where logits
+    are not numbers.
     """
     check_grid(request.settings)
     refinement = Refinement.prepare(loaded.decoder, request.settings)
@@ -98,7 +99,7 @@ def accuracy_by_time(loaded: LoadedModel, request: Request, answers: Sequence[Se
     accuracies: dict[str, list[np.ndarray]] = {"expected": [], "greedy": []}
     for prompt, answer in zip(request.prompts, answers, strict=True):
         key = jax.random.fold_in(jax.random.key(request.seed), prompt.number)
-        known = trajectory.read_answer(model, prompt.ids, answer, key=key)
+        known = trajectory.read_answer(model, prompt.ids, answer, key=key, label=prompt.label)
         for start in range(0, len(answer), trajectory.CHUNK):
             targets = np.resize(np.array(answer[start : start + trajectory.CHUNK], np.int32), trajectory.CHUNK)
             count = min(len(answer) - start, trajectory.CHUNK)
@@ -106,6 +107,7 @@ def accuracy_by_time(loaded: LoadedModel, request: Request, answers: Sequence[Se
             for name, values in trajectory.score_points(model, known, jnp.array(targets), **options).items():
                 accuracies[name].append(np.asarray(values)[:, :count])
     means = {name: np.concatenate(parts, axis=1).mean(axis=1).tolist() for name, parts in accuracies.items()}
+    require(bool(np.isfinite(means["expected"]).all()), "logits of answers were not numbers: check the weights")
     return {"t": [point / steps for point in range(steps + 1)], **means}
 
 

@@ -5,12 +5,14 @@ from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from l2d_jax.config.config_file import override_names
 from l2d_jax.config.schema import CATEGORIES, Config, DecodeConfig
 from l2d_jax.data.tokenizer import require_tokenizer
+from l2d_jax.decoding.requests import SAMPLING_OPTIONS, check_asked, override_settings
 from l2d_jax.distributed import processes
-from l2d_jax.errors import require
+from l2d_jax.errors import InputError, require
 from l2d_jax.evaluation.results import Results
 from l2d_jax.evaluation.sandbox import grade
 from l2d_jax.evaluation.tasks.problem import EncodedProblem, Problem, Prompts, Run
@@ -20,6 +22,7 @@ from l2d_jax.loading import Folder
 from l2d_jax.weights import model_folder
 from l2d_jax.weights.locate import absolute_name
 
+DRAWS = 8  # noise samples for a likelihood, unless the user says otherwise
 DECODING_OPTIONS = ("solver", "tolerance", "guidance", "temperature", "max_new_tokens")
 
 
@@ -73,13 +76,40 @@ def choose_run(tasks: Sequence[Task], *, is_allowed: bool) -> Run | None:
     return grade.grade
 
 
+def asked_options(options: Namespace) -> dict[str, Any]:
+    """The options of `DecodeConfig` that this command line gives, by their names; raises `InputError` for one twice."""
+    given = {name: value for name in DECODING_OPTIONS if (value := getattr(options, name)) is not None}
+    overrides = override_names(options.overrides, "decode")
+    for name in overrides.keys() & ({*given, "budget"} if options.budget else given):
+        raise InputError(f"--{name} and --config.decode.{name} are both given: leave one of them out")
+    return overrides | given
+
+
+def check_asked_options(options: Namespace, plans: Sequence[TaskPlan], found: Folder, *, used: Sequence[str]) -> None:
+    """Raise `InputError` for an option that was given and changes nothing, but those `used` elsewhere."""
+    is_ranked, has_label = options.choices == "likelihood", options.label is not None
+    require(is_ranked or options.draws is None, "--draws are of --choices likelihood: give it too, or leave them out")
+    asked = asked_options(options).keys() - set(used)
+    ignored = {*SAMPLING_OPTIONS, "draws"} & asked if is_ranked else set()
+    ignored |= {"samples"} if is_ranked and options.samples is not None else set()
+    for name in sorted(ignored):
+        raise InputError(f"{name} is of answers that are generated, and --choices likelihood ranks: leave it out")
+    asked |= {"label"} if has_label else set()
+    check_asked(asked, [plan.settings for plan in plans], found.path_config, has_label=has_label)
+
+
 def make_plans(
     tasks: Sequence[Task], options: Namespace, decode: DecodeConfig, base: model_folder.BaseFiles
 ) -> list[TaskPlan]:
-    """A plan for each task and budget, with its problems read and encoded; raises `InputError`."""
+    """A plan for each task and budget, with its problems read and encoded; raises `InputError`.
+
+    A task samples as it does, but where the command line says otherwise: by its options, its overrides, and what the
+    config that it names sets. `decode` is that config's, or what the model was validated with.
+    """
     tokenizer = require_tokenizer(base.tokenizer)
     asked = {field.name: getattr(options, field.name) for field in dataclasses.fields(EvaluationProtocol)}
-    chosen = {name: value for name in DECODING_OPTIONS if (value := getattr(options, name)) is not None}
+    asked["draws"] = DRAWS if options.draws is None else options.draws
+    chosen, defaults = asked_options(options), vars(DecodeConfig())
     plans = []
     for task in tasks:
         given = {name: getattr(options, name) for name in ("limit", "split", "shots")}
@@ -87,19 +117,29 @@ def make_plans(
         if options.data_dir is None and options.prompts == "paper" and set(given.values()) == {None}:
             task.check_size(problems)  # the paper's whole split
         encoded = encode_problems(problems, tokenizer)
-        dropped = len(problems) - len(encoded)
-        processes.print_once(f"{task.name}: {len(encoded)} problems, {dropped} dropped for their length")
-        hashed = digest([[one.problem._asdict(), one.ids] for one in encoded])
         usual = task.sampling_for(options.prompts)._asdict()
         samples = usual.pop("samples")
+        of_config = {name: value for name in usual if (value := getattr(decode, name)) != defaults[name]}
+        wanted = chosen if options.config is None else of_config | chosen
+        changed = [name for name in usual if wanted.get(name, usual[name]) != usual[name]]
+        others = [f"{name} {wanted[name]}, not {usual[name]}" for name in changed]
+        if wanted.get("velocity_temperature") == 0:
+            del usual["anneal"]  # which this leaves without effect
+        dropped, line = len(problems) - len(encoded), f"{task.name}: {len(encoded)} problems"
+        processes.print_once("; ".join([f"{line}, {dropped} dropped for their length", *others]))
+        hashed = digest([[one.problem._asdict(), one.ids] for one in encoded])
         protocol = EvaluationProtocol(**asked | {"samples": options.samples or samples})
         few = f"--batch_size {options.batch_size} does not hold the {protocol.samples} samples of a problem"
         require(options.batch_size >= protocol.samples, f"{few}: use {protocol.samples} or more")
         without = next((one.problem.id for one in encoded if not one.problem.options), None)
         is_ranked = protocol.choices == "likelihood"
         require(not (is_ranked and without), f"{without} has no options to rank: use --choices generate")
-        for budget in options.budget or [decode.budget]:
-            settings = dataclasses.replace(decode, **(usual | chosen), budget=budget)
+        for budget in options.budget or [None]:
+            spent = {} if budget is None else {"budget": budget}
+            settings = override_settings(decode, usual | wanted | spent)
+            same = f"{protocol.samples} samples of a problem of {task.name} are the same at temperature 0 and budget 1"
+            differ = settings.temperature > 0 or settings.budget > 1 or protocol.samples == 1
+            require(differ, f"{same}: give --samples 1, or a --temperature")
             plans.append(TaskPlan(task, encoded, hashed, settings, protocol))
     return plans
 

@@ -8,12 +8,13 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple, NotRequired
 
 from annotated_types import Len
 from typing_extensions import TypedDict
 
 from l2d_jax import statistics
+from l2d_jax.config.ranges import CountOrZero
 from l2d_jax.errors import InputError, require, shown
 from l2d_jax.evaluation.tasks.problem import Problem, Score
 from l2d_jax.files import Count, Share, changes, check, differences, explained, read_json, read_lines, write_whole
@@ -30,6 +31,8 @@ class _Judged(TypedDict):
     extracted: str | None
     relaxed_extracted: str | None
     reason: str
+    tokens: NotRequired[CountOrZero]  # an earlier version did not count them
+    evaluations: NotRequired[CountOrZero]
 
 
 class _Sample(TypedDict):
@@ -83,6 +86,14 @@ def read_figures(file: Path) -> dict[str, Any] | None:
         return None
     check(figures, _Figures, file, remedy=f"remove it, and evaluate again: the answers in {SAMPLES} are kept")
     return figures
+
+
+class Said(NamedTuple):
+    """A completion, and what it took."""
+
+    text: str
+    tokens: int = 0  # that were generated, the stop token included
+    evaluations: int = 0  # of the path, for these tokens
 
 
 class Results:
@@ -141,17 +152,26 @@ def _repeated(lines: list[dict[str, Any]]) -> dict[int, str]:
     return {i: f"id {shown(line['id'])} is repeated" for i, line in enumerate(lines) if count[line["id"]] > 1}
 
 
-def sample_line(problem: Problem, prompt: str, completions: Sequence[str], scores: Sequence[Score]) -> dict[str, Any]:
+def sample_line(problem: Problem, prompt: str, completions: Sequence[Said], scores: Sequence[Score]) -> dict[str, Any]:
     """A line of `samples.jsonl`."""
-    pairs = zip((text.encode(errors="replace").decode() for text in completions), scores, strict=True)
-    judged = [{"text": text, **score._asdict()} for text, score in pairs]
+    judged = [
+        {"text": said.text.encode(errors="replace").decode(), **score._asdict()}
+        | {"tokens": said.tokens, "evaluations": said.evaluations}
+        for said, score in zip(completions, scores, strict=True)
+    ]
     return {"id": problem.id, "subject": problem.subject, "answer": problem.answer, "prompt": prompt, "samples": judged}
 
 
 def summarise(samples: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Accuracy, pass@k and accuracy by subject for each kind of score, with 95 % intervals over problems."""
+    """Accuracy, pass@k and accuracy by subject for each kind of score, with 95 % intervals over problems.
+
+    And the mean number of evaluations of the path per generated token, None where no token was counted.
+    """
     subjects = {name: line["subject"] for name, line in samples.items()}
+    counted = [sample for line in samples.values() for sample in line["samples"] if "evaluations" in sample]
+    tokens, evaluations = (sum(sample[name] for sample in counted) for name in ("tokens", "evaluations"))
     figures: dict[str, Any] = {"problems": len(samples)}
+    figures["evaluations per token"] = evaluations / tokens if tokens else None
     for kind in KINDS:
         scores = {name: [float(sample[kind]) for sample in line["samples"]] for name, line in samples.items()}
         figures[kind] = {

@@ -10,13 +10,14 @@ import numpy as np
 
 from l2d_jax.data.tokenizer import text_ids
 from l2d_jax.decoding.batching import common_prefix, complete, plan_batches
+from l2d_jax.decoding.generation import broken_logits
 from l2d_jax.decoding.likelihood import rank
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import Prompt, Request
 from l2d_jax.decoding.stop_strings import to_text
 from l2d_jax.distributed import processes
 from l2d_jax.evaluation.plan import TaskPlan, label_of
-from l2d_jax.evaluation.results import Results, sample_line
+from l2d_jax.evaluation.results import Results, Said, sample_line
 from l2d_jax.evaluation.tasks.problem import EncodedProblem, Run, Score
 
 
@@ -36,7 +37,7 @@ def evaluate_plan(
     began, count = time.monotonic(), 0
     with processes.progress_bar(total, plan.task.name, done=total - len(remaining), unit="problem") as shown:
         for batch in _answers(loaded, remaining, plan):
-            count += sum(tokens for _, tokens in batch.values())
+            count += sum(said.tokens for several in batch.values() for said in several)
             if opened:
                 opened[0].add(_scored(loaded, remaining, batch, grade))
             shown.update(len(batch))
@@ -48,12 +49,14 @@ def evaluate_plan(
     return dict(processes.decide(lambda: opened[0].finish(speed)))
 
 
-# The completions of each problem by its number, and how many tokens were generated for them.
-Answers = dict[int, tuple[list[str], int]]
+Answers = dict[int, list[Said]]  # by the number of the problem
 
 
 def _answers(loaded: LoadedModel, encoded: Mapping[int, EncodedProblem], plan: TaskPlan) -> Iterator[Answers]:
-    """Answer problems, batch by batch: with completions, or with the letter whose first token is the likeliest."""
+    """Answer problems, batch by batch: with completions, or with the letter whose first token is the likeliest.
+
+    Raises `InputError`, once all others are answered, for those whose logits are not numbers.
+    """
     protocol, settings, words = plan.protocol, plan.settings, loaded.tokenizer
     assert words is not None
     prompts = [Prompt(number, one.ids, label_of(one.problem, protocol)) for number, one in encoded.items()]
@@ -61,16 +64,21 @@ def _answers(loaded: LoadedModel, encoded: Mapping[int, EncodedProblem], plan: T
         prefix = common_prefix([one.ids for one in plan.problems])
         options: dict[str, Any] = {name: getattr(protocol, name) for name in ("batch_size", "samples", "seed")}
         for completed in complete(loaded, prompts, settings=settings, prefix=prefix, **options):
-            told = {number: [to_text(ids, words) for ids in answers] for number, answers in completed.items()}
-            yield {number: (texts, sum(map(len, completed[number]))) for number, texts in told.items()}
+            yield {
+                number: [Said(to_text(one.ids, words), one.tokens, one.evaluations) for one in several]
+                for number, several in completed.items()
+            }
         return
-    letters = [one.problem.options for one in encoded.values()]
+    letters, broken = [one.problem.options for one in encoded.values()], list[int]()
     for batch, rows in plan_batches([len(prompt.ids) for prompt in prompts], protocol.batch_size):
         ranked = Request([prompts[row] for row in rows], settings, protocol.seed)
         tokens = [[ids[0] for ids in text_ids(letters[row], words)] for row in rows]
-        found = rank(loaded.model, ranked, tokens, draws=protocol.draws)
-        best = {row: letters[row][int(np.argmax(shares))] for row, shares in zip(rows, found, strict=True)}
-        yield {prompts[row].number: ([best[row]], 0) for row in batch}
+        found = dict(zip(rows, rank(loaded.model, ranked, tokens, draws=protocol.draws), strict=True))
+        good = [row for row in batch if not np.isnan(found[row]).any()]
+        broken += [prompts[row].number for row in batch if row not in good]
+        yield {prompts[row].number: [Said(letters[row][int(np.argmax(found[row]))])] for row in good}
+    if broken:
+        raise broken_logits(broken)
 
 
 def _scored(
@@ -78,11 +86,11 @@ def _scored(
 ) -> list[dict[str, Any]]:
     """The sample lines of a batch, whose completions are judged together, since running programs takes time."""
     assert loaded.tokenizer is not None
-    problems = [encoded[number].problem for number, (texts, _) in batch.items() for _ in texts]
-    scores = iter(grade(problems, [text for texts, _ in batch.values() for text in texts]))
+    problems = [encoded[number].problem for number, several in batch.items() for _ in several]
+    scores = iter(grade(problems, [said.text for several in batch.values() for said in several]))
     lines = []
-    for number, (texts, _) in batch.items():
+    for number, several in batch.items():
         problem, ids = encoded[number]
         prompt = str(loaded.tokenizer.decode(ids, clean_up_tokenization_spaces=False))  # with special tokens
-        lines.append(sample_line(problem, prompt, texts, list(islice(scores, len(texts)))))
+        lines.append(sample_line(problem, prompt, several, list(islice(scores, len(several)))))
     return lines

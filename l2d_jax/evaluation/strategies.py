@@ -15,7 +15,7 @@ from annotated_types import Interval, Len
 from jax import monitoring
 
 from l2d_jax.data.word_problems import final_answer
-from l2d_jax.decoding.batching import complete
+from l2d_jax.decoding.batching import Completion, complete
 from l2d_jax.decoding.beam_search import search
 from l2d_jax.decoding.beams import SearchConfig
 from l2d_jax.decoding.loaded_model import LoadedModel
@@ -66,10 +66,10 @@ def answer_problems(loaded: LoadedModel, problems: MarkedProblems, strategy: Str
     searched = strategy.tries if strategy.kind == "beams" else 1  # times as many tokens as the answer has
     with _seconds() as seconds, processes.progress_bar(len(right), "answers", unit="problem") as shown:
         for answers in _answers(loaded, problems, strategy, settings, batch_size):
-            for place, texts in answers.items():
-                said = [final_answer(to_text(ids, loaded.tokenizer)) for ids in texts]
+            for place, completions in answers.items():
+                said = [final_answer(to_text(completion.ids, loaded.tokenizer)) for completion in completions]
                 right[place] = majority(said) == problems.wanted[place]
-                tokens += searched * sum(min(len(ids) + 1, length) for ids in texts)
+                tokens += searched * sum(completion.tokens for completion in completions)
             shown.update(len(answers))
     read, decode = decoding_flops(loaded.model.llm, loaded.model.path, budget=strategy.budget, draws=settings.draws)
     prompts, count = sum(len(prompt.ids) for prompt in problems.prompts), len(right)
@@ -83,14 +83,15 @@ def majority(said: Sequence[str | None]) -> str | None:
 
 def _answers(
     loaded: LoadedModel, problems: MarkedProblems, strategy: Strategy, settings: Any, batch_size: int
-) -> Iterator[dict[int, list[list[int]]]]:
+) -> Iterator[dict[int, list[Completion]]]:
     """The answers to some problems at a time, by their place: all samples, or the best of the beams."""
     tries = strategy.tries
     if strategy.kind == "beams":
         options = {"temperature": 0.0, "max_new_tokens": settings.max_new_tokens}
         config = SearchConfig(beams=tries, candidates=max(2, tries), **options)
         for prompt in problems.prompts:
-            yield {prompt.number: [search(loaded, prompt, settings=settings, config=config).answer]}
+            ids = search(loaded, prompt, settings=settings, config=config).answer
+            yield {prompt.number: [Completion(ids, min(len(ids) + 1, settings.max_new_tokens))]}
         return
     if strategy.kind == "majority":
         settings = replace(settings, temperature=TEMPERATURE)

@@ -61,7 +61,8 @@ def attention(  # noqa: PLR0913 (keys have places, queries have places, and both
     mask = causal_mask(q_positions, kv_positions, window) if mask is None else mask
     if q_segments is not None and kv_segments is not None:
         mask &= kv_segments[:, None, :] == q_segments[:, :, None]
-    return _masked_attention(q, [*others, (k, v, mask)], platform=platform)
+    parts = [part for part in (*others, (k, v, mask)) if part[0].shape[-3] > 0]  # a cache may have no slots
+    return _masked_attention(q, parts, platform=platform)
 
 
 def causal_mask(

@@ -33,13 +33,13 @@ def measure_decoding(
 
     `prompt` and `new` are tokens: those of each prompt, whose prefill is not timed, and those to generate, which are
     timed. The slope needs two budgets at least. The result has `rows` for each batch size and budget, `batches` for
-    each batch size, and the read rate in bytes per second.
+    each batch size, the read rate in bytes per second, and how it was measured.
     """
     llm = LLM.declare(model_folder.read_architecture(config.model), dtype=config.model.dtype)
     settings, remedy = dataclasses.replace(config.decode, max_new_tokens=new), "--batches, --prompt or --new"
     check_decoding_memory(llm, config.path, settings, rows=max(batches), longest=prompt, remedy=remedy)
     model = random_model(config, mesh).merged()
-    read, rate = bytes_per_evaluation(model), read_rate()
+    read, (rate, method) = bytes_per_evaluation(model), read_rate(mesh)
     rows, slopes = [], []
     for batch in batches:
         shape = {"batch": batch, "prompt": prompt, "new": new}
@@ -49,7 +49,8 @@ def measure_decoding(
             rows.append({"batch": batch, "budget": budget, **speed})
         slope = float(np.polyfit(budgets, times, 1)[0])
         slopes.append({"batch": batch, "seconds per evaluation": slope, "share of the read rate": read / slope / rate})
-    return {"rows": rows, "batches": slopes, "bytes per evaluation": read, "read rate": rate}
+    rates = {"bytes per evaluation": read, "read rate": rate, "read rate of": method}
+    return {"rows": rows, "batches": slopes, **rates}
 
 
 def random_model(config: Config, mesh: Mesh) -> Model:

@@ -3,13 +3,19 @@
 from collections.abc import Callable
 from functools import partial
 from timeit import timeit
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from l2d_jax.distributed.memory import device_bytes
+from l2d_jax.model.few_rows import can_read, few_rows_logits
 
 REPEATS = 5  # runs of a piece of work, whose median counts
 PRODUCTS = 10  # in turn, of which a piece of work consists
+ARRAYS, WIDTH, PASSES = 4, 4096, 4  # of a program that reads: its arrays, their columns, and how often it reads each
 
 
 def medians(*works: Callable[[], object]) -> list[float]:
@@ -39,9 +45,56 @@ def matrix_products(size: int | None = None, *, dtype: Any = jnp.float32) -> tup
     return multiply, PRODUCTS * 2 * size**3
 
 
-def read_rate() -> float:
-    """Bytes per second at which all devices together sum a float32 array of 256 MiB."""
-    x = jnp.ones(2**26)
-    total = jax.jit(jnp.sum)
-    jax.block_until_ready(total(x))
-    return x.nbytes / medians(lambda: jax.block_until_ready(total(x)))[0]
+class ReadRate(NamedTuple):
+    """How fast all devices together read their memory, and how that was measured."""
+
+    rate: float  # bytes per second
+    method: str
+
+
+def read_rate(mesh: Mesh | None = None) -> ReadRate:
+    """The best rate of programs that do nothing but read float32 arrays, which are spread over the mesh.
+
+    They are much larger than any cache, and read several times in one program, so that its start does not count.
+    """
+    size = _readable_bytes()
+    shape = (max(1, size // (ARRAYS * WIDTH * 4 * jax.device_count())) * jax.device_count(), WIDTH)
+    placed = None if mesh is None else NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    make = jax.jit(lambda: jnp.ones(shape), out_shardings=placed)
+    arrays = [make() for _ in range(ARRAYS)]
+    ways: dict[str, Any] = {"sums": lambda a, x: (a + x[0]).sum(), "products": lambda a, x: (a @ x).max()}
+    if can_read(arrays[0]):
+        ways["products by few_rows"] = lambda a, x: few_rows_logits(x[None], a).max()
+    read = PASSES * sum(array.nbytes for array in arrays)
+    seconds = {name: min(_read_times(way, arrays)) for name, way in ways.items()}
+    best = min(seconds, key=lambda name: seconds[name])
+    return ReadRate(read / seconds[best], f"{best} of {ARRAYS} arrays of {arrays[0].nbytes / 2**30:.2f} GiB")
+
+
+def _read_times(way: Callable[[Array, Array], Array], arrays: list[Array]) -> list[float]:
+    """Seconds of several runs of a program that reads all arrays some times."""
+
+    def program(arrays: list[Array], x: Array) -> Array:
+        def read(_: int, x: Array) -> Array:
+            for array in arrays:  # each depends on the one before, or XLA would read the arrays once
+                x = x + 1e-30 * way(array, x)
+            return x
+
+        return jax.lax.fori_loop(0, PASSES, read, x)
+
+    compiled, x = jax.jit(program), jnp.ones(WIDTH)
+
+    def run() -> None:
+        jax.block_until_ready(compiled(arrays, x))
+
+    run()  # compiles
+    return [timeit(run, number=1) for _ in range(REPEATS)]
+
+
+def _readable_bytes() -> int:
+    """Bytes to read on all devices: several GiB, but no more than an eighth of what is free; 1 GiB at most on CPUs."""
+    device, there = jax.local_devices()[0], device_bytes() or 2**33
+    if device.platform == "cpu":
+        return min(2**30, there // 8)
+    taken = (device.memory_stats() or {}).get("bytes_in_use", 0) * jax.device_count()
+    return min(2**32 * jax.device_count(), (there - taken) // 8)

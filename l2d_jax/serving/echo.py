@@ -7,13 +7,10 @@ before it. Those of the others are what `model.score` gives for them behind the 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from l2d_jax.decoding.likelihood import score_in_pieces
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import Prompt, Request, TokenScore
 from l2d_jax.decoding.sampler import LIKELIEST
-from l2d_jax.errors import InputError
 
 DRAWS = 8  # noise samples per token where the request does not say, as of `model.score`
 EVALUATIONS = 2048  # of the path in one piece, about, while others wait
@@ -39,8 +36,6 @@ def score(loaded: LoadedModel, echo: Echo, request: Request, *, prompt: Prompt, 
     cost = request.settings.budget * (draws if request.settings.budget > 1 else 1)
     piece = max((size for size in PIECES if size * cost <= EVALUATIONS), default=PIECES[0])
     for scored in score_in_pieces(loaded.model, asked, answer, draws=draws, piece=piece, top=LIKELIEST):
-        if not np.isfinite(scored.log_probs).all():
-            raise InputError("logits of the prompt were not numbers: check the weights, or use float32")
         rows = (scored.log_probs, scored.likeliest, scored.likeliest_log_probs)
         echo.scores += map(TokenScore, *(array.tolist() for array in rows))
         echo.evaluations += scored.evaluations

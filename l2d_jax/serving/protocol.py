@@ -6,7 +6,7 @@ encodes and decodes in many of them, as long as none changes its truncation or p
 
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,7 +65,7 @@ class Protocol:
         repeated = sum(map(len, prompts)) if isinstance(body, CompletionBody) and body.echo else 0
         told = (new * len(prompts) + repeated) * body.n
         self._limits.check_reply(told, alternatives=body.alternatives)
-        request = self._request(body, prompts, settings)
+        request = self._request(body, prompts, settings, options)
         asked = Asked(body.without_texts(), self._answers(body, request), sum(map(len, prompts)))
         return self._echoed(asked, body, request, options) if isinstance(body, CompletionBody) and body.echo else asked
 
@@ -80,14 +80,20 @@ class Protocol:
         return settings
 
     def _request(
-        self, body: ChatBody | CompletionBody, prompts: Sequence[list[int]], settings: DecodeConfig
+        self,
+        body: ChatBody | CompletionBody,
+        prompts: Sequence[list[int]],
+        settings: DecodeConfig,
+        options: Collection[str],
     ) -> Request:
         seed = secrets.randbelow(2**31) if body.seed is None else body.seed
         numbered = number_prompts(prompts, labels=[body.label] * len(prompts))
         penalties: dict[str, Any] = {name: getattr(body, name) for name in ("frequency_penalty", "presence_penalty")}
         grammar = self._loaded.compile_grammar(body.response_format)
         restrictions = Restrictions(body.stops, grammar=grammar, logit_bias=body.biases, **penalties)
-        return Request(numbered, settings, seed, body.n, restrictions=restrictions, tokenizer=self.tokenizer)
+        asked = {*options} if body.label is None else {*options, "label"}
+        common: dict[str, Any] = {"restrictions": restrictions, "tokenizer": self.tokenizer, "asked": asked}
+        return Request(numbered, settings, seed, body.n, **common)
 
     def _answers(self, body: ChatBody | CompletionBody, request: Request) -> list[Answer]:
         count = len(request.prompts) * body.n

@@ -75,8 +75,8 @@ def exact_match(
             scores = right[f"{kind}@{budget}"] = np.zeros(len(prompts))
             rows = max(min(config.exact_batch_size // samples, len(prompts)), 1) * samples
             for answers in complete(loaded, prompts, settings=one, batch_size=rows, samples=samples, prefix=prefix):
-                for place, texts in answers.items():
-                    found = [final_answer(to_text(ids, loaded.tokenizer)) for ids in texts]
+                for place, completions in answers.items():
+                    found = [final_answer(to_text(completion.ids, loaded.tokenizer)) for completion in completions]
                     scores[place] = np.mean([word == problems.wanted[place] for word in found])
                 shown.update(len(answers))
     sums, report = BootstrapSums(), dict[str, Any]()

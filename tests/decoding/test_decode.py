@@ -208,6 +208,15 @@ def test_the_mean_of_several_noise_samples_is_of_probabilities() -> None:
     assert np.abs(jax.nn.softmax(each[0]) - wanted).max() > 1e-3
 
 
+def test_reading_prompts_does_not_depend_on_the_slots_of_their_answers() -> None:
+    """With a common prefix, too: empty slots would be constants of the program, which XLA folds for seconds."""
+    llm, tokens = tiny.llm("llama"), jnp.array([[5, 17], [80, 3]], jnp.int32)
+    keys, prefix = jax.random.split(jax.random.key(0), 2), decode_module.read_prefix(llm, jnp.arange(8))
+    options = {"lengths": jnp.int32([2, 1]), "keys": keys, "prefix": prefix}
+    costs = [prefill.lower(llm, tokens, **options, capacity=slots).cost_analysis()["flops"] for slots in (8, 512)]
+    assert costs[0] == costs[1]
+
+
 @pytest.mark.slow
 def test_copies_share_the_prefill_and_differ_in_their_samples() -> None:
     model = tiny.model()

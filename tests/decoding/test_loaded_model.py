@@ -1,6 +1,7 @@
 """The Python interface: text for text, token ids for token ids, and one clear line for what does not fit."""
 
 import dataclasses
+import logging
 import subprocess
 import sys
 
@@ -124,6 +125,13 @@ def test_likelihoods_of_one_answer_and_of_several(model, speaking):
         (IDS, {"samples": 0}, "samples must be in [1, 1000000], got 0"),
         (IDS, {"seed": 2**32}, "seed must be in [0, 4294967296), got 4294967296"),
         (IDS, {"seed": -1}, "seed must be in"),
+        (IDS, {"guidance": 2.0}, "guidance is the strength of a class, and no label is given"),
+        (IDS, {"settings": DecodeConfig(budget=3, guidance=2.0)}, "and no label is given"),
+        (IDS, {"anneal": True}, "config.decode.velocity_temperature fall to 0, but it is 0 already"),
+        (IDS, {"velocity": "expectation"}, "'expectation' is the arg max where"),
+        (IDS, {"budget": 1, "draws": 2}, "draws changes nothing at a budget of 1"),
+        (IDS, {"budget": 1, "label": 0}, "label changes nothing at a budget of 1"),
+        (IDS, {"tolerance": 0.1}, "tolerance is of adaptive solvers"),
         (IDS, {"stop": "x"}, "stop strings need a tokenizer"),
         ([], {}, "a prompt is empty"),
         ([[]], {}, "a prompt is empty"),
@@ -136,6 +144,27 @@ def test_bad_requests(model, prompts, options, message):
     with pytest.raises(InputError) as error:
         model.generate(prompts, **options)
     assert message in str(error.value)
+
+
+def test_a_plain_language_model_has_no_options_of_a_path(speaking):
+    with pytest.raises(InputError, match="solver is an option of a diffusion path, and this model has none"):
+        speaking.generate("Hi", solver="euler")
+    with pytest.raises(InputError, match=r"guidance 2.0 is the strength of a class"):
+        speaking.generate("Hi", guidance=2.0)
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "gate", "max_new_tokens"])
+def test_a_likelihood_refuses_what_it_does_not_depend_on(model, name):
+    with pytest.raises(InputError, match=f"a likelihood does not depend on {name}: leave it out"):
+        model.score(IDS[0], [7], **{name: 1})
+
+
+def test_a_likelihood_that_is_no_number_is_an_error(model):
+    llm = model.model.llm
+    broken = dataclasses.replace(llm, embed=llm.embed.at[IDS[1][0]].set(np.nan))
+    alone = dataclasses.replace(model, model=Model.build(broken, None), defaults=DecodeConfig(budget=1))
+    with pytest.raises(InputError, match=r"logits of sequences \[1\] were not numbers"):
+        alone.score(IDS, [[7], [9]])
 
 
 def test_something_that_is_no_prompt(model):
@@ -160,6 +189,13 @@ def test_no_option_has_two_meanings():
 
 def test_a_model_is_shown_without_its_weights(model):
     assert repr(model).startswith("LoadedModel(stop_ids=(95,), defaults=DecodeConfig(")
+
+
+def test_the_advice_to_install_pytorch_is_not_shown(caplog):
+    logger = logging.getLogger("transformers")  # which is made before transformers is imported
+    logger.warning("PyTorch was not found. Models won't be available")
+    logger.warning("another warning of %s", "transformers")
+    assert [record.getMessage() for record in caplog.records] == ["another warning of transformers"]
 
 
 def test_importing_the_package_imports_nothing_large():

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from l2d_jax.errors import InputError
-from l2d_jax.evaluation.results import Results, sample_line, summarise
+from l2d_jax.evaluation.results import Results, Said, sample_line, summarise
 from l2d_jax.evaluation.tasks.problem import Problem, Score
 
 RUN = {"task": "t", "budget": 3}
@@ -14,7 +14,7 @@ RUN = {"task": "t", "budget": 3}
 def line(name, *scores, subject=None):
     problem = Problem(name, ({"role": "user", "content": "?"},), "right", "right", "math", subject)
     judged = [Score(float(score), 1.0, "x", None, "" if score else "wrong") for score in scores]
-    return sample_line(problem, "prompt of " + name, ["said"] * len(scores), judged)
+    return sample_line(problem, "prompt of " + name, [Said("said", 4, 12)] * len(scores), judged)
 
 
 def test_an_interrupted_evaluation_goes_on(tmp_path):
@@ -60,9 +60,18 @@ def test_figures_by_subject_and_by_samples():
     assert {name: found["mean"] for name, found in figures["subjects"].items()} == {"a": 0.6, "b": 0.0}
 
 
+def test_evaluations_per_token_are_of_the_lines_that_count_them():
+    lines = {"t/0": line("t/0", 1, 0), "t/1": line("t/1", 1)}
+    for sample in lines["t/1"]["samples"]:  # written by an earlier version
+        del sample["tokens"], sample["evaluations"]
+    lines["t/0"]["samples"][0]["evaluations"] = 20
+    assert summarise(lines)["evaluations per token"] == (20 + 12) / 8
+    assert summarise({"t/1": lines["t/1"]})["evaluations per token"] is None
+
+
 def test_text_that_is_no_unicode_is_written():
     problem = Problem("t/0", ({"role": "user", "content": "?"},), "right", "right", "math")
-    written = sample_line(problem, "p", ["a\ud800b"], [Score(0.0, 0.0, None, None, "broken unicode")])
+    written = sample_line(problem, "p", [Said("a\ud800b")], [Score(0.0, 0.0, None, None, "broken unicode")])
     assert json.loads(json.dumps(written))["samples"][0]["text"] == "a?b"
 
 

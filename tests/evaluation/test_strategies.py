@@ -6,6 +6,7 @@ from jax import monitoring
 
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.data.tokenizer import byte_tokenizer
+from l2d_jax.decoding.batching import Completion
 from l2d_jax.decoding.beam_search import Beam, SearchResult
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import Prompt
@@ -47,7 +48,8 @@ def test_samples_are_counted_and_priced(loaded, monkeypatch):
     def complete(loaded, prompts, *, settings, batch_size, samples):
         asked.append((settings.budget, settings.temperature, settings.max_new_tokens, batch_size, samples))
         for prompt, numbers in zip(prompts, (("12", "3", "12"), ("6", "5", "6")), strict=True):
-            yield {prompt.number: [ids(f"#### {number}", loaded.tokenizer) for number in numbers]}
+            texts = [ids(f"#### {number}", loaded.tokenizer) for number in numbers]
+            yield {prompt.number: [Completion(text, len(text) + 1) for text in texts]}
 
     monkeypatch.setattr(module, "complete", complete)
     outcome = answer_problems(loaded, PROBLEMS, Strategy("majority", 3, 3), batch_size=10)

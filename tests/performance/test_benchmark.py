@@ -65,7 +65,7 @@ def test_bytes_of_an_evaluation(layers: str) -> None:
 def test_rates_are_those_of_this_machine() -> None:
     multiply, operations = timing.matrix_products(512)
     assert operations / timing.medians(multiply)[0] > 1e8
-    assert timing.read_rate() > 1e8
+    assert timing.read_rate().rate > 1e8
     assert jax.default_backend() == "cpu"
 
 
@@ -86,6 +86,9 @@ def test_pieces_of_work_take_turns() -> None:
     [
         (["--budgets", 15], "--budgets needs two or more for a slope, got [15]"),
         (["--budgets", 1, 4], "a budget of 4 evaluations is unreachable for midpoint"),
+        (["--config.decode.budget=7"], "--config.decode.budget changes nothing here: use --budgets"),
+        (["--config.decode.max_new_tokens=7"], "--config.decode.max_new_tokens changes nothing here: use --new"),
+        (["--config.decode.solver=fehlberg2"], "a time per evaluation needs a solver with fixed steps"),
         (["--batches", 0], "--batches: the number must be in [1, 1000000], got 0"),
         (["--new", 0], "--new: the number must be in [1, 10000000], got 0"),
     ],

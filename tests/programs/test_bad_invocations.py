@@ -114,7 +114,12 @@ TABLE = {
             ("--config x\0y.py", "must have no NUL character"),
             (f"--config {TINY} --config.decode.temperature=nan", "config.decode.temperature must be of type float"),
             (f"--config {TINY} --config.decode.temperature=1e999", "config.decode.temperature must be in [0, 1000]"),
-            ("--config.decode.temperature=1", "unknown arguments"),
+            ("--config.decode.temperature=nan", "config.decode.temperature must be of type float"),
+            ("--config.data.max_length=9", "--config.data.max_length changes nothing here"),
+            (f"--config {TINY} --config.model.dtype=float32", "use --dtype"),
+            ("--temperature 1 --config.decode.temperature=1", "are both given: leave one of them out"),
+            ("--draws 4", "--draws are of --choices likelihood"),
+            ("--tolerance 0.1", "tolerance is an option of a diffusion path, and this model has none"),
         ],
     ),
     "sweep": (
@@ -122,6 +127,7 @@ TABLE = {
         [
             ("--strengths nan", NUMBER),
             ("--strengths 0 inf", NUMBER),
+            ("--strengths 0 1", "give a --label"),
             ("--name ../x", "is no name of a file"),
             ("--limit 0", NUMBER),
             ("--seed -1", NUMBER),
@@ -235,7 +241,10 @@ TABLE = {
             ("--workdir BASE/config.json", "config.json"),
             ("--workdir BASE/config.json/x", "config.json"),
             (f"--config {LONG}.py", "must be at most 255 bytes long, got 303"),
-            ("--config missing.py", "no config file missing.py"),
+            (
+                "--config missing.py",
+                "no config file missing.py: give the path of a Python file that defines get_config()",
+            ),
             ("--config \udcff.py", "must be UTF-8"),
         ],
     ),

@@ -5,14 +5,19 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from l2d_jax import evaluate, loading, sweep
+from l2d_jax.decoding.solver import AMPLE
+from l2d_jax.errors import InputError
 from l2d_jax.evaluation.sandbox import grade
 from l2d_jax.loading import load
 from l2d_jax.training import manifest
 from l2d_jax.training.checkpoint import Checkpoints
 from l2d_jax.weights import model_folder
-from tests.support.programs import TINY, call, config, open_base, write_base, write_model, write_tasks
+from tests.support.programs import TINY, base_tensors, call, config, open_base, write_base, write_model, write_tasks
+
+REMEDY = "check the weights, or use float32"
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +46,84 @@ def run(model, data):
 
 def lines(folder):
     return {line["id"]: line for line in map(json.loads, (folder / "samples.jsonl").read_text().splitlines())}
+
+
+@pytest.fixture
+def recorded(model, data, tmp_path, monkeypatch):
+    """What results.json records of an evaluation's settings, which it does before weights are read."""
+
+    def stop(*_, **__):
+        raise InputError("stopped")
+
+    monkeypatch.setattr(evaluate, "load", stop)
+
+    def recorded(*arguments, task="gsm8k"):
+        common = ["--model", model, "--out", tmp_path / "out", "--tasks", task, "--data_dir", data, "--name", "x"]
+        outcome = call(evaluate.main, *common, *([] if task == "word_problems" else ["--shots", 1]), *arguments)
+        if outcome.error != "stopped":
+            return outcome.error
+        return json.loads((tmp_path / f"out/{task}/x/results.json").read_text())["run"]["decode"] | {"out": outcome.out}
+
+    return recorded
+
+
+def test_what_a_command_asks_for_wins_over_the_tasks_sampling(recorded):
+    asked = {"velocity": "expectation", "velocity_temperature": 1.0, "temperature": 0.5, "max_new_tokens": 9}
+    words = [f"--config.decode.{name}={value}" for name, value in asked.items()]
+    found = recorded(*words, task="word_problems")
+    assert asked.items() <= found.items()
+    assert "; max_new_tokens 9, not 128; temperature 0.5, not 0.0; velocity_temperature 1.0, not 0.0" in found["out"]
+
+
+def test_a_task_samples_as_it_does_where_nothing_is_asked(recorded):
+    found = recorded()
+    assert (found["temperature"], found["max_new_tokens"], found["budget"]) == (1.0, 256, 15)
+    assert found["out"] == "gsm8k: 8 problems, 0 dropped for their length\n"
+
+
+def test_an_adaptive_solver_has_an_ample_budget_unless_one_is_named(recorded):
+    assert recorded("--solver", "fehlberg2")["budget"] == AMPLE
+
+
+@pytest.mark.parametrize("word", ["--budget", "--config.decode.budget"])
+def test_a_named_budget_is_an_adaptive_solvers_most(recorded, word):
+    assert recorded("--config.decode.solver=fehlberg2", word, 15)["budget"] == 15
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config.decode.velocity=expectation"], "'expectation' is the arg max where"),
+        (["--config.decode.anneal=True"], "it is 0 already"),
+        (["--guidance", 2.0], "guidance 2.0 is the strength of a class"),
+        (["--budget", 1, "--solver", "euler"], "solver changes nothing at a budget of 1"),
+        (["--tolerance", 0.01], "tolerance is of adaptive solvers"),
+        (["--budget", 1, "--temperature", 0, "--samples", 2], "2 samples of a problem of gsm8k are the same at temp"),
+    ],
+)
+def test_what_cannot_be_done_as_it_is_asked_is_refused(recorded, arguments, message):
+    assert message in recorded(*arguments)
+
+
+def test_ranked_options_have_no_sampling(recorded):
+    words = ["--choices", "likelihood", "--temperature", 0.5]
+    assert "temperature is of answers that are generated" in recorded(*words, task="mmlu")
+
+
+@pytest.mark.parametrize(("task", "choices", "broken"), [("gsm8k", "generate", 7), ("mmlu", "likelihood", 5)])
+def test_broken_answers_are_never_recorded(data, tmp_path, task, choices, broken):
+    """One problem's logits are not numbers: the others are kept, and each run says and does the same."""
+    folder, changes = tmp_path / "base", {"tie_word_embeddings": False}
+    tensors = base_tensors(**changes)
+    tensors["model.embed_tokens.weight"][ord(str(broken))] = np.nan
+    save_file(tensors, write_base(folder, **changes) / "model.safetensors", metadata={"format": "pt"})
+    words = ["--tasks", task, "--data_dir", data, "--out", tmp_path / "out", "--shots", 0, "--choices", choices]
+    words += ["--max_new_tokens", 1] if choices == "generate" else []
+    for _ in range(2):
+        outcome = call(evaluate.main, "--model", folder, "--dtype", "float32", *words, "--name", "x")
+        assert outcome.error == f"logits of sequences [{broken}] were not numbers, which ended them there: {REMEDY}"
+        found, count = lines(tmp_path / "out" / task / "x"), 8 if task == "gsm8k" else 6
+        assert found.keys() == {f"{task}/test/{i}" for i in range(count) if i != broken}
 
 
 @pytest.mark.slow

@@ -146,6 +146,10 @@ def test_an_empty_line_ends_a_chat(folder, monkeypatch):
         ("folder", ["--top_p", 2], "must be in [1e-06, 1], got 2.0"),
         ("folder", ["--stop", ""], "the stop string '' cannot occur"),
         ("folder", ["--label", 0], "class label 0 is unknown to this path: it knows none"),
+        ("folder", ["--guidance", 2], "guidance 2.0 is the strength of a class"),
+        ("folder", ["--budget", 1, "--gate", 1], "gate changes nothing at a budget of 1"),
+        ("folder", ["--budget", 1, 3, "--tolerance", 0.1], "tolerance is of adaptive solvers"),
+        ("base", ["--solver", "euler"], "solver is an option of a diffusion path, and this model has none"),
         ("none", [], "neither a folder, nor a .gguf file, nor a hub id"),
     ],
 )

@@ -17,7 +17,7 @@ def run(tmp_path_factory, mesh):
     folder = tmp_path_factory.mktemp("models")
     base = write_base(folder / "base")
     model = write_model(folder / "model", base, mesh)
-    small = SMALLER | {"data.validation_examples": 3, "validation.exact_batch_size": 4, "decode.max_new_tokens": 4}
+    small = SMALLER | {"data.validation_examples": 3, "validation.exact_batch_size": 4}
     options = [f"--config.{name}={value}" for name, value in small.items()]
 
     def run(out, *arguments, models=(f"base={base}", f"path={model}")):
@@ -83,6 +83,13 @@ def test_a_study(run, tmp_path, monkeypatch):
         (["a=x", "a=y"], [], "each model needs a name of its own, got a, a"),
         (["a=x"], ["--budgets", "0"], "--budgets: the number must be in [1, 10000], got 0"),
         (["a=x"], ["--solvers", "runge"], "invalid choice: 'runge'"),
+        (["a=x"], ["--config.decode.solver=euler"], "--config.decode.solver changes nothing here: use --solvers"),
+        (["a=x"], ["--config.decode.temperature=1"], "--config.decode.temperature changes nothing here"),
+        (["a=x"], ["--config.decode.gate=1"], "--config.decode.gate belong to free answers: give --answers too"),
+        (["a=x"], ["--beams", 2], "--beams belong to free answers"),
+        (["a=x"], ["--solvers", "bosh3"], "whatever the --budgets: leave them out"),
+        (["a=x"], ["--solvers", "bosh3", "euler", "--answers", 2], "name another solver before bosh3"),
+        (["a=x"], ["--solvers", "euler", "--config.decode.tolerance=0.1"], "is of adaptive solvers"),
     ],
 )
 def test_bad_input_is_one_line(run, tmp_path, models, arguments, line):

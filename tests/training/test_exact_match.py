@@ -8,6 +8,7 @@ import pytest
 from l2d_jax.config.schema import DataConfig, DecodeConfig, ValidationConfig
 from l2d_jax.data.tokenizer import byte_tokenizer
 from l2d_jax.data.word_problems import problem
+from l2d_jax.decoding.batching import Completion
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.errors import InputError
 from l2d_jax.model.l2d import Model
@@ -64,7 +65,7 @@ def test_how_answers_are_counted(tokenizer, monkeypatch):
             texts = [f"It is so.\n#### {problems.wanted[prompt.number]}", "#### -1", "none"]
             good, bad = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts[:2])
             answer = good if prompt.number in right else bad
-            yield {prompt.number: [answer] if samples == 1 else [good, bad]}
+            yield {prompt.number: [Completion(text) for text in ([answer] if samples == 1 else [good, bad])]}
 
     monkeypatch.setattr(exact_match, "complete", complete)
     loaded = LoadedModel(tiny.model(), tokenizer, (), DecodeConfig())

@@ -24,6 +24,7 @@ _SOURCES = Path(__file__).parent / "isolated"
 _PACKAGE = f"{__package__}.isolated"  # the name by which its files import one another
 _CODE = "/code"  # the folder inside that holds the package
 _NULL = Path("/dev/null")
+HOSTNAME = "sandbox"  # what `os.uname` says inside, in place of the host's name
 _LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64")
 _ROOT = ("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try")
 _ROOT_MAY = ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")  # until it has become another user
@@ -60,7 +61,8 @@ def start_isolated(
         command = [
             *(bwrap, *(_ANYONE if account is None else _ROOT), "--cap-drop", "ALL"),
             *(() if account is None else _ROOT_MAY),
-            *("--die-with-parent", "--new-session", "--clearenv", "--seccomp", str(filtered.fileno())),
+            *("--hostname", HOSTNAME, "--die-with-parent", "--new-session", "--clearenv"),
+            *("--seccomp", str(filtered.fileno())),
             *_mounts(),
             *(_interpreter(), "-I", "-S", "-c", entry, *map(str, pipes)),
         ]

@@ -6,6 +6,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 import warnings
@@ -165,6 +166,18 @@ def test_attacks_fail_where_root_cannot_become_another_user(outside, bwrap):
     with ThreadPoolExecutor(4) as pool:
         passed = list(pool.map(passes, [answer("42"), *(ask(attack.candidate, attack.tests) for attack in quick)]))
     assert passed == [True] + [False] * len(quick)
+
+
+@isolated
+def test_a_candidate_does_not_learn_which_host_it_runs_on():
+    code = """
+        import os, socket
+        def answer(x):
+            files = os.listdir("/etc"), [name for name in ("/proc", "/sys", "/run", "/var") if os.path.exists(name)]
+            return [os.uname().nodename, socket.gethostname(), *files]
+    """
+    found = grade([ask(textwrap.dedent(code), "assert answer(1) == ['sandbox', 'sandbox', ['ld.so.cache'], []]")])
+    assert found == [Verdict(passed=True, reason="passed")]
 
 
 @isolated

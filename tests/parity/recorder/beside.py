@@ -67,7 +67,7 @@ def time_decoding(
     theirs = [partial(ask, work="decode", has_table=has_table, **shape, **grid) for has_table in (False, True)]
     ours = [decoder(model, config, budget=each, **shape) for each in (1, budget)]
     alone, seconds, released, tabled, multiplying = turns(*ours, *theirs, partial(ask, work="multiply", batch=batch))
-    rate, read = read_rate(), bytes_per_evaluation(model)
+    rate, read = read_rate().rate, bytes_per_evaluation(model)
     evaluation = (seconds - alone) / (budget - 1) / new
     print(f"batch {batch}, budget {budget}: {batch * new / seconds:.2f} tokens/s")
     print(f"  the release {batch * new / released:.2f}, ratio {released / seconds:.2f}")
