@@ -19,7 +19,8 @@ from l2d_jax.reports.publication import publish_run
 from l2d_jax.storage import mirror
 from l2d_jax.weights import digests, locate, model_folder, publish, release
 from l2d_jax.weights.export import FORMATS, copy_texts, export_model, write_llm
-from l2d_jax.weights.peft import CONFIG, WEIGHTS, Adapter
+from l2d_jax.weights.peft import WEIGHTS, Adapter
+from l2d_jax.weights.peft_config import recorded_base
 from l2d_jax.weights.safetensors_file import SafetensorsFolder
 
 
@@ -96,9 +97,10 @@ def import_model(base: str, out: Path, *, l2d: tuple[Path, Path] | None = None, 
         write_llm(source, architecture, partial)
         if adapter is not None:
             digests.check_signature(adapter / WEIGHTS, source)
-            recorded = read_json(adapter / CONFIG).get("base_model_name_or_path") if adapters else None
+            recorded = recorded_base(adapter) if adapters else None
             Adapter.open(adapter, architecture).write(partial, base=recorded or locate.absolute_name(base))
-            digests.sign(partial / WEIGHTS, base_fingerprint=digests.source_fingerprint(source))
+            written = SafetensorsFolder.open(partial)  # without the tensors of the base that are not used
+            digests.sign(partial / WEIGHTS, base_fingerprint=digests.source_fingerprint(written))
         if published is not None:
             fingerprint = model_folder.find_base(ModelConfig(name=str(partial))).fingerprint
             path = published.load(runtime.start_jax(MeshConfig()))

@@ -5,11 +5,13 @@ key may be repeated; and the types and ranges that its reader declares, mostly a
 what a result was computed from by its content: names, dates and the layout of files do not count.
 """
 
+import errno
 import hashlib
 import json
 import math
 import os
 import shutil
+import stat
 import sys
 import tomllib
 import uuid
@@ -18,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, BinaryIO, TypeAlias
 
 from annotated_types import Interval
 from pydantic import TypeAdapter, ValidationError
@@ -53,10 +55,28 @@ def check_path(text: str, name: str) -> None:
             raise InputError(f"{name} must be at most {limit} bytes long, got {size}: {part[:60]!r}...: shorten it")
 
 
+def open_file(path: AnyPath) -> BinaryIO:
+    """Open a regular file for reading; raises `OSError`, for FIFOs and devices too, which might never end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would wait for its writer
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    raise OSError(errno.EINVAL, "Not a regular file", os.fspath(path))
+
+
+def read_bytes(path: AnyPath) -> bytes:
+    """A regular file; raises `OSError`."""
+    with open_file(path) as file:
+        return file.read()
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; raises `InputError` if the file is unreadable or malformed, or repeats a key."""
     try:
-        return _parse(path.read_bytes())
+        return _parse(read_bytes(path))
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
@@ -91,7 +111,7 @@ def read_lines(
     kept: list[tuple[int, bytes, dict[str, Any]]] = []
     faults: dict[int, str] = {}  # by the number of the line
     with explained(f"cannot read {path}", "check its permissions"):
-        text = path.read_bytes() if path.exists() else b""
+        text = read_bytes(path) if path.exists() else b""
     lines = text.split(b"\n")[:-1]  # not one that was cut off; not splitlines, which ends lines at other bytes too
     for number, line in enumerate((line + b"\n" for line in lines), start=1):
         try:

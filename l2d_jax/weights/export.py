@@ -31,6 +31,7 @@ from l2d_jax.model.lora import LLMAdapter
 from l2d_jax.storage import mirror
 from l2d_jax.weights import digests, hub, mapping, model_folder, peft, publish, release
 from l2d_jax.weights.locate import BaseAndAdapters, absolute_name, find_base_and_adapters, locate
+from l2d_jax.weights.peft_config import recorded_base
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_safetensors
 
 REPLACED = ("model.safetensors.index.json", "path.json", peft.CONFIG)
@@ -158,7 +159,7 @@ def _peft(parts: Parts, out: Path, _file: str) -> None:
     folders = parts.language_model.adapters
     count = f"{len(folders)} LoRA adapters, one upon the other" if folders else "no LoRA adapter of its own"
     require(len(folders) == 1, f"the language model of {parts.name} has {count}: export it with another format")
-    named = read_json(folders[0] / peft.CONFIG).get("base_model_name_or_path")
+    named = recorded_base(folders[0])
     folder = parts.language_model.folder
     peft.Adapter.open(folders[0], parts.architecture).write(out, base=named or absolute_name(str(folder)))
     digests.sign(out / peft.WEIGHTS, base_fingerprint=digests.source_fingerprint(SafetensorsFolder.open(folder)))

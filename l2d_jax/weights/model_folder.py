@@ -7,6 +7,7 @@ authors' release, and `path.json`, with the options of the path and the name of 
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +33,8 @@ from l2d_jax.weights import hub, locate, mapping, peft, publish
 from l2d_jax.weights.digests import check_signature, source_fingerprint, tensors_digest
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_file
 
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+ROTARY = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 BASE = "base.json"  # of a workdir whose base is a local folder or file: where that lies
 
 
@@ -136,10 +139,17 @@ def open_weights(language_model: locate.BaseAndAdapters, architecture: Architect
 
 
 def check_llm(source: mapping.TensorSource, architecture: Architecture) -> None:
-    """Raise `InputError` unless a source has an LM's tensors and no others (but a tied head and rotary buffers)."""
-    ignored = {name for name in source.records if name.endswith("rotary_emb.inv_freq")}
-    ignored |= {"lm_head.weight"} if architecture.tied else set()
-    mapping.check_tensors(source, mapping.llm_shapes(architecture), ignored=ignored)
+    """Raise `InputError` unless a source has an LM's tensors and no others.
+
+    Left out are rotary frequencies, which transformers too computes from the config, and a tied head, which must be
+    the embedding: transformers 5 would use another one, and transformers 4 would not.
+    """
+    ignored = set(filter(ROTARY.fullmatch, source.records))
+    copied = {HEAD} & source.records.keys() if architecture.tied else set()
+    mapping.check_tensors(source, mapping.llm_shapes(architecture), ignored=ignored | copied)
+    if copied and not mapping.is_same(source, HEAD, EMBEDDING):
+        problem = f"{HEAD} differs from {EMBEDDING}, and config.json ties them"
+        raise InputError(f"{problem}: set tie_word_embeddings to false there to use both, or remove {HEAD}")
 
 
 def write_path(
