@@ -13,10 +13,11 @@ from l2d_jax.command_line import folder_or_bucket, local_path, model_name
 from l2d_jax.config.schema import MeshConfig, ModelConfig
 from l2d_jax.distributed import runtime
 from l2d_jax.errors import InputError, require
-from l2d_jax.files import output_folder, read_json
+from l2d_jax.files import read_json
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.reports.publication import publish_run
 from l2d_jax.storage import mirror
+from l2d_jax.storage.partial import output_folder
 from l2d_jax.weights import digests, locate, model_folder, publish, release
 from l2d_jax.weights.export import FORMATS, copy_texts, export_model, write_llm
 from l2d_jax.weights.peft import WEIGHTS, Adapter

@@ -1,4 +1,4 @@
-"""Files of JSON, checked against declared types, files and folders that are complete or absent, and fingerprints.
+"""Files of JSON, checked against declared types, files that are complete or absent, and fingerprints.
 
 What others wrote, and what may have been damaged, is read in three steps: bytes, strictly as UTF-8; JSON, in which no
 key may be repeated; and the types and ranges that its reader declares, mostly as a `TypedDict`. A fingerprint names
@@ -6,18 +6,17 @@ what a result was computed from by its content: names, dates and the layout of f
 """
 
 import errno
+import fcntl
 import hashlib
 import json
 import math
 import os
-import shutil
 import stat
 import sys
 import tomllib
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, TypeAlias
@@ -211,19 +210,35 @@ def cache_folder() -> Path:
 
 
 def write_whole(path: Path, text: str | bytes) -> None:
-    """Replace a file by `text`, on the disk: a kill or a loss of power leaves the old file or the new one, whole."""
+    """Replace a file by `text`, on the disk: a kill or a loss of power leaves the old file or the new one, whole.
+
+    Processes that write one file take turns, if the file system has locks; what one of them left is written over.
+    """
     written = path.with_name(f"{path.name}.partial")
-    with written.open("wb") as file:
+    with _own_file(written) as file:
+        file.truncate(0)
         file.write(text.encode() if isinstance(text, str) else text)
         file.flush()
         os.fsync(file.fileno())
-    written.replace(path)
+        written.replace(path)
     sync(path.parent)
+
+
+def _own_file(path: Path) -> BinaryIO:
+    """Open a file for writing, which no other process writes until it is closed; raises `OSError`."""
+    while True:
+        file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o666), "wb")
+        with suppress(OSError):  # there are no locks here
+            fcntl.flock(file, fcntl.LOCK_EX)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                return file
+        file.close()  # another process has given it its name
 
 
 def sync(path: Path) -> None:
     """Wait until a file, or a folder's list of files, is on the disk and not in memory alone."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         os.fsync(descriptor)
     finally:
@@ -237,19 +252,3 @@ def explained(problem: str, remedy: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise InputError(f"{problem}: {error.strerror}: {remedy}") from error
-
-
-@contextmanager
-def output_folder(path: Path) -> Iterator[Path]:
-    """A sibling of `path` that takes its place on success and is removed on an error; raises `InputError`."""
-    path = path.resolve()
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise InputError(f"output goes into a new or empty folder, and {path} is neither: remove it or choose another")
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
-    with explained(f"cannot create a folder in {path.parent}", "choose another place"):
-        partial.mkdir(parents=True)
-    try:
-        yield partial
-        partial.rename(path)  # takes the place of an empty folder, and of nothing else
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

@@ -12,7 +12,6 @@ an adapted weight of the language model, in the type of the base. Only `peft` ke
 import itertools
 import json
 import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import partial
@@ -24,11 +23,12 @@ from l2d_jax.config.schema import MeshConfig, ModelConfig, PathConfig
 from l2d_jax.data import tokenizer
 from l2d_jax.distributed import processes, runtime
 from l2d_jax.errors import InputError, require
-from l2d_jax.files import Fingerprint, output_folder, read_json
+from l2d_jax.files import Fingerprint, read_json
 from l2d_jax.model.architecture import SUPPORTED, Architecture
 from l2d_jax.model.llm import LLM
 from l2d_jax.model.lora import LLMAdapter
 from l2d_jax.storage import mirror
+from l2d_jax.storage.partial import output_folder, scratch_folder
 from l2d_jax.weights import digests, hub, mapping, model_folder, peft, publish, release
 from l2d_jax.weights.locate import BaseAndAdapters, absolute_name, find_base_and_adapters, locate
 from l2d_jax.weights.peft_config import recorded_base
@@ -72,13 +72,13 @@ def export_model(model: str, out: Path, *, format: str, as_torch: bool = False) 
     """Write a model folder, or a workdir that has finished, in one of `FORMATS`, whole; raises `InputError`."""
     if as_torch and not format.startswith("l2d"):
         raise InputError(f"--torch is about the release's state dict: leave it out with --format {format}")
-    with tempfile.TemporaryDirectory() as scratch:
+    with scratch_folder() as scratch:
         name, folder = model, locate(model)
         if publish.is_published(folder):  # its path gets the names of the release
-            name = scratch
+            name = str(scratch)
             model_folder.check_trained_path(folder)
             published = publish.TorchFolder.open(folder)
-            model_folder.save_path(Path(scratch), published.load(runtime.start_jax(MeshConfig())), base=published.base)
+            model_folder.save_path(scratch, published.load(runtime.start_jax(MeshConfig())), base=published.base)
         parts = replace(Parts.open(name), name=model)
         with output_folder(out) as partial_folder:
             FORMATS[format](parts, partial_folder, "pytorch_model.bin" if as_torch else "l2d.safetensors")

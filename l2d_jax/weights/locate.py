@@ -1,14 +1,16 @@
 """Where weights come from: folders in Hugging Face's layout, hub ids and GGUF files, whose conversions are cached."""
 
+import itertools
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from l2d_jax.errors import InputError, require, shown
-from l2d_jax.files import cache_folder, digest, identity, output_folder, read_json
+from l2d_jax.files import cache_folder, digest, identity, read_json
 from l2d_jax.storage import mirror
 from l2d_jax.storage.bucket import SCHEME
+from l2d_jax.storage.partial import output_folder
 from l2d_jax.weights import gguf_model, hub, peft
 from l2d_jax.weights.gguf_file import GGUFFile
 from l2d_jax.weights.hub import HUB_ID
@@ -155,6 +157,9 @@ def _locate(name: str, adapters: list[Path], files: list[str]) -> Path:
         if not adapters:
             raise
         raise InputError(f"the base of {adapters[0]}: {error}; a relative path is read from here") from None
+    for file in itertools.chain.from_iterable(map(folder.glob, hub.FILES)):
+        # A FIFO would be read for ever, and a link that leads nowhere would pass for a file that is not there.
+        require(file.is_file(), f"{file} is no file, or a link to none: remove it, or download the model again")
     config = folder / "config.json"
     if (folder / "checkpoints").is_dir() and config.exists() and "train" in read_json(config):
         raise InputError(f"{folder} is a workdir of training, not a language model: give its {folder / 'export'}")
