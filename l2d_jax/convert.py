@@ -12,7 +12,7 @@ from l2d_jax import command_line
 from l2d_jax.command_line import folder_or_bucket, local_path, model_name
 from l2d_jax.config.schema import MeshConfig, ModelConfig
 from l2d_jax.distributed import runtime
-from l2d_jax.errors import InputError, require
+from l2d_jax.errors import InputError, about, require
 from l2d_jax.files import read_json
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.reports.publication import publish_run
@@ -74,7 +74,7 @@ def import_model(base: str, out: Path, *, l2d: tuple[Path, Path] | None = None, 
         require(l2d is None and adapter is None, f"{base} is a published path already: leave --l2d and --adapter out")
     language_model = locate.find_base_and_adapters(base if published is None else published.base)
     folder, adapters = language_model.folder, language_model.adapters
-    architecture = Architecture.from_hf(read_json(folder / "config.json"))
+    architecture = Architecture.from_hf(read_json(folder / "config.json"), where=folder / "config.json")
     if len(adapters) > 1 or (adapters and adapter is not None):
         command = f"python -m l2d_jax.convert export --model {base} --format hf --out DIR"
         problem = f"a model folder has one adapter, and {base} has {len(adapters)} already"
@@ -85,16 +85,19 @@ def import_model(base: str, out: Path, *, l2d: tuple[Path, Path] | None = None, 
     with output_folder(out) as partial:
         copy_texts(language_model, partial)
         if l2d is not None:
-            config = release.parse_hyperparameters(read_json(l2d[1]))
+            with about(l2d[1]):
+                config = release.parse_hyperparameters(read_json(l2d[1]))
             checkpoint = release.open_checkpoint(l2d[0])
-            _, trained = release.check_checkpoint(checkpoint, architecture, config)
+            with about(l2d[0]):
+                _, trained = release.check_checkpoint(checkpoint, architecture, config)
             write_llm(checkpoint, architecture, partial)
             with_path = model_folder.find_base(ModelConfig(name=str(partial))).fingerprint
             tensors = release.lazy_tensors(checkpoint, trained)
             model_folder.write_path(partial, tensors, config, base=base, base_fingerprint=with_path)
             return
         source = SafetensorsFolder.open(folder)
-        model_folder.check_llm(source, architecture)
+        with about(folder):
+            model_folder.check_llm(source, architecture)
         write_llm(source, architecture, partial)
         if adapter is not None:
             digests.check_signature(adapter / WEIGHTS, source)

@@ -58,7 +58,8 @@ class Parts:
         has_path = (folder / "path.json").exists()
         is_alone = has_path and not model_folder.holds_base(folder)
         language_model = find_base_and_adapters(model_folder.base_name(folder) if is_alone else str(folder))
-        architecture = Architecture.from_hf(read_json(language_model.folder / "config.json"))
+        file = language_model.folder / "config.json"
+        architecture = Architecture.from_hf(read_json(file), where=file)
         path = model_folder.find_path(folder, architecture) if has_path else None
         if has_path:
             model_folder.check_trained_path(folder)

@@ -22,7 +22,7 @@ from l2d_jax.config.parsing import from_dict
 from l2d_jax.config.schema import ModelConfig, PathConfig
 from l2d_jax.data.tokenizer import byte_tokenizer, load_tokenizer, stop_ids
 from l2d_jax.distributed import processes, sharding
-from l2d_jax.errors import InputError, require, shown
+from l2d_jax.errors import InputError, about, require, shown
 from l2d_jax.files import Fingerprint, digest, read_json, require_same, write_whole
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.diffusion_path import DiffusionPath, start_from
@@ -130,7 +130,8 @@ def new_path(config: PathConfig, llm: LLM, mesh: Mesh, *, seed: int) -> Diffusio
 def open_weights(language_model: locate.BaseAndAdapters, architecture: Architecture) -> mapping.TensorSource:
     """The LM's tensors, to which adapters are added on reading; raises `InputError` for tensors that do not fit."""
     source: mapping.TensorSource = SafetensorsFolder.open(language_model.folder)
-    check_llm(source, architecture)
+    with about(language_model.folder):
+        check_llm(source, architecture)
     for folder in language_model.adapters:
         adapter = peft.Adapter.open(folder, architecture)
         check_signature(folder / peft.WEIGHTS, source)
@@ -216,7 +217,9 @@ def base_name(folder: Path) -> str:
 
 def read_path_config(folder: Path) -> PathConfig:
     """The options of a model folder's path; raises `InputError` for unknown options and values out of range."""
-    return from_dict(PathConfig, read_json(folder / "path.json").get("path", {}), prefix=f"{folder}/path.json: path")
+    file = folder / "path.json"
+    with about(file):
+        return from_dict(PathConfig, read_json(file).get("path", {}), prefix="path")
 
 
 def check_trained_path(folder: Path, base: BaseFiles | None = None) -> str:
@@ -248,7 +251,8 @@ def find_path(folder: Path, architecture: Architecture) -> tuple[PathConfig, map
     """The options and tensors of a model folder's path; raises an `InputError` that names all that do not fit."""
     config = read_path_config(folder)
     source = SafetensorsFolder.open_file(folder / "path.safetensors")
-    mapping.check_tensors(source, mapping.path_shapes(config, architecture))
+    with about(folder):
+        mapping.check_tensors(source, mapping.path_shapes(config, architecture))
     return config, source
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from l2d_jax.config.schema import LoraConfig
-from l2d_jax.errors import require
+from l2d_jax.errors import about, require
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.axes import MATRICES
 from l2d_jax.model.lora import LLMAdapter
@@ -82,7 +82,8 @@ class Adapter:
             rank = next((rank for rank in ranks if a in present and rank in present[a].shape[:1]), ranks[0])
             shapes |= {a: (rank, inputs), b: (outputs, rank)}
             scales[name] = options.scale(name, rank)
-        mapping.check_tensors(source, shapes)
+        with about(folder):
+            mapping.check_tensors(source, shapes)
         require(len(scales) > 0, f"{source.path} has no tensors: take the weights that belong to {CONFIG}")
         modules = tuple(sorted({name.rpartition(".")[2] for name in scales}))
         found = options.found

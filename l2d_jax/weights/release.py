@@ -14,7 +14,7 @@ import numpy as np
 
 from l2d_jax.config.parsing import from_dict
 from l2d_jax.config.schema import PathConfig
-from l2d_jax.errors import InputError, require
+from l2d_jax.errors import InputError, require, shown
 from l2d_jax.files import package_table
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.weights import mapping
@@ -29,11 +29,11 @@ Tensors: TypeAlias = dict[str, Callable[[], np.ndarray]]  # each made when its t
 def parse_hyperparameters(raw: Mapping[str, Any]) -> PathConfig:
     """The path's options from the release's keyword arguments, bare or under `l2d_kwargs`; raises `InputError`."""
     options = raw.get("l2d_kwargs", raw)
-    require(isinstance(options, Mapping), f"l2d_kwargs must be the release's keyword arguments, got {options!r:.60}")
+    require(isinstance(options, Mapping), f"l2d_kwargs must be the release's keyword arguments, got {shown(options)}")
     names = package_table(ARGUMENTS)["names"]
     for name, value in package_table(ARGUMENTS)["fixed"].items():
         if options.get(name, value) != value:
-            raise InputError(f"hyper-parameter {name} = {options[name]!r} is not supported, only {value!r}")
+            raise InputError(f"hyper-parameter {name} = {shown(options[name])} is not supported, only {value!r}")
     ours = {name: options[theirs] for theirs, name in names.items() if theirs in options}
     for theirs, name in names.items():
         if name not in (*ours, "lora_rank", "lora_alpha", "classes", "class_dropout"):
