@@ -11,7 +11,6 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
-import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -28,7 +27,7 @@ from l2d_jax.config import config_file
 from l2d_jax.config.schema import Config
 from l2d_jax.decoding.solver import find_solver
 from l2d_jax.distributed.sharding import decoding_mesh, make_mesh, mesh_sizes
-from l2d_jax.files import cache_folder
+from l2d_jax.files import cache_folder, read_json, write_whole
 from l2d_jax.performance import costs, lowering, tpu_estimate
 from l2d_jax.performance.topologies import GENERATIONS, GIB, Topology
 from l2d_jax.training import plans
@@ -115,7 +114,7 @@ def answer(question: Question, mesh: Mesh, *, folder: Path | None = None) -> dic
     """
     file = cache_folder() / "estimates" / f"{question.key()}.json"
     if file.exists() and folder is None:
-        return {**json.loads(file.read_text()), "cached": True}
+        return {**read_json(file), "cached": True}
     began = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
         compiling = pool.submit(compile_and_read, question, mesh, folder)
@@ -125,9 +124,7 @@ def answer(question: Question, mesh: Mesh, *, folder: Path | None = None) -> dic
     found = compiling.result()
     found["seconds of compiling"] = time.monotonic() - began
     file.parent.mkdir(parents=True, exist_ok=True)
-    written = file.with_suffix(f".{os.getpid()}.partial")  # of each process its own
-    written.write_text(json.dumps(found))
-    written.rename(file)
+    write_whole(file, json.dumps(found))
     return {**found, "cached": False}
 
 

@@ -12,14 +12,16 @@ from l2d_jax import command_line
 from l2d_jax.command_line import folder_or_bucket, local_path, model_name
 from l2d_jax.config.schema import MeshConfig, ModelConfig
 from l2d_jax.distributed import runtime
-from l2d_jax.errors import InputError, require
-from l2d_jax.files import output_folder, read_json
+from l2d_jax.errors import InputError, about, require
+from l2d_jax.files import read_json
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.reports.publication import publish_run
 from l2d_jax.storage import mirror
+from l2d_jax.storage.partial import output_folder
 from l2d_jax.weights import digests, locate, model_folder, publish, release
 from l2d_jax.weights.export import FORMATS, copy_texts, export_model, write_llm
-from l2d_jax.weights.peft import CONFIG, WEIGHTS, Adapter
+from l2d_jax.weights.peft import WEIGHTS, Adapter
+from l2d_jax.weights.peft_config import recorded_base
 from l2d_jax.weights.safetensors_file import SafetensorsFolder
 
 
@@ -72,7 +74,7 @@ def import_model(base: str, out: Path, *, l2d: tuple[Path, Path] | None = None, 
         require(l2d is None and adapter is None, f"{base} is a published path already: leave --l2d and --adapter out")
     language_model = locate.find_base_and_adapters(base if published is None else published.base)
     folder, adapters = language_model.folder, language_model.adapters
-    architecture = Architecture.from_hf(read_json(folder / "config.json"))
+    architecture = Architecture.from_hf(read_json(folder / "config.json"), where=folder / "config.json")
     if len(adapters) > 1 or (adapters and adapter is not None):
         command = f"python -m l2d_jax.convert export --model {base} --format hf --out DIR"
         problem = f"a model folder has one adapter, and {base} has {len(adapters)} already"
@@ -83,22 +85,26 @@ def import_model(base: str, out: Path, *, l2d: tuple[Path, Path] | None = None, 
     with output_folder(out) as partial:
         copy_texts(language_model, partial)
         if l2d is not None:
-            config = release.parse_hyperparameters(read_json(l2d[1]))
+            with about(l2d[1]):
+                config = release.parse_hyperparameters(read_json(l2d[1]))
             checkpoint = release.open_checkpoint(l2d[0])
-            _, trained = release.check_checkpoint(checkpoint, architecture, config)
+            with about(l2d[0]):
+                _, trained = release.check_checkpoint(checkpoint, architecture, config)
             write_llm(checkpoint, architecture, partial)
             with_path = model_folder.find_base(ModelConfig(name=str(partial))).fingerprint
             tensors = release.lazy_tensors(checkpoint, trained)
             model_folder.write_path(partial, tensors, config, base=base, base_fingerprint=with_path)
             return
         source = SafetensorsFolder.open(folder)
-        model_folder.check_llm(source, architecture)
+        with about(folder):
+            model_folder.check_llm(source, architecture)
         write_llm(source, architecture, partial)
         if adapter is not None:
             digests.check_signature(adapter / WEIGHTS, source)
-            recorded = read_json(adapter / CONFIG).get("base_model_name_or_path") if adapters else None
+            recorded = recorded_base(adapter) if adapters else None
             Adapter.open(adapter, architecture).write(partial, base=recorded or locate.absolute_name(base))
-            digests.sign(partial / WEIGHTS, base_fingerprint=digests.source_fingerprint(source))
+            written = SafetensorsFolder.open(partial)  # without the tensors of the base that are not used
+            digests.sign(partial / WEIGHTS, base_fingerprint=digests.source_fingerprint(written))
         if published is not None:
             fingerprint = model_folder.find_base(ModelConfig(name=str(partial))).fingerprint
             path = published.load(runtime.start_jax(MeshConfig()))

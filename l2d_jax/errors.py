@@ -1,5 +1,7 @@
 """The exceptions that programs print as one line: for what a user can mend, and for what has stopped a run."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 LONGEST_LINE = 300  # characters of a message
@@ -18,6 +20,17 @@ def require(condition: bool, message: str) -> None:  # noqa: FBT001 (like the co
     """Raise `InputError(message)` unless `condition` holds."""
     if not condition:
         raise InputError(message)
+
+
+@contextmanager
+def about(subject: object) -> Iterator[None]:
+    """Within, an `InputError` begins with what it is about, such as a file, unless it names that."""
+    try:
+        yield
+    except InputError as error:
+        if str(subject) in str(error):
+            raise
+        raise InputError(f"{subject}: {error}") from error
 
 
 def shown(value: Any) -> str:

@@ -1,24 +1,25 @@
-"""Files of JSON, checked against declared types, files and folders that are complete or absent, and fingerprints.
+"""Files of JSON, checked against declared types, files that are complete or absent, and fingerprints.
 
 What others wrote, and what may have been damaged, is read in three steps: bytes, strictly as UTF-8; JSON, in which no
 key may be repeated; and the types and ranges that its reader declares, mostly as a `TypedDict`. A fingerprint names
 what a result was computed from by its content: names, dates and the layout of files do not count.
 """
 
+import errno
+import fcntl
 import hashlib
 import json
 import math
 import os
-import shutil
+import stat
 import sys
 import tomllib
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, BinaryIO, TypeAlias
 
 from annotated_types import Interval
 from pydantic import TypeAdapter, ValidationError
@@ -53,10 +54,28 @@ def check_path(text: str, name: str) -> None:
             raise InputError(f"{name} must be at most {limit} bytes long, got {size}: {part[:60]!r}...: shorten it")
 
 
+def open_file(path: AnyPath) -> BinaryIO:
+    """Open a regular file for reading; raises `OSError`, for FIFOs and devices too, which might never end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would wait for its writer
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    raise OSError(errno.EINVAL, "Not a regular file", os.fspath(path))
+
+
+def read_bytes(path: AnyPath) -> bytes:
+    """A regular file; raises `OSError`."""
+    with open_file(path) as file:
+        return file.read()
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; raises `InputError` if the file is unreadable or malformed, or repeats a key."""
     try:
-        return _parse(path.read_bytes())
+        return _parse(read_bytes(path))
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
@@ -91,7 +110,7 @@ def read_lines(
     kept: list[tuple[int, bytes, dict[str, Any]]] = []
     faults: dict[int, str] = {}  # by the number of the line
     with explained(f"cannot read {path}", "check its permissions"):
-        text = path.read_bytes() if path.exists() else b""
+        text = read_bytes(path) if path.exists() else b""
     lines = text.split(b"\n")[:-1]  # not one that was cut off; not splitlines, which ends lines at other bytes too
     for number, line in enumerate((line + b"\n" for line in lines), start=1):
         try:
@@ -191,19 +210,35 @@ def cache_folder() -> Path:
 
 
 def write_whole(path: Path, text: str | bytes) -> None:
-    """Replace a file by `text`, on the disk: a kill or a loss of power leaves the old file or the new one, whole."""
+    """Replace a file by `text`, on the disk: a kill or a loss of power leaves the old file or the new one, whole.
+
+    Processes that write one file take turns, if the file system has locks; what one of them left is written over.
+    """
     written = path.with_name(f"{path.name}.partial")
-    with written.open("wb") as file:
+    with _own_file(written) as file:
+        file.truncate(0)
         file.write(text.encode() if isinstance(text, str) else text)
         file.flush()
         os.fsync(file.fileno())
-    written.replace(path)
+        written.replace(path)
     sync(path.parent)
+
+
+def _own_file(path: Path) -> BinaryIO:
+    """Open a file for writing, which no other process writes until it is closed; raises `OSError`."""
+    while True:
+        file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o666), "wb")
+        with suppress(OSError):  # there are no locks here
+            fcntl.flock(file, fcntl.LOCK_EX)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                return file
+        file.close()  # another process has given it its name
 
 
 def sync(path: Path) -> None:
     """Wait until a file, or a folder's list of files, is on the disk and not in memory alone."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         os.fsync(descriptor)
     finally:
@@ -217,19 +252,3 @@ def explained(problem: str, remedy: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise InputError(f"{problem}: {error.strerror}: {remedy}") from error
-
-
-@contextmanager
-def output_folder(path: Path) -> Iterator[Path]:
-    """A sibling of `path` that takes its place on success and is removed on an error; raises `InputError`."""
-    path = path.resolve()
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise InputError(f"output goes into a new or empty folder, and {path} is neither: remove it or choose another")
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
-    with explained(f"cannot create a folder in {path.parent}", "choose another place"):
-        partial.mkdir(parents=True)
-    try:
-        yield partial
-        partial.rename(path)  # takes the place of an empty folder, and of nothing else
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

@@ -22,10 +22,10 @@ from l2d_jax.decoding.stop_strings import to_text
 from l2d_jax.decoding.trace import TokenTrace, check_single_sample, trace
 from l2d_jax.distributed import runtime
 from l2d_jax.errors import InputError, require
-from l2d_jax.files import output_folder
 from l2d_jax.loading import find, load
 from l2d_jax.model.llm import LLM
 from l2d_jax.reports.trace import AnswerTrace, write_trace
+from l2d_jax.storage.partial import output_folder
 from l2d_jax.weights import model_folder
 
 SEARCH_OPTIONS = ("candidates", "length_power", "repetition_penalty")  # that need --beams

@@ -1,13 +1,15 @@
-"""Files: JSON objects, and output folders that are complete or absent."""
+"""Files: JSON objects, what is no regular file, and files that are written whole."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from l2d_jax.config.config_file import one_line
 from l2d_jax.errors import InputError
-from l2d_jax.files import cache_folder, output_folder, read_json, read_lines
+from l2d_jax.files import cache_folder, open_file, read_json, read_lines, write_whole
+from tests.support.odd_files import ODD, make_odd
 
 # --- JSON ---
 
@@ -39,52 +41,6 @@ def test_one_cache_for_all_that_can_be_computed_again(tmp_path: Path, monkeypatc
     assert cache_folder() == tmp_path / "xdg" / "l2d_jax"
     monkeypatch.setenv("L2D_JAX_CACHE", "~/ours")
     assert cache_folder() == tmp_path / "ours"
-
-
-# --- output folders ---
-
-
-def test_an_output_folder_appears_when_it_is_complete(tmp_path: Path) -> None:
-    target = tmp_path / "new" / "out"
-    with output_folder(target) as folder:
-        (folder / "a").write_text("a")
-        assert not target.exists()
-        assert folder.parent == target.parent  # so that the rename is one step
-    assert [path.name for path in target.iterdir()] == ["a"]
-    assert [path.name for path in target.parent.iterdir()] == ["out"]
-
-
-@pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt])
-def test_an_error_leaves_nothing(tmp_path: Path, failure: type[BaseException]) -> None:
-    def fail() -> None:
-        with output_folder(tmp_path / "out") as folder:
-            (folder / "a").write_text("a")
-            raise failure
-
-    with pytest.raises(failure):
-        fail()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_empty_folder_is_taken_and_others_are_refused(tmp_path: Path) -> None:
-    empty, full, file = tmp_path / "empty", tmp_path / "full", tmp_path / "file"
-    empty.mkdir()
-    full.mkdir()
-    (full / "precious").write_text("a")
-    file.write_text("a")
-    with output_folder(empty) as folder:
-        (folder / "a").write_text("a")
-    assert (empty / "a").exists()
-    for path in (full, file):
-        with pytest.raises(InputError, match=f"new or empty folder, and {re.escape(str(path))}"), output_folder(path):
-            pytest.fail("the body must not run")
-    assert (full / "precious").exists()
-
-
-def test_a_parent_that_cannot_hold_a_folder_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("a")
-    with pytest.raises(InputError, match=r"cannot create a folder in .*file"), output_folder(tmp_path / "file" / "out"):
-        pytest.fail("the body must not run")
 
 
 # --- damage ---
@@ -120,3 +76,34 @@ def test_an_error_is_one_line_of_at_most_300_characters() -> None:
     assert len(line) <= 300
     assert line.startswith("the rule yyy")
     assert line.endswith("yyy: the remedy")
+
+
+# --- what is no regular file ---
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    path = make_odd(tmp_path / "x.json", kind)
+    with pytest.raises(OSError):  # noqa: PT011 (of several kinds)
+        open_file(path)
+    with pytest.raises(InputError, match=rf"cannot read {path}: \w+"):
+        read_json(path)
+
+
+# --- writing ---
+
+
+def test_files_that_others_write_too_are_whole(tmp_path: Path) -> None:
+    """Threads in place of processes: a lock belongs to an open file, not to its process."""
+    path, texts = tmp_path / "x", [str(i) * 10_000 for i in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda text: [write_whole(path, text) for _ in range(20)], texts))
+    assert path.read_text() in texts
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_a_killed_process_left_is_written_over(tmp_path: Path) -> None:
+    (tmp_path / "x.partial").write_text("a longer text than the new one")
+    write_whole(tmp_path / "x", "new")
+    assert (tmp_path / "x").read_text() == "new"
+    assert list(tmp_path.iterdir()) == [tmp_path / "x"]

@@ -29,3 +29,16 @@ def test_no_damage_is_a_traceback_or_another_value(tmp_path, monkeypatch, reques
             )
     wrong = [f"case {case}: {text}" for case, outcome, text in found if outcome == "WRONG"]
     assert not wrong, f"{len(wrong)} of {len(found)}:\n" + "\n".join(wrong[:20])
+
+
+JSON_KINDS = [name for name, kind in KINDS.items() if kind.file.endswith(".json")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", JSON_KINDS)
+def test_every_value_of_every_json_may_be_strange(tmp_path, monkeypatch, name):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *given, **options: pytest.fail("asked the hub"))
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+    found = fuzz.run_all(KINDS[name], tmp_path)
+    wrong = [f"{done}: {text}" for done, outcome, text in found if outcome == "WRONG"]
+    assert not wrong, f"{len(wrong)} of {len(found)}:\n" + "\n".join(wrong[:40])

@@ -9,7 +9,6 @@ import math
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 import warnings
 from importlib.util import find_spec
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from l2d_jax.errors import shorten
+from l2d_jax.storage.partial import scratch_folder
 
 ROWS = 16  # the most that a call is made for: XLA's products of many are good
 UNIT = 32  # inputs and outputs of a matrix are multiples of it
@@ -75,10 +75,10 @@ def _call(name: str, rows: Array, stack: Array, layer: Array, outputs: int) -> A
 
 
 def _compile() -> ctypes.CDLL | None:
-    with tempfile.TemporaryDirectory() as folder:
-        made, source = Path(folder, "few_rows.so"), Path(__file__).with_suffix(".c")
+    with scratch_folder() as folder:
+        made, source = folder / "few_rows.so", Path(__file__).with_suffix(".c")
         options = ["-O2", "-mcpu=native", "-shared", "-fPIC", "-nostdlib", f"-I{jax.ffi.include_dir()}"]
-        caches = {"ZIG_GLOBAL_CACHE_DIR": folder, "ZIG_LOCAL_CACHE_DIR": folder}
+        caches = dict.fromkeys(("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"), str(folder))
         command = [sys.executable, "-m", "ziglang", "cc", *options, str(source), "-o", str(made)]
         done = subprocess.run(command, env=os.environ | caches, capture_output=True, text=True, check=False)
         if done.returncode:

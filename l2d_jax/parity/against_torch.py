@@ -7,10 +7,8 @@ this package's own: code in a folder is never run. One of the two models is in m
 """
 
 import itertools
-import tempfile
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,6 +30,7 @@ from l2d_jax.model.context import Context, read_context
 from l2d_jax.model.l2d import Model
 from l2d_jax.parity.against_transformers import SEED, choose_rows, in_float64, open_theirs, plain_base, require_torch
 from l2d_jax.parity.recording import LOGITS, ROUNDINGS, Check, logits_at
+from l2d_jax.storage.partial import scratch_folder
 from l2d_jax.weights import publish
 
 ROW = 32  # tokens, where nothing else is asked for
@@ -56,10 +55,10 @@ def compare_paths(name: str, *, length: int | None = None) -> Iterator[Check]:
     assert path is not None
     length = min(ROW, architecture.max_position_embeddings) if length is None else length
     rows = np.stack(list(choose_rows(architecture, loaded.tokenizer, length=length).values()))
-    with tempfile.TemporaryDirectory() as scratch:
+    with scratch_folder() as scratch:
         folder = about.path
         if not publish.is_published(folder):
-            folder, raw = Path(scratch), read_json(base / "config.json")
+            folder, raw = scratch, read_json(base / "config.json")
             names: dict[str, Any] = {"base": str(base), "base_revision": None, "base_config": raw, "tokenizer": None}
             publish.write_torch_folder(folder, path, architecture, **names)
         ours = dict(our_arrays(model, rows))

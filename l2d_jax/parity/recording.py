@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from l2d_jax.errors import InputError
-from l2d_jax.files import read_json
+from l2d_jax.files import open_file, read_json
 from l2d_jax.model.context import Context
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
@@ -53,7 +53,7 @@ class Recording(dict[str, np.ndarray]):
     def open(cls, file: Path) -> "Recording":
         """Read all arrays; raises `InputError` for anything but an .npz of plain arrays."""
         try:
-            with np.load(file, allow_pickle=False) as arrays:  # a lone array is no context manager
+            with open_file(file) as opened, np.load(opened, allow_pickle=False) as arrays:  # a lone array has no `with`
                 contents = dict(arrays)
         except Exception as error:  # of zip, of numpy's header and of the file system, of many kinds
             reason = " ".join(str(error).split())[:200]

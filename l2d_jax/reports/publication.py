@@ -1,6 +1,5 @@
 """Publishes what a run has trained: a folder for the hub, with a page that says how it was trained and measured."""
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,9 @@ from l2d_jax.config.schema import Config, MeshConfig
 from l2d_jax.data.tokenizer import load_tokenizer
 from l2d_jax.distributed import runtime
 from l2d_jax.errors import InputError, require, shown
-from l2d_jax.files import output_folder, read_json
+from l2d_jax.files import read_json
 from l2d_jax.reports.training import budget_rows, first_and_last
+from l2d_jax.storage.partial import output_folder, scratch_folder
 from l2d_jax.training.workdir import recorded_config
 from l2d_jax.weights import hub, locate, model_folder, publish
 from l2d_jax.weights.export import Parts
@@ -34,8 +34,8 @@ def publish_run(workdir: Path, repo: str, *, base: str | None = None, dry_run: P
         raise InputError(f"the base of {workdir} is the folder {base}, which is here alone: give --base org/name")
     about: dict[str, Any] = {"config": recorded_config(workdir), "measured": first_and_last(workdir)[1]}
     about["license"] = read_license(base)
-    with tempfile.TemporaryDirectory() as scratch:
-        out = dry_run or Path(scratch, "path")
+    with scratch_folder() as scratch:
+        out = dry_run or scratch / "path"
         with output_folder(out) as partial:
             parameters = _write_published(parts, workdir / "export", partial, base=base)
             write_card(partial, repo=repo, base=base, parameters=parameters, **about)
@@ -85,8 +85,11 @@ def read_license(base: str) -> str | None:
     import huggingface_hub
 
     folder = Path(base)
+    page = folder / "README.md"
+    if folder.is_dir() and not page.is_file():
+        return None
     try:
-        card = huggingface_hub.ModelCard.load(folder / "README.md" if folder.is_dir() else hub.split_revision(base)[0])
+        card = huggingface_hub.ModelCard.load(page if folder.is_dir() else hub.split_revision(base)[0])
     except Exception:  # the client raises errors of many types; a page that is not there names no licence
         return None
     return getattr(card.data, "license", None)

@@ -25,7 +25,7 @@ class AnswerTrace(NamedTuple):
 
 
 def write_trace(folder: Path, answers: Sequence[AnswerTrace]) -> None:
-    """Write both files into a folder; take one from `files.output_folder` to get both files or neither."""
+    """Write both files into a folder; take one from `partial.output_folder` to get both files or neither."""
     rows = ""
     for sequence, answer in enumerate(answers):
         given = {"prompt": answer.prompt, "solver": answer.settings.solver, "budget": answer.settings.budget}

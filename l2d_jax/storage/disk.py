@@ -15,13 +15,13 @@ from typing import BinaryIO, ClassVar, NamedTuple
 import xxhash
 
 from l2d_jax.errors import InputError
-from l2d_jax.files import sync, write_whole
+from l2d_jax.files import open_file, read_bytes, sync, write_whole
 
 
 class File(NamedTuple):
     """What a listing says of a file."""
 
-    size: int  # bytes
+    size: int  # bytes; -1 for a link that leads nowhere
     digest: Callable[[str], str]  # its checksum: "xxh3", or "crc32c" in base 64, as buckets have it; raises `OSError`
 
 
@@ -43,11 +43,11 @@ class Disk:
         """Every file below a folder, by its name from there."""
         top = self.root / folder
         paths = [path for path in sorted(top.rglob("*")) if not path.is_dir()]
-        return {path.relative_to(top).as_posix(): File(path.stat().st_size, partial(_digest, path)) for path in paths}
+        return {path.relative_to(top).as_posix(): File(_size(path), partial(_digest, path)) for path in paths}
 
     def read(self, name: str) -> bytes:
         """A file; raises `FileNotFoundError`."""
-        return (self.root / name).read_bytes()
+        return read_bytes(self.root / name)
 
     def write(self, name: str, data: bytes) -> None:
         """Replace a file of an existing folder, whole or not at all."""
@@ -76,8 +76,15 @@ class Disk:
             sync(path)
 
 
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # a link that leads nowhere
+        return -1
+
+
 def _digest(path: Path, checksum: str) -> str:
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest() if checksum == "xxh3" else _crc32c(file)
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from l2d_jax.errors import InputError, RunError
+from l2d_jax.errors import InputError, RunError, require
 from l2d_jax.files import explained
 from l2d_jax.storage import mirror
 from l2d_jax.storage.bucket import Bucket, BucketError, ChangedError, RefusedError
@@ -45,6 +45,7 @@ def _locked(workdir: Path) -> Iterator[None]:
     path = workdir / NAME
     with explained(f"cannot write to workdir {workdir}", "choose another --workdir"):
         workdir.mkdir(parents=True, exist_ok=True)
+        require(path.is_file() or not path.exists(), f"{path} is no regular file: remove it")
         file = path.open("a+")
     with file:
         with explained(f"workdir {workdir} cannot be locked", "unlock it, or choose another --workdir"):
@@ -150,7 +151,7 @@ def _parsed(text: bytes) -> dict[str, Any]:
     try:
         held = json.loads(text)
         return {"pid": int(held["pid"]), "host": str(held["host"])}
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return {}
 
 

@@ -6,6 +6,7 @@ fetched only where it is read (`fetch`). A local folder is what it is, and all c
 """
 
 import atexit
+import contextlib
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ from l2d_jax.errors import InputError, RunError
 from l2d_jax.files import AnyPath, identity
 from l2d_jax.storage.bucket import Bucket, BucketError, RefusedError, check_url
 from l2d_jax.storage.disk import Disk
+from l2d_jax.storage.partial import locked_folder
 
 LEFT_THERE = ("checkpoints", "export", "profile", "tensorboard")  # folders of a workdir that are not fetched
 
@@ -67,8 +69,9 @@ def open_folder(name: AnyPath) -> Path:
     check_url(url)
     if (url := url.rstrip("/")) not in _mirrors:
         # Its last parts are those of the URL, since reports and errors show them.
-        root = tempfile.mkdtemp(prefix="l2d_jax_")
-        atexit.register(shutil.rmtree, root, ignore_errors=True)
+        until_exit = contextlib.ExitStack()
+        atexit.register(until_exit.close)
+        root = until_exit.enter_context(locked_folder(Path(tempfile.gettempdir()), "l2d_jax_mirror_", ""))
         mirror = _Mirror(Bucket(url), Path(root, url.removeprefix("gs://")))
         mirror.folder.mkdir(parents=True)
         try:

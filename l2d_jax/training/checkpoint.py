@@ -22,7 +22,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from l2d_jax.distributed import processes
-from l2d_jax.errors import InputError, RunError, require, shorten
+from l2d_jax.errors import LONGEST_LINE, InputError, RunError, require, shorten
 from l2d_jax.files import Fingerprint, require_same
 from l2d_jax.storage import mirror
 from l2d_jax.storage.bucket import BucketError
@@ -230,7 +230,7 @@ def _reason(error: Exception) -> str:
 
 def _warn(text: str) -> None:
     with contextlib.suppress(OSError):  # the log may be on the disk that is full
-        print(f"warning: {text}", file=sys.stderr, flush=True)
+        print(shorten(f"warning: {text}", LONGEST_LINE), file=sys.stderr, flush=True)
 
 
 @functools.cache

@@ -7,17 +7,25 @@ power cut too. Its hashes notice accidents; they do not protect from an attacker
 
 import json
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, NotRequired, TypeAlias
 
 import xxhash
+from typing_extensions import TypedDict
 
 from l2d_jax.errors import shorten
-from l2d_jax.files import Fingerprint, digest
+from l2d_jax.files import Fingerprint, check, digest
 from l2d_jax.storage.bucket import Bucket, BucketError
 from l2d_jax.storage.disk import Disk
 
 NAME = "manifest.json"
 Arrays: TypeAlias = dict[str, dict[str, dict[str, Any]]]  # by tree and by name: {"shape": [...], "dtype": "..."}
+
+
+class _Content(TypedDict):
+    step: int
+    inputs: NotRequired[dict[str, str]]
+    files: dict[str, dict[str, Any]]  # by name: the size, and the hash under its kind
+    arrays: Arrays
 
 
 class DamagedError(Exception):
@@ -61,6 +69,8 @@ def verify(folder: Disk | Bucket, step: int) -> None:
         for name, saved in wanted.items():
             if name not in files:
                 raise DamagedError(f"{name} is missing")
+            if files[name].size < 0:
+                raise DamagedError(f"{name} is a link that leads nowhere")
             if files[name].size != saved["size"]:
                 raise DamagedError(f"{name} has {files[name].size} bytes, and had {saved['size']}")
             checksum = "xxh3" if "xxh3" in saved else "crc32c"
@@ -77,6 +87,7 @@ def _content(folder: Disk | Bucket, step: int) -> dict[str, Any]:
         whole = json.loads(folder.read(f"{step}/{NAME}").decode())
         if _hash(whole["manifest"]) != whole["xxh3"]:
             raise ValueError
+        content: dict[str, Any] = check(whole["manifest"], _Content, NAME)
     except FileNotFoundError:
         raise DamagedError(f"it has no {NAME}: its save was cut off, or has not ended") from None
     except BucketError:
@@ -85,7 +96,6 @@ def _content(folder: Disk | Bucket, step: int) -> dict[str, Any]:
         raise DamagedError(f"{NAME} cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError, RecursionError):
         raise DamagedError(f"{NAME} is cut off or has changed since it was saved") from None
-    content: dict[str, Any] = whole["manifest"]
     if content["step"] != step:
         raise DamagedError(f"its {NAME} is that of step {content['step']}")
     return content

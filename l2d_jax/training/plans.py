@@ -175,7 +175,9 @@ def recorded_plans(workdir: Path) -> dict[str, StepPlan]:
         return {}
     if file.exists():
         return check(read_json(file), dict[str, StepPlan], file, remedy="restore it or choose another --workdir")
-    train = {"remat": "full", "accumulation": 1} | read_json(workdir / "config.json").get("train", {})
+    file, remedy = workdir / "config.json", "restore it or choose another --workdir"
+    sections = check(read_json(file), dict[str, dict[str, Any]], file, remedy=remedy)
+    train = {"remat": "full", "accumulation": 1} | sections.get("train", {})
     begun = StepPlan(remat=train["remat"], accumulation=train["accumulation"], mesh={"fsdp": -1})
     return {} if "auto" in begun.values() else {ANY: begun}
 

@@ -16,7 +16,7 @@ from l2d_jax.config.schema import Config
 from l2d_jax.distributed import processes
 from l2d_jax.distributed.memory import tree_bytes
 from l2d_jax.errors import InputError, require
-from l2d_jax.files import digest, explained, read_json
+from l2d_jax.files import check, digest, explained, read_json
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.storage import mirror
 from l2d_jax.storage.bucket import Bucket
@@ -52,7 +52,9 @@ def check_run(config: Config, workdir: Path, mesh: Mesh) -> list[str]:
 def pinned_base(name: str, workdir: Path) -> str:
     """A base from the hub with the revision that the workdir records or else its newest; raises `InputError`."""
     file = workdir / "config.json"
-    recorded = str(read_json(file).get("model", {}).get("name")) if file.exists() else ""
+    remedy = "restore it or choose another --workdir"
+    sections = check(read_json(file) if file.exists() else {}, dict[str, dict[str, Any]], file, remedy=remedy)
+    recorded = str(sections.get("model", {}).get("name", ""))
     if hub.split_revision(recorded)[0] == hub.split_revision(name)[0]:
         return recorded
     if not locate.is_on_hub(name) or hub.split_revision(name)[1]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from l2d_jax.config.schema import Config, defaults
-from l2d_jax.errors import require
+from l2d_jax.errors import about, require
 from l2d_jax.files import check, differences, explained, read_json, write_whole
 from l2d_jax.storage import mirror
 from l2d_jax.weights import model_folder
@@ -13,13 +13,15 @@ from l2d_jax.weights import model_folder
 
 def recorded_config(workdir: Path) -> Config:
     """The config that a run began with, less options of former versions that concern training alone."""
-    options = read_json(workdir / "config.json")
+    file = workdir / "config.json"
+    options = read_json(file)
     if isinstance(train := options.get("train"), dict):
         for name in ("stratified_times", "logit_normal_mean", "logit_normal_deviation"):
             train.pop(name, None)
         if train.get("time_density") in ("logit_normal", "warped"):
             del train["time_density"]
-    return Config.from_dict(options)
+    with about(file):
+        return Config.from_dict(options)
 
 
 def claim(workdir: Path, config: Config) -> None:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +26,7 @@ def source_fingerprint(source: TensorSource | None) -> dict[str, str]:
     if isinstance(source, Adapted):
         below, adapter = source_fingerprint(source.source), source.adapter
         tensors = source_fingerprint(adapter.source)["weights"]
-        return below | {"adapters": digest([below.get("adapters"), asdict(adapter.config), tensors])}
+        return below | {"adapters": digest([below.get("adapters"), adapter.config.options(), tensors])}
     assert isinstance(source, SafetensorsFolder)
     return {"weights": tensors_digest(source)}
 

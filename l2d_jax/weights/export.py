@@ -12,7 +12,6 @@ an adapted weight of the language model, in the type of the base. Only `peft` ke
 import itertools
 import json
 import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import partial
@@ -24,13 +23,15 @@ from l2d_jax.config.schema import MeshConfig, ModelConfig, PathConfig
 from l2d_jax.data import tokenizer
 from l2d_jax.distributed import processes, runtime
 from l2d_jax.errors import InputError, require
-from l2d_jax.files import Fingerprint, output_folder, read_json
+from l2d_jax.files import Fingerprint, read_json
 from l2d_jax.model.architecture import SUPPORTED, Architecture
 from l2d_jax.model.llm import LLM
 from l2d_jax.model.lora import LLMAdapter
 from l2d_jax.storage import mirror
+from l2d_jax.storage.partial import output_folder, scratch_folder
 from l2d_jax.weights import digests, hub, mapping, model_folder, peft, publish, release
 from l2d_jax.weights.locate import BaseAndAdapters, absolute_name, find_base_and_adapters, locate
+from l2d_jax.weights.peft_config import recorded_base
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_safetensors
 
 REPLACED = ("model.safetensors.index.json", "path.json", peft.CONFIG)
@@ -57,7 +58,8 @@ class Parts:
         has_path = (folder / "path.json").exists()
         is_alone = has_path and not model_folder.holds_base(folder)
         language_model = find_base_and_adapters(model_folder.base_name(folder) if is_alone else str(folder))
-        architecture = Architecture.from_hf(read_json(language_model.folder / "config.json"))
+        file = language_model.folder / "config.json"
+        architecture = Architecture.from_hf(read_json(file), where=file)
         path = model_folder.find_path(folder, architecture) if has_path else None
         if has_path:
             model_folder.check_trained_path(folder)
@@ -71,13 +73,13 @@ def export_model(model: str, out: Path, *, format: str, as_torch: bool = False) 
     """Write a model folder, or a workdir that has finished, in one of `FORMATS`, whole; raises `InputError`."""
     if as_torch and not format.startswith("l2d"):
         raise InputError(f"--torch is about the release's state dict: leave it out with --format {format}")
-    with tempfile.TemporaryDirectory() as scratch:
+    with scratch_folder() as scratch:
         name, folder = model, locate(model)
         if publish.is_published(folder):  # its path gets the names of the release
-            name = scratch
+            name = str(scratch)
             model_folder.check_trained_path(folder)
             published = publish.TorchFolder.open(folder)
-            model_folder.save_path(Path(scratch), published.load(runtime.start_jax(MeshConfig())), base=published.base)
+            model_folder.save_path(scratch, published.load(runtime.start_jax(MeshConfig())), base=published.base)
         parts = replace(Parts.open(name), name=model)
         with output_folder(out) as partial_folder:
             FORMATS[format](parts, partial_folder, "pytorch_model.bin" if as_torch else "l2d.safetensors")
@@ -158,7 +160,7 @@ def _peft(parts: Parts, out: Path, _file: str) -> None:
     folders = parts.language_model.adapters
     count = f"{len(folders)} LoRA adapters, one upon the other" if folders else "no LoRA adapter of its own"
     require(len(folders) == 1, f"the language model of {parts.name} has {count}: export it with another format")
-    named = read_json(folders[0] / peft.CONFIG).get("base_model_name_or_path")
+    named = recorded_base(folders[0])
     folder = parts.language_model.folder
     peft.Adapter.open(folders[0], parts.architecture).write(out, base=named or absolute_name(str(folder)))
     digests.sign(out / peft.WEIGHTS, base_fingerprint=digests.source_fingerprint(SafetensorsFolder.open(folder)))

@@ -1,11 +1,13 @@
 """The Hugging Face hub: who may download a model, which revision that is, what of it is missing here; and uploads."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from l2d_jax.errors import InputError, require, shorten, shown
 
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")  # with a revision or without
 HUB = "hub:"  # before a hub id: it is no folder, whatever lies in the working directory
 TEXT_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]  # of a language model, beside its weights
 FILES = ["*.safetensors", *TEXT_FILES]  # neither pickles nor code

@@ -1,21 +1,24 @@
 """Where weights come from: folders in Hugging Face's layout, hub ids and GGUF files, whose conversions are cached."""
 
+import itertools
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from l2d_jax.errors import InputError, require, shown
-from l2d_jax.files import cache_folder, digest, identity, output_folder, read_json
+from l2d_jax.files import cache_folder, digest, identity, read_json
 from l2d_jax.storage import mirror
 from l2d_jax.storage.bucket import SCHEME
+from l2d_jax.storage.partial import output_folder
 from l2d_jax.weights import gguf_model, hub, peft
 from l2d_jax.weights.gguf_file import GGUFFile
+from l2d_jax.weights.hub import HUB_ID
+from l2d_jax.weights.peft_config import recorded_base
 from l2d_jax.weights.safetensors_file import write_safetensors
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")  # with a revision or without
 NEARBY = "base_from_here"  # in a file that names its base: the path from the file's folder to it
+RANDOM = "random weights, which only a workdir can make again: give that"
 ON_HUB = "base_on_hub"  # in such a file: true if the base is a hub id
 
 
@@ -92,7 +95,11 @@ def find_base_and_adapters(name: str, *, files: list[str] = hub.FILES) -> BaseAn
         adapters.insert(0, folder)
         if (folder / "config.json").exists():
             break
-        folder = _locate(read_base_name(folder / peft.CONFIG, "base_model_name_or_path"), adapters, files)
+        base = recorded_base(folder)
+        if base is None:
+            raise InputError(f"{folder / peft.CONFIG} names no base: give it as base_model_name_or_path")
+        require(base != "random", f"the base of {folder} is {RANDOM}")
+        folder = _locate(base, adapters, files)
     return BaseAndAdapters(folder, tuple(adapters))
 
 
@@ -111,27 +118,27 @@ def base_record(name: str, folder: Path) -> dict[str, Any]:
     return {"base": absolute, ON_HUB: True} if HUB_ID.fullmatch(absolute) else {"base": absolute}
 
 
-def read_base_name(file: Path, key: str = "base", *, what: str | None = None) -> str:
-    """The base that a file names under a key (`what`, in an error); a hub id begins with `HUB`; raises `InputError`.
+def read_base_name(file: Path, *, what: str = "the base in base") -> str:
+    """The base that a file names (`what`, in an error); a hub id begins with `HUB`; raises `InputError`.
 
     In a file of a former version, which does not say whether `org/name` is a folder or a hub id, it is a path from the
-    working directory; in PEFT's files it may be both.
+    working directory.
     """
     record = read_json(file)
-    name, nearby = record.get(key), record.get(NEARBY)
+    name, nearby = record.get("base"), record.get(NEARBY)
     if not isinstance(name, str) or not name or not isinstance(nearby, str | None):
-        problem = f"{key} {shown(name)} and {NEARBY} {shown(nearby)}" if nearby else shown(name)
-        raise InputError(f"{file} must name {what or f'the base in {key}'}, got {problem}: add it")
+        problem = f"base {shown(name)} and {NEARBY} {shown(nearby)}" if nearby else shown(name)
+        raise InputError(f"{file} must name {what}, got {problem}: add it")
     if name == "random":
-        raise InputError(f"the base of {file.parent} is random weights, which only a workdir can make again: give that")
+        raise InputError(f"the base of {file.parent} is {RANDOM}")
     if record.get(ON_HUB) is True:
         return hub.HUB + name
-    if name.startswith(SCHEME) or os.path.exists(os.path.expanduser(name)) or file.name == peft.CONFIG:
+    if name.startswith(SCHEME) or os.path.exists(os.path.expanduser(name)):
         return name
     if nearby is None:
         raise missing_base(name, file)
     problem = f"the base of {file.parent} is neither at {shown(name)} nor at {shown(nearby)} from there"
-    require(os.path.exists(file.parent / nearby), f"{problem}: put it back, or give its folder as {key} in {file}")
+    require(os.path.exists(file.parent / nearby), f"{problem}: put it back, or give its folder as base in {file}")
     return str((file.parent / nearby).resolve())
 
 
@@ -150,6 +157,9 @@ def _locate(name: str, adapters: list[Path], files: list[str]) -> Path:
         if not adapters:
             raise
         raise InputError(f"the base of {adapters[0]}: {error}; a relative path is read from here") from None
+    for file in itertools.chain.from_iterable(map(folder.glob, hub.FILES)):
+        # A FIFO would be read for ever, and a link that leads nowhere would pass for a file that is not there.
+        require(file.is_file(), f"{file} is no file, or a link to none: remove it, or download the model again")
     config = folder / "config.json"
     if (folder / "checkpoints").is_dir() and config.exists() and "train" in read_json(config):
         raise InputError(f"{folder} is a workdir of training, not a language model: give its {folder / 'export'}")

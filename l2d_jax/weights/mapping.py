@@ -205,6 +205,17 @@ def check_tensors(source: TensorSource, shapes: Shapes, *, ignored: Set[str] = f
     require(text == "", f"the tensors do not fit the architecture: {text}: take weights and config.json of one model")
 
 
+def is_same(source: TensorSource, name: str, other: str) -> bool:
+    """Whether two tensors of a source have one shape and the same values, block by block of their rows."""
+    shape = tuple(source.records[name].shape)
+    if shape != tuple(source.records[other].shape):
+        return False
+    rows = max(1, 2**22 // math.prod(shape[1:]))
+    blocks = ((slice(i, i + rows),) for i in range(0, shape[0], rows))
+    pairs = ((source.read(name, block), source.read(other, block)) for block in blocks)
+    return all(np.array_equal(a.astype(np.float64), b.astype(np.float64)) for a, b in pairs)
+
+
 def load_tree(declared: Any, source: TensorSource, mesh: Mesh, *, rows: Iterable[Row]) -> Any:
     """Read a tree of arrays onto `mesh`, in the declared types; each shard is read alone."""
     placements = jax.tree.leaves(sharding.shardings(declared, mesh))

@@ -7,6 +7,7 @@ authors' release, and `path.json`, with the options of the path and the name of 
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +22,7 @@ from l2d_jax.config.parsing import from_dict
 from l2d_jax.config.schema import ModelConfig, PathConfig
 from l2d_jax.data.tokenizer import byte_tokenizer, load_tokenizer, stop_ids
 from l2d_jax.distributed import processes, sharding
-from l2d_jax.errors import InputError, require, shown
+from l2d_jax.errors import InputError, about, require, shown
 from l2d_jax.files import Fingerprint, digest, read_json, require_same, write_whole
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.diffusion_path import DiffusionPath, start_from
@@ -32,6 +33,8 @@ from l2d_jax.weights import hub, locate, mapping, peft, publish
 from l2d_jax.weights.digests import check_signature, source_fingerprint, tensors_digest
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_file
 
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+ROTARY = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 BASE = "base.json"  # of a workdir whose base is a local folder or file: where that lies
 
 
@@ -127,7 +130,8 @@ def new_path(config: PathConfig, llm: LLM, mesh: Mesh, *, seed: int) -> Diffusio
 def open_weights(language_model: locate.BaseAndAdapters, architecture: Architecture) -> mapping.TensorSource:
     """The LM's tensors, to which adapters are added on reading; raises `InputError` for tensors that do not fit."""
     source: mapping.TensorSource = SafetensorsFolder.open(language_model.folder)
-    check_llm(source, architecture)
+    with about(language_model.folder):
+        check_llm(source, architecture)
     for folder in language_model.adapters:
         adapter = peft.Adapter.open(folder, architecture)
         check_signature(folder / peft.WEIGHTS, source)
@@ -136,10 +140,17 @@ def open_weights(language_model: locate.BaseAndAdapters, architecture: Architect
 
 
 def check_llm(source: mapping.TensorSource, architecture: Architecture) -> None:
-    """Raise `InputError` unless a source has an LM's tensors and no others (but a tied head and rotary buffers)."""
-    ignored = {name for name in source.records if name.endswith("rotary_emb.inv_freq")}
-    ignored |= {"lm_head.weight"} if architecture.tied else set()
-    mapping.check_tensors(source, mapping.llm_shapes(architecture), ignored=ignored)
+    """Raise `InputError` unless a source has an LM's tensors and no others.
+
+    Left out are rotary frequencies, which transformers too computes from the config, and a tied head, which must be
+    the embedding: transformers 5 would use another one, and transformers 4 would not.
+    """
+    ignored = set(filter(ROTARY.fullmatch, source.records))
+    copied = {HEAD} & source.records.keys() if architecture.tied else set()
+    mapping.check_tensors(source, mapping.llm_shapes(architecture), ignored=ignored | copied)
+    if copied and not mapping.is_same(source, HEAD, EMBEDDING):
+        problem = f"{HEAD} differs from {EMBEDDING}, and config.json ties them"
+        raise InputError(f"{problem}: set tie_word_embeddings to false there to use both, or remove {HEAD}")
 
 
 def write_path(
@@ -206,7 +217,9 @@ def base_name(folder: Path) -> str:
 
 def read_path_config(folder: Path) -> PathConfig:
     """The options of a model folder's path; raises `InputError` for unknown options and values out of range."""
-    return from_dict(PathConfig, read_json(folder / "path.json").get("path", {}), prefix=f"{folder}/path.json: path")
+    file = folder / "path.json"
+    with about(file):
+        return from_dict(PathConfig, read_json(file).get("path", {}), prefix="path")
 
 
 def check_trained_path(folder: Path, base: BaseFiles | None = None) -> str:
@@ -238,7 +251,8 @@ def find_path(folder: Path, architecture: Architecture) -> tuple[PathConfig, map
     """The options and tensors of a model folder's path; raises an `InputError` that names all that do not fit."""
     config = read_path_config(folder)
     source = SafetensorsFolder.open_file(folder / "path.safetensors")
-    mapping.check_tensors(source, mapping.path_shapes(config, architecture))
+    with about(folder):
+        mapping.check_tensors(source, mapping.path_shapes(config, architecture))
     return config, source
 
 

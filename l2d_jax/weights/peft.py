@@ -1,63 +1,61 @@
 """LoRA adapters of the language model, in PEFT's files: `adapter_config.json` and `adapter_model.safetensors`.
 
 An adapter lies beside the weights of a model folder and stays apart from them on disk. Where weights are read, each is
-W + (alpha / r) B A, computed in float32 and rounded once to the type of the model (Hu et al. 2021, section 4.1).
+W + (alpha / r) B A, computed in float32 and rounded once to the type of the model (Hu et al. 2021, section 4.1). The
+tensors of the file say which layers have an update, and each must be one that the config selects, of the rank that it
+says. A layer without tensors has no update.
 """
 
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Any
 
 import numpy as np
-from annotated_types import Interval, Len
-from typing_extensions import TypedDict
 
-from l2d_jax.config.schema import PROJECTIONS, LoraConfig
-from l2d_jax.errors import InputError, shown
-from l2d_jax.files import check, read_json
+from l2d_jax.config.schema import LoraConfig
+from l2d_jax.errors import about, require
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.axes import MATRICES
 from l2d_jax.model.lora import LLMAdapter
-from l2d_jax.weights import mapping
+from l2d_jax.weights import hub, mapping
+from l2d_jax.weights.finite import require_finite
+from l2d_jax.weights.peft_config import CONFIG, PeftConfig, product_scale
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_file
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 ROWS = [  # the table of an `LLMAdapter`
     *mapping.matrix_rows(MATRICES, f"{PREFIX}%s.lora_A.weight", "%s.a", "I rank -> rank (I)"),
     *mapping.matrix_rows(MATRICES, f"{PREFIX}%s.lora_B.weight", "%s.b", "rank O -> (O) rank"),
 ]
-# Options of PEFT that would change the result, each with the only value that is implemented here.
+# Options that PEFT writes at these values for a plain adapter.
 PLAIN: dict[str, Any] = {"peft_type": "LORA", "bias": "none", "rank_pattern": {}, "alpha_pattern": {}}
 PLAIN |= dict.fromkeys(("fan_in_fan_out", "use_dora", "lora_bias"), False)
 PLAIN |= dict.fromkeys(("modules_to_save", "layers_to_transform", "trainable_token_indices"))
-
-
-class _PeftConfig(TypedDict):
-    """The other entries of `adapter_config.json` that are read."""
-
-    r: Annotated[int, Interval(ge=1, le=2**16)]
-    lora_alpha: Annotated[float, Interval(gt=0, le=1e6)]
-    target_modules: Annotated[list[Literal[PROJECTIONS]], Len(1)]  # type: ignore[valid-type]
-    use_rslora: NotRequired[bool | None]
+PLAIN |= {"task_type": "CAUSAL_LM", "inference_mode": True, "lora_dropout": 0.0}
 
 
 @dataclass(frozen=True)
 class AdapterConfig:
     """The shape of an adapter."""
 
-    rank: int
+    rank: int  # of all updates but those in `scales`, which may have another
     alpha: float
-    modules: tuple[str, ...]  # of `PROJECTIONS`
+    modules: tuple[str, ...]  # the last parts of the names of the layers that have an update
     rank_stabilized: bool = False  # alpha / sqrt(rank) in place of alpha / rank (Kalajdzievski 2023)
+    scales: Mapping[str, float] = field(default_factory=dict)  # by layer, of the products with another factor
 
     @property
     def scale(self) -> float:
-        """The factor of the product of the two matrices."""
-        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+        """The factor of the product of the two matrices, where `scales` has no other."""
+        return product_scale(self.rank, self.alpha, rank_stabilized=self.rank_stabilized)
+
+    def options(self) -> dict[str, Any]:
+        """The fields by name, without `scales` if it is empty: earlier releases did not have it."""
+        return {name: value for name, value in asdict(self).items() if value or name != "scales"}
 
 
 @dataclass(frozen=True)
@@ -66,32 +64,47 @@ class Adapter:
 
     config: AdapterConfig
     source: mapping.TensorSource
+    raw: Mapping[str, Any]  # its `adapter_config.json`
 
     @classmethod
     def open(cls, folder: Path, architecture: Architecture) -> "Adapter":
         """Check the files of an adapter; raises `InputError` for unsupported options and tensors that do not fit."""
-        file = folder / CONFIG
-        raw = read_json(file)
-        for name, value in PLAIN.items():
-            if raw.get(name, value) not in (value, value or None):
-                raise InputError(f"{file}: {name} = {shown(raw[name])} is not supported, only {value!r}")
-        remedy = f"give it as PEFT saves it, with layers of {', '.join(PROJECTIONS)}"
-        found = check(raw, _PeftConfig, file, remedy=remedy)
-        modules = tuple(sorted(set(found["target_modules"])))
-        config = AdapterConfig(found["r"], found["lora_alpha"], modules, bool(found.get("use_rslora")))
-        source = SafetensorsFolder.open_file(folder / WEIGHTS)
-        mapping.check_tensors(source, adapter_shapes(config, architecture))
-        return cls(config, source)
+        options, source = PeftConfig.open(folder), SafetensorsFolder.open_file(folder / WEIGHTS)
+        present, scales = source.records, dict[str, float]()
+        shapes: mapping.Shapes = {}
+        for name, (outputs, inputs) in _linear_shapes(architecture).items():
+            a, b = (f"{PREFIX}{name}.lora_{part}.weight" for part in "AB")
+            if a not in present and b not in present:
+                continue
+            problem = f"{source.path} has an update of {name}, which {CONFIG} beside it does not select"
+            require(options.selects(name), f"{problem}: add that name to target_modules, or remove the tensors")
+            ranks = options.ranks(name)
+            rank = next((rank for rank in ranks if a in present and rank in present[a].shape[:1]), ranks[0])
+            shapes |= {a: (rank, inputs), b: (outputs, rank)}
+            scales[name] = options.scale(name, rank)
+        with about(folder):
+            mapping.check_tensors(source, shapes)
+        require(len(scales) > 0, f"{source.path} has no tensors: take the weights that belong to {CONFIG}")
+        modules = tuple(sorted({name.rpartition(".")[2] for name in scales}))
+        found = options.found
+        plain = AdapterConfig(found["r"], found["lora_alpha"], modules, options.rank_stabilized)
+        others = {name: scale for name, scale in scales.items() if scale != plain.scale}
+        return cls(replace(plain, scales=others), source, options.raw)
+
+    @cached_property
+    def layers(self) -> frozenset[str]:
+        """The names of the layers that have an update."""
+        return frozenset(name.removeprefix(PREFIX).partition(".lora_")[0] for name in self.source.records)
 
     def product(self, layer: str, index: tuple[slice, ...]) -> np.ndarray:
         """scale x B A of one layer of the LM, or the slice `index` of it, in float32."""
         up = self.source.read(f"{PREFIX}{layer}.lora_B.weight", (index[0],)).astype(np.float32)
         down = self.source.read(f"{PREFIX}{layer}.lora_A.weight", (slice(None), index[1])).astype(np.float32)
-        return np.float32(self.config.scale) * (up @ down)
+        return np.float32(self.config.scales.get(layer, self.config.scale)) * (up @ down)
 
     def write(self, folder: Path, *, base: str) -> None:
-        """Write the adapter into another existing folder; its tensors keep their bits."""
-        write_adapter(folder, self.config, {n: self.source.read(n) for n in self.source.records}, base=base)
+        """Write the adapter into another existing folder; its tensors and options stay as they are."""
+        _write(folder, PLAIN | dict(self.raw), {n: self.source.read(n) for n in self.source.records}, base=base)
 
 
 @dataclass(frozen=True)
@@ -110,10 +123,13 @@ class Adapted:
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
         """One tensor or a slice of it."""
         tensor, layer = self.source.read(name, index), name.removesuffix(".weight")
-        if f"{PREFIX}{layer}.lora_A.weight" in self.adapter.source.records:
-            whole = tuple(map(slice, self.records[name].shape))
-            tensor = tensor.astype(np.float32) + self.adapter.product(layer, whole if index is None else index)
-        return tensor.astype(self.records[name].dtype) if self.is_rounded else tensor
+        if layer not in self.adapter.layers:
+            return tensor
+        whole = tuple(map(slice, self.records[name].shape))
+        with np.errstate(over="ignore"):  # which is an error here
+            total = tensor.astype(np.float32) + self.adapter.product(layer, whole if index is None else index)
+            total = total.astype(self.records[name].dtype) if self.is_rounded else total
+        return require_finite(total, name, "the base with its adapter")
 
 
 def adapter_shapes(config: AdapterConfig, architecture: Architecture) -> mapping.Shapes:
@@ -122,10 +138,21 @@ def adapter_shapes(config: AdapterConfig, architecture: Architecture) -> mapping
     return mapping.tensor_shapes(LLMAdapter.declare(options, architecture), ROWS)
 
 
+def _linear_shapes(architecture: Architecture) -> mapping.Shapes:
+    """Outputs and inputs of each linear layer of the decoder blocks, by its name."""
+    shapes = mapping.llm_shapes(architecture)
+    return {name.removesuffix(".weight"): shape for name, shape in shapes.items() if name.endswith("_proj.weight")}
+
+
 def write_adapter(folder: Path, config: AdapterConfig, tensors: Mapping[str, np.ndarray], *, base: str) -> None:
     """Write an adapter's two files into an existing folder, as PEFT reads them; `base` is a hub id or absolute path."""
-    options = PLAIN | {"task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True}
-    options |= {"r": config.rank, "lora_alpha": config.alpha, "use_rslora": config.rank_stabilized}
-    options |= {"lora_dropout": 0.0, "target_modules": list(config.modules)}
-    (folder / CONFIG).write_text(json.dumps(options, indent=2) + "\n")
+    options = {"r": config.rank, "lora_alpha": config.alpha, "use_rslora": config.rank_stabilized}
+    _write(folder, PLAIN | options | {"target_modules": list(config.modules)}, tensors, base=base)
+
+
+def _write(folder: Path, options: Mapping[str, Any], tensors: Mapping[str, np.ndarray], *, base: str) -> None:
+    """Write both files; the revision of a base on the hub, org/name@revision, is an option of its own in PEFT."""
+    name, revision = (base, None) if Path(base).is_absolute() else hub.split_revision(base)
+    named = {"base_model_name_or_path": name, "revision": revision}
+    (folder / CONFIG).write_text(json.dumps({**options, **named}, indent=2) + "\n")
     write_file(folder / WEIGHTS, tensors)

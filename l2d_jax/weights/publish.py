@@ -11,24 +11,36 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired
 
+from annotated_types import Len
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerFast
+from typing_extensions import TypedDict
 
 from l2d_jax.config.parsing import from_dict
 from l2d_jax.config.schema import PathConfig
 from l2d_jax.data.tokenizer import stop_ids
-from l2d_jax.errors import InputError, require, shown
-from l2d_jax.files import read_json
+from l2d_jax.errors import InputError, about, require, shown
+from l2d_jax.files import check, check_path, read_json
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.weights import mapping
-from l2d_jax.weights.hub import HUB
+from l2d_jax.weights.hub import HUB, HUB_ID
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_safetensors
 
 CODE = Path(__file__).parent / "pytorch"
 MODEL_TYPE = "l2d"
+
+
+class _PublishedConfig(TypedDict):
+    """The entries of a published `config.json` that are read."""
+
+    model_type: Literal["l2d"]
+    base_model_name_or_path: Annotated[str, Len(1)]
+    base_revision: NotRequired[str | None]
+    path: dict[str, Any]
+    text_config: dict[str, Any]
 
 
 def is_published(folder: Path) -> bool:
@@ -98,17 +110,20 @@ class TorchFolder:
     def open(cls, folder: Path) -> "TorchFolder":
         """Check a published folder, whose path PyTorch may have trained further; raises `InputError`."""
         file = folder / "config.json"
-        raw = read_json(file)
-        kind = raw.get("model_type")
-        problem = f"{file}: model_type is {shown(kind)}, not {MODEL_TYPE!r}"
-        require(kind == MODEL_TYPE, f"{problem}: give a folder that was published")
-        architecture = Architecture.from_hf(raw.get("text_config", {}), where=f"{file}: text_config")
-        config = from_dict(PathConfig, raw.get("path", {}), prefix=f"{file}: path")
+        raw: dict[str, Any] = check(read_json(file), _PublishedConfig, file, remedy="give a folder that was published")
+        architecture = Architecture.from_hf(raw["text_config"], where=f"{file}: text_config")
+        with about(file):
+            config = from_dict(PathConfig, raw["path"], prefix="path")
         source = SafetensorsFolder.open(folder)
-        mapping.check_tensors(source, mapping.tensor_shapes(DiffusionPath.declare(config, architecture), TORCH_ROWS))
-        base, revision = raw.get("base_model_name_or_path", ""), raw.get("base_revision")
+        with about(folder):
+            declared = DiffusionPath.declare(config, architecture)
+            mapping.check_tensors(source, mapping.tensor_shapes(declared, TORCH_ROWS))
+        base, revision = raw["base_model_name_or_path"], raw.get("base_revision")
+        check_path(base, f"{file}: base_model_name_or_path")
         if os.path.isdir(nearby := folder / base):
             return cls(architecture, str(nearby.resolve()), config, source)
+        is_known = HUB_ID.fullmatch(base) is not None or os.path.exists(os.path.expanduser(base))
+        require(is_known, f"{file}: the base {shown(base)} is neither here nor a hub id: give its folder, or org/name")
         return cls(architecture, base if revision is None else f"{HUB}{base}@{revision}", config, source)
 
     def load(self, mesh: Mesh) -> DiffusionPath:

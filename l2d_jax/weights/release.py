@@ -14,10 +14,11 @@ import numpy as np
 
 from l2d_jax.config.parsing import from_dict
 from l2d_jax.config.schema import PathConfig
-from l2d_jax.errors import InputError, require
+from l2d_jax.errors import InputError, require, shown
 from l2d_jax.files import package_table
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.weights import mapping
+from l2d_jax.weights.finite import require_finite
 from l2d_jax.weights.mapping import TensorSource
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_file
 
@@ -28,11 +29,11 @@ Tensors: TypeAlias = dict[str, Callable[[], np.ndarray]]  # each made when its t
 def parse_hyperparameters(raw: Mapping[str, Any]) -> PathConfig:
     """The path's options from the release's keyword arguments, bare or under `l2d_kwargs`; raises `InputError`."""
     options = raw.get("l2d_kwargs", raw)
-    require(isinstance(options, Mapping), f"l2d_kwargs must be the release's keyword arguments, got {options!r:.60}")
+    require(isinstance(options, Mapping), f"l2d_kwargs must be the release's keyword arguments, got {shown(options)}")
     names = package_table(ARGUMENTS)["names"]
     for name, value in package_table(ARGUMENTS)["fixed"].items():
         if options.get(name, value) != value:
-            raise InputError(f"hyper-parameter {name} = {options[name]!r} is not supported, only {value!r}")
+            raise InputError(f"hyper-parameter {name} = {shown(options[name])} is not supported, only {value!r}")
     ours = {name: options[theirs] for theirs, name in names.items() if theirs in options}
     for theirs, name in names.items():
         if name not in (*ours, "lora_rank", "lora_alpha", "classes", "class_dropout"):
@@ -55,12 +56,13 @@ def options(config: PathConfig) -> dict[str, Any]:
 def write_checkpoint(file: Path, tensors: Tensors) -> None:
     """Write a state dict, made in memory: `.safetensors`, or `.bin` for the release's programs, which takes torch."""
     torch = None if file.suffix == ".safetensors" else _import_torch(file)
-    made = {make: make() if torch is None else _tensor(make(), torch) for make in dict.fromkeys(tensors.values())}
-    state = {name: made[make] for name, make in tensors.items()}  # aliases share their memory
+    names = {make: name for name, make in reversed(tensors.items())}  # the first name of each
+    made = {make: require_finite(make(), name, "weights cannot be written") for make, name in names.items()}
     if torch is None:
-        write_file(file, state, for_transformers=False)
+        write_file(file, {name: made[make] for name, make in tensors.items()}, for_transformers=False)
     else:
-        torch.save(state, file)
+        converted = {make: _tensor(array, torch) for make, array in made.items()}
+        torch.save({name: converted[make] for name, make in tensors.items()}, file)  # aliases share their memory
 
 
 def open_checkpoint(file: Path) -> TensorSource:
@@ -77,18 +79,19 @@ def open_checkpoint(file: Path) -> TensorSource:
         state = state["model_state_dict"]
     if not isinstance(state, Mapping) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise InputError(f"{file} is not a state dict of names and tensors: give pytorch_model.bin of the release")
-    return ArraySource({name: _array(value, torch) for name, value in state.items()})
+    return ArraySource(file, {name: _array(value, torch) for name, value in state.items()})
 
 
 @dataclasses.dataclass(frozen=True)
 class ArraySource:
     """A `TensorSource` over arrays in memory."""
 
+    path: Path  # the file that they are from: what messages name
     records: Mapping[str, np.ndarray]
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
-        """One tensor, or a slice of it."""
-        return self.records[name][... if index is None else index]
+        """One tensor, or a slice of it; raises `InputError` if it is not finite."""
+        return require_finite(self.records[name][... if index is None else index], name, self.path)
 
 
 def aliases(own: Collection[str], trained: Iterable[str]) -> dict[str, str]:

@@ -2,8 +2,8 @@
 
 Only safetensors are read: pickles (*.bin, *.pt) can run code as they load. The library checks a header in full as it is
 opened: the tensors must tile the data (https://github.com/huggingface/safetensors, "Format"). Data are read by memory
-map, so that a slice costs that slice. No check sees a flipped bit in the data, for which the format has no checksum,
-nor a change after the file was opened.
+map, so that a slice costs that slice. What is read or written has neither NaN nor infinities. No check sees another
+flipped bit in the data, for which the format has no checksum, nor a change after the file was opened.
 """
 
 import json
@@ -19,7 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from l2d_jax.errors import InputError, require, shown
-from l2d_jax.files import check, read_json
+from l2d_jax.files import check, open_file, read_json
+from l2d_jax.weights.finite import require_finite
 
 DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -66,15 +67,24 @@ class SafetensorsFolder:
         return cls(path, _read_header(path))
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> Shaped[np.ndarray, "..."]:
-        """A copy of one tensor or of a slice of it, reading no other data; raises `InputError` where it is absent."""
+        """A copy of one tensor or of a slice of it, reading no other data.
+
+        Raises `InputError` where it is absent or not finite.
+        """
         require(name in self.records, f"{self.path} has no tensor {name!r}: are these the weights of another model?")
         record = self.records[name]
         data = np.memmap(record.path, np.uint8, mode="r")[record.begin : record.end]
-        return np.array(data.view(record.dtype).reshape(record.shape)[... if index is None else index])
+        copy = np.array(data.view(record.dtype).reshape(record.shape)[... if index is None else index])
+        return require_finite(copy, name, record.path)
 
 
 def write_file(path: Path, tensors: Mapping[str, np.ndarray], *, for_transformers: bool = True) -> None:
-    """Write one safetensors file; every array is in memory at the time."""
+    """Write one safetensors file; every array is in memory at the time.
+
+    Raises `InputError` for one that is not finite.
+    """
+    for name, array in tensors.items():
+        require_finite(array, name, "weights cannot be written")
     # In C order: save_file writes the memory of a transposed array as it lies, which is another array.
     arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
     save_file(arrays, path, metadata={"format": "pt"} if for_transformers else None)  # which transformers insists on
@@ -131,7 +141,7 @@ def _read_shards(folder: Path, index: Path) -> dict[str, TensorRecord]:
 def _read_header(path: Path) -> dict[str, TensorRecord]:
     """The records of one file: the length of the header in 8 bytes, the header, and the tensors without a gap."""
     try:
-        with path.open("rb") as file, safe_open(path, framework="numpy") as header:
+        with open_file(path) as file, safe_open(path, framework="numpy") as header:
             end = 8 + int.from_bytes(file.read(8), "little")
             entries = [(name, header.get_slice(name)) for name in header.offset_keys()]
     except OSError as error:

@@ -15,7 +15,7 @@ from typing import Any
 
 from l2d_jax.config.config_file import one_line
 from l2d_jax.errors import InputError
-from tests.support.mutations import Mutation
+from tests.support.mutations import Mutation, every_value
 
 OUTCOMES = ("one clear line", "the same values", "declared", "WRONG")
 LONGEST_LINE = 300  # characters
@@ -106,6 +106,23 @@ def judge(kind: Kind, folder: Path, before: Values) -> tuple[str, str]:
             return "WRONG", f"records are lost, with the lines {warnings!r:.300}"
         return "one clear line", warnings[0]
     return "declared", f"other {', '.join(sorted(changed))}"
+
+
+def run_all(kind: Kind, folder: Path) -> list[tuple[str, str, str]]:
+    """What was done, outcome and what happened, for every value of a JSON file; a line must name it or its folder."""
+    kind.write(folder)
+    files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    before, damaged, found = kind.read(folder), folder / kind.file, []
+    for done, data in every_value(files[damaged]):
+        for path, content in files.items():
+            if not path.exists() or path.read_bytes() != content:
+                path.write_bytes(content)
+        damaged.write_bytes(data)
+        outcome, text = judge(kind, folder, before)
+        if outcome == OUTCOMES[0] and damaged.name not in text and damaged.parent.name not in text:
+            outcome, text = "WRONG", f"a line that names neither {damaged.name} nor its folder: {text}"
+        found.append((done, outcome, text))
+    return found
 
 
 def run(kind: Kind, folder: Path, *, cases: int, seed: int) -> list[tuple[int, str, str]]:

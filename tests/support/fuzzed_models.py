@@ -3,19 +3,20 @@
 import dataclasses
 import hashlib
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from l2d_jax import loading
+from l2d_jax import convert, loading
 from l2d_jax.config.schema import Config, ModelConfig
 from l2d_jax.data import tokenizer
 from l2d_jax.files import read_json
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.training import workdir
-from l2d_jax.weights import digests, gguf_model, model_folder, peft
+from l2d_jax.weights import digests, gguf_model, mapping, model_folder, peft, publish
 from l2d_jax.weights.gguf_file import GGUFFile
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_safetensors
 from tests.support import mutations, programs, tiny
@@ -166,6 +167,35 @@ def _read_workdir(folder: Path) -> Values:
     return flat(found.trained)
 
 
+def _write_published(folder: Path) -> None:
+    """As `publish.write_torch_folder` does, which needs PyTorch."""
+    programs.write_base(folder / "base", text=False, **tiny.CONFIGS["llama"])
+    path = tiny.path()
+    config = {"model_type": "l2d", "base_model_name_or_path": "base", "base_revision": None, "path": vars(path.config)}
+    config |= {"text_config": tiny.CONFIGS["llama"], "stop_ids": [2]}
+    (folder / "config.json").write_text(json.dumps(config))
+    write_safetensors(folder, mapping.tensors(path, publish.TORCH_ROWS))
+
+
+def _read_published(folder: Path) -> Values:
+    found = loading.find(folder)
+    opened = publish.TorchFolder.open(folder)
+    base = model_folder.find_base(found.base)
+    model_folder.check_trained_path(folder, base)
+    return {**vars(opened.config), **base.architecture.options(), "base": opened.base}
+
+
+def _write_release(folder: Path) -> None:
+    programs.write_release(folder, "llama")
+
+
+def _read_release(folder: Path) -> Values:
+    out = folder / "out"
+    shutil.rmtree(out, ignore_errors=True)
+    convert.import_model(str(folder / "base"), out, l2d=(folder / "l2d.safetensors", folder / "l2d.json"))
+    return vars(model_folder.read_path_config(out))
+
+
 OPTIONS = dict.fromkeys([*flat(programs.config())], "an option of a run, in range: no checksum")
 
 
@@ -231,6 +261,16 @@ MODEL_KINDS = {
     "path.safetensors, all of it": Kind(_write_path, "path.safetensors", mutations.of_bytes, _read_path),
     "workdir's config.json": Kind(
         _write_workdir, "run/config.json", mutations.of_json_or_bytes, _read_workdir, OPTIONS
+    ),
+    "published config.json": Kind(
+        _write_published,
+        "config.json",
+        mutations.of_json_or_bytes,
+        _read_published,
+        dict.fromkeys(("lora_alpha", "sigma", "time_scale", "rms_norm_eps", "rope_theta", "max_position_embeddings"), FOREIGN),
+    ),
+    "l2d.json": Kind(
+        _write_release, "l2d.json", mutations.of_json_or_bytes, _read_release, {"lora_alpha": FOREIGN, "sigma": FOREIGN}
     ),
     "base.json": Kind(_write_moved_workdir, "run/base.json", mutations.of_json_or_bytes, _read_workdir),
     "GGUF": Kind(

@@ -3,7 +3,7 @@
 import json
 import random
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 NUMBERS = ["0", "-1", "1", "3", "1.5", "NaN", "Infinity", "1e400", "-1e400", f"{10**30}", "1e9", "1e-320", f"{2**63}"]
@@ -78,6 +78,32 @@ def of_json(data: bytes, rng: random.Random) -> bytes:
         text = json.dumps(node[key] * rng.choice((2, -1, 10, 0.5)) + rng.choice((0, 1, -1)))
     node[key] = mark
     return json.dumps(whole).replace(f'"{mark}"', text).encode()
+
+
+STRANGE = ["null", "5", '"x"', "[]", "{}", "1e999", f"{10**30}", '"' + "y" * 10_000 + '"', "true"]
+
+
+def every_value(data: bytes) -> Iterator[tuple[str, bytes]]:
+    """A JSON text with each of its values removed, or replaced by something strange, and what was done."""
+
+    def ways(node: Any, way: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+        children = node.items() if isinstance(node, dict) else enumerate(node[:2]) if isinstance(node, list) else ()
+        for key, child in children:
+            yield (*way, key)
+            yield from ways(child, (*way, key))
+
+    for way in ways(json.loads(data), ()):
+        for text in (None, *STRANGE):
+            whole = node = json.loads(data)
+            for key in way[:-1]:
+                node = node[key]
+            node[way[-1]] = "@MARK@"
+            if text is None:
+                del node[way[-1]]
+            yield (
+                f"{'.'.join(map(str, way))} {(text or 'removed')[:40]}",
+                json.dumps(whole).replace('"@MARK@"', text or "").encode(),
+            )
 
 
 def of_json_or_bytes(data: bytes, rng: random.Random) -> bytes:

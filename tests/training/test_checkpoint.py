@@ -2,6 +2,7 @@ import errno
 import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -14,6 +15,7 @@ from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.training import manifest
 from l2d_jax.training.checkpoint import SURPLUS, Checkpoints
 from tests.support import tiny
+from tests.support.odd_files import ODD, make_odd
 from tests.support.programs import full_disk, same_bits
 
 
@@ -183,6 +185,8 @@ FILES = {  # every kind that a step has
     "the manifest": "manifest.json",
 }
 ONE_FILE = [(damage, name) for damage in (flip, truncate, empty, Path.unlink) for name in FILES]
+ODD_PLACES = ("names and shapes", "orbax's mark of the step", "the manifest")
+ODD_FILES = [(partial(make_odd, kind=kind), name) for name in ODD_PLACES for kind in ODD]
 
 
 def remove_files(step):
@@ -207,7 +211,7 @@ def spoil(folder, damage, name):
     damage(folder / "2" if name is None else max(folder.glob(f"2/{FILES[name]}"), key=lambda path: path.stat().st_size))
 
 
-@pytest.mark.parametrize(("damage", "name"), [*ONE_FILE, *WHOLE])
+@pytest.mark.parametrize(("damage", "name"), [*ONE_FILE, *ODD_FILES, *WHOLE])
 def test_the_older_step_is_used_and_the_bad_one_kept(two_steps, tmp_path, capsys, damage, name):
     """Whatever is wrong with the newer one: it is named, and left as it is."""
     folder = Path(shutil.copytree(two_steps, tmp_path / "checkpoints"))
@@ -218,6 +222,7 @@ def test_the_older_step_is_used_and_the_bad_one_kept(two_steps, tmp_path, capsys
     warning = capsys.readouterr().err
     assert warning.startswith(f"warning: checkpoint 2 in {folder} is passed over, and left as it is: ")
     assert warning.count("\n") == 1
+    assert len(warning.replace(str(folder), "")) < 300
     assert same_bits(checkpoints.restore(1, abstract(trees(1))), trees(1))
     assert content(folder) == before
 
@@ -235,6 +240,21 @@ def test_a_bad_step_that_is_saved_anew_is_moved_aside(two_steps, tmp_path, capsy
     assert checkpoints.latest() == 3
     assert same_bits(restore(folder, 2, **abstract(trees(2))), trees(2))
     assert content(folder / "2.broken") == bad
+
+
+@pytest.mark.parametrize("made", [Path.mkdir, Path.touch, *(partial(make_odd, kind=kind) for kind in ODD)])
+@pytest.mark.parametrize("name", ["9" * 200, "3", "3.orbax-checkpoint-tmp", "004"])
+def test_what_has_the_name_of_a_step_and_is_none(two_steps, tmp_path, capsys, name, made):
+    folder = Path(shutil.copytree(two_steps, tmp_path / "checkpoints"))
+    made(folder / name)
+    checkpoints = Checkpoints(folder, keep=1)
+    assert checkpoints.latest() == 2
+    [warning] = capsys.readouterr().err.splitlines()
+    assert warning.startswith("warning: checkpoint ")
+    assert len(warning) <= 300
+    checkpoints.save(5, trees(5))
+    assert (checkpoints.failures(), checkpoints.latest()) == ([], 5)
+    assert os.path.lexists(folder / name)
 
 
 @pytest.mark.parametrize("bit", range(8))

@@ -13,9 +13,9 @@ from l2d_jax import convert, train
 from l2d_jax.config.schema import PROJECTIONS
 from l2d_jax.loading import load
 from l2d_jax.weights import export, mapping, release
-from l2d_jax.weights.peft import AdapterConfig, adapter_shapes
 from tests.support import tiny
 from tests.support.exports import files, logits, transformers_logits
+from tests.support.peft_adapters import write_adapter
 from tests.support.programs import (
     FIXTURES,
     STATE_DICTS,
@@ -209,19 +209,6 @@ def test_transformers_loads_the_language_model(tmp_path, monkeypatch, kind, shar
     np.testing.assert_allclose(transformers_logits(found), logits(model)[0], atol=1e-4)
 
 
-def write_adapter(folder, kind, *, modules=("q_proj", "v_proj"), rank=3, **options):
-    """A LoRA adapter of a model of `tiny`, as PEFT itself writes it."""
-    folder.mkdir()
-    rng = np.random.default_rng(5)
-    shapes = adapter_shapes(AdapterConfig(rank, 6.0, tuple(modules)), tiny.architecture(kind))
-    save_file(
-        {n: rng.normal(0, 0.3, s).astype(np.float32) for n, s in shapes.items()}, folder / "adapter_model.safetensors"
-    )
-    raw = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 6.0, "target_modules": [*modules]}
-    (folder / "adapter_config.json").write_text(json.dumps(raw | options))
-    return folder
-
-
 @pytest.mark.parametrize(
     ("kind", "modules", "options"),
     [
@@ -273,39 +260,6 @@ def test_a_sharded_load_adds_the_adapter_once(tmp_path):
 
 
 # --- bad input ---
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"peft_type": "IA3"}, "peft_type = 'IA3' is not supported, only 'LORA'"),
-        ({"use_dora": True}, "use_dora = True is not supported, only False"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save = ['lm_head'] is not supported"),
-        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern = {'q_proj': 8} is not supported"),
-        ({"r": 0}, "r must be greater than or equal to 1, got 0: give it as PEFT saves it"),
-        ({"r": 10**9}, "r must be less than or equal to 65536, got 1000000000"),
-        ({"r": "8"}, "r must be a valid integer, got '8'"),
-        ({"lora_alpha": None}, "lora_alpha must be a valid number, got None"),
-        ({"lora_alpha": float("nan")}, "lora_alpha must be less than or equal to 1000000, got nan"),
-        ({"lora_alpha": float("inf")}, "lora_alpha must be less than or equal to 1000000"),
-        (
-            {"target_modules": "all-linear"},
-            "target_modules must be a valid list, got 'all-linear': give it as",
-        ),
-        ({"target_modules": ["lm_head"]}, "target_modules.0 must be"),
-        ({"target_modules": [["q_proj"]]}, "target_modules.0 must be"),
-        ({"r": 4}, "model.layers.0.self_attn.q_proj.lora_A.weight has shape [3, 32], expected [4, 32]"),
-        ({"target_modules": ["q_proj"]}, "not part of this architecture: base_model.model.model.layers.0.self_attn.v_"),
-        ({"target_modules": ["q_proj", "v_proj", "o_proj"]}, "missing: base_model.model.model.layers.0.self_attn.o_"),
-    ],
-)
-def test_adapters_that_are_not_plain_lora_are_refused(tmp_path, changes, message):
-    write_release(tmp_path / "release", "qwen")
-    given = write_adapter(tmp_path / "adapter", "qwen", **changes)
-    base = tmp_path / "release" / "base"
-    outcome = call(convert.main, "import", "--base", base, "--adapter", given, "--out", tmp_path / "model")
-    assert message in outcome.error
-    assert not (tmp_path / "model").exists()
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,8 @@ def test_weights_of_another_family_are_refused() -> None:
 
 def test_a_tied_head_and_rotary_buffers_are_passed_over() -> None:
     tied = theirs(tiny.llm("llama-tied"), LLM_ROWS)
-    tied |= {"lm_head.weight": np.zeros(1), "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4)}
+    tied |= {"lm_head.weight": tied["model.embed_tokens.weight"].copy()}
+    tied |= {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4), "model.rotary_emb.inv_freq": np.zeros(4)}
     model_folder.check_llm(tied, tiny.architecture("llama-tied"))
     untied = theirs(tiny.llm("llama"), LLM_ROWS)
     del untied["lm_head.weight"]

@@ -18,7 +18,7 @@ from typing import Any, cast
 import numpy as np
 
 from l2d_jax.errors import InputError
-from l2d_jax.files import output_folder
+from l2d_jax.storage.partial import output_folder
 from tests.parity.recorder import release_model
 from tests.parity.recorder.release_model import Release
 from tests.parity.recorder.release_recorder import Recorder
