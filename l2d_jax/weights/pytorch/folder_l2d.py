@@ -51,8 +51,9 @@ class PathBesideModel(PreTrainedModel):
         self.options = PathOptions(**config.path)
         self.path = DiffusionPath(self.options, decoder.layers, decoder.config.hidden_size).to(self.lm.device)
         # Neither is a submodule: their weights are those of the two others.
-        self._layers = (nn.ModuleList(map(with_path, decoder.layers, self.path.layers)),)
-        self._reader = (Reader(decoder, self._layers[0] if self.options.reader == "path" else decoder.layers),)
+        layers = [nn.ModuleList(map(with_path, decoder.layers, self.path.layers)) for _ in ("path", "reader")]
+        self._layers = (layers[0],)
+        self._reader = (Reader(decoder, layers[1] if self.options.reader == "path" else decoder.layers),)
         self._table: tuple[Any, Tensor] | None = None
         self._base = {} if lm is None else self._fingerprint()
         self.post_init()

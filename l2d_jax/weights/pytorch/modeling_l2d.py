@@ -155,19 +155,23 @@ class L2DForCausalLM(PathBesideModel, GenerationMixin):
         cap = getattr(self.config.text_config.get_text_config(), "final_logit_softcapping", None)
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
+    @torch.compiler.disable(recursive=False)  # so that what it calls is compiled once, not once for each evaluation
     def _refined(self, reading: Reading, settings: Settings, classes: Any, noise: Any, numbers: Any) -> Tensor:
         """Hidden states after the whole budget, whose logits are the answer."""
         guidance = settings.guidance
         branches = [classes] if classes is None or guidance == 1 else [classes, None]
 
+        @torch.compiler.disable(recursive=False)
         def target(t: float, x: Tensor) -> Tensor:
-            time = torch.full((1, 1), t, device=x.device)
-            hidden = torch.stack([self.corrected(x, time, branch, reading) for branch in branches])
-            estimates = self._estimates(hidden, settings.temperature(t), settings.velocity, numbers, time)
+            time, temperature = torch.full((2, 1, 1), t, device=x.device), settings.temperature(t)
+            time[1] = temperature
+            hidden = torch.stack([self.corrected(x, time[0], branch, reading) for branch in branches])
+            kind = settings.velocity if temperature > 0 else "likeliest"
+            estimates = self._estimates(hidden, *time, kind, numbers)
             return estimates[0] if len(branches) == 1 else guidance * estimates[0] + (1 - guidance) * estimates[1]
 
         *_, x = trajectory(target, self._noise(reading.hidden, noise, numbers), settings)
-        return self.corrected(x, 1.0, classes, reading)
+        return self.corrected(x, torch.ones((1, 1), device=x.device), classes, reading)
 
     def _numbers(
         self, before: Tensor, seed: Any, sequences: Any, start: Any, generator: Any, *, is_seeded: bool
@@ -180,12 +184,12 @@ class L2DForCausalLM(PathBesideModel, GenerationMixin):
         start = torch.as_tensor(start, device=before.device).reshape(-1, 1)
         return Numbered.of(SEED if seed is None else seed, sequences, before - start)
 
-    def _estimates(self, hidden: Tensor, temperature: float, velocity: str, numbers: Any, t: Tensor) -> Tensor:
+    def _estimates(self, hidden: Tensor, t: Tensor, temperature: Tensor, kind: str, numbers: Any) -> Tensor:
         """Estimates of x_1 from hidden states [branches, B, M, D]; all branches sample with the same numbers."""
         logits = self.logits(hidden)
-        if velocity == "expectation" and temperature > 0:
-            return (logits / max(temperature, 1e-6)).softmax(-1) @ self._vocabulary()
-        if temperature > 0:
+        if kind == "expectation":
+            return (logits / temperature.clamp(min=1e-6)).softmax(-1) @ self._vocabulary()
+        if kind == "sample":
             logits = logits + temperature * numbers.gumbel(logits.shape[-1], t)
         return self.path.embed(F.embedding(logits.argmax(-1), self.get_input_embeddings().weight))
 

@@ -67,27 +67,26 @@ class Numbered(NamedTuple):
 
     def normal(self, width: int) -> Tensor:
         """Standard normal numbers, [B, M, width]."""
-        least = -0.99999994  # the float32 after -1
-        return 2**0.5 * torch.erfinv(_between(least, 1.0, fold(self.keys, torch.tensor(NOISE)), width))
+        uniform = _uniform(fold(self.keys, torch.tensor(NOISE)), width)
+        least = -(1 - 2**-24)  # the float32 after -1
+        return 2**0.5 * torch.erfinv((2 * uniform + least).clamp(min=least))
 
     def gumbel(self, size: int, t: Tensor) -> Tensor:
         """Numbers by which an evaluation at time t, a scalar in float32, samples one of `size` tokens, [B, M, size]."""
         key = fold(fold(self.keys, torch.tensor(VELOCITY)), t.reshape(()).view(torch.int32).long())
-        return -(-_between(torch.finfo(torch.float32).tiny, 1.0, key, size).log()).log()
+        return -(-_uniform(key, size).clamp(min=torch.finfo(torch.float32).tiny).log()).log()
 
     def uniform(self, stream: int) -> Tensor:
         """One number in [0, 1) for each position, [B, M]: of the stream TIME or CLASS."""
-        return _between(0.0, 1.0, fold(self.keys, torch.tensor(stream)), 1)[..., 0]
+        return _uniform(fold(self.keys, torch.tensor(stream)), 1)[..., 0]
 
 
-def _between(least: float, most: float, keys: Tensor, count: int) -> Tensor:
-    """`count` numbers from `least` to `most` for each key, as `jax.random.uniform`."""
+def _uniform(keys: Tensor, count: int) -> Tensor:
+    """`count` numbers in [0, 1) for each key, as `jax.random.uniform`."""
     counters = torch.arange(count, device=keys.device)
     high, low = threefry(keys[..., None, :], torch.zeros_like(counters), counters)
-    ones = (((high ^ low) >> 9) | 0x3F800000).to(torch.int32)  # in [1, 2), as the bits of a float
-    floats = ones.view(torch.float32) - 1
-    span = torch.tensor(most, dtype=torch.float32) - torch.tensor(least, dtype=torch.float32)
-    return (floats * span.item() + least).clamp(min=least)
+    bits = ((high ^ low) >> 9) | 0x3F800000  # of a float32 in [1, 2)
+    return bits.to(torch.int32).view(torch.float32) - 1
 
 
 class Drawn:

@@ -7,7 +7,6 @@ up whenever it is used, so that an adapter that was put in its place, such as PE
 
 from collections import OrderedDict
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from .configuration_l2d import PathOptions
-from .reading_l2d import Reading, twin
+from .reading_l2d import Kept, Reading, twin
 
 
 class Affine(nn.Linear):
@@ -199,8 +198,7 @@ class DiffusionPath(nn.Module):
             before, after_attention = layer.pre_feedforward_layernorm, layer.post_attention_layernorm
             after_mlp = layer.post_feedforward_layernorm
         normed = _modulated(layer.input_layernorm, y, scale_1) + shift_1
-        cache = SimpleNamespace(update=lambda *_: (keys, values))  # in which the keys are already
-        added, _ = layer.self_attn(**call, hidden_states=normed, past_key_values=cache)
+        added, _ = layer.self_attn(**call, hidden_states=normed, past_key_values=Kept(keys, values))
         y = y + gate_1 * (added if after_attention is None else after_attention(added))
         added = layer.mlp(_modulated(before, y, scale_2) + shift_2)
         return y + gate_2 * (added if after_mlp is None else after_mlp(added))

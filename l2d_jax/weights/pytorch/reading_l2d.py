@@ -4,20 +4,25 @@ The decoder's own code runs, with layers that keep a record of each call.
 """
 
 import copy
+from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
-from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+HOOKED = "_output_capturing_hooks_installed"  # whether a decoder's modules hand over hidden states and attention
 
 
 def twin(module: nn.Module, **parts: nn.Module) -> Any:
-    """A copy of a module that shares everything with it but some of its parts."""
+    """A copy of a module that shares everything with it but some of its parts, and its hooks."""
     twin = copy.copy(module)
     for name in ("forward", "_old_forward", "_hf_hook"):  # accelerate's, which would run the module itself
         vars(twin).pop(name, None)
+    for name in ("_forward_hooks", "_forward_pre_hooks"):
+        for kind in ("", "_with_kwargs"):
+            setattr(twin, name + kind, OrderedDict())
     twin._modules = {**module._modules, **parts}
     return twin
 
@@ -42,6 +47,17 @@ class Keeping:
         """The keys and values that the attention uses."""
         self.states = self.cache.update(*given, **options)
         return self.states
+
+
+class Kept(NamedTuple):
+    """A cache, for one layer's attention, that has all keys and values already."""
+
+    keys: Tensor
+    values: Tensor
+
+    def update(self, *_: Any) -> tuple[Tensor, Tensor]:
+        """The keys and values that the attention uses."""
+        return self.keys, self.values
 
 
 class Recorded(nn.Module):
@@ -100,13 +116,22 @@ class Reader:
     """The model that reads the context: a decoder's own code, with some layers, each of which is recorded."""
 
     def __init__(self, decoder: Any, layers: nn.ModuleList) -> None:
-        maybe_install_capturing_hooks(decoder)  # once, on the modules that both share
         self.decoder = twin(decoder, layers=nn.ModuleList(map(Recorded, layers)))
+        self.twins = [decoder, self.decoder] if layers is decoder.layers else [self.decoder]
+        setattr(self.decoder, HOOKED, getattr(self.twins[0], HOOKED, False) and len(self.twins) > 1)
 
     def __call__(self, past_key_values: Any, **inputs: Any) -> tuple[Reading, Any, Any]:
         """Run over embeddings, [B, T, D]; what the path needs, the cache, and what the decoder returned."""
         cache = DynamicCache(config=self.decoder.config) if past_key_values is None else past_key_values
         runs: list[Run] = []
+        self._share_hooks()
         outputs = self.decoder(past_key_values=cache, use_cache=True, runs=runs, **inputs)
+        self._share_hooks()
         calls, states = [run.call for run in runs], [run.states for run in runs]
         return Reading(runs[-1].outputs, runs[0].inputs, calls, states, cache.get_seq_length()), cache, outputs
+
+    def _share_hooks(self) -> None:
+        """Decoders that have the same layers do not install transformers' hooks twice."""
+        if not torch.compiler.is_compiling() and any(getattr(one, HOOKED, False) for one in self.twins):
+            for one in self.twins:
+                setattr(one, HOOKED, True)

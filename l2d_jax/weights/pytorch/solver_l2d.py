@@ -89,6 +89,7 @@ def single(x: float) -> float:
     return scaled - (scaled - x)
 
 
+@torch.compiler.disable(recursive=False)
 def trajectory(target: Callable[..., Tensor], noise: Tensor, settings: Settings) -> Iterator[Tensor]:
     """x at every point of a uniform grid, by dx/dt = (target(t, x) - x) / (1 - t) from x_0, which is the noise.
 
