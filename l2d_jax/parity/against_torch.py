@@ -6,7 +6,7 @@ classes, and greedy answers as each decodes them, which may differ where two tok
 this package's own: code in a folder is never run. One of the two models is in memory at a time, with all logits.
 """
 
-import itertools
+import tempfile
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -22,7 +22,6 @@ from l2d_jax.data.batch import Batch
 from l2d_jax.decoding import integrate, refine
 from l2d_jax.decoding.generation import generate_tokens
 from l2d_jax.decoding.requests import Request, number_prompts
-from l2d_jax.decoding.sampler import answer_keys, token_keys
 from l2d_jax.decoding.solver import find_solver
 from l2d_jax.errors import InputError
 from l2d_jax.files import read_json
@@ -38,7 +37,8 @@ ANSWER = 16  # tokens, at most
 TIMES = (0.1, 0.5, 0.9, 1.0)
 SOLVED: Any = {"euler": 5, "midpoint": 7, "heun": 7, "heun3": 7, "rk4": 9, "restart": 5}  # the budgets of trajectories
 BUDGETS = (1, 3, 15)  # of answers
-MEAN: Any = {"velocity": "expectation", "velocity_temperature": 1.5, "guidance": 1.7}  # which rounding moves little
+MEAN: Any = {"velocity": "expectation", "velocity_temperature": 1.5}  # which rounding moves little
+GUIDANCE = 1.7  # where there are classes
 
 
 def compare_paths(name: str, *, length: int | None = None) -> Iterator[Check]:
@@ -116,14 +116,16 @@ def our_arrays(model: Model, rows: Int[np.ndarray, "B T"]) -> Iterator[tuple[str
     if labels is not None:
         context = context._replace(labels=jnp.broadcast_to(labels, rows.shape))
     for solver, budget in SOLVED.items():
-        settings = refine.Refinement.prepare(reading, DecodeConfig(solver=solver, budget=budget, **MEAN))
+        settings = refine.Refinement.prepare(
+            reading, DecodeConfig(solver=solver, budget=budget, **_guided(path.config.classes), **MEAN)
+        )
         states, logits = _solve(reading, context, jnp.asarray(noise), settings, steps=int(settings.steps))
         yield f"logits by {solver}", np.asarray(logits)
         yield f"states by {solver}", np.asarray(states)
     prompts, count = _split(rows)
     numbered = number_prompts(prompts.tolist(), labels=None if labels is None else labels[:, 0].tolist())
     for budget in BUDGETS:
-        greedy = DecodeConfig(budget=budget, guidance=MEAN["guidance"], max_new_tokens=count)
+        greedy = DecodeConfig(budget=budget, max_new_tokens=count, **_guided(path.config.classes))
         yield f"answers at budget {budget}", np.array(generate_tokens(model, Request(numbered, greedy)))
 
 
@@ -133,7 +135,7 @@ def their_arrays(model: Any, rows: Int[np.ndarray, "B T"]) -> Iterator[tuple[str
 
     width, sigma, classes = (getattr(model.options, name) for name in ("width", "sigma", "classes"))
     tokens, noise, labels = torch.tensor(rows), torch.tensor(_noise(rows, width)), _labels(rows, classes)
-    branch = None if labels is None else torch.tensor(labels)
+    branch, guided = None if labels is None else torch.tensor(labels), _guided(classes)
     seen: list[Any] = []
     with torch.no_grad():
         yield "logits of the language model", model(tokens, budget=1).logits.numpy()
@@ -144,19 +146,17 @@ def their_arrays(model: Any, rows: Int[np.ndarray, "B T"]) -> Iterator[tuple[str
         hook = model.path.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
         for solver, budget in SOLVED.items():
             seen.clear()
-            options = {"solver": solver, "budget": budget, "class_labels": branch, **MEAN}
+            options = {"solver": solver, "budget": budget, "class_labels": branch, **guided, **MEAN}
             yield f"logits by {solver}", model(tokens, noise=noise, **options).logits.numpy()
             stride = (len(seen) - 1) // find_solver(solver).steps(budget)  # a step begins at a point of the grid
             yield f"states by {solver}", torch.stack(seen[::stride]).numpy()
         hook.remove()
         prompts, count = _split(rows)
         ids, classes = torch.tensor(prompts), None if branch is None else branch[:, 0]
+        options = {"sequence_ids": torch.arange(len(rows)), "answer_start": ids.shape[1], "class_labels": classes}
+        options |= {"solver": "midpoint", "max_new_tokens": count, "do_sample": False, "eos_token_id": None, **guided}
         for budget in BUDGETS:
-            drawn = drawn_noise(len(rows), width)
-            options = {"noise": lambda _, drawn=drawn: torch.tensor(next(drawn)), "class_labels": classes}
-            options |= {"budget": budget, "solver": "midpoint", "guidance": MEAN["guidance"]}
-            options |= {"max_new_tokens": count, "do_sample": False, "eos_token_id": None}
-            found = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+            found = model.generate(ids, attention_mask=torch.ones_like(ids), budget=budget, **options)
             yield f"answers at budget {budget}", found[:, ids.shape[1] :].numpy()
 
 
@@ -188,9 +188,5 @@ def _split(rows: np.ndarray) -> tuple[Int[np.ndarray, "B P"], int]:
     return rows[:, : length - length // 2], min(ANSWER, length // 2)
 
 
-def drawn_noise(count: int, width: int) -> Iterator[Float[np.ndarray, "B 1 C"]]:
-    """The noise of one token after another, as answers of the seed 0 draw it."""
-    keys = answer_keys(jnp.zeros(count, jnp.uint32), jnp.arange(count), jnp.zeros(count, jnp.int32))
-    for number in itertools.count():
-        noise_keys, _, _ = token_keys(keys, jnp.int32([number]))
-        yield np.asarray(jax.vmap(lambda key: jax.random.normal(key, (1, width), jnp.float32))(noise_keys))
+def _guided(classes: int) -> dict[str, Any]:
+    return {"guidance": GUIDANCE} if classes else {}

@@ -10,117 +10,41 @@ the next token. The more evaluations of the path a token gets, its budget, the b
 Shapes: B batch, T tokens, M positions of diffusion tokens, D model width, C diffusion width, V vocabulary.
 """
 
-import os
-import shutil
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationMixin, PreTrainedModel
+from torch import Tensor
+from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.utils import cached_file
+from transformers.modeling_utils import slice_logits_to_keep
+from transformers.utils.generic import TransformersKwargs, can_return_tuple
 
-from .configuration_l2d import CODE, L2DConfig, PathOptions
-from .path_l2d import SOLVERS, DiffusionPath, Reading, trajectory, twin, with_path
+from .folder_l2d import PathBesideModel
+from .noise_l2d import CLASS, TIME, Drawn, Numbered
+from .reading_l2d import Reading
+from .solver_l2d import Settings, trajectory
 
-WEIGHTS = "model.safetensors"  # of the path alone
-HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-
-
-def draw(shape: Sequence[int], method: Callable[..., Tensor], like: Tensor, generator: Any) -> Tensor:
-    """Random numbers by a method of tensors, from one generator for the batch or from one for each row."""
-    if not isinstance(generator, list | tuple):
-        return method(torch.empty(shape, device=like.device), generator=generator)
-    if len(generator) != shape[0]:
-        raise ValueError(f"give one generator, or one for each of {shape[0]} rows, got {len(generator)}")
-    return torch.cat([method(torch.empty((1, *shape[1:]), device=like.device), generator=row) for row in generator])
+SEED = 0  # of the noise, where no other is given
+FURTHER = (*TransformersKwargs.__annotations__, "cache_position", "token_type_ids")  # what a decoder may be called with
 
 
-class L2DForCausalLM(PreTrainedModel, GenerationMixin):
+class L2DForCausalLM(PathBesideModel, GenerationMixin):
     """The frozen language model `lm` and its `path`, for transformers' `generate`, and for training the path."""
 
-    config_class = L2DConfig
-    _supports_sdpa = _supports_flash_attn = _supports_attention_backend = True
     accepts_loss_kwargs = False  # the loss is a mean over examples, whatever else is in a step
 
-    def __init__(self, config: L2DConfig, lm: PreTrainedModel | None = None) -> None:
-        """Put a new path beside a language model; without one, beside random weights of its shape."""
-        super().__init__(config)
-        self.lm = AutoModelForCausalLM.from_config(config.text_config) if lm is None else lm
-        self.lm.requires_grad_(False).eval()
-        config.text_config = self.lm.config
-        decoder = self.lm.get_decoder()
-        self.options = PathOptions(**config.path)
-        self.path = DiffusionPath(self.options, decoder.layers, decoder.config.hidden_size).to(self.lm.device)
-        # Not a submodule: its weights are those of the two others.
-        layers = nn.ModuleList(map(with_path, decoder.layers, self.path.layers))
-        self._twins = (twin(decoder, layers=layers),)
-        self._table: tuple[Any, Tensor] | None = None
-        self.post_init()
-        self.generation_config = self.lm.generation_config
-
-    def init_weights(self) -> None:
-        """Nothing: the path's modules begin at the paper's initial values, and the language model is as it is."""
-
-    def train(self, mode: bool = True) -> "L2DForCausalLM":
-        """Switch the path to training; the language model stays as it decodes."""
-        super().train(mode)
-        self.lm.eval()
-        return self
-
-    @classmethod
-    def from_pretrained(cls, name: str | os.PathLike[str], *_: Any, config: Any = None, **options: Any) -> Any:
-        """Load the path in a folder or repository, and the language model that its config names.
-
-        Options of the hub are about the path; others, such as `dtype`, `device_map` and `attn_implementation`, are for
-        the language model, whose own code is never run. Raises `ValueError` for tensors that do not fit it.
-        """
-        hub = {option: options.pop(option) for option in HUB_OPTIONS if option in options}
-        for ours in ("trust_remote_code", "adapter_kwargs", "_from_auto", "code_revision"):
-            options.pop(ours, None)
-        config = L2DConfig.from_pretrained(name, **hub) if config is None else config
-        options.setdefault("attn_implementation", config._attn_implementation)
-        base, nearby = config.base_model_name_or_path, os.path.join(name, config.base_model_name_or_path)
-        base = nearby if os.path.isdir(nearby) else base
-        where = {option: hub[option] for option in ("cache_dir", "local_files_only", "token") if option in hub}
-        lm = AutoModelForCausalLM.from_pretrained(
-            base, revision=config.base_revision or "main", trust_remote_code=False, **where, **options
-        )
-        model = cls(config, lm)
-        tensors = load_file(cached_file(name, WEIGHTS, **hub))
-        try:
-            model.path.load_state_dict({name.removeprefix("path."): tensor for name, tensor in tensors.items()})
-        except RuntimeError as error:  # which names what is missing, unknown or misshaped
-            raise ValueError(f"the path in {name} does not fit its config or {base}: {error}") from None
-        ends = lm.generation_config.eos_token_id
-        ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-        model.generation_config.eos_token_id = list(dict.fromkeys([*ends, *(config.stop_ids or [])])) or None
-        return model.eval()
-
-    def save_pretrained(self, folder: str | os.PathLike[str], **_: Any) -> None:
-        """Write the path, its config and this code: not the language model."""
-        os.makedirs(folder, exist_ok=True)
-        tensors = {f"path.{name}": tensor.contiguous() for name, tensor in self.path.state_dict().items()}
-        save_file(tensors, os.path.join(folder, WEIGHTS), metadata={"format": "pt"})
-        self.config.architectures, self.config.auto_map = [type(self).__name__], dict(CODE)
-        self.config.save_pretrained(folder)
-        for file in Path(__file__).parent.glob("*_l2d.py"):
-            if file.parent.resolve() != Path(folder).resolve():
-                shutil.copyfile(file, Path(folder, file.name))
-
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Any = None,
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
         budget: int | None = None,
         solver: str | None = None,
         velocity: str = "sample",
@@ -128,16 +52,26 @@ class L2DForCausalLM(PreTrainedModel, GenerationMixin):
         anneal: bool = False,
         guidance: float = 1.0,
         class_labels: Tensor | None = None,
+        seed: int | Tensor | None = None,
+        sequence_ids: Any = None,
+        answer_start: int | Tensor = 0,
         noise: Any = None,
         generator: Any = None,
         t: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Any = None,
+        return_logits: bool = True,
         **options: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits of the tokens that follow or, with `labels`, the path's training loss; raises `ValueError`.
+        """Logits of the tokens that follow; with `labels`, the path's training loss too; raises `ValueError`.
+
+        The numbers that a token's noise and sampled velocities are made of are a function of the seed, of the row's
+        sequence and of how many tokens, less those of padding, are before it.
 
         Args:
-          input_ids, attention_mask, position_ids, past_key_values, use_cache, logits_to_keep, options: as elsewhere.
-          labels: the tokens, [B, T], with -100 where there is no loss.
+          input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, logits_to_keep, options:
+            as elsewhere. Without position ids they follow from the mask.
+          labels: the tokens, [B, T], with -100 where there is no loss; `shift_labels`: the same, one place earlier.
           budget: evaluations of the path per token, the final one included; 1: the language model alone.
           solver: "euler", "midpoint", "heun", "heun3", "rk4" or "restart".
           velocity: x_1 is estimated by the vector of one token, "sample", or by the mean over all, "expectation".
@@ -145,78 +79,75 @@ class L2DForCausalLM(PreTrainedModel, GenerationMixin):
           anneal: whether that temperature falls linearly to 0 as t goes to 1.
           guidance: the strength of the class; 1: the class alone, 0: the null class.
           class_labels: a class for each row, [B], or in training for each position, too; None: the null class.
-          noise: x_0 of unit variance, [B, M, C], or a function that makes it of this shape; None: random.
-          generator: for random numbers; one for each row makes a row's answer independent of the others.
+          seed: of the random numbers; None: 0, or in training PyTorch's own generator.
+          sequence_ids: a number for each row, [B], that differs where noise should differ; None: 0 for all of them.
+          answer_start: tokens before the first whose number is 0, [B] or one for all: with the lengths of the prompts,
+            and the prompts' numbers as sequence ids, the noise is that of l2d_jax for the same seed.
+          noise: x_0 of unit variance, [B, M, C], or a function that makes it of this shape; None: by the seed.
+          generator: for random numbers in place of a seed, in the order of the draws; one for all or for each row.
           t: times of the training loss, [B, T - 1]; None: uniform.
+          num_items_in_batch: what the sum of the tokens' losses is divided by; None: a mean over examples of means.
+          return_logits: whether logits come with the loss: [B, T, V], at the times of the loss, and at t = 0 where
+            there is no label.
         """
-        if velocity not in ("sample", "expectation"):
-            raise ValueError(f'velocity must be "sample" or "expectation", got {velocity!r}')
-        solver = self.config.solver if solver is None else solver
-        if solver not in SOLVERS:
-            raise ValueError(f"unknown solver {solver!r}: choose from {', '.join(SOLVERS)}")
+        if unknown := set(options) - set(FURTHER):
+            raise ValueError(f"unknown option {min(unknown)[:80]!r} of forward")
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        budget, solver = self.config.budget if budget is None else budget, solver or self.config.solver
+        has_class = class_labels is not None
+        settings = Settings(budget, solver, velocity, velocity_temperature, anneal, guidance, has_class)
         classes = self._checked(class_labels)
-        context = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
-        if labels is not None:
-            context = {name: None if value is None else value[:, :-1] for name, value in context.items()}
-            loss = self._loss(self.read(**context)[0], labels[:, 1:], t, classes, noise, generator)
-            return CausalLMOutputWithPast(loss=loss)
+        targets = F.pad(labels[:, 1:], (0, 1), value=-100) if labels is not None else None
+        targets = targets if shift_labels is None else shift_labels
+        before = _tokens_before(input_ids, inputs_embeds, attention_mask, position_ids, past_key_values)
+        if position_ids is None and isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
+            position_ids = (before - 1).clamp(min=0)
+        context = {"attention_mask": attention_mask, "position_ids": position_ids}
         context |= {"past_key_values": past_key_values, **options}
-        tableau = SOLVERS[solver]
-        steps = tableau.steps(self.config.budget if budget is None else budget)
-        if not steps:
+        if not settings.steps and targets is None:
+            context |= {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
             return self.lm(**context, use_cache=use_cache, logits_to_keep=logits_to_keep)
-        reading, cache = self.read(**context)
-        reading = reading.last() if logits_to_keep == 1 else reading
-        branches = [classes] if classes is None or guidance == 1 else [classes, None]
+        is_seeded = seed is not None or not (self.training and targets is not None)
+        numbers = self._numbers(before, seed, sequence_ids, answer_start, generator, is_seeded=is_seeded)
+        inputs_embeds = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
+        reading, cache, outputs = self._read(inputs_embeds, **context)
+        if targets is not None:
+            hidden = self._at_random_times(reading, targets, t, classes, noise, numbers)
+            loss, logits = self._loss(hidden, targets, num_items_in_batch, is_full=return_logits)
+            use_cache = bool(use_cache)
+        else:
+            if isinstance(logits_to_keep, int) and not options.get("output_hidden_states"):
+                reading, numbers = reading.last(logits_to_keep), numbers.last(logits_to_keep)
+            hidden = self._refined(reading, settings, classes, noise, numbers)
+            loss, logits = None, self.logits(slice_logits_to_keep(hidden, logits_to_keep))
+        states = outputs.hidden_states
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=None if use_cache is False else cache,
+            hidden_states=states and (*states[:-1], self.lm.get_decoder().norm(hidden)),
+            attentions=outputs.attentions,
+        )
 
-        def target(t: float, x: Tensor) -> Tensor:
-            temperature = velocity_temperature
-            if anneal:
-                temperature *= min(max(1 - t - tableau.lookahead / steps, 0.0), 1.0)
-            hidden = [self.corrected(x, t, branch, reading) for branch in branches]
-            estimates = self._estimates(torch.stack(hidden), temperature, velocity, generator)
-            return estimates[0] if len(branches) == 1 else guidance * estimates[0] + (1 - guidance) * estimates[1]
+    def read(self, input_ids: Tensor, **inputs: Any) -> tuple[Reading, Any]:
+        """What the path needs of the context, and the cache."""
+        return self._read(self.get_input_embeddings()(input_ids), **inputs)[:2]
 
-        *_, x = trajectory(target, self._noise(reading.hidden, noise, generator), tableau, steps)
-        hidden = self.corrected(x, 1.0, classes, reading)[:, -logits_to_keep:]
-        cache = None if use_cache is False else cache
-        return CausalLMOutputWithPast(logits=self.logits(hidden), past_key_values=cache)
-
-    def read(self, past_key_values: Any = None, **inputs: Any) -> tuple[Reading, Any]:
-        """Run the model that reads the context, and keep what the path needs; the cache holds the tokens, too."""
-        is_trained = self.options.reader == "path"
-        decoder = self._twins[0] if is_trained else self.lm.get_decoder()
-        cache = DynamicCache(config=decoder.config) if past_key_values is None else past_key_values
-        ends: list[Tensor] = []
-        calls: list[dict[str, Any]] = []
-        states: dict[int, tuple[Tensor, Tensor]] = {}
-        update = cache.update
-
-        def keep_states(keys: Tensor, values: Tensor, layer: int, *rest: Any, **others: Any) -> tuple[Tensor, Tensor]:
-            states[layer] = update(keys, values, layer, *rest, **others)
-            return states[layer]
-
-        def keep_call(_: nn.Module, __: Any, call: dict[str, Any]) -> None:
-            calls.append({name: call[name] for name in call if name not in ("hidden_states", "past_key_values")})
-
-        hooks = [layer.self_attn.register_forward_pre_hook(keep_call, with_kwargs=True) for layer in decoder.layers]
-        parts = (decoder.layers[0], decoder.norm)
-        hooks += [part.register_forward_pre_hook(lambda _, args: ends.append(args[0])) for part in parts]
-        cache.update = keep_states
-        try:
-            with torch.set_grad_enabled(is_trained and torch.is_grad_enabled()):
-                decoder(past_key_values=cache, use_cache=True, **inputs)
-        finally:
-            del cache.update
-            for hook in hooks:
-                hook.remove()
-        first, last = ends
-        return Reading(last, first, calls, [states[i] for i in range(len(calls))]), cache
+    def _read(self, inputs_embeds: Tensor, past_key_values: Any = None, **inputs: Any) -> tuple[Reading, Any, Any]:
+        """Run the model that reads the context; with gradients if the path or an adapter is a part of it."""
+        is_trained = torch.is_grad_enabled() and (
+            self.options.reader == "path"
+            or inputs_embeds.requires_grad
+            or any(weight.requires_grad for weight in self.lm.parameters())
+        )
+        with torch.set_grad_enabled(is_trained):
+            return self._reader[0](past_key_values, inputs_embeds=inputs_embeds, **inputs)
 
     def corrected(self, x: Tensor, t: Tensor | float, classes: Tensor | None, reading: Reading) -> Tensor:
         """Hidden states [B, M, D] after one evaluation of the path, at one time or at one for each position."""
         times = t if isinstance(t, Tensor) else torch.full((1, 1), t, device=x.device)
-        return reading.hidden + self.path(x, times, classes, reading, self._twins[0].layers)
+        return reading.hidden + self.path(x, times, classes, reading, self._layers[0])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states, in float32."""
@@ -224,20 +155,50 @@ class L2DForCausalLM(PreTrainedModel, GenerationMixin):
         cap = getattr(self.config.text_config.get_text_config(), "final_logit_softcapping", None)
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    def _estimates(self, hidden: Tensor, temperature: float, velocity: str, generator: Any) -> Tensor:
+    @torch.compiler.disable(recursive=False)  # so that what it calls is compiled once, not once for each evaluation
+    def _refined(self, reading: Reading, settings: Settings, classes: Any, noise: Any, numbers: Any) -> Tensor:
+        """Hidden states after the whole budget, whose logits are the answer."""
+        guidance = settings.guidance
+        branches = [classes] if classes is None or guidance == 1 else [classes, None]
+
+        @torch.compiler.disable(recursive=False)
+        def target(t: float, x: Tensor) -> Tensor:
+            time, temperature = torch.full((2, 1, 1), t, device=x.device), settings.temperature(t)
+            time[1] = temperature
+            hidden = torch.stack([self.corrected(x, time[0], branch, reading) for branch in branches])
+            kind = settings.velocity if temperature > 0 else "likeliest"
+            estimates = self._estimates(hidden, *time, kind, numbers)
+            return estimates[0] if len(branches) == 1 else guidance * estimates[0] + (1 - guidance) * estimates[1]
+
+        *_, x = trajectory(target, self._noise(reading.hidden, noise, numbers), settings)
+        return self.corrected(x, torch.ones((1, 1), device=x.device), classes, reading)
+
+    def _numbers(
+        self, before: Tensor, seed: Any, sequences: Any, start: Any, generator: Any, *, is_seeded: bool
+    ) -> Numbered | Drawn:
+        """The random numbers of each position; raises `ValueError` for options that contradict each other."""
+        if generator is not None and (seed is not None or sequences is not None):
+            raise ValueError("give a generator, or a seed and sequence_ids, not both")
+        if generator is not None or not is_seeded:
+            return Drawn(generator, before)
+        start = torch.as_tensor(start, device=before.device).reshape(-1, 1)
+        return Numbered.of(SEED if seed is None else seed, sequences, before - start)
+
+    def _estimates(self, hidden: Tensor, t: Tensor, temperature: Tensor, kind: str, numbers: Any) -> Tensor:
         """Estimates of x_1 from hidden states [branches, B, M, D]; all branches sample with the same numbers."""
         logits = self.logits(hidden)
-        if velocity == "expectation" and temperature > 0:
-            return (logits / max(temperature, 1e-6)).softmax(-1) @ self._vocabulary()
-        if temperature > 0:
-            exponential = draw(logits.shape[1:], Tensor.exponential_, logits, generator)
-            logits = logits - temperature * exponential.log()  # Gumbel noise
-        return self.path.embed(F.embedding(logits.argmax(-1), self.lm.get_input_embeddings().weight))
+        if kind == "expectation":
+            return (logits / temperature.clamp(min=1e-6)).softmax(-1) @ self._vocabulary()
+        if kind == "sample":
+            logits = logits + temperature * numbers.gumbel(logits.shape[-1], t)
+        return self.path.embed(F.embedding(logits.argmax(-1), self.get_input_embeddings().weight))
 
     @torch.no_grad()
     def _vocabulary(self) -> Tensor:
         """The vectors of all tokens, [V, C], computed again only if a weight has changed."""
-        table = self.lm.get_input_embeddings().weight
+        table = self.get_input_embeddings().weight
+        if torch.compiler.is_compiling():
+            return self.path.embed(table)
         weights = (table, *self.path.vocabulary.parameters())
         version = [(weight.data_ptr(), weight.is_inference() or weight._version) for weight in weights]
         if self._table is None or self._table[0] != version:
@@ -252,25 +213,50 @@ class L2DForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(f"the path does not know all of class_labels; it knows {known}")
         return classes if classes is None or classes.ndim == 2 else classes[:, None]
 
-    def _noise(self, like: Tensor, noise: Any, generator: Any) -> Tensor:
+    def _noise(self, like: Tensor, noise: Any, numbers: Any) -> Tensor:
         """x_0 for hidden states of shape [B, M, D]: random, or sigma times what is given or made by a function."""
         shape = torch.Size((*like.shape[:2], self.options.width))
-        noise = draw(shape, Tensor.normal_, like, generator) if noise is None else noise
+        noise = numbers.normal(self.options.width) if noise is None else noise
         noise = noise(shape) if callable(noise) else noise
         if noise.shape != shape:
             raise ValueError(f"the noise must be of shape {tuple(shape)}, got {tuple(noise.shape)}")
         return self.options.sigma * noise.to(like.device, torch.float32)
 
-    def _loss(self, reading: Reading, targets: Tensor, t: Any, classes: Any, noise: Any, generator: Any) -> Tensor:
-        """The mean over examples of their targets' mean cross-entropy, in nats (paper, equation 5)."""
-        t = draw(targets.shape, Tensor.uniform_, targets, generator) if t is None else t
+    def _at_random_times(
+        self, reading: Reading, targets: Tensor, t: Any, classes: Any, noise: Any, numbers: Any
+    ) -> Tensor:
+        """Hidden states from the targets' vectors at times t, mixed with noise; at t = 0 where there is no target."""
+        shown, length = targets != -100, targets.shape[1]
+        t = torch.where(shown, numbers.uniform(TIME) if t is None else F.pad(t, (0, length - t.shape[1])), 0.0)
+        if isinstance(noise, Tensor):
+            noise = F.pad(noise, (0, 0, 0, length - noise.shape[1]))
+        if classes is not None and classes.shape[1] > 1:
+            classes = F.pad(classes, (0, length - classes.shape[1]))
         if classes is not None and self.training:
-            dropped = draw(targets.shape, Tensor.uniform_, targets, generator) < self.options.class_dropout
-            classes = torch.where(dropped, self.options.classes, classes)
-        data = self.path.embed(F.embedding(targets.clamp(min=0), self.lm.get_input_embeddings().weight))
-        x = t[..., None] * data + (1 - t[..., None]) * self._noise(reading.hidden, noise, generator)
-        hidden = self.corrected(x, t, classes, reading)
+            classes = torch.where(numbers.uniform(CLASS) < self.options.class_dropout, self.options.classes, classes)
+        data = self.path.embed(F.embedding(targets.clamp(min=0), self.get_input_embeddings().weight))
+        x = t[..., None] * data + (1 - t[..., None]) * self._noise(reading.hidden, noise, numbers)
+        return self.corrected(x, t, classes, reading)
+
+    def _loss(self, hidden: Tensor, targets: Tensor, items: Any, *, is_full: bool) -> tuple[Tensor, Tensor | None]:
+        """The mean over examples of their targets' mean cross-entropy, in nats (paper, equation 5), and all logits."""
         shown = targets != -100
-        losses = F.cross_entropy(self.logits(hidden[shown]), targets[shown], reduction="none")
+        logits = self.logits(hidden) if is_full else None
+        losses = F.cross_entropy(
+            self.logits(hidden[shown]) if logits is None else logits[shown], targets[shown], reduction="none"
+        )
+        if items is not None:
+            return losses.sum() / items, logits
         counts = shown.sum(dim=1, keepdim=True).expand_as(shown)
-        return (losses / counts[shown]).sum() / shown.any(dim=1).sum().clamp(min=1)
+        return (losses / counts[shown]).sum() / shown.any(dim=1).sum().clamp(min=1), logits
+
+
+def _tokens_before(tokens: Tensor | None, embeds: Tensor | None, mask: Any, position_ids: Any, cache: Any) -> Tensor:
+    """How many tokens, less those of padding, are before the one that each position predicts, [B, T]."""
+    like = tokens if embeds is None else embeds[..., 0]
+    if position_ids is not None:
+        return (position_ids + 1).expand(like.shape)
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        return mask.long().cumsum(dim=1)[:, -like.shape[1] :]
+    past = 0 if cache is None else cache.get_seq_length()
+    return (torch.arange(1, like.shape[1] + 1, device=like.device) + past).expand(like.shape)
