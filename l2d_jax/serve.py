@@ -39,7 +39,7 @@ def main() -> None:
         from l2d_jax.serving.protocol import Protocol
     except ImportError as error:
         raise InputError(f"a library of the server is missing ({error.name}): pip install 'l2d_jax[serve]'") from None
-    folder = find(options.workdir or options.model, dtype=options.dtype)
+    folder = find(options.workdir or options.model, dtype=options.dtype, **command_line.texts_of(options))
     with explained(f"{options.host}:{options.port} cannot be listened on", "choose another --host or --port"):
         listening = socket.create_server((options.host, options.port))
     runtime.start_jax(MeshConfig())
@@ -51,7 +51,7 @@ def main() -> None:
     llm, rows = LLM.declare(base.architecture, dtype=folder.base.dtype), KINDS * options.lanes + 1
     remedy = "--lanes or --context"
     check_decoding_memory(llm, folder.path_config, folder.defaults, rows=rows, longest=context, remedy=remedy)
-    loaded = load(options.workdir or options.model, mesh=mesh, dtype=options.dtype)
+    loaded = load(options.workdir or options.model, mesh=mesh, dtype=options.dtype, **command_line.texts_of(options))
     name = options.workdir.name if options.workdir else options.model
     engine = Engine(loaded, lanes=options.lanes, queue=options.queue)
     protocol = Protocol(loaded, name=name, context=context)
