@@ -70,7 +70,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat_template", type=model_name, help=template)
 
 
-def texts_of(options: argparse.Namespace) -> dict[str, str | None]:
+def texts_of(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `loading.find` and `load` for `--tokenizer` and `--chat_template`."""
     return {"tokenizer": options.tokenizer, "chat_template": options.chat_template}
 

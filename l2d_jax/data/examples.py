@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
+from typing import Any
 
 import datasets
 import numpy as np
@@ -96,7 +97,11 @@ class Examples:
         fits, counts = _fit(turns, config)
         _check_turns(turns, counts, config, name)
         kept = np.flatnonzero(fits)[_spread(counts.kept, limit or counts.kept)]
-        about = {"papers": papers_count(config, split), "silent": source.silent, "held_out": source.held_out}
+        about: dict[str, Any] = {
+            "papers": papers_count(config, split),
+            "silent": source.silent,
+            "held_out": source.held_out,
+        }
         counts = dataclasses.replace(counts, kept=len(kept), **about)
         return cls(config, counts, turns.with_format("numpy"), kept, tokenization.padding_id(tokenizer), source)
 

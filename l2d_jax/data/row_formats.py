@@ -51,13 +51,6 @@ def check_columns(found: Collection[str], name: str) -> None:
     require(any(has_columns(found, columns) for columns in FORMATS), f"{rule}: {remedy}")
 
 
-def without_nulls(value: Any) -> Any:
-    """A value less what is null in its objects, as Arrow fills them to give all the same keys."""
-    if isinstance(value, Mapping):
-        return {name: without_nulls(part) for name, part in value.items() if part is not None}
-    return [without_nulls(part) for part in value] if isinstance(value, list) else value
-
-
 def _messages(row: Mapping[str, Any], name: str = "messages") -> list[Message]:
     messages = row[name]
     if not (isinstance(messages, list) and all(isinstance(message, Mapping) for message in messages)):

@@ -17,6 +17,7 @@ from l2d_jax.config.schema import CATEGORIES, DataConfig
 from l2d_jax.data import chains, smoltalk, word_problems
 from l2d_jax.data.row_formats import COLUMNS, FORMATS, PLACE, TEXTS, check_columns, has_columns
 from l2d_jax.data.rows import find_files, is_saved, read_files, read_hub, splits_in
+from l2d_jax.data.text_rows import as_json
 from l2d_jax.errors import InputError, require
 
 # Hub id and default subsets of the sources that have a short name.
@@ -57,7 +58,11 @@ def read_parts(config: DataConfig, split: str) -> Parts:
     rule = f"subsets of {config.source} have different columns"
     has_text = any(has_columns(columns, needed) for needed in FORMATS)
     require(has_text, f"{rule}: give all 'messages', or all 'question' and 'answer'")
-    return Parts([part.select_columns(columns) for part in parts], held_out)
+    parts = [part.select_columns(columns) for part in parts]
+    for column in columns:
+        if len({str(part.features[column]) for part in parts}) > 1:  # such as JSON lines beside Parquet
+            parts = [as_json(part, column) for part in parts]
+    return Parts(parts, held_out)
 
 
 def _place(config: DataConfig) -> Path | None:
@@ -159,5 +164,5 @@ def choose_rows(rows: datasets.Dataset, share: float, *, name: str) -> Int[np.nd
     different = np.unique(found)
     rule = f"all rows of {name} say the same, and none can be held out for validation"
     require(len(different) > 1, f"{rule}: give more of them, or a file for each split")
-    bound = np.searchsorted(different, np.uint64(min(share * 2.0**64, 2.0**64 - 2048)))
-    return (found < different[min(max(bound, 1), len(different) - 1)]).astype(np.int64)
+    count = int((different < np.uint64(min(share * 2.0**64, 2.0**64 - 2048))).sum())
+    return (found < different[min(max(count, 1), len(different) - 1)]).astype(np.int64)

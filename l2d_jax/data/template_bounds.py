@@ -131,7 +131,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def compile_bounded(self, source: str) -> Template:
         """A template that asks the meter; raises jinja's errors."""
-        tree = _Counted().visit(self.parse(source))
+        tree: Any = _Counted().visit(self.parse(source))
         tree.set_environment(self)
         return self.from_string(tree)
 
@@ -180,15 +180,15 @@ def _counted_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 class _Counted(NodeTransformer):
     """Adds the filters `bounded`, `walked` and `step` to a parsed template."""
 
-    def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
+    def visit(self, node: Any, *args: Any, **kwargs: Any) -> Any:
         """A node whose parts have been visited."""
         self.generic_visit(node, *args, **kwargs)
         if isinstance(node, nodes.For):
             node.iter = _filtered(node.iter, "walked" if node.test else "bounded")
         if isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock | nodes.Block):  # whose body is repeated
-            texts = [one for part in node.body for one in part.find_all((nodes.TemplateData, nodes.Const))]
-            size = sum(len(str(one.data if isinstance(one, nodes.TemplateData) else one.value)) for one in texts)
-            step = _filtered(nodes.Const(size, lineno=node.lineno), "step")
+            texts = [one.data for part in node.body for one in part.find_all(nodes.TemplateData)]
+            texts += [str(one.value) for part in node.body for one in part.find_all(nodes.Const)]
+            step = _filtered(nodes.Const(sum(map(len, texts)), lineno=node.lineno), "step")
             node.body = [nodes.ExprStmt(step, lineno=node.lineno), *node.body]
         elif isinstance(node, nodes.Output):  # constant text is written once, or counts with the loop around it
             node.nodes = [one if isinstance(one, nodes.TemplateData) else _filtered(one) for one in node.nodes]
@@ -205,5 +205,5 @@ class _Counted(NodeTransformer):
         return node
 
 
-def _filtered(node: nodes.Expr, name: str = "bounded") -> nodes.Filter:
+def _filtered(node: Any, name: str = "bounded") -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)

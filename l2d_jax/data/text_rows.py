@@ -15,7 +15,6 @@ import sys
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
@@ -45,6 +44,37 @@ def read_text_rows(file: Path, cache: Path) -> datasets.Dataset:
     return datasets.Dataset.from_file(str(kept))
 
 
+def as_json(rows: datasets.Dataset, column: str) -> datasets.Dataset:
+    """The rows with a column as JSON, row by row."""
+    if isinstance(rows.features[column], datasets.Json):
+        return rows
+    features = datasets.Features({**rows.features, column: datasets.Json()})
+    options = {"fn_kwargs": {"column": column}, "batched": True, "features": features}
+    return rows.with_format("arrow").map(_dump, **options).with_format(None)
+
+
+def values_of(column: pa.ChunkedArray) -> list[Any]:
+    """The values of a column: JSON as it was written, where `datasets` would round numbers.
+
+    What is null in an object of Arrow is left out: it fills them to give all the same keys.
+    """
+    values = column.to_pylist()
+    if isinstance(column.type, pa.JsonType):
+        return [None if value is None else json.loads(value) for value in values]
+    return list(map(_without_nulls, values))
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
+    return list(map(_without_nulls, value)) if isinstance(value, list) else value
+
+
+def _dump(rows: pa.Table, column: str) -> pa.Table:
+    values = [None if value is None else json.dumps(value, default=str) for value in values_of(rows.column(column))]
+    return rows.set_column(rows.column_names.index(column), column, pa.array(values, pa.json_()))
+
+
 def _write(rows: Iterator[dict[str, Any]], features: datasets.Features, file: Path) -> None:
     """Write rows into a file of Arrow, whole or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +97,8 @@ def _write(rows: Iterator[dict[str, Any]], features: datasets.Features, file: Pa
 def _rows(file: Path) -> Iterator[dict[str, Any]]:
     """The rows of a file, each with its values by name; raises `InputError`."""
     name = file.name.removesuffix(".gz")
-    with closing(gzip.open(file) if file.suffix == ".gz" else file.open("rb")) as opened:
+    opener: Any = gzip.open if file.suffix == ".gz" else open
+    with opener(file, "rb") as opened:
         if name.endswith(".csv"):
             yield from _csv_rows(opened, file)
         elif name.endswith(".json") and _first_byte(opened) == b"[":

@@ -251,7 +251,12 @@ def render_chat(
     The `template` is that of the tokenizer if it is None. Raises `InputError`.
     """
     template = find_template(tokenizer, tools=tools) if template is None else template
-    variables = {**tokenizer.special_tokens_map, "messages": messages, "tools": tools, "documents": None}
+    variables: dict[str, Any] = {
+        **tokenizer.special_tokens_map,
+        "messages": messages,
+        "tools": tools,
+        "documents": None,
+    }
     variables |= {"add_generation_prompt": prompt, "date_string": f"{DATE:%d %b %Y}"}
     has_calls = any("tool_calls" in message for message in messages)
     try:

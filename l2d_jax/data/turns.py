@@ -5,7 +5,6 @@
 
 import hashlib
 import inspect
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from l2d_jax.data import chat_template, messages, row_formats, template_bounds
 from l2d_jax.data import tokenizer as tokenization
 from l2d_jax.data.packing import PackingPlan
+from l2d_jax.data.text_rows import values_of
 from l2d_jax.errors import InputError, shown
 
 # Context and answer, and the answer after each step of its working; the number of tokens before the answer, and of
@@ -47,7 +47,7 @@ def tokenise_rows(
 ) -> datasets.Dataset:
     """What `_turns` makes of the rows with these numbers, from the cache of `datasets`; made anew into a `file`."""
     # `datasets` knows a cached result by the arguments and by this function's name, so the code is an argument too.
-    modules = (tokenization, messages, chat_template, template_bounds, row_formats, _turns)
+    modules: Any = (tokenization, messages, chat_template, template_bounds, row_formats, _turns)
     code = hashlib.sha256("".join(map(inspect.getsource, modules)).encode()).hexdigest()
     # What the tokenizer returns takes hundreds of bytes per token until it is written, so batches are small.
     options = {"batch_size": 250, "with_indices": True, "remove_columns": rows.column_names, "features": FEATURES}
@@ -73,7 +73,7 @@ def _turns(
 ) -> dict[str, list[Any]]:
     """Tokenise a batch of rows: one row of FEATURES per turn of the assistant that is learnt."""
     texts, classes, origins, steps = [], [], [], []
-    columns = {column: _values(rows.column(column)) for column in rows.column_names}
+    columns = {column: values_of(rows.column(column)) for column in rows.column_names}
     for place, index in enumerate(indices):
         row = {column: values[place] for column, values in columns.items()}
         label, working = row.get("class", 0), row.get("working")
@@ -93,11 +93,3 @@ def _turns(
     turns = [context + answer for context, answer in zip(ids[::2], ids[1::2], strict=True)]
     lengths = {"context": [*map(len, ids[::2])], "length": [*map(len, turns)]}
     return {"tokens": turns, "working": steps, **lengths, "class": classes, "row": origins}
-
-
-def _values(column: pa.ChunkedArray) -> list[Any]:
-    """The values of a column; JSON exactly as it was written, where `datasets` would round its numbers."""
-    values = column.to_pylist()
-    if isinstance(column.type, pa.JsonType):
-        return [None if value is None else json.loads(value) for value in values]
-    return [row_formats.without_nulls(value) for value in values]

@@ -1,4 +1,4 @@
-"""The tokenizer and the chat template of a model: its own, or others that the config names, as base models need them."""
+"""The tokenizer and chat template of a model: its own, or others that the config names, as base models need them."""
 
 import os
 import shutil
