@@ -6,7 +6,6 @@ classes, and greedy answers as each decodes them, which may differ where two tok
 this package's own: code in a folder is never run. One of the two models is in memory at a time, with all logits.
 """
 
-import tempfile
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

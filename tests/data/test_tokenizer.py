@@ -182,7 +182,27 @@ def test_stop_and_padding_fall_back(tokenizer):
         ([], "at least one message"),
         ([{"role": "user"}], "'content' of every message must be text, got None in message 0"),
         ([{"role": "user", "content": "a"}, {"content": "b"}], "'role' of every message must be text, got None"),
-        ([{"role": "user", "content": ["a"]}], "must be text, got"),
+        (
+            [{"role": "user", "content": ["a"]}],
+            "must be text, or parts of type 'text' with a 'text', got 'a' in message 0",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            "parts of type 'text' .*, got 'image_url' in message 0",
+        ),
+        ([{"role": "user", "content": "\ud800"}], r"the text of a message must be UTF-8, got '\\ud800'"),
+        ([{"role": "user", "content": "a", "name": "\ud800"}], "the text of a message must be UTF-8"),
+        ([{"role": "user", "content": None, "tool_calls": [{"name": "f"}]}], "'content' .* must be text, got None"),
+        ([{"role": "assistant", "content": None, "tool_calls": []}], "'content' .* must be text, got None"),
+        ([{"role": "assistant", "tool_calls": ["f"]}], "'tool_calls' must be a list of objects, got"),
+        ([{"role": "assistant", "tool_calls": [{"function": "f"}]}], "a tool call needs a function with a name, got"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+            "arguments of a tool call must be an object, or a JSON text of one, got '{' in message 0: mend them",
+        ),
+        ([{"role": "user", "content": "a", "weight": 0.5}], "'weight' of a message is 0 or 1 .*, got 0.5"),
+        ([{"role": "user", "content": "a", "weight": True}], "'weight' of a message is 0 or 1 .*, got True"),
+        ([{"role": "user", "content": "a", "weight": 1}], "only answers of the assistant are learnt, .* 'user'"),
     ],
 )
 def test_malformed_messages(tokenizer, messages, message):
