@@ -59,7 +59,9 @@ def test_what_cannot_be_served(tmp_path, mesh, monkeypatch):
     limits = [("--efforts", "low"), ("--efforts", "low=many"), ("--allow_origin", "chat.example"), ("--drain", "0")]
     for option, value in limits:
         assert option in call(serve.main, "--model", base, option, value).error
-    assert "low=3: a budget of 3 needs a diffusion path" in call(serve.main, "--model", base, "--efforts", "low=3").error
+    assert (
+        "low=3: a budget of 3 needs a diffusion path" in call(serve.main, "--model", base, "--efforts", "low=3").error
+    )
     assert "lower --max_connections" in call(serve.main, "--model", base, "--max_connections", 10**9).error
     for key, problem in (("", "is empty"), ("a b", "visible ASCII"), ("é", "visible ASCII")):
         monkeypatch.setenv("L2D_JAX_API_KEY", key)
