@@ -20,7 +20,7 @@ from l2d_jax.decoding.buckets import CHUNK, answer_slots, is_long, pad, round_up
 from l2d_jax.decoding.condition_table import ConditionTable
 from l2d_jax.decoding.refine import Refinement
 from l2d_jax.decoding.requests import UNRESTRICTED, Answer, Piece, Request, TokenScore
-from l2d_jax.decoding.sampler import Penalties, SamplingOptions, allow, answer_keys
+from l2d_jax.decoding.sampler import Penalized, Penalties, SamplingOptions, allow, answer_keys
 from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError
 from l2d_jax.model.kv_cache import KVCache
@@ -203,11 +203,11 @@ class Lanes:
     def _penalize(self, options: dict[str, Any], answers: Sequence[Answer | None]) -> dict[str, Any]:
         """The options, with the penalties of each answer and its tokens so far."""
         assert self._state is not None
-        rows: list[Any] = []
+        rows = list[Penalized]()
         for answer in answers:
             of = UNRESTRICTED if answer is None else answer.restrictions
             said = answer.said if answer is not None and of.has_penalties else ()
-            rows.append((of.frequency_penalty, of.presence_penalty, of.logit_bias, said))
+            rows.append(Penalized(of.frequency_penalty, of.presence_penalty, of.logit_bias, said))
         penalties = Penalties.stack(rows, length=self._state.cache.ring)
         return options | {"sampling": replace(options["sampling"], penalties=penalties)}
 

@@ -25,6 +25,15 @@ LIKELIEST = 20  # alternatives, at most, whose log-probabilities come with each 
 DIGIT = 2  # bits that a pass over the vocabulary finds
 
 
+class Penalized(NamedTuple):
+    """The penalties of one answer, and its tokens so far."""
+
+    frequency: float | int
+    presence: float | int
+    bias: Mapping[int, float | int]
+    said: Sequence[int]
+
+
 @nnx.dataclass
 class Penalties(nnx.Module):
     """What changes the logits of each sequence before its token is sampled, after OpenAI's definitions."""
@@ -36,10 +45,8 @@ class Penalties(nnx.Module):
     said: Int[Array, "B n"] = nnx.data()  # the tokens of the answers so far; beyond the vocabulary: none
 
     @classmethod
-    def stack(
-        cls, rows: Sequence[tuple[float, float, Mapping[int, float], Sequence[int]]], *, length: int
-    ) -> "Penalties":
-        """Of frequency, presence, bias and tokens so far, which are at most `length`, of each sequence."""
+    def stack(cls, rows: Sequence[Penalized], *, length: int) -> "Penalties":
+        """Those of each sequence, with at most `length` tokens so far."""
         biased, said = (np.full((len(rows), n), NO_TOKEN, np.int32) for n in (BIASES, length))
         bias = np.zeros(biased.shape, np.float32)
         for row, (_, _, values, tokens) in enumerate(rows):
