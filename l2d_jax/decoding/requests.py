@@ -143,6 +143,10 @@ class Answer:
         ending = "broken" if is_broken else "stop" if stop is not None or has_stop else "length" if is_last else ""
         return Piece(self.number, tokens, bool(ending), ending, sum(costs[: len(row)]), told, rest)
 
+    def fail(self, error: Exception) -> Piece:
+        """The last piece of an answer that an error ends."""
+        return Piece(self.number, [], is_last=True, ending="broken", error=error)
+
 
 def number_prompts(prompts: Sequence[Sequence[int]], *, labels: Sequence[int | None] | None = None) -> list[Prompt]:
     """Prompts numbered from 0, with one class each or none; raises `InputError` for another number of classes."""
