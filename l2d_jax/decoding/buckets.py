@@ -68,7 +68,7 @@ def sample_bucket(draws: int) -> int:
 
 def is_long(budget: int, draws: int) -> bool:
     """Whether a token takes so long that it is a piece of its own."""
-    return budget * draws > LONG
+    return budget * sample_bucket(draws) > LONG
 
 
 def answer_slots(tokens: int) -> int:

@@ -55,11 +55,21 @@ def solve_fixed(
 
 
 def fixed_states(
-    target: Target, noise: Float[Array, "*B C"], *, solver: Solver, steps: int, end: float | Float[Array, ""] = 1.0
+    target: Target,
+    noise: Float[Array, "*B C"],
+    *,
+    solver: Solver,
+    steps: int | Int[Array, ""],
+    end: float | Float[Array, ""] = 1.0,
+    most: int | None = None,
 ) -> Float[Array, "points *B C"]:
-    """x at every point of the grid, both ends included; arguments as for `solve_fixed`."""
+    """x at every point of the grid, both ends included; arguments as for `solve_fixed`.
+
+    Traced steps are at most `most`; the points beyond them are no numbers.
+    """
     saveat = diffrax.SaveAt(t0=True, steps=True)
-    scales, data = _run_fixed(target, noise, solver, steps, end, saveat=saveat, max_steps=steps)
+    most = int(steps) if most is None else most
+    scales, data = _run_fixed(target, noise, solver, steps, end, saveat=saveat, max_steps=most)
     return jax.vmap(lambda scale, data: scale * noise + data)(scales, data)
 
 
@@ -90,10 +100,14 @@ def adaptive_states(
     solver: Solver,
     tolerance: float | Float[Array, ""],
     end: float,
-    max_steps: int,
+    max_steps: int | Int[Array, ""],
+    most: int | None = None,
 ) -> tuple[Float[Array, " steps"], Float[Array, "steps *B C"], Int[Array, ""]]:
-    """Times and states at the end of each accepted step, infinite beyond the last, and the number of rejected steps."""
-    save: Any = {"saveat": diffrax.SaveAt(steps=True), "max_steps": max_steps}
+    """Times and states at the end of each accepted step, infinite beyond the last, and the number of rejected steps.
+
+    Traced `max_steps` are at most `most`.
+    """
+    save: Any = {"saveat": diffrax.SaveAt(steps=True), "max_steps": int(max_steps) if most is None else most}
     solution = _run_adaptive(target, noise, solver, tolerance, max_steps, end, **save)
     return solution.ts, solution.ys, solution.stats["num_rejected_steps"]
 

@@ -118,8 +118,11 @@ class _Match:
     def __init__(self, stop: str) -> None:
         self._stop = stop
         self._borders = [0]  # of each beginning: how long a shorter beginning of the string it ends with
-        for character in stop[1:]:
-            self._borders.append(self._extend(self._borders[-1], character))
+        for place in range(1, len(stop)):
+            border = self._borders[-1]
+            while border and stop[border] != stop[place]:
+                border = self._borders[border - 1]
+            self._borders.append(border + (stop[border] == stop[place]))
         self._start()
 
     def _start(self) -> None:
@@ -132,19 +135,17 @@ class _Match:
         other._start()
         return other
 
-    def _extend(self, matched: int, character: str) -> int:
-        while matched and self._stop[matched] != character:
-            matched = self._borders[matched - 1]
-        return matched + (self._stop[matched] == character)
-
     def read(self, text: str) -> None:
         """Read on, up to the first occurrence."""
-        for character in text if self.found == math.inf else "":
-            self._length += 1
-            self._matched = self._extend(self._matched, character)
-            if self._matched == len(self._stop):
-                self.found = self._length - self._matched
+        stop, borders, matched = self._stop, self._borders, self._matched
+        for place, character in enumerate(text if self.found == math.inf else "", self._length + 1):
+            while matched and stop[matched] != character:
+                matched = borders[matched - 1]
+            matched += stop[matched] == character
+            if matched == len(stop):
+                self.found = place - matched
                 return
+        self._length, self._matched = self._length + len(text), matched
 
     @property
     def begun(self) -> int | float:

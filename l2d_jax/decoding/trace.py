@@ -56,7 +56,8 @@ def trace(loaded: LoadedModel, request: Request, answers: Sequence[Sequence[int]
     check_prompts([prompt.ids for prompt in prompts], model.llm.architecture, new_tokens=longest)
     class_labels(path_config(model), prompts)
     gate, steps = jnp.float32(settings.gate), refinement.solver.steps(settings.budget)
-    follow = partial(trajectory.trace_tokens, model, settings=refinement, gate=gate, steps=steps)
+    most = 1 << (steps - 1).bit_length() if steps > 0 else 0
+    follow = partial(trajectory.trace_tokens, model, settings=refinement, gate=gate, most=most)
     traces = []
     for number, answer in enumerate(answers):
         prompt, copy = prompts[number // samples], number % samples

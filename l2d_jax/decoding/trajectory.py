@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from l2d_jax.decoding import integrate
-from l2d_jax.decoding.buckets import pad, positions
+from l2d_jax.decoding.buckets import Programs, pad, positions
 from l2d_jax.decoding.refine import Refinement, corrected_hidden, make_target, solve_each
 from l2d_jax.decoding.sampler import entropy, token_keys
 from l2d_jax.model import diffusion
@@ -56,13 +56,13 @@ def read_answer(
     return KnownAnswer(hidden, inputs, cache, jnp.int32(len(prompt) - 1), jnp.int32(len(answer)), key, of_class)
 
 
-@jax.jit
+@Programs
 def _read(llm: LLM, tokens: Int[Array, "1 T"], lengths: Int[Array, " 1"]) -> tuple[Array, KVCache, Array]:
     slots = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     return *llm(tokens, positions(lengths, slots)), llm.lookup(tokens)
 
 
-@partial(jax.jit, static_argnames="steps")
+@partial(Programs, static=["most"])
 def trace_tokens(
     model: Model,
     answer: KnownAnswer,
@@ -70,12 +70,13 @@ def trace_tokens(
     start: Int[Array, ""],
     settings: Refinement,
     gate: Float[Array, ""],
-    steps: int,
+    most: int,
 ) -> dict[str, Int[Array, " M"] | Float[Array, " M"] | Bool[Array, " M"]]:
     """The fields of `trace.TokenTrace`, less token and text, of M tokens of an answer from number `start` on.
 
     Beyond the answer's end, its last token is traced again. The path is skipped where the entropy of the LM alone is
-    below `gate`, in nats; `steps` are grid intervals, or the most steps of an adaptive solver.
+    below `gate`, in nats. There is room for `most` grid intervals or steps of an adaptive solver: as many as the
+    settings have, or more, so that few programs serve all budgets.
     """
     context, numbers = _place(answer, start)
     logits = model.llm.logits(context.hidden[0])
@@ -84,9 +85,9 @@ def trace_tokens(
     plain |= {"evaluations": none, "rejected": none, "settled": jnp.zeros(CHUNK)}
     skipped = plain["entropy"] < gate
     both = {f"plain_{name}": plain[name] for name in ("likeliest", "entropy")} | {"skipped": skipped}
-    if model.path is None or steps == 0:
+    if model.path is None or most == 0:
         return plain | both | {"evaluations": none + (model.path is not None)}
-    ways = _integrate(model, context, answer.key, numbers, settings=settings, steps=steps)
+    ways = _integrate(model, context, answer.key, numbers, settings=settings, most=most)
     refined = _final_distribution(model, context, ways, settings=settings)
     refined |= {"evaluations": settings.solver.evaluations(ways.last + ways.rejected), "rejected": ways.rejected}
     return both | {name: jnp.where(skipped, plain[name], value) for name, value in refined.items()}
@@ -107,7 +108,7 @@ def score_points(
     Arguments as for `trace_tokens`, and the true tokens from number `start` on.
     """
     context, numbers = _place(answer, start)
-    ways = _integrate(model, context, answer.key, numbers, settings=settings, steps=steps)
+    ways = _integrate(model, context, answer.key, numbers, settings=settings, most=steps)
 
     def at(point: Array) -> dict[str, Array]:
         x, t = ways.states[point][None], ways.times[point, :1][None]
@@ -128,7 +129,7 @@ def _place(answer: KnownAnswer, start: Int[Array, ""]) -> tuple[Context, Int[Arr
 
 
 def _integrate(
-    model: Model, context: Context, key: Key[Array, ""], numbers: Int[Array, " M"], *, settings: Refinement, steps: int
+    model: Model, context: Context, key: Key[Array, ""], numbers: Int[Array, " M"], *, settings: Refinement, most: int
 ) -> _Trajectories:
     """All points of a uniform grid, or the ends of the steps that each token's adaptive solver accepts."""
     assert model.path is not None
@@ -136,16 +137,17 @@ def _integrate(
     noise_keys, keys, _ = token_keys(jnp.broadcast_to(key, numbers.shape), numbers)
     noise = config.sigma * jax.vmap(lambda key: jax.random.normal(key, (config.width,), jnp.float32))(noise_keys)
     none = jnp.zeros(CHUNK, jnp.int32)
-    if steps == 0:
+    if most == 0:
         return _Trajectories(jnp.zeros((1, CHUNK)), noise[None], none, none)
     if not settings.solver.is_adaptive:
         target = make_target(model, context, settings=settings, keys=keys[None])
-        states = integrate.fixed_states(target, noise[None], solver=settings.solver, steps=steps)[:, 0]
-        times = jnp.broadcast_to((jnp.arange(steps + 1) / steps)[:, None], states.shape[:2])
-        return _Trajectories(times, states, none + steps, none)
+        grid: dict[str, Any] = {"steps": settings.steps, "most": most}
+        states = integrate.fixed_states(target, noise[None], solver=settings.solver, **grid)[:, 0]
+        times = jnp.broadcast_to((jnp.arange(most + 1) / settings.steps)[:, None], states.shape[:2])
+        return _Trajectories(times, states, none + settings.steps, none)
 
     def solve(target: integrate.Target, noise: Array, own: Refinement) -> tuple[Array, Array, Array]:
-        options: Any = {"tolerance": own.tolerance, "end": 1 - 1 / config.sigma, "max_steps": steps}
+        options: Any = {"tolerance": own.tolerance, "end": 1 - 1 / config.sigma, "max_steps": own.steps, "most": most}
         return integrate.adaptive_states(target, noise, solver=own.solver, **options)
 
     solutions = solve_each(model, context, noise[None], solve, settings=settings, keys=keys[None])

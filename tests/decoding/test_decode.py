@@ -218,6 +218,27 @@ def test_reading_prompts_does_not_depend_on_the_slots_of_their_answers() -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("samples", "draws"), [(4, [1, 3, 4]), (48, [1, 17, 40])])
+def test_each_sequence_has_a_number_of_noise_samples(samples: int, draws: list[int]) -> None:
+    """The mean over the first ones, some at a time; a sample more changes it."""
+    model, state = tiny.model(), start(tiny.model(), PROMPTS)
+    settings = Refinement.from_config(DecodeConfig(), budget=3)
+    noise = jax.random.normal(jax.random.key(0), (3, samples, 16))
+    keys, run = jax.random.split(jax.random.key(1), (3, samples)), jax.jit(next_logits)
+    found, taken = run(model, state, noise, settings=settings, keys=keys, draws=jnp.array(draws))
+    each = []
+    for i in range(max(draws)):
+        logits, _ = run(model, state, noise[:, i : i + 1], settings=settings, keys=keys[:, i : i + 1])
+        each.append(jax.nn.softmax(logits))
+    probs = np.stack(each)
+    for row, count in enumerate(draws):
+        np.testing.assert_allclose(np.exp(found[row]), probs[:count, row].mean(axis=0), atol=1e-6)
+        if count < len(each):
+            assert np.abs(np.exp(found[row]) - probs[: count + 1, row].mean(axis=0)).max() > 1e-5
+    assert taken.tolist() == [3 * count for count in draws]
+
+
+@pytest.mark.slow
 def test_copies_share_the_prefill_and_differ_in_their_samples() -> None:
     model = tiny.model()
     alone = generate(model, start(model, PROMPTS), 3, **SAMPLED)

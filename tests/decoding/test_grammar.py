@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import decoders
 
 from l2d_jax.data.tokenizer import byte_tokenizer, load_tokenizer, stop_ids
 from l2d_jax.decoding.grammar import Grammar
 from l2d_jax.decoding.stop_strings import to_text
 from l2d_jax.errors import InputError
+from tests.support.tiny_tokenizers import piece_tokenizer
 
 hf = pytest.importorskip("llguidance.hf", reason="needs llguidance: the extra structured")
 
@@ -60,20 +60,6 @@ FORMATS = {
     "date": (regex(DATE), re.compile(DATE).fullmatch),
     "choice": ({"type": "choice", "choices": CHOICES}, CHOICES.__contains__),
 }
-
-
-def piece_tokenizer(decoder=None):
-    """A tokenizer of SentencePiece's kind: ▁ for a space, words with one before them, and bytes for what it lacks."""
-    pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *map(chr, range(33, 127))]
-    merges = [("▁", "a"), ("y", "e"), ("ye", "s"), ("▁", "yes"), ("▁", "▁"), ("▁", '"'), ('"', ":"), ("1", "9")]
-    vocabulary = {piece: number for number, piece in enumerate([*pieces, *map("".join, merges)])}
-    model = models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
-    tokenizer = Tokenizer(model)
-    tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    plain = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer.decoder = decoder or plain
-    tokenizer.add_special_tokens(["<unk>", "</s>"])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
 
 
 @pytest.fixture(scope="module", params=["bytes", "pieces", "smollm2"])

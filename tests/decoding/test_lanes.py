@@ -4,21 +4,24 @@ import dataclasses
 from itertools import pairwise
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src import test_util
 
 from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.decoding import decode
 from l2d_jax.decoding.generation import decode_lanes, generate_tokens
 from l2d_jax.decoding.lanes import Lanes
 from l2d_jax.decoding.loaded_model import LoadedModel
-from l2d_jax.decoding.requests import Answer, Prompt, Request
+from l2d_jax.decoding.requests import Answer, Prompt, Request, Restrictions
 from l2d_jax.decoding.stop_strings import StopSearch
 from l2d_jax.errors import InputError
 from tests.support import tiny
 
 SETTINGS = DecodeConfig(budget=3, max_new_tokens=20, temperature=1.0)
 PROMPTS = [Prompt(number, [1 + (7 * number + i) % 90 for i in range(30 - 4 * number)]) for number in range(7)]
+RARE = (95,)
 STOPS = tuple(range(80, 96))  # a sixth of the vocabulary: answers of many lengths
 
 
@@ -103,7 +106,7 @@ OWN: list[dict[str, Any]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("common", "lanes"), [({}, 3), ({"velocity": "expectation"}, 7), ({"draws": 2}, 3)])
+@pytest.mark.parametrize(("common", "lanes"), [({}, 3), ({"velocity": "expectation"}, 7), ({"draws": 3}, 3)])
 def test_each_prompt_has_settings_of_its_own(common: dict[str, Any], lanes: int) -> None:
     """Budget, temperatures, gate, class and length; lanes with less to do wait for the others of a token."""
     model = tiny.model(classes=2)
@@ -157,6 +160,73 @@ def test_an_answer_that_breaks_harms_no_other() -> None:
         read_all()
     whole = alone(model, Request(PROMPTS, SETTINGS))
     assert [answers[number] for number in (0, 1, 3, 4, 5, 6)] == [whole[number] for number in (0, 1, 3, 4, 5, 6)]
+
+
+def slow_answer(model: Any, prompt: Prompt, frequency: float, presence: float, bias: dict[int, float]) -> list[int]:
+    """The greedy answer of the language model alone, read anew for each token, by the definition of penalties."""
+    said: list[int] = []
+    while len(said) < SETTINGS.max_new_tokens and not set(said) & set(RARE):
+        ids = jnp.asarray([[*prompt.ids, *said]])
+        hidden, _ = model.llm(ids, tiny.positions(ids))
+        logits = np.array(model.llm.logits(hidden[0, -1]))
+        for token in range(len(logits)):
+            count = said.count(token)
+            logits[token] += bias.get(token, 0) - count * frequency - (count > 0) * presence
+        said.append(int(np.argmax(logits)))
+    return [token for token in said if token not in RARE]
+
+
+@pytest.mark.slow
+def test_penalties_are_those_of_each_answer() -> None:
+    """Beside answers without any, which are what they are alone; one more program serves all of them."""
+    model, ids = tiny.model(), [5, 17, 3]
+    greedy = dataclasses.replace(SETTINGS, budget=1, temperature=0.0)
+    plain = slow_answer(model, Prompt(0, ids), 0, 0, {})
+    asked: list[tuple[float, float, dict[int, float]]] = [
+        (0.0, 0.0, {}),
+        (2.0, 0.0, {}),
+        (0.0, 1.5, {plain[0]: -100.0, 3: 1.0}),
+        (-1.0, -2.0, {}),
+        (0.0, 0.0, {plain[1]: -100.0}),
+    ]
+    lanes, told = Lanes(model, lanes=3, stop_ids=RARE), [list[int]() for _ in asked]
+    answers = [
+        Answer(n, Prompt(0, ids), greedy, StopSearch((), None), restrictions=Restrictions((), None, (), None, *one))
+        for n, one in enumerate(asked)
+    ]
+    programs = decode.token_decoder().count
+    while answers or not lanes.is_idle:
+        if lanes.free and answers:
+            lanes.admit([answers.pop(0)])
+        for piece in lanes.step():
+            told[piece.answer] += piece.tokens
+    assert told == [slow_answer(model, Prompt(0, ids), *one) for one in asked]
+    assert len({tuple(tokens) for tokens in told}) >= 4
+    assert decode.token_decoder().count - programs <= 2
+    loaded = LoadedModel(model, None, RARE, greedy)
+    assert loaded.generate([ids], frequency_penalty=2.0) == [told[1]]
+    assert loaded.generate([ids], presence_penalty=1.5, logit_bias={plain[0]: -100, 3: 1}) == [told[2]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"frequency_penalty": 3.0}, r"frequency_penalty must be in \[-2, 2\], got 3.0"),
+        ({"presence_penalty": float("nan")}, r"presence_penalty must be in \[-2, 2\], got nan"),
+        ({"presence_penalty": "a"}, "presence_penalty must be of type float, got 'a'"),
+        ({"logit_bias": {96: 1.0}}, "token 96 is not one of the 96 of the model"),
+        ({"logit_bias": {-1: 1.0}}, "token -1 is not one of the 96"),
+        ({"logit_bias": {"5": 1.0}}, "logit_bias must map token ids to numbers, got {'5': 1.0}"),
+        ({"logit_bias": {5: 101}}, r"logit_bias of token 5 must be in \[-100, 100\], got 101"),
+        ({"logit_bias": [5]}, r"logit_bias must map token ids to numbers, got \[5\]"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias has at most 1024 tokens, got 1025"),
+        ({"frequency_penalti": 1.0}, "did you mean 'frequency_penalty'"),
+    ],
+)
+def test_penalties_that_are_refused(options: dict[str, Any], message: str) -> None:
+    loaded = LoadedModel(tiny.model(), None, STOPS, SETTINGS)
+    with pytest.raises(InputError, match=message):
+        loaded.generate([[1, 2]], **options)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.decoding.sampler import SamplingOptions, allow, cut, sample_tokens
+from l2d_jax.decoding.sampler import Penalized, Penalties, SamplingOptions, allow, cut, sample_tokens
 from l2d_jax.errors import InputError
 
 LOGITS = np.log(np.array([0.4, 0.25, 0.15, 0.1, 0.06, 0.04]))
@@ -99,3 +99,37 @@ def test_masks() -> None:
         allow(3, allowed=[2], banned=[2])
     with pytest.raises(InputError, match="every token is banned"):
         allow(3, allowed=[])
+
+
+def penalized(logits: np.ndarray, said: list[int], frequency: float, presence: float, bias: dict[int, float]) -> Any:
+    """OpenAI's definition, token by token."""
+    changed = [float(value) for value in logits]
+    for token in range(len(changed)):
+        count = sum(other == token for other in said)
+        changed[token] += bias.get(token, 0.0) - count * frequency - (count > 0) * presence
+    return changed
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_penalties_are_those_of_the_definition(seed: int) -> None:
+    """Also while tokens are added; a row without any keeps its bits."""
+    rng = np.random.default_rng(seed)
+    logits = np.float32(rng.normal(size=(4, 30)))
+    rows: list[Any] = [
+        (rng.uniform(-2, 2), rng.uniform(-2, 2), {3: -100.0, 7: 2.5}, [3, 3, 9, 29]),
+        (0.0, 0.0, {}, []),
+        (0.5, 0.0, {}, [1] * 8),
+        (0.0, 1.5, {int(token): float(token) for token in range(30)}, [0]),
+    ]
+    sampling = SamplingOptions.from_config(DecodeConfig())
+    sampling = dataclasses.replace(sampling, penalties=Penalties.stack([Penalized(*row) for row in rows], length=8))
+    counts = sampling.start_counts(30)
+    for token in (5, 5, 9):
+        found = sampling.penalties.apply(jnp.asarray(logits), counts)
+        for row, before, after in zip(rows, logits, found, strict=True):
+            np.testing.assert_allclose(after, penalized(before, row[3], *row[:3]), atol=1e-5)
+        np.testing.assert_array_equal(found[1], logits[1])
+        drawn = sample_tokens(jax.random.split(jax.random.key(0), 4), jnp.asarray(logits), sampling, counts=counts)
+        np.testing.assert_array_equal(drawn, np.argmax(found, axis=1))
+        counts = sampling.count(counts, jnp.full(4, token, jnp.int32))
+        rows = [(*row[:3], [*row[3], token]) for row in rows]
