@@ -79,7 +79,7 @@ def find_variants(reference: str) -> dict[str, str]:
 
 def _import(file: Path) -> Any:
     check_path(str(file), "the config file")
-    require(file.is_file(), f"no config file {file}: give the path of a Python file that defines get_config()")
+    require(file.is_file(), f"no config file {file}: give the path of a Python file with get_config()")
     spec = importlib.util.spec_from_file_location(f"l2d_jax_config_{file.stem}", file)
     if spec is None or spec.loader is None:
         raise InputError(f"{file} is not a Python file: a config file ends in .py")

@@ -56,12 +56,14 @@ def search(
     change the likelihood that is searched; and for stop strings, which end no beam.
     """
     settings = loaded.defaults if settings is None else settings
+    given = {"guidance"} if settings.guidance != loaded.defaults.guidance else set[str]()  # which needs a label
     config = SearchConfig() if config is None else config
     check_search(settings, config, loaded.model.llm, path_config(loaded.model), longest=len(prompt.ids))
     require(not restrictions.stops, f"a search knows no stop strings, got {restrictions.stops}: cut its answer instead")
     require(not restrictions.has_penalties, "a search knows no penalties and no logit_bias: leave them out")
     asked = dataclasses.replace(settings, max_new_tokens=config.max_new_tokens, temperature=config.temperature)
-    lanes, [answer] = open_lanes(loaded.decoder, Request([prompt], asked, seed, restrictions=restrictions))
+    request = Request([prompt], asked, seed, restrictions=restrictions, asked=given)
+    lanes, [answer] = open_lanes(loaded.decoder, request)
     options = lanes.options([answer])
     capacity = answer_slots(config.max_new_tokens)
     beams = start_beams(lanes.read([answer]), beams=config.beams, capacity=capacity)

@@ -90,8 +90,8 @@ def accuracy_by_time(loaded: LoadedModel, request: Request, answers: Sequence[Se
     """`expected` and `greedy` accuracy of the tokens of answers at every `t` of the grid.
 
     Each is the accuracy of the distribution that the path gives at the state x_t on the way; the first is the LM's,
-    unless the path is anchored. Raises `InputError` as `check_grid`, for a budget that cannot be spent, and where logits
-    are not numbers.
+    unless the path is anchored.
+    Raises `InputError` as `check_grid`, for a budget that cannot be spent, and where logits are not numbers.
     """
     check_grid(request.settings)
     refinement = Refinement.prepare(loaded.decoder, request.settings)

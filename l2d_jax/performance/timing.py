@@ -75,12 +75,12 @@ def _read_times(way: Callable[[Array, Array], Array], arrays: list[Array]) -> li
     """Seconds of several runs of a program that reads all arrays some times."""
 
     def program(arrays: list[Array], x: Array) -> Array:
-        def read(_: int, x: Array) -> Array:
+        def read(x: Array, _: None) -> tuple[Array, None]:
             for array in arrays:  # each depends on the one before, or XLA would read the arrays once
                 x = x + 1e-30 * way(array, x)
-            return x
+            return x, None
 
-        return jax.lax.fori_loop(0, PASSES, read, x)
+        return jax.lax.scan(read, x, None, length=PASSES)[0]
 
     compiled, x = jax.jit(program), jnp.ones(WIDTH)
 

@@ -243,7 +243,7 @@ TABLE = {
             (f"--config {LONG}.py", "must be at most 255 bytes long, got 303"),
             (
                 "--config missing.py",
-                "no config file missing.py: give the path of a Python file that defines get_config()",
+                "no config file missing.py: give the path of a Python file with",
             ),
             ("--config \udcff.py", "must be UTF-8"),
         ],
