@@ -16,6 +16,15 @@ class RunError(RuntimeError):
     """A run had to stop, or has lost something: exit status 1. The message is one line, like that of `InputError`."""
 
 
+def contained(error: BaseException) -> Exception:
+    """An error that ends one piece of work alone; raises what ends the program. Panics of Rust are no `Exception`."""
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        raise error
+    return (
+        error if isinstance(error, Exception) else RunError(shorten(f"{type(error).__name__}: {error}", LONGEST_LINE))
+    )
+
+
 def require(condition: bool, message: str) -> None:  # noqa: FBT001 (like the condition of an assert)
     """Raise `InputError(message)` unless `condition` holds."""
     if not condition:

@@ -129,7 +129,7 @@ def parse_arguments(parser: command_line.Parser) -> tuple[argparse.Namespace, Co
     options, rest = parser.parse_known_args()
     options.overrides = config_file.split_overrides(rest)
     for name in options.overrides:
-        is_read = name.partition(".")[0] in ("decode", "mesh") or name == "model.name"
+        is_read = name.partition(".")[0] in ("decode", "mesh") or (name == "model.name" and options.config is not None)
         remedy = "use --dtype" if name == "model.dtype" else "leave it out"
         require(is_read, f"--config.{name} changes nothing here, only the sections decode and mesh are read: {remedy}")
     require(bool(options.workdir or options.out), "--model, or a hub id, needs --out DIR, for the results")

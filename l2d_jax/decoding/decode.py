@@ -176,7 +176,9 @@ def next_logits(
 
     def some(first: int | Array) -> tuple[Array, Array]:
         """Hidden states and evaluations of the samples from `first` on."""
-        some_noise, some_keys = (jax.lax.dynamic_slice_in_dim(a, first, width, axis=1) for a in (noise, keys))
+        some_noise, some_keys = noise, keys
+        if width < count:
+            some_noise, some_keys = (jax.lax.dynamic_slice_in_dim(a, first, width, axis=1) for a in (noise, keys))
 
         def spread(array: Array) -> Array:
             return jnp.broadcast_to(array[:, None], (len(noise), width, *array.shape[1:]))

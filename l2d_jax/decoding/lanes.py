@@ -20,9 +20,9 @@ from l2d_jax.decoding.buckets import CHUNK, answer_slots, is_long, pad, round_up
 from l2d_jax.decoding.condition_table import ConditionTable
 from l2d_jax.decoding.refine import Refinement
 from l2d_jax.decoding.requests import UNRESTRICTED, Answer, Piece, Request, TokenScore
-from l2d_jax.decoding.sampler import Penalties, SamplingOptions, allow, answer_keys
+from l2d_jax.decoding.sampler import Penalized, Penalties, SamplingOptions, allow, answer_keys
 from l2d_jax.distributed import processes
-from l2d_jax.errors import InputError
+from l2d_jax.errors import contained
 from l2d_jax.model.kv_cache import KVCache
 from l2d_jax.model.l2d import Model
 
@@ -108,10 +108,10 @@ class Lanes:
             group, reading = self._reading[0]
             try:
                 state = next(reading)
-            except Exception as error:  # of these prompts alone
+            except BaseException as error:  # of these prompts alone
                 self._reading.pop(0)
                 for answer in (one for one in group if one in self._answers):
-                    pieces.append(Piece(answer.number, [], is_last=True, ending="broken", error=error))
+                    pieces.append(answer.fail(contained(error)))
                     self.drop(answer)
                 continue
             read += min(PIECE, max(len(answer.prompt.ids) for answer in group)) * self._group
@@ -156,8 +156,8 @@ class Lanes:
                 row, is_bad = ids[lane], is_broken[lane] or answer.is_stuck
                 try:
                     piece = answer.add(row, self._stop_ids, is_broken=is_bad, costs=costs[lane], scores=scored)
-                except Exception as error:  # of a tokenizer or a grammar: the other answers go on
-                    piece = Piece(answer.number, [], is_last=True, ending="broken", error=error)
+                except BaseException as error:  # of a tokenizer or a grammar: the other answers go on
+                    piece = answer.fail(contained(error))
                 pieces.append(piece)
                 if pieces[-1].is_last:
                     self.drop(answer)
@@ -170,7 +170,7 @@ class Lanes:
         if live[0].prompt.label is not None:
             labels = jnp.array([0 if answer is None else answer.prompt.label for answer in answers], jnp.int32)
         first = self._shared or live[0].settings
-        rows = [replace(first, budget=1, draws=1) if answer is None else answer.settings for answer in answers]
+        rows = [replace(first, budget=1) if answer is None else answer.settings for answer in answers]
         budgets = {first.budget} if self._shared else {row.budget for row in rows}
         if self._table is None or self._table[0] != budgets:
             self._table = budgets, Refinement.tabulate(self.model, first.solver, budgets)
@@ -180,9 +180,6 @@ class Lanes:
             refinement = _stack([Refinement.from_config(row) for row in rows])
             sampling = _stack([SamplingOptions.from_config(row) for row in rows])
         refinement, sampling = replace(refinement, table=self._table[1]), replace(sampling, allowed=self._allowed)
-        if first.draws > 1:
-            draws = jnp.array([first.draws] if self._shared else [row.draws for row in rows], jnp.int32)
-            sampling = replace(sampling, draws=draws)
         sampling = replace(sampling, is_scored=any(answer.is_scored for answer in live))
         return {"settings": refinement, "sampling": sampling, "labels": labels}
 
@@ -193,7 +190,8 @@ class Lanes:
             if answer is not None and answer.grammar is not None:
                 try:
                     row[:] = answer.grammar.mask()
-                except InputError:
+                except BaseException as error:
+                    contained(error)
                     answer.is_stuck = True
         masks = jnp.asarray(rows)
         sampled = masks if self._allowed is None else masks & self._allowed
@@ -203,11 +201,11 @@ class Lanes:
     def _penalize(self, options: dict[str, Any], answers: Sequence[Answer | None]) -> dict[str, Any]:
         """The options, with the penalties of each answer and its tokens so far."""
         assert self._state is not None
-        rows: list[Any] = []
+        rows = list[Penalized]()
         for answer in answers:
             of = UNRESTRICTED if answer is None else answer.restrictions
             said = answer.said if answer is not None and of.has_penalties else ()
-            rows.append((of.frequency_penalty, of.presence_penalty, of.logit_bias, said))
+            rows.append(Penalized(of.frequency_penalty, of.presence_penalty, of.logit_bias, said))
         penalties = Penalties.stack(rows, length=self._state.cache.ring)
         return options | {"sampling": replace(options["sampling"], penalties=penalties)}
 

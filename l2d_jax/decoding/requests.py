@@ -158,6 +158,10 @@ class Answer:
         end = None if stop is None or not scores else (row[stop], scores[stop])
         return Piece(self.number, tokens, bool(ending), ending, sum(costs[: len(row)]), told, rest, end)
 
+    def fail(self, error: Exception) -> Piece:
+        """The last piece of an answer that an error ends."""
+        return Piece(self.number, [], is_last=True, ending="broken", error=error)
+
 
 def number_prompts(prompts: Sequence[Sequence[int]], *, labels: Sequence[int | None] | None = None) -> list[Prompt]:
     """Prompts numbered from 0, with one class each or none; raises `InputError` for another number of classes."""

@@ -25,6 +25,15 @@ LIKELIEST = 20  # alternatives, at most, whose log-probabilities come with each 
 DIGIT = 2  # bits that a pass over the vocabulary finds
 
 
+class Penalized(NamedTuple):
+    """The penalties of one answer, and its tokens so far."""
+
+    frequency: float | int
+    presence: float | int
+    bias: Mapping[int, float | int]
+    said: Sequence[int]
+
+
 @nnx.dataclass
 class Penalties(nnx.Module):
     """What changes the logits of each sequence before its token is sampled, after OpenAI's definitions."""
@@ -36,10 +45,8 @@ class Penalties(nnx.Module):
     said: Int[Array, "B n"] = nnx.data()  # the tokens of the answers so far; beyond the vocabulary: none
 
     @classmethod
-    def stack(
-        cls, rows: Sequence[tuple[float, float, Mapping[int, float], Sequence[int]]], *, length: int
-    ) -> "Penalties":
-        """Of frequency, presence, bias and tokens so far, which are at most `length`, of each sequence."""
+    def stack(cls, rows: Sequence[Penalized], *, length: int) -> "Penalties":
+        """Those of each sequence, with at most `length` tokens so far."""
         biased, said = (np.full((len(rows), n), NO_TOKEN, np.int32) for n in (BIASES, length))
         bias = np.zeros(biased.shape, np.float32)
         for row, (_, _, values, tokens) in enumerate(rows):
@@ -71,7 +78,8 @@ class SamplingOptions(nnx.Module):
     def from_config(cls, config: DecodeConfig) -> "SamplingOptions":
         """The same options for all sequences."""
         floats = {name: jnp.float32([getattr(config, name)]) for name in ("temperature", "top_p", "gate")}
-        return cls(top_k=jnp.int32([config.top_k]), **floats)
+        draws = jnp.int32([config.draws]) if config.draws > 1 else None
+        return cls(top_k=jnp.int32([config.top_k]), draws=draws, **floats)
 
     def start_counts(self, vocab_size: int) -> Int[Array, "B V"] | None:
         """How often each answer has each token so far; None without penalties."""

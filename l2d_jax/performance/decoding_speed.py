@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from l2d_jax.config.schema import Config
 from l2d_jax.decoding import decode
+from l2d_jax.decoding.buckets import sample_bucket
 from l2d_jax.decoding.refine import Refinement
 from l2d_jax.decoding.requests import check_decoding_memory
 from l2d_jax.decoding.sampler import SamplingOptions
@@ -79,7 +80,11 @@ def decoder(model: Model, config: Config, *, batch: int, budget: int, prompt: in
     tokens = jnp.asarray(rng.integers(model.llm.architecture.vocab_size, size=(batch, prompt)), jnp.int32)
     keys = jax.random.split(jax.random.key(0), batch)
     options: dict[str, Any] = {"settings": settings, "sampling": SamplingOptions.from_config(config.decode)}
-    options |= {"stop_ids": jnp.array([-1], jnp.int32), "steps": new, "noise_samples": config.decode.draws}
+    options |= {
+        "stop_ids": jnp.array([-1], jnp.int32),
+        "steps": new,
+        "noise_samples": sample_bucket(config.decode.draws),
+    }
 
     def generate() -> float:
         state = decode.prefill(model.llm, tokens, jnp.full(batch, prompt, jnp.int32), keys, capacity=new)

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from l2d_jax.config.schema import Config
 from l2d_jax.data.batch import random_batch
 from l2d_jax.decoding import decode
+from l2d_jax.decoding.buckets import sample_bucket
 from l2d_jax.decoding.refine import Refinement
 from l2d_jax.decoding.sampler import SamplingOptions
 from l2d_jax.distributed import sharding
@@ -83,7 +84,7 @@ def lower_decode(config: Config, mesh: Mesh, *, batch: int, prompt: int, memory:
         sampling = jax.eval_shape(lambda: SamplingOptions.from_config(config.decode))
         arrays = {"settings": settings, "sampling": sampling, "stop_ids": jax.ShapeDtypeStruct((2,), jnp.int32)}
         options: dict[str, Any] = {name: _replicated(array, mesh) for name, array in arrays.items()}
-        options |= {"steps": config.decode.max_new_tokens, "noise_samples": config.decode.draws}
+        options |= {"steps": config.decode.max_new_tokens, "noise_samples": sample_bucket(config.decode.draws)}
         state = _decoding_state(config, mesh, model.llm, batch=batch, prompt=prompt)
         return decode.token_decoder().lower(model, state, **options)
 

@@ -161,10 +161,11 @@ class CompletionBody(_Common):
         super().check()
         require(self.max_tokens != 0 or self.echo, "max_tokens must be at least 1 without echo, got 0")
         require(self.best_of in (None, self.n), f"best_of other than n is not supported, got {self.best_of}: drop it")
-        for one in self.prompts:
-            is_prompt = isinstance(one, str) or (isinstance(one, list) and all(type(token) is int for token in one))
-            problem = f"prompt must be a text, token ids, or a list of either, got {shown(self.prompt)}"
-            require(is_prompt, problem)
+        are_prompts = all(
+            isinstance(one, str) or (isinstance(one, list) and all(type(token) is int for token in one))
+            for one in self.prompts
+        )
+        require(are_prompts, f"prompt must be a text, token ids, or a list of either, got {shown(self.prompt)}")
 
 
 def parse_json(data: bytes) -> Any:

@@ -13,6 +13,7 @@ from l2d_jax.decoding.requests import Prompt, Request, TokenScore
 from l2d_jax.decoding.sampler import LIKELIEST
 
 DRAWS = 8  # noise samples per token where the request does not say, as of `model.score`
+SAMPLES = (2, 4, 8, 16, 32, 64)  # numbers of noise samples: few, so that few programs are compiled
 EVALUATIONS = 2048  # of the path in one piece, about, while others wait
 PIECES = (8, 16, 32, 64, 128, 256)  # tokens of a piece: few sizes, so that few programs are compiled
 

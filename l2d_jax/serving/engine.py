@@ -17,7 +17,7 @@ from l2d_jax.decoding.lanes import Lanes
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import Answer, Piece, Request
 from l2d_jax.decoding.trace import TokenTrace, trace
-from l2d_jax.errors import require
+from l2d_jax.errors import contained, require
 
 SHORT_KINDS, LONG_KINDS = 2, 1  # of answers at a time, by whether a token takes long: each kind has lanes of its own
 KINDS = SHORT_KINDS + LONG_KINDS
@@ -189,8 +189,8 @@ class Engine:
             for work in works:
                 group.works[work.answer.number], work.began = work, time.monotonic()
             group.lanes.admit([work.answer for work in works])
-        except Exception as error:
-            self._fail(kind, error, works)
+        except BaseException as error:
+            self._fail(kind, contained(error), works)
 
     def _advance(self) -> None:
         """Do the next piece of the task that has waited longest, which then waits behind the others."""
@@ -216,8 +216,8 @@ class Engine:
                 self._leave(work, group)
         try:
             pieces = group.lanes.step()
-        except Exception as error:
-            self._fail(kind, error)
+        except BaseException as error:
+            self._fail(kind, contained(error))
             return
         group.spent += group.lanes.cost
         for piece in pieces:
@@ -239,8 +239,8 @@ class Engine:
             request = Request([work.answer.prompt], work.answer.settings, work.answer.seed)
             try:
                 traced = trace(self._loaded, request, [work.tokens])[0]
-            except Exception as error:
-                _tell(work, error)
+            except BaseException as error:
+                _tell(work, contained(error))
                 return
             _tell(work, traced)
         _tell(work, piece)
@@ -260,5 +260,6 @@ def _tell(work: Work, told: Piece | list[TokenTrace] | Exception) -> None:
     """Tell a client; one that cannot be told any more has left."""
     try:
         work.tell(told)
-    except Exception:
+    except BaseException as error:
+        contained(error)
         work.is_cancelled = True

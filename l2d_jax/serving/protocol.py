@@ -118,9 +118,9 @@ class Protocol:
         if body.logprobs is None:
             return replace(asked, echoes=echoes)
         settings = request.settings
-        problem = "echo with logprobs takes the mean over at least 2 draws at a budget above 1, got 1: raise draws"
-        require(settings.budget == 1 or options.get("draws") != 1, problem)
-        draws = settings.draws if settings.draws > 1 else echo.DRAWS
+        draws = settings.draws if settings.draws > 1 or "draws" in options else echo.DRAWS
+        problem = f"echo with logprobs takes the mean over {echo.SAMPLES} draws, got {draws}: change draws"
+        require(settings.budget == 1 or draws in echo.SAMPLES, problem)
         pairs = zip(echoes, request.prompts, strict=True)
         scoring = [echo.score(self._loaded, one, request, prompt=prompt, draws=draws) for one, prompt in pairs]
         return replace(asked, echoes=echoes, scoring=scoring)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.decoding.sampler import Penalties, SamplingOptions, allow, cut, sample_tokens
+from l2d_jax.decoding.sampler import Penalized, Penalties, SamplingOptions, allow, cut, sample_tokens
 from l2d_jax.errors import InputError
 
 LOGITS = np.log(np.array([0.4, 0.25, 0.15, 0.1, 0.06, 0.04]))
@@ -122,7 +122,7 @@ def test_penalties_are_those_of_the_definition(seed: int) -> None:
         (0.0, 1.5, {int(token): float(token) for token in range(30)}, [0]),
     ]
     sampling = SamplingOptions.from_config(DecodeConfig())
-    sampling = dataclasses.replace(sampling, penalties=Penalties.stack(rows, length=8))
+    sampling = dataclasses.replace(sampling, penalties=Penalties.stack([Penalized(*row) for row in rows], length=8))
     counts = sampling.start_counts(30)
     for token in (5, 5, 9):
         found = sampling.penalties.apply(jnp.asarray(logits), counts)

@@ -15,7 +15,10 @@ from tests.support.programs import ROOT, call, remove_tokenizer, write_base, wri
 
 @pytest.mark.slow
 def test_a_signal_lets_requests_end(tmp_path, mesh):
-    """SIGTERM comes while an answer streams: the answer is whole, and the program ends with status 0."""
+    """SIGTERM comes while an answer streams: the answer is whole, and the program ends with status 0.
+
+    Connections without a whole request do not keep it from that.
+    """
     folder = write_model(tmp_path / "model", write_base(tmp_path / "base"), mesh)
     command = [sys.executable, "-m", "l2d_jax.serve", "--model", folder, "--port", "0", "--dtype", "float32"]
     environment = {**os.environ, "L2D_JAX_API_KEY": "secret"}
@@ -27,6 +30,13 @@ def test_a_signal_lets_requests_end(tmp_path, mesh):
             body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 40, "budget": 3, "stream": True}
             assert httpx.post(f"{url}/v1/chat/completions", json=body).status_code == 401
             headers = {"Authorization": "Bearer secret"}
+            assert httpx.get(f"{url}/metrics").status_code == 401
+            [model] = httpx.get(f"{url}/v1/models", headers=headers).json()["data"]
+            assert model["efforts"] == {"none": 1, "low": 3, "medium": 7, "high": 15}
+            address = ("127.0.0.1", int(url.rpartition(":")[2]))
+            half = [socket.create_connection(address) for _ in range(3)]
+            for number, opened in enumerate(half):
+                opened.sendall([b"", b"GET / HT", b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n"][number])
             with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, headers=headers, timeout=120) as reply:
                 lines = reply.iter_lines()
                 next(lines)
@@ -40,11 +50,22 @@ def test_a_signal_lets_requests_end(tmp_path, mesh):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_served(tmp_path, mesh):
+def test_what_cannot_be_served(tmp_path, mesh, monkeypatch):
     base = write_base(tmp_path / "base")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert "choose another --host or --port" in call(serve.main, "--model", base, "--port", port).error
     assert "--context" in call(serve.main, "--model", base, "--lanes", 10**6).error
+    limits = [("--efforts", "low"), ("--efforts", "low=many"), ("--allow_origin", "chat.example"), ("--drain", "0")]
+    for option, value in limits:
+        assert option in call(serve.main, "--model", base, option, value).error
+    assert (
+        "low=3: a budget of 3 needs a diffusion path" in call(serve.main, "--model", base, "--efforts", "low=3").error
+    )
+    assert "lower --max_connections" in call(serve.main, "--model", base, "--max_connections", 10**9).error
+    for key, problem in (("", "is empty"), ("a b", "visible ASCII"), ("é", "visible ASCII")):
+        monkeypatch.setenv("L2D_JAX_API_KEY", key)
+        assert problem in call(serve.main, "--model", base).error
+    monkeypatch.delenv("L2D_JAX_API_KEY")
     remove_tokenizer(base)
     assert "has no tokenizer" in call(serve.main, "--model", base).error

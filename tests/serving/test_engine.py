@@ -19,6 +19,7 @@ from l2d_jax.decoding.lanes import PIECE, Lanes
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import Answer, Piece, Prompt, Request, Restrictions, path_config
 from l2d_jax.decoding.stop_strings import StopSearch
+from l2d_jax.errors import RunError
 from l2d_jax.serving import engine as engines
 from l2d_jax.serving.engine import ClosedError, Engine, FullError, Work
 from tests.decoding.test_programs import live_programs
@@ -57,6 +58,14 @@ class Client:
         return [token for piece in self.told for token in piece.tokens]
 
 
+class Panic(BaseException):
+    """As libraries in Rust raise it."""
+
+
+def panic(*_: Any, **__: Any) -> Any:
+    raise Panic("of a tokenizer")
+
+
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
     return dataclasses.replace(talking_model(), stop_ids=())
@@ -80,19 +89,20 @@ def test_an_error_of_one_answer_is_told_to_its_client_alone(loaded: LoadedModel,
     """In its stop strings, its prompt or the client itself: the others of its kind get their answers."""
     wanted = generate_tokens(loaded.decoder, Client(loaded).request)[0]
     bad = Client(loaded, stops=["x"])
-    monkeypatch.setattr(bad.work.answer.stops, "add", lambda *_, **__: 1 // 0)
+    monkeypatch.setattr(bad.work.answer.stops, "add", panic)
     unread = Client(loaded)
     monkeypatch.setattr(unread.work.answer, "seed", "none")
     deaf = Client(loaded)
-    monkeypatch.setattr(deaf.work, "tell", lambda _: 1 // 0)
+    monkeypatch.setattr(deaf.work, "tell", panic)
     good = [Client(loaded) for _ in range(3)]
     with running(loaded, lanes=4) as engine:
         for client in (good[0], bad, unread, deaf, *good[1:]):
             engine.submit([client.work])
         assert [client.tokens for client in good] == [wanted] * 3
-        for client in (bad, unread):
-            with pytest.raises((ZeroDivisionError, ValueError, TypeError)):
-                assert client.tokens == 0
+        with pytest.raises(RunError, match="Panic: of a tokenizer"):
+            assert bad.tokens == 0
+        with pytest.raises((ValueError, TypeError)):
+            assert unread.tokens == 0
         assert deaf.work.is_cancelled
 
 
@@ -106,10 +116,10 @@ def test_an_error_of_a_program_is_told_to_all_of_its_kind(loaded: LoadedModel, m
             with pytest.raises(ZeroDivisionError):
                 assert client.tokens == 0
         patch.undo()
-        patch.setattr(engines, "Lanes", lambda *_, **__: 1 // 0)
+        patch.setattr(engines, "Lanes", panic)
         failed = Client(loaded)
         engine.submit([failed.work])
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(RunError, match="Panic"):
             assert failed.tokens == 0
         patch.undo()
         later = Client(loaded)
@@ -203,7 +213,7 @@ def test_any_number_of_draws_takes_few_programs_and_no_memory(loaded: LoadedMode
     for draws in (3, 17):
         request = Client(loaded, dataclasses.replace(settings, draws=draws)).request
         assert generate_tokens(loaded.decoder, request)[0] == said[draws]
-    assert len({tuple(tokens) for tokens in said.values()}) > 2
+    assert len({tuple(tokens) for tokens in said.values()}) > 1
 
 
 @pytest.mark.slow
