@@ -267,7 +267,9 @@ MODEL_KINDS = {
         "config.json",
         mutations.of_json_or_bytes,
         _read_published,
-        dict.fromkeys(("lora_alpha", "sigma", "time_scale", "rms_norm_eps", "rope_theta", "max_position_embeddings"), FOREIGN),
+        dict.fromkeys(
+            ("lora_alpha", "sigma", "time_scale", "rms_norm_eps", "rope_theta", "max_position_embeddings"), FOREIGN
+        ),
     ),
     "l2d.json": Kind(
         _write_release, "l2d.json", mutations.of_json_or_bytes, _read_release, {"lora_alpha": FOREIGN, "sigma": FOREIGN}
