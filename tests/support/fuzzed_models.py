@@ -16,7 +16,7 @@ from l2d_jax.data import tokenizer
 from l2d_jax.files import read_json
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.training import workdir
-from l2d_jax.weights import digests, gguf_model, mapping, model_folder, peft, publish
+from l2d_jax.weights import digests, gguf_model, mapping, model_folder, peft, peft_config, publish
 from l2d_jax.weights.gguf_file import GGUFFile
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_safetensors
 from tests.support import mutations, programs, tiny
@@ -249,7 +249,7 @@ MODEL_KINDS = {
     ),
     "adapter_config.json": Kind(
         _write_adapter,
-        peft.CONFIG,
+        peft_config.CONFIG,
         mutations.of_json_or_bytes,
         _read_adapter,
         {"alpha": FOREIGN, "rank_stabilized": FOREIGN},
