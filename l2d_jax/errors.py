@@ -11,9 +11,17 @@ LONGEST_SHOWN = 80  # characters of a value in it
 class InputError(ValueError):
     """Bad input: exit status 2. The message is one line: the rule, the offending value and the remedy."""
 
+    def __init__(self, message: str) -> None:
+        """Of a message that is too long, the ends are kept."""
+        super().__init__(shorten(message, LONGEST_LINE))
+
 
 class RunError(RuntimeError):
     """A run had to stop, or has lost something: exit status 1. The message is one line, like that of `InputError`."""
+
+    def __init__(self, message: str) -> None:
+        """Of a message that is too long, the ends are kept."""
+        super().__init__(shorten(message, LONGEST_LINE))
 
 
 def contained(error: BaseException) -> Exception:
@@ -33,13 +41,17 @@ def require(condition: bool, message: str) -> None:  # noqa: FBT001 (like the co
 
 @contextmanager
 def about(subject: object) -> Iterator[None]:
-    """Within, an `InputError` begins with what it is about, such as a file, unless it names that."""
+    """Within, an `InputError` begins with what it is about, such as a file, unless it names that.
+
+    A long path is shortened, before the message is.
+    """
     try:
         yield
     except InputError as error:
         if str(subject) in str(error):
             raise
-        raise InputError(f"{subject}: {error}") from error
+        room = max(30, LONGEST_LINE - len(f": {error}"))
+        raise InputError(f"{shorten(str(subject), room)}: {error}") from error
 
 
 def shown(value: Any) -> str:

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
+from io import BufferedReader
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, TypeAlias
 
@@ -54,7 +55,7 @@ def check_path(text: str, name: str) -> None:
             raise InputError(f"{name} must be at most {limit} bytes long, got {size}: {part[:60]!r}...: shorten it")
 
 
-def open_file(path: AnyPath) -> BinaryIO:
+def open_file(path: AnyPath) -> BufferedReader:
     """Open a regular file for reading; raises `OSError`, for FIFOs and devices too, which might never end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would wait for its writer
     mode = os.fstat(descriptor).st_mode

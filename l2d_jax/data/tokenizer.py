@@ -49,7 +49,9 @@ def load_tokenizer(folder: Path, *, vocabulary: int | None = None) -> PreTrained
         raise InputError(f"a tokenizer is read from tokenizer.json, but {folder} holds {found}: add the model's own")
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-        tokenizer.decode(text_ids([PROBE], tokenizer)[0])
+        probe = text_ids([PROBE], tokenizer)[0]
+        tokenizer.decode(probe)
+        require(len(probe) > 0, "it gives no tokens for a text")
         largest = max(tokenizer.get_vocab().values(), default=0)
     except (KeyboardInterrupt, SystemExit):
         raise

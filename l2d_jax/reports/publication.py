@@ -22,7 +22,7 @@ def publish_run(workdir: Path, repo: str, *, base: str | None = None, dry_run: P
 
     `base` is the language model on the hub, if the run knows it as a folder. Raises `InputError`.
     """
-    require(locate.HUB_ID.fullmatch(repo) is not None and "@" not in repo, f"--repo is org/name, got {shown(repo)}")
+    require(hub.HUB_ID.fullmatch(repo) is not None and "@" not in repo, f"--repo is org/name, got {shown(repo)}")
     parts = Parts.open(str(workdir))
     if parts.path is None:
         raise InputError(f"{workdir} trained no diffusion path: write it by convert export, and upload that folder")

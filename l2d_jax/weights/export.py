@@ -31,10 +31,10 @@ from l2d_jax.storage import mirror
 from l2d_jax.storage.partial import output_folder, scratch_folder
 from l2d_jax.weights import digests, hub, mapping, model_folder, peft, publish, release, tokenizer_files
 from l2d_jax.weights.locate import BaseAndAdapters, absolute_name, find_base_and_adapters, locate
-from l2d_jax.weights.peft_config import recorded_base
+from l2d_jax.weights.peft_config import CONFIG, recorded_base
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_safetensors
 
-REPLACED = ("model.safetensors.index.json", "path.json", peft.CONFIG)
+REPLACED = ("model.safetensors.index.json", "path.json", CONFIG)
 
 
 @dataclass(frozen=True)

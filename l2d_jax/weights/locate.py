@@ -14,7 +14,7 @@ from l2d_jax.storage.partial import output_folder
 from l2d_jax.weights import gguf_model, hub, peft
 from l2d_jax.weights.gguf_file import GGUFFile
 from l2d_jax.weights.hub import HUB_ID
-from l2d_jax.weights.peft_config import recorded_base
+from l2d_jax.weights.peft_config import CONFIG, recorded_base
 from l2d_jax.weights.safetensors_file import write_safetensors
 
 NEARBY = "base_from_here"  # in a file that names its base: the path from the file's folder to it
@@ -93,14 +93,14 @@ def find_base_and_adapters(name: str, *, files: list[str] = hub.FILES) -> BaseAn
     """Follow adapters to the base that each names; raises `InputError` where a folder on the way is missing."""
     adapters: list[Path] = []
     folder = _locate(name, adapters, files)
-    while (folder / peft.CONFIG).exists() or (folder / peft.WEIGHTS).exists():
-        require(folder not in adapters, f"{folder} is its own base: mend base_model_name_or_path in its {peft.CONFIG}")
+    while (folder / CONFIG).exists() or (folder / peft.WEIGHTS).exists():
+        require(folder not in adapters, f"{folder} is its own base: mend base_model_name_or_path in its {CONFIG}")
         adapters.insert(0, folder)
         if (folder / "config.json").exists():
             break
         base = recorded_base(folder)
         if base is None:
-            raise InputError(f"{folder / peft.CONFIG} names no base: give it as base_model_name_or_path")
+            raise InputError(f"{folder / CONFIG} names no base: give it as base_model_name_or_path")
         require(base != "random", f"the base of {folder} is {RANDOM}")
         folder = _locate(base, adapters, files)
     return BaseAndAdapters(folder, tuple(adapters))

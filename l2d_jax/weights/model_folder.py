@@ -218,7 +218,7 @@ def recorded_base(workdir: Path, config: ModelConfig) -> ModelConfig:
         config = dataclasses.replace(config, tokenizer=str(texts), chat_template=None)
     file, is_here = workdir / BASE, os.path.exists(os.path.expanduser(config.name))
     if not file.exists():
-        if locate.HUB_ID.fullmatch(config.name) and not is_here:
+        if hub.HUB_ID.fullmatch(config.name) and not is_here:
             raise locate.missing_base(config.name, file)
         return config
     try:

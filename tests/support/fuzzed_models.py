@@ -16,7 +16,7 @@ from l2d_jax.data import tokenizer
 from l2d_jax.files import read_json
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.training import workdir
-from l2d_jax.weights import digests, gguf_model, mapping, model_folder, peft, publish
+from l2d_jax.weights import digests, gguf_model, mapping, model_folder, peft, peft_config, publish
 from l2d_jax.weights.gguf_file import GGUFFile
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_safetensors
 from tests.support import mutations, programs, tiny
@@ -249,7 +249,7 @@ MODEL_KINDS = {
     ),
     "adapter_config.json": Kind(
         _write_adapter,
-        peft.CONFIG,
+        peft_config.CONFIG,
         mutations.of_json_or_bytes,
         _read_adapter,
         {"alpha": FOREIGN, "rank_stabilized": FOREIGN},
@@ -267,7 +267,9 @@ MODEL_KINDS = {
         "config.json",
         mutations.of_json_or_bytes,
         _read_published,
-        dict.fromkeys(("lora_alpha", "sigma", "time_scale", "rms_norm_eps", "rope_theta", "max_position_embeddings"), FOREIGN),
+        dict.fromkeys(
+            ("lora_alpha", "sigma", "time_scale", "rms_norm_eps", "rope_theta", "max_position_embeddings"), FOREIGN
+        ),
     ),
     "l2d.json": Kind(
         _write_release, "l2d.json", mutations.of_json_or_bytes, _read_release, {"lora_alpha": FOREIGN, "sigma": FOREIGN}
