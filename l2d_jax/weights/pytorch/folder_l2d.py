@@ -42,6 +42,8 @@ class PathBesideModel(PreTrainedModel):
         """Put a new path beside a language model; without one, beside random weights of its shape."""
         super().__init__(config)
         self.lm = AutoModelForCausalLM.from_config(config.text_config) if lm is None else lm
+        for module in () if lm is None else lm.modules():
+            module._is_hf_initialized = True  # no initial values in place of its own
         self.lm.requires_grad_(False).eval()
         if len(devices := {weight.device for weight in self.lm.parameters()}) > 1:
             places = ", ".join(sorted(map(str, devices)))[:80]
@@ -58,9 +60,6 @@ class PathBesideModel(PreTrainedModel):
         self._base = {} if lm is None else self._fingerprint()
         self.post_init()
         self.generation_config = self.lm.generation_config
-
-    def init_weights(self) -> None:
-        """Nothing: a new path has the paper's initial values, and the language model those that it came with."""
 
     def _init_weights(self, module: nn.Module) -> None:
         """Initial values of a module of the path, where a file of weights has none."""
@@ -103,30 +102,40 @@ class PathBesideModel(PreTrainedModel):
         """Resize the language model's table and head; new rows have vocabulary vectors as all others have."""
         table = self.lm.resize_token_embeddings(*given, **options)
         self.lm.requires_grad_(False)
+        self.vocab_size = len(table.weight)
         return table
 
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1
     ) -> None:
-        """Compute the path's layers again in a backward pass; raises `ValueError` for some of them."""
+        """Compute the path's layers again in a backward pass, and keep the language model's as they are.
+
+        Raises `ValueError` for some of the path's layers.
+        """
         if every_n_layers != 1:
             raise ValueError("the path's layers are all computed again, or none: give every_n_layers=1")
-        self.path.gradient_checkpointing = enable
-        self.path._gradient_checkpointing_func = gradient_checkpointing_func
+        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func)
 
     @classmethod
-    def from_pretrained(cls, name: str | os.PathLike[str], *given: Any, config: Any = None, **options: Any) -> Any:
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *given: Any, config: Any = None, **options: Any
+    ) -> Any:
         """Load the path in a folder or repository, and the language model that its config names.
 
         Options of the hub are about the path; others, such as `dtype`, `device_map`, `quantization_config` and
         `attn_implementation`, are for the language model, whose own code is never run. Raises `ValueError` for tensors
         that do not fit it.
         """
+        name = pretrained_model_name_or_path
         hub = {option: options.pop(option) for option in HUB_OPTIONS if option in options}
         for ours in ("trust_remote_code", "adapter_kwargs", "_from_auto", "code_revision"):
             options.pop(ours, None)
         if not isinstance(config, PreTrainedConfig):
-            config = L2DConfig.from_pretrained(name if config is None else config, **hub)
+            place = name if config is None else config
+            kind = L2DConfig.get_config_dict(place, **hub)[0].get("model_type")
+            if kind != L2DConfig.model_type:
+                raise ValueError(f"{str(place)[-120:]} holds a model of type {str(kind)[:40]!r}, not a path")
+            config = L2DConfig.from_pretrained(place, **hub)
         for option in CONFIG_OPTIONS:
             setattr(config, option, options.pop(option, getattr(config, option)))
         if not config.base_model_name_or_path:
