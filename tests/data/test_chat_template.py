@@ -23,7 +23,8 @@ TOOLS = [{"type": "function", "function": {"name": "get", "parameters": {"proper
 # What templates of well-known models do, each in a line.
 ORDINARY = {
     "chatml": CHATML,
-    "tools": """{% if tools %}{% for tool in tools %}{{ tool | tojson(indent=4) }}{{ tool.function | tojson }}{% endfor %}
+    "tools": """{% if tools %}
+{%- for tool in tools %}{{ tool | tojson(indent=4) }}{{ tool.function | tojson }}{% endfor %}
 {%- else %}none{% endif %}""",
     "namespace": """{% set ns = namespace(found=false, last=0) %}
 {%- for m in messages[::-1] %}
@@ -31,7 +32,8 @@ ORDINARY = {
 {%- if not ns.found and m.role == 'user' and not m.content.startswith('<tool>') %}
 {%- set ns.found = true %}{% set ns.last = index %}{% endif %}
 {%- endfor %}{{ ns.last }}{{ ns.found }}""",
-    "macro": """{% macro write(m, ends=true) %}{{ m['content'] | trim }}{% if ends %}{{ eos_token }}{% endif %}{% endmacro %}
+    "macro": """{% macro write(m, ends=true) %}{{ m['content'] | trim }}
+{%- if ends %}{{ eos_token }}{% endif %}{% endmacro %}
 {%- macro both() %}{{ caller('c') }}{% endmacro %}
 {%- for m in messages %}{{ write(m) + '\n' }}{{ write(m, false) }}{% endfor %}
 {%- call(u) both() %}{{ u }}{% endcall %}""",
