@@ -6,24 +6,26 @@ of texts, integers, floats or truth values alone is one of Arrow's; any other is
 `.json` with one array, the text is in memory meanwhile; other files are read line by line.
 """
 
+import codecs
 import csv
 import gzip
-import io
 import json
 import math
 import sys
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from io import BufferedIOBase, TextIOWrapper
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import datasets
 import pyarrow as pa
 
 from l2d_jax.errors import InputError, require, shown
 
+BOM = codecs.BOM_UTF8
 BLOCK = 1000  # rows that are written at a time
 ARROW = {"str": "string", "int": "int64", "float": "float64", "bool": "bool"}  # by the only kind of a column's values
 LISTS = ("data", "rows")  # where an object in a .json file has its rows
@@ -101,46 +103,39 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
     with opener(file, "rb") as opened:
         if name.endswith(".csv"):
             yield from _csv_rows(opened, file)
-        elif name.endswith(".json") and _first_byte(opened) == b"[":
+        elif name.endswith(".json") and not _is_lines(opened):
             yield from _array_rows(opened, file)
         else:
             yield from _lines(opened, file)
 
 
-def _first_byte(opened: IO[bytes]) -> bytes:
-    start = opened.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+def _is_lines(opened: BufferedIOBase) -> bool:
+    """Whether a file .json has one object a line, as many do, and not one array or object."""
+    lines = (text for line in opened if (text := line.removeprefix(BOM).strip()))
+    first, second = next(lines, b""), next(lines, None)
     opened.seek(0)
-    return start
+    try:
+        return second is not None and isinstance(json.loads(first), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
-def _lines(opened: IO[bytes], file: Path) -> Iterator[dict[str, Any]]:
-    """The objects of JSON Lines; of a single object over several lines, the rows that it lists."""
+def _lines(opened: BufferedIOBase, file: Path) -> Iterator[dict[str, Any]]:
+    """The objects of JSON Lines."""
     for number, line in enumerate(opened, start=1):
-        text = line.removeprefix(b"\xef\xbb\xbf").strip() if number == 1 else line.strip()
-        if text == b"{" or (number == 1 and _lists_rows(text)):
-            opened.seek(0)
-            yield from _array_rows(opened, file)
-            return
+        text = line.removeprefix(BOM).strip() if number == 1 else line.strip()
         if text:
-            yield _object(text, f"line {number} of {file}")
+            place = f"line {number} of {file}"
+            yield _checked(_parse(text, place), place)
 
 
-def _lists_rows(text: bytes) -> bool:
-    """Whether the first line of a file is an object that has all rows in a list."""
-    return any(text.replace(b" ", b"").startswith(f'{{"{name}":[{{'.encode()) for name in LISTS)
-
-
-def _array_rows(opened: IO[bytes], file: Path) -> Iterator[dict[str, Any]]:
+def _array_rows(opened: BufferedIOBase, file: Path) -> Iterator[dict[str, Any]]:
     """The objects of one array, or of the list that an object has under one of `LISTS`."""
     rows = _parse(opened.read(), str(file))
     if isinstance(rows, dict):
         rows = next((rows[name] for name in LISTS if isinstance(rows.get(name), list)), [rows])
     for number, row in enumerate(rows):
         yield _checked(row, f"row {number} of {file} (the first is 0)")
-
-
-def _object(text: bytes, place: str) -> dict[str, Any]:
-    return _checked(_parse(text, place), place)
 
 
 def _checked(value: Any, place: str) -> dict[str, Any]:
@@ -188,10 +183,10 @@ def _integer(digits: str) -> int:
     return value
 
 
-def _csv_rows(opened: IO[bytes], file: Path) -> Iterator[dict[str, Any]]:
+def _csv_rows(opened: BufferedIOBase, file: Path) -> Iterator[dict[str, Any]]:
     """The rows below the line of names; cells are text, except those of the column `class`."""
     csv.field_size_limit(sys.maxsize)
-    text = io.TextIOWrapper(opened, encoding="utf-8-sig", newline="")
+    text = TextIOWrapper(opened, encoding="utf-8-sig", newline="")
     reader = csv.reader(text, strict=True)
     try:
         names = next(reader, [])

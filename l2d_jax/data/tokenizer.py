@@ -262,16 +262,14 @@ def render_chat(
     variables |= {"add_generation_prompt": prompt, "date_string": f"{DATE:%d %b %Y}"}
     has_calls = any("tool_calls" in message for message in messages)
     try:
-        known = names_in(template)
-        text = render_template(template, variables)
+        is_known = {"tools": not tools or "tools" in names_in(template)}
+        is_known["tool calls"] = not has_calls or "tool_calls" in template
+        text = render_template(template, variables) if all(is_known.values()) else ""
     except Exception as error:  # a template is a program
         roles = shown(", ".join(message["role"] for message in messages)).strip("'")
         problem = f"the chat template refuses a conversation of the roles {roles}"
         raise InputError(f"{problem}: {shorten(first_line(error), 150)}") from error
-    for what, is_there, is_known in (
-        ("tools", bool(tools), "tools" in known),
-        ("tool calls", has_calls, "tool_calls" in template),
-    ):
-        problem = f"the chat template of {tokenizer.name_or_path or 'this model'} leaves out {what}"
-        require(is_known or not is_there, f"{problem}: take one that knows them, or leave them out")
+    missing = " and ".join(what for what, is_there in is_known.items() if not is_there)
+    problem = f"the chat template of {tokenizer.name_or_path or 'this model'} leaves out {missing}"
+    require(not missing, f"{problem}: take one that knows them, or leave them out")
     return text
