@@ -31,6 +31,10 @@ from tests.support.programs import same_bits
 torch = pytest.importorskip("torch", reason="the published class is PyTorch's")
 transformers = pytest.importorskip("transformers")
 
+from l2d_jax.weights.pytorch.path_l2d import DiffusionPath  # noqa: E402
+from l2d_jax.weights.pytorch.reading_l2d import twin  # noqa: E402
+from tests.support.torch_models import FAMILIES, random_model  # noqa: E402
+
 PATHS = {
     "released": {"classes": 2},
     "anchored": {"start": "anchored"},
@@ -42,6 +46,7 @@ CASES = [
     *((kind, name) for kind in ("llama-scaled", "qwen-tied") for name in ("released", "anchored", "reading", "dense")),
     *((kind, name) for kind in ("qwen3", "mistral", "smollm3", "gemma3") for name in ("released", "all")),
 ]
+CODE = {file.name for file in publish.CODE.glob("*_l2d.py")}
 QUICK = (("gemma3", "all"),)  # of the comparisons, which take half a minute
 
 
@@ -218,7 +223,7 @@ def called(change):
 
 def path_layers(model):
     """The layers of the language model with the path's matrices, which share with it all that is not replaced."""
-    return model._twins[0].layers
+    return model._layers[0]
 
 
 def without(*names):
@@ -247,8 +252,9 @@ def set_in(place, **values):
 def no_query_bias(model):
     for layer in path_layers(model):
         projection = layer.self_attn.q_proj
-        projection.linear = code().twin(projection.linear)
-        projection.linear._parameters = {**projection.linear._parameters, "bias": None}
+        linear = twin(projection.owner[0].q_proj)
+        linear._parameters = {**linear._parameters, "bias": None}
+        projection.owner = (twin(projection.owner[0], q_proj=linear),)
 
 
 def unscaled_inputs(model):
@@ -291,45 +297,6 @@ def test_what_is_left_out_is_noticed(tmp_path, feature):
     assert [check.passed() for check in compare(ours, theirs, count=5)] == [True, *[False] * 4]
 
 
-FAMILIES = {
-    "llama": {"rope_scaling": {**tiny._SCALING, "rope_theta": 10000.0}},
-    "mistral": {"sliding_window": 5},
-    "qwen2": {},
-    "qwen3": {"head_dim": 16},
-    "smollm3": {"no_rope_layers": [1, 0, 1], "pad_token_id": 0},
-    "gemma3_text": {
-        "head_dim": 16,
-        "sliding_window": 5,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        "query_pre_attn_scalar": 12,
-    },
-}
-
-
-def random_model(family: str, *, attention: str = "sdpa", **path):
-    """A new path beside random weights, all of which are random, norms and biases too."""
-    sizes = {**tiny.CONFIGS["llama"], "num_hidden_layers": 3, "max_position_embeddings": 128, "model_type": family}
-    sizes |= {"bos_token_id": 1, "eos_token_id": None} | FAMILIES[family]
-    sizes = {name: value for name, value in sizes.items() if name not in ("architectures", "rope_theta")}
-    text = transformers.AutoConfig.for_model(**sizes)
-    module = code()
-    torch.manual_seed(0)
-    lm = transformers.AutoModelForCausalLM.from_config(text, attn_implementation=attention)
-    config = module.L2DConfig(path=vars(tiny.path_config(**path)), text_config=text)
-    model = module.L2DForCausalLM(config, lm)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.copy_(torch.randn(weight.shape) * tiny.scale(name)[1] + ("norm" in name and family[0] != "g"))
-    return model.eval()
-
-
-def code():
-    """The class, imported as l2d_jax has it."""
-    from l2d_jax.weights.pytorch import modeling_l2d
-
-    return modeling_l2d
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_decodes_as_a_whole_pass_says(family, attention):
@@ -356,7 +323,7 @@ def test_a_new_anchored_path_is_the_language_model_of_every_family(family, reade
     model = random_model(family, start="anchored", reader=reader)
     options, decoder = model.options, model.lm.get_decoder()
     torch.manual_seed(1)
-    new = code().DiffusionPath(options, decoder.layers, decoder.config.hidden_size)
+    new = DiffusionPath(options, decoder.layers, decoder.config.hidden_size)
     model.path.load_state_dict(new.state_dict())
     tokens, mask = torch.tensor(ids(2, 11)), torch.tensor([[1] * 11, [0] * 3 + [1] * 8])
     with torch.no_grad():
@@ -419,6 +386,16 @@ BAD = [
     ({"velocity": "mean"}, "sample"),
     ({"class_labels": torch.tensor([3, 0])}, "0 to 1"),
     ({"noise": torch.zeros(2, 1, 3)}, "shape"),
+    ({"guidance": 2.0}, "class_labels"),
+    ({"anneal": True}, "velocity_temperature"),
+    ({"velocity": "expectation"}, "velocity_temperature"),
+    ({"velocity_temperature": -1.0}, "0 or more"),
+    ({"bugdet": 3}, "unknown option 'bugdet'"),
+    ({"seed": -1}, "whole number"),
+    ({"seed": 0.5}, "whole number"),
+    ({"seed": 1, "generator": torch.Generator()}, "not both"),
+    ({"sequence_ids": torch.arange(3)}, "2 whole numbers"),
+    ({"inputs_embeds": torch.zeros(2, 4, 32)}, "either"),
     ({"generator": [torch.Generator()]}, "2 rows"),
 ]
 
@@ -483,7 +460,7 @@ def test_a_path_trained_further_comes_back(tmp_path, mesh, name):
         assert torch.equal(after, again(tokens, **options).logits)  # though the vocabulary's vectors had been kept
     assert not torch.allclose(before, after, atol=1e-3)
     files = {file.name for file in (tmp_path / "second").iterdir()}
-    assert files == {"config.json", "model.safetensors", "configuration_l2d.py", "modeling_l2d.py", "path_l2d.py"}
+    assert files - {"config.json", "generation_config.json", "model.safetensors"} == CODE
     back = publish.TorchFolder.open(tmp_path / "second").load(mesh)
     expected = {name: make() for name, make in mapping.tensors(back, publish.TORCH_ROWS)}
     assert all(np.array_equal(theirs.state_dict()[name].numpy(), value) for name, value in expected.items())
@@ -491,7 +468,7 @@ def test_a_path_trained_further_comes_back(tmp_path, mesh, name):
 
 
 ALONE = """
-import json, sys
+import sys
 class Refusing:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in ("jax", "jaxlib", "flax", "l2d_jax", "numpyro", "diffrax", "jaxtyping"):
@@ -501,25 +478,31 @@ import torch
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
 print(type(model).__module__.split(".")[0], model.num_parameters(only_trainable=True))
-noise = iter(torch.tensor(json.loads(sys.argv[2])))
-answer = model.generate(torch.tensor([[5, 6, 7]]), budget=15, solver="midpoint", noise=lambda _: next(noise),
+answer = model.generate(torch.tensor([[5, 6, 7]]), budget=15, solver="midpoint", answer_start=3,
                         max_new_tokens=5, do_sample=False, eos_token_id=None)
 print(answer.tolist())
+model.save_pretrained(sys.argv[2])
+again = AutoModelForCausalLM.from_pretrained(sys.argv[2], trust_remote_code=True)
+print(again.generate(torch.tensor([[5, 6, 7]]), answer_start=3, max_new_tokens=5, do_sample=False).tolist())
 """
 
 
 @pytest.mark.slow
 def test_a_folder_works_without_this_project(tmp_path):
-    """In a process that cannot import JAX or this project; the base is found from beside the folder."""
+    """In a process that cannot import JAX or this project; the base is found from beside the folder.
+
+    The answer is the same as here, from the same seed, and after the folder is saved again in another place.
+    """
     ours = write(tmp_path / "published", start="anchored")
     shutil.move(tmp_path / "published", tmp_path / "moved")
     file = tmp_path / "moved" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "base"}))
-    noise = [step.tolist() for step in itertools.islice(against_torch.drawn_noise(1, 16), 5)]
-    command = [sys.executable, "-P", "-c", ALONE, str(tmp_path / "moved"), json.dumps(noise)]
+    command = [sys.executable, "-P", "-c", ALONE, str(tmp_path / "moved"), str(tmp_path / "saved" / "elsewhere")]
     environment = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "PATH": "", "HOME": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     count = sum(leaf.size for leaf in jax.tree.leaves(ours.path))
     [expected] = generate_tokens(ours, Request([Prompt(0, [5, 6, 7])], DecodeConfig(max_new_tokens=5)))
-    assert done.stdout.split("\n")[:2] == [f"transformers_modules {count}", str([[5, 6, 7, *expected]])]
+    answer = str([[5, 6, 7, *expected]])
+    assert done.stdout.split("\n")[:3] == [f"transformers_modules {count}", answer, answer]
+    assert {file.name for file in (tmp_path / "saved" / "elsewhere").glob("*.py")} == CODE

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from .configuration_l2d import CODE, L2DConfig, PathOptions
@@ -167,9 +167,8 @@ class PathBesideModel(PreTrainedModel):
 
     def _find_stops(self, name: Any, hub: Mapping[str, Any]) -> None:
         """Take the folder's own options of generation or else the language model's, with the config's stop ids."""
-        file = cached_file(name, "generation_config.json", _raise_exceptions_for_missing_entries=False, **hub)
-        if file is not None:
-            self.generation_config = GenerationConfig.from_json_file(file)
+        if cached_file(name, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False, **hub) is not None:
+            self.generation_config = GenerationConfig.from_pretrained(name, **hub)
         ends = self.generation_config.eos_token_id
         ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
         self.generation_config.eos_token_id = list(dict.fromkeys([*ends, *(self.config.stop_ids or [])])) or None
