@@ -31,7 +31,7 @@ from l2d_jax.files import cache_folder, read_json, write_whole
 from l2d_jax.performance import costs, lowering, tpu_estimate
 from l2d_jax.performance.topologies import GENERATIONS, GIB, Topology
 from l2d_jax.training import plans
-from l2d_jax.weights import model_folder
+from l2d_jax.weights import base_model
 
 LIBRARIES = ("jax", "jaxlib", "libtpu", "flax", "optax", "diffrax")  # which the compiled program depends on
 EVERY = 10  # seconds between lines of progress
@@ -56,7 +56,7 @@ class Question:
         asked = asdict(self)
         if self.work == "train":
             del asked["batch"], asked["prompt"]
-        text = json.dumps([asked, str(model_folder.read_architecture(self.config.model)), versions], sort_keys=True)
+        text = json.dumps([asked, str(base_model.read_architecture(self.config.model)), versions], sort_keys=True)
         return hashlib.sha256(text.encode() + b"".join(path.read_bytes() for path in files)).hexdigest()[:24]
 
 
@@ -91,7 +91,7 @@ def main() -> int:
     for work in works:
         planned = plans.apply_plan(plan, config)
         if work == "decode":
-            kv_heads = model_folder.read_architecture(config.model).num_key_value_heads
+            kv_heads = base_model.read_architecture(config.model).num_key_value_heads
             mesh = decoding_mesh(config.mesh, rows=options.batch, kv_heads=kv_heads, devices=len(devices))
             planned = dataclasses.replace(config, mesh=mesh)
         answers[work] = found = ask(work, planned, folder=options.hlo)
@@ -130,7 +130,7 @@ def answer(question: Question, mesh: Mesh, *, folder: Path | None = None) -> dic
 
 def compile_and_read(question: Question, mesh: Mesh, folder: Path | None) -> dict[str, Any]:
     """The answer, which takes minutes to compile; raises `InputError` as `lowering` does."""
-    config, architecture = question.config, model_folder.read_architecture(question.config.model)
+    config, architecture = question.config, base_model.read_architecture(question.config.model)
     generation = GENERATIONS[question.topology.kind]
     if question.work == "train":
         lowered = lowering.lower_train(config, mesh)

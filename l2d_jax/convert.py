@@ -19,7 +19,7 @@ from l2d_jax.model.architecture import Architecture
 from l2d_jax.reports.publication import publish_run
 from l2d_jax.storage import mirror
 from l2d_jax.storage.partial import output_folder
-from l2d_jax.weights import digests, locate, model_folder, publish, release
+from l2d_jax.weights import base_model, digests, locate, model_folder, publish, release
 from l2d_jax.weights.export import FORMATS, copy_texts, export_model, write_llm
 from l2d_jax.weights.peft import WEIGHTS, Adapter
 from l2d_jax.weights.peft_config import recorded_base
@@ -94,13 +94,13 @@ def import_model(base: str, out: Path, *, l2d: tuple[Path, Path] | None = None, 
             with about(l2d[0]):
                 _, trained = release.check_checkpoint(checkpoint, architecture, config)
             write_llm(checkpoint, architecture, partial)
-            with_path = model_folder.find_base(ModelConfig(name=str(partial))).fingerprint
+            with_path = base_model.find_base(ModelConfig(name=str(partial))).fingerprint
             tensors = release.lazy_tensors(checkpoint, trained)
             model_folder.write_path(partial, tensors, config, base=base, base_fingerprint=with_path)
             return
         source = SafetensorsFolder.open(folder)
         with about(folder):
-            model_folder.check_llm(source, architecture)
+            base_model.check_llm(source, architecture)
         write_llm(source, architecture, partial)
         if adapter is not None:
             digests.check_signature(adapter / WEIGHTS, source)
@@ -109,7 +109,7 @@ def import_model(base: str, out: Path, *, l2d: tuple[Path, Path] | None = None, 
             written = SafetensorsFolder.open(partial)  # without the tensors of the base that are not used
             digests.sign(partial / WEIGHTS, base_fingerprint=digests.source_fingerprint(written))
         if published is not None:
-            fingerprint = model_folder.find_base(ModelConfig(name=str(partial))).fingerprint
+            fingerprint = base_model.find_base(ModelConfig(name=str(partial))).fingerprint
             path = published.load(runtime.start_jax(MeshConfig()))
             model_folder.save_path(partial, path, base=published.base, base_fingerprint=fingerprint)
 

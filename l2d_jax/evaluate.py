@@ -40,7 +40,7 @@ from l2d_jax.loading import find, load, model_fingerprint, newest_step
 from l2d_jax.model.l2d import check_labels
 from l2d_jax.model.llm import LLM
 from l2d_jax.reports.page import interval
-from l2d_jax.weights import model_folder
+from l2d_jax.weights import base_model
 
 
 def main() -> None:
@@ -67,7 +67,7 @@ def open_session(
     mesh_config = from_dict(MeshConfig, of_mesh, prefix="config.mesh") if config is None else config.mesh
     runtime.start_jax(mesh_config)
     run = choose_run(tasks, is_allowed=options.allow_code_execution)
-    base = processes.take_turns(lambda: model_folder.find_base(found.base))
+    base = processes.take_turns(lambda: base_model.find_base(found.base))
     plans = make_plans(tasks, options, found.defaults if config is None else config.decode, base)
     mesh = runtime.start_decoding(mesh_config, rows=options.batch_size, kv_heads=base.architecture.num_key_value_heads)
     llm = LLM.declare(base.architecture, dtype=found.base.dtype)

@@ -21,7 +21,7 @@ from l2d_jax.storage import mirror
 from l2d_jax.training import manifest, workdir
 from l2d_jax.training.checkpoint import Checkpoints
 from l2d_jax.training.methods import method_of
-from l2d_jax.weights import hub, locate, model_folder
+from l2d_jax.weights import base_model, hub, locate, model_folder
 from l2d_jax.weights.publish import TorchFolder, is_published
 
 WITHOUT_PATH: dict[str, Any] = {"budget": 1, "solver": "euler"}  # how a language model without a path decodes
@@ -65,7 +65,7 @@ def _find(folder: AnyPath, *, dtype: str | None) -> Folder:
     if (path / "checkpoints").is_dir():
         config = workdir.recorded_config(path)
         config = dataclasses.replace(config, model=_base(vars(config.model), dtype))
-        base = model_folder.recorded_base(path, config.model)
+        base = base_model.recorded_base(path, config.model)
         if config.train.method == "l2d":
             return Folder(path, base, config.decode, config.path, config)
         return Folder(path, base, dataclasses.replace(config.decode, **WITHOUT_PATH), None, config)
@@ -113,7 +113,7 @@ def load(
     about = find(folder, dtype=dtype, tokenizer=tokenizer, chat_template=chat_template)
     if mesh is None:
         runtime.start_jax(MeshConfig())
-    base = processes.take_turns(lambda: model_folder.find_base(about.base))
+    base = processes.take_turns(lambda: base_model.find_base(about.base))
     if mesh is None:
         weights = tree_bytes(LLM.declare(base.architecture, dtype=about.base.dtype))
         require_memory({"weights": weights}, "the type to int8, or take a smaller model")
@@ -133,9 +133,9 @@ def load(
     return LoadedModel(model, base.tokenizer, base.stop_ids, about.defaults, step)
 
 
-def check_base(folder: Folder, base: model_folder.BaseFiles) -> None:
+def check_base(folder: Folder, base: base_model.BaseFiles) -> None:
     """Raise `InputError` if a base is not the one that was trained on, or if a path has changed since its export."""
-    record = folder.path / model_folder.BASE
+    record = folder.path / base_model.BASE
     ignored = {"tokenizer"} if folder.has_other_texts else set()
     if folder.trained is None and folder.path_config is not None:
         model_folder.check_trained_path(folder.path, base, ignored=ignored)
@@ -143,7 +143,7 @@ def check_base(folder: Folder, base: model_folder.BaseFiles) -> None:
         base.require_same(read_json(record).get("base_fingerprint"), file=record, ignored=ignored)
 
 
-def model_fingerprint(folder: Folder, base: model_folder.BaseFiles, step: int | None) -> dict[str, str]:
+def model_fingerprint(folder: Folder, base: base_model.BaseFiles, step: int | None) -> dict[str, str]:
     """What the answers of a model depend on: its base, and what was trained, of a workdir at `step`."""
     trained = {}
     if step is not None:

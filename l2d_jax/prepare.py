@@ -15,7 +15,7 @@ from l2d_jax.data.examples import Examples
 from l2d_jax.data.prepared import Preparation, training_splits
 from l2d_jax.errors import require
 from l2d_jax.storage import mirror
-from l2d_jax.weights import model_folder
+from l2d_jax.weights import base_model
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
     options, config = parser.parse_with_config()
     require(config.data.prepared is None, "config.data.prepared names examples that are prepared already: leave it out")
     rows.keep_quiet()
-    tokenizer = model_folder.find_tokenizer(config.model)
+    tokenizer = base_model.find_tokenizer(config.model)
     preparation = Preparation(options.out, config.data, tokenizer, processes=options.processes)
     for data, split in training_splits(config):
         classes, tokenise = config.path.classes, preparation.tokenise

@@ -14,7 +14,7 @@ from l2d_jax.performance.costs import cost_table, variant_table
 from l2d_jax.training import run
 from l2d_jax.training.plans import start_planned
 from l2d_jax.training.preemption import STOPPED
-from l2d_jax.weights import model_folder
+from l2d_jax.weights import base_model
 
 
 def main() -> int | None:
@@ -33,7 +33,7 @@ def main() -> int | None:
         return 0
     if options.dry_run:
         config, mesh, line = start_planned(config)
-        print(cost_table(config, model_folder.read_architecture(config.model), mesh))
+        print(cost_table(config, base_model.read_architecture(config.model), mesh))
         print(line.replace("plan: ", "plan  ", 1))  # like the rows of the table
         return 0
     if options.preflight and options.workdir is not None:

@@ -19,7 +19,7 @@ from l2d_jax.evaluation.tasks.problem import EncodedProblem, Problem, Prompts, R
 from l2d_jax.evaluation.tasks.task import Task, encode_problems
 from l2d_jax.files import Fingerprint, digest
 from l2d_jax.loading import Folder
-from l2d_jax.weights import model_folder
+from l2d_jax.weights import base_model
 from l2d_jax.weights.locate import absolute_name
 
 DRAWS = 8  # noise samples for a likelihood, unless the user says otherwise
@@ -99,7 +99,7 @@ def check_asked_options(options: Namespace, plans: Sequence[TaskPlan], found: Fo
 
 
 def make_plans(
-    tasks: Sequence[Task], options: Namespace, decode: DecodeConfig, base: model_folder.BaseFiles
+    tasks: Sequence[Task], options: Namespace, decode: DecodeConfig, base: base_model.BaseFiles
 ) -> list[TaskPlan]:
     """A plan for each task and budget, with its problems read and encoded; raises `InputError`.
 

@@ -16,7 +16,7 @@ from l2d_jax.model.diffusion_path import DiffusionPath, matrices
 from l2d_jax.model.llm import LLM
 from l2d_jax.training.memory import step_memory
 from l2d_jax.training.methods import method_of
-from l2d_jax.weights import model_folder
+from l2d_jax.weights import base_model
 
 READ = ("frozen pass", "forward", "backward")  # parts that run on every token; the others run on predicted tokens
 
@@ -136,4 +136,4 @@ def variant_table(reference: str) -> str:
 def _trained(reference: str) -> str:
     """The number of trainable parameters of a config as text, from shapes alone."""
     config = read_config(reference)
-    return f"{trainable_parameters(config, model_folder.read_architecture(config.model)):,}"
+    return f"{trainable_parameters(config, base_model.read_architecture(config.model)):,}"

@@ -24,7 +24,7 @@ from l2d_jax.model.axes import ADAPTED
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
 from l2d_jax.performance.timing import read_rate, turns
-from l2d_jax.weights import model_folder
+from l2d_jax.weights import base_model, model_folder
 
 
 def measure_decoding(
@@ -36,7 +36,7 @@ def measure_decoding(
     timed. The slope needs two budgets at least. The result has `rows` for each batch size and budget, `batches` for
     each batch size, the read rate in bytes per second, and how it was measured.
     """
-    llm = LLM.declare(model_folder.read_architecture(config.model), dtype=config.model.dtype)
+    llm = LLM.declare(base_model.read_architecture(config.model), dtype=config.model.dtype)
     settings, remedy = dataclasses.replace(config.decode, max_new_tokens=new), "--batches, --prompt or --new"
     check_decoding_memory(llm, config.path, settings, rows=max(batches), longest=prompt, remedy=remedy)
     model = random_model(config, mesh).merged()
@@ -56,8 +56,8 @@ def measure_decoding(
 
 def random_model(config: Config, mesh: Mesh) -> Model:
     """A model with random weights, in every leaf of the path, since a path at its initial values does nothing."""
-    architecture = model_folder.read_architecture(config.model)
-    llm = model_folder.BaseFiles(architecture, None, (), None).load(dtype=config.model.dtype, mesh=mesh)
+    architecture = base_model.read_architecture(config.model)
+    llm = base_model.BaseFiles(architecture, None, (), None).load(dtype=config.model.dtype, mesh=mesh)
     path = model_folder.new_path(config.path, llm, mesh, seed=1)
     noise = jax.jit(lambda tree: jax.tree.map(lambda a: a + 0.01 * jax.random.normal(jax.random.key(2), a.shape), tree))
     return Model.build(llm, noise(path))

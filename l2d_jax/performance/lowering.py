@@ -21,13 +21,13 @@ from l2d_jax.model.llm import LLM
 from l2d_jax.training.methods import method_of
 from l2d_jax.training.optimizer import optimizer
 from l2d_jax.training.step import TrainState, abstract_moments, check_batch, make_step
-from l2d_jax.weights import model_folder
+from l2d_jax.weights import base_model
 
 
 def lower_train(config: Config, mesh: Mesh) -> jax.stages.Lowered:
     """The training step of a config on a mesh; raises `InputError` for a batch that the mesh does not divide."""
     check_batch(config.train, mesh)
-    method, architecture = method_of(config), model_folder.read_architecture(config.model)
+    method, architecture = method_of(config), base_model.read_architecture(config.model)
     trained = sharding.abstract(method.declare(architecture), mesh)
     frozen = sharding.abstract(method.declare_frozen(architecture), mesh)
     adam = optimizer(config.optim, config.optim.peak_rate)
@@ -53,7 +53,7 @@ def lower_decode(config: Config, mesh: Mesh, *, batch: int, prompt: int, memory:
     `memory` is that of all devices in bytes, on which it depends whether updates are merged; None: they are. A method
     that trains no path gives a plain language model, with a budget of 1.
     """
-    architecture, path = model_folder.read_architecture(config.model), None
+    architecture, path = base_model.read_architecture(config.model), None
     llm = sharding.abstract(LLM.declare(architecture, dtype=jnp.dtype(config.model.dtype)), mesh)
     if config.train.method == "l2d":
         path = sharding.abstract(DiffusionPath.declare(config.path, architecture), mesh)

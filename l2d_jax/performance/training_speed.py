@@ -23,16 +23,16 @@ from l2d_jax.training.methods import method_of
 from l2d_jax.training.objective import correct, sample_corruptions
 from l2d_jax.training.optimizer import optimizer
 from l2d_jax.training.step import REMAT, check_batch, init_state, make_step, micro_batches
-from l2d_jax.weights import model_folder
+from l2d_jax.weights import base_model
 
 
 def measure_training(config: Config, mesh: Mesh) -> dict[str, Any]:
     """Tokens per second of the compiled step, the seconds of its parts, and the machine's matrix-product rate."""
     check_batch(config.train, mesh)
-    architecture = model_folder.read_architecture(config.model)
+    architecture = base_model.read_architecture(config.model)
     check_training_memory(config, architecture, mesh)
     method = method_of(config)
-    trained, frozen = method.begin(model_folder.BaseFiles(architecture, None, (), None), mesh)
+    trained, frozen = method.begin(base_model.BaseFiles(architecture, None, (), None), mesh)
     adam = optimizer(config.optim, config.optim.peak_rate)
     state = init_state(adam, trained, mesh)
     step = make_step(adam, config.train, state, mesh, objective=method.loss)

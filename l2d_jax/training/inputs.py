@@ -13,14 +13,14 @@ from l2d_jax.files import Fingerprint
 from l2d_jax.training.exact_match import MarkedProblems
 from l2d_jax.training.memory import check_training_memory
 from l2d_jax.training.profiler import StartWatch
-from l2d_jax.weights import model_folder
+from l2d_jax.weights import base_model
 
 
 @dataclass(frozen=True)
 class Inputs:
     """The same on every process."""
 
-    base: model_folder.BaseFiles
+    base: base_model.BaseFiles
     training: Examples
     held_out: Examples  # for validation
     problems: MarkedProblems | None  # that a validation answers freely, if it does
@@ -32,7 +32,7 @@ class Inputs:
         if data.prepared is not None:
             for prepared, split in training_splits(config):
                 read_prepared(prepared, split)  # before a base is downloaded
-        base = model_folder.find_base(config.model)
+        base = base_model.find_base(config.model)
         tokenizer = require_tokenizer(base.tokenizer)
         check_training_memory(config, base.architecture, mesh)
         watch.ended("base model")

@@ -21,7 +21,7 @@ from l2d_jax.model.lora import LLMAdapter
 from l2d_jax.model.quantization import as_bits
 from l2d_jax.training.objective import TIMES, LossOptions, diffusion_loss, finetuning_loss
 from l2d_jax.training.step import REMAT
-from l2d_jax.weights import export, model_folder
+from l2d_jax.weights import base_model, export, model_folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Method(abc.ABC):
         return LLM.declare(architecture, dtype=self.config.model.dtype)
 
     @abc.abstractmethod
-    def begin(self, base: model_folder.BaseFiles, mesh: Mesh) -> tuple[Any, LLM | None]:
+    def begin(self, base: base_model.BaseFiles, mesh: Mesh) -> tuple[Any, LLM | None]:
         """Both trees, with their initial values."""
 
     @abc.abstractmethod
@@ -52,7 +52,7 @@ class Method(abc.ABC):
     def model(self, trained: Any, frozen: LLM | None) -> Model:
         """Both trees as one model, as training computes with them."""
 
-    def open(self, base: model_folder.BaseFiles, trained: Any, mesh: Mesh) -> Model:
+    def open(self, base: base_model.BaseFiles, trained: Any, mesh: Mesh) -> Model:
         """The trained model, ready to use."""
         return self.model(trained, self.load(base, mesh))
 
@@ -66,7 +66,7 @@ class Method(abc.ABC):
         train = self.config.train
         return LossOptions("sum", chunk=train.loss_chunk, remat=REMAT[train.remat])
 
-    def load(self, base: model_folder.BaseFiles, mesh: Mesh, *, adapter: LLMAdapter | None = None) -> LLM:
+    def load(self, base: base_model.BaseFiles, mesh: Mesh, *, adapter: LLMAdapter | None = None) -> LLM:
         """The language model in the config's dtype, with `adapter` added to it."""
         llm = base.load(dtype=self.config.model.dtype, mesh=mesh, seed=self.config.train.seed, adapter=adapter)
         return dataclasses.replace(llm, layers=as_bits(llm.layers))
@@ -81,7 +81,7 @@ class L2D(Method):
     def declare(self, architecture: Architecture) -> DiffusionPath:
         return DiffusionPath.declare(self.config.path, architecture)
 
-    def begin(self, base: model_folder.BaseFiles, mesh: Mesh) -> tuple[DiffusionPath, LLM]:
+    def begin(self, base: base_model.BaseFiles, mesh: Mesh) -> tuple[DiffusionPath, LLM]:
         llm = self.load(base, mesh)
         return model_folder.new_path(self.config.path, llm, mesh, seed=self.config.train.seed), llm
 
@@ -116,7 +116,7 @@ class LoRA(Method):
     def declare(self, architecture: Architecture) -> LLMAdapter:
         return LLMAdapter.declare(self.config.lora, architecture)
 
-    def begin(self, base: model_folder.BaseFiles, mesh: Mesh) -> tuple[LLMAdapter, LLM]:
+    def begin(self, base: base_model.BaseFiles, mesh: Mesh) -> tuple[LLMAdapter, LLM]:
         key = jax.random.key(self.config.train.seed)
         return initialize(self.declare(base.architecture), key, mesh), self.load(base, mesh)
 
@@ -127,7 +127,7 @@ class LoRA(Method):
         assert frozen is not None
         return Model.build(dataclasses.replace(frozen, adapter=trained), None)
 
-    def open(self, base: model_folder.BaseFiles, trained: LLMAdapter, mesh: Mesh) -> Model:
+    def open(self, base: base_model.BaseFiles, trained: LLMAdapter, mesh: Mesh) -> Model:
         return Model.build(self.load(base, mesh, adapter=trained), None)
 
     def export(self, folder: Path, trained: LLMAdapter, mesh: Mesh, *, base_fingerprint: Fingerprint) -> None:
@@ -146,7 +146,7 @@ class Full(Method):
     def declare_frozen(self, architecture: Architecture) -> None:
         return None
 
-    def begin(self, base: model_folder.BaseFiles, mesh: Mesh) -> tuple[LLM, None]:
+    def begin(self, base: base_model.BaseFiles, mesh: Mesh) -> tuple[LLM, None]:
         return base.load(dtype="float32", mesh=mesh, seed=self.config.train.seed), None
 
     def loss(self, trained: LLM, frozen: LLM | None, batch: Batch, key: jax.Array) -> jax.Array:
@@ -156,8 +156,8 @@ class Full(Method):
     def model(self, trained: LLM, frozen: LLM | None) -> Model:
         return Model.build(dataclasses.replace(trained, products=self.config.model.dtype), None)
 
-    def open(self, base: model_folder.BaseFiles, trained: LLM, mesh: Mesh) -> Model:
-        return Model.build(model_folder.cast_llm(trained, dtype=self.config.model.dtype, mesh=mesh), None)
+    def open(self, base: base_model.BaseFiles, trained: LLM, mesh: Mesh) -> Model:
+        return Model.build(base_model.cast_llm(trained, dtype=self.config.model.dtype, mesh=mesh), None)
 
     def export(self, folder: Path, trained: LLM, mesh: Mesh, *, base_fingerprint: Fingerprint) -> None:
         del base_fingerprint  # it is a base of its own

@@ -32,7 +32,7 @@ from l2d_jax.files import Count, cache_folder, check, explained, read_json, writ
 from l2d_jax.model.attention import LANES
 from l2d_jax.storage import mirror
 from l2d_jax.training.methods import method_of
-from l2d_jax.weights.model_folder import read_architecture
+from l2d_jax.weights.base_model import read_architecture
 
 TABLE = "plans.json"  # what searches found: of this machine, in the cache, and of the package, beside this file
 RECORD = "plan.json"  # of a workdir: the plan on each slice that it was trained on

@@ -24,7 +24,7 @@ from l2d_jax.storage.bucket import Bucket
 from l2d_jax.storage.disk import Disk
 from l2d_jax.training.memory import check_training_memory
 from l2d_jax.training.methods import method_of
-from l2d_jax.weights import hub, locate, model_folder
+from l2d_jax.weights import base_model, hub, locate
 
 PATIENCE = 10.0  # seconds in which a shared disk shows what another host has written
 
@@ -125,7 +125,7 @@ def _check_disk(config: Config, workdir: Path) -> str:
         plan = hub.plan_download(config.model.name)
         needed[plan.cache] = plan.missing
     if isinstance(mirror.place(workdir), Disk) and processes.is_first() and config.model.architecture is not None:
-        trained = tree_bytes(method_of(config).declare(model_folder.read_architecture(config.model)))
+        trained = tree_bytes(method_of(config).declare(base_model.read_architecture(config.model)))
         needed[workdir] = 3 * trained * (config.train.keep + 1)  # with both moments of Adam
     for folder, size in needed.items():
         there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())

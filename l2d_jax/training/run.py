@@ -34,7 +34,7 @@ from l2d_jax.training.preemption import Preemption
 from l2d_jax.training.step import TrainState, check_batch, init_state, is_finite, make_step, micro_batches, process_rows
 from l2d_jax.training.validation import placed_in_order, validate
 from l2d_jax.training.workdir import claim, plain_values
-from l2d_jax.weights import model_folder, tokenizer_files
+from l2d_jax.weights import base_model, tokenizer_files
 
 
 def train(config: Config, workdir: AnyPath) -> bool:
@@ -84,7 +84,7 @@ def prepare(
         processes.print_once("validation is at a budget of 1: a language model without a path has no other")
     processes.print_once(plan_text(decided["plan"], jax.devices()))
     config = apply_plan(decided["plan"], config)
-    base = processes.decide(lambda: model_folder.recorded_base(workdir, config.model).name)
+    base = processes.decide(lambda: base_model.recorded_base(workdir, config.model).name)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, name=base))
     mesh = runtime.start_jax(config.mesh)
     for line in preflight.check_run(config, workdir, mesh):
@@ -123,7 +123,7 @@ class Run:
             self._state = TrainState(parts[self._method.part], parts["optimizer"])
             processes.print_once(f"resuming after step {self._start}")
         if processes.is_first():
-            model_folder.record_base(workdir, config.model, self._base_fingerprint)
+            base_model.record_base(workdir, config.model, self._base_fingerprint)
             self._write_tokenizer(workdir / tokenizer_files.FOLDER)
             mirror.publish(workdir)
         measured = processes.decide(lambda: [one["step"] for one in read_metrics(workdir) if "validation/loss" in one])

@@ -8,7 +8,7 @@ from l2d_jax.config.schema import Config, defaults
 from l2d_jax.errors import about, require
 from l2d_jax.files import check, differences, explained, read_json, write_whole
 from l2d_jax.storage import mirror
-from l2d_jax.weights import model_folder
+from l2d_jax.weights import base_model
 
 
 def recorded_config(workdir: Path) -> Config:
@@ -35,7 +35,7 @@ def claim(workdir: Path, config: Config) -> None:
         workdir.mkdir(parents=True, exist_ok=True)
         if not (workdir / "checkpoints").exists():  # nothing is trained yet, so the config may still change
             write_whole(file, json.dumps(config.to_dict(), indent=2) + "\n")
-            model_folder.record_base(workdir, config.model)
+            base_model.record_base(workdir, config.model)
         mirror.publish(workdir)
     # A run may resume on other devices, trace other steps, and read the same examples from another place.
     free = ("config.mesh.", "config.profile.", "config.log.", "config.data.prepared", "config.train.checkpoint_minutes")

@@ -29,7 +29,7 @@ from l2d_jax.model.llm import LLM
 from l2d_jax.model.lora import LLMAdapter
 from l2d_jax.storage import mirror
 from l2d_jax.storage.partial import output_folder, scratch_folder
-from l2d_jax.weights import digests, hub, mapping, model_folder, peft, publish, release, tokenizer_files
+from l2d_jax.weights import base_model, digests, hub, mapping, model_folder, peft, publish, release, tokenizer_files
 from l2d_jax.weights.locate import BaseAndAdapters, absolute_name, find_base_and_adapters, locate
 from l2d_jax.weights.peft_config import CONFIG, recorded_base
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_safetensors
@@ -65,7 +65,7 @@ class Parts:
         path = model_folder.find_path(folder, architecture) if has_path else None
         if has_path:
             model_folder.check_trained_path(folder)
-        llm = model_folder.open_weights(language_model, architecture)
+        llm = base_model.open_weights(language_model, architecture)
         if isinstance(llm, peft.Adapted):
             llm = replace(llm, is_rounded=True)
         return cls(name, language_model, architecture, llm, path)
@@ -113,7 +113,7 @@ def save_adapter(folder: Path, trained: LLMAdapter, *, base: str, base_fingerpri
 
 def save_llm(folder: Path, trained: LLM, base: ModelConfig, *, mesh: Mesh) -> None:
     """Write a trained model as `transformers` reads it, in `config.model.dtype`; all processes must call this."""
-    trained = model_folder.cast_llm(trained, dtype=base.dtype, mesh=mesh)
+    trained = base_model.cast_llm(trained, dtype=base.dtype, mesh=mesh)
     tensors = mapping.tensors(trained, mapping.LLM_ROWS)
     if not processes.is_first():
         for _, make in tensors:  # process 0 needs the parts that are here

@@ -27,7 +27,7 @@ from l2d_jax.model.context import Context
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
-from l2d_jax.weights import model_folder
+from l2d_jax.weights import base_model
 from tests.support import tiny
 from tests.support.programs import call, write_base
 from tests.support.requests import generate
@@ -520,7 +520,7 @@ def test_generate_searches(folder):
     ],
 )
 def test_bad_requests_are_one_line_before_anything_is_loaded(folder, monkeypatch, arguments, message):
-    monkeypatch.setattr(model_folder.BaseFiles, "load", None)
+    monkeypatch.setattr(base_model.BaseFiles, "load", None)
     assert message in call(program.main, "--model", folder, *GENERATE, *arguments).error
 
 

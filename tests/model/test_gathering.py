@@ -12,7 +12,7 @@ from l2d_jax.model.axes import MATRICES
 from l2d_jax.model.gathering import gather_layer
 from l2d_jax.model.llm import LLM
 from l2d_jax.model.quantization import QuantizedWeight, quantize_layers
-from l2d_jax.weights import model_folder
+from l2d_jax.weights import base_model
 from tests.support import tiny
 
 
@@ -44,7 +44,7 @@ def test_a_channel_of_zeros_stays_zero() -> None:
 
 
 def test_the_declaration_is_that_of_the_values(mesh: Mesh) -> None:
-    found = model_folder.BaseFiles(tiny.architecture("qwen"), None, (), None).load(dtype="int8", mesh=mesh)
+    found = base_model.BaseFiles(tiny.architecture("qwen"), None, (), None).load(dtype="int8", mesh=mesh)
     wanted = declared("int8")
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     for value, weight in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):

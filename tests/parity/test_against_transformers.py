@@ -11,7 +11,7 @@ from l2d_jax import verify
 from l2d_jax.data.tokenizer import byte_tokenizer
 from l2d_jax.model.rope_scaling import Llama3Scaling, YarnScaling
 from l2d_jax.parity import against_transformers
-from l2d_jax.weights import model_folder
+from l2d_jax.weights import base_model, model_folder
 from l2d_jax.weights.safetensors_file import SafetensorsFolder
 from tests.support import bugs, programs, tiny
 from tests.support.programs import call, write_base, write_release
@@ -221,10 +221,8 @@ def test_one_entry_of_one_tensor_is_noticed(folders, monkeypatch, changed):
 @pytest.mark.slow
 @pytest.mark.parametrize(("bug", "kind"), bugs.BUGS, ids=lambda value: getattr(value, "__name__", value))
 def test_bugs_are_noticed(folders, monkeypatch, bug, kind):
-    right = model_folder.BaseFiles.load
-    monkeypatch.setattr(
-        model_folder.BaseFiles, "load", lambda self, **options: bug(right(self, **options), monkeypatch)
-    )
+    right = base_model.BaseFiles.load
+    monkeypatch.setattr(base_model.BaseFiles, "load", lambda self, **options: bug(right(self, **options), monkeypatch))
     outcome = short(folders[kind])
     assert outcome.status == 1
     assert outcome.out.splitlines()[-1] == "0 of 2 rows pass"

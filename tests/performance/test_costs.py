@@ -11,7 +11,7 @@ from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.llm import LLM
 from l2d_jax.performance import costs
-from l2d_jax.weights import model_folder
+from l2d_jax.weights import base_model, model_folder
 from tests.support.programs import ROOT, call, config, open_base, options
 
 # Trainable parameters of the release: LoRA of rank 32, full copies, LoRA with 3 classes.
@@ -122,7 +122,7 @@ def test_flops_of_a_step_and_of_a_decoded_token():
 
 def test_dry_run_reads_no_weights(monkeypatch):
     monkeypatch.setattr(model_folder, "find_base", None)
-    monkeypatch.setattr(model_folder.BaseFiles, "load", None)
+    monkeypatch.setattr(base_model.BaseFiles, "load", None)
     outcome = call(train.main, "--config", ROOT / "configs" / "llama1b.py", "--dry_run")
     assert outcome.status == 0
     assert outcome.err == ""

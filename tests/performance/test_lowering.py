@@ -16,7 +16,7 @@ from l2d_jax.performance.decoding_speed import random_model
 from l2d_jax.training.methods import METHODS, method_of
 from l2d_jax.training.optimizer import optimizer
 from l2d_jax.training.step import init_state, make_step, micro_batches
-from l2d_jax.weights.model_folder import BaseFiles, read_architecture
+from l2d_jax.weights.base_model import BaseFiles, read_architecture
 from tests.support.programs import config
 
 

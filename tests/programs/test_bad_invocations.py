@@ -6,7 +6,7 @@ import pytest
 
 from l2d_jax.distributed import memory
 from l2d_jax.errors import LONGEST_LINE
-from l2d_jax.weights import model_folder
+from l2d_jax.weights import base_model
 from tests.support.programs import TINY, call, write_base, write_tasks
 
 LONG = "a" * 300  # one byte would be enough beyond 255
@@ -298,7 +298,7 @@ def ask(places, tmp_path, monkeypatch):
         assert {path.relative_to(here).parts[0] for path in files} <= allowed
         return outcome.error
 
-    monkeypatch.setattr(model_folder.BaseFiles, "load", None)
+    monkeypatch.setattr(base_model.BaseFiles, "load", None)
     here = tmp_path / "some" / "where"  # ../../x would be seen, too
     here.mkdir(parents=True)
     monkeypatch.chdir(here)

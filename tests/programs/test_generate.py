@@ -8,7 +8,7 @@ from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.solver import AMPLE
 from l2d_jax.errors import InputError
 from l2d_jax.loading import load
-from l2d_jax.weights import model_folder
+from l2d_jax.weights import base_model
 from tests.support.programs import call, options, remove_template, remove_tokenizer, write_base, write_model
 
 
@@ -155,7 +155,7 @@ def test_an_empty_line_ends_a_chat(folder, monkeypatch):
 )
 def test_bad_requests_are_one_line_before_anything_is_loaded(request, monkeypatch, which, arguments, message):
     model = "./no/such/folder" if which == "none" else request.getfixturevalue(which)
-    monkeypatch.setattr(model_folder.BaseFiles, "load", None)
+    monkeypatch.setattr(base_model.BaseFiles, "load", None)
     assert message in call(generate.main, "--model", model, "--prompt", "Hi", *arguments).error
 
 
@@ -165,7 +165,7 @@ def test_bad_requests_are_one_line_before_anything_is_loaded(request, monkeypatc
 def test_text_needs_a_tokenizer_and_its_template(tmp_path, monkeypatch, spoil, message):
     base = write_base(tmp_path / "base")
     spoil(base)
-    monkeypatch.setattr(model_folder.BaseFiles, "load", None)
+    monkeypatch.setattr(base_model.BaseFiles, "load", None)
     assert message in call(generate.main, "--model", base, "--prompt", "Hi").error
 
 

@@ -11,7 +11,6 @@ from safetensors.numpy import load_file
 from l2d_jax import prepare, train
 from l2d_jax.data import examples, prepared, tokenizer
 from l2d_jax.errors import LONGEST_LINE, InputError
-from l2d_jax.weights import model_folder
 from tests.support.programs import ROOT, call, options, same_bits, without_times
 
 STEPS = {"train__steps": 3, "data__packing": True}

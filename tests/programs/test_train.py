@@ -28,7 +28,7 @@ from l2d_jax.storage.disk import Disk
 from l2d_jax.training import checkpoint, manifest
 from l2d_jax.training import run as loop
 from l2d_jax.training.metrics import read_metrics
-from l2d_jax.weights import model_folder
+from l2d_jax.weights import base_model, model_folder
 from l2d_jax.weights.safetensors_file import SafetensorsFolder
 from tests.support.programs import (
     ROOT,
@@ -229,14 +229,14 @@ def test_the_language_model_does_not_change(tmp_path, mesh, monkeypatch):
     base = write_base(tmp_path / "base")
     before = (base / "model.safetensors").read_bytes()
     seen = []
-    original = model_folder.BaseFiles.load
+    original = base_model.BaseFiles.load
 
     def load(self, **arguments):
         llm = original(self, **arguments)
         seen.append((llm, jax.tree.map(np.array, llm)))
         return llm
 
-    monkeypatch.setattr(model_folder.BaseFiles, "load", load)
+    monkeypatch.setattr(base_model.BaseFiles, "load", load)
     arguments = options(model__name=base, train__steps=2, validation__budgets=(1,))
     assert call(train.main, *arguments, "--workdir", tmp_path / "workdir").status == 0
     [(llm, copy)] = seen
@@ -386,7 +386,7 @@ def widen(base):
 def test_a_bad_model_is_one_line(tmp_path, monkeypatch, spoil, messages):
     base = write_base(tmp_path / "base")
     spoil(base)
-    monkeypatch.setattr(model_folder.BaseFiles, "load", None)  # nothing is loaded before all is checked
+    monkeypatch.setattr(base_model.BaseFiles, "load", None)  # nothing is loaded before all is checked
     error = call(train.main, *options(model__name=base), "--workdir", tmp_path / "workdir").error
     for message in messages:
         assert message in error
@@ -415,7 +415,7 @@ def test_a_bad_config_is_one_line(tmp_path, monkeypatch, changes, message):
     texts = {"empty": "", "silent": json.dumps(silent), "broken": '{"messages": ', "other": '{"text": "a"}'}
     for split, text in texts.items():
         (rows / f"{split}.jsonl").write_text(text)
-    monkeypatch.setattr(model_folder.BaseFiles, "load", None)
+    monkeypatch.setattr(base_model.BaseFiles, "load", None)
     changes = {name: str(rows) if value == "FOLDER" else value for name, value in changes.items()}
     assert message in call(train.main, *options(**changes), "--workdir", tmp_path / "workdir").error
 

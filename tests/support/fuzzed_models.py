@@ -16,7 +16,7 @@ from l2d_jax.data import tokenizer
 from l2d_jax.files import read_json
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.training import workdir
-from l2d_jax.weights import digests, gguf_model, mapping, model_folder, peft, peft_config, publish
+from l2d_jax.weights import base_model, digests, gguf_model, mapping, model_folder, peft, peft_config, publish
 from l2d_jax.weights.gguf_file import GGUFFile
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_safetensors
 from tests.support import mutations, programs, tiny
@@ -62,7 +62,7 @@ def _write_base(folder: Path, *, text: bool, sharded: bool = False) -> None:
 
 
 def _read_base(folder: Path) -> Values:
-    base = model_folder.find_base(ModelConfig(name=str(folder / "base"), dtype="float32"))
+    base = base_model.find_base(ModelConfig(name=str(folder / "base"), dtype="float32"))
     assert base.source is not None
     assert all(0 <= token < base.architecture.vocab_size for token in base.stop_ids)
     names = sorted(base.source.records.keys() - {"lm_head.weight"})
@@ -72,7 +72,7 @@ def _read_base(folder: Path) -> Values:
 
 
 def _read_text(folder: Path) -> Values:
-    base = model_folder.find_base(ModelConfig(name=str(folder / "base"), dtype="float32"))
+    base = base_model.find_base(ModelConfig(name=str(folder / "base"), dtype="float32"))
     found = base.tokenizer
     assert found is not None
     turns = encode_turns(MESSAGES, found)
@@ -129,12 +129,12 @@ def _read_adapter(folder: Path) -> Values:
 
 def _write_path(folder: Path) -> None:
     programs.write_base(folder / "base", text=False, **tiny.CONFIGS["llama"])
-    base = model_folder.find_base(ModelConfig(name=str(folder / "base")))
+    base = base_model.find_base(ModelConfig(name=str(folder / "base")))
     model_folder.save_path(folder, tiny.path(), base=str(folder / "base"), base_fingerprint=base.fingerprint)
 
 
 def _read_path(folder: Path) -> Values:
-    base = model_folder.find_base(ModelConfig(name=model_folder.base_name(folder)))
+    base = base_model.find_base(ModelConfig(name=model_folder.base_name(folder)))
     config, source = model_folder.find_path(folder, base.architecture)
     model_folder.check_trained_path(folder, base)
     weights = _digest(source.read(name) for name in sorted(source.records))
@@ -145,8 +145,8 @@ def _write_workdir(folder: Path) -> None:
     programs.write_base(folder / "base", text=False)
     config = programs.config(model__name=folder / "base", model__architecture=None)
     workdir.claim(folder / "run", config)
-    base = model_folder.find_base(config.model)
-    model_folder.record_base(folder / "run", config.model, base.fingerprint)
+    base = base_model.find_base(config.model)
+    base_model.record_base(folder / "run", config.model, base.fingerprint)
     (folder / "run" / "checkpoints").mkdir()
 
 
@@ -162,8 +162,8 @@ def _read_workdir(folder: Path) -> Values:
     assert found.trained is not None
     assert Config.from_dict(json.loads(json.dumps(found.trained.to_dict(), allow_nan=False))) == found.trained
     workdir.claim(folder / "run", found.trained)
-    record = folder / "run" / model_folder.BASE
-    model_folder.find_base(found.base).require_same(read_json(record).get("base_fingerprint"), file=record)
+    record = folder / "run" / base_model.BASE
+    base_model.find_base(found.base).require_same(read_json(record).get("base_fingerprint"), file=record)
     return flat(found.trained)
 
 
@@ -180,7 +180,7 @@ def _write_published(folder: Path) -> None:
 def _read_published(folder: Path) -> Values:
     found = loading.find(folder)
     opened = publish.TorchFolder.open(folder)
-    base = model_folder.find_base(found.base)
+    base = base_model.find_base(found.base)
     model_folder.check_trained_path(folder, base)
     return {**vars(opened.config), **base.architecture.options(), "base": opened.base}
 

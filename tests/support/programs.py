@@ -26,7 +26,7 @@ from l2d_jax.files import read_json
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.llm import LLM
 from l2d_jax.training.metrics import read_metrics
-from l2d_jax.weights import mapping, model_folder, release
+from l2d_jax.weights import base_model, mapping, model_folder, release
 from tests.support import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -127,7 +127,7 @@ class Base(NamedTuple):
 
 def open_base(config: ModelConfig, mesh: Mesh, *, seed: int = 0) -> Base:
     """Find the base model and load it onto the mesh."""
-    found = model_folder.find_base(config)
+    found = base_model.find_base(config)
     return Base(found.load(dtype=config.dtype, mesh=mesh, seed=seed), found.tokenizer, found.stop_ids)
 
 
@@ -137,7 +137,7 @@ def write_model(folder: Path, base: Path, mesh: Mesh, **changes: Any) -> Path:
     llm = open_base(ModelConfig(name=str(base), dtype="float32"), mesh).llm
     path = tiny.randomise(model_folder.new_path(dataclasses.replace(PATH, **changes), llm, mesh, seed=0))
     path = dataclasses.replace(path, merge=jax.tree.map(lambda leaf: 10 * leaf, path.merge))
-    fingerprint = model_folder.find_base(ModelConfig(name=str(base))).fingerprint
+    fingerprint = base_model.find_base(ModelConfig(name=str(base))).fingerprint
     model_folder.save_path(folder, path, base=str(base), base_fingerprint=fingerprint)
     return folder
 

@@ -21,7 +21,7 @@ from l2d_jax.training.objective import LossOptions, finetuning_loss
 from l2d_jax.training.optimizer import optimizer
 from l2d_jax.training.step import REMAT, init_state, make_step, micro_batches
 from l2d_jax.weights import export, mapping
-from l2d_jax.weights.model_folder import cast_llm
+from l2d_jax.weights.base_model import cast_llm
 from l2d_jax.weights.peft import ROWS
 from tests.support import tiny
 

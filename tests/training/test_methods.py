@@ -24,8 +24,8 @@ from l2d_jax.training.checkpoint import Checkpoints
 from l2d_jax.training.methods import method_of
 from l2d_jax.training.metrics import read_metrics
 from l2d_jax.weights import model_folder
+from l2d_jax.weights.base_model import read_architecture
 from l2d_jax.weights.locate import find_base_and_adapters
-from l2d_jax.weights.model_folder import read_architecture
 from l2d_jax.weights.peft import Adapter
 from tests.support.exports import files, logits, transformers_logits
 from tests.support.programs import ROOT, TIMES, base_tensors, call, config, options, same_bits, write_base

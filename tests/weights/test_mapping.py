@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from l2d_jax.errors import InputError
 from l2d_jax.model.llm import LLM
-from l2d_jax.weights import mapping, model_folder
+from l2d_jax.weights import base_model, mapping
 from l2d_jax.weights.mapping import LLM_ROWS, PATH_ROWS
 from tests.support import tiny
 from tests.support.mappings import Tensors, declarations, theirs
@@ -60,7 +60,7 @@ def test_where_the_entries_go() -> None:
 def test_everything_that_does_not_fit_is_named_in_one_error() -> None:
     architecture = tiny.architecture("qwen")
     good = theirs(tiny.llm("qwen"), LLM_ROWS)
-    model_folder.check_llm(good, architecture)
+    base_model.check_llm(good, architecture)
     bad = Tensors(good)
     del bad["model.norm.weight"]
     del bad["model.layers.1.self_attn.q_proj.bias"]
@@ -68,7 +68,7 @@ def test_everything_that_does_not_fit_is_named_in_one_error() -> None:
     bad["surplus"] = np.zeros(1)
     bad["model.layers.0.mlp.up_proj.weight"] = np.zeros((32, 48))
     with pytest.raises(InputError) as error:
-        model_folder.check_llm(bad, architecture)
+        base_model.check_llm(bad, architecture)
     assert str(error.value) == (
         "the tensors do not fit the architecture: missing: model.layers.1.self_attn.q_proj.bias and 1 more; "
         "not part of this architecture: model.layers.2.mlp.up_proj.weight and 1 more; "
@@ -85,20 +85,20 @@ def test_long_lists_of_faults_are_cut_short() -> None:
 
 def test_weights_of_another_family_are_refused() -> None:
     with pytest.raises(InputError, match=r"not part of this architecture: model.layers.0.self_attn.k_proj.bias"):
-        model_folder.check_llm(theirs(tiny.llm("qwen"), LLM_ROWS), tiny.architecture("llama"))
+        base_model.check_llm(theirs(tiny.llm("qwen"), LLM_ROWS), tiny.architecture("llama"))
     with pytest.raises(InputError, match=r"missing: model.layers.0.self_attn.k_proj.bias"):
-        model_folder.check_llm(theirs(tiny.llm("llama"), LLM_ROWS), tiny.architecture("qwen"))
+        base_model.check_llm(theirs(tiny.llm("llama"), LLM_ROWS), tiny.architecture("qwen"))
 
 
 def test_a_tied_head_and_rotary_buffers_are_passed_over() -> None:
     tied = theirs(tiny.llm("llama-tied"), LLM_ROWS)
     tied |= {"lm_head.weight": tied["model.embed_tokens.weight"].copy()}
     tied |= {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4), "model.rotary_emb.inv_freq": np.zeros(4)}
-    model_folder.check_llm(tied, tiny.architecture("llama-tied"))
+    base_model.check_llm(tied, tiny.architecture("llama-tied"))
     untied = theirs(tiny.llm("llama"), LLM_ROWS)
     del untied["lm_head.weight"]
     with pytest.raises(InputError, match=r"missing: lm_head.weight"):
-        model_folder.check_llm(untied, tiny.architecture("llama"))
+        base_model.check_llm(untied, tiny.architecture("llama"))
 
 
 def test_types_are_those_of_the_declaration(mesh: Mesh) -> None:

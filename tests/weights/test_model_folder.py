@@ -9,7 +9,7 @@ from safetensors.numpy import load_file, save_file
 from l2d_jax.config.schema import ModelConfig
 from l2d_jax.data import tokenizer
 from l2d_jax.errors import InputError
-from l2d_jax.weights import mapping, model_folder
+from l2d_jax.weights import base_model, mapping, model_folder
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_safetensors
 from tests.support import tiny
 from tests.support.programs import base_tensors, config, open_base, same_bits, write_base
@@ -56,38 +56,38 @@ def test_a_shard_that_is_missing(tmp_path):
     write_safetensors(folder, base_tensors().items(), max_shard_bytes=30_000)
     sorted(folder.glob("model-*.safetensors"))[1].unlink()
     with pytest.raises(InputError, match=r"lists model-00002-of-.*, which is absent"):
-        model_folder.find_base(base_config(folder))
+        base_model.find_base(base_config(folder))
 
 
 def test_an_untied_model_needs_its_head(tmp_path):
     folder = write_base(tmp_path / "base")
     edit_json(folder / "config.json", tie_word_embeddings=False)
     with pytest.raises(InputError, match=r"missing: lm_head\.weight: take weights and config.json of one model"):
-        model_folder.find_base(base_config(folder))
+        base_model.find_base(base_config(folder))
 
 
 def test_qwen_weights_under_a_llama_config(tmp_path):
     folder = write_base(tmp_path / "base", architectures=["Qwen2ForCausalLM"])
     edit_json(folder / "config.json", architectures=["LlamaForCausalLM"])
     with pytest.raises(InputError, match=r"not part of this architecture: .*k_proj.bias.* and 4 more"):
-        model_folder.find_base(base_config(folder))
+        base_model.find_base(base_config(folder))
 
 
 def test_ends_are_all_that_could_end_an_answer(tmp_path):
     folder = write_base(tmp_path / "base", text=False)
-    assert model_folder.find_base(base_config(folder)).stop_ids == ()
+    assert base_model.find_base(base_config(folder)).stop_ids == ()
     edit_json(folder / "config.json", eos_token_id=5)
-    assert model_folder.find_base(base_config(folder)).stop_ids == (5,)
+    assert base_model.find_base(base_config(folder)).stop_ids == (5,)
     (folder / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
-    assert model_folder.find_base(base_config(folder)).stop_ids == (7, 9)
+    assert base_model.find_base(base_config(folder)).stop_ids == (7, 9)
     tokenizer.byte_tokenizer().save_pretrained(folder)
-    assert model_folder.find_base(base_config(folder)).stop_ids == (7, 9, 258)
+    assert base_model.find_base(base_config(folder)).stop_ids == (7, 9, 258)
     (folder / "generation_config.json").write_text('{"eos_token_id": 258}')
-    assert model_folder.find_base(base_config(folder)).stop_ids == (258,)
+    assert base_model.find_base(base_config(folder)).stop_ids == (258,)
 
 
 def test_a_base_without_a_tokenizer(tmp_path):
-    assert model_folder.find_base(base_config(write_base(tmp_path / "base", text=False))).tokenizer is None
+    assert base_model.find_base(base_config(write_base(tmp_path / "base", text=False))).tokenizer is None
 
 
 def test_random_weights_follow_the_seed(mesh):
@@ -154,7 +154,7 @@ def test_full_copies_start_as_the_language_models_layers(mesh, kind):
 def test_the_checks_read_no_tensor(tmp_path, monkeypatch):
     folder = write_base(tmp_path / "base")
     monkeypatch.setattr(SafetensorsFolder, "read", lambda *_: pytest.fail("read a tensor"))
-    assert model_folder.find_base(base_config(folder)).architecture.hidden_size == 32
+    assert base_model.find_base(base_config(folder)).architecture.hidden_size == 32
 
 
 @pytest.mark.parametrize("eos", ["abc", 1e9, 10**9, -1, [[2]], [2, "x"], float("nan"), True, {}, 320])
@@ -164,14 +164,14 @@ def test_ends_must_be_ids_of_the_vocabulary(tmp_path, name, eos):
     (folder / "generation_config.json").write_text("{}")
     edit_json(folder / name, eos_token_id=eos)
     with pytest.raises(InputError, match=rf"{name}: eos_token_id must be one or a list of the ids 0 to 319, got"):
-        model_folder.find_base(base_config(folder))
+        base_model.find_base(base_config(folder))
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path):
     folder = write_base(tmp_path / "base", text=False, vocab_size=256)
     tokenizer.byte_tokenizer().save_pretrained(folder)
     with pytest.raises(InputError, match=r"has the id 258, and the model a vocabulary of 256: take both"):
-        model_folder.find_base(base_config(folder))
+        base_model.find_base(base_config(folder))
 
 
 def retype(file, old, new):
@@ -185,7 +185,7 @@ def test_integers_are_no_weights(tmp_path):
     folder = write_base(tmp_path / "base")
     retype(folder / "model.safetensors", b"F32", b"I32")
     with pytest.raises(InputError, match=r"do not fit the architecture: of integers: model.embed_tokens.weight: take"):
-        model_folder.find_base(base_config(folder))
+        base_model.find_base(base_config(folder))
 
 
 def test_integers_are_no_path(tmp_path):
@@ -200,10 +200,10 @@ def test_two_types_of_one_size_are_not_mixed(tmp_path):
     halves = {name: tensor.astype(np.float16) for name, tensor in base_tensors().items()}
     (folder / "model.safetensors").unlink()
     write_safetensors(folder, halves.items())
-    model_folder.find_base(base_config(folder))
+    base_model.find_base(base_config(folder))
     data = (folder / "model.safetensors").read_bytes()
     size = 8 + int.from_bytes(data[:8], "little")
     header = data[8:size].replace(b'"F16"', b'"BF16"', 1)
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data[size:])
     with pytest.raises(InputError, match=r"float16 beside bfloat16: model\."):
-        model_folder.find_base(base_config(folder))
+        base_model.find_base(base_config(folder))

@@ -7,7 +7,7 @@ import pytest
 from l2d_jax.config.schema import ModelConfig
 from l2d_jax.data.tokenizer import CHATML, byte_tokenizer, prompt_ids
 from l2d_jax.errors import InputError
-from l2d_jax.weights import model_folder
+from l2d_jax.weights import base_model
 from l2d_jax.weights.export import copy_texts
 from l2d_jax.weights.locate import BaseAndAdapters
 from l2d_jax.weights.tokenizer_files import read_chat_template, write_tokenizer
@@ -33,7 +33,7 @@ def other(tmp_path):
 
 
 def found(base, **options):
-    return model_folder.find_base(ModelConfig(name=str(base), **{name: str(value) for name, value in options.items()}))
+    return base_model.find_base(ModelConfig(name=str(base), **{name: str(value) for name, value in options.items()}))
 
 
 def text(files):
@@ -47,7 +47,7 @@ def test_each_kind_of_chat_template_is_found(tmp_path, base, other):
         files = found(base, chat_template=named)
         assert text(files) == plain.replace("<|im_end|>", "<|pad|>")
         assert files.stop_ids == (258, 256)
-        assert model_folder.find_tokenizer(ModelConfig(name=str(base), chat_template=str(named))).chat_template == OTHER
+        assert base_model.find_tokenizer(ModelConfig(name=str(base), chat_template=str(named))).chat_template == OTHER
         before, after = found(base).fingerprint, files.fingerprint
         assert {name for name in before if before[name] != after[name]} == {"tokenizer"}
 
@@ -80,7 +80,7 @@ def test_random_weights_take_them_too(other):
     architecture = {"architectures": ["LlamaForCausalLM"], "vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2}
     architecture |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "rms_norm_eps": 1e-5}
     config = ModelConfig("random", tokenizer=str(other), architecture=architecture)
-    assert model_folder.find_base(config).tokenizer.chat_template == OTHER
+    assert base_model.find_base(config).tokenizer.chat_template == OTHER
 
 
 def test_ids_of_the_model_that_are_words_elsewhere_end_nothing(base, other):
@@ -89,7 +89,7 @@ def test_ids_of_the_model_that_are_words_elsewhere_end_nothing(base, other):
     assert found(base, tokenizer=other).stop_ids == (257, 258, 256)
 
 
-@pytest.mark.parametrize("find", [model_folder.find_base, model_folder.find_tokenizer])
+@pytest.mark.parametrize("find", [base_model.find_base, base_model.find_tokenizer])
 def test_what_does_not_fit_is_one_line(tmp_path, base, other, find):
     def error(**options):
         with pytest.raises(InputError) as caught:

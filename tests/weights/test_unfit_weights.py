@@ -11,7 +11,7 @@ from l2d_jax import convert
 from l2d_jax.config.schema import ModelConfig
 from l2d_jax.errors import InputError
 from l2d_jax.loading import load
-from l2d_jax.weights import model_folder
+from l2d_jax.weights import base_model
 from l2d_jax.weights.finite import BLOCK, is_finite
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_safetensors
 from tests.support import tiny
@@ -38,7 +38,7 @@ def test_another_head_beside_a_tied_embedding_is_refused(tmp_path, kind):
     """transformers 5 uses it and transformers 4 does not; as an untied model it is what transformers 5 computes."""
     base = write_tied(tmp_path / "base", kind, lambda embedding: embedding[::-1].copy())
     with pytest.raises(InputError, match=f"{HEAD} differs from {EMBEDDING}.*set tie_word_embeddings to false"):
-        model_folder.find_base(ModelConfig(name=str(base)))
+        base_model.find_base(ModelConfig(name=str(base)))
     outcome = call(convert.main, "import", "--base", base, "--out", tmp_path / "model")
     assert f"{HEAD} differs from {EMBEDDING}" in outcome.error
     transformers = pytest.importorskip("transformers")

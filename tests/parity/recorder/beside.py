@@ -29,7 +29,7 @@ from l2d_jax.training.methods import method_of
 from l2d_jax.training.optimizer import optimizer
 from l2d_jax.training.plans import start_planned
 from l2d_jax.training.step import init_state, make_step, micro_batches
-from l2d_jax.weights import model_folder, release
+from l2d_jax.weights import base_model, release
 
 Ask = Callable[..., Any]
 ROOT = Path(__file__).parents[3]
@@ -79,9 +79,9 @@ def time_decoding(
 def time_training(config: Config, ask: Ask) -> None:
     """A step of both, on rows whose last `config.data.answer_length` positions have a loss."""
     config, mesh, _ = start_planned(config)
-    train, length, architecture = config.train, config.data.max_length, model_folder.read_architecture(config.model)
+    train, length, architecture = config.train, config.data.max_length, base_model.read_architecture(config.model)
     method = method_of(config)
-    trained, frozen = method.begin(model_folder.BaseFiles(architecture, None, (), None), mesh)
+    trained, frozen = method.begin(base_model.BaseFiles(architecture, None, (), None), mesh)
     adam = optimizer(config.optim, config.optim.peak_rate)
     state = init_state(adam, trained, mesh)
     step: Any = make_step(adam, train, state, mesh, objective=method.loss)
@@ -106,7 +106,7 @@ def beside(config: Config, checkout: Path, python: Path) -> Iterator[tuple[Ask, 
     require(config.model.dtype != "int8", "the release has no int8: set config.model.dtype to float32 or bfloat16")
     known = (config.path.reader, config.path.start) == ("lm", "released")
     require(known, "the release knows no config.path.reader but 'lm' and no config.path.start but 'released'")
-    architecture = model_folder.read_architecture(config.model)
+    architecture = base_model.read_architecture(config.model)
     base = architecture.options() | {"tie_word_embeddings": architecture.tied}
     if base["rope_scaling"] is not None:
         base["rope_scaling"]["rope_type"] = "llama3"
