@@ -6,6 +6,7 @@ authors' release, or a LoRA adapter of PEFT, beside it; or from a published fold
 `publish` uploads what a run has trained to the hub, as a folder that this package and transformers alone can load.
 """
 
+import dataclasses
 from pathlib import Path
 
 from l2d_jax import command_line
@@ -71,6 +72,8 @@ def import_model(base: str, out: Path, *, l2d: tuple[Path, Path] | None = None, 
         published = publish.TorchFolder.open(located)
         require(l2d is None and adapter is None, f"{base} is a published path already: leave --l2d and --adapter out")
     language_model = locate.find_base_and_adapters(base if published is None else published.base)
+    if published is not None and model_folder.replaced_tokenizer(located):
+        language_model = dataclasses.replace(language_model, texts=located)
     folder, adapters = language_model.folder, language_model.adapters
     architecture = Architecture.from_hf(read_json(folder / "config.json"))
     if len(adapters) > 1 or (adapters and adapter is not None):

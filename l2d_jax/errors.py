@@ -42,3 +42,9 @@ def shorten(text: str, length: int) -> str:
     """The text, or its ends with dots between them if it is longer."""
     part = (length - 5) // 2
     return text if len(text) <= length else f"{text[: length - 5 - part]} ... {text[-part:]}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of the message of an error's cause, or of the error if it has none."""
+    cause = error.__cause__ or error
+    return (str(cause).strip() or type(cause).__name__).splitlines()[0]

@@ -10,7 +10,8 @@ from typing import Any
 
 from l2d_jax import command_line
 from l2d_jax.config.schema import DecodeConfig, MeshConfig
-from l2d_jax.data.tokenizer import Message, prompt_ids, require_tokenizer
+from l2d_jax.data.messages import Message
+from l2d_jax.data.tokenizer import prompt_ids, require_tokenizer
 from l2d_jax.decoding import requests
 from l2d_jax.decoding.beam_search import check_search, search
 from l2d_jax.decoding.beams import SearchConfig
@@ -34,7 +35,7 @@ SEARCH_OPTIONS = ("candidates", "length_power", "repetition_penalty")  # that ne
 def main() -> None:
     """Parse the command line, load the model, then answer once or until the end of input."""
     options = _parse()
-    folder = find(options.workdir or options.model)
+    folder = find(options.workdir or options.model, **command_line.texts_of(options))
     given = {name: value for name, value in vars(options).items() if value is not None}
     names = given.keys() & {field.name for field in dataclasses.fields(DecodeConfig)} - {"budget"}
     changes = {name: given[name] for name in names}
@@ -65,7 +66,8 @@ def main() -> None:
         if searched is not None:
             check_search(settings, searched, llm, folder.path_config, longest=longest)
     with output_folder(options.trace) if options.trace else contextlib.nullcontext() as out:
-        answer = partial(_print_answer, load(options.workdir or options.model, mesh=mesh), options, searched=searched)
+        loaded = load(options.workdir or options.model, mesh=mesh, **command_line.texts_of(options))
+        answer = partial(_print_answer, loaded, options, searched=searched)
         if not prompts:
             _chat(answer, variants[0], seed=options.seed)
             return

@@ -35,6 +35,7 @@ class Folder(NamedTuple):
     defaults: DecodeConfig
     path_config: PathConfig | None  # None: the language model alone
     trained: Config | None  # the run of a workdir, whose checkpoints hold what it trained; None: it is no workdir
+    has_other_texts: bool = False  # whether another tokenizer or chat template was asked for than it was trained with
 
     @property
     def base_name(self) -> str:
@@ -42,8 +43,18 @@ class Folder(NamedTuple):
         return self.base.name if self.trained is None else self.trained.model.name
 
 
-def find(folder: AnyPath, *, dtype: str | None = None) -> Folder:
+def find(
+    folder: AnyPath, *, dtype: str | None = None, tokenizer: str | None = None, chat_template: str | None = None
+) -> Folder:
     """Read what kind of model a folder holds; arguments and errors are those of `load`."""
+    found = _find(folder, dtype=dtype)
+    if tokenizer is None and chat_template is None:
+        return found
+    base = dataclasses.replace(found.base, tokenizer=tokenizer or found.base.tokenizer, chat_template=chat_template)
+    return found._replace(base=base, has_other_texts=True)
+
+
+def _find(folder: AnyPath, *, dtype: str | None) -> Folder:
     name = os.fspath(folder)
     if locate.is_on_hub(name):
         path = locate.locate(name, files=hub.TEXT_FILES)
@@ -59,11 +70,13 @@ def find(folder: AnyPath, *, dtype: str | None = None) -> Folder:
             return Folder(path, base, config.decode, config.path, config)
         return Folder(path, base, dataclasses.replace(config.decode, **WITHOUT_PATH), None, config)
     if is_published(path):
-        published = TorchFolder.open(path)
-        return Folder(path, _base({"name": published.base}, dtype), DecodeConfig(), published.config, None)
+        published, options = TorchFolder.open(path), {"tokenizer": model_folder.replaced_tokenizer(path)}
+        base = _base({"name": published.base, **options}, dtype)
+        return Folder(path, base, DecodeConfig(), published.config, None)
     if has_path(path):
         name = name if model_folder.holds_base(path) else model_folder.base_name(path)
-        return Folder(path, _base({"name": name}, dtype), DecodeConfig(), model_folder.read_path_config(path), None)
+        base = _base({"name": name, "tokenizer": model_folder.replaced_tokenizer(path)}, dtype)
+        return Folder(path, base, DecodeConfig(), model_folder.read_path_config(path), None)
     return Folder(path, _base({"name": name}, dtype), DecodeConfig(**WITHOUT_PATH), None, None)
 
 
@@ -73,7 +86,14 @@ def has_path(folder: Path) -> bool:
 
 
 def load(
-    folder: AnyPath, *, mesh: Mesh | None = None, dtype: str | None = None, step: int | None = None, rows: int = 1
+    folder: AnyPath,
+    *,
+    mesh: Mesh | None = None,
+    dtype: str | None = None,
+    step: int | None = None,
+    rows: int = 1,
+    tokenizer: str | None = None,
+    chat_template: str | None = None,
 ) -> LoadedModel:
     """Open a workdir of training, a model folder, or a plain language model.
 
@@ -84,11 +104,13 @@ def load(
       dtype: "float32", "bfloat16" or "int8", of weights and products; None: as trained, and bfloat16 for plain models.
       step: the checkpoint of a workdir, which `newest_step` has found good; None: the newest good one.
       rows: sequences that are decoded at a time.
+      tokenizer: a folder or hub id with another tokenizer; None: the model's.
+      chat_template: a .jinja file, or a folder or hub id with a chat template; None: the tokenizer's.
 
     Raises:
       InputError: for files that are missing, malformed or do not fit each other, and weights that exceed the memory.
     """
-    about = find(folder, dtype=dtype)
+    about = find(folder, dtype=dtype, tokenizer=tokenizer, chat_template=chat_template)
     if mesh is None:
         runtime.start_jax(MeshConfig())
     base = processes.take_turns(lambda: model_folder.find_base(about.base))
@@ -114,10 +136,11 @@ def load(
 def check_base(folder: Folder, base: model_folder.BaseFiles) -> None:
     """Raise `InputError` if a base is not the one that was trained on, or if a path has changed since its export."""
     record = folder.path / model_folder.BASE
+    ignored = {"tokenizer"} if folder.has_other_texts else set()
     if folder.trained is None and folder.path_config is not None:
-        model_folder.check_trained_path(folder.path, base)
+        model_folder.check_trained_path(folder.path, base, ignored=ignored)
     elif folder.trained is not None and record.exists():
-        base.require_same(read_json(record).get("base_fingerprint"), file=record)
+        base.require_same(read_json(record).get("base_fingerprint"), file=record, ignored=ignored)
 
 
 def model_fingerprint(folder: Folder, base: model_folder.BaseFiles, step: int | None) -> dict[str, str]:

@@ -27,6 +27,8 @@ class ModelConfig:
     """Which language model is the frozen main path."""
 
     name: str = ""  # folder of a model or adapter, hub id or GGUF file; "random": weights drawn for `architecture`
+    tokenizer: str | None = None  # folder or hub id of another tokenizer; None: the model's
+    chat_template: str | None = None  # a .jinja file, or a folder or hub id with a chat template; None: the tokenizer's
     architecture: Mapping[str, Any] | None = None  # keys of HF's config.json; None: read beside the weights
     dtype: Literal["bfloat16", "float32", "int8"] = "bfloat16"  # of weights and products; int8: products in bfloat16
 
@@ -82,13 +84,14 @@ class LoraConfig:
 class DataConfig:
     """Where conversations come from, and the fixed shape of their batches."""
 
-    source: str = "smoltalk"  # "problems" (built in), "smoltalk", a data set's hub name, or a folder of rows
+    source: str = "smoltalk"  # "problems" (built in), "smoltalk", a data set's hub name, or a folder or file of rows
     subsets: tuple[str, ...] = ()  # hub configurations, or folders, to join; (): the source's default
     weights: tuple[ranges.Scale, ...] | None = None  # of the subsets' rows in training; None: as many as each has
-    data_dir: str | None = None  # read <data_dir>/<source>/<split>.jsonl or .parquet instead of the hub
+    data_dir: str | None = None  # read <data_dir>/<source>/<split>.jsonl or another file instead of the hub
     prepared: str | None = None  # folder of l2d_jax.prepare, read in place of the source; None: tokenise the source
     train_split: str = "train"
     validation_split: str = "test"
+    held_out: ranges.Share = 0.05  # of the rows, for validation, where a source has its training split alone; 0: none
     train_examples: ranges.Count | None = None  # number of training examples at most; None: all
     validation_examples: ranges.Count | None = 256  # number of held-out examples at most; None: all
     max_length: ranges.Length = 2048  # tokens of context and answer; longer examples are dropped and counted

@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
+from typing import Any
 
 import datasets
 import numpy as np
@@ -35,9 +36,13 @@ class Counts:
     too_long: int  # context and answer exceed config.data.max_length
     answer_too_long: int  # the answer exceeds config.data.answer_length
     papers: int | None = None  # the number of these examples in the paper; None: the paper has none of them
+    silent: int = 0  # rows without an answer that is learnt
+    held_out: int = 0  # rows of the training split that validation has in place of a split
 
     def __str__(self) -> str:
         found = f"{self.kept} ({self.too_long} too long and {self.answer_too_long} with too long an answer left out)"
+        found += f", {self.silent} rows without an answer to learn left out" if self.silent else ""
+        found += f", {self.held_out} rows held out for validation (config.data.held_out)" if self.held_out else ""
         if self.papers in (None, self.kept):
             return found if self.papers is None else f"{found}, as many as in the paper"
         return f"{found}, not the paper's {self.papers}: the rows, the tokenizer or its chat template are not the same"
@@ -72,7 +77,7 @@ class Examples:
         tokenization.require_chat_template(tokenizer)
         name, limit = f"{config.source}/{split}", most_examples(config, split)
         if config.prepared is None:
-            parts = read_parts(config, split)
+            parts, held_out = read_parts(config, split)
             rows = datasets.concatenate_datasets(parts)
             _check_classes(rows, classes, name=name)
             sample = limit or len(rows)
@@ -82,7 +87,9 @@ class Examples:
                 if limit is None or _fit(turns, config)[1].kept >= limit or sample >= len(rows):
                     break
                 sample *= 2  # some were too long, or had no answer
-            source = TokenisedSplit(turns, np.cumsum([*map(len, parts)]).tolist(), "class" in rows.column_names)
+            silent = min(sample, len(rows)) - len(turns.unique("row"))
+            ends, has_classes = np.cumsum([*map(len, parts)]).tolist(), "class" in rows.column_names
+            source = TokenisedSplit(turns, ends, has_classes, silent=silent, held_out=held_out)
         else:
             source = read_prepared(config, split, tokenizer)
             turns = source.turns
@@ -90,7 +97,12 @@ class Examples:
         fits, counts = _fit(turns, config)
         _check_turns(turns, counts, config, name)
         kept = np.flatnonzero(fits)[_spread(counts.kept, limit or counts.kept)]
-        counts = dataclasses.replace(counts, kept=len(kept), papers=papers_count(config, split))
+        about: dict[str, Any] = {
+            "papers": papers_count(config, split),
+            "silent": source.silent,
+            "held_out": source.held_out,
+        }
+        counts = dataclasses.replace(counts, kept=len(kept), **about)
         return cls(config, counts, turns.with_format("numpy"), kept, tokenization.padding_id(tokenizer), source)
 
     def __len__(self) -> int:

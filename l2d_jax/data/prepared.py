@@ -35,10 +35,17 @@ from l2d_jax.errors import InputError, RunError, require, shown
 from l2d_jax.files import digest, identity, read_json, sync, write_whole
 from l2d_jax.storage import mirror
 
-FORMAT = 2  # a higher number refuses the folders of former versions: where rows become other tokens than before
+FORMAT = 3  # a higher number refuses the folders of former versions: where rows become other tokens than before
 SHARD = 8192  # rows of the source
 MANIFEST, SHARDS = "manifest.json", "shards"
-OPTIONS = ("source", "subsets", "max_length", "answer_length", "empty_thoughts")  # of the data, that change examples
+OPTIONS = (
+    "source",
+    "subsets",
+    "held_out",
+    "max_length",
+    "answer_length",
+    "empty_thoughts",
+)  # of the data, that change examples
 AGAIN = "give the command of l2d_jax.prepare again, which completes and mends it"
 
 
@@ -105,6 +112,7 @@ class Preparation:
             np.savez(file, **vars(plan))
             plans.append(_keep(file, digest([self._of, made.fingerprint])))
         about = {"ends": made.ends, "has_classes": made.has_classes, "fingerprint": made.fingerprint}
+        about |= {"silent": made.silent, "held_out": made.held_out}
         files = {"shards": [file.name for file in self._shards], "plans": [file.name for file in plans]}
         self._splits[_name(config, split)] = {**files, "about": about}
 

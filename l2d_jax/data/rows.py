@@ -1,66 +1,109 @@
 """Reads rows of data sets from files of a folder, or from the Hugging Face hub by name."""
 
-import codecs
-import json
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import datasets
 
-from l2d_jax.data import tokenizer
-from l2d_jax.errors import InputError, require, shown
+from l2d_jax.data.text_rows import read_text_rows
+from l2d_jax.errors import InputError, first_line, require, shorten
 from l2d_jax.files import digest, identity
 
-# `load_dataset` is not used for files: it first reports to the hub, and waits seconds where there is no network.
-FORMATS = {".jsonl": datasets.Dataset.from_json, ".parquet": datasets.Dataset.from_parquet}
+VERSION = 1  # of the cached rows
+PARQUET = ".parquet"
+SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".csv", ".csv.gz", PARQUET)
+SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})(-[0-9a-f]+)?")  # the name of a part of a split, as on the hub
+CONVERSION = "datasets.load_dataset(KIND, data_files=FILE)['train'].to_json('train.jsonl')"  # such as "arrow"
 
 
-def find_file(folder: Path, split: str) -> Path:
-    """The file `folder/<split>.jsonl` or `.parquet`; raises `InputError` if there is neither."""
-    files = [folder / f"{split}{suffix}" for suffix in FORMATS]
-    for file in filter(Path.is_file, files):
-        return file
-    found = ", ".join(sorted({file.stem for file in folder.glob("*") if file.suffix in FORMATS})) or "none"
-    names = f"{files[0].name} or {files[1].name}"
+def find_files(folder: Path, split: str) -> list[Path]:
+    """The files of a split: `folder/<split>.jsonl`, shards as on the hub, or a folder of `save_to_disk`.
+
+    Raises `InputError` if there are none, or if a shard is missing.
+    """
+    for suffix in SUFFIXES:
+        if (file := folder / f"{split}{suffix}").is_file():
+            return [file]
+    if is_saved(folder / split):
+        return [folder / split]
+    shards = [(found, file) for name, found, file in _shards(folder) if name == split]
+    if shards:
+        [count, *others] = {int(found[3]) for found, _ in shards}
+        numbers = {int(found[2]) for found, _ in shards}
+        missing = sorted(set(range(count)) - numbers)
+        is_whole = not others and not missing and len(shards) == count
+        there = f"{len(shards)} of {count} shards of split {split!r}"
+        require(is_whole, f"{shorten(str(folder), 80)} has {there}, less {missing[:5]}: copy all of one set")
+        return [file for _, file in sorted(shards, key=lambda shard: int(shard[0][2]))]
+    found = shorten(", ".join(splits_in(folder)), 60) or "none"
+    names = f"{split}.jsonl, {split}.json, {split}.csv or {split}{PARQUET}"
     raise InputError(f"no split {split!r} in {folder}: it needs {names}, and the splits there are {found}")
 
 
-def read_file(file: Path) -> datasets.Dataset:
-    """The rows of a file; raises `InputError` if it is empty or unreadable."""
-    require(file.stat().st_size > 0, f"{file} is empty: put one row a line into it")
-    # `datasets` knows a file by its name and date; a cache for each content notices what was replaced all the same.
-    cache = Path(datasets.config.HF_DATASETS_CACHE) / digest(identity(file))[:16]
-    if file.suffix == ".jsonl":
-        _check_lines(file)
+def splits_in(folder: Path) -> list[str]:
+    """The names of the splits that a folder has files of."""
+    names = {name for name, _, _ in _shards(folder)}
+    for path in folder.glob("*"):
+        suffix = _suffix(path)
+        if path.is_file() and suffix and not SHARD.fullmatch(path.name.removesuffix(suffix)):
+            names |= {path.name.removesuffix(suffix)} - {"dataset_dict", "dataset_info", "dataset_infos", "state"}
+        elif is_saved(path):
+            names.add(path.name)
+    return sorted(names)
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether `save_to_disk` of a `datasets.Dataset` has written a folder."""
+    return (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
+
+
+def _shards(folder: Path) -> list[tuple[str, re.Match[str], Path]]:
+    """The split, name and path of each shard in a folder, or in its folder `data`."""
+    files = [file for place in (folder, folder / "data") for file in place.glob("*-of-*") if _suffix(file)]
+    found = [(SHARD.fullmatch(file.name.removesuffix(_suffix(file))), file) for file in files]
+    return [(match[1], match, file) for match, file in found if match]
+
+
+def _suffix(path: Path) -> str:
+    """The suffix by which a file is read; "" for another."""
+    return max((suffix for suffix in SUFFIXES if path.name.endswith(suffix)), key=len, default="")
+
+
+def read_files(files: Sequence[Path]) -> datasets.Dataset:
+    """The rows of the files of a split; raises `InputError` if one is empty or unreadable, or has other columns."""
+    parts = [read_file(file) for file in files]
     try:
-        rows = FORMATS[file.suffix](str(file), cache_dir=str(cache))
+        return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
+    except Exception as error:  # the types of Arrow, of which there are many
+        problem = f"the shards of {shorten(str(files[0]), 80)} differ in their columns"
+        raise InputError(f"{problem} ({shorten(first_line(error), 100)}): write them again") from error
+
+
+def read_file(file: Path) -> datasets.Dataset:
+    """The rows of a file, or of a folder of `save_to_disk`; raises `InputError` if it is empty or unreadable."""
+    known = f"{shorten(str(file), 80)} is none of {', '.join(SUFFIXES)}"
+    require(is_saved(file) or _suffix(file) != "", f"{known}: convert it by {CONVERSION}")
+    try:
+        if is_saved(file):
+            rows = datasets.Dataset.load_from_disk(str(file))
+            rows = rows.with_format(None)
+        else:
+            require(file.stat().st_size > 0, f"{file} is empty: put one row a line into it")
+            # A cache for each content: `datasets` knows a file by its name and date.
+            cache = Path(datasets.config.HF_DATASETS_CACHE) / digest([VERSION, *identity(file)])[:16]
+            if _suffix(file) != PARQUET:
+                return read_text_rows(file, cache)
+            # `load_dataset` would report to the hub first, and wait seconds where there is no network.
+            rows = datasets.Dataset.from_parquet(str(file), cache_dir=str(cache))
         rows.data.table.validate(full=True)  # bytes that are no UTF-8 would be found in the middle of training
         return rows
+    except InputError:
+        raise
     except Exception as error:  # each format's parser raises errors of its own
-        raise InputError(f"{file} cannot be read: {tokenizer.first_line(error)}: mend or replace it") from error
-
-
-def _check_lines(file: Path) -> None:
-    """Raise `InputError` for a line that pyarrow's parser of JSON ends the process by: no object, or one too deep."""
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            text = line.removeprefix(codecs.BOM_UTF8).strip() if number == 1 else line.strip()
-            if text and (not text.startswith(b"{") or _is_deep(text)):
-                rule = "must be a JSON object, and not nested too deep"
-                raise InputError(f"line {number} of {file} {rule}, got {shown(text[:200])}: mend or replace it")
-
-
-def _is_deep(text: bytes) -> bool:
-    """Whether a text is nested too deep for Python, which takes less than pyarrow does."""
-    try:
-        if text.count(b"[") + text.count(b"{") > 500:
-            json.loads(text)
-    except RecursionError:
-        return True
-    except ValueError:  # pyarrow says what is wrong
-        pass
-    return False
+        reason = shorten(first_line(error), 120)
+        raise InputError(f"{file} cannot be read: {reason}: mend or replace it") from error
 
 
 def read_hub(
@@ -74,7 +117,7 @@ def read_hub(
         return datasets.load_dataset(name, subset, split=split, revision=revision)
     except Exception as error:  # the network, the hub's client and the parsers raise many kinds: there are no rows
         what = f"data set {name!r} (subset {subset}, split {split!r})"
-        raise InputError(f"{what} cannot be read: {tokenizer.first_line(error)}: {remedy}") from error
+        raise InputError(f"{what} cannot be read: {first_line(error)}: {remedy}") from error
 
 
 def keep_quiet() -> None:

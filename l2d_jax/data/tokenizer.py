@@ -11,21 +11,22 @@ that opens one: it is refused or, with `empty_thoughts`, closes the thought firs
 message are read as special tokens, as transformers does; nothing here protects from that.
 """
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from l2d_jax.errors import InputError, require, shown
-from l2d_jax.files import check_text
+from l2d_jax.data.chat_template import DATE, names_in, render_template
+from l2d_jax.data.messages import Message, is_learnt, read_messages, read_tools
+from l2d_jax.errors import InputError, first_line, require, shorten, shown
 
-Message = Mapping[str, Any]  # "role" and "content", both text
+Tools: TypeAlias = Sequence[Mapping[str, Any]] | None  # JSON schemas of functions; None: no tools
 
-DATE = "26 Jul 2024"  # Llama 3's templates print one; today's would change the data from one day to the next
 THOUGHT = ("<think>", "</think>")  # the tags that open and close a thought
 PROBE = "\N{SNOWMAN}"  # an answer whose text occurs in no template
 
@@ -67,11 +68,28 @@ def require_tokenizer(tokenizer: PreTrainedTokenizerFast | None) -> PreTrainedTo
     return tokenizer
 
 
+def find_template(tokenizer: PreTrainedTokenizerFast, *, tools: Tools = None) -> str:
+    """The chat template for a conversation; of several, "tool_use" for one with tools, if there is one, or "default".
+
+    Raises `InputError` where there is none, since a conversation then has no text.
+    """
+    template, owner = tokenizer.chat_template, tokenizer.name_or_path or "this model"
+    if isinstance(template, dict):
+        name = "tool_use" if tools is not None and "tool_use" in template else "default"
+        problem = (
+            f"the tokenizer of {owner} has the chat templates {shown(', '.join(sorted(template)))}, but no default"
+        )
+        require(name in template, f"{problem}: set config.model.chat_template to the file of one")
+        template = template[name]
+    problem = f"the tokenizer of {owner} has no chat template"
+    remedy = "take that of an instruct model by config.model.chat_template, or add a chat_template.jinja"
+    require(bool(template), f"{problem}: {remedy} beside tokenizer.json")
+    return template
+
+
 def require_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Raise `InputError` if the tokenizer has no chat template, without which a conversation has no text."""
-    problem = f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template"
-    remedy = "take that of an instruct model, or add a chat_template.jinja beside tokenizer.json"
-    require(bool(tokenizer.chat_template), f"{problem}: {remedy}")
+    """Raise `InputError` if the tokenizer has no chat template for conversations without tools."""
+    find_template(tokenizer)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -95,26 +113,32 @@ def padding_id(tokenizer: PreTrainedTokenizerFast) -> int:
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
-    """The ids that end a generated answer: the end of sequence and, if it differs, the template's end of turn."""
+    """The ids that end a generated answer: the end of sequence and, if they differ, the templates' ends of turn."""
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ends: list[str] = []
     if tokenizer.chat_template:
-        ids.append(text_ids([_frame(tokenizer, tokenizer.chat_template)[1]], tokenizer)[0][-1])
-    return tuple(dict.fromkeys(ids))
+        template = find_template(tokenizer)
+        ends.append(_frame(tokenizer, template, has_tools=False)[1])
+        if (other := find_template(tokenizer, tools=[])) != template:
+            with contextlib.suppress(InputError):  # which conversations with tools report
+                ends.append(_frame(tokenizer, other, has_tools=True)[1])
+    return tuple(dict.fromkeys([*ids, *(found[-1] for found in text_ids(ends, tokenizer))]))
 
 
-def prompt_ids(messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast) -> list[int]:
+def prompt_ids(messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast, *, tools: Any = None) -> list[int]:
     """The ids that generation of the next answer starts from; raises `InputError` as `turn_texts` does.
 
-    If the last message is the assistant's, that answer is continued after its last visible character.
+    If the last message is the assistant's, that answer is continued after its last visible character. `tools` are the
+    JSON schemas of functions that the answer may call.
     """
-    require_chat_template(tokenizer)
-    _check(messages)
-    if messages[-1]["role"] == "assistant":
-        opening = {**messages[-1], "content": messages[-1]["content"].rstrip()}
-        text = render_chat([*messages[:-1], opening], tokenizer, prompt=False, continued=True)
-    else:
-        text = render_chat(messages, tokenizer, prompt=True)
-    return text_ids([text], tokenizer)[0]
+    read, schemas = read_messages(messages), read_tools(tools)
+    if read[-1]["role"] != "assistant":
+        return text_ids([render_chat(read, tokenizer, prompt=True, tools=schemas)], tokenizer)[0]
+    require("tool_calls" not in read[-1], "a tool call cannot be continued: add the message of the tool")
+    opened = {**read[-1], "content": read[-1]["content"].rstrip() + PROBE}
+    text = render_chat([*read[:-1], opened], tokenizer, prompt=False, tools=schemas)
+    require(PROBE in text, "the chat template leaves out the answer that is to be continued: end with another message")
+    return text_ids([text[: text.rindex(PROBE)]], tokenizer)[0]
 
 
 def text_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
@@ -123,26 +147,36 @@ def text_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> list[l
 
 
 def turn_texts(
-    messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast, *, empty_thoughts: bool = False
+    messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast, *, empty_thoughts: bool = False, tools: Any = None
 ) -> list[tuple[str, str]]:
-    """Context and answer of each of the assistant's turns, as text.
+    """Context and answer of each of the assistant's turns, as text, but of those of weight 0.
 
     Raises `InputError`, also for a template that leaves no sound border between prompt and answer.
     """
-    require_chat_template(tokenizer)
-    _check(messages)
-    turn = functools.partial(_turn, tokenizer=tokenizer, empty_thoughts=empty_thoughts)
-    return [turn(messages[: i + 1]) for i, message in enumerate(messages) if message["role"] == "assistant"]
+    read, schemas = read_messages(messages), read_tools(tools)
+    turn = functools.partial(_turn, tokenizer=tokenizer, empty_thoughts=empty_thoughts, tools=schemas)
+    find_template(tokenizer, tools=schemas)
+    return [turn(read[: number + 1]) for number, message in enumerate(messages) if is_learnt(message)]
 
 
-def _turn(messages: Sequence[Message], *, tokenizer: PreTrainedTokenizerFast, empty_thoughts: bool) -> tuple[str, str]:
+def _turn(
+    messages: Sequence[Message], *, tokenizer: PreTrainedTokenizerFast, empty_thoughts: bool, tools: Tools
+) -> tuple[str, str]:
     """Context and answer of the last message."""
     problem = "an answer needs a message before it, but the assistant begins this conversation"
     require(len(messages) > 1, f"{problem}: remove that turn")
-    (opening, end), content = _frame(tokenizer, tokenizer.chat_template), messages[-1]["content"]
-    prompt, text = render_chat(messages[:-1], tokenizer, prompt=True), render_chat(messages, tokenizer, prompt=False)
-    if text.startswith(prompt) and content.strip() in text[len(prompt) :]:
-        return prompt, text[len(prompt) : text.rindex(end) + len(end)]
+    opening, end = _frame(tokenizer, find_template(tokenizer, tools=tools), has_tools=tools is not None)
+    content, calls = messages[-1].get("content", ""), messages[-1].get("tool_calls", ())
+    prompt, text = (
+        render_chat(messages[:-1], tokenizer, prompt=True, tools=tools),
+        render_chat(messages, tokenizer, prompt=False, tools=tools),
+    )
+    answer = text[len(prompt) :] if text.startswith(prompt) else ""
+    names = [call.get("function", call)["name"] for call in calls]
+    if answer and all(part in answer for part in (content.strip(), *names)):
+        return prompt, answer[: _end_of(answer, end, tokenizer)]
+    problem = f"the chat template does not write the call of {shown(', '.join(names))} behind its prompt"
+    require(not names, f"{problem}: take one that knows tool calls")
     if content.startswith(opening):  # the template rewrites the answer, so the message itself is what to say
         return prompt, content[len(opening) :] + end
     if empty_thoughts and opening.strip() == THOUGHT[0]:
@@ -150,6 +184,15 @@ def _turn(messages: Sequence[Message], *, tokenizer: PreTrainedTokenizerFast, em
     rule = f"an answer must continue the chat template's prompt, which ends with {opening!r}"
     remedy = f"begin answers with {opening!r}, take a chat template whose prompt does not open it, or close thoughts"
     raise InputError(f"{rule}, but one begins with {content[:20]!r}: {remedy} with config.data.empty_thoughts")
+
+
+def _end_of(answer: str, end: str, tokenizer: PreTrainedTokenizerFast) -> int:
+    """Where an answer ends: behind the last `end` of a turn or, as tool calls may end by another, special token."""
+    if end in answer:
+        return answer.rindex(end) + len(end)
+    places = [answer.rindex(token) + len(token) for token in _special(tokenizer) if token in answer]
+    require(len(places) > 0, f"no special token ends the answer {shown(answer)}: mend the chat template")
+    return max(places)
 
 
 def working_ids(
@@ -161,7 +204,7 @@ def working_ids(
     """
     if not (len(turns) == 1 and isinstance(working, list) and all(isinstance(text, str) for text in working)):
         raise InputError(f"'working' must be a list of texts beside one answer, got {shown(working)}")
-    (_, answer), content = turns[0], messages[-1]["content"].strip()
+    (_, answer), content = turns[0], read_messages(messages)[-1].get("content", "").strip()
     right, *steps = text_ids([answer, *(answer.replace(content, text.strip(), 1) for text in working)], tokenizer)
     for text, ids in zip(working, steps, strict=True):
         problem = f"the step {shown(text)} of 'working' makes the answer {len(ids)} tokens long, and not {len(right)}"
@@ -170,17 +213,20 @@ def working_ids(
 
 
 @functools.lru_cache(maxsize=8)
-def _frame(tokenizer: PreTrainedTokenizerFast, template: str) -> tuple[str, str]:  # noqa: ARG001
-    """The text that a template puts around an answer; `template` is part of the cache's key.
+def _frame(tokenizer: PreTrainedTokenizerFast, template: str, *, has_tools: bool) -> tuple[str, str]:
+    """The text that a template puts around an answer.
 
     First the end of the prompt that a finished answer does not begin with, such as <think>, which is mostly empty; then
     what follows the answer, up to and including the token that ends the turn.
     """
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": PROBE}]
-    prompt, text = render_chat(messages[:1], tokenizer, prompt=True), render_chat(messages, tokenizer, prompt=False)
+    options: dict[str, Any] = {"template": template, "tools": [] if has_tools else None}
+    prompt, text = (
+        render_chat(messages[:1], tokenizer, prompt=True, **options),
+        render_chat(messages, tokenizer, prompt=False, **options),
+    )
     before, _, after = text.partition(PROBE)
-    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    ends = [after.index(token) + len(token) for token in special if token in after]
+    ends = [after.index(token) + len(token) for token in _special(tokenizer) if token in after]
     if not (prompt and ends and (prompt.startswith(before) or before.startswith(prompt))):
         rule = "a chat template must continue its prompt with the answer and a special token that ends it"
         found = f"has the prompt {shown(prompt)} and writes {shown(text)} with the answer {PROBE!r}"
@@ -188,32 +234,40 @@ def _frame(tokenizer: PreTrainedTokenizerFast, template: str) -> tuple[str, str]
     return prompt[len(before) :], after[: min(ends)]
 
 
-def _check(messages: Sequence[Message]) -> None:
-    require(len(messages) > 0, "a conversation needs at least one message, got none: remove it")
-    for number, message in enumerate(messages):
-        for key in ("role", "content"):
-            value, name = message.get(key), f"{key!r} of every message"
-            if not isinstance(value, str):
-                raise InputError(f"{name} must be text, got {shown(value)} in message {number}")
-            check_text(value, name)
+def _special(tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
 
 
 def render_chat(
-    messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast, *, prompt: bool, continued: bool = False
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    prompt: bool,
+    tools: Tools = None,
+    template: str | None = None,
 ) -> str:
-    """A conversation as text: with a `prompt` for the next answer, or the last message `continued`, without its end."""
-    options: dict[str, Any] = {"add_generation_prompt": prompt, "continue_final_message": continued, "tokenize": False}
+    """Messages, as `read_messages` returns them, as text, with a `prompt` for the next answer or without.
+
+    The `template` is that of the tokenizer if it is None. Raises `InputError`.
+    """
+    template = find_template(tokenizer, tools=tools) if template is None else template
+    variables: dict[str, Any] = {
+        **tokenizer.special_tokens_map,
+        "messages": messages,
+        "tools": tools,
+        "documents": None,
+    }
+    variables |= {"add_generation_prompt": prompt, "date_string": f"{DATE:%d %b %Y}"}
+    has_calls = any("tool_calls" in message for message in messages)
     try:
-        text = tokenizer.apply_chat_template([dict(message) for message in messages], date_string=DATE, **options)
+        is_known = {"tools": not tools or "tools" in names_in(template)}
+        is_known["tool calls"] = not has_calls or "tool_calls" in template
+        text = render_template(template, variables) if all(is_known.values()) else ""
     except Exception as error:  # a template is a program
         roles = shown(", ".join(message["role"] for message in messages)).strip("'")
         problem = f"the chat template refuses a conversation of the roles {roles}"
-        raise InputError(f"{problem}: {first_line(error)}") from error
-    assert isinstance(text, str)
+        raise InputError(f"{problem}: {shorten(first_line(error), 150)}") from error
+    missing = " and ".join(what for what, is_there in is_known.items() if not is_there)
+    problem = f"the chat template of {tokenizer.name_or_path or 'this model'} leaves out {missing}"
+    require(not missing, f"{problem}: take one that knows them, or leave them out")
     return text
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of the message of an error's cause, or of the error if it has none."""
-    cause = error.__cause__ or error
-    return (str(cause).strip() or type(cause).__name__).splitlines()[0]

@@ -12,11 +12,14 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
 from jaxtyping import Int
 from transformers import PreTrainedTokenizerFast
 
+from l2d_jax.data import chat_template, messages, row_formats, template_bounds
 from l2d_jax.data import tokenizer as tokenization
 from l2d_jax.data.packing import PackingPlan
+from l2d_jax.data.text_rows import values_of
 from l2d_jax.errors import InputError, shown
 
 # Context and answer, and the answer after each step of its working; the number of tokens before the answer, and of
@@ -35,6 +38,8 @@ class TokenisedSplit:
     has_classes: bool  # whether the rows of the source have a column `class`
     fingerprint: str | None = None  # of the examples; None: not known yet
     plans: Sequence[PackingPlan] = ()  # which examples share a row, if that is known
+    silent: int = 0  # rows without an answer that is learnt
+    held_out: int = 0  # rows of the training split that validation has
 
 
 def tokenise_rows(
@@ -42,17 +47,22 @@ def tokenise_rows(
 ) -> datasets.Dataset:
     """What `_turns` makes of the rows with these numbers, from the cache of `datasets`; made anew into a `file`."""
     # `datasets` knows a cached result by the arguments and by this function's name, so the code is an argument too.
-    code = hashlib.sha256((inspect.getsource(tokenization) + inspect.getsource(_turns)).encode()).hexdigest()
+    modules: Any = (tokenization, messages, chat_template, template_bounds, row_formats, _turns)
+    code = hashlib.sha256("".join(map(inspect.getsource, modules)).encode()).hexdigest()
     # What the tokenizer returns takes hundreds of bytes per token until it is written, so batches are small.
     options = {"batch_size": 250, "with_indices": True, "remove_columns": rows.column_names, "features": FEATURES}
     options["fn_kwargs"] = {**arguments, "numbers": numbers, "code": code}
     if file is not None:
         options |= {"cache_file_name": str(file), "load_from_cache_file": False, "new_fingerprint": file.stem}
-    return rows.select(numbers).map(_turns, batched=True, desc=f"tokenising {arguments['name']}", **options)
+    return (
+        rows.select(numbers)
+        .with_format("arrow")
+        .map(_turns, batched=True, desc=f"tokenising {arguments['name']}", **options)
+    )
 
 
 def _turns(
-    rows: Mapping[str, list[Any]],
+    rows: pa.Table,
     indices: list[int],
     *,
     numbers: Int[np.ndarray, " n"],
@@ -61,21 +71,21 @@ def _turns(
     empty_thoughts: bool,
     code: str,  # noqa: ARG001
 ) -> dict[str, list[Any]]:
-    """Tokenise a batch of rows: one row of FEATURES per turn of the assistant."""
+    """Tokenise a batch of rows: one row of FEATURES per turn of the assistant that is learnt."""
     texts, classes, origins, steps = [], [], [], []
-    labels, workings = rows.get("class", [0] * len(indices)), rows.get("working", [None] * len(indices))
-    answered = zip(rows.get("question", []), rows.get("answer", []), strict=False)
-    dialogues = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in answered]
-    for index, messages, label, working in zip(indices, rows.get("messages", dialogues), labels, workings, strict=True):
+    columns = {column: values_of(rows.column(column)) for column in rows.column_names}
+    for place, index in enumerate(indices):
+        row = {column: values[place] for column, values in columns.items()}
+        label, working = row.get("class", 0), row.get("working")
         try:
-            if not (isinstance(messages, list) and all(isinstance(message, dict) for message in messages)):
-                raise InputError(f"'messages' must be a list of objects with role and content, got {messages!r:.60}")
             if type(label) is not int or label < 0:
                 raise InputError(f"'class' must be an integer, 0 or more, got {shown(label)}")
-            pairs = tokenization.turn_texts(messages, tokenizer, empty_thoughts=empty_thoughts)
-            steps += [tokenization.working_ids(pairs, messages, working, tokenizer)] if working else [[]] * len(pairs)
+            said, tools = row_formats.conversation_of(row)
+            pairs = tokenization.turn_texts(said, tokenizer, empty_thoughts=empty_thoughts, tools=tools)
+            steps += [tokenization.working_ids(pairs, said, working, tokenizer)] if working else [[]] * len(pairs)
         except InputError as error:
-            raise InputError(f"row {numbers[index]} of {name} (the first is 0): {error}") from error
+            number = row.get(row_formats.PLACE, numbers[index])
+            raise InputError(f"row {number} of {name} (the first is 0): {error}") from error
         texts += [text for pair in pairs for text in pair]
         classes += [label] * len(pairs)
         origins += [numbers[index]] * len(pairs)

@@ -20,9 +20,9 @@ from jaxtyping import Bool
 from transformers import PreTrainedTokenizerFast
 
 from l2d_jax.config.parsing import nearest
-from l2d_jax.data.tokenizer import first_line, text_ids
+from l2d_jax.data.tokenizer import text_ids
 from l2d_jax.decoding.stop_strings import to_text
-from l2d_jax.errors import InputError, require, shorten, shown
+from l2d_jax.errors import InputError, first_line, require, shorten, shown
 
 FORMAT = "response_format"
 FIELDS = {"text": "type", "json_object": "type", "json_schema": "json_schema", "regex": "regex", "choice": "choices"}

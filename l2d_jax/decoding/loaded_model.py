@@ -16,7 +16,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.data.tokenizer import Message, prompt_ids, require_tokenizer, text_ids
+from l2d_jax.data.messages import Message
+from l2d_jax.data.tokenizer import prompt_ids, require_tokenizer, text_ids
 from l2d_jax.decoding.generation import decode_lanes, generate_answers
 from l2d_jax.decoding.grammar import Grammar
 from l2d_jax.decoding.likelihood import Likelihood, score_answers

@@ -24,9 +24,9 @@ from jaxtyping import Float, Int
 from l2d_jax import loading
 from l2d_jax.config.schema import MeshConfig
 from l2d_jax.data import word_problems
-from l2d_jax.data.tokenizer import first_line, text_ids
+from l2d_jax.data.tokenizer import text_ids
 from l2d_jax.distributed import runtime
-from l2d_jax.errors import InputError, require
+from l2d_jax.errors import InputError, first_line, require
 from l2d_jax.files import read_json
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.parity.recording import ROUNDINGS

@@ -55,7 +55,9 @@ def _write_published(parts: Parts, trained: Path, out: Path, *, base: str) -> in
     about: dict[str, Any] = {"base": hub_id, "base_revision": revision, "base_config": raw, "tokenizer": tokenizer}
     publish.write_torch_folder(out, path, parts.architecture, **about)
     fingerprint = read_json(trained / "path.json").get("base_fingerprint")
-    model_folder.write_record(out, path.config, base=base, base_fingerprint=fingerprint)
+    is_replaced = parts.language_model.texts is not None
+    about = {"base": base, "base_fingerprint": fingerprint, "replaces_tokenizer": is_replaced}
+    model_folder.write_record(out, path.config, **about)
     return sum(leaf.size for leaf in jax.tree.leaves(path))
 
 

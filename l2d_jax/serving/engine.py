@@ -64,9 +64,9 @@ class Work:
 
 @dataclass(eq=False)
 class Task:
-    """Other work with the model, which is done piece by piece between the tokens of answers."""
+    """Other work with the model, which takes turns with kinds of answers, piece by piece."""
 
-    pieces: Iterator[None]
+    pieces: Iterator[int]  # what each has cost, in evaluations, about
     tell: Callable[[Exception | None], None]  # at its end
     is_cancelled: bool = False
 
@@ -87,6 +87,7 @@ class Engine:
         self._loaded, self._size, self._limit = loaded, lanes, queue
         self._waiting: list[Work] = []
         self._tasks: deque[Task] = deque()
+        self._spent = 0  # by the turns of tasks
         self._groups: dict[Kind, _Group] = {}
         self._changed = threading.Condition()
         self._is_closing = False
@@ -105,6 +106,8 @@ class Engine:
             if longest > self._limit:
                 raise FullError(math.ceil(self._seconds * longest / self._size))
             self._waiting = waiting
+            if not self._tasks:
+                self._spent = min((group.spent for group in [*self._groups.values()]), default=0)
             self._tasks += tasks
             self._changed.notify()
 
@@ -132,9 +135,11 @@ class Engine:
                     admitted = self._choose()
                 for kind, works in admitted.items():
                     self._admit(kind, works)
-                if self._groups:
-                    self._step(min(self._groups, key=lambda kind: self._groups[kind].spent))
-                self._advance()
+                turn = min(self._groups, key=lambda kind: self._groups[kind].spent, default=None)
+                if turn is None or (self._tasks and self._spent <= self._groups[turn].spent):
+                    self._advance()
+                else:
+                    self._step(turn)
         finally:  # whatever ends this thread, nobody waits for it for ever
             self.close()
             for work in (*self._waiting, *(work for group in self._groups.values() for work in group.works.values())):
@@ -199,7 +204,7 @@ class Engine:
         if task is None or task.is_cancelled:
             return
         try:
-            next(task.pieces)
+            self._spent += next(task.pieces)
         except StopIteration:
             task.tell(None)
         except Exception as error:

@@ -32,7 +32,7 @@ class Asked:
     answers: Sequence[Answer]  # those to one prompt follow each other
     prompt_tokens: int
     echoes: Sequence[echo.Echo] = ()  # one for each prompt, where the reply repeats them
-    scoring: Sequence[Iterator[None]] = ()  # scores the echoes, piece by piece
+    scoring: Sequence[Iterator[int]] = ()  # scores the echoes, piece by piece
 
     @property
     def is_answered(self) -> bool:

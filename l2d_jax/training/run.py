@@ -34,7 +34,7 @@ from l2d_jax.training.preemption import Preemption
 from l2d_jax.training.step import TrainState, check_batch, init_state, is_finite, make_step, micro_batches, process_rows
 from l2d_jax.training.validation import placed_in_order, validate
 from l2d_jax.training.workdir import claim, plain_values
-from l2d_jax.weights import model_folder
+from l2d_jax.weights import model_folder, tokenizer_files
 
 
 def train(config: Config, workdir: AnyPath) -> bool:
@@ -124,6 +124,7 @@ class Run:
             processes.print_once(f"resuming after step {self._start}")
         if processes.is_first():
             model_folder.record_base(workdir, config.model, self._base_fingerprint)
+            self._write_tokenizer(workdir / tokenizer_files.FOLDER)
             mirror.publish(workdir)
         measured = processes.decide(lambda: [one["step"] for one in read_metrics(workdir) if "validation/loss" in one])
         self._metrics = Metrics(workdir, start=self._start, total=self._steps, wandb=config.log.wandb)
@@ -228,10 +229,18 @@ class Run:
             if processes.is_first():
                 folder.mkdir(exist_ok=True)
             self._method.export(folder, self._state.trained, self._mesh, base_fingerprint=self._base_fingerprint)
+            if processes.is_first():
+                self._write_tokenizer(folder)
             mirror.publish(folder)
         except OSError as error:
             problem = f"the trained {self._method.says} cannot be written to {folder} ({error.strerror})"
             raise RunError(f"{problem}: make room and give the same command again, which does this alone") from error
+
+    def _write_tokenizer(self, folder: Path) -> None:
+        """Write the tokenizer and its chat template into a folder, if the config replaces the base's."""
+        if tokenizer_files.is_replaced(self._config.model) and self._inputs.base.tokenizer is not None:
+            folder.mkdir(exist_ok=True)
+            tokenizer_files.write_tokenizer(folder, self._inputs.base.tokenizer)
 
     def _validates_at(self, step: int) -> bool:
         every = self._config.train.validate_every

@@ -29,7 +29,7 @@ from l2d_jax.model.architecture import SUPPORTED, Architecture
 from l2d_jax.model.llm import LLM
 from l2d_jax.model.lora import LLMAdapter
 from l2d_jax.storage import mirror
-from l2d_jax.weights import digests, hub, mapping, model_folder, peft, publish, release
+from l2d_jax.weights import digests, hub, mapping, model_folder, peft, publish, release, tokenizer_files
 from l2d_jax.weights.locate import BaseAndAdapters, absolute_name, find_base_and_adapters, locate
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_safetensors
 
@@ -57,6 +57,8 @@ class Parts:
         has_path = (folder / "path.json").exists()
         is_alone = has_path and not model_folder.holds_base(folder)
         language_model = find_base_and_adapters(model_folder.base_name(folder) if is_alone else str(folder))
+        if is_alone and (texts := model_folder.replaced_tokenizer(folder)):
+            language_model = replace(language_model, texts=Path(texts))
         architecture = Architecture.from_hf(read_json(language_model.folder / "config.json"))
         path = model_folder.find_path(folder, architecture) if has_path else None
         if has_path:
@@ -78,6 +80,8 @@ def export_model(model: str, out: Path, *, format: str, as_torch: bool = False) 
             model_folder.check_trained_path(folder)
             published = publish.TorchFolder.open(folder)
             model_folder.save_path(Path(scratch), published.load(runtime.start_jax(MeshConfig())), base=published.base)
+            if model_folder.replaced_tokenizer(folder):
+                tokenizer_files.copy_tokenizer(folder, Path(scratch))
         parts = replace(Parts.open(name), name=model)
         with output_folder(out) as partial_folder:
             FORMATS[format](parts, partial_folder, "pytorch_model.bin" if as_torch else "l2d.safetensors")
@@ -85,10 +89,10 @@ def export_model(model: str, out: Path, *, format: str, as_torch: bool = False) 
 
 def copy_texts(language_model: BaseAndAdapters, out: Path) -> None:
     """Copy the config, tokenizer and chat template of a language model."""
-    for folder in dict.fromkeys((language_model.folder, language_model.tokenizer_folder)):
-        for file in itertools.chain.from_iterable(map(folder.glob, hub.TEXT_FILES)):
-            if file.name not in REPLACED:
-                shutil.copyfile(file, out / file.name)
+    for file in itertools.chain.from_iterable(map(language_model.folder.glob, hub.TEXT_FILES)):
+        if file.name not in REPLACED:
+            shutil.copyfile(file, out / file.name)
+    tokenizer_files.copy_tokenizer(language_model.tokenizer_folder, out)
 
 
 def write_llm(llm: mapping.TensorSource, architecture: Architecture, out: Path) -> None:

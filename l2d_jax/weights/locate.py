@@ -75,10 +75,13 @@ class BaseAndAdapters:
 
     folder: Path  # of the base: config and weights
     adapters: tuple[Path, ...]  # in the order in which they are added
+    texts: Path | None = None  # a tokenizer that replaces theirs; None: none does
 
     @property
     def tokenizer_folder(self) -> Path:
         """The last folder that has a tokenizer: an adapter may have been trained with its own."""
+        if self.texts is not None:
+            return self.texts
         folders = (*reversed(self.adapters), self.folder)
         return next((folder for folder in folders if (folder / "tokenizer.json").exists()), self.folder)
 

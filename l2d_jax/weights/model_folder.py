@@ -7,7 +7,7 @@ authors' release, and `path.json`, with the options of the path and the name of 
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from l2d_jax.config.parsing import from_dict
 from l2d_jax.config.schema import ModelConfig, PathConfig
-from l2d_jax.data.tokenizer import byte_tokenizer, load_tokenizer, stop_ids
+from l2d_jax.data.tokenizer import require_tokenizer, stop_ids
 from l2d_jax.distributed import processes, sharding
 from l2d_jax.errors import InputError, require, shown
 from l2d_jax.files import Fingerprint, digest, read_json, require_same, write_whole
@@ -28,10 +28,11 @@ from l2d_jax.model.diffusion_path import DiffusionPath, start_from
 from l2d_jax.model.llm import LLM
 from l2d_jax.model.lora import LLMAdapter, merge_adapter
 from l2d_jax.model.quantization import quantize_layers
-from l2d_jax.weights import hub, locate, mapping, peft, publish
+from l2d_jax.weights import hub, locate, mapping, peft, publish, tokenizer_files
 from l2d_jax.weights.digests import check_signature, source_fingerprint, tensors_digest
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_file
 
+REPLACES = "replaces_tokenizer"  # in a published `path.json`: whether the tokenizer there is not the base's
 BASE = "base.json"  # of a workdir whose base is a local folder or file: where that lies
 
 
@@ -53,8 +54,13 @@ class BaseFiles:
         architecture = digest(self.architecture.options())
         return source_fingerprint(self.source) | {"architecture": architecture, "tokenizer": digest(texts)}
 
-    def require_same(self, recorded: Any, *, file: Path) -> None:
-        """Raise `InputError` unless the base is the one whose fingerprint `file` records as `base_fingerprint`."""
+    def require_same(self, recorded: Any, *, file: Path, ignored: Collection[str] = ()) -> None:
+        """Raise `InputError` unless the base is the one whose fingerprint `file` records as `base_fingerprint`.
+
+        Its `ignored` parts were replaced by the user's wish.
+        """
+        if isinstance(recorded, dict):
+            recorded = {name: value for name, value in recorded.items() if name not in ignored}
         what = f"the base of {file.parent} is not the one that it was trained on"
         remedy = f"put that one back, or remove base_fingerprint from {file.name} to use this one"
         require_same(recorded, self.fingerprint, what=what, remedy=remedy)
@@ -87,15 +93,16 @@ def read_architecture(config: ModelConfig) -> Architecture:
     """The architecture that the config gives, otherwise that of the base's folder; no weight is read."""
     if config.architecture is not None:
         return Architecture.from_hf(config.architecture)
-    file = locate.find_base_and_adapters(config.name).folder / "config.json"
+    file = locate.find_base_and_adapters(config.name, files=hub.TEXT_FILES).folder / "config.json"
     return Architecture.from_hf(read_json(file), where=file)
 
 
 def find_base(config: ModelConfig) -> BaseFiles:
     """Find and check the files of the base, and the architecture in the config; raises `InputError`."""
     if config.name == "random":
-        of_bytes = byte_tokenizer()
-        return BaseFiles(read_architecture(config), of_bytes, stop_ids(of_bytes), None)
+        architecture = read_architecture(config)
+        tokenizer = tokenizer_files.find_tokenizer(config, None, vocabulary=architecture.vocab_size)
+        return BaseFiles(architecture, tokenizer, stop_ids(tokenizer) if tokenizer else (), None)
     language_model = locate.find_base_and_adapters(config.name)
     file = language_model.folder / "config.json"
     architecture = Architecture.from_hf(read_json(file), where=file)
@@ -106,16 +113,22 @@ def find_base(config: ModelConfig) -> BaseFiles:
     require(not others, f"config.model.architecture differs from {file}: {others}: {remedy}")
     source = open_weights(language_model, architecture)
     texts, vocabulary = language_model.tokenizer_folder, architecture.vocab_size
-    tokenizer = load_tokenizer(texts, vocabulary=vocabulary) if (texts / "tokenizer.json").exists() else None
-    ends = _stop_ids(language_model.folder, vocabulary) + (stop_ids(tokenizer) if tokenizer else ())
+    tokenizer = tokenizer_files.find_tokenizer(config, texts, vocabulary=vocabulary)
+    ends = _stop_ids(language_model.folder, vocabulary)
+    if tokenizer is not None:
+        if config.tokenizer is not None:  # in which the ids of the model's may be ordinary words
+            ends = tuple(token for token in ends if token in tokenizer.added_tokens_decoder)
+        ends += stop_ids(tokenizer)
     return BaseFiles(architecture, tokenizer, tuple(dict.fromkeys(ends)), source)
 
 
 def find_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
     """The tokenizer that `find_base` finds, without a download of weights; raises `InputError` where there is none."""
-    if config.name == "random":
-        return byte_tokenizer()
-    return load_tokenizer(locate.find_base_and_adapters(config.name, files=hub.TEXT_FILES).tokenizer_folder)
+    folder = None
+    if config.name != "random":
+        folder = locate.find_base_and_adapters(config.name, files=hub.TEXT_FILES).tokenizer_folder
+    vocabulary = read_architecture(config).vocab_size
+    return require_tokenizer(tokenizer_files.find_tokenizer(config, folder, vocabulary=vocabulary))
 
 
 def new_path(config: PathConfig, llm: LLM, mesh: Mesh, *, seed: int) -> DiffusionPath:
@@ -150,9 +163,17 @@ def write_path(
     write_record(folder, config, base=base, base_fingerprint=base_fingerprint)
 
 
-def write_record(folder: Path, config: PathConfig, *, base: str, base_fingerprint: Fingerprint | None) -> None:
-    """Write `path.json` beside a path's tensors."""
+def write_record(
+    folder: Path,
+    config: PathConfig,
+    *,
+    base: str,
+    base_fingerprint: Fingerprint | None,
+    replaces_tokenizer: bool = False,
+) -> None:
+    """Write `path.json` beside a path's tensors, and beside a tokenizer that may replace the base's."""
     record = {**locate.base_record(base, folder), "base_fingerprint": base_fingerprint, "path": vars(config)}
+    record |= {REPLACES: True} if replaces_tokenizer else {}
     record["checksum"] = _path_checksum(record, _path_source(folder))
     (folder / "path.json").write_text(json.dumps(record, indent=2) + "\n")
 
@@ -179,8 +200,11 @@ def record_base(workdir: Path, config: ModelConfig, base_fingerprint: Fingerprin
 def recorded_base(workdir: Path, config: ModelConfig) -> ModelConfig:
     """The config of a run's base, named by the place where its workdir records that it lies; raises `InputError`.
 
-    Workdirs of former versions may record none: the base in their config is a path from the working directory.
+    Workdirs of former versions may record none: the base in their config is a path from the working directory. A
+    tokenizer or chat template that the config names is read from the workdir's own copy.
     """
+    if (texts := workdir / tokenizer_files.FOLDER).is_dir():
+        config = dataclasses.replace(config, tokenizer=str(texts), chat_template=None)
     file, is_here = workdir / BASE, os.path.exists(os.path.expanduser(config.name))
     if not file.exists():
         if locate.HUB_ID.fullmatch(config.name) and not is_here:
@@ -192,6 +216,15 @@ def recorded_base(workdir: Path, config: ModelConfig) -> ModelConfig:
         if is_here:  # moved, and found as the config says
             return config
         raise
+
+
+def replaced_tokenizer(folder: Path) -> str | None:
+    """The folder with the tokenizer that goes along with a path in place of the base's; None: the base's."""
+    is_there = (folder / tokenizer_files.NAME).exists() and not holds_base(folder)
+    if is_there and publish.is_published(folder):
+        file = folder / "path.json"
+        is_there = file.exists() and read_json(file).get(REPLACES) is True
+    return str(folder) if is_there else None
 
 
 def holds_base(folder: Path) -> bool:
@@ -209,7 +242,7 @@ def read_path_config(folder: Path) -> PathConfig:
     return from_dict(PathConfig, read_json(folder / "path.json").get("path", {}), prefix=f"{folder}/path.json: path")
 
 
-def check_trained_path(folder: Path, base: BaseFiles | None = None) -> str:
+def check_trained_path(folder: Path, base: BaseFiles | None = None, *, ignored: Collection[str] = ()) -> str:
     """The hash of a path and its options; paths of former versions do not say what they were trained on.
 
     Raises `InputError` if they have changed since they were written, or if the path was trained on another base.
@@ -221,7 +254,7 @@ def check_trained_path(folder: Path, base: BaseFiles | None = None) -> str:
         remedy = "import it" if publish.is_published(folder) else "export the path again"
         raise InputError(f"{source.path} or {file} has changed since they were written: {remedy}")
     if base is not None:
-        base.require_same(record.get("base_fingerprint"), file=file)
+        base.require_same(record.get("base_fingerprint"), file=file, ignored=ignored)
     return checksum
 
 

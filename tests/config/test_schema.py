@@ -27,6 +27,8 @@ from l2d_jax.errors import InputError
 # Every option of the project: its type and default. A new one has to argue its case here.
 OPTIONS = """
 model.name: str = ''
+model.tokenizer: str | None = None
+model.chat_template: str | None = None
 model.architecture: Mapping[str, Any] | None = None
 model.dtype: Literal['bfloat16', 'float32', 'int8'] = 'bfloat16'
 path.width: int in [1, 65536] = 256
@@ -53,6 +55,7 @@ data.data_dir: str | None = None
 data.prepared: str | None = None
 data.train_split: str = 'train'
 data.validation_split: str = 'test'
+data.held_out: float in [0, 1] = 0.05
 data.train_examples: int in [1, 1000000000] | None = None
 data.validation_examples: int in [1, 1000000000] | None = 256
 data.max_length: int in [2, 10000000] = 2048

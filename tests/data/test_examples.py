@@ -41,7 +41,7 @@ def write(path, rows):
 def folder_config(tmp_path, rows, **options):
     """A config that reads `rows` from a folder."""
     write(tmp_path / "rows" / "train.jsonl", rows)
-    defaults = {"source": str(tmp_path / "rows"), "max_length": 128}
+    defaults = {"source": str(tmp_path / "rows"), "max_length": 128, "held_out": 0.0}
     return DataConfig(**defaults | options)
 
 
@@ -360,7 +360,8 @@ def test_built_in_problems():
     training, held_out = load(config), load(config, "test")
     assert (len(training), len(held_out)) == (40, 8)
     assert all("\n#### " in text for text in answers(next(training.batches(8))))
-    [read] = sources.read_parts(config, "validation")
+    [read], held_out = sources.read_parts(config, "validation")
+    assert held_out == 0
     assert "messages" in read.column_names
 
 
@@ -396,14 +397,20 @@ def test_hub_names_and_subsets(monkeypatch):
     ("text", "message"),
     [
         ("", r"train.jsonl is empty"),
-        ('{"messages": []}\n{"messages"\n', r"train.jsonl cannot be read: JSON parse error.*row 1"),
-        ('{"problem": 1, "solution": 2}\n', r"'question' and 'answer', but .*train.jsonl has problem, solution"),
+        ('{"messages": []}\n{"messages"\n', r"line 2 of .*train.jsonl cannot be read: Expecting"),
+        (
+            '{"problem": 1, "solution": 2}\n',
+            r"rows need .*, question and answer, but .*train.jsonl has problem, solution: datasets",
+        ),
         ('{"question": "1"}\n', r"has question: "),
         ('{"messages": [{"role": "user", "content": "a"}]}\n', r"no message of the assistant"),
         ('{"messages": []}\n', r"row 0 of .* at least one message"),
         ('{"messages": "hello"}\n', r"row 0 of .* must be a list of objects with role and content, got 'hello'"),
         ('{"messages": ["hello"]}\n', r"row 0 of .* must be a list of objects"),
-        ('{"question": "a", "answer": "b"}\n{"question": "a", "answer": null}\n', r"row 1 .* must be text, got None"),
+        (
+            '{"question": "a", "answer": "b"}\n{"question": "a", "answer": null}\n',
+            r"row 1 .* 'answer' must be text, got None: leave",
+        ),
         ('{"question": "a", "answer": "b", "class": "x"}\n', r"row 0 .*'class' must be an integer, 0 or more, got 'x'"),
         ('{"question": "a", "answer": "b", "class": -1}\n', r"row 0 .*got -1"),
     ],
@@ -437,7 +444,9 @@ def test_a_broken_row_is_named_by_its_place_in_the_file(tmp_path):
 def test_missing_split_lists_the_others(tmp_path):
     config = folder_config(tmp_path, [dialogue("?", "7")])
     write(tmp_path / "rows" / "dev.jsonl", [])
-    with pytest.raises(InputError, match=r"no split 'test' in .*: it needs test.jsonl or test.parquet, .* dev, train"):
+    with pytest.raises(
+        InputError, match=r"no split 'test' in .*: it needs test.jsonl, .* or test.parquet, .* dev, train"
+    ):
         load(config, "test")
     with pytest.raises(InputError, match=r"the splits there are none"):
         load(DataConfig(source="nothing", data_dir=str(tmp_path)), "train")
@@ -450,7 +459,7 @@ def test_subsets_of_a_folder_are_folders(tmp_path):
         write(tmp_path / "rows" / name / "train.jsonl", [dialogue("?", name) | {name: 1}])
     config = folder_config(tmp_path, [dialogue("?", "7")], subsets=("b", "a"))
     assert answers(next(load(config).in_order(2))) == ["b<|im_end|>", "a<|im_end|>"]
-    with pytest.raises(InputError, match=r"no split 'train' in .*/c: it needs train.jsonl or train.parquet"):
+    with pytest.raises(InputError, match=r"no split 'train' in .*/c: it needs train.jsonl, .* or train.parquet"):
         load(dataclasses.replace(config, subsets=("a", "c")))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from l2d_jax.data.rows import find_file, read_file, require_columns
+from l2d_jax.data.rows import find_files, read_file, read_files, require_columns
 from l2d_jax.errors import InputError
 
 ROWS = [{"question": "1 + 1?", "answer": "2"}, {"question": "1 + 2?", "answer": "3"}]
@@ -22,19 +22,21 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_both_formats_are_read_without_the_hub(folder: Path, split: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.load.get_session", lambda: pytest.fail("asked the hub"))
-    assert list(read_file(find_file(folder, split))) == ROWS
+    assert list(read_files(find_files(folder, split))) == ROWS
 
 
 def test_a_file_that_has_changed_is_read_again(folder: Path) -> None:
-    file = find_file(folder, "train")
+    [file] = find_files(folder, "train")
     assert len(read_file(file)) == 2
     file.write_text(json.dumps(ROWS[1]) + "\n")
     assert list(read_file(file)) == ROWS[1:]
 
 
 def test_what_is_missing_or_broken_is_named(folder: Path) -> None:
-    with pytest.raises(InputError, match=r"no split 'dev' in .*needs dev.jsonl or dev.parquet.* there are test, train"):
-        find_file(folder, "dev")
+    with pytest.raises(
+        InputError, match=r"no split 'dev' in .*needs dev.jsonl.* or dev.parquet.* there are test, train"
+    ):
+        find_files(folder, "dev")
     (folder / "train.jsonl").write_text("")
     with pytest.raises(InputError, match=r"train.jsonl is empty: put one row a line into it"):
         read_file(folder / "train.jsonl")
@@ -44,7 +46,7 @@ def test_what_is_missing_or_broken_is_named(folder: Path) -> None:
 
 
 def test_missing_columns_are_named(folder: Path) -> None:
-    rows = read_file(find_file(folder, "train"))
+    rows = read_files(find_files(folder, "train"))
     require_columns(rows, ("question", "answer"), name="mine")
     with pytest.raises(InputError, match=r"rows of mine need the columns question, label, but label is missing among"):
         require_columns(rows, ("question", "label"), name="mine")
@@ -56,18 +58,18 @@ def test_missing_columns_are_named(folder: Path) -> None:
 def test_text_that_is_no_utf8_is_found_at_once(folder: Path, name: str) -> None:
     file = folder / name
     file.write_bytes(file.read_bytes().replace(b"1 + 2?", b"1 \xff 2?"))
-    with pytest.raises(InputError, match=rf"{name} cannot be read: .*: mend or replace it"):
+    with pytest.raises(InputError, match=rf"{name} (cannot be read|is not UTF-8 at byte 16).*: mend or replace it"):
         read_file(file)
 
 
 @pytest.mark.parametrize("line", ["null", "3", "[1]", '"x"', '{"a":' + "[" * 100_000 + "]" * 100_000 + "}"])
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_line_that_is_no_row_is_named(folder: Path, line: str, number: int) -> None:
-    """Some end the process inside pyarrow."""
+    """Some would end the process inside pyarrow."""
     lines = [json.dumps(row) for row in ROWS]
     lines.insert(number - 1, line)
     (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
-    with pytest.raises(InputError, match=rf"line {number} of .*train.jsonl must be a JSON object, and not nested too"):
+    with pytest.raises(InputError, match=rf"line {number} of .*train.jsonl (must be a JSON object|is nested too deep)"):
         read_file(folder / "train.jsonl")
 
 

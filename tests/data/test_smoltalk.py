@@ -91,7 +91,7 @@ def test_a_folder_of_rows_is_taken_as_it_is(folder):
     rows = [dialogue("?", "7"), dialogue("?", "8", category="planning"), dialogue("?", "9", category="math")]
     (folder / "smoltalk" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = DataConfig(data_dir=str(folder), max_length=256)
-    [read] = sources.read_parts(config, "train")
+    [read] = sources.read_parts(config, "train").rows
     assert [row["messages"][1]["content"] for row in read] == ["7", "9"]
     assert "class" not in read.column_names  # the first row is of no category
     with pytest.raises(InputError, match=r"needs the class of each row, but those of smoltalk/train have none: add"):
@@ -103,7 +103,7 @@ def test_a_subset_without_classes_leaves_none_to_the_others(folder):
     (folder / "smoltalk" / "mine").mkdir()
     file = folder / "smoltalk" / "mine" / "train.jsonl"
     file.write_text(json.dumps(dialogue("?", "7")) + "\n")
-    assert [part.column_names for part in sources.read_parts(config, "train")] == [["messages"], ["messages"]]
+    assert [part.column_names for part in sources.read_parts(config, "train").rows] == [["messages"], ["messages"]]
     assert len(load(config)) == 3
     file.write_text('{"question": "?", "answer": "7"}\n')
     with pytest.raises(InputError, match=r"subsets of smoltalk have different columns: give all 'messages'"):

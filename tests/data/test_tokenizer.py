@@ -182,7 +182,27 @@ def test_stop_and_padding_fall_back(tokenizer):
         ([], "at least one message"),
         ([{"role": "user"}], "'content' of every message must be text, got None in message 0"),
         ([{"role": "user", "content": "a"}, {"content": "b"}], "'role' of every message must be text, got None"),
-        ([{"role": "user", "content": ["a"]}], "must be text, got"),
+        (
+            [{"role": "user", "content": ["a"]}],
+            "must be text, or parts of type 'text' with a 'text', got 'a' in message 0",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            "parts of type 'text' .*, got 'image_url' in message 0",
+        ),
+        ([{"role": "user", "content": "\ud800"}], r"the text of a message must be UTF-8, got '\\ud800'"),
+        ([{"role": "user", "content": "a", "name": "\ud800"}], "the text of a message must be UTF-8"),
+        ([{"role": "user", "content": None, "tool_calls": [{"name": "f"}]}], "'content' .* must be text, got None"),
+        ([{"role": "assistant", "content": None, "tool_calls": []}], "'content' .* must be text, got None"),
+        ([{"role": "assistant", "tool_calls": ["f"]}], "'tool_calls' must be a list of objects, got"),
+        ([{"role": "assistant", "tool_calls": [{"function": "f"}]}], "a tool call needs a function with a name, got"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+            "arguments of a tool call must be an object, or a JSON text of one, got '{' in message 0: mend them",
+        ),
+        ([{"role": "user", "content": "a", "weight": 0.5}], "'weight' of a message is 0 or 1 .*, got 0.5"),
+        ([{"role": "user", "content": "a", "weight": True}], "'weight' of a message is 0 or 1 .*, got True"),
+        ([{"role": "user", "content": "a", "weight": 1}], "only answers of the assistant are learnt, .* 'user'"),
     ],
 )
 def test_malformed_messages(tokenizer, messages, message):
@@ -267,3 +287,113 @@ def test_a_prompt_that_ends_with_an_answer_continues_it(tokenizer):
     opened = [*MESSAGES[:2], {"role": "assistant", "content": "def f():\n"}]
     assert tokenizer.decode(prompt_ids(opened, tokenizer)) == PROMPT + "def f():"
     assert tokenizer.decode(prompt_ids(MESSAGES[:2], tokenizer)) == PROMPT
+
+
+# As Llama 3.1's and Qwen 2.5's: calls as JSON, which end by another token where no text is with them.
+CALLS = """\
+{%- if tools %}{{ '<|im_start|>tools' + tools | tojson + '<|im_end|>' }}{% endif -%}
+{%- for message in messages -%}
+{%- if message.tool_calls -%}
+{{ '<|im_start|>assistant\n' }}{% if message.content %}{{ message.content }}{% endif %}
+{%- for call in message.tool_calls %}{% if call.function is defined %}{% set call = call.function %}{% endif -%}
+{{ '{"name": "' + call.name + '", "parameters": ' + call.arguments | tojson + '}' }}{% endfor -%}
+{{ '<|im_end|>' if message.content else '<|pad|>' }}
+{%- else -%}
+{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""
+CALL = {"id": "1", "type": "function", "function": {"name": "get", "arguments": '{"city": "Köln", "n": null}'}}
+ASKED = {"role": "user", "content": "Weather?"}
+FOUND = {"role": "tool", "tool_call_id": "1", "name": "get", "content": "sun"}
+WRITTEN = '{"name": "get", "parameters": {"city": "Köln", "n": null}}'
+
+
+@pytest.mark.parametrize("content", [None, "", "Wait. "])
+def test_a_tool_call_is_an_answer(tokenizer, content):
+    tokenizer.chat_template = CALLS
+    call = {"role": "assistant", "content": content, "tool_calls": [CALL], "refusal": None}
+    messages = [ASKED, call, FOUND, {"role": "assistant", "content": "Sunny."}]
+    first, second = turn_texts(messages, tokenizer)
+    assert first[1] == (content or "") + WRITTEN + ("<|im_end|>" if content else "<|pad|>")
+    assert second == ("".join(first) + "<|im_start|>tool\nsun<|im_end|><|im_start|>assistant\n", "Sunny.<|im_end|>")
+    assert tokenizer.decode(prompt_ids(messages[:3], tokenizer)) == second[0]
+    theirs = [
+        ASKED,
+        {**call, "tool_calls": [{**CALL, "function": {"name": "get", "arguments": {"city": "Köln", "n": None}}}]},
+    ]
+    assert "".join(first) == tokenizer.apply_chat_template(theirs, tokenize=False)
+
+
+def test_a_call_without_its_envelope(tokenizer):
+    tokenizer.chat_template = CALLS
+    calls = [{"role": "assistant", "tool_calls": [{"name": "get", "arguments": arguments}]} for arguments in ({}, "")]
+    assert [turn_texts([ASKED, call], tokenizer)[0][1] for call in calls] == [
+        '{"name": "get", "parameters": {}}<|pad|>'
+    ] * 2
+
+
+def test_tools_go_to_the_template(tokenizer):
+    tokenizer.chat_template = CALLS
+    schemas = [{"type": "function", "function": {"name": "get"}}]
+    begin = '<|im_start|>tools[{"type": "function", "function": {"name": "get"}}]<|im_end|>'
+    for tools in (schemas, str(schemas).replace("'", '"')):
+        assert tokenizer.decode(prompt_ids([ASKED], tokenizer, tools=tools)).startswith(begin)
+        [(context, _)] = turn_texts([ASKED, {"role": "assistant", "content": "a"}], tokenizer, tools=tools)
+        assert context.startswith(begin)
+    for none in (None, [], "", "[]"):
+        assert prompt_ids([ASKED], tokenizer, tools=none) == prompt_ids([ASKED], tokenizer)
+    for wrong in ({"name": "get"}, "{", ["get"], 5):
+        with pytest.raises(InputError, match="'tools' must be a list of JSON schemas, or a JSON text of one, got"):
+            prompt_ids([ASKED], tokenizer, tools=wrong)
+
+
+def test_what_a_template_does_not_know_is_refused(tokenizer):
+    with pytest.raises(InputError, match="the chat template of this model leaves out tools: take one"):
+        prompt_ids([ASKED], tokenizer, tools=[{"name": "get"}])
+    with pytest.raises(InputError, match="the chat template of this model leaves out tool calls: take one"):
+        prompt_ids([ASKED, {"role": "assistant", "tool_calls": [CALL]}, FOUND], tokenizer)
+    tokenizer.chat_template = CALLS
+    with pytest.raises(InputError, match="a tool call cannot be continued"):
+        prompt_ids([ASKED, {"role": "assistant", "tool_calls": [CALL]}], tokenizer)
+
+
+def test_parts_of_text_are_joined(tokenizer):
+    parts = [{"type": "text", "text": "2 + "}, {"type": "text", "text": "3?"}]
+    assert prompt_ids([{"role": "user", "content": parts}], tokenizer) == prompt_ids([MESSAGES[1]], tokenizer)
+
+
+@pytest.mark.parametrize(("weights", "count"), [((0, 1), 1), ((1, None), 2), ((0, 0), 0), ((1.0, 0.0), 1)])
+def test_turns_of_weight_0_are_context(tokenizer, weights, count):
+    first, second = weights
+    weighted = [*MESSAGES[:2], {**MESSAGES[2], "weight": first}, MESSAGES[3], {**MESSAGES[4], "weight": second}]
+    turns = turn_texts(MESSAGES, tokenizer)
+    assert turn_texts(weighted, tokenizer) == [turn for turn, one in zip(turns, weights, strict=True) if one != 0]
+    assert len(turn_texts(weighted, tokenizer)) == count
+
+
+def test_a_thought_under_any_of_its_names(tokenizer):
+    tokenizer.chat_template = CHATML.replace(
+        "message['content']", "(message.reasoning_content or '') + message.content"
+    )
+    for name in ("reasoning_content", "thinking", "reasoning"):
+        assert (
+            turn_texts([ASKED, {"role": "assistant", "content": "a", name: "hm "}], tokenizer)[0][1] == "hm a<|im_end|>"
+        )
+
+
+def test_the_ends_of_all_templates_stop(tokenizer):
+    tokenizer.chat_template = {"default": CHATML, "tool_use": CHATML.replace("<|im_end|>", "<|pad|>")}
+    assert stop_ids(tokenizer) == (258, 256)
+    tokenizer.chat_template["tool_use"] = "{{ tools[0].name }}"  # which conversations with tools report
+    assert stop_ids(tokenizer) == (258,)
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_named_templates_are_read(tokenizer, tmp_path, is_folder):
+    tokenizer.chat_template = {"default": CHATML, "tool_use": CALLS}
+    tokenizer.save_pretrained(tmp_path, save_jinja_files=is_folder)
+    assert (tmp_path / "additional_chat_templates" / "tool_use.jinja").is_file() == is_folder
+    loaded = load_tokenizer(tmp_path)
+    assert prompt_ids([ASKED], loaded) == prompt_ids([ASKED], byte_tokenizer())
+    assert tokenizer.decode(prompt_ids([ASKED], loaded, tools=[{"name": "get"}])).startswith("<|im_start|>tools")

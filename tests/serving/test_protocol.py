@@ -129,6 +129,27 @@ def test_a_raw_completion_begins_as_its_tokenizer_writes_it(loaded):
     assert list(read(ended, is_chat=False, prompt="ab").answers[0].prompt.ids) == [256, 97, 98, 258]
 
 
+def test_conversations_go_to_the_template_as_they_are(protocol):
+    """Parts of text, tool calls without a content and the messages of tools."""
+    parts = [{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}]
+    [answer] = read(protocol, messages=parts).answers
+    assert answer.prompt.ids == read(protocol, messages=MESSAGES).answers[0].prompt.ids
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    calls = {"role": "assistant", "content": None, "tool_calls": [call]}
+    tool = {"role": "tool", "tool_call_id": "1", "name": "add", "content": "2"}
+    template = (
+        "{% for m in messages %}{{ m.role }}{{ m.tool_calls[0].function.arguments.a if m.tool_calls else m.content }}"
+    )
+    own = byte_tokenizer()
+    own.chat_template = template + "{{ m.name }}{{ m.tool_call_id }}<|im_end|>{% endfor %}"
+    tools = Protocol(dataclasses.replace(protocol._loaded, tokenizer=own), name="tiny", limits=Limits())
+    [answer] = read(tools, messages=[*MESSAGES, calls, tool]).answers
+    assert own.decode(answer.prompt.ids) == "userHi<|im_end|>assistant1<|im_end|>tool2add1<|im_end|>"
+    assert "image" in refusal(
+        protocol, messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
+    )
+
+
 def test_many_threads_read_what_one_reads(protocol):
     bodies = [{"prompt": f"{number} " * (number % 50 + 1)} for number in range(200)]
     alone = [read(protocol, is_chat=False, **body).answers for body in bodies]

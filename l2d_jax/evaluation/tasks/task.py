@@ -20,7 +20,7 @@ import datasets
 from transformers import PreTrainedTokenizerFast
 
 from l2d_jax.config.parsing import nearest
-from l2d_jax.data.rows import find_file, read_file, read_hub, require_columns
+from l2d_jax.data.rows import find_files, read_files, read_hub, require_columns
 from l2d_jax.data.tokenizer import prompt_ids, text_ids
 from l2d_jax.errors import InputError, require
 from l2d_jax.evaluation.sandbox.submission import Submission
@@ -144,8 +144,8 @@ class Task:
             place, remedy = self.hub, "check the network, or put the rows into a folder and give it with --data_dir"
             rows = read_hub(self.hub, self.subset, split=split, revision=self.revision, remedy=remedy)
         else:
-            file = find_file(folder, split)
-            place, rows = str(file), read_file(file)
+            files = find_files(folder, split)
+            place, rows = str(files[0]), read_files(files)
         require_columns(rows, self.columns, name=place)
         known = self.rows.get(split, len(rows))
         is_whole = len(rows) == known or (folder is not None and len(rows) < known)
