@@ -17,7 +17,7 @@ LOG_PROBABILITIES = 2**18  # numbers in one reply
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """What a request may ask for, and the budgets of OpenAI's reasoning efforts."""
 
     context: int = 2048  # tokens of a prompt and its answer

@@ -21,7 +21,7 @@ from l2d_jax.decoding.trace import check_single_sample
 from l2d_jax.errors import require, shown
 from l2d_jax.serving import echo
 from l2d_jax.serving.bodies import ChatBody, CompletionBody, parse_json, read_body, text_length
-from l2d_jax.serving.limits import Limits
+from l2d_jax.serving.limits import RequestLimits
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Asked:
 class Protocol:
     """Reads bodies for one model."""
 
-    def __init__(self, loaded: LoadedModel, *, name: str, limits: Limits) -> None:
+    def __init__(self, loaded: LoadedModel, *, name: str, limits: RequestLimits) -> None:
         """`name` is the model's for clients; raises `InputError` for a model without a tokenizer."""
         self._loaded, self.name, self._limits = loaded, name, limits
         self.tokenizer = require_tokenizer(loaded.tokenizer)
