@@ -46,7 +46,7 @@ def main() -> None:
         from l2d_jax.serving.app import ServerApp
         from l2d_jax.serving.connections import make_server
         from l2d_jax.serving.engine import KINDS, Engine
-        from l2d_jax.serving.limits import BUDGET, DRAWS, Limits
+        from l2d_jax.serving.limits import BUDGET, DRAWS, RequestLimits
         from l2d_jax.serving.protocol import Protocol
     except ImportError as error:
         raise InputError(f"a library of the server is missing ({error.name}): pip install 'l2d_jax[serve]'") from None
@@ -67,7 +67,7 @@ def main() -> None:
     problem = f"the model's own options are a budget of {own.budget} and {own.draws} draws"
     require(own.budget <= budget and own.draws <= draws, f"{problem}: raise --max_budget or --max_draws to them")
     efforts = _efforts(options.efforts, own, path, most=budget)
-    limits = Limits(context=context, answers=options.queue, budget=budget, draws=draws, efforts=efforts)
+    limits = RequestLimits(context=context, answers=options.queue, budget=budget, draws=draws, efforts=efforts)
     llm, rows = LLM.declare(base.architecture, dtype=folder.base.dtype), KINDS * options.lanes + 1
     remedy, settings = "--lanes, --context or --max_draws", replace(own, draws=draws)
     check_decoding_memory(llm, path, settings, rows=rows, longest=context, remedy=remedy)

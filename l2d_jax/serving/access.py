@@ -72,7 +72,7 @@ class Access:
         return scheme in ("http", "https") and host is not None and rest.lower() == host.lower()
 
 
-class Gate:
+class AccessGate:
     """An application that answers only requests that `Access.check` lets pass, and probes of `/health`."""
 
     def __init__(self, app: ASGIApp, *, access: Access) -> None:

@@ -20,8 +20,8 @@ from starlette.types import Receive, Scope, Send
 
 from l2d_jax.decoding.requests import Piece
 from l2d_jax.errors import InputError, shown
-from l2d_jax.serving.access import Access, Gate
-from l2d_jax.serving.engine import Engine, Task, Work
+from l2d_jax.serving.access import Access, AccessGate
+from l2d_jax.serving.engine import Engine, PieceWork, Work
 from l2d_jax.serving.failures import explain, respond
 from l2d_jax.serving.protocol import Asked, Protocol
 from l2d_jax.serving.replies import Reply, event
@@ -88,7 +88,7 @@ class ServerApp:
             Route("/v1/completions", partial(self._answer, is_chat=False), methods=["POST"]),
         ]
         handlers = dict.fromkeys((HTTPException, Exception), lambda _, error: respond(error))
-        middleware = [Middleware(Gate, access=self._access)]
+        middleware = [Middleware(AccessGate, access=self._access)]
         if self._access.origins:
             options: dict[str, Any] = {"allow_origins": self._access.origins, "allow_methods": ("GET", "POST")}
             options |= {"allow_headers": ("*",), "expose_headers": ("Retry-After",), "allow_private_network": True}
@@ -132,9 +132,9 @@ class ServerApp:
 
         answers = asked.answers if asked.is_answered else ()
         works = [Work(answer, tell, is_traced=asked.body.trace) for answer in answers]
-        tasks = [Task(pieces, tell) for pieces in asked.scoring]
-        self._engine.submit(works, tasks)
-        cancel = partial(self._engine.cancel, [*works, *tasks])
+        scoring = [PieceWork(pieces, tell) for pieces in asked.scoring]
+        self._engine.submit(works, scoring)
+        cancel = partial(self._engine.cancel, [*works, *scoring])
         reply = Reply(asked, self._protocol.tokenizer, name=self._protocol.name)
         chunks = self._follow(asked, reply, queue, deadline=deadline)
         if asked.body.stream:

@@ -18,7 +18,7 @@ from l2d_jax.config.parsing import check_value, from_dict, nearest
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding.sampler import BIASES, LIKELIEST
 from l2d_jax.errors import InputError, require, shorten, shown
-from l2d_jax.serving.limits import FORMAT_BYTES, FORMAT_DEPTH, STOP_LENGTH
+from l2d_jax.serving.limits import DEPTH, FORMAT_BYTES, STOP_LENGTH
 
 Choices = Annotated[int, Interval(ge=1, le=128)]
 Alternatives = Annotated[int, Interval(ge=0, le=LIKELIEST)]
@@ -179,6 +179,11 @@ def parse_json(data: bytes) -> Any:
     found = SURROGATE.search(written)
     problem = f"text must be Unicode, got half a surrogate pair, {found and ascii(found[0])}"
     require(found is None, f"{problem}: send both halves, or leave it out")
+    depth, level = 0, [values]
+    while level and depth <= DEPTH:
+        inner = [one.values() if isinstance(one, Mapping) else one for one in level if isinstance(one, Mapping | list)]
+        level, depth = [one for parts in inner for one in parts], depth + 1
+    require(depth <= DEPTH, f"the body is nested deeper than {DEPTH} levels: simplify it")
     return values
 
 
@@ -231,10 +236,5 @@ def _check_biases(value: Any) -> None:
 
 def _check_format(value: Any) -> None:
     """Raise `InputError` for a format that is too large to be compiled while others wait."""
-    depth, rest = 0, [value]
-    while rest and depth <= FORMAT_DEPTH:
-        inner = [one.values() if isinstance(one, Mapping) else one for one in rest if isinstance(one, Mapping | list)]
-        rest, depth = [one for values in inner for one in values], depth + 1
-    require(depth <= FORMAT_DEPTH, f"response_format is nested deeper than {FORMAT_DEPTH} levels: simplify it")
-    size = len(json.dumps(value, allow_nan=True))
+    size = len(json.dumps(value))
     require(size <= FORMAT_BYTES, f"response_format has at most {FORMAT_BYTES} bytes, got {size}: simplify it")

@@ -14,8 +14,9 @@ from l2d_jax.decoding.sampler import LIKELIEST
 
 DRAWS = 8  # noise samples per token where the request does not say, as of `model.score`
 SAMPLES = (2, 4, 8, 16, 32, 64)  # numbers of noise samples: few, so that few programs are compiled
-EVALUATIONS = 2048  # of the path in one piece, about, while others wait
-PIECES = (8, 16, 32, 64, 128, 256)  # tokens of a piece: few sizes, so that few programs are compiled
+EVALUATIONS = 1024  # of the path in one piece, at most, while others wait
+PIECES = (1, 4, 16, 64, 256)  # tokens of a piece: few sizes, so that few programs are compiled
+TOGETHER = 8  # evaluations that take as long as one of a single answer, about
 
 
 @dataclass(eq=False)
@@ -28,8 +29,11 @@ class Echo:
     evaluations: int = 0  # of the path, for the scores
 
 
-def score(loaded: LoadedModel, echo: Echo, request: Request, *, prompt: Prompt, draws: int) -> Iterator[None]:
-    """Score a prompt piece by piece, with the settings and the seed of its request; raises `InputError`."""
+def score(loaded: LoadedModel, echo: Echo, request: Request, *, prompt: Prompt, draws: int) -> Iterator[int]:
+    """Score a prompt piece by piece, with the settings and the seed of its request; yield what each has cost.
+
+    Raises `InputError`.
+    """
     first, *answer = prompt.ids
     if not answer:
         return
@@ -40,4 +44,4 @@ def score(loaded: LoadedModel, echo: Echo, request: Request, *, prompt: Prompt, 
         rows = (scored.log_probs, scored.likeliest, scored.likeliest_log_probs)
         echo.scores += map(TokenScore, *(array.tolist() for array in rows))
         echo.evaluations += scored.evaluations
-        yield
+        yield 1 + scored.evaluations // TOGETHER

@@ -63,10 +63,10 @@ class Work:
 
 
 @dataclass(eq=False)
-class Task:
-    """Other work with the model, which is done piece by piece between the tokens of answers."""
+class PieceWork:
+    """Other work with the model, which takes turns with kinds of answers, piece by piece."""
 
-    pieces: Iterator[None]
+    pieces: Iterator[int]  # what each has cost, in evaluations, about
     tell: Callable[[Exception | None], None]  # at its end
     is_cancelled: bool = False
 
@@ -86,29 +86,32 @@ class Engine:
     def __init__(self, loaded: LoadedModel, *, lanes: int, queue: int) -> None:
         self._loaded, self._size, self._limit = loaded, lanes, queue
         self._waiting: list[Work] = []
-        self._tasks: deque[Task] = deque()
+        self._pieces: deque[PieceWork] = deque()
+        self._spent = 0  # by the turns of these
         self._groups: dict[Kind, _Group] = {}
         self._changed = threading.Condition()
         self._is_closing = False
         self._seconds = 1.0  # that an answer has taken of late, in the mean
 
-    def submit(self, works: Sequence[Work], tasks: Sequence[Task] = ()) -> None:
+    def submit(self, works: Sequence[Work], pieces: Sequence[PieceWork] = ()) -> None:
         """Ask for answers and for other work; raises `FullError`, and `InputError` for more than ever fit the queue."""
-        count = max(len(works), len(tasks))
+        count = max(len(works), len(pieces))
         problem = f"a request asks for at most {self._limit} answers here, got {count}: ask several times"
         require(count <= self._limit, problem)
         with self._changed:
             if self._is_closing:
                 raise ClosedError
             waiting = [*(work for work in self._waiting if not work.is_cancelled), *works]
-            longest = max(len(waiting), len(self._tasks) + len(tasks))
+            others = [*(work for work in self._pieces if not work.is_cancelled), *pieces]
+            longest = max(len(waiting), len(others))
             if longest > self._limit:
                 raise FullError(math.ceil(self._seconds * longest / self._size))
-            self._waiting = waiting
-            self._tasks += tasks
+            if not self._pieces:
+                self._spent = min((group.spent for group in [*self._groups.values()]), default=0)
+            self._waiting, self._pieces = waiting, deque(others)
             self._changed.notify()
 
-    def cancel(self, works: Sequence[Work | Task]) -> None:
+    def cancel(self, works: Sequence[Work | PieceWork]) -> None:
         """Nobody waits for these any more; answers leave their lanes at the next chunk."""
         for work in works:
             work.is_cancelled = True
@@ -132,23 +135,25 @@ class Engine:
                     admitted = self._choose()
                 for kind, works in admitted.items():
                     self._admit(kind, works)
-                if self._groups:
-                    self._step(min(self._groups, key=lambda kind: self._groups[kind].spent))
-                self._advance()
+                turn = min(self._groups, key=lambda kind: self._groups[kind].spent, default=None)
+                if turn is None or (self._pieces and self._spent <= self._groups[turn].spent):
+                    self._advance()
+                else:
+                    self._step(turn)
         finally:  # whatever ends this thread, nobody waits for it for ever
             self.close()
             for work in (*self._waiting, *(work for group in self._groups.values() for work in group.works.values())):
                 _tell(work, ClosedError())
-            for task in self._tasks:
-                task.tell(ClosedError())
-            self._waiting, self._groups, self._tasks = [], {}, deque()
+            for other in self._pieces:
+                other.tell(ClosedError())
+            self._waiting, self._groups, self._pieces = [], {}, deque()
 
     def _wait(self) -> bool:
         """Wait for work; whether there is any."""
         with self._changed:
-            while not (self._waiting or self._groups or self._tasks or self._is_closing):
+            while not (self._waiting or self._groups or self._pieces or self._is_closing):
                 self._changed.wait()
-            return bool(self._waiting or self._groups or self._tasks)
+            return bool(self._waiting or self._groups or self._pieces)
 
     def kind(self, answer: Answer) -> Kind:
         """The kind of an answer."""
@@ -193,20 +198,20 @@ class Engine:
             self._fail(kind, contained(error), works)
 
     def _advance(self) -> None:
-        """Do the next piece of the task that has waited longest, which then waits behind the others."""
+        """Do the next piece of the work that has waited longest, which then waits behind the others."""
         with self._changed:
-            task = self._tasks.popleft() if self._tasks else None
-        if task is None or task.is_cancelled:
+            work = self._pieces.popleft() if self._pieces else None
+        if work is None or work.is_cancelled:
             return
         try:
-            next(task.pieces)
+            self._spent += next(work.pieces)
         except StopIteration:
-            task.tell(None)
-        except Exception as error:
-            task.tell(error)
+            work.tell(None)
+        except BaseException as error:
+            work.tell(contained(error))
         else:
             with self._changed:
-                self._tasks.append(task)
+                self._pieces.append(work)
 
     def _step(self, kind: Kind) -> None:
         """Decode the next tokens of one kind, and tell of them."""

@@ -11,12 +11,13 @@ from l2d_jax.errors import InputError, require, shown
 
 BUDGET, DRAWS = 64, 16  # the most that a request may ask for, unless the operator or the model's own options say more
 STOP_LENGTH = 256  # characters of a stop string
-FORMAT_BYTES, FORMAT_DEPTH = 2**16, 64  # of a response_format as JSON
+DEPTH = 64  # levels of lists and objects within each other in a body
+FORMAT_BYTES = 2**16  # of a response_format as JSON
 LOG_PROBABILITIES = 2**18  # numbers in one reply
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """What a request may ask for, and the budgets of OpenAI's reasoning efforts."""
 
     context: int = 2048  # tokens of a prompt and its answer

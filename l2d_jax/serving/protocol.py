@@ -21,7 +21,7 @@ from l2d_jax.decoding.trace import check_single_sample
 from l2d_jax.errors import require, shown
 from l2d_jax.serving import echo
 from l2d_jax.serving.bodies import ChatBody, CompletionBody, parse_json, read_body, text_length
-from l2d_jax.serving.limits import Limits
+from l2d_jax.serving.limits import RequestLimits
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Asked:
     answers: Sequence[Answer]  # those to one prompt follow each other
     prompt_tokens: int
     echoes: Sequence[echo.Echo] = ()  # one for each prompt, where the reply repeats them
-    scoring: Sequence[Iterator[None]] = ()  # scores the echoes, piece by piece
+    scoring: Sequence[Iterator[int]] = ()  # scores the echoes, piece by piece
 
     @property
     def is_answered(self) -> bool:
@@ -43,7 +43,7 @@ class Asked:
 class Protocol:
     """Reads bodies for one model."""
 
-    def __init__(self, loaded: LoadedModel, *, name: str, limits: Limits) -> None:
+    def __init__(self, loaded: LoadedModel, *, name: str, limits: RequestLimits) -> None:
         """`name` is the model's for clients; raises `InputError` for a model without a tokenizer."""
         self._loaded, self.name, self._limits = loaded, name, limits
         self.tokenizer = require_tokenizer(loaded.tokenizer)

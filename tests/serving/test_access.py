@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from l2d_jax.serving.access import Access, Gate
+from l2d_jax.serving.access import Access, AccessGate
 from l2d_jax.serving.failures import respond
 from tests.support.served import listening
 
@@ -98,7 +98,7 @@ def gated() -> Iterator[str]:
         return JSONResponse({})
 
     app = Starlette(routes=[Route("/", answer, methods=["GET", "POST"]), Route("/health", answer)])
-    with listening(Gate(app, access=Access())) as url:
+    with listening(AccessGate(app, access=Access())) as url:
         yield url
 
 

@@ -102,11 +102,14 @@ def test_other_values_are_refused(fields, problem):
     assert problem in refusal(CHAT | fields)
 
 
-def test_formats_are_bounded_in_depth():
-    deep: Any = {}
-    for _ in range(100):
-        deep = {"a": deep}
-    assert "nested deeper than 64" in refusal(CHAT | {"response_format": deep})
+@pytest.mark.parametrize("levels", [70, 600, 950])
+@pytest.mark.parametrize("pair", [("[", "]"), ('{"a":', "}")])
+def test_bodies_are_bounded_in_depth(levels, pair):
+    """Whoever reads them further may use recursion."""
+    value = pair[0] * levels + "1" + pair[1] * levels
+    with pytest.raises(InputError, match=r"nested deeper than 64|must be JSON"):
+        parse_json(f'{{"messages": [{{"role": "user", "content": {value}}}]}}'.encode())
+    parse_json((pair[0] * 60 + "1" + pair[1] * 60).encode())
 
 
 @pytest.mark.parametrize("prompt", [None, 3, [[1, True]], [True], [[1], "b", 2], {"a": 1}, [[1], [2.0]]])

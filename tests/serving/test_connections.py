@@ -135,16 +135,15 @@ def test_a_client_that_reads_slowly_gets_all(url):
     assert httpx.get(f"{url}/slow").text == "0123"
 
 
-def test_honest_clients_get_in_beside_many_half_open_connections(url):
-    """Those that have waited longest make room; none that asks is reset."""
-    opened = [connect(url, b"GET / HTTP/1.1\r\nHo") for _ in range(400)]
-    try:
+def test_honest_clients_get_in_beside_many_half_open_connections():
+    """Those that have waited longest make room, long before their time is over."""
+    with listening(APP, client_timeout=300.0, max_connections=100) as url:
+        opened = [connect(url, b"GET / HTTP/1.1\r\nHo") for _ in range(400)]
         began = time.monotonic()
         for _ in range(20):
             assert b"hello" in read(connect(url, b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"))
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 60
         assert opened[0].recv(100).startswith(b"HTTP/1.1 503 ")
-    finally:
         for one in opened:
             one.close()
 

@@ -22,7 +22,7 @@ from l2d_jax.serving.access import Access
 from l2d_jax.serving.app import ServerApp
 from l2d_jax.serving.connections import make_server
 from l2d_jax.serving.engine import Engine
-from l2d_jax.serving.limits import Limits
+from l2d_jax.serving.limits import RequestLimits
 from l2d_jax.serving.protocol import Protocol
 from tests.support import tiny
 
@@ -59,7 +59,7 @@ def serving(
 ) -> Iterator[str]:
     """Serve a model, and give the address."""
     engine = Engine(loaded, lanes=lanes, queue=queue)
-    protocol = Protocol(loaded, name="tiny", limits=Limits(**{"context": CONTEXT, "answers": queue, **limits}))
+    protocol = Protocol(loaded, name="tiny", limits=RequestLimits(**{"context": CONTEXT, "answers": queue, **limits}))
     app = ServerApp(engine, protocol, access=access or Access(), about=ABOUT, seconds=seconds, longest_body=2**16)
     times = {"client_timeout": client_timeout, "drain": drain}
     decoding = threading.Thread(target=engine.run)
