@@ -71,7 +71,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat_template", type=model_name, help=template)
 
 
-def texts_of(options: argparse.Namespace, config: Config | None = None) -> dict[str, Any]:
+def tokenizer_options(options: argparse.Namespace, config: Config | None = None) -> dict[str, Any]:
     """The arguments of `loading.find` and `load` for `--tokenizer` and `--chat_template`.
 
     What they leave out is as the `config` has it, except for a workdir, which has what it was trained with.

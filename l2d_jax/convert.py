@@ -22,7 +22,7 @@ from l2d_jax.storage.partial import output_folder
 from l2d_jax.weights import base_model, digests, locate, model_folder, publish, release
 from l2d_jax.weights.export import FORMATS, copy_texts, export_model, write_llm
 from l2d_jax.weights.peft import WEIGHTS, Adapter
-from l2d_jax.weights.peft_config import recorded_base
+from l2d_jax.weights.peft_config import adapter_base
 from l2d_jax.weights.safetensors_file import SafetensorsFolder
 
 
@@ -104,7 +104,7 @@ def import_model(base: str, out: Path, *, l2d: tuple[Path, Path] | None = None, 
         write_llm(source, architecture, partial)
         if adapter is not None:
             digests.check_signature(adapter / WEIGHTS, source)
-            recorded = recorded_base(adapter) if adapters else None
+            recorded = adapter_base(adapter) if adapters else None
             Adapter.open(adapter, architecture).write(partial, base=recorded or locate.absolute_name(base))
             written = SafetensorsFolder.open(partial)  # without the tensors of the base that are not used
             digests.sign(partial / WEIGHTS, base_fingerprint=digests.source_fingerprint(written))

@@ -59,7 +59,7 @@ def open_session(
     The options of decoding that the caller has `used` are not refused where the plans do not use them.
     """
     rows.keep_quiet()
-    texts = command_line.texts_of(options, config)
+    texts = command_line.tokenizer_options(options, config)
     found = find(options.workdir or options.model, dtype=options.dtype, **texts)
     if config is not None:
         check_same(found, config)

@@ -35,7 +35,7 @@ SEARCH_OPTIONS = ("candidates", "length_power", "repetition_penalty")  # that ne
 def main() -> None:
     """Parse the command line, load the model, then answer once or until the end of input."""
     options = _parse()
-    folder = find(options.workdir or options.model, **command_line.texts_of(options))
+    folder = find(options.workdir or options.model, **command_line.tokenizer_options(options))
     given = {name: value for name, value in vars(options).items() if value is not None}
     names = given.keys() & {field.name for field in dataclasses.fields(DecodeConfig)} - {"budget"}
     changes = {name: given[name] for name in names}
@@ -66,7 +66,7 @@ def main() -> None:
         if searched is not None:
             check_search(settings, searched, llm, folder.path_config, longest=longest)
     with output_folder(options.trace) if options.trace else contextlib.nullcontext() as out:
-        loaded = load(options.workdir or options.model, mesh=mesh, **command_line.texts_of(options))
+        loaded = load(options.workdir or options.model, mesh=mesh, **command_line.tokenizer_options(options))
         answer = partial(_print_answer, loaded, options, searched=searched)
         if not prompts:
             _chat(answer, variants[0], seed=options.seed)

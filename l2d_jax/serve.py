@@ -52,7 +52,7 @@ def main() -> None:
         raise InputError(f"a library of the server is missing ({error.name}): pip install 'l2d_jax[serve]'") from None
     access = Access(options.host, options.allow_host, options.allow_origin, _read_key())
     _allow_files(options.max_connections)
-    folder = find(options.workdir or options.model, dtype=options.dtype, **command_line.texts_of(options))
+    folder = find(options.workdir or options.model, dtype=options.dtype, **command_line.tokenizer_options(options))
     with explained(f"{options.host}:{options.port} cannot be listened on", "choose another --host or --port"):
         listening = socket.create_server((options.host, options.port))
     runtime.start_jax(MeshConfig())
@@ -71,7 +71,9 @@ def main() -> None:
     llm, rows = LLM.declare(base.architecture, dtype=folder.base.dtype), KINDS * options.lanes + 1
     remedy, settings = "--lanes, --context or --max_draws", replace(own, draws=draws)
     check_decoding_memory(llm, path, settings, rows=rows, longest=context, remedy=remedy)
-    loaded = load(options.workdir or options.model, mesh=mesh, dtype=options.dtype, **command_line.texts_of(options))
+    loaded = load(
+        options.workdir or options.model, mesh=mesh, dtype=options.dtype, **command_line.tokenizer_options(options)
+    )
     name = options.workdir.name if options.workdir else options.model
     engine = Engine(loaded, lanes=options.lanes, queue=options.queue)
     protocol = Protocol(loaded, name=name, limits=limits)

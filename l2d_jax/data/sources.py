@@ -40,14 +40,14 @@ def papers_count(config: DataConfig, split: str) -> int | None:
     return smoltalk.EXAMPLES.get(split) if is_papers and whole and not short else None
 
 
-class Parts(NamedTuple):
+class SplitParts(NamedTuple):
     """The rows of each subset of a source."""
 
     rows: list[datasets.Dataset]
     held_out: int  # rows of the training split that validation has in place of a split
 
 
-def read_parts(config: DataConfig, split: str) -> Parts:
+def read_parts(config: DataConfig, split: str) -> SplitParts:
     """The rows of each subset, with the columns of one of `FORMATS`, and `class` if all have classes.
 
     A folder holds the rows themselves or, like the hub, a part for each subset: <folder>/<subset>/<split>.parquet.
@@ -62,7 +62,7 @@ def read_parts(config: DataConfig, split: str) -> Parts:
     for column in columns:
         if len({str(part.features[column]) for part in parts}) > 1:  # such as JSON lines beside Parquet
             parts = [as_json(part, column) for part in parts]
-    return Parts(parts, held_out)
+    return SplitParts(parts, held_out)
 
 
 def _place(config: DataConfig) -> Path | None:
@@ -107,7 +107,7 @@ def _read_part(config: DataConfig, subset: str | None, split: str) -> tuple[data
     require(len(rows) > 0, f"{name} has no rows: choose another split or source")
     rows = rows.select_columns([column for column in COLUMNS if column in rows.column_names])
     if has_one and config.held_out > 0:
-        is_held_out = choose_rows(rows, config.held_out, name=name)
+        is_held_out = choose_held_out(rows, config.held_out, name=name)
         held_out = int(is_held_out.sum())
         rows = rows.add_column(PLACE, np.arange(len(rows)))  # by which errors name a row
         rows = rows.select(np.flatnonzero(is_held_out == (split == config.validation_split)))
@@ -149,7 +149,7 @@ def _has_one(rows: datasets.Dataset, config: DataConfig) -> bool:
     return set(rows.info.splits or ()) == {config.train_split}
 
 
-def choose_rows(rows: datasets.Dataset, share: float, *, name: str) -> Int[np.ndarray, " n"]:
+def choose_held_out(rows: datasets.Dataset, share: float, *, name: str) -> Int[np.ndarray, " n"]:
     """1 for the rows that are held out for validation: a share of all that differ, one at least; 0 for the others.
 
     Raises `InputError` where all rows say the same.

@@ -32,7 +32,7 @@ class FullError(Exception):
         self.seconds = seconds
 
 
-class ClosedError(FullError):
+class EndingError(FullError):
     """The engine takes no more work."""
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class Engine:
         require(count <= self._limit, problem)
         with self._changed:
             if self._is_closing:
-                raise ClosedError
+                raise EndingError
             waiting = [*(work for work in self._waiting if not work.is_cancelled), *works]
             others = [*(work for work in self._pieces if not work.is_cancelled), *pieces]
             longest = max(len(waiting), len(others))
@@ -143,9 +143,9 @@ class Engine:
         finally:  # whatever ends this thread, nobody waits for it for ever
             self.close()
             for work in (*self._waiting, *(work for group in self._groups.values() for work in group.works.values())):
-                _tell(work, ClosedError())
+                _tell(work, EndingError())
             for other in self._pieces:
-                other.tell(ClosedError())
+                other.tell(EndingError())
             self._waiting, self._groups, self._pieces = [], {}, deque()
 
     def _wait(self) -> bool:

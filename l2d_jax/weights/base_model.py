@@ -76,7 +76,7 @@ def find_base(config: ModelConfig) -> BaseFiles:
     """Find and check the files of the base, and the architecture in the config; raises `InputError`."""
     if config.name == "random":
         architecture = read_architecture(config)
-        tokenizer = tokenizer_files.find_tokenizer(config, None, vocabulary=architecture.vocab_size)
+        tokenizer = tokenizer_files.open_tokenizer(config, None, vocabulary=architecture.vocab_size)
         return BaseFiles(architecture, tokenizer, stop_ids(tokenizer) if tokenizer else (), None)
     language_model = locate.find_base_and_adapters(config.name)
     file = language_model.folder / "config.json"
@@ -88,7 +88,7 @@ def find_base(config: ModelConfig) -> BaseFiles:
     require(not others, f"config.model.architecture differs from {file}: {others}: {remedy}")
     source = open_weights(language_model, architecture)
     texts, vocabulary = language_model.tokenizer_folder, architecture.vocab_size
-    tokenizer = tokenizer_files.find_tokenizer(config, texts, vocabulary=vocabulary)
+    tokenizer = tokenizer_files.open_tokenizer(config, texts, vocabulary=vocabulary)
     ends = _stop_ids(language_model.folder, vocabulary)
     if tokenizer is not None:
         if config.tokenizer is not None:  # in which the ids of the model's may be ordinary words
@@ -103,7 +103,7 @@ def find_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
     if config.name != "random":
         folder = locate.find_base_and_adapters(config.name, files=hub.TEXT_FILES).tokenizer_folder
     vocabulary = read_architecture(config).vocab_size
-    return require_tokenizer(tokenizer_files.find_tokenizer(config, folder, vocabulary=vocabulary))
+    return require_tokenizer(tokenizer_files.open_tokenizer(config, folder, vocabulary=vocabulary))
 
 
 def read_architecture(config: ModelConfig) -> Architecture:
@@ -148,7 +148,7 @@ def check_llm(source: mapping.TensorSource, architecture: Architecture) -> None:
     ignored = set(filter(ROTARY.fullmatch, source.records))
     copied = {HEAD} & source.records.keys() if architecture.tied else set()
     mapping.check_tensors(source, mapping.llm_shapes(architecture), ignored=ignored | copied)
-    if copied and not mapping.is_same(source, HEAD, EMBEDDING):
+    if copied and not mapping.holds_the_same(source, HEAD, EMBEDDING):
         problem = f"{HEAD} differs from {EMBEDDING}, and config.json ties them"
         raise InputError(f"{problem}: set tie_word_embeddings to false there to use both, or remove {HEAD}")
 

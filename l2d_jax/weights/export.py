@@ -31,7 +31,7 @@ from l2d_jax.storage import mirror
 from l2d_jax.storage.partial import output_folder, scratch_folder
 from l2d_jax.weights import base_model, digests, hub, mapping, model_folder, peft, publish, release, tokenizer_files
 from l2d_jax.weights.locate import BaseAndAdapters, absolute_name, find_base_and_adapters, locate
-from l2d_jax.weights.peft_config import CONFIG, recorded_base
+from l2d_jax.weights.peft_config import CONFIG, adapter_base
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_safetensors
 
 REPLACED = ("model.safetensors.index.json", "path.json", CONFIG)
@@ -164,7 +164,7 @@ def _peft(parts: Parts, out: Path, _file: str) -> None:
     folders = parts.language_model.adapters
     count = f"{len(folders)} LoRA adapters, one upon the other" if folders else "no LoRA adapter of its own"
     require(len(folders) == 1, f"the language model of {parts.name} has {count}: export it with another format")
-    named = recorded_base(folders[0])
+    named = adapter_base(folders[0])
     folder = parts.language_model.folder
     peft.Adapter.open(folders[0], parts.architecture).write(out, base=named or absolute_name(str(folder)))
     digests.sign(out / peft.WEIGHTS, base_fingerprint=digests.source_fingerprint(SafetensorsFolder.open(folder)))

@@ -12,7 +12,7 @@ from l2d_jax.errors import InputError, shown
 BLOCK = 2**18  # entries looked at in one go
 
 
-def is_finite(array: np.ndarray) -> bool:
+def all_finite(array: np.ndarray) -> bool:
     """Whether an array has neither NaN nor infinities; integers have none."""
     if array.dtype.kind != "f" and array.dtype != ml_dtypes.bfloat16:
         return True
@@ -26,7 +26,7 @@ def is_finite(array: np.ndarray) -> bool:
 
 def require_finite(array: np.ndarray, name: str, where: object) -> np.ndarray:
     """The array; raises an `InputError` that begins with `where` and names the tensor if it is not finite."""
-    if not is_finite(array):
+    if not all_finite(array):
         problem = f"{where}: tensor {shown(name)} has entries that are not finite"
         raise InputError(f"{problem}: take weights without NaN and infinities")
     return array

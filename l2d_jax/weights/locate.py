@@ -14,7 +14,7 @@ from l2d_jax.storage.partial import output_folder
 from l2d_jax.weights import gguf_model, hub, peft
 from l2d_jax.weights.gguf_file import GGUFFile
 from l2d_jax.weights.hub import HUB_ID
-from l2d_jax.weights.peft_config import CONFIG, recorded_base
+from l2d_jax.weights.peft_config import CONFIG, adapter_base
 from l2d_jax.weights.safetensors_file import write_safetensors
 
 NEARBY = "base_from_here"  # in a file that names its base: the path from the file's folder to it
@@ -98,7 +98,7 @@ def find_base_and_adapters(name: str, *, files: list[str] = hub.FILES) -> BaseAn
         adapters.insert(0, folder)
         if (folder / "config.json").exists():
             break
-        base = recorded_base(folder)
+        base = adapter_base(folder)
         if base is None:
             raise InputError(f"{folder / CONFIG} names no base: give it as base_model_name_or_path")
         require(base != "random", f"the base of {folder} is {RANDOM}")

@@ -205,7 +205,7 @@ def check_tensors(source: TensorSource, shapes: Shapes, *, ignored: Set[str] = f
     require(text == "", f"the tensors do not fit the architecture: {text}: take weights and config.json of one model")
 
 
-def is_same(source: TensorSource, name: str, other: str) -> bool:
+def holds_the_same(source: TensorSource, name: str, other: str) -> bool:
     """Whether two tensors of a source have one shape and the same values, block by block of their rows."""
     shape = tuple(source.records[name].shape)
     if shape != tuple(source.records[other].shape):

@@ -62,7 +62,7 @@ class _Base(TypedDict):
     revision: NotRequired[str | None]
 
 
-def recorded_base(folder: Path) -> str | None:
+def adapter_base(folder: Path) -> str | None:
     """The base that an adapter's config names, org/name@revision if it gives a revision of a model on the hub.
 
     None: it names none. Raises `InputError`.

@@ -34,7 +34,7 @@ def is_replaced(config: ModelConfig) -> bool:
     return config.tokenizer is not None or config.chat_template is not None
 
 
-def find_tokenizer(config: ModelConfig, folder: Path | None, *, vocabulary: int) -> PreTrainedTokenizerFast | None:
+def open_tokenizer(config: ModelConfig, folder: Path | None, *, vocabulary: int) -> PreTrainedTokenizerFast | None:
     """The tokenizer of a model whose files are in `folder`, or that of bytes where that is None, as the config has it.
 
     None where there is none. Raises `InputError`, also for ids that the `vocabulary` of the model does not have.

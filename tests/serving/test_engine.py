@@ -21,7 +21,7 @@ from l2d_jax.decoding.requests import Answer, Piece, Prompt, Request, Restrictio
 from l2d_jax.decoding.stop_strings import StopSearch
 from l2d_jax.errors import RunError
 from l2d_jax.serving import engine as engines
-from l2d_jax.serving.engine import ClosedError, Engine, FullError, Work
+from l2d_jax.serving.engine import EndingError, Engine, FullError, Work
 from tests.decoding.test_programs import live_programs
 from tests.support.served import talking_model
 
@@ -131,7 +131,7 @@ def test_an_error_of_a_program_is_told_to_all_of_its_kind(loaded: LoadedModel, m
 def test_nobody_waits_for_an_engine_that_has_ended(loaded: LoadedModel, monkeypatch: Any) -> None:
     with running(loaded) as engine:
         engine.close()
-        with pytest.raises(ClosedError, match="this server is ending: ask again in 5 s"):
+        with pytest.raises(EndingError, match="this server is ending: ask again in 5 s"):
             engine.submit([Client(loaded).work])
     engine, left = Engine(loaded, lanes=1, queue=4), Client(loaded)
     engine.submit([left.work])

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 from l2d_jax import convert
 from l2d_jax.errors import InputError
 from l2d_jax.weights.peft import Adapter, adapter_shapes
-from l2d_jax.weights.peft_config import PeftConfig, recorded_base
+from l2d_jax.weights.peft_config import PeftConfig, adapter_base
 from tests.support import tiny
 from tests.support.exports import logits, transformers_logits
 from tests.support.peft_adapters import save_by_peft, write_adapter
@@ -182,7 +182,7 @@ def test_the_shapes_of_an_adapter_that_is_trained_here_are_those_that_peft_makes
 
 def test_a_base_on_the_hub_is_of_the_revision_that_the_adapter_names(tmp_path):
     adapter = write_adapter(tmp_path / "adapter", "llama", base_model_name_or_path="org/name", revision="abc123")
-    assert recorded_base(adapter) == "org/name@abc123"
+    assert adapter_base(adapter) == "org/name@abc123"
     opened = Adapter.open(adapter, tiny.architecture("llama"))
     (tmp_path / "out").mkdir()
     opened.write(tmp_path / "out", base="org/name@abc123")
@@ -195,9 +195,9 @@ def test_a_base_on_the_hub_is_of_the_revision_that_the_adapter_names(tmp_path):
         file.write_text(json.dumps({"base_model_name_or_path": value}))
         if message:
             with pytest.raises(InputError, match=message):
-                recorded_base(adapter)
+                adapter_base(adapter)
         else:
-            assert recorded_base(adapter) is None
+            assert adapter_base(adapter) is None
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

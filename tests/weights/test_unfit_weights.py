@@ -12,7 +12,7 @@ from l2d_jax.config.schema import ModelConfig
 from l2d_jax.errors import InputError
 from l2d_jax.loading import load
 from l2d_jax.weights import base_model
-from l2d_jax.weights.finite import BLOCK, is_finite
+from l2d_jax.weights.finite import BLOCK, all_finite
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_safetensors
 from tests.support import tiny
 from tests.support.exports import logits, transformers_logits
@@ -82,19 +82,19 @@ TYPES = (np.float16, np.float32, np.float64, ml_dtypes.bfloat16)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_one_value_that_is_not_finite_is_found(dtype, value):
     array = np.linspace(-60_000, 60_000, 3 * BLOCK + 7).astype(dtype).reshape(1, -1)
-    assert is_finite(array)
-    assert is_finite(np.full(3, np.finfo(np.float16).max, dtype))
-    assert is_finite(np.zeros((0, 3), dtype))
+    assert all_finite(array)
+    assert all_finite(np.full(3, np.finfo(np.float16).max, dtype))
+    assert all_finite(np.zeros((0, 3), dtype))
     for place in (0, BLOCK, -1):
         spoiled = array.copy()
         spoiled[0, place] = value
-        assert not is_finite(spoiled)
-        assert not is_finite(spoiled.T)
+        assert not all_finite(spoiled)
+        assert not all_finite(spoiled.T)
 
 
 def test_integers_are_finite():
-    assert is_finite(np.full(5, -1, np.int8))
-    assert is_finite(np.full(5, True))
+    assert all_finite(np.full(5, -1, np.int8))
+    assert all_finite(np.full(5, True))
 
 
 def spoil(file, value, name=None):

@@ -28,7 +28,7 @@ def twin(module: nn.Module, **parts: nn.Module) -> Any:
 
 
 @dataclass
-class Run:
+class LayerRun:
     """One layer's run over some tokens."""
 
     inputs: Tensor  # [B, T, D]
@@ -67,11 +67,11 @@ class Recorded(nn.Module):
         super().__init__()
         self.layer = layer
 
-    def forward(self, hidden: Tensor, *, past_key_values: Any, runs: list[Run], **call: Any) -> Tensor:
+    def forward(self, hidden: Tensor, *, past_key_values: Any, runs: list[LayerRun], **call: Any) -> Tensor:
         """The layer's output."""
         cache = Keeping(past_key_values)
         outputs = self.layer(hidden, past_key_values=cache, **call)
-        runs.append(Run(hidden, outputs, call, cache.states))
+        runs.append(LayerRun(hidden, outputs, call, cache.states))
         return outputs
 
 
@@ -123,7 +123,7 @@ class Reader:
     def __call__(self, past_key_values: Any, **inputs: Any) -> tuple[Reading, Any, Any]:
         """Run over embeddings, [B, T, D]; what the path needs, the cache, and what the decoder returned."""
         cache = DynamicCache(config=self.decoder.config) if past_key_values is None else past_key_values
-        runs: list[Run] = []
+        runs: list[LayerRun] = []
         self._share_hooks()
         outputs = self.decoder(past_key_values=cache, use_cache=True, runs=runs, **inputs)
         self._share_hooks()
