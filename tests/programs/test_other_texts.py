@@ -120,7 +120,7 @@ def test_an_evaluation_takes_them_from_its_config_or_refuses_others(project, tmp
     tasks += ["--max_new_tokens", 2, "--out", tmp_path / "eval", "--budget", 1]
     outcome = call(evaluate.main, "--model", "base", *tasks, *arguments)
     assert outcome.status == 0, outcome.err
-    outcome = call(evaluate.main, "--model", "base", *tasks, "--tokenizer", "words")
+    outcome = call(evaluate.main, "--model", "base", *tasks, *arguments, "--chat_template", "words")
     assert "tokenizer" in outcome.error  # the results are of another chat template
     assert call(train.main, *arguments, "--workdir", tmp_path / "run").status == 0
     without = [one for one in arguments if "chat_template" not in one]
