@@ -2,7 +2,8 @@
 
 Both compute in float32, on rows of random tokens and one of text, with the same noise: logits of one evaluation at
 several t, whole trajectories by every fixed-step solver, with the mean over tokens and guidance where there are
-classes, and greedy answers as each decodes them, which may differ where two tokens are as good as equal. The class is
+classes, and greedy answers as each decodes them, with the noise that each makes of the same seed. They may differ where
+two tokens are as good as equal. The class is
 this package's own: code in a folder is never run. One of the two models is in memory at a time, with all logits.
 """
 

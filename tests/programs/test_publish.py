@@ -19,7 +19,7 @@ from tests.support.programs import call, options, write_base, write_tasks
 STEPS = {"train__steps": 2, "validation__budgets": (1, 3), "decode__max_new_tokens": 8, "decode__budget": 3}
 REPO = ["--repo", "me/tiny-path"]
 FILES = {"README.md", "config.json", "model.safetensors", "path.json", "tokenizer.json", "tokenizer_config.json"}
-FILES |= {"configuration_l2d.py", "modeling_l2d.py", "path_l2d.py"}
+FILES |= {f"{name}_l2d.py" for name in ("configuration", "folder", "modeling", "noise", "path", "reading", "solver")}
 IDS = [[1, 2, 3, 4], [9, 8, 7, 6]]
 
 

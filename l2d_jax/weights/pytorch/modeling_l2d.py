@@ -94,7 +94,8 @@ class L2DForCausalLM(PathBesideModel, GenerationMixin):
             raise ValueError(f"unknown option {min(unknown)[:80]!r} of forward")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
-        budget, solver = self.config.budget if budget is None else budget, solver or self.config.solver
+        budget = self.config.budget if budget is None else budget
+        solver = self.config.solver if solver is None else solver
         has_class = class_labels is not None
         settings = Settings(budget, solver, velocity, velocity_temperature, anneal, guidance, has_class)
         classes = self._checked(class_labels)
@@ -182,6 +183,8 @@ class L2DForCausalLM(PathBesideModel, GenerationMixin):
         if generator is not None or not is_seeded:
             return Drawn(generator, before)
         start = torch.as_tensor(start, device=before.device).reshape(-1, 1)
+        if len(start) not in (1, len(before)):
+            raise ValueError(f"answer_start must be one number, or {len(before)}, one for each row, got {len(start)}")
         return Numbered.of(SEED if seed is None else seed, sequences, before - start)
 
     def _estimates(self, hidden: Tensor, t: Tensor, temperature: Tensor, kind: str, numbers: Any) -> Tensor:

@@ -38,7 +38,7 @@ def fold(key: Tensor, number: Tensor) -> Tensor:
 
 def seed_key(seed: int | Tensor, device: torch.device) -> Tensor:
     """The key of a seed below 2**63; raises `ValueError`."""
-    if not isinstance(seed, Tensor) and not (hasattr(seed, "__index__") and 0 <= seed < 2**63):
+    if not (seed.ndim == 0 if isinstance(seed, Tensor) else hasattr(seed, "__index__") and 0 <= seed < 2**63):
         raise ValueError(f"seed must be a whole number from 0 to 2**63 - 1, got {str(seed)[:40]}")
     number = torch.as_tensor(seed, device=device, dtype=torch.int64)
     return torch.stack([number >> 32, number & WORD], dim=-1)

@@ -5,7 +5,7 @@ The decoder's own code runs, with layers that keep a record of each call.
 
 import copy
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -84,6 +84,7 @@ class Reading:
     calls: list[dict[str, Any]]  # by layer: with what its attention was called
     states: list[tuple[Tensor, Tensor]]  # by layer: the keys and values that it attended to
     seen: int  # tokens in the cache
+    attention: str  # transformers' name of the implementation
 
     def last(self, count: int) -> "Reading":
         """The last positions alone; 0: all of them."""
@@ -95,12 +96,12 @@ class Reading:
             cut = {name: _cut(name, value, count) for name, value in call.items()}
             if call.get("attention_mask") is None:  # each token sees all before it, but no slots that are empty
                 keys, values = keys[:, :, : self.seen], values[:, :, : self.seen]
-                if count > 1:
+                if count > 1 and "flash" not in self.attention:  # which counts from the end
                     ones = torch.ones(count, keys.shape[2], dtype=torch.bool, device=keys.device)
                     cut["attention_mask"] = ones.tril(keys.shape[2] - count)[None, None]
             calls.append(cut)
             states.append((keys, values))
-        return Reading(self.hidden[:, -count:], self.inputs[:, -count:], calls, states, self.seen)
+        return replace(self, hidden=self.hidden[:, -count:], inputs=self.inputs[:, -count:], calls=calls, states=states)
 
 
 def _cut(name: str, value: Any, count: int) -> Any:
@@ -128,7 +129,8 @@ class Reader:
         outputs = self.decoder(past_key_values=cache, use_cache=True, runs=runs, **inputs)
         self._share_hooks()
         calls, states = [run.call for run in runs], [run.states for run in runs]
-        return Reading(runs[-1].outputs, runs[0].inputs, calls, states, cache.get_seq_length()), cache, outputs
+        seen, attention = cache.get_seq_length(), self.decoder.config._attn_implementation
+        return Reading(runs[-1].outputs, runs[0].inputs, calls, states, seen, attention), cache, outputs
 
     def _share_hooks(self) -> None:
         """Decoders that have the same layers do not install transformers' hooks twice."""
