@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypeAlias
 
@@ -24,7 +24,7 @@ from l2d_jax.weights.hub import HUB_ID
 
 CONFIG = "adapter_config.json"
 ALL_LINEAR = "all-linear"
-SECONDS = 5.0  # that the regular expressions of a file may take
+SECONDS = 10.0  # of a core, that the regular expressions of a file may take: one for each of 560 layers takes 1.3
 MERGE = "merge it into its base by PEFT's merge_and_unload, and give that folder"
 # Starts of A and B that leave the base as it is, unlike PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA.
 PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
@@ -85,7 +85,8 @@ class PeftConfig:
     file: Path
     raw: Mapping[str, Any]
     found: Mapping[str, Any]  # the entries of `_PeftConfig`
-    _ends: float  # when the regular expressions have taken too long, by `time.monotonic`
+    _ends: float  # when the regular expressions have taken too long, by `time.process_time`
+    _compiled: dict[str, Any] = field(default_factory=dict)  # those that were used
 
     @classmethod
     def open(cls, folder: Path) -> "PeftConfig":
@@ -104,7 +105,7 @@ class PeftConfig:
         if (start.lower() if isinstance(start, str) else start) not in PLAIN_STARTS:
             problem = f"{file}: init_lora_weights = {shown(start)} trains beside a changed base"
             raise InputError(f"{problem}: save it by PEFT's path_initial_model_for_weight_conversion, as plain LoRA")
-        return cls(file, raw, found, time.monotonic() + SECONDS)
+        return cls(file, raw, found, time.process_time() + SECONDS)
 
     @property
     def rank_stabilized(self) -> bool:
@@ -156,10 +157,12 @@ class PeftConfig:
 
     def _match(self, pattern: str, text: str) -> Any:
         """The match of a whole text; raises `InputError` for what is no pattern, or takes too long."""
-        left = self._ends - time.monotonic()
+        left = self._ends - time.process_time()
         try:
             require(left > 0, f"{self.file}: its regular expressions take too long: write out the names of the layers")
-            return regex.fullmatch(pattern, text, timeout=left)
+            if pattern not in self._compiled:  # EVA writes a pattern for each layer, more than the library keeps
+                self._compiled[pattern] = regex.compile(pattern)
+            return self._compiled[pattern].fullmatch(text, timeout=left)
         except TimeoutError:
             return self._match(pattern, text)  # which raises
         except (regex.error, RecursionError, OverflowError) as error:

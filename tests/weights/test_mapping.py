@@ -63,15 +63,14 @@ def test_everything_that_does_not_fit_is_named_in_one_error() -> None:
     base_model.check_llm(good, architecture)
     bad = Tensors(good)
     del bad["model.norm.weight"]
-    del bad["model.layers.1.self_attn.q_proj.bias"]
     bad["model.layers.2.mlp.up_proj.weight"] = np.zeros((48, 32))
     bad["surplus"] = np.zeros(1)
     bad["model.layers.0.mlp.up_proj.weight"] = np.zeros((32, 48))
     with pytest.raises(InputError) as error:
         base_model.check_llm(bad, architecture)
     assert str(error.value) == (
-        "the tensors do not fit the architecture: missing: model.layers.1.self_attn.q_proj.bias and 1 more; "
-        "not part of this architecture: model.layers.2.mlp.up_proj.weight and 1 more; "
+        "the tensors do not fit the architecture: missing: model.norm.weight; "
+        "not part of this architecture: model.layers.2.mlp.up_proj.weight, surplus; "
         "misshaped: model.layers.0.mlp.up_proj.weight has shape [32, 48], expected [48, 32]: "
         "take weights and config.json of one model"
     )
