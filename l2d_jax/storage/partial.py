@@ -22,6 +22,8 @@ from l2d_jax.errors import InputError
 from l2d_jax.files import explained
 
 ENDED = 143  # the exit status: 128 + SIGTERM
+PATIENCE = 1.0  # seconds that a program has to end by itself after SIGTERM
+_folders: set[Path] = set()  # that this process is writing
 
 
 @contextlib.contextmanager
@@ -55,9 +57,11 @@ def locked_folder(parent: Path, before: str, after: str) -> Iterator[Path]:
         _remove_left(parent, re.compile(rf"{re.escape(before)}[0-9a-f]{{32}}{re.escape(after)}"))
     with explained(f"cannot create a folder in {parent}", "choose another place"):
         folder, lock = _make(parent, before, after)
+    _folders.add(folder)
     try:
         yield folder
     finally:
+        _folders.discard(folder)
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
 
@@ -97,7 +101,11 @@ def _remove_left(parent: Path, names: re.Pattern[str]) -> None:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """Within, SIGTERM raises `SystemExit`, so that what is open is closed, unless the program handles it itself."""
+    """Within, SIGTERM raises `SystemExit`, so that what is open is closed, unless the program handles it itself.
+
+    Where the main thread is not back in Python in time, as when a library writes gigabytes, another thread removes the
+    folders and ends the process.
+    """
 
     def end(*_: Any) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends the process at once
@@ -106,8 +114,28 @@ def _terminable() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
         return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)  # as Python demands it
+    left = threading.Event()
+    watcher = threading.Thread(target=_watch, args=(reader, left), daemon=True)
+    watcher.start()
+    former = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, end)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.set_wakeup_fd(former)
+        left.set()
+        os.close(writer)  # which ends the other thread
+        watcher.join()
+        os.close(reader)
+
+
+def _watch(reader: int, left: threading.Event) -> None:
+    """In a thread: after a SIGTERM, whose number is written into the pipe at once, give the main thread some time."""
+    while signals := os.read(reader, 64):
+        if signal.SIGTERM in signals and not left.wait(PATIENCE):
+            for folder in list(_folders):
+                shutil.rmtree(folder, ignore_errors=True)
+            os._exit(ENDED)

@@ -200,7 +200,11 @@ def check_tensors(source: TensorSource, shapes: Shapes, *, ignored: Set[str] = f
         ("of integers", [name for name, kind in kinds.items() if not jnp.issubdtype(kind, jnp.floating)]),
         ("float16 beside bfloat16", [name for name, kind in kinds.items() if halves and kind == np.float16]),
     ]
-    text, short = ("; ".join(f"{kind}: {_some(names, most)}" for kind, names in faults if names) for most in (2, 1))
+    text, short = (
+        # Shapes make long names longer.
+        "; ".join(f"{kind}: {_some(names, 1 if kind == 'misshaped' else most)}" for kind, names in faults if names)
+        for most in (2, 1)
+    )
     text = text if len(text) < 200 else short  # the whole is to be one line
     require(text == "", f"the tensors do not fit the architecture: {text}: take weights and config.json of one model")
 

@@ -38,6 +38,8 @@ def parse_hyperparameters(raw: Mapping[str, Any]) -> PathConfig:
     for theirs, name in names.items():
         if name not in (*ours, "lora_rank", "lora_alpha", "classes", "class_dropout"):
             raise InputError(f"hyper-parameter {theirs} is missing: give the release's keyword arguments")
+    rule = f"hyper-parameter separate_flow_params_with_lora must be true or false, got {shown(ours['layers'])}"
+    require(isinstance(ours["layers"], bool), rule)
     ours["layers"] = "lora" if ours["layers"] else "dense"
     rank = ours["lora_rank"] = ours.get("lora_rank") or PathConfig.lora_rank
     if ours.get("lora_alpha") in (None, -1):

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,20 +16,22 @@ from l2d_jax.errors import InputError
 from l2d_jax.storage.partial import output_folder, scratch_folder
 
 WRITER = """
-import sys, time
+import hashlib, sys, time
 from pathlib import Path
 from l2d_jax.storage.partial import output_folder
 with output_folder(Path(sys.argv[1])) as folder:
     (folder / "a").write_text("a")
     print(folder, flush=True)
+    if len(sys.argv) > 2:  # in C, where no signal is handled
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
     time.sleep(60)
 """
 
 
 @contextmanager
-def writer(out: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+def writer(out: Path, *more: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     """A process that writes an output folder for a minute, and the folder."""
-    with subprocess.Popen([sys.executable, "-c", WRITER, out], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([sys.executable, "-c", WRITER, out, *more], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
             yield process, Path(process.stdout.readline().strip())
@@ -99,8 +102,10 @@ def test_two_side_by_side_leave_each_other_alone(tmp_path: Path) -> None:
             assert (other / "a").exists()
 
 
-def test_sigterm_removes_the_folder_at_once(tmp_path: Path) -> None:
-    with writer(tmp_path / "out") as (process, _):
+@pytest.mark.parametrize("more", [(), ("in C",)])
+def test_sigterm_removes_the_folder_at_once(tmp_path: Path, more: tuple[str, ...]) -> None:
+    with writer(tmp_path / "out", *more) as (process, _):
+        time.sleep(0.5 * len(more))
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 143
     assert list(tmp_path.iterdir()) == []
