@@ -394,7 +394,7 @@ BAD = [
     ({"seed": -1}, "whole number"),
     ({"seed": 0.5}, "whole number"),
     ({"seed": 1, "generator": torch.Generator()}, "not both"),
-    ({"sequence_ids": torch.arange(3)}, "2 whole numbers"),
+    ({"sequence_ids": torch.arange(3)}, "one for each of 2 rows"),
     ({"answer_start": torch.arange(3)}, "one number, or 2"),
     ({"inputs_embeds": torch.zeros(2, 4, 32)}, "either"),
     ({"generator": [torch.Generator()]}, "2 rows"),
