@@ -50,7 +50,7 @@ def about(subject: object) -> Iterator[None]:
     except InputError as error:
         if str(subject) in str(error):
             raise
-        room = max(30, LONGEST_LINE - len(f": {error}"))
+        room = max(30, LONGEST_LINE - len(f"error: : {error}"))
         raise InputError(f"{shorten(str(subject), room)}: {error}") from error
 
 
