@@ -35,7 +35,7 @@ KEY = "L2D_JAX_API_KEY"
 BUDGETS = (1, 3, 7, 15, 31)  # that the page offers
 EFFORTS = {"none": 1, "low": 3, "medium": 7, "high": 15}  # those of them that the model can spend
 SPARE_FILES = 128  # file descriptors besides those of connections
-GRACE = 10.0  # seconds after --drain in which the last chunk of tokens may end
+GRACE = 5.0  # seconds after the last connection in which the devices may end what they compute
 
 
 def main() -> None:
@@ -136,16 +136,22 @@ def _efforts(
 def _serve(engine: Any, server: Any, listening: socket.socket, *, drain: float) -> None:
     """Decode in this thread, and talk HTTP in another, until a signal ends both."""
 
+    def leave(status: int) -> NoReturn:
+        with contextlib.suppress(OSError):
+            print("ended while the devices were computing what nobody waits for", flush=True)
+        os._exit(status)
+
+    def leave_after(seconds: float, status: int) -> None:
+        timer = threading.Timer(seconds, leave, [status])
+        timer.daemon = True
+        timer.start()
+
     def listen() -> None:
         try:
             server.run(sockets=[listening])
         finally:
             engine.close()
-
-    def give_up() -> NoReturn:
-        with contextlib.suppress(OSError):
-            print(f"ended {GRACE:g} s after the drain time, while the devices were still computing", flush=True)
-        os._exit(1)
+            leave_after(GRACE, 0)
 
     def end(*_: Any) -> None:
         if server.should_exit:
@@ -153,9 +159,7 @@ def _serve(engine: Any, server: Any, listening: socket.socket, *, drain: float) 
         with contextlib.suppress(OSError):
             print(f"ending within {drain:g} s: requests under way are answered first", flush=True)
         server.should_exit = True
-        last = threading.Timer(drain + GRACE, give_up)
-        last.daemon = True
-        last.start()
+        leave_after(drain + 2 * GRACE, 1)
 
     former = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     thread = threading.Thread(target=listen)

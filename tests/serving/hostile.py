@@ -131,26 +131,39 @@ def deaf(url: str, rng: random.Random) -> str:
     return "left"
 
 
+def costly() -> list[dict[str, Any]]:
+    """Options of requests whose tokens take long, of several kinds."""
+    kinds = itertools.product(["midpoint", "fehlberg2"], [1, 3], [31, 63])
+    return [{"solver": solver, "draws": draws, "budget": budget} for solver, draws, budget in kinds]
+
+
+def compile_all(url: str) -> None:
+    """Ask for what hostile clients ask for, one at a time, so that all programs are there before honest ones wait."""
+    asked = [(CHAT, {"messages": MESSAGES, "max_tokens": 400, **body}) for body in costly()]
+    asked += [(RAW, {"prompt": "a", "max_tokens": 400, "logprobs": 20, "budget": 1})]
+    asked += [(RAW, scored(draws)) for draws in (4, 8)]
+    for path, body in asked:
+        with httpx.stream("POST", f"{url}/{path}", json=body | {"stream": True}, timeout=600) as reply:
+            next(reply.raise_for_status().iter_lines())
+
+
+def scored(draws: int) -> dict[str, Any]:
+    """A long prompt to be scored."""
+    return {"prompt": "a" * 400, "echo": True, "logprobs": 5, "max_tokens": 0, "budget": 31, "draws": draws}
+
+
 def leaving(url: str, rng: random.Random) -> str:
     """Costly requests, of many kinds, whose client leaves."""
-    options = {"budget": rng.choice([15, 31, 63, 64]), "draws": rng.randrange(1, 17), "max_tokens": 400}
-    options |= {"solver": rng.choice(["midpoint", "euler", "fehlberg2", "bosh3"]), "stream": rng.random() < 0.5}
+    body = rng.choice(costly()) | {"max_tokens": 400, "stream": rng.random() < 0.5}
     try:
-        return str(httpx.post(f"{url}/{CHAT}", json={"messages": MESSAGES, **options}, timeout=0.3).status_code)
+        return str(httpx.post(f"{url}/{CHAT}", json={"messages": MESSAGES, **body}, timeout=0.3).status_code)
     except httpx.TimeoutException:
         return "left"
 
 
 def scoring(url: str, rng: random.Random) -> str:
     """Long prompts to be scored, whose client leaves."""
-    body = {
-        "prompt": "a" * 400,
-        "echo": True,
-        "logprobs": 5,
-        "max_tokens": 0,
-        "budget": 31,
-        "draws": rng.choice([2, 4, 8, 16]),
-    }
+    body = scored(rng.choice([4, 8]))
     try:
         return str(httpx.post(f"{url}/{RAW}", json=body, timeout=1).status_code)
     except httpx.TimeoutException:
@@ -240,6 +253,7 @@ def attack(seconds: float, *, questions: int) -> Report:
     """Start a server, attack it for so many seconds, and end it while half-open connections are there."""
     report = Report()
     with program() as (url, server), ThreadPoolExecutor(HONEST) as honest:
+        compile_all(url)
         alone = [ask(url, number)[0] for number in range(questions)]
         ended, began = threading.Event(), time.monotonic()
 
