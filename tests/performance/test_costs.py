@@ -121,7 +121,7 @@ def test_flops_of_a_step_and_of_a_decoded_token():
 
 
 def test_dry_run_reads_no_weights(monkeypatch):
-    monkeypatch.setattr(model_folder, "find_base", None)
+    monkeypatch.setattr(base_model, "find_base", None)
     monkeypatch.setattr(base_model.BaseFiles, "load", None)
     outcome = call(train.main, "--config", ROOT / "configs" / "llama1b.py", "--dry_run")
     assert outcome.status == 0

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 from l2d_jax import prepare, train
 from l2d_jax.data import examples, prepared, tokenizer
 from l2d_jax.errors import LONGEST_LINE, InputError
+from l2d_jax.weights import base_model
 from tests.support.programs import ROOT, call, options, same_bits, without_times
 
 STEPS = {"train__steps": 3, "data__packing": True}
@@ -46,7 +47,7 @@ def test_bad_input_is_one_line_before_a_base_is_opened(tmp_path, monkeypatch):
     def error(**changes):
         return call(train.main, *options(data__prepared=out, **changes), "--workdir", tmp_path / "run").error
 
-    monkeypatch.setattr(model_folder, "find_base", opened)
+    monkeypatch.setattr(base_model, "find_base", opened)
     out = tmp_path / "out"
     assert error().startswith(f"{out} has no manifest.json: its preparation has not ended")
     assert call(prepare.main, *options(), "--out", out).status == 0

@@ -431,7 +431,7 @@ def test_a_mistake_can_be_mended(tmp_path):
 @pytest.mark.parametrize("workdir", ["file", "file/below", "/proc/none", "/proc/self"])
 def test_an_unwritable_workdir_is_one_line(tmp_path, monkeypatch, workdir):
     (tmp_path / "file").write_text("here first")
-    monkeypatch.setattr(model_folder, "find_base", None)
+    monkeypatch.setattr(base_model, "find_base", None)
     assert "cannot write to workdir" in call(train.main, *options(), "--workdir", tmp_path / workdir).error
     assert (tmp_path / "file").read_text() == "here first"
 

@@ -23,7 +23,7 @@ from l2d_jax.performance import timing, training_speed
 from l2d_jax.training.checkpoint import Checkpoints
 from l2d_jax.training.methods import method_of
 from l2d_jax.training.metrics import read_metrics
-from l2d_jax.weights import model_folder
+from l2d_jax.weights import base_model, model_folder
 from l2d_jax.weights.base_model import read_architecture
 from l2d_jax.weights.locate import find_base_and_adapters
 from l2d_jax.weights.peft import Adapter
@@ -305,7 +305,7 @@ def test_the_benchmark_of_training(monkeypatch, method):
     ],
 )
 def test_what_cannot_be_trained(tmp_path, monkeypatch, changes, message):
-    monkeypatch.setattr(model_folder, "find_base", None)
+    monkeypatch.setattr(base_model, "find_base", None)
     assert message in call(train.main, *options(**changes), "--workdir", tmp_path / "w").error
     assert not (tmp_path / "w").exists()
 
