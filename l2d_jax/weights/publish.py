@@ -102,6 +102,8 @@ class TorchFolder:
         kind = raw.get("model_type")
         problem = f"{file}: model_type is {shown(kind)}, not {MODEL_TYPE!r}"
         require(kind == MODEL_TYPE, f"{problem}: give a folder that was published")
+        problem = f"{file} names no base: the folder holds a language model that PyTorch has changed"
+        require(bool(raw.get("base_model_name_or_path")), f"{problem}, and only PyTorch opens it")
         architecture = Architecture.from_hf(raw.get("text_config", {}), where=f"{file}: text_config")
         config = from_dict(PathConfig, raw.get("path", {}), prefix=f"{file}: path")
         source = SafetensorsFolder.open(folder)
