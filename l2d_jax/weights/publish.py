@@ -110,7 +110,11 @@ class TorchFolder:
     def open(cls, folder: Path) -> "TorchFolder":
         """Check a published folder, whose path PyTorch may have trained further; raises `InputError`."""
         file = folder / "config.json"
-        raw: dict[str, Any] = check(read_json(file), _PublishedConfig, file, remedy="give a folder that was published")
+        found = read_json(file)
+        is_changed = found.get("model_type") == MODEL_TYPE and found.get("base_model_name_or_path", "") is None
+        problem = f"{file} names no base: the folder holds a language model that PyTorch has changed"
+        require(not is_changed, f"{problem}, and only PyTorch opens it")
+        raw: dict[str, Any] = check(found, _PublishedConfig, file, remedy="give a folder that was published")
         architecture = Architecture.from_hf(raw["text_config"], where=f"{file}: text_config")
         with about(file):
             config = from_dict(PathConfig, raw["path"], prefix="path")

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.decoding.decode import answer_keys
 from l2d_jax.decoding.generation import generate_tokens
 from l2d_jax.decoding.requests import Prompt, Request
-from l2d_jax.decoding.sampler import token_keys
+from l2d_jax.decoding.sampler import answer_keys, token_keys
+from l2d_jax.errors import InputError
+from l2d_jax.weights import publish
 from tests.weights.test_torch_path import ids, load, one_thread, write
 
 torch = pytest.importorskip("torch", reason="the published class is PyTorch's")
@@ -235,6 +236,8 @@ def test_a_changed_language_model_is_saved_too(tmp_path):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         model.save_pretrained(folder)
         again = load(folder)
+        with pytest.raises(InputError, match="names no base"):
+            publish.TorchFolder.open(folder)
         assert not any(weight.requires_grad for weight in again.lm.parameters())
         for name, weight in again.state_dict().items():
             assert torch.equal(weight, model.state_dict()[name]), name
