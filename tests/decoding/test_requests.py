@@ -4,7 +4,7 @@ import pytest
 
 from l2d_jax.config.schema import DecodeConfig, PathConfig
 from l2d_jax.decoding import decode, requests
-from l2d_jax.decoding.buckets import answer_slots, pad
+from l2d_jax.decoding.buckets import answer_slots, pad, sample_bucket
 from l2d_jax.decoding.refine import check_settings
 from l2d_jax.decoding.requests import check_asked, override_settings
 from l2d_jax.decoding.solver import AMPLE
@@ -24,7 +24,7 @@ def test_the_cache_is_counted_as_it_is_made(monkeypatch):
     state = decode.prefill(llm, *pad(PROMPTS), keys, capacity=answer_slots(13))
     assert found["KV cache"] == state.cache.k.nbytes + state.cache.v.nbytes
     assert found["weights"] == tree_bytes(llm) == sum(leaf.nbytes for leaf in jax.tree.leaves(llm))
-    assert found["logits"] == jnp.zeros((3, 5, llm.architecture.vocab_size)).nbytes
+    assert found["logits"] == jnp.zeros((3, sample_bucket(5), llm.architecture.vocab_size)).nbytes
     assert found["candidates"] == 0
 
 
