@@ -28,7 +28,7 @@ def answers(loaded, prompts, *, settings=SETTINGS, **options):
     found = {}
     for batch in complete(loaded, prompts, settings=settings, **options):
         assert not found.keys() & batch.keys()
-        found |= batch
+        found |= {number: [one.ids for one in several] for number, several in batch.items()}
     return found
 
 
@@ -41,6 +41,16 @@ def test_answers_depend_on_neither_batches_nor_order(loaded):
     alone = generate_tokens(loaded.model, Request([PROMPTS[5]], SETTINGS, stop_ids=loaded.stop_ids))
     assert whole[5] == alone
     assert generate(loaded, [PROMPTS[5].ids], settings=SETTINGS) != alone
+
+
+@pytest.mark.slow
+def test_what_an_answer_took_is_counted(loaded):
+    [batch] = complete(loaded, PROMPTS[:1], settings=SETTINGS, batch_size=1)
+    [one] = batch[0]
+    assert (one.tokens, one.evaluations) == (6, 18)  # three for each token
+    ending = dataclasses.replace(loaded, stop_ids=(one.ids[2],))
+    [batch] = complete(ending, PROMPTS[:1], settings=SETTINGS, batch_size=1)
+    assert batch == {0: [(one.ids[:2], 3, 9)]}
 
 
 @pytest.mark.slow

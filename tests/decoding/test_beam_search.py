@@ -229,7 +229,9 @@ def test_classes_and_masks_are_those_of_decoding():
     guided = LoadedModel(tiny.model(classes=3), None, (95,), PLAIN)
     one = SearchConfig(beams=1, candidates=1, temperature=0.0, max_new_tokens=12)
     settings = dataclasses.replace(CORRECTED, guidance=2.0, max_new_tokens=12)
-    free = search(guided, [5, 17, 3], settings=settings, config=one).answer
+    free = search(guided, [5, 17, 3], settings=dataclasses.replace(settings, guidance=1.0), config=one).answer
+    with pytest.raises(InputError, match="no label is given"):
+        search(guided, [5, 17, 3], settings=settings, config=one)
     banned = Restrictions(banned=free[:2])
     answers = {tuple(free)}
     for label, restrictions in ((0, UNRESTRICTED), (2, UNRESTRICTED), (2, banned)):
