@@ -71,9 +71,15 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat_template", type=model_name, help=template)
 
 
-def texts_of(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `loading.find` and `load` for `--tokenizer` and `--chat_template`."""
-    return {"tokenizer": options.tokenizer, "chat_template": options.chat_template}
+def texts_of(options: argparse.Namespace, config: Config | None = None) -> dict[str, Any]:
+    """The arguments of `loading.find` and `load` for `--tokenizer` and `--chat_template`.
+
+    What they leave out is as the `config` has it, except for a workdir, which has what it was trained with.
+    """
+    given = {name: getattr(options, name) for name in ("tokenizer", "chat_template")}
+    if config is None or options.workdir:
+        return given
+    return {name: value or getattr(config.model, name) for name, value in given.items()}
 
 
 def _workdir(text: str) -> Path | str:

@@ -59,7 +59,8 @@ def open_session(
     The options of decoding that the caller has `used` are not refused where the plans do not use them.
     """
     rows.keep_quiet()
-    found = find(options.workdir or options.model, dtype=options.dtype, **command_line.texts_of(options))
+    texts = command_line.texts_of(options, config)
+    found = find(options.workdir or options.model, dtype=options.dtype, **texts)
     if config is not None:
         check_same(found, config)
     tasks = [find_task(name) for name in options.tasks.split(",")]
@@ -85,7 +86,6 @@ def open_session(
     # Other evaluations in these folders are refused before any weight is loaded.
     model = processes.decide(lambda: model_fingerprint(found, base, step))
     processes.decide(lambda: [open_results(plan, options, found, step, model).folder.name for plan in plans])
-    texts = command_line.texts_of(options)
     loaded = load(options.workdir or options.model, mesh=mesh, dtype=options.dtype, step=step, **texts)
 
     def run_plan(plan: TaskPlan) -> None:

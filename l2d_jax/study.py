@@ -76,7 +76,8 @@ def main() -> None:
     if options.split:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, validation_split=options.split))
     rows.keep_quiet()
-    folders = {name: find(model, dtype=config.model.dtype) for name, model in options.models}
+    texts: Any = {name: getattr(config.model, name) for name in ("tokenizer", "chat_template")}
+    folders = {name: find(model, dtype=config.model.dtype, **texts) for name, model in options.models}
     mesh = runtime.start_jax(config.mesh)
     options.out.mkdir(parents=True, exist_ok=True)
     about = {name: _describe(folder, options, config) for name, folder in folders.items()}
@@ -84,7 +85,7 @@ def main() -> None:
     missing = [(name, model) for name, model in options.models if not _is_known(files[name], about[name])]
     for name, model in missing:
         processes.print_once(f"measuring {name}: {model}")
-        loaded = load(model, mesh=mesh, dtype=config.model.dtype, step=about[name]["step"])
+        loaded = load(model, mesh=mesh, dtype=config.model.dtype, **texts, step=about[name]["step"])
         trained = 0 if loaded.model.path is None else parameters(loaded.model.path)
         if (run := folders[name].trained) is not None:  # which may have changed the language model itself
             trained = costs.trainable_parameters(run, loaded.model.llm.architecture)

@@ -15,10 +15,10 @@ import sys
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from io import BufferedIOBase, TextIOWrapper
+from io import BufferedIOBase, BufferedReader, TextIOWrapper
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import datasets
 import pyarrow as pa
@@ -186,7 +186,7 @@ def _integer(digits: str) -> int:
 def _csv_rows(opened: BufferedIOBase, file: Path) -> Iterator[dict[str, Any]]:
     """The rows below the line of names; cells are text, except those of the column `class`."""
     csv.field_size_limit(sys.maxsize)
-    text = TextIOWrapper(opened, encoding="utf-8-sig", newline="")
+    text = TextIOWrapper(cast(BufferedReader, opened), encoding="utf-8-sig", newline="")
     reader = csv.reader(text, strict=True)
     try:
         names = next(reader, [])

@@ -29,6 +29,7 @@ Tools: TypeAlias = Sequence[Mapping[str, Any]] | None  # JSON schemas of functio
 
 THOUGHT = ("<think>", "</think>")  # the tags that open and close a thought
 PROBE = "\N{SNOWMAN}"  # an answer whose text occurs in no template
+CONTINUED = f"{PROBE}continued here{PROBE}"  # the end of an answer that is continued
 
 CHATML = """\
 {%- for message in messages -%}
@@ -76,9 +77,8 @@ def find_template(tokenizer: PreTrainedTokenizerFast, *, tools: Tools = None) ->
     template, owner = tokenizer.chat_template, tokenizer.name_or_path or "this model"
     if isinstance(template, dict):
         name = "tool_use" if tools is not None and "tool_use" in template else "default"
-        problem = (
-            f"the tokenizer of {owner} has the chat templates {shown(', '.join(sorted(template)))}, but no default"
-        )
+        names = shown(", ".join(sorted(template)))
+        problem = f"the tokenizer of {owner} has the chat templates {names}, but no default"
         require(name in template, f"{problem}: set config.model.chat_template to the file of one")
         template = template[name]
     problem = f"the tokenizer of {owner} has no chat template"
@@ -135,10 +135,12 @@ def prompt_ids(messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast, 
     if read[-1]["role"] != "assistant":
         return text_ids([render_chat(read, tokenizer, prompt=True, tools=schemas)], tokenizer)[0]
     require("tool_calls" not in read[-1], "a tool call cannot be continued: add the message of the tool")
-    opened = {**read[-1], "content": read[-1]["content"].rstrip() + PROBE}
+    opened = {**read[-1], "content": read[-1]["content"].rstrip() + CONTINUED}
     text = render_chat([*read[:-1], opened], tokenizer, prompt=False, tools=schemas)
-    require(PROBE in text, "the chat template leaves out the answer that is to be continued: end with another message")
-    return text_ids([text[: text.rindex(PROBE)]], tokenizer)[0]
+    require(
+        CONTINUED in text, "the chat template leaves out the answer that is to be continued: end with another message"
+    )
+    return text_ids([text[: text.rindex(CONTINUED)]], tokenizer)[0]
 
 
 def text_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
@@ -167,10 +169,8 @@ def _turn(
     require(len(messages) > 1, f"{problem}: remove that turn")
     opening, end = _frame(tokenizer, find_template(tokenizer, tools=tools), has_tools=tools is not None)
     content, calls = messages[-1].get("content", ""), messages[-1].get("tool_calls", ())
-    prompt, text = (
-        render_chat(messages[:-1], tokenizer, prompt=True, tools=tools),
-        render_chat(messages, tokenizer, prompt=False, tools=tools),
-    )
+    prompt = render_chat(messages[:-1], tokenizer, prompt=True, tools=tools)
+    text = render_chat(messages, tokenizer, prompt=False, tools=tools)
     answer = text[len(prompt) :] if text.startswith(prompt) else ""
     names = [call.get("function", call)["name"] for call in calls]
     if answer and all(part in answer for part in (content.strip(), *names)):
@@ -221,10 +221,8 @@ def _frame(tokenizer: PreTrainedTokenizerFast, template: str, *, has_tools: bool
     """
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": PROBE}]
     options: dict[str, Any] = {"template": template, "tools": [] if has_tools else None}
-    prompt, text = (
-        render_chat(messages[:1], tokenizer, prompt=True, **options),
-        render_chat(messages, tokenizer, prompt=False, **options),
-    )
+    prompt = render_chat(messages[:1], tokenizer, prompt=True, **options)
+    text = render_chat(messages, tokenizer, prompt=False, **options)
     before, _, after = text.partition(PROBE)
     ends = [after.index(token) + len(token) for token in _special(tokenizer) if token in after]
     if not (prompt and ends and (prompt.startswith(before) or before.startswith(prompt))):

@@ -61,6 +61,11 @@ def check_same(found: Folder, config: Config) -> None:
     remedy = "give the config that it was trained with, or none"
     is_same = found.base_name in (name, absolute_name(name))
     require(is_same, f"{problem}, and the config's model is another, {name}: {remedy}")
+    trained = config if found.trained is None else found.trained
+    for option in ("tokenizer", "chat_template"):
+        was, now = (getattr(one.model, option) for one in (trained, config))
+        rule = f"{found.path} was trained with config.model.{option} {was!r}, and the config has {now!r}"
+        require(was == now, f"{rule}: {remedy}")
 
 
 def choose_run(tasks: Sequence[Task], *, is_allowed: bool) -> Run | None:

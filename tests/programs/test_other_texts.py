@@ -111,3 +111,18 @@ def test_a_command_line_names_them_where_there_is_no_config(project):
     loaded = load(folder / "base", tokenizer=str(folder / "words"), chat_template=str(folder / "mine.jinja"))
     assert loaded.tokenizer.chat_template == OTHER
     assert json.dumps(loaded.generate("2 + 2?", max_new_tokens=4)) == json.dumps(outcome.out.strip("\n"))
+
+
+@pytest.mark.slow
+def test_an_evaluation_takes_them_from_its_config_or_refuses_others(project, tmp_path):
+    _, arguments = project
+    tasks = ["--tasks", "gsm8k", "--data_dir", write_tasks(tmp_path / "data"), "--shots", 1, "--limit", 1]
+    tasks += ["--max_new_tokens", 2, "--out", tmp_path / "eval", "--budget", 1]
+    outcome = call(evaluate.main, "--model", "base", *tasks, *arguments)
+    assert outcome.status == 0, outcome.err
+    outcome = call(evaluate.main, "--model", "base", *tasks, *arguments, "--chat_template", "words")
+    assert "tokenizer" in outcome.error  # the results are of another chat template
+    assert call(train.main, *arguments, "--workdir", tmp_path / "run").status == 0
+    without = [one for one in arguments if "chat_template" not in one]
+    error = call(evaluate.main, "--workdir", tmp_path / "run", *tasks, *without).error
+    assert "was trained with config.model.chat_template 'mine.jinja', and the config has None" in error

@@ -399,7 +399,7 @@ def test_a_bad_model_is_one_line(tmp_path, monkeypatch, spoil, messages):
         ({"data__source": "FOLDER", "data__train_split": "silent"}, "has no message of the assistant"),
         ({"data__source": "FOLDER", "data__train_split": "absent"}, "no split 'absent'"),
         ({"data__source": "FOLDER", "data__train_split": "broken"}, "broken.jsonl cannot be read"),
-        ({"data__source": "FOLDER", "data__train_split": "other"}, "rows need a column 'messages'"),
+        ({"data__source": "FOLDER", "data__train_split": "other"}, "rows need messages, conversations"),
         ({"data__max_length": 16, "data__answer_length": 16}, "none of the 16 examples of problems/train fits"),
         ({"validation__budgets": (1, 4)}, "a budget of 4 evaluations is unreachable for midpoint"),
         ({"model__name": "no/such/folder"}, "neither a folder"),
