@@ -140,8 +140,10 @@ class Lanes:
             options = self._mask(options, answers)
         if any(answer.restrictions.has_penalties for answer in live):
             options = self._penalize(options, answers)
-        is_slow = has_grammar or any(is_long(answer.settings.budget, answer.settings.draws) for answer in live)
-        options = options | {"steps": 1 if is_slow else CHUNK, "noise_samples": sample_bucket(live[0].settings.draws)}
+        # Where requests come one by one, others wait for a chunk, so a chunk of long tokens is one token.
+        waits = self._capacity is None and any(is_long(one.settings.budget, one.settings.draws) for one in live)
+        steps = 1 if has_grammar or waits else CHUNK
+        options = options | {"steps": steps, "noise_samples": sample_bucket(live[0].settings.draws)}
         self._state, new = decode.token_decoder()(self.model, self._state, stop_ids=self._ends, **options)
         columns = (new.ids, new.evaluations, self._state.broken)
         ids, costs, is_broken = (processes.gather_array(column).tolist() for column in columns)

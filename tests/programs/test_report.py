@@ -8,7 +8,7 @@ import pytest
 
 from l2d_jax import report
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.evaluation.results import Results, sample_line
+from l2d_jax.evaluation.results import Results, Said, sample_line
 from l2d_jax.evaluation.tasks.problem import Problem, Score
 from tests.support.programs import call
 
@@ -20,7 +20,7 @@ def evaluation(folder: Path, task: str, budget: int, *scores: int, label: int | 
     results = Results(folder / task / name, {"task": task, "decode": decode, "asking": {"label": label}})
     for number, score in enumerate(scores):
         problem = Problem(f"{task}/{number}", ({"role": "user", "content": "?"},), "a", "a", "math")
-        results.add([sample_line(problem, "?", ["a"], [Score(float(score), 1.0, None, None, "")])])
+        results.add([sample_line(problem, "?", [Said("a")], [Score(float(score), 1.0, None, None, "")])])
     results.finish({})
 
 

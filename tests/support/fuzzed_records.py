@@ -10,7 +10,7 @@ from l2d_jax.config import config_file, ranges
 from l2d_jax.config.schema import Config, DataConfig
 from l2d_jax.data import rows, tokenizer
 from l2d_jax.data.examples import Examples
-from l2d_jax.evaluation.results import Results, sample_line, summarise
+from l2d_jax.evaluation.results import Results, Said, sample_line, summarise
 from l2d_jax.evaluation.tasks.problem import Problem, Score
 from l2d_jax.reports import evaluation, study, training
 from l2d_jax.statistics import BootstrapSums
@@ -65,7 +65,7 @@ def _write_results(folder: Path) -> None:
     for i in range(6):
         problem = Problem(f"gsm8k/test/{i}", ({"role": "user", "content": "?"},), "4", "4", "math", "ab"[i % 2])
         scores = [Score(float(i % 2), 1.0, "4", None, "wrong"), Score(float(i % 2), 1.0, "4", "4", "")]
-        results.add([sample_line(problem, "a prompt", ["It's 5.", "It's 4."], scores)])
+        results.add([sample_line(problem, "a prompt", [Said("It's 5."), Said("It's 4.")], scores)])
     results.finish({"problems": 6, "tokens": 60, "seconds": 1.5, "tokens per second": 40.0})
     within = {"solver": "fehlberg2", "t": [0.0, 1.0], "greedy": [0.5, 0.75], "expected": [0.4, 0.7]}
     (folder / "gsm8k" / "within.json").write_text(json.dumps(within | {"evaluations": [3.0, 5.0]}))
