@@ -230,7 +230,8 @@ def _check_biases(value: Any) -> None:
     require(len(biases) <= BIASES, f"logit_bias has at most {BIASES} tokens, got {len(biases)}: leave some out")
     for token, bias in biases.items():
         problem = f"logit_bias must map token ids to numbers, got the key {shown(token)}"
-        require(token.isascii() and token.isdecimal() and len(token) < 10, problem)
+        is_number = token.isascii() and token.isdecimal() and len(token) < 10
+        require(is_number and str(int(token)) == token, problem)
         check_value(bias, ranges.Bias, f"logit_bias[{token}]")
 
 

@@ -77,6 +77,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"frequency_penalty": 2.5}, "frequency_penalty must be in [-2, 2]"),
     ({"presence_penalty": "1"}, "presence_penalty must be of type float"),
     ({"logit_bias": {"a": 1}}, "logit_bias must map token ids to numbers"),
+    ({"logit_bias": {"01": 1}}, "logit_bias must map token ids to numbers"),
     ({"logit_bias": {"-1": 1}}, "logit_bias must map token ids to numbers"),
     ({"logit_bias": {"1": 101}}, "must be in [-100, 100]"),
     ({"logit_bias": [1]}, "logit_bias must map token ids to numbers"),
