@@ -111,7 +111,7 @@ class TorchFolder:
         """Check a published folder, whose path PyTorch may have trained further; raises `InputError`."""
         file = folder / "config.json"
         found = read_json(file)
-        is_changed = found.get("model_type") == MODEL_TYPE and found.get("base_model_name_or_path", "") is None
+        is_changed = found.get("model_type") == MODEL_TYPE and found.get("base_model_name_or_path") in (None, "")
         problem = f"{file} names no base: the folder holds a language model that PyTorch has changed"
         require(not is_changed, f"{problem}, and only PyTorch opens it")
         raw: dict[str, Any] = check(found, _PublishedConfig, file, remedy="give a folder that was published")
