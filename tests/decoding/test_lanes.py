@@ -106,12 +106,14 @@ OWN: list[dict[str, Any]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("common", "lanes"), [({}, 3), ({"velocity": "expectation"}, 7), ({"draws": 3}, 3)])
+@pytest.mark.parametrize(
+    ("common", "lanes"), [({}, 3), ({"velocity": "expectation", "velocity_temperature": 0.5}, 7), ({"draws": 3}, 3)]
+)
 def test_each_prompt_has_settings_of_its_own(common: dict[str, Any], lanes: int) -> None:
     """Budget, temperatures, gate, class and length; lanes with less to do wait for the others of a token."""
     model = tiny.model(classes=2)
     prompts = [
-        prompt._replace(settings=dataclasses.replace(SETTINGS, **common, **own), label=i % 2)
+        prompt._replace(settings=dataclasses.replace(SETTINGS, **{**common, **own}), label=i % 2)
         for i, (prompt, own) in enumerate(zip(PROMPTS, OWN, strict=True))
     ]
     request = Request(prompts, dataclasses.replace(SETTINGS, **common))
