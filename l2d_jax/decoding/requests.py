@@ -58,13 +58,17 @@ class Restrictions(NamedTuple):
         """Raise `InputError` for penalties and biases out of range, and for tokens that the model lacks."""
         for name in ("frequency_penalty", "presence_penalty"):
             check_value(getattr(self, name), ranges.Penalty, name)
-        bias = self.logit_bias
-        is_right = isinstance(bias, Mapping) and all(isinstance(token, Integral) for token in bias)
-        require(is_right, f"logit_bias must map token ids to numbers, got {shown(bias)}: write {{50256: -100}}")
-        require(len(bias) <= BIASES, f"logit_bias has at most {BIASES} tokens, got {len(bias)}: take fewer")
-        check_tokens([list(bias)], vocab_size)
-        for token, value in bias.items():
-            check_value(value, ranges.Bias, f"logit_bias of token {token}")
+        check_biases(self.logit_bias)
+        check_tokens([list(self.logit_bias)], vocab_size)
+
+
+def check_biases(bias: Any) -> None:
+    """Raise `InputError` unless a `logit_bias` maps token ids, not too many, to numbers in their range."""
+    is_right = isinstance(bias, Mapping) and all(isinstance(token, Integral) for token in bias)
+    require(is_right, f"logit_bias must map token ids to numbers, got {shown(bias)}: write {{50256: -100}}")
+    require(len(bias) <= BIASES, f"logit_bias has at most {BIASES} tokens, got {len(bias)}: take fewer")
+    for token, value in bias.items():
+        check_value(value, ranges.Bias, f"logit_bias of token {token}")
 
 
 UNRESTRICTED = Restrictions()

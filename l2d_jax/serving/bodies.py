@@ -14,9 +14,10 @@ from typing import Annotated, Any
 from annotated_types import Interval
 
 from l2d_jax.config import ranges
-from l2d_jax.config.parsing import check_value, from_dict, nearest
+from l2d_jax.config.parsing import from_dict, nearest
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.decoding.sampler import BIASES, LIKELIEST
+from l2d_jax.decoding.requests import check_biases
+from l2d_jax.decoding.sampler import LIKELIEST
 from l2d_jax.errors import InputError, require, shorten, shown
 from l2d_jax.serving.limits import DEPTH, FORMAT_BYTES, STOP_LENGTH
 
@@ -227,12 +228,11 @@ def _check_biases(value: Any) -> None:
     is_mapping = value is None or isinstance(value, Mapping)
     require(is_mapping, f"logit_bias must map token ids to numbers, got {shown(value)}")
     biases = value or {}
-    require(len(biases) <= BIASES, f"logit_bias has at most {BIASES} tokens, got {len(biases)}: leave some out")
-    for token, bias in biases.items():
+    for token in biases:
         problem = f"logit_bias must map token ids to numbers, got the key {shown(token)}"
         is_number = token.isascii() and token.isdecimal() and len(token) < 10
         require(is_number and str(int(token)) == token, problem)
-        check_value(bias, ranges.Bias, f"logit_bias[{token}]")
+    check_biases({int(token): bias for token, bias in biases.items()})
 
 
 def _check_format(value: Any) -> None:
