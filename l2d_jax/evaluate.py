@@ -105,7 +105,7 @@ def parse_arguments(parser: command_line.Parser) -> tuple[argparse.Namespace, Co
     parser.add_argument("--name", type=file_name, help="of the folder within a task's; <solver>-<budget> and others")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "int8"], help="of weights and products")
     problems = parser.add_argument_group("problems")
-    problems.add_argument("--data_dir", type=model_name, help="read <data_dir>/<task>/<split>.jsonl or .parquet")
+    problems.add_argument("--data_dir", type=model_name, help="read rows from <data_dir>/<task>, such as <split>.jsonl")
     problems.add_argument("--split", type=file_name, help="another than the paper's")
     problems.add_argument("--limit", type="Count", help="so many problems, evenly spaced; None: all")
     problems.add_argument("--shots", type="CountOrZero", help="examples before each question; None: the paper's")

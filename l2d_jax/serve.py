@@ -33,7 +33,7 @@ from l2d_jax.weights import base_model
 
 KEY = "L2D_JAX_API_KEY"
 BUDGETS = (1, 3, 7, 15, 31)  # that the page offers
-EFFORTS = {"none": 1, "low": 3, "medium": 7, "high": 15}  # those of them that the model can spend
+EFFORTS = {"none": 1, "low": 3, "medium": 7, "high": 15}  # offered where the model can spend them
 SPARE_FILES = 128  # file descriptors besides those of connections
 GRACE = 5.0  # seconds after the last connection in which the devices may end what they compute
 
@@ -100,7 +100,7 @@ def _read_key() -> str | None:
 
 
 def _allow_files(connections: int) -> None:
-    """Let this process open as many files as so many connections take; raises `InputError` where it may not."""
+    """Let this process open the files that these connections need; raises `InputError` where it may not."""
     needed = 2 * connections + SPARE_FILES  # half of them are being refused
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:

@@ -70,7 +70,7 @@ def _with_system(messages: list[Any], row: Mapping[str, Any]) -> list[Message]:
 
 
 def _prompt_and_completion(row: Mapping[str, Any]) -> list[Message]:
-    """Text, or messages of which those of the completion alone are learnt, as TRL has it."""
+    """Text, or messages; only messages of the completion are learnt, as in TRL."""
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         return _pair(prompt, completion, row)

@@ -184,7 +184,7 @@ def _integer(digits: str) -> int:
 
 
 def _csv_rows(opened: BufferedIOBase, file: Path) -> Iterator[dict[str, Any]]:
-    """The rows below the line of names; cells are text, except those of the column `class`."""
+    """The rows below the line of names; cells are text, except in the column `class`."""
     csv.field_size_limit(sys.maxsize)
     text = TextIOWrapper(cast(BufferedReader, opened), encoding="utf-8-sig", newline="")
     reader = csv.reader(text, strict=True)

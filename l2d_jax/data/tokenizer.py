@@ -153,7 +153,7 @@ def text_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> list[l
 def turn_texts(
     messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast, *, empty_thoughts: bool = False, tools: Any = None
 ) -> list[tuple[str, str]]:
-    """Context and answer of each of the assistant's turns, as text, but of those of weight 0.
+    """Context and answer of each of the assistant's turns whose weight is not 0, as text.
 
     Raises `InputError`, also for a template that leaves no sound border between prompt and answer.
     """

@@ -14,9 +14,9 @@ from l2d_jax.distributed import sharding
 
 SHORTEST_BUCKET = 32  # tokens
 CHUNK = 8  # tokens between two pieces of a stream: an answer has room for a whole number of them
-LONG = 16  # evaluations of a token, beyond which each token is a piece of its own: nobody waits for a whole chunk
+LONG = 16  # evaluations; a token that takes more is a chunk by itself, so that nobody waits for a whole chunk
 SAMPLES = (1, 2, 4, 8, 16, 128, 1024, 4096)  # noise samples of a token that programs are compiled for
-TOGETHER = 16  # noise samples that are integrated side by side; of more, so many after the others
+TOGETHER = 16  # noise samples that are integrated side by side; more are integrated in groups of this size
 PROGRAMS = 32  # compiled ones of each function that are kept
 
 
@@ -62,12 +62,12 @@ class Programs:
 
 
 def sample_bucket(draws: int) -> int:
-    """The smallest number of `SAMPLES` that holds so many noise samples."""
+    """The smallest of `SAMPLES` that is at least `draws`."""
     return next(bucket for bucket in SAMPLES if bucket >= draws)
 
 
 def is_long(budget: int, draws: int) -> bool:
-    """Whether a token takes so long that it is a piece of its own."""
+    """Whether a token takes so long that it is decoded as a chunk by itself."""
     return budget * sample_bucket(draws) > LONG
 
 

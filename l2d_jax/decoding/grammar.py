@@ -29,7 +29,7 @@ FIELDS = {"text": "type", "json_object": "type", "json_schema": "json_schema", "
 SPACING: Any = {"whitespace_pattern": " "}
 LONGEST = 64 * 1024  # bytes of a schema, an expression or all choices
 MOST = {"keys": 1000, "choices": 1000}  # keys of all mappings of a schema: the time grows with their square
-LARGEST = 20_000  # of all `multipleOf` of a schema, and of their common multiple: so many states are built
+LARGEST = 20_000  # sum, and common multiple, of all `multipleOf` of a schema: llguidance builds a state for each
 # Of llguidance's own units, as measured on two CPU cores: its defaults allow for minutes.
 LIMITS: Any = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000, "max_grammar_size": 50_000}
 PROBE = 'é 東 ☃ {"a": 1}'  # characters of several bytes, and spaces

@@ -46,7 +46,7 @@ class Penalties(nnx.Module):
 
     @classmethod
     def stack(cls, rows: Sequence[Penalized], *, length: int) -> "Penalties":
-        """Those of each sequence, with at most `length` tokens so far."""
+        """The penalties of all sequences, whose answers have at most `length` tokens so far."""
         biased, said = (np.full((len(rows), n), NO_TOKEN, np.int32) for n in (BIASES, length))
         bias = np.zeros(biased.shape, np.float32)
         for row, (_, _, values, tokens) in enumerate(rows):
@@ -56,7 +56,7 @@ class Penalties(nnx.Module):
         return cls(frequency, presence, jnp.asarray(biased), jnp.asarray(bias), jnp.asarray(said))
 
     def apply(self, logits: Float[Array, "B V"], counts: Int[Array, "B V"]) -> Float[Array, "B V"]:
-        """The logits with penalties and bias, after answers that have each token so many times."""
+        """The logits with penalties and bias; `counts` says how often each answer has each token."""
         penalty = counts * self.frequency[:, None] + (counts > 0) * self.presence[:, None]
         return (logits - penalty).at[jnp.arange(len(logits))[:, None], self.biased].add(self.bias, mode="drop")
 
@@ -103,7 +103,7 @@ def sample_tokens(
     *,
     counts: Int[Array, "B V"] | None = None,
 ) -> Int[Array, " B"]:
-    """Sample a token for each sequence; with penalties, after answers that have each token so many times."""
+    """Sample a token for each sequence; `counts`, needed with penalties, says how often each answer has each token."""
     if sampling.penalties is not None:
         assert counts is not None
         logits = sampling.penalties.apply(logits, counts)

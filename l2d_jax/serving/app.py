@@ -157,7 +157,7 @@ class ServerApp:
     async def _follow(
         self, asked: Asked, reply: Reply, queue: "asyncio.Queue[Any]", *, deadline: float
     ) -> AsyncIterator[dict[str, Any]]:
-        """The chunks of a reply as its answers come; those of its prompts come first."""
+        """The chunks of a reply as its answers come; scored prompts come first."""
         unscored, early = len(asked.scoring), list[Any]()
         with self._seconds.time():
             try:

@@ -128,7 +128,7 @@ class Engine:
         return sum(len(group.works) for group in [*self._groups.values()]), len(self._waiting)
 
     def run(self) -> None:
-        """Answer until `close`. An error of one answer is told to its client, one of a program to all of its kind."""
+        """Answer until `close`. An error of one answer goes to its client, an error of a program to its whole kind."""
         try:
             while self._wait():
                 with self._changed:
