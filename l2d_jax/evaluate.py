@@ -40,7 +40,8 @@ from l2d_jax.loading import find, load, model_fingerprint, newest_step
 from l2d_jax.model.l2d import check_labels
 from l2d_jax.model.llm import LLM
 from l2d_jax.reports.page import interval
-from l2d_jax.weights import base_model
+
+OF_MODEL = ("model.name", "model.tokenizer", "model.chat_template")  # what is read beside `decode` and `mesh`
 
 
 def main() -> None:
@@ -68,7 +69,7 @@ def open_session(
     mesh_config = from_dict(MeshConfig, of_mesh, prefix="config.mesh") if config is None else config.mesh
     runtime.start_jax(mesh_config)
     run = choose_run(tasks, is_allowed=options.allow_code_execution)
-    base = processes.take_turns(lambda: base_model.find_base(found.base))
+    base = processes.take_turns(found.find_base)
     plans = make_plans(tasks, options, found.defaults if config is None else config.decode, base)
     mesh = runtime.start_decoding(mesh_config, rows=options.batch_size, kv_heads=base.architecture.num_key_value_heads)
     llm = LLM.declare(base.architecture, dtype=found.base.dtype)
@@ -129,7 +130,7 @@ def parse_arguments(parser: command_line.Parser) -> tuple[argparse.Namespace, Co
     options, rest = parser.parse_known_args()
     options.overrides = config_file.split_overrides(rest)
     for name in options.overrides:
-        is_read = name.partition(".")[0] in ("decode", "mesh") or (name == "model.name" and options.config is not None)
+        is_read = name.partition(".")[0] in ("decode", "mesh") or (name in OF_MODEL and options.config is not None)
         remedy = "use --dtype" if name == "model.dtype" else "leave it out"
         require(is_read, f"--config.{name} changes nothing here, only the sections decode and mesh are read: {remedy}")
     require(bool(options.workdir or options.out), "--model, or a hub id, needs --out DIR, for the results")

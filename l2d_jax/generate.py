@@ -27,7 +27,6 @@ from l2d_jax.loading import find, load
 from l2d_jax.model.llm import LLM
 from l2d_jax.reports.trace import AnswerTrace, write_trace
 from l2d_jax.storage.partial import output_folder
-from l2d_jax.weights import base_model
 
 SEARCH_OPTIONS = ("candidates", "length_power", "repetition_penalty")  # that need --beams
 
@@ -47,7 +46,7 @@ def main() -> None:
         searched = SearchConfig(**chosen, max_new_tokens=variants[0].max_new_tokens)
     prompts = options.prompt or []
     conversations = [[{"role": "user", "content": prompt}] for prompt in prompts or [""]]
-    base = base_model.find_base(folder.base)
+    base = folder.find_base()
     ids = [prompt_ids(messages, require_tokenizer(base.tokenizer)) for messages in conversations]
     numbered, restrictions = requests.number_prompts(ids, labels=[options.label] * len(ids)), Restrictions(options.stop)
     asked = names if options.label is None else {*names, "label"}

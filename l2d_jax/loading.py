@@ -13,7 +13,7 @@ from l2d_jax.config.schema import Config, DecodeConfig, MeshConfig, ModelConfig,
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.distributed import processes, runtime, sharding
 from l2d_jax.distributed.memory import require_memory, tree_bytes
-from l2d_jax.errors import require
+from l2d_jax.errors import about, require
 from l2d_jax.files import AnyPath, read_json
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
@@ -41,6 +41,11 @@ class Folder(NamedTuple):
     def base_name(self) -> str:
         """The base's name: of a workdir as its config has it, whatever folder it is opened from."""
         return self.base.name if self.trained is None else self.trained.model.name
+
+    def find_base(self) -> base_model.BaseFiles:
+        """Find and check the files of the base; raises `InputError`, which names a workdir."""
+        with contextlib.nullcontext() if self.trained is None else about(self.path):
+            return base_model.find_base(self.base)
 
 
 def find(
@@ -110,27 +115,27 @@ def load(
     Raises:
       InputError: for files that are missing, malformed or do not fit each other, and weights that exceed the memory.
     """
-    about = find(folder, dtype=dtype, tokenizer=tokenizer, chat_template=chat_template)
+    found = find(folder, dtype=dtype, tokenizer=tokenizer, chat_template=chat_template)
     if mesh is None:
         runtime.start_jax(MeshConfig())
-    base = processes.take_turns(lambda: base_model.find_base(about.base))
+    base = processes.take_turns(found.find_base)
     if mesh is None:
-        weights = tree_bytes(LLM.declare(base.architecture, dtype=about.base.dtype))
+        weights = tree_bytes(LLM.declare(base.architecture, dtype=found.base.dtype))
         require_memory({"weights": weights}, "the type to int8, or take a smaller model")
         mesh = runtime.start_decoding(MeshConfig(), rows=rows, kv_heads=base.architecture.num_key_value_heads)
-    processes.decide(lambda: check_base(about, base))
-    if about.trained is not None:
-        step, method = newest_step(about) if step is None else step, method_of(about.trained)
+    processes.decide(lambda: check_base(found, base))
+    if found.trained is not None:
+        step, method = newest_step(found) if step is None else step, method_of(found.trained)
         assert step is not None
         declared = sharding.abstract(method.declare(base.architecture), mesh)
-        with contextlib.closing(Checkpoints(about.path / "checkpoints")) as checkpoints:
+        with contextlib.closing(Checkpoints(found.path / "checkpoints")) as checkpoints:
             trained = checkpoints.restore(step, {method.part: declared})[method.part]
         model = method.open(base, trained, mesh)
     else:
-        llm = base.load(dtype=about.base.dtype, mesh=mesh)
-        path = None if about.path_config is None else model_folder.load_path(about.path, base.architecture, mesh)
+        llm = base.load(dtype=found.base.dtype, mesh=mesh)
+        path = None if found.path_config is None else model_folder.load_path(found.path, base.architecture, mesh)
         model = Model.build(llm, path)
-    return LoadedModel(model, base.tokenizer, base.stop_ids, about.defaults, step)
+    return LoadedModel(model, base.tokenizer, base.stop_ids, found.defaults, step)
 
 
 def check_base(folder: Folder, base: base_model.BaseFiles) -> None:

@@ -29,7 +29,6 @@ from l2d_jax.errors import InputError, require
 from l2d_jax.files import explained
 from l2d_jax.loading import find, load
 from l2d_jax.model.llm import LLM
-from l2d_jax.weights import base_model
 
 KEY = "L2D_JAX_API_KEY"
 BUDGETS = (1, 3, 7, 15, 31)  # that the page offers
@@ -57,7 +56,7 @@ def main() -> None:
         listening = socket.create_server((options.host, options.port))
     runtime.start_jax(MeshConfig())
     require(jax.process_count() == 1, "a server is one process: start it on one host alone")
-    base = base_model.find_base(folder.base)
+    base = folder.find_base()
     require_chat_template(require_tokenizer(base.tokenizer))
     mesh = runtime.start_decoding(MeshConfig(), rows=options.lanes, kv_heads=base.architecture.num_key_value_heads)
     context = min(options.context, base.architecture.max_position_embeddings)

@@ -43,7 +43,6 @@ from l2d_jax.reports import study
 from l2d_jax.storage import mirror
 from l2d_jax.training.exact_match import MarkedProblems
 from l2d_jax.training.validation import placed_in_order, teacher_forced_sums
-from l2d_jax.weights import base_model
 
 BUDGETS = [1, 3, 7, 15, 31]
 INSTEAD = {  # what stands for options of `DecodeConfig`, which a study chooses itself
@@ -127,7 +126,7 @@ def _named(text: str) -> tuple[str, str]:
 
 def _describe(folder: Folder, options: Namespace, config: Config) -> dict[str, Any]:
     """All that a model's measurements depend on, as JSON; raises `InputError` before any weight is loaded."""
-    base, step = base_model.find_base(folder.base), newest_step(folder)
+    base, step = folder.find_base(), newest_step(folder)
     model = processes.decide(lambda: model_fingerprint(folder, base, step))
     examples, _ = processes.take_turns(lambda: _read_answers(base.tokenizer, config, options.answers))
     about: dict[str, Any] = {"model": mirror.shown_places(str(folder.path)), "step": step}

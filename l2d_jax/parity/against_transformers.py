@@ -30,7 +30,6 @@ from l2d_jax.errors import InputError, first_line, require
 from l2d_jax.files import read_json
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.parity.recording import ROUNDINGS
-from l2d_jax.weights import base_model
 from l2d_jax.weights.locate import find_base_and_adapters
 
 TOLERANCE = 1e-4  # of a logit, relative to the largest one or to 1
@@ -71,7 +70,7 @@ def compare(model: str, *, length: int | None = None, dtype: str = "float32") ->
     require_torch()
     opened = loading.find(model, dtype="float32")
     folder = plain_base(model, opened)
-    found = base_model.find_base(opened.base)
+    found = opened.find_base()
     rows = choose_rows(found.architecture, found.tokenizer, length=length)
     theirs = _their_logits(folder, rows)
     llm = found.load(dtype=dtype, mesh=runtime.start_jax(MeshConfig()))

@@ -2,6 +2,7 @@
 
 import dataclasses
 from itertools import cycle
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from l2d_jax.model.diffusion_path import Conditions
 from l2d_jax.model.l2d import Model
 from tests.support import tiny
 
-EXPECTED = {"velocity": "expectation", "velocity_temperature": 1.0, "guidance": 1.5}
+EXPECTED = {"velocity": "expectation", "velocity_temperature": 1.0}
 
 run = jax.jit(lambda *read, **options: refine(*read, **options)[0])
 
@@ -46,7 +47,7 @@ def test_a_table_changes_nothing(solver: str, classes: int) -> None:
     at = read(model, tiny.tokens(2, 6))._replace(labels=jnp.array([[0, 2], [3, 1]]) if classes else None)
     for steps in (0, 1, 3, 7):
         budget = 1 + steps * FIXED[solver].stages
-        config = DecodeConfig(solver=solver, budget=budget, **EXPECTED)
+        config = DecodeConfig(solver=solver, budget=budget, guidance=1.5 if classes else 1.0, **EXPECTED)
         chosen, tabulated = Refinement.from_config(config), Refinement.prepare(model, config)
         assert tabulated.table is not None
         assert np.isfinite(tabulated.table.times).sum() == len(set(FIXED[solver].times(steps).tolist()))
@@ -105,12 +106,12 @@ def test_a_time_of_another_grid_has_no_entry() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("velocity", ["sample", "expectation"])
-def test_a_table_of_another_grid_is_noticed(velocity: str) -> None:
+@pytest.mark.parametrize("velocity", [{"velocity": "sample"}, EXPECTED])
+def test_a_table_of_another_grid_is_noticed(velocity: dict[str, Any]) -> None:
     """Both grids have t = 0 and t = 1; between them nothing is made up."""
     model = tiny.model()
     at = read(model, tiny.tokens(2, 6))
-    configs = [DecodeConfig(budget=budget, velocity=velocity) for budget in (15, 17)]
+    configs = [DecodeConfig(budget=budget, **velocity) for budget in (15, 17)]
     right, other = (Refinement.prepare(model, config) for config in configs)
     wrong = dataclasses.replace(right, table=other.table)
     assert np.isfinite(run(model, at, noise(), settings=right, keys=keys())).all()

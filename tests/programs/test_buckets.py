@@ -155,12 +155,11 @@ def test_from_two_processes_to_an_export(emulator, arguments, whole):
         for name in theirs:
             np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5, atol=1e-4, err_msg=name)
     tasks = ["--tasks", "word_problems", "--limit", 2, "--max_new_tokens", 2]
-    config = [*arguments, "--config.decode.max_new_tokens=2"]
     commands = [
         (generate.main, "--workdir", URL, "--prompt", "Hi", "--budget", 3, "--max_new_tokens", 2),
         (evaluate.main, "--workdir", URL, *tasks, "--budget", 1),
         (sweep.main, "--workdir", URL, *tasks, "--budget", 3),
-        (study.main, *config, "--models", f"tiny={URL}", "--budgets", 3, "--answers", 2, "--out", f"{URL}_study"),
+        (study.main, *arguments, "--models", f"tiny={URL}", "--budgets", 3, "--answers", 2, "--out", f"{URL}_study"),
         (report.main, "--workdir", URL),
         (convert.main, "export", "--model", URL, "--format", "l2d", "--out", f"{URL}_l2d"),
     ]

@@ -157,7 +157,7 @@ def test_answers_in_letters_that_the_terminal_lacks(base):
 def test_a_message_that_is_no_text(base):
     status, _, err = end(start("--model", base, stdin=subprocess.PIPE), b"\xff\n")
     assert status == 2
-    assert err == NOT_UTF_8.format("'content' of every message")
+    assert err == NOT_UTF_8.format("the text of a message")
 
 
 @pytest.mark.slow

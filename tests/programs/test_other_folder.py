@@ -11,7 +11,7 @@ from l2d_jax.config.schema import Config
 from l2d_jax.errors import InputError, shown
 from l2d_jax.files import read_json
 from l2d_jax.training.workdir import claim
-from tests.support.programs import call, options, write_base, write_tasks
+from tests.support.programs import call, of_evaluation, options, write_base, write_tasks
 
 STEPS = {"train__steps": 1, "validation__budgets": (1,), "decode__max_new_tokens": 4}
 PROMPT = ["--prompt", "2 + 2?"]
@@ -46,7 +46,7 @@ def test_a_run_opens_from_another_folder(trained, tmp_path):
     for option in (["--workdir", workdir], ["--model", workdir / "export"]):
         assert call(generate.main, *option, *PROMPT, "--max_new_tokens", 4).out == text
     tasks = ["--tasks", "gsm8k", "--data_dir", write_tasks(tmp_path / "data"), "--shots", 1, "--limit", 1]
-    outcome = call(evaluate.main, "--workdir", workdir, *tasks, "--out", "eval", *arguments)
+    outcome = call(evaluate.main, "--workdir", workdir, *tasks, "--out", "eval", *of_evaluation(arguments))
     assert outcome.status == 0, outcome.err
     outcome = call(convert.main, "export", "--model", workdir, "--format", "l2d", "--out", "l2d")
     assert outcome.status == 0, outcome.err

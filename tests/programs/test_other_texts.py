@@ -11,7 +11,7 @@ from l2d_jax.data.tokenizer import CHATML, byte_tokenizer
 from l2d_jax.files import read_json
 from l2d_jax.loading import load
 from l2d_jax.weights.tokenizer_files import read_chat_template
-from tests.support.programs import call, options, write_base, write_tasks
+from tests.support.programs import call, of_evaluation, options, write_base, write_tasks
 
 OTHER = CHATML.replace("|>assistant", "|>model").replace(
     "message['role']", "('model' if message.role != 'user' else 'user')"
@@ -116,13 +116,14 @@ def test_a_command_line_names_them_where_there_is_no_config(project):
 @pytest.mark.slow
 def test_an_evaluation_takes_them_from_its_config_or_refuses_others(project, tmp_path):
     _, arguments = project
+    asked = of_evaluation(arguments)
     tasks = ["--tasks", "gsm8k", "--data_dir", write_tasks(tmp_path / "data"), "--shots", 1, "--limit", 1]
     tasks += ["--max_new_tokens", 2, "--out", tmp_path / "eval", "--budget", 1]
-    outcome = call(evaluate.main, "--model", "base", *tasks, *arguments)
+    outcome = call(evaluate.main, "--model", "base", *tasks, *asked)
     assert outcome.status == 0, outcome.err
-    outcome = call(evaluate.main, "--model", "base", *tasks, *arguments, "--chat_template", "words")
+    outcome = call(evaluate.main, "--model", "base", *tasks, *asked, "--chat_template", "words")
     assert "tokenizer" in outcome.error  # the results are of another chat template
     assert call(train.main, *arguments, "--workdir", tmp_path / "run").status == 0
-    without = [one for one in arguments if "chat_template" not in one]
+    without = [one for one in asked if "chat_template" not in one]
     error = call(evaluate.main, "--workdir", tmp_path / "run", *tasks, *without).error
     assert "was trained with config.model.chat_template 'mine.jinja', and the config has None" in error

@@ -163,7 +163,7 @@ def _read_workdir(folder: Path) -> Values:
     assert Config.from_dict(json.loads(json.dumps(found.trained.to_dict(), allow_nan=False))) == found.trained
     workdir.claim(folder / "run", found.trained)
     record = folder / "run" / base_model.BASE
-    base_model.find_base(found.base).require_same(read_json(record).get("base_fingerprint"), file=record)
+    found.find_base().require_same(read_json(record).get("base_fingerprint"), file=record)
     return flat(found.trained)
 
 
@@ -180,7 +180,7 @@ def _write_published(folder: Path) -> None:
 def _read_published(folder: Path) -> Values:
     found = loading.find(folder)
     opened = publish.TorchFolder.open(folder)
-    base = base_model.find_base(found.base)
+    base = found.find_base()
     model_folder.check_trained_path(folder, base)
     return {**vars(opened.config), **base.architecture.options(), "base": opened.base}
 

@@ -114,7 +114,8 @@ def _read_results(folder: Path) -> Values:
 
 
 def _write_rows(folder: Path) -> None:
-    written = [{"messages": MESSAGES, "class": i % 2} for i in range(5)]
+    answers = [MESSAGES[1] | {"content": f"It's été, {i}\n"} for i in range(5)]
+    written = [{"messages": [MESSAGES[0], answer], "class": i % 2} for i, answer in enumerate(answers)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
 
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import re
 import resource
 import shutil
 import sys
@@ -94,10 +95,18 @@ def call(main: Callable[[], int | None], *arguments: Any) -> Outcome:
     raise AssertionError("a program ends with its exit status")
 
 
+READ = re.compile(r"--config\.(decode|mesh|model\.(name|tokenizer|chat_template)=)")
+
+
 def options(**changes: Any) -> list[str]:
     """`--config` with configs/tiny.py made smaller, and changes in which `__` stands for the dot."""
     given = SMALLER | {name.replace("__", "."): value for name, value in changes.items()}
     return ["--config", str(TINY), *(f"--config.{name}={value}" for name, value in given.items())]
+
+
+def of_evaluation(arguments: list[str]) -> list[str]:
+    """What `evaluate` reads of the options of a training: the config file, and overrides of some names."""
+    return [*arguments[:2], *(one for one in arguments[2:] if READ.match(one))]
 
 
 def config(**changes: Any) -> Config:

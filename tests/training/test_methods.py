@@ -328,8 +328,8 @@ def copy_adapter(trained, folder, **changes):
     ("named", "message"),
     [
         ("gone", "the base of {}: 'gone' is neither a folder"),
-        ("", "must name the base in base_model_name_or_path, got ''"),
-        (None, "must name the base in base_model_name_or_path, got None"),
+        ("", "names no base: give it as base_model_name_or_path"),
+        (None, "names no base: give it as base_model_name_or_path"),
         ("SELF", "is its own base: mend base_model_name_or_path"),
         ("WORKDIR", "is a workdir of training, not a language model: give its"),
         ("NARROW", "the tensors do not fit the architecture"),
