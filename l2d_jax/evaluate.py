@@ -41,7 +41,8 @@ from l2d_jax.model.l2d import check_labels
 from l2d_jax.model.llm import LLM
 from l2d_jax.reports.page import interval
 
-OF_MODEL = ("model.name", "model.tokenizer", "model.chat_template")  # what is read beside `decode` and `mesh`
+SECTIONS = ("decode", "mesh")  # of a config that are read
+OF_MODEL = ("model.name", "model.tokenizer", "model.chat_template")  # besides, where a config is given
 
 
 def main() -> None:
@@ -130,9 +131,10 @@ def parse_arguments(parser: command_line.Parser) -> tuple[argparse.Namespace, Co
     options, rest = parser.parse_known_args()
     options.overrides = config_file.split_overrides(rest)
     for name in options.overrides:
-        is_read = name.partition(".")[0] in ("decode", "mesh") or (name in OF_MODEL and options.config is not None)
+        is_read = name.partition(".")[0] in SECTIONS or (name in OF_MODEL and options.config is not None)
         remedy = "use --dtype" if name == "model.dtype" else "leave it out"
-        require(is_read, f"--config.{name} changes nothing here, only the sections decode and mesh are read: {remedy}")
+        rule = f"only the sections {' and '.join(SECTIONS)} are read, and with --config {', '.join(OF_MODEL)}"
+        require(is_read, f"--config.{name} changes nothing here, {rule}: {remedy}")
     require(bool(options.workdir or options.out), "--model, or a hub id, needs --out DIR, for the results")
     return options, None if options.config is None else config_file.read_config(options.config, options.overrides)
 

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import io
 import json
-import re
 import resource
 import shutil
 import sys
@@ -23,6 +22,7 @@ from l2d_jax import command_line
 from l2d_jax.config import config_file
 from l2d_jax.config.schema import Config, ModelConfig, PathConfig
 from l2d_jax.data.tokenizer import byte_tokenizer
+from l2d_jax.evaluate import OF_MODEL, SECTIONS
 from l2d_jax.files import read_json
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.llm import LLM
@@ -95,9 +95,6 @@ def call(main: Callable[[], int | None], *arguments: Any) -> Outcome:
     raise AssertionError("a program ends with its exit status")
 
 
-READ = re.compile(r"--config\.(decode|mesh|model\.(name|tokenizer|chat_template)=)")
-
-
 def options(**changes: Any) -> list[str]:
     """`--config` with configs/tiny.py made smaller, and changes in which `__` stands for the dot."""
     given = SMALLER | {name.replace("__", "."): value for name, value in changes.items()}
@@ -106,7 +103,8 @@ def options(**changes: Any) -> list[str]:
 
 def of_evaluation(arguments: list[str]) -> list[str]:
     """What `evaluate` reads of the options of a training: the config file, and overrides of some names."""
-    return [*arguments[:2], *(one for one in arguments[2:] if READ.match(one))]
+    read = (*(f"--config.{section}." for section in SECTIONS), *(f"--config.{name}=" for name in OF_MODEL))
+    return [*arguments[:2], *(one for one in arguments[2:] if one.startswith(read))]
 
 
 def config(**changes: Any) -> Config:
