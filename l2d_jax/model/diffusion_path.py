@@ -60,6 +60,8 @@ class Conditions(NamedTuple):
 
     modulation: Float[Array, "L *b 6 D"] | None  # `DiffusionPath.modulate` of each block; None: computed there
     merge: Float[Array, "*b #D"]  # w_d(t), and 1 + w_d(t) of an anchored path
+    # Time and class of each row, of a modulation that has all of them: a layer looks its own up.
+    which: tuple[Int[Array, "..."], Int[Array, "..."]] | None = None
 
 
 @nnx.dataclass
@@ -191,7 +193,7 @@ class DiffusionPath(nnx.Module):
         for rematerialisation in training, such as `jax.checkpoint`.
         """
         cache, positions, labels, dtype = context.cache, context.positions, context.labels, llm.dtype
-        modulation = None if conditions is None else conditions.modulation
+        modulation, which = (None, None) if conditions is None else (conditions.modulation, conditions.which)
         assert positions is None or (context.segments is None) == (cache.segments is None)
         gather = partial(gather_layer, dtype=dtype, products=llm.product_dtype)
         slots = cache.positions.shape[1]
@@ -218,6 +220,7 @@ class DiffusionPath(nnx.Module):
             w, changes = gather(w), gather(changes)
             q_bias = w.q_bias if changes.q_bias is None else changes.q_bias
             own = (changes.modulation, w.attention_norm, w.mlp_norm)
+            known = known if which is None or known is None else known[which]
             parts = self.modulate(condition, *own) if known is None else jnp.moveaxis(known, -2, 0)
             norm_1, shift_1, gate_1, norm_2, shift_2, gate_2 = parts
             with jax.named_scope("attention"):

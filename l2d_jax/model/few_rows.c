@@ -11,6 +11,8 @@ enum { LANES = 8, GROUP = 4 };
 #endif
 enum { DEPTH = 8, PARTS = 2, OUTPUTS = 4, UNIT = 32 };
 #define PIECE 65536  // values of a matrix that are worth a thread
+#define ROWS 128  // the most that a call is made for, as in few_rows.py
+#define TILE 128  // columns of the sums of many rows, and half as many where there are more than a quarter of ROWS
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -23,15 +25,15 @@ typedef struct {
   XLA_FFI_Future *future;
 } Job;
 
-// y += x[:, k] w[k] for DEPTH of the k, from y = 0 at k = 0, in the columns of a piece.
-INLINE void add(const Job *job, long first, long k, long low, long high, int rows) {
+// sums += x[:, k] w[k] for DEPTH of the k, from zero at k = 0, in the columns of a piece; sums[row] lie `stride` apart.
+INLINE void add(const Job *job, long first, long k, long low, long high, float *into, long stride, int rows) {
   const long inputs = job->inputs, outputs = job->outputs;
   float *x = job->x + first * inputs + k;
   for (long n = low; n < high; n += PARTS * LANES) {
-    float *y = job->y + first * outputs + n;
+    float *y = into + first * stride + n - low;
     Vector sums[GROUP][PARTS] = {0};
     for (int row = 0; row < rows && k; row++)
-      for (int part = 0; part < PARTS; part++) sums[row][part] = AT(y + row * outputs + part * LANES);
+      for (int part = 0; part < PARTS; part++) sums[row][part] = AT(y + row * stride + part * LANES);
     for (int j = 0; j < DEPTH; j++)
       for (int part = 0; part < PARTS; part++) {
         float *line = job->w + (k + j) * outputs + n + part * LANES;
@@ -39,27 +41,8 @@ INLINE void add(const Job *job, long first, long k, long low, long high, int row
         for (int row = 0; row < rows; row++) sums[row][part] += x[row * inputs + j] * AT(line);
       }
     for (int row = 0; row < rows; row++)
-      for (int part = 0; part < PARTS; part++) AT(y + row * outputs + part * LANES) = sums[row][part];
+      for (int part = 0; part < PARTS; part++) AT(y + row * stride + part * LANES) = sums[row][part];
   }
-}
-
-// y[:, n] = x . w[n] for OUTPUTS of the n.
-INLINE void dot(const Job *job, long first, long n, int rows) {
-  const long inputs = job->inputs;
-  float *x = job->x + first * inputs;
-  Vector sums[GROUP][OUTPUTS] = {0};
-  for (long k = 0; k < inputs; k += LANES)
-    for (int j = 0; j < OUTPUTS; j++) {
-      float *line = job->w + (n + j) * inputs + k;
-      if (first == 0) __builtin_prefetch(line + OUTPUTS * inputs, 0, 2);
-      for (int row = 0; row < rows; row++) sums[row][j] += AT(x + row * inputs + k) * AT(line);
-    }
-  for (int row = 0; row < rows; row++)
-    for (int j = 0; j < OUTPUTS; j++) {
-      float sum = 0;
-      for (int lane = 0; lane < LANES; lane++) sum += sums[row][j][lane];
-      job->y[(first + row) * job->outputs + n + j] = sum;
-    }
 }
 
 // Call a function for `count` rows at most, with their number as a constant.
@@ -74,6 +57,42 @@ INLINE void dot(const Job *job, long first, long n, int rows) {
       WITH(7, function, job, first, __VA_ARGS__) WITH(8, function, job, first, __VA_ARGS__) \
     }
 
+// The columns of a piece for many rows, tile by tile: their sums stay in the nearest cache, side by side.
+static void tiles(const Job *job, long low, long high) {
+  float sums[ROWS * TILE / 2] __attribute__((aligned(64)));
+  const long tile = job->rows > ROWS / 4 ? TILE / 2 : TILE;
+  for (long left = low; left < high; left += tile) {
+    const long right = left + tile < high ? left + tile : high;
+    for (long k = 0; k < job->inputs; k += DEPTH) FOR_ROWS(GROUP, add, k, left, right, sums, tile)
+    for (long row = 0; row < job->rows; row++)
+      for (long n = left; n < right; n += LANES) AT(job->y + row * job->outputs + n) = AT(sums + row * tile + n - left);
+  }
+}
+
+// The sum of a vector, in halves.
+INLINE float total(Vector vector) {
+  float sums[LANES] __attribute__((aligned(64)));
+  AT(sums) = vector;
+  for (int half = LANES / 2; half > 0; half /= 2)
+    for (int lane = 0; lane < half; lane++) sums[lane] += sums[lane + half];
+  return sums[0];
+}
+
+// y[:, n] = x . w[n] for OUTPUTS of the n.
+INLINE void dot(const Job *job, long first, long n, int rows) {
+  const long inputs = job->inputs;
+  float *x = job->x + first * inputs;
+  Vector sums[GROUP][OUTPUTS] = {0};
+  for (long k = 0; k < inputs; k += LANES)
+    for (int j = 0; j < OUTPUTS; j++) {
+      float *line = job->w + (n + j) * inputs + k;
+      if (first == 0) __builtin_prefetch(line + OUTPUTS * inputs, 0, 2);
+      for (int row = 0; row < rows; row++) sums[row][j] += AT(x + row * inputs + k) * AT(line);
+    }
+  for (int row = 0; row < rows; row++)
+    for (int j = 0; j < OUTPUTS; j++) job->y[(first + row) * job->outputs + n + j] = total(sums[row][j]);
+}
+
 static void piece(void *data) {
   Job *job = data;
   const XLA_FFI_Api *api = job->api;
@@ -82,8 +101,10 @@ static void piece(void *data) {
   const long high = end < job->outputs ? end : job->outputs;
   if (job->is_transposed)
     for (long n = low; n < high; n += OUTPUTS) FOR_ROWS(GROUP / 2, dot, n)
+  else if (job->rows > GROUP)
+    tiles(job, low, high);
   else
-    for (long k = 0; k < job->inputs; k += DEPTH) FOR_ROWS(GROUP, add, k, low, high)
+    for (long k = 0; k < job->inputs; k += DEPTH) FOR_ROWS(GROUP, add, k, low, high, job->y + low, job->outputs)
   if (__atomic_sub_fetch(&job->left, 1, __ATOMIC_ACQ_REL) == 0) api->XLA_FFI_Future_SetAvailable(&done);
 }
 

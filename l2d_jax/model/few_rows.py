@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from l2d_jax.errors import shorten
 from l2d_jax.storage.partial import scratch_folder
 
-ROWS = 16  # the most that a call is made for: XLA's products of many are good
+ROWS = 128  # the most that a call is made for: XLA's products of many are good
 UNIT = 32  # inputs and outputs of a matrix are multiples of it
 
 _library: list[ctypes.CDLL | None] = []  # None: it could not be compiled

@@ -13,7 +13,7 @@ from l2d_jax.config.schema import PathConfig
 from l2d_jax.distributed.memory import tree_bytes
 from l2d_jax.distributed.sharding import axis_size, constrain
 from l2d_jax.errors import require
-from l2d_jax.model.axes import LAYER_AXES, MATRICES
+from l2d_jax.model.axes import ADAPTED, LAYER_AXES, MATRICES
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.few_rows import can_read
 from l2d_jax.model.llm import LLM
@@ -28,6 +28,8 @@ class Model(nnx.Module):
     llm: LLM = nnx.data()
     path: DiffusionPath | None = nnx.data()  # None: the LM alone, for a budget of 1
     table: Float[Array, "V C"] | None = nnx.data()
+    # Of a merged model: the path whose updates are apart, where the LM's matrices serve both in a joint pass.
+    updating: DiffusionPath | None = nnx.data(default=None)
 
     @classmethod
     def build(cls, llm: LLM, path: DiffusionPath | None) -> "Model":
@@ -54,13 +56,24 @@ class Model(nnx.Module):
         """
         if not self.can_merge(memory):
             return self
-        llm, path = self.llm, self.path
+        llm, path, updating = self.llm, self.path, None
         if path is not None and path.adapter is not None:
+            if path.config.reader == "lm":
+                updating = small_updates(path, llm)
             path = path.with_matrices(as_bits(merge_adapter(llm.layers, path.adapter)))
         if llm.adapter is not None:
             llm = dataclasses.replace(llm, layers=merge_adapter(llm.layers, llm.adapter), adapter=None)
         llm = dataclasses.replace(llm, layers=as_bits(llm.layers), in_place=can_read(llm.embed))
-        return dataclasses.replace(self, llm=llm, path=path).apart()
+        return dataclasses.replace(self, llm=llm, path=path, updating=updating).apart()
+
+    @property
+    def readings(self) -> float:
+        """What a joint pass reads, in the LM's layers: those of the path, too, if they are others."""
+        if self.path is None or self.path.config.reader != "lm":
+            return 1.0
+        path = self.path if self.updating is None else self.updating
+        layers = [getattr(path.layers, name) for name in ADAPTED]
+        return 1.0 + tree_bytes(layers) / tree_bytes([getattr(self.llm.layers, name) for name in ADAPTED])
 
     def apart(self) -> "Model":
         """The model with the matrices of each layer in arrays of their own, where the weights are stationary.
@@ -74,6 +87,15 @@ class Model(nnx.Module):
         if path is not None and path.adapter is None:
             path = dataclasses.replace(path, layers=_split(path.layers))
         return dataclasses.replace(self, llm=llm, path=path)
+
+
+def small_updates(path: DiffusionPath, llm: LLM) -> DiffusionPath | None:
+    """The path with its updates in the type of the LM's products; None where they are half as large as its matrices."""
+    updates = {name: getattr(path.layers, name) for name in ADAPTED}
+    cast = jax.tree.map(lambda array: array.astype(llm.product_dtype), updates)
+    if 2 * tree_bytes(cast) > tree_bytes([getattr(llm.layers, name) for name in ADAPTED]):
+        return None
+    return dataclasses.replace(path, layers=dataclasses.replace(path.layers, **cast))
 
 
 def _split(layers: Any) -> Any:

@@ -131,11 +131,16 @@ def project(
 ) -> Array:
     """`x @ (weight + scale * a @ b)` over the last `dims` axes of `x`, never forming the sum of the matrices."""
     y = multiply(x, weight, dims)
-    if update is None:
-        return y
+    return y if update is None else y + project_update(x, weight, update, scale=scale, dims=dims)
+
+
+def project_update(
+    x: Array, weight: Array | StackedWeight, update: Lora, *, scale: float = 1.0, dims: int = 1
+) -> Array:
+    """`x @ (scale * a @ b)`, the part of `project` that an update of this weight adds."""
     dtype = x.dtype if isinstance(weight, StackedWeight) else from_bits(weight).dtype
     a, b = update.a.astype(dtype), (scale * update.b).astype(dtype)
-    return y + multiply(multiply(x, a, dims), b, 1)
+    return multiply(multiply(x, a, dims), b, 1)
 
 
 def project_saved(x: Array, weight: Array, update: Lora | None = None, *, scale: float = 1.0, dims: int = 1) -> Array:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from l2d_jax.config.schema import DecodeConfig, TrainConfig
 from l2d_jax.decoding import decode
-from l2d_jax.decoding.refine import Refinement
+from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.sampler import SamplingOptions
 from l2d_jax.model.attention import attention
 from l2d_jax.model.context import read_context
