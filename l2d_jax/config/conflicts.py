@@ -6,8 +6,9 @@ and cannot get is refused by `decoding.requests.check_asked`. Conflicts with the
 refused where these are known: budgets and micro-batches by the training program, class labels by `check_labels`.
 """
 
-from typing import Any
+from typing import Any, get_args
 
+from l2d_jax.config.ranges import MOST_PARALLEL, AdaptiveSolver
 from l2d_jax.errors import require
 
 
@@ -58,6 +59,15 @@ def check_decoding(decode: Any, path: Any | None) -> None:
         "config.decode.velocity 'expectation' is the arg max where config.decode.velocity_temperature is 0: raise the "
         "temperature (1 weighs tokens by their probability), or set velocity to "
         "'sample'": decode.velocity == "expectation" and decode.velocity_temperature == 0,
+        "config.decode.parallel 'on' guesses estimates that are tokens, and config.decode.velocity 'expectation' has "
+        "none: set velocity to 'sample', or parallel to "
+        "'auto'": decode.parallel == "on" and decode.velocity == "expectation",
+        f"config.decode.parallel 'on' evaluates a grid that is known beforehand, and config.decode.solver "
+        f"{decode.solver!r} chooses its steps on the way: take midpoint, or set parallel to "
+        "'auto'": decode.parallel == "on" and decode.solver in get_args(AdaptiveSolver),
+        f"config.decode.parallel 'on' has room for {MOST_PARALLEL} evaluations of a token, and config.decode.budget is "
+        f"{decode.budget}: lower it, or set parallel to "
+        "'auto'": decode.parallel == "on" and decode.budget > MOST_PARALLEL,
     }
     for message, is_there in conflicts.items():
         require(not is_there, message)

@@ -4,7 +4,7 @@ Upper ends are beyond all use, and below what overflows an int32 or a float32. L
 above what is 0 in float32: `1e-46` is positive in Python, and a division by zero on a device.
 """
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from annotated_types import Interval
 
@@ -19,6 +19,7 @@ Length = Annotated[int, Interval(ge=2, le=10**7)]  # tokens of a text that has a
 Width = Annotated[int, Interval(ge=1, le=2**16)]
 Label = Annotated[int, Interval(ge=0, lt=4096)]  # number of a class
 Classes = Annotated[int, Interval(ge=0, le=4096)]
+Passes = Annotated[float, Interval(ge=1, le=10_000)]  # over the weights, of a token
 Steps = Annotated[int, Interval(ge=0, le=9_999)]  # one less than evaluations
 Bins = Annotated[int, Interval(ge=1, le=10_000)]
 Budget = Annotated[int, Interval(ge=1, le=10_000)]  # evaluations of the path per token
@@ -49,3 +50,7 @@ Nats = Annotated[float, Interval(ge=0, le=1000)]
 Penalty = Annotated[float, Interval(ge=-2, le=2)]  # of tokens that an answer has, in logits; OpenAI's range
 Bias = Annotated[float, Interval(ge=-100, le=100)]  # of a token's logit; OpenAI's range
 Power = Annotated[float, Interval(ge=0, le=1000)]
+
+FixedSolver = Literal["euler", "midpoint", "heun", "heun3", "rk4", "restart"]
+AdaptiveSolver = Literal["fehlberg2", "adaptive_heun", "bosh3"]
+MOST_PARALLEL = 127  # evaluations of a token that can go side by side

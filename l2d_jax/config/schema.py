@@ -18,7 +18,7 @@ from l2d_jax.config.parsing import check_fields, from_dict, nearest
 from l2d_jax.errors import require
 
 CATEGORIES = ("math", "coding", "general_qa", "other")  # the classes that guidance knows, in the release's order
-SolverName = Literal["euler", "midpoint", "heun", "heun3", "rk4", "restart", "fehlberg2", "adaptive_heun", "bosh3"]
+SolverName = Literal[ranges.FixedSolver, ranges.AdaptiveSolver]
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # as PEFT names them
 
 
@@ -178,6 +178,7 @@ class DecodeConfig:
     top_p: ranges.TopP = 1.0  # sample from the likeliest tokens that together reach this probability
     draws: ranges.Draws = 1  # noise samples per token, whose mean distribution gives the answer
     gate: ranges.Nats = 0.0  # skip the ODE where the entropy of the LM alone is below this, in nats; 0: never
+    parallel: Literal["auto", "on", "off"] = "auto"  # evaluations side by side: where it is faster, wherever it can be
     max_new_tokens: ranges.Tokens = 256
 
     def __post_init__(self) -> None:

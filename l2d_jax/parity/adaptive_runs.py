@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.interpolate import KroghInterpolator
 
-from l2d_jax.decoding import integrate
-from l2d_jax.decoding.refine import Refinement, make_target
-from l2d_jax.decoding.solver import ADAPTIVE, EmbeddedPair
+from l2d_jax.decoding.refinement import integrate
+from l2d_jax.decoding.refinement.estimates import make_target
+from l2d_jax.decoding.refinement.settings import Refinement
+from l2d_jax.decoding.refinement.solver import ADAPTIVE, EmbeddedPair
 from l2d_jax.model.context import Context
 from l2d_jax.model.l2d import Model
 from l2d_jax.parity.fixed_step_runs import combine, noted_velocity, start_of

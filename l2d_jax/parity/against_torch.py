@@ -19,10 +19,12 @@ from jaxtyping import Float, Int
 from l2d_jax import loading
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.data.batch import Batch
-from l2d_jax.decoding import integrate, refine
 from l2d_jax.decoding.generation import generate_tokens
+from l2d_jax.decoding.refinement import integrate
+from l2d_jax.decoding.refinement.estimates import corrected_hidden, make_target
+from l2d_jax.decoding.refinement.settings import Refinement
+from l2d_jax.decoding.refinement.solver import find_solver
 from l2d_jax.decoding.requests import Request, number_prompts
-from l2d_jax.decoding.solver import find_solver
 from l2d_jax.errors import InputError
 from l2d_jax.files import read_json
 from l2d_jax.model.context import Context, read_context
@@ -116,7 +118,7 @@ def our_arrays(model: Model, rows: Int[np.ndarray, "B T"]) -> Iterator[tuple[str
     if labels is not None:
         context = context._replace(labels=jnp.broadcast_to(labels, rows.shape))
     for solver, budget in SOLVED.items():
-        settings = refine.Refinement.prepare(
+        settings = Refinement.prepare(
             reading, DecodeConfig(solver=solver, budget=budget, **_guided(path.config.classes), **MEAN)
         )
         states, logits = _solve(reading, context, jnp.asarray(noise), settings, steps=int(settings.steps))
@@ -164,13 +166,13 @@ _read = jax.jit(read_context)
 
 
 @partial(jax.jit, static_argnames="steps")
-def _solve(model: Model, context: Context, noise: Any, settings: refine.Refinement, *, steps: int) -> tuple[Any, Any]:
+def _solve(model: Model, context: Context, noise: Any, settings: Refinement, *, steps: int) -> tuple[Any, Any]:
     """x at every point of the grid, and the answer's logits."""
     assert model.path is not None
     keys = jax.random.split(jax.random.key(0), noise.shape[:2])
-    target = refine.make_target(model, context, settings=settings, keys=keys)
+    target = make_target(model, context, settings=settings, keys=keys)
     x = integrate.fixed_states(target, model.path.config.sigma * noise, solver=settings.solver, steps=steps)
-    hidden, *_ = refine.corrected_hidden(model, context, x[-1], jnp.ones((1, 1)), table=settings.table)
+    hidden, *_ = corrected_hidden(model, context, x[-1], jnp.ones((1, 1)), table=settings.table)
     return x, model.llm.logits(hidden)
 
 

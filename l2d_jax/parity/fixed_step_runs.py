@@ -16,9 +16,11 @@ from scipy.special import softmax
 
 from l2d_jax.config.parsing import from_dict
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.decoding import decode, integrate
-from l2d_jax.decoding.refine import Refinement, make_target
-from l2d_jax.decoding.solver import FIXED
+from l2d_jax.decoding import decode
+from l2d_jax.decoding.refinement import integrate
+from l2d_jax.decoding.refinement.estimates import make_target
+from l2d_jax.decoding.refinement.settings import Refinement
+from l2d_jax.decoding.refinement.solver import FIXED
 from l2d_jax.errors import require
 from l2d_jax.model import diffusion
 from l2d_jax.model.context import Context
@@ -144,14 +146,15 @@ def noted_velocity(
         branches = [logits_at(model, context, x, t, context.labels)]
         if context.labels is not None:
             branches.append(logits_at(model, context, x, t))
-        temperature, number = np.asarray(settings.temperature(jnp.float32(t), jnp.float32(length))), len(seen["temps"])
+        temperature = float(settings.temperature(jnp.float32([[t]]), jnp.float32([[length]]))[0, 0])
+        number = len(seen["temps"])
         if settings.velocity == "sample" or temperature == 0:  # the vector of the likeliest token
             targets = [table[np.argmax(logits, axis=-1)] for logits in branches]
         else:  # the mean over the vocabulary
             targets = [softmax(np.asarray(logits) / temperature, axis=-1) @ table for logits in branches]
         if draws is not None and draws.drawn[number]:
             targets = [table[draws.tokens[number]][:, None]]
-        seen["temps"] += [temperature] * len(branches)
+        seen["temps"] += [np.asarray(temperature)] * len(branches)
         seen["argmax"] += [np.argmax(logits, axis=-1) for logits in branches]
         strength = np.asarray(settings.guidance)
         target = targets[0] if len(targets) == 1 else strength * targets[0] + (1 - strength) * targets[1]

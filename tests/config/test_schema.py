@@ -103,6 +103,7 @@ decode.top_k: int in [0, 1000000000] = 0
 decode.top_p: float in [1e-06, 1] = 1.0
 decode.draws: int in [1, 4096] = 1
 decode.gate: float in [0, 1000] = 0.0
+decode.parallel: Literal['auto', 'on', 'off'] = 'auto'
 decode.max_new_tokens: int in [1, 10000000] = 256
 validation.batch_size: int in [1, 1000000] = 8
 validation.time_bins: int in [1, 10000] = 10

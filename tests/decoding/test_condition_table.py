@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.decoding import integrate
-from l2d_jax.decoding.condition_table import CAPACITY, ConditionTable
-from l2d_jax.decoding.refine import Refinement, refine
-from l2d_jax.decoding.solver import FIXED
+from l2d_jax.decoding.refinement import integrate
+from l2d_jax.decoding.refinement.condition_table import CAPACITY, ConditionTable
+from l2d_jax.decoding.refinement.refine import refine
+from l2d_jax.decoding.refinement.settings import Refinement
+from l2d_jax.decoding.refinement.solver import FIXED
 from l2d_jax.errors import InputError
 from l2d_jax.model.context import Context
 from l2d_jax.model.diffusion_path import Conditions

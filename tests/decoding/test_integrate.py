@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from l2d_jax.decoding.integrate import adaptive_states, fixed_states, solve_adaptive, solve_fixed
-from l2d_jax.decoding.solver import ADAPTIVE, FIXED
+from l2d_jax.decoding.refinement.integrate import adaptive_states, fixed_states, solve_adaptive, solve_fixed
+from l2d_jax.decoding.refinement.solver import ADAPTIVE, FIXED
 
 # --- the loops: dx/dt = (target - x) / (1 - t), in float64 NumPy ---
 

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.decoding import integrate
-from l2d_jax.decoding import refine as refine_module
-from l2d_jax.decoding.refine import Refinement, estimate, refine
-from l2d_jax.decoding.solver import FIXED
+from l2d_jax.decoding.refinement import integrate
+from l2d_jax.decoding.refinement import refine as refine_module
+from l2d_jax.decoding.refinement.estimates import estimate
+from l2d_jax.decoding.refinement.refine import refine
+from l2d_jax.decoding.refinement.settings import Refinement
+from l2d_jax.decoding.refinement.solver import FIXED
 from l2d_jax.errors import InputError
 from l2d_jax.model.context import Context
 from l2d_jax.model.l2d import Model, check_labels
@@ -209,12 +211,12 @@ def test_the_last_annealed_draw_is_the_arg_max(solver: str) -> None:
         solve(chosen.steps).block_until_ready()
         jax.effects_barrier()
         drawn = [t for t in times if t < 1 - 1e-6]  # at t = 1 the velocity counts as zero
-        temperatures = [float(chosen.temperature(jnp.float32(t), jnp.float32(1 / steps))) for t in drawn]
+        temperatures = chosen.temperature(jnp.float32([drawn]), jnp.float32([[1 / steps]]))[0].tolist()
         assert temperatures[-1] < 1e-6
         ahead = FIXED[solver].lookahead / steps
         np.testing.assert_allclose(temperatures, [0.8 * max(0.0, 1 - t - ahead) for t in drawn], atol=1e-6)
     constant = settings(3, solver="midpoint", velocity_temperature=0.8)
-    assert float(constant.temperature(jnp.float32(0.9), jnp.float32(1.0))) == pytest.approx(0.8)
+    assert constant.temperature(jnp.float32([[0.9]]), jnp.float32([[1.0]])) == pytest.approx(0.8)
 
 
 def test_estimates_of_a_drawn_token_and_of_the_mean() -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from l2d_jax.decoding.solver import ADAPTIVE, FIXED, SOLVERS
+from l2d_jax.decoding.refinement.solver import ADAPTIVE, FIXED, SOLVERS
 
 
 @pytest.mark.parametrize("solver", ["heun3", "rk4", *ADAPTIVE])

@@ -5,7 +5,7 @@ import typing
 import pytest
 
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.decoding.solver import FIXED, SOLVERS, find_solver
+from l2d_jax.decoding.refinement.solver import FIXED, SOLVERS, find_solver
 from l2d_jax.errors import InputError
 
 

@@ -19,7 +19,7 @@ import jax
 
 from l2d_jax import command_line
 from l2d_jax.config.schema import Config
-from l2d_jax.decoding.solver import find_solver
+from l2d_jax.decoding.refinement.solver import find_solver
 from l2d_jax.distributed import runtime
 from l2d_jax.errors import InputError, RunError, require
 from l2d_jax.performance.decoding_speed import bytes_per_evaluation, decoder, random_model

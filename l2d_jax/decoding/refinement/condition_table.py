@@ -24,18 +24,21 @@ class ConditionTable(nnx.Module):
     times: Float[Array, " n"] = nnx.data()  # infinite beyond the last
     conditions: Conditions = nnx.data()  # of shape [n, labels]
 
-    def at(self, t: Float[Array, "#B 1"], labels: Int[Array, "B M"] | None) -> Conditions:
-        """The conditions at a time of a grid, or one for each row; labels None: the null class, which is the last.
+    def at(self, t: Float[Array, "#B #M"], labels: Int[Array, "B M"] | None) -> Conditions:
+        """The conditions at times of a grid, of all rows or of each; labels None: the null class, which is the last.
 
         At any other time, as where the table is that of another grid, the merge weight is not a number.
         """
-        distance = jnp.abs(self.times - jnp.minimum(t, 1.0))  # a row that has ended before the others goes on beyond
-        index = jnp.argmin(distance, axis=1)[:, None]
-        is_known = jnp.take_along_axis(distance, index, axis=1) < SAME
+        # A row that has ended before the others goes on beyond t = 1.
+        distance = jnp.abs(self.times - jnp.minimum(t, 1.0)[..., None])
+        index = jnp.argmin(distance, axis=-1)
+        is_known = jnp.take_along_axis(distance, index[..., None], axis=-1) < SAME
         assert self.conditions.modulation is not None
         picked = jnp.array([[-1]]) if labels is None else labels
-        merge = jnp.where(is_known[..., None], self.conditions.merge[index, picked], jnp.nan)
-        return Conditions(self.conditions.modulation[:, index, picked], merge)
+        merge = jnp.where(is_known, self.conditions.merge[index, picked], jnp.nan)
+        if index.size == picked.size == 1:  # looked up once, and not in each layer
+            return Conditions(self.conditions.modulation[:, index, picked], merge)
+        return Conditions(self.conditions.modulation, merge, (index, picked))
 
 
 @jax.jit

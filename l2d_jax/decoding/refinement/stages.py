@@ -1,0 +1,127 @@
+"""The evaluations of a uniform grid as rows: x of each is a fixed combination of x_0 and the estimates before it.
+
+The ODE is linear in x, so a Runge-Kutta method on a grid is a table of coefficients: what `integrate` reaches one
+evaluation after the other, up to rounding. Evaluations whose estimates nothing reads have no row: their rate is 0, as
+at t = 1 for the last stage of Heun's method.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from l2d_jax.config.ranges import MOST_PARALLEL
+from l2d_jax.decoding.refinement.integrate import INVERSES
+from l2d_jax.decoding.refinement.solver import Restart, Solver
+from l2d_jax.model.diffusion import END
+
+SIZES = (1, 3, 7, 15, 31, 63, MOST_PARALLEL)  # rows that programs are compiled for; a larger budget goes one by one
+
+
+class _Rows(NamedTuple):
+    """The rows of one grid, in float64."""
+
+    times: np.ndarray  # [n]
+    noise: np.ndarray  # [n]
+    estimates: np.ndarray  # [n, n]
+
+
+@nnx.dataclass
+class Stages(nnx.Module):
+    """The rows of each sequence's grid, or of the one that all share; the last of `count` is the final evaluation."""
+
+    times: Float[Array, "#B n"] = nnx.data()  # t of each evaluation, the same bits as while integrating
+    noise: Float[Array, "#B n"] = nnx.data()  # coefficient of x_0
+    estimates: Float[Array, "#B n n"] = nnx.data()  # of the estimates: row by row, those before it
+    count: Int[Array, "#B"] = nnx.data()  # rows in use; 0: nothing is refined
+
+    @classmethod
+    def of(cls, solver: Solver, budgets: Sequence[int]) -> "Stages | None":
+        """The rows of each budget; None for adaptive solvers and for a budget beyond the largest of `SIZES`."""
+        if solver.is_adaptive or max(budgets) > SIZES[-1]:
+            return None
+        grids = [_rows(solver, solver.steps(budget)) for budget in budgets]
+        size = next(size for size in SIZES if size >= max(len(grid.times) for grid in grids))
+        counts = [len(grid.times) if budget > 1 else 0 for grid, budget in zip(grids, budgets, strict=True)]
+
+        def stack(arrays: Sequence[np.ndarray]) -> Array:
+            padded = [np.pad(array, [(0, size - n) for n in array.shape]) for array in arrays]
+            return jnp.asarray(np.stack(padded).astype(np.float32))
+
+        times, noise, estimates = map(stack, zip(*grids, strict=True))
+        return cls(times=times, noise=noise, estimates=estimates, count=jnp.array(counts, jnp.int32))
+
+    @property
+    def size(self) -> int:
+        """The rows that there is room for."""
+        return self.times.shape[1]
+
+    def x(
+        self, rows: Int[Array, "B M W"], noise: Float[Array, "B M C"], estimates: Float[Array, "B M n C"]
+    ) -> Float[Array, "B M W C"]:
+        """x of these rows, where these are the estimates of all.
+
+        The sum is no matrix product: a row's bits depend neither on the other rows nor on its place among them.
+        """
+        own = self.spread(self.noise, rows)[..., None] * noise[:, :, None]
+        parts = self.spread(self.estimates, rows)[..., None] * estimates[:, :, None]
+        return own + parts.sum(axis=-2)
+
+    def spread(self, values: Float[Array, "#B n *rest"], rows: Int[Array, "B M W"]) -> Float[Array, "B M W *rest"]:
+        """The values of these rows."""
+        sequences = jnp.arange(len(rows)) if len(values) > 1 else jnp.zeros(len(rows), jnp.int32)
+        return values[sequences[:, None, None], rows]
+
+
+@cache
+def _rows(solver: Solver, steps: int) -> _Rows:
+    """The rows that are read, by walking through the grid with the estimates as unknowns."""
+    count = solver.stages * steps + 1
+    times, noise, estimates = _times(solver, steps), np.zeros(count), np.zeros((count, count))
+    units, number = np.eye(count), 0
+    scale, data = 1.0, np.zeros(count)
+
+    def slope(scale: float, data: np.ndarray) -> tuple[float, np.ndarray]:
+        """dx/dt at the next evaluation, which has this x."""
+        nonlocal number
+        rest = 1.0 - float(times[number])
+        rate = 1 / rest if rest > END else 0.0
+        noise[number], estimates[number] = scale, data
+        number += 1
+        return -scale * rate, (units[number - 1] - data) * rate
+
+    tableau: Any = getattr(solver.method, "tableau", None)
+    lower, weights = ((), [1.0]) if tableau is None else (tableau.a_lower, tableau.b_sol)
+    for step in range(steps):
+        if solver.method is Restart:
+            slope(scale, data)
+            share = (step + 1) / steps
+            scale, data = 1 - share, share * units[step]
+            continue
+        slopes = [slope(scale, data)]
+        for row in lower:
+            slopes.append(slope(*_along(scale, data, row, slopes, steps)))
+        scale, data = _along(scale, data, weights, slopes, steps)
+    noise[number], estimates[number] = scale, data
+    kept = [i for i in range(count) if i == count - 1 or estimates[:, i].any()]
+    return _Rows(times[kept], noise[kept], estimates[np.ix_(kept, kept)])
+
+
+def _times(solver: Solver, steps: int) -> np.ndarray:
+    """`Solver.times` in the bits that `integrate` computes, which choose the tokens that are sampled."""
+    nodes = np.array([0.0, *getattr(getattr(solver.method, "tableau", None), "c", ())]).astype(np.float32)
+    inner = (np.arange(steps, dtype=np.float32)[:, None] + nodes) * INVERSES[steps]
+    return np.append(inner.ravel(), np.float32(min(steps, 1)))
+
+
+def _along(
+    scale: float, data: np.ndarray, weights: Iterable[float], slopes: list[tuple[float, np.ndarray]], steps: int
+) -> tuple[float, np.ndarray]:
+    """A point of a step, from its beginning."""
+    for weight, (of_scale, of_data) in zip(weights, slopes, strict=True):
+        scale, data = scale + weight * of_scale / steps, data + weight * of_data / steps
+    return scale, data
