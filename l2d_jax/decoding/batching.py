@@ -45,6 +45,7 @@ class Completion(NamedTuple):
     ids: list[int]  # without the stop token
     tokens: int = 0  # that were decoded, the stop token included
     evaluations: int = 0  # of the path, for these tokens
+    passes: int = 0  # over the weights, those of the language model included
 
 
 def complete(
@@ -77,9 +78,8 @@ def complete(
         for piece in pieces:
             place, former = piece.answer // samples, answers[piece.answer]
             tokens = former.tokens + len(piece.tokens) + (piece.ending == "stop")
-            answers[piece.answer] = Completion(
-                former.ids + piece.tokens, tokens, former.evaluations + piece.evaluations
-            )
+            evaluations, passes = former.evaluations + piece.evaluations, former.passes + piece.passes
+            answers[piece.answer] = Completion(former.ids + piece.tokens, tokens, evaluations, passes)
             lacking[place] -= piece.is_last
             broken |= {place} if piece.ending == "broken" else set()
             if not lacking[place] and place not in broken:

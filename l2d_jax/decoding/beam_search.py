@@ -64,14 +64,14 @@ def search(
     asked = dataclasses.replace(settings, max_new_tokens=config.max_new_tokens, temperature=config.temperature)
     request = Request([prompt], asked, seed, restrictions=restrictions, asked=given)
     lanes, [answer] = open_lanes(loaded.decoder, request)
-    options = lanes.options([answer])
+    options = lanes.options(answer, rows=config.beams)
     capacity = answer_slots(config.max_new_tokens)
     beams = start_beams(lanes.read([answer]), beams=config.beams, capacity=capacity)
-    scoring = Scoring.from_config(config, loaded.stop_ids, options["sampling"])
+    scoring = Scoring.from_config(config, loaded.stop_ids, options.sampling)
     draws = sample_bucket(settings.draws)
-    chosen: dict[str, Any] = {"candidates": config.candidates, "draws": draws, "label": options["labels"]}
+    chosen: dict[str, Any] = {"candidates": config.candidates, "draws": draws, "label": options.labels}
     for _ in range(capacity // CHUNK):
-        beams = extend(lanes.model, beams, settings=options["settings"], scoring=scoring, steps=CHUNK, **chosen)
+        beams = extend(lanes.model, beams, settings=options.settings, scoring=scoring, steps=CHUNK, **chosen)
         if beams.state.broken.any():
             raise InputError("logits of the search were not numbers: check the weights, or use float32")
         if beams.state.done.all():

@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 from l2d_jax.config import ranges
 from l2d_jax.config.parsing import check_fields
 from l2d_jax.decoding import decode
-from l2d_jax.decoding.refine import Refinement
+from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.sampler import SamplingOptions
 from l2d_jax.errors import require
 from l2d_jax.model.l2d import Model

@@ -18,6 +18,9 @@ LONG = 16  # evaluations; a token that takes more is a chunk by itself, so that 
 SAMPLES = (1, 2, 4, 8, 16, 128, 1024, 4096)  # noise samples of a token that programs are compiled for
 TOGETHER = 16  # noise samples that are integrated side by side; more are integrated in groups of this size
 PROGRAMS = 32  # compiled ones of each function that are kept
+# XLA's options by kind of device (compiled): reading more of the cache at a time, and what all layers share but once.
+_OPTIONS = {"xla_tpu_scoped_vmem_limit_kib": "32768", "xla_tpu_licm_size_inflation_ratio": "1000"}
+COMPILER_OPTIONS = dict.fromkeys(("TPU v5 lite", "TPU v5", "TPU v6 lite"), _OPTIONS)
 
 
 class Programs:
@@ -59,6 +62,17 @@ class Programs:
             program = jax.jit(function, **self._options)
         self._programs[key] = program
         return program
+
+
+def compiled(function: Callable[..., Any], *, static: tuple[str, ...], donate: str) -> Programs:
+    """A decoder, compiled with XLA's options for the devices in use."""
+    kind = (jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]).device_kind
+    return _compiled(function, static, donate, kind)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any], static: tuple[str, ...], donate: str, kind: str) -> Programs:
+    return Programs(function, static=static, donate_argnames=donate, compiler_options=COMPILER_OPTIONS.get(kind))
 
 
 def sample_bucket(draws: int) -> int:

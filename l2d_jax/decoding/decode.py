@@ -7,7 +7,7 @@ that is compiled for a bucket of numbers, and a sample is the same in each bucke
 """
 
 import dataclasses
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from l2d_jax.decoding.buckets import TOGETHER, Programs, positions
-from l2d_jax.decoding.refine import Refinement, refine
+from l2d_jax.decoding.buckets import TOGETHER, Programs, compiled, positions
+from l2d_jax.decoding.refinement.refine import Cost, refine
+from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.sampler import SamplingOptions, Tokens, entropy, sample_tokens, score_tokens, token_keys
 from l2d_jax.model.context import Context
 from l2d_jax.model.kv_cache import KVCache
@@ -39,9 +40,6 @@ class State(nnx.Module):
 
 
 COLUMNS = ("hidden", "inputs", "positions", "keys", "count", "done", "broken")  # of the state, with a row per sequence
-# XLA's options by kind of device (compiled): reading more of the cache at a time, and what all layers share but once.
-_OPTIONS = {"xla_tpu_scoped_vmem_limit_kib": "32768", "xla_tpu_licm_size_inflation_ratio": "1000"}
-COMPILER_OPTIONS = dict.fromkeys(("TPU v5 lite", "TPU v5", "TPU v6 lite"), _OPTIONS)
 
 
 @partial(Programs, static=["capacity"])
@@ -165,8 +163,8 @@ def next_logits(
     keys: Key[Array, "B samples"],
     labels: Int[Array, " B"] | None = None,
     draws: Int[Array, "#B"] | None = None,
-) -> tuple[Float[Array, "B V"], Int[Array, " B"]]:
-    """Logits of the next token after the whole budget, and the evaluations of the path that they took.
+) -> tuple[Float[Array, "B V"], Cost]:
+    """Logits of the next token after the whole budget, and what they took of the path.
 
     With several noise samples, they are logs of the mean probabilities over the first `draws` of them; None: over all.
     At most `TOGETHER` have logits in memory at a time; more are a multiple of it.
@@ -174,8 +172,8 @@ def next_logits(
     count = noise.shape[1]
     width = min(count, TOGETHER)
 
-    def some(first: int | Array) -> tuple[Array, Array]:
-        """Hidden states and evaluations of the samples from `first` on."""
+    def some(first: int | Array) -> tuple[Array, Cost]:
+        """Hidden states of the samples from `first` on, and what each took."""
         some_noise, some_keys = noise, keys
         if width < count:
             some_noise, some_keys = (jax.lax.dynamic_slice_in_dim(a, first, width, axis=1) for a in (noise, keys))
@@ -189,17 +187,19 @@ def next_logits(
 
     if count == 1:
         hidden, taken = some(0)
-        return model.llm.logits(hidden[:, 0]), taken[:, 0]
+        return model.llm.logits(hidden[:, 0]), jax.tree.map(lambda column: column[:, 0], taken)
     draws = jnp.full(len(noise), count) if draws is None else jnp.broadcast_to(draws, len(noise))
 
-    def add(number: int | Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+    def add(number: int | Array, sums: tuple[Array, Cost]) -> tuple[Array, Cost]:
         hidden, taken = some(number * width)
         is_drawn = number * width + jnp.arange(width) < draws[:, None]
         log_probs = jnp.where(is_drawn[..., None], jax.nn.log_softmax(model.llm.logits(hidden)), -jnp.inf)
         total = jnp.logaddexp(sums[0], jax.nn.logsumexp(log_probs, axis=1))
-        return total, sums[1] + jnp.where(is_drawn, taken, 0).sum(axis=1)
+        evaluations, passes = (jnp.where(is_drawn, column, 0) for column in taken)
+        return total, Cost(sums[1].evaluations + evaluations.sum(axis=1), sums[1].passes + passes.max(axis=1))
 
-    nothing = jnp.full((len(noise), model.llm.architecture.vocab_size), -jnp.inf), jnp.zeros_like(draws)
+    none = jnp.zeros_like(draws)
+    nothing = jnp.full((len(noise), model.llm.architecture.vocab_size), -jnp.inf), Cost(none, none)
     groups = -(-draws.max() // width)
     total, taken = add(0, nothing) if count == width else jax.lax.fori_loop(0, groups, add, nothing)
     return total - jnp.log(draws)[:, None], taken
@@ -214,8 +214,8 @@ def refined_logits(
     noise_samples: int = 1,
     draws: Int[Array, "#B"] | None = None,
     labels: Int[Array, " B"] | None = None,
-) -> tuple[Key[Array, " B"], Float[Array, "B V"], Int[Array, " B"]]:
-    """Keys to sample the next token with, its logits, and the evaluations that they took.
+) -> tuple[Key[Array, " B"], Float[Array, "B V"], Cost]:
+    """Keys to sample the next token with, its logits, and what they took of the path.
 
     Where the entropy of the LM's own logits is below the gate, they are the logits, and there is no evaluation.
     The noise follows from keys and token number. Nothing is integrated for a token that all sequences skip. Without a
@@ -227,7 +227,6 @@ def refined_logits(
     keys = velocity_keys[:, None]
     if noise_samples > 1:
         keys = jax.vmap(lambda key: jax.random.split(key, noise_samples))(velocity_keys)
-    refined = partial(next_logits, model, state, noise, settings=settings, keys=keys, labels=labels, draws=draws)
     none = jnp.zeros_like(state.count)
 
     def look() -> tuple[Array, Array]:
@@ -235,8 +234,13 @@ def refined_logits(
 
     blank = jnp.zeros((len(none), model.llm.architecture.vocab_size), jnp.float32)
     plain, is_sure = jax.lax.cond((gate > 0).any(), look, lambda: (blank, none > 0))
-    logits, taken = jax.lax.cond((is_sure | state.done).all(), lambda: (plain, none), refined)
-    return final_keys, jnp.where(is_sure[:, None], plain, logits), jnp.where(is_sure, 0, taken)
+    is_spared = is_sure | state.done
+    if settings.stages is not None:
+        stages = dataclasses.replace(settings.stages, count=jnp.where(is_spared, 0, settings.stages.count))
+        settings = dataclasses.replace(settings, stages=stages)
+    refined = partial(next_logits, model, state, noise, settings=settings, keys=keys, labels=labels, draws=draws)
+    logits, taken = jax.lax.cond(is_spared.all(), lambda: (plain, Cost(none, none)), refined)
+    return final_keys, jnp.where(is_sure[:, None], plain, logits), jax.tree.map(partial(jnp.where, is_spared, 0), taken)
 
 
 def advance(llm: LLM, state: State, tokens: Int[Array, " B"], done: Bool[Array, " B"]) -> State:
@@ -279,7 +283,7 @@ def decode_tokens(
         token = jnp.where(state.done | is_bad, stop_ids[0], sampled)
         done = state.done | is_bad | (token[:, None] == stop_ids).any(axis=-1)
         scores = score_tokens(token, logits) if sampling.is_scored else (None, None, None)
-        new = Tokens(token, jnp.where(state.done, 0, taken), *scores)
+        new = Tokens(token, taken.evaluations, jnp.where(state.done, 0, 1 + taken.passes), *scores)
         state = dataclasses.replace(state, broken=state.broken | is_bad)
         return (advance(model.llm, state, token, done), sampling.count(counts, token)), new
 
@@ -290,10 +294,4 @@ def decode_tokens(
 
 def token_decoder() -> Programs:
     """`decode_tokens`, compiled for the devices of the set mesh, or JAX's default ones; it donates the state."""
-    return _token_decoder((jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]).device_kind)
-
-
-@cache
-def _token_decoder(kind: str) -> Programs:
-    names, options = ["steps", "noise_samples"], COMPILER_OPTIONS.get(kind)
-    return Programs(decode_tokens, static=names, donate_argnames="state", compiler_options=options)
+    return compiled(decode_tokens, static=("steps", "noise_samples"), donate="state")

@@ -14,7 +14,7 @@ from l2d_jax.config.parsing import check_value
 from l2d_jax.config.schema import PathConfig
 from l2d_jax.decoding import requests
 from l2d_jax.decoding.lanes import Lanes
-from l2d_jax.decoding.refine import check_settings
+from l2d_jax.decoding.refinement.settings import check_settings
 from l2d_jax.decoding.requests import Answer, Piece, Request, path_config
 from l2d_jax.decoding.stop_strings import StopSearch
 from l2d_jax.errors import InputError, require
@@ -83,8 +83,8 @@ def open_lanes(model: Model, request: Request, *, lanes: int | None = None) -> t
     path = path_config(model)
     answers = make_answers(request, model.llm.architecture, path)
     chosen = {answer.settings for answer in answers}
-    rule = "prompts that are answered together share solver, velocity and draws: ask for the others apart"
-    require(len({(one.solver, one.velocity, one.draws) for one in chosen}) == 1, rule)
+    rule = "prompts that are answered together share solver, velocity, draws and parallel: ask for the others apart"
+    require(len({(one.solver, one.velocity, one.draws, one.parallel) for one in chosen}) == 1, rule)
     lanes = min(lanes or len(answers), len(answers))
     group = max(1, lanes // GROUPS)
     tokens = max(len(prompt.ids) for prompt in request.prompts) - request.prefix

@@ -8,19 +8,20 @@ where the longest prompt or answer needs a larger bucket.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import compress
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool
 
-from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.decoding import decode
+from l2d_jax.decoding import decode, stream_state
 from l2d_jax.decoding.buckets import CHUNK, answer_slots, is_long, pad, round_up, sample_bucket
-from l2d_jax.decoding.condition_table import ConditionTable
-from l2d_jax.decoding.refine import Refinement
-from l2d_jax.decoding.requests import UNRESTRICTED, Answer, Piece, Request, TokenScore
-from l2d_jax.decoding.sampler import Penalized, Penalties, SamplingOptions, allow, answer_keys
+from l2d_jax.decoding.lane_options import LaneOptions, Options
+from l2d_jax.decoding.pace import Order, Pace, room
+from l2d_jax.decoding.requests import Answer, Piece, Request, TokenCost, TokenScore
+from l2d_jax.decoding.sampler import Tokens, allow, answer_keys
+from l2d_jax.decoding.stream import stream_decoder
+from l2d_jax.decoding.stream_state import Stream
 from l2d_jax.distributed import processes
 from l2d_jax.errors import contained
 from l2d_jax.model.kv_cache import KVCache
@@ -48,25 +49,26 @@ class Lanes:
         self._group = group
         self._copies, self._shorter = 1, 0  # answers to a prompt that are read together; its tokens in the prefix
         self._capacity: int | None = None  # slots for the longest answer; None: a bucket for those under way
-        self._shared: DecodeConfig | None = None  # settings of all answers
         self._prefix: KVCache | None = None
-        self._allowed: jax.Array | None = None
+        allowed, shared = None, None
         if known is not None:
             self._copies, self._shorter = known.samples, known.prefix
             settings = {prompt.settings or known.settings for prompt in known.prompts}
             self._capacity = answer_slots(max(one.max_new_tokens for one in settings))
-            self._shared = settings.pop() if len(settings) == 1 else None
+            shared = settings.pop() if len(settings) == 1 else None
             restrictions, vocab_size = known.restrictions, model.llm.architecture.vocab_size
             mask = allow(vocab_size, allowed=restrictions.allowed, banned=restrictions.banned)
-            self._allowed = None if mask is None else jnp.asarray(mask)[None]
+            allowed = None if mask is None else jnp.asarray(mask)[None]
             if known.prefix:
                 ids = known.prompts[0].ids[: known.prefix]
                 self._prefix = decode.read_prefix(model.llm, jnp.array(ids, jnp.int32))
-        self.cost = 0  # of the last step, in evaluations, about
-        self._state: decode.State | None = None
+        self.cost = 0  # of the last step, in passes over the weights, about
+        self.pace = Pace(model, lanes)
+        self._maker = LaneOptions(self.pace, shared=shared, allowed=allowed)
+        self.order = Order.SEQUENTIAL
+        self.state: decode.State | Stream | None = None
         self._reading: list[tuple[Sequence[Answer], Iterator[decode.State | None]]] = []
-        self._options: dict[str, Any] | None = None  # of the answers under way; None: these have changed
-        self._table: tuple[set[int], ConditionTable | None] | None = None  # of these budgets
+        self._options: Options | None = None  # of the answers under way; None: these have changed
 
     @property
     def free(self) -> int:
@@ -80,8 +82,9 @@ class Lanes:
 
     def admit(self, answers: Sequence[Answer]) -> None:
         """Give answers free lanes, of which there are enough; the next steps read their prompts."""
-        if self._state is None and self._capacity is not None and len(answers) == len(self._answers):
-            self._answers, self._state, self._options = list(answers), self.read(answers), None
+        if self.state is None and self._capacity is not None and len(answers) == len(self._answers):
+            self._answers, self._options, self.order = list(answers), None, self._choose(answers)
+            self.state = self._enter(self.read(answers), answers)
             for answer in answers:
                 answer.is_read = True
             return
@@ -124,40 +127,44 @@ class Lanes:
             if self._capacity is None and read >= PIECE:
                 break
         decoded = self._decode()
-        self.cost = 1 + read // READ + max((piece.evaluations for piece in decoded), default=0)
+        self.cost = 1 + read // READ + max((piece.passes for piece in decoded), default=0)
         return pieces + decoded
 
     def _decode(self) -> list[Piece]:
         answers = [answer if answer is not None and answer.is_read else None for answer in self._answers]
         live = [answer for answer in answers if answer is not None]
-        if not live or self._state is None:
+        if not live or self.state is None:
             return []
+        self._reorder(live)
         if self._options is None:
-            self._options = self.options(answers)
-            self._state = replace(self._state, done=jnp.array([answer is None for answer in answers]))
+            self._options = self._maker.make(answers, self.order)
+            if isinstance(self.state, Stream) and (stages := self._options.settings.stages) is not None:
+                self.state = stream_state.make_room(self.state, stages.size)
+            self.state = stream_state.end(self.state, jnp.array([answer is None for answer in answers]))
         options, has_grammar = self._options, any(answer.grammar is not None for answer in live)
         if has_grammar:
-            options = self._mask(options, answers)
+            options = self._maker.restrict(options, answers)
         if any(answer.restrictions.has_penalties for answer in live):
-            options = self._penalize(options, answers)
-        # Where requests come one by one, others wait for a chunk, so a chunk of long tokens is one token.
-        waits = self._capacity is None and any(is_long(one.settings.budget, one.settings.draws) for one in live)
-        steps = 1 if has_grammar or waits else CHUNK
-        options = options | {"steps": steps, "noise_samples": sample_bucket(live[0].settings.draws)}
-        self._state, new = decode.token_decoder()(self.model, self._state, stop_ids=self._ends, **options)
-        columns = (new.ids, new.evaluations, self._state.broken)
-        ids, costs, is_broken = (processes.gather_array(column).tolist() for column in columns)
+            options = self._maker.penalize(options, answers, length=stream_state.ring(self.state))
+        new, is_new, is_broken = self._run(options, live, is_single=has_grammar)
+        columns = (new.ids, new.evaluations, new.passes, is_new, is_broken)
+        ids, costs, passes, is_new, is_broken = (processes.gather_array(column).tolist() for column in columns)
         scores = None
         if new.log_probs is not None:
-            told = [processes.gather_array(column).tolist() for column in new[2:]]
+            told = [processes.gather_array(column).tolist() for column in new[3:]]
             scores = [list(map(TokenScore, *rows)) for rows in zip(*told, strict=True)]
         pieces = []
         for lane, answer in enumerate(answers):
             if answer is not None:
                 scored = scores[lane] if scores is not None and answer.is_scored else ()
-                row, is_bad = ids[lane], is_broken[lane] or answer.is_stuck
+                row, scored, cost, taken = (
+                    list(compress(column, is_new[lane])) for column in (ids[lane], scored, costs[lane], passes[lane])
+                )
+                is_bad = is_broken[lane] or answer.is_stuck
                 try:
-                    piece = answer.add(row, self._stop_ids, is_broken=is_bad, costs=costs[lane], scores=scored)
+                    costed = list(map(TokenCost, cost, taken))
+                    piece = answer.add(row, self._stop_ids, is_broken=is_bad, costs=costed, scores=scored)
+                    self.pace.add(tokens=piece.decoded, passes=piece.passes, order=self.order)
                 except BaseException as error:  # of a tokenizer or a grammar: the other answers go on
                     piece = answer.fail(contained(error))
                 pieces.append(piece)
@@ -165,51 +172,54 @@ class Lanes:
                     self.drop(answer)
         return pieces
 
-    def options(self, answers: Sequence[Answer | None]) -> dict[str, Any]:
-        """How to integrate and to sample answers, and their labels; None, no answer, costs no evaluation."""
-        live = [answer for answer in answers if answer is not None]
-        labels = None
-        if live[0].prompt.label is not None:
-            labels = jnp.array([0 if answer is None else answer.prompt.label for answer in answers], jnp.int32)
-        first = self._shared or live[0].settings
-        rows = [replace(first, budget=1) if answer is None else answer.settings for answer in answers]
-        budgets = {first.budget} if self._shared else {row.budget for row in rows}
-        if self._table is None or self._table[0] != budgets:
-            self._table = budgets, Refinement.tabulate(self.model, first.solver, budgets)
-        if self._shared:
-            refinement, sampling = Refinement.from_config(first), SamplingOptions.from_config(first)
-        else:
-            refinement = _stack([Refinement.from_config(row) for row in rows])
-            sampling = _stack([SamplingOptions.from_config(row) for row in rows])
-        refinement, sampling = replace(refinement, table=self._table[1]), replace(sampling, allowed=self._allowed)
-        sampling = replace(sampling, is_scored=any(answer.is_scored for answer in live))
-        return {"settings": refinement, "sampling": sampling, "labels": labels}
+    def _run(
+        self, options: Options, live: Sequence[Answer], *, is_single: bool
+    ) -> tuple[Tokens, Bool[Array, "B steps"], Bool[Array, " B"]]:
+        """The next tokens, whether each is one, and which sequences cannot go on."""
+        state, chosen = self.state, options._asdict() | {"stop_ids": self._ends}
+        assert state is not None
+        if isinstance(state, Stream):
+            del chosen["labels"]
+            after, emitted = stream_decoder()(self.model, state, passes=CHUNK, **chosen)
+            self.state = after
+            return emitted.tokens, emitted.is_new, after.state.broken
+        # Where requests come one by one, others wait for a chunk, so a chunk of long tokens is one token.
+        is_slow = self.order is Order.SEQUENTIAL
+        waits = is_slow and self._capacity is None and any(is_long(a.settings.budget, a.settings.draws) for a in live)
+        chosen |= {"noise_samples": sample_bucket(live[0].settings.draws)}
+        steps = 1 if is_single or waits else CHUNK
+        self.state, new = ended = decode.token_decoder()(self.model, state, steps=steps, **chosen)
+        return new, jnp.ones(new.ids.shape, bool), ended[0].broken
 
-    def _mask(self, options: dict[str, Any], answers: Sequence[Answer | None]) -> dict[str, Any]:
-        """The options, with the tokens that each answer's grammar allows next, in estimates too."""
-        rows = np.ones((len(answers), self.model.llm.architecture.vocab_size), bool)
-        for row, answer in zip(rows, answers, strict=True):
-            if answer is not None and answer.grammar is not None:
-                try:
-                    row[:] = answer.grammar.mask()
-                except BaseException as error:
-                    contained(error)
-                    answer.is_stuck = True
-        masks = jnp.asarray(rows)
-        sampled = masks if self._allowed is None else masks & self._allowed
-        settings, sampling = replace(options["settings"], allowed=masks), replace(options["sampling"], allowed=sampled)
-        return options | {"settings": settings, "sampling": sampling}
+    def _reorder(self, live: Sequence[Answer]) -> None:
+        """Change the order of evaluations where these answers, or the passes that they took, ask for another."""
+        in_stream = isinstance(self.state, Stream)
+        order = self._choose(live, in_stream=in_stream)
+        if order is not self.order:
+            self.order, self._options = order, None
+        if isinstance(self.state, Stream) and order is not Order.STREAM:
+            self.state = stream_state.leave(self.model.llm, self.state)
 
-    def _penalize(self, options: dict[str, Any], answers: Sequence[Answer | None]) -> dict[str, Any]:
-        """The options, with the penalties of each answer and its tokens so far."""
-        assert self._state is not None
-        rows = list[Penalized]()
-        for answer in answers:
-            of = UNRESTRICTED if answer is None else answer.restrictions
-            said = answer.said if answer is not None and of.has_penalties else ()
-            rows.append(Penalized(of.frequency_penalty, of.presence_penalty, of.logit_bias, said))
-        penalties = Penalties.stack(rows, length=self._state.cache.ring)
-        return options | {"sampling": replace(options["sampling"], penalties=penalties)}
+    def options(self, answer: Answer, *, rows: int) -> Options:
+        """The options of an answer that so many rows search for, outside of lanes."""
+        self.pace.lanes = rows
+        return self._maker.make([answer], self._choose([answer], in_stream=False))
+
+    def _choose(self, answers: Sequence[Answer], *, in_stream: bool | None = None) -> Order:
+        """The order in which the evaluations of these answers go."""
+        settings = {answer.settings for answer in answers}
+        has_label = answers[0].prompt.label is not None
+        has_grammar = any(answer.grammar is not None for answer in answers)
+        return self.pace.order(settings, has_label=has_label, has_grammar=has_grammar, in_stream=in_stream)
+
+    def _enter(self, state: decode.State, answers: Sequence[Answer]) -> decode.State | Stream:
+        """The state behind prompts as the order has it; rows beyond these answers are of the last of them."""
+        if self.order is not Order.STREAM:
+            return state
+        rows = [*answers, *[answers[-1]] * (len(state.count) - len(answers))]
+        last = jnp.array([answer.prompt.ids[-1] for answer in rows], jnp.int32)
+        size = room({answer.settings for answer in answers if answer.settings.budget > 1} or {answers[0].settings})
+        return stream_state.enter(state, last, size=size)
 
     def read(self, answers: Sequence[Answer]) -> decode.State:
         """The state behind the prompts, read at once, with a row for each of the answers."""
@@ -250,15 +260,16 @@ class Lanes:
         """Put answers whose prompts have been read into their lanes; one that was dropped meanwhile has none."""
         lanes, owned = self._answers, [answer for answer in self._answers if answer is not None]
         capacity, slots = self._size(owned or answers)
-        is_used = any(answer.is_read for answer in owned)
-        if self._state is None or (self._state.cache.ring > capacity and not is_used):
-            copies = jnp.zeros(len(lanes), jnp.int32)
-            self._state = decode.fan_out(new, copies, new.keys[copies])  # `_decode` ends those that are no answer's
-        ring = max(capacity, self._state.cache.ring, new.cache.ring)
-        state, new = (decode.resize(one, ring=ring, slots=slots) for one in (self._state, new))
+        if self.state is None or not any(answer.is_read for answer in owned):
+            copies, self.order = jnp.zeros(len(lanes), jnp.int32), self._choose(owned or answers)
+            # `_decode` ends those that are no answer's.
+            self.state = self._enter(decode.fan_out(new, copies, new.keys[copies]), answers)
+        ring = max(capacity, stream_state.ring(self.state), new.cache.ring)
+        pair = (self.state, self._enter(new, answers))
+        state, entered = (stream_state.fit(one, ring=ring, slots=slots) for one in pair)
         places = [lanes.index(answer) if answer in lanes else len(lanes) for answer in answers]
         places += [len(lanes)] * (self._group - len(answers))  # beyond the last: nowhere
-        self._state, self._options = decode.refill(state, new, jnp.array(places)), None
+        self.state, self._options = stream_state.put(state, entered, jnp.array(places)), None
         for answer in answers:
             answer.is_read = True
 
@@ -267,8 +278,3 @@ class Lanes:
         longest = answer_slots(max(answer.settings.max_new_tokens for answer in answers))
         slots = round_up(max(len(answer.prompt.ids) for answer in answers) - self._shorter)
         return self._capacity or round_up(longest), slots
-
-
-def _stack(parts: Sequence[Any]) -> Any:
-    """One tree whose leaves have a row for each part."""
-    return jax.tree.map(lambda *leaves: jnp.asarray(np.concatenate([np.atleast_1d(a) for a in leaves])), *parts)

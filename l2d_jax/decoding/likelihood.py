@@ -19,7 +19,8 @@ from l2d_jax.config import ranges
 from l2d_jax.config.parsing import check_value
 from l2d_jax.decoding.buckets import Programs, pad
 from l2d_jax.decoding.generation import broken_logits
-from l2d_jax.decoding.refine import Refinement, refine
+from l2d_jax.decoding.refinement.refine import refine
+from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.requests import Request, check_asked, check_prompts, class_labels, path_config
 from l2d_jax.decoding.sampler import check_tokens, token_keys
 from l2d_jax.distributed import processes, sharding
@@ -157,6 +158,8 @@ def _sample(
     Raises `InputError` for what the model does not know.
     """
     budget, refinement = request.settings.budget, Refinement.prepare(model, request.settings)
+    if request.settings.parallel == "on":  # "auto": there are many positions, whose rows would not come for nothing
+        refinement = refinement.side_by_side([budget])
     check_value(request.seed, ranges.KeySeed, "seed")
     path, has_label = path_config(model), any(prompt.label is not None for prompt in request.prompts)
     labels = class_labels(path, request.prompts)
@@ -195,7 +198,8 @@ def _log_probs(
         sequences = jax.vmap(jax.random.fold_in, (None, 0))(key, noise.numbers)
         noise_keys, velocity_keys, _ = jax.vmap(token_keys, (None, 0), out_axes=1)(sequences, noise.places[:, None])
         start = jax.vmap(jax.vmap(lambda noise_key: jax.random.normal(noise_key, (width,), jnp.float32)))(noise_keys)
-        return refine(model, context, start, settings=settings, keys=velocity_keys)
+        hidden, cost = refine(model, context, start, settings=settings, keys=velocity_keys)
+        return hidden, cost.evaluations
 
     refined, taken = jax.lax.map(refine_once, noise.keys)
     chunk, reader = max(CHUNK // len(noise.keys), 1), partial(_read_logits, top=top)

@@ -14,10 +14,11 @@ from l2d_jax.config import ranges
 from l2d_jax.config.parsing import check_value, from_dict, nearest
 from l2d_jax.config.schema import DecodeConfig, PathConfig
 from l2d_jax.decoding.buckets import TOGETHER, answer_slots, round_up, sample_bucket
-from l2d_jax.decoding.condition_table import CAPACITY
 from l2d_jax.decoding.grammar import Grammar
+from l2d_jax.decoding.pace import can_be_parallel, window
+from l2d_jax.decoding.refinement.condition_table import CAPACITY
+from l2d_jax.decoding.refinement.solver import ADAPTIVE, AMPLE
 from l2d_jax.decoding.sampler import BIASES, check_tokens
-from l2d_jax.decoding.solver import ADAPTIVE, AMPLE
 from l2d_jax.decoding.stop_strings import StopSearch
 from l2d_jax.distributed.memory import require_memory, tree_bytes
 from l2d_jax.errors import require, shown
@@ -80,6 +81,7 @@ OFF: dict[str, Any] = {  # the values of options of the path that ask for nothin
     "guidance": 1.0,
     "draws": 1,
     "gate": 0.0,
+    "parallel": "auto",
 }
 
 
@@ -106,6 +108,13 @@ class TokenScore(NamedTuple):
     likeliest_log_probs: list[float]
 
 
+class TokenCost(NamedTuple):
+    """What a token took."""
+
+    evaluations: int  # of the path
+    passes: int  # over the weights, those of the language model included
+
+
 class Piece(NamedTuple):
     """New tokens of one answer."""
 
@@ -114,6 +123,8 @@ class Piece(NamedTuple):
     is_last: bool
     ending: str = ""  # of the last piece: "stop", "length", or "broken" where it could not go on
     evaluations: int = 0  # of the path, for the tokens that were decoded, also where they are held back or left out
+    passes: int = 0  # over the weights, those of the language model included, likewise
+    decoded: int = 0  # these tokens
     scores: Sequence[TokenScore] = ()  # of the tokens, where the answer has them
     rest: str = ""  # what a token that is left out says before the stop string that begins in it
     stop: tuple[int, TokenScore] | None = None  # the stop token that ended a scored answer, which is left out of it
@@ -144,10 +155,10 @@ class Answer:
         stop_ids: Sequence[int],
         *,
         is_broken: bool,
-        costs: Sequence[int],
+        costs: Sequence[TokenCost],
         scores: Sequence[TokenScore],
     ) -> Piece:
-        """The new tokens up to the answer's end, less what may belong to a stop string; `costs` are evaluations."""
+        """The new tokens up to the answer's end, less what may belong to a stop string; `costs` are those of a row."""
         row = row[: self.settings.max_new_tokens - len(self.said)]
         self.said += row
         stop = next((i for i, token in enumerate(row) if token in stop_ids), None)
@@ -160,7 +171,9 @@ class Answer:
         told, self._scores = self._scores[: len(tokens)], self._scores[len(tokens) :]
         ending = "broken" if is_broken else "stop" if stop is not None or has_stop else "length" if is_last else ""
         end = None if stop is None or not scores else (row[stop], scores[stop])
-        return Piece(self.number, tokens, bool(ending), ending, sum(costs[: len(row)]), told, rest, end)
+        count = len(row) if stop is None else stop + 1
+        evaluations, passes = (sum(column) for column in zip(*costs[:count], strict=True)) if count else (0, 0)
+        return Piece(self.number, tokens, bool(ending), ending, evaluations, passes, count, told, rest, end)
 
     def fail(self, error: Exception) -> Piece:
         """The last piece of an answer that an error ends."""
@@ -224,6 +237,10 @@ def check_asked(
         require(path is not None, f"{name} is an option of a diffusion path, and this model has none: leave it out")
         problem = f"{name} changes nothing at a budget of 1, which is the language model alone"
         require(refining != [], f"{problem}: raise the budget, or leave {name} out")
+    is_sequential = all(one.solver in ADAPTIVE or one.velocity == "expectation" for one in refining)
+    problem = "parallel 'off' changes nothing: an adaptive solver, and the velocity 'expectation', go one by one"
+    is_off = "parallel" in asked and any(one.parallel == "off" for one in chosen)
+    require(not (is_off and is_sequential), f"{problem}: leave it out")
     is_adaptive = any(one.solver in ADAPTIVE for one in refining)
     rule = f"tolerance is of adaptive solvers ({', '.join(ADAPTIVE)})"
     require(is_adaptive or "tolerance" not in asked, f"{rule}: choose one of them, or leave tolerance out")
@@ -254,12 +271,14 @@ def check_decoding_memory(
     The model may be declared; its longest prompt has `longest` tokens. Token search extends each of its beams, the
     rows, by `candidates`; 0 is no search. The `remedy` is what to lower.
     """
+    is_parallel = path is not None and settings.parallel != "off" and can_be_parallel(settings)
+    evaluations = window([settings], vocab_size=llm.architecture.vocab_size, lanes=rows) + 1 if is_parallel else 1
     a, item, slots = llm.architecture, jnp.dtype(llm.dtype).itemsize, answer_slots(settings.max_new_tokens)
     width = 2 * a.num_hidden_layers * a.num_key_value_heads * a.head_dim * item
     needs: dict[str, Any] = {
         "weights": tree_bytes(llm),
         "KV cache": rows * (round_up(longest) + slots) * width * (2 if candidates else 1),  # beams move to other rows
-        "logits": 4 * rows * min(sample_bucket(settings.draws), TOGETHER) * a.vocab_size,
+        "logits": 4 * rows * min(sample_bucket(settings.draws), TOGETHER) * a.vocab_size * evaluations,
         "candidates": rows * candidates * (12 + slots),  # compared with all tokens of their answers
     }
     if path is not None:

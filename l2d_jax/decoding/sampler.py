@@ -173,6 +173,7 @@ class Tokens(NamedTuple):
 
     ids: Int[Array, "B steps"]
     evaluations: Int[Array, "B steps"]  # of the path, by the sequences that had not ended
+    passes: Int[Array, "B steps"]  # over the path's weights, likewise
     log_probs: Float[Array, "B steps"] | None  # of these tokens
     likeliest: Int[Array, "B steps LIKELIEST"] | None  # the likeliest tokens
     likeliest_log_probs: Float[Array, "B steps LIKELIEST"] | None

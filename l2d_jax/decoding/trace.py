@@ -14,13 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from l2d_jax.config.ranges import MOST_PARALLEL
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding import trajectory
 from l2d_jax.decoding.loaded_model import LoadedModel
-from l2d_jax.decoding.refine import Refinement
+from l2d_jax.decoding.pace import can_be_parallel
+from l2d_jax.decoding.refinement.settings import Refinement
+from l2d_jax.decoding.refinement.solver import FIXED
 from l2d_jax.decoding.requests import Request, check_prompts, class_labels, path_config
 from l2d_jax.decoding.sampler import answer_keys
-from l2d_jax.decoding.solver import FIXED
 from l2d_jax.decoding.stop_strings import GrowingText
 from l2d_jax.errors import require
 
@@ -32,6 +34,7 @@ class TokenTrace(NamedTuple):
     text: str  # what it adds to the answer: nothing if it is special, or ends within a character
     likeliest: int  # arg max of the final distribution; at temperature 0, without masks, the token itself
     evaluations: int  # of the path, the final one included
+    passes: int  # over the path's weights that these take side by side, or one by one where they have to
     rejected: int  # steps that an adaptive solver rejected
     settled: float  # t from which on the arg max was `likeliest` at every recorded point: grid or accepted steps
     entropy: float  # of the final distribution at temperature 1, in nats
@@ -47,6 +50,8 @@ def trace(loaded: LoadedModel, request: Request, answers: Sequence[Sequence[int]
     """
     model, settings, prompts, samples = loaded.decoder, request.settings, request.prompts, request.samples
     refinement = Refinement.prepare(model, settings)
+    if model.path is not None and can_be_parallel(settings):
+        refinement = refinement.side_by_side([settings.budget], window=MOST_PARALLEL)
     model = model.reading(refines=settings.budget > 1)
     check_single_sample(settings)
     count = samples * len(prompts)

@@ -12,9 +12,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from l2d_jax.decoding import integrate
 from l2d_jax.decoding.buckets import Programs, pad, positions
-from l2d_jax.decoding.refine import Refinement, corrected_hidden, make_target, solve_each
+from l2d_jax.decoding.refinement import integrate
+from l2d_jax.decoding.refinement.estimates import corrected_hidden, make_target
+from l2d_jax.decoding.refinement.refine import solve_each
+from l2d_jax.decoding.refinement.settings import Refinement
+from l2d_jax.decoding.refinement.side_by_side import refine_side_by_side
 from l2d_jax.decoding.sampler import entropy, token_keys
 from l2d_jax.model import diffusion
 from l2d_jax.model.context import Context
@@ -82,14 +85,18 @@ def trace_tokens(
     logits = model.llm.logits(context.hidden[0])
     none = jnp.zeros(CHUNK, jnp.int32)
     plain = {"likeliest": diffusion.arg_max(logits), "entropy": entropy(logits)}
-    plain |= {"evaluations": none, "rejected": none, "settled": jnp.zeros(CHUNK)}
+    plain |= {"evaluations": none, "passes": none, "rejected": none, "settled": jnp.zeros(CHUNK)}
     skipped = plain["entropy"] < gate
     both = {f"plain_{name}": plain[name] for name in ("likeliest", "entropy")} | {"skipped": skipped}
     if model.path is None or most == 0:
         return plain | both | {"evaluations": none + (model.path is not None)}
     ways = _integrate(model, context, answer.key, numbers, settings=settings, most=most)
     refined = _final_distribution(model, context, ways, settings=settings)
-    refined |= {"evaluations": settings.solver.evaluations(ways.last + ways.rejected), "rejected": ways.rejected}
+    taken = settings.solver.evaluations(ways.last + ways.rejected)
+    refined |= {"evaluations": taken, "passes": taken, "rejected": ways.rejected}
+    if settings.stages is not None:
+        noise, keys = _start(model, answer.key, numbers)
+        refined["passes"] = refine_side_by_side(model, context, noise, settings=settings, keys=keys)[1][0]
     return both | {name: jnp.where(skipped, plain[name], value) for name, value in refined.items()}
 
 
@@ -119,6 +126,17 @@ def score_points(
     return jax.lax.map(at, jnp.arange(steps + 1))
 
 
+def place_token(
+    model: Model, answer: KnownAnswer, number: int
+) -> tuple[Context, Float[Array, "1 1 C"], Key[Array, "1 1"]]:
+    """The context of one token, its x_0 and the keys of its estimates."""
+    context, numbers = _place(answer, jnp.int32(number))
+    noise, keys = _start(model, answer.key, numbers)
+    columns = {name: column for name, column in context._asdict().items() if name != "cache"}
+    first = jax.tree.map(lambda column: column[:, :1], columns)
+    return context._replace(**first), noise[:, :1], keys[:, :1]
+
+
 def _place(answer: KnownAnswer, start: Int[Array, ""]) -> tuple[Context, Int[Array, " M"]]:
     """The context of M tokens of an answer, and their numbers."""
     numbers = jnp.minimum(start + jnp.arange(CHUNK), answer.length - 1)
@@ -133,28 +151,38 @@ def _integrate(
 ) -> _Trajectories:
     """All points of a uniform grid, or the ends of the steps that each token's adaptive solver accepts."""
     assert model.path is not None
-    config = model.path.config
-    noise_keys, keys, _ = token_keys(jnp.broadcast_to(key, numbers.shape), numbers)
-    noise = config.sigma * jax.vmap(lambda key: jax.random.normal(key, (config.width,), jnp.float32))(noise_keys)
-    none = jnp.zeros(CHUNK, jnp.int32)
+    (noise, keys), none = _start(model, key, numbers), jnp.zeros(CHUNK, jnp.int32)
     if most == 0:
-        return _Trajectories(jnp.zeros((1, CHUNK)), noise[None], none, none)
+        return _Trajectories(jnp.zeros((1, CHUNK)), noise, none, none)
     if not settings.solver.is_adaptive:
-        target = make_target(model, context, settings=settings, keys=keys[None])
+        target = make_target(model, context, settings=settings, keys=keys)
         grid: dict[str, Any] = {"steps": settings.steps, "most": most}
-        states = integrate.fixed_states(target, noise[None], solver=settings.solver, **grid)[:, 0]
+        states = integrate.fixed_states(target, noise, solver=settings.solver, **grid)[:, 0]
         times = jnp.broadcast_to((jnp.arange(most + 1) / settings.steps)[:, None], states.shape[:2])
         return _Trajectories(times, states, none + settings.steps, none)
 
+    end = 1 - 1 / model.path.config.sigma
+
     def solve(target: integrate.Target, noise: Array, own: Refinement) -> tuple[Array, Array, Array]:
-        options: Any = {"tolerance": own.tolerance, "end": 1 - 1 / config.sigma, "max_steps": own.steps, "most": most}
+        options: Any = {"tolerance": own.tolerance, "end": end, "max_steps": own.steps, "most": most}
         return integrate.adaptive_states(target, noise, solver=own.solver, **options)
 
-    solutions = solve_each(model, context, noise[None], solve, settings=settings, keys=keys[None])
+    solutions = solve_each(model, context, noise, solve, settings=settings, keys=keys)
     times, states, rejected = (a[0] for a in solutions)
     accepted = jnp.isfinite(times).sum(axis=1)
     times = jnp.concatenate([jnp.zeros((1, CHUNK)), times.T])
-    return _Trajectories(times, jnp.concatenate([noise[None], states[:, :, 0, 0].swapaxes(0, 1)]), accepted, rejected)
+    return _Trajectories(times, jnp.concatenate([noise, states[:, :, 0, 0].swapaxes(0, 1)]), accepted, rejected)
+
+
+def _start(
+    model: Model, key: Key[Array, ""], numbers: Int[Array, " M"]
+) -> tuple[Float[Array, "1 M C"], Key[Array, "1 M"]]:
+    """x_0 of these tokens, and the keys of their estimates."""
+    assert model.path is not None
+    config = model.path.config
+    noise_keys, keys, _ = token_keys(jnp.broadcast_to(key, numbers.shape), numbers)
+    noise = jax.vmap(lambda key: jax.random.normal(key, (config.width,), jnp.float32))(noise_keys)
+    return config.sigma * noise[None], keys[None]
 
 
 def _final_distribution(

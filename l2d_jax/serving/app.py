@@ -70,6 +70,7 @@ class ServerApp:
         self._requests = counter("l2d_requests", "Requests for answers, by HTTP status.", ["status"])
         self._tokens = counter("l2d_tokens", "Tokens of prompts and of answers.", ["kind"])
         self._evaluations = counter("l2d_evaluations", "Evaluations of the diffusion path.")
+        self._passes = counter("l2d_passes", "Passes over the weights for the tokens of answers.")
         about_seconds = "From a request to the end of its answers."
         self._seconds = prometheus.Histogram("l2d_request_seconds", about_seconds, registry=self._figures)
         for name, place in (("decoding", 0), ("waiting", 1)):
@@ -190,6 +191,7 @@ class ServerApp:
                 self._tokens.labels("prompt").inc(asked.prompt_tokens)
                 self._tokens.labels("answer").inc(usage["completion_tokens"])
                 self._evaluations.inc(usage["evaluations"])
+                self._passes.inc(usage["passes"])
 
     async def _stream(self, chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
         async with contextlib.aclosing(chunks):  # type: ignore[type-var]

@@ -1,7 +1,8 @@
 """Decodes what clients ask for, as it comes: a queue, and lanes for each kind of answer that can share a program.
 
 The thread that calls `Engine.run` alone touches the model. Others submit work, and are called back with its pieces.
-Kinds take turns by the evaluations that they have cost, so that one whose tokens take long does not hold up another.
+Kinds take turns by the passes over the weights that they have cost, so that one whose tokens take long does not hold up
+another.
 """
 
 import math
@@ -44,6 +45,7 @@ class Kind(NamedTuple):
 
     solver: str
     velocity: str
+    parallel: str
     samples: int  # the bucket of their noise samples
     has_label: bool
     refines: bool  # whether a path with a reader of its own reads the context
@@ -66,14 +68,14 @@ class Work:
 class PieceWork:
     """Other work with the model, which takes turns with kinds of answers, piece by piece."""
 
-    pieces: Iterator[int]  # what each has cost, in evaluations, about
+    pieces: Iterator[int]  # what each has cost, in passes over the weights, about
     tell: Callable[[Exception | None], None]  # at its end
     is_cancelled: bool = False
 
 
 @dataclass(eq=False)
 class _Group:
-    """The lanes of one kind, the works in them, and the evaluations that its turns have cost."""
+    """The lanes of one kind, the works in them, and the passes that its turns have cost."""
 
     lanes: Lanes
     spent: int
@@ -160,7 +162,8 @@ class Engine:
         settings, path = answer.settings, self._loaded.model.path
         refines = path is not None and path.config.reader != "lm" and settings.budget > 1
         samples, is_slow = sample_bucket(settings.draws), is_long(settings.budget, settings.draws)
-        return Kind(settings.solver, settings.velocity, samples, answer.prompt.label is not None, refines, is_slow)
+        shared = (settings.solver, settings.velocity, settings.parallel, samples)
+        return Kind(*shared, answer.prompt.label is not None, refines, is_slow)
 
     def _choose(self) -> dict[Kind, list[Work]]:
         """Take from the queue what has a free lane.

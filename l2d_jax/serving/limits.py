@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.decoding.solver import ADAPTIVE
+from l2d_jax.decoding.refinement.solver import ADAPTIVE
 from l2d_jax.errors import InputError, require, shown
 
 BUDGET, DRAWS = 64, 16  # the most that a request may ask for, unless the operator or the model's own options say more

@@ -45,6 +45,7 @@ class Choice:
     scores: list[TokenScore | None] = field(default_factory=list)
     ending: str = ""
     evaluations: int = 0
+    passes: int = 0
     is_opened: bool = False  # whether a stream has begun to tell of it
 
 
@@ -87,6 +88,7 @@ class Reply:
         choice.ids += ids
         choice.scores += scores
         choice.evaluations += piece.evaluations
+        choice.passes += piece.passes
         choice.ending, choice.is_opened = piece.ending, True
         content = {"delta": role | {"content": text}} if self._is_chat else {"text": text}
         return self._object([self._shown(choice, ids, scores, content)], chunk=True)
@@ -107,12 +109,14 @@ class Reply:
         return self._object(shown) | {"usage": self.usage()}
 
     def usage(self) -> dict[str, int]:
-        """Tokens, and evaluations of the path."""
+        """Tokens, evaluations of the path, and the passes over the weights that the answers took."""
         new = sum(len(choice.text.ids) for choice in self._choices.values())
         counts = {"prompt_tokens": self._asked.prompt_tokens, "completion_tokens": new}
         evaluations = sum(one.evaluations for one in self._choices.values())
         evaluations += sum(echo.evaluations for echo in self._asked.echoes)
-        return counts | {"total_tokens": self._asked.prompt_tokens + new, "evaluations": evaluations}
+        passes = sum(one.passes for one in self._choices.values())
+        counts["total_tokens"] = self._asked.prompt_tokens + new
+        return counts | {"evaluations": evaluations, "passes": passes}
 
     def last_chunk(self) -> dict[str, Any]:
         """What a stream ends with where usage is asked for."""
@@ -179,7 +183,7 @@ class Reply:
         for token in trace:
             settled, first = token.settled if token.evaluations > 1 else None, self._text(token.plain_likeliest)
             told.append({"text": token.text, "settled": settled, "first": first, "entropy": token.entropy})
-            told[-1]["evaluations"] = token.evaluations
+            told[-1] |= {"evaluations": token.evaluations, "passes": token.passes}
         return told
 
 

@@ -16,7 +16,7 @@ from l2d_jax.config.schema import Config
 from l2d_jax.data import rows
 from l2d_jax.data.batch import count_text
 from l2d_jax.decoding.loaded_model import LoadedModel
-from l2d_jax.decoding.refine import Refinement
+from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.distributed import processes, runtime
 from l2d_jax.distributed.sharding import make_mesh
 from l2d_jax.errors import RunError, require

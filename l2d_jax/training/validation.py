@@ -17,7 +17,8 @@ from jaxtyping import Array, Float, Int, Key
 from l2d_jax.config.schema import Config
 from l2d_jax.data.batch import Batch
 from l2d_jax.data.examples import Examples
-from l2d_jax.decoding.refine import Refinement, refine
+from l2d_jax.decoding.refinement.refine import refine
+from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.sampler import entropy
 from l2d_jax.distributed import processes, sharding
 from l2d_jax.model import diffusion
@@ -112,6 +113,8 @@ def validate(
     budgets = config.validation.budgets if budgets is None else budgets
     budgets = budgets if model.path is not None else (1,)
     settings = {str(budget): Refinement.from_config(config.decode, budget=budget) for budget in budgets}
+    if config.decode.parallel == "on":  # "auto": there are many positions, whose rows would not come for nothing
+        settings = {name: one.side_by_side([int(name)]) for name, one in settings.items()}
     sums = teacher_forced_sums(model, batches, config, settings, corrections=False)
     loss = sums.mean("loss@1" if model.path is None else "loss")[0]
     report: dict[str, Any] = {"validation/loss": loss, "validation/perplexity": float(np.exp(loss))}

@@ -12,7 +12,8 @@ from l2d_jax.decoding.beam_search import search
 from l2d_jax.decoding.beams import SearchConfig
 from l2d_jax.decoding.likelihood import score_answers
 from l2d_jax.decoding.loaded_model import LoadedModel
-from l2d_jax.decoding.refine import Refinement, refine
+from l2d_jax.decoding.refinement.refine import refine
+from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.requests import Request, number_prompts
 from l2d_jax.decoding.trace import accuracy_by_time
 from l2d_jax.model.context import Context

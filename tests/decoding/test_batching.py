@@ -50,7 +50,12 @@ def test_what_an_answer_took_is_counted(loaded):
     assert (one.tokens, one.evaluations) == (6, 18)  # three for each token
     ending = dataclasses.replace(loaded, stop_ids=(one.ids[2],))
     [batch] = complete(ending, PROMPTS[:1], settings=SETTINGS, batch_size=1)
-    assert batch == {0: [(one.ids[:2], 3, 9)]}
+    [[ended]] = batch.values()
+    assert (ended.ids, ended.tokens, ended.evaluations) == (one.ids[:2], 3, 9)
+    assert 3 <= ended.passes <= 12
+    plain = dataclasses.replace(SETTINGS, parallel="off")
+    [batch] = complete(ending, PROMPTS[:1], settings=plain, batch_size=1)
+    assert batch == {0: [(one.ids[:2], 3, 9, 12)]}  # a pass of the language model for each token, too
 
 
 @pytest.mark.slow

@@ -17,9 +17,10 @@ from l2d_jax.decoding import stop_strings
 from l2d_jax.decoding.beam_search import Beam
 from l2d_jax.decoding.beams import SearchConfig
 from l2d_jax.decoding.loaded_model import LoadedModel
-from l2d_jax.decoding.refine import Refinement, refine
+from l2d_jax.decoding.refinement.refine import refine
+from l2d_jax.decoding.refinement.settings import Refinement
+from l2d_jax.decoding.refinement.solver import SOLVERS, find_solver, split_budget
 from l2d_jax.decoding.requests import UNRESTRICTED, Prompt, Restrictions
-from l2d_jax.decoding.solver import SOLVERS, find_solver, split_budget
 from l2d_jax.errors import InputError
 from l2d_jax.loading import load
 from l2d_jax.model.architecture import Architecture
@@ -355,7 +356,7 @@ def test_one_program_serves_all_numbers(few):
         {"max_new_tokens": 5},
     ]
     seen = [search(few, PROMPT, settings=CORRECTED, config=dataclasses.replace(base, **new)) for new in changed]
-    seen.append(search(few, [2, 2], settings=dataclasses.replace(CORRECTED, budget=7), config=base))
+    seen.append(search(few, [2, 2], settings=dataclasses.replace(CORRECTED, velocity_temperature=0.5), config=base))
     assert len({str(found) for found in seen}) == 6
     assert search_module.extend._cache_size() == compiled
 

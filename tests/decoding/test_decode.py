@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.decoding import buckets
 from l2d_jax.decoding import decode as decode_module
 from l2d_jax.decoding.decode import State, fan_out, next_logits, prefill, token_decoder
-from l2d_jax.decoding.refine import Refinement, refine
+from l2d_jax.decoding.refinement.refine import refine
+from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.sampler import SamplingOptions, answer_keys
 from l2d_jax.model import diffusion
 from l2d_jax.model.context import Context
@@ -118,10 +120,8 @@ def test_one_program_serves_all_budgets_and_temperatures() -> None:
 
 def test_the_options_of_a_kind_of_device_reach_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = jax.devices()[0].device_kind
-    monkeypatch.setitem(decode_module.COMPILER_OPTIONS, kind, {"xla_no_such_option": "1"})
-    monkeypatch.setattr(
-        decode_module, "_token_decoder", decode_module._token_decoder.__wrapped__
-    )  # not one compiled before
+    monkeypatch.setitem(buckets.COMPILER_OPTIONS, kind, {"xla_no_such_option": "1"})
+    monkeypatch.setattr(buckets, "_compiled", buckets._compiled.__wrapped__)  # not one compiled before
     model = tiny.model()
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         generate(model, start(model, PROMPTS), 1)
@@ -235,7 +235,8 @@ def test_each_sequence_has_a_number_of_noise_samples(samples: int, draws: list[i
         np.testing.assert_allclose(np.exp(found[row]), probs[:count, row].mean(axis=0), atol=1e-6)
         if count < len(each):
             assert np.abs(np.exp(found[row]) - probs[: count + 1, row].mean(axis=0)).max() > 1e-5
-    assert taken.tolist() == [3 * count for count in draws]
+    assert taken.evaluations.tolist() == [3 * count for count in draws]
+    assert taken.passes.tolist() == [3 * -(-count // 16) for count in draws]  # groups of samples
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ def test_every_answer_has_its_length(loaded):
 
 
 def test_the_pieces_of_a_stream_are_the_answer(loaded):
-    pieces = list(stream(loaded, PROMPTS, seed=3))
+    pieces = list(stream(loaded, PROMPTS, seed=3, settings=settings(parallel="off")))
     assert len(pieces) == 2
     whole = [[token for piece in pieces for token in piece[i]] for i in range(len(PROMPTS))]
     assert whole == generate(loaded, PROMPTS, seed=3)
@@ -321,13 +321,20 @@ def test_sequences_whose_logits_are_not_numbers_are_reported_at_the_end(loaded):
     poisoned = dataclasses.replace(
         loaded, model=dataclasses.replace(model, llm=dataclasses.replace(model.llm, embed=embed))
     )
-    pieces = stream(poisoned, [[5, 17, 3], [5, 50, 3]], restrictions=Restrictions(banned=[50]))
+    plain, asked = settings(parallel="off"), {"restrictions": Restrictions(banned=[50])}
+    pieces = stream(poisoned, [[5, 17, 3], [5, 50, 3]], settings=plain, **asked)
     first, second = next(pieces), next(pieces)
     assert [len(ids) for ids in first] == [8, 0]
     assert [len(ids) for ids in second] == [4, 0]
     with pytest.raises(InputError, match=r"logits of sequences \[1\] were not numbers"):
         next(pieces)
-    endless = stream(dataclasses.replace(poisoned, stop_ids=()), [[5, 50, 3]], restrictions=Restrictions(banned=[50]))
+    told, overlapping = [0, 0], stream(poisoned, [[5, 17, 3], [5, 50, 3]], settings=settings(parallel="on"), **asked)
+    while told[0] < 12:
+        told = [count + len(new) for count, new in zip(told, next(overlapping), strict=True)]
+    assert told == [12, 0]
+    with pytest.raises(InputError, match=r"logits of sequences \[1\] were not numbers"):
+        next(overlapping)
+    endless = stream(dataclasses.replace(poisoned, stop_ids=()), [[5, 50, 3]], settings=plain, **asked)
     assert next(endless) == [[]]  # nothing, and no stand-in for an end token that the model has not
 
 
@@ -349,11 +356,15 @@ def test_settings_out_of_range(changes, message):
 
 @pytest.mark.slow
 def test_one_program_serves_all_settings_and_all_prompts_of_a_bucket(loaded):
-    """Compilations of decoding and of the prompts' pass, over a sweep of what users turn."""
-    generate(loaded, PROMPTS, labels=[0, 1, 0])
+    """Compilations of decoding and of the prompts' pass, over a sweep of what users turn.
+
+    Budgets of a size share a program.
+    """
+    for size in (1, 3, 7, 15):
+        generate(loaded, PROMPTS, labels=[0, 1, 0], settings=settings(budget=size))
     before = decode.token_decoder().count, decode.prefill.count
     seen = set()
-    for budget in (1, 3, 7, 15, 31):
+    for budget in (1, 3, 5, 7, 9, 15):
         for changes in ({}, {"guidance": 2.0}, {"temperature": 0.7, "top_k": 9, "top_p": 0.9}, {"gate": 0.5}):
             chosen = settings(budget=budget, **changes)
             answers = generate(

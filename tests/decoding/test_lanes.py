@@ -245,7 +245,8 @@ def test_lists_of_options_in_the_python_interface() -> None:
     [
         ({"budget": [1, 3]}, "budget has 2 values for 3 prompts: give as many"),
         ({"budget": [1, 3, 4]}, "a budget of 4 evaluations is unreachable for midpoint"),
-        ({"solver": ["midpoint", "euler", "euler"]}, "share solver, velocity and draws"),
+        ({"solver": ["midpoint", "euler", "euler"]}, "share solver, velocity, draws and parallel"),
+        ({"parallel": ["on", "off", "off"]}, "share solver, velocity, draws and parallel"),
         ({"max_new_tokens": [5, 5, 2000]}, "and 2000 new ones exceed the 1024 positions"),
         ({"buget": [1, 1, 1]}, "unknown option 'buget': did you mean 'budget'"),
     ],

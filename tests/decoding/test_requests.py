@@ -5,9 +5,9 @@ import pytest
 from l2d_jax.config.schema import DecodeConfig, PathConfig
 from l2d_jax.decoding import decode, requests
 from l2d_jax.decoding.buckets import answer_slots, pad, sample_bucket
-from l2d_jax.decoding.refine import check_settings
+from l2d_jax.decoding.refinement.settings import check_settings
+from l2d_jax.decoding.refinement.solver import AMPLE
 from l2d_jax.decoding.requests import check_asked, override_settings
-from l2d_jax.decoding.solver import AMPLE
 from l2d_jax.distributed.memory import tree_bytes
 from l2d_jax.errors import InputError
 from tests.support import tiny

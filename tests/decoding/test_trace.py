@@ -10,9 +10,12 @@ import pytest
 
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.data.tokenizer import byte_tokenizer
-from l2d_jax.decoding import integrate, trajectory
+from l2d_jax.decoding import trajectory
 from l2d_jax.decoding.loaded_model import LoadedModel
-from l2d_jax.decoding.refine import Refinement, adapt, corrected_hidden, make_target
+from l2d_jax.decoding.refinement import integrate
+from l2d_jax.decoding.refinement.estimates import corrected_hidden, make_target
+from l2d_jax.decoding.refinement.refine import adapt
+from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.errors import InputError
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.context import Context

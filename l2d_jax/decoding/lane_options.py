@@ -1,0 +1,87 @@
+"""What a program is told of the answers in its lanes: how to integrate, how to sample, and what each may say next."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.decoding.pace import Order, Pace
+from l2d_jax.decoding.refinement.condition_table import ConditionTable
+from l2d_jax.decoding.refinement.settings import Refinement
+from l2d_jax.decoding.requests import UNRESTRICTED, Answer
+from l2d_jax.decoding.sampler import Penalized, Penalties, SamplingOptions
+from l2d_jax.errors import contained
+
+
+class Options(NamedTuple):
+    """The options of a program for answers under way."""
+
+    settings: Refinement
+    sampling: SamplingOptions
+    labels: jax.Array | None
+
+
+class LaneOptions:
+    """Makes the options of lanes, of which None has no answer and costs no evaluation."""
+
+    def __init__(self, pace: Pace, *, shared: DecodeConfig | None, allowed: jax.Array | None) -> None:
+        """All answers have the `shared` settings, or each its own; `allowed` is a mask of tokens for all of them."""
+        self._pace, self._shared, self._allowed = pace, shared, allowed
+        self._table: tuple[set[int], ConditionTable | None] | None = None  # of these budgets
+
+    def make(self, answers: Sequence[Answer | None], order: Order) -> Options:
+        """How to integrate and to sample, and the labels of the answers."""
+        live = [answer for answer in answers if answer is not None]
+        labels, model = None, self._pace.model
+        if live[0].prompt.label is not None:
+            labels = jnp.array([0 if answer is None else answer.prompt.label for answer in answers], jnp.int32)
+        first = self._shared or live[0].settings
+        rows = [replace(first, budget=1) if answer is None else answer.settings for answer in answers]
+        budgets = {first.budget} if self._shared else {row.budget for row in rows}
+        if self._table is None or self._table[0] != budgets:
+            self._table = budgets, Refinement.tabulate(model, first.solver, budgets)
+        if self._shared:
+            refinement, sampling = Refinement.from_config(first), SamplingOptions.from_config(first)
+        else:
+            refinement = _stack([Refinement.from_config(row) for row in rows])
+            sampling = _stack([SamplingOptions.from_config(row) for row in rows])
+        refinement, sampling = replace(refinement, table=self._table[1]), replace(sampling, allowed=self._allowed)
+        if order is not Order.SEQUENTIAL:
+            each = [first.budget] if self._shared else [row.budget for row in rows]
+            refinement = refinement.side_by_side(each, window=self._pace.window(rows))
+        sampling = replace(sampling, is_scored=any(answer.is_scored for answer in live))
+        return Options(refinement, sampling, labels)
+
+    def restrict(self, options: Options, answers: Sequence[Answer | None]) -> Options:
+        """The options, with the tokens that each answer's grammar allows next, in estimates too."""
+        rows = np.ones((len(answers), self._pace.model.llm.architecture.vocab_size), bool)
+        for row, answer in zip(rows, answers, strict=True):
+            if answer is not None and answer.grammar is not None:
+                try:
+                    row[:] = answer.grammar.mask()
+                except BaseException as error:
+                    contained(error)
+                    answer.is_stuck = True
+        masks = jnp.asarray(rows)
+        sampled = masks if self._allowed is None else masks & self._allowed
+        settings, sampling = replace(options.settings, allowed=masks), replace(options.sampling, allowed=sampled)
+        return options._replace(settings=settings, sampling=sampling)
+
+    def penalize(self, options: Options, answers: Sequence[Answer | None], *, length: int) -> Options:
+        """The options, with the penalties of each answer and its tokens so far, at most so many."""
+        rows = list[Penalized]()
+        for answer in answers:
+            of = UNRESTRICTED if answer is None else answer.restrictions
+            said = answer.said if answer is not None and of.has_penalties else ()
+            rows.append(Penalized(of.frequency_penalty, of.presence_penalty, of.logit_bias, said))
+        penalties = Penalties.stack(rows, length=length)
+        return options._replace(sampling=replace(options.sampling, penalties=penalties))
+
+
+def _stack(parts: Sequence[Any]) -> Any:
+    """One tree whose leaves have a row for each part."""
+    return jax.tree.map(lambda *leaves: jnp.asarray(np.concatenate([np.atleast_1d(a) for a in leaves])), *parts)

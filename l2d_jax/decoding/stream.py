@@ -1,0 +1,230 @@
+"""Decoding with one pass over the weights a token, where guesses hold: the next token begins while this one is checked.
+
+A pass has rows for each sequence: the evaluations of its token k side by side, with guesses in the place of estimates;
+token k, as far as it is guessed, for the LM; and the first evaluation of token k + 1 behind it. If the checks say that
+k is the token that was guessed, the LM's row is kept, and token k + 1 has its hidden state and its first estimate,
+which is the next guess. If not, the row is read again with the right token. What is emitted is what `decode_tokens`
+emits.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from l2d_jax.decoding.buckets import Programs, compiled
+from l2d_jax.decoding.refinement.estimates import evaluation_keys
+from l2d_jax.decoding.refinement.settings import Refinement
+from l2d_jax.decoding.refinement.side_by_side import settle
+from l2d_jax.decoding.sampler import SamplingOptions, Tokens, entropy, sample_tokens, score_tokens, token_keys
+from l2d_jax.decoding.stream_state import Stream, write
+from l2d_jax.model import diffusion
+from l2d_jax.model.diffusion_path import DiffusionPath
+from l2d_jax.model.joint_pass import DiffusionRows, joint_pass
+from l2d_jax.model.kv_cache import KVCache
+from l2d_jax.model.l2d import Model
+
+
+class Emitted(NamedTuple):
+    """What passes have emitted: a token or none for each sequence and pass."""
+
+    is_new: Bool[Array, "B passes"]
+    tokens: Tokens
+
+
+class _Pass(NamedTuple):
+    """What a pass has found for each sequence."""
+
+    hidden: Float[Array, "B D"]  # of the LM at `next`
+    inputs: Float[Array, "B D"]  # its embedding
+    new: KVCache
+    found: Int[Array, "B W"]  # tokens that the evaluations in the window estimate
+    first: Int[Array, " B"]  # the row that the window begins with
+    is_bad: Bool[Array, "B W"]  # evaluations that are no numbers
+    logits: Float[Array, "B V"]  # of the last evaluation, or the LM's own where it is plain
+    begun: Int[Array, " B"]  # the first estimate of the token behind `next`
+    begun_logits: Float[Array, "B V"]
+    is_plain: Bool[Array, " B"]  # whether that token is the LM's own
+
+
+def _evaluate(model: Model, stream: Stream, settings: Refinement, sampling: SamplingOptions) -> _Pass:
+    """One pass over the weights: the checks of a token, the LM on it, and the first evaluation behind it."""
+    llm, path, stages, state = model.llm, model.path, settings.stages, stream.state
+    assert path is not None
+    assert stages is not None
+    width = min(settings.window, stages.size)
+    first = jnp.minimum(stream.settled, stages.size - width)
+    rows = _diffusion_rows(model, stream, settings, first, width=width)
+    made = joint_pass(model, stream.next[:, None], state.positions[:, None] + 1, rows, state.cache)
+    with jax.named_scope("corrections"):
+        hidden = jnp.repeat(state.hidden[:, None], width, axis=1)  # which each row corrects
+        if path.is_anchored:
+            hidden = jnp.concatenate([hidden, made.hidden], axis=1)
+        merge = path.merge_weight(rows.t) if rows.conditions is None else rows.conditions.merge
+        features = made.features - hidden if path.is_anchored else made.features
+        is_plain = stream.is_plain[:, None] & (jnp.arange(hidden.shape[1]) < width)
+        hidden = jnp.where(is_plain[..., None], hidden, hidden + merge.astype(hidden.dtype) * features)
+        if not path.is_anchored:  # the LM's own logits are those of the first evaluation
+            hidden = jnp.concatenate([hidden, made.hidden], axis=1)
+        logits = llm.logits(hidden)
+        found = _estimate(logits, rows.t, stream, settings, width=width)
+    count = jnp.where(stream.is_plain, 1, stages.count)
+    last = jnp.clip(count - 1 - first, 0, width - 1)[:, None, None]
+    is_plain, plain = _find_plain(model, made.hidden[:, 0], logits[:, -1], stages.count, sampling)
+    return _Pass(
+        hidden=made.hidden[:, 0],
+        inputs=llm.lookup(stream.next[:, None])[:, 0],
+        new=made.new,
+        found=found[:, :width],
+        first=first,
+        is_bad=jnp.isnan(hidden[:, :width, 0]),
+        logits=jnp.take_along_axis(logits[:, :width], last, axis=1)[:, 0],
+        begun=found[:, -1],
+        begun_logits=jnp.where(is_plain[:, None], plain, logits[:, -1]),
+        is_plain=is_plain,
+    )
+
+
+def _diffusion_rows(
+    model: Model, stream: Stream, settings: Refinement, first: Int[Array, " B"], *, width: int
+) -> DiffusionRows:
+    """The evaluations from `first` on; of an anchored path also the first one of the token behind `next`, at t = 0."""
+    path, stages, state = model.path, settings.stages, stream.state
+    assert path is not None
+    assert stages is not None
+    assert model.table is not None
+    noise, following = _noise(path, stream, ahead=False), state.positions[:, None] + 1
+    places = (first[:, None] + jnp.arange(width))[:, None]
+    x = stages.x(places, noise[:, None], model.table[stream.estimates][:, None])[:, 0]
+    t = stages.spread(stages.times, places)[:, 0]
+    at, inputs = (jnp.repeat(a[:, None], width, axis=1) for a in (state.positions, state.inputs))
+    if path.is_anchored:  # a released path corrects nothing there
+        begun = _noise(path, stream, ahead=True)[:, None]
+        columns = ((x, begun), (t, jnp.zeros((len(t), 1))), (at, following))
+        x, t, at = (jnp.concatenate(pair, axis=1) for pair in columns)
+        inputs = jnp.concatenate([inputs, model.llm.lookup(stream.next[:, None])], axis=1)
+    return DiffusionRows(x, t, at, inputs, None if settings.table is None else settings.table.at(t, None))
+
+
+def _estimate(
+    logits: Float[Array, "B R V"], t: Float[Array, "B M"], stream: Stream, settings: Refinement, *, width: int
+) -> Int[Array, "B R"]:
+    """The tokens that the rows of a pass estimate; the last row is at t = 0 of the token behind `next`."""
+    t = t if t.shape[1] == logits.shape[1] else jnp.pad(t, ((0, 0), (0, 1)))
+    step = (1 / jnp.maximum(settings.steps, 1).astype(jnp.float32)).reshape(-1, 1)
+    temperature = jnp.broadcast_to(settings.temperature(t, step), t.shape).reshape(-1)
+    checked, begun = (_keys(stream, ahead=ahead)[1][:, None] for ahead in (False, True))
+    keys = evaluation_keys(jnp.concatenate([jnp.repeat(checked, width, axis=1), begun], axis=1), t).reshape(-1)
+    found = diffusion.sample_rows(keys, logits.reshape(-1, logits.shape[-1]), temperature)
+    return found.reshape(t.shape).astype(jnp.int32)
+
+
+def _find_plain(
+    model: Model,
+    hidden: Float[Array, "B D"],
+    begun: Float[Array, "B V"],
+    count: Int[Array, "#B"],
+    sampling: SamplingOptions,
+) -> tuple[Bool[Array, " B"], Float[Array, "B V"]]:
+    """Whether the token behind `next` is the LM's own, by budget or gate, and the LM's logits where it may be."""
+    path, none = model.path, jnp.broadcast_to(count == 0, hidden.shape[:1])
+    assert path is not None
+
+    def look() -> tuple[Array, Array]:
+        plain = model.llm.logits(hidden) if path.is_anchored else begun
+        return none | (entropy(plain) < sampling.gate), plain
+
+    return jax.lax.cond((sampling.gate > 0).any() | none.any(), look, lambda: (none, begun))
+
+
+def _keys(stream: Stream, *, ahead: bool) -> tuple[Array, Array, Array]:
+    """The keys of the noise, of the estimates and of the token: of the one that is checked, or the one behind it."""
+    return token_keys(stream.state.keys, stream.state.count + (stream.is_checked if ahead else 0))
+
+
+def _noise(path: DiffusionPath, stream: Stream, *, ahead: bool) -> Float[Array, "B C"]:
+    """x_0, as `decode.refined_logits` draws it for one noise sample."""
+    keys, shape = _keys(stream, ahead=ahead)[0], (1, path.config.width)
+    noise = jax.vmap(lambda key: jax.random.normal(key, shape, jnp.float32))(keys)
+    return path.config.sigma * noise[:, 0]
+
+
+def decode_stream(
+    model: Model,
+    stream: Stream,
+    *,
+    settings: Refinement,
+    sampling: SamplingOptions,
+    stop_ids: Int[Array, " n"],
+    passes: int,
+) -> tuple[Stream, Emitted]:
+    """Make so many passes; `settings` have stages, and sequences have neither classes nor several noise samples."""
+    stages = settings.stages
+    assert stages is not None
+    vocab_size = model.llm.architecture.vocab_size
+
+    def one_pass(carry: tuple[Stream, Array | None], _: None) -> tuple[tuple[Stream, Array | None], Emitted]:
+        (stream, counts), state = carry, carry[0].state
+        made = _evaluate(model, stream, settings, sampling)
+        count = jnp.where(stream.is_plain, 0, stages.count)
+        settled, estimates = settle(
+            stream.settled[:, None],
+            stream.estimates[None, :, None],
+            made.found[None, :, None],
+            made.first[:, None],
+            count[:, None],
+        )
+        settled, estimates = settled[:, 0], estimates[0, :, 0]
+        is_live, places = ~state.done, made.first[:, None] + jnp.arange(made.found.shape[1])
+        is_bad = (made.is_bad & (places < jnp.maximum(settled, 1)[:, None])).any(axis=1)
+        is_new = stream.is_checked & is_live & ((settled >= count) | is_bad)
+        final_keys = _keys(stream, ahead=False)[2]
+        token = sample_tokens(final_keys, made.logits, sampling, counts=counts)
+        is_bad = is_new & (is_bad | jnp.isnan(made.logits).any(axis=-1))
+        token = jnp.where(is_bad, stop_ids[0], token)
+        done = state.done | is_bad | (is_new & (token[:, None] == stop_ids).any(axis=-1))
+        scores = score_tokens(token, made.logits) if sampling.is_scored else (None, None, None)
+        taken = stream.passes + is_live
+        evaluations = settings.solver.evaluations(jnp.broadcast_to(settings.steps, token.shape))
+        evaluations = jnp.where(stream.is_plain & (stages.count > 0), 0, evaluations)
+        emitted = Emitted(is_new, Tokens(token, evaluations, taken, *scores))
+
+        is_kept = is_live & (~stream.is_checked | (is_new & (token == stream.next)))
+        next_keys = _keys(stream, ahead=True)[2]
+        guess = sample_tokens(next_keys, made.begun_logits, dataclasses.replace(sampling, penalties=None))
+        cache = write(state.cache, made.new, stream.read % state.cache.ring, is_kept)
+        after = {"count": state.count + is_new, "done": done, "broken": state.broken | is_bad}
+
+        def keep(new: Array, old: Array) -> Array:
+            return jnp.where(is_kept.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+        state = dataclasses.replace(
+            state,
+            cache=cache,
+            hidden=keep(made.hidden, state.hidden),
+            inputs=keep(made.inputs, state.inputs),
+            positions=state.positions + is_kept,
+            **after,
+        )
+        stream = Stream(
+            state=state,
+            next=keep(guess, jnp.where(stream.is_checked, token, stream.next)),
+            is_checked=is_kept | (stream.is_checked & ~is_new),
+            is_plain=keep(made.is_plain, stream.is_plain),
+            settled=keep(jnp.minimum(stages.count, 1), settled),
+            estimates=keep(jnp.broadcast_to(made.begun[:, None], estimates.shape), estimates),
+            read=stream.read + is_kept,
+            passes=jnp.where(is_new, 0, taken),
+        )
+        counted = sampling.count(counts, jnp.where(is_new, token, vocab_size))
+        return (stream, counted), emitted
+
+    (stream, _), emitted = jax.lax.scan(one_pass, (stream, sampling.start_counts(vocab_size)), None, length=passes)
+    return stream, jax.tree.map(lambda array: array.swapaxes(0, 1), emitted)
+
+
+def stream_decoder() -> Programs:
+    """`decode_stream`, compiled as `decode.token_decoder`; it donates the stream."""
+    return compiled(decode_stream, static=("passes",), donate="stream")

@@ -1,0 +1,135 @@
+"""The state of a stream of tokens, and what is done with it between passes.
+
+Each sequence goes at a pace of its own: its tokens have the slots of the cache's ring in their order, from slot 0 on.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Int
+
+from l2d_jax.decoding import decode
+from l2d_jax.decoding.buckets import Programs
+from l2d_jax.decoding.decode import State
+from l2d_jax.model.kv_cache import KVCache
+from l2d_jax.model.llm import LLM
+
+
+@nnx.dataclass
+class Stream(nnx.Module):
+    """Everything that the next pass depends on."""
+
+    state: State = nnx.data()  # at the newest token that is read
+    next: Int[Array, " B"] = nnx.data()  # the token behind it: a guess while it is checked
+    is_checked: Bool[Array, " B"] = nnx.data()  # whether `next` is a guess; if not, it has to be read
+    is_plain: Bool[Array, " B"] = nnx.data()  # whether the LM alone says what it is
+    settled: Int[Array, " B"] = nnx.data()  # leading evaluations whose estimates are the true ones
+    estimates: Int[Array, "B n"] = nnx.data()  # tokens; beyond the settled ones they are guesses
+    read: Int[Array, " B"] = nnx.data()  # tokens in the ring
+    passes: Int[Array, " B"] = nnx.data()  # since a token was emitted
+
+
+COLUMNS = tuple(field.name for field in dataclasses.fields(Stream) if field.name != "state")
+
+
+@partial(Programs, static=["size"])
+def enter(state: State, last: Int[Array, " B"], *, size: int) -> Stream:
+    """The stream of prompts that have been read into a state, with room for so many evaluations of a token.
+
+    The `last` token of each prompt is read again by the first pass, which then has its first evaluation, too.
+    """
+    cache, none = state.cache, jnp.zeros_like(state.count)
+    is_last = cache.positions == state.positions[:, None]
+    before = dataclasses.replace(cache, positions=jnp.where(is_last, -1, cache.positions), used=jnp.int32(0))
+    return Stream(
+        state=dataclasses.replace(state, cache=before, positions=state.positions - 1),
+        next=last,
+        is_checked=none > 0,
+        is_plain=none > 0,
+        settled=none,
+        estimates=jnp.zeros((len(none), size), jnp.int32),
+        read=none,
+        passes=none,
+    )
+
+
+def ring(state: State | Stream) -> int:
+    """The slots for new tokens."""
+    return state.state.cache.ring if isinstance(state, Stream) else state.cache.ring
+
+
+def fit(state: State | Stream, *, ring: int, slots: int) -> State | Stream:
+    """The same with so many slots, as of `decode.resize`."""
+    if not isinstance(state, Stream):
+        return decode.resize(state, ring=ring, slots=slots)
+    resized = decode.resize(state.state, ring=ring, slots=slots)
+    # The slots of the ring keep their places.
+    cache = dataclasses.replace(resized.cache, used=jnp.zeros_like(resized.cache.used))
+    return dataclasses.replace(state, state=dataclasses.replace(resized, cache=cache))
+
+
+def make_room(stream: Stream, size: int) -> Stream:
+    """The stream with room for so many evaluations of a token; none in use is lost."""
+    before = stream.estimates.shape[1]
+    if size == before:
+        return stream
+    widened = jnp.pad(stream.estimates, ((0, 0), (0, max(0, size - before))))[:, :size]
+    return dataclasses.replace(stream, estimates=widened)
+
+
+def put(state: State | Stream, new: State | Stream, lanes: Int[Array, " rows"]) -> State | Stream:
+    """Put each row of `new` in the place of a sequence, as `decode.refill` does; `state` is donated."""
+    if not isinstance(state, Stream):
+        return decode.refill(state, new, lanes)
+    assert isinstance(new, Stream)
+    refilled = {}
+    new = make_room(new, state.estimates.shape[1])
+    for name in COLUMNS:
+        refilled[name] = getattr(state, name).at[lanes].set(getattr(new, name), mode="drop")
+    return dataclasses.replace(state, state=decode.refill(state.state, new.state, lanes), **refilled)
+
+
+def end(state: State | Stream, done: Bool[Array, " B"]) -> State | Stream:
+    """The same where these sequences have ended, and the others have not."""
+    if isinstance(state, Stream):
+        return dataclasses.replace(state, state=dataclasses.replace(state.state, done=done))
+    return dataclasses.replace(state, done=done)
+
+
+@Programs
+def leave(llm: LLM, stream: Stream) -> State:
+    """The state from which `decode_tokens` goes on: a token that is known, but not read, is read."""
+    state, cache = stream.state, stream.state.cache
+    following = state.positions + 1
+    hidden, new = llm(stream.next[:, None], following[:, None], cache)
+    is_read = ~stream.is_checked & ~state.done
+    cache = write(cache, new, stream.read % cache.ring, is_read)
+    read = stream.read + is_read
+    order = (jnp.arange(cache.ring) + read[:, None]) % cache.ring  # the newest token of each sequence comes last
+
+    def align(array: Array, axis: int) -> Array:
+        ring, rest = jnp.split(array, [cache.ring], axis=axis)
+        index = order.reshape(*[1] * (axis - 1), *order.shape, *[1] * (array.ndim - axis - 1))
+        return jnp.concatenate([jnp.take_along_axis(ring, index, axis=axis), rest], axis=axis)
+
+    k, v, positions = align(cache.k, 2), align(cache.v, 2), align(cache.positions, 1)
+    return dataclasses.replace(
+        state,
+        cache=dataclasses.replace(cache, k=k, v=v, positions=positions, used=jnp.int32(0)),
+        hidden=jnp.where(is_read[:, None], hidden[:, 0], state.hidden),
+        inputs=jnp.where(is_read[:, None], llm.lookup(stream.next[:, None])[:, 0], state.inputs),
+        positions=jnp.where(is_read, following, state.positions),
+    )
+
+
+def write(cache: KVCache, new: KVCache, slots: Int[Array, " B"], is_kept: Bool[Array, " B"]) -> KVCache:
+    """The cache with one new token of each sequence in its slot, if it is kept."""
+    rows, places = (
+        jnp.arange(len(slots)),
+        jnp.where(is_kept, slots, cache.positions.shape[1]),
+    )  # beyond the last: nowhere
+    k, v = (old.at[:, rows, places].set(one[:, :, 0], mode="drop") for old, one in ((cache.k, new.k), (cache.v, new.v)))
+    positions = cache.positions.at[rows, places].set(new.positions[:, 0], mode="drop")
+    return dataclasses.replace(cache, k=k, v=v, positions=positions)

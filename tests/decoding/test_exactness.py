@@ -1,0 +1,133 @@
+"""Side by side or as a stream, not one token of an answer differs from those of evaluations one by one.
+
+Models are random, so most guesses fail. Of each solver, with the likeliest token and with a sampled one as the
+estimate: prompts alone, with budgets and gates of their own in few lanes, with a class, with several noise samples, by
+a grammar. The kinds of models take turns.
+"""
+
+import dataclasses
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.decoding.generation import decode_lanes
+from l2d_jax.decoding.grammar import Grammar
+from l2d_jax.decoding.requests import Prompt, Request, Restrictions
+from l2d_jax.model.l2d import Model
+from tests.support import tiny
+
+SOLVERS = {"euler": (1, 4, 9, 15), "midpoint": (1, 3, 9, 15), "rk4": (1, 5, 9, 13), "restart": (1, 4, 9, 15)}
+ESTIMATES: dict[str, dict[str, Any]] = {
+    "arg max": {},
+    "sampled": {"velocity_temperature": 0.7, "temperature": 1.0},
+}
+USES = ("alone", "lanes", "class", "draws", "grammar")
+KINDS: tuple[dict[str, Any], ...] = ({}, {"start": "anchored"}, {"start": "anchored", "reader": "path"})
+STOPS = (94, 95)
+
+
+class Thirds(Grammar):
+    """Allows the tokens of one residue by three, that of the number of tokens so far."""
+
+    def __init__(self) -> None:
+        self._said = 0
+
+    def start(self) -> "Thirds":
+        return Thirds()
+
+    def mask(self) -> np.ndarray:
+        return np.arange(96) % 3 == self._said % 3
+
+    def accept(self, token: int) -> None:
+        assert token % 3 == self._said % 3
+        self._said += 1
+
+
+def prompts(count: int, options: dict[str, Any], budgets: tuple[int, ...], use: str) -> list[Prompt]:
+    rng = random.Random(5)
+    texts = [[rng.randrange(96) for _ in range(rng.randint(1, 12))] for _ in range(count)]
+    if use != "lanes":
+        return [Prompt(i, ids, 1 if use == "class" else None) for i, ids in enumerate(texts)]
+    own = [DecodeConfig(**options, budget=rng.choice(budgets), gate=rng.choice((0.0, 0.0, 4.3))) for _ in range(count)]
+    return [Prompt(i, ids, settings=one) for i, (ids, one) in enumerate(zip(texts, own, strict=True))]
+
+
+def answer(model: Model, request: Request, parallel: Any, *, lanes: int) -> list[list[int]]:
+    """The answers to all prompts, so many at a time."""
+    ordered = [
+        one if one.settings is None else one._replace(settings=dataclasses.replace(one.settings, parallel=parallel))
+        for one in request.prompts
+    ]
+    chosen = dataclasses.replace(request.settings, parallel=parallel)
+    answers: list[list[int]] = [[] for _ in ordered]
+    for pieces in decode_lanes(model, dataclasses.replace(request, prompts=ordered, settings=chosen), lanes=lanes):
+        for piece in pieces:
+            answers[piece.answer] += piece.tokens
+            assert piece.passes <= piece.evaluations + 2 * piece.decoded + 2
+    return answers
+
+
+def make(name: str, estimate: str, use: str, *, count: int, new: int) -> tuple[Model, Request]:
+    """A model of one of the kinds, and what it is asked."""
+    kind = KINDS[([*SOLVERS].index(name) + [*ESTIMATES].index(estimate) + USES.index(use)) % len(KINDS)]
+    options = {"solver": name, "max_new_tokens": new} | ESTIMATES[estimate]
+    options |= {"guidance": 2.0} if use == "class" else {"draws": 3} if use == "draws" else {}
+    budgets = SOLVERS[name]
+    # A path that reads the context itself has no budget of 1 beside others.
+    spent = budgets[1:] if kind.get("reader") == "path" else budgets
+    settings = DecodeConfig(**options, budget=budgets[-1])
+    restrictions = Restrictions(grammar=Thirds()) if use == "grammar" else Restrictions()
+    asked = prompts(count, options, spent, use)
+    request = Request(asked, settings, seed=3, restrictions=restrictions, stop_ids=STOPS)
+    return tiny.model("llama", **kind, classes=2 if use == "class" else 0), request
+
+
+def count_differences(name: str, estimate: str, use: str, *, count: int, new: int, lanes: int) -> tuple[int, int]:
+    """The tokens that differ, and all tokens."""
+    model, request = make(name, estimate, use, count=count, new=new)
+    wanted, found = (answer(model, request, way, lanes=lanes) for way in ("off", "on"))
+    differ = sum(a != b for pair in zip(wanted, found, strict=True) for a, b in zip(*pair, strict=False))
+    differ += sum(abs(len(a) - len(b)) for a, b in zip(wanted, found, strict=True))
+    return differ, sum(map(len, wanted))
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("estimate", ESTIMATES)
+def test_no_token_differs(estimate: str, use: str) -> None:
+    differ, tokens = count_differences("midpoint", estimate, use, count=20, new=8, lanes=5)
+    assert differ == 0
+    assert tokens > 80
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("estimate", ESTIMATES)
+@pytest.mark.parametrize("name", SOLVERS)
+def test_no_token_of_many_differs(name: str, estimate: str, use: str) -> None:
+    differ, tokens = count_differences(name, estimate, use, count=500, new=6, lanes=84)
+    print(f"{name}, {estimate}, {use}: {differ} of {tokens} tokens differ")
+    assert differ == 0
+    assert tokens > 2000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_random_models(seed: int) -> None:
+    """Of random kinds, with random options."""
+    rng = random.Random(seed)
+    kind = rng.choice([*tiny.CONFIGS])
+    path: dict[str, Any] = {"start": rng.choice(["released", "anchored"]), "layers": rng.choice(["lora", "dense"])}
+    path |= {"reader": rng.choice(["lm", "path"])} if path["start"] == "anchored" else {}
+    model = tiny.model(kind, **path)
+    model = model.merged() if rng.random() < 0.5 else model
+    name = rng.choice([*SOLVERS])
+    options: dict[str, Any] = {"solver": name, "budget": rng.choice(SOLVERS[name][1:]), "max_new_tokens": 20}
+    options |= rng.choice([{}, {"velocity_temperature": 1.5}, {"velocity_temperature": 1.5, "anneal": True}])
+    options |= rng.choice([{}, {"temperature": 1.0, "top_p": 0.9}])
+    asked = [Prompt(i, [rng.randrange(96) for _ in range(rng.randint(1, 9))]) for i in range(5)]
+    request = Request(asked, DecodeConfig(**options), seed=seed, stop_ids=STOPS)
+    wanted, *found = (answer(model, request, way, lanes=3) for way in ("off", "on", "auto"))
+    assert found == [wanted, wanted]

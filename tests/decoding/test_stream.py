@@ -1,0 +1,161 @@
+"""The stream emits what the plain decoder does: mixed budgets, gates, sampling, and any guesses."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.decoding.decode import prefill, token_decoder
+from l2d_jax.decoding.refinement.settings import Refinement
+from l2d_jax.decoding.refinement.stages import Stages
+from l2d_jax.decoding.sampler import SamplingOptions
+from l2d_jax.decoding.stream import stream_decoder
+from l2d_jax.decoding.stream_state import enter, fit, leave, make_room
+from l2d_jax.model.l2d import Model
+from tests.support import tiny
+
+ROWS, NEW = 6, 16
+MODELS: dict[str, dict[str, Any]] = {
+    "released": {},
+    "anchored": {"start": "anchored"},
+    "reads": {"start": "anchored", "reader": "path"},
+    "copies": {"layers": "dense", "start": "anchored"},
+}
+BUDGETS = [1, 3, 15, 9, 31, 5]
+
+
+def options(budgets: list[int], gates: list[float], *, window: int, **changes: Any) -> dict[str, Any]:
+    """The options of either decoder, a row for each sequence."""
+    configs = [DecodeConfig(budget=b, gate=g, **changes) for b, g in zip(budgets, gates, strict=True)]
+
+    def stack(parts: list[Any]) -> Any:
+        return jax.tree.map(lambda *leaves: jnp.concatenate([jnp.atleast_1d(leaf) for leaf in leaves]), *parts)
+
+    settings = dataclasses.replace(stack([Refinement.from_config(one) for one in configs]), window=window)
+    return {"settings": settings, "sampling": stack([SamplingOptions.from_config(one) for one in configs])}
+
+
+def prompts() -> tuple[jax.Array, jax.Array]:
+    return tiny.tokens(ROWS, 8, seed=3), jnp.array([8, 3, 5, 1, 8, 2], jnp.int32)
+
+
+def last_tokens() -> jax.Array:
+    tokens, lengths = prompts()
+    return jnp.take_along_axis(tokens, (lengths - 1)[:, None], axis=1)[:, 0]
+
+
+def decode_plainly(model: Model, chosen: dict[str, Any], *, stops: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens, and evaluations."""
+    tokens, lengths = prompts()
+    state = prefill(model.llm, tokens, lengths, jax.random.split(jax.random.key(7), ROWS), capacity=NEW)
+    _, new = token_decoder()(model, state, stop_ids=stops, steps=NEW, noise_samples=1, **chosen)
+    return np.asarray(new.ids), np.asarray(new.evaluations)
+
+
+def collect(rows: list[list[int]], emitted: Any, name: str = "ids") -> None:
+    for row, is_new, values in zip(rows, emitted.is_new, getattr(emitted.tokens, name), strict=True):
+        row += np.asarray(values)[np.asarray(is_new)].tolist()
+
+
+def decode_in_stream(
+    model: Model, chosen: dict[str, Any], *, stops: jax.Array, leaves: int | None = None
+) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+    """Tokens, evaluations and passes of each sequence; after some passes, if asked for, the plain decoder goes on."""
+    tokens, lengths = prompts()
+    state = prefill(model.llm, tokens, lengths, jax.random.split(jax.random.key(7), ROWS), capacity=NEW)
+    stages = Stages.of(chosen["settings"].solver, BUDGETS)
+    assert stages is not None
+    settings = dataclasses.replace(chosen["settings"], stages=stages)
+    stream = enter(state, last_tokens(), size=stages.size)
+    columns: dict[str, list[list[int]]] = {name: [[] for _ in range(ROWS)] for name in ("ids", "evaluations", "passes")}
+    for count in range(100):
+        if leaves is not None and count * 5 >= leaves:
+            state = leave(model.llm, stream)
+            _, new = token_decoder()(model, state, stop_ids=stops, steps=NEW, noise_samples=1, **chosen)
+            for row, ids in zip(columns["ids"], np.asarray(new.ids).tolist(), strict=True):
+                row += ids
+            break
+        stream, emitted = stream_decoder()(
+            model, stream, settings=settings, sampling=chosen["sampling"], stop_ids=stops, passes=5
+        )
+        for name, rows in columns.items():
+            collect(rows, emitted, name)
+        if all(len(row) >= NEW or done for row, done in zip(columns["ids"], stream.state.done, strict=True)):
+            break
+    return columns["ids"], columns["evaluations"], columns["passes"]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("is_sampled", [False, True])
+def test_the_plain_answer(kind: str, is_sampled: bool) -> None:
+    model = tiny.model(**MODELS[kind])
+    model = model.reading(refines=True)
+    gates = [0.0, 0.0, 0.0, 4.2, 0.0, 4.0]
+    if kind in ("reads",):
+        gates = [0.0] * ROWS
+    stops = jnp.array([-1, -1], jnp.int32)
+    changes = {"temperature": 1.0, "velocity_temperature": 1.0, "top_k": 20} if is_sampled else {}
+    chosen = options(BUDGETS, gates, window=16, **changes)
+    wanted, evaluations = decode_plainly(model, chosen, stops=stops)
+    for window in (1, 16):
+        settings = dataclasses.replace(chosen["settings"], window=window)
+        ids, taken, passes = decode_in_stream(model, chosen | {"settings": settings}, stops=stops)
+        for row in range(ROWS):
+            assert ids[row][:NEW] == wanted[row].tolist(), (window, row)
+            assert taken[row][:NEW] == evaluations[row].tolist()
+            assert all(1 <= p <= max(BUDGETS[row], 1) + 2 for p in passes[row][:NEW])
+
+
+def test_answers_end_and_the_others_go_on() -> None:
+    model = tiny.model(start="anchored", reader="path").reading(refines=True)
+    chosen = options(BUDGETS, [0.0] * ROWS, window=16)
+    free, _ = decode_plainly(model, chosen, stops=jnp.array([-1, -1], jnp.int32))
+    stops = jnp.array([free[0, 3], free[4, 7]], jnp.int32)
+    wanted, _ = decode_plainly(model, chosen, stops=stops)
+    ids, _, _ = decode_in_stream(model, chosen, stops=stops)
+    for row, plain in zip(ids, wanted.tolist(), strict=True):
+        ended = next((i + 1 for i, token in enumerate(plain) if token in stops.tolist()), NEW)
+        assert row[:NEW] == plain[:ended] if ended < NEW else row[:NEW] == plain
+
+
+@pytest.mark.parametrize("leaves", [0, 5, 10])
+def test_the_plain_decoder_goes_on_from_any_pass(leaves: int) -> None:
+    model = tiny.model(start="anchored").reading(refines=True)
+    stops = jnp.array([-1, -1], jnp.int32)
+    chosen = options(BUDGETS, [0.0] * ROWS, window=16, velocity_temperature=1.0)
+    wanted, _ = decode_plainly(model, chosen, stops=stops)
+    ids, _, _ = decode_in_stream(model, chosen, stops=stops, leaves=leaves)
+    for row in range(ROWS):
+        assert ids[row][:NEW] == wanted[row].tolist()
+
+
+def still(linear: Any) -> Any:
+    """An affine map to zero."""
+    return dataclasses.replace(linear, weight=0 * linear.weight, bias=0 * linear.bias)
+
+
+def test_where_guesses_hold_a_pass_gives_a_token() -> None:
+    """A path that sees neither x nor t finds the same token in each evaluation."""
+    model = tiny.model(start="anchored", reader="path")
+    path = model.path
+    assert path is not None
+    parts = {name: getattr(path, name) for name in ("translation", "time", "merge")}
+    parts = {name: dataclasses.replace(part, last=still(part.last)) for name, part in parts.items()}
+    model = Model.build(model.llm, dataclasses.replace(path, **parts)).reading(refines=True)
+    chosen = options([15] * ROWS, [0.0] * ROWS, window=16)
+    tokens, lengths = prompts()
+    state = prefill(model.llm, tokens, lengths, jax.random.split(jax.random.key(7), ROWS), capacity=NEW)
+    stages = Stages.of(chosen["settings"].solver, [15] * ROWS)
+    assert stages is not None
+    settings = dataclasses.replace(chosen["settings"], stages=stages)
+    stream = make_room(enter(state, last_tokens(), size=3), stages.size)
+    stream = fit(stream, ring=32, slots=8)
+    stops = jnp.array([-1, -1], jnp.int32)
+    _, emitted = stream_decoder()(
+        model, stream, settings=settings, sampling=chosen["sampling"], stop_ids=stops, passes=9
+    )
+    np.testing.assert_array_equal(emitted.is_new, np.tile(np.arange(9) > 0, (ROWS, 1)))  # the first reads the prompt
