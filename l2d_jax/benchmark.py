@@ -2,20 +2,31 @@
 
 Weights and tokens are random, in the config's architecture, so that nothing is downloaded. `train` takes the batch from
 the config, and compares its rate with that of a matrix product of the same type in the same run. `decode` takes solver
-and noise samples from the config, and compares the time of an evaluation with the time to read its weights.
+and noise samples from the config, times the evaluations one by one, side by side and as a stream, and compares the time
+of one with the time to read its weights.
 """
 
 import json
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from l2d_jax import command_line
 from l2d_jax.config import config_file
 from l2d_jax.config.config_file import override_names
-from l2d_jax.decoding.solver import FIXED
+from l2d_jax.config.schema import Config, MeshConfig
+from l2d_jax.data.tokenizer import require_tokenizer
+from l2d_jax.decoding.refinement.settings import check_settings
+from l2d_jax.decoding.refinement.solver import FIXED
+from l2d_jax.decoding.requests import override_settings
 from l2d_jax.distributed import runtime
 from l2d_jax.errors import require
+from l2d_jax.loading import find, load
 from l2d_jax.performance.decoding_speed import measure_decoding
+from l2d_jax.performance.trained_speed import measure_answers
 from l2d_jax.performance.training_speed import measure_training
+from l2d_jax.training.exact_match import MarkedProblems
 from l2d_jax.training.plans import start_planned
 
 
@@ -29,27 +40,75 @@ def main() -> None:
     parser.add_argument("--budgets", type="Budget", nargs="+", default=[1, 7, 15], help="decode: evaluations a token")
     parser.add_argument("--prompt", type="Tokens", default=64, help="decode: tokens of each prompt, not timed")
     parser.add_argument("--new", type="Tokens", default=16, help="decode: tokens that are generated and timed")
+    workdir = "decode: a trained path, which answers its held-out problems, in place of random weights"
+    parser.add_argument("--workdir", type=command_line.folder_or_bucket, help=workdir)
+    parser.add_argument("--label", type="Label", help="decode: class of the held-out problems, for guidance")
     options, config = parser.parse_with_config()
+    is_trained = options.work == "decode" and options.workdir is not None
+    require(is_trained or options.workdir is None, "--workdir is of decode: leave it out")
+    require(is_trained or options.label is None, "--label is of decode with a --workdir: leave it out")
     if options.work == "train":
         config, mesh, line = start_planned(config)
         figures = measure_training(config, mesh)
         lines = [line, *training_table(figures)]
+    elif options.workdir is not None:
+        figures = {"rows": _measure_trained(options)}
+        lines = answers_table(figures["rows"])
     else:
-        method, budgets = config.train.method, options.budgets
-        problem = f"decode measures evaluations of a path, and config.train.method {method!r} trains none"
-        require(method == "l2d", f"{problem}: take 'l2d'")
-        for name, option in {"budget": "--budgets", "max_new_tokens": "--new"}.items():
-            is_given = name in override_names(options.overrides, "decode")
-            require(not is_given, f"--config.decode.{name} changes nothing here: use {option}")
-        rule = f"a time per evaluation needs a solver with fixed steps ({', '.join(FIXED)})"
-        require(config.decode.solver in FIXED, f"{rule}, got {config.decode.solver}")
-        require(len(set(budgets)) > 1, f"--budgets needs two or more for a slope, got {budgets}")
-        for budget in budgets:
-            FIXED[config.decode.solver].steps(budget)
-        shape = {name: getattr(options, name) for name in ("batches", "budgets", "prompt", "new")}
-        figures = measure_decoding(config, runtime.start_jax(config.mesh), **shape)
+        figures = _measure_random(options, config)
         lines = decoding_table(figures)
     print(json.dumps(figures) if options.json else "\n".join(lines))
+
+
+def _measure_random(options: Namespace, config: Config) -> dict[str, Any]:
+    method, budgets = config.train.method, options.budgets
+    problem = f"decode measures evaluations of a path, and config.train.method {method!r} trains none"
+    require(method == "l2d", f"{problem}: take 'l2d'")
+    _check_overrides(options)
+    rule = f"a time per evaluation needs a solver with fixed steps ({', '.join(FIXED)})"
+    require(config.decode.solver in FIXED, f"{rule}, got {config.decode.solver}")
+    require(len(set(budgets)) > 1, f"--budgets needs two or more for a slope, got {budgets}")
+    for budget in budgets:
+        FIXED[config.decode.solver].steps(budget)
+    shape = {name: getattr(options, name) for name in ("batches", "budgets", "prompt", "new")}
+    return measure_decoding(config, runtime.start_jax(config.mesh), **shape)
+
+
+def _measure_trained(options: Namespace) -> list[dict[str, Any]]:
+    """The answers of a workdir's newest checkpoint to held-out problems."""
+    _check_overrides(options)
+    folder = find(options.workdir)
+    trained, base = folder.trained, folder.find_base()
+    require(trained is not None, f"{options.workdir} is no workdir of training: it has no held-out problems")
+    assert trained is not None
+    words = require_tokenizer(base.tokenizer)
+    settings = override_settings(folder.defaults, override_names(options.overrides, "decode"))
+    problems = MarkedProblems.read(trained.data, words, count=max(options.batches), option="--batches")
+    prompts = [prompt._replace(label=options.label) for prompt in problems.prompts]
+    budgets = options.budgets
+    for budget in budgets:
+        check_settings(replace(settings, budget=budget, parallel="auto"), folder.path_config)
+    runtime.start_jax(MeshConfig())
+    loaded = replace(load(options.workdir), defaults=settings)
+    return measure_answers(loaded, prompts, batches=options.batches, budgets=budgets, new=options.new)
+
+
+def _check_overrides(options: Namespace) -> None:
+    for name, option in {"budget": "--budgets", "max_new_tokens": "--new"}.items():
+        is_given = name in override_names(options.overrides, "decode")
+        require(not is_given, f"--config.decode.{name} changes nothing here: use {option}")
+
+
+def answers_table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Lines with the time of a token by batch size, budget and order of evaluations."""
+    lines = ["batch  budget  evaluations   milliseconds per token  of the LM's  passes  evaluations  tokens  differ"]
+    plain = {row["batch"]: row["seconds per token"] for row in rows if row["budget"] == 1}
+    for row in rows:
+        share = f"{row['seconds per token'] / plain[row['batch']]:.2f}" if row["batch"] in plain else "-"
+        line = f"{row['batch']:>5}  {row['budget']:>6}  {row['order']:<12}  {1000 * row['seconds per token']:>22.1f}"
+        line += f"  {share:>11}  {row['passes per token']:>6.2f}  {row['evaluations per token']:>11.1f}"
+        lines.append(f"{line}  {row['tokens']:>6}  {row['differ']:>6}")
+    return lines
 
 
 def training_table(figures: dict[str, Any]) -> list[str]:
@@ -65,10 +124,13 @@ def training_table(figures: dict[str, Any]) -> list[str]:
 
 def decoding_table(figures: dict[str, Any]) -> list[str]:
     """Lines with the speed by batch size and budget, then the time of an evaluation by batch size."""
-    lines = ["batch  budget  tokens per second  milliseconds per token"]
+    lines = ["batch  budget  evaluations   tokens per second  milliseconds per token  of the LM's  passes per token"]
+    plain = {row["batch"]: row["seconds per token"] for row in figures["rows"] if row["budget"] == 1}
     for row in figures["rows"]:
-        line = f"{row['batch']:>5}  {row['budget']:>6}  {row['tokens per second']:>17.2f}"
-        lines.append(f"{line}  {1000 * row['seconds per token']:>22.1f}")
+        line = f"{row['batch']:>5}  {row['budget']:>6}  {row['order']:<12}  {row['tokens per second']:>17.2f}"
+        share = f"{row['seconds per token'] / plain[row['batch']]:.2f}" if row["batch"] in plain else "-"
+        line += f"  {1000 * row['seconds per token']:>22.1f}  {share:>11}"
+        lines.append(f"{line}  {row['passes per token']:>16.2f}")
     read, rate = figures["bytes per evaluation"] / 1e9, figures["read rate"] / 1e9
     lines += ["", f"an evaluation reads {read:.3f} GB of weights; the machine reads {rate:.1f} GB/s"]
     lines[-1] += f" ({figures['read rate of']})"

@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import math
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -25,7 +26,8 @@ from jax.sharding import Mesh
 from l2d_jax import command_line
 from l2d_jax.config import config_file
 from l2d_jax.config.schema import Config
-from l2d_jax.decoding.solver import find_solver
+from l2d_jax.decoding.pace import Order
+from l2d_jax.decoding.refinement.solver import find_solver
 from l2d_jax.distributed.sharding import decoding_mesh, make_mesh, mesh_sizes
 from l2d_jax.files import cache_folder, read_json, write_whole
 from l2d_jax.performance import costs, lowering, tpu_estimate
@@ -48,6 +50,7 @@ class Question:
     topology: Topology
     batch: int  # sequences at a time, in decoding
     prompt: int  # tokens of each prompt, in decoding
+    passes: float  # over the weights, of a token, in decoding whose evaluations go side by side
 
     def key(self) -> str:
         """A hash of all that the answer depends on: the question, the libraries and this project's source."""
@@ -55,7 +58,7 @@ class Question:
         files = sorted(path for path in Path(__file__).parent.rglob("*") if path.suffix in (".py", ".toml"))
         asked = asdict(self)
         if self.work == "train":
-            del asked["batch"], asked["prompt"]
+            del asked["batch"], asked["prompt"], asked["passes"]
         text = json.dumps([asked, str(base_model.read_architecture(self.config.model)), versions], sort_keys=True)
         return hashlib.sha256(text.encode() + b"".join(path.read_bytes() for path in files)).hexdigest()[:24]
 
@@ -69,6 +72,8 @@ def main() -> int:
     parser.add_argument("--work", choices=["train", "decode", "both"], default="both", help="what to compile")
     parser.add_argument("--batch", type="Rows", default=8, help="decode: sequences at a time")
     parser.add_argument("--prompt", type="Tokens", default=512, help="decode: tokens of each prompt")
+    passes = "decode: passes over the weights that a token takes, where its evaluations go side by side"
+    parser.add_argument("--passes", type="Passes", default=1.4, help=passes)
     parser.add_argument("--top", type="CountOrZero", default=0, help="list so many of the dearest instructions")
     parser.add_argument("--search", action="store_true", help="find the plan that the training step is fastest with")
     parser.add_argument("--hlo", type=command_line.local_path, help="write the optimized programs into this folder")
@@ -82,7 +87,7 @@ def main() -> int:
     find_solver(config.decode.solver).steps(config.decode.budget)
 
     def ask(work: Work, config: Config, *, folder: Path | None = None) -> dict[str, Any]:
-        question = Question(work, config, topology, options.batch, options.prompt)
+        question = Question(work, config, topology, options.batch, options.prompt, options.passes)
         return answer(question, make_mesh(config.mesh, devices), folder=folder)
 
     if options.search:
@@ -131,16 +136,21 @@ def answer(question: Question, mesh: Mesh, *, folder: Path | None = None) -> dic
 def compile_and_read(question: Question, mesh: Mesh, folder: Path | None) -> dict[str, Any]:
     """The answer, which takes minutes to compile; raises `InputError` as `lowering` does."""
     config, architecture = question.config, base_model.read_architecture(question.config.model)
-    generation = GENERATIONS[question.topology.kind]
+    generation, trips = (
+        GENERATIONS[question.topology.kind],
+        find_solver(config.decode.solver).steps(config.decode.budget),
+    )
     if question.work == "train":
         lowered = lowering.lower_train(config, mesh)
         tokens = config.train.batch_size * config.data.max_length
         flops = sum(costs.flops_per_step(config, architecture).values())
     else:
         sizes = {"batch": question.batch, "prompt": question.prompt, "memory": int(generation.usable * GIB * mesh.size)}
-        lowered = lowering.lower_decode(config, mesh, **sizes)
-        tokens = question.batch * config.decode.max_new_tokens
+        lowered, order = lowering.lower_decode(config, mesh, **sizes)
+        passes = question.passes if order is Order.STREAM else 1.0  # the program makes as many as it has tokens
+        tokens = round(question.batch * config.decode.max_new_tokens / passes)
         flops = tokens * costs.flops_per_decoded_token(config, architecture)
+        trips = math.ceil(question.passes) if order is Order.PARALLEL else trips
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -152,10 +162,10 @@ def compile_and_read(question: Question, mesh: Mesh, folder: Path | None) -> dic
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{question.work}.hlo").write_text(text)
-    trips = find_solver(config.decode.solver).steps(config.decode.budget)
     useful = flops / mesh.size  # without recomputation
     memory = compiled.memory_analysis()
-    return tpu_estimate.read_estimate(memory, text, generation, useful=useful, tokens=tokens, unknown_trips=trips)
+    found = tpu_estimate.read_estimate(memory, text, generation, useful=useful, tokens=tokens, unknown_trips=trips)
+    return found if question.work == "train" else found | {"evaluations": order.value}
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ from l2d_jax.config.schema import Config, MeshConfig
 from l2d_jax.data import rows
 from l2d_jax.decoding.batching import common_prefix
 from l2d_jax.decoding.loaded_model import LoadedModel
-from l2d_jax.decoding.refine import check_settings
+from l2d_jax.decoding.refinement.settings import check_settings
+from l2d_jax.decoding.refinement.solver import SOLVERS
 from l2d_jax.decoding.requests import check_decoding_memory, check_prompts
-from l2d_jax.decoding.solver import SOLVERS
 from l2d_jax.distributed import processes, runtime
 from l2d_jax.errors import require
 from l2d_jax.evaluation.plan import (
@@ -152,8 +152,8 @@ def _line(plan: TaskPlan, figures: dict[str, Any]) -> str:
     speed = figures["speed"]
     took = f"{speed['problems']} answered in {speed['seconds']:.0f} s"
     if speed["tokens"]:
-        evaluations = figures["evaluations per token"]
-        took += f", {evaluations:.1f} evaluations a token, {speed['tokens per second']:.1f} tokens/s"
+        counts = [f"{figures[f'{name} per token']:.2f} {name}" for name in ("evaluations", "passes")]
+        took += f", {' in '.join(counts)} a token, {speed['tokens per second']:.1f} tokens/s"
     name = f"{plan.task.name} {plan.settings.solver} {plan.settings.budget}"
     return f"{name}: {shown} of {figures['problems']} problems; {took}"
 

@@ -17,8 +17,8 @@ from l2d_jax.decoding.beam_search import check_search, search
 from l2d_jax.decoding.beams import SearchConfig
 from l2d_jax.decoding.generation import generate_answers, make_answers
 from l2d_jax.decoding.loaded_model import LoadedModel
+from l2d_jax.decoding.refinement.solver import ADAPTIVE, SOLVERS
 from l2d_jax.decoding.requests import Prompt, Request, Restrictions
-from l2d_jax.decoding.solver import ADAPTIVE, SOLVERS
 from l2d_jax.decoding.stop_strings import to_text
 from l2d_jax.decoding.trace import TokenTrace, check_single_sample, trace
 from l2d_jax.distributed import runtime
@@ -95,6 +95,8 @@ def _parse() -> Namespace:
     group.add_argument("--label", type="Label", help="class for guidance, for a path that was trained with classes")
     group.add_argument("--guidance", type="Strength", help="strength of the guidance; 1: the class alone")
     group.add_argument("--gate", type="Nats", help="skip the ODE where the LM alone has an entropy below this, in nats")
+    parallel = "evaluate side by side: where it is faster, wherever it can be, or nowhere; the answer is the same"
+    group.add_argument("--parallel", choices=["auto", "on", "off"], help=parallel)
     group = parser.add_argument_group("sampling of each token")
     group.add_argument("--temperature", type="Temperature", help="of sampling a token; 0: arg max")
     group.add_argument("--top_k", type="CountOrZero", help="sample from this number of the likeliest tokens")

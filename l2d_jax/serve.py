@@ -22,7 +22,7 @@ from l2d_jax import command_line
 from l2d_jax.config import ranges
 from l2d_jax.config.schema import DecodeConfig, MeshConfig, PathConfig
 from l2d_jax.data.tokenizer import require_chat_template, require_tokenizer
-from l2d_jax.decoding.refine import check_settings
+from l2d_jax.decoding.refinement.settings import check_settings
 from l2d_jax.decoding.requests import check_decoding_memory
 from l2d_jax.distributed import runtime
 from l2d_jax.errors import InputError, require

@@ -28,9 +28,9 @@ from l2d_jax.data import rows
 from l2d_jax.data.examples import Examples
 from l2d_jax.data.tokenizer import require_tokenizer
 from l2d_jax.decoding.loaded_model import LoadedModel
-from l2d_jax.decoding.refine import Refinement
+from l2d_jax.decoding.refinement.settings import Refinement
+from l2d_jax.decoding.refinement.solver import ADAPTIVE, AMPLE, SOLVERS, split_budget
 from l2d_jax.decoding.requests import Request, number_prompts
-from l2d_jax.decoding.solver import ADAPTIVE, AMPLE, SOLVERS, split_budget
 from l2d_jax.decoding.trace import mean_evaluations
 from l2d_jax.distributed import processes, runtime
 from l2d_jax.distributed.memory import parameters
@@ -134,6 +134,8 @@ def _describe(folder: Folder, options: Namespace, config: Config) -> dict[str, A
     about |= {name: getattr(options, name) for name in ("solvers", "budgets")}
     about |= {"ways": [options.answers, options.samples, options.beams]}
     about |= {name: dataclasses.asdict(getattr(config, name)) for name in ("data", "decode")}
+    if config.decode.parallel == "auto":  # earlier measurements do not name it
+        del about["decode"]["parallel"]
     return json.loads(json.dumps(about))
 
 

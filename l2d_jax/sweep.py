@@ -12,8 +12,8 @@ from l2d_jax import command_line, report
 from l2d_jax.config.config_file import override_names
 from l2d_jax.data import tokenizer
 from l2d_jax.decoding.loaded_model import LoadedModel
+from l2d_jax.decoding.refinement.solver import AMPLE
 from l2d_jax.decoding.requests import Request, number_prompts
-from l2d_jax.decoding.solver import AMPLE
 from l2d_jax.decoding.trace import accuracy_by_time, check_grid, mean_evaluations
 from l2d_jax.distributed import processes
 from l2d_jax.errors import require

@@ -15,7 +15,7 @@ from tests.support.programs import ROOT, call
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 QUESTIONS = ("training", "variants", "generation", "evaluation", "study", "exactness", "reliability", "pods")
-QUESTIONS += ("tpu_estimates", "speed", "architecture", "serving", "publishing")
+QUESTIONS += ("tpu_estimates", "speed", "architecture", "serving", "publishing", "parallel")
 SHARED_OPTIONS = {"--help"}
 
 

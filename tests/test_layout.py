@@ -104,10 +104,10 @@ def test_only_the_projects_own_files_are_kept():
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=PACKAGE.parent, capture_output=True, text=True, check=True)
     files = [PACKAGE.parent / name for name in listed.stdout.split("\0") if name]
     top = {file.relative_to(PACKAGE.parent).parts[0] for file in files}
-    folders = {"l2d_jax", "configs", "launch", "tests", "docs"}
-    assert {name for name in top if not name.startswith(".")} == folders | {
+    folders = {"l2d_jax", "configs", "launch", "tests", "docs", "examples"}
+    pages = {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff", "LICENSE"}
+    assert {name for name in top if not name.startswith(".")} == folders | pages | {
         "requirements.txt",
         "pyproject.toml",
-        "README.md",
     }
     assert {file.name for file in files if file.is_file() and file.stat().st_size > 512 * 1024} == set()

@@ -161,7 +161,10 @@ def open_results(plan: TaskPlan, options: Namespace, found: Folder, step: int | 
     about["fingerprint"] = {**model, "problems": plan.digest}
     if found.base.dtype == "float32":  # elsewhere rounding decides words, and depends on the shape of a batch
         del protocol["batch_size"]  # a smaller one may continue where memory was short
-    about |= {"decode": dataclasses.asdict(plan.settings), "asking": protocol}
+    decode = dataclasses.asdict(plan.settings)
+    if found.base.dtype == "float32" or plan.settings.parallel == "auto":
+        del decode["parallel"]
+    about |= {"decode": decode, "asking": protocol}
     return Results(results_folder(options) / plan.task.name / (options.name or name), about)
 
 

@@ -33,6 +33,7 @@ class _Judged(TypedDict):
     reason: str
     tokens: NotRequired[CountOrZero]  # an earlier version did not count them
     evaluations: NotRequired[CountOrZero]
+    passes: NotRequired[CountOrZero]
 
 
 class _Sample(TypedDict):
@@ -94,6 +95,7 @@ class Said(NamedTuple):
     text: str
     tokens: int = 0  # that were generated, the stop token included
     evaluations: int = 0  # of the path, for these tokens
+    passes: int = 0  # over the weights, those of the language model included
 
 
 class Results:
@@ -156,7 +158,7 @@ def sample_line(problem: Problem, prompt: str, completions: Sequence[Said], scor
     """A line of `samples.jsonl`."""
     judged = [
         {"text": said.text.encode(errors="replace").decode(), **score._asdict()}
-        | {"tokens": said.tokens, "evaluations": said.evaluations}
+        | {"tokens": said.tokens, "evaluations": said.evaluations, "passes": said.passes}
         for said, score in zip(completions, scores, strict=True)
     ]
     return {"id": problem.id, "subject": problem.subject, "answer": problem.answer, "prompt": prompt, "samples": judged}
@@ -165,13 +167,15 @@ def sample_line(problem: Problem, prompt: str, completions: Sequence[Said], scor
 def summarise(samples: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Accuracy, pass@k and accuracy by subject for each kind of score, with 95 % intervals over problems.
 
-    And the mean number of evaluations of the path per generated token, None where no token was counted.
+    And the mean number of evaluations of the path, and of passes over the weights, per generated token; None where no
+    token was counted.
     """
     subjects = {name: line["subject"] for name, line in samples.items()}
-    counted = [sample for line in samples.values() for sample in line["samples"] if "evaluations" in sample]
-    tokens, evaluations = (sum(sample[name] for sample in counted) for name in ("tokens", "evaluations"))
     figures: dict[str, Any] = {"problems": len(samples)}
-    figures["evaluations per token"] = evaluations / tokens if tokens else None
+    for name in ("evaluations", "passes"):
+        counted = [sample for line in samples.values() for sample in line["samples"] if name in sample]
+        tokens, taken = (sum(sample[column] for sample in counted) for column in ("tokens", name))
+        figures[f"{name} per token"] = taken / tokens if tokens else None
     for kind in KINDS:
         scores = {name: [float(sample[kind]) for sample in line["samples"]] for name, line in samples.items()}
         figures[kind] = {

@@ -65,7 +65,7 @@ def _answers(loaded: LoadedModel, encoded: Mapping[int, EncodedProblem], plan: T
         options: dict[str, Any] = {name: getattr(protocol, name) for name in ("batch_size", "samples", "seed")}
         for completed in complete(loaded, prompts, settings=settings, prefix=prefix, **options):
             yield {
-                number: [Said(to_text(one.ids, words), one.tokens, one.evaluations) for one in several]
+                number: [Said(to_text(one.ids, words), one.tokens, one.evaluations, one.passes) for one in several]
                 for number, several in completed.items()
             }
         return

@@ -7,7 +7,7 @@ which are the LM's with their LoRA, and the LM head; its time is the slope of th
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from l2d_jax.config.schema import Config
-from l2d_jax.decoding import decode
+from l2d_jax.decoding import decode, stream_state
 from l2d_jax.decoding.buckets import sample_bucket
-from l2d_jax.decoding.refine import Refinement
+from l2d_jax.decoding.pace import Order, Pace, can_be_parallel
+from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.requests import check_decoding_memory
 from l2d_jax.decoding.sampler import SamplingOptions
+from l2d_jax.decoding.stream import stream_decoder
 from l2d_jax.model.axes import ADAPTED
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
@@ -30,7 +32,7 @@ from l2d_jax.weights import base_model, model_folder
 def measure_decoding(
     config: Config, mesh: Mesh, *, batches: Sequence[int], budgets: Sequence[int], prompt: int, new: int
 ) -> dict[str, Any]:
-    """Tokens per second at each batch size and budget, and each batch size's time per evaluation.
+    """Tokens per second at each batch size, budget and order of evaluations, and the time of an evaluation.
 
     `prompt` and `new` are tokens: those of each prompt, whose prefill is not timed, and those to generate, which are
     timed. The slope needs two budgets at least. The result has `rows` for each batch size and budget, `batches` for
@@ -44,11 +46,16 @@ def measure_decoding(
     rows, slopes = [], []
     for batch in batches:
         shape = {"batch": batch, "prompt": prompt, "new": new}
-        times = [seconds / new for seconds in turns(*(decoder(model, config, budget=b, **shape) for b in budgets))]
-        for budget, seconds in zip(budgets, times, strict=True):
-            speed = {"tokens per second": batch / seconds, "seconds per token": seconds}
-            rows.append({"batch": batch, "budget": budget, **speed})
-        slope = float(np.polyfit(budgets, times, 1)[0])
+        kinds = [(budget, order) for budget in budgets for order in orders(config, budget)]
+        runs = [decoder(model, config, budget=budget, order=order, **shape) for budget, order in kinds]
+        times = dict(zip(kinds, turns(*(run.generate for run in runs)), strict=True))
+        for kind, run in zip(kinds, runs, strict=True):
+            budget, order = kind
+            seconds, passes = times[kind] / run.tokens(), run.passes()
+            speed = {"tokens per second": batch / seconds, "seconds per token": seconds, "passes per token": passes}
+            rows.append({"batch": batch, "budget": budget, "order": order.value, **speed})
+        plain = [times[budget, Order.SEQUENTIAL] / new for budget in budgets]
+        slope = float(np.polyfit(budgets, plain, 1)[0])
         slopes.append({"batch": batch, "seconds per evaluation": slope, "share of the read rate": read / slope / rate})
     rates = {"bytes per evaluation": read, "read rate": rate, "read rate of": method}
     return {"rows": rows, "batches": slopes, **rates}
@@ -72,26 +79,59 @@ def bytes_per_evaluation(model: Model) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(parts))
 
 
-def decoder(model: Model, config: Config, *, batch: int, budget: int, prompt: int, new: int) -> Callable[[], float]:
-    """A compiled function that generates the new tokens of all sequences; it returns the seconds after the prefill."""
-    settings = Refinement.prepare(model, dataclasses.replace(config.decode, budget=budget))
+def orders(config: Config, budget: int) -> list[Order]:
+    """The orders of evaluations that a budget can have, by the config's solver, velocity and `parallel`."""
+    settings = dataclasses.replace(config.decode, budget=budget, parallel="auto")
+    if config.decode.parallel == "off" or not can_be_parallel(settings):
+        return [Order.SEQUENTIAL]
+    return [one for one in Order if one is not Order.STREAM or settings.draws == 1]
+
+
+class Run(NamedTuple):
+    """A compiled decoder: its seconds after the prefill, and what its last run has decoded."""
+
+    generate: Callable[[], float]
+    tokens: Callable[[], float]  # of a sequence, in the mean
+    passes: Callable[[], float]  # over the weights, of a token
+
+
+def decoder(
+    model: Model, config: Config, *, batch: int, budget: int, prompt: int, new: int, order: Order = Order.SEQUENTIAL
+) -> Run:
+    """A compiled function that generates the new tokens of all sequences, or makes as many passes of a stream."""
+    chosen = dataclasses.replace(config.decode, budget=budget)
+    settings = Refinement.prepare(model, chosen)
     model = model.reading(refines=budget > 1)
+    if order is not Order.SEQUENTIAL:
+        window = Pace(model, batch).window([chosen])
+        settings = settings.side_by_side([budget], window=window)
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(model.llm.architecture.vocab_size, size=(batch, prompt)), jnp.int32)
     keys = jax.random.split(jax.random.key(0), batch)
-    options: dict[str, Any] = {"settings": settings, "sampling": SamplingOptions.from_config(config.decode)}
-    options |= {
-        "stop_ids": jnp.array([-1], jnp.int32),
-        "steps": new,
-        "noise_samples": sample_bucket(config.decode.draws),
-    }
+    options: dict[str, Any] = {"settings": settings, "sampling": SamplingOptions.from_config(chosen)}
+    options["stop_ids"] = jnp.array([-1], jnp.int32)
+    last: dict[str, Any] = {}
 
     def generate() -> float:
         state = decode.prefill(model.llm, tokens, jnp.full(batch, prompt, jnp.int32), keys, capacity=new)
-        jax.block_until_ready(state)
-        began = time.perf_counter()
-        jax.block_until_ready(decode.token_decoder()(model, state, **options)[1])
-        return time.perf_counter() - began
+        if order is Order.STREAM:
+            stages = settings.stages
+            assert stages is not None
+            stream = jax.block_until_ready(stream_state.enter(state, tokens[:, -1], size=stages.size))
+            began = time.perf_counter()
+            _, emitted = jax.block_until_ready(stream_decoder()(model, stream, passes=new, **options))
+            taken = time.perf_counter() - began
+            count = max(1, int(emitted.is_new.sum()))
+            last.update(tokens=count / batch, passes=batch * new / count)
+        else:
+            jax.block_until_ready(state)
+            began = time.perf_counter()
+            samples = sample_bucket(config.decode.draws)
+            run = decode.token_decoder()(model, state, steps=new, noise_samples=samples, **options)[1]
+            jax.block_until_ready(run)
+            taken = time.perf_counter() - began
+            last.update(tokens=float(new), passes=float(run.passes.mean()))
+        return taken
 
     generate()  # compiles
-    return generate
+    return Run(generate, lambda: last["tokens"], lambda: last["passes"])

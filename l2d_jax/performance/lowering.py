@@ -11,12 +11,15 @@ from l2d_jax.config.schema import Config
 from l2d_jax.data.batch import random_batch
 from l2d_jax.decoding import decode
 from l2d_jax.decoding.buckets import sample_bucket
-from l2d_jax.decoding.refine import Refinement
+from l2d_jax.decoding.pace import Order, Pace
+from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.sampler import SamplingOptions
+from l2d_jax.decoding.stream import stream_decoder
+from l2d_jax.decoding.stream_state import enter
 from l2d_jax.distributed import sharding
 from l2d_jax.model.axes import LAYER_AXES
 from l2d_jax.model.diffusion_path import DiffusionPath
-from l2d_jax.model.l2d import Model
+from l2d_jax.model.l2d import Model, small_updates
 from l2d_jax.model.llm import LLM
 from l2d_jax.training.methods import method_of
 from l2d_jax.training.optimizer import optimizer
@@ -47,11 +50,14 @@ def lower_train(config: Config, mesh: Mesh) -> jax.stages.Lowered:
         return step.lower(state, frozen, batch, key)
 
 
-def lower_decode(config: Config, mesh: Mesh, *, batch: int, prompt: int, memory: int | None) -> jax.stages.Lowered:
-    """Decoding of `max_new_tokens` tokens after prompts of one length; raises `InputError` for an impossible budget.
+def lower_decode(
+    config: Config, mesh: Mesh, *, batch: int, prompt: int, memory: int | None
+) -> tuple[jax.stages.Lowered, Order]:
+    """Decoding after prompts of one length, and the order of evaluations that lanes would choose for it.
 
-    `memory` is that of all devices in bytes, on which it depends whether updates are merged; None: they are. A method
-    that trains no path gives a plain language model, with a budget of 1.
+    The program makes `max_new_tokens` tokens, or as many passes of a stream. `memory` is that of all devices in bytes,
+    on which it depends whether updates are merged; None: they are. A method that trains no path gives a plain language
+    model, with a budget of 1. Raises `InputError` for an impossible budget.
     """
     architecture, path = base_model.read_architecture(config.model), None
     llm = sharding.abstract(LLM.declare(architecture, dtype=jnp.dtype(config.model.dtype)), mesh)
@@ -64,7 +70,8 @@ def lower_decode(config: Config, mesh: Mesh, *, batch: int, prompt: int, memory:
         model = Model.build(llm, path)
         if model.can_merge(memory):
             if path is not None and path.adapter is not None:  # of the same shapes
-                model = dataclasses.replace(model, path=path.with_matrices(llm.layers))
+                updating = small_updates(path, llm) if path.config.reader == "lm" else None
+                model = dataclasses.replace(model, path=path.with_matrices(llm.layers), updating=updating)
             model = model.apart()
         return model.reading(refines=config.decode.budget > 1)
 
@@ -73,20 +80,40 @@ def lower_decode(config: Config, mesh: Mesh, *, batch: int, prompt: int, memory:
         jaxpr, shapes = jax.make_jaxpr(build, return_shape=True)(llm, path)
         given = dict(zip(jaxpr.jaxpr.invars, jax.tree.leaves((llm, path)), strict=True))
 
-        def place(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:  # the vocabulary vectors, or a layer's matrix
-            axes = ("vocab", "diffusion") if len(path) == 1 else LAYER_AXES[path[-2].name]
+        def place(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:  # the vocabulary vectors, a layer's matrix, an update
+            names = [key.name for key in path if hasattr(key, "name")]
+            if names[0] == "updating":  # stacked
+                axes = ("layers", *LAYER_AXES[".".join(names[2:])])
+            else:
+                axes = ("vocab", "diffusion") if len(path) == 1 else LAYER_AXES[names[-1]]
             return leaf.update(sharding=NamedSharding(mesh, sharding.partition(axes, leaf.shape, mesh)))
 
         paths, tree = jax.tree.flatten_with_path(shapes)
         pairs = zip(jaxpr.jaxpr.outvars, paths, strict=True)
         model = jax.tree.unflatten(tree, [given[name] if name in given else place(*leaf) for name, leaf in pairs])
-        settings = jax.eval_shape(lambda: Refinement.prepare(model, config.decode))
+        pace = Pace(model, batch)
+        order = pace.order([config.decode], has_label=False, has_grammar=False)
+
+        def prepare() -> Refinement:
+            settings = Refinement.prepare(model, config.decode)
+            if order is Order.SEQUENTIAL:
+                return settings
+            return settings.side_by_side([config.decode.budget], window=pace.window([config.decode]))
+
+        settings = jax.eval_shape(prepare)
         sampling = jax.eval_shape(lambda: SamplingOptions.from_config(config.decode))
         arrays = {"settings": settings, "sampling": sampling, "stop_ids": jax.ShapeDtypeStruct((2,), jnp.int32)}
         options: dict[str, Any] = {name: _replicated(array, mesh) for name, array in arrays.items()}
-        options |= {"steps": config.decode.max_new_tokens, "noise_samples": sample_bucket(config.decode.draws)}
-        state = _decoding_state(config, mesh, model.llm, batch=batch, prompt=prompt)
-        return decode.token_decoder().lower(model, state, **options)
+        state, count = (
+            _decoding_state(config, mesh, model.llm, batch=batch, prompt=prompt),
+            config.decode.max_new_tokens,
+        )
+        if order is Order.STREAM:
+            last, size = jax.ShapeDtypeStruct((batch,), jnp.int32), settings.stages.size
+            stream = jax.eval_shape(lambda *arguments: enter(*arguments, size=size), state, last)
+            return stream_decoder().lower(model, _place_rows(stream, mesh), passes=count, **options), order
+        samples = sample_bucket(config.decode.draws)
+        return decode.token_decoder().lower(model, state, steps=count, noise_samples=samples, **options), order
 
 
 def _decoding_state(config: Config, mesh: Mesh, llm: LLM, *, batch: int, prompt: int) -> decode.State:
@@ -95,6 +122,10 @@ def _decoding_state(config: Config, mesh: Mesh, llm: LLM, *, batch: int, prompt:
     tokens, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch, prompt), (batch,)))
     capacity = config.decode.max_new_tokens
     state = jax.eval_shape(lambda *arguments: decode.prefill(*arguments, capacity=capacity), llm, tokens, lengths, keys)
+    return _place_rows(state, mesh)
+
+
+def _place_rows(state: Any, mesh: Mesh) -> Any:
     axes = {5: ("layers", "batch", "length", "kv_heads", "head_dim"), 2: ("batch", "length"), 1: ("batch",), 0: ()}
 
     def place(leaf: Any) -> jax.ShapeDtypeStruct:

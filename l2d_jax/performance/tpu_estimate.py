@@ -26,6 +26,7 @@ _CROSSINGS = {"all-reduce": 2}  # how often each byte crosses a device's links; 
 _PHASES = {
     "recomputed for the backward pass": "rematted_computation",
     "pass over the context": r"\bllm\b",
+    "LM and path together": "joint_pass",
     "path, backward": r"transpose\(jvp\(diffusion_path",
     "path, forward": "diffusion_path",
     "head and loss": r"jvp\(|/head/",
@@ -95,6 +96,8 @@ def estimate_lines(figures: Mapping[str, Any], *, top: int = 0) -> list[str]:
     spare = f"{_size(abs(usable - needed))} ({abs(1 - needed / usable):.0%})"
     rows = [(f"memory: {name}", _size(figures[name])) for name in (*_SIZES, "needed", "usable") if name in figures]
     rows.append(("memory", f"fits, {spare} to spare" if fits(figures) else f"does not fit: {spare} too much"))
+    if "evaluations" in figures:
+        rows.append(("evaluations of a token", figures["evaluations"]))
     if "cycles" in figures:
         executed, useful, seconds = figures["FLOPs"], figures["useful FLOPs"], figures["seconds"]
         rows.append(("FLOPs: useful", f"{useful:.4g}"))

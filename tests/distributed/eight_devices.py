@@ -18,7 +18,7 @@ from l2d_jax.config.schema import Config, DataConfig, DecodeConfig, MeshConfig, 
 from l2d_jax.data.examples import Examples
 from l2d_jax.data.tokenizer import byte_tokenizer
 from l2d_jax.decoding.decode import prefill, token_decoder
-from l2d_jax.decoding.refine import Refinement
+from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.sampler import SamplingOptions
 from l2d_jax.distributed import sharding
 from l2d_jax.distributed.memory import tree_bytes

@@ -63,7 +63,7 @@ def test_figures_by_subject_and_by_samples():
 def test_evaluations_per_token_are_of_the_lines_that_count_them():
     lines = {"t/0": line("t/0", 1, 0), "t/1": line("t/1", 1)}
     for sample in lines["t/1"]["samples"]:  # written by an earlier version
-        del sample["tokens"], sample["evaluations"]
+        del sample["tokens"], sample["evaluations"], sample["passes"]
     lines["t/0"]["samples"][0]["evaluations"] = 20
     assert summarise(lines)["evaluations per token"] == (20 + 12) / 8
     assert summarise({"t/1": lines["t/1"]})["evaluations per token"] is None

@@ -45,11 +45,14 @@ def test_decoding() -> None:
     outcome = call(benchmark.main, "decode", *options(), *SHAPE, "--json")
     assert outcome.status == 0, outcome.err
     figures = json.loads(outcome.out)
-    assert [(row["batch"], row["budget"]) for row in figures["rows"]] == [(1, 1), (1, 5), (2, 1), (2, 5)]
+    kinds = [(1, "one by one"), (5, "one by one"), (5, "side by side"), (5, "as a stream")]
+    found = [(row["batch"], row["budget"], row["order"]) for row in figures["rows"]]
+    assert found == [(batch, *kind) for batch in (1, 2) for kind in kinds]
     for row in figures["rows"]:
         assert row["tokens per second"] * row["seconds per token"] == pytest.approx(row["batch"])
+        assert 1 <= row["passes per token"] <= 1 + row["budget"]
     lines = benchmark.decoding_table(figures)
-    assert len(lines) == 1 + 4 + 2 + 2
+    assert len(lines) == 1 + 8 + 2 + 2
 
 
 @pytest.mark.parametrize("layers", ["lora", "dense"])

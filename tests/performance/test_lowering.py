@@ -9,7 +9,8 @@ import pytest
 
 from l2d_jax.data.batch import random_batch
 from l2d_jax.decoding import decode
-from l2d_jax.decoding.refine import Refinement
+from l2d_jax.decoding.pace import Order
+from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.sampler import SamplingOptions
 from l2d_jax.performance import lowering
 from l2d_jax.performance.decoding_speed import random_model
@@ -48,7 +49,7 @@ def test_the_training_step_is_that_of_training(method, mesh):
     "beyond", [{}, {"path__start": "anchored", "path__reader": "path"}], ids=["released", "reading"]
 )
 def test_decoding_is_that_of_generation(mesh, beyond):
-    options = config(decode__max_new_tokens=2, **beyond)
+    options = config(decode__max_new_tokens=2, decode__parallel="off", **beyond)
     model = random_model(options, mesh).merged()
     llm = dataclasses.replace(model.llm, in_place=False)  # as on other platforms
     model = dataclasses.replace(model, llm=llm).reading(refines=True)
@@ -64,5 +65,6 @@ def test_decoding_is_that_of_generation(mesh, beyond):
         steps=2,
         noise_samples=1,
     )
-    found = lowering.lower_decode(options, mesh, batch=2, prompt=8, memory=None)
+    found, order = lowering.lower_decode(options, mesh, batch=2, prompt=8, memory=None)
+    assert order is Order.SEQUENTIAL
     assert operations(found) == operations(real)

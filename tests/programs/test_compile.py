@@ -74,15 +74,18 @@ def test_a_search_is_kept_for_auto(here, monkeypatch):
 
 
 def test_what_makes_another_question(monkeypatch):
-    def asked(work="train", topology="v5e:2x2", slices=1, batch=8, **changes):
-        return program.Question(work, config(**changes), Topology.parse(topology, slices=slices), batch, 64).key()
+    def asked(work="train", topology="v5e:2x2", slices=1, batch=8, passes=1.4, **changes):
+        return program.Question(
+            work, config(**changes), Topology.parse(topology, slices=slices), batch, 64, passes
+        ).key()
 
     monkeypatch.setattr(program, "LIBRARIES", ("jax",))
-    assert asked() == asked() == asked(batch=4)  # which is decoding's alone
+    assert asked() == asked() == asked(batch=4) == asked(passes=2.0)  # which are decoding's alone
     keys = {asked(), asked("decode"), asked("decode", batch=4), asked(topology="v5e:2x4"), asked(slices=2)}
+    keys.add(asked("decode", passes=2.0))
     keys.add(asked(train__loss_chunk=16))
     monkeypatch.setattr(program, "LIBRARIES", ("jax", "flax"))
-    assert len({*keys, asked()}) == 7
+    assert len({*keys, asked()}) == 8
 
 
 def test_new_source_is_another_question(monkeypatch, tmp_path):
@@ -91,7 +94,7 @@ def test_new_source_is_another_question(monkeypatch, tmp_path):
         (tmp_path / name).write_text("x = 1")
     monkeypatch.setattr(program, "__file__", str(tmp_path / "compile.py"))
     monkeypatch.setattr(program, "LIBRARIES", ("jax",))
-    question = program.Question("train", config(), Topology.parse("v5e:2x2"), 8, 64)
+    question = program.Question("train", config(), Topology.parse("v5e:2x2"), 8, 64, 1.4)
     before = question.key()
     assert question.key() == before
     (tmp_path / "model" / "llm.py").write_text("x = 2")
@@ -138,4 +141,7 @@ def test_for_a_tpu(monkeypatch, tmp_path):
         assert found["cycles"] > 0
         assert found["moved"]["all-gather"] > 0
     found = json.loads(outcome.out)
-    assert (found["train"]["loops of unknown length"], found["decode"]["loops of unknown length"]) == (0, 1)
+    assert (found["train"]["loops of unknown length"], found["decode"]["loops of unknown length"]) == (0, 0)
+    assert found["decode"]["evaluations"] == "as a stream"
+    plain = json.loads(call(program.main, *arguments, "--work", "decode", "--config.decode.parallel=off").out)["decode"]
+    assert (plain["evaluations"], plain["loops of unknown length"]) == ("one by one", 1)

@@ -5,7 +5,7 @@ import pytest
 from l2d_jax import generate, train
 from l2d_jax.data import tokenizer
 from l2d_jax.decoding.loaded_model import LoadedModel
-from l2d_jax.decoding.solver import AMPLE
+from l2d_jax.decoding.refinement.solver import AMPLE
 from l2d_jax.errors import InputError
 from l2d_jax.loading import load
 from l2d_jax.weights import base_model

@@ -16,7 +16,7 @@ HOSTILE = '<script>alert("&")</script>'
 
 
 def token(text, **changes):
-    fields = {"token": 7, "text": text, "likeliest": 7, "evaluations": 15, "rejected": 0, "settled": 0.5}
+    fields = {"token": 7, "text": text, "likeliest": 7, "evaluations": 15, "passes": 2, "rejected": 0, "settled": 0.5}
     fields |= {"plain_likeliest": 7, "entropy": 1.25}
     return TokenTrace(**{**fields, "plain_entropy": 2.5, "skipped": False, **changes})
 
