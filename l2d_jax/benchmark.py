@@ -99,12 +99,17 @@ def _check_overrides(options: Namespace) -> None:
         require(not is_given, f"--config.decode.{name} changes nothing here: use {option}")
 
 
+def _shares_of_lm(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The time of a token over that of the LM alone, which is a budget of 1 at the same batch size."""
+    plain = {row["batch"]: row["seconds per token"] for row in rows if row["budget"] == 1}
+    known = [plain.get(row["batch"]) for row in rows]
+    return [f"{row['seconds per token'] / one:.2f}" if one else "-" for row, one in zip(rows, known, strict=True)]
+
+
 def answers_table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Lines with the time of a token by batch size, budget and order of evaluations."""
     lines = ["batch  budget  evaluations   milliseconds per token  of the LM's  passes  evaluations  tokens  differ"]
-    plain = {row["batch"]: row["seconds per token"] for row in rows if row["budget"] == 1}
-    for row in rows:
-        share = f"{row['seconds per token'] / plain[row['batch']]:.2f}" if row["batch"] in plain else "-"
+    for row, share in zip(rows, _shares_of_lm(rows), strict=True):
         line = f"{row['batch']:>5}  {row['budget']:>6}  {row['order']:<12}  {1000 * row['seconds per token']:>22.1f}"
         line += f"  {share:>11}  {row['passes per token']:>6.2f}  {row['evaluations per token']:>11.1f}"
         lines.append(f"{line}  {row['tokens']:>6}  {row['differ']:>6}")
@@ -125,10 +130,8 @@ def training_table(figures: dict[str, Any]) -> list[str]:
 def decoding_table(figures: dict[str, Any]) -> list[str]:
     """Lines with the speed by batch size and budget, then the time of an evaluation by batch size."""
     lines = ["batch  budget  evaluations   tokens per second  milliseconds per token  of the LM's  passes per token"]
-    plain = {row["batch"]: row["seconds per token"] for row in figures["rows"] if row["budget"] == 1}
-    for row in figures["rows"]:
+    for row, share in zip(figures["rows"], _shares_of_lm(figures["rows"]), strict=True):
         line = f"{row['batch']:>5}  {row['budget']:>6}  {row['order']:<12}  {row['tokens per second']:>17.2f}"
-        share = f"{row['seconds per token'] / plain[row['batch']]:.2f}" if row["batch"] in plain else "-"
         line += f"  {1000 * row['seconds per token']:>22.1f}  {share:>11}"
         lines.append(f"{line}  {row['passes per token']:>16.2f}")
     read, rate = figures["bytes per evaluation"] / 1e9, figures["read rate"] / 1e9

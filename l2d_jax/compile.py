@@ -136,10 +136,8 @@ def answer(question: Question, mesh: Mesh, *, folder: Path | None = None) -> dic
 def compile_and_read(question: Question, mesh: Mesh, folder: Path | None) -> dict[str, Any]:
     """The answer, which takes minutes to compile; raises `InputError` as `lowering` does."""
     config, architecture = question.config, base_model.read_architecture(question.config.model)
-    generation, trips = (
-        GENERATIONS[question.topology.kind],
-        find_solver(config.decode.solver).steps(config.decode.budget),
-    )
+    generation = GENERATIONS[question.topology.kind]
+    trips = find_solver(config.decode.solver).steps(config.decode.budget)
     if question.work == "train":
         lowered = lowering.lower_train(config, mesh)
         tokens = config.train.batch_size * config.data.max_length

@@ -188,8 +188,9 @@ class Lanes:
         waits = is_slow and self._capacity is None and any(is_long(a.settings.budget, a.settings.draws) for a in live)
         chosen |= {"noise_samples": sample_bucket(live[0].settings.draws)}
         steps = 1 if is_single or waits else CHUNK
-        self.state, new = ended = decode.token_decoder()(self.model, state, steps=steps, **chosen)
-        return new, jnp.ones(new.ids.shape, bool), ended[0].broken
+        ahead, new = decode.token_decoder()(self.model, state, steps=steps, **chosen)
+        self.state = ahead
+        return new, jnp.ones(new.ids.shape, bool), ahead.broken
 
     def _reorder(self, live: Sequence[Answer]) -> None:
         """Change the order of evaluations where these answers, or the passes that they took, ask for another."""

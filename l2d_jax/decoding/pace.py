@@ -4,7 +4,6 @@ Rows cost little where a pass waits for memory, and as much as passes where it w
 follows from the device, the number of sequences and the budget, and from how many passes the tokens have taken so far.
 """
 
-import math
 import tomllib
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import jax
 
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding.refinement.solver import find_solver
-from l2d_jax.decoding.refinement.stages import SIZES
+from l2d_jax.decoding.refinement.stages import SIZES, room_for
 from l2d_jax.distributed.memory import device_bytes
 from l2d_jax.distributed.sharding import axis_size
 from l2d_jax.model.l2d import Model
@@ -48,6 +47,10 @@ class Pace:
     @cached_property
     def _readings(self) -> float:
         return self.model.readings
+
+    @cached_property
+    def _memory(self) -> int:  # asked for at each step
+        return logits_memory()
 
     def order(
         self, settings: Collection[DecodeConfig], *, has_label: bool, has_grammar: bool, in_stream: bool | None = None
@@ -88,7 +91,8 @@ class Pace:
 
     def window(self, settings: Collection[DecodeConfig]) -> int:
         """The evaluations of a token that go side by side."""
-        return window(settings, vocab_size=self.model.llm.architecture.vocab_size, lanes=self.lanes)
+        vocab_size = self.model.llm.architecture.vocab_size
+        return window(settings, vocab_size=vocab_size, lanes=self.lanes, memory=self._memory)
 
     def add(self, *, tokens: int, passes: int, order: Order) -> None:
         """Remember what tokens have taken, in passes over the weights, where those say what guesses are worth."""
@@ -99,13 +103,22 @@ class Pace:
 
 def room(settings: Collection[DecodeConfig]) -> int:
     """The evaluations of a token that a program has room for."""
-    return next(size for size in SIZES if size >= max(one.budget for one in settings))
+    return room_for(max(one.budget for one in settings))
 
 
-def window(settings: Collection[DecodeConfig], *, vocab_size: int, lanes: int) -> int:
-    """The evaluations of a token that go side by side in so many lanes, by the memory of their logits."""
-    memory = min(MOST_LOGITS, (device_bytes() or math.inf) // SHARE)
-    most = memory // (4 * vocab_size * lanes * max(one.draws for one in settings))
+def logits_memory() -> int:
+    """The bytes that the logits of a pass may take."""
+    memory = device_bytes()
+    return MOST_LOGITS if memory is None else min(MOST_LOGITS, memory // SHARE)
+
+
+def window(settings: Collection[DecodeConfig], *, vocab_size: int, lanes: int, memory: int | None = None) -> int:
+    """The evaluations of a token that go side by side in these lanes, whose logits take this memory in bytes, at most.
+
+    None: `logits_memory`.
+    """
+    most = (logits_memory() if memory is None else memory) // (4 * vocab_size * lanes)
+    most //= max(one.draws for one in settings)
     return max([size for size in SIZES if size <= min(room(settings), most)], default=1)
 
 

@@ -113,11 +113,9 @@ def _estimate(
 ) -> Int[Array, "B R"]:
     """The tokens that the rows of a pass estimate; the last row is at t = 0 of the token behind `next`."""
     t = t if t.shape[1] == logits.shape[1] else jnp.pad(t, ((0, 0), (0, 1)))
-    step = (1 / jnp.maximum(settings.steps, 1).astype(jnp.float32)).reshape(-1, 1)
-    temperature = jnp.broadcast_to(settings.temperature(t, step), t.shape).reshape(-1)
     checked, begun = (_keys(stream, ahead=ahead)[1][:, None] for ahead in (False, True))
     keys = evaluation_keys(jnp.concatenate([jnp.repeat(checked, width, axis=1), begun], axis=1), t).reshape(-1)
-    found = diffusion.sample_rows(keys, logits.reshape(-1, logits.shape[-1]), temperature)
+    found = diffusion.sample_rows(keys, logits.reshape(-1, logits.shape[-1]), settings.row_temperatures(t).reshape(-1))
     return found.reshape(t.shape).astype(jnp.int32)
 
 

@@ -126,10 +126,8 @@ def leave(llm: LLM, stream: Stream) -> State:
 
 def write(cache: KVCache, new: KVCache, slots: Int[Array, " B"], is_kept: Bool[Array, " B"]) -> KVCache:
     """The cache with one new token of each sequence in its slot, if it is kept."""
-    rows, places = (
-        jnp.arange(len(slots)),
-        jnp.where(is_kept, slots, cache.positions.shape[1]),
-    )  # beyond the last: nowhere
+    nowhere = cache.positions.shape[1]  # a slot beyond the last
+    rows, places = jnp.arange(len(slots)), jnp.where(is_kept, slots, nowhere)
     k, v = (old.at[:, rows, places].set(one[:, :, 0], mode="drop") for old, one in ((cache.k, new.k), (cache.v, new.v)))
     positions = cache.positions.at[rows, places].set(new.positions[:, 0], mode="drop")
     return dataclasses.replace(cache, k=k, v=v, positions=positions)

@@ -73,6 +73,11 @@ class Refinement(nnx.Module):
         stages = Stages.of(self.solver, budgets) if self.velocity == "sample" and max(budgets) > 1 else None
         return dataclasses.replace(self, stages=stages, window=window)
 
+    def row_temperatures(self, t: Float[Array, "B M"]) -> Float[Array, "B M"]:
+        """The velocity's temperature at times of each sequence's own grid, which ends at t = 1."""
+        step = (1 / jnp.maximum(self.steps, 1).astype(jnp.float32)).reshape(-1, 1)
+        return jnp.broadcast_to(self.temperature(t, step), t.shape)
+
     def temperature(self, t: Float[Array, "#B M"], step: Float[Array, "#B 1"]) -> Float[Array, "#B M"]:
         """The velocity's temperature at t; annealing reads it ahead, so that the last estimate is the arg max."""
         level, anneal = (option.reshape(-1, 1) for option in (self.velocity_temperature, self.anneal))

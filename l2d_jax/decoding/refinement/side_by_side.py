@@ -120,8 +120,6 @@ def row_tokens(
     keys: Key[Array, "B M"],
 ) -> Int[Array, "G B M"]:
     """The tokens that evaluations at these times find; both of a guided one are sampled by the same key."""
-    step = (1 / jnp.maximum(settings.steps, 1).astype(jnp.float32)).reshape(-1, 1)
-    temperature = jnp.broadcast_to(settings.temperature(t, step), t.shape)
     branches = len(hidden)
 
     def each(array: Array) -> Array:
@@ -130,7 +128,7 @@ def row_tokens(
     tokens = estimated_tokens(
         model,
         hidden.reshape(-1, *hidden.shape[2:]),
-        temperature=each(temperature),
+        temperature=each(settings.row_temperatures(t)),
         keys=each(evaluation_keys(keys, t)),
         allowed=None if settings.allowed is None else each(settings.allowed),
     )

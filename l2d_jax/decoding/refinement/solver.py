@@ -189,10 +189,14 @@ class Solver:
             return 1
         return budget if self.is_adaptive else 1 + self.stages * steps
 
+    @property
+    def nodes(self) -> Float[np.ndarray, " stages"]:
+        """Where a step evaluates, in grid intervals from its beginning."""
+        return np.array([0.0, *getattr(getattr(self.method, "tableau", None), "c", ())])
+
     def times(self, steps: int) -> Float[np.ndarray, " n"]:
         """t of every evaluation on a uniform grid of `steps` intervals, the final one included; without any, 0."""
-        nodes = np.array([0.0, *getattr(getattr(self.method, "tableau", None), "c", ())])
-        inner = (np.arange(steps)[:, None] + nodes) / max(steps, 1)
+        inner = (np.arange(steps)[:, None] + self.nodes) / max(steps, 1)
         return np.append(inner.ravel(), min(steps, 1)).astype(np.float32)
 
 

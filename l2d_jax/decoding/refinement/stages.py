@@ -45,7 +45,7 @@ class Stages(nnx.Module):
         if solver.is_adaptive or max(budgets) > SIZES[-1]:
             return None
         grids = [_rows(solver, solver.steps(budget)) for budget in budgets]
-        size = next(size for size in SIZES if size >= max(len(grid.times) for grid in grids))
+        size = room_for(max(len(grid.times) for grid in grids))
         counts = [len(grid.times) if budget > 1 else 0 for grid, budget in zip(grids, budgets, strict=True)]
 
         def stack(arrays: Sequence[np.ndarray]) -> Array:
@@ -75,6 +75,11 @@ class Stages(nnx.Module):
         """The values of these rows."""
         sequences = jnp.arange(len(rows)) if len(values) > 1 else jnp.zeros(len(rows), jnp.int32)
         return values[sequences[:, None, None], rows]
+
+
+def room_for(rows: int) -> int:
+    """The smallest of `SIZES` that holds these rows."""
+    return next(size for size in SIZES if size >= rows)
 
 
 @cache
@@ -113,8 +118,7 @@ def _rows(solver: Solver, steps: int) -> _Rows:
 
 def _times(solver: Solver, steps: int) -> np.ndarray:
     """`Solver.times` in the bits that `integrate` computes, which choose the tokens that are sampled."""
-    nodes = np.array([0.0, *getattr(getattr(solver.method, "tableau", None), "c", ())]).astype(np.float32)
-    inner = (np.arange(steps, dtype=np.float32)[:, None] + nodes) * INVERSES[steps]
+    inner = (np.arange(steps, dtype=np.float32)[:, None] + solver.nodes.astype(np.float32)) * INVERSES[steps]
     return np.append(inner.ravel(), np.float32(min(steps, 1)))
 
 
