@@ -14,5 +14,5 @@ def test_the_page_is_what_the_script_writes(file):
 
 def test_every_program_is_described():
     folder = generate.FOLDER.parents[1] / "l2d_jax"
-    programs = {file.stem for file in folder.glob("*.py") if "\ndef main(" in file.read_text()}
+    programs = {file.stem for file in folder.glob("*.py") if file.name[0] != "_" and "\ndef main(" in file.read_text()}
     assert programs == set(generate.PROGRAMS)
