@@ -5,8 +5,8 @@
     model.generate("What is 12 * 4?", budget=15)
 
 `load` opens a workdir of training, a model folder or a plain language model, and returns a `LoadedModel` with
-`generate`, `stream` and `score`. Bad input raises `InputError`, a run that cannot go on `RunError`. These names are
-imported when they are first used: `import l2d_jax` alone imports neither JAX nor anything else that is large.
+`generate`, `stream`, `score` and `trace`. Bad input raises `InputError`, and a run that cannot go on raises `RunError`.
+These names are imported when they are first used: `import l2d_jax` alone imports neither JAX nor another large library.
 """
 
 import importlib
