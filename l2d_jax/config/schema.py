@@ -157,7 +157,7 @@ class TrainConfig:
     checkpoint_every: ranges.Count = 500  # optimizer steps between checkpoints
     checkpoint_minutes: ranges.Minutes = 0.0  # least time between two checkpoints; a save that is due sooner is skipped
     keep: ranges.Count = 3  # number of newest checkpoints to keep
-    validate_every: ranges.CountOrZero = 500  # optimizer steps between validations; 0: only at the end
+    validate_every: ranges.CountOrZero = 500  # optimizer steps between validations; 0: only at the start and the end
     log_every: ranges.Count = 10  # optimizer steps between records of metrics
     # the run ends after this many updates in a row were skipped because a value was not finite
     max_skipped: ranges.Count = 10
