@@ -64,11 +64,11 @@ def options_page() -> str:
     parts = [NOTE.format(source="l2d_jax/config/schema.py"), OPTIONS]
     for name, section in typing.get_type_hints(schema.Config).items():
         parts += [f"\n## config.{name}\n\n{' '.join((section.__doc__ or '').split())}\n\n"]
-        parts += ["| option | default | meaning and values |\n|---|---|---|\n"]
+        parts += ["| option | meaning, values and default |\n|---|---|\n"]
         types_of = typing.get_type_hints(section, include_extras=True)
         for option, default, comment in declared(section):
-            meaning = f"{sentence(comment)}<br>*{values(types_of[option])}*"
-            parts.append(f"| `{option}` | `{default}` | {meaning} |\n")
+            facts = f"{values(types_of[option])}; default: `{default}`"
+            parts.append(f"| `{option}` | {sentence(comment)}<br>*{facts}* |\n")
     return "".join(parts)
 
 
@@ -183,7 +183,7 @@ def subcommands(parser: argparse.ArgumentParser) -> dict[str, tuple[argparse.Arg
 def options_table(parser: argparse.ArgumentParser) -> str:
     """A row for each option but `--help`."""
     rows = [row(action) for action in parser._actions if action.dest != "help" and action.help != argparse.SUPPRESS]
-    return "\n| option | meaning and values |\n|---|---|\n" + "".join(rows)
+    return "\n| option | meaning, values and default |\n|---|---|\n" + "".join(rows)
 
 
 def row(action: argparse.Action) -> str:

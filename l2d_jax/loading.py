@@ -102,12 +102,13 @@ def load(
 ) -> LoadedModel:
     """Open a workdir of training, a model folder, or a language model without a path.
 
-        model = l2d_jax.load("runs/quickstart")                          # a workdir: its newest checkpoint
-        model = l2d_jax.load("HuggingFaceTB/SmolLM2-135M-Instruct")      # a plain language model, with a budget of 1
+        model = l2d_jax.load("runs/quickstart")  # a workdir
+        model = l2d_jax.load("HuggingFaceTB/SmolLM2-135M-Instruct")  # a plain language model
 
     Args:
       folder: a workdir or a model folder, local or in a bucket (`gs://`); the hub id of a published path; or a plain
-        language model: a Hugging Face folder, a hub id, a GGUF file, or a folder with a LoRA adapter.
+        language model, which decodes with a budget of 1: a Hugging Face folder, a hub id, a GGUF file, or a folder with
+        a LoRA adapter.
       mesh: the devices to use; None: all devices, divided for decoding `rows` sequences.
       dtype: type of weights and products, "float32", "bfloat16" or "int8"; None: the type used in training, or bfloat16
         for a plain language model.

@@ -102,7 +102,7 @@ def test_every_picture_is_shown():
 def test_files_that_are_named_exist(page):
     for span in spans(page):
         folders = "l2d_jax|tests|configs|launch|docs|examples"
-        for file in re.findall(rf"(?:^|[\s/(=])((?:{folders})/[\w./]*\w)(?=[\s`:,)]|$)", span):
+        for file in re.findall(rf"(?:^|[\s(=])((?:{folders})/[\w./]*\w)(?=[\s`:,)]|$)", span):
             assert (ROOT / file).exists(), file
 
 
