@@ -223,9 +223,10 @@ class Lanes:
         if self.order is not Order.STREAM:
             return state
         rows = [*answers, *[answers[-1]] * (len(state.count) - len(answers))]
-        last = jnp.array([answer.prompt.ids[-1] for answer in rows], jnp.int32)
+        is_plain = jnp.array([answer.settings.budget == 1 for answer in rows])
+        gate = jnp.array([answer.settings.gate for answer in rows], jnp.float32)
         size = room({answer.settings for answer in answers if answer.settings.budget > 1} or {answers[0].settings})
-        return stream_state.enter(state, last, size=size)
+        return stream_state.enter(self.model.llm, state, is_plain=is_plain, gate=gate, size=size)
 
     def read(self, answers: Sequence[Answer]) -> decode.State:
         """Read the prompts at once; returns the state after them, with a row per answer."""
