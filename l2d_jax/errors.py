@@ -16,6 +16,10 @@ class InputError(ValueError):
         super().__init__(shorten(message, LONGEST_LINE))
 
 
+class SharedError(InputError):
+    """Bad input that every process of several knows of, so that all end together."""
+
+
 class RunError(RuntimeError):
     """A run had to stop, or has lost something: exit status 1. The message is one line, like that of `InputError`."""
 
