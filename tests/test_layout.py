@@ -22,6 +22,7 @@ FLOORS = (  # each may import from those above it
     {"loading"},
     {"evaluation", "performance", "parity"},
     {"reports"},
+    {"command_line"},
     {"programs"},
 )  # and then the command lines of the programs, which import from all
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
