@@ -12,7 +12,7 @@ from tests.conftest import LONGEST
 
 PACKAGE = Path(__file__).parents[1] / "l2d_jax"
 FLOORS = (  # each may import from those above it
-    {"errors", "files", "statistics"},
+    {"console", "errors", "files", "statistics"},
     {"storage"},
     {"config"},
     {"distributed", "data"},
