@@ -6,7 +6,7 @@ and noise samples from the config, times the evaluations one by one, side by sid
 of one with the time to read its weights.
 """
 
-from l2d_jax import command_line
+from l2d_jax import command_line, console
 from l2d_jax.config import config_file
 from l2d_jax.errors import require
 
@@ -33,8 +33,8 @@ def main() -> None:
     is_trained = options.work == "decode" and options.workdir is not None
     require(is_trained or options.workdir is None, "--workdir is of decode: leave it out")
     require(is_trained or options.label is None, "--label is of decode with a --workdir: leave it out")
-    from l2d_jax.programs import benchmark
-
+    with console.starting():
+        from l2d_jax.programs import benchmark
     benchmark.run(options, config)
 
 

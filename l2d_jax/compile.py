@@ -7,7 +7,7 @@ holds as far as collectives overlap with it. Compiling takes minutes, and the an
 answered at once. `--search` compiles a few plans of the training step, for "auto" in configs to choose from.
 """
 
-from l2d_jax import command_line
+from l2d_jax import command_line, console
 from l2d_jax.config import config_file
 from l2d_jax.config.choices import tpu_names
 
@@ -33,8 +33,8 @@ def make_parser() -> command_line.Parser:
 def main() -> int:
     """Parse the command line, compile what is not in the cache, and print; 1 if a program does not fit."""
     options, config = make_parser().parse_with_config()
-    from l2d_jax.programs import compile as program
-
+    with console.starting():
+        from l2d_jax.programs import compile as program
     return program.run(options, config)
 
 

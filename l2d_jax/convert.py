@@ -6,7 +6,7 @@ authors' release, or a LoRA adapter of PEFT, beside it; or from a published fold
 `publish` uploads what a run has trained to the hub, as a folder that this package and transformers alone can load.
 """
 
-from l2d_jax import command_line
+from l2d_jax import command_line, console
 from l2d_jax.command_line import folder_or_bucket, local_path, model_name
 from l2d_jax.config.choices import EXPORT_FORMATS
 from l2d_jax.errors import require
@@ -45,8 +45,8 @@ def main() -> None:
     if options.command == "import":
         are_both = (options.l2d is None) == (options.hyperparameters is None)
         require(are_both, "--l2d and --hyperparameters go together: give both or neither")
-    from l2d_jax.programs import convert
-
+    with console.starting():
+        from l2d_jax.programs import convert
     convert.run(options)
 
 

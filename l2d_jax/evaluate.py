@@ -6,7 +6,7 @@ extracted answers and scores, and `results.json` has the figures. The same comma
 
 import argparse
 
-from l2d_jax import command_line
+from l2d_jax import command_line, console
 from l2d_jax.command_line import file_name, folder_or_bucket, model_name
 from l2d_jax.config import config_file, ranges
 from l2d_jax.config.choices import DTYPES, LIKELIHOOD_DRAWS, SOLVER_NAMES, task_names
@@ -27,8 +27,8 @@ def make_parser() -> command_line.Parser:
 def main() -> None:
     """Parse the command line, open the model, and evaluate."""
     options, config = parse_arguments(make_parser())
-    from l2d_jax.programs import evaluate
-
+    with console.starting():
+        from l2d_jax.programs import evaluate
     evaluate.run(options, config)
 
 

@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 
-from l2d_jax import command_line
+from l2d_jax import command_line, console
 from l2d_jax.config.choices import ADAPTIVE_SOLVERS, SEARCH_OPTIONS, SOLVER_NAMES
 from l2d_jax.errors import InputError, require
 
@@ -11,8 +11,8 @@ def main() -> None:
     """Parse the command line, load the model, then answer once or until the end of input."""
     options = make_parser().parse_args()
     _check_asked(options)
-    from l2d_jax.programs import generate
-
+    with console.starting():
+        from l2d_jax.programs import generate
     generate.run(options)
 
 

@@ -7,7 +7,7 @@ shard by shard, and mends a folder that was damaged. No weights are downloaded, 
 
 import os
 
-from l2d_jax import command_line
+from l2d_jax import command_line, console
 from l2d_jax.config import config_file
 from l2d_jax.errors import require
 
@@ -26,8 +26,8 @@ def main() -> None:
     """Parse the command line, prepare what training with the config reads, and say what it takes."""
     options, config = make_parser().parse_with_config()
     require(config.data.prepared is None, "config.data.prepared names examples that are prepared already: leave it out")
-    from l2d_jax.programs import prepare
-
+    with console.starting():
+        from l2d_jax.programs import prepare
     prepare.run(options, config)
 
 

@@ -4,7 +4,7 @@ Training is shown by loss by t and by teacher-forced accuracy against the budget
 Each workdir gets a `report.html`, a page that loads no other file, and the figures beside it as PNG and SVG.
 """
 
-from l2d_jax import command_line
+from l2d_jax import command_line, console
 
 
 def make_parser() -> command_line.Parser:
@@ -20,8 +20,8 @@ def make_parser() -> command_line.Parser:
 def main() -> None:
     """Parse the command line and report every workdir."""
     options = make_parser().parse_args()
-    from l2d_jax.programs import report
-
+    with console.starting():
+        from l2d_jax.programs import report
     report.run(options)
 
 

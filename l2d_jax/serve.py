@@ -9,7 +9,7 @@ import argparse
 import os
 import resource
 
-from l2d_jax import command_line
+from l2d_jax import command_line, console
 from l2d_jax.config import ranges
 from l2d_jax.config.choices import DTYPES
 from l2d_jax.errors import require
@@ -23,8 +23,8 @@ def main() -> None:
     options = make_parser().parse_args()
     key = _read_key()
     _allow_files(options.max_connections)
-    from l2d_jax.programs import serve
-
+    with console.starting():
+        from l2d_jax.programs import serve
     serve.run(options, key)
 
 

@@ -11,7 +11,7 @@ budget, by the majority of samples, and by beam search. Their accuracy is drawn 
 
 from argparse import ArgumentTypeError, Namespace
 
-from l2d_jax import command_line
+from l2d_jax import command_line, console
 from l2d_jax.command_line import file_name, folder_or_bucket, model_name
 from l2d_jax.config import config_file
 from l2d_jax.config.choices import ADAPTIVE_SOLVERS, SOLVER_NAMES
@@ -51,8 +51,8 @@ def main() -> None:
     options.budgets = options.budgets or BUDGETS
     names = [name for name, _ in options.models]
     require(len(set(names)) == len(names), f"each model needs a name of its own, got {', '.join(names)}")
-    from l2d_jax.programs import study
-
+    with console.starting():
+        from l2d_jax.programs import study
     study.run(options, config)
 
 

@@ -4,7 +4,7 @@ They show accuracy against the budget; against t within one diffusion, on the to
 `--label`, against the strength of guidance; and the evaluations that an adaptive solver takes on each task.
 """
 
-from l2d_jax import command_line
+from l2d_jax import command_line, console
 from l2d_jax.config.config_file import override_names
 from l2d_jax.errors import require
 from l2d_jax.evaluate import add_arguments, parse_arguments
@@ -28,8 +28,8 @@ def main() -> None:
     is_varied = options.strengths is None or options.label is not None
     require(is_varied, "--strengths are of the guidance by a class: give a --label, or leave them out")
     options.strengths = options.strengths or STRENGTHS
-    from l2d_jax.programs import sweep
-
+    with console.starting():
+        from l2d_jax.programs import sweep
     sweep.run(options, config)
 
 

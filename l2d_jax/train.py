@@ -5,7 +5,7 @@ resumes from the newest checkpoint. Only the trained weights, their optimizer st
 model is read from where it came from, and the order of the data is a function of the step.
 """
 
-from l2d_jax import command_line
+from l2d_jax import command_line, console
 from l2d_jax.config import config_file
 from l2d_jax.errors import require
 
@@ -29,8 +29,8 @@ def main() -> int | None:
     is_asked = options.variants or options.dry_run
     rule = "--workdir is missing: name a folder for config, checkpoints and metrics"
     require(is_asked or options.workdir is not None, rule)
-    from l2d_jax.programs import train
-
+    with console.starting():
+        from l2d_jax.programs import train
     return train.run(options, config)
 
 

@@ -14,7 +14,7 @@ with it, on the same noise in float32; it needs torch. One line per array: logit
 Arrays beyond their bound come last, judged by ten times what PyTorch differs from itself in float64.
 """
 
-from l2d_jax import command_line
+from l2d_jax import command_line, console
 from l2d_jax.config.choices import DTYPES, VERIFIED_PATH_TOKENS, VERIFIED_TOKENS
 from l2d_jax.errors import require
 
@@ -42,8 +42,8 @@ def main() -> int:
         require(options.dtype != "int8", "--dtype int8 goes with --against: a recording has no bounds for it")
     if options.against == "torch":
         require(options.dtype == "float32", "--against torch compares in float32: leave --dtype out")
-    from l2d_jax.programs import verify
-
+    with console.starting():
+        from l2d_jax.programs import verify
     return verify.run(options)
 
 
