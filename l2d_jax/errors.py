@@ -19,6 +19,10 @@ class InputError(ValueError):
         super().__init__(shorten(message, LONGEST_LINE))
 
 
+class SharedError(InputError):
+    """Bad input that every process of several knows of, so that all end together."""
+
+
 class RunError(RuntimeError):
     """Raised when a run cannot go on, or when something was lost. The message is one line.
 

@@ -61,7 +61,7 @@ def find(
 
 def _find(folder: AnyPath, *, dtype: str | None) -> Folder:
     name = os.fspath(folder)
-    if locate.is_on_hub(name):
+    if hub.is_on_hub(name):
         path = locate.locate(name, files=hub.TEXT_FILES)
         path = locate.locate(name) if has_path(path) else path
     else:
