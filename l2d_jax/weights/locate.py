@@ -22,14 +22,6 @@ RANDOM = "random weights, which only a workdir can make again: give that"
 ON_HUB = "base_on_hub"  # in such a file: true if the base is a hub id
 
 
-def is_on_hub(name: str) -> bool:
-    """Whether a name is a hub id, and not a folder or file of this machine or in a bucket."""
-    if name.startswith(hub.HUB):
-        return True
-    path = Path(os.path.expanduser(name))
-    return bool(HUB_ID.fullmatch(name)) and not os.path.exists(path) and not os.path.isdir(path.parent)
-
-
 def locate(name: str, *, files: list[str] = hub.FILES) -> Path:
     """The folder that `name` stands for: itself, the conversion of a GGUF file, or a download of `files` from the hub.
 
