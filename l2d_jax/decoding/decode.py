@@ -1,9 +1,9 @@
-"""Decoding: one frozen pass per token, one ODE per token, in a scan over tokens with a persistent cache.
+"""Decoding: one frozen pass and one ODE per token, in a scan over tokens with a persistent cache.
 
-Each sequence has a key of its own, folded with the token's number, so its noise does not depend on its batch mates.
-The answer's distribution may be the mean over several noise samples: an unbiased estimate of the model's probabilities,
-which a single sample does not give. The samples share the cache and the hidden state. Their number is data of a program
-that is compiled for a bucket of numbers, and a sample is the same in each bucket.
+Each sequence has its own key, which is folded with the number of the token. So its noise does not depend on the other
+sequences of the batch. The distribution of a token may be the mean over several noise samples, which is an unbiased
+estimate of the model's probabilities; a single sample is not. The samples share the cache and the hidden state. Their
+number is an argument of a program that is compiled for a bucket of numbers. A sample is the same in every bucket.
 """
 
 import dataclasses
@@ -30,16 +30,16 @@ class State(nnx.Module):
     """Everything that the next token depends on."""
 
     cache: KVCache = nnx.data()
-    hidden: Float[Array, "B D"] = nnx.data()  # of the main path at the newest token
+    hidden: Float[Array, "B D"] = nnx.data()  # last hidden state of the LM at the newest token
     inputs: Float[Array, "B D"] = nnx.data()  # embedding of the newest token
-    positions: Int[Array, " B"] = nnx.data()  # of the newest token
-    keys: Key[Array, " B"] = nnx.data()
+    positions: Int[Array, " B"] = nnx.data()  # position of the newest token
+    keys: Key[Array, " B"] = nnx.data()  # one per sequence
     count: Int[Array, " B"] = nnx.data()  # tokens generated so far
     done: Bool[Array, " B"] = nnx.data()  # whether the sequence has ended
-    broken: Bool[Array, " B"] = nnx.data()  # whether it ended because a logit was not a number
+    broken: Bool[Array, " B"] = nnx.data()  # whether it ended because a logit was NaN
 
 
-COLUMNS = ("hidden", "inputs", "positions", "keys", "count", "done", "broken")  # of the state, with a row per sequence
+COLUMNS = ("hidden", "inputs", "positions", "keys", "count", "done", "broken")  # fields with a row per sequence
 
 
 @partial(Programs, static=["capacity"])
@@ -52,12 +52,12 @@ def prefill(
     capacity: int,
     prefix: KVCache | None = None,
 ) -> State:
-    """Read the prompts, padded on the right, into a cache that has slots for the newest `capacity` tokens besides.
+    """Read prompts, padded on the right, into a cache with `capacity` further slots for new tokens.
 
-    The tokens of the `prefix` come before those of every prompt.
+    The tokens of the `prefix` come before every prompt.
     """
     before = None
-    if prefix is not None:  # no other slots: they would be constants of the program, which XLA folds for seconds
+    if prefix is not None:  # without slots: they would be constants of the program, which XLA folds for seconds
         before = KVCache.empty(llm.architecture, len(lengths), 0, dtype=llm.dtype, prefix=prefix)
     slots = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     hidden, prompt = llm(tokens, positions(lengths, slots, prefix=_length(prefix)), before)
@@ -77,7 +77,7 @@ def start(
     capacity: int,
     prefix: KVCache | None = None,
 ) -> State:
-    """The state behind prompts that have been read, with the hidden state at the end of each."""
+    """The state after prompts have been read; `hidden` is the hidden state at the end of each."""
     cache = KVCache.empty(llm.architecture, len(lengths), capacity, dtype=llm.dtype, prefix=prefix)
     none = jnp.zeros(len(lengths), jnp.int32)
     return State(
@@ -97,7 +97,7 @@ def _length(prefix: KVCache | None) -> int:
 
 
 def resize(state: State, *, ring: int, slots: int) -> State:
-    """The state with a ring of so many slots, and so many for prompts, as it is where it has them."""
+    """The state with `ring` slots for new tokens and `slots` slots for prompts; unchanged if it has them already."""
     if (state.cache.ring, state.cache.positions.shape[1]) == (ring, ring + slots):
         return state
     return dataclasses.replace(state, cache=_resize_cache(state.cache, ring=ring, slots=slots))
@@ -110,9 +110,10 @@ _resize_cache = Programs(KVCache.resize, static=["ring", "slots"])
 def read_piece(
     llm: LLM, read: KVCache, last: Float[Array, "B D"], tokens: Int[Array, "B n"], lengths: Int[Array, " B"]
 ) -> tuple[KVCache, Float[Array, "B D"]]:
-    """Read the next tokens of prompts, of which `read` holds those before; the hidden state at each prompt's end.
+    """Read the next tokens of prompts; returns the longer cache, and the hidden state at the end of each prompt.
 
-    The ring of `read` has a slot for each token of the padded prompts. `last` is what the piece before has returned.
+    `read` is the cache of the tokens before. Its ring has a slot for each token of the padded prompts. `last` are the
+    hidden states that the previous piece returned.
     """
     slots = read.used + jnp.arange(tokens.shape[1], dtype=jnp.int32)
     hidden, new = llm(tokens, positions(lengths, slots, prefix=_length(read.prefix)), read)
@@ -123,12 +124,12 @@ def read_piece(
 
 @Programs
 def read_prefix(llm: LLM, tokens: Int[Array, " S"]) -> KVCache:
-    """The cache of tokens that all prompts begin with, as one row."""
+    """The cache of the prefix that all prompts share, as one row."""
     return llm(tokens[None], jnp.arange(len(tokens), dtype=jnp.int32)[None])[1]
 
 
 def select(state: State, rows: Int[Array, " rows"]) -> State:
-    """The sequences of these rows, in this order; a row may occur several times, or not at all."""
+    """The state of the sequences `rows`, in this order; a row may occur several times, or not at all."""
     cache = state.cache
     cache = dataclasses.replace(cache, k=cache.k[:, rows], v=cache.v[:, rows], positions=cache.positions[rows])
     return dataclasses.replace(state, cache=cache, **{name: getattr(state, name)[rows] for name in COLUMNS})
@@ -136,15 +137,16 @@ def select(state: State, rows: Int[Array, " rows"]) -> State:
 
 @Programs
 def fan_out(state: State, rows: Int[Array, " B"], keys: Key[Array, " B"]) -> State:
-    """Copies of sequences that have only been read, with keys of their own."""
+    """Copies of sequences whose prompts have been read, each with a new key."""
     return dataclasses.replace(select(state, rows), keys=keys)
 
 
 @partial(Programs, donate_argnames="state")
 def refill(state: State, new: State, lanes: Int[Array, " rows"]) -> State:
-    """Put each row of `new`, which has just been read, in the place of a sequence; without one, if beyond the last.
+    """Put each row of `new`, whose prompt has just been read, into the lane that `lanes` gives for it.
 
-    The others go on as they were. The caches of both have the same slots.
+    A row whose lane is beyond the last one is dropped. The other lanes keep their sequences. Both caches have the same
+    number of slots.
     """
     old, read = state.cache, new.cache
     k, v = (a.at[:, lanes].set(b, mode="drop") for a, b in ((old.k, read.k), (old.v, read.v)))
@@ -164,16 +166,16 @@ def next_logits(
     labels: Int[Array, " B"] | None = None,
     draws: Int[Array, "#B"] | None = None,
 ) -> tuple[Float[Array, "B V"], Cost]:
-    """Logits of the next token after the whole budget, and what they took of the path.
+    """Logits of the next token after the whole budget, and what the path spent on them.
 
-    With several noise samples, they are logs of the mean probabilities over the first `draws` of them; None: over all.
-    At most `TOGETHER` have logits in memory at a time; more are a multiple of it.
+    With several noise samples, they are the logarithms of the mean probabilities over the first `draws` samples (None:
+    over all). The logits of at most `TOGETHER` samples are in memory at once; larger numbers are multiples of it.
     """
     count = noise.shape[1]
     width = min(count, TOGETHER)
 
     def some(first: int | Array) -> tuple[Array, Cost]:
-        """Hidden states of the samples from `first` on, and what each took."""
+        """Hidden states of `width` samples from `first` on, and the cost of each."""
         some_noise, some_keys = noise, keys
         if width < count:
             some_noise, some_keys = (jax.lax.dynamic_slice_in_dim(a, first, width, axis=1) for a in (noise, keys))
@@ -215,11 +217,11 @@ def refined_logits(
     draws: Int[Array, "#B"] | None = None,
     labels: Int[Array, " B"] | None = None,
 ) -> tuple[Key[Array, " B"], Float[Array, "B V"], Cost]:
-    """Keys to sample the next token with, its logits, and what they took of the path.
+    """Keys for sampling the next token, its logits, and what the path spent on them.
 
-    Where the entropy of the LM's own logits is below the gate, they are the logits, and there is no evaluation.
-    The noise follows from keys and token number. Nothing is integrated for a token that all sequences skip. Without a
-    gate the LM's own logits are not computed. The first `draws` of the noise samples count; None: all.
+    Where the entropy of the LM's logits is below the gate, the LM's logits are returned and nothing is evaluated.
+    The noise follows from the keys and the number of the token. If all sequences skip a token, nothing is integrated.
+    Without a gate, the LM's logits are not computed. Only the first `draws` noise samples count (None: all).
     """
     width = 1 if model.path is None else model.path.config.width
     noise_keys, velocity_keys, final_keys = token_keys(state.keys, state.count)
@@ -244,7 +246,7 @@ def refined_logits(
 
 
 def advance(llm: LLM, state: State, tokens: Int[Array, " B"], done: Bool[Array, " B"]) -> State:
-    """Feed one chosen token per sequence to the main path."""
+    """Feed one chosen token per sequence to the LM."""
     following = state.positions + 1
     hidden, new = llm(tokens[:, None], following[:, None], state.cache)
     return dataclasses.replace(
@@ -269,9 +271,9 @@ def decode_tokens(
     noise_samples: int = 1,
     labels: Int[Array, " B"] | None = None,
 ) -> tuple[State, Tokens]:
-    """Generate `steps` tokens; a sequence that has ended is filled up with the first of the `stop_ids`.
+    """Generate `steps` tokens per sequence. Sequences that have ended are filled with the first of the `stop_ids`.
 
-    A sequence ends by one of the `stop_ids`, or where its logits are not numbers, which the state says.
+    A sequence ends at one of the `stop_ids`, or where a logit is NaN, which `State.broken` records.
     """
     chosen: dict[str, Any] = {"noise_samples": noise_samples, "draws": sampling.draws, "labels": labels}
 
@@ -293,5 +295,5 @@ def decode_tokens(
 
 
 def token_decoder() -> Programs:
-    """`decode_tokens`, compiled for the devices of the set mesh, or JAX's default ones; it donates the state."""
+    """`decode_tokens`, compiled for the devices of the current mesh, or JAX's default devices. It donates the state."""
     return compiled(decode_tokens, static=("steps", "noise_samples"), donate="state")

@@ -8,11 +8,12 @@ from functools import partial
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from l2d_jax.decoding import decode
 from l2d_jax.decoding.buckets import Programs
 from l2d_jax.decoding.decode import State
+from l2d_jax.decoding.sampler import entropy
 from l2d_jax.model.kv_cache import KVCache
 from l2d_jax.model.llm import LLM
 
@@ -35,21 +36,21 @@ COLUMNS = tuple(field.name for field in dataclasses.fields(Stream) if field.name
 
 
 @partial(Programs, static=["size"])
-def enter(state: State, last: Int[Array, " B"], *, size: int) -> Stream:
-    """The stream of prompts that have been read into a state, with room for so many evaluations of a token.
+def enter(llm: LLM, state: State, *, is_plain: Bool[Array, "#B"], gate: Float[Array, "#B"], size: int) -> Stream:
+    """The stream of prompts that have been read into a state, with room for `size` evaluations of a token.
 
-    The `last` token of each prompt is read again by the first pass, which then has its first evaluation, too.
+    The first token is guessed to be the LM's arg max. It is the LM's own where `is_plain` (a budget of 1) or where the
+    entropy of its logits, in nats, is below the gate.
     """
-    cache, none = state.cache, jnp.zeros_like(state.count)
-    is_last = cache.positions == state.positions[:, None]
-    before = dataclasses.replace(cache, positions=jnp.where(is_last, -1, cache.positions), used=jnp.int32(0))
+    none, logits = jnp.zeros_like(state.count), llm.logits(state.hidden)
+    guess = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     return Stream(
-        state=dataclasses.replace(state, cache=before, positions=state.positions - 1),
-        next=last,
-        is_checked=none > 0,
-        is_plain=none > 0,
+        state=dataclasses.replace(state, cache=dataclasses.replace(state.cache, used=jnp.int32(0))),
+        next=guess,
+        is_checked=none == 0,
+        is_plain=is_plain | (entropy(logits) < gate),
         settled=none,
-        estimates=jnp.zeros((len(none), size), jnp.int32),
+        estimates=jnp.broadcast_to(guess[:, None], (len(none), size)),
         read=none,
         passes=none,
     )

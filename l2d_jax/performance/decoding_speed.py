@@ -117,7 +117,9 @@ def decoder(
         if order is Order.STREAM:
             stages = settings.stages
             assert stages is not None
-            stream = jax.block_until_ready(stream_state.enter(state, tokens[:, -1], size=stages.size))
+            plain = {"is_plain": jnp.array([budget == 1]), "gate": options["sampling"].gate}
+            stream = stream_state.enter(model.llm, state, size=stages.size, **plain)
+            stream = jax.block_until_ready(stream)
             began = time.perf_counter()
             _, emitted = jax.block_until_ready(stream_decoder()(model, stream, passes=new, **options))
             taken = time.perf_counter() - began

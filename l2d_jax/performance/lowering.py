@@ -1,6 +1,7 @@
 """The training step and decoding, traced from shapes alone: no weight is created and no device is used."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -109,8 +110,8 @@ def lower_decode(
             config.decode.max_new_tokens,
         )
         if order is Order.STREAM:
-            last, size = jax.ShapeDtypeStruct((batch,), jnp.int32), settings.stages.size
-            stream = jax.eval_shape(lambda *arguments: enter(*arguments, size=size), state, last)
+            begin = partial(enter, is_plain=jnp.array([False]), gate=jnp.zeros(1), size=settings.stages.size)
+            stream = jax.eval_shape(begin, model.llm, state)
             return stream_decoder().lower(model, _place_rows(stream, mesh), passes=count, **options), order
         samples = sample_bucket(config.decode.draws)
         return decode.token_decoder().lower(model, state, steps=count, noise_samples=samples, **options), order

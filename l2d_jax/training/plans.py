@@ -1,11 +1,11 @@
 """The plan of a training step: what a config leaves "auto" of rematerialisation, micro-batches and the mesh.
 
-`compile --search` keeps what the compiler says of a few plans for a slice of TPUs, by the devices and the sizes of the
-step, not by a model's name; `plans.json` has that for the models of the paper. Saving the products comes first, with
-one row on each device at a time, then two, four and eight while they fit. Only where not one row fits is everything
-computed again. Saving all moves more bytes than it saves work (`docs/tpu_estimates.md`); it is tried where the config
-asks for it. Without an entry, a step computes all again in the backward pass, has one micro-batch, and shards the
-weights over all devices.
+`compile --search` keeps what the compiler says of a few plans for a slice of TPUs, by the devices and the sizes of
+the step, not by a model's name; `plans.json` has that for the models of the paper. Saving the products comes first,
+with one row on each device at a time, then two, four and eight while they fit. Only where not one row fits is
+everything computed again. Saving all moves more bytes than it saves work (`docs/evidence/tpu_estimates.md`); it is
+tried where the config asks for it. Without an entry, a step computes all again in the backward pass, has one
+micro-batch, and shards the weights over all devices.
 
 The noise of a step depends on its micro-batches, so a run keeps their number wherever it goes on. Its workdir records
 the plan for each slice, and a run that comes back to a slice takes the same one, so that it repeats itself bit for bit.
