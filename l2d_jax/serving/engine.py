@@ -265,7 +265,7 @@ class Engine:
 
 
 def _tell(work: Work, told: Piece | list[TokenTrace] | Exception) -> None:
-    """Tell a client; one that cannot be told any more has left."""
+    """Call a client's callback; if that fails, the client has left."""
     try:
         work.tell(told)
     except BaseException as error:
