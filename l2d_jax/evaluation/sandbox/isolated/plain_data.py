@@ -20,7 +20,7 @@ _LARGE = 2**63
 _BASES = (int, str, float, list, tuple, dict, set, frozenset, bytes, bytearray, complex)  # bool has no subclasses
 _TYPES: dict[str, Any] = {kind.__name__: kind for kind in (bool, *_BASES)}
 
-# How a value of each type is written as text, and read back. Here and in `encode_plain`, the methods of the builtin types
+# How a value of each type is written as text, and read back. Here and in `encode_plain`, methods of the builtin types
 # are called, so overrides in subclasses do not matter.
 _TEXTS: dict[str, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
     "int": (lambda value: int.__format__(value, "x"), lambda text: int(text, 16)),
