@@ -210,6 +210,8 @@ class ValidationConfig:
     exact_examples: ranges.CountOrZero = 0
     exact_samples: ranges.CountOrZero = 0  # answers to each of these that are also sampled at temperature 1; 0: none
     exact_batch_size: ranges.Rows = 64  # answers decoded at a time
+    # optimizer steps between answers to the first held-out example, which are printed in words; 0: none
+    answer_every: ranges.CountOrZero = 0
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="config.validation")
