@@ -24,9 +24,9 @@ from l2d_jax.files import check_path, package_table
 SHIPPED = Path(__file__).parents[1] / "configs"  # the folder of the configs that ship with the package
 VARIANTS = "config/variants.toml"  # of every config file
 CONFIG_HELP = (
-    "a config that ships with the package, such as qwen7b, or the path of your own: it has a slash or ends in .py; "
-    "NAME:variant or NAME:several,variants changes it (train --variants lists them); "
-    "--config.section.option=value overrides one of its values"
+    "name of a config that ships with the package, such as qwen7b, or path of a config file, with a slash or .py; "
+    "NAME:variant or NAME:several,variants adds variants (train --variants lists them); "
+    "--config.section.option=value overrides a value"
 )
 
 
