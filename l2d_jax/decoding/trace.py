@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from l2d_jax.config.ranges import MOST_PARALLEL
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding import trajectory
-from l2d_jax.decoding.pace import can_be_parallel
+from l2d_jax.decoding.parallel.pace import can_be_parallel
 from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.refinement.solver import FIXED
 from l2d_jax.decoding.requests import Request, check_prompts, class_labels, path_config

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.decoding.decode import prefill, token_decoder
+from l2d_jax.decoding.decode import token_decoder
+from l2d_jax.decoding.parallel.stream import stream_decoder
+from l2d_jax.decoding.parallel.stream_state import enter, fit, leave, make_room
+from l2d_jax.decoding.prefill import prefill
 from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.refinement.stages import Stages
 from l2d_jax.decoding.sampler import SamplingOptions
-from l2d_jax.decoding.stream import stream_decoder
-from l2d_jax.decoding.stream_state import enter, fit, leave, make_room
 from l2d_jax.model.l2d import Model
 from tests.support import tiny
 

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from l2d_jax.decoding import decode
 from l2d_jax.decoding.buckets import Programs
-from l2d_jax.decoding.decode import State
 from l2d_jax.decoding.sampler import entropy
+from l2d_jax.decoding.state import State, refill, resize
 from l2d_jax.model.kv_cache import KVCache
 from l2d_jax.model.llm import LLM
 
@@ -62,10 +61,10 @@ def ring(state: State | Stream) -> int:
 
 
 def fit(state: State | Stream, *, ring: int, slots: int) -> State | Stream:
-    """The same with so many slots, as of `decode.resize`."""
+    """The same with so many slots, as of `state.resize`."""
     if not isinstance(state, Stream):
-        return decode.resize(state, ring=ring, slots=slots)
-    resized = decode.resize(state.state, ring=ring, slots=slots)
+        return resize(state, ring=ring, slots=slots)
+    resized = resize(state.state, ring=ring, slots=slots)
     # The slots of the ring keep their places.
     cache = dataclasses.replace(resized.cache, used=jnp.zeros_like(resized.cache.used))
     return dataclasses.replace(state, state=dataclasses.replace(resized, cache=cache))
@@ -81,15 +80,15 @@ def make_room(stream: Stream, size: int) -> Stream:
 
 
 def put(state: State | Stream, new: State | Stream, lanes: Int[Array, " rows"]) -> State | Stream:
-    """Put each row of `new` in the place of a sequence, as `decode.refill` does; `state` is donated."""
+    """Put each row of `new` in the place of a sequence, as `state.refill` does; `state` is donated."""
     if not isinstance(state, Stream):
-        return decode.refill(state, new, lanes)
+        return refill(state, new, lanes)
     assert isinstance(new, Stream)
     refilled = {}
     new = make_room(new, state.estimates.shape[1])
     for name in COLUMNS:
         refilled[name] = getattr(state, name).at[lanes].set(getattr(new, name), mode="drop")
-    return dataclasses.replace(state, state=decode.refill(state.state, new.state, lanes), **refilled)
+    return dataclasses.replace(state, state=refill(state.state, new.state, lanes), **refilled)
 
 
 def end(state: State | Stream, done: Bool[Array, " B"]) -> State | Stream:
