@@ -17,4 +17,6 @@ class Comments(griffe.Extension):
             if not mark and above.startswith("# "):
                 comment = above.removeprefix("# ")
             if comment:
-                attr.docstring = griffe.Docstring(comment[0].upper() + comment[1:] + ".", parent=attr)
+                first = comment.split(maxsplit=1)[0]  # a symbol, such as t, keeps its case
+                text = comment if len(first) == 1 and first != "a" else comment[0].upper() + comment[1:]
+                attr.docstring = griffe.Docstring(text + ".", parent=attr)

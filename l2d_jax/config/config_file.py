@@ -57,7 +57,7 @@ def override_names(overrides: Mapping[str, Any], section: str) -> dict[str, Any]
 
 
 def read_config(reference: str, overrides: Mapping[str, Any] | None = None) -> Config:
-    """The checked config of `NAME` or `NAME:variant,...`, with overrides by dotted name; raises `InputError`.
+    """Read and check the config `NAME` or `NAME:variant,...`, with overrides by dotted name; raises `InputError`.
 
     `NAME` is a config of the package or a path, as for `locate_config`. A variant is a function of the file that edits
     what `get_config()` returns, or one of `variants.toml`; they apply in order. A `get_config` that takes an argument
