@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal
 from annotated_types import Interval
 
 from l2d_jax.__main__ import PROGRAMS
-from l2d_jax.config import ranges, schema
-from l2d_jax.config.config_file import CONFIG_HELP
+from l2d_jax.config import config_file, ranges, schema
+from l2d_jax.files import package_table
 
 FOLDER = Path(__file__).parent / "reference"
 NOTE = "<!-- Written by docs/generate.py from {source}: change that, and run the script. -->\n"
@@ -34,6 +34,12 @@ l2d train --config smollm2_135m:quickstart --workdir runs/mine --config.train.st
 
 The defaults are the hyper-parameters of the paper. Write a value as in Python: `3e-4`, `None`, `True`, `"(1, 3, 15)"`.
 Text needs no quotes. An unknown name and a value out of range are errors that say what is allowed.
+"""
+VARIANTS = """
+## Variants
+
+A variant is a named set of options. `--config qwen7b:anchored` applies one, `--config qwen7b:anchored,rate_3e5` two.
+These variants fit every config. `l2d train --config NAME --variants` lists them, and those of the config.
 """
 PROGRAMS_INTRO = """# Programs
 
@@ -59,6 +65,10 @@ def options_page() -> str:
         for option, default, comment in declared(section):
             facts = f"{values(types_of[option])}; default: `{default}`"
             parts.append(f"| `{option}` | {sentence(comment)}<br>*{facts}* |\n")
+    parts += [VARIANTS, "\n| variant | what it changes | options |\n|---|---|---|\n"]
+    for name, variant in package_table(config_file.VARIANTS).items():
+        changes = ", ".join(f"`{option}={value!r}`" for option, value in variant["options"].items())
+        parts.append(f"| `{name}` | {sentence(variant['says'])} | {changes} |\n")
     return "".join(parts)
 
 
@@ -175,7 +185,10 @@ def row(action: argparse.Action) -> str:
         facts.append("one or more" if action.nargs == "+" else "any number")
     elif isinstance(action, argparse._AppendAction):
         facts.append("may be repeated")
-    text = (action.help or "").replace(CONFIG_HELP, "name or path of a config") % {**vars(action), "prog": "l2d"}
+    text = (action.help or "").replace(config_file.CONFIG_HELP, "name or path of a config") % {
+        **vars(action),
+        "prog": "l2d",
+    }
     is_plain = action.default not in (None, False, argparse.SUPPRESS) and action.default != []
     if is_plain and action.option_strings and "default" not in text:
         default = action.default if isinstance(action.default, list | tuple) else [action.default]

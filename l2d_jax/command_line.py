@@ -71,7 +71,7 @@ def number(declared: Any, text: str) -> int | float:
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
-    """Add `--workdir` and `--model`, one of which says which model to open, and how it reads text if not by its own."""
+    """Add `--workdir` and `--model`, one of which names the model, and `--tokenizer` and `--chat_template`."""
     source = parser.add_mutually_exclusive_group(required=True)
     workdir = "a workdir, whose newest checkpoint is used, or the hub id of a published path"
     source.add_argument("--workdir", type=_workdir, action=_Workdir, help=workdir)

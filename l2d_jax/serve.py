@@ -15,7 +15,7 @@ from l2d_jax.config.choices import DTYPES
 from l2d_jax.errors import require
 
 KEY = "L2D_JAX_API_KEY"
-SPARE_FILES = 128  # file descriptors besides those of connections
+SPARE_FILES = 128  # file descriptors that are not for connections
 
 
 def main() -> None:

@@ -67,7 +67,7 @@ def main() -> None:
     _check_asked(options)
     options.budgets = options.budgets or BUDGETS
     names = [name for name, _ in options.models]
-    require(len(set(names)) == len(names), f"each model needs a name of its own, got {', '.join(names)}")
+    require(len(set(names)) == len(names), f"each model needs a different name, got {', '.join(names)}")
     with console.starting():
         from l2d_jax.programs import study
     study.run(options, config)

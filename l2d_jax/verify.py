@@ -39,7 +39,7 @@ def main() -> int:
     """Parse the command line, print the table, and return 1 if a line fails."""
     options = make_parser().parse_args()
     if options.against is None:
-        require(options.tokens is None, "--tokens goes with --against: a recording has its own tokens")
+        require(options.tokens is None, "--tokens goes with --against: a recording has fixed tokens")
         require(options.dtype != "int8", "--dtype int8 goes with --against: a recording has no bounds for it")
     if options.against == "torch":
         require(options.dtype == "float32", "--against torch compares in float32: leave --dtype out")

@@ -31,7 +31,7 @@ CONFIG_HELP = (
 
 
 def split_overrides(arguments: Sequence[str]) -> dict[str, Any]:
-    """`--config.a.b=value` (or `--config.a.b value`) as {"a.b": value}; a value is a Python literal or a string."""
+    """Read `--config.a.b=value` or `--config.a.b value` as {"a.b": value}; a value is a Python literal or a string."""
     overrides: dict[str, Any] = {}
     rest = list(arguments)
     while rest:
@@ -50,7 +50,7 @@ def split_overrides(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def override_names(overrides: Mapping[str, Any], section: str) -> dict[str, Any]:
-    """The overrides of a section's options, by the names that they have in it."""
+    """The overrides of the options of one section, by their names in this section."""
     inside = dict(check_value(overrides.get(section, {}), Mapping[str, Any], f"config.{section}"))
     named = {name: value for name, value in overrides.items() if name.startswith(f"{section}.")}
     return inside | {name.removeprefix(f"{section}."): value for name, value in named.items()}
@@ -61,7 +61,7 @@ def read_config(reference: str, overrides: Mapping[str, Any] | None = None) -> C
 
     `NAME` is a config of the package or a path, as for `locate_config`. A variant is a function of the file that edits
     what `get_config()` returns, or one of `variants.toml`; they apply in order. A `get_config` that takes an argument
-    is given what stands behind the colon.
+    gets the text behind the colon.
     """
     file, _, variant = reference.partition(":")
     module = _import(locate_config(file))
@@ -79,7 +79,7 @@ def read_config(reference: str, overrides: Mapping[str, Any] | None = None) -> C
 
 
 def find_variants(reference: str) -> dict[str, str]:
-    """What each variant of a config file is, by name: its own, then the shared ones; raises `InputError`."""
+    """The variants of a config with their descriptions, first those of its file; raises `InputError`."""
     own = _own_variants(_import(locate_config(reference.partition(":")[0])))
     shared = {name: variant["says"] for name, variant in package_table(VARIANTS).items() if name not in own}
     return {name: (f.__doc__ or "").partition("\n")[0] for name, f in own.items()} | shared
@@ -91,7 +91,7 @@ def shipped_configs() -> list[str]:
 
 
 def locate_config(name: str) -> Path:
-    """The file of a config: `qwen7b` ships with the package, `configs/qwen7b.py` and `mine.py` are paths.
+    """Find the file of a config: `qwen7b` ships with the package, and `configs/qwen7b.py` and `mine.py` are paths.
 
     Raises `InputError`, with the nearest names, if there is no such config.
     """
