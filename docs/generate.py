@@ -65,10 +65,10 @@ def options_page() -> str:
         for option, default, comment in declared(section):
             facts = f"{values(types_of[option])}; default: `{default}`"
             parts.append(f"| `{option}` | {sentence(comment)}<br>*{facts}* |\n")
-    parts += [VARIANTS, "\n| variant | what it changes | options |\n|---|---|---|\n"]
+    parts += [VARIANTS, "\n| variant | what it changes |\n|---|---|\n"]
     for name, variant in package_table(config_file.VARIANTS).items():
         changes = ", ".join(f"`{option}={value!r}`" for option, value in variant["options"].items())
-        parts.append(f"| `{name}` | {sentence(variant['says'])} | {changes} |\n")
+        parts.append(f"| `{name}` | {sentence(variant['says'])}<br>*{changes}* |\n")
     return "".join(parts)
 
 
