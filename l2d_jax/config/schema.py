@@ -287,6 +287,6 @@ class Config:
 
 
 def defaults() -> ConfigDict:
-    """The options with the paper's values, for a config file to edit; setting an unknown option raises."""
+    """All options with the values of the paper, for a config file to edit. Setting an unknown option is an error."""
     values = {name: {f.name: f.default for f in fields(section)} for name, section in get_type_hints(Config).items()}
     return ConfigDict(values, type_safe=False).lock()

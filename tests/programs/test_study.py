@@ -81,7 +81,7 @@ def test_a_study(run, tmp_path, monkeypatch):
     ("models", "arguments", "line"),
     [
         (["base"], [], "'base' is not NAME=MODEL, such as base=Qwen/Qwen2.5-7B-Instruct"),
-        (["a=x", "a=y"], [], "each model needs a name of its own, got a, a"),
+        (["a=x", "a=y"], [], "each model needs a different name, got a, a"),
         (["a=x"], ["--budgets", "0"], "--budgets: the number must be in [1, 10000], got 0"),
         (["a=x"], ["--solvers", "runge"], "invalid choice: 'runge'"),
         (["a=x"], ["--config.decode.solver=euler"], "--config.decode.solver changes nothing here: use --solvers"),
