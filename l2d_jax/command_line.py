@@ -1,4 +1,8 @@
-"""What all programs share at their command line: types of options, the config file, one line for what goes wrong."""
+"""What all programs share at their command line: types of options, the config file, one line for what goes wrong.
+
+A program is a file of this folder. It has the parser (`make_parser`) and `main`, which parses, and only then imports
+what does the work from `l2d_jax.programs`. `--help` and a mistyped option therefore wait for no large library.
+"""
 
 import argparse
 import contextlib
@@ -16,18 +20,25 @@ from l2d_jax.config import ranges
 from l2d_jax.config.config_file import one_line, read_config, split_overrides
 from l2d_jax.config.parsing import check_value
 from l2d_jax.config.schema import Config
-from l2d_jax.distributed import processes
-from l2d_jax.errors import LONGEST_LINE, InputError, RunError, require, shorten
+from l2d_jax.errors import LONGEST_LINE, InputError, RunError, SharedError, require, shorten
 from l2d_jax.files import check_path, check_text
 from l2d_jax.storage import mirror
+from l2d_jax.weights import hub
 
 TRACEBACK = "L2D_JAX_TRACEBACK"  # set: errors of the program's own show where they were raised
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line; `type="Budget"` is a number in the range `ranges.Budget`."""
+    """An argument parser whose errors are one line; `type="Budget"` is a number in the range `ranges.Budget`.
 
-    def __init__(self, **options: Any) -> None:
+    `Parser("train", description=...)` is the parser of a program. Its usage shows the command that the user gave:
+    `python -m l2d_jax.train` or `l2d train`.
+    """
+
+    def __init__(self, program: str | None = None, **options: Any) -> None:
+        if program is not None:
+            is_subcommand = sys.argv[0].endswith(f" {program}")  # as `l2d_jax.__main__` writes it
+            options["prog"] = sys.argv[0] if is_subcommand else f"python -m l2d_jax.{program}"
         super().__init__(**options)
         for name, declared in vars(ranges).items():
             if get_origin(declared) is Annotated:
@@ -83,9 +94,7 @@ def tokenizer_options(options: argparse.Namespace, config: Config | None = None)
 
 
 def _workdir(text: str) -> Path | str:
-    from l2d_jax.weights import locate  # what opens models takes seconds to import, and not every program does
-
-    return text if locate.is_on_hub(model_name(text)) else folder_or_bucket(text)
+    return text if hub.is_on_hub(model_name(text)) else folder_or_bucket(text)
 
 
 class _Workdir(argparse.Action):
@@ -93,8 +102,8 @@ class _Workdir(argparse.Action):
 
     def __call__(self, *given: Any) -> None:
         """Called by argparse; raises `InputError` for a repository without a path."""
-        from l2d_jax import loading
-        from l2d_jax.weights import hub, locate
+        from l2d_jax import loading  # these take seconds to import, and only a hub id needs them
+        from l2d_jax.weights import locate
 
         _, namespace, value, *_ = given
         if isinstance(value, str):
@@ -145,10 +154,11 @@ def run(main: Callable[[], int | None]) -> None:
         except KeyboardInterrupt:
             status = console.INTERRUPTED
         except Exception as error:
-            together = isinstance(error, processes.SharedError)
+            together = isinstance(error, SharedError)
             status = console.INTERRUPTED if pressed else _report(error)
     status = console.finish(status)
-    processes.leave(status, together=together)
+    if processes := sys.modules.get("l2d_jax.distributed.processes"):  # not imported: this process is the only one
+        processes.leave(status, together=together)
     sys.exit(status)
 
 

@@ -7,67 +7,16 @@ holds as far as collectives overlap with it. Compiling takes minutes, and the an
 answered at once. `--search` compiles a few plans of the training step, for "auto" in configs to choose from.
 """
 
-import dataclasses
-import hashlib
-import importlib.metadata
-import json
-import math
-import sys
-import time
-from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any, Literal
-
-import jax
-from jax.sharding import Mesh
-
-from l2d_jax import command_line
+from l2d_jax import command_line, console
 from l2d_jax.config import config_file
-from l2d_jax.config.schema import Config
-from l2d_jax.decoding.pace import Order
-from l2d_jax.decoding.refinement.solver import find_solver
-from l2d_jax.distributed.sharding import decoding_mesh, make_mesh, mesh_sizes
-from l2d_jax.files import cache_folder, read_json, write_whole
-from l2d_jax.performance import costs, lowering, tpu_estimate
-from l2d_jax.performance.topologies import GENERATIONS, GIB, Topology
-from l2d_jax.training import plans
-from l2d_jax.weights import base_model
-
-LIBRARIES = ("jax", "jaxlib", "libtpu", "flax", "optax", "diffrax")  # which the compiled program depends on
-EVERY = 10  # seconds between lines of progress
-
-Work = Literal["train", "decode"]
+from l2d_jax.config.choices import tpu_names
 
 
-@dataclass(frozen=True)
-class Question:
-    """What is compiled, and for which devices."""
-
-    work: Work
-    config: Config
-    topology: Topology
-    batch: int  # sequences at a time, in decoding
-    prompt: int  # tokens of each prompt, in decoding
-    passes: float  # over the weights, of a token, in decoding whose evaluations go side by side
-
-    def key(self) -> str:
-        """A hash of all that the answer depends on: the question, the libraries and this project's source."""
-        versions = [importlib.metadata.version(name) for name in LIBRARIES]
-        files = sorted(path for path in Path(__file__).parent.rglob("*") if path.suffix in (".py", ".toml"))
-        asked = asdict(self)
-        if self.work == "train":
-            del asked["batch"], asked["prompt"], asked["passes"]
-        text = json.dumps([asked, str(base_model.read_architecture(self.config.model)), versions], sort_keys=True)
-        return hashlib.sha256(text.encode() + b"".join(path.read_bytes() for path in files)).hexdigest()[:24]
-
-
-def main() -> int:
-    """Parse the command line, compile what is not in the cache, and print; 1 if a program does not fit."""
-    parser = command_line.Parser(prog="python -m l2d_jax.compile", description=__doc__)
+def make_parser() -> command_line.Parser:
+    """The options of the program."""
+    parser = command_line.Parser("compile", description=__doc__)
     parser.add_argument("--config", required=True, help=config_file.CONFIG_HELP)
-    parser.add_argument("--topology", required=True, help=f"a slice, such as v5e:16x16: {', '.join(GENERATIONS)}")
+    parser.add_argument("--topology", required=True, help=f"a slice, such as v5e:16x16: {', '.join(tpu_names())}")
     parser.add_argument("--slices", type="Slices", default=1, help="so many such slices, joined by the slower network")
     parser.add_argument("--work", choices=["train", "decode", "both"], default="both", help="what to compile")
     parser.add_argument("--batch", type="Rows", default=8, help="decode: sequences at a time")
@@ -78,92 +27,15 @@ def main() -> int:
     parser.add_argument("--search", action="store_true", help="find the plan that the training step is fastest with")
     parser.add_argument("--hlo", type=command_line.local_path, help="write the optimized programs into this folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options, config = parser.parse_with_config()
-    works: tuple[Work, ...] = ("train", "decode") if options.work == "both" else (options.work,)
-    jax.config.update("jax_platforms", "cpu")  # or a machine's own TPU would be started
-    topology = Topology.parse(options.topology, slices=options.slices)
-    devices = topology.devices()
-    make_mesh(config.mesh, devices)  # or the sizes do not fit
-    find_solver(config.decode.solver).steps(config.decode.budget)
-
-    def ask(work: Work, config: Config, *, folder: Path | None = None) -> dict[str, Any]:
-        question = Question(work, config, topology, options.batch, options.prompt, options.passes)
-        return answer(question, make_mesh(config.mesh, devices), folder=folder)
-
-    if options.search:
-        plans.add_plans(config, devices, plans.search_plans(config, devices, partial(ask, "train")))
-    plan, answers = plans.choose_plan(config, devices), {}
-    for work in works:
-        planned = plans.apply_plan(plan, config)
-        if work == "decode":
-            kv_heads = base_model.read_architecture(config.model).num_key_value_heads
-            mesh = decoding_mesh(config.mesh, rows=options.batch, kv_heads=kv_heads, devices=len(devices))
-            planned = dataclasses.replace(config, mesh=mesh)
-        answers[work] = found = ask(work, planned, folder=options.hlo)
-        if not options.json:
-            sizes = " x ".join(f"{name}={size}" for name, size in mesh_sizes(planned.mesh, len(devices)).items())
-            origin = "from the cache" if found["cached"] else f"compiled in {found['seconds of compiling']:.0f} s"
-            title = f"{work} on {topology.name}, {len(devices)} devices, {sizes} ({origin}); per device:"
-            chosen = [plans.plan_text(plan, devices)] if work == "train" else []
-            lines = [title, *chosen, *tpu_estimate.estimate_lines(found, top=options.top)]
-            print("\n  ".join(lines).replace("\n  \n", "\n\n"), end="\n\n", flush=True)
-    if options.json:
-        print(json.dumps(answers))
-    return 0 if all(tpu_estimate.fits(found) for found in answers.values()) else 1
+    return parser
 
 
-def answer(question: Question, mesh: Mesh, *, folder: Path | None = None) -> dict[str, Any]:
-    """The program's figures by `tpu_estimate`, from the cache where the same question was asked before.
-
-    With a `folder`, the cache is not read, and the optimized program goes there as `train.hlo` or `decode.hlo`.
-    """
-    file = cache_folder() / "estimates" / f"{question.key()}.json"
-    if file.exists() and folder is None:
-        return {**read_json(file), "cached": True}
-    began = time.monotonic()
-    with ThreadPoolExecutor(1) as pool:
-        compiling = pool.submit(compile_and_read, question, mesh, folder)
-        while not wait([compiling], timeout=EVERY).done:
-            work = f"compiling {question.work} for {question.topology.name}"
-            print(f"{work}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    found = compiling.result()
-    found["seconds of compiling"] = time.monotonic() - began
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(file, json.dumps(found))
-    return {**found, "cached": False}
-
-
-def compile_and_read(question: Question, mesh: Mesh, folder: Path | None) -> dict[str, Any]:
-    """The answer, which takes minutes to compile; raises `InputError` as `lowering` does."""
-    config, architecture = question.config, base_model.read_architecture(question.config.model)
-    generation = GENERATIONS[question.topology.kind]
-    trips = find_solver(config.decode.solver).steps(config.decode.budget)
-    if question.work == "train":
-        lowered = lowering.lower_train(config, mesh)
-        tokens = config.train.batch_size * config.data.max_length
-        flops = sum(costs.flops_per_step(config, architecture).values())
-    else:
-        sizes = {"batch": question.batch, "prompt": question.prompt, "memory": int(generation.usable * GIB * mesh.size)}
-        lowered, order = lowering.lower_decode(config, mesh, **sizes)
-        passes = question.passes if order is Order.STREAM else 1.0  # the program makes as many as it has tokens
-        tokens = round(question.batch * config.decode.max_new_tokens / passes)
-        flops = tokens * costs.flops_per_decoded_token(config, architecture)
-        trips = math.ceil(question.passes) if order is Order.PARALLEL else trips
-    try:
-        compiled = lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
-        refused = tpu_estimate.too_large(str(error))
-        if refused is None:
-            raise
-        return refused
-    text = compiled.as_text() or ""
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{question.work}.hlo").write_text(text)
-    useful = flops / mesh.size  # without recomputation
-    memory = compiled.memory_analysis()
-    found = tpu_estimate.read_estimate(memory, text, generation, useful=useful, tokens=tokens, unknown_trips=trips)
-    return found if question.work == "train" else found | {"evaluations": order.value}
+def main() -> int:
+    """Parse the command line, compile what is not in the cache, and print; 1 if a program does not fit."""
+    options, config = make_parser().parse_with_config()
+    with console.starting():
+        from l2d_jax.programs import compile as program
+    return program.run(options, config)
 
 
 if __name__ == "__main__":

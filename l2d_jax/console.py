@@ -1,7 +1,7 @@
 """The standard streams and Ctrl-C of a program, from before its slow imports to its last line.
 
-`python -m l2d_jax.PROGRAM` calls `begin` when it imports the package, which takes a few seconds from then on; to import
-the package as a library changes nothing. This file imports the standard library alone.
+`python -m l2d_jax.PROGRAM` calls `begin` when it imports the package, and `l2d` as its first step. To import the
+package as a library changes nothing. This file imports the standard library alone.
 """
 
 import contextlib
@@ -49,6 +49,20 @@ def interruptible() -> Iterator[list[bool]]:
     signal.signal(signal.SIGINT, interrupt)
     try:
         yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[None]:
+    """While a program imports large libraries, let Ctrl-C end the process at once: many do not survive an exception."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or getattr(before, "__module__", None) != __name__:
+        yield
+        return
+    signal.signal(signal.SIGINT, _end)
+    try:
+        yield
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -62,7 +62,7 @@ _l2d_need() {
 # _l2d_check_program PROGRAM: refuses what is not a program of the package. A program is a module that runs as __main__.
 _l2d_check_program() {
   local file known=()
-  for file in l2d_jax/*.py; do
+  for file in l2d_jax/[a-z]*.py; do
     if grep -q '^if __name__ == "__main__":' "$file"; then
       file=${file##*/}
       known+=("${file%.py}")

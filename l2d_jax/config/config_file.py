@@ -1,6 +1,11 @@
-"""Reads a config file, applies its variants and the overrides of the command line, and checks the result."""
+"""Finds a config, applies its variants and the overrides of the command line, and checks the result.
+
+A config is a Python file with `get_config()`. Those of the project ship with the package and are given by a bare name,
+such as `qwen7b`. Any other file is given by its path, which has a slash or ends in `.py`.
+"""
 
 import ast
+import difflib
 import importlib.util
 import inspect
 import warnings
@@ -16,9 +21,11 @@ from l2d_jax.config.schema import Config
 from l2d_jax.errors import LONGEST_LINE, InputError, require, shorten
 from l2d_jax.files import check_path, package_table
 
+SHIPPED = Path(__file__).parents[1] / "configs"  # the folder of the configs that ship with the package
 VARIANTS = "config/variants.toml"  # of every config file
 CONFIG_HELP = (
-    "a config file, FILE.py, FILE.py:variant or FILE.py:several,variants (train --variants lists them); "
+    "a config that ships with the package, such as qwen7b, or the path of your own: it has a slash or ends in .py; "
+    "NAME:variant or NAME:several,variants changes it (train --variants lists them); "
     "--config.section.option=value overrides one of its values"
 )
 
@@ -50,13 +57,14 @@ def override_names(overrides: Mapping[str, Any], section: str) -> dict[str, Any]
 
 
 def read_config(reference: str, overrides: Mapping[str, Any] | None = None) -> Config:
-    """The checked config of `FILE.py` or `FILE.py:variant,...`, with overrides by dotted name; raises `InputError`.
+    """The checked config of `NAME` or `NAME:variant,...`, with overrides by dotted name; raises `InputError`.
 
-    A variant is a function of the file that edits what `get_config()` returns, or one of `variants.toml`, in order. A
-    `get_config` that takes an argument is given what stands behind the colon.
+    `NAME` is a config of the package or a path, as for `locate_config`. A variant is a function of the file that edits
+    what `get_config()` returns, or one of `variants.toml`; they apply in order. A `get_config` that takes an argument
+    is given what stands behind the colon.
     """
     file, _, variant = reference.partition(":")
-    module = _import(Path(file))
+    module = _import(locate_config(file))
     try:
         config = _call(module, file, variant)
     except InputError:
@@ -72,14 +80,36 @@ def read_config(reference: str, overrides: Mapping[str, Any] | None = None) -> C
 
 def find_variants(reference: str) -> dict[str, str]:
     """What each variant of a config file is, by name: its own, then the shared ones; raises `InputError`."""
-    own = _own_variants(_import(Path(reference.partition(":")[0])))
+    own = _own_variants(_import(locate_config(reference.partition(":")[0])))
     shared = {name: variant["says"] for name, variant in package_table(VARIANTS).items() if name not in own}
     return {name: (f.__doc__ or "").partition("\n")[0] for name, f in own.items()} | shared
 
 
+def shipped_configs() -> list[str]:
+    """The names of the configs that ship with the package, in alphabetical order."""
+    return sorted(file.stem for file in SHIPPED.glob("*.py"))
+
+
+def locate_config(name: str) -> Path:
+    """The file of a config: `qwen7b` ships with the package, `configs/qwen7b.py` and `mine.py` are paths.
+
+    Raises `InputError`, with the nearest names, if there is no such config.
+    """
+    check_path(name, "the config")
+    known = shipped_configs()
+    if "/" in name or name.endswith(".py"):
+        file = Path(name)
+        remedy = f"give {file.stem!r} alone, which ships with the package, or" if file.stem in known else "give"
+        require(file.is_file(), f"no config file {name}: {remedy} the path of a Python file with get_config()")
+        return file
+    close = difflib.get_close_matches(name, known, n=3) or known
+    question = f"did you mean {' or '.join(close)}?" if len(close) <= 3 else f"choose from {', '.join(close)}"
+    place = f"looked for in {shorten(str(SHIPPED), 80)}; the path of your own file has a slash or ends in .py"
+    require(name in known, f"no config {name[:40]!r}: {question} ({place})")
+    return SHIPPED / f"{name}.py"
+
+
 def _import(file: Path) -> Any:
-    check_path(str(file), "the config file")
-    require(file.is_file(), f"no config file {file}: give the path of a Python file with get_config()")
     spec = importlib.util.spec_from_file_location(f"l2d_jax_config_{file.stem}", file)
     if spec is None or spec.loader is None:
         raise InputError(f"{file} is not a Python file: a config file ends in .py")

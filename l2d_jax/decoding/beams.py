@@ -23,9 +23,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from l2d_jax.config import ranges
 from l2d_jax.config.parsing import check_fields
-from l2d_jax.decoding import decode
 from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.sampler import SamplingOptions
+from l2d_jax.decoding.state import State, select
+from l2d_jax.decoding.token_step import advance, refined_logits
 from l2d_jax.errors import require
 from l2d_jax.model.l2d import Model
 
@@ -79,7 +80,7 @@ class Scoring(nnx.Module):
 class Beams(nnx.Module):
     """The state of a search. A beam with a log-likelihood of minus infinity is an empty slot."""
 
-    state: decode.State = nnx.data()  # all rows share one key; done: the answer has ended, or the slot is empty
+    state: State = nnx.data()  # all rows share one key; done: the answer has ended, or the slot is empty
     tokens: Int[Array, "B capacity"] = nnx.data()  # the answers so far; -1: no token
     matches: Int[Array, "B capacity"] = nnx.data()  # for each place, how many tokens before it equal the newest tokens
     lengths: Int[Array, " B"] = nnx.data()
@@ -88,11 +89,11 @@ class Beams(nnx.Module):
 
 
 @partial(jax.jit, static_argnames=("beams", "capacity"))
-def start_beams(state: decode.State, *, beams: int, capacity: int) -> Beams:
+def start_beams(state: State, *, beams: int, capacity: int) -> Beams:
     """Start with one beam, from the prefill of a prompt, and empty slots for the other beams."""
     zeros, is_empty = jnp.zeros(beams, jnp.int32), jnp.arange(beams) > 0
     return Beams(
-        state=dataclasses.replace(decode.select(state, zeros), done=is_empty),
+        state=dataclasses.replace(select(state, zeros), done=is_empty),
         tokens=jnp.full((beams, capacity), -1, jnp.int32),
         matches=jnp.zeros((beams, capacity), jnp.int32),
         lengths=zeros,
@@ -122,7 +123,7 @@ def extend(
         labels = None if label is None else jnp.broadcast_to(label, beams.state.done.shape)
         options: dict[str, Any] = {"settings": settings, "noise_samples": draws, "labels": labels}
         options |= {"gate": scoring.sampling.gate, "draws": scoring.sampling.draws}
-        keys, logits, _taken = decode.refined_logits(model, beams.state, **options)
+        keys, logits, _taken = refined_logits(model, beams.state, **options)
         is_bad = jnp.isnan(logits).any(axis=-1) & ~beams.state.done
         # Mark all beams as broken, because selection may drop the beam whose logits are not finite.
         state = dataclasses.replace(beams.state, broken=beams.state.broken | is_bad.any())
@@ -171,9 +172,9 @@ def _select_beams(model: Model, beams: Beams, sampled: tuple[Array, Array, Array
     is_stop = (token[:, None] == scoring.stop_ids).any(axis=-1) | (count + 1 >= scoring.max_new_tokens)
     log_likelihood = jnp.where(is_old, beams.log_likelihood[parents], log_likelihood[place])
     matches = jnp.where(beams.tokens[parents] == token[:, None], beams.matches[parents] + 1, 0)
-    done, chosen = is_empty | is_old | is_stop, decode.select(state, parents)
+    done, chosen = is_empty | is_old | is_stop, select(state, parents)
     return Beams(
-        state=decode.advance(model.llm, chosen, jnp.maximum(token, 0), done),
+        state=advance(model.llm, chosen, jnp.maximum(token, 0), done),
         tokens=beams.tokens[parents].at[:, count].set(token),
         matches=jnp.roll(matches, 1, axis=1).at[:, 0].set(0),
         lengths=jnp.where(is_old, beams.lengths[parents], count + 1),

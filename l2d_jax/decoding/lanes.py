@@ -14,14 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from l2d_jax.decoding import decode, stream_state
 from l2d_jax.decoding.buckets import CHUNK, answer_slots, is_long, pad, round_up, sample_bucket
+from l2d_jax.decoding.decode import token_decoder
 from l2d_jax.decoding.lane_options import LaneOptions, Options
-from l2d_jax.decoding.pace import Order, Pace, room
+from l2d_jax.decoding.parallel import stream_state
+from l2d_jax.decoding.parallel.pace import Order, Pace, room
+from l2d_jax.decoding.parallel.stream import stream_decoder
+from l2d_jax.decoding.parallel.stream_state import Stream
+from l2d_jax.decoding.prefill import prefill, read_piece, read_prefix, start
 from l2d_jax.decoding.requests import Answer, Piece, Request, TokenCost, TokenScore
 from l2d_jax.decoding.sampler import Tokens, allow, answer_keys
-from l2d_jax.decoding.stream import stream_decoder
-from l2d_jax.decoding.stream_state import Stream
+from l2d_jax.decoding.state import State, fan_out
 from l2d_jax.distributed import processes
 from l2d_jax.errors import contained
 from l2d_jax.model.kv_cache import KVCache
@@ -66,13 +69,13 @@ class Lanes:
             allowed = None if mask is None else jnp.asarray(mask)[None]
             if known.prefix:
                 ids = known.prompts[0].ids[: known.prefix]
-                self._prefix = decode.read_prefix(model.llm, jnp.array(ids, jnp.int32))
+                self._prefix = read_prefix(model.llm, jnp.array(ids, jnp.int32))
         self.cost = 0  # approximate cost of the last step, in passes over the weights
         self.pace = Pace(model, lanes)
         self._maker = LaneOptions(self.pace, shared=shared, allowed=allowed)
         self.order = Order.SEQUENTIAL
-        self.state: decode.State | Stream | None = None
-        self._reading: list[tuple[Sequence[Answer], Iterator[decode.State | None]]] = []
+        self.state: State | Stream | None = None
+        self._reading: list[tuple[Sequence[Answer], Iterator[State | None]]] = []
         self._options: Options | None = None  # options for the running answers; None: to be made anew
 
     @property
@@ -193,7 +196,7 @@ class Lanes:
         waits = is_slow and self._capacity is None and any(is_long(a.settings.budget, a.settings.draws) for a in live)
         chosen |= {"noise_samples": sample_bucket(live[0].settings.draws)}
         steps = 1 if is_single or waits else CHUNK
-        ahead, new = decode.token_decoder()(self.model, state, steps=steps, **chosen)
+        ahead, new = token_decoder()(self.model, state, steps=steps, **chosen)
         self.state = ahead
         return new, jnp.ones(new.ids.shape, bool), ahead.broken
 
@@ -218,22 +221,23 @@ class Lanes:
         has_grammar = any(answer.grammar is not None for answer in answers)
         return self.pace.order(settings, has_label=has_label, has_grammar=has_grammar, in_stream=in_stream)
 
-    def _enter(self, state: decode.State, answers: Sequence[Answer]) -> decode.State | Stream:
+    def _enter(self, state: State, answers: Sequence[Answer]) -> State | Stream:
         """Turn the state after the prompts into what the order needs; extra rows repeat the last answer."""
         if self.order is not Order.STREAM:
             return state
         rows = [*answers, *[answers[-1]] * (len(state.count) - len(answers))]
-        last = jnp.array([answer.prompt.ids[-1] for answer in rows], jnp.int32)
+        is_plain = jnp.array([answer.settings.budget == 1 for answer in rows])
+        gate = jnp.array([answer.settings.gate for answer in rows], jnp.float32)
         size = room({answer.settings for answer in answers if answer.settings.budget > 1} or {answers[0].settings})
-        return stream_state.enter(state, last, size=size)
+        return stream_state.enter(self.model.llm, state, is_plain=is_plain, gate=gate, size=size)
 
-    def read(self, answers: Sequence[Answer]) -> decode.State:
+    def read(self, answers: Sequence[Answer]) -> State:
         """Read the prompts at once; returns the state after them, with a row per answer."""
         state = next(self._read(answers))
         assert state is not None
         return state
 
-    def _read(self, answers: Sequence[Answer], *, piece: int | None = None) -> Iterator[decode.State | None]:
+    def _read(self, answers: Sequence[Answer], *, piece: int | None = None) -> Iterator[State | None]:
         """Read prompts: yields None after each piece of long prompts, and finally the state after them."""
         llm, (capacity, slots) = self.model.llm, self._size(answers)
         prompts, rows = [answer.prompt for answer in answers], list(range(len(answers)))
@@ -250,26 +254,26 @@ class Lanes:
         keys = answer_keys(seeds.astype(np.uint32), *(column.astype(np.int32) for column in others))
         given = keys if self._copies == 1 else keys[jnp.array([0] * whole)]
         if piece is None or slots <= 2 * piece:
-            state = decode.prefill(llm, ids, lengths, given, capacity=capacity, prefix=self._prefix)
+            state = prefill(llm, ids, lengths, given, capacity=capacity, prefix=self._prefix)
         else:
             read = KVCache.empty(llm.architecture, whole, slots, dtype=llm.dtype, prefix=self._prefix)
             hidden = jnp.zeros((whole, llm.architecture.hidden_size), llm.dtype)
             for first in range(0, max(map(len, texts)), piece):
                 part, _ = pad([text[first : first + piece] for text in texts], length=piece)
-                read, hidden = decode.read_piece(llm, read, hidden, part, lengths)
+                read, hidden = read_piece(llm, read, hidden, part, lengths)
                 yield None
             read = replace(read, prefix=None)
-            state = decode.start(llm, read, hidden, ids, lengths, given, capacity=capacity, prefix=self._prefix)
-        yield state if self._copies == 1 else decode.fan_out(state, jnp.array(rows), keys)
+            state = start(llm, read, hidden, ids, lengths, given, capacity=capacity, prefix=self._prefix)
+        yield state if self._copies == 1 else fan_out(state, jnp.array(rows), keys)
 
-    def _place(self, answers: Sequence[Answer], new: decode.State) -> None:
+    def _place(self, answers: Sequence[Answer], new: State) -> None:
         """Put answers whose prompts have been read into their lanes, except those dropped in the meantime."""
         lanes, owned = self._answers, [answer for answer in self._answers if answer is not None]
         capacity, slots = self._size(owned or answers)
         if self.state is None or not any(answer.is_read for answer in owned):
             copies, self.order = jnp.zeros(len(lanes), jnp.int32), self._choose(owned or answers)
             # `_decode` ends the rows that belong to no answer.
-            self.state = self._enter(decode.fan_out(new, copies, new.keys[copies]), answers)
+            self.state = self._enter(fan_out(new, copies, new.keys[copies]), answers)
         ring = max(capacity, stream_state.ring(self.state), new.cache.ring)
         pair = (self.state, self._enter(new, answers))
         state, entered = (stream_state.fit(one, ring=ring, slots=slots) for one in pair)

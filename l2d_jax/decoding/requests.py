@@ -15,7 +15,7 @@ from l2d_jax.config.parsing import check_value, from_dict, nearest
 from l2d_jax.config.schema import DecodeConfig, PathConfig
 from l2d_jax.decoding.buckets import TOGETHER, answer_slots, round_up, sample_bucket
 from l2d_jax.decoding.grammar import Grammar
-from l2d_jax.decoding.pace import can_be_parallel, window
+from l2d_jax.decoding.parallel.pace import can_be_parallel, window
 from l2d_jax.decoding.refinement.condition_table import CAPACITY
 from l2d_jax.decoding.refinement.solver import ADAPTIVE, AMPLE
 from l2d_jax.decoding.sampler import BIASES, check_tokens

@@ -77,9 +77,13 @@ class SamplingOptions(nnx.Module):
     @classmethod
     def from_config(cls, config: DecodeConfig) -> "SamplingOptions":
         """The same options for all sequences."""
-        floats = {name: jnp.float32([getattr(config, name)]) for name in ("temperature", "top_p", "gate")}
-        draws = jnp.int32([config.draws]) if config.draws > 1 else None
-        return cls(top_k=jnp.int32([config.top_k]), draws=draws, **floats)
+        return cls(
+            temperature=jnp.float32([config.temperature]),
+            top_k=jnp.int32([config.top_k]),
+            top_p=jnp.float32([config.top_p]),
+            gate=jnp.float32([config.gate]),
+            draws=jnp.int32([config.draws]) if config.draws > 1 else None,
+        )
 
     def start_counts(self, vocab_size: int) -> Int[Array, "B V"] | None:
         """How often each token occurs in each answer so far; None without penalties."""

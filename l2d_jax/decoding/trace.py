@@ -8,23 +8,37 @@ velocity is a sampled token or an arg max may take other steps.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from transformers import PreTrainedTokenizerFast
 
 from l2d_jax.config.ranges import MOST_PARALLEL
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding import trajectory
-from l2d_jax.decoding.loaded_model import LoadedModel
-from l2d_jax.decoding.pace import can_be_parallel
+from l2d_jax.decoding.parallel.pace import can_be_parallel
 from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.refinement.solver import FIXED
 from l2d_jax.decoding.requests import Request, check_prompts, class_labels, path_config
 from l2d_jax.decoding.sampler import answer_keys
 from l2d_jax.decoding.stop_strings import GrowingText
 from l2d_jax.errors import require
+from l2d_jax.model.l2d import Model
+
+
+@runtime_checkable
+class Decodable(Protocol):
+    """What a trace needs of a `LoadedModel`, which imports this module."""
+
+    @property
+    def decoder(self) -> Model:
+        """The model that gave the answer."""
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerFast | None:
+        """The tokenizer, for the text of each token; None: no text."""
 
 
 class TokenTrace(NamedTuple):
@@ -43,7 +57,7 @@ class TokenTrace(NamedTuple):
     skipped: bool  # whether the gate left the token to the LM: no evaluation, settled at 0
 
 
-def trace(loaded: LoadedModel, request: Request, answers: Sequence[Sequence[int]]) -> list[list[TokenTrace]]:
+def trace(loaded: Decodable, request: Request, answers: Sequence[Sequence[int]]) -> list[list[TokenTrace]]:
     """Trace every token of `answers`, which `generation.generate_tokens` must have given to the same request.
 
     Raises `InputError` as `generate_tokens` does, for several noise samples per token, and for a wrong number of
@@ -87,12 +101,12 @@ def check_single_sample(settings: DecodeConfig) -> None:
     require(settings.draws == 1, f"a trace follows one noise sample per token, got draws {settings.draws}: use draws 1")
 
 
-def mean_evaluations(loaded: LoadedModel, request: Request, answers: Sequence[Sequence[int]]) -> list[float]:
+def mean_evaluations(loaded: Decodable, request: Request, answers: Sequence[Sequence[int]]) -> list[float]:
     """The mean number of evaluations per token for each answer; an adaptive solver chooses them."""
     return [float(np.mean([token.evaluations for token in tokens])) for tokens in trace(loaded, request, answers)]
 
 
-def accuracy_by_time(loaded: LoadedModel, request: Request, answers: Sequence[Sequence[int]]) -> dict[str, list[float]]:
+def accuracy_by_time(loaded: Decodable, request: Request, answers: Sequence[Sequence[int]]) -> dict[str, list[float]]:
     """Teacher-forced accuracy at every `t` of the grid: `expected` (probability of the token) and `greedy` (arg max).
 
     At each t it is the accuracy of the distribution that the path gives at x_t. At the first t this is the LM's, unless

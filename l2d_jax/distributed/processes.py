@@ -25,7 +25,7 @@ from jax.experimental import multihost_utils
 from tqdm import tqdm
 
 from l2d_jax.distributed.cluster import Cluster
-from l2d_jax.errors import LONGEST_LINE, InputError, shorten
+from l2d_jax.errors import LONGEST_LINE, InputError, SharedError, shorten
 from l2d_jax.files import explained
 
 T = TypeVar("T")
@@ -33,10 +33,6 @@ WAIT = ("L2D_JAX_WAIT", 300)  # seconds after which a process stops waiting for 
 HEARTBEAT = ("L2D_JAX_HEARTBEAT", 60)  # seconds of silence after which a process counts as dead
 _AFTERWARDS = 'trap "" HUP INT TERM; read -r fine || echo "$0" >&2'  # script of the shell that outlives an abort
 _messenger: subprocess.Popen[bytes] | None = None
-
-
-class SharedError(InputError):
-    """Bad input that all processes know about, so that they end together."""
 
 
 def join(cluster: Cluster) -> None:

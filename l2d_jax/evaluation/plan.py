@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from l2d_jax.config.choices import LIKELIHOOD_DRAWS
 from l2d_jax.config.config_file import override_names
 from l2d_jax.config.schema import CATEGORIES, Config, DecodeConfig
 from l2d_jax.data.tokenizer import require_tokenizer
@@ -22,7 +23,6 @@ from l2d_jax.loading import Folder
 from l2d_jax.weights import base_model
 from l2d_jax.weights.locate import absolute_name
 
-DRAWS = 8  # default number of noise samples for a likelihood
 DECODING_OPTIONS = ("solver", "tolerance", "guidance", "temperature", "max_new_tokens")
 
 
@@ -116,7 +116,7 @@ def make_plans(
     """
     tokenizer = require_tokenizer(base.tokenizer)
     asked = {field.name: getattr(options, field.name) for field in dataclasses.fields(EvaluationProtocol)}
-    asked["draws"] = DRAWS if options.draws is None else options.draws
+    asked["draws"] = LIKELIHOOD_DRAWS if options.draws is None else options.draws
     chosen, defaults = asked_options(options), vars(DecodeConfig())
     plans = []
     for task in tasks:

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from l2d_jax import loading
+from l2d_jax.config.choices import VERIFIED_PATH_TOKENS
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.data.batch import Batch
 from l2d_jax.decoding.generation import generate_tokens
@@ -34,7 +35,6 @@ from l2d_jax.parity.recording import LOGITS, ROUNDINGS, Check, logits_at
 from l2d_jax.storage.partial import scratch_folder
 from l2d_jax.weights import publish
 
-ROW = 32  # default length of a row, in tokens
 ANSWER = 16  # largest length of an answer, in tokens
 TIMES = (0.1, 0.5, 0.9, 1.0)
 SOLVED: Any = {"euler": 5, "midpoint": 7, "heun": 7, "heun3": 7, "rk4": 9, "restart": 5}  # budgets of trajectories
@@ -55,7 +55,7 @@ def compare_paths(name: str, *, length: int | None = None) -> Iterator[Check]:
     loaded = loading.load(name, dtype="float32")
     model, path, architecture = loaded.model, loaded.model.path, loaded.model.llm.architecture
     assert path is not None
-    length = min(ROW, architecture.max_position_embeddings) if length is None else length
+    length = min(VERIFIED_PATH_TOKENS, architecture.max_position_embeddings) if length is None else length
     rows = np.stack(list(choose_rows(architecture, loaded.tokenizer, length=length).values()))
     with scratch_folder() as scratch:
         folder = about.path

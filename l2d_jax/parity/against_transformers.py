@@ -22,6 +22,7 @@ import transformers
 from jaxtyping import Float, Int
 
 from l2d_jax import loading
+from l2d_jax.config.choices import VERIFIED_TOKENS
 from l2d_jax.config.schema import MeshConfig
 from l2d_jax.data import word_problems
 from l2d_jax.data.tokenizer import text_ids
@@ -34,7 +35,6 @@ from l2d_jax.weights.locate import find_base_and_adapters
 
 TOLERANCE = 1e-4  # of a logit, relative to the largest one or to 1
 DIVERGENCE = 0.05  # largest mean KL of a row in a coarser dtype, in nats
-LENGTH = 512  # default number of tokens per row
 SEED = 0  # seed of the random tokens
 
 
@@ -118,7 +118,7 @@ def choose_rows(
 ) -> dict[str, Int[np.ndarray, " T"]]:
     """Two rows of random tokens, and one of word problems if there is a tokenizer; raises `InputError` as `compare`."""
     limit, size = architecture.max_position_embeddings, architecture.vocab_size
-    length = min(LENGTH, limit) if length is None else length
+    length = min(VERIFIED_TOKENS, limit) if length is None else length
     require(1 <= length <= limit, f"--tokens must be from 1 to the {limit} positions of the model, got {length}")
     random = np.random.default_rng(SEED).integers(size, size=(2, length))
     rows = {f"random {i}": row for i, row in enumerate(random, 1)}

@@ -13,7 +13,7 @@ from l2d_jax.files import read_json
 from l2d_jax.reports.training import budget_rows, first_and_last
 from l2d_jax.storage.partial import output_folder, scratch_folder
 from l2d_jax.training.workdir import recorded_config
-from l2d_jax.weights import hub, locate, model_folder, publish
+from l2d_jax.weights import hub, model_folder, publish
 from l2d_jax.weights.export import Parts
 
 
@@ -28,7 +28,7 @@ def publish_run(workdir: Path, repo: str, *, base: str | None = None, dry_run: P
     if parts.path is None:
         raise InputError(f"{workdir} trained no diffusion path: write it by convert export, and upload that folder")
     base = base or model_folder.base_name(workdir / "export")
-    if locate.is_on_hub(base):
+    if hub.is_on_hub(base):
         hub_id, revision = hub.split_revision(base)
         base = f"{hub_id}@{revision or hub.plan_download(base).revision}"
     elif dry_run is None:
@@ -42,7 +42,7 @@ def publish_run(workdir: Path, repo: str, *, base: str | None = None, dry_run: P
             write_card(partial, repo=repo, base=base, parameters=parameters, **about)
         if dry_run is None:
             return f"published {hub.upload(out, repo)}"
-    nobody = "" if locate.is_on_hub(base) else ", whose base is a folder: give --base org/name before you upload it"
+    nobody = "" if hub.is_on_hub(base) else ", whose base is a folder: give --base org/name before you upload it"
     return f"wrote {out}{nobody}"
 
 

@@ -1,11 +1,11 @@
 """Plans of training steps: the values of rematerialisation, micro-batches and mesh that a config leaves "auto".
 
-`compile --search` compiles a few plans for a slice of TPUs and stores what the compiler says. Entries are keyed by the
-devices and the sizes of the step, not by a model's name. `plans.json` has entries for the models of the paper. A search
-first tries to save matrix products, with one row per device at a time, then two, four and eight as long as they fit.
-Only if one row does not fit, everything is recomputed. Saving everything moves more bytes than it saves work
-(`docs/tpu_estimates.md`), so it is tried only if the config sets it. Without an entry, a step recomputes everything in
-the backward pass, has one micro-batch, and shards the weights over all devices.
+`compile --search` keeps what the compiler says of a few plans for a slice of TPUs, by the devices and the sizes of
+the step, not by a model's name; `plans.json` has that for the models of the paper. Saving the products comes first,
+with one row on each device at a time, then two, four and eight while they fit. Only where not one row fits is
+everything computed again. Saving all moves more bytes than it saves work (`docs/evidence/tpu_estimates.md`); it is
+tried where the config asks for it. Without an entry, a step computes all again in the backward pass, has one
+micro-batch, and shards the weights over all devices.
 
 The noise of a step depends on its micro-batches, so a run keeps their number wherever it resumes. The workdir records
 the plan for each slice. A run that returns to a slice takes the recorded plan, so it repeats itself bit for bit.

@@ -61,7 +61,7 @@ def pinned_base(name: str, workdir: Path) -> str:
     recorded = str(sections.get("model", {}).get("name", ""))
     if hub.split_revision(recorded)[0] == hub.split_revision(name)[0]:
         return recorded
-    if not locate.is_on_hub(name) or hub.split_revision(name)[1]:
+    if not hub.is_on_hub(name) or hub.split_revision(name)[1]:
         return name
     return f"{name}@{hub.plan_download(name).revision}"
 
@@ -109,7 +109,7 @@ def _check_base(name: str) -> str:
     """Check that the base model is on this host, or that the hub lets this host download it."""
     if name == "random":
         return "random weights"
-    if not locate.is_on_hub(name):
+    if not hub.is_on_hub(name):
         return str(locate.find_base_and_adapters(name).folder)
     return f"{name}, revision {hub.plan_download(name).revision}"
 
@@ -124,7 +124,7 @@ def _check_memory(config: Config, mesh: Mesh) -> str:
 def _check_disk(config: Config, workdir: Path) -> str:
     """Check that the disk has space for the download, for the checkpoints that are kept and for one being written."""
     needed: dict[Path, int] = {}
-    if locate.is_on_hub(config.model.name):
+    if hub.is_on_hub(config.model.name):
         plan = hub.plan_download(config.model.name)
         needed[plan.cache] = plan.missing
     if isinstance(mirror.place(workdir), Disk) and processes.is_first() and config.model.architecture is not None:

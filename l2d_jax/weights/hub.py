@@ -21,6 +21,14 @@ class Download(NamedTuple):
     cache: Path  # folder to which they are downloaded
 
 
+def is_on_hub(name: str) -> bool:
+    """Whether a name is a hub id, and not a folder or file of this machine or in a bucket."""
+    if name.startswith(HUB):
+        return True
+    path = Path(os.path.expanduser(name))
+    return bool(HUB_ID.fullmatch(name)) and not os.path.exists(path) and not os.path.isdir(path.parent)
+
+
 def split_revision(name: str) -> tuple[str, str | None]:
     """Split `org/name@revision`; None: the newest revision."""
     hub_id, _, revision = name.removeprefix(HUB).partition("@")

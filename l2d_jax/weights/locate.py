@@ -22,14 +22,6 @@ RANDOM = "random weights, which only a workdir can make again: give that"
 ON_HUB = "base_on_hub"  # key in such a file: whether the base is a hub id
 
 
-def is_on_hub(name: str) -> bool:
-    """Whether a name is a hub id, and not a local folder or file or a bucket."""
-    if name.startswith(hub.HUB):
-        return True
-    path = Path(os.path.expanduser(name))
-    return bool(HUB_ID.fullmatch(name)) and not os.path.exists(path) and not os.path.isdir(path.parent)
-
-
 def locate(name: str, *, files: list[str] = hub.FILES) -> Path:
     """The folder of `name`: itself, the conversion of a GGUF file, or a download of `files` from the hub.
 

@@ -115,7 +115,7 @@ def test_without_torch_it_says_so_before_it_reads_weights(model, monkeypatch):
 
 
 def test_the_program_starts_without_torch():
-    code = "import sys, l2d_jax.verify; sys.exit('torch' in sys.modules)"
+    code = "import sys, l2d_jax.programs.verify; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

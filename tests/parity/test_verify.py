@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from l2d_jax import convert, verify
+from l2d_jax import verify
 from l2d_jax.loading import load
 from l2d_jax.parity import adaptive_runs, against_release, fixed_step_runs
 from l2d_jax.parity.recording import Check, Recording
+from l2d_jax.programs.convert import import_model
 from tests.support.programs import FIXTURES, RECORDINGS, Outcome, call
 
 COMMITTED = ["llama_tied_lora", "qwen_untied_lora_classes"]
@@ -33,7 +34,7 @@ def folders(tmp_path_factory):
     """The model folders of all recordings."""
     root = tmp_path_factory.mktemp("models")
     for name in COMMITTED + (LARGER if FIXTURES.is_dir() else []):
-        convert.import_model(
+        import_model(
             str(where(name) / "base"),
             root / name,
             l2d=(where(name) / "l2d.safetensors", where(name) / "l2d.json"),

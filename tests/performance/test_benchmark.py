@@ -10,6 +10,7 @@ import pytest
 from l2d_jax import benchmark
 from l2d_jax.performance import timing, training_speed
 from l2d_jax.performance.decoding_speed import bytes_per_evaluation
+from l2d_jax.programs import benchmark as program
 from tests.support import tiny
 from tests.support.programs import call, options
 
@@ -29,7 +30,7 @@ def test_training(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(part["seconds"] for part in parts.values()) == pytest.approx(figures["seconds per step"])
     flops = sum(part["FLOPs"] for part in parts.values())
     assert flops / figures["seconds per step"] / 1e9 == pytest.approx(figures["useful GFLOP/s"])
-    assert [line.split("  ")[0] for line in benchmark.training_table(figures)[-5:]] == list(parts)
+    assert [line.split("  ")[0] for line in program.training_table(figures)[-5:]] == list(parts)
 
 
 def test_a_path_that_reads_the_context_has_no_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +52,7 @@ def test_decoding() -> None:
     for row in figures["rows"]:
         assert row["tokens per second"] * row["seconds per token"] == pytest.approx(row["batch"])
         assert 1 <= row["passes per token"] <= 1 + row["budget"]
-    lines = benchmark.decoding_table(figures)
+    lines = program.decoding_table(figures)
     assert len(lines) == 1 + 8 + 2 + 2
 
 

@@ -6,10 +6,10 @@ import json
 import jax
 import pytest
 
-from l2d_jax import compile as program
-from l2d_jax import train
+from l2d_jax import compile, train
 from l2d_jax.performance import lowering, tpu_estimate
 from l2d_jax.performance.topologies import Topology
+from l2d_jax.programs import compile as program
 from tests.support.programs import call, config, options
 
 SMALL = options(train__batch_size=4)
@@ -36,8 +36,8 @@ def here(monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_a_question_is_compiled_once(here, tmp_path):
     arguments = (*SMALL, "--topology", "v5e:1x1", "--work", "train")
-    first = call(program.main, *arguments, "--hlo", tmp_path / "out")
-    again = call(program.main, *arguments)
+    first = call(compile.main, *arguments, "--hlo", tmp_path / "out")
+    again = call(compile.main, *arguments)
     assert (first.status, again.status, here) == (0, 0, ["train"])
     assert "compiling train for v5e:1x1: " in first.err
     assert again.err == ""
@@ -47,7 +47,7 @@ def test_a_question_is_compiled_once(here, tmp_path):
     assert "(from the cache)" in again.out
     assert first.out.splitlines()[1:] == again.out.splitlines()[1:]
     assert "ENTRY" in (tmp_path / "out" / "train.hlo").read_text()
-    found = json.loads(call(program.main, *arguments, "--json").out)["train"]
+    found = json.loads(call(compile.main, *arguments, "--json").out)["train"]
     assert found["cached"]
     assert 1 <= found["FLOPs"] / found["useful FLOPs"] < 4
 
@@ -62,13 +62,13 @@ def test_a_search_is_kept_for_auto(here, monkeypatch):
 
     monkeypatch.setattr(program, "answer", answer)
     arguments = (*SMALL, "--topology", "v5e:1x1", "--work", "train")
-    default = call(program.main, *arguments).out.splitlines()[1]
+    default = call(compile.main, *arguments).out.splitlines()[1]
     assert default.startswith("  plan: remat full, accumulation 1, mesh of one device (not compiled for 1 ")
-    outcome = call(program.main, *arguments, "--search")
+    outcome = call(compile.main, *arguments, "--search")
     found = outcome.out.splitlines()[1].strip()
     assert found.startswith("plan: remat products, accumulation 2, mesh of one device (40.0% of peak, compiled for 1 ")
     assert [line.split(", ")[1] for line in outcome.err.splitlines()] == [f"accumulation {n}" for n in (4, 2, 1)]
-    assert call(program.main, *arguments).out.splitlines()[1].strip() == found
+    assert call(compile.main, *arguments).out.splitlines()[1].strip() == found
     assert call(train.main, *SMALL, "--dry_run").out.splitlines()[-1] == found.replace("plan: ", "plan  ")
     assert "remat none, accumulation 1" in call(train.main, *SMALL, "--dry_run", "--config.train.remat=none").out
 
@@ -92,7 +92,7 @@ def test_new_source_is_another_question(monkeypatch, tmp_path):
     for name in ("compile.py", "model/llm.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x = 1")
-    monkeypatch.setattr(program, "__file__", str(tmp_path / "compile.py"))
+    monkeypatch.setattr(program, "PACKAGE", tmp_path)
     monkeypatch.setattr(program, "LIBRARIES", ("jax",))
     question = program.Question("train", config(), Topology.parse("v5e:2x2"), 8, 64, 1.4)
     before = question.key()
@@ -110,7 +110,7 @@ def test_a_program_that_is_refused(here, monkeypatch):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 31.5G of 15.75G hbm.")
 
     monkeypatch.setattr(lowering, "lower_train", lambda *arguments: Refused())
-    outcome = call(program.main, *SMALL, "--topology", "v5e:1x1", "--work", "train")
+    outcome = call(compile.main, *SMALL, "--topology", "v5e:1x1", "--work", "train")
     assert outcome.status == 1
     assert "does not fit: 15.75 GiB (100%) too much" in outcome.out
 
@@ -125,7 +125,7 @@ def test_a_program_that_is_refused(here, monkeypatch):
     ],
 )
 def test_bad_input_is_one_line(here, arguments, message):
-    assert message in call(program.main, *SMALL, *arguments).error
+    assert message in call(compile.main, *SMALL, *arguments).error
     assert here == []
 
 
@@ -133,8 +133,8 @@ def test_bad_input_is_one_line(here, arguments, message):
 def test_for_a_tpu(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     arguments = (*SMALL, "--topology", "v5e:2x2", "--json")
-    assert "does not divide over data x fsdp = 4" in call(program.main, *arguments, "--config.train.batch_size=6").error
-    outcome = call(program.main, *arguments)
+    assert "does not divide over data x fsdp = 4" in call(compile.main, *arguments, "--config.train.batch_size=6").error
+    outcome = call(compile.main, *arguments)
     assert outcome.status == 0
     for found in json.loads(outcome.out).values():
         assert tpu_estimate.fits(found)
@@ -143,5 +143,5 @@ def test_for_a_tpu(monkeypatch, tmp_path):
     found = json.loads(outcome.out)
     assert (found["train"]["loops of unknown length"], found["decode"]["loops of unknown length"]) == (0, 0)
     assert found["decode"]["evaluations"] == "as a stream"
-    plain = json.loads(call(program.main, *arguments, "--work", "decode", "--config.decode.parallel=off").out)["decode"]
+    plain = json.loads(call(compile.main, *arguments, "--work", "decode", "--config.decode.parallel=off").out)["decode"]
     assert (plain["evaluations"], plain["loops of unknown length"]) == ("one by one", 1)

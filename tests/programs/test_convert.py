@@ -6,6 +6,7 @@ from safetensors.numpy import load_file, save_file
 from l2d_jax import convert
 from l2d_jax.data import tokenizer
 from l2d_jax.loading import load
+from l2d_jax.weights import model_folder
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_safetensors
 from tests.support.programs import FIXTURES, base_tensors, call, same_bits, write_base, write_release
 
@@ -156,7 +157,7 @@ def test_a_failure_while_writing_leaves_nothing(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(convert.model_folder, "write_path", fail)
+    monkeypatch.setattr(model_folder, "write_path", fail)
     assert import_release(tmp_path / "release", tmp_path / "out").status == 130
     assert files(tmp_path) == ["release"]
 

@@ -12,6 +12,7 @@ from l2d_jax.decoding.refinement.solver import AMPLE
 from l2d_jax.errors import InputError
 from l2d_jax.evaluation.sandbox import grade
 from l2d_jax.loading import load
+from l2d_jax.programs import evaluate as program
 from l2d_jax.training import manifest
 from l2d_jax.training.checkpoint import Checkpoints
 from l2d_jax.weights import model_folder
@@ -56,7 +57,7 @@ def recorded(model, data, tmp_path, monkeypatch):
     def stop(*_, **__):
         raise InputError("stopped")
 
-    monkeypatch.setattr(evaluate, "load", stop)
+    monkeypatch.setattr(program, "load", stop)
 
     def recorded(*arguments, task="gsm8k"):
         common = ["--model", model, "--out", tmp_path / "out", "--tasks", task, "--data_dir", data, "--name", "x"]
@@ -122,7 +123,7 @@ def test_broken_answers_are_never_recorded(data, tmp_path, monkeypatch, task, ch
         llm = dataclasses.replace(llm, embed=llm.embed.at[ord(str(broken))].set(np.nan))
         return dataclasses.replace(loaded, model=dataclasses.replace(loaded.model, llm=llm))
 
-    monkeypatch.setattr(evaluate, "load", load)
+    monkeypatch.setattr(program, "load", load)
     words = ["--tasks", task, "--data_dir", data, "--out", tmp_path / "out", "--shots", 0, "--choices", choices]
     words += ["--max_new_tokens", 1] if choices == "generate" else []
     for _ in range(2):
@@ -158,7 +159,7 @@ def test_an_evaluation_goes_on_where_it_stopped(run, tmp_path):
 @pytest.mark.slow
 def test_another_evaluation_is_refused_before_weights_are_read(run, tmp_path, monkeypatch):
     assert run(tmp_path, "--budget", 1).status == 0
-    monkeypatch.setattr(evaluate, "load", None)
+    monkeypatch.setattr(program, "load", None)
     error = run(tmp_path, "--budget", 1, "--seed", 1).error
     assert "holds another evaluation (asking.seed was 0, is 1)" in error
 
@@ -197,7 +198,7 @@ def test_a_checkpoint_that_is_saved_meanwhile_is_not_taken(base, data, tmp_path,
         monkeypatch.setattr(manifest, "verify", verified.append)
         return step
 
-    monkeypatch.setattr(evaluate, "newest_step", choose)
+    monkeypatch.setattr(program, "newest_step", choose)
     words = ["--data_dir", data, "--max_new_tokens", 4, "--shots", 1, "--limit", 2, "--budget", 3, "--tasks", "gsm8k"]
     outcome = call(evaluate.main, "--workdir", tmp_path, *words)
     assert outcome.status == 0, outcome.err

@@ -3,6 +3,7 @@ import io
 import pytest
 
 from l2d_jax import generate, train
+from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.data import tokenizer
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.refinement.solver import AMPLE
@@ -45,7 +46,7 @@ PROMPT = ["--prompt", "2 + 2?", "--max_new_tokens", 10]
 def test_a_prompt_is_answered(folder):
     text = answer_of(call(generate.main, "--model", folder, *PROMPT, "--budget", 3))
     ready = load(folder)
-    settings = generate.DecodeConfig(budget=3, max_new_tokens=10)
+    settings = DecodeConfig(budget=3, max_new_tokens=10)
     prompt = tokenizer.prompt_ids([{"role": "user", "content": "2 + 2?"}], ready.tokenizer)
     [ids] = ready.generate([prompt], settings=settings)
     assert text == ready.tokenizer.decode(ids, skip_special_tokens=True)
@@ -55,7 +56,7 @@ def test_a_prompt_is_answered(folder):
 @pytest.mark.slow
 def test_an_adaptive_solver_takes_what_it_needs(folder):
     text = answer_of(call(generate.main, "--model", folder, *PROMPT, "--solver", "fehlberg2"))
-    settings = generate.DecodeConfig(solver="fehlberg2", budget=AMPLE, max_new_tokens=10)
+    settings = DecodeConfig(solver="fehlberg2", budget=AMPLE, max_new_tokens=10)
     messages = [{"role": "user", "content": "2 + 2?"}]
     assert text == "".join(load(folder).stream(messages, settings=settings))
     coarse = answer_of(call(generate.main, "--model", folder, *PROMPT, "--solver", "fehlberg2", "--tolerance", 10.0))

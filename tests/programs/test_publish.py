@@ -162,7 +162,8 @@ def test_a_published_path_is_opened_from_the_hub(trained, tmp_path):
 
 PROGRAMS = """
 import sys
-from l2d_jax import evaluate, generate, serve
+from l2d_jax import evaluate, generate, programs, serve
+import l2d_jax.programs.serve
 from tests.support.programs import call
 asked = ["--prompt", "2 + 2?", "--max_new_tokens", "8"]
 for name in sys.argv[3:]:
@@ -171,7 +172,7 @@ for name in sys.argv[3:]:
 tasks = ["--tasks", "gsm8k", "--data_dir", sys.argv[1], "--limit", "1", "--max_new_tokens", "4", "--budget", "3"]
 print("evaluate", ascii(call(evaluate.main, "--workdir", sys.argv[3], *tasks, "--out", sys.argv[2]).out))
 print("evaluate", call(evaluate.main, "--workdir", sys.argv[3], *tasks).err.splitlines()[-1])
-serve._serve = lambda *_: None
+programs.serve._serve = lambda *_: None
 print("serve", call(serve.main, "--workdir", sys.argv[3], "--port", "0").out.strip())
 """
 REMOTE = {"auto_map": {"AutoConfig": "run.Config", "AutoModelForCausalLM": "run.Model"}}

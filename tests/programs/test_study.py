@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from l2d_jax import study
+from l2d_jax.programs import study as program
 from tests.support.programs import SMALLER, TINY, call, write_base, write_model
 
 KINDS = ("corrected@midpoint-3/", "broken@midpoint-3/")
@@ -67,7 +68,7 @@ def test_a_study(run, tmp_path, monkeypatch):
     assert (tmp_path / "study.png").stat().st_size > 10_000
 
     written = {file.name: file.stat().st_mtime_ns for file in tmp_path.glob("*.json")}
-    monkeypatch.setattr(study, "load", None)  # what is known, and what is refused, needs no weights
+    monkeypatch.setattr(program, "load", None)  # what is known, and what is refused, needs no weights
     again = run(tmp_path, *ways)
     assert again.status == 0
     assert "measuring" not in again.out

@@ -9,6 +9,7 @@ from l2d_jax import generate as program
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding.trace import TokenTrace
 from l2d_jax.errors import InputError
+from l2d_jax.programs import generate as generating
 from l2d_jax.reports import trace as pages
 from tests.support.programs import call, write_base
 
@@ -140,6 +141,6 @@ def test_a_failed_trace_leaves_no_folder(base, tmp_path, monkeypatch):
     ],
 )
 def test_bad_traces_are_one_line_before_anything_is_loaded(base, tmp_path, monkeypatch, arguments, message):
-    monkeypatch.setattr(program, "load", None)
+    monkeypatch.setattr(generating, "load", None)
     assert message in call(program.main, "--model", base, "--trace", tmp_path / "out", *arguments).error
     assert list(tmp_path.iterdir()) == []

@@ -14,7 +14,7 @@ from l2d_jax import command_line
 
 PATIENCE = 300  # seconds without output
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["tests.support.worker", "l2d_jax.evaluate", "gcsfs"])
+SERVER.set_forkserver_preload(["tests.support.worker", "l2d_jax.programs.evaluate", "l2d_jax.programs.train", "gcsfs"])
 
 
 class Ended(NamedTuple):

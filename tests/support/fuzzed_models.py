@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from l2d_jax import convert, loading
+from l2d_jax import loading
 from l2d_jax.config.schema import Config, ModelConfig
 from l2d_jax.data import tokenizer
 from l2d_jax.files import read_json
 from l2d_jax.model.architecture import Architecture
+from l2d_jax.programs.convert import import_model
 from l2d_jax.training import workdir
 from l2d_jax.weights import base_model, digests, gguf_model, mapping, model_folder, peft, peft_config, publish
 from l2d_jax.weights.gguf_file import GGUFFile
@@ -192,7 +193,7 @@ def _write_release(folder: Path) -> None:
 def _read_release(folder: Path) -> Values:
     out = folder / "out"
     shutil.rmtree(out, ignore_errors=True)
-    convert.import_model(str(folder / "base"), out, l2d=(folder / "l2d.safetensors", folder / "l2d.json"))
+    import_model(str(folder / "base"), out, l2d=(folder / "l2d.safetensors", folder / "l2d.json"))
     return vars(model_folder.read_path_config(out))
 
 

@@ -1,0 +1,29 @@
+"""What the options of command lines may be chosen from, and the defaults that their help shows.
+
+The code behind a choice may need a large library. A command line needs only its name, and reads it here.
+"""
+
+from typing import get_args
+
+from l2d_jax.config.ranges import AdaptiveSolver, FixedSolver
+from l2d_jax.files import package_table
+
+FIXED_SOLVERS = get_args(FixedSolver)
+ADAPTIVE_SOLVERS = get_args(AdaptiveSolver)
+SOLVER_NAMES = (*FIXED_SOLVERS, *ADAPTIVE_SOLVERS)
+DTYPES = ("float32", "bfloat16", "int8")  # of weights and products, where a command line names one
+SEARCH_OPTIONS = ("candidates", "length_power", "repetition_penalty")  # options of `generate` that need --beams
+EXPORT_FORMATS = ("l2d", "l2d-full", "hf", "peft")
+LIKELIHOOD_DRAWS = 8  # noise samples for the likelihood of a choice
+VERIFIED_TOKENS = 512  # tokens of each row that is compared with transformers' model
+VERIFIED_PATH_TOKENS = 32  # tokens of the row that is compared with the path in PyTorch
+
+
+def task_names() -> list[str]:
+    """The tasks of `evaluate`, the paper's first."""
+    return list(package_table("evaluation/tasks/tasks.toml"))
+
+
+def tpu_names() -> list[str]:
+    """The kinds of TPUs that `compile` knows."""
+    return list(package_table("performance/topologies.toml")["generations"])

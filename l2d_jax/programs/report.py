@@ -1,0 +1,59 @@
+"""Shows what runs have measured, as tables and as a page."""
+
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+
+from l2d_jax.errors import require
+from l2d_jax.reports import evaluation as evaluations
+from l2d_jax.reports import training
+from l2d_jax.reports.page import Section, write_page
+from l2d_jax.storage import mirror
+
+INTERVALS = "Intervals are 95 %, over problems."
+WITHIN = "Tokens of right answers, with the true tokens before them, read off at every t of one run."
+
+
+def run(options: Namespace) -> None:
+    """Report every workdir."""
+    others = evaluations.read_beside(options.beside)
+    for workdir in options.workdir:
+        report_workdir(workdir, others)
+
+
+def report_workdir(workdir: Path, beside: Mapping[str, Mapping[str, float]]) -> None:
+    """Print tables and write the page; raises `InputError` for a workdir without results."""
+    sections = [*_training_sections(workdir), *_evaluation_sections(workdir, beside)]
+    require(sections != [], f"workdir {workdir} has no validation and no evaluation: train or evaluate first")
+    write_page(workdir / "report.html", f"Report of {workdir.name}", sections=sections)
+    print(f"written to {mirror.shown_places(str(workdir / 'report.html'))}")
+
+
+def _training_sections(workdir: Path) -> list[Section]:
+    """The section on training, whose tables are printed too; none if nothing was validated."""
+    if not (workdir / "metrics.jsonl").exists():
+        return []
+    before, after = training.first_and_last(workdir)
+    print(f"{mirror.shown_places(str(workdir))}, after {after['step']} steps")
+    losses, accuracy = training.loss_rows(before, after), training.budget_rows(after)
+    training.draw_training(before, after, workdir / "report.png")
+    text = f"After {after['step']} steps; accuracy is teacher-forced, on held-out answers. {INTERVALS}"
+    return [Section("Training", text, [workdir / "report.png"], [losses, accuracy]).printed()]
+
+
+def _evaluation_sections(workdir: Path, beside: Mapping[str, Mapping[str, float]]) -> list[Section]:
+    """The sections on evaluations, whose table is printed too; none if nothing was evaluated."""
+    folder = workdir / "eval" if (workdir / "eval").is_dir() else workdir
+    evaluated, within = evaluations.collect(folder), evaluations.collect_within(folder)
+    if not evaluated:
+        return []
+    text = f"Strict scores follow the rules of the authors' release, relaxed ones what readers accept. {INTERVALS}"
+    sections = [Section("Tasks", text, [], [evaluations.task_rows(evaluated, beside)]).printed()]
+    if evaluations.draw_budgets(evaluated, file := folder / "budgets.png"):
+        text = "A budget of 1 is the language model itself."
+        sections.append(Section("Accuracy against the budget", text, [file]))
+    if evaluations.draw_within(within, file := folder / "within.png"):
+        sections.append(Section("Within one diffusion", WITHIN, [file]))
+    if evaluations.draw_guidance(evaluated, file := folder / "guidance.png"):
+        sections.append(Section("Guidance", "Accuracy against the strength of the class label.", [file]))
+    return sections

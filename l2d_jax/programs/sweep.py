@@ -1,0 +1,60 @@
+"""Evaluates a path at several budgets and strengths of guidance, traces right answers, and draws the figures."""
+
+import itertools
+import json
+from argparse import Namespace
+from dataclasses import replace
+
+from l2d_jax.config.schema import Config
+from l2d_jax.data import tokenizer
+from l2d_jax.decoding.loaded_model import LoadedModel
+from l2d_jax.decoding.refinement.solver import AMPLE
+from l2d_jax.decoding.requests import Request, number_prompts
+from l2d_jax.decoding.trace import accuracy_by_time, check_grid, mean_evaluations
+from l2d_jax.distributed import processes
+from l2d_jax.errors import require
+from l2d_jax.evaluation.plan import TaskPlan, label_of, results_folder
+from l2d_jax.files import write_whole
+from l2d_jax.programs.evaluate import open_session
+from l2d_jax.programs.report import report_workdir
+from l2d_jax.reports.evaluation import WITHIN
+from l2d_jax.storage import mirror
+
+TRACED = 64  # right answers of each task whose diffusions are traced, evenly spaced over its problems
+
+
+def run(options: Namespace, config: Config | None) -> None:
+    """Evaluate, trace right answers, and report."""
+    loaded, plans, run_plan = open_session(options, config, used=("tolerance",))
+    require(loaded.model.path is not None, "a sweep is of a diffusion path, and this model has none: use evaluate")
+    largest = {plan.task.name: plan for plan in sorted(plans, key=lambda plan: plan.settings.budget)}
+    for plan in largest.values():
+        check_grid(plan.settings)
+    for plan in plans:
+        run_plan(plan)
+    for name, plan in largest.items():
+        found = _trace_answers(loaded, plan)
+        if processes.is_first():
+            file = results_folder(options) / name / WITHIN
+            write_whole(file, json.dumps(found, indent=2) + "\n")
+            mirror.publish(file)
+    if options.label is not None:
+        last = [plan for plan in plans if plan.settings.budget == plans[-1].settings.budget]
+        for strength, plan in itertools.product(options.strengths, last):
+            run_plan(plan._replace(settings=replace(plan.settings, guidance=strength)))
+    if processes.is_first():
+        report_workdir(options.workdir or options.out, {})
+
+
+def _trace_answers(loaded: LoadedModel, plan: TaskPlan) -> dict[str, object]:
+    """Accuracy by t within the diffusions of right answers, and the evaluations that an adaptive solver takes."""
+    assert loaded.tokenizer is not None
+    count = min(TRACED, len(plan.problems))
+    problems = [plan.problems[index * len(plan.problems) // count] for index in range(count)]
+    labels = [label_of(one.problem, plan.protocol) for one in problems]
+    prompts = number_prompts([one.ids for one in problems], labels=labels)
+    answers = tokenizer.text_ids([one.problem.answer for one in problems], loaded.tokenizer)
+    adaptive = replace(plan.settings, solver="fehlberg2", budget=AMPLE)
+    evaluations = mean_evaluations(loaded, Request(prompts, adaptive), answers)
+    found: dict[str, object] = {"solver": adaptive.solver, "tolerance": adaptive.tolerance, "evaluations": evaluations}
+    return found | accuracy_by_time(loaded, Request(prompts, plan.settings), answers)
