@@ -166,7 +166,7 @@ def _in_use(workdir: object, holder: dict[str, Any]) -> InputError:
 
 
 def _is_gone(holder: dict[str, Any]) -> bool:
-    """Whether a holder was a process of this host that has ended. (A restarted container reuses process numbers.)"""
+    """Whether a holder was a process of this host that has ended; restarted containers reuse process numbers."""
     if holder.get("host") != socket.gethostname():
         return False
     return holder["pid"] == os.getpid() or not os.path.exists(f"/proc/{holder['pid']}")
