@@ -1,4 +1,4 @@
-"""The exceptions that programs print as one line: for what a user can mend, and for what has stopped a run."""
+"""The exceptions that programs print as one line: for what a user can fix, and for what has stopped a run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

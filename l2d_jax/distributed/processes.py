@@ -159,7 +159,7 @@ def _give_up(cluster: Cluster, wait: int) -> None:
 def _last_words(line: str) -> None:
     """Let a child print a line if this process ends before `_say_fine`: no handler survives an abort or SIGKILL."""
     global _messenger
-    advice = "see the lines above and those of the other processes, mend what they say, and run the same command"
+    advice = "see the lines above and those of the other processes, fix what they report, and run the same command"
     goes_on = "on all workers again, which goes on from the newest checkpoint"
     command = ["/bin/sh", "-c", _AFTERWARDS, f"{line}: {advice} {goes_on}"]
     _messenger = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)

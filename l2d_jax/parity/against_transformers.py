@@ -190,4 +190,4 @@ def open_theirs(kind: Any, folder: Path, *, dtype: str = "float32", **options: A
     try:
         return kind.from_pretrained(folder, local_files_only=True, use_safetensors=True, dtype=dtype, **options).eval()
     except Exception as error:  # many kinds, for example for a config field that it reads and we do not
-        raise InputError(f"transformers cannot open {folder} ({first_line(error)}): mend its files") from error
+        raise InputError(f"transformers cannot open {folder} ({first_line(error)}): fix its files") from error

@@ -45,7 +45,7 @@ def trajectories(model: Model, a: Recording) -> Iterator[Check]:
     """Check all recorded ODEs with a fixed grid."""
     runs = a.meta.get("odes", {})
     for key in sorted({name.rsplit(".", 1)[0].removeprefix("ode.") for name in a if name.startswith("ode.")}):
-        require(key in runs, f"{a.file} has a run {key!r}, of which the meta.json beside it says nothing: add it there")
+        require(key in runs, f"{a.file} has a run {key!r}, which its meta.json does not describe: add it there")
         if runs[key].get("method") in METHODS:
             yield from trajectory(model, a, key, runs[key])
 

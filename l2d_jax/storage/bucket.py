@@ -37,7 +37,7 @@ class ChangedError(BucketError):
 def check_url(text: str) -> None:
     """Raise `InputError` for a malformed bucket URL, and for other kinds of URLs."""
     if "//" in text.removeprefix(SCHEME) or not _URL.fullmatch(text):
-        raise InputError(f"a folder in a bucket is gs://BUCKET/FOLDER, got {shown(text)}: mend it, or name a local one")
+        raise InputError(f"a folder in a bucket is gs://BUCKET/FOLDER, got {shown(text)}: fix it, or name a local one")
 
 
 @dataclass(frozen=True)

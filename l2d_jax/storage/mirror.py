@@ -79,7 +79,7 @@ def open_folder(name: AnyPath) -> Path:
         except FileNotFoundError:
             raise InputError(f"there is no bucket of the name in {url}: check it, or create the bucket") from None
         except RefusedError as error:
-            raise InputError(f"{url} cannot be read ({error.strerror}): mend that, or choose another folder") from None
+            raise InputError(f"{url} cannot be read ({error.strerror}): fix that, or choose another folder") from None
         except BucketError as error:
             raise RunError(f"{url} cannot be reached ({error.strerror}): give the same command again later") from None
         _mirrors[url] = mirror
