@@ -116,7 +116,7 @@ def take_turns(function: Callable[[], Any]) -> Any:
 
 
 def leave(status: int, *, together: bool) -> None:
-    """End this process, one of several: immediately, unless all end `together`. Otherwise it must not wait for any."""
+    """End this process, one of several. If all end `together`, wait for the others; otherwise end immediately."""
     if not jax.distributed.is_initialized() or _messenger is None:
         return
     if together:
