@@ -79,7 +79,7 @@ def _check_asked(options: Namespace) -> None:
     for name, remedy in INSTEAD.items():
         require(name not in overrides, f"--config.decode.{name} changes nothing here: {remedy}")
     fixed = [solver for solver in options.solvers if solver not in ADAPTIVE_SOLVERS]
-    rule = f"--config.decode.tolerance is of adaptive solvers ({', '.join(ADAPTIVE_SOLVERS)})"
+    rule = f"--config.decode.tolerance is for adaptive solvers ({', '.join(ADAPTIVE_SOLVERS)})"
     require("tolerance" not in overrides or fixed != options.solvers, f"{rule}: name one, or leave it out")
     rule = "an adaptive solver spends what its tolerance asks for, whatever the --budgets"
     require(fixed != [] or options.budgets is None, f"{rule}: leave them out, or name a solver with fixed steps")

@@ -230,7 +230,7 @@ class Run:
         self._checkpoints.close()
         self._metrics.close()
         if failed:
-            remedy = "mend what is wrong and give the same command again, which goes on from the newest good one"
+            remedy = "fix what is wrong and give the same command again, which goes on from the newest good one"
             raise RunError(f"the last checkpoint, of step {failed[-1]}, could not be saved: {remedy}")
 
     def export(self) -> None:

@@ -90,7 +90,7 @@ def test_a_study(run, tmp_path, monkeypatch):
         (["a=x"], ["--beams", 2], "--beams belong to free answers"),
         (["a=x"], ["--solvers", "bosh3"], "whatever the --budgets: leave them out"),
         (["a=x"], ["--solvers", "bosh3", "euler", "--answers", 2], "name another solver before bosh3"),
-        (["a=x"], ["--solvers", "euler", "--config.decode.tolerance=0.1"], "is of adaptive solvers"),
+        (["a=x"], ["--solvers", "euler", "--config.decode.tolerance=0.1"], "is for adaptive solvers"),
     ],
 )
 def test_bad_input_is_one_line(run, tmp_path, models, arguments, line):
