@@ -5,9 +5,9 @@
     model.generate("What is 12 * 4?", budget=15)
 
 `load` opens a workdir of training, a model folder or a plain language model, and returns a `LoadedModel` with
-`generate`, `stream` and `score`. Bad input raises `InputError`, a run that cannot go on `RunError`. These names are
-imported when they are first used: `import l2d_jax` alone imports neither JAX nor anything else that is large. The
-programs are listed by `l2d --help`, or `python -m l2d_jax`.
+`generate`, `stream`, `score` and `trace`. Bad input raises `InputError`, and a run that cannot go on raises `RunError`.
+These names are imported when they are first used: `import l2d_jax` alone imports neither JAX nor another large library.
+`l2d --help`, or `python -m l2d_jax`, lists the programs.
 """
 
 import importlib

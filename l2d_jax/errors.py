@@ -9,7 +9,10 @@ LONGEST_SHOWN = 80  # characters of a value in it
 
 
 class InputError(ValueError):
-    """Bad input: exit status 2. The message is one line: the rule, the offending value and the remedy."""
+    """Raised for input that the user can correct. The message is one line: the rule, the value and the remedy.
+
+    It is a `ValueError`. A program that ends with it has exit status 2.
+    """
 
     def __init__(self, message: str) -> None:
         """Of a message that is too long, the ends are kept."""
@@ -21,7 +24,10 @@ class SharedError(InputError):
 
 
 class RunError(RuntimeError):
-    """A run had to stop, or has lost something: exit status 1. The message is one line, like that of `InputError`."""
+    """Raised when a run cannot go on, or when something was lost. The message is one line.
+
+    It is a `RuntimeError`. A program that ends with it has exit status 1.
+    """
 
     def __init__(self, message: str) -> None:
         """Of a message that is too long, the ends are kept."""

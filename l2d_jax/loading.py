@@ -100,20 +100,29 @@ def load(
     tokenizer: str | None = None,
     chat_template: str | None = None,
 ) -> LoadedModel:
-    """Open a workdir of training, a model folder, or a plain language model.
+    """Open a workdir of training, a model folder, or a language model without a path.
+
+        model = l2d_jax.load("runs/quickstart")  # a workdir
+        model = l2d_jax.load("HuggingFaceTB/SmolLM2-135M-Instruct")  # a plain language model
 
     Args:
-      folder: the workdir or model folder, or a plain model, whose budget is 1: a Hugging Face folder, a hub id, a GGUF
-        file or a folder with a LoRA adapter.
-      mesh: the devices to use; None: all, divided for decoding so many `rows`.
-      dtype: "float32", "bfloat16" or "int8", of weights and products; None: as trained, and bfloat16 for plain models.
-      step: the checkpoint of a workdir, which `newest_step` has found good; None: the newest good one.
-      rows: sequences that are decoded at a time.
-      tokenizer: a folder or hub id with another tokenizer; None: the model's.
-      chat_template: a .jinja file, or a folder or hub id with a chat template; None: the tokenizer's.
+      folder: a workdir or a model folder, local or in a bucket (`gs://`); the hub id of a published path; or a plain
+        language model, which decodes with a budget of 1: a Hugging Face folder, a hub id, a GGUF file, or a folder with
+        a LoRA adapter.
+      mesh: the devices to use; None: all devices, divided for decoding `rows` sequences.
+      dtype: type of weights and products, "float32", "bfloat16" or "int8"; None: the type used in training, or bfloat16
+        for a plain language model.
+      step: the checkpoint of a workdir to open; None: the newest one that is complete.
+      rows: number of sequences that are decoded at a time.
+      tokenizer: folder or hub id of another tokenizer; None: the tokenizer of the model.
+      chat_template: a .jinja file, or a folder or hub id with another chat template; None: that of the tokenizer.
+
+    Returns:
+      The model with its tokenizer, ready for `generate`, `stream`, `score` and `trace`.
 
     Raises:
-      InputError: for files that are missing, malformed or do not fit each other, and weights that exceed the memory.
+      InputError: if a file is missing or malformed, if files do not fit each other, or if the weights exceed the
+        memory of the devices.
     """
     found = find(folder, dtype=dtype, tokenizer=tokenizer, chat_template=chat_template)
     if mesh is None:

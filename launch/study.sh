@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The study of docs/study.md: what LoRA, full finetuning and diffusion paths make of SmolLM2-135M-Instruct, and what an answer costs.
+# The study of docs/study.md: SmolLM2-135M-Instruct with LoRA, full finetuning and diffusion paths, and what an answer costs.
 #
 #   bash launch/study.sh [--base FOLDER_OR_HUB_ID_OR_GGUF] [--out DIR] [--steps N] [--answers N] [--examples N]
 #                        [--rates "X ..."] [--seeds N] [--methods "NAME ..."] [--samples "N ..."] [--beams "N ..."]

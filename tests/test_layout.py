@@ -112,5 +112,6 @@ def test_only_the_projects_own_files_are_kept():
     assert {name for name in top if not name.startswith(".")} == folders | pages | {
         "requirements.txt",
         "pyproject.toml",
+        "mkdocs.yml",
     }
     assert {file.name for file in files if file.is_file() and file.stat().st_size > 512 * 1024} == set()

@@ -24,13 +24,15 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which language model is the frozen main path."""
+    """The language model. A path leaves its weights as they are."""
 
-    name: str = ""  # folder of a model or adapter, hub id or GGUF file; "random": weights drawn for `architecture`
-    tokenizer: str | None = None  # folder or hub id of another tokenizer; None: the model's
-    chat_template: str | None = None  # a .jinja file, or a folder or hub id with a chat template; None: the tokenizer's
-    architecture: Mapping[str, Any] | None = None  # keys of HF's config.json; None: read beside the weights
-    dtype: Literal["bfloat16", "float32", "int8"] = "bfloat16"  # of weights and products; int8: products in bfloat16
+    name: str = ""  # folder of a model or adapter, hub id or GGUF file; "random": random weights for `architecture`
+    tokenizer: str | None = None  # folder or hub id of another tokenizer; None: the tokenizer of the model
+    # .jinja file, or folder or hub id with a chat template; None: that of the tokenizer
+    chat_template: str | None = None
+    architecture: Mapping[str, Any] | None = None  # keys of a Hugging Face config.json; None: read from the model
+    # type of weights and products; "int8": int8 weights, bfloat16 products
+    dtype: Literal["bfloat16", "float32", "int8"] = "bfloat16"
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="config.model")
@@ -45,16 +47,19 @@ class PathConfig:
 
     width: ranges.Width = 256  # width d̄ of the diffusion token
     translation_width: ranges.Width = 256  # hidden width of the MLP that maps a diffusion token to the model width
-    frequency_width: ranges.Width = 256  # number of cosine and sine features of t
-    time_scale: ranges.Scale = 1.0  # what t is multiplied by before them; about 100 tells the steps of a working apart
-    condition_width: ranges.Width = 256  # width of the time and class embedding
+    frequency_width: ranges.Width = 256  # number of cosine and sine features of t; it is even
+    time_scale: ranges.Scale = 1.0  # factor of t in these features; about 100 separates the steps of a working
+    condition_width: ranges.Width = 256  # width of the embedding of time and class
     sigma: ranges.Scale = 64.0  # standard deviation of the noise x_0
-    start: Literal["released", "anchored"] = "released"  # what an untrained path is: nothing, or the LM itself
-    reader: Literal["lm", "path"] = "lm"  # who reads the context: the frozen LM, or the LM with the path's own layers
-    layers: Literal["lora", "dense"] = "lora"  # low-rank updates of the LM's own layers, or full copies of them
-    dense_init: Literal["lm", "scratch"] = "lm"  # initial values of full copies: the LM's weights, or random
-    lora_rank: ranges.Width = 32
-    lora_alpha: ranges.Scale = 32.0  # the update is scaled by alpha / rank
+    # what an untrained path computes: no correction, or the same as the LM
+    start: Literal["released", "anchored"] = "released"
+    # model that reads the context: the frozen LM, or the LM with the layers of the path
+    reader: Literal["lm", "path"] = "lm"
+    # low-rank updates of the layers of the LM, or full copies of these layers
+    layers: Literal["lora", "dense"] = "lora"
+    dense_init: Literal["lm", "scratch"] = "lm"  # initial values of full copies: the weights of the LM, or random
+    lora_rank: ranges.Width = 32  # rank of the low-rank updates
+    lora_alpha: ranges.Scale = 32.0  # low-rank updates are scaled by lora_alpha / lora_rank
     classes: ranges.Classes = 0  # number of classes for classifier-free guidance; 0: no class embedding
     class_dropout: ranges.Dropout = 0.2  # probability, per position, of training on the null class
 
@@ -65,11 +70,11 @@ class PathConfig:
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank updates of the LM's own weights, where `config.train.method` is "lora" (Hu et al. 2021)."""
+    """Low-rank updates of the weights of the LM, for `config.train.method="lora"` (Hu et al. 2021)."""
 
-    rank: ranges.Width = 32
-    alpha: ranges.Scale = 64.0  # the update is scaled by alpha / rank
-    modules: tuple[str, ...] = ("q_proj", "v_proj")  # which of `PROJECTIONS` are updated
+    rank: ranges.Width = 32  # rank of the updates
+    alpha: ranges.Scale = 64.0  # updates are scaled by alpha / rank
+    modules: tuple[str, ...] = ("q_proj", "v_proj")  # projections to update, by the names that PEFT uses
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="config.lora")
@@ -82,23 +87,24 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where conversations come from, and the fixed shape of their batches."""
+    """Which conversations are read, and the fixed shape of their batches."""
 
-    source: str = "smoltalk"  # "problems" (built in), "smoltalk", a data set's hub name, or a folder or file of rows
-    subsets: tuple[str, ...] = ()  # hub configurations, or folders, to join; (): the source's default
-    weights: tuple[ranges.Scale, ...] | None = None  # of the subsets' rows in training; None: as many as each has
-    data_dir: str | None = None  # read <data_dir>/<source>/<split>.jsonl or another file instead of the hub
-    prepared: str | None = None  # folder of l2d_jax.prepare, read in place of the source; None: tokenise the source
-    train_split: str = "train"
-    validation_split: str = "test"
-    held_out: ranges.Share = 0.05  # of the rows, for validation, where a source has its training split alone; 0: none
-    train_examples: ranges.Count | None = None  # number of training examples at most; None: all
-    validation_examples: ranges.Count | None = 256  # number of held-out examples at most; None: all
+    source: str = "smoltalk"  # "problems" (built in), "smoltalk", hub id of a data set, or folder or file of rows
+    subsets: tuple[str, ...] = ()  # hub configurations, or folders, to join; (): the default of the source
+    # share of each subset among the training rows, up to a factor; None: as many as each has
+    weights: tuple[ranges.Scale, ...] | None = None
+    data_dir: str | None = None  # folder with `<source>/<split>.jsonl` (or another format), read instead of the hub
+    prepared: str | None = None  # folder written by `l2d prepare`, to read instead of the source; None: the source
+    train_split: str = "train"  # name of the training split
+    validation_split: str = "test"  # name of the validation split
+    held_out: ranges.Share = 0.05  # share of rows to hold out if the source has only a training split; 0: none
+    train_examples: ranges.Count | None = None  # largest number of training examples; None: all
+    validation_examples: ranges.Count | None = 256  # largest number of held-out examples; None: all
     max_length: ranges.Length = 2048  # tokens of context and answer; longer examples are dropped and counted
     answer_length: ranges.Tokens | None = None  # positions per row that carry a loss; None: max_length
-    working: ranges.Steps = 0  # steps of the column `working`, each the target of an evaluation; 0: only the answer is
-    empty_thoughts: bool = False  # close the thought that a prompt opens (R1's do) before an answer that has none
-    packing: bool = False  # let several training examples share a row; False: one example per row, as in the paper
+    working: ranges.Steps = 0  # steps in the column `working`, one target per evaluation; 0: the answer is the target
+    empty_thoughts: bool = False  # close the thought that a prompt opens, as R1's do, if the answer has no thought
+    packing: bool = False  # put several training examples in a row; False: one example per row, as in the paper
     seed: ranges.Seed = 0  # seed of the order of the examples
 
     def __post_init__(self) -> None:
@@ -111,16 +117,16 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW with a linear warmup and a linear decay."""
+    """AdamW with a linear warmup and a linear decay of the learning rate."""
 
     peak_rate: ranges.PeakRate = 1e-4  # learning rate after the warmup
-    final_rate: ranges.FinalRate = 1e-6  # learning rate at the end
-    warmup_steps: ranges.CountOrZero = 100  # optimizer steps
-    beta1: ranges.Average = 0.9
-    beta2: ranges.Average = 0.95
-    epsilon: ranges.Epsilon = 1e-8
-    weight_decay: ranges.WeightDecay = 0.01  # of matrices; biases and norms are not decayed
-    clip_norm: ranges.Norm = 1.0  # largest norm of the whole gradient
+    final_rate: ranges.FinalRate = 1e-6  # learning rate at the last step
+    warmup_steps: ranges.CountOrZero = 100  # optimizer steps of the warmup
+    beta1: ranges.Average = 0.9  # decay rate of the mean of gradients
+    beta2: ranges.Average = 0.95  # decay rate of the mean of squared gradients
+    epsilon: ranges.Epsilon = 1e-8  # term that Adam adds to the root of the mean of squared gradients
+    weight_decay: ranges.WeightDecay = 0.01  # decay of matrices; biases and norms are not decayed
+    clip_norm: ranges.Norm = 1.0  # largest norm of the whole gradient; a larger gradient is scaled down
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="config.optim")
@@ -130,25 +136,31 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """What is trained, on how much, and how often it is saved and measured."""
+    """What is trained, for how long, and how often it is saved and measured."""
 
-    method: Literal["l2d", "lora", "full"] = "l2d"  # what is trained: a path, updates of the LM's layers, or the LM
+    # what to train: a path, updates of the layers of the LM, or all weights of the LM
+    method: Literal["l2d", "lora", "full"] = "l2d"
     batch_size: ranges.Rows = 32  # rows per step, over all devices; a row is one example, or several if packed
-    accumulation: ranges.Rows | Literal["auto"] = "auto"  # micro-batches of a step, whose gradients are averaged
-    own_estimates: ranges.Share = 0.0  # of a row's positions: x_t shows the path's first estimate, not the true token
-    draws_per_context: ranges.Draws = 1  # pairs of time and noise per position, all of which share one frozen pass
-    time_density: Literal["uniform", "cosmap"] = "uniform"  # density of t
+    # micro-batches per step, whose gradients are averaged; "auto": as few as memory allows
+    accumulation: ranges.Rows | Literal["auto"] = "auto"
+    # share of positions where x_t shows the first estimate of the path, not the true token
+    own_estimates: ranges.Share = 0.0
+    draws_per_context: ranges.Draws = 1  # pairs of time and noise per position, which share one frozen pass
+    time_density: Literal["uniform", "cosmap"] = "uniform"  # density that t is sampled from
     epochs: ranges.Epochs = 1.0  # passes over the training examples
-    steps: ranges.Count | None = None  # optimizer steps, instead of `epochs`
-    reduction: Literal["example", "token"] = "example"  # mean over examples of token means, or one mean over tokens
+    steps: ranges.Count | None = None  # optimizer steps; None: what `epochs` takes
+    # mean over examples of their token means, or one mean over all tokens
+    reduction: Literal["example", "token"] = "example"
     loss_chunk: ranges.Tokens = 1024  # positions whose logits each device holds at a time
-    remat: Literal["auto", "none", "products", "full"] = "auto"  # recompute: nothing, all but products, all
-    checkpoint_every: ranges.Count = 500  # optimizer steps
-    checkpoint_minutes: ranges.Minutes = 0.0  # a save that is due sooner after the last one is left out
-    keep: ranges.Count = 3  # number of newest checkpoints that are kept
-    validate_every: ranges.CountOrZero = 500  # optimizer steps; 0: only at the end
-    log_every: ranges.Count = 10  # optimizer steps
-    max_skipped: ranges.Count = 10  # consecutive updates skipped for a value that is not finite, which end the run
+    # what the backward pass recomputes: nothing, all but matrix products, or all; "auto": as little as memory allows
+    remat: Literal["auto", "none", "products", "full"] = "auto"
+    checkpoint_every: ranges.Count = 500  # optimizer steps between checkpoints
+    checkpoint_minutes: ranges.Minutes = 0.0  # least time between two checkpoints; a save that is due sooner is skipped
+    keep: ranges.Count = 3  # number of newest checkpoints to keep
+    validate_every: ranges.CountOrZero = 500  # optimizer steps between validations; 0: only at the start and the end
+    log_every: ranges.Count = 10  # optimizer steps between records of metrics
+    # the run ends after this many updates in a row were skipped because a value was not finite
+    max_skipped: ranges.Count = 10
     seed: ranges.Seed = 0  # seed of the initial values and the noise
 
     def __post_init__(self) -> None:
@@ -164,22 +176,24 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """How the diffusion token is integrated and how the next token is drawn (paper section 3.3)."""
+    """How the diffusion token is integrated, and how the next token is drawn (paper section 3.3)."""
 
-    solver: SolverName = "midpoint"
-    budget: ranges.Budget = 15  # evaluations of the path per token, the final one included; adaptive solvers: at most
-    tolerance: ranges.Tolerance = 3e-4  # relative and absolute error of an adaptive solver's steps
-    velocity: Literal["sample", "expectation"] = "sample"  # x̂: the vector of a sampled token, or the mean over tokens
-    velocity_temperature: ranges.Temperature = 0.0  # temperature of that token or mean; 0: arg max
-    anneal: bool = False  # let that temperature fall linearly to 0 as t goes to 1
+    solver: SolverName = "midpoint"  # method that integrates the ODE
+    budget: ranges.Budget = 15  # evaluations of the path per token, including the final one; adaptive solvers: at most
+    tolerance: ranges.Tolerance = 3e-4  # relative and absolute error of the steps of an adaptive solver
+    # estimate x̂: the vector of a sampled token, or the mean over all tokens
+    velocity: Literal["sample", "expectation"] = "sample"
+    velocity_temperature: ranges.Temperature = 0.0  # temperature of the estimate; 0: arg max
+    anneal: bool = False  # let the temperature of the estimate fall linearly to 0 as t goes to 1
     guidance: ranges.Strength = 1.0  # strength w_g of a class label; 1: the class alone, 0: the null class
-    temperature: ranges.Temperature = 0.0  # temperature of the answer's tokens; 0: arg max
+    temperature: ranges.Temperature = 0.0  # temperature of the tokens of the answer; 0: arg max
     top_k: ranges.CountOrZero = 0  # number of likeliest tokens to sample from; 0: all
     top_p: ranges.TopP = 1.0  # sample from the likeliest tokens that together reach this probability
-    draws: ranges.Draws = 1  # noise samples per token, whose mean distribution gives the answer
+    draws: ranges.Draws = 1  # noise samples per token; their mean distribution gives the answer
     gate: ranges.Nats = 0.0  # skip the ODE where the entropy of the LM alone is below this, in nats; 0: never
-    parallel: Literal["auto", "on", "off"] = "auto"  # evaluations side by side: where it is faster, wherever it can be
-    max_new_tokens: ranges.Tokens = 256
+    # evaluations side by side: if that is faster, whenever possible, or never
+    parallel: Literal["auto", "on", "off"] = "auto"
+    max_new_tokens: ranges.Tokens = 256  # largest number of tokens in an answer
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="config.decode")
@@ -189,12 +203,13 @@ class DecodeConfig:
 class ValidationConfig:
     """What is measured on held-out answers, during and after training."""
 
-    batch_size: ranges.Rows = 8  # examples
+    batch_size: ranges.Rows = 8  # examples at a time
     time_bins: ranges.Bins = 10  # equal bins of t for the loss
-    budgets: tuple[ranges.Budget, ...] = (1, 15)  # accuracy is measured at these budgets
-    exact_examples: ranges.CountOrZero = 0  # held-out ones, x or ending in "#### x", to answer at each budget; 0: none
-    exact_samples: ranges.CountOrZero = 0  # answers to each of them that are sampled at temperature 1 too; 0: none
-    exact_batch_size: ranges.Rows = 64  # of these answers
+    budgets: tuple[ranges.Budget, ...] = (1, 15)  # budgets at which accuracy is measured
+    # held-out problems to answer at each budget, whose solutions are x or end in "#### x"; 0: none
+    exact_examples: ranges.CountOrZero = 0
+    exact_samples: ranges.CountOrZero = 0  # answers to each of these that are also sampled at temperature 1; 0: none
+    exact_batch_size: ranges.Rows = 64  # answers decoded at a time
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="config.validation")
@@ -202,13 +217,13 @@ class ValidationConfig:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Devices per mesh axis; one axis may be -1, and takes the devices that the others leave; so does "auto"."""
+    """Devices per mesh axis. One axis may be -1 or "auto": it takes the devices that the other axes leave."""
 
     data: ranges.MeshSize = 1  # copies of the weights
     fsdp: ranges.MeshSize | Literal["auto"] = "auto"  # shards of the weights; the batch is split over data x fsdp
-    tensor: ranges.MeshSize = 1  # shards of heads and hidden units
-    context: ranges.MeshSize = 1  # shards of each sequence's tokens, for long ones
-    stationary: ranges.MeshSize = 1  # for decoding: shards of the weights, for whose products rows are gathered
+    tensor: ranges.MeshSize = 1  # shards of attention heads and hidden units
+    context: ranges.MeshSize = 1  # shards of the tokens of each sequence, for long sequences
+    stationary: ranges.MeshSize = 1  # for decoding: shards of weights that stay in place; rows are gathered instead
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="config.mesh")
@@ -219,9 +234,9 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """Which steps of a run are traced for TensorBoard; training does not depend on it."""
+    """Which steps of a run are traced for TensorBoard. Training does not depend on it."""
 
-    steps: str | None = None  # "10:13": optimizer steps 10, 11 and 12, like a slice of Python; never 1, which compiles
+    steps: str | None = None  # "10:13": optimizer steps 10, 11 and 12, like a Python slice; never 1, which compiles
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="config.profile")
@@ -232,9 +247,9 @@ class ProfileConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """Where figures go besides `metrics.jsonl` and TensorBoard; training does not depend on it."""
+    """Where metrics go besides `metrics.jsonl` and TensorBoard. Training does not depend on it."""
 
-    wandb: str | None = None  # a project of Weights & Biases
+    wandb: str | None = None  # project of Weights & Biases; None: no logging there
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="config.log")

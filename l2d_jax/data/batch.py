@@ -1,4 +1,4 @@
-"""Batches of tokenised examples in one fixed shape, with one example per row or several packed into it."""
+"""Batches of tokenised examples in a fixed shape, with one example per row, or several packed into a row."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -13,19 +13,19 @@ from l2d_jax.config.schema import Config, DataConfig
 
 
 class Batch(NamedTuple):
-    """Examples in one fixed shape: T tokens of context and answer, M positions that predict the answer."""
+    """Examples in a fixed shape: T tokens of context and answer, M positions that predict the answer."""
 
-    tokens: Int[Array, "B T"]  # context and answer without its last token, padded on the right
+    tokens: Int[Array, "B T"]  # context, and answer without its last token, padded on the right
     queries: Int[Array, "B M"] | None  # index of the token whose successor is predicted; None: every token
     targets: Int[Array, "B M"]  # the token that is predicted
     weights: Float[Array, "B M"]  # 1 for an answer token, 0 for padding
     classes: Int[Array, " B"] | Int[Array, "B M"]  # class for guidance, per query if packed; 0 without classes
     segments: Int[Array, "B T"] | None = None  # number of each token's example, from 1; 0: padding; None: not packed
-    working: Int[Array, "B M S"] | None = None  # what the target is after each step of its working; None: it has none
+    working: Int[Array, "B M S"] | None = None  # the target after each worked step; None: no worked steps
 
     @property
     def query_segments(self) -> Int[Array, "*A B M"] | None:
-        """The number of each query's example in packed rows, else None."""
+        """The number of each query's example, if rows are packed; else None."""
         if self.segments is None:
             return None
         if self.queries is None:
@@ -33,7 +33,7 @@ class Batch(NamedTuple):
         return jnp.take_along_axis(self.segments, self.queries, axis=-1)
 
     def repeat(self, count: int) -> "Batch":
-        """Repeat each query `count` times with its weight divided among the copies, which stand side by side."""
+        """Repeat each query `count` times, next to each other, and divide its weight among the copies."""
         copy = partial(jnp.repeat, repeats=count, axis=1)
         parts = (self.queries, self.targets, self.weights, self.working)
         queries, targets, weights, working = jax.tree.map(copy, parts)
@@ -42,11 +42,11 @@ class Batch(NamedTuple):
 
 
 def stack(rows: Sequence[Sequence[Mapping[str, Any]]], config: DataConfig, *, padding: int) -> Batch:
-    """Build a batch of NumPy arrays from rows of examples, one at most without `config.packing`; all must fit.
+    """Build a batch of NumPy arrays from rows of examples. All must fit; without packing, a row has one at most.
 
-    An example has its `tokens`, `context` (the number of tokens before the answer) and `class`, and with
-    `config.working` the tokens of the answer after each step of its `working`, one step behind the other. Of more steps
-    than that, evenly spaced ones are taken; fewer are followed by the answer.
+    An example has `tokens`, `context` (the number of tokens before the answer) and `class`. With `config.working` it
+    also has `working`: the tokens of the answer after each worked step, one step after the other. If there are more
+    steps than `config.working`, evenly spaced ones are taken; if there are fewer, the answer fills the rest.
     """
     length, width, is_packed = config.max_length, config.answer_length or config.max_length, config.packing
     full: Any = np.full
@@ -95,7 +95,7 @@ def count_text(batch: Batch) -> int:
 
 
 def random_batch(config: Config, vocab_size: int) -> Batch:
-    """A batch of full rows of random tokens in the config's shape, for measuring."""
+    """A batch of full rows of random tokens in the config's shape, for benchmarks."""
     length, width = config.data.max_length, config.data.answer_length or config.data.max_length
     tokens = np.random.default_rng(0).integers(vocab_size, size=(config.train.batch_size, length + 1), dtype=np.int32)
     rows = [[{"tokens": row, "context": length - width + 1, "class": 0, "working": ()}] for row in tokens]

@@ -1,8 +1,8 @@
-"""Generates pairs of letters to be followed, `B F`, `F K`, ...: from one letter to the next, 14 times.
+"""Generates chains of letters: pairs such as `B F`, `F K` must be followed from letter to letter, 14 times.
 
-The letters are a circle in random order, so that no part of it says where the last hop ends. The answer is a letter,
-and so is what each hop finds on the way to it, which the column `working` has. A language model that answers at once
-has one pass for all hops, a diffusion path has an evaluation for each (`config.data.working`).
+The letters form a circle in random order, so no part of it reveals where the last hop ends. The answer is a letter. The
+column `working` has the letter that each hop reaches. A language model that answers directly has one pass for all hops;
+a diffusion path has an evaluation for each hop (`config.data.working`).
 """
 
 from random import Random
@@ -12,12 +12,12 @@ from typing import Any
 from l2d_jax.data.word_problems import check_split, split_of
 
 LETTERS = ascii_uppercase[:20]
-HOPS = 14  # what a budget of 15 spends, after the evaluation that reads the first letter
+HOPS = 14  # a budget of 15: one evaluation for the first letter, and one for each hop
 INSTRUCTION = f"Go from letter to letter, {HOPS} times."
 
 
 def chain_rows(count: int, *, seed: int = 0, split: str = "train") -> list[dict[str, Any]]:
-    """`count` chains of a split as rows of messages, with their working; `InputError` for an unknown split."""
+    """`count` chains of a split as rows of messages, with worked steps; raises `InputError` for an unknown split."""
     check_split(split)
     rows: list[dict[str, Any]] = []
     random = Random(f"{seed} {split}")

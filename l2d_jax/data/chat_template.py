@@ -1,6 +1,6 @@
-"""Renders chat templates as transformers does, within bounds (`template_bounds`), and the same every day.
+"""Renders chat templates as transformers does, within bounds (`template_bounds`), and with the same result every day.
 
-`strftime_now` knows `DATE` alone, and nothing is random.
+`strftime_now` always formats `DATE`, and nothing is random.
 """
 
 import datetime as dt
@@ -16,24 +16,24 @@ from jinja2.utils import Namespace
 
 from l2d_jax.data.template_bounds import BoundedEnvironment, render_bounded
 
-DATE = dt.datetime(2024, 7, 26)  # Llama 3's templates print a date; today's would change the data day by day
+DATE = dt.datetime(2024, 7, 26)  # Llama 3's templates print a date; today's date would change the data every day
 
 
 def render_template(template: str, variables: Mapping[str, Any]) -> str:
-    """The text of a template; raises whatever jinja and the template raise, and `OverflowError` beyond the bounds."""
+    """Render a template; raises whatever jinja and the template raise, and `OverflowError` beyond the bounds."""
     return render_bounded(_compile(template), variables)
 
 
 @lru_cache(maxsize=16)
 def names_in(template: str) -> frozenset[str]:
-    """The names that a template mentions, such as `messages` and `tools`; raises jinja's errors."""
+    """The variable names in a template, such as `messages` and `tools`; raises jinja's errors."""
     return frozenset(name.name for name in _environment().parse(template).find_all(nodes.Name))
 
 
 class _Generation(ext.Extension):
-    """The tag `{% generation %}`, which marks the assistant's part of a text, and writes nothing."""
+    """The tag `{% generation %}`, which marks the assistant's part of a text and writes nothing."""
 
-    tags = {"generation"}  # noqa: RUF012 (as jinja reads it)
+    tags = {"generation"}  # noqa: RUF012 (jinja's interface)
 
     def parse(self, parser: Parser) -> nodes.CallBlock:
         """Read the tag and its body."""
@@ -46,7 +46,7 @@ class _Generation(ext.Extension):
 
 
 class _Dict:
-    """`dict` of a template, whose class is not within reach."""
+    """`dict` for templates, which gives no access to the class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -57,7 +57,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """`namespace` of a template, without private names, and with a short text, whatever it holds."""
+    """`namespace` for templates: without private names, and with a short repr whatever it contains."""
 
     def __init__(self, /, *args: Any, **kwargs: Any) -> None:
         for name in dict(*args, **kwargs):
@@ -78,7 +78,7 @@ def _check_public(name: Any) -> None:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:  # noqa: FBT001, FBT002 (as transformers')
-    """As transformers has it: without escapes for HTML."""
+    """`tojson` as in transformers: without escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 

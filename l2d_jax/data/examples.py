@@ -1,6 +1,6 @@
-"""Turns conversations into batches of one fixed shape, in an order that is a pure function of the seed and the step.
+"""Turns conversations into batches of a fixed shape, in an order that is a pure function of seed and step.
 
-Conversations are tokenised once, and `datasets` caches the result, or a folder holds it (`prepared`). There is no
+Conversations are tokenised once; the result is in the cache of `datasets`, or in a folder (`prepared`). There is no
 iterator state: step k of any run, resumed or not and on any number of processes, reads the same examples.
 """
 
@@ -25,19 +25,19 @@ from l2d_jax.data.sources import most_examples, papers_count, read_parts
 from l2d_jax.data.turns import TOKENS, TokenisedSplit, tokenise_rows
 from l2d_jax.errors import InputError, require
 
-READING = ReadOptions(num_threads=4, prefetch_buffer_size=16)  # batches ahead of the one in use
+READING = ReadOptions(num_threads=4, prefetch_buffer_size=16)  # read ahead of the current batch
 
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """How many examples are used, and how many were left out for their length."""
+    """How many examples are used, and how many were dropped, and why."""
 
     kept: int
     too_long: int  # context and answer exceed config.data.max_length
     answer_too_long: int  # the answer exceeds config.data.answer_length
-    papers: int | None = None  # the number of these examples in the paper; None: the paper has none of them
-    silent: int = 0  # rows without an answer that is learnt
-    held_out: int = 0  # rows of the training split that validation has in place of a split
+    papers: int | None = None  # the paper's number of examples; None: the paper does not use this data
+    silent: int = 0  # rows without an answer to learn
+    held_out: int = 0  # rows of the training split that are held out for validation
 
     def __str__(self) -> str:
         found = f"{self.kept} ({self.too_long} too long and {self.answer_too_long} with too long an answer left out)"
@@ -50,13 +50,13 @@ class Counts:
 
 @dataclasses.dataclass(frozen=True)
 class Examples:
-    """The examples of one split, tokenised."""
+    """The tokenised examples of a split."""
 
     config: DataConfig
     counts: Counts
     turns: datasets.Dataset  # rows of `turns.FEATURES`, of any length
     kept: Int[np.ndarray, " n"]  # the rows of `turns` that are used
-    padding: int  # id of the token that fills the rows of a batch
+    padding: int  # id of the padding token
     source: TokenisedSplit
 
     @classmethod
@@ -69,10 +69,10 @@ class Examples:
         classes: int = 0,
         tokenise: Callable[..., datasets.Dataset] = tokenise_rows,
     ) -> "Examples":
-        """Read and `tokenise` a split, or read a folder of prepared data, and keep as many examples as the config says.
+        """Read and `tokenise` a split, or read a folder of prepared data; keep as many examples as the config sets.
 
-        They are spread evenly over the split. Raises `InputError`, also for a class not below `classes` (unless it is
-        0) and if no example fits the lengths of the config.
+        They are evenly spread over the split. Raises `InputError` for unreadable data, for a class that is not below
+        `classes` (unless this is 0), and if no example fits the lengths of the config.
         """
         tokenization.require_chat_template(tokenizer)
         name, limit = f"{config.source}/{split}", most_examples(config, split)
@@ -116,7 +116,7 @@ class Examples:
             yield ids[:context], ids[context:]
 
     def fingerprint(self) -> str:
-        """A hash of the tokens, answers and classes of all examples in their order."""
+        """A hash of the tokens, answers and classes of all examples, in order."""
         if self.source.fingerprint is not None:
             return self.source.fingerprint
         hashed = hashlib.sha256(self.kept.astype("<i8").tobytes())
@@ -128,7 +128,7 @@ class Examples:
 
     @cached_property
     def parts(self) -> list[Int[np.ndarray, " k"]]:
-        """The numbers of the examples of each subset that has a weight; of all examples if there are no weights."""
+        """The example numbers of each subset with a weight; without weights, one list of all examples."""
         if not self.config.weights:
             return [np.arange(len(self))]
         subset = np.searchsorted(self.source.ends, self.turns.data.column("row").to_numpy()[self.kept], side="right")
@@ -139,7 +139,7 @@ class Examples:
 
     @cached_property
     def plans(self) -> list[PackingPlan]:
-        """Which examples of each of `parts` share a row, if the config asks for packing."""
+        """For each of `parts`, which examples share a row, if the config enables packing."""
         if len(self.source.plans) == len(self.parts):
             return list(self.source.plans)
         length, answer_length = self.config.max_length, self.config.answer_length or self.config.max_length
@@ -148,11 +148,11 @@ class Examples:
 
     @property
     def rows(self) -> int:
-        """The number of rows of one epoch of training."""
+        """The number of rows in an epoch of training."""
         return sum(map(len, self.plans if self.config.packing else self.parts))
 
     def describe(self) -> str:
-        """A line with the number of examples and the padding of training rows."""
+        """The number of examples and the share of padding in training rows, as a line."""
         text = _lengths(self.turns)[0][self.kept].sum() / self.config.max_length
         padding, alone = (f"{100 * (1 - text / rows):.0f} %" for rows in (self.rows, len(self)))
         if not self.config.packing:
@@ -160,19 +160,19 @@ class Examples:
         return f"{self.counts}, packed into {self.rows} rows, {padding} padding instead of {alone}"
 
     def batches(self, batch_size: int, *, start_step: int = 0, rows: Sequence[int] | None = None) -> Iterator[Batch]:
-        """Endless batches after the first `start_step`, of `batch_size` rows, of which `rows` are read (None: all)."""
+        """Yield batches forever, after the first `start_step`; `rows`: which rows of each batch to read (None: all)."""
         return self._read(self._order(), batch_size, start_step, rows, config=self.config)
 
     def ids(self, batch_size: int, step: int) -> list[int]:
-        """The numbers of the split's rows (from 0) whose turns are in the batch of a step (from 1), in order."""
+        """The row numbers (from 0) in the split whose turns are in the batch of a step (from 1), in order."""
         order = self._order()
         used = [number for row in range((step - 1) * batch_size, step * batch_size) for number in order[row]]
         return [int(self.turns[int(self.kept[number])]["row"]) for number in used]
 
     def in_order(self, batch_size: int, *, rows: Sequence[int] | None = None) -> Iterator[Batch]:
-        """Every example once, in the order of the split, one per row; arguments as for `batches`.
+        """Yield every example once, in the order of the split, one per row; arguments as for `batches`.
 
-        Rows that the last batch lacks have weight 0. With packing, rows are only as long as the longest example needs.
+        Missing rows of the last batch have weight 0. With packing, rows are only as long as the longest example needs.
         """
         order = MapDataset.range(_round_up(len(self), batch_size))
         order = order.map(lambda index: [index] if index < len(self) else [])
@@ -185,14 +185,14 @@ class Examples:
         return self._read(order, batch_size, 0, rows, config=config)
 
     def _order(self) -> MapDataset:
-        """The numbers of the examples of each row, epoch after epoch; weights give each subset its own epochs."""
+        """The example numbers of each row, epoch after epoch; with weights, each subset has its own epochs."""
         orders = [self._order_of(number) for number in range(len(self.parts))]
         return MapDataset.mix(orders, self.config.weights) if self.config.weights else orders[0]
 
     def _order_of(self, number: int) -> MapDataset:
         part, seed = self.parts[number], self.config.seed
         rows = len(self.plans[number] if self.config.packing else part)
-        # Rows of two epochs are read where one ends.
+        # A batch at the end of an epoch has rows of two epochs.
         deal = lru_cache(maxsize=2)(lambda epoch: self.plans[number].deal(seed, epoch))
 
         def examples(index: int, row: int) -> list[int]:
@@ -203,7 +203,7 @@ class Examples:
     def _read(
         self, order: MapDataset, batch_size: int, start: int, local: Sequence[int] | None, *, config: DataConfig
     ) -> Iterator[Batch]:
-        """Batches of the rows whose examples `order` numbers, of the lengths of `config`."""
+        """Yield batches of rows; `order` gives the examples of each row, and `config` the lengths."""
         rows = range(batch_size) if local is None else local
 
         def read(step: int) -> Batch:
@@ -225,7 +225,7 @@ def _check_classes(rows: datasets.Dataset, classes: int, *, name: str) -> None:
     remedy = f"add a column 'class' with numbers from 0 to {classes - 1}, or set config.path.classes to 0"
     require("class" in rows.column_names, f"{rule}: {remedy}")
     if not str(getattr(rows.features["class"], "dtype", "")).startswith(("int", "uint")):
-        return  # `_turns` names the row
+        return  # `_turns` reports the row
     found = rows.select_columns(["class"]).unique("class")  # select first: `unique` would copy the texts too
     largest = max((label for label in found if isinstance(label, int)), default=0)
     problem = f"{name} has rows of class {largest}, but config.path.classes {classes} ends at {classes - 1}"
@@ -233,7 +233,7 @@ def _check_classes(rows: datasets.Dataset, classes: int, *, name: str) -> None:
 
 
 def _spread(length: int, count: int) -> Int[np.ndarray, " n"]:
-    """At most `count` of `length` indices, evenly spaced, so that joined subsets are all represented."""
+    """At most `count` of `length` indices, evenly spaced, so that all joined subsets are represented."""
     count = min(count, length)
     return np.arange(count) * length // count
 

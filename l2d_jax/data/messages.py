@@ -1,8 +1,8 @@
-"""Checks the messages of a conversation, of a row or a request, and writes them as chat templates expect them.
+"""Checks the messages of a conversation, from a row or a request, and converts them for chat templates.
 
 Contents are text. A list of parts, as OpenAI's clients send it, becomes the text of its parts. A message of the
-assistant that calls tools may have no content; the arguments of a call become an object where they are JSON text.
-Whatever else a message has, such as `name` or `tool_call_id`, goes to the template.
+assistant that calls tools may have no content. Arguments of a call that are JSON text become an object. All other
+fields of a message, such as `name` or `tool_call_id`, are passed to the template.
 """
 
 import contextlib
@@ -13,20 +13,20 @@ from typing import Any, TypeAlias
 from l2d_jax.errors import InputError, require, shown
 from l2d_jax.files import check_text
 
-Message: TypeAlias = Mapping[str, Any]  # "role" and "content", and what the chat template knows
+Message: TypeAlias = Mapping[str, Any]  # "role", "content", and other fields for the chat template
 
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # the names of the thought of an answer
-WEIGHT = "weight"  # of a message of the assistant, in OpenAI's format for finetuning: 0 for one that is not learnt
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # field names for the thought of an answer
+WEIGHT = "weight"  # field of an assistant message in OpenAI's finetuning format; 0: the message is not learnt
 
 
 def read_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages for a chat template, without weights; raises `InputError`."""
+    """Check messages and convert them for a chat template, without weights; raises `InputError`."""
     require(len(messages) > 0, "a conversation needs at least one message, got none: remove it")
     return [_read_message(message, number) for number, message in enumerate(messages)]
 
 
 def is_learnt(message: Message) -> bool:
-    """Whether a message of the assistant carries a loss; raises `InputError` for a weight that is neither 0 nor 1."""
+    """Whether an assistant message has a loss; raises `InputError` for a weight other than 0 or 1."""
     weight = message.get(WEIGHT)
     rule = "the 'weight' of a message is 0 or 1 (no loss on an answer, or learn it)"
     require(weight is None or (not isinstance(weight, bool) and weight in (0, 1)), f"{rule}, got {shown(weight)}")
@@ -36,7 +36,7 @@ def is_learnt(message: Message) -> bool:
 
 
 def read_tools(tools: Any) -> list[dict[str, Any]] | None:
-    """The JSON schemas of the tools of a conversation, or a JSON text of them; None for none; raises `InputError`."""
+    """Read the JSON schemas of tools, given as a list or as JSON text; None if there are none. Raises `InputError`."""
     rule = "'tools' must be a list of JSON schemas, or a JSON text of one"
     if isinstance(tools, str):
         try:
@@ -54,10 +54,10 @@ def _read_message(message: Any, number: int) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InputError(f"a message is an object with role and content, got {shown(message)}")
     is_learnt(message)
-    # transformers leaves out what is null, too: many templates would write "None".
+    # transformers also drops null values: many templates would write "None".
     read = {name: _plain(value, "a message") for name, value in message.items() if value is not None and name != WEIGHT}
     thoughts = [read[name] for name in THOUGHTS if name in read]
-    if thoughts:  # as transformers does, since templates read one name or another
+    if thoughts:  # as in transformers: templates read different names
         read = {"thinking": thoughts[0], **read, "reasoning_content": thoughts[0]}
     if isinstance(read.get("content"), list):
         read["content"] = _join(read["content"], number)
@@ -73,7 +73,7 @@ def _read_message(message: Any, number: int) -> dict[str, Any]:
 
 
 def _join(parts: list[Any], number: int) -> str:
-    """The text of the parts of a content."""
+    """Join the text parts of a content."""
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
         if not (kind == "text" and isinstance(part.get("text"), str)):
@@ -83,7 +83,7 @@ def _join(parts: list[Any], number: int) -> str:
 
 
 def _read_calls(calls: Any, number: int) -> list[dict[str, Any]]:
-    """Tool calls, each with the name of its function and an object of arguments."""
+    """Read tool calls: each has the name of a function and an object of arguments."""
     if not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise InputError(f"'tool_calls' must be a list of objects, got {shown(calls)} in message {number}")
     read = []
@@ -93,7 +93,7 @@ def _read_calls(calls: Any, number: int) -> list[dict[str, Any]]:
             raise InputError(f"a tool call needs a function with a name, got {shown(call)} in message {number}")
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
-            with contextlib.suppress(ValueError, RecursionError):  # which the check reports
+            with contextlib.suppress(ValueError, RecursionError):  # the check below reports it
                 arguments = json.loads(arguments) if arguments.strip() else {}
         if not isinstance(arguments, dict):
             rule = "the arguments of a tool call must be an object, or a JSON text of one"

@@ -1,7 +1,7 @@
-"""Plans which examples share a row from their lengths alone, so that any row of any epoch is known at once.
+"""Plans which examples share a row, from their lengths alone, so that any row of any epoch is known at once.
 
-grain packs a stream (`FirstFitPackIterDataset`): what a row holds depends on every row before it and on the number of
-processes. Here a batch is a function of the seed and the step. So the plan is made once from the sizes of all examples.
+grain packs a stream (`FirstFitPackIterDataset`): the content of a row depends on all rows before it and on the number
+of processes. Here a batch is a function of seed and step, so the plan is made once, from the sizes of all examples.
 """
 
 from dataclasses import dataclass
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
-LEVELS = 32  # steps in which free answer positions are compared; twice as many: 1 % fewer rows in twice the time
+LEVELS = 32  # resolution of free answer positions; doubling it saves 1 % of the rows and takes twice the time
 
 
 @dataclass(frozen=True)
 class PackingPlan:
-    """Rows of places, each for an example of a fixed size."""
+    """Rows of places; each place is for an example of a fixed size."""
 
-    order: Int[np.ndarray, " n"]  # indices of the examples from the largest down; those of one size are neighbours
-    sizes: Int[np.ndarray, " n"]  # an id of the size of each example in `order`
+    order: Int[np.ndarray, " n"]  # indices of examples, largest first; equal sizes are neighbours
+    sizes: Int[np.ndarray, " n"]  # id of the size of each example in `order`
     places: Int[np.ndarray, " n"]  # indices into `order`, row by row
     starts: Int[np.ndarray, " rows"]  # index in `places` at which each row begins
 
@@ -25,7 +25,7 @@ class PackingPlan:
         return len(self.starts)
 
     def deal(self, *seed: int) -> list[Int[np.ndarray, " k"]]:
-        """The examples of every row; the seed decides which example of a size takes which of its places."""
+        """The examples of every row; the seed decides which example takes which place of its size."""
         chance = np.random.default_rng(seed).random(len(self.order))
         dealt = self.order[np.lexsort((chance, self.sizes))]
         return np.split(dealt[self.places], self.starts[1:])
@@ -34,7 +34,7 @@ class PackingPlan:
 def pack(
     tokens: Int[np.ndarray, " n"], answers: Int[np.ndarray, " n"], *, length: int, answer_length: int
 ) -> PackingPlan:
-    """A plan with few rows; `length` and `answer_length` are of a row, `tokens` and `answers` of each example."""
+    """Make a plan with few rows of `length` and `answer_length`; `tokens` and `answers` are the examples' sizes."""
     order = np.lexsort((answers, tokens, -(tokens / length + answers / answer_length)))
     sizes = np.stack([tokens, answers], axis=1)[order]
     is_other = np.any(np.diff(sizes, axis=0, prepend=-1) != 0, axis=1)
@@ -45,10 +45,10 @@ def pack(
 
 
 def best_fit(sizes: list[list[int]], *, length: int, answer_length: int) -> list[int]:
-    """Assign each (tokens, answer positions) in order to a row that it nearly fills; returns the row of each.
+    """Assign each (tokens, answer positions), in order, to a row that it nearly fills; returns the row of each.
 
-    Rows are kept on stacks by their free tokens, and stacks on levels by free answer positions; the bits of one integer
-    per level tell which stacks are not empty. A million examples take seconds this way.
+    Rows are on stacks by their number of free tokens, and stacks on levels by free answer positions. The bits of an
+    integer per level say which stacks are not empty. This way, a million examples take seconds.
     """
     unit = -(-answer_length // LEVELS)
     levels = answer_length // unit + 1

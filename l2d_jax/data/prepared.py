@@ -1,8 +1,9 @@
-"""A folder of examples that are tokenised and packed once, which training reads in place of their source.
+"""Prepared data: a folder of examples that were tokenised and packed once, which training reads instead of the source.
 
-`shards/` has Arrow files of turns (`turns`), each of some rows of the source, and the plans of packing. A file is named
-by a hash of what determines it and one of its bytes: a preparation that was cut off keeps the shards that it finds, and
-a damaged file is known by its name. `manifest.json` is written last, and says what the examples are of.
+`shards/` has Arrow files of turns (`turns`), each from a block of rows of the source, and packing plans. The name of a
+file contains a hash of what determines it and a hash of its bytes. So an interrupted preparation keeps the shards that
+it finds, and a damaged file is detected by its name. `manifest.json` is written last, and says what the examples were
+made from.
 """
 
 import contextlib
@@ -35,8 +36,8 @@ from l2d_jax.errors import InputError, RunError, require, shown
 from l2d_jax.files import digest, identity, read_json, sync, write_whole
 from l2d_jax.storage import mirror
 
-FORMAT = 3  # a higher number refuses the folders of former versions: where rows become other tokens than before
-SHARD = 8192  # rows of the source
+FORMAT = 3  # raise it when rows become other tokens than before: folders of earlier versions are then refused
+SHARD = 8192  # source rows per shard
 MANIFEST, SHARDS = "manifest.json", "shards"
 OPTIONS = (
     "source",
@@ -50,14 +51,14 @@ AGAIN = "give the command of l2d_jax.prepare again, which completes and mends it
 
 
 def training_splits(config: Config) -> list[tuple[DataConfig, str]]:
-    """The data and splits that training reads; the last is of the problems that a validation answers freely."""
+    """The data and splits that training reads; the last one has the problems that validation answers freely."""
     data, count = config.data, config.validation.exact_examples
     splits = [(data, data.train_split), (data, data.validation_split)]
     return splits + ([(replace(data, validation_examples=count), data.validation_split)] if count else [])
 
 
 def read_prepared(config: DataConfig, split: str, tokenizer: PreTrainedTokenizerFast | None = None) -> TokenisedSplit:
-    """Open a split of the folder `config.prepared`; raises `InputError` for other bytes, options or tokenizer."""
+    """Open a split of the folder `config.prepared`; raises `InputError` if bytes, options or tokenizer differ."""
     folder = mirror.open_folder(str(config.prepared))
     entries, name = _read_manifest(folder, _subject(config, tokenizer))["splits"], _name(config, split)
     found = f"{folder} has the examples {', '.join(sorted(entries))}, not {name} (split and most examples)"
@@ -71,12 +72,12 @@ def read_prepared(config: DataConfig, split: str, tokenizer: PreTrainedTokenizer
 
 
 class Preparation:
-    """Fills a folder with the examples of a config; raises `InputError` for one that holds anything else."""
+    """Fills a folder with the examples of a config; raises `InputError` for a folder with anything else in it."""
 
     def __init__(self, folder: Path, config: DataConfig, tokenizer: PreTrainedTokenizerFast, *, processes: int) -> None:
         self._folder, self._of, self._processes = folder, _subject(config, tokenizer), processes
         self._splits: dict[str, dict[str, Any]] = {}
-        self._shards: list[Path] = []  # of the rows that were tokenised last
+        self._shards: list[Path] = []  # shards of the rows tokenised last
         (folder / SHARDS).mkdir(parents=True, exist_ok=True)
         others = {path.name for path in folder.iterdir()} - {MANIFEST, SHARDS}
         if others:
@@ -87,7 +88,7 @@ class Preparation:
     def tokenise(
         self, rows: datasets.Dataset, numbers: Int[np.ndarray, " n"], arguments: Mapping[str, Any]
     ) -> datasets.Dataset:
-        """What `tokenise_rows` returns, made in several processes; raises `RunError` if one of them is killed."""
+        """`tokenise_rows` in several processes; raises `RunError` if one of them is killed."""
         blocks = np.split(numbers, range(SHARD, len(numbers), SHARD))
         tasks = [(digest([self._of, rows._fingerprint, block.tolist()]), block) for block in blocks]
         work = partial(_write_shard, self._folder / SHARDS, rows, arguments)
@@ -105,7 +106,7 @@ class Preparation:
         return _join(self._shards)
 
     def add(self, config: DataConfig, split: str, made: TokenisedSplit) -> None:
-        """Enter the split whose rows were tokenised last."""
+        """Add the split whose rows were tokenised last to the manifest."""
         plans = []
         for plan in made.plans:
             file = self._folder / SHARDS / "plan.npz"
@@ -117,7 +118,7 @@ class Preparation:
         self._splits[_name(config, split)] = {**files, "about": about}
 
     def finish(self) -> int:
-        """Write the manifest, remove what it does not name, and return the number of bytes that are left."""
+        """Write the manifest, remove files that it does not name, and return the number of remaining bytes."""
         content = {"of": self._of, "splits": self._splits}
         write_whole(self._folder / MANIFEST, json.dumps({**content, "digest": digest(content)}, indent=1) + "\n")
         named = {file for entry in self._splits.values() for file in entry["shards"] + entry["plans"]}
@@ -128,7 +129,7 @@ class Preparation:
 
 
 def _write_shard(folder: Path, rows: datasets.Dataset, arguments: Mapping[str, Any], task: tuple[str, Any]) -> Path:
-    """Tokenise a block of rows into a file, unless it is there already; return that."""
+    """Tokenise a block of rows into a file, unless the file exists; returns its path."""
     name, block = task
     for file in filter(_is_intact, folder.glob(f"{name}-*")):
         return file
@@ -138,7 +139,7 @@ def _write_shard(folder: Path, rows: datasets.Dataset, arguments: Mapping[str, A
 
 
 def _keep(file: Path, name: str) -> Path:
-    """Put a complete file on the disk, with a name that ends with the hash of its bytes; return it."""
+    """Flush a complete file to the disk, under a name that ends with the hash of its bytes; returns its path."""
     sync(file)
     kept = file.with_name(f"{name}-{_hash_file(file, *identity(file))}{file.suffix}")
     file.replace(kept)
@@ -152,7 +153,7 @@ def _is_intact(file: Path) -> bool:
 
 @cache
 def _hash_file(file: Path, *_: int) -> str:
-    """The hash of a file, which the other arguments tell from its former content: each is read once."""
+    """The hash of a file, cached; the other arguments distinguish its present content from earlier ones."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, xxhash.xxh3_64).hexdigest()
 
@@ -162,7 +163,7 @@ def _join(shards: list[Path]) -> datasets.Dataset:
 
 
 def _begin_process() -> None:
-    """Prepare a process of a pool, which ends with its parent, and silently at Ctrl-C."""
+    """Set up a process of a pool: it ends with its parent, and silently at Ctrl-C."""
 
     def end_with_parent() -> None:
         if parent := multiprocessing.parent_process():
@@ -171,7 +172,7 @@ def _begin_process() -> None:
 
     threading.Thread(target=end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each process has a core of its own
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is one process per core
     datasets.disable_progress_bars()
 
 
@@ -180,7 +181,7 @@ def _name(config: DataConfig, split: str) -> str:
 
 
 def _subject(config: DataConfig, tokenizer: PreTrainedTokenizerFast | None) -> dict[str, Any]:
-    """What examples are of, as JSON holds it."""
+    """What determines the examples, as JSON values."""
     of: dict[str, Any] = {f"config.data.{name}": getattr(config, name) for name in OPTIONS}
     if tokenizer is not None:
         of["tokenizer"] = digest([tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template])
@@ -188,7 +189,7 @@ def _subject(config: DataConfig, tokenizer: PreTrainedTokenizerFast | None) -> d
 
 
 def _read_manifest(folder: Path, of: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest of a folder; raises `InputError` if it is missing, damaged, or of anything else than `of`."""
+    """Read the manifest of a folder; raises `InputError` if it is missing, damaged, or differs from `of`."""
     file = folder / MANIFEST
     if not file.is_file():
         raise InputError(f"{folder} has no {MANIFEST}: its preparation has not ended, or it is another folder: {AGAIN}")

@@ -1,7 +1,7 @@
-"""What columns a row may have, and the conversation that it is: messages, or the pairs of other formats.
+"""The formats of rows: which columns a row may have, and how it becomes a conversation.
 
-Of several formats whose columns a row has, the first of `FORMATS` counts. Texts of a pair become a message of the user
-and an answer; they go through the chat template, as a prompt does that is generated from.
+If a row has the columns of several formats, the first in `FORMATS` counts. A pair of texts becomes a message of the
+user and an answer, and goes through the chat template, just as a prompt does in generation.
 """
 
 import json
@@ -17,18 +17,18 @@ CALL = "function_call"  # in ShareGPT's rows, a tool call of the assistant, as J
 
 
 class Conversation(NamedTuple):
-    """What a row says."""
+    """The content of a row."""
 
     messages: Sequence[Message]
     tools: Any  # JSON schemas, or a JSON text of them; None: no tools
 
 
 def conversation_of(row: Mapping[str, Any]) -> Conversation:
-    """The conversation of a row; raises `InputError`."""
+    """Convert a row to a conversation; raises `InputError`."""
     for columns, read in FORMATS.items():
         if all(row.get(name) is not None for name in columns):
             return Conversation(read(row), row.get("tools"))
-    for columns in FORMATS:  # whose values are missing in this row
+    for columns in FORMATS:  # report the missing value
         if has_columns(row, columns):
             name = next(name for name in columns if row[name] is None)
             kind = "a list of messages" if len(columns) == 1 else "text"
@@ -37,12 +37,12 @@ def conversation_of(row: Mapping[str, Any]) -> Conversation:
 
 
 def has_columns(found: Collection[str], columns: Collection[str]) -> bool:
-    """Whether all these columns are among those found."""
+    """Whether all `columns` are in `found`."""
     return set(columns) <= set(found)
 
 
 def check_columns(found: Collection[str], name: str) -> None:
-    """Raise `InputError`, which says how to convert them, for rows that are of no format."""
+    """Raise `InputError`, which says how to convert rows, if they match no format."""
     known = ", ".join(" and ".join(columns) for columns in FORMATS)
     there = shorten(", ".join(sorted(found)), 35)
     rule = f"rows need {known}, but {shorten(name, 35)} has {there}"
@@ -64,13 +64,13 @@ def _pair(question: Any, answer: Any, row: Mapping[str, Any]) -> list[Message]:
 
 
 def _with_system(messages: list[Any], row: Mapping[str, Any]) -> list[Message]:
-    """The messages behind the text of the column `system`, if a row has one."""
+    """Put the text of the column `system`, if a row has one, before the messages."""
     text = row.get("system")
     return [{"role": "system", "content": text}, *messages] if text not in (None, "") else messages
 
 
 def _prompt_and_completion(row: Mapping[str, Any]) -> list[Message]:
-    """Text, or messages; only messages of the completion are learnt, as in TRL."""
+    """TRL's columns: texts or messages. Only messages of the completion are learnt, as in TRL."""
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         return _pair(prompt, completion, row)
@@ -82,7 +82,7 @@ def _prompt_and_completion(row: Mapping[str, Any]) -> list[Message]:
 
 
 def _instruction(row: Mapping[str, Any]) -> list[Message]:
-    """Alpaca's columns: the input, if there is one, follows the instruction behind an empty line."""
+    """Alpaca's columns: the input, if there is one, follows the instruction after an empty line."""
     instruction, given = row["instruction"], row.get("input")
     if isinstance(instruction, str) and isinstance(given, str) and given.strip():
         instruction = f"{instruction}\n\n{given}"
@@ -118,6 +118,6 @@ FORMATS: dict[tuple[str, ...], Callable[[Mapping[str, Any]], list[Message]]] = {
     ("instruction", "output"): _instruction,
     ("question", "answer"): lambda row: _pair(row["question"], row["answer"], row),
 }
-TEXTS = (*(name for columns in FORMATS for name in columns), "input", "system", "tools")  # of what a row says
-COLUMNS = (*TEXTS, "class", "working")  # the columns that are read
-PLACE = "place"  # a column with the number that a row has in its file, where some rows have been taken away
+TEXTS = (*(name for columns in FORMATS for name in columns), "input", "system", "tools")  # the content of a row
+COLUMNS = (*TEXTS, "class", "working")  # all columns that are read
+PLACE = "place"  # column with the number of a row in its file, if some rows were taken away

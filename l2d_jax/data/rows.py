@@ -1,4 +1,4 @@
-"""Reads rows of data sets from files of a folder, or from the Hugging Face hub by name."""
+"""Reads rows of data sets, from files in a folder or from the Hugging Face hub."""
 
 import logging
 import re
@@ -13,10 +13,10 @@ from l2d_jax.data.text_rows import read_text_rows
 from l2d_jax.errors import InputError, first_line, require, shorten
 from l2d_jax.files import digest, identity
 
-VERSION = 1  # of the cached rows
+VERSION = 1  # version of the cached rows
 PARQUET = ".parquet"
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".csv", ".csv.gz", PARQUET)
-SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})(-[0-9a-f]+)?")  # the name of a part of a split, as on the hub
+SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})(-[0-9a-f]+)?")  # file name of a shard of a split, as on the hub
 CONVERSION = "datasets.load_dataset(KIND, data_files=FILE)['train'].to_json('train.jsonl')"  # such as "arrow"
 
 
@@ -45,7 +45,7 @@ def find_files(folder: Path, split: str) -> list[Path]:
 
 
 def splits_in(folder: Path) -> list[str]:
-    """The names of the splits that a folder has files of."""
+    """The names of the splits for which a folder has files."""
     names = {name for name, _, _ in _shards(folder)}
     for path in folder.glob("*"):
         suffix = _suffix(path)
@@ -57,7 +57,7 @@ def splits_in(folder: Path) -> list[str]:
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether `save_to_disk` of a `datasets.Dataset` has written a folder."""
+    """Whether a folder was written by `datasets.Dataset.save_to_disk`."""
     return (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
 
 
@@ -69,22 +69,22 @@ def _shards(folder: Path) -> list[tuple[str, re.Match[str], Path]]:
 
 
 def _suffix(path: Path) -> str:
-    """The suffix by which a file is read; "" for another."""
+    """The suffix that says how a file is read; "" if it is unknown."""
     return max((suffix for suffix in SUFFIXES if path.name.endswith(suffix)), key=len, default="")
 
 
 def read_files(files: Sequence[Path]) -> datasets.Dataset:
-    """The rows of the files of a split; raises `InputError` if one is empty or unreadable, or has other columns."""
+    """Read the files of a split; raises `InputError` if one is empty, unreadable, or has other columns."""
     parts = [read_file(file) for file in files]
     try:
         return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
-    except Exception as error:  # the types of Arrow, of which there are many
+    except Exception as error:  # Arrow raises errors of many types
         problem = f"the shards of {shorten(str(files[0]), 80)} differ in their columns"
         raise InputError(f"{problem} ({shorten(first_line(error), 100)}): write them again") from error
 
 
 def read_file(file: Path) -> datasets.Dataset:
-    """The rows of a file, or of a folder of `save_to_disk`; raises `InputError` if it is empty or unreadable."""
+    """Read a file, or a folder of `save_to_disk`; raises `InputError` if it is empty or unreadable."""
     known = f"{shorten(str(file), 80)} is none of {', '.join(SUFFIXES)}"
     require(is_saved(file) or _suffix(file) != "", f"{known}: convert it by {CONVERSION}")
     try:
@@ -93,17 +93,17 @@ def read_file(file: Path) -> datasets.Dataset:
             rows = rows.with_format(None)
         else:
             require(file.stat().st_size > 0, f"{file} is empty: put one row a line into it")
-            # A cache for each content: `datasets` knows a file by its name and date.
+            # One cache per content, because `datasets` identifies a file by its name and date.
             cache = Path(datasets.config.HF_DATASETS_CACHE) / digest([VERSION, *identity(file)])[:16]
             if _suffix(file) != PARQUET:
                 return read_text_rows(file, cache)
-            # `load_dataset` would report to the hub first, and wait seconds where there is no network.
+            # `load_dataset` would first contact the hub, and wait seconds if there is no network.
             rows = datasets.Dataset.from_parquet(str(file), cache_dir=str(cache))
-        rows.data.table.validate(full=True)  # bytes that are no UTF-8 would be found in the middle of training
+        rows.data.table.validate(full=True)  # otherwise invalid UTF-8 would be found in the middle of training
         return rows
     except InputError:
         raise
-    except Exception as error:  # each format's parser raises errors of its own
+    except Exception as error:  # each parser raises other errors
         reason = shorten(first_line(error), 120)
         raise InputError(f"{file} cannot be read: {reason}: mend or replace it") from error
 
@@ -111,14 +111,14 @@ def read_file(file: Path) -> datasets.Dataset:
 def read_hub(
     name: str, subset: str | None, *, split: str, revision: str | None = None, remedy: str
 ) -> datasets.Dataset:
-    """The rows of a data set of the hub, or of its cached copy; raises `InputError`, which ends with `remedy`.
+    """Read a data set from the hub, or from its cached copy; raises an `InputError` that ends with `remedy`.
 
-    A `subset` of None stands for the only one, and a `revision` (commit, tag or branch) of None for the newest.
+    `subset` None: the only one. `revision` (commit, tag or branch) None: the newest.
     """
     logging.getLogger("huggingface_hub.utils._http").addFilter(_is_no_retry)
     try:
         return datasets.load_dataset(name, subset, split=split, revision=revision)
-    except Exception as error:  # the network, the hub's client and the parsers raise many kinds: there are no rows
+    except Exception as error:  # network, hub client and parsers raise many kinds of errors
         what = f"data set {name!r} (subset {subset}, split {split!r})"
         raise InputError(f"{what} cannot be read: {first_line(error)}: {remedy}") from error
 
@@ -144,7 +144,7 @@ def keep_quiet() -> None:
 
 
 def require_columns(rows: datasets.Dataset, columns: Iterable[str], *, name: str) -> None:
-    """Raise `InputError` unless there are rows with all these columns; `name` is that of the data set."""
+    """Raise `InputError` unless there are rows and they have all `columns`; `name` is that of the data set."""
     missing = [column for column in columns if column not in rows.column_names]
     rule = f"rows of {name} need the columns {', '.join(columns)}, but {', '.join(missing)} is missing among"
     require(not missing, f"{rule} {', '.join(sorted(rows.column_names))}: rename them, or give the data set's own rows")

@@ -1,7 +1,7 @@
-"""Reads rows of conversations from the built-in problems, from files and folders of them, or from the hub.
+"""Reads rows of conversations: built-in problems, files and folders, or data sets of the hub.
 
-Where a source has its training split alone, a share of that is held out for validation, by what each row says: the same
-rows whatever their order is, and equal rows on one side.
+If a source has only a training split, a share of its rows is held out for validation. The content of a row decides, so
+the same rows are held out in any order, and equal rows are on the same side.
 """
 
 import hashlib
@@ -20,20 +20,20 @@ from l2d_jax.data.rows import find_files, is_saved, read_files, read_hub, splits
 from l2d_jax.data.text_rows import as_json
 from l2d_jax.errors import InputError, require
 
-# Hub id and default subsets of the sources that have a short name.
+# Hub id and default subsets of the sources with a short name.
 HUB = {"smoltalk": ("HuggingFaceTB/smoltalk", smoltalk.SUBSETS), "gsm8k": ("openai/gsm8k", ("main",))}
-CATEGORY = {"problems": "math", "gsm8k": "math"}  # sources whose rows all have one category
+CATEGORY = {"problems": "math", "gsm8k": "math"}  # sources whose rows all have the same category
 REMEDY = "check the names, or put its rows into a folder and set config.data.data_dir"
 PROBLEMS = 20_000  # rows of a built-in split if the config sets no number
 
 
 def most_examples(config: DataConfig, split: str) -> int | None:
-    """The largest number of examples of a split that the config asks for; None: all."""
+    """The largest number of examples of a split that the config sets; None: all."""
     return config.train_examples if split == config.train_split else config.validation_examples
 
 
 def papers_count(config: DataConfig, split: str) -> int | None:
-    """The paper's number of examples if `config` asks for all that the paper trains on, else None."""
+    """The paper's number of examples if `config` uses all the data that the paper trains on, else None."""
     is_papers = config.source == "smoltalk" and set(_subsets(config, split)) == set(smoltalk.SUBSETS)
     whole = most_examples(config, split) is None and config.max_length == smoltalk.MAX_LENGTH
     short = config.answer_length is not None and config.answer_length < config.max_length
@@ -44,13 +44,13 @@ class SplitParts(NamedTuple):
     """The rows of each subset of a source."""
 
     rows: list[datasets.Dataset]
-    held_out: int  # rows of the training split that validation has in place of a split
+    held_out: int  # rows of the training split that are held out for validation
 
 
 def read_parts(config: DataConfig, split: str) -> SplitParts:
-    """The rows of each subset, with the columns of one of `FORMATS`, and `class` if all have classes.
+    """Read the rows of each subset, with the columns of one of `FORMATS`, and `class` if all have classes.
 
-    A folder holds the rows themselves or, like the hub, a part for each subset: <folder>/<subset>/<split>.parquet.
+    A folder contains the rows or, like the hub, a part for each subset: <folder>/<subset>/<split>.parquet.
     """
     read = [_read_part(config, subset, split) for subset in _subsets(config, split)]
     parts, held_out = [rows for rows, _ in read], sum(count for _, count in read)
@@ -60,13 +60,13 @@ def read_parts(config: DataConfig, split: str) -> SplitParts:
     require(has_text, f"{rule}: give all 'messages', or all 'question' and 'answer'")
     parts = [part.select_columns(columns) for part in parts]
     for column in columns:
-        if len({str(part.features[column]) for part in parts}) > 1:  # such as JSON lines beside Parquet
+        if len({str(part.features[column]) for part in parts}) > 1:  # such as JSON lines and Parquet
             parts = [as_json(part, column) for part in parts]
     return SplitParts(parts, held_out)
 
 
 def _place(config: DataConfig) -> Path | None:
-    """The folder or file that rows are read from; None: they are built in, or on the hub."""
+    """The folder or file from which rows are read; None: they are built in, or on the hub."""
     if config.source == "problems":
         return None
     place = Path(config.data_dir, config.source) if config.data_dir else Path(config.source)
@@ -86,7 +86,7 @@ def _subsets(config: DataConfig, split: str) -> tuple[str | None, ...]:
 
 
 def _read_part(config: DataConfig, subset: str | None, split: str) -> tuple[datasets.Dataset, int]:
-    """The rows of a subset, with the columns that are read, and the number of its rows that are held out."""
+    """Read the rows of a subset, with the needed columns; also returns the number of held-out rows."""
     place, held_out = _place(config), 0
     if config.source == "problems":
         count = most_examples(config, split) or PROBLEMS
@@ -109,13 +109,13 @@ def _read_part(config: DataConfig, subset: str | None, split: str) -> tuple[data
     if has_one and config.held_out > 0:
         is_held_out = choose_held_out(rows, config.held_out, name=name)
         held_out = int(is_held_out.sum())
-        rows = rows.add_column(PLACE, np.arange(len(rows)))  # by which errors name a row
+        rows = rows.add_column(PLACE, np.arange(len(rows)))  # so that errors can name a row
         rows = rows.select(np.flatnonzero(is_held_out == (split == config.validation_split)))
     return rows, held_out
 
 
 def _read_place(place: Path, config: DataConfig, split: str) -> tuple[str, datasets.Dataset, bool]:
-    """The name and rows of a file or folder, and whether validation has to share them with training."""
+    """The name and rows of a file or folder, and whether training and validation must share these rows."""
     is_ours = split in (config.train_split, config.validation_split) and config.source not in HUB
     if place.is_file() or is_saved(place):
         rule = f"{place} has rows of one split, which are divided into {config.train_split} and"
@@ -127,7 +127,7 @@ def _read_place(place: Path, config: DataConfig, split: str) -> tuple[str, datas
 
 
 def _read_hub(subset: str | None, config: DataConfig, split: str) -> tuple[str, datasets.Dataset, bool]:
-    """The same of a data set of the hub."""
+    """`_read_place` for a data set of the hub."""
     hub, _ = HUB.get(config.source, (config.source, ()))
     name, read = f"{hub} {subset or ''}".strip(), partial(read_hub, hub, subset, remedy=REMEDY)
     try:
@@ -145,14 +145,14 @@ def _read_hub(subset: str | None, config: DataConfig, split: str) -> tuple[str, 
 
 
 def _has_one(rows: datasets.Dataset, config: DataConfig) -> bool:
-    """Whether the training split, of which these rows of the hub are, is its only one."""
+    """Whether the training split, to which these rows belong, is the only split of the data set."""
     return set(rows.info.splits or ()) == {config.train_split}
 
 
 def choose_held_out(rows: datasets.Dataset, share: float, *, name: str) -> Int[np.ndarray, " n"]:
-    """1 for the rows that are held out for validation: a share of all that differ, one at least; 0 for the others.
+    """Choose the rows to hold out for validation (1; others 0): a share of all different rows, at least one.
 
-    Raises `InputError` where all rows say the same.
+    Raises `InputError` if all rows have the same content.
     """
     texts = rows.select_columns([column for column in TEXTS if column in rows.column_names]).with_format("arrow")
     hashes = []

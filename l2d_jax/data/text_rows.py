@@ -1,9 +1,10 @@
-"""Reads rows of JSON and CSV files as they stand: text is text, whatever it looks like.
+"""Reads rows of JSON and CSV files without guessing types: text stays text, whatever it looks like.
 
-Arrow's readers take texts of dates for dates, and a column for what its first block is. Here Python's parsers read each
-file twice: for the kinds of its values, and to write them into a file of Arrow, which is mapped into memory. A column
-of texts, integers, floats or truth values alone is one of Arrow's; any other is kept as JSON, row by row. Of a file
-`.json` with one array, the text is in memory meanwhile; other files are read line by line.
+Arrow's readers convert texts that look like dates, and infer the type of a column from its first block. Here Python's
+parsers read each file twice: once for the kinds of its values, and once to write them into an Arrow file, which is
+mapped into memory. A column with only texts, only integers, only floats or only truth values becomes an Arrow column;
+any other column is stored as JSON, row by row. A `.json` file with one array is held in memory as text while it is
+read; other files are read line by line.
 """
 
 import codecs
@@ -27,12 +28,12 @@ from l2d_jax.errors import InputError, require, shown
 
 BOM = codecs.BOM_UTF8
 BLOCK = 1000  # rows that are written at a time
-ARROW = {"str": "string", "int": "int64", "float": "float64", "bool": "bool"}  # by the only kind of a column's values
-LISTS = ("data", "rows")  # where an object in a .json file has its rows
+ARROW = {"str": "string", "int": "int64", "float": "float64", "bool": "bool"}  # by kind of values, if there is only one
+LISTS = ("data", "rows")  # keys under which an object in a .json file may have its rows
 
 
 def read_text_rows(file: Path, cache: Path) -> datasets.Dataset:
-    """The rows of a file of JSON, JSON Lines or CSV, as a file of Arrow in `cache`; raises `InputError`."""
+    """Read a JSON, JSON Lines or CSV file by way of an Arrow file in `cache`; raises `InputError`."""
     kept = cache / "rows.arrow"
     if not kept.is_file():
         kinds: dict[str, set[str]] = defaultdict(set)
@@ -47,7 +48,7 @@ def read_text_rows(file: Path, cache: Path) -> datasets.Dataset:
 
 
 def as_json(rows: datasets.Dataset, column: str) -> datasets.Dataset:
-    """The rows with a column as JSON, row by row."""
+    """Convert a column to JSON, row by row."""
     if isinstance(rows.features[column], datasets.Json):
         return rows
     features = datasets.Features({**rows.features, column: datasets.Json()})
@@ -56,9 +57,9 @@ def as_json(rows: datasets.Dataset, column: str) -> datasets.Dataset:
 
 
 def values_of(column: pa.ChunkedArray) -> list[Any]:
-    """The values of a column: JSON as it was written, where `datasets` would round numbers.
+    """The values of a column. Stored JSON is parsed here, because `datasets` would round numbers.
 
-    What is null in an object of Arrow is left out: it fills them to give all the same keys.
+    Nulls in Arrow's objects are dropped: Arrow adds them to give all objects the same keys.
     """
     values = column.to_pylist()
     if isinstance(column.type, pa.JsonType):
@@ -78,7 +79,7 @@ def _dump(rows: pa.Table, column: str) -> pa.Table:
 
 
 def _write(rows: Iterator[dict[str, Any]], features: datasets.Features, file: Path) -> None:
-    """Write rows into a file of Arrow, whole or not at all."""
+    """Write rows into an Arrow file, completely or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial, schema = file.with_name(f"{uuid.uuid4().hex}.partial"), features.arrow_schema
     try:
@@ -97,7 +98,7 @@ def _write(rows: Iterator[dict[str, Any]], features: datasets.Features, file: Pa
 
 
 def _rows(file: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file, each with its values by name; raises `InputError`."""
+    """Yield the rows of a file as dictionaries; raises `InputError`."""
     name = file.name.removesuffix(".gz")
     opener: Any = gzip.open if file.suffix == ".gz" else open
     with opener(file, "rb") as opened:
@@ -110,7 +111,7 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _is_lines(opened: BufferedIOBase) -> bool:
-    """Whether a file .json has one object a line, as many do, and not one array or object."""
+    """Whether a .json file has one object per line, as many do, instead of a single array or object."""
     lines = (text for line in opened if (text := line.removeprefix(BOM).strip()))
     first, second = next(lines, b""), next(lines, None)
     opened.seek(0)
@@ -121,7 +122,7 @@ def _is_lines(opened: BufferedIOBase) -> bool:
 
 
 def _lines(opened: BufferedIOBase, file: Path) -> Iterator[dict[str, Any]]:
-    """The objects of JSON Lines."""
+    """Yield the objects of JSON Lines."""
     for number, line in enumerate(opened, start=1):
         text = line.removeprefix(BOM).strip() if number == 1 else line.strip()
         if text:
@@ -130,7 +131,7 @@ def _lines(opened: BufferedIOBase, file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _array_rows(opened: BufferedIOBase, file: Path) -> Iterator[dict[str, Any]]:
-    """The objects of one array, or of the list that an object has under one of `LISTS`."""
+    """Yield the objects of an array, or of the list that an object has under one of the keys `LISTS`."""
     rows = _parse(opened.read(), str(file))
     if isinstance(rows, dict):
         rows = next((rows[name] for name in LISTS if isinstance(rows.get(name), list)), [rows])
@@ -145,7 +146,7 @@ def _checked(value: Any, place: str) -> dict[str, Any]:
 
 
 def _parse(text: bytes, place: str) -> Any:
-    """A JSON text; raises an `InputError` that begins with the `place`."""
+    """Parse a JSON text; raises an `InputError` that begins with `place`."""
     try:
         decoded = text.decode("utf-8-sig")
         hooks: dict[str, Any] = {"parse_constant": _number, "parse_float": _number, "parse_int": _integer}
@@ -184,7 +185,7 @@ def _integer(digits: str) -> int:
 
 
 def _csv_rows(opened: BufferedIOBase, file: Path) -> Iterator[dict[str, Any]]:
-    """The rows below the line of names; cells are text, except in the column `class`."""
+    """Yield the rows after the line of column names; cells are text, except in the column `class`."""
     csv.field_size_limit(sys.maxsize)
     text = TextIOWrapper(cast(BufferedReader, opened), encoding="utf-8-sig", newline="")
     reader = csv.reader(text, strict=True)

@@ -1,14 +1,14 @@
 """Text to token ids and back: tokenizers, chat templates, and the part of a conversation that is learnt.
 
-A conversation gives one turn per answer of the assistant. The context is what generation starts from: the chat
-template of the messages before it, with the generation prompt. The answer is what the template puts after that, up to
-and including the token that ends the turn. Both are tokenised separately, as the release does, so that the ids in
-training are those in generation, whatever the tokenizer would have merged across the border.
+A conversation gives one turn per answer of the assistant. The context is the text from which generation would start:
+the chat template of the messages before the answer, with the generation prompt. The answer is the text that the
+template writes after that, up to and including the token that ends the turn. Both are tokenised separately, as in the
+release, so training sees the same ids as generation, whatever the tokenizer would have merged across the border.
 
-Where a template rewrites an answer (R1's drop the reasoning) or its prompt opens something (`<think>`), the answer is
-the message as it stands, less that opening, and the turn's end. A message without a thought does not continue a prompt
-that opens one: it is refused or, with `empty_thoughts`, closes the thought first. Special tokens spelled out in a
-message are read as special tokens, as transformers does; nothing here protects from that.
+Some templates rewrite an answer (R1's drop the reasoning), or their prompt opens a thought (`<think>`). Then the answer
+is the unchanged message without that opening, plus the end of the turn. A message without a thought cannot continue a
+prompt that opens one: it is refused or, with `empty_thoughts`, the thought is closed first. Special tokens that are
+spelled out in a message are read as special tokens, as in transformers; nothing here protects from that.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ from l2d_jax.errors import InputError, first_line, require, shorten, shown
 Tools: TypeAlias = Sequence[Mapping[str, Any]] | None  # JSON schemas of functions; None: no tools
 
 THOUGHT = ("<think>", "</think>")  # the tags that open and close a thought
-PROBE = "\N{SNOWMAN}"  # an answer whose text occurs in no template
-CONTINUED = f"{PROBE}continued here{PROBE}"  # the end of an answer that is continued
+PROBE = "\N{SNOWMAN}"  # a test answer whose text occurs in no template
+CONTINUED = f"{PROBE}continued here{PROBE}"  # marks the end of an answer that is to be continued
 
 CHATML = """\
 {%- for message in messages -%}
@@ -39,11 +39,11 @@ CHATML = """\
 
 
 def load_tokenizer(folder: Path, *, vocabulary: int | None = None) -> PreTrainedTokenizerFast:
-    """Read the tokenizer of a Hugging Face folder: tokenizer.json as it is, and tokenizer_config.json.
+    """Read the tokenizer of a Hugging Face folder: tokenizer.json, unchanged, and tokenizer_config.json.
 
-    `AutoTokenizer` is not used, because it rebuilds the tokenizer as the class that the config names; SmolLM2's, whose
-    config says GPT2Tokenizer, then no longer splits numbers into digits (transformers 5.23). Raises `InputError`, also
-    for ids that the `vocabulary` of a model, if it is given, does not have.
+    `AutoTokenizer` is not used, because it rebuilds the tokenizer as the class that the config names. SmolLM2's config
+    says GPT2Tokenizer, and its tokenizer would then no longer split numbers into digits (transformers 5.23). Raises
+    `InputError` for unreadable files, and for ids beyond the `vocabulary` of a model, if that is given.
     """
     if not (folder / "tokenizer.json").is_file():
         found = ", ".join(sorted(path.name for path in folder.glob("*"))) or "nothing"
@@ -56,7 +56,7 @@ def load_tokenizer(folder: Path, *, vocabulary: int | None = None) -> PreTrained
         largest = max(tokenizer.get_vocab().values(), default=0)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # whatever the first unreadable byte leads to; panics of Rust are no `Exception`
+    except BaseException as error:  # unreadable files cause all kinds of errors; Rust's panics are not an `Exception`
         reason, remedy = first_line(error)[:100], "copy its tokenizer*.json and *.jinja of the model again"
         raise InputError(f"the tokenizer in {folder} cannot be read ({reason}): {remedy}") from error
     problem = f"the tokenizer in {folder} has the id {largest}, and the model a vocabulary of {vocabulary}"
@@ -65,16 +65,16 @@ def load_tokenizer(folder: Path, *, vocabulary: int | None = None) -> PreTrained
 
 
 def require_tokenizer(tokenizer: PreTrainedTokenizerFast | None) -> PreTrainedTokenizerFast:
-    """The tokenizer; raises `InputError` where there is none."""
+    """Return the tokenizer; raises `InputError` if it is None."""
     if tokenizer is None:
         raise InputError("the model folder has no tokenizer: add its tokenizer files, to read and write text")
     return tokenizer
 
 
 def find_template(tokenizer: PreTrainedTokenizerFast, *, tools: Tools = None) -> str:
-    """The chat template for a conversation; of several, "tool_use" for one with tools, if there is one, or "default".
+    """The chat template for a conversation. If there are several: "tool_use" for one with tools, else "default".
 
-    Raises `InputError` where there is none, since a conversation then has no text.
+    Raises `InputError` if there is none, because a conversation then has no text.
     """
     template, owner = tokenizer.chat_template, tokenizer.name_or_path or "this model"
     if isinstance(template, dict):
@@ -95,7 +95,10 @@ def require_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer that needs no file: ids 0 to 255 are bytes, 256 to 258 <|pad|>, <|im_start|>, <|im_end|>; ChatML."""
+    """A byte tokenizer with ChatML that needs no file: ids 0 to 255 are bytes.
+
+    Ids 256 to 258 are <|pad|>, <|im_start|> and <|im_end|>.
+    """
     characters = bytes_to_unicode()  # ByteLevel writes each byte as one visible character
     tokenizer = Tokenizer(models.BPE(vocab={character: byte for byte, character in characters.items()}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -115,23 +118,23 @@ def padding_id(tokenizer: PreTrainedTokenizerFast) -> int:
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
-    """The ids that end a generated answer: the end of sequence and, if they differ, the templates' ends of turn."""
+    """The ids that end a generated answer: the end of sequence, and the ends of turn of the chat templates."""
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     ends: list[str] = []
     if tokenizer.chat_template:
         template = find_template(tokenizer)
         ends.append(_frame(tokenizer, template, has_tools=False)[1])
         if (other := find_template(tokenizer, tools=[])) != template:
-            with contextlib.suppress(InputError):  # which conversations with tools report
+            with contextlib.suppress(InputError):  # conversations with tools report it later
                 ends.append(_frame(tokenizer, other, has_tools=True)[1])
     return tuple(dict.fromkeys([*ids, *(found[-1] for found in text_ids(ends, tokenizer))]))
 
 
 def prompt_ids(messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast, *, tools: Any = None) -> list[int]:
-    """The ids that generation of the next answer starts from; raises `InputError` as `turn_texts` does.
+    """The token ids from which the next answer is generated; raises `InputError` as `turn_texts` does.
 
-    If the last message is the assistant's, that answer is continued after its last visible character. `tools` are the
-    JSON schemas of functions that the answer may call.
+    If the last message is the assistant's, it is continued after its last visible character. `tools` are the JSON
+    schemas of functions that the answer may call.
     """
     read, schemas = read_messages(messages), read_tools(tools)
     if read[-1]["role"] != "assistant":
@@ -146,16 +149,16 @@ def prompt_ids(messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast, 
 
 
 def text_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
-    """The ids of each text, without special tokens around it: a chat template writes its own."""
+    """The ids of each text, without added special tokens: chat templates write them."""
     return tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
 
 
 def turn_texts(
     messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast, *, empty_thoughts: bool = False, tools: Any = None
 ) -> list[tuple[str, str]]:
-    """Context and answer of each of the assistant's turns whose weight is not 0, as text.
+    """Context and answer, as text, of each of the assistant's turns whose weight is not 0.
 
-    Raises `InputError`, also for a template that leaves no sound border between prompt and answer.
+    Raises `InputError` for bad messages, and for a template without a clear border between prompt and answer.
     """
     read, schemas = read_messages(messages), read_tools(tools)
     turn = functools.partial(_turn, tokenizer=tokenizer, empty_thoughts=empty_thoughts, tools=schemas)
@@ -179,7 +182,7 @@ def _turn(
         return prompt, answer[: _end_of(answer, end, tokenizer)]
     problem = f"the chat template does not write the call of {shown(', '.join(names))} behind its prompt"
     require(not names, f"{problem}: take one that knows tool calls")
-    if content.startswith(opening):  # the template rewrites the answer, so the message itself is what to say
+    if content.startswith(opening):  # the template rewrites the answer, so use the message itself
         return prompt, content[len(opening) :] + end
     if empty_thoughts and opening.strip() == THOUGHT[0]:
         return prompt, f"\n{THOUGHT[1]}\n\n{content}{end}"
@@ -189,7 +192,10 @@ def _turn(
 
 
 def _end_of(answer: str, end: str, tokenizer: PreTrainedTokenizerFast) -> int:
-    """Where an answer ends: behind the last `end` of a turn or, as tool calls may end by another, special token."""
+    """The index at which an answer ends: after the last `end` of a turn, or after the last special token.
+
+    Tool calls may end with another special token than `end`.
+    """
     if end in answer:
         return answer.rindex(end) + len(end)
     places = [answer.rindex(token) + len(token) for token in _special(tokenizer) if token in answer]
@@ -200,9 +206,9 @@ def _end_of(answer: str, end: str, tokenizer: PreTrainedTokenizerFast) -> int:
 def working_ids(
     turns: Sequence[tuple[str, str]], messages: Sequence[Message], working: Any, tokenizer: PreTrainedTokenizerFast
 ) -> list[int]:
-    """The ids of the only turn's answer as it stands after each step of its working, one step behind the other.
+    """The ids of the only turn's answer after each worked step, one step after the other.
 
-    Raises `InputError` for a working that is no list of texts with as many tokens as the answer has.
+    Raises `InputError` unless `working` is a list of texts with as many tokens as the answer.
     """
     if not (len(turns) == 1 and isinstance(working, list) and all(isinstance(text, str) for text in working)):
         raise InputError(f"'working' must be a list of texts beside one answer, got {shown(working)}")
@@ -216,10 +222,10 @@ def working_ids(
 
 @functools.lru_cache(maxsize=8)
 def _frame(tokenizer: PreTrainedTokenizerFast, template: str, *, has_tools: bool) -> tuple[str, str]:
-    """The text that a template puts around an answer.
+    """The two texts that a template puts around an answer.
 
-    First the end of the prompt that a finished answer does not begin with, such as <think>, which is mostly empty; then
-    what follows the answer, up to and including the token that ends the turn.
+    The first is the end of the generation prompt that is missing in a finished conversation, such as <think>; it is
+    usually empty. The second follows the answer, up to and including the token that ends the turn.
     """
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": PROBE}]
     options: dict[str, Any] = {"template": template, "tools": [] if has_tools else None}
@@ -246,9 +252,9 @@ def render_chat(
     tools: Tools = None,
     template: str | None = None,
 ) -> str:
-    """Messages, as `read_messages` returns them, as text, with a `prompt` for the next answer or without.
+    """Render messages (from `read_messages`) as text, with or without a generation `prompt` for the next answer.
 
-    The `template` is that of the tokenizer if it is None. Raises `InputError`.
+    `template` None: that of the tokenizer. Raises `InputError`.
     """
     template = find_template(tokenizer, tools=tools) if template is None else template
     variables: dict[str, Any] = {

@@ -1,6 +1,6 @@
-"""Tokenises rows of conversations: one example for each of the assistant's turns, as rows of Arrow.
+"""Tokenises rows of conversations into Arrow rows, one example for each of the assistant's turns.
 
-`datasets` writes the result to a file and maps it into memory, so that no process holds more than the rows it reads.
+`datasets` writes the result to a file and maps it into memory, so a process holds only the rows that it reads.
 """
 
 import hashlib
@@ -22,8 +22,8 @@ from l2d_jax.data.packing import PackingPlan
 from l2d_jax.data.text_rows import values_of
 from l2d_jax.errors import InputError, shown
 
-# Context and answer, and the answer after each step of its working; the number of tokens before the answer, and of
-# context and answer; the class; the row in the split, from 0.
+# Token ids of context and answer, and of the answer after each worked step; the number of tokens before the answer, and
+# of context and answer; the class; the row in the split, from 0.
 TOKENS = dict.fromkeys(("tokens", "working"), datasets.List(datasets.Value("int32")))
 NUMBERS = dict.fromkeys(("context", "length", "class", "row"), datasets.Value("int32"))
 FEATURES = datasets.Features({**TOKENS, **NUMBERS})
@@ -31,25 +31,28 @@ FEATURES = datasets.Features({**TOKENS, **NUMBERS})
 
 @dataclass(frozen=True)
 class TokenisedSplit:
-    """The turns of a split, and what a folder of prepared data adds to them."""
+    """The turns of a split; a folder of prepared data adds fingerprint and packing plans."""
 
     turns: datasets.Dataset  # rows of FEATURES, mapped into memory
-    ends: list[int]  # of the subsets: one more than the number of the last row of each
+    ends: list[int]  # for each subset, the number of its last row plus one
     has_classes: bool  # whether the rows of the source have a column `class`
-    fingerprint: str | None = None  # of the examples; None: not known yet
+    fingerprint: str | None = None  # of the examples; None: not computed yet
     plans: Sequence[PackingPlan] = ()  # which examples share a row, if that is known
-    silent: int = 0  # rows without an answer that is learnt
-    held_out: int = 0  # rows of the training split that validation has
+    silent: int = 0  # rows without an answer to learn
+    held_out: int = 0  # rows of the training split that are held out for validation
 
 
 def tokenise_rows(
     rows: datasets.Dataset, numbers: Int[np.ndarray, " n"], arguments: Mapping[str, Any], *, file: Path | None = None
 ) -> datasets.Dataset:
-    """What `_turns` makes of the rows with these numbers, from the cache of `datasets`; made anew into a `file`."""
-    # `datasets` knows a cached result by the arguments and by this function's name, so the code is an argument too.
+    """Tokenise the rows with these numbers by `_turns`, or take the result from the cache of `datasets`.
+
+    With `file`, rows are always tokenised, and the result is written there.
+    """
+    # `datasets` identifies a cached result by the arguments and the function's name, so the code is an argument too.
     modules: Any = (tokenization, messages, chat_template, template_bounds, row_formats, _turns)
     code = hashlib.sha256("".join(map(inspect.getsource, modules)).encode()).hexdigest()
-    # What the tokenizer returns takes hundreds of bytes per token until it is written, so batches are small.
+    # Until it is written, the tokenizer's output takes hundreds of bytes per token, so batches are small.
     options = {"batch_size": 250, "with_indices": True, "remove_columns": rows.column_names, "features": FEATURES}
     options["fn_kwargs"] = {**arguments, "numbers": numbers, "code": code}
     if file is not None:
@@ -71,7 +74,7 @@ def _turns(
     empty_thoughts: bool,
     code: str,  # noqa: ARG001
 ) -> dict[str, list[Any]]:
-    """Tokenise a batch of rows: one row of FEATURES per turn of the assistant that is learnt."""
+    """Tokenise a batch of rows: one row of FEATURES per learnt turn of the assistant."""
     texts, classes, origins, steps = [], [], [], []
     columns = {column: values_of(rows.column(column)) for column in rows.column_names}
     for place, index in enumerate(indices):

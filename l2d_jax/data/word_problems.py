@@ -1,11 +1,11 @@
 """Generates arithmetic word problems with worked solutions: data that needs no download and has no licence.
 
-A problem is a pure function of (seed, index, split). Its story and its numbers decide the split it belongs to, so no
-split ever holds the numbers of another in the same story, whatever the seeds and the counts: eight in ten combinations
-of numbers are for training, one each for validation and test.
+A problem is a pure function of (seed, index, split). Its story and its numbers decide to which split it belongs. So no
+two splits share a combination of story and numbers, whatever the seeds and counts. Eight in ten combinations of numbers
+are for training, one each for validation and test.
 `word_problems.toml` has the stories: their texts, their numbers, and the names and nouns in them.
-Solutions spell out each step as `a * b = c` and end with the line `#### answer`, as GSM8K's do; answers are integers, 0
-or more. A problem takes 90 to 128 tokens in SmolLM2's tokenizer and chat template, 30 to 60 of them for the answer.
+Solutions write each step as `a * b = c` and end with the line `#### answer`, like GSM8K's. Answers are integers, 0 or
+more. A problem takes 90 to 128 tokens in SmolLM2's tokenizer and chat template, 30 to 60 of them for the answer.
 """
 
 import re
@@ -28,7 +28,7 @@ STEP = re.compile(r"\d+(?: [-+*/] \d+)+ = \d+")
 
 @dataclass(frozen=True)
 class WordProblem:
-    """A question, its worked solution that ends with `#### answer`, and that answer."""
+    """A question, a worked solution that ends with `#### answer`, and the answer."""
 
     question: str
     solution: str
@@ -36,7 +36,7 @@ class WordProblem:
 
 
 def problem(index: int, *, seed: int = 0, split: str = "train") -> WordProblem:
-    """The problem with this index, from 0; neighbours differ in story. Raises `InputError` for an unknown split."""
+    """The problem with this index; neighbours have different stories. Raises `InputError` for an unknown split."""
     check_split(split)
     story = STORIES[index % len(STORIES)]
     random = Random(f"{seed} {index}")
@@ -55,12 +55,12 @@ def check_split(split: str) -> None:
 
 
 def split_of(text: str) -> str:
-    """The split that a problem with this text belongs to."""
+    """The split to which a problem with this text belongs."""
     return {0: "test", 1: "validation"}.get(zlib.crc32(text.encode()) % 10, "train")
 
 
 def _tell(story: str, r: Random) -> tuple[str, str]:
-    """The question of a story, drawn at random, and a solution whose last number is the answer."""
+    """Sample a question of a story, and its solution, whose last number is the answer."""
     texts, words = package_table(TABLE)[story], package_table(TABLE)["words"]
     they = r.choice(("she", "he"))
     name = r.choice(words[they].split())
@@ -93,7 +93,7 @@ def conversations(
 
 
 def marked_number(text: str) -> str | None:
-    r"""The number behind the first "#### ", as in GSM8K's solutions and here; None if there is none.
+    r"""The number after the first "#### ", as in GSM8K's solutions and here; None if there is none.
 
     >>> marked_number("3 * 400 = 1200.\n#### 1,200 apples\n#### 7")
     '1200'
@@ -105,7 +105,7 @@ def marked_number(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str | None:
-    r"""The marked number, else the word behind the first "#### ", else the answer itself where it is one word.
+    r"""The marked number, else the word after the first "#### ", else the whole answer if it is a single word.
 
     >>> final_answer("7"), final_answer("7 apples"), final_answer("K, B\n#### F"), final_answer("#### 1,200cm")
     ('7', None, 'F', '1200')

@@ -1,7 +1,7 @@
-"""Completes any number of prompts in batches of few shapes.
+"""Answers any number of prompts in batches of a few shapes.
 
-An answer's noise depends on the seed and the prompt's number alone, neither on its batch nor on the prompts' order. Its
-rounding does depend on the shape of the batch: see `generation`.
+The noise of an answer depends only on the seed and the number of its prompt, not on its batch or the order of prompts.
+Rounding does depend on the shape of the batch: see `generation`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,9 +17,9 @@ PREFIX_MULTIPLE = 8  # tokens: the length of a common prefix is rounded down to 
 
 
 def common_prefix(prompts: Sequence[Sequence[int]]) -> int:
-    """The number of tokens that all prompts begin with, such as the examples before a question, rounded down.
+    """The length of the prefix that all prompts share, such as the examples before a question, rounded down.
 
-    Each prompt has at least one token more. A single prompt has no common prefix.
+    Each prompt is at least one token longer than the prefix. A single prompt has no common prefix.
     """
     if len(prompts) < 2:
         return 0
@@ -29,9 +29,9 @@ def common_prefix(prompts: Sequence[Sequence[int]]) -> int:
 
 
 def plan_batches(lengths: Sequence[int], size: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield batches of one size, the longest texts first: the places of their texts, and the places of their rows.
+    """Yield batches of `size` rows, the longest texts first, as two lists of indices: texts and rows.
 
-    The two differ in the last batch, whose rows repeat its last text.
+    The two differ only in the last batch, whose rows repeat its last text.
     """
     order = sorted(range(len(lengths)), key=lambda place: -lengths[place])
     for first in range(0, len(order), size):
@@ -40,12 +40,12 @@ def plan_batches(lengths: Sequence[int], size: int) -> Iterator[tuple[list[int],
 
 
 class Completion(NamedTuple):
-    """An answer that has ended, and what it took."""
+    """A finished answer and its cost."""
 
     ids: list[int]  # without the stop token
-    tokens: int = 0  # that were decoded, the stop token included
-    evaluations: int = 0  # of the path, for these tokens
-    passes: int = 0  # over the weights, those of the language model included
+    tokens: int = 0  # number of decoded tokens, including the stop token
+    evaluations: int = 0  # evaluations of the path for these tokens
+    passes: int = 0  # passes over the weights, including those of the language model
 
 
 def complete(
@@ -58,13 +58,13 @@ def complete(
     seed: int = 0,
     prefix: int = 0,
 ) -> Iterator[dict[int, list[Completion]]]:
-    """Yield answers as they end, `samples` of them by the number of their prompt; the longest prompts come first.
+    """Yield finished answers: a dictionary from the number of a prompt to its `samples` answers. Long prompts go first.
 
-    There are `batch_size` lanes, and an answer that ends makes room for the next. Prompts are padded to a length of
-    `buckets.round_up`: so there are as many programs as buckets. The other arguments are those of `Request`, the prefix
-    from `common_prefix`.
-    A prompt with an answer whose logits were not numbers is not among them.
-    Raises `InputError` as `generation.decode_lanes`, and for a batch that is smaller than the samples of one prompt.
+    There are `batch_size` lanes; when an answer ends, its lane goes to the next one. Prompts are padded to the lengths
+    of `buckets.round_up`, so there is one compiled program per bucket. The other arguments are those of `Request`;
+    `prefix` comes from `common_prefix`.
+    A prompt is left out if the logits of one of its answers were not finite.
+    Raises `InputError` as `generation.decode_lanes` does, and if a batch cannot hold the samples of one prompt.
     """
     lanes = batch_size // samples * samples
     require(lanes > 0, f"a batch of {batch_size} does not hold {samples} samples of a prompt: use {samples} or more")

@@ -1,6 +1,6 @@
-"""Token search: the paper's beam search over tokens, of which the authors released nothing.
+"""Token search: the paper's beam search over tokens. The authors released no code for it.
 
-Every step samples tokens to extend each beam and keeps the best of all beams. The answer is drawn from the last ones.
+Every step samples tokens to extend each beam, and keeps the best beams. The answer is sampled from the final beams.
 """
 
 import dataclasses
@@ -27,16 +27,16 @@ class Beam(NamedTuple):
 
     ids: list[int]  # without the stop token
     score: float
-    log_likelihood: float  # in nats, that of the stop token included
-    repeats: int
-    is_ended: bool  # by a stop token; otherwise by its length
+    log_likelihood: float  # in nats, including the stop token
+    repeats: int  # number of repeated n-grams
+    is_ended: bool  # True: ended by a stop token; False: by its length
 
 
 class SearchResult(NamedTuple):
-    """The answer of a search, and the beams that it was drawn from."""
+    """The answer of a search, and the beams from which it was sampled."""
 
     answer: list[int]  # token ids without the stop token
-    beams: list[Beam]  # the best first; the answer is one of them
+    beams: list[Beam]  # best first; the answer is one of them
 
 
 def search(
@@ -48,15 +48,15 @@ def search(
     seed: int = 0,
     restrictions: Restrictions = UNRESTRICTED,
 ) -> SearchResult:
-    """Search an answer to one prompt; the noise of a seed is that of `generate_tokens`.
+    """Search for an answer to one prompt. A seed gives the same noise as in `generate_tokens`.
 
-    The budget is each beam's. Temperature and length of `settings` are not used: those of the search are. Likelihoods
-    are those among the tokens that may be sampled.
-    Raises `InputError` as `generate_tokens` does; for more candidates than tokens; for top-k or top-p, which would
-    change the likelihood that is searched; and for stop strings, which end no beam.
+    The budget is per beam. Temperature and length come from `config`, and those of `settings` are ignored. Likelihoods
+    are normalised over the allowed tokens.
+    Raises `InputError` as `generate_tokens` does, and for more candidates than tokens in the vocabulary, for top-k or
+    top-p (they would change the likelihood that is searched), and for stop strings (they cannot end a beam).
     """
     settings = loaded.defaults if settings is None else settings
-    given = {"guidance"} if settings.guidance != loaded.defaults.guidance else set[str]()  # which needs a label
+    given = {"guidance"} if settings.guidance != loaded.defaults.guidance else set[str]()  # it needs a label
     config = SearchConfig() if config is None else config
     check_search(settings, config, loaded.model.llm, path_config(loaded.model), longest=len(prompt.ids))
     require(not restrictions.stops, f"a search knows no stop strings, got {restrictions.stops}: cut its answer instead")
@@ -85,7 +85,10 @@ def search(
 def check_search(
     settings: DecodeConfig, config: SearchConfig, llm: LLM, path: PathConfig | None, *, longest: int
 ) -> None:
-    """Raise `InputError` for a search after `longest` tokens that cannot be or lacks memory; `llm` may be declared."""
+    """Raise `InputError` if the search is impossible, or needs too much memory after a prompt of `longest` tokens.
+
+    `llm` may have declared weights, without values.
+    """
     size, top_k, top_p = llm.architecture.vocab_size, settings.top_k, settings.top_p
     problem = f"search.candidates {config.candidates} exceed the {size} tokens of the model"
     require(config.candidates <= size, f"{problem}: take at most {size}")
@@ -97,7 +100,7 @@ def check_search(
 
 
 def _read_beams(beams: Beams, scoring: Scoring, stop_ids: Sequence[int]) -> list[Beam]:
-    """The beams without empty slots, the best first."""
+    """The beams, best first, without empty slots."""
     scores = scoring.score(beams.log_likelihood, beams.repeats, beams.lengths)
     columns = jax.device_get((beams.tokens, beams.lengths, scores, beams.log_likelihood, beams.repeats))
     answers = []

@@ -1,14 +1,14 @@
-"""The beams of a token search, in a scan over tokens: how they are extended, scored, selected and ended.
+"""The beams of a token search: how they are extended, scored, selected and ended, in a scan over tokens.
 
-The score of an answer of L tokens, its end token included, is
+The score of an answer of L tokens, including its stop token, is
 
     score = (log-likelihood - penalty * repeats) / L^power
 
-where a repeat is a token that completes an n-gram which the answer already has. This is the soft form of the rule that
-no trigram may occur twice (Paulus et al., arXiv 1705.04304); a large penalty is the rule itself.
+where a repeat is a token that completes an n-gram which the answer already contains. This is a soft form of the rule
+that no trigram may occur twice (Paulus et al., arXiv 1705.04304); a large penalty gives the rule itself.
 
-All beams share the noise of the ODE, which is that of `decode.decode`. So a seed is one distribution over answers, and
-beams are compared under it. If every beam had its own noise, the search would keep those with the luckiest noise.
+All beams share the noise of the ODE, which equals that of ordinary decoding. So a seed defines one distribution over
+answers, and beams are compared under it. With different noise per beam, the search would keep the luckiest noise.
 """
 
 import dataclasses
@@ -23,24 +23,25 @@ from jaxtyping import Array, Bool, Float, Int
 
 from l2d_jax.config import ranges
 from l2d_jax.config.parsing import check_fields
-from l2d_jax.decoding import decode
 from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.sampler import SamplingOptions
+from l2d_jax.decoding.state import State, select
+from l2d_jax.decoding.token_step import advance, refined_logits
 from l2d_jax.errors import require
 from l2d_jax.model.l2d import Model
 
 
 @dataclasses.dataclass(frozen=True)
 class SearchConfig:
-    """How to search. The budget of `DecodeConfig` is each beam's: a token costs `beams` times as much."""
+    """How to search. The budget of `DecodeConfig` is per beam, so a token costs `beams` times as much."""
 
-    beams: ranges.Beams = 4  # answers that are kept after every token
-    candidates: ranges.Count = 4  # distinct tokens that are sampled to extend each beam
-    length_power: ranges.Power = 1.0  # of the number of tokens that divides the score; 0: the sum, 1: the mean
-    repetition_penalty: ranges.Nats = 0.0  # nats that each repeat costs; 0: none
-    repetition_ngram: ranges.Count = 3  # consecutive tokens that count as a repeat when they occur again
-    temperature: ranges.Temperature = 1.0  # of the sampled candidates; 0: the likeliest tokens
-    # of sampling the answer among the last beams, in units of the score; 0: the best
+    beams: ranges.Beams = 4  # number of answers kept after every token
+    candidates: ranges.Count = 4  # number of distinct tokens sampled to extend each beam
+    length_power: ranges.Power = 1.0  # the score is divided by length ** length_power; 0: the sum, 1: the mean
+    repetition_penalty: ranges.Nats = 0.0  # cost of each repeat, in nats; 0: none
+    repetition_ngram: ranges.Count = 3  # length of the n-grams that count as repeats
+    temperature: ranges.Temperature = 1.0  # for sampling candidates; 0: the most likely tokens
+    # temperature for sampling the answer among the final beams, in units of the score; 0: the best beam
     final_temperature: ranges.Temperature = 0.0
     max_new_tokens: ranges.Tokens = 256
 
@@ -52,18 +53,18 @@ class SearchConfig:
 
 @nnx.dataclass
 class Scoring(nnx.Module):
-    """How answers are sampled, scored and ended; arguments of one compiled program."""
+    """How answers are sampled, scored and ended, as arrays that a compiled program takes as arguments."""
 
     length_power: Float[Array, ""] = nnx.data()
     repetition_penalty: Float[Array, ""] = nnx.data()
     repetition_ngram: Int[Array, ""] = nnx.data()
     max_new_tokens: Int[Array, ""] = nnx.data()
     stop_ids: Int[Array, " stops"] = nnx.data()  # tokens that end an answer
-    sampling: SamplingOptions = nnx.data()  # of which temperature, gate and masks are used
+    sampling: SamplingOptions = nnx.data()  # only its temperature, gate and masks are used
 
     @classmethod
     def from_config(cls, config: SearchConfig, stop_ids: Sequence[int], sampling: SamplingOptions) -> "Scoring":
-        """The same as arrays."""
+        """Convert the options to arrays."""
         floats = {name: jnp.float32(getattr(config, name)) for name in ("length_power", "repetition_penalty")}
         counts = {name: jnp.int32(getattr(config, name)) for name in ("repetition_ngram", "max_new_tokens")}
         return cls(**floats, **counts, stop_ids=jnp.array(stop_ids or [-1], jnp.int32), sampling=sampling)
@@ -71,28 +72,28 @@ class Scoring(nnx.Module):
     def score(
         self, log_likelihood: Float[Array, "*B"], repeats: Int[Array, "*B"], lengths: Int[Array, "*B"]
     ) -> Float[Array, "*B"]:
-        """The scores of answers of these lengths in tokens."""
+        """The scores of answers; `lengths` are in tokens."""
         return (log_likelihood - self.repetition_penalty * repeats) / jnp.maximum(lengths, 1) ** self.length_power
 
 
 @nnx.dataclass
 class Beams(nnx.Module):
-    """Everything that the next step depends on. A beam with a log-likelihood of minus infinity is an empty slot."""
+    """The state of a search. A beam with a log-likelihood of minus infinity is an empty slot."""
 
-    state: decode.State = nnx.data()  # all with one key; done: the answer has ended, or the slot is empty
+    state: State = nnx.data()  # all rows share one key; done: the answer has ended, or the slot is empty
     tokens: Int[Array, "B capacity"] = nnx.data()  # the answers so far; -1: no token
-    matches: Int[Array, "B capacity"] = nnx.data()  # how many tokens before each place equal the newest ones
+    matches: Int[Array, "B capacity"] = nnx.data()  # for each place, how many tokens before it equal the newest tokens
     lengths: Int[Array, " B"] = nnx.data()
     repeats: Int[Array, " B"] = nnx.data()
     log_likelihood: Float[Array, " B"] = nnx.data()
 
 
 @partial(jax.jit, static_argnames=("beams", "capacity"))
-def start_beams(state: decode.State, *, beams: int, capacity: int) -> Beams:
-    """One beam from the prefill of one prompt, and empty slots for the others."""
+def start_beams(state: State, *, beams: int, capacity: int) -> Beams:
+    """Start with one beam, from the prefill of a prompt, and empty slots for the other beams."""
     zeros, is_empty = jnp.zeros(beams, jnp.int32), jnp.arange(beams) > 0
     return Beams(
-        state=dataclasses.replace(decode.select(state, zeros), done=is_empty),
+        state=dataclasses.replace(select(state, zeros), done=is_empty),
         tokens=jnp.full((beams, capacity), -1, jnp.int32),
         matches=jnp.zeros((beams, capacity), jnp.int32),
         lengths=zeros,
@@ -113,18 +114,18 @@ def extend(
     draws: int = 1,
     label: Int[Array, " 1"] | None = None,
 ) -> Beams:
-    """Extend the beams, which are donated, by `steps` tokens, each with so many sampled `candidates`.
+    """Extend the beams by `steps` tokens, sampling `candidates` tokens for each beam. `beams` is donated.
 
-    Beams that have ended compete with the score that they ended with.
+    Beams that have ended compete with their final score.
     """
 
     def step(beams: Beams, _: None) -> tuple[Beams, None]:
         labels = None if label is None else jnp.broadcast_to(label, beams.state.done.shape)
         options: dict[str, Any] = {"settings": settings, "noise_samples": draws, "labels": labels}
         options |= {"gate": scoring.sampling.gate, "draws": scoring.sampling.draws}
-        keys, logits, _taken = decode.refined_logits(model, beams.state, **options)
+        keys, logits, _taken = refined_logits(model, beams.state, **options)
         is_bad = jnp.isnan(logits).any(axis=-1) & ~beams.state.done
-        # All beams are marked as broken, since selection may drop the one whose logits are not numbers.
+        # Mark all beams as broken, because selection may drop the beam whose logits are not finite.
         state = dataclasses.replace(beams.state, broken=beams.state.broken | is_bad.any())
         beams = dataclasses.replace(beams, state=state)
         if scoring.sampling.allowed is not None:
@@ -140,15 +141,15 @@ def extend(
 def _sample_candidates(
     beams: Beams, logits: Float[Array, "B V"], is_bad: Bool[Array, " B"], key: Any, scoring: Scoring, *, candidates: int
 ) -> tuple[Int[Array, "B K"], Float[Array, "B K"], Int[Array, "B K"]]:
-    """Tokens that may extend each beam, and the answers' log-likelihoods and repeats with them.
+    """Sample tokens to extend each beam; also returns the log-likelihoods and repeats of the extended answers.
 
-    Those of beams with bad logits are never selected. The largest of log p / T + Gumbel noise are a sample without
-    replacement (Kool et al., arXiv 1903.06059).
+    Candidates of beams with bad logits are never selected. The K largest values of log p / T + Gumbel noise are a
+    sample without replacement (Kool et al., arXiv 1903.06059).
     """
     log_probs = jnp.where(is_bad[:, None], -jnp.inf, jax.nn.log_softmax(logits))
     noise = scoring.sampling.temperature * jax.random.gumbel(key, log_probs.shape)
     tokens = jax.lax.top_k(logits + noise, candidates)[1]
-    # A repeat completes an n-gram that the answer already has: the n - 1 tokens before its place equal the newest ones.
+    # A repeat completes an n-gram of the answer: the n - 1 tokens before an earlier place equal the newest ones.
     follows = beams.matches >= scoring.repetition_ngram - 1
     is_repeat = ((beams.tokens[:, None] == tokens[..., None]) & follows[:, None]).any(axis=-1)
     log_likelihood = beams.log_likelihood[:, None] + jnp.take_along_axis(log_probs, tokens, axis=1)
@@ -156,7 +157,7 @@ def _sample_candidates(
 
 
 def _select_beams(model: Model, beams: Beams, sampled: tuple[Array, Array, Array], scoring: Scoring) -> Beams:
-    """The best of all extended beams and of the beams that have ended; feeds the new tokens to the LM."""
+    """Keep the best among extended and ended beams, and feed the new tokens to the LM."""
     state, count, (tokens, log_likelihood, repeats) = beams.state, beams.state.count[0], sampled
     candidates = tokens.shape[1]
     extended = scoring.score(log_likelihood, repeats, jnp.broadcast_to(count + 1, tokens.shape))
@@ -171,9 +172,9 @@ def _select_beams(model: Model, beams: Beams, sampled: tuple[Array, Array, Array
     is_stop = (token[:, None] == scoring.stop_ids).any(axis=-1) | (count + 1 >= scoring.max_new_tokens)
     log_likelihood = jnp.where(is_old, beams.log_likelihood[parents], log_likelihood[place])
     matches = jnp.where(beams.tokens[parents] == token[:, None], beams.matches[parents] + 1, 0)
-    done, chosen = is_empty | is_old | is_stop, decode.select(state, parents)
+    done, chosen = is_empty | is_old | is_stop, select(state, parents)
     return Beams(
-        state=decode.advance(model.llm, chosen, jnp.maximum(token, 0), done),
+        state=advance(model.llm, chosen, jnp.maximum(token, 0), done),
         tokens=beams.tokens[parents].at[:, count].set(token),
         matches=jnp.roll(matches, 1, axis=1).at[:, 0].set(0),
         lengths=jnp.where(is_old, beams.lengths[parents], count + 1),

@@ -1,4 +1,4 @@
-"""Keeps compiled programs few: lengths are padded to a few sizes, and programs that go unused are dropped."""
+"""Keeps the number of compiled programs small: lengths are padded to a few sizes, and old programs are dropped."""
 
 import functools
 from collections import OrderedDict
@@ -13,24 +13,24 @@ from jaxtyping import Int
 from l2d_jax.distributed import sharding
 
 SHORTEST_BUCKET = 32  # tokens
-CHUNK = 8  # tokens between two pieces of a stream: an answer has room for a whole number of them
-LONG = 16  # evaluations; a token that takes more is a chunk by itself, so that nobody waits for a whole chunk
-SAMPLES = (1, 2, 4, 8, 16, 128, 1024, 4096)  # noise samples of a token that programs are compiled for
-TOGETHER = 16  # noise samples that are integrated side by side; more are integrated in groups of this size
-PROGRAMS = 32  # compiled ones of each function that are kept
-# XLA's options by kind of device (compiled): reading more of the cache at a time, and what all layers share but once.
+CHUNK = 8  # tokens decoded between two pieces of output; the slots for an answer are a multiple of it
+LONG = 16  # evaluations; a token that takes more is a chunk by itself, so that others do not wait for a whole chunk
+SAMPLES = (1, 2, 4, 8, 16, 128, 1024, 4096)  # numbers of noise samples for which programs are compiled
+TOGETHER = 16  # noise samples integrated at once; more are integrated in groups of this size
+PROGRAMS = 32  # compiled programs kept per function
+# XLA's options by kind of device (compiled, not run): read more of the cache at once, and hoist what all layers share.
 _OPTIONS = {"xla_tpu_scoped_vmem_limit_kib": "32768", "xla_tpu_licm_size_inflation_ratio": "1000"}
 COMPILER_OPTIONS = dict.fromkeys(("TPU v5 lite", "TPU v5", "TPU v6 lite"), _OPTIONS)
 
 
 class Programs:
-    """A function, compiled for each kind of arguments; only the latest `PROGRAMS` are kept.
+    """A function, compiled for each combination of argument shapes; only the latest `PROGRAMS` are kept.
 
-    `jax.jit` alone keeps all of them as long as the process lives, which clients could make grow without end.
+    `jax.jit` alone keeps all programs until the process ends, so clients of a server could make memory grow forever.
     """
 
     def __init__(self, function: Callable[..., Any], *, static: Sequence[str] = (), **options: Any) -> None:
-        """`static` are names of keyword arguments; the other options are those of `jax.jit`."""
+        """`static` are names of static keyword arguments; the other options are those of `jax.jit`."""
         functools.update_wrapper(self, function)
         self._function, self._static = function, tuple(static)
         self._options = {"static_argnames": self._static, **options}
@@ -41,12 +41,12 @@ class Programs:
         return self._program(arguments, named)(*arguments, **named)
 
     def lower(self, *arguments: Any, **named: Any) -> Any:
-        """The function as `jax.jit` lowers it for these arguments."""
+        """Lower the function for these arguments, as `jax.jit(function).lower` does."""
         return self._program(arguments, named).lower(*arguments, **named)
 
     @property
     def count(self) -> int:
-        """The programs that are kept."""
+        """The number of programs that are kept."""
         return len(self._programs)
 
     def _program(self, arguments: Any, named: dict[str, Any]) -> Any:
@@ -57,7 +57,7 @@ class Programs:
         if program is None:
             if len(self._programs) >= PROGRAMS:
                 self._programs.popitem(last=False)
-            # A new function each time: JAX keeps the programs of two `jax.jit` of the same one together.
+            # Wrap the function anew each time: JAX shares the programs of several `jax.jit` of the same function.
             function = functools.update_wrapper(functools.partial(self._function), self._function)
             program = jax.jit(function, **self._options)
         self._programs[key] = program
@@ -65,7 +65,7 @@ class Programs:
 
 
 def compiled(function: Callable[..., Any], *, static: tuple[str, ...], donate: str) -> Programs:
-    """A decoder, compiled with XLA's options for the devices in use."""
+    """Compile a decoding function with the XLA options for the devices in use."""
     kind = (jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]).device_kind
     return _compiled(function, static, donate, kind)
 
@@ -81,19 +81,19 @@ def sample_bucket(draws: int) -> int:
 
 
 def is_long(budget: int, draws: int) -> bool:
-    """Whether a token takes so long that it is decoded as a chunk by itself."""
+    """Whether a token takes so many evaluations that it is decoded as a chunk by itself."""
     return budget * sample_bucket(draws) > LONG
 
 
 def answer_slots(tokens: int) -> int:
-    """The slots of a cache for an answer of at most `tokens`."""
+    """The number of cache slots for an answer of at most `tokens`."""
     return -(-tokens // CHUNK) * CHUNK
 
 
 def pad(
     prompts: Sequence[Sequence[int]], *, length: int | None = None, shortest: int = SHORTEST_BUCKET
 ) -> tuple[Int[jax.Array, "B P"], Int[jax.Array, " B"]]:
-    """Prompts as rows of `length` (None: of a bucket), padded on the right and spread over the mesh; their lengths."""
+    """Pad prompts on the right to `length` (None: to a bucket) and put them on the mesh; also returns lengths."""
     length = length or round_up(max(map(len, prompts)), shortest=shortest)
     ids = np.zeros((len(prompts), length), np.int32)
     for row, prompt in zip(ids, prompts, strict=True):
@@ -102,14 +102,14 @@ def pad(
 
 
 def positions(lengths: Int[jax.Array, " B"], slots: Int[jax.Array, " P"], *, prefix: int = 0) -> Int[jax.Array, "B P"]:
-    """The positions of these slots of padded prompts behind a prefix; those of padding are -1."""
+    """The positions of slots of padded prompts that follow a prefix of `prefix` tokens; -1 for padding."""
     return jnp.where(slots < lengths[:, None], prefix + slots, -1)
 
 
 def round_up(length: int, *, shortest: int = SHORTEST_BUCKET) -> int:
     """The smallest bucket of at least `length` tokens; at most a third of it is padding.
 
-    The buckets are 32, 48, 64, 96, 128, 192 and so on. They begin with `shortest`, a power of two.
+    The buckets are 32, 48, 64, 96, 128, 192 and so on. The first one is `shortest`, a power of two.
     """
     power = max(shortest, 1 << (length - 1).bit_length())
     between = 3 * power // 4

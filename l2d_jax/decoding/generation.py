@@ -1,9 +1,9 @@
 """Generates token ids: a prefill of the prompts, then chunks of tokens until every answer has ended.
 
-The rows of a batch are computed apart: an answer is a function of its prompt, its number, the seed and the settings, up
-to rounding, which depends on the shape of the batch (rows, padded length, common prefix). In float32 that changes a
-logit by some 1e-5, so that a token changes only where two are as good as equal. In bfloat16 and int8 it may change one
-by some tenths, and answers with it.
+The rows of a batch are computed independently. So an answer is a function of its prompt, its number, the seed and the
+settings, up to rounding. Rounding depends on the shape of the batch (rows, padded length, common prefix). In float32 it
+changes a logit by about 1e-5, and a token only where two tokens are practically tied. In bfloat16 and int8 it can
+change a logit by some tenths, and so change answers.
 """
 
 import itertools
@@ -21,16 +21,19 @@ from l2d_jax.errors import InputError, require
 from l2d_jax.model.architecture import Architecture
 from l2d_jax.model.l2d import Model
 
-GROUPS = 8  # prompts are read for an eighth of the lanes at a time: later, lanes wait; earlier, reading costs more
+GROUPS = 8  # read prompts for an eighth of the lanes at once: for more, lanes would wait; for fewer, reading costs more
 
 
 def generate_tokens(model: Model, request: Request) -> list[list[int]]:
-    """The token ids of each answer, as of `generate_answers`."""
+    """The token ids of each answer, without the stop token."""
     return [ids for ids, _ in generate_answers(model, request)]
 
 
 def generate_answers(model: Model, request: Request) -> list[tuple[list[int], str]]:
-    """Each answer's token ids without the stop token, and what a stop string cut out of one; see `decode_lanes`."""
+    """For each answer, its token ids without the stop token, and text of a cut token before a stop string.
+
+    Arguments and errors are those of `decode_lanes`.
+    """
     answers: list[tuple[list[int], str]] = [([], "") for _ in range(len(request.prompts) * request.samples)]
     for piece in itertools.chain.from_iterable(decode_lanes(model, request)):
         ids, _ = answers[piece.answer]
@@ -40,14 +43,14 @@ def generate_answers(model: Model, request: Request) -> list[tuple[list[int], st
 
 
 def decode_lanes(model: Model, request: Request, *, lanes: int | None = None) -> Iterator[list[Piece]]:
-    """Yield the next few token ids of the answers that are being decoded, until all have ended.
+    """Yield the next few tokens of all running answers, until every answer has ended.
 
-    At most `lanes` of them (None: all) are decoded at a time. One that ends makes room for the next, in the order of
-    the prompts, without a new program; longest prompts first takes the least time.
+    At most `lanes` answers (None: all) are decoded at a time. When one ends, its lane goes to the next prompt, in the
+    order of the prompts, without compiling anything. Sorting prompts from long to short takes the least time.
 
-    Raises `InputError` for an empty prompt, one that leaves no positions for its answer, a budget that the solver or
-    the model does not know, an unknown class or token, a stop string that cannot occur; and, once all other answers
-    have ended, for those whose logits were not numbers.
+    Raises `InputError` for an empty prompt, for a prompt that leaves no positions for its answer, for a budget that the
+    solver or the model cannot spend, for an unknown class or token, and for a stop string that cannot occur. If logits
+    of some answers were NaN, it raises once all other answers have ended.
     """
     opened, answers = open_lanes(model, request, lanes=lanes)
     count = opened.free
@@ -70,7 +73,7 @@ def decode_lanes(model: Model, request: Request, *, lanes: int | None = None) ->
 
 
 def broken_logits(numbers: Iterable[int], *, has_grammar: bool = False) -> InputError:
-    """The error for prompts, by their numbers, whose logits were not numbers."""
+    """The error for the prompts with these numbers, whose logits were NaN."""
     known = sorted(set(numbers))
     more = f" and of {len(known) - 5} more" if len(known) > 5 else ""
     problem = f"logits of sequences {known[:5]}{more} were not numbers, which ended them there"
@@ -79,7 +82,10 @@ def broken_logits(numbers: Iterable[int], *, has_grammar: bool = False) -> Input
 
 
 def open_lanes(model: Model, request: Request, *, lanes: int | None = None) -> tuple[Lanes, list[Answer]]:
-    """Check a request, as `decode_lanes` does, before a prompt is read: at most as many lanes as answers, and these."""
+    """Check a request as `decode_lanes` does, before any prompt is read; returns the lanes and the answers.
+
+    There are never more lanes than answers.
+    """
     path = path_config(model)
     answers = make_answers(request, model.llm.architecture, path)
     chosen = {answer.settings for answer in answers}
@@ -100,7 +106,7 @@ def open_lanes(model: Model, request: Request, *, lanes: int | None = None) -> t
 def make_answers(
     request: Request, architecture: Architecture, path: PathConfig | None, *, first: int = 0
 ) -> list[Answer]:
-    """The answers to a request, numbered from `first`, which is checked as in `decode_lanes` without any weights."""
+    """Make the answers of a request, numbered from `first`, after the checks of `decode_lanes` that need no weights."""
     check_value(request.samples, ranges.Rows, "samples")
     check_value(request.seed, ranges.KeySeed, "seed")
     asked = [(prompt, prompt.settings or request.settings) for prompt in request.prompts]

@@ -1,10 +1,10 @@
-"""Structured answers: which tokens may come next in an answer that is JSON, meets an expression, or is one of a list.
+"""Structured answers: which tokens may come next if the answer must be JSON, match a regex, or be one of a list.
 
-llguidance follows the grammar; stop tokens are ours, and allowed exactly where it may end. JSON has at most one space
-between its parts, so that blanks cannot go on for ever, but nothing makes an answer end before `max_new_tokens`; nor is
-a schema found out that requires itself within itself. A decoder that drops the first space of a text (Llama 2's) drops
-that of an answer, too. A format is bounded in size, so that it compiles within about a second, and a mask takes a
-fraction of one.
+llguidance follows the grammar. Stop tokens are handled here: they are allowed exactly where the grammar may end. JSON
+has at most one space between its parts, so whitespace cannot go on forever. Nothing else makes an answer end before
+`max_new_tokens`, and a schema that requires itself within itself is not detected. A decoder that drops the first space
+of a text (Llama 2's) also drops the first space of an answer. The size of a format is limited, so that it compiles
+within about a second and a mask takes a fraction of a second.
 """
 
 import functools
@@ -27,19 +27,19 @@ from l2d_jax.errors import InputError, first_line, require, shorten, shown
 FORMAT = "response_format"
 FIELDS = {"text": "type", "json_object": "type", "json_schema": "json_schema", "regex": "regex", "choice": "choices"}
 SPACING: Any = {"whitespace_pattern": " "}
-LONGEST = 64 * 1024  # bytes of a schema, an expression or all choices
-MOST = {"keys": 1000, "choices": 1000}  # keys of all mappings of a schema: the time grows with their square
-LARGEST = 20_000  # sum, and common multiple, of all `multipleOf` of a schema: llguidance builds a state for each
-# Of llguidance's own units, as measured on two CPU cores: its defaults allow for minutes.
+LONGEST = 64 * 1024  # largest schema, regex or list of choices, in bytes
+MOST = {"keys": 1000, "choices": 1000}  # keys are counted over all mappings: time grows with the square of their number
+LARGEST = 20_000  # limit on the sum and the common multiple of all `multipleOf`: llguidance builds a state for each
+# In llguidance's own units, chosen by measuring on two CPU cores. Its defaults allow compilation to take minutes.
 LIMITS: Any = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 50_000, "max_grammar_size": 50_000}
 PROBE = 'é 東 ☃ {"a": 1}'  # characters of several bytes, and spaces
 
 
 class Grammar:
-    """What the answers to a request may be: compiled once, and followed by a copy for each answer."""
+    """The grammar that the answers to a request follow: compiled once, then copied for each answer."""
 
     def __init__(self, matcher: Any, stop_ids: Sequence[int], vocab_size: int) -> None:
-        """Of llguidance's matcher, and the model's vocabulary, which may exceed the tokenizer's."""
+        """`matcher` is llguidance's; `vocab_size` is the model's, which may be larger than the tokenizer's."""
         self.is_ended = False  # whether a stop token was accepted
         self._matcher, self.stop_ids, self._vocab_size = matcher, stop_ids, vocab_size
 
@@ -47,11 +47,12 @@ class Grammar:
     def compile(
         cls, format: Any, tokenizer: PreTrainedTokenizerFast | None, *, vocab_size: int, stop_ids: Sequence[int]
     ) -> "Grammar | None":
-        """Compile a `response_format`: OpenAI's `json_object` or `json_schema`, or one of ours; None for `text`.
+        """Compile a `response_format`; None for the type `text`.
 
-        Ours are {"type": "regex", "regex": "[0-9]+"}, in Rust's syntax, for the whole answer, and {"type": "choice",
-        "choices": ["yes", "no"]}. Raises `InputError` for any other format, for one that no answer can meet or that is
-        too large, for a tokenizer that llguidance does not know, without a stop token, and without llguidance.
+        Formats are OpenAI's `json_object` and `json_schema`, {"type": "regex", "regex": "[0-9]+"} for the whole answer,
+        in Rust's syntax, and {"type": "choice", "choices": ["yes", "no"]}.
+        Raises `InputError` for any other format, for one that no answer can satisfy or that is too large, for a
+        tokenizer that llguidance cannot use, without a stop token, and if llguidance is not installed.
         """
         kind, value = _parse({"type": "text"} if format is None else format)
         if kind == "text":
@@ -72,7 +73,7 @@ class Grammar:
             raise
         except (TypeError, ValueError, RecursionError) as error:  # neither JSON nor UTF-8
             raise _refusal(str(error)) from None
-        probe = grammar.start()  # what is empty or too large shows at the first token or at the second
+        probe = grammar.start()  # a grammar that is empty or too large fails at the first or second token
         inside = np.setdiff1d(np.flatnonzero(probe.mask()), stop_ids)
         if inside.size:
             probe.accept(int(inside[0]))
@@ -80,13 +81,13 @@ class Grammar:
         return grammar
 
     def start(self) -> "Grammar":
-        """A copy that has not accepted a token yet, if this has not; it follows one answer."""
+        """A copy, to follow one answer; make it before this grammar has accepted any token."""
         return Grammar(self._matcher.deep_copy(), self.stop_ids, self._vocab_size)
 
     def mask(self) -> Bool[np.ndarray, " V"]:
-        """The tokens that may come next, never none; after the end, the stop tokens.
+        """The tokens that may come next, at least one; after the end, only stop tokens.
 
-        Raises `InputError` where the grammar becomes too large, or needs a byte that the vocabulary does not have.
+        Raises `InputError` if the grammar becomes too large, or needs a byte that the vocabulary lacks.
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
@@ -97,7 +98,7 @@ class Grammar:
         return mask
 
     def accept(self, token: int) -> None:
-        """Go on with a token that the mask allows; after any other, the next mask raises."""
+        """Advance by a token that the mask allows. After any other token, the next call of `mask` raises."""
         self.is_ended = self.is_ended or token in self.stop_ids
         if not self.is_ended:
             self._matcher.consume_token(token)
@@ -126,7 +127,7 @@ def _check_size(kind: str, value: Any, written: str) -> None:
 
 
 def _refusal(reason: str) -> InputError:
-    """The error of a format that cannot be followed, for llguidance's reason, which may have many lines."""
+    """The error for a format that cannot be followed; `reason` is llguidance's, and may have many lines."""
     [line] = re.findall("^error: (.+)", reason, re.MULTILINE)[:1] or reason.splitlines()[:1]
     line = "there is none" if line.startswith("NoExtension") else shorten(line, 160)
     return InputError(f"{FORMAT} must be one that answers of this model can meet ({line}): change or simplify it")
@@ -134,7 +135,7 @@ def _refusal(reason: str) -> InputError:
 
 @functools.lru_cache(maxsize=8)
 def _tokens(tokenizer: PreTrainedTokenizerFast | None, vocab_size: int, stop_ids: tuple[int, ...]) -> Any:
-    """llguidance's view of a tokenizer, which takes a second to build."""
+    """The tokenizer as llguidance needs it; building it takes a second."""
     from llguidance.hf import from_tokenizer
 
     if tokenizer is None or not stop_ids:
@@ -150,7 +151,7 @@ def _tokens(tokenizer: PreTrainedTokenizerFast | None, vocab_size: int, stop_ids
 
 
 def _parse(format: Any) -> tuple[Any, Any]:
-    """The type of a format, and its schema, expression or choices."""
+    """The type of a format, and its schema, regex or choices."""
     kind = _field(format, "type", str, FORMAT, *FIELDS.values())
     require(kind in FIELDS, f"unknown {FORMAT}.type {shown(kind)}{nearest(kind, FIELDS)}")
     declared = {"json_schema": dict, "choice": list}.get(kind, str)
@@ -165,7 +166,7 @@ def _parse(format: Any) -> tuple[Any, Any]:
 
 
 def _field(section: Any, name: str, declared: type, place: str, *others: str) -> Any:
-    """A field of a section, which may have others, but no more."""
+    """The field `name` of a section, which may have only this field and `others`."""
     require(isinstance(section, dict), f"{place} must be a mapping, got {shown(section)}: write {{...}}")
     for key in section:
         require(key in (name, *others), f"unknown field {place}.{key}{nearest(str(key), (name, *others))}")

@@ -1,4 +1,4 @@
-"""What a program is told of the answers in its lanes: how to integrate, how to sample, and what each may say next."""
+"""The options of a decoding program for the answers in its lanes: how to integrate, how to sample, allowed tokens."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.decoding.pace import Order, Pace
+from l2d_jax.decoding.parallel.pace import Order, Pace
 from l2d_jax.decoding.refinement.condition_table import ConditionTable
 from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.requests import UNRESTRICTED, Answer
@@ -18,7 +18,7 @@ from l2d_jax.errors import contained
 
 
 class Options(NamedTuple):
-    """The options of a program for answers under way."""
+    """The options of a program for the running answers."""
 
     settings: Refinement
     sampling: SamplingOptions
@@ -26,15 +26,15 @@ class Options(NamedTuple):
 
 
 class LaneOptions:
-    """Makes the options of lanes, of which None has no answer and costs no evaluation."""
+    """Makes the options for lanes. A lane without an answer (None) costs no evaluation."""
 
     def __init__(self, pace: Pace, *, shared: DecodeConfig | None, allowed: jax.Array | None) -> None:
-        """All answers have the `shared` settings, or each its own; `allowed` is a mask of tokens for all of them."""
+        """`shared` are the settings of all answers, or None if each has its own; `allowed` is a mask of tokens."""
         self._pace, self._shared, self._allowed = pace, shared, allowed
-        self._table: tuple[set[int], ConditionTable | None] | None = None  # of these budgets
+        self._table: tuple[set[int], ConditionTable | None] | None = None  # for this set of budgets
 
     def make(self, answers: Sequence[Answer | None], order: Order) -> Options:
-        """How to integrate and to sample, and the labels of the answers."""
+        """The options for these answers: how to integrate, how to sample, and their labels."""
         live = [answer for answer in answers if answer is not None]
         labels, model = None, self._pace.model
         if live[0].prompt.label is not None:
@@ -57,7 +57,7 @@ class LaneOptions:
         return Options(refinement, sampling, labels)
 
     def restrict(self, options: Options, answers: Sequence[Answer | None]) -> Options:
-        """The options, with the tokens that each answer's grammar allows next, in estimates too."""
+        """Restrict the options to the tokens that each answer's grammar allows next, also for estimates."""
         rows = np.ones((len(answers), self._pace.model.llm.architecture.vocab_size), bool)
         for row, answer in zip(rows, answers, strict=True):
             if answer is not None and answer.grammar is not None:
@@ -72,7 +72,7 @@ class LaneOptions:
         return options._replace(settings=settings, sampling=sampling)
 
     def penalize(self, options: Options, answers: Sequence[Answer | None], *, length: int) -> Options:
-        """The options, with the penalties of each answer and its tokens so far, at most so many."""
+        """Add each answer's penalties and its tokens so far, of which there are at most `length`."""
         rows = list[Penalized]()
         for answer in answers:
             of = UNRESTRICTED if answer is None else answer.restrictions
@@ -83,5 +83,5 @@ class LaneOptions:
 
 
 def _stack(parts: Sequence[Any]) -> Any:
-    """One tree whose leaves have a row for each part."""
+    """Join trees into one tree whose leaves have a row for each part."""
     return jax.tree.map(lambda *leaves: jnp.asarray(np.concatenate([np.atleast_1d(a) for a in leaves])), *parts)

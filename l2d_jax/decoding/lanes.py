@@ -1,9 +1,9 @@
-"""Lanes: answers that are decoded together, each with settings of its own; one that ends makes room for another.
+"""Lanes: the rows of a batch, in which answers with different settings are decoded together, one after the other.
 
-Notable: the slots for new tokens are a ring that all lanes write at the same place, so that no lane needs a cursor of
-its own; positions, not slots, say what a query sees. A prompt is read into a state of its own, a long one in pieces
-between the chunks of tokens of the others, and then takes the row of a free lane. No program is compiled for that but
-where the longest prompt or answer needs a larger bucket.
+When an answer ends, its lane goes to the next one. Notable: the slots for new tokens are a ring, which all lanes write
+at the same place, so no lane needs a cursor. Positions, not slots, decide what a query sees. A prompt is read into a
+separate state and then takes the row of a free lane; a long prompt is read in pieces, between the chunks of the other
+answers. This compiles a new program only if the longest prompt or answer needs a larger bucket.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,41 +14,49 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from l2d_jax.decoding import decode, stream_state
 from l2d_jax.decoding.buckets import CHUNK, answer_slots, is_long, pad, round_up, sample_bucket
+from l2d_jax.decoding.decode import token_decoder
 from l2d_jax.decoding.lane_options import LaneOptions, Options
-from l2d_jax.decoding.pace import Order, Pace, room
+from l2d_jax.decoding.parallel import stream_state
+from l2d_jax.decoding.parallel.pace import Order, Pace, room
+from l2d_jax.decoding.parallel.stream import stream_decoder
+from l2d_jax.decoding.parallel.stream_state import Stream
+from l2d_jax.decoding.prefill import prefill, read_piece, read_prefix, start
 from l2d_jax.decoding.requests import Answer, Piece, Request, TokenCost, TokenScore
 from l2d_jax.decoding.sampler import Tokens, allow, answer_keys
-from l2d_jax.decoding.stream import stream_decoder
-from l2d_jax.decoding.stream_state import Stream
+from l2d_jax.decoding.state import State, fan_out
 from l2d_jax.distributed import processes
 from l2d_jax.errors import contained
 from l2d_jax.model.kv_cache import KVCache
 from l2d_jax.model.l2d import Model
 
-PIECE = 256  # tokens of a prompt that are read at a time, where it has more than twice as many
-READ = 16  # tokens of prompts that take about as long as an evaluation of all lanes
+PIECE = 256  # prompts with more than twice this number of tokens are read in pieces of this size
+READ = 16  # reading this number of prompt tokens takes about as long as an evaluation of all lanes
 
 
 class Lanes:
-    """Decodes any number of answers, so many at a time, which share solver, velocity, noise samples and reader."""
+    """Decodes any number of answers, `lanes` at a time. All share solver, velocity, noise samples and reader."""
 
     def __init__(
         self, model: Model, *, lanes: int, stop_ids: Sequence[int], group: int = 1, known: Request | None = None
     ) -> None:
-        """Lanes for a model that reads the context, with or without a path; `stop_ids` are tokens that end an answer.
+        """Make empty lanes.
 
-        Prompts of `group` answers are read at a time. All answers will belong to `known`, which saves work; None:
-        requests come one by one.
+        Args:
+          model: a model that reads the context (`Model.reading`), with or without a path.
+          lanes: number of answers decoded at a time.
+          stop_ids: tokens that end an answer.
+          group: number of answers whose prompts are read at a time.
+          known: the request all answers belong to, if there is only one; this saves compilation. None if requests
+            arrive one at a time.
         """
         self.model = model
         self._answers: list[Answer | None] = [None] * lanes
-        self._stop_ids = tuple(stop_ids) or (-1,)  # -1: an ended answer goes on with it where there is no stop token
+        self._stop_ids = tuple(stop_ids) or (-1,)  # -1 fills ended answers if there is no stop token
         self._ends = jnp.array(self._stop_ids, jnp.int32)
         self._group = group
-        self._copies, self._shorter = 1, 0  # answers to a prompt that are read together; its tokens in the prefix
-        self._capacity: int | None = None  # slots for the longest answer; None: a bucket for those under way
+        self._copies, self._shorter = 1, 0  # answers per prompt, which share its reading; length of the common prefix
+        self._capacity: int | None = None  # slots for the longest answer; None: a bucket for the running answers
         self._prefix: KVCache | None = None
         allowed, shared = None, None
         if known is not None:
@@ -61,27 +69,27 @@ class Lanes:
             allowed = None if mask is None else jnp.asarray(mask)[None]
             if known.prefix:
                 ids = known.prompts[0].ids[: known.prefix]
-                self._prefix = decode.read_prefix(model.llm, jnp.array(ids, jnp.int32))
-        self.cost = 0  # of the last step, in passes over the weights, about
+                self._prefix = read_prefix(model.llm, jnp.array(ids, jnp.int32))
+        self.cost = 0  # approximate cost of the last step, in passes over the weights
         self.pace = Pace(model, lanes)
         self._maker = LaneOptions(self.pace, shared=shared, allowed=allowed)
         self.order = Order.SEQUENTIAL
-        self.state: decode.State | Stream | None = None
-        self._reading: list[tuple[Sequence[Answer], Iterator[decode.State | None]]] = []
-        self._options: Options | None = None  # of the answers under way; None: these have changed
+        self.state: State | Stream | None = None
+        self._reading: list[tuple[Sequence[Answer], Iterator[State | None]]] = []
+        self._options: Options | None = None  # options for the running answers; None: to be made anew
 
     @property
     def free(self) -> int:
-        """The lanes without an answer."""
+        """The number of lanes without an answer."""
         return self._answers.count(None)
 
     @property
     def is_idle(self) -> bool:
-        """Whether no answer is under way."""
+        """Whether no answer is running."""
         return self.free == len(self._answers)
 
     def admit(self, answers: Sequence[Answer]) -> None:
-        """Give answers free lanes, of which there are enough; the next steps read their prompts."""
+        """Give each answer a free lane; there must be enough. The next steps read their prompts."""
         if self.state is None and self._capacity is not None and len(answers) == len(self._answers):
             self._answers, self._options, self.order = list(answers), None, self._choose(answers)
             self.state = self._enter(self.read(answers), answers)
@@ -95,23 +103,23 @@ class Lanes:
             self._reading.append((group, self._read([*group, *[group[-1]] * (self._group - len(group))], piece=PIECE)))
 
     def drop(self, answer: Answer) -> None:
-        """Leave an answer as it is, and free its lane; a prompt that no answer waits for is not read on."""
+        """Stop decoding an answer and free its lane. Reading of a prompt stops if no other answer waits for it."""
         if answer in self._answers:
             self._answers[self._answers.index(answer)] = self._options = None
             self._reading = [(group, read) for group, read in self._reading if any(map(self._answers.count, group))]
 
     def step(self) -> list[Piece]:
-        """Read prompts, and decode the next few tokens.
+        """Read prompts, and decode the next few tokens of all running answers.
 
-        Of prompts that are read in pieces, one piece is read where it holds up other answers, and all where it does
-        not. Where requests come one by one, there may be others elsewhere: about `PIECE` tokens are read at a time.
+        A prompt that is read in pieces delays other answers: if any are running, only one piece is read per step.
+        If requests arrive one at a time, other lanes may be waiting too: about `PIECE` tokens are read per step.
         """
         pieces, read = list[Piece](), 0
         while self._reading:
             group, reading = self._reading[0]
             try:
                 state = next(reading)
-            except BaseException as error:  # of these prompts alone
+            except BaseException as error:  # it concerns only these prompts
                 self._reading.pop(0)
                 for answer in (one for one in group if one in self._answers):
                     pieces.append(answer.fail(contained(error)))
@@ -165,7 +173,7 @@ class Lanes:
                     costed = list(map(TokenCost, cost, taken))
                     piece = answer.add(row, self._stop_ids, is_broken=is_bad, costs=costed, scores=scored)
                     self.pace.add(tokens=piece.decoded, passes=piece.passes, order=self.order)
-                except BaseException as error:  # of a tokenizer or a grammar: the other answers go on
+                except BaseException as error:  # from a tokenizer or a grammar: the other answers continue
                     piece = answer.fail(contained(error))
                 pieces.append(piece)
                 if pieces[-1].is_last:
@@ -175,7 +183,7 @@ class Lanes:
     def _run(
         self, options: Options, live: Sequence[Answer], *, is_single: bool
     ) -> tuple[Tokens, Bool[Array, "B steps"], Bool[Array, " B"]]:
-        """The next tokens, whether each is one, and which sequences cannot go on."""
+        """Decode the next tokens; also says which entries are real tokens, and which sequences cannot go on."""
         state, chosen = self.state, options._asdict() | {"stop_ids": self._ends}
         assert state is not None
         if isinstance(state, Stream):
@@ -183,17 +191,17 @@ class Lanes:
             after, emitted = stream_decoder()(self.model, state, passes=CHUNK, **chosen)
             self.state = after
             return emitted.tokens, emitted.is_new, after.state.broken
-        # Where requests come one by one, others wait for a chunk, so a chunk of long tokens is one token.
+        # If requests arrive one at a time, others wait for this chunk: a chunk of expensive tokens is a single token.
         is_slow = self.order is Order.SEQUENTIAL
         waits = is_slow and self._capacity is None and any(is_long(a.settings.budget, a.settings.draws) for a in live)
         chosen |= {"noise_samples": sample_bucket(live[0].settings.draws)}
         steps = 1 if is_single or waits else CHUNK
-        ahead, new = decode.token_decoder()(self.model, state, steps=steps, **chosen)
+        ahead, new = token_decoder()(self.model, state, steps=steps, **chosen)
         self.state = ahead
         return new, jnp.ones(new.ids.shape, bool), ahead.broken
 
     def _reorder(self, live: Sequence[Answer]) -> None:
-        """Change the order of evaluations where these answers, or the passes that they took, ask for another."""
+        """Change the order of evaluations if another one is now better for these answers or the passes they took."""
         in_stream = isinstance(self.state, Stream)
         order = self._choose(live, in_stream=in_stream)
         if order is not self.order:
@@ -202,40 +210,41 @@ class Lanes:
             self.state = stream_state.leave(self.model.llm, self.state)
 
     def options(self, answer: Answer, *, rows: int) -> Options:
-        """The options of an answer that so many rows search for, outside of lanes."""
+        """The options for a search with `rows` beams for one answer, which does not use the lanes."""
         self.pace.lanes = rows
         return self._maker.make([answer], self._choose([answer], in_stream=False))
 
     def _choose(self, answers: Sequence[Answer], *, in_stream: bool | None = None) -> Order:
-        """The order in which the evaluations of these answers go."""
+        """Choose the order of evaluations for these answers."""
         settings = {answer.settings for answer in answers}
         has_label = answers[0].prompt.label is not None
         has_grammar = any(answer.grammar is not None for answer in answers)
         return self.pace.order(settings, has_label=has_label, has_grammar=has_grammar, in_stream=in_stream)
 
-    def _enter(self, state: decode.State, answers: Sequence[Answer]) -> decode.State | Stream:
-        """The state behind prompts as the order has it; rows beyond these answers are of the last of them."""
+    def _enter(self, state: State, answers: Sequence[Answer]) -> State | Stream:
+        """Turn the state after the prompts into what the order needs; extra rows repeat the last answer."""
         if self.order is not Order.STREAM:
             return state
         rows = [*answers, *[answers[-1]] * (len(state.count) - len(answers))]
-        last = jnp.array([answer.prompt.ids[-1] for answer in rows], jnp.int32)
+        is_plain = jnp.array([answer.settings.budget == 1 for answer in rows])
+        gate = jnp.array([answer.settings.gate for answer in rows], jnp.float32)
         size = room({answer.settings for answer in answers if answer.settings.budget > 1} or {answers[0].settings})
-        return stream_state.enter(state, last, size=size)
+        return stream_state.enter(self.model.llm, state, is_plain=is_plain, gate=gate, size=size)
 
-    def read(self, answers: Sequence[Answer]) -> decode.State:
-        """The state behind the prompts, read at once, with a row for each of the answers."""
+    def read(self, answers: Sequence[Answer]) -> State:
+        """Read the prompts at once; returns the state after them, with a row per answer."""
         state = next(self._read(answers))
         assert state is not None
         return state
 
-    def _read(self, answers: Sequence[Answer], *, piece: int | None = None) -> Iterator[decode.State | None]:
-        """Yield None after each piece of long prompts, and at last the state behind them."""
+    def _read(self, answers: Sequence[Answer], *, piece: int | None = None) -> Iterator[State | None]:
+        """Read prompts: yields None after each piece of long prompts, and finally the state after them."""
         llm, (capacity, slots) = self.model.llm, self._size(answers)
         prompts, rows = [answer.prompt for answer in answers], list(range(len(answers)))
-        if self._copies > 1:  # each is read once
+        if self._copies > 1:  # read each prompt once
             prompts = list({id(prompt): prompt for prompt in prompts}.values())
             rows = [next(i for i, prompt in enumerate(prompts) if prompt is answer.prompt) for answer in answers]
-            whole = -(-len(answers) // self._copies) + (piece is not None)  # as many each time
+            whole = -(-len(answers) // self._copies) + (piece is not None)  # the same number each time
             prompts += prompts[-1:] * (whole - len(prompts))
         whole = len(prompts)
         texts = [prompt.ids[self._shorter :] for prompt in prompts]
@@ -245,37 +254,37 @@ class Lanes:
         keys = answer_keys(seeds.astype(np.uint32), *(column.astype(np.int32) for column in others))
         given = keys if self._copies == 1 else keys[jnp.array([0] * whole)]
         if piece is None or slots <= 2 * piece:
-            state = decode.prefill(llm, ids, lengths, given, capacity=capacity, prefix=self._prefix)
+            state = prefill(llm, ids, lengths, given, capacity=capacity, prefix=self._prefix)
         else:
             read = KVCache.empty(llm.architecture, whole, slots, dtype=llm.dtype, prefix=self._prefix)
             hidden = jnp.zeros((whole, llm.architecture.hidden_size), llm.dtype)
             for first in range(0, max(map(len, texts)), piece):
                 part, _ = pad([text[first : first + piece] for text in texts], length=piece)
-                read, hidden = decode.read_piece(llm, read, hidden, part, lengths)
+                read, hidden = read_piece(llm, read, hidden, part, lengths)
                 yield None
             read = replace(read, prefix=None)
-            state = decode.start(llm, read, hidden, ids, lengths, given, capacity=capacity, prefix=self._prefix)
-        yield state if self._copies == 1 else decode.fan_out(state, jnp.array(rows), keys)
+            state = start(llm, read, hidden, ids, lengths, given, capacity=capacity, prefix=self._prefix)
+        yield state if self._copies == 1 else fan_out(state, jnp.array(rows), keys)
 
-    def _place(self, answers: Sequence[Answer], new: decode.State) -> None:
-        """Put answers whose prompts have been read into their lanes; one that was dropped meanwhile has none."""
+    def _place(self, answers: Sequence[Answer], new: State) -> None:
+        """Put answers whose prompts have been read into their lanes, except those dropped in the meantime."""
         lanes, owned = self._answers, [answer for answer in self._answers if answer is not None]
         capacity, slots = self._size(owned or answers)
         if self.state is None or not any(answer.is_read for answer in owned):
             copies, self.order = jnp.zeros(len(lanes), jnp.int32), self._choose(owned or answers)
-            # `_decode` ends those that are no answer's.
-            self.state = self._enter(decode.fan_out(new, copies, new.keys[copies]), answers)
+            # `_decode` ends the rows that belong to no answer.
+            self.state = self._enter(fan_out(new, copies, new.keys[copies]), answers)
         ring = max(capacity, stream_state.ring(self.state), new.cache.ring)
         pair = (self.state, self._enter(new, answers))
         state, entered = (stream_state.fit(one, ring=ring, slots=slots) for one in pair)
         places = [lanes.index(answer) if answer in lanes else len(lanes) for answer in answers]
-        places += [len(lanes)] * (self._group - len(answers))  # beyond the last: nowhere
+        places += [len(lanes)] * (self._group - len(answers))  # beyond the last lane: dropped
         self.state, self._options = stream_state.put(state, entered, jnp.array(places)), None
         for answer in answers:
             answer.is_read = True
 
     def _size(self, answers: Sequence[Answer]) -> tuple[int, int]:
-        """The slots that the longest of these answers needs, and those that the longest of their prompts does."""
+        """The numbers of slots for the longest of these answers, and for the longest of their prompts."""
         longest = answer_slots(max(answer.settings.max_new_tokens for answer in answers))
         slots = round_up(max(len(answer.prompt.ids) for answer in answers) - self._shorter)
         return self._capacity or round_up(longest), slots

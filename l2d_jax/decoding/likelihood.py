@@ -1,9 +1,9 @@
 """Likelihoods of answers, estimated by several noise samples per token.
 
-The logits of a token depend on the noise that it was refined from. The model's probability of the token is the mean
-over that noise, and the mean over a few noise samples estimates it without bias. Noise is independent from token to
-token, so that the product over the tokens of an answer is unbiased too. The logarithm of the product is not: it is low
-by about half of its squared standard error.
+The logits of a token depend on its noise. The model's probability of the token is the mean over that noise, and the
+mean over a few noise samples is an unbiased estimate. The noise of different tokens is independent, so the product over
+the tokens of an answer is unbiased too. The logarithm of the product is biased: it is too low by about half of its
+squared standard error.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,8 +29,8 @@ from l2d_jax.model.context import Context
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.lm_head import map_logits
 
-CHUNK = 1024  # logits are held for so many pairs of a position and a noise sample at a time
-SHORTEST_ANSWER = 8  # tokens that answers are padded to, or more: an option is often a single token
+CHUNK = 1024  # number of pairs of position and noise sample whose logits are in memory at once
+SHORTEST_ANSWER = 8  # answers are padded to at least this length: an option is often a single token
 
 
 class Likelihood(NamedTuple):
@@ -46,12 +46,13 @@ class Likelihood(NamedTuple):
 def score_answers(
     model: Model, request: Request, answers: Sequence[Sequence[int]], *, draws: int = 8
 ) -> list[Likelihood]:
-    """Log-likelihoods of answers; that of a token is by the mean over `draws` ODEs behind the true tokens before it.
+    """Log-likelihoods of answers, in nats.
 
-    There is one answer per prompt, as token ids, with the stop token if it is to count. The last token of an answer is
-    fed to no one, and takes no position. A budget of 1, where all draws are the same, takes one of at least 2.
-    Raises `InputError` as `generation.decode_lanes`, for fewer than 2 draws, for an answer without tokens or with
-    unknown ones, and where logits are not numbers.
+    The probability of a token is the mean over `draws` ODEs, given the true tokens before it. There is one answer per
+    prompt, as token ids; include the stop token if it should count. The last token of an answer is not fed to the model
+    and takes no position. At a budget of 1 all draws are equal, so only one is computed.
+    Raises `InputError` as `generation.decode_lanes` does, for fewer than 2 draws, for an answer without tokens or with
+    unknown tokens, and if logits are NaN.
     """
     require(draws >= 2, f"a standard error takes at least 2 draws, got {draws}")
     contexts = [prompt.ids for prompt in request.prompts]
@@ -77,7 +78,7 @@ def score_answers(
 
 
 class ScoredPiece(NamedTuple):
-    """Tokens of a text, with the likeliest ones in their places, as natural logarithms."""
+    """Tokens of a text, with the most likely tokens in their places, as natural logarithms."""
 
     log_probs: Float[np.ndarray, " n"]
     likeliest: Int[np.ndarray, "n top"]
@@ -88,7 +89,7 @@ class ScoredPiece(NamedTuple):
 def score_in_pieces(
     model: Model, request: Request, answer: Sequence[int], *, draws: int, piece: int, top: int
 ) -> Iterator[ScoredPiece]:
-    """`score_answers` for one prompt, `piece` tokens of its answer at a time, with the `top` likeliest tokens."""
+    """Score one answer, `piece` tokens at a time, with the `top` most likely tokens; otherwise as `score_answers`."""
     [prompt] = request.prompts
     ids, _ = pad([[*prompt.ids, *answer[:-1]]])
     for first in range(0, len(answer), piece):
@@ -109,10 +110,11 @@ def score_in_pieces(
 def rank(
     model: Model, request: Request, options: Sequence[Sequence[int]], *, draws: int = 8
 ) -> list[Float[np.ndarray, " J"]]:
-    """Log-probabilities of a few next tokens of each prompt, by the mean over `draws`: one pass over each prompt.
+    """Log-probabilities of a few candidate next tokens of each prompt, in one pass over each prompt.
 
-    A budget of 1, where all draws are the same, takes one. They are not numbers where logits are not.
-    Raises `InputError` as `generation.decode_lanes` does for what is asked.
+    They are logarithms of the mean probability over `draws`. At a budget of 1 all draws are equal, so only one is
+    computed. NaN logits give NaN.
+    Raises `InputError` as `generation.decode_lanes` does.
     """
     contexts = [prompt.ids for prompt in request.prompts]
     check_prompts(contexts, model.llm.architecture, new_tokens=1)
@@ -120,26 +122,26 @@ def rank(
     width = max(map(len, options))
     tokens = sharding.spread(np.array([[*few, *[0] * (width - len(few))] for few in options], np.int32)[:, None])
     log_probs = _sample(model, request, ids, (lengths - 1)[:, None], tokens, draws=draws).log_probs
-    with np.errstate(invalid="ignore"):  # of what is not a number
+    with np.errstate(invalid="ignore"):  # NaN stays NaN
         mean = np.logaddexp.reduce(log_probs[:, :, 0], axis=0) - np.log(len(log_probs))
     return [row[: len(few)] for row, few in zip(mean, options, strict=True)]
 
 
 class _Sampled(NamedTuple):
-    """What a few places of a text say, on the host."""
+    """Distributions at a few places of a text, on the host."""
 
     log_probs: Float[np.ndarray, "draws B M J"]  # of the targets, under each noise sample
-    likeliest: Int[np.ndarray, "B M top"]  # the tokens of the highest mean probability
+    likeliest: Int[np.ndarray, "B M top"]  # the tokens with the highest mean probability
     likeliest_log_probs: Float[np.ndarray, "B M top"]
     taken: Int[np.ndarray, "B M"]  # evaluations of the path, for all noise samples
 
 
 class _Noise(NamedTuple):
-    """What the noise of each token is a function of."""
+    """What determines the noise of each token."""
 
     keys: Key[Array, " draws"]
-    numbers: Int[Array, " B"]  # of the prompts
-    places: Int[Array, " M"]  # of the tokens in the answer
+    numbers: Int[Array, " B"]  # numbers of the prompts
+    places: Int[Array, " M"]  # places of the tokens in the answer
 
 
 def _sample(
@@ -153,12 +155,12 @@ def _sample(
     first: int = 0,
     top: int = 1,
 ) -> _Sampled:
-    """`_log_probs` on the host, the targets' in float64, from token `first` of the answer on.
+    """Call `_log_probs` from token `first` of the answer on, and fetch the results; the targets' are in float64.
 
-    Raises `InputError` for what the model does not know.
+    Raises `InputError` for options that do not fit the model.
     """
     budget, refinement = request.settings.budget, Refinement.prepare(model, request.settings)
-    if request.settings.parallel == "on":  # "auto": there are many positions, whose rows would not come for nothing
+    if request.settings.parallel == "on":  # not with "auto": with this many positions, extra rows cost time
         refinement = refinement.side_by_side([budget])
     check_value(request.seed, ranges.KeySeed, "seed")
     path, has_label = path_config(model), any(prompt.label is not None for prompt in request.prompts)
@@ -186,7 +188,7 @@ def _log_probs(
     *,
     top: int,
 ) -> tuple[Float[Array, "draws B M J"], Int[Array, "B M top"], Float[Array, "B M top"], Int[Array, "B M"]]:
-    """The log-probability of every target under every noise sample, and the rest of `_Sampled`."""
+    """The log-probability of every target under every noise sample, and the other fields of `_Sampled`."""
     hidden, cache = model.llm(ids, jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape))
     read = (hidden, model.llm.lookup(ids))
     hidden, inputs = (jnp.take_along_axis(array, queries[..., None], axis=1) for array in read)
@@ -211,7 +213,7 @@ def _log_probs(
 def _read_logits(
     logits: Float[Array, "n draws V"], tokens: Int[Array, "n J"], *, top: int
 ) -> tuple[Float[Array, "n draws J"], Int[Array, "n top"], Float[Array, "n top"]]:
-    """The tokens' log-probabilities, and the tokens of the highest mean probability with theirs."""
+    """The log-probabilities of `tokens`, and the tokens with the highest mean probability with theirs."""
     log_probs = jax.nn.log_softmax(logits)
     mean = jax.nn.logsumexp(log_probs, axis=1) - jnp.log(logits.shape[1])
     if top == 1:
@@ -222,9 +224,9 @@ def _read_logits(
 
 
 def _average(log_probs: Float[np.ndarray, "draws n"], likeliest: Int[np.ndarray, " n"]) -> Likelihood:
-    """The likelihood of an answer by the mean probability of each of its tokens."""
+    """The likelihood of an answer from the mean probability of each of its tokens."""
     highest = log_probs.max(axis=0)
-    probs = np.exp(log_probs - highest)  # relative to the highest, so that none underflows
+    probs = np.exp(log_probs - highest)  # relative to the highest, to avoid underflow
     mean = probs.mean(axis=0)
     tokens = highest + np.log(mean)
     deviation = probs.std(axis=0, ddof=1) if len(probs) > 1 else np.zeros_like(mean)

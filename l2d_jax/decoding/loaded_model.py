@@ -1,11 +1,4 @@
-"""The Python interface: a model that has been opened, and answers.
-
-    model = l2d_jax.load("runs/quickstart")
-    model.generate("What is 12 * 4?", budget=15)
-
-A prompt is one of three things. Text is a message of a user, and is put by the tokenizer's chat template. A
-conversation is a list of messages, each a dictionary with a role and a content. A list of token ids is taken as it is.
-"""
+"""The Python interface: a model that `load` has opened, with methods that generate, score and trace answers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +17,7 @@ from l2d_jax.decoding.likelihood import Likelihood, score_answers
 from l2d_jax.decoding.requests import SAMPLING_OPTIONS, Request, Restrictions, number_prompts, override_settings
 from l2d_jax.decoding.sampler import check_tokens
 from l2d_jax.decoding.stop_strings import GrowingText, to_text
+from l2d_jax.decoding.trace import TokenTrace, check_single_sample, trace
 from l2d_jax.distributed.memory import device_bytes
 from l2d_jax.errors import InputError, require
 from l2d_jax.model.l2d import Model
@@ -40,19 +34,33 @@ OTHER_OPTIONS = ("seed", "samples", "label", "stop", "allowed", "banned", "respo
 class LoadedModel:
     """A language model, with or without a diffusion path, that is ready to generate.
 
-    All methods take the options of `DecodeConfig` by name: budget, solver, temperature, top_k, top_p, max_new_tokens,
-    guidance, gate and so on. What is left out is as in `defaults`; a list has a value for each prompt.
+    A prompt is text, a conversation or token ids:
+
+    - text is the message of a user, which the chat template of the tokenizer wraps;
+    - a conversation is a list of messages, such as `[{"role": "user", "content": "Hi"}]`;
+    - a list of token ids is read as it is, without a template.
+
+    All methods take the options of `config.decode` by name, such as `budget`, `solver`, `temperature`, `gate` and
+    `max_new_tokens`. Options that you leave out have the values of `defaults`. For several prompts, the value of an
+    option may be a list with an entry for each prompt.
+
+    Attributes:
+      model: the language model and the path, two pytrees of arrays.
+      tokenizer: the tokenizer, or None if the model folder has none. Then prompts and answers are token ids.
+      stop_ids: ids of the tokens that end an answer.
+      defaults: the decoding options that validation used during training.
+      step: the step of the checkpoint, or None if the weights do not come from a checkpoint.
     """
 
-    model: Model = field(repr=False)  # the language model and the path
+    model: Model = field(repr=False)
     tokenizer: PreTrainedTokenizerFast | None = field(repr=False)
-    stop_ids: tuple[int, ...]  # tokens that end an answer
-    defaults: DecodeConfig  # how the model was validated while it was trained
-    step: int | None = None  # of the checkpoint; None: the weights come from no checkpoint
+    stop_ids: tuple[int, ...]
+    defaults: DecodeConfig
+    step: int | None = None
 
     @cached_property
     def decoder(self) -> Model:
-        """The model as `Model.merged` has it in the memory of the devices."""
+        """The copy of the model that decodes: `Model.merged`, if it fits in the memory of the devices."""
         return self.model.merged(device_bytes())
 
     def generate(
@@ -68,31 +76,35 @@ class LoadedModel:
         settings: DecodeConfig | None = None,
         **options: Any,
     ) -> Answer | list[Answer] | list[list[Answer]]:
-        """Answer one prompt or several: text with text, token ids with token ids without the stop token.
+        """Answer one prompt or several prompts.
 
             model.generate("What is 12 * 4?")                     # "48"
             model.generate(["Hi", "2 + 2?"], budget=31, seed=1)   # two answers
             model.generate([[1, 2, 3]], samples=4, temperature=1.0, max_new_tokens=20)
 
-        An answer depends on the seed and on the prompt's place in the list, and not on the other prompts.
+        Text is answered with text, and token ids with token ids, without the stop token. An answer depends on the seed
+        and on the position of its prompt in the list. It does not depend on the other prompts.
 
         Args:
           prompts: a prompt, or a list of prompts.
-          seed: of the noise and of the sampled tokens.
-          samples: so many answers to each prompt, as a list; None: a single answer.
-          label: class for guidance, for all prompts or one for each.
-          stop: strings or special tokens that end an answer, and are left out of it.
+          seed: seed of the noise and of the sampled tokens.
+          samples: number of answers to each prompt, which come as a list; None: one answer, not in a list.
+          label: class for guidance, one for all prompts or a list with one for each.
+          stop: strings or special tokens that end an answer. They are not part of the answer.
           allowed: token ids that may be sampled; None: all.
           banned: token ids that may not be sampled.
-          settings: in place of `defaults`.
-          options: changes of single settings; `response_format`, what answers have to be: JSON of a schema, a
-            regular expression or one of several choices, as `grammar.Grammar.compile` reads it; and OpenAI's
-            `frequency_penalty`, `presence_penalty` (of tokens that the answer has) and `logit_bias` (by token id).
+          settings: decoding options to use instead of `defaults`.
+          options: single decoding options by name; `response_format`, a JSON schema, a regular expression or a choice
+            that the answer follows, as `Grammar.compile` reads it; and `frequency_penalty`, `presence_penalty` and
+            `logit_bias`, as in OpenAI's API.
+
+        Returns:
+          An answer for a single prompt, and a list of answers for a list.
 
         Raises:
-          InputError: for an unknown option, with the nearest name; for values that the model or the solver does not
-            know; for text where the model has no tokenizer or its tokenizer no chat template; for prompts that are
-            empty or too long; and if logits are not numbers.
+          InputError: if an option is unknown or its value is not possible for this model and solver; if the prompt is
+            text and the model has no tokenizer or no chat template; if a prompt is empty or too long; and if a logit is
+            not a number.
         """
         many, is_single = _as_list(prompts)
         count = 1 if samples is None else samples
@@ -116,12 +128,24 @@ class LoadedModel:
         settings: DecodeConfig | None = None,
         **options: Any,
     ) -> Iterator[str]:
-        """Yield the answer to one prompt as pieces of text, each complete in UTF-8.
+        """Yield the answer to one prompt piece by piece, as text.
 
             for piece in model.stream([{"role": "user", "content": "Hi"}], temperature=0.7):
                 print(piece, end="", flush=True)
 
-        Arguments and errors are those of `generate`; errors are raised when the first piece is asked for.
+        A piece is never cut within a character. The pieces together are the text that `generate` returns for the same
+        arguments.
+
+        Args:
+          prompt: the prompt.
+          seed: seed of the noise and of the sampled tokens.
+          label: class for guidance.
+          stop: strings or special tokens that end the answer. They are not part of it.
+          settings: decoding options to use instead of `defaults`.
+          options: as for `generate`.
+
+        Raises:
+          InputError: as `generate` does, when the first piece is read.
         """
         text = GrowingText(require_tokenizer(self.tokenizer))
         restrictions = self._restrict(stop, options)
@@ -140,15 +164,28 @@ class LoadedModel:
         settings: DecodeConfig | None = None,
         **options: Any,
     ) -> Likelihood | list[Likelihood]:
-        """Log-likelihoods of answers in nats, with their standard errors.
+        """Estimate the log-likelihood of answers, in nats, with standard errors.
 
             model.score("What is 12 * 4?", "48").total
-            model.score("What is 12 * 4?", ["48", "46"], draws=32)   # both under the same noise
+            model.score("What is 12 * 4?", ["48", "46"], draws=32)   # both answers with the same noise
 
-        Answers are one, several to the single prompt, or one for each prompt of the list. Text is scored as it stands;
-        for the token that ends an answer, give token ids. `draws` are noise samples per token, at least 2; the other
-        arguments are those of `generate`, but for `SAMPLING_OPTIONS`.
-        Raises `InputError` as `generate`, and for lists of different lengths or answers without tokens.
+        The probability of a token is the mean over the noise. The mean over `draws` noise samples estimates it. Text is
+        scored as it stands, without the token that ends an answer: give token ids to include that token.
+
+        Args:
+          prompts: a prompt, or a list of prompts.
+          answers: an answer, several answers to a single prompt, or a list with one answer for each prompt.
+          draws: noise samples per token, at least 2.
+          seed: seed of the noise.
+          label: class for guidance, one for all prompts or a list with one for each.
+          settings: decoding options to use instead of `defaults`.
+          options: single decoding options by name. Options of sampling, such as `temperature` and `top_k`, are errors.
+
+        Returns:
+          A `Likelihood` for one answer to one prompt, and otherwise a list of them.
+
+        Raises:
+          InputError: as `generate` does; if the lists have different lengths; and if an answer has no tokens.
         """
         many, is_single = _as_list(prompts)
         texts, is_one = _as_list(answers)
@@ -161,6 +198,42 @@ class LoadedModel:
         likelihoods = score_answers(self.model, request, ids, draws=draws)
         return likelihoods[0] if is_single and is_one else likelihoods
 
+    def trace(
+        self,
+        prompt: OnePrompt,
+        *,
+        seed: int = 0,
+        label: int | None = None,
+        settings: DecodeConfig | None = None,
+        **options: Any,
+    ) -> list[TokenTrace]:
+        """Answer one prompt, and say what each token of the answer took.
+
+            for token in model.trace("What is 12 * 4?", budget=15):
+                print(repr(token.text), token.evaluations, token.settled)
+
+        The answer is that of `generate` for the same arguments. It is then integrated once more, so a trace takes more
+        time than the answer alone.
+
+        Args:
+          prompt: the prompt.
+          seed: seed of the noise and of the sampled tokens.
+          label: class for guidance.
+          settings: decoding options to use instead of `defaults`.
+          options: single decoding options by name; `draws` must be 1.
+
+        Returns:
+          A `TokenTrace` for each token of the answer.
+
+        Raises:
+          InputError: as `generate` does, and for several noise samples per token.
+        """
+        request = self._request([prompt], label, settings, options, seed=seed)
+        require(request.prompts[0].settings is None, "a trace is of one answer: give one value of each option")
+        check_single_sample(request.settings)
+        [(ids, _)] = generate_answers(self.decoder, request)
+        return trace(self, request, [ids])[0]
+
     def _request(
         self,
         prompts: Sequence[Any],
@@ -169,7 +242,7 @@ class LoadedModel:
         options: Mapping[str, Any],
         **others: Any,
     ) -> Request:
-        """The prompts as token ids, numbered, and all that is asked of them; raises `InputError` as `generate` does."""
+        """The request for these prompts, as token ids; raises `InputError` as `generate` does."""
         ids = [self._encode(prompt) for prompt in prompts]
         numbered = number_prompts(ids, labels=[label] * len(ids) if isinstance(label, int) else label)
         chosen = self.defaults if settings is None else settings
@@ -187,12 +260,12 @@ class LoadedModel:
         return Request(numbered, common, stop_ids=self.stop_ids, tokenizer=self.tokenizer, asked=asked, **others)
 
     def compile_grammar(self, response_format: Any) -> Grammar | None:
-        """What answers have to be, for this model; None and errors are those of `Grammar.compile`."""
+        """Compile a `response_format` for this tokenizer; returns and raises what `Grammar.compile` does."""
         size = self.model.llm.architecture.vocab_size
         return Grammar.compile(response_format, self.tokenizer, vocab_size=size, stop_ids=self.stop_ids)
 
     def _restrict(self, stop: str | Sequence[str], options: dict[str, Any]) -> Restrictions:
-        """The restrictions among the options, which are taken out of them."""
+        """Take the restrictions out of `options`."""
         grammar = self.compile_grammar(options.pop("response_format", None))
         penalties = {name: options.pop(name) for name in PENALTIES if name in options}
         return Restrictions([stop] if isinstance(stop, str) else stop, grammar=grammar, **penalties)

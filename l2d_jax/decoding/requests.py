@@ -1,4 +1,4 @@
-"""What a model is asked, prompts and settings, with the checks that need no weights; and answers on their way."""
+"""Requests (prompts and settings), the checks that need no weights, and the state of running answers."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -15,7 +15,7 @@ from l2d_jax.config.parsing import check_value, from_dict, nearest
 from l2d_jax.config.schema import DecodeConfig, PathConfig
 from l2d_jax.decoding.buckets import TOGETHER, answer_slots, round_up, sample_bucket
 from l2d_jax.decoding.grammar import Grammar
-from l2d_jax.decoding.pace import can_be_parallel, window
+from l2d_jax.decoding.parallel.pace import can_be_parallel, window
 from l2d_jax.decoding.refinement.condition_table import CAPACITY
 from l2d_jax.decoding.refinement.solver import ADAPTIVE, AMPLE
 from l2d_jax.decoding.sampler import BIASES, check_tokens
@@ -33,21 +33,21 @@ SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "gate", "max_new_tokens")
 class Prompt(NamedTuple):
     """A prompt, and what its answer depends on besides the settings and the seed."""
 
-    number: int  # the keys of its noise and of its sampled tokens are a function of the seed and this number
+    number: int  # seed and number determine the noise and the sampled tokens
     ids: Sequence[int]
     label: int | None = None  # class for guidance
-    settings: DecodeConfig | None = None  # its own, in place of the request's
+    settings: DecodeConfig | None = None  # for this prompt alone; None: the request's settings
 
 
 class Restrictions(NamedTuple):
-    """What ends an answer besides stop tokens, and which tokens it may contain."""
+    """What ends an answer (in addition to stop tokens), and which tokens it may contain."""
 
-    stops: Sequence[str] = ()  # strings and names of special tokens that end an answer, and are left out of it
+    stops: Sequence[str] = ()  # strings and names of special tokens; an answer ends before the first of them
     allowed: Sequence[int] | None = None  # token ids that may be sampled; None: all
-    banned: Sequence[int] = ()  # token ids that may not
-    grammar: Grammar | None = None  # which the answers follow
-    frequency_penalty: float = 0.0  # taken from a token's logit for each time that its answer has it
-    presence_penalty: float = 0.0  # taken once, where its answer has the token
+    banned: Sequence[int] = ()  # token ids that may not be sampled
+    grammar: Grammar | None = None  # grammar that the answers follow
+    frequency_penalty: float = 0.0  # subtracted from a token's logit for each occurrence in the answer
+    presence_penalty: float = 0.0  # subtracted once from the logit of a token that occurs in the answer
     logit_bias: Mapping[int, float] = MappingProxyType({})  # added to the logits of these tokens
 
     @property
@@ -64,7 +64,7 @@ class Restrictions(NamedTuple):
 
 
 def check_biases(bias: Any) -> None:
-    """Raise `InputError` unless a `logit_bias` maps token ids, not too many, to numbers in their range."""
+    """Raise `InputError` unless a `logit_bias` maps at most `BIASES` token ids to numbers in the allowed range."""
     is_right = isinstance(bias, Mapping) and all(isinstance(token, Integral) for token in bias)
     require(is_right, f"logit_bias must map token ids to numbers, got {shown(bias)}: write {{50256: -100}}")
     require(len(bias) <= BIASES, f"logit_bias has at most {BIASES} tokens, got {len(bias)}: take fewer")
@@ -74,7 +74,7 @@ def check_biases(bias: Any) -> None:
 
 UNRESTRICTED = Restrictions()
 
-OFF: dict[str, Any] = {  # the values of options of the path that ask for nothing
+OFF: dict[str, Any] = {  # options of the path, with the values that have no effect
     "velocity": "sample",
     "velocity_temperature": 0.0,
     "anneal": False,
@@ -87,21 +87,21 @@ OFF: dict[str, Any] = {  # the values of options of the path that ask for nothin
 
 @dataclass(frozen=True)
 class Request:
-    """Prompts to be answered together."""
+    """Prompts that are answered together, and how."""
 
     prompts: Sequence[Prompt]
     settings: DecodeConfig  # solver, budget, temperatures and length
-    seed: int = 0  # with a prompt's number, determines its noise and its sampled tokens
-    samples: int = 1  # answers to each prompt, which share its prefill and follow each other
-    prefix: int = 0  # tokens that all prompts begin with, which are read once; each prompt is longer
+    seed: int = 0  # seed and prompt number determine the noise and the sampled tokens
+    samples: int = 1  # answers per prompt; they share its prefill and have consecutive numbers
+    prefix: int = 0  # length of the prefix that all prompts share, which is read once; each prompt is longer
     restrictions: Restrictions = UNRESTRICTED
-    stop_ids: Sequence[int] = ()  # tokens that end an answer, and are left out of it
+    stop_ids: Sequence[int] = ()  # tokens that end an answer; they are not part of it
     tokenizer: PreTrainedTokenizerFast | None = None  # for stop strings
-    asked: Collection[str] = ()  # names of the options that the user gave for this request, "label" among them
+    asked: Collection[str] = ()  # names of the options that the user set for this request, including "label"
 
 
 class TokenScore(NamedTuple):
-    """Log-probabilities, in nats, of a token and of the likeliest ones in its place."""
+    """The log-probability of the chosen token and of the top alternatives, in nats."""
 
     log_prob: float
     likeliest: list[int]
@@ -109,31 +109,31 @@ class TokenScore(NamedTuple):
 
 
 class TokenCost(NamedTuple):
-    """What a token took."""
+    """The cost of a token."""
 
-    evaluations: int  # of the path
-    passes: int  # over the weights, those of the language model included
+    evaluations: int  # evaluations of the path
+    passes: int  # passes over the weights, including those of the language model
 
 
 class Piece(NamedTuple):
     """New tokens of one answer."""
 
-    answer: int  # its number; those of one prompt follow each other
+    answer: int  # number of the answer; answers to one prompt have consecutive numbers
     tokens: list[int]
     is_last: bool
-    ending: str = ""  # of the last piece: "stop", "length", or "broken" where it could not go on
-    evaluations: int = 0  # of the path, for the tokens that were decoded, also where they are held back or left out
-    passes: int = 0  # over the weights, those of the language model included, likewise
-    decoded: int = 0  # these tokens
-    scores: Sequence[TokenScore] = ()  # of the tokens, where the answer has them
-    rest: str = ""  # what a token that is left out says before the stop string that begins in it
-    stop: tuple[int, TokenScore] | None = None  # the stop token that ended a scored answer, which is left out of it
-    error: Exception | None = None  # which ended this answer alone, as "broken"
+    ending: str = ""  # why the answer ended, in its last piece: "stop", "length", or "broken" after an error
+    evaluations: int = 0  # evaluations of the path for all decoded tokens, also those held back or cut off
+    passes: int = 0  # passes over the weights for the same tokens, including those of the language model
+    decoded: int = 0  # the number of these tokens
+    scores: Sequence[TokenScore] = ()  # scores of `tokens`, if the answer is scored
+    rest: str = ""  # text before a stop string, from the token in which the stop string begins
+    stop: tuple[int, TokenScore] | None = None  # the stop token that ended a scored answer; it is not in `tokens`
+    error: Exception | None = None  # the error that ended this answer alone (ending "broken")
 
 
 @dataclass(eq=False)
 class Answer:
-    """An answer that is asked for, and how far it is."""
+    """A requested answer and its progress."""
 
     number: int
     prompt: Prompt
@@ -141,13 +141,13 @@ class Answer:
     stops: StopSearch
     seed: int = 0
     copy: int = 0  # its number among the answers to its prompt
-    grammar: Grammar | None = None  # which it follows
-    is_scored: bool = False
-    is_read: bool = False
-    is_stuck: bool = False  # whether its grammar became too large on the way
-    restrictions: Restrictions = UNRESTRICTED  # of which penalties and bias are read here
-    said: list[int] = field(default_factory=list)  # its tokens so far, also where they are held back
-    _scores: list[TokenScore] = field(default_factory=list)  # of tokens that are held back
+    grammar: Grammar | None = None  # the grammar that it follows
+    is_scored: bool = False  # whether its tokens come with log-probabilities
+    is_read: bool = False  # whether its prompt has been read
+    is_stuck: bool = False  # whether its grammar became too large
+    restrictions: Restrictions = UNRESTRICTED  # only penalties and bias are read from here
+    said: list[int] = field(default_factory=list)  # all tokens so far, including those held back
+    _scores: list[TokenScore] = field(default_factory=list)  # scores of tokens that are held back
 
     def add(
         self,
@@ -158,7 +158,10 @@ class Answer:
         costs: Sequence[TokenCost],
         scores: Sequence[TokenScore],
     ) -> Piece:
-        """The new tokens up to the answer's end, less what may belong to a stop string; `costs` are those of a row."""
+        """Add new tokens; returns those up to the answer's end, except tokens that may belong to a stop string.
+
+        `costs` has the cost of each token of `row`.
+        """
         row = row[: self.settings.max_new_tokens - len(self.said)]
         self.said += row
         stop = next((i for i, token in enumerate(row) if token in stop_ids), None)
@@ -181,7 +184,7 @@ class Answer:
 
 
 def number_prompts(prompts: Sequence[Sequence[int]], *, labels: Sequence[int | None] | None = None) -> list[Prompt]:
-    """Prompts numbered from 0, with one class each or none; raises `InputError` for another number of classes."""
+    """Number prompts from 0, and add their labels if given; raises `InputError` for a wrong number of labels."""
     labels = [None] * len(prompts) if labels is None else labels
     problem = f"guidance takes one class label per prompt, got {len(labels)} for {len(prompts)} prompts"
     require(len(labels) == len(prompts), problem)
@@ -189,12 +192,15 @@ def number_prompts(prompts: Sequence[Sequence[int]], *, labels: Sequence[int | N
 
 
 def path_config(model: Model) -> PathConfig | None:
-    """How the model's path is made; None for the LM alone."""
+    """The config of the model's path; None for the LM alone."""
     return None if model.path is None else model.path.config
 
 
 def class_labels(path: PathConfig | None, prompts: Sequence[Prompt]) -> Int[Array, " B"] | None:
-    """The classes of the prompts, or None; raises `InputError` unless the path knows each, and all or none have one."""
+    """The class labels of the prompts, or None if there are none.
+
+    Raises `InputError` for an unknown class, and if only some of the prompts have a label.
+    """
     labels = [prompt.label for prompt in prompts if prompt.label is not None]
     if not labels:
         return None
@@ -207,17 +213,17 @@ def class_labels(path: PathConfig | None, prompts: Sequence[Prompt]) -> Int[Arra
 def override_settings(
     settings: DecodeConfig, options: Mapping[str, Any], *, others: Iterable[str] = ()
 ) -> DecodeConfig:
-    """Change options of decoding by name; an adaptive solver that comes without a budget gets an ample one.
+    """Change options of `settings`. An adaptive solver that is given without a budget gets a budget of `AMPLE`.
 
-    Raises `InputError` for an option that does not exist, with the nearest name among those of `DecodeConfig` and
-    `others`, and for a value that does not fit.
+    Raises `InputError` for an unknown option, with the nearest name among the fields of `DecodeConfig` and `others`,
+    and for an invalid value.
     """
     names = [option.name for option in fields(DecodeConfig)]
     for name in options:
         require(name in names, f"unknown option {name!r}{nearest(name, [*names, *others])}")
     ample = {"budget": AMPLE} if options.get("solver") in ADAPTIVE else {}
     changed: DecodeConfig = from_dict(DecodeConfig, vars(settings) | ample | dict(options), prefix="config.decode")
-    if options.get("velocity_temperature") == 0:  # the arg max: what the defaults say of other temperatures is unused
+    if options.get("velocity_temperature") == 0:  # arg max: defaults for other temperatures are unused
         changed = replace(changed, **{name: OFF[name] for name in ("anneal", "velocity") if name not in options})
     return changed
 
@@ -225,10 +231,10 @@ def override_settings(
 def check_asked(
     asked: Collection[str], chosen: Collection[DecodeConfig], path: PathConfig | None, *, has_label: bool
 ) -> None:
-    """Raise `InputError` for an option that the user gave, and that changes nothing at any of the `chosen` settings.
+    """Raise `InputError` for an option that the user set but that has no effect with any of the `chosen` settings.
 
-    `asked` has the names of what the user gave for this call, "label" among them; a default may be unused. Top-k and
-    top-p go with temperature 0, whose token is in each such set.
+    `asked` has the names of the options that the user set for this call, including "label". Defaults may be unused.
+    Top-k and top-p are allowed at temperature 0, because the most likely token is always in their sets.
     """
     refining = [one for one in chosen if one.budget > 1]
     for name in sorted({"solver", "tolerance", "label", *OFF} & set(asked)):
@@ -249,7 +255,7 @@ def check_asked(
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], architecture: Architecture, *, new_tokens: int) -> None:
-    """Raise `InputError` for an empty prompt, and for one that is too long to be answered."""
+    """Raise `InputError` for an empty prompt, and for a prompt that leaves no positions for `new_tokens`."""
     require(len(prompts) > 0 and all(prompts), "a prompt is empty: give at least one token")
     longest, limit = max(map(len, prompts)), architecture.max_position_embeddings
     problem = f"a prompt of {longest} tokens and {new_tokens} new ones exceed the {limit} positions of the model"
@@ -266,10 +272,16 @@ def check_decoding_memory(
     remedy: str,
     candidates: int = 0,
 ) -> None:
-    """Raise `InputError` if so many `rows` cannot be decoded together in the memory of the devices.
+    """Raise `InputError` if decoding `rows` sequences together needs more memory than the devices have.
 
-    The model may be declared; its longest prompt has `longest` tokens. Token search extends each of its beams, the
-    rows, by `candidates`; 0 is no search. The `remedy` is what to lower.
+    Args:
+      llm: the language model; declared weights, without values, are enough.
+      path: config of its path, or None.
+      settings: how to decode.
+      rows: sequences at a time; beams, in a search.
+      longest: tokens of the longest prompt.
+      remedy: what the error tells the user to lower.
+      candidates: tokens that a search tries per beam; 0: no search.
     """
     is_parallel = path is not None and settings.parallel != "off" and can_be_parallel(settings)
     evaluations = window([settings], vocab_size=llm.architecture.vocab_size, lanes=rows) + 1 if is_parallel else 1

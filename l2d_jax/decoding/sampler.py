@@ -1,7 +1,7 @@
-"""Samples the next token from the answer's logits: penalties, bias, temperature, top-k, top-p and masks of tokens.
+"""Samples the next token from its logits: penalties, bias, masks, temperature, top-k and top-p.
 
-Penalties and bias come first, as in vLLM. Then the order is that of transformers: first the mask, then the temperature,
-then top-k, then top-p of the tokens that top-k keeps. A temperature of 0 is the arg max, which neither top-k nor top-p
+Penalties and bias are applied first, as in vLLM. The rest follows the order of transformers: the mask, the temperature,
+top-k, then top-p among the tokens that top-k keeps. A temperature of 0 is the arg max, which neither top-k nor top-p
 changes.
 """
 
@@ -19,10 +19,10 @@ from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.errors import require
 from l2d_jax.model import diffusion
 
-BIASES = 1024  # tokens, at most, that a request gives a bias
+BIASES = 1024  # largest number of tokens with a bias in a request
 NO_TOKEN = 2**31 - 1  # an id beyond every vocabulary
-LIKELIEST = 20  # alternatives, at most, whose log-probabilities come with each new token
-DIGIT = 2  # bits that a pass over the vocabulary finds
+LIKELIEST = 20  # number of alternatives reported with their log-probabilities for each token
+DIGIT = 2  # bits of the threshold that `cut` finds per pass over the vocabulary
 
 
 class Penalized(NamedTuple):
@@ -36,17 +36,17 @@ class Penalized(NamedTuple):
 
 @nnx.dataclass
 class Penalties(nnx.Module):
-    """What changes the logits of each sequence before its token is sampled, after OpenAI's definitions."""
+    """Penalties and biases of each sequence, which change its logits before sampling; as OpenAI defines them."""
 
-    frequency: Float[Array, " B"] = nnx.data()  # taken from a token's logit for each time that the answer has it
-    presence: Float[Array, " B"] = nnx.data()  # taken once, where the answer has the token
+    frequency: Float[Array, " B"] = nnx.data()  # subtracted from a token's logit for each occurrence in the answer
+    presence: Float[Array, " B"] = nnx.data()  # subtracted once from the logit of a token that occurs in the answer
     biased: Int[Array, "B K"] = nnx.data()  # tokens with a bias; beyond the vocabulary: none
     bias: Float[Array, "B K"] = nnx.data()  # added to their logits
     said: Int[Array, "B n"] = nnx.data()  # the tokens of the answers so far; beyond the vocabulary: none
 
     @classmethod
     def stack(cls, rows: Sequence[Penalized], *, length: int) -> "Penalties":
-        """The penalties of all sequences, whose answers have at most `length` tokens so far."""
+        """Stack the penalties of all sequences; their answers have at most `length` tokens so far."""
         biased, said = (np.full((len(rows), n), NO_TOKEN, np.int32) for n in (BIASES, length))
         bias = np.zeros(biased.shape, np.float32)
         for row, (_, _, values, tokens) in enumerate(rows):
@@ -56,14 +56,14 @@ class Penalties(nnx.Module):
         return cls(frequency, presence, jnp.asarray(biased), jnp.asarray(bias), jnp.asarray(said))
 
     def apply(self, logits: Float[Array, "B V"], counts: Int[Array, "B V"]) -> Float[Array, "B V"]:
-        """The logits with penalties and bias; `counts` says how often each answer has each token."""
+        """Apply penalties and bias to the logits; `counts` is how often each token occurs in each answer."""
         penalty = counts * self.frequency[:, None] + (counts > 0) * self.presence[:, None]
         return (logits - penalty).at[jnp.arange(len(logits))[:, None], self.biased].add(self.bias, mode="drop")
 
 
 @nnx.dataclass
 class SamplingOptions(nnx.Module):
-    """How to sample, for each sequence or for all; arguments of one compiled program."""
+    """How to sample, for each sequence or for all; arguments of a compiled program."""
 
     temperature: Float[Array, "#B"] = nnx.data()  # 0: arg max
     top_k: Int[Array, "#B"] = nnx.data()  # sample from this many of the likeliest tokens; 0: from all
@@ -71,24 +71,28 @@ class SamplingOptions(nnx.Module):
     gate: Float[Array, "#B"] = nnx.data()  # entropy of the LM alone, in nats, below which the ODE is skipped; 0: never
     allowed: Bool[Array, "#B V"] | None = nnx.data(default=None)  # tokens that may be sampled; None: all
     penalties: Penalties | None = nnx.data(default=None)  # None: no sequence has any
-    draws: Int[Array, "#B"] | None = nnx.data(default=None)  # noise samples that count; None: all of the program's
+    draws: Int[Array, "#B"] | None = nnx.data(default=None)  # number of noise samples to average; None: all
     is_scored: bool = nnx.static(default=False)  # whether tokens come with log-probabilities
 
     @classmethod
     def from_config(cls, config: DecodeConfig) -> "SamplingOptions":
         """The same options for all sequences."""
-        floats = {name: jnp.float32([getattr(config, name)]) for name in ("temperature", "top_p", "gate")}
-        draws = jnp.int32([config.draws]) if config.draws > 1 else None
-        return cls(top_k=jnp.int32([config.top_k]), draws=draws, **floats)
+        return cls(
+            temperature=jnp.float32([config.temperature]),
+            top_k=jnp.int32([config.top_k]),
+            top_p=jnp.float32([config.top_p]),
+            gate=jnp.float32([config.gate]),
+            draws=jnp.int32([config.draws]) if config.draws > 1 else None,
+        )
 
     def start_counts(self, vocab_size: int) -> Int[Array, "B V"] | None:
-        """How often each answer has each token so far; None without penalties."""
+        """How often each token occurs in each answer so far; None without penalties."""
         if self.penalties is None:
             return None
         return _add_tokens(jnp.zeros((len(self.penalties.said), vocab_size), jnp.int32), self.penalties.said)
 
     def count(self, counts: Int[Array, "B V"] | None, token: Int[Array, " B"]) -> Int[Array, "B V"] | None:
-        """The counts with one more token of each answer."""
+        """The counts after one more token of each answer."""
         return None if counts is None else _add_tokens(counts, token[:, None])
 
 
@@ -103,7 +107,7 @@ def sample_tokens(
     *,
     counts: Int[Array, "B V"] | None = None,
 ) -> Int[Array, " B"]:
-    """Sample a token for each sequence; `counts`, needed with penalties, says how often each answer has each token."""
+    """Sample a token for each sequence. With penalties, `counts` is how often each token occurs in each answer."""
     if sampling.penalties is not None:
         assert counts is not None
         logits = sampling.penalties.apply(logits, counts)
@@ -111,13 +115,16 @@ def sample_tokens(
         logits = jnp.where(sampling.allowed, logits, -jnp.inf)
     options = (sampling.temperature, sampling.top_k, sampling.top_p)
     temperature, top_k, top_p = (jnp.broadcast_to(option, logits.shape[:1]) for option in options)
-    is_cut = ((top_k > 0) | (top_p < 1)) & (temperature > 0)  # where it is not, nothing is searched for
+    is_cut = ((top_k > 0) | (top_p < 1)) & (temperature > 0)  # otherwise `cut` is skipped
     logits = jax.lax.cond(is_cut.any(), lambda: cut(logits, temperature, top_k, top_p), lambda: logits)
     return diffusion.sample_rows(keys, logits, temperature).astype(jnp.int32)
 
 
 def token_keys(keys: Key[Array, " B"], number: Int[Array, "#B"]) -> tuple[Array, Array, Array]:
-    """Keys for the noise, the velocity's sampled tokens and the token itself, which has this number, from 0."""
+    """The keys of a token: for its noise, for tokens sampled in the velocity, and for the final sample.
+
+    `number` is the place of the token in its answer, from 0.
+    """
     folded = jax.vmap(jax.random.fold_in)(keys, jnp.broadcast_to(number, keys.shape))
     noise, velocity, final = jax.vmap(partial(jax.random.split, num=3), out_axes=1)(folded)
     return noise, velocity, final
@@ -125,7 +132,7 @@ def token_keys(keys: Key[Array, " B"], number: Int[Array, "#B"]) -> tuple[Array,
 
 @jax.jit
 def answer_keys(seeds: UInt[Array, " B"], numbers: Int[Array, " B"], copies: Int[Array, " B"]) -> Key[Array, " B"]:
-    """The key of each answer: a function of its seed, its prompt's number and its own among those to its prompt."""
+    """The key of each answer, from its seed, the number of its prompt and its number among that prompt's answers."""
 
     def key(seed: Array, number: Array, copy: Array) -> Array:
         first = jax.random.fold_in(jax.random.key(seed), number)
@@ -143,16 +150,16 @@ def entropy(logits: Float[Array, "*B V"]) -> Float[Array, "*B"]:
 def cut(
     logits: Float[Array, "B V"], temperature: Float[Array, " B"], top_k: Int[Array, " B"], top_p: Float[Array, " B"]
 ) -> Float[Array, "B V"]:
-    """The logits, with minus infinity where top-k or top-p excludes a token; the likeliest is never excluded.
+    """Set the logits of tokens that top-k or top-p excludes to minus infinity; the most likely token always stays.
 
-    Nothing is sorted: the largest logit that is excluded is found digit by digit, by sums over the vocabulary.
+    Nothing is sorted: the largest excluded logit is found digit by digit, with sums over the vocabulary.
     """
     scaled = logits / jnp.maximum(temperature, 1e-6)[:, None]
     bits = jax.lax.bitcast_convert_type(scaled, jnp.int32)
     keys = (bits ^ ((bits >> 31) | jnp.iinfo(jnp.int32).min)).astype(jnp.uint32)  # in the order of the logits
 
     def keep(weights: Array, limit: Array) -> Array:
-        """Whether the likelier tokens weigh less than the limit."""
+        """For each token, whether all more likely tokens together weigh less than the limit."""
 
         def find_digit(number: Array, last: Array) -> Array:
             shift = jnp.uint32(32 - DIGIT) - DIGIT * number.astype(jnp.uint32)
@@ -169,13 +176,13 @@ def cut(
 
 
 class Tokens(NamedTuple):
-    """New tokens, what they cost, and log-probabilities in nats at temperature 1, before any mask or penalty."""
+    """New tokens, their cost, and log-probabilities in nats at temperature 1, before any mask or penalty."""
 
     ids: Int[Array, "B steps"]
-    evaluations: Int[Array, "B steps"]  # of the path, by the sequences that had not ended
-    passes: Int[Array, "B steps"]  # over the path's weights, likewise
+    evaluations: Int[Array, "B steps"]  # evaluations of the path; 0 for sequences that had ended
+    passes: Int[Array, "B steps"]  # passes over the weights; 0 for sequences that had ended
     log_probs: Float[Array, "B steps"] | None  # of these tokens
-    likeliest: Int[Array, "B steps LIKELIEST"] | None  # the likeliest tokens
+    likeliest: Int[Array, "B steps LIKELIEST"] | None  # the most likely tokens
     likeliest_log_probs: Float[Array, "B steps LIKELIEST"] | None
 
 
@@ -193,9 +200,9 @@ def check_tokens(texts: Iterable[Sequence[int]], vocab_size: int) -> None:
 
 
 def allow(vocab_size: int, *, allowed: Any = None, banned: Any = ()) -> np.ndarray | None:
-    """The mask of the allowed tokens (None: all) less the banned ones; None if that is every token.
+    """A mask of the `allowed` tokens (None: all) without the `banned` ones; None if that is every token.
 
-    Raises `InputError` for a token beyond the vocabulary, and if no token is left.
+    Raises `InputError` for a token beyond the vocabulary, and if no token remains.
     """
     check_tokens([() if allowed is None else allowed, banned], vocab_size)
     if allowed is None and not banned:

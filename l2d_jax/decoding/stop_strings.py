@@ -1,7 +1,7 @@
-"""Answers that are still being generated: their text, and the stop strings in it.
+"""The text of answers that are still being generated, and the search for stop strings in it.
 
-The cost of a token depends neither on the length of the answer nor on that of the stop strings: only the newest tokens
-are decoded, and each character is compared once (Knuth, Morris and Pratt).
+The cost of a token depends neither on the length of the answer nor on the length of the stop strings: only the newest
+tokens are converted to text, and each character is compared once (Knuth, Morris and Pratt).
 """
 
 import functools
@@ -17,21 +17,21 @@ from l2d_jax.data.tokenizer import text_ids
 from l2d_jax.errors import InputError, shown
 from l2d_jax.files import check_text
 
-PARTIAL = "\ufffd"  # what bytes that are no character are shown as; so are those of one that is still to be completed
-LAST = 8  # tokens before a stop string that are looked through for one that ends with a character
-GARBLED = 3  # characters, at most, that a text begins with whose first tokens hold the end of a character
-CONTEXT = 16  # tokens before the new ones that are decoded with them: a decoder may drop the first space of a text
-WINDOW, LONGEST_WINDOW = 48, 512  # tokens from which the oldest ones are dropped: where that is safe, and in any case
+PARTIAL = "\ufffd"  # shown for invalid bytes, and for a character whose bytes are not complete yet
+LAST = 8  # number of tokens before a stop string among which one that ends at a full character is looked for
+GARBLED = 3  # largest number of wrong characters at the start of a text whose first token begins within a character
+CONTEXT = 16  # tokens decoded in front of new ones, because a decoder may drop the first space of a text
+WINDOW, LONGEST_WINDOW = 48, 512  # window sizes at which old tokens are dropped: if that is safe, and in any case
 
 
 class StopSearch:
-    """Finds stop strings in an answer that comes token by token, and holds back what may be the beginning of one.
+    """Finds stop strings in an answer that arrives token by token, and holds back what may begin a stop string.
 
-    The answer ends before the stop string that begins first, however the tokens come.
+    The answer ends before the stop string that begins first, however the text is divided into tokens.
     """
 
     def __init__(self, stops: Sequence[str], tokenizer: PreTrainedTokenizerFast | None) -> None:
-        """A string may be the name of a special token; raises `InputError` for one that no answer can contain."""
+        """`stops` are texts or names of special tokens; raises `InputError` for one that no answer can contain."""
         self._matches: list[_Match] = []
         self._stop_ids: list[int] = []
         for stop in stops:
@@ -50,8 +50,8 @@ class StopSearch:
 
     def _start(self) -> None:
         self._text = None if self._tokenizer is None else GrowingText(self._tokenizer)
-        self._ends: deque[tuple[int, int]] = deque()  # tokens and characters of beginnings that are held back
-        self._released, self._length = 0, 0  # the tokens that `add` has returned, and their characters
+        self._ends: deque[tuple[int, int]] = deque()  # (tokens, characters) of prefixes that are still held back
+        self._released, self._length = 0, 0  # numbers of tokens and characters that `add` has returned
 
     def again(self) -> "StopSearch":
         """A search for the same strings in another answer."""
@@ -61,9 +61,10 @@ class StopSearch:
         return other
 
     def add(self, ids: Sequence[int], *, is_last: bool) -> tuple[list[int], str, bool]:
-        """Add new tokens to the answer: which of its tokens no longer belong to a stop string, and whether one ends it.
+        """Add new tokens to the answer.
 
-        The token in which a stop string begins is left out; between both stands its text before that string.
+        Returns the tokens that can no longer belong to a stop string; the text before the stop string in the token
+        where the string begins (this token is not returned); and whether a stop string has ended the answer.
         """
         end = min((ids.index(stop) for stop in self._stop_ids if stop in ids), default=len(ids))
         has_stop_id = end < len(ids)
@@ -88,9 +89,9 @@ class StopSearch:
         return self._text.ids[before : self._released], "", has_stop_id
 
     def _cut(self, place: int) -> tuple[list[int], str]:
-        """The tokens before a place of the text that have not been returned, and the text between them and the place.
+        """Cut the answer at a place of its text: the remaining tokens before it, and the text after them up to it.
 
-        They end where a character does, so that their text is what it was within the answer.
+        The tokens end at a full character, so that they give the same text as within the answer.
         """
         assert self._text is not None
         ids, text, first = self._text.ids, self._text.shown, self._released
@@ -113,11 +114,11 @@ class StopSearch:
 
 
 class _Match:
-    """One stop string, and how much of it the text ends with."""
+    """A stop string, and how much of it matches the end of the text."""
 
     def __init__(self, stop: str) -> None:
         self._stop = stop
-        self._borders = [0]  # of each beginning: how long a shorter beginning of the string it ends with
+        self._borders = [0]  # for each prefix, the length of its longest proper prefix that is also its suffix
         for place in range(1, len(stop)):
             border = self._borders[-1]
             while border and stop[border] != stop[place]:
@@ -126,17 +127,17 @@ class _Match:
         self._start()
 
     def _start(self) -> None:
-        self._length, self._matched = 0, 0  # characters of the text, and of the string that it ends with
-        self.found: int | float = math.inf  # where the string begins; infinite: it has not occurred
+        self._length, self._matched = 0, 0  # length of the text; matched characters of the string at its end
+        self.found: int | float = math.inf  # place where the string begins; infinite: it has not occurred
 
     def again(self) -> "_Match":
-        """The same string, for another text."""
+        """A match of the same string in another text."""
         other = copy(self)
         other._start()
         return other
 
     def read(self, text: str) -> None:
-        """Read on, up to the first occurrence."""
+        """Read more text, up to the first occurrence."""
         stop, borders, matched = self._stop, self._borders, self._matched
         for place, character in enumerate(text if self.found == math.inf else "", self._length + 1):
             while matched and stop[matched] != character:
@@ -149,21 +150,21 @@ class _Match:
 
     @property
     def begun(self) -> int | float:
-        """Where an occurrence begins that the next characters may complete."""
+        """The place where an occurrence begins that further characters may complete."""
         return math.inf if self.found < math.inf else self._length - self._matched
 
 
 class GrowingText:
-    """The text of an answer that comes token by token, in pieces that are complete in UTF-8."""
+    """The text of an answer that arrives token by token, in pieces of complete characters."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
         self.ids: list[int] = []
-        self.length = 0  # of the text, in characters
-        self.is_whole = True  # whether the text is that of all tokens: none holds a part of a character
+        self.length = 0  # length of the text, in characters
+        self.is_whole = True  # whether the tokens so far end at a full character
         self._pieces: list[str] = []
         self._window: list[int] = []  # the newest tokens
-        self._sent = 0  # characters of the window's text that have been given
+        self._sent = 0  # characters of the window's text that have been returned
 
     @property
     def shown(self) -> str:
@@ -172,7 +173,7 @@ class GrowingText:
         return self._pieces[0]
 
     def add(self, ids: Sequence[int], *, is_last: bool, rest: str = "") -> str:
-        """Add new tokens, and the `rest` of one that is left out, to the answer; what they add to its text."""
+        """Add new tokens, and `rest`, the text of a token that was cut; returns what they add to the text."""
         self.ids += ids
         self._window += ids
         text = to_text(self._window, self._tokenizer)
@@ -187,7 +188,7 @@ class GrowingText:
         return new
 
     def _shorten(self, text: str) -> None:
-        """Leave the oldest tokens out of the window, which has this text, where that of the others stays the same."""
+        """Drop the oldest tokens of the window, whose text is `text`, if the text of the others stays the same."""
         window = self._window[-CONTEXT:]
         shorter = to_text(window, self._tokenizer)
         shorter = shorter if self.is_whole else shorter.removesuffix(PARTIAL)
@@ -197,10 +198,10 @@ class GrowingText:
 
 
 def to_text(ids: Sequence[int], tokenizer: PreTrainedTokenizerFast | None) -> str:
-    """An answer as text, without special tokens. The tokenizer must not be None.
+    """Convert an answer to text, without special tokens. The tokenizer must not be None.
 
-    What tokens of single bytes spell is shown character by character. transformers shows none of them as soon as one
-    byte fits no character, and would take back what a stream has shown.
+    Tokens of single bytes are joined and shown character by character. transformers shows none of them as soon as one
+    byte fits no character, and so would take back text that a stream has already shown.
     """
     assert tokenizer is not None
     backend, single = tokenizer.backend_tokenizer, _single_bytes(tokenizer)
@@ -208,13 +209,13 @@ def to_text(ids: Sequence[int], tokenizer: PreTrainedTokenizerFast | None) -> st
         text = backend.decode(list(ids), skip_special_tokens=True)
     else:
         text = backend.decoder.decode(_join_bytes(ids, tokenizer, single))
-    # Without transformers' clean-up, with which "a" and " ." would be "a.": a stream cannot take a space back.
+    # No clean-up as in transformers, which turns "a" and " ." into "a.": a stream cannot take a space back.
     assert isinstance(text, str)
     return text
 
 
 def _join_bytes(ids: Sequence[int], tokenizer: PreTrainedTokenizerFast, single: frozenset[int]) -> list[str]:
-    """The tokens, less special ones, with the text of neighbouring bytes as one token."""
+    """The texts of tokens without special ones; neighbouring byte tokens are joined."""
     special = tokenizer.added_tokens_decoder
     shown = (token for token in ids if not (token in special and special[token].special))
     tokens: list[str] = []
@@ -226,7 +227,7 @@ def _join_bytes(ids: Sequence[int], tokenizer: PreTrainedTokenizerFast, single: 
 
 @functools.lru_cache(maxsize=8)
 def _single_bytes(tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
-    """The tokens <0x00> to <0xFF> of a tokenizer whose decoder reads them as bytes."""
+    """The ids of the tokens <0x00> to <0xFF>, if the tokenizer's decoder reads them as bytes."""
     backend = tokenizer.backend_tokenizer
     if b"ByteFallback" not in (backend.decoder.__getstate__() if backend.decoder else b""):
         return frozenset()

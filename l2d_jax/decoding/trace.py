@@ -1,52 +1,67 @@
-"""The trace of an answer: how much compute each of its tokens took, and when its arg max was settled.
+"""The trace of an answer: how much compute each token took, and at which t its most likely token was settled.
 
-Decoding keeps no record and pays nothing for this. An answer that it gave is integrated again, all tokens side by side
-after one frozen pass over prompt and answer, from the same noise and with the same keys. The result is that of decoding
-up to rounding, for products of other shapes round differently. Rounding decides only near ties, but an adaptive solver
-whose velocity is a sampled token or an arg max may then take other steps.
+Decoding records nothing and pays nothing for this. A finished answer is integrated again, all tokens in parallel after
+one frozen pass over prompt and answer, with the same noise and keys. The result equals that of decoding up to rounding,
+because products of other shapes round differently. Rounding decides only near ties, but there an adaptive solver whose
+velocity is a sampled token or an arg max may take other steps.
 """
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from transformers import PreTrainedTokenizerFast
 
 from l2d_jax.config.ranges import MOST_PARALLEL
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding import trajectory
-from l2d_jax.decoding.loaded_model import LoadedModel
-from l2d_jax.decoding.pace import can_be_parallel
+from l2d_jax.decoding.parallel.pace import can_be_parallel
 from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.refinement.solver import FIXED
 from l2d_jax.decoding.requests import Request, check_prompts, class_labels, path_config
 from l2d_jax.decoding.sampler import answer_keys
 from l2d_jax.decoding.stop_strings import GrowingText
 from l2d_jax.errors import require
+from l2d_jax.model.l2d import Model
+
+
+@runtime_checkable
+class Decodable(Protocol):
+    """What a trace needs of a `LoadedModel`, which imports this module."""
+
+    @property
+    def decoder(self) -> Model:
+        """The model that gave the answer."""
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerFast | None:
+        """The tokenizer, for the text of each token; None: no text."""
 
 
 class TokenTrace(NamedTuple):
-    """What one token of an answer took."""
+    """What happened to one token of an answer."""
 
-    token: int  # id of the token that was generated
-    text: str  # what it adds to the answer: nothing if it is special, or ends within a character
+    token: int  # id of the generated token
+    text: str  # the text that it adds; empty if it is special or ends within a character
     likeliest: int  # arg max of the final distribution; at temperature 0, without masks, the token itself
-    evaluations: int  # of the path, the final one included
-    passes: int  # over the path's weights that these take side by side, or one by one where they have to
+    evaluations: int  # evaluations of the path, including the final one
+    passes: int  # passes over the path's weights if evaluations run in parallel wherever possible
     rejected: int  # steps that an adaptive solver rejected
-    settled: float  # t from which on the arg max was `likeliest` at every recorded point: grid or accepted steps
-    entropy: float  # of the final distribution at temperature 1, in nats
-    plain_likeliest: int  # of the LM alone, likewise
-    plain_entropy: float
-    skipped: bool  # whether the gate left the token to the LM alone: no evaluation, settled at 0
+    settled: float  # t from which on the arg max was `likeliest` at every recorded point (grid or accepted steps)
+    entropy: float  # entropy of the final distribution at temperature 1, in nats
+    plain_likeliest: int  # arg max of the LM alone
+    plain_entropy: float  # entropy of the LM alone at temperature 1, in nats
+    skipped: bool  # whether the gate left the token to the LM: no evaluation, settled at 0
 
 
-def trace(loaded: LoadedModel, request: Request, answers: Sequence[Sequence[int]]) -> list[list[TokenTrace]]:
-    """The trace of every token of the answers that `generation.generate_tokens` gave to the same request.
+def trace(loaded: Decodable, request: Request, answers: Sequence[Sequence[int]]) -> list[list[TokenTrace]]:
+    """Trace every token of `answers`, which `generation.generate_tokens` must have given to the same request.
 
-    Raises `InputError` as that does, for several noise samples per token, and a wrong number of answers.
+    Raises `InputError` as `generate_tokens` does, for several noise samples per token, and for a wrong number of
+    answers.
     """
     model, settings, prompts, samples = loaded.decoder, request.settings, request.prompts, request.samples
     refinement = Refinement.prepare(model, settings)
@@ -69,12 +84,12 @@ def trace(loaded: LoadedModel, request: Request, answers: Sequence[Sequence[int]
         [key] = answer_keys(jnp.uint32([request.seed]), jnp.int32([prompt.number]), jnp.int32([copy]))
         known = trajectory.read_answer(model, prompt.ids, answer, key=key, label=prompt.label)
         rows: list[dict[str, Any]] = []
-        for start in range(0, len(answer), trajectory.CHUNK):  # beyond the answer's end are more, of its last token
+        for start in range(0, len(answer), trajectory.CHUNK):  # rows beyond the end repeat the last token
             found = follow(known, start=jnp.int32(start))
             columns = {name: np.asarray(column).tolist() for name, column in found.items()}
             rows += [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         texts = [""] * len(answer)
-        if loaded.tokenizer is not None:  # a character of several tokens is added by the last of them
+        if loaded.tokenizer is not None:  # the last token of a character adds its text
             growing = GrowingText(loaded.tokenizer)
             texts = [growing.add([token], is_last=i == len(answer)) for i, token in enumerate(answer, 1)]
         traces.append([TokenTrace(token, text, **row) for token, text, row in zip(answer, texts, rows, strict=False)])
@@ -82,21 +97,21 @@ def trace(loaded: LoadedModel, request: Request, answers: Sequence[Sequence[int]
 
 
 def check_single_sample(settings: DecodeConfig) -> None:
-    """Raise `InputError` for settings whose tokens have more than one ODE."""
+    """Raise `InputError` for settings with more than one noise sample, and so more than one ODE, per token."""
     require(settings.draws == 1, f"a trace follows one noise sample per token, got draws {settings.draws}: use draws 1")
 
 
-def mean_evaluations(loaded: LoadedModel, request: Request, answers: Sequence[Sequence[int]]) -> list[float]:
-    """The mean evaluations per token of each answer, as an adaptive solver chooses them."""
+def mean_evaluations(loaded: Decodable, request: Request, answers: Sequence[Sequence[int]]) -> list[float]:
+    """The mean number of evaluations per token for each answer; an adaptive solver chooses them."""
     return [float(np.mean([token.evaluations for token in tokens])) for tokens in trace(loaded, request, answers)]
 
 
-def accuracy_by_time(loaded: LoadedModel, request: Request, answers: Sequence[Sequence[int]]) -> dict[str, list[float]]:
-    """`expected` and `greedy` accuracy of the tokens of answers at every `t` of the grid.
+def accuracy_by_time(loaded: Decodable, request: Request, answers: Sequence[Sequence[int]]) -> dict[str, list[float]]:
+    """Teacher-forced accuracy at every `t` of the grid: `expected` (probability of the token) and `greedy` (arg max).
 
-    Each is the accuracy of the distribution that the path gives at the state x_t on the way; the first is the LM's,
-    unless the path is anchored.
-    Raises `InputError` as `check_grid`, for a budget that cannot be spent, and where logits are not numbers.
+    At each t it is the accuracy of the distribution that the path gives at x_t. At the first t this is the LM's, unless
+    the path is anchored.
+    Raises `InputError` as `check_grid` does, for a budget that cannot be spent, and if logits are NaN.
     """
     check_grid(request.settings)
     refinement = Refinement.prepare(loaded.decoder, request.settings)
@@ -118,5 +133,5 @@ def accuracy_by_time(loaded: LoadedModel, request: Request, answers: Sequence[Se
 
 
 def check_grid(settings: DecodeConfig) -> None:
-    """Raise `InputError` for an adaptive solver, whose points differ from token to token."""
+    """Raise `InputError` for an adaptive solver: its points differ from token to token."""
     require(settings.solver in FIXED, f"accuracy against t needs a grid, {settings.solver} has none: use midpoint")

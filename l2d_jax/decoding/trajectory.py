@@ -1,7 +1,7 @@
-"""Trajectories of the tokens of a known answer: their ODEs side by side, with every point on the way.
+"""Trajectories of the tokens of a known answer: their ODEs are integrated in parallel, and every point is kept.
 
-The tokens are known, so one frozen pass over prompt and answer serves them all. Notable: each token has the noise and
-the keys that decoding gave it, and at most `CHUNK` tokens have logits or trajectories in memory at once.
+The tokens are known, so one frozen pass over prompt and answer serves them all. Notable: each token gets the same noise
+and keys as in decoding, and at most `CHUNK` tokens have logits or trajectories in memory at once.
 """
 
 from collections.abc import Sequence
@@ -25,18 +25,18 @@ from l2d_jax.model.kv_cache import KVCache
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
 
-CHUNK = 64  # tokens that are integrated side by side: M, below
+CHUNK = 64  # tokens that are integrated in parallel: M, below
 
 
 class KnownAnswer(NamedTuple):
-    """The frozen pass over a prompt and its answer, and what the noise of the answer's tokens depends on."""
+    """The frozen pass over a prompt and its answer, and what determines the noise of the answer's tokens."""
 
     hidden: Float[Array, "1 T D"]
     inputs: Float[Array, "1 T D"]  # embeddings of the tokens
     cache: KVCache
     first: Int[Array, ""]  # position of the prompt's last token
     length: Int[Array, ""]  # of the answer, in tokens
-    key: Key[Array, ""]  # of the sequence
+    key: Key[Array, ""]  # key of the sequence
     label: Int[Array, ""] | None  # class for guidance
 
 
@@ -52,8 +52,8 @@ class _Trajectories(NamedTuple):
 def read_answer(
     model: Model, prompt: Sequence[int], answer: Sequence[int], *, key: Key[Array, ""], label: int | None = None
 ) -> KnownAnswer:
-    """The frozen pass over a prompt and its answer; key and class are those of the sequence."""
-    tokens, lengths = pad([[*prompt, *answer[:-1]]])  # the last token is read by none
+    """Run the frozen pass over a prompt and its answer; `key` and `label` are those of the sequence."""
+    tokens, lengths = pad([[*prompt, *answer[:-1]]])  # nothing follows the last token
     hidden, cache, inputs = _read(model.llm, tokens, lengths)
     of_class = None if label is None else jnp.int32(label)
     return KnownAnswer(hidden, inputs, cache, jnp.int32(len(prompt) - 1), jnp.int32(len(answer)), key, of_class)
@@ -75,11 +75,11 @@ def trace_tokens(
     gate: Float[Array, ""],
     most: int,
 ) -> dict[str, Int[Array, " M"] | Float[Array, " M"] | Bool[Array, " M"]]:
-    """The fields of `trace.TokenTrace`, less token and text, of M tokens of an answer from number `start` on.
+    """The fields of `trace.TokenTrace`, without token and text, for M tokens of an answer from number `start` on.
 
     Beyond the answer's end, its last token is traced again. The path is skipped where the entropy of the LM alone is
-    below `gate`, in nats. There is room for `most` grid intervals or steps of an adaptive solver: as many as the
-    settings have, or more, so that few programs serve all budgets.
+    below `gate`, in nats. `most` is the largest number of grid intervals or adaptive steps; it may exceed that of the
+    settings, so that few programs serve all budgets.
     """
     context, numbers = _place(answer, start)
     logits = model.llm.logits(context.hidden[0])
@@ -110,9 +110,9 @@ def score_points(
     settings: Refinement,
     steps: int,
 ) -> dict[str, Float[Array, "points M"]]:
-    """At every point of a uniform grid, the probability of the true token, and 1 where it is the arg max, else 0.
+    """At every point of a uniform grid: the probability of the true token, and whether it is the arg max (1 or 0).
 
-    Arguments as for `trace_tokens`, and the true tokens from number `start` on.
+    `targets` are the true tokens from number `start` on. The other arguments are those of `trace_tokens`.
     """
     context, numbers = _place(answer, start)
     ways = _integrate(model, context, answer.key, numbers, settings=settings, most=steps)
@@ -129,7 +129,7 @@ def score_points(
 def place_token(
     model: Model, answer: KnownAnswer, number: int
 ) -> tuple[Context, Float[Array, "1 1 C"], Key[Array, "1 1"]]:
-    """The context of one token, its x_0 and the keys of its estimates."""
+    """The context of one token, its x_0 and the keys for its estimates."""
     context, numbers = _place(answer, jnp.int32(number))
     noise, keys = _start(model, answer.key, numbers)
     columns = {name: column for name, column in context._asdict().items() if name != "cache"}
@@ -138,7 +138,7 @@ def place_token(
 
 
 def _place(answer: KnownAnswer, start: Int[Array, ""]) -> tuple[Context, Int[Array, " M"]]:
-    """The context of M tokens of an answer, and their numbers."""
+    """The context of M tokens of an answer from number `start` on, and their numbers."""
     numbers = jnp.minimum(start + jnp.arange(CHUNK), answer.length - 1)
     positions = (answer.first + numbers)[None]
     labels = None if answer.label is None else jnp.full_like(positions, answer.label)
@@ -149,7 +149,7 @@ def _place(answer: KnownAnswer, start: Int[Array, ""]) -> tuple[Context, Int[Arr
 def _integrate(
     model: Model, context: Context, key: Key[Array, ""], numbers: Int[Array, " M"], *, settings: Refinement, most: int
 ) -> _Trajectories:
-    """All points of a uniform grid, or the ends of the steps that each token's adaptive solver accepts."""
+    """All points of a uniform grid, or the ends of the adaptive steps that were accepted for each token."""
     assert model.path is not None
     (noise, keys), none = _start(model, key, numbers), jnp.zeros(CHUNK, jnp.int32)
     if most == 0:
@@ -177,7 +177,7 @@ def _integrate(
 def _start(
     model: Model, key: Key[Array, ""], numbers: Int[Array, " M"]
 ) -> tuple[Float[Array, "1 M C"], Key[Array, "1 M"]]:
-    """x_0 of these tokens, and the keys of their estimates."""
+    """x_0 of these tokens, and the keys for their estimates."""
     assert model.path is not None
     config = model.path.config
     noise_keys, keys, _ = token_keys(jnp.broadcast_to(key, numbers.shape), numbers)
@@ -188,12 +188,12 @@ def _start(
 def _final_distribution(
     model: Model, context: Context, ways: _Trajectories, *, settings: Refinement
 ) -> dict[str, Array]:
-    """The final distribution of each token, and the time from which on its arg max was the same."""
+    """The final distribution of each token, and the t from which on its arg max stayed the same."""
 
     def at(point: Array, before: dict[str, Array]) -> dict[str, Array]:
         index = jnp.minimum(point, ways.last), jnp.arange(CHUNK)
         x, t = ways.states[index][None], ways.times[index][None]
-        shared = t if settings.solver.is_adaptive else t[:, :1]  # one time of the grid, which the table has
+        shared = t if settings.solver.is_adaptive else t[:, :1]  # one time of the grid, as the table needs it
         logits = model.llm.logits(corrected_hidden(model, context, x, shared, table=settings.table)[0, 0])
         likeliest = diffusion.arg_max(logits)
         settled = jnp.where(likeliest == before["likeliest"], before["settled"], t[0])

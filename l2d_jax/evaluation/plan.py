@@ -1,4 +1,4 @@
-"""Plans of evaluations: tasks and settings, which are checked, and problems, which are read, before any weight."""
+"""Plans of evaluations: settings are checked and problems are read before any weights are loaded."""
 
 import dataclasses
 from argparse import Namespace
@@ -28,30 +28,30 @@ DECODING_OPTIONS = ("solver", "tolerance", "guidance", "temperature", "max_new_t
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationProtocol:
-    """How problems are put to the model, whatever the task."""
+    """How problems are given to the model, for every task."""
 
     batch_size: int  # sequences at a time
-    samples: int  # completions of each problem
+    samples: int  # completions per problem
     seed: int
     label: int | Literal["category"] | None  # class for guidance; "category": each problem's own
     prompts: Prompts
-    tagged: bool  # judge only what stands in <answer> tags, or behind </think>
-    choices: Literal["generate", "likelihood"]  # "likelihood": the likeliest letter, by one pass
+    tagged: bool  # judge only the text in <answer> tags or after </think>
+    choices: Literal["generate", "likelihood"]  # "likelihood": choose the most likely letter, with one pass
     draws: int  # noise samples for the likelihood
 
 
 class TaskPlan(NamedTuple):
-    """One task at one setting."""
+    """A task with its settings and problems."""
 
     task: Task
     problems: Sequence[EncodedProblem]
-    digest: str  # of the problems and their prompts
+    digest: str  # hash of the problems and their prompts
     settings: DecodeConfig
     protocol: EvaluationProtocol
 
 
 def label_of(problem: Problem, protocol: EvaluationProtocol) -> int | None:
-    """The class for guidance of a problem: the number of its category, or the label that all problems share."""
+    """The class of a problem for guidance: the number of its category, or the label that all problems share."""
     return CATEGORIES.index(problem.category) if protocol.label == "category" else protocol.label
 
 
@@ -69,7 +69,10 @@ def check_same(found: Folder, config: Config) -> None:
 
 
 def choose_run(tasks: Sequence[Task], *, is_allowed: bool) -> Run | None:
-    """What runs generated programs, or None if no task needs it; raises `InputError` if it may not or cannot run."""
+    """The function that runs generated programs; None if no task needs it.
+
+    Raises `InputError` if running is not allowed or not possible.
+    """
     names = [task.name for task in tasks if task.kind == "code"]
     if not names:
         return None
@@ -82,7 +85,7 @@ def choose_run(tasks: Sequence[Task], *, is_allowed: bool) -> Run | None:
 
 
 def asked_options(options: Namespace) -> dict[str, Any]:
-    """The options of `DecodeConfig` that this command line gives, by their names; raises `InputError` for one twice."""
+    """The decoding options set on this command line, by name; raises `InputError` if one is set twice."""
     given = {name: value for name in DECODING_OPTIONS if (value := getattr(options, name)) is not None}
     overrides = override_names(options.overrides, "decode")
     for name in overrides.keys() & ({*given, "budget"} if options.budget else given):
@@ -91,7 +94,7 @@ def asked_options(options: Namespace) -> dict[str, Any]:
 
 
 def check_asked_options(options: Namespace, plans: Sequence[TaskPlan], found: Folder, *, used: Sequence[str]) -> None:
-    """Raise `InputError` for an option that was given and changes nothing, but those `used` elsewhere."""
+    """Raise `InputError` for an option that was set and changes nothing; options in `used` count as used."""
     is_ranked, has_label = options.choices == "likelihood", options.label is not None
     require(is_ranked or options.draws is None, "--draws are of --choices likelihood: give it too, or leave them out")
     asked = asked_options(options).keys() - set(used)
@@ -106,10 +109,10 @@ def check_asked_options(options: Namespace, plans: Sequence[TaskPlan], found: Fo
 def make_plans(
     tasks: Sequence[Task], options: Namespace, decode: DecodeConfig, base: base_model.BaseFiles
 ) -> list[TaskPlan]:
-    """A plan for each task and budget, with its problems read and encoded; raises `InputError`.
+    """Make a plan for each task and budget, and read and encode its problems; raises `InputError`.
 
-    A task samples as it does, but where the command line says otherwise: by its options, its overrides, and what the
-    config that it names sets. `decode` is that config's, or what the model was validated with.
+    A task uses its own sampling, except where the command line sets options, overrides or a config with other values.
+    `decode` is the decode section of that config, or else the settings with which the model was validated.
     """
     tokenizer = require_tokenizer(base.tokenizer)
     asked = {field.name: getattr(options, field.name) for field in dataclasses.fields(EvaluationProtocol)}
@@ -129,7 +132,7 @@ def make_plans(
         changed = [name for name in usual if wanted.get(name, usual[name]) != usual[name]]
         others = [f"{name} {wanted[name]}, not {usual[name]}" for name in changed]
         if wanted.get("velocity_temperature") == 0:
-            del usual["anneal"]  # which this leaves without effect
+            del usual["anneal"]  # it has no effect at this temperature
         dropped, line = len(problems) - len(encoded), f"{task.name}: {len(encoded)} problems"
         processes.print_once("; ".join([f"{line}, {dropped} dropped for their length", *others]))
         hashed = digest([[one.problem._asdict(), one.ids] for one in encoded])
@@ -150,7 +153,7 @@ def make_plans(
 
 
 def open_results(plan: TaskPlan, options: Namespace, found: Folder, step: int | None, model: Fingerprint) -> Results:
-    """The results of a plan for the model at `step`; raises `InputError` if the folder holds another evaluation."""
+    """Open the results of a plan for the model at `step`; raises `InputError` if the folder has another evaluation."""
     protocol = dataclasses.asdict(plan.protocol)
     name = f"{plan.settings.solver}-{plan.settings.budget}"
     name += f"-{protocol['prompts']}" if protocol["prompts"] != "paper" else ""
@@ -159,8 +162,8 @@ def open_results(plan: TaskPlan, options: Namespace, found: Folder, step: int | 
     about = {"task": plan.task.name, "split": options.split or plan.task.split, "limit": options.limit}
     about |= {"shots": options.shots, "model": found.base_name, "dtype": found.base.dtype, "step": step}
     about["fingerprint"] = {**model, "problems": plan.digest}
-    if found.base.dtype == "float32":  # elsewhere rounding decides words, and depends on the shape of a batch
-        del protocol["batch_size"]  # a smaller one may continue where memory was short
+    if found.base.dtype == "float32":  # in other dtypes, answers depend on the shape of a batch
+        del protocol["batch_size"]  # so an evaluation may continue with a smaller batch if memory was short
     decode = dataclasses.asdict(plan.settings)
     if found.base.dtype == "float32" or plan.settings.parallel == "auto":
         del decode["parallel"]
@@ -169,5 +172,5 @@ def open_results(plan: TaskPlan, options: Namespace, found: Folder, step: int | 
 
 
 def results_folder(options: Namespace) -> Path:
-    """The folder that holds a folder for each task."""
+    """The folder that contains a folder for each task."""
     return Path(options.out or options.workdir / "eval")

@@ -1,7 +1,7 @@
 """The folder of one evaluation: `samples.jsonl` has a line for each scored problem, `results.json` has the figures.
 
-An evaluation that was interrupted continues where it stopped; with other settings it is refused. Damaged lines are
-left out with a warning, and so are all lines that share an id; their problems are answered again.
+An interrupted evaluation continues where it stopped; with other settings it is refused. Damaged lines, and lines that
+share an id, are skipped with a warning, and their problems are answered again.
 """
 
 import json
@@ -31,7 +31,7 @@ class _Judged(TypedDict):
     extracted: str | None
     relaxed_extracted: str | None
     reason: str
-    tokens: NotRequired[CountOrZero]  # an earlier version did not count them
+    tokens: NotRequired[CountOrZero]  # earlier versions did not count them
     evaluations: NotRequired[CountOrZero]
     passes: NotRequired[CountOrZero]
 
@@ -66,7 +66,7 @@ class _Run(TypedDict):
 
 
 class _Figures(TypedDict):
-    """What reports read of `results.json`."""
+    """The part of `results.json` that reports read."""
 
     run: _Run
     problems: Count
@@ -75,13 +75,13 @@ class _Figures(TypedDict):
 
 
 def accuracy_interval(figures: Mapping[str, Any], kind: str) -> tuple[float, float, float]:
-    """Mean accuracy and the bounds of its 95 % interval, from an evaluation's figures and a kind of score."""
+    """Mean accuracy and the bounds of its 95 % interval, for one kind of score ("strict" or "relaxed")."""
     rate = figures[kind]["accuracy"]
     return float(rate["mean"]), float(rate["low"]), float(rate["high"])
 
 
 def read_figures(file: Path) -> dict[str, Any] | None:
-    """The figures of a finished evaluation, None of another; raises `InputError` for a damaged file."""
+    """The figures of a finished evaluation, or None; raises `InputError` for a damaged file."""
     figures = read_json(file)
     if figures.keys().isdisjoint(("problems", *KINDS)):
         return None
@@ -90,19 +90,19 @@ def read_figures(file: Path) -> dict[str, Any] | None:
 
 
 class Said(NamedTuple):
-    """A completion, and what it took."""
+    """A completion and its cost."""
 
     text: str
-    tokens: int = 0  # that were generated, the stop token included
-    evaluations: int = 0  # of the path, for these tokens
-    passes: int = 0  # over the weights, those of the language model included
+    tokens: int = 0  # generated tokens, including the stop token
+    evaluations: int = 0  # evaluations of the path for these tokens
+    passes: int = 0  # passes over the weights, including those of the language model
 
 
 class Results:
-    """The problems scored so far, in a folder that belongs to one run."""
+    """The problems scored so far, in the folder of one evaluation."""
 
     def __init__(self, folder: Path, run: Mapping[str, Any]) -> None:
-        """Open or create the folder; raises `InputError` if it holds another run, or cannot be written."""
+        """Open or create the folder; raises `InputError` if it has another evaluation, or cannot be written."""
         self.folder = folder
         self.run: dict[str, Any] = json.loads(json.dumps(run))
         with explained(f"cannot write to {folder}", "choose another --out"):
@@ -131,7 +131,7 @@ class Results:
         return figures
 
     def _refuse_other(self) -> None:
-        """Raise `InputError` if the results' file has other settings, or is damaged: nothing else records them."""
+        """Raise `InputError` if `results.json` has other settings, or is damaged: only this file records them."""
         file = self.folder / RESULTS
         try:
             run: dict[str, Any] = check(read_json(file).get("run"), dict[str, Any], "run")
@@ -149,7 +149,7 @@ class Results:
 
 
 def _repeated(lines: list[dict[str, Any]]) -> dict[int, str]:
-    """The lines, by their places, that share an id: at most one of them is of its problem."""
+    """Lines that share an id, keyed by place, with the reason: at most one of them can be right."""
     count = Counter(line["id"] for line in lines)
     return {i: f"id {shown(line['id'])} is repeated" for i, line in enumerate(lines) if count[line["id"]] > 1}
 
@@ -167,7 +167,7 @@ def sample_line(problem: Problem, prompt: str, completions: Sequence[Said], scor
 def summarise(samples: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Accuracy, pass@k and accuracy by subject for each kind of score, with 95 % intervals over problems.
 
-    And the mean number of evaluations of the path, and of passes over the weights, per generated token; None where no
+    Also the mean number of evaluations of the path, and of passes over the weights, per generated token; None if no
     token was counted.
     """
     subjects = {name: line["subject"] for name, line in samples.items()}

@@ -1,4 +1,4 @@
-"""Puts the problems of a task to a model, in batches, and scores the completions."""
+"""Lets a model answer the problems of a task, in batches, and scores the completions."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,8 +24,8 @@ from l2d_jax.evaluation.tasks.problem import EncodedProblem, Run, Score
 def evaluate_plan(
     loaded: LoadedModel, plan: TaskPlan, open_results: Callable[[], Results], *, run: Run | None = None
 ) -> dict[str, Any]:
-    """Score the problems that the results lack, write each batch as it finishes, and return the figures of all."""
-    opened: list[Results] = []  # by process 0, which alone scores and writes
+    """Answer and score the problems missing in the results, write each batch when it is done, return all figures."""
+    opened: list[Results] = []  # only process 0 scores and writes
 
     def begin() -> list[str]:
         opened.append(open_results())
@@ -49,13 +49,13 @@ def evaluate_plan(
     return dict(processes.decide(lambda: opened[0].finish(speed)))
 
 
-Answers = dict[int, list[Said]]  # by the number of the problem
+Answers = dict[int, list[Said]]  # keys: numbers of problems
 
 
 def _answers(loaded: LoadedModel, encoded: Mapping[int, EncodedProblem], plan: TaskPlan) -> Iterator[Answers]:
-    """Answer problems, batch by batch: with completions, or with the letter whose first token is the likeliest.
+    """Answer problems batch by batch: with completions, or with the letter whose first token is most likely.
 
-    Raises `InputError`, once all others are answered, for those whose logits are not numbers.
+    If logits of some problems are NaN, raises `InputError` after all others are answered.
     """
     protocol, settings, words = plan.protocol, plan.settings, loaded.tokenizer
     assert words is not None
@@ -84,7 +84,7 @@ def _answers(loaded: LoadedModel, encoded: Mapping[int, EncodedProblem], plan: T
 def _scored(
     loaded: LoadedModel, encoded: Mapping[int, EncodedProblem], batch: Answers, grade: Callable[..., list[Score]]
 ) -> list[dict[str, Any]]:
-    """The sample lines of a batch, whose completions are judged together, since running programs takes time."""
+    """The sample lines of a batch. Completions are judged together, because running programs takes time."""
     assert loaded.tokenizer is not None
     problems = [encoded[number].problem for number, several in batch.items() for _ in several]
     scores = iter(grade(problems, [said.text for several in batch.values() for said in several]))

@@ -1,7 +1,7 @@
 """Ways to spend more compute on an answer, each with its accuracy and its measured cost.
 
-A model answers greedily at a budget of evaluations per token, takes the majority of several sampled answers
-(self-consistency, Wang et al. 2022), or searches with beams. The cost is that of the answers' tokens.
+The strategies are: greedy answers at a budget of evaluations per token, the majority of several sampled answers
+(self-consistency, Wang et al. 2022), and beam search. The cost is that of the answers' tokens.
 """
 
 import time
@@ -25,11 +25,11 @@ from l2d_jax.files import Count, Positive
 from l2d_jax.performance.costs import decoding_flops
 from l2d_jax.training.exact_match import MarkedProblems
 
-TEMPERATURE = 0.7  # of the samples of a majority
+TEMPERATURE = 0.7  # temperature of the samples for a majority
 
 
 class Strategy(NamedTuple):
-    """How an answer is found, with so many `tries`: samples or beams."""
+    """How an answer is found; `tries` is the number of samples or beams."""
 
     kind: Literal["greedy", "majority", "beams"]
     budget: Count
@@ -37,21 +37,21 @@ class Strategy(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a strategy gave: whether each problem was answered right, and what one answer took on average."""
+    """The result of a strategy: whether each problem was answered correctly, and the mean cost of an answer."""
 
     kind: str
     budget: Count
     tries: Count
     right: Annotated[list[bool], Len(1)]
-    tokens: Positive  # of all samples or beams, stop tokens included
-    flops: Positive  # the prompt is read once
+    tokens: Positive  # of all samples or beams, including stop tokens
+    flops: Positive  # with the prompt read once
     seconds: Annotated[float, Interval(ge=0, le=1e12)]
 
 
 def strategies(
     budgets: Sequence[int], samples: Sequence[int], beams: Sequence[int], *, has_path: bool
 ) -> Iterator[Strategy]:
-    """Greedy answers at each budget; majorities and beams at a budget of 1, or at a path's smallest above it."""
+    """Greedy answers at each budget; majorities and beams at a budget of 1 or, with a path, the smallest above 1."""
     yield from (Strategy("greedy", budget) for budget in (budgets if has_path else (1,)))
     base = min((budget for budget in budgets if budget > 1), default=1) if has_path else 1
     yield from (Strategy("majority", base, tries) for tries in samples)
@@ -59,11 +59,11 @@ def strategies(
 
 
 def answer_problems(loaded: LoadedModel, problems: MarkedProblems, strategy: Strategy, *, batch_size: int) -> Outcome:
-    """Answer all problems with one strategy, `batch_size` sequences at a time; a search takes one after the other."""
+    """Answer all problems with one strategy, `batch_size` sequences at a time; a search takes one problem at a time."""
     length = problems.most_tokens
     settings = replace(loaded.defaults, budget=strategy.budget, max_new_tokens=length, temperature=0.0)
     right, tokens = [False] * len(problems.prompts), 0
-    searched = strategy.tries if strategy.kind == "beams" else 1  # times as many tokens as the answer has
+    searched = strategy.tries if strategy.kind == "beams" else 1  # decoded tokens per token of the answer
     with _seconds() as seconds, processes.progress_bar(len(right), "answers", unit="problem") as shown:
         for answers in _answers(loaded, problems, strategy, settings, batch_size):
             for place, completions in answers.items():
@@ -77,14 +77,14 @@ def answer_problems(loaded: LoadedModel, problems: MarkedProblems, strategy: Str
 
 
 def majority(said: Sequence[str | None]) -> str | None:
-    """The most frequent answer, the first of several; None where there is none."""
+    """The most frequent answer, the first one if several are; None if there is no answer."""
     return next(iter(multimode(word for word in said if word is not None)), None)
 
 
 def _answers(
     loaded: LoadedModel, problems: MarkedProblems, strategy: Strategy, settings: Any, batch_size: int
 ) -> Iterator[dict[int, list[Completion]]]:
-    """The answers to some problems at a time, by their place: all samples, or the best of the beams."""
+    """Yield the answers to a few problems at a time, keyed by place: all samples, or the best beam."""
     tries = strategy.tries
     if strategy.kind == "beams":
         options = {"temperature": 0.0, "max_new_tokens": settings.max_new_tokens}
@@ -101,7 +101,7 @@ def _answers(
 
 @contextmanager
 def _seconds() -> Iterator[list[float]]:
-    """Wall-clock seconds of the block, less those of tracing and compilation; known when it ends."""
+    """Wall-clock seconds of the block, without tracing and compilation; known when it ends."""
     spans: list[tuple[float, float]] = []
 
     def add(event: str, start_time: float, end_time: float, **_: str | int) -> None:
@@ -116,7 +116,7 @@ def _seconds() -> Iterator[list[float]]:
     finally:
         monitoring.unregister_event_time_span_listener(add)
         seconds, until = time.perf_counter() - began, 0.0
-        for start, end in sorted(spans):  # programs within programs: one span may hold others
+        for start, end in sorted(spans):  # programs call programs: a span may contain others
             seconds -= max(0.0, end - max(start, until))
             until = max(until, end)
         found.append(seconds)

@@ -1,7 +1,8 @@
-"""The shape of a language model, read from the `config.json` of Hugging Face.
+"""The shape of a language model, read from a Hugging Face `config.json`.
 
-All models are one backbone and differ in the values of these fields. `SUPPORTED` says what a class of transformers
-fixes, and which fields it reads that others do not; a field that may change the mathematics is refused elsewhere.
+All models share one backbone and differ in the values of a few fields. `SUPPORTED` says, for each class of
+transformers, what it fixes and which extra fields it reads. A field that the class does not read is refused if it might
+change the mathematics.
 """
 
 import re
@@ -24,11 +25,11 @@ Activation: TypeAlias = Literal["silu", "gelu_pytorch_tanh"]
 
 @dataclass(frozen=True)
 class Family:
-    """What a class of transformers fixes."""
+    """Facts about a model class of transformers."""
 
     model_type: str
-    reads: Sequence[str] = ()  # entries of `_OwnConfig`
-    defaults: Fields = field(default_factory=dict)  # where they are not those of all classes
+    reads: Sequence[str] = ()  # the entries of `_OwnConfig` that it reads
+    defaults: Fields = field(default_factory=dict)  # defaults that differ from those of other classes
     qkv_bias: bool = False
     qk_norm: bool = False
     output_norms: bool = False
@@ -40,7 +41,7 @@ SUPPORTED = {name: Family(**facts) for name, facts in package_table("model/famil
 
 
 class _HFConfig(TypedDict):
-    """The entries of `config.json` that all classes read; null stands for the default, as in transformers."""
+    """The entries of `config.json` that all classes read; null means the default, as in transformers."""
 
     vocab_size: Count
     hidden_size: Count
@@ -75,7 +76,7 @@ class _OwnConfig(TypedDict, total=False):
     rope_local_base_freq: Theta | None
 
 
-# Names of fields that may change the mathematics, unless they are of training or kernels, and values that do not.
+# Names of fields that may change the mathematics; harmless exceptions (training, kernels); values that change nothing.
 _SUSPECT = re.compile("soft_?cap|multiplier|scal|norm|rope|rotary|window|layer_types|attention|attn|bias|expert|activ")
 _HARMLESS = re.compile("^_|dropout|implementation|^max_window_layers$")
 _NEUTRAL: tuple[Any, ...] = (None, False, [], {})
@@ -92,25 +93,25 @@ class Architecture:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    max_position_embeddings: int  # with YaRN, those that it stretches to
+    max_position_embeddings: int  # with YaRN, the stretched length
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: RopeScaling | None
     tied: bool
     qkv_bias: bool
-    qk_norm: bool = False  # norms of each head's queries and keys, before they are turned
-    output_norms: bool = False  # norms of what attention and MLP add
+    qk_norm: bool = False  # norms of each head's queries and keys, before rotary embedding
+    output_norms: bool = False  # norms of the outputs of attention and MLP
     norm_offset: float = 0.0  # added to the weights of all norms
     activation: Activation = "silu"
     embedding_scale: float = 1.0
-    query_scale: float = 1.0  # beside head_dim ** -0.5
-    windows: tuple[int, ...] = ()  # by layer: the latest keys that a query sees, 0 for all; empty: all see all
-    ropes: tuple[Literal["global", "local", "none"], ...] = ()  # by layer; empty: all global
-    local_rope_theta: float = 0.0  # of local layers, whose angles are not scaled
+    query_scale: float = 1.0  # in addition to head_dim ** -0.5
+    windows: tuple[int, ...] = ()  # per layer: number of latest keys that a query sees, 0: all; empty: no windows
+    ropes: tuple[Literal["global", "local", "none"], ...] = ()  # per layer; empty: all global
+    local_rope_theta: float = 0.0  # for local layers, whose angles are not scaled
 
     @classmethod
     def from_hf(cls, raw: Fields, *, where: object = "config.json") -> "Architecture":
-        """Read a parsed `config.json`; raises `InputError` that names what is unsupported, missing or out of range."""
+        """Read a parsed `config.json`; raises `InputError` for what is unsupported, missing or out of range."""
         names = raw.get("architectures")
         name = names[0] if isinstance(names, list) and names else None
         if not isinstance(name, str) or name not in SUPPORTED:
@@ -147,15 +148,15 @@ class Architecture:
         return cls(**{name: values[name] for name in cls.__dataclass_fields__})
 
     def options(self) -> dict[str, Any]:
-        """The fields by name, without options that have their defaults, which earlier releases did not have."""
+        """The fields by name, without options at their defaults, which earlier releases of this project lack."""
         values = asdict(self)
         return {f.name: values[f.name] for f in fields(self) if values[f.name] != f.default}
 
 
 def _read_ropes(found: Fields, limit: int, where: object) -> dict[str, Any]:
-    """The fields of all rotary embeddings. Transformers 5 writes them under rope_parameters, earlier releases did not.
+    """Read the fields of rotary embeddings, which transformers 5 writes under rope_parameters and earlier ones do not.
 
-    A class with local layers has a section for each kind there.
+    For a class with local layers, rope_parameters has a section for each kind of layer.
     """
     theta, sections, local = found.get("rope_theta", 10000.0), found.get("rope_parameters", {}), 0.0
     if "rope_local_base_freq" in found:
@@ -170,11 +171,11 @@ def _read_ropes(found: Fields, limit: int, where: object) -> dict[str, Any]:
 
 
 def _read_layers(found: Fields, where: object) -> dict[str, Any]:
-    """The fields with an entry for each layer."""
+    """Read the fields that have an entry for each layer."""
     count, is_windowed = found["num_hidden_layers"], "sliding_window" in found
     interval = found.get("no_rope_layer_interval", count + 1)
     has_rope = found.get("no_rope_layers") or [int((layer + 1) % interval > 0) for layer in range(count)]
-    sliding = [is_windowed] * count  # where the entries do not say which
+    sliding = [is_windowed] * count  # unless entries say which layers
     if "no_rope_layer_interval" in found:
         sliding = [is_windowed and not has for has in has_rope]
     elif "sliding_window_pattern" in found:

@@ -1,9 +1,9 @@
-"""Grouped-query attention: one function that picks the best kernel of each platform, with equal results.
+"""Grouped-query attention: one function that picks the best kernel for each platform, with equal results.
 
-In training and for prompts, each query belongs to the token of its own key slot. There TPUs use splash attention, which
-holds no scores in memory and repeats no keys, under `shard_map`: sequences over `data` x `fsdp`, heads over `tensor`,
-queries over `context`. Other platforms use `jax.nn.dot_product_attention`: cuDNN's kernel on GPUs in bfloat16, XLA's
-otherwise. In decoding, one query has few scores, which are written out here.
+In training and for prompts, queries and key slots belong to the same tokens. There TPUs use splash attention, which
+stores no scores and repeats no keys, under `shard_map`: sequences over `data` x `fsdp`, heads over `tensor`, queries
+over `context`. Other platforms use `jax.nn.dot_product_attention`: cuDNN's kernel on GPUs in bfloat16, XLA's otherwise.
+In decoding a sequence has a single query with few scores, and the attention is written out here.
 """
 
 import functools
@@ -20,14 +20,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from l2d_jax.distributed import sharding
 
-LANES = 128  # of a TPU; splash attention takes only lengths that are multiples of it
-BLOCK = 512  # the most queries and keys in one tile of splash attention
-FEW = 16  # rows of a device: for fewer, a program of its own is no gain
-EMPTY = -1e30  # the score of a masked slot: finite for queries that see none, and never scaled, which would round it
-SCORES = 2**25  # the most scores that XLA holds at a time, as far as halving the queries gets there
-# Keys and values, each [B, S, K, H] or [P, K, H] for all rows, and the mask [B, T, S]; None: every query sees them.
+LANES = 128  # vector lanes of a TPU; splash attention takes only lengths that are multiples of it
+BLOCK = 512  # largest number of queries and keys in a tile of splash attention
+FEW = 16  # rows per device: with fewer, a separate `shard_map` program gains nothing
+EMPTY = -1e30  # score of a masked slot: finite, for queries that see no key; it is never scaled, which would round it
+SCORES = 2**25  # largest number of scores that XLA holds at once, if halving the queries can achieve it
+# Keys and values, each [B, S, K, H], or [P, K, H] for all rows; and a mask [B, T, S], None: every query sees them.
 Part: TypeAlias = tuple[Array, Array, Array | None]
-NAME = "attention"  # checkpoint name of the kernel's output, which rematerialisation may save
+NAME = "attention"  # checkpoint name of the kernel's output, so that rematerialisation may save it
 
 
 def attention(  # noqa: PLR0913 (keys have places, queries have places, and both have their values)
@@ -43,13 +43,21 @@ def attention(  # noqa: PLR0913 (keys have places, queries have places, and both
     window: Int[Array, ""] | None = None,
     mask: Bool[Array, "B T S"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Attention of each query to the keys at or before it in its segment; slots of position -1 are empty and masked.
+    """Attention of each query to the keys at or before it in its segment. Slots of position -1 are empty and masked.
 
-    Without `q_positions`, each key slot has T / S queries, side by side, positions grow with the slots, and
-    `q_segments` are unused. Segments number the sequences that share a row. The `others` are seen, too: keys and
-    values in arrays of their own, which writing into a copy of the slots would take as long as the attention. A
-    `window` hides the keys that are so many positions before their query, or more. The `mask`, if given, is that of the
-    slots of `k`, by their positions.
+    Args:
+      q: queries.
+      k: keys.
+      v: values.
+      kv_positions: position of each key slot; -1: empty.
+      q_positions: position of each query. None: each key slot has T / S queries, next to each other, positions grow
+        with the slots, and `q_segments` are unused.
+      kv_segments: number of the sequence of each key slot, where several sequences share a row.
+      q_segments: number of the sequence of each query.
+      others: further keys and values in separate arrays, which are also attended to. Copying them into the slots would
+        take as long as the attention.
+      window: a query sees only keys that are fewer than `window` positions before it.
+      mask: mask of the slots of `k` by position, if it was computed before.
     """
     platform = sharding.platform()
     if q_positions is None:
@@ -68,7 +76,7 @@ def attention(  # noqa: PLR0913 (keys have places, queries have places, and both
 def causal_mask(
     q_positions: Int[Array, "B T"], kv_positions: Int[Array, "#B S"], window: Int[Array, ""] | None = None
 ) -> Bool[Array, "B T S"]:
-    """The slots at or before each query, and fewer than `window` before it; those of position -1 are empty."""
+    """Which slots are at or before each query, and fewer than `window` before it; slots of position -1 are empty."""
     keys, queries = kv_positions[:, None, :], q_positions[:, :, None]
     mask = (keys <= queries) & (keys >= 0)
     return mask if window is None else mask & (queries - keys < window)
@@ -80,7 +88,7 @@ def is_tiled(length: int) -> bool:
 
 
 def _masked_attention(q: Array, parts: Sequence[Part], *, platform: str) -> Float[Array, "B T N H"]:
-    """Attention under masks, by cuDNN or XLA; XLA holds all scores, so it takes a part of many queries at a time."""
+    """Masked attention by cuDNN or XLA. XLA holds all scores in memory, so many queries are processed in parts."""
     is_half = q.dtype in (jnp.bfloat16, jnp.float16) and len(parts) == 1
     kernel: Any = "cudnn" if platform == "gpu" and is_half else "xla"
     keys, values, masks = zip(*parts, strict=True)
@@ -107,9 +115,10 @@ def _masked_attention(q: Array, parts: Sequence[Part], *, platform: str) -> Floa
 
 
 def _single_query(q: Array, parts: Sequence[Part]) -> Float[Array, "B 1 N H"]:
-    """`_attention_to_parts` of one query, under `shard_map` where rows and key heads divide over all devices.
+    """`_attention_to_parts` for one query; under `shard_map` if rows and key heads divide over all devices.
 
-    Along an axis of one, as which a device's only key head would stay, XLA reads the scores again to sum up a softmax.
+    `shard_map` removes the axis of a device's only key head: with an axis of size 1, XLA reads the scores again to sum
+    the softmax.
     """
     q, parts = q[:, 0], [(k, v, None if mask is None else mask[:, 0]) for k, v, mask in parts]
     mesh, sizes, run = jax.sharding.get_abstract_mesh(), (q.shape[0], parts[0][0].shape[-2]), _attention_to_parts
@@ -124,19 +133,19 @@ def _single_query(q: Array, parts: Sequence[Part]) -> Float[Array, "B 1 N H"]:
 
 
 def _attention_to_parts(q: Array, parts: Sequence[Part]) -> Float[Array, "B *T N H"]:
-    """Attention to keys that lie in several arrays, of which those without a row axis are read once for all rows."""
+    """Attention to keys in several arrays; arrays without a row axis are read once for all rows."""
     grouped, t = q.reshape(*q.shape[:-2], parts[0][0].shape[-2], -1, q.shape[-1]), "T" if q.ndim == 4 else ""
     axes = ["BSKH"[-k.ndim :] for k, _, _ in parts]
     scores = []
     for (k, _, mask), names in zip(parts, axes, strict=True):
-        if sharding.platform() == "cpu" and not t:  # as the second factor, XLA would transpose all keys for a query
+        if sharding.platform() == "cpu" and not t:  # with keys as the second factor, XLA would transpose all of them
             score = jnp.einsum(f"{names},BKGH->BKSG", k, grouped).swapaxes(2, 3)
         else:
             score = jnp.einsum(f"B{t}KGH,{names}->BKG{t}S", grouped, k, preferred_element_type=jnp.float32)
         score = score * q.shape[-1] ** -0.5
         scores.append(score if mask is None else jnp.where(mask[:, None, None], score, EMPTY))
     highest = functools.reduce(jnp.maximum, (score.max(axis=-1, keepdims=True) for score in scores))
-    weights = [jnp.exp(score - highest) for score in scores]  # of one softmax, whose parts are not put together
+    weights = [jnp.exp(score - highest) for score in scores]  # one softmax, without joining its parts
     total = functools.reduce(jnp.add, (weight.sum(axis=-1, keepdims=True) for weight in weights))
     probs = ((weight / total).astype(q.dtype) for weight in weights)
     triples = zip(probs, parts, axes, strict=True)
@@ -145,9 +154,9 @@ def _attention_to_parts(q: Array, parts: Sequence[Part]) -> Float[Array, "B *T N
 
 
 def splash(q: Array, k: Array, v: Array, segments: Int[Array, "B T"], *, interpret: bool = False) -> Array:
-    """Causal attention within segments by the TPU's kernel; `interpret` runs it, slowly, on any platform.
+    """Causal attention within segments by the TPU kernel; `interpret` runs it, slowly, on any platform.
 
-    The kernel treats several queries of one slot like the query heads of one key head: as rows that read the same key.
+    Several queries of one slot are treated like the query heads of one key head: as rows that read the same key.
     """
     mesh = jax.sharding.get_abstract_mesh()
     (batch, length, key_heads, width), copies = k.shape, q.shape[1] // k.shape[1]

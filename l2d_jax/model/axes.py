@@ -1,4 +1,4 @@
-"""The logical axes of all weights of a block: declarations and the gathering of a layer both read this table."""
+"""The table of logical axes of a block's weights, which declarations and the gathering of a layer both read."""
 
 from collections.abc import Mapping
 from typing import Any, TypeAlias
@@ -9,12 +9,12 @@ from jaxtyping import Array, Num
 from l2d_jax.distributed.sharding import Initializer, Weight
 from l2d_jax.model.architecture import Architecture
 
-Apart: TypeAlias = list[Num[Array, "..."]]  # a matrix of all layers, each in an array of its own: see `Model.apart`
+Apart: TypeAlias = list[Num[Array, "..."]]  # one array per layer: see `Model.apart`
 
 EMBEDDING_AXES = ("vocab", "embed")
 HEAD_AXES = ("head_vocab", "hidden")
 
-MATRICES = {  # by name: the axes that the product with an activation sums over, and those that it adds
+MATRICES = {  # name: (input axes, which a product sums over; output axes)
     "q": (("attention_embed",), ("heads", "head_dim")),
     "k": (("attention_embed",), ("kv_heads", "head_dim")),
     "v": (("attention_embed",), ("kv_heads", "head_dim")),
@@ -24,10 +24,10 @@ MATRICES = {  # by name: the axes that the product with an activation sums over,
     "down": (("mlp",), ("embed",)),
 }
 
-ADAPTED = ("q", "o", "gate", "up", "down")  # those that a diffusion path updates or copies
-KEYS = ("k", "v")  # those that it updates or copies too where it reads the context
+ADAPTED = ("q", "o", "gate", "up", "down")  # matrices that a diffusion path updates or copies
+KEYS = ("k", "v")  # matrices that it also updates or copies if it reads the context
 
-LAYER_AXES: dict[str, tuple[str, ...]] = {  # by the weight's place in its layer, of the LM, an adapter or the path
+LAYER_AXES: dict[str, tuple[str, ...]] = {  # keys: path of the weight within a layer of the LM, an adapter or the path
     "attention_norm": ("embed",),
     "mlp_norm": ("embed",),
     "post_attention_norm": ("embed",),
@@ -59,10 +59,10 @@ def axis_sizes(architecture: Architecture) -> dict[str, int]:
 def declare_weight(
     axes: tuple[str, ...], sizes: Mapping[str, int], init: Initializer, *, dtype: Any = jnp.float32
 ) -> Weight:
-    """The declaration of a weight with these logical axes."""
+    """Declare a weight with these logical axes."""
     return Weight(tuple(sizes[axis] for axis in axes), axes, init, dtype)
 
 
 def declare_stacked(name: str, sizes: Mapping[str, int], init: Initializer, *, dtype: Any = jnp.float32) -> Weight:
-    """The declaration of one weight of all blocks, stacked, by its name in `LAYER_AXES`."""
+    """Declare one weight of all blocks, stacked; `name` is a key of `LAYER_AXES`."""
     return declare_weight(("layers", *LAYER_AXES[name]), sizes, init, dtype=dtype)

@@ -1,4 +1,4 @@
-"""What the diffusion path and the LM head need of the frozen pass."""
+"""The results of the frozen pass that the diffusion path and the LM head need."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,22 +13,22 @@ from l2d_jax.model.llm import LLM
 
 
 class Context(NamedTuple):
-    """What M diffusion tokens read of the frozen pass, and the position and class of each.
+    """What M diffusion tokens read from the frozen pass, and their positions and classes.
 
-    A diffusion token has the position of a main-path token. Without `positions`, each slot of the cache has M / S of
-    them, side by side; attention has a faster kernel for that case.
+    A diffusion token has the position of a token of the LM. Without `positions`, each slot of the cache has M / S
+    diffusion tokens, next to each other; attention has a faster kernel for that case.
     """
 
-    hidden: Float[Array, "B M D"]  # last hidden state of the main-path token at that position
-    cache: KVCache  # holds the main path at least up to these positions
+    hidden: Float[Array, "B M D"]  # last hidden state of the LM at that position
+    cache: KVCache  # holds the LM's keys and values at least up to these positions
     positions: Int[Array, "B M"] | None
     labels: Int[Array, "#B #M"] | None = None  # classes for guidance; None: the null class
     segments: Int[Array, "B M"] | None = None  # examples of a packed row
-    inputs: Float[Array, "B M D"] | None = None  # the LM's embedding of that token, which an anchored path begins with
+    inputs: Float[Array, "B M D"] | None = None  # the LM's embedding of that token, where an anchored path starts
 
 
 def token_positions(batch: Batch) -> Int[Array, "B T"]:
-    """The position of each token in its own example."""
+    """The position of each token within its example."""
     positions = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1], dtype=jnp.int32), batch.tokens.shape)
     if batch.segments is None:
         return positions
@@ -37,7 +37,7 @@ def token_positions(batch: Batch) -> Int[Array, "B T"]:
 
 
 def read_context(llm: LLM, batch: Batch, *, remat: Callable[..., Any] | None = None) -> Context:
-    """Run the model that reads the context over a batch; `remat` as for `LLM`, where it is trained."""
+    """Run the model that reads the context over a batch; `remat` as for `LLM.__call__`, if this model is trained."""
     positions = token_positions(batch)
     hidden, cache = llm(batch.tokens, positions, segments=batch.segments, remat=remat)
     inputs = llm.lookup(batch.tokens)

@@ -12,10 +12,10 @@ END = 1e-6  # closer to t = 1 than this, the velocity (x̂ - x_t) / (1 - t) coun
 
 
 def normalize(v: Float[Array, "*B C"]) -> Float[Array, "*B C"]:
-    """Rescale to length sqrt(C), so that each entry is of order one (section 3.2, the vocabulary vectors)."""
+    """Rescale vectors to length sqrt(C), so that each entry is of order one (section 3.2, vocabulary vectors)."""
     v = v.astype(jnp.float32)
     squares = jnp.sum(jnp.square(v), axis=-1, keepdims=True)
-    # Tables have rows of zeros for unused tokens. There the gradient of the root is NaN, and 1 / epsilon would be huge.
+    # Embedding tables have rows of zeros for unused tokens, where the gradient of the root would be NaN.
     return v * (v.shape[-1] ** 0.5 / jnp.sqrt(jnp.where(squares > 0, squares, 1.0)))
 
 
@@ -42,34 +42,34 @@ def time_features(t: Float[Array, "*B"], width: int) -> Float[Array, "*B F"]:
 def guide(
     conditional: Float[Array, "*B C"], null: Float[Array, "*B C"], strength: Float[Array, "..."]
 ) -> Float[Array, "*B C"]:
-    """Classifier-free guidance: w x̂(class) + (1 - w) x̂(null), which mixes the two velocities in the same way.
+    """Classifier-free guidance: w x̂(class) + (1 - w) x̂(null). It mixes the two velocities in the same way.
 
-    The released code has this form; the sign of the second term in the paper's formula is a slip.
+    The released code has this form. The sign of the second term in the paper's formula is a slip.
     """
     return strength * conditional + (1 - strength) * null
 
 
 def anneal(temperature: Float[Array, "*#B"], t: Float[Array, "*B"]) -> Float[Array, "*B"]:
-    """The velocity's temperature, which falls linearly to zero as t goes to one."""
+    """The annealed temperature of the velocity: it falls linearly to zero as t goes to one."""
     return temperature * jnp.clip(1 - t, 0.0, 1.0)
 
 
 def sample_token(key: Array, logits: Float[Array, "*B V"], temperature: Float[Array, "*b"]) -> Array:
-    """A token from softmax(logits / temperature); the arg max where the temperature is zero."""
+    """Sample a token from softmax(logits / temperature); the arg max where the temperature is zero."""
     temperature = temperature[..., None]
     noise = jax.random.gumbel(key, logits.shape, jnp.float32)
     return arg_max(logits + jnp.where(temperature > 0, temperature * noise, 0.0))
 
 
 def sample_rows(keys: Array, logits: Float[Array, "n V"], temperature: Float[Array, " n"]) -> Array:
-    """`sample_token` of each row by a key of its own; without the noise of whole vocabularies where no row needs it."""
+    """`sample_token` for each row with its own key; makes no noise over the vocabulary if no row needs it."""
     return jax.lax.cond(
         (temperature > 0).any(), lambda: jax.vmap(sample_token)(keys, logits, temperature), lambda: arg_max(logits)
     )
 
 
 def arg_max(logits: Float[Array, "*B V"]) -> Int[Array, "*B"]:
-    """`jnp.argmax` over the last axis; on CPUs of blocks, and then in the best one, which takes a twentieth as long."""
+    """`jnp.argmax` over the last axis. On CPUs: first the best block, then the best entry, 20 times as fast."""
     size = math.gcd(logits.shape[-1], 128)
     if platform() != "cpu" or size == 1:
         return jnp.argmax(logits, axis=-1)

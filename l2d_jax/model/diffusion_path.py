@@ -1,13 +1,14 @@
 """The trainable diffusion path: a reader of the frozen model's cache (paper section 3.2).
 
-It carries one diffusion token per position. The token that predicts position k sits at position k - 1: it takes that
-position's rotary angle and sees the main path's keys up to it, but no other diffusion token. The path's layers are the
-main path's weights with LoRA updates, or full copies. Their output, weighted by w(t) - w(0), corrects the last hidden
+It carries one diffusion token per position. The diffusion token that predicts position k sits at position k - 1: it has
+the rotary angle of that position and sees the LM's keys up to it, but no other diffusion token. The path's layers are
+the LM's weights with LoRA updates, or full copies. Their output, multiplied by w(t) - w(0), corrects the last hidden
 state.
 
-Beyond the paper, a path may be anchored: it begins as the LM itself, with the token's embedding beside x_t, gates
-1 + g(t) and the correction (1 + w(t) - w(0)) (f_d - h). And it may read the context itself (`reader`): the main path
-then runs with the path's layers, whose keys and values the diffusion tokens see.
+Two options go beyond the paper. A path may be anchored: untrained, it is the LM itself. It then starts from the token's
+embedding plus the translated x_t, its gates are 1 + g(t), and its correction is (1 + w(t) - w(0)) (f_d - h). A path may
+also read the context itself (`reader`): the LM then runs with the path's layers, and diffusion tokens see the keys and
+values of that run.
 """
 
 import dataclasses
@@ -42,7 +43,7 @@ PARTS = 6  # scale, shift and gate of the attention, then of the MLP
 
 @nnx.dataclass
 class PathLayers(nnx.Module):
-    """Weights of all blocks of the path, stacked; its matrices update the LM's or replace them."""
+    """Stacked weights of all blocks of the path; its matrices update the LM's matrices or replace them."""
 
     modulation: Mlp = nnx.data()  # E -> E -> (6, D)
     q: Lora | Num[Array, "L D N H"] | Apart | Declared = nnx.data()
@@ -50,16 +51,16 @@ class PathLayers(nnx.Module):
     gate: Lora | Num[Array, "L D F"] | Apart | Declared = nnx.data()
     up: Lora | Num[Array, "L D F"] | Apart | Declared = nnx.data()
     down: Lora | Num[Array, "L F D"] | Apart | Declared = nnx.data()
-    q_bias: Float[Array, "L N H"] | Declared | None = nnx.data(default=None)  # of full copies, where the LM has one
+    q_bias: Float[Array, "L N H"] | Declared | None = nnx.data(default=None)  # only in full copies, if the LM has one
     k: Lora | Num[Array, "L D K H"] | Apart | Declared | None = nnx.data(default=None)  # if it reads the context
     v: Lora | Num[Array, "L D K H"] | Apart | Declared | None = nnx.data(default=None)
 
 
 class Conditions(NamedTuple):
-    """What time and class alone determine, which decoding computes once for all evaluations of a grid."""
+    """Everything that time and class alone determine. Decoding computes it once for all evaluations of a grid."""
 
-    modulation: Float[Array, "L *b 6 D"] | None  # `DiffusionPath.modulate` of each block; None: computed there
-    merge: Float[Array, "*b #D"]  # w_d(t), and 1 + w_d(t) of an anchored path
+    modulation: Float[Array, "L *b 6 D"] | None  # `DiffusionPath.modulate` of each block; None: blocks compute it
+    merge: Float[Array, "*b #D"]  # w_d(t); for an anchored path 1 + w_d(t)
     # Time and class of each row, of a modulation that has all of them: a layer looks its own up.
     which: tuple[Int[Array, "..."], Int[Array, "..."]] | None = None
 
@@ -78,7 +79,7 @@ class DiffusionPath(nnx.Module):
 
     @classmethod
     def declare(cls, config: PathConfig, architecture: Architecture) -> "DiffusionPath":
-        """The module with a float32 `Weight` in place of each array, with the release's initial values."""
+        """Declare the module: a float32 `Weight` in place of each array, with the release's initial values."""
         a, c, d, e = architecture, config, architecture.hidden_size, config.condition_width
         sizes = axis_sizes(a) | {"rank": c.lora_rank, "condition": e, "parts": PARTS}
 
@@ -94,7 +95,7 @@ class DiffusionPath(nnx.Module):
             return Linear(weight=weight, bias=declare_stacked(f"modulation.{name}.bias", sizes, initializers.zeros))
 
         normal, xavier, zeros = initializers.normal(0.02), initializers.glorot_uniform(), initializers.zeros
-        entry = zeros if c.start == "anchored" else xavier  # x_t is no part of the language model
+        entry = zeros if c.start == "anchored" else xavier  # at the start, x_t must not change the LM
         first = modulation("first", initializers.glorot_uniform(1, -1, batch_axis=0))
         has_q_bias = c.layers == "dense" and a.qkv_bias
         return cls(
@@ -117,7 +118,7 @@ class DiffusionPath(nnx.Module):
         return self.config.start == "anchored"
 
     def reader(self, llm: LLM) -> LLM:
-        """The model that reads the context for this path: the LM, or the LM with the path's own layers."""
+        """The model that reads the context for this path: the LM, or the LM with the path's layers."""
         if self.config.reader == "lm":
             return llm
         if (adapter := self.adapter) is not None:
@@ -128,7 +129,7 @@ class DiffusionPath(nnx.Module):
 
     @property
     def adapter(self) -> LLMAdapter | None:
-        """The low-rank updates of the LM's layers, if those are what the path has."""
+        """The path's low-rank updates of the LM's layers, as an adapter; None for a path with full copies."""
         if not isinstance(self.layers.q, Lora):
             return None
         config = LoraConfig(rank=self.config.lora_rank, alpha=self.config.lora_alpha, modules=PROJECTIONS)
@@ -136,28 +137,28 @@ class DiffusionPath(nnx.Module):
         return LLMAdapter(**updates, config=config)
 
     def with_matrices(self, layers: LLMLayers) -> "DiffusionPath":
-        """The same path with the matrices of these layers in place of its own, or of its low-rank updates."""
+        """The same path with the matrices of `layers` instead of its own matrices or low-rank updates."""
         given = {name: getattr(layers, name) for name in matrices(self.config)}
         return dataclasses.replace(self, layers=dataclasses.replace(self.layers, **given))
 
     def embed(self, embeddings: Float[Array, "*B D"]) -> Float[Array, "*B C"]:
-        """Vocabulary vectors V_y of rows of the LM's embedding table, in float32 (bias as in the released code)."""
+        """Vocabulary vectors V_y for rows of the LM's embedding table, in float32 (bias as in the released code)."""
         return diffusion.normalize(self.vocabulary(embeddings.astype(jnp.float32)))
 
     def condition(self, t: Float[Array, "*#B"], labels: Int[Array, "*#B"] | None = None) -> Float[Array, "*#B E"]:
-        """The embedding of t and of the class, in float32; `labels` None is the null class."""
+        """The embedding of t and the class, in float32; `labels` None: the null class."""
         embedded = self.time(diffusion.time_features(t * self.config.time_scale, self.config.frequency_width))
         if self.classes is None:
             return embedded
         return embedded + self.classes[self.config.classes if labels is None else labels]
 
     def merge_weight(self, t: Float[Array, "*#B"], labels: Int[Array, "*#B"] | None = None) -> Float[Array, "*#B D"]:
-        """w_d(t) = w(t) - w(0), in float32; exactly zero at t = 0. An anchored path has 1 + w_d(t)."""
+        """w_d(t) = w(t) - w(0), in float32; exactly zero at t = 0. For an anchored path: 1 + w_d(t)."""
         weight = self.merge(self.condition(t, labels)) - self.merge(self.condition(jnp.zeros_like(t), labels))
         return jnp.where(t[..., None] == 0, 0.0, weight) + float(self.is_anchored)
 
     def conditions(self, llm: LLM, t: Float[Array, "*b"], labels: Int[Array, "*b"] | None = None) -> Conditions:
-        """The conditions of any times and classes, in the type of the blocks' activations."""
+        """Compute the conditions for times and classes, in the dtype of the blocks' activations."""
         condition = self.condition(t, labels).astype(llm.dtype)
         scanned = (self.layers.modulation, llm.layers.attention_norm, llm.layers.mlp_norm)
         _, parts = jax.lax.scan(lambda _, block: (None, self.modulate(condition, *block)), None, scanned)
@@ -166,9 +167,9 @@ class DiffusionPath(nnx.Module):
     def modulate(
         self, condition: Float[Array, "*B E"], modulation: Mlp, norm_1: Float[Array, " D"], norm_2: Float[Array, " D"]
     ) -> list[Float[Array, "*B D"]]:
-        """The norm's weight, the shift and the gate of a block's attention, and those of its MLP.
+        """The norm weight, shift and gate of a block's attention, then those of its MLP.
 
-        They are computed one by one, so that no gradient is concatenated from six.
+        They are computed one by one, so that the backward pass does not concatenate six gradients.
         """
         hidden, last = jax.nn.silu(modulation.first(condition)), modulation.last
         parts = (Linear(weight=last.weight[:, i], bias=last.bias[i])(hidden) for i in range(PARTS))
@@ -186,11 +187,17 @@ class DiffusionPath(nnx.Module):
         conditions: Conditions | None = None,
         remat: Callable[..., Any] | None = None,
     ) -> Float[Array, "B M D"]:
-        """The correction w_d(t) * f_d(x_t, t) of the context's hidden states h.
+        """The correction w_d(t) * f_d(x_t, t) of the context's hidden states h (paper section 3.2).
 
-        Of an anchored path it is (1 + w_d(t)) * (f_d(x_t, t) - h). The diffusion tokens x_t are in float32, and t is in
-        [0, 1], per position or shared. The conditions, if given, are those of t and the labels; `remat` wraps the block
-        for rematerialisation in training, such as `jax.checkpoint`.
+        For an anchored path it is (1 + w_d(t)) * (f_d(x_t, t) - h).
+
+        Args:
+          llm: the language model.
+          x: the diffusion tokens x_t, in float32.
+          t: times in [0, 1], per position or shared.
+          context: results of the frozen pass.
+          conditions: `DiffusionPath.conditions` for t and the labels, if they were computed before.
+          remat: wraps a block for rematerialisation in training, such as `jax.checkpoint`.
         """
         cache, positions, labels, dtype = context.cache, context.positions, context.labels, llm.dtype
         modulation, which = (None, None) if conditions is None else (conditions.modulation, conditions.which)
@@ -202,7 +209,7 @@ class DiffusionPath(nnx.Module):
         condition = self.condition(t, labels).astype(dtype)
         angles = jnp.repeat(cache.positions, x.shape[1] // slots, axis=1) if positions is None else positions
         places: Any = {"q_positions": positions, "kv_positions": cache.positions}
-        if angles.shape[1] == 1 and own.window is None:  # or XLA would compute it in every layer
+        if angles.shape[1] == 1 and own.window is None:  # otherwise XLA would compute it in every layer
             places["mask"] = causal_mask(angles, cache.positions, shared.window)
         segments: Any = {"q_segments": context.segments, "kv_segments": cache.segments}
         matmul = project if remat is None else project_saved
@@ -246,7 +253,7 @@ class DiffusionPath(nnx.Module):
                 assert context.inputs is not None
                 y = context.inputs + y
             y = residual(y)
-            unread = KEYS if isinstance(self.layers.q, Lora) else MATRICES  # operands of a branch, which XLA may copy
+            unread = KEYS if isinstance(self.layers.q, Lora) else MATRICES  # XLA may copy the operands of a branch
             layers = dataclasses.replace(llm.layers, **dict.fromkeys(unread))
             scanned = (layers, self.layers, cache.layers(), modulation, own)
             layer = remat(block) if remat else block
@@ -256,12 +263,12 @@ class DiffusionPath(nnx.Module):
 
 
 def matrices(config: PathConfig) -> tuple[str, ...]:
-    """The LM's matrices that a path updates or copies."""
+    """The names of the LM's matrices that a path updates or copies."""
     return ADAPTED if config.reader == "lm" else ADAPTED + KEYS
 
 
 def _affine(shape: tuple[int, ...], axes: tuple[str, ...], init: Initializer) -> Linear:
-    """The declaration of an affine map, whose bias starts at zero."""
+    """Declare an affine map whose bias starts at zero."""
     return Linear(weight=Weight(shape, axes, init), bias=Weight(shape[1:], axes[1:], initializers.zeros))
 
 
@@ -270,7 +277,7 @@ def _mlp(sizes: tuple[int, ...], axes: tuple[str, ...], first: Initializer, last
 
 
 def start_from(path: DiffusionPath, llm: LLM) -> DiffusionPath:
-    """A path with full layers whose initial values are the LM's own (paper appendix, full f_d)."""
+    """Initialise a path with full layers from the LM's weights (paper appendix, full f_d)."""
     weights = {
         name: w.restore(jnp.float32) if isinstance(w, QuantizedWeight) else jnp.array(from_bits(w), jnp.float32)
         for name, w in ((name, getattr(llm.layers, name)) for name in matrices(path.config))

@@ -1,18 +1,18 @@
-// Products y[rows, outputs] of few rows x[rows, inputs] and a matrix of a stack, in float32: custom calls of XLA on CPUs.
+// Products y[rows, outputs] of few rows x[rows, inputs] with a matrix of a stack, in float32: XLA custom calls, CPUs.
 //
-// They read the matrix where it lies, once, in its order, and fetch ahead. A row's sums do not depend on other rows.
+// They read the matrix in place, once, in memory order, and prefetch. The sums of a row do not depend on other rows.
 
 #include "xla/ffi/api/c_api.h"
 
 #ifdef __AVX512F__
-enum { LANES = 16, GROUP = 8 };  // rows whose sums the registers hold
+enum { LANES = 16, GROUP = 8 };  // GROUP: number of rows whose sums fit into registers
 #else
 enum { LANES = 8, GROUP = 4 };
 #endif
 enum { DEPTH = 8, PARTS = 2, OUTPUTS = 4, UNIT = 32 };
-#define PIECE 65536  // values of a matrix that are worth a thread
-#define ROWS 128  // the most that a call is made for, as in few_rows.py
-#define TILE 128  // columns of the sums of many rows, and half as many where there are more than a quarter of ROWS
+#define PIECE 65536  // values of a matrix for which a further thread pays off
+#define ROWS 128  // largest number of rows, as in few_rows.py
+#define TILE 128  // columns per tile for many rows; half of it for more than a quarter of ROWS
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -25,7 +25,7 @@ typedef struct {
   XLA_FFI_Future *future;
 } Job;
 
-// sums += x[:, k] w[k] for DEPTH of the k, from zero at k = 0, in the columns of a piece; sums[row] lie `stride` apart.
+// sums += x[:, k] w[k] for DEPTH values of k, from zero at k = 0, in the columns of a piece; rows are `stride` apart.
 INLINE void add(const Job *job, long first, long k, long low, long high, float *into, long stride, int rows) {
   const long inputs = job->inputs, outputs = job->outputs;
   float *x = job->x + first * inputs + k;
@@ -45,7 +45,7 @@ INLINE void add(const Job *job, long first, long k, long low, long high, float *
   }
 }
 
-// Call a function for `count` rows at most, with their number as a constant.
+// Call a function for at most `count` rows, with their number as a compile-time constant.
 #define WITH(rows, function, ...) \
   case rows: function(__VA_ARGS__, rows); break;
 #define FOR_ROWS(count, function, ...) \
@@ -57,7 +57,7 @@ INLINE void add(const Job *job, long first, long k, long low, long high, float *
       WITH(7, function, job, first, __VA_ARGS__) WITH(8, function, job, first, __VA_ARGS__) \
     }
 
-// The columns of a piece for many rows, tile by tile: their sums stay in the nearest cache, side by side.
+// The columns of a piece for many rows, tile by tile, so that the sums stay in the first-level cache.
 static void tiles(const Job *job, long low, long high) {
   float sums[ROWS * TILE / 2] __attribute__((aligned(64)));
   const long tile = job->rows > ROWS / 4 ? TILE / 2 : TILE;
@@ -78,7 +78,7 @@ INLINE float total(Vector vector) {
   return sums[0];
 }
 
-// y[:, n] = x . w[n] for OUTPUTS of the n.
+// y[:, n] = x . w[n] for OUTPUTS values of n.
 INLINE void dot(const Job *job, long first, long n, int rows) {
   const long inputs = job->inputs;
   float *x = job->x + first * inputs;
@@ -108,7 +108,7 @@ static void piece(void *data) {
   if (__atomic_sub_fetch(&job->left, 1, __ATOMIC_ACQ_REL) == 0) api->XLA_FFI_Future_SetAvailable(&done);
 }
 
-// From x [..., inputs], a stack of matrices and a layer to y and a scratch result, which holds the job.
+// The custom call: from x [..., inputs], a stack of matrices and a layer number to y; a scratch result holds the job.
 static XLA_FFI_Error *start(XLA_FFI_CallFrame *frame, long is_transposed) {
   if (frame->extension_start) {  // XLA asks for the version
     XLA_FFI_Api_Version *version = &((XLA_FFI_Metadata_Extension *)frame->extension_start)->metadata->api_version;

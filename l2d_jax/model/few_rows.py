@@ -1,7 +1,7 @@
-"""Products of few rows that read weights where they lie, by `few_rows.c`, in float32 on one CPU device.
+"""Matrix products of few rows that read weights in place, by `few_rows.c`: float32, on a single CPU device.
 
-XLA's own read a matrix at half the rate of the memory, and a scan copies each layer's slice of a stack first. The extra
-`cpu` brings the compiler, with which a process compiles these for its machine, in a second.
+XLA's products read a matrix at half the rate of the memory, and a scan first copies each layer's slice of a stack. The
+extra `cpu` installs a C compiler; each process compiles `few_rows.c` for its machine, in a second.
 """
 
 import ctypes
@@ -22,22 +22,22 @@ from jaxtyping import Array, Float, Int
 from l2d_jax.errors import shorten
 from l2d_jax.storage.partial import scratch_folder
 
-ROWS = 128  # the most that a call is made for: XLA's products of many are good
-UNIT = 32  # inputs and outputs of a matrix are multiples of it
+ROWS = 128  # largest number of rows: for more, XLA's products are good
+UNIT = 32  # inputs and outputs of a matrix must be multiples of it
 
-_library: list[ctypes.CDLL | None] = []  # None: it could not be compiled
+_library: list[ctypes.CDLL | None] = []  # None: compilation failed
 _lock = threading.Lock()
 
 
 class StackedWeight(NamedTuple):
-    """The matrix of one layer, which lies among those of all."""
+    """The matrix of one layer within the stack of all layers."""
 
     stack: Float[Array, "L ..."]  # [L, *inputs, *outputs]
     layer: Int[Array, ""]
 
 
 def can_read(weight: Array) -> bool:
-    """Whether products can read a model with this weight; the first time they are compiled, or a warning says why."""
+    """Whether these products can read a model with this weight. Compiles on the first call, or warns why it cannot."""
     platforms = [device.platform for device in weight.devices()]
     if platforms != ["cpu"] or weight.dtype != jnp.float32 or find_spec("ziglang") is None:
         return False
@@ -48,12 +48,12 @@ def can_read(weight: Array) -> bool:
 
 
 def takes(matrix: Array, inputs: int) -> bool:
-    """Whether these products take a matrix with so many axes of inputs."""
+    """Whether these products can read a matrix whose first `inputs` axes are its inputs."""
     return not any(math.prod(sizes) % UNIT for sizes in (matrix.shape[:inputs], matrix.shape[inputs:]))
 
 
 def few_rows_product(x: Array, weight: StackedWeight, dims: int) -> Array:
-    """`x @ weight` over the last `dims` axes of x; by XLA where the rows are many."""
+    """`x @ weight` over the last `dims` axes of x; XLA computes it if there are more than `ROWS` rows."""
     inputs, outputs = weight.stack.shape[1 : 1 + dims], weight.stack.shape[1 + dims :]
     rows, stack = x.reshape(-1, math.prod(inputs)), weight.stack.reshape(-1, math.prod(inputs), math.prod(outputs))
     few = len(rows) <= ROWS

@@ -1,6 +1,6 @@
-"""Weights where a layer uses them: gathered from their shards, and restored from int8 where they are stored so.
+"""Gathers the weights of a layer from their shards where the layer uses them, and restores them from int8.
 
-On a mesh with `stationary` weights stay where they are, and the rows of a product come to them.
+On a mesh with a `stationary` axis, weights stay where they are, and the rows of a product are gathered instead.
 """
 
 from typing import Any
@@ -15,25 +15,25 @@ from l2d_jax.model.axes import LAYER_AXES, MATRICES
 from l2d_jax.model.few_rows import StackedWeight
 from l2d_jax.model.quantization import QuantizedWeight, from_bits
 
-NAME = "gathered"  # checkpoint name of gathered weights, which no rematerialisation saves: they would be a second copy
+NAME = "gathered"  # checkpoint name of gathered weights; rematerialisation never saves them, a second copy
 
 
 def gather_weight(weight: Array | QuantizedWeight, axes: tuple[str, ...], *, dtype: Any) -> Array:
-    """A weight with these logical axes in `dtype`, whole over the mesh axes `fsdp` and `context`."""
+    """Gather a weight with these logical axes over the mesh axes `fsdp` and `context`, in `dtype`."""
     if isinstance(weight, QuantizedWeight):
         values, scale = (constrain(array, *axes, rules=GATHERED) for array in (weight.values, weight.scale))
         return checkpoint_name(QuantizedWeight(values=values, scale=scale).restore(dtype), NAME)
-    if weight.dtype != jnp.uint16 or dtype != jnp.bfloat16:  # a product reads bits itself
+    if weight.dtype != jnp.uint16 or dtype != jnp.bfloat16:  # products read these bits directly
         weight = from_bits(weight).astype(dtype)
     return checkpoint_name(constrain(weight, *axes, rules=GATHERED), NAME)
 
 
 def gather_layer(layer: Any, *, dtype: Any, products: Any) -> Any:
-    """The weights of one layer by `gather_weight`: matrices in the type of `products`, all else in `dtype`.
+    """Gather the weights of one layer: matrices in the dtype `products`, everything else in `dtype`.
 
-    Called at the top of a layer, this gathers each weight once, there. Left alone, the partitioner splits the
-    contractions of every product instead: compiled for TPU v5e, those of the MLP ran at 40 % of peak so, and run at
-    95 % now.
+    Call it at the top of a layer, so that each weight is gathered once, there. Otherwise the partitioner splits the
+    contractions of every product: compiled for TPU v5e, the products of the MLP then run at 40 % of peak, with
+    gathering at 95 %.
     """
 
     def gather(path: Any, weight: Array | QuantizedWeight | StackedWeight) -> Array | StackedWeight:
@@ -46,19 +46,19 @@ def gather_layer(layer: Any, *, dtype: Any, products: Any) -> Any:
 
 
 def gather_rows(x: Array, *axes: str) -> Array:
-    """Activations [B, ..., *axes] with all rows that a product with stationary weights is of."""
-    if not axes:  # in two steps, between which XLA puts no transpose of all
+    """Gather all rows of activations [B, ..., *axes] for a product with stationary weights."""
+    if not axes:  # in two steps: in one, XLA would insert a transpose of everything
         x = _place(x, "residual_batch")
     return _place(x, "gathered_batch", *axes)
 
 
 def split_rows(x: Array, *axes: str) -> Array:
-    """The rows of each device again, behind such a product; those of the residual stream are over `tensor`."""
+    """Split rows over the devices again, after such a product; rows of the residual stream are split over `tensor`."""
     return _place(x, "batch", *axes) if axes else _place(x, "residual_batch", "residual_embed")
 
 
 def residual(x: Array) -> Array:
-    """The residual stream where a block begins and ends."""
+    """Place the residual stream where a block begins and ends."""
     return split_rows(x) if axis_size("stationary") > 1 else constrain(x, "batch", "length", "embed_activation")
 
 

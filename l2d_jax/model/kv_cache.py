@@ -1,4 +1,4 @@
-"""The KV cache of the main path, which decoding extends and the diffusion path reads."""
+"""The KV cache of the LM: decoding extends it, and the diffusion path reads it."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -13,14 +13,14 @@ from l2d_jax.model.attention import Part, causal_mask
 
 
 class LayerCache(NamedTuple):
-    """What the attention of one layer reads; or, with a leading L, of all layers for a scan over them."""
+    """What the attention of one layer reads; with a leading axis L, of all layers, for a scan over them."""
 
     k: Float[Array, "*L B S K H"]
     v: Float[Array, "*L B S K H"]
     prefix: tuple[Float[Array, "*L P K H"], Float[Array, "*L P K H"]] | None  # keys and values that all rows share
 
     def others(self, q_positions: Int[Array, "B T"], window: Int[Array, ""] | None) -> tuple[Part, ...]:
-        """What attention reads besides `k` and `v`, in one layer: the prefix, as far as queries see."""
+        """What attention reads in addition to `k` and `v`: the prefix, masked by what the queries see."""
         if self.prefix is None:
             return ()
         before = jnp.arange(self.prefix[0].shape[0], dtype=jnp.int32)[None]
@@ -29,33 +29,33 @@ class LayerCache(NamedTuple):
 
 @nnx.dataclass
 class KVCache(nnx.Module):
-    """Keys, rotated already, and values of the main path, with the position of each slot."""
+    """Keys (already rotated) and values of the LM, with the position of each slot."""
 
     k: Float[Array, "L B S K H"] = nnx.data()
     v: Float[Array, "L B S K H"] = nnx.data()
     positions: Int[Array, "B S"] = nnx.data()  # position of the token in each slot; -1: the slot is empty
-    used: Int[Array, ""] = nnx.data()  # tokens that `extend` has written, the same for the whole batch
+    used: Int[Array, ""] = nnx.data()  # number of tokens that `extend` has written, the same for all rows
     segments: Int[Array, "B S"] | None = nnx.data(default=None)  # sequence of each slot; None: one sequence per row
-    prefix: "KVCache | None" = nnx.data(default=None)  # one full row: the tokens that come before those of every row
-    ring: int = nnx.static(default=0)  # the first slots, which `extend` fills in turn, again and again
+    prefix: "KVCache | None" = nnx.data(default=None)  # one full row: the tokens before those of every row
+    ring: int = nnx.static(default=0)  # size of the ring: the first slots, which `extend` fills in a cycle
 
     @classmethod
     def empty(
         cls, architecture: Architecture, batch: int, slots: int, *, dtype: Any, prefix: "KVCache | None" = None
     ) -> "KVCache":
-        """An empty cache whose `slots` all belong to the ring."""
+        """An empty cache; all its `slots` belong to the ring."""
         a = architecture
         shape = (a.num_hidden_layers, batch, slots, a.num_key_value_heads, a.head_dim)
         zeros, positions = jnp.zeros(shape, dtype), jnp.full((batch, slots), -1, jnp.int32)
         return cls(k=zeros, v=zeros, positions=positions, used=jnp.int32(0), prefix=prefix, ring=slots)
 
     def beside(self, new: "KVCache") -> "KVCache":
-        """The cache with further slots, behind its own, that hold the tokens of `new`."""
+        """Append slots that hold the tokens of `new`."""
         k, v = (jnp.concatenate(pair, axis=2) for pair in ((self.k, new.k), (self.v, new.v)))
         return dataclasses.replace(self, k=k, v=v, positions=jnp.concatenate((self.positions, new.positions), axis=1))
 
     def extend(self, new: "KVCache") -> "KVCache":
-        """The cache with the tokens of `new` in the next slots of its ring; each row holds one sequence."""
+        """Write the tokens of `new` into the next slots of the ring; each row must hold one sequence."""
         assert self.segments is None
         assert new.segments is None
         slot = self.used % self.ring
@@ -67,12 +67,15 @@ class KVCache(nnx.Module):
         return dataclasses.replace(self, k=k, v=v, positions=positions, used=self.used + new.used)
 
     def resize(self, ring: int, slots: int) -> "KVCache":
-        """The cache with a ring of at least its size, and so many slots behind it; those that go must be empty."""
+        """Change the size of the ring, which must not shrink, and the number of slots after it to `slots`.
+
+        Slots that disappear must be empty.
+        """
         kept = min(slots, self.positions.shape[1] - self.ring)
 
         def move(array: Array, axis: int, empty: int) -> Array:
             written = jax.lax.slice_in_dim(array, 0, self.ring, axis=axis)
-            if ring > self.ring:  # the oldest token comes first, so that the new slots are the next to be written
+            if ring > self.ring:  # rotate the oldest token to the front, so that the new slots are written next
                 written = jnp.roll(written, -self.used, axis=axis)
             read = jax.lax.slice_in_dim(array, self.ring, self.ring + kept, axis=axis)
 

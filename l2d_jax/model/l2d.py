@@ -23,36 +23,36 @@ from l2d_jax.model.quantization import QuantizedWeight, as_bits
 
 @nnx.dataclass
 class Model(nnx.Module):
-    """The frozen LM and the path, with the table of vocabulary vectors V_y that the path's weights determine."""
+    """The frozen LM and the path, with the table of vocabulary vectors V_y, which depends on the path's weights."""
 
     llm: LLM = nnx.data()
     path: DiffusionPath | None = nnx.data()  # None: the LM alone, for a budget of 1
     table: Float[Array, "V C"] | None = nnx.data()
-    # Of a merged model: the path whose updates are apart, where the LM's matrices serve both in a joint pass.
+    # Only in a merged model: the path with separate low-rank updates, if LM and path share matrices in a joint pass.
     updating: DiffusionPath | None = nnx.data(default=None)
 
     @classmethod
     def build(cls, llm: LLM, path: DiffusionPath | None) -> "Model":
-        """Compute the table once for these weights."""
+        """Build the model and compute the table of vocabulary vectors, once for these weights."""
         table = None if path is None else _embed(path, llm.embed)
         return cls(llm=dataclasses.replace(llm, layers=as_bits(llm.layers)), path=path, table=table)
 
     def reading(self, *, refines: bool) -> "Model":
-        """The model with the LM that reads the context; with a budget of 1, where nothing is refined, it is the LM."""
+        """The model with the LM that reads the context for the path; without refinement (budget 1) the plain LM."""
         if self.path is None or not refines:
             return self
         return dataclasses.replace(self, llm=self.path.reader(self.llm))
 
     def can_merge(self, memory: int | None) -> bool:
-        """Whether so many bytes (None: unknown) hold what `merged` adds, beside caches and logits."""
-        models = 3 if axis_size("stationary") == 1 else 4  # `apart` copies the LM, too
+        """Whether `memory` bytes (None: unknown) can hold the copies that `merged` makes, next to caches and logits."""
+        models = 3 if axis_size("stationary") == 1 else 4  # `apart` copies the LM as well
         fits = memory is None or models * tree_bytes(self) < memory
         return fits and not isinstance(self.llm.layers.q, QuantizedWeight)
 
     def merged(self, memory: int | None = None) -> "Model":
-        """The model as it decodes fastest: updates are added to copies of the weights, once, and rounded to their type.
+        """A copy for fast decoding, with low-rank updates merged into the weights and rounded to the weights' dtype.
 
-        On CPUs, `few_rows` reads those in float32. It is the model itself where it cannot be merged in this memory.
+        On CPUs, `few_rows` reads float32 weights. Returns the model itself if a copy does not fit into `memory` bytes.
         """
         if not self.can_merge(memory):
             return self
@@ -68,7 +68,7 @@ class Model(nnx.Module):
 
     @property
     def readings(self) -> float:
-        """What a joint pass reads, in the LM's layers: those of the path, too, if they are others."""
+        """What a joint pass reads, in units of the LM's layers; the path's layers count if they are separate."""
         if self.path is None or self.path.config.reader != "lm":
             return 1.0
         path = self.path if self.updating is None else self.updating
@@ -76,9 +76,9 @@ class Model(nnx.Module):
         return 1.0 + tree_bytes(layers) / tree_bytes([getattr(self.llm.layers, name) for name in ADAPTED])
 
     def apart(self) -> "Model":
-        """The model with the matrices of each layer in arrays of their own, where the weights are stationary.
+        """If weights are stationary: the model with one array per layer for each matrix.
 
-        So XLA reads the next ones ahead, into on-chip memory. It does not where they are slices of a stack, and 16
+        Then XLA prefetches the next matrices into on-chip memory. It does not prefetch slices of a stack, and 16
         sequences take twice as long (compiled for TPU v5e).
         """
         if axis_size("stationary") == 1:
@@ -90,7 +90,7 @@ class Model(nnx.Module):
 
 
 def small_updates(path: DiffusionPath, llm: LLM) -> DiffusionPath | None:
-    """The path with its updates in the type of the LM's products; None where they are half as large as its matrices."""
+    """The path with its updates in the dtype of the LM's products; None if they exceed half of the LM's."""
     updates = {name: getattr(path.layers, name) for name in ADAPTED}
     cast = jax.tree.map(lambda array: array.astype(llm.product_dtype), updates)
     if 2 * tree_bytes(cast) > tree_bytes([getattr(llm.layers, name) for name in ADAPTED]):
@@ -112,7 +112,7 @@ _embed = jax.jit(DiffusionPath.embed)  # jitted once here: new weights of the sa
 
 
 def check_labels(path: PathConfig | None, labels: Iterable[int]) -> None:
-    """Raise `InputError` for a class that a path with this config was not trained with."""
+    """Raise `InputError` for a class label with which a path of this config was not trained."""
     classes = 0 if path is None else path.classes
     known = f"0 to {classes - 1}" if classes else "none: it was trained without classes"
     for label in labels:

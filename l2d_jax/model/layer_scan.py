@@ -1,4 +1,4 @@
-"""The loop over the layers of a stack, however their matrices lie: `scan_layers`."""
+"""The loop over the layers of a stack, for every way in which their matrices can be stored: `scan_layers`."""
 
 import operator
 from collections.abc import Callable
@@ -14,9 +14,9 @@ from l2d_jax.model.few_rows import StackedWeight, takes
 
 
 def scan_layers(block: Callable[..., Any], first: Any, scanned: tuple[Any, ...], *, in_place: bool) -> Any:
-    """`jax.lax.scan` over layers; `in_place` gives the block the matrices of modules as `StackedWeight`.
+    """`jax.lax.scan` over layers. With `in_place`, the block gets the matrices of modules as `StackedWeight`.
 
-    Where matrices are lists of their layers, the loop is unrolled.
+    If matrices are lists with one array per layer, the loop is unrolled.
     """
     if lists := [leaf for leaf in jax.tree.leaves(scanned, is_leaf=_is_list) if _is_list(leaf)]:
         outputs = []

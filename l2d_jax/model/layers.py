@@ -1,4 +1,4 @@
-"""The building blocks of the main path and the diffusion path, as functions of arrays.
+"""The building blocks of the LM (the main path) and of the diffusion path, as functions of arrays.
 
 Axis letters, here and in every shape of the project:
     B batch             T tokens            S slots of the cache     M positions of diffusion tokens
@@ -25,29 +25,29 @@ from l2d_jax.model.products import multiply
 from l2d_jax.model.quantization import from_bits
 
 EVERY = 2**31 - 1  # the window of a layer whose queries see all keys
-PRODUCT = "product"  # checkpoint name of a block's matrix products, which rematerialisation may save
+PRODUCT = "product"  # checkpoint name of a block's matrix products, so that rematerialisation may save them
 
 
 def rms_norm(
     x: Float[Array, "*B D"], weight: Float[Array, "*b D"] | None, epsilon: float, offset: float = 0.0
 ) -> Float[Array, "*B D"]:
-    """Root-mean-square norm times `offset + weight`, computed in float32; `x` itself where the model has no weight."""
+    """Root-mean-square norm times `offset + weight`, computed in float32; `x` itself if `weight` is None."""
     if weight is None:
         return x
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + epsilon)
-    if offset:  # Gemma rounds after the product, the others before it
+    if offset:  # Gemma rounds after the product, other models before it
         return (y * (offset + weight.astype(jnp.float32))).astype(x.dtype)
     return y.astype(x.dtype) * weight.astype(x.dtype)
 
 
 def activate(x: Array, architecture: Architecture) -> Array:
-    """The non-linearity of the MLP's gate."""
+    """Apply the non-linearity of the MLP's gate."""
     return jax.nn.silu(x) if architecture.activation == "silu" else jax.nn.gelu(x, approximate=True)
 
 
 def rope_frequencies(architecture: Architecture, kind: str = "global") -> Float[Array, " half"]:
-    """The angle per position of each pair of channels, in radians, in layers of one of the `Architecture.ropes`."""
+    """The angle per position of each pair of channels, in radians; `kind` is one of `Architecture.ropes`."""
     a, half = architecture, architecture.head_dim // 2
     if kind == "none":
         return jnp.zeros(half)
@@ -74,23 +74,23 @@ def rope(
 
 
 class LayerOptions(NamedTuple):
-    """What layers may differ in besides weights: of one layer, or with a leading L; None where all layers agree."""
+    """Options in which layers may differ: of one layer, or of all with a leading axis L; None: layers do not differ."""
 
     frequencies: Float[Array, "*L half"]
     query_scale: Float[Array, "*L"] | None
     window: Int[Array, "*L"] | None  # a query sees keys that are fewer positions before it
 
     def over(self, shared: "LayerOptions") -> "LayerOptions":
-        """These options, and those that all layers share."""
+        """These options; where they are None, the shared ones."""
         pairs: Any = zip(self, shared, strict=True)
         return LayerOptions(*(common if own is None else own for own, common in pairs))
 
 
 def layer_options(architecture: Architecture, *, length: int | None = None) -> tuple[LayerOptions, LayerOptions]:
-    """The options that all layers share, and those in which they differ, for a scan.
+    """The options that all layers share, and those in which they differ, for a scan over layers.
 
-    YaRN's factors of queries and keys are both in the scale of the queries. Windows that hold a whole row of `length`
-    tokens are left out.
+    The scale of the queries contains both factors of YaRN, that of queries and that of keys. A window that covers a
+    whole row of `length` tokens is omitted.
     """
     a = architecture
     kinds, windows = a.ropes or ("global",), a.windows or (0,)
@@ -117,11 +117,11 @@ class Lora(nnx.Module):
     """A low-rank update of a weight: `scale * a @ b`."""
 
     a: Float[Array, "*in R"] | Declared = nnx.data()
-    b: Float[Array, "..."] | Declared = nnx.data()  # [R, *out]; both with a leading L where layers are stacked
+    b: Float[Array, "..."] | Declared = nnx.data()  # [R, *out]; both have a leading axis L if layers are stacked
 
     @classmethod
     def declare(cls, name: str, sizes: Mapping[str, int], init: Initializer) -> "Lora":
-        """The update of one of `axes.MATRICES` in all blocks: a starts as `init` says, b at zero."""
+        """Declare the update of a matrix of `axes.MATRICES` in all blocks: `init` initialises a; b starts at zero."""
         zero = declare_stacked(f"{name}.b", sizes, initializers.zeros)
         return cls(a=declare_stacked(f"{name}.a", sizes, init), b=zero)
 
@@ -129,7 +129,7 @@ class Lora(nnx.Module):
 def project(
     x: Array, weight: Array | StackedWeight, update: Lora | None = None, *, scale: float = 1.0, dims: int = 1
 ) -> Array:
-    """`x @ (weight + scale * a @ b)` over the last `dims` axes of `x`, never forming the sum of the matrices."""
+    """`x @ (weight + scale * a @ b)` over the last `dims` axes of `x`, without forming the sum of the matrices."""
     y = multiply(x, weight, dims)
     return y if update is None else y + project_update(x, weight, update, scale=scale, dims=dims)
 
@@ -137,23 +137,23 @@ def project(
 def project_update(
     x: Array, weight: Array | StackedWeight, update: Lora, *, scale: float = 1.0, dims: int = 1
 ) -> Array:
-    """`x @ (scale * a @ b)`, the part of `project` that an update of this weight adds."""
+    """`x @ (scale * a @ b)`: what the update of a weight adds in `project`."""
     dtype = x.dtype if isinstance(weight, StackedWeight) else from_bits(weight).dtype
     a, b = update.a.astype(dtype), (scale * update.b).astype(dtype)
     return multiply(multiply(x, a, dims), b, 1)
 
 
 def project_saved(x: Array, weight: Array, update: Lora | None = None, *, scale: float = 1.0, dims: int = 1) -> Array:
-    """`project` for a block that is trained: rematerialisation may save the result, which is fused with nothing."""
+    """`project` for a trained block: rematerialisation may save the result, and XLA does not fuse it."""
     return fusion_barrier(checkpoint_name(project(fusion_barrier(x), weight, update, scale=scale, dims=dims), PRODUCT))
 
 
 @jax.custom_vjp
 def fusion_barrier(x: Array) -> Array:
-    """Compute `x` and its gradient here, once: neither is fused into the products that read it.
+    """Compute `x` and its gradient here, once, so that neither is fused into the products that read it.
 
-    Otherwise, two products that read one element-wise result both compute it again for each of their tiles. Compiled
-    for TPU v5e, that cost a tenth of a training step.
+    Otherwise, two products that read the same element-wise result both compute it again for each of their tiles.
+    Compiled for TPU v5e, that cost a tenth of a training step.
     """
     return jax.lax.optimization_barrier(x)
 
@@ -165,13 +165,13 @@ fusion_barrier.defvjp(
 
 @nnx.dataclass
 class Linear(nnx.Module):
-    """An affine map; leading axes of the weights are scanned over."""
+    """An affine map; weights may have leading axes, over which a scan runs."""
 
     weight: Float[Array, "*in out"] | Declared = nnx.data()
     bias: Float[Array, "*out"] | Declared = nnx.data()
 
     def __call__(self, x: Float[Array, "*B i"]) -> Float[Array, "..."]:
-        """`x @ weight + bias`, in the type of `x`."""
+        """`x @ weight + bias`, in the dtype of `x`."""
         return jnp.tensordot(x, self.weight.astype(x.dtype), 1) + self.bias.astype(x.dtype)
 
 
@@ -183,5 +183,5 @@ class Mlp(nnx.Module):
     last: Linear = nnx.data()
 
     def __call__(self, x: Float[Array, "*B i"]) -> Array:
-        """`last(silu(first(x)))`, in the type of `x`."""
+        """`last(silu(first(x)))`, in the dtype of `x`."""
         return self.last(jax.nn.silu(self.first(x)))

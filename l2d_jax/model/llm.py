@@ -1,8 +1,8 @@
-"""The frozen main path: one decoder for all of `architecture.SUPPORTED`.
+"""The frozen language model (the main path): one decoder for all classes in `architecture.SUPPORTED`.
 
-Notable: layers are stacked and run by `lax.scan`. The cache stores a position per slot, so that left padding, right
-padding, gaps and ragged prompts are one mask. A call returns only its new keys and values, so that extending a cache
-writes one slice.
+Notable: layers are stacked and run by `lax.scan`. The cache stores a position per slot, so one mask covers left
+padding, right padding, gaps and prompts of different lengths. A call returns only its new keys and values, so extending
+a cache writes one slice.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ from l2d_jax.model.quantization import QuantizedWeight, declare_quantized
 
 @nnx.dataclass
 class Layers(nnx.Module):
-    """Weights of all decoder blocks, stacked; matrices may be integers, as `as_bits` has them, or None if unread."""
+    """Stacked weights of all decoder blocks. Matrices may be integers, as `as_bits` makes them, or None if unused."""
 
     attention_norm: Float[Array, "L D"] | Declared = nnx.data()
     q: Num[Array, "L D N H"] | QuantizedWeight | Apart | Declared | None = nnx.data()
@@ -69,24 +69,24 @@ class LLM(nnx.Module):
     norm: Float[Array, " D"] | Declared = nnx.data()
     head: Float[Array, "V D"] | Declared | None = nnx.data()  # None: the embedding, transposed
     architecture: Architecture = nnx.static()
-    adapter: LLMAdapter | None = nnx.data(default=None)  # added to the products of the matrices that it adapts
-    products: str | None = nnx.static(default=None)  # type of products and activations; None: that of the weights
-    in_place: bool = nnx.static(default=False)  # products of few rows read the weights by `few_rows`
+    adapter: LLMAdapter | None = nnx.data(default=None)  # LoRA, added to the products of its matrices
+    products: str | None = nnx.static(default=None)  # dtype of products and activations; None: that of the weights
+    in_place: bool = nnx.static(default=False)  # whether `few_rows` computes products of few rows
 
     @property
     def dtype(self) -> Any:
-        """The type of activations: that of products, but float32 on CPUs, which are slow in bfloat16 between them."""
+        """The dtype of activations: that of products, except float32 on CPUs, which are slow in bfloat16 elsewhere."""
         dtype = self.product_dtype
         return jnp.dtype("float32") if platform() == "cpu" and dtype == jnp.bfloat16 else dtype
 
     @property
     def product_dtype(self) -> Any:
-        """The type of the factors of products."""
+        """The dtype of the factors of products."""
         return self.embed.dtype if self.products is None else jnp.dtype(self.products)
 
     @classmethod
     def declare(cls, architecture: Architecture, *, dtype: Any) -> "LLM":
-        """The module with a `Weight` for each array; int8 makes the layers' matrices int8 and the rest bfloat16."""
+        """Declare the module, with a `Weight` for each array; int8: the layers' matrices; the rest is bfloat16."""
         a, is_quantized = architecture, jnp.dtype(dtype) == jnp.int8
         dtype = jnp.bfloat16 if is_quantized else dtype
         sizes, matrix, one = axis_sizes(a), initializers.normal(0.02), initializers.constant(1 - a.norm_offset)
@@ -116,10 +116,10 @@ class LLM(nnx.Module):
         """Run the decoder on tokens that follow those of `cache`.
 
         Several sequences may share a row: `segments` numbers them, and each begins at position 0. Such rows are read in
-        one call, without a cache. `remat` wraps the block for rematerialisation where the model itself is trained.
+        one call, without a cache. `remat` wraps a block for rematerialisation, if this model is trained.
 
-        Returns the last hidden state before the final norm, and the keys and values of these tokens alone. After the
-        first call they are the whole cache; `cache.extend` appends those of a later call.
+        Returns the last hidden states before the final norm, and the keys and values of these tokens only. After the
+        first call these are the whole cache; `cache.extend` appends those of later calls.
         """
         shared, own = layer_options(self.architecture, length=tokens.shape[1] if cache is None else None)
         scale = 1.0 if self.adapter is None else self.adapter.scale
@@ -165,27 +165,27 @@ class LLM(nnx.Module):
         return hidden, KVCache(k=k, v=v, positions=positions, used=used, segments=segments)
 
     def normalize(self, x: Float[Array, "*B D"], weight: Float[Array, "*b D"] | None) -> Float[Array, "*B D"]:
-        """The root-mean-square norm of this model; `x` itself where it has no such weight."""
+        """The root-mean-square norm of this model; `x` itself if `weight` is None."""
         return rms_norm(x, weight, self.architecture.rms_norm_eps, self.architecture.norm_offset)
 
     def lookup(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """What the first block reads of these tokens."""
+        """The embeddings of tokens, as the first block reads them."""
         rows, scale = self.rows(tokens), self.architecture.embedding_scale
         return rows if scale == 1 else rows * jnp.asarray(scale, rows.dtype)  # rounded, as in transformers
 
     def rows(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Rows of the embedding table, which is gathered first: rows in shards would be moved twice."""
+        """Rows of the embedding table. The table is gathered first: sharded rows would be moved twice."""
         table = gather_weight(self.embed, EMBEDDING_AXES, dtype=self.embed.dtype)
         rows = table[gather_rows(tokens)].astype(self.dtype)
         return residual(rows)
 
     def with_whole_head(self) -> "LLM":
-        """The same model with its LM head gathered here, once, for a loop that uses it many times."""
+        """The same model with its LM head gathered once, before a loop that uses it many times."""
         head, axes = (self.embed, EMBEDDING_AXES) if self.head is None else (self.head, HEAD_AXES)
         return dataclasses.replace(self, head=gather_weight(head, axes, dtype=self.product_dtype))
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
-        """Logits by the final norm and the LM head, in float32."""
+        """Apply the final norm and the LM head; logits are in float32."""
         with jax.named_scope("head"):
             y = gather_rows(self.normalize(hidden, self.norm))
             head = self.embed if self.head is None else self.head
@@ -193,5 +193,5 @@ class LLM(nnx.Module):
 
 
 def bias(value: Array | None, like: Array) -> Array | float:
-    """A bias in the type of the activations, or zero where the model has none."""
+    """A bias in the dtype of the activations, or zero if the model has none."""
     return 0.0 if value is None else value.astype(like.dtype)

@@ -1,4 +1,4 @@
-"""The LM head, applied to some positions at a time: the logits of a whole batch never exist."""
+"""The LM head, applied to a few positions at a time: the logits of a whole batch never exist."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,10 +15,10 @@ from l2d_jax.model.llm import LLM
 def map_logits(
     llm: LLM, hidden: Float[Array, "B M *draws D"], function: Callable[..., Any], *arrays: Array, chunk: int = 1024
 ) -> Any:
-    """Apply `function(logits, *arrays)` at every position without holding the logits of all.
+    """Apply `function(logits, *arrays)` at every position without holding all logits in memory.
 
     The function maps float32 logits [n, *draws, V] and the slices [n, ...] of `arrays`, each [B, M, ...], to arrays
-    [n, ...]. Each device holds the logits of `chunk` positions at a time, at least one of each of its sequences.
+    [n, ...]. Each device holds the logits of `chunk` positions at a time, but at least one position per sequence.
     """
     llm = llm.with_whole_head()
     return _in_chunks(lambda h, *slices: function(llm.logits(h), *slices), (hidden, *arrays), chunk=chunk)
@@ -27,9 +27,9 @@ def map_logits(
 def target_losses(
     llm: LLM, hidden: Float[Array, "B M D"], targets: Int[Array, "B M"], *, chunk: int = 1024
 ) -> Float[Array, "B M"]:
-    """Cross-entropy of each target, in nats; differentiable in `hidden`.
+    """Cross-entropy of each target, in nats; differentiable with respect to `hidden`.
 
-    The gradient of each position is computed along with its loss and scaled later, so that the backward pass does not
+    The gradient of each position is computed together with its loss and scaled later, so the backward pass does not
     compute the logits again.
     """
     return _target_losses(hidden, llm.with_whole_head(), targets, chunk)
@@ -60,11 +60,11 @@ _target_losses.defvjp(_losses_and_gradient, _scaled_gradient)
 def target_losses_with_trained_head(
     llm: LLM, hidden: Float[Array, "B M D"], targets: Int[Array, "B M"], *, chunk: int = 1024
 ) -> Float[Array, "B M"]:
-    """`target_losses` that are differentiable in the final norm and the LM head, too.
+    """`target_losses` that are also differentiable with respect to the final norm and the LM head.
 
-    The backward pass computes the logits of a chunk again: the head's gradient is a sum over all positions, with
-    weights that the forward pass does not know yet. Each chunk gathers the head, so that this sum is kept in shards, in
-    the type of the weights.
+    The backward pass computes the logits of each chunk again, because the head's gradient is a sum over all positions
+    with weights that the forward pass does not know yet. Each chunk gathers the head, so that this sum stays sharded,
+    in the dtype of the weights.
     """
 
     @jax.checkpoint
@@ -76,7 +76,7 @@ def target_losses_with_trained_head(
 
 
 def _in_chunks(function: Callable[..., Any], arrays: tuple[Array, ...], *, chunk: int) -> Any:
-    """Apply `function` to flat slices [n, ...] of arrays [B, M, ...]: some columns of each device's part at a time."""
+    """Apply `function` to flat slices [n, ...] of arrays [B, M, ...]: a few columns of each device's rows at a time."""
     batch, length = arrays[0].shape[:2]
     parts = axis_size("context") if length % axis_size("context") == 0 else 1
     rows = -(-batch // (axis_size("data") * axis_size("fsdp")))  # per device

@@ -1,7 +1,7 @@
-"""Low-rank updates of the language model's own layers: the tree that LoRA finetuning trains (Hu et al. 2021).
+"""Low-rank updates of the language model's layers: the pytree that LoRA finetuning trains (Hu et al. 2021).
 
-It stays a tree of its own. A model with an adapter adds the updates to its products; `merge_adapter` adds them to the
-weights, once.
+It is separate from the model's weights. A model with an adapter adds the updates in its products; `merge_adapter` adds
+them to the weights, once.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from l2d_jax.model.quantization import from_bits
 
 @nnx.dataclass
 class LLMAdapter(nnx.Module):
-    """Updates of all decoder blocks, stacked; None for a matrix that is not adapted."""
+    """Stacked updates of all decoder blocks; None for a matrix that is not adapted."""
 
     q: Lora | None = nnx.data()
     k: Lora | None = nnx.data()
@@ -35,7 +35,7 @@ class LLMAdapter(nnx.Module):
 
     @classmethod
     def declare(cls, config: LoraConfig, architecture: Architecture) -> "LLMAdapter":
-        """The module with float32 `Weight`s for arrays, which start as PEFT's do: A within 1 / sqrt(inputs), B zero."""
+        """Declare the module with float32 `Weight`s, initialised as in PEFT: A within 1 / sqrt(inputs), B zero."""
         sizes = axis_sizes(architecture) | {"rank": config.rank}
 
         def update(name: str) -> Lora:
@@ -48,16 +48,16 @@ class LLMAdapter(nnx.Module):
 
     @property
     def scale(self) -> float:
-        """The factor alpha / rank of the product of the two matrices."""
+        """The factor alpha / rank by which the product of the two matrices is scaled."""
         return self.config.alpha / self.config.rank
 
     def updates(self) -> dict[str, Lora]:
-        """The updates that exist, by the name of their matrix."""
+        """The updates that exist, keyed by matrix name."""
         return {name: lora for name in MATRICES if (lora := getattr(self, name)) is not None}
 
 
 def merge_adapter(layers: Any, adapter: LLMAdapter) -> Any:
-    """Decoder layers with the updates added, in float32 and rounded once to the type of each weight, on its devices."""
+    """Add the updates to decoder layers, in float32, rounded once to each weight's dtype, on the weight's devices."""
 
     def add(part: tuple[jax.Array, Lora]) -> jax.Array:
         weight, lora = part
@@ -65,7 +65,7 @@ def merge_adapter(layers: Any, adapter: LLMAdapter) -> Any:
         return (from_bits(weight).astype(jnp.float32) + adapter.scale * product).astype(from_bits(weight).dtype)
 
     changed = {}
-    for name, lora in adapter.updates().items():  # layer by layer: float32 takes the memory of one
+    for name, lora in adapter.updates().items():  # layer by layer, so that only one layer is in float32 at a time
         weight = getattr(layers, name)
         changed[name] = jax.jit(partial(jax.lax.map, add), out_shardings=weight.sharding)((weight, lora))
     return dataclasses.replace(layers, **changed)

@@ -1,8 +1,9 @@
-"""Matrix products, as each platform computes them fast: `multiply` and `logits_of`.
+"""Matrix products, in the form that is fast on each platform: `multiply` and `logits_of`.
 
-On CPUs, a model in bfloat16 has its factors in bfloat16 and all else in float32: those with AVX512-BF16 or AMX multiply
-so at twice the rate of float32 and more, and are slow in bfloat16 between products. XLA does it where both factors are
-in bfloat16, the sums in float32, and neither factor is transposed; the gradients here keep to that.
+On CPUs, a model in bfloat16 has only the factors of products in bfloat16, and everything else in float32. CPUs with
+AVX512-BF16 or AMX multiply bfloat16 at least twice as fast as float32, but are slow in bfloat16 elsewhere. XLA uses
+these instructions if both factors are in bfloat16, sums are in float32, and neither factor is transposed. The gradients
+here keep to that.
 """
 
 import math
@@ -20,7 +21,7 @@ from l2d_jax.model.quantization import from_bits
 
 
 def multiply(x: Array, weight: Array | StackedWeight, dims: int) -> Array:
-    """`x @ weight` over the last `dims` axes of x, in the type of x."""
+    """`x @ weight` over the last `dims` axes of x, in the dtype of x."""
     if isinstance(weight, StackedWeight):
         return few_rows_product(x, weight, dims)
     if _is_on_cpu(x):
@@ -41,16 +42,16 @@ def _is_on_cpu(x: Array) -> bool:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _product(x: Array, weight: Array, inputs: tuple[int, ...]) -> Array:
-    """The product, in float32, of the last axes of x and the `inputs` of a weight; factors in the weight's type."""
+    """Product in float32 over the last axes of x and the axes `inputs` of a weight, with factors in its dtype."""
     weight = from_bits(weight)
     return _tensordot(x, weight, range(x.ndim - len(inputs), x.ndim), inputs, dtype=weight.dtype)
 
 
 def _backward(inputs: tuple[int, ...], saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array | None]:
-    """The gradients; that of a weight transposes the narrower of its factors.
+    """The gradients. The gradient of a weight transposes the narrower of its two factors.
 
-    Left alone, that of the second factor of a low-rank update is the transpose of `g^T (x a)`. For it, XLA on CPUs
-    transposes g and all element-wise work before it, which took half of the backward pass.
+    By default, the gradient of the second factor of a low-rank update would be the transpose of `g^T (x a)`. For that,
+    XLA on CPUs transposes g and all element-wise work before it, which took half of the backward pass.
     """
     x, weight = saved
     rows, outputs = range(x.ndim - len(inputs)), [axis for axis in range(weight.ndim) if axis not in inputs]
@@ -59,7 +60,7 @@ def _backward(inputs: tuple[int, ...], saved: tuple[Array, Array], gradient: Arr
     else:
         of_weight = jnp.moveaxis(_tensordot(x, gradient, rows, rows), range(len(inputs)), inputs)
     is_frozen = weight.dtype == jnp.uint16
-    if is_frozen:  # or the view is fused with a transpose
+    if is_frozen:  # otherwise the view would be fused with a transpose
         weight = jax.lax.optimization_barrier(from_bits(weight))
     of_x = _tensordot(gradient, weight, range(len(rows), gradient.ndim), outputs, dtype=weight.dtype)
     return of_x, None if is_frozen else of_weight.astype(weight.dtype)

@@ -1,7 +1,7 @@
-"""Decoder weights as integers: of 8 bits with a scale per output channel, or those that bfloat16 has on a CPU.
+"""Decoder weights stored as integers: int8 with a scale per output channel, or on CPUs the bits of bfloat16.
 
-The former are half the memory of bfloat16, and half the bytes to gather. Weights are restored layer by layer; products
-are computed in the type of the activations.
+int8 takes half the memory of bfloat16, and half the bytes to gather. Weights are restored layer by layer, and products
+are computed in the dtype of the activations.
 """
 
 import dataclasses
@@ -18,18 +18,18 @@ from l2d_jax.model.axes import LAYER_AXES, MATRICES
 
 @nnx.dataclass
 class QuantizedWeight(nnx.Module):
-    """A weight as int8 values times the scale of their output channel."""
+    """A weight stored as int8 values, times a scale per output channel."""
 
     values: Int8[Array, "..."] | Declared = nnx.data()
     scale: Float[Array, "..."] | Declared = nnx.data()  # of size 1 along the contracted axes
 
     def restore(self, dtype: Any) -> Array:
-        """The weight itself, in `dtype`."""
+        """The weight in `dtype`."""
         return (self.values.astype(jnp.float32) * self.scale).astype(dtype)
 
 
 def declare_quantized(layers: Any) -> Any:
-    """The declaration of decoder layers with int8 matrices, from the declaration of the same layers without."""
+    """Turn the declaration of decoder layers into that of the same layers with int8 matrices."""
 
     def declare(name: str) -> QuantizedWeight:
         weight, contracted = getattr(layers, name), MATRICES[name][0]
@@ -41,7 +41,7 @@ def declare_quantized(layers: Any) -> Any:
 
 
 def quantize_layers(layers: Any) -> Any:
-    """Decoder layers with int8 matrices, rounded to nearest; the largest magnitude of a channel becomes 127."""
+    """Quantize the matrices of decoder layers to int8, rounded to nearest; a channel's largest value becomes 127."""
 
     def quantize(name: str) -> QuantizedWeight:
         weight = getattr(layers, name).astype(jnp.float32)
@@ -54,9 +54,9 @@ def quantize_layers(layers: Any) -> Any:
 
 
 def as_bits(layers: Any) -> Any:
-    """On CPUs, frozen layers with their matrices in bfloat16 as integers, which `from_bits` reads.
+    """On CPUs, store the bfloat16 matrices of frozen layers as integers, which `from_bits` reads.
 
-    Left alone, XLA makes float32 of a whole stack, and bfloat16 of each layer's slice of that.
+    Otherwise XLA converts a whole stack to float32, and each layer's slice back to bfloat16.
     """
     is_cpu = platform() == "cpu"
     names = [name for name in MATRICES if is_cpu and getattr(getattr(layers, name), "dtype", None) == jnp.bfloat16]
@@ -65,5 +65,5 @@ def as_bits(layers: Any) -> Any:
 
 
 def from_bits(weight: Array) -> Array:
-    """The weight itself."""
+    """The weight that `as_bits` stored."""
     return jax.lax.bitcast_convert_type(weight, jnp.bfloat16) if weight.dtype == jnp.uint16 else weight

@@ -1,4 +1,4 @@
-"""How models stretch rotary angles to longer contexts, read from the entries that releases of transformers write."""
+"""How models stretch rotary angles to longer contexts, read from the config entries that transformers writes."""
 
 import math
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ Theta = Annotated[float, Interval(gt=1, le=1e12)]
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3's: short waves stay, long ones are slowed by `factor`."""
+    """Llama 3's scaling: high frequencies stay, low frequencies are divided by `factor`."""
 
     factor: float
     low_freq_factor: float
@@ -29,24 +29,24 @@ class Llama3Scaling:
     attention_factor: ClassVar[float] = 1.0
 
     def kept(self, frequencies: Float[Array, " half"], _theta: float) -> Float[Array, " half"]:
-        """The share of each frequency that is not divided by `factor`: it grows linearly in turns per context."""
+        """The share of each frequency that is not divided by `factor`; it is linear in the turns per context."""
         turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
         return jnp.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0.0, 1.0)
 
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN (Peng et al. 2023): as Llama 3's, but linear in the channel, and with sharper attention."""
+    """YaRN (Peng et al. 2023): like Llama 3's scaling, but linear in the channel, and with sharper attention."""
 
     factor: float
     original_max_position_embeddings: int
-    attention_factor: float  # of the turned queries, and of the turned keys
-    beta_fast: float = 32.0  # turns per original context from which on a frequency is kept
-    beta_slow: float = 1.0  # turns up to which it is divided by `factor`
+    attention_factor: float  # multiplies rotated queries, and rotated keys
+    beta_fast: float = 32.0  # frequencies with at least this many turns per original context are kept
+    beta_slow: float = 1.0  # frequencies with at most this many turns are divided by `factor`
     truncate: bool = True  # whether the bounds are rounded outwards to whole channels
 
     def kept(self, frequencies: Float[Array, " half"], theta: float) -> Float[Array, " half"]:
-        """The share of each frequency that is not divided by `factor`, where the first is 1 and each 1/theta slower."""
+        """The share of each frequency that is not divided by `factor`; frequencies fall from 1 to about 1 / theta."""
         half, context = len(frequencies), self.original_max_position_embeddings
         both = (self.beta_fast, self.beta_slow)
         low, high = (half * math.log(context / (2 * math.pi * turns)) / math.log(theta) for turns in both)
@@ -59,7 +59,7 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """All angles are divided by `factor`."""
+    """Linear scaling: all angles are divided by `factor`."""
 
     factor: float
     attention_factor: ClassVar[float] = 1.0
@@ -70,11 +70,11 @@ class LinearScaling:
 
 
 RopeScaling: TypeAlias = Llama3Scaling | YarnScaling | LinearScaling
-SCALINGS = {"llama3": Llama3Scaling, "yarn": YarnScaling, "linear": LinearScaling}  # by the `rope_type`
+SCALINGS = {"llama3": Llama3Scaling, "yarn": YarnScaling, "linear": LinearScaling}  # keys: `rope_type`
 
 
 class RopeEntries(TypedDict, total=False):
-    """The entries for rotary embedding, wherever a release of transformers puts them."""
+    """The config entries for rotary embedding; releases of transformers put them in different places."""
 
     rope_theta: Theta
     rope_type: str
@@ -93,7 +93,7 @@ class RopeEntries(TypedDict, total=False):
 
 
 def read_rope(theta: float, *sources: Any, limit: int, where: object) -> tuple[float, RopeScaling | None]:
-    """The base of the frequencies and their scaling, from dictionaries of which the later ones count.
+    """Read the base of the frequencies and their scaling from dictionaries; later dictionaries take precedence.
 
     `limit` is the model's number of positions. Raises an `InputError` that begins with `where`.
     """
@@ -122,7 +122,7 @@ def read_rope(theta: float, *sources: Any, limit: int, where: object) -> tuple[f
 
 
 def _yarn_factor(rope: Mapping[str, Any]) -> float:
-    """YaRN's factor of queries and keys where none is given."""
+    """YaRN's default factor for queries and keys."""
 
     def sharpness(scale: float) -> float:
         return 0.1 * scale * math.log(max(rope.get("factor", 1.0), 1.0)) + 1

@@ -16,11 +16,13 @@ from scipy.special import softmax
 
 from l2d_jax.config.parsing import from_dict
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.decoding import decode
+from l2d_jax.decoding.prefill import prefill
 from l2d_jax.decoding.refinement import integrate
 from l2d_jax.decoding.refinement.estimates import make_target
 from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.refinement.solver import FIXED
+from l2d_jax.decoding.state import State
+from l2d_jax.decoding.token_step import advance, next_logits
 from l2d_jax.errors import require
 from l2d_jax.model import diffusion
 from l2d_jax.model.context import Context
@@ -179,7 +181,7 @@ def generations(model: Model, a: Recording) -> Iterator[Check]:
         settings = _refinement({"solver": solver, "budget": budget}, guidance=recorded["guidance_parameter"])
         labels = recorded["class_labels"] and jnp.array(recorded["class_labels"], jnp.int32)
         keys = jax.random.split(jax.random.key(0), rows)
-        state = decode.prefill(model.llm, ids, jnp.array(lengths, jnp.int32), keys, capacity=count)
+        state = prefill(model.llm, ids, jnp.array(lengths, jnp.int32), keys, capacity=count)
         chosen = []
         for step in range(count):
             state, token = _next(model, state, settings, jnp.asarray(noise[step]), labels)
@@ -188,8 +190,8 @@ def generations(model: Model, a: Recording) -> Iterator[Check]:
 
 
 @jax.jit
-def _next(model: Model, state: decode.State, settings: Refinement, noise: Any, labels: Any) -> tuple[Any, Any]:
+def _next(model: Model, state: State, settings: Refinement, noise: Any, labels: Any) -> tuple[Any, Any]:
     keys = state.keys[:, None]
-    logits, _ = decode.next_logits(model, state, noise[:, None], settings=settings, keys=keys, labels=labels)
+    logits, _ = next_logits(model, state, noise[:, None], settings=settings, keys=keys, labels=labels)
     token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    return decode.advance(model.llm, state, token, state.done), token
+    return advance(model.llm, state, token, state.done), token

@@ -15,13 +15,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from l2d_jax.config.schema import Config
-from l2d_jax.decoding import decode, stream_state
 from l2d_jax.decoding.buckets import sample_bucket
-from l2d_jax.decoding.pace import Order, Pace, can_be_parallel
+from l2d_jax.decoding.decode import token_decoder
+from l2d_jax.decoding.parallel import stream_state
+from l2d_jax.decoding.parallel.pace import Order, Pace, can_be_parallel
+from l2d_jax.decoding.parallel.stream import stream_decoder
+from l2d_jax.decoding.prefill import prefill
 from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.requests import check_decoding_memory
 from l2d_jax.decoding.sampler import SamplingOptions
-from l2d_jax.decoding.stream import stream_decoder
 from l2d_jax.model.axes import ADAPTED
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
@@ -113,11 +115,13 @@ def decoder(
     last: dict[str, Any] = {}
 
     def generate() -> float:
-        state = decode.prefill(model.llm, tokens, jnp.full(batch, prompt, jnp.int32), keys, capacity=new)
+        state = prefill(model.llm, tokens, jnp.full(batch, prompt, jnp.int32), keys, capacity=new)
         if order is Order.STREAM:
             stages = settings.stages
             assert stages is not None
-            stream = jax.block_until_ready(stream_state.enter(state, tokens[:, -1], size=stages.size))
+            plain = {"is_plain": jnp.array([budget == 1]), "gate": options["sampling"].gate}
+            stream = stream_state.enter(model.llm, state, size=stages.size, **plain)
+            stream = jax.block_until_ready(stream)
             began = time.perf_counter()
             _, emitted = jax.block_until_ready(stream_decoder()(model, stream, passes=new, **options))
             taken = time.perf_counter() - began
@@ -127,7 +131,7 @@ def decoder(
             jax.block_until_ready(state)
             began = time.perf_counter()
             samples = sample_bucket(config.decode.draws)
-            run = decode.token_decoder()(model, state, steps=new, noise_samples=samples, **options)[1]
+            run = token_decoder()(model, state, steps=new, noise_samples=samples, **options)[1]
             jax.block_until_ready(run)
             taken = time.perf_counter() - began
             last.update(tokens=float(new), passes=float(run.passes.mean()))

@@ -1,6 +1,7 @@
 """The training step and decoding, traced from shapes alone: no weight is created and no device is used."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,13 +10,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from l2d_jax.config.schema import Config
 from l2d_jax.data.batch import random_batch
-from l2d_jax.decoding import decode
 from l2d_jax.decoding.buckets import sample_bucket
-from l2d_jax.decoding.pace import Order, Pace
+from l2d_jax.decoding.decode import token_decoder
+from l2d_jax.decoding.parallel.pace import Order, Pace
+from l2d_jax.decoding.parallel.stream import stream_decoder
+from l2d_jax.decoding.parallel.stream_state import enter
+from l2d_jax.decoding.prefill import prefill
 from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.sampler import SamplingOptions
-from l2d_jax.decoding.stream import stream_decoder
-from l2d_jax.decoding.stream_state import enter
+from l2d_jax.decoding.state import State
 from l2d_jax.distributed import sharding
 from l2d_jax.model.axes import LAYER_AXES
 from l2d_jax.model.diffusion_path import DiffusionPath
@@ -109,19 +112,19 @@ def lower_decode(
             config.decode.max_new_tokens,
         )
         if order is Order.STREAM:
-            last, size = jax.ShapeDtypeStruct((batch,), jnp.int32), settings.stages.size
-            stream = jax.eval_shape(lambda *arguments: enter(*arguments, size=size), state, last)
+            begin = partial(enter, is_plain=jnp.array([False]), gate=jnp.zeros(1), size=settings.stages.size)
+            stream = jax.eval_shape(begin, model.llm, state)
             return stream_decoder().lower(model, _place_rows(stream, mesh), passes=count, **options), order
         samples = sample_bucket(config.decode.draws)
-        return decode.token_decoder().lower(model, state, steps=count, noise_samples=samples, **options), order
+        return token_decoder().lower(model, state, steps=count, noise_samples=samples, **options), order
 
 
-def _decoding_state(config: Config, mesh: Mesh, llm: LLM, *, batch: int, prompt: int) -> decode.State:
+def _decoding_state(config: Config, mesh: Mesh, llm: LLM, *, batch: int, prompt: int) -> State:
     """The state that `prefill` returns: sequences over `data` x `fsdp`, heads over `tensor`, where they divide."""
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch))
     tokens, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch, prompt), (batch,)))
     capacity = config.decode.max_new_tokens
-    state = jax.eval_shape(lambda *arguments: decode.prefill(*arguments, capacity=capacity), llm, tokens, lengths, keys)
+    state = jax.eval_shape(lambda *arguments: prefill(*arguments, capacity=capacity), llm, tokens, lengths, keys)
     return _place_rows(state, mesh)
 
 

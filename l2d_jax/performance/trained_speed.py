@@ -12,7 +12,7 @@ import jax
 
 from l2d_jax.decoding.generation import open_lanes
 from l2d_jax.decoding.loaded_model import LoadedModel
-from l2d_jax.decoding.pace import can_be_parallel
+from l2d_jax.decoding.parallel.pace import can_be_parallel
 from l2d_jax.decoding.requests import Prompt, Request
 from l2d_jax.performance.timing import turns
 

@@ -18,7 +18,7 @@ import jax
 from jax.sharding import Mesh
 
 from l2d_jax.config.schema import Config
-from l2d_jax.decoding.pace import Order
+from l2d_jax.decoding.parallel.pace import Order
 from l2d_jax.decoding.refinement.solver import find_solver
 from l2d_jax.distributed.sharding import decoding_mesh, make_mesh, mesh_sizes
 from l2d_jax.files import cache_folder, read_json, write_whole

@@ -1,1 +1,1 @@
-"""A server of a loaded model with OpenAI's API, and the web page that it shows."""
+"""An HTTP server for a loaded model, with OpenAI's API and a web page."""

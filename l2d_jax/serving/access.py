@@ -1,9 +1,9 @@
-"""Who may use the server: its addresses, the web pages that may ask, and its key.
+"""Who may use the server: checks of host, origin and API key.
 
-A browser lets any page send requests to any server that it can reach, and a name of the page's owner may come to mean
-this machine (DNS rebinding). So a request must name an address of this server as its `Host`; its `Origin`, if there is
-one, must be that same address or one that the operator allows; and a body must be `application/json`, which a page of
-another origin cannot send without asking first. Programs send no `Origin`.
+A browser lets any page send requests to any server that it can reach, and the owner of a page can make a domain name
+point to this machine (DNS rebinding). So the `Host` of a request must be an address of this server. Its `Origin`, if
+there is one, must be that same address or one that the operator allows. And a body must be `application/json`, which a
+page of another origin cannot send without a preflight request. Programs other than browsers send no `Origin`.
 """
 
 import hmac
@@ -26,15 +26,15 @@ ANY = "*"
 class Access:
     """Who may use a server."""
 
-    host: str = "127.0.0.1"  # that it listens on
-    hosts: Sequence[str] = ()  # further names of it; "*": any
-    origins: Sequence[str] = ()  # of web pages that may ask, such as https://chat.example; "*": any
-    key: str | None = None  # that requests must bring
+    host: str = "127.0.0.1"  # the address on which it listens
+    hosts: Sequence[str] = ()  # further names of the server; "*": any
+    origins: Sequence[str] = ()  # web pages that may send requests, such as https://chat.example; "*": any
+    key: str | None = None  # the key that requests must bring; None: none
 
     def check(self, headers: Headers, *, method: str, address: str) -> None:
-        """Raise `HTTPException` for a request that must not be answered; `address` is the one it came to."""
+        """Raise `HTTPException` for a request that must not be answered; `address` is where the client connected."""
         host, origin = headers.get("host"), headers.get("origin")
-        if host is not None and not self._is_own(host, address):  # only old clients send none, and no browser
+        if host is not None and not self._is_own(host, address):  # only old clients send no Host; every browser does
             problem = f"this server is not known as {shown(host)}"
             raise HTTPException(403, f"{problem}: start it with --allow_host and that name, or ask by its address")
         if origin is not None and not self._is_allowed(origin, host):
@@ -61,11 +61,11 @@ class Access:
             return True
         number, own = _number(name), _number("127.0.0.1" if self.host == "localhost" else self.host)
         if number is None:
-            return False  # a name, which its owner may let mean any address
+            return False  # a name: its owner can point it to any address
         return number.is_loopback or own is None or not own.is_loopback
 
     def _is_allowed(self, origin: str, host: str | None) -> bool:
-        """Whether pages of an `Origin` may ask: the server's own, behind whatever proxy, and those that are allowed."""
+        """Whether pages of an `Origin` may send requests: the server's pages, also behind a proxy, and allowed ones."""
         if ANY in self.origins or origin.lower() in {one.lower().rstrip("/") for one in self.origins}:
             return True
         scheme, _, rest = origin.partition("://")
@@ -73,7 +73,7 @@ class Access:
 
 
 class AccessGate:
-    """An application that answers only requests that `Access.check` lets pass, and probes of `/health`."""
+    """An ASGI application that passes on only requests that `Access.check` accepts, and probes of `/health`."""
 
     def __init__(self, app: ASGIApp, *, access: Access) -> None:
         self._app, self._access = app, access
@@ -91,7 +91,7 @@ class AccessGate:
 
 
 def _host_name(host: str) -> str | None:
-    """The name of a `Host`, without its port."""
+    """The name in a `Host` header, without the port."""
     try:
         return None if "@" in host else urlsplit(f"//{host}").hostname
     except ValueError:
@@ -99,7 +99,7 @@ def _host_name(host: str) -> str | None:
 
 
 def _number(name: str | None) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The IP address that a name spells."""
+    """The IP address that a name spells out, or None."""
     try:
         return ipaddress.ip_address(name or "")
     except ValueError:

@@ -27,12 +27,12 @@ from l2d_jax.serving.protocol import Asked, Protocol
 from l2d_jax.serving.replies import Reply, event
 
 PAGE = Path(__file__).with_name("page.html")
-READERS = 4  # requests that are read at a time: checked, tokenised, and their formats compiled
-SCORED = object()  # what a queue tells where a prompt has been scored
+READERS = 4  # number of requests that are read at a time: checked, tokenised, formats compiled
+SCORED = object()  # a queue entry: a prompt has been scored
 
 
 class _Stream(StreamingResponse):
-    """A stream of events, after which, however it ends, nobody waits for answers any more."""
+    """A stream of events that cancels its answers when it ends, for whatever reason."""
 
     def __init__(self, events: AsyncIterator[str], cancel: Callable[[], None]) -> None:
         super().__init__(events, media_type="text/event-stream")
@@ -58,9 +58,9 @@ class ServerApp:
         seconds: float,
         longest_body: int,
     ) -> None:
-        """`about` is what `/v1/models` says of the model.
+        """`about` is the description of the model for `/v1/models`.
 
-        A request takes at most `seconds` from its arrival to its end, and its body has at most `longest_body` bytes.
+        A request may take `seconds` from its arrival to its end, and its body may have `longest_body` bytes.
         """
         self._engine, self._protocol, self._about, self._access = engine, protocol, about, access
         self._limit, self._longest_body = seconds, longest_body
@@ -78,7 +78,7 @@ class ServerApp:
             gauge.set_function(partial(lambda place: self._engine.load[place], place))
 
     def routes(self) -> Starlette:
-        """The application, for any ASGI server."""
+        """The ASGI application."""
         routes = [
             Route("/", lambda _: FileResponse(PAGE)),
             Route("/health", lambda _: JSONResponse({"status": "ok"})),
@@ -128,7 +128,7 @@ class ServerApp:
         queue: asyncio.Queue[Any] = asyncio.Queue()
 
         def tell(told: Any) -> None:
-            with contextlib.suppress(RuntimeError):  # the server has ended
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
                 loop.call_soon_threadsafe(queue.put_nowait, SCORED if told is None else told)
 
         answers = asked.answers if asked.is_answered else ()
@@ -158,7 +158,7 @@ class ServerApp:
     async def _follow(
         self, asked: Asked, reply: Reply, queue: "asyncio.Queue[Any]", *, deadline: float
     ) -> AsyncIterator[dict[str, Any]]:
-        """The chunks of a reply as its answers come; scored prompts come first."""
+        """Yield the chunks of a reply as its answers arrive; scored prompts come first."""
         unscored, early = len(asked.scoring), list[Any]()
         with self._seconds.time():
             try:
@@ -204,7 +204,7 @@ class ServerApp:
         yield event("[DONE]")
 
     async def _body(self, request: Request) -> bytes:
-        """The body; raises `HTTPException` for one that is too large."""
+        """Read the body; raises `HTTPException` if it is too large."""
         problem = HTTPException(413, f"a body has at most {self._longest_body} bytes: shorten it")
         announced = request.headers.get("content-length", "0")
         if announced.isdecimal() and int(announced[:20]) > self._longest_body:

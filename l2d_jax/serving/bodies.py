@@ -1,7 +1,7 @@
-"""The bodies of OpenAI's requests: JSON, its fields, and all checks of them that need no model.
+"""The bodies of OpenAI's requests: JSON, fields, and all checks that need no model.
 
-Besides OpenAI's fields a body has the options of decoding by their own names, such as `budget`, `solver`, `gate` and
-`guidance`, the class `label`, and `trace`.
+In addition to OpenAI's fields, a body may have the decoding options, such as `budget`, `solver`, `gate` and `guidance`,
+a class `label`, and `trace`.
 """
 
 import dataclasses
@@ -25,9 +25,9 @@ Choices = Annotated[int, Interval(ge=1, le=128)]
 Alternatives = Annotated[int, Interval(ge=0, le=LIKELIEST)]
 TokensOrZero = Annotated[int, Interval(ge=0, le=10**7)]
 OPTIONS = {option.name for option in dataclasses.fields(DecodeConfig)} - {"max_new_tokens"}
-# Fields that change no answer.
+# Fields that never change an answer.
 IGNORED = {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
-NEUTRAL: dict[str, tuple[Any, ...]] = {  # the values that change nothing; others are not supported
+NEUTRAL: dict[str, tuple[Any, ...]] = {  # the values that change nothing; other values are refused
     "tools": ([],),
     "tool_choice": ("none", "auto"),  # without tools
     "parallel_tool_calls": (True, False),
@@ -43,9 +43,9 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """What comes in a stream besides the answers."""
+    """Options of a stream."""
 
-    include_usage: bool = False  # a last chunk with the numbers of tokens and evaluations
+    include_usage: bool = False  # whether a last chunk has the numbers of tokens and evaluations
 
 
 @dataclass(frozen=True)
@@ -53,17 +53,17 @@ class _Common:
     model: str = ""
     max_tokens: TokensOrZero | None = None
     n: Choices = 1
-    stop: object = ()  # a text, or up to four
+    stop: object = ()  # a text, or a list of up to four texts
     seed: ranges.KeySeed | None = None
     stream: bool = False
     stream_options: StreamOptions = field(default_factory=StreamOptions)
     response_format: object = None
     label: ranges.Label | None = None
-    trace: bool = False  # how each token was settled, with the last piece
-    reasoning_effort: object = None  # a name of a budget
+    trace: bool = False  # whether the last piece has the trace of each token
+    reasoning_effort: object = None  # a named budget
     frequency_penalty: ranges.Penalty = 0.0
     presence_penalty: ranges.Penalty = 0.0
-    logit_bias: object = None  # numbers by token id
+    logit_bias: object = None  # maps token ids to numbers
 
     @property
     def stops(self) -> list[str]:
@@ -72,7 +72,7 @@ class _Common:
 
     @property
     def biases(self) -> dict[int, float]:
-        """What is added to the logits of tokens."""
+        """The biases of tokens: what is added to their logits."""
         given: Any = self.logit_bias or {}
         return {int(token): float(bias) for token, bias in given.items()}
 
@@ -92,7 +92,7 @@ class _Common:
 
 @dataclass(frozen=True)
 class ChatBody(_Common):
-    """The fields of a body of `/v1/chat/completions` that are no options of decoding."""
+    """The fields of a body of `/v1/chat/completions`, without decoding options."""
 
     messages: object = None
     max_completion_tokens: TokensOrZero | None = None
@@ -129,7 +129,7 @@ class ChatBody(_Common):
 
 @dataclass(frozen=True)
 class CompletionBody(_Common):
-    """The fields of a body of `/v1/completions` that are no options of decoding."""
+    """The fields of a body of `/v1/completions`, without decoding options."""
 
     prompt: object = None  # a text, token ids, or a list of either
     logprobs: Alternatives | None = None
@@ -152,7 +152,7 @@ class CompletionBody(_Common):
 
     @property
     def prompts(self) -> list[Any]:
-        """The prompts, which are texts or token ids once they have been checked."""
+        """The prompts as a list; after `check`, each is a text or a list of token ids."""
         given: Any = self.prompt
         is_several = isinstance(given, list) and given and not isinstance(given[0], int)
         return given if is_several else [given]
@@ -170,7 +170,7 @@ class CompletionBody(_Common):
 
 
 def parse_json(data: bytes) -> Any:
-    """The JSON of a body; raises `InputError` for bytes that are no JSON, and for text that UTF-8 cannot write."""
+    """Parse the JSON of a body; raises `InputError` for invalid JSON, and for text that UTF-8 cannot encode."""
     try:
         text = data.decode("utf-8-sig")
         values = json.loads(text, parse_constant=_refuse_constant)
@@ -189,7 +189,7 @@ def parse_json(data: bytes) -> Any:
 
 
 def read_body(values: Any, *, is_chat: bool) -> tuple[ChatBody | CompletionBody, dict[str, Any]]:
-    """The fields of a body, and its options of decoding, whose values are not checked; raises `InputError`."""
+    """Split a body into its fields and its decoding options (unchecked values); raises `InputError`."""
     require(isinstance(values, Mapping), f"the body must be a JSON object, got {shown(values)}")
     kind = ChatBody if is_chat else CompletionBody
     values = {name: value for name, value in values.items() if value is not None and name not in IGNORED}
@@ -207,7 +207,7 @@ def read_body(values: Any, *, is_chat: bool) -> tuple[ChatBody | CompletionBody,
 
 
 def text_length(value: Any) -> int:
-    """The characters of all texts within JSON."""
+    """The total number of characters of all texts in a JSON value."""
     total, rest = 0, [value]
     while rest:
         one = rest.pop()
@@ -236,6 +236,6 @@ def _check_biases(value: Any) -> None:
 
 
 def _check_format(value: Any) -> None:
-    """Raise `InputError` for a format that is too large to be compiled while others wait."""
+    """Raise `InputError` for a response format that is too large to compile while others wait."""
     size = len(json.dumps(value))
     require(size <= FORMAT_BYTES, f"response_format has at most {FORMAT_BYTES} bytes, got {size}: simplify it")

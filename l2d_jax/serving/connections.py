@@ -1,8 +1,8 @@
-"""Connections with limits of time and number, which uvicorn leaves to a proxy.
+"""Connections with limits on their time and number, which uvicorn leaves to a proxy.
 
-A client has some seconds for a request, from its first byte to its last one, and as many to read 64 KiB of a reply.
-Where there are too many connections, the one that has waited longest for its request makes room: clients that are slow
-on purpose keep nobody out. At the server's end, connections without a whole request are closed at once.
+A client has `client_timeout` seconds to send a request, and as long to read 64 KiB of a reply. If there are too many
+connections, the one that has waited longest for its request is closed, so clients that are slow on purpose cannot lock
+others out. When the server ends, connections without a complete request are closed immediately.
 """
 
 import contextlib
@@ -17,11 +17,11 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from l2d_jax.serving.failures import describe
 
-TICK = 0.5  # seconds between two looks at a connection
-PROGRESS = 2**16  # bytes of a reply that a client reads in its time, at least
-ACCEPTED = 16  # connections that are taken at once
-BACKLOG = 1024  # connections that wait in the kernel to be taken
-LINGER = 1.0  # seconds in which a client that was refused may read why
+TICK = 0.5  # seconds between two checks of a connection
+PROGRESS = 2**16  # bytes of a reply that a client must read within its timeout
+ACCEPTED = 16  # largest number of connections accepted at once
+BACKLOG = 1024  # largest number of connections that wait in the kernel
+LINGER = 1.0  # seconds in which a refused client can read the reason
 
 
 class Connection(H11Protocol):
@@ -31,13 +31,13 @@ class Connection(H11Protocol):
     max_connections = 256
 
     def connection_made(self, transport: Any) -> None:
-        """Take a new connection, and make room for it where there are too many."""
+        """Accept a new connection; if there are too many, close another one."""
         super().connection_made(transport)
         now = self.loop.time()
-        self._since = now  # when the client began to send or, where it has not yet, might have
-        self._began: float | None = now  # when the client began its request; None: it has sent it whole
-        self._end: float | None = None  # of a connection that is refused
-        self._progress, self._left = now, 0  # when the client last read enough, and the bytes that were left then
+        self._since = now  # when the client began to send, or could have begun
+        self._began: float | None = now  # when the client began its request; None: the request is complete
+        self._end: float | None = None  # when a refused connection ends
+        self._progress, self._left = now, 0  # when the client last read enough, and the bytes left at that time
         self._timer = self.loop.call_later(TICK, self._tick)
         self._make_room()
 
@@ -47,9 +47,9 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Take in what the client sends."""
+        """Receive bytes from the client."""
         if self._end is not None:
-            return  # a client that was refused; its bytes are read so that it gets to read why
+            return  # a refused client: its bytes are read and dropped, so that it can read the reason
         if self._began is None:
             self._since = self._began = self.loop.time()
         super().data_received(data)
@@ -57,13 +57,13 @@ class Connection(H11Protocol):
             self._began = None
 
     def resume_writing(self) -> None:
-        """The client has read most of what there was to read."""
+        """Called when the client has read most of the buffered reply."""
         self._progress = self.loop.time()
         super().resume_writing()
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a part of the client's request is still to come, or all of it."""
+        """Whether the client's request is not complete yet."""
         return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
 
     @property
@@ -71,14 +71,14 @@ class Connection(H11Protocol):
         return self._end is None and not self.transport.is_closing()
 
     def _dismiss(self, status: int, message: str) -> None:
-        """Close a connection, with an answer if its client has asked for something or is about to."""
+        """Close a connection, with a response if its client has sent, or may be about to send, a request."""
         if self._began is None:
             self.transport.close()
         else:
             self.refuse(status, message)
 
     def refuse(self, status: int, message: str) -> None:
-        """Answer for the application, unless it has begun to answer, and close."""
+        """Send an error, unless the application has begun to respond, and close."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -96,11 +96,11 @@ class Connection(H11Protocol):
             self.transport.write_eof()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that are no HTTP, in the shape of the other errors."""
+        """Refuse bytes that are not HTTP, in the shape of the other errors."""
         self.refuse(400, msg)
 
     def shutdown(self) -> None:
-        """The server ends: a request that has not come whole is not waited for."""
+        """Called when the server ends: an incomplete request is not waited for."""
         if self._is_open and self.is_waiting:
             self._dismiss(503, "this server is ending: ask another one")
             self._end = self.loop.time()
@@ -108,14 +108,14 @@ class Connection(H11Protocol):
             super().shutdown()
 
     def _make_room(self) -> None:
-        """Dismiss whoever has waited longest for its request, where there are too many; this one, if none waits."""
+        """If there are too many connections, close the one that waited longest for its request; if none waits, this."""
         others = [one for one in self.connections if isinstance(one, Connection) and one is not self]
         closing = [one for one in others if not one._is_open]
         if len(others) - len(closing) >= self.max_connections:
             waiting = [one for one in others if one._is_open and one.is_waiting]
             chosen = min(waiting, key=lambda one: one._since, default=self)
             chosen._dismiss(503, "this server has too many connections: ask again in a while")
-        if len(closing) >= self.max_connections:  # clients that do not read why
+        if len(closing) >= self.max_connections:  # clients that do not read the reason
             min(closing, key=lambda one: one._since).transport.abort()
 
     def _tick(self) -> None:
@@ -135,20 +135,20 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """A server that lets connections wait in the kernel while it takes a few at a time.
+    """A server that accepts a few connections at a time and lets others wait in the kernel.
 
-    Of as many as it takes at once none is read before the others are there: too many would push out each other.
+    The connections accepted at once are all there before any is read. With too many, they would push out each other.
     """
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen."""
+        """Start listening."""
         await super().startup(sockets)
         for one in sockets or ():
             one.listen(BACKLOG)
 
 
 def make_server(app: ASGIApp, *, client_timeout: float, max_connections: int, drain: float) -> Server:
-    """A server for an application; it waits `drain` seconds for requests under way at its end."""
+    """Make a server for an application; when it ends, it waits `drain` seconds for running requests."""
     limits = {"client_timeout": client_timeout, "max_connections": max_connections}
     protocol = type("LimitedConnection", (Connection,), limits)
     options: dict[str, Any] = {"loop": "asyncio", "http": protocol, "ws": "none", "lifespan": "off"}

@@ -1,7 +1,7 @@
-"""Prompts that a reply repeats, with the log-probabilities of their tokens: `echo` of `/v1/completions`.
+"""`echo` of `/v1/completions`: the reply repeats the prompt, with the log-probabilities of its tokens.
 
-lm-evaluation-harness scores the choices of a task so. The first token has no log-probability, since nothing comes
-before it. Those of the others are what `model.score` gives for them behind the first one.
+lm-evaluation-harness scores the choices of a task this way. The first token has no log-probability, because nothing
+precedes it. The others have those that `model.score` gives for them after the first token.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,25 +12,25 @@ from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import Prompt, Request, TokenScore
 from l2d_jax.decoding.sampler import LIKELIEST
 
-DRAWS = 8  # noise samples per token where the request does not say, as of `model.score`
-SAMPLES = (2, 4, 8, 16, 32, 64)  # numbers of noise samples: few, so that few programs are compiled
-EVALUATIONS = 1024  # of the path in one piece, at most, while others wait
-PIECES = (1, 4, 16, 64, 256)  # tokens of a piece: few sizes, so that few programs are compiled
-TOGETHER = 8  # evaluations that take as long as one of a single answer, about
+DRAWS = 8  # default number of noise samples per token, as in `model.score`
+SAMPLES = (2, 4, 8, 16, 32, 64)  # allowed numbers of noise samples; few, so that few programs are compiled
+EVALUATIONS = 1024  # largest number of evaluations in one piece, because others wait
+PIECES = (1, 4, 16, 64, 256)  # sizes of a piece in tokens; few, so that few programs are compiled
+TOGETHER = 8  # this number of evaluations takes about as long as one of a single answer
 
 
 @dataclass(eq=False)
 class Echo:
-    """One prompt in a reply, and how far its tokens have been scored."""
+    """A prompt in a reply, and the scores of its tokens so far."""
 
     text: str
     ids: Sequence[int]
-    scores: list[TokenScore] = field(default_factory=list)  # of all tokens but the first
-    evaluations: int = 0  # of the path, for the scores
+    scores: list[TokenScore] = field(default_factory=list)  # of all tokens except the first
+    evaluations: int = 0  # evaluations of the path for these scores
 
 
 def score(loaded: LoadedModel, echo: Echo, request: Request, *, prompt: Prompt, draws: int) -> Iterator[int]:
-    """Score a prompt piece by piece, with the settings and the seed of its request; yield what each has cost.
+    """Score a prompt piece by piece, with the settings and seed of its request; yields the cost of each piece.
 
     Raises `InputError`.
     """

@@ -1,8 +1,8 @@
-"""Decodes what clients ask for, as it comes: a queue, and lanes for each kind of answer that can share a program.
+"""Decodes the requests of clients: a queue, and lanes for each kind of answers that can share a program.
 
-The thread that calls `Engine.run` alone touches the model. Others submit work, and are called back with its pieces.
-Kinds take turns by the passes over the weights that they have cost, so that one whose tokens take long does not hold up
-another.
+Only the thread that calls `Engine.run` touches the model. Other threads submit work, and get its pieces by callbacks.
+Kinds take turns according to the passes over the weights that they have cost, so a kind with expensive tokens does not
+delay the others.
 """
 
 import math
@@ -20,13 +20,13 @@ from l2d_jax.decoding.requests import Answer, Piece, Request
 from l2d_jax.decoding.trace import TokenTrace, trace
 from l2d_jax.errors import contained, require
 
-SHORT_KINDS, LONG_KINDS = 2, 1  # of answers at a time, by whether a token takes long: each kind has lanes of its own
+SHORT_KINDS, LONG_KINDS = 2, 1  # number of kinds decoded at a time, with cheap and with expensive tokens
 KINDS = SHORT_KINDS + LONG_KINDS
-PATIENCE = 5  # seconds after which a client may ask an engine that is ending, or the one that comes after it
+PATIENCE = 5  # seconds after which a client may retry if the engine is ending
 
 
 class FullError(Exception):
-    """The queue is full; `seconds` is about when it will not be."""
+    """The queue is full; it will have space again in about `seconds`."""
 
     def __init__(self, seconds: int, *, problem: str = "the queue is full") -> None:
         super().__init__(f"{problem}: ask again in {seconds} s")
@@ -41,62 +41,62 @@ class EndingError(FullError):
 
 
 class Kind(NamedTuple):
-    """What answers that are decoded together share."""
+    """The properties that answers must share to be decoded together."""
 
     solver: str
     velocity: str
     parallel: str
-    samples: int  # the bucket of their noise samples
+    samples: int  # bucket of the number of noise samples
     has_label: bool
-    refines: bool  # whether a path with a reader of its own reads the context
-    is_long: bool  # whether a token takes many evaluations: the others do not wait for it
+    refines: bool  # whether the path itself reads the context
+    is_long: bool  # whether a token takes many evaluations
 
 
 @dataclass(eq=False)
 class Work:
-    """An answer that a client asks for, and who is told of it."""
+    """A requested answer, and the callback that gets its pieces."""
 
     answer: Answer
     tell: Callable[[Piece | list[TokenTrace] | Exception], None]  # the trace comes before the last piece
     is_traced: bool = False
     is_cancelled: bool = False
     tokens: list[int] = field(default_factory=list)
-    began: float = 0.0  # when it got its lane
+    began: float = 0.0  # time at which it got its lane
 
 
 @dataclass(eq=False)
 class PieceWork:
-    """Other work with the model, which takes turns with kinds of answers, piece by piece."""
+    """Other work with the model. Its pieces take turns with the kinds of answers."""
 
-    pieces: Iterator[int]  # what each has cost, in passes over the weights, about
-    tell: Callable[[Exception | None], None]  # at its end
+    pieces: Iterator[int]  # does a piece per step; yields its approximate cost, in passes over the weights
+    tell: Callable[[Exception | None], None]  # called at its end
     is_cancelled: bool = False
 
 
 @dataclass(eq=False)
 class _Group:
-    """The lanes of one kind, the works in them, and the passes that its turns have cost."""
+    """The lanes of one kind, the works in them, and the passes that the kind has cost so far."""
 
     lanes: Lanes
     spent: int
-    works: dict[int, Work] = field(default_factory=dict)  # by the number of the answer
+    works: dict[int, Work] = field(default_factory=dict)  # keys: numbers of answers
 
 
 class Engine:
-    """Answers in the order in which they were asked for, `lanes` of each kind at a time; at most `queue` wait."""
+    """Answers requests in the order in which they arrive, `lanes` of each kind at a time; at most `queue` wait."""
 
     def __init__(self, loaded: LoadedModel, *, lanes: int, queue: int) -> None:
         self._loaded, self._size, self._limit = loaded, lanes, queue
         self._waiting: list[Work] = []
         self._pieces: deque[PieceWork] = deque()
-        self._spent = 0  # by the turns of these
+        self._spent = 0  # passes that piece works have cost
         self._groups: dict[Kind, _Group] = {}
         self._changed = threading.Condition()
         self._is_closing = False
-        self._seconds = 1.0  # that an answer has taken of late, in the mean
+        self._seconds = 1.0  # recent mean time of an answer
 
     def submit(self, works: Sequence[Work], pieces: Sequence[PieceWork] = ()) -> None:
-        """Ask for answers and for other work; raises `FullError`, and `InputError` for more than ever fit the queue."""
+        """Submit answers and other work; raises `FullError`, and `InputError` for more than the queue can ever hold."""
         count = max(len(works), len(pieces))
         problem = f"a request asks for at most {self._limit} answers here, got {count}: ask several times"
         require(count <= self._limit, problem)
@@ -114,23 +114,23 @@ class Engine:
             self._changed.notify()
 
     def cancel(self, works: Sequence[Work | PieceWork]) -> None:
-        """Nobody waits for these any more; answers leave their lanes at the next chunk."""
+        """Cancel works for which nobody waits any more; answers leave their lanes at the next chunk."""
         for work in works:
             work.is_cancelled = True
 
     def close(self) -> None:
-        """Let `run` return once nothing is left to be answered."""
+        """Let `run` return after all submitted work is done."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
 
     @property
     def load(self) -> tuple[int, int]:
-        """The answers that are decoded, and those that wait."""
+        """The numbers of running and of waiting answers."""
         return sum(len(group.works) for group in [*self._groups.values()]), len(self._waiting)
 
     def run(self) -> None:
-        """Answer until `close`. An error of one answer goes to its client, an error of a program to its whole kind."""
+        """Decode until `close`. An error of an answer goes to its client, an error of a program to its whole kind."""
         try:
             while self._wait():
                 with self._changed:
@@ -142,7 +142,7 @@ class Engine:
                     self._advance()
                 else:
                     self._step(turn)
-        finally:  # whatever ends this thread, nobody waits for it for ever
+        finally:  # whatever ends this thread, no client waits forever
             self.close()
             for work in (*self._waiting, *(work for group in self._groups.values() for work in group.works.values())):
                 _tell(work, EndingError())
@@ -151,7 +151,7 @@ class Engine:
             self._waiting, self._groups, self._pieces = [], {}, deque()
 
     def _wait(self) -> bool:
-        """Wait for work; whether there is any."""
+        """Wait for work; returns whether there is any."""
         with self._changed:
             while not (self._waiting or self._groups or self._pieces or self._is_closing):
                 self._changed.wait()
@@ -166,9 +166,9 @@ class Engine:
         return Kind(*shared, answer.prompt.label is not None, refines, is_slow)
 
     def _choose(self) -> dict[Kind, list[Work]]:
-        """Take from the queue what has a free lane.
+        """Take the works from the queue for which there is a free lane.
 
-        A kind without lanes, when there is no room for more, holds up all that came later, of long or of short kinds.
+        If a kind has no lanes and no further kind can be opened, all later works of long (or short) kinds wait as well.
         """
         self._waiting = [work for work in self._waiting if not work.is_cancelled]
         chosen: dict[Kind, list[Work]] = {}
@@ -186,7 +186,7 @@ class Engine:
         return chosen
 
     def _admit(self, kind: Kind, works: Sequence[Work]) -> None:
-        """Give works their lanes."""
+        """Give each work a lane."""
         try:
             if kind not in self._groups:
                 model = self._loaded.decoder.reading(refines=kind.refines)
@@ -201,7 +201,7 @@ class Engine:
             self._fail(kind, contained(error), works)
 
     def _advance(self) -> None:
-        """Do the next piece of the work that has waited longest, which then waits behind the others."""
+        """Do the next piece of the piece work that has waited longest; it then goes to the end of the queue."""
         with self._changed:
             work = self._pieces.popleft() if self._pieces else None
         if work is None or work.is_cancelled:
@@ -217,7 +217,7 @@ class Engine:
                 self._pieces.append(work)
 
     def _step(self, kind: Kind) -> None:
-        """Decode the next tokens of one kind, and tell of them."""
+        """Decode the next tokens of one kind, and report them."""
         group = self._groups[kind]
         for work in [*group.works.values()]:
             if work.is_cancelled:
@@ -239,7 +239,7 @@ class Engine:
             del self._groups[kind]
 
     def _report(self, work: Work, piece: Piece) -> None:
-        """Tell of a piece, and of the trace before the last one."""
+        """Report a piece; before the last piece, also the trace."""
         if piece.error is not None:
             _tell(work, piece.error)
             return
@@ -254,7 +254,7 @@ class Engine:
         _tell(work, piece)
 
     def _fail(self, kind: Kind, error: Exception, others: Sequence[Work] = ()) -> None:
-        """Tell all of one kind, and others, of an error; the lanes, whose state may be lost, go."""
+        """Report an error to all works of a kind, and to `others`; drop its lanes, whose state may be lost."""
         group = self._groups.pop(kind, None)
         for work in {*others, *(group.works.values() if group is not None else ())}:
             _tell(work, error)
@@ -265,7 +265,7 @@ class Engine:
 
 
 def _tell(work: Work, told: Piece | list[TokenTrace] | Exception) -> None:
-    """Tell a client; one that cannot be told any more has left."""
+    """Call a client's callback; if that fails, the client has left."""
     try:
         work.tell(told)
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API writes them."""
+"""Errors in the format of OpenAI's API."""
 
 from typing import Any
 
@@ -13,14 +13,14 @@ KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_e
 
 
 def describe(status: int, message: str) -> dict[str, Any]:
-    """OpenAI's object of an error; its code is the status."""
+    """OpenAI's error object, with the status as its code."""
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     line = shorten(" ".join(message.split()), LONGEST_LINE)
     return {"error": {"message": line, "type": kind, "param": None, "code": status}}
 
 
 def explain(error: Exception) -> dict[str, Any]:
-    """What ended a request, as OpenAI's object of an error."""
+    """The error that ended a request, as OpenAI's error object."""
     status, message = 500, f"{type(error).__name__}: {error}"
     match error:
         case HTTPException():
@@ -32,7 +32,7 @@ def explain(error: Exception) -> dict[str, Any]:
         case InputError():
             status, message = 400, str(error)
         case ClientDisconnect():
-            status = 499  # as nginx has it
+            status = 499  # as in nginx: the client closed the connection
         case TimeoutError():
             problem = "the answer took longer than this server allows"
             status, message = 504, f"{problem}: lower max_tokens or the budget, or ask later"
@@ -40,7 +40,7 @@ def explain(error: Exception) -> dict[str, Any]:
 
 
 def respond(error: Exception) -> JSONResponse:
-    """The response to a request that failed."""
+    """The response to a failed request."""
     told, headers = explain(error), dict[str, str]()
     if isinstance(error, FullError):
         headers = {"Retry-After": str(error.seconds)}

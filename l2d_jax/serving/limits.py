@@ -1,4 +1,4 @@
-"""What an operator lets a request ask for."""
+"""The limits that an operator sets for requests."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,25 +9,25 @@ from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding.refinement.solver import ADAPTIVE
 from l2d_jax.errors import InputError, require, shown
 
-BUDGET, DRAWS = 64, 16  # the most that a request may ask for, unless the operator or the model's own options say more
-STOP_LENGTH = 256  # characters of a stop string
-DEPTH = 64  # levels of lists and objects within each other in a body
-FORMAT_BYTES = 2**16  # of a response_format as JSON
-LOG_PROBABILITIES = 2**18  # numbers in one reply
+BUDGET, DRAWS = 64, 16  # largest values of a request, unless the operator or the model's options allow more
+STOP_LENGTH = 256  # largest length of a stop string, in characters
+DEPTH = 64  # largest nesting of lists and objects in a body
+FORMAT_BYTES = 2**16  # largest response_format, as JSON
+LOG_PROBABILITIES = 2**18  # largest number of log-probabilities in a reply
 
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What a request may ask for, and the budgets of OpenAI's reasoning efforts."""
+    """The limits of a request, and the budgets of OpenAI's reasoning efforts."""
 
-    context: int = 2048  # tokens of a prompt and its answer
-    answers: int = 64  # of one request: more never fit the queue
+    context: int = 2048  # largest number of tokens of a prompt and its answer
+    answers: int = 64  # largest number of answers of a request: more never fit the queue
     budget: int = BUDGET
     draws: int = DRAWS
     efforts: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
     def check_settings(self, settings: DecodeConfig, *, options: Mapping[str, Any]) -> None:
-        """Raise `InputError` for a budget or noise samples beyond the limits; `options` are those of the request."""
+        """Raise `InputError` for a budget or draws beyond the limits; `options` are those set in the request."""
         found = f"a budget of {settings.budget} exceeds the {self.budget} evaluations per token of this server"
         if "budget" not in options and settings.solver in ADAPTIVE:
             found = f"{settings.solver} takes up to {settings.budget} evaluations per token where no budget is given"
@@ -37,13 +37,13 @@ class RequestLimits:
         require(settings.draws <= self.draws, f"{problem}: lower draws")
 
     def check_text(self, length: int, *, longest_token: int) -> None:
-        """Raise `InputError` for a text with more characters than `context` tokens can have, before it is tokenised."""
+        """Raise `InputError`, before tokenising, for a text with more characters than `context` tokens can have."""
         most = self.context * longest_token
         problem = f"a prompt of {length} characters exceeds the {self.context} tokens of this server"
         require(length <= most, f"{problem}: shorten it")
 
     def check_count(self, prompts: int, *, samples: int) -> None:
-        """Raise `InputError` for more answers than ever fit the queue."""
+        """Raise `InputError` for more answers than the queue can ever hold."""
         problem = f"a request asks for at most {self.answers} answers here, got {prompts * samples}"
         require(prompts * samples <= self.answers, f"{problem}: ask several times")
 

@@ -1,7 +1,7 @@
-"""Reads OpenAI's requests for one model: what they ask for as answers, once all of it has been checked.
+"""Reads OpenAI's requests for one model: checks them completely, and turns them into answers to decode.
 
-What is left out is as in the model's defaults, and a seed is drawn. Several threads may read at a time: a tokenizer
-encodes and decodes in many of them, as long as none changes its truncation or padding, and the first text settles both.
+Fields that a request omits take the model's defaults, and a random seed. Several threads may read requests at a time: a
+tokenizer works in many threads as long as none changes its truncation or padding, which the first text fixes.
 """
 
 import secrets
@@ -26,34 +26,34 @@ from l2d_jax.serving.limits import RequestLimits
 
 @dataclass(frozen=True)
 class Asked:
-    """A request that has been checked, and the answers that it asks for."""
+    """A checked request, and its answers."""
 
     body: ChatBody | CompletionBody  # without its texts, which may be long
-    answers: Sequence[Answer]  # those to one prompt follow each other
+    answers: Sequence[Answer]  # answers to one prompt are consecutive
     prompt_tokens: int
-    echoes: Sequence[echo.Echo] = ()  # one for each prompt, where the reply repeats them
-    scoring: Sequence[Iterator[int]] = ()  # scores the echoes, piece by piece
+    echoes: Sequence[echo.Echo] = ()  # one per prompt, if the reply repeats the prompts
+    scoring: Sequence[Iterator[int]] = ()  # iterators that score the echoes, piece by piece
 
     @property
     def is_answered(self) -> bool:
-        """Whether there is an answer besides the prompt."""
+        """Whether the reply has an answer, not only the prompt."""
         return self.body.longest != 0
 
 
 class Protocol:
-    """Reads bodies for one model."""
+    """Reads request bodies for one model."""
 
     def __init__(self, loaded: LoadedModel, *, name: str, limits: RequestLimits) -> None:
-        """`name` is the model's for clients; raises `InputError` for a model without a tokenizer."""
+        """`name` is the model's name for clients; raises `InputError` for a model without a tokenizer."""
         self._loaded, self.name, self._limits = loaded, name, limits
         self.tokenizer = require_tokenizer(loaded.tokenizer)
         self._longest_token = max(map(len, self.tokenizer.get_vocab()))
-        text_ids(["a"], self.tokenizer)  # leaves a tokenizer without truncation and padding
+        text_ids(["a"], self.tokenizer)  # turns truncation and padding off in the tokenizer
         self._lock = threading.Lock()
-        self._answers_before = 0  # whose numbers are taken
+        self._answers_before = 0  # number of answers so far
 
     def read(self, data: bytes, *, is_chat: bool) -> Asked:
-        """Check a body; raises `InputError` for whatever cannot be answered as it is asked for."""
+        """Check and read a body; raises `InputError` for a request that cannot be answered exactly as it is."""
         body, options = read_body(parse_json(data), is_chat=is_chat)
         require(body.model in ("", self.name), f"there is no model {shown(body.model)} here: it is {self.name!r}")
         settings = self._settings(body, options)
@@ -70,7 +70,7 @@ class Protocol:
         return self._echoed(asked, body, request, options) if isinstance(body, CompletionBody) and body.echo else asked
 
     def _settings(self, body: ChatBody | CompletionBody, options: dict[str, Any]) -> DecodeConfig:
-        """The options of decoding, within the limits."""
+        """The decoding options of a request, checked against the limits."""
         longest = {"max_new_tokens": body.longest} if body.longest else {}
         effort = body.reasoning_effort
         budget = {"budget": self._limits.budget_of(effort)} if isinstance(effort, str) else {}
@@ -112,7 +112,7 @@ class Protocol:
         return answers
 
     def _echoed(self, asked: Asked, body: CompletionBody, request: Request, options: dict[str, Any]) -> Asked:
-        """The request with the prompts that its reply repeats."""
+        """Add the prompts that the reply repeats to a request."""
         shown_texts = [one if isinstance(one, str) else to_text(one, self.tokenizer) for one in body.prompts]
         echoes = [echo.Echo(text, prompt.ids) for text, prompt in zip(shown_texts, request.prompts, strict=True)]
         if body.logprobs is None:
@@ -142,7 +142,7 @@ class Protocol:
         return prompt_ids(messages, self.tokenizer)
 
     def _prompt(self, prompt: str | list[int]) -> list[int]:
-        """A prompt as token ids; the tokenizer adds its special tokens to a text, such as that of its beginning."""
+        """A prompt as token ids; the tokenizer adds its special tokens to a text, such as a BOS token."""
         if isinstance(prompt, list):
             return prompt
         self._limits.check_text(len(prompt), longest_token=self._longest_token)

@@ -1,4 +1,4 @@
-"""OpenAI's replies: pieces of answers as chunks of a stream, or gathered into one object."""
+"""OpenAI's replies: pieces of answers as chunks of a stream, or collected in one object."""
 
 import json
 import secrets
@@ -19,13 +19,13 @@ from l2d_jax.serving.protocol import Asked
 
 
 class Offsets:
-    """Where each token of a text begins, in characters."""
+    """Computes where each token of a text begins, in characters."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer, self._stream, self._count = tokenizer.backend_tokenizer, DecodeStream([], True), 0
 
     def add(self, ids: Sequence[int]) -> list[int]:
-        """The places of the next tokens."""
+        """The places at which the next tokens begin."""
         places = []
         for token in ids:
             places.append(self._count)
@@ -35,18 +35,18 @@ class Offsets:
 
 @dataclass
 class Choice:
-    """One answer of a reply, and how far it has come."""
+    """One answer of a reply, and its progress."""
 
     index: int
     text: GrowingText
     offsets: Offsets
-    echo: Echo | None = None  # the prompt, where the reply repeats it
-    ids: list[int] = field(default_factory=list)  # of all tokens that the log-probabilities are of
+    echo: Echo | None = None  # the prompt, if the reply repeats it
+    ids: list[int] = field(default_factory=list)  # all tokens that have log-probabilities
     scores: list[TokenScore | None] = field(default_factory=list)
     ending: str = ""
     evaluations: int = 0
     passes: int = 0
-    is_opened: bool = False  # whether a stream has begun to tell of it
+    is_opened: bool = False  # whether a stream has sent its first chunk
 
 
 class Reply:
@@ -63,10 +63,10 @@ class Reply:
             ending = "" if asked.is_answered else "length"
             choice = Choice(index, GrowingText(tokenizer), Offsets(tokenizer), echo, ending=ending)
             self._choices[answer.number] = choice
-        self.trace: Sequence[TokenTrace] | None = None  # of a single answer, before its last piece
+        self.trace: Sequence[TokenTrace] | None = None  # trace of a single answer; it arrives before the last piece
 
     def opening(self) -> list[dict[str, Any]]:
-        """The chunks of a stream that repeat the prompts, once these have been scored."""
+        """The chunks of a stream that repeat the prompts, after these were scored."""
         chunks = []
         for choice in self._choices.values():
             if choice.echo is not None:
@@ -78,12 +78,12 @@ class Reply:
         return chunks
 
     def add(self, piece: Piece) -> dict[str, Any]:
-        """Take in a piece; the chunk of a stream that tells of it."""
+        """Add a piece; returns the stream chunk for it."""
         choice = self._choices[piece.answer]
         role = {} if choice.is_opened else {"role": "assistant"}
         text = choice.text.add(piece.tokens, is_last=piece.is_last, rest=piece.rest)
         ids, scores = list(piece.tokens), list(piece.scores)
-        if choice.echo is not None and piece.stop is not None:  # whoever scores prompts counts a token of the answer
+        if choice.echo is not None and piece.stop is not None:  # clients that score prompts expect the stop token
             ids, scores = [*ids, piece.stop[0]], [*scores, piece.stop[1]]
         choice.ids += ids
         choice.scores += scores
@@ -99,7 +99,7 @@ class Reply:
         return all(choice.ending for choice in self._choices.values())
 
     def whole(self) -> dict[str, Any]:
-        """The reply as one object, once all answers have ended."""
+        """The reply as one object, after all answers have ended."""
         shown = []
         for choice in self._choices.values():
             message = {"role": "assistant", "content": choice.text.shown, "refusal": None}
@@ -109,7 +109,7 @@ class Reply:
         return self._object(shown) | {"usage": self.usage()}
 
     def usage(self) -> dict[str, int]:
-        """Tokens, evaluations of the path, and the passes over the weights that the answers took."""
+        """Numbers of tokens, evaluations of the path, and passes over the weights for the answers."""
         new = sum(len(choice.text.ids) for choice in self._choices.values())
         counts = {"prompt_tokens": self._asked.prompt_tokens, "completion_tokens": new}
         evaluations = sum(one.evaluations for one in self._choices.values())
@@ -119,7 +119,7 @@ class Reply:
         return counts | {"evaluations": evaluations, "passes": passes}
 
     def last_chunk(self) -> dict[str, Any]:
-        """What a stream ends with where usage is asked for."""
+        """The last chunk of a stream whose client wants usage."""
         return self._object([], chunk=True) | {"usage": self.usage()}
 
     def _object(self, choices: list[dict[str, Any]], *, chunk: bool = False) -> dict[str, Any]:
@@ -147,9 +147,10 @@ class Reply:
         return shown if self.trace is None else shown | {"trace": self._traced(self.trace)}
 
     def _scores(self, tokens: Sequence[int], scores: Sequence[TokenScore | None]) -> dict[str, Any]:
-        """Of `/v1/completions`: the likeliest tokens by their texts, and the token itself. None: the first of all.
+        """Log-probabilities for `/v1/completions`: of each token, and of the most likely tokens, keyed by their texts.
 
-        Of tokens with one text, such as halves of a character, the likeliest counts.
+        The score of a prompt's first token is None. Of several tokens with the same text, such as halves of a
+        character, the most likely one is shown.
         """
         tops: list[dict[str, float] | None] = []
         for token, score in zip(tokens, scores, strict=True):
@@ -165,7 +166,7 @@ class Reply:
     def _chat_scores(self, tokens: Sequence[int], scores: Sequence[TokenScore | None]) -> dict[str, Any]:
         content = []
         for token, score in zip(tokens, scores, strict=True):
-            assert score is not None  # only a prompt's first token has none
+            assert score is not None  # only a prompt's first token has no score
             top = [_scored(self._text(other), log_prob) for other, log_prob in self._likeliest(score)]
             content.append(_scored(self._text(token), score.log_prob) | {"top_logprobs": top})
         return {"content": content}
@@ -178,7 +179,7 @@ class Reply:
         return str(self._tokenizer.decode([token]))
 
     def _traced(self, trace: Sequence[TokenTrace]) -> list[dict[str, Any]]:
-        """How each token was settled; at a budget of 1 nothing moved."""
+        """The trace of each token, for the reply; at a budget of 1 nothing was refined."""
         told = []
         for token in trace:
             settled, first = token.settled if token.evaluations > 1 else None, self._text(token.plain_likeliest)
@@ -188,7 +189,7 @@ class Reply:
 
 
 def event(value: Any) -> str:
-    """A server-sent event."""
+    """Encode a server-sent event."""
     return f"data: {value if isinstance(value, str) else json.dumps(value)}\n\n"
 
 

@@ -1,1 +1,1 @@
-"""Training: the losses, the optimizer step, the run, its checkpoints and its log."""
+"""Training: losses, the optimizer step, runs, checkpoints and logs."""

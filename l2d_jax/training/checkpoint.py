@@ -1,9 +1,9 @@
-"""Checkpoints of the trained weights and their optimizer state, written by orbax; they never hold a frozen model.
+"""Checkpoints of the trained weights and their optimizer state, written by orbax. A frozen model is never in them.
 
-A step is good if it has a manifest and every file is as the manifest says; process 0 verifies, writes manifests and
-deletes for all processes. Other steps are passed over with a line that says why, and never deleted: saving such a step
-again first moves its files to `<step>.broken`. Readers lock nothing and change nothing. No folder is ever renamed, so
-that this works in buckets and on file systems that mount one.
+A step is good if it has a manifest and all its files match it. Process 0 verifies, writes manifests and deletes for all
+processes. Steps that are not good are skipped, with a line that says why, and never deleted: saving such a step again
+first moves its files to `<step>.broken`. Readers lock nothing and change nothing. No folder is ever renamed, so this
+works in buckets and on file systems that mount a bucket.
 """
 
 import contextlib
@@ -28,28 +28,28 @@ from l2d_jax.storage import mirror
 from l2d_jax.storage.bucket import BucketError
 from l2d_jax.training import manifest
 
-UNDER_WAY = ocp.utils.TMP_DIR_SUFFIX  # suffix of a step's folder until it was written, in former versions
-SURPLUS = "surplus"  # the file in a step's folder while that is deleted
+UNDER_WAY = ocp.utils.TMP_DIR_SUFFIX  # suffix of an unfinished step's folder in earlier versions
+SURPLUS = "surplus"  # this file marks a step's folder while it is being deleted
 
 
 class Checkpoints:
-    """The folder `checkpoints/`, in which the newest `keep` good steps stay; each records `inputs`, and must fit it."""
+    """The folder `checkpoints/`. It keeps the newest `keep` good steps; each records `inputs`, which must match."""
 
     def __init__(self, folder: Path, *, keep: int = 1, inputs: Fingerprint | None = None) -> None:
         self._orbax = _checkpointer()
         self._inputs = inputs or {}
         self._folder, self._keep = mirror.place(folder), keep
-        self._faults: dict[int, str] = {}  # by step, of the steps that were verified; "": the step is good
+        self._faults: dict[int, str] = {}  # verified steps and what is wrong with them; "": the step is good
         self._failed: list[int] = []
         self._abandoned: set[int] = set()  # failed steps, whose folders may be written to even after the failure
         self._saving: threading.Thread | None = None
         _quieten()
 
     def save(self, step: int, items: Mapping[str, Any], *, first: Callable[[], None] | None = None) -> None:
-        """Begin to write named trees as they are after `step` optimizer steps; returns before the write is done.
+        """Start writing named trees as the checkpoint of `step`; returns before the write is finished.
 
-        A good step that is there already is left alone. A save that fails is a line on standard error and an entry of
-        `failures`, and its files are removed. `first` is called on process 0 before; its `OSError` makes the save fail.
+        A good step that exists already is kept. If a save fails, its files are removed, a line is written to standard
+        error, and `failures` lists it. `first` is called on process 0 before; if it raises `OSError`, the save fails.
         """
         self._wait()
         if not processes.decide(lambda: self._prepare(step, first)):
@@ -65,22 +65,22 @@ class Checkpoints:
         self._saving.start()
 
     def failures(self) -> list[int]:
-        """Wait for the save under way; return the steps whose saves have failed since the last call."""
+        """Wait for the running save; return the steps whose saves have failed since the last call."""
         self._wait()
         failed, self._failed = self._failed, []
         return failed
 
     def latest(self) -> int | None:
-        """The newest good step, or None; a line says what is wrong with each newer one; raises `RunError`."""
+        """The newest good step, or None. A line says what is wrong with each newer step. Raises `RunError`."""
         self._wait()
         try:
             return processes.decide(lambda: next(filter(self._is_good, self._steps()), None))
-        except BucketError as error:  # it is not a bucket without checkpoints
+        except BucketError as error:  # not the same as a bucket without checkpoints
             problem = f"{self._folder} cannot be read ({error.strerror})"
             raise RunError(f"{problem}: give the same command again later") from error
 
     def restore(self, step: int, like: Mapping[str, Any]) -> dict[str, Any]:
-        """The trees saved at `step`, placed like `like`; raises `InputError`. Only `latest` checks the files."""
+        """The trees saved at `step`, placed like `like`; raises `InputError`. Files are verified only by `latest`."""
         self._wait()
         wanted = {name: _named(tree) for name, tree in like.items()}
         try:
@@ -101,7 +101,7 @@ class Checkpoints:
         return {name: jax.tree.unflatten(jax.tree.structure(tree), leaves[name]) for name, tree in like.items()}
 
     def close(self) -> None:
-        """Wait for the save under way."""
+        """Wait for the running save."""
         self._wait()
         self._orbax.close()
 
@@ -130,7 +130,7 @@ class Checkpoints:
         return not self._faults[step]
 
     def _prepare(self, step: int, first: Callable[[], None] | None) -> bool:
-        """On process 0: unless the step is there, call `first`, and move a folder of it that is not good aside."""
+        """On process 0: call `first` and move a bad folder of the step aside. Does nothing if the step is good."""
         try:
             there = self._folder.names()
             if str(step) in there and self._is_good(step):
@@ -148,7 +148,7 @@ class Checkpoints:
         return True
 
     def _complete(self, step: int, arrays: manifest.Arrays) -> None:
-        """In a thread: wait until all processes have written, then write the manifest, which makes the step good."""
+        """In a thread: wait until all processes have written, then write the manifest. This makes the step good."""
         try:
             self._orbax.wait_until_finished()
             if processes.is_first():
@@ -164,7 +164,7 @@ class Checkpoints:
                 _warn(f"checkpoints beyond the newest {self._keep} cannot be removed ({_reason(error)})")
 
     def _remove_surplus(self) -> None:
-        """Delete all good steps but the newest; the next call completes a deletion that was cut off."""
+        """Delete all good steps except the newest ones; the next call completes an interrupted deletion."""
         for step in self._abandoned:
             if self._faults.get(step) != "":
                 self._folder.remove(str(step))
@@ -177,12 +177,12 @@ class Checkpoints:
             self._folder.remove(folder)
 
     def _abandon(self, step: int, error: Exception) -> None:
-        """Give up a save: an incomplete step would only take up space."""
+        """Give up a save and remove its files: an incomplete step would only take up space."""
         if processes.is_first():
             with contextlib.suppress(OSError):
                 self._folder.remove(str(step))
         self._abandoned.add(step)
-        self._orbax = _checkpointer()  # the old one may raise errors of this save at the next one
+        self._orbax = _checkpointer()  # the old one might raise this error again in the next save
         self._fail(step, error)
 
     def _fail(self, step: int, error: Exception) -> None:
@@ -195,7 +195,7 @@ class Checkpoints:
 
 
 def _checkpointer() -> ocp.AsyncCheckpointer:
-    # With folders made at once, one that cannot be made is an error of the save and not an endless wait for it.
+    # Create folders synchronously: then a folder that cannot be created fails the save, instead of blocking it forever.
     options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
     in_place = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE)
     handler = ocp.CompositeCheckpointHandler(composite_options=ocp.CompositeOptions(atomicity_options=in_place))
@@ -203,13 +203,13 @@ def _checkpointer() -> ocp.AsyncCheckpointer:
 
 
 def _named(tree: Any) -> dict[str, Any]:
-    """Leaves by their path: a plain dictionary survives changes of the classes that hold them."""
+    """Leaves keyed by their path. A plain dictionary stays readable when the classes change."""
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
 
 
 def _compare(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """The differences that orbax would ignore, or cast away, without a word."""
+    """The differences that orbax would silently ignore or cast away."""
     faults = [f"{name} is not part of it" for name in found if name not in wanted]
     for name, leaf in wanted.items():
         saved = found.get(name)
@@ -221,7 +221,7 @@ def _compare(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
 
 
 def _reason(error: Exception) -> str:
-    """The cause in a few words: tensorstore names the system's error by its number, at the end of a long line."""
+    """The cause in a few words. tensorstore gives the system's error as a number at the end of a long line."""
     text = " ".join(str(error).split())
     if number := re.search(r"os_error_code='(\d+)'", text):
         return strerror(int(number[1]))
@@ -235,7 +235,7 @@ def _warn(text: str) -> None:
 
 @functools.cache
 def _quieten() -> None:
-    """Suppress the hundreds of lines of orbax and asyncio about a failed save besides the error that it raises."""
+    """Suppress the hundreds of lines that orbax and asyncio print about a failed save, in addition to its error."""
 
     def report(unraisable: Any) -> None:
         if str(unraisable.exc_value) != "Event loop is closed":

@@ -1,7 +1,7 @@
-"""What a budget above 1 does to tokens: which of the language model's predictions it corrects, and which it breaks.
+"""What a budget above 1 changes: which predictions of the language model it corrects, and which it breaks.
 
-Tokens are sorted by the entropy of the language model alone and by their place in the answer. From the sums follows
-what a gate on the entropy (`config.decode.gate`), and an oracle, would keep of the accuracy (`gates`).
+Tokens are sorted by the entropy of the language model alone and by their place in the answer. From these sums, `gates`
+computes the accuracy that remains with a gate on the entropy (`config.decode.gate`), and with an oracle.
 """
 
 import itertools
@@ -13,12 +13,12 @@ from jaxtyping import Float
 
 from l2d_jax.statistics import BootstrapSums
 
-ENTROPIES = (0.001, 0.01, 0.1, 0.3, 1.0, 2.0)  # nats: the first of each bin but one
-BINS = {"entropy": ENTROPIES, "position": (1, 4, 16, 64)}  # a position: tokens of the answer before it
+ENTROPIES = (0.001, 0.01, 0.1, 0.3, 1.0, 2.0)  # nats: lower ends of all bins except the first
+BINS = {"entropy": ENTROPIES, "position": (1, 4, 16, 64)}  # position: number of answer tokens before the token
 
 
 class Corrections(NamedTuple):
-    """Of all tokens, the shares that are of some kind, that the language model has right, and that the path changes."""
+    """Shares of all tokens: those in a bin, those the language model gets right, those the path corrects or breaks."""
 
     tokens: float
     right: float
@@ -27,7 +27,7 @@ class Corrections(NamedTuple):
 
 
 class Gate(NamedTuple):
-    """What is left of the accuracy where only some tokens are refined, and which share of the tokens these are."""
+    """The accuracy if only some tokens are refined, and the share of tokens that are refined."""
 
     name: str
     refined: float
@@ -37,9 +37,10 @@ class Gate(NamedTuple):
 def token_values(
     scores: Mapping[str, Mapping[str, Float[np.ndarray, "B M"]]], weights: Float[np.ndarray, "B M"]
 ) -> dict[str, Float[np.ndarray, "B M"]]:
-    """Values for `BootstrapSums`, from "greedy" and "entropy" at each setting; the language model's has the name "1".
+    """Values for `BootstrapSums`, from "greedy" and "entropy" at each setting; setting "1" is the language model.
 
-    For each bin: `tokens/bin` and `right/bin` of that, and for each other setting `corrected@name/bin`, `broken@…`.
+    For each bin: `tokens/bin` and `right/bin` of the language model; for each other setting `corrected@name/bin` and
+    `broken@name/bin`.
     """
     plain = scores["1"]
     places = {"entropy": plain["entropy"], "position": np.cumsum(weights > 0, axis=1) - 1}
@@ -57,14 +58,14 @@ def token_values(
 
 
 def value_names(settings: Iterable[str]) -> list[str]:
-    """The names of `token_values` for these settings, less the language model's."""
+    """The names that `token_values` gives for these settings, which exclude the language model."""
     kinds = ["tokens", "right", *(f"{kind}@{setting}" for setting in settings for kind in ("corrected", "broken"))]
     bins = [f"{name}{index}" for name, edges in BINS.items() for index in range(len(edges) + 1)]
     return [f"{kind}/{name}" for kind in kinds for name in bins]
 
 
 def by_bin(sums: BootstrapSums, kind: str, setting: str, *, prefix: str = "") -> list[Corrections]:
-    """The corrections in each bin of "entropy" or "position"; `prefix` is of the sums' names."""
+    """The corrections in each bin of "entropy" or "position"; names of the sums start with `prefix`."""
     bins = [f"{kind}{index}" for index in range(len(BINS[kind]) + 1)]
     names = ("tokens", "right", f"corrected@{setting}", f"broken@{setting}")
     return [Corrections(*(sums.mean(f"{prefix}{name}/{at}")[0] for name in names)) for at in bins]
@@ -77,7 +78,7 @@ def bin_names(kind: str) -> list[str]:
 
 
 def gates(bins: Sequence[Corrections]) -> list[Gate]:
-    """Refining no token, those from each bin of entropy on, all, and those that an oracle picks."""
+    """Accuracies of refining no token, tokens from each entropy bin on, all tokens, and tokens that an oracle picks."""
     right, corrected = (sum(getattr(one, name) for one in bins) for name in ("right", "corrected"))
     found = [Gate("none", 0.0, right)]
     for start in range(len(bins) - 1, -1, -1):

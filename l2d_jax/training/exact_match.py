@@ -1,6 +1,6 @@
 """Free-running accuracy: held-out problems are answered from the prompt alone, and the final words are compared.
 
-Teacher-forced accuracy says how well a model continues the right answer; this says how often its own answer is right.
+Teacher-forced accuracy says how well a model continues a correct answer; this says how often its answers are correct.
 """
 
 import itertools
@@ -22,22 +22,22 @@ from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError
 from l2d_jax.statistics import BootstrapSums, rate
 
-OPTION = "config.validation.exact_examples"  # by which a user sets how many problems are answered
+OPTION = "config.validation.exact_examples"  # the option for the number of problems
 
 
 @dataclass(frozen=True)
 class MarkedProblems:
-    """Held-out prompts whose answers end in `#### ` and a word, or are one word."""
+    """Held-out prompts whose answers end in `#### ` and a word, or are a single word."""
 
     prompts: list[Prompt]
-    wanted: list[str]  # by `final_answer`
-    most_tokens: int  # of a model's own answer: a quarter more than the longest right one has
+    wanted: list[str]  # final words, as `final_answer` reads them
+    most_tokens: int  # limit for a model's answer: a quarter more than the longest correct one
 
     @classmethod
     def read(
         cls, config: DataConfig, tokenizer: PreTrainedTokenizerFast, *, count: int, option: str = OPTION
     ) -> "MarkedProblems":
-        """At most `count` examples, which the user sets by `option`; raises `InputError` for one with no final word."""
+        """Read at most `count` examples; raises `InputError`, which names `option`, for one without a final word."""
         config = replace(config, validation_examples=count)
         examples = Examples.load(config, tokenizer, split=config.validation_split)
         prompts, wanted, longest = [], [], 0
@@ -56,11 +56,11 @@ class MarkedProblems:
 def exact_match(
     loaded: LoadedModel, problems: MarkedProblems, config: ValidationConfig, *, budgets: Sequence[int]
 ) -> dict[str, Any]:
-    """The share of problems whose final word is right, at each budget n, or at 1 where the model has no path.
+    """The share of problems whose final word is right, at each budget n; only n = 1 if the model has no path.
 
-    Keys: `validation/exact@n` of greedy answers, with Wilson's 95 % interval over problems as `…_interval` and the
-    paired difference to the smallest budget, with its bounds, as `…_gain`; `validation/sampled@n` likewise, of
-    `config.exact_samples` answers at temperature 1 (the interval is a bootstrap's).
+    Keys: `validation/exact@n` for greedy answers, `…_interval` with Wilson's 95 % interval over problems, `…_gain` with
+    the paired difference from the smallest budget and its bounds. `validation/sampled@n` has the same for
+    `config.exact_samples` answers at temperature 1, with a bootstrap interval.
     """
     assert loaded.tokenizer is not None
     budgets = budgets if loaded.model.path is not None else (1,)

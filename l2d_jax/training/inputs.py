@@ -1,4 +1,4 @@
-"""What a run is trained from: the files of its base model, and the examples for training and validation."""
+"""The inputs of a run: the files of its base model, and the examples for training and validation."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -18,12 +18,12 @@ from l2d_jax.weights import base_model
 
 @dataclass(frozen=True)
 class Inputs:
-    """The same on every process."""
+    """The inputs of a run; equal on every process."""
 
     base: base_model.BaseFiles
     training: Examples
     held_out: Examples  # for validation
-    problems: MarkedProblems | None  # that a validation answers freely, if it does
+    problems: MarkedProblems | None  # problems that validation answers freely, if any
 
     @classmethod
     def read(cls, config: Config, mesh: Mesh, watch: StartWatch) -> "Inputs":
@@ -41,6 +41,6 @@ class Inputs:
         return cls(base, training, held_out, MarkedProblems.read(data, tokenizer, count=count) if count else None)
 
     def fingerprints(self) -> tuple[Fingerprint, Fingerprint]:
-        """Of the base, and of the examples."""
+        """The fingerprints of the base and of the examples."""
         splits = {"training examples": self.training, "validation examples": self.held_out}
         return self.base.fingerprint, {name: examples.fingerprint() for name, examples in splits.items()}

@@ -1,8 +1,8 @@
 """The manifest of a checkpoint: the size and hash of each file, and the shape and type of each array.
 
-orbax restores whatever its files say, so a flipped bit goes unnoticed. The manifest is written last, so that a folder
-without one is known to have been cut off; and only once every other file is on the disk, so that it is right after a
-power cut too. Its hashes notice accidents; they do not protect from an attacker.
+orbax restores whatever its files contain, so it does not notice a flipped bit. The manifest is written last, so a
+folder without one was cut off. It is written only when every other file is on the disk, so it is also right after a
+power cut. Its hashes detect accidents; they do not protect from an attacker.
 """
 
 import json
@@ -18,22 +18,22 @@ from l2d_jax.storage.bucket import Bucket, BucketError
 from l2d_jax.storage.disk import Disk
 
 NAME = "manifest.json"
-Arrays: TypeAlias = dict[str, dict[str, dict[str, Any]]]  # by tree and by name: {"shape": [...], "dtype": "..."}
+Arrays: TypeAlias = dict[str, dict[str, dict[str, Any]]]  # [tree][name]: {"shape": [...], "dtype": "..."}
 
 
 class _Content(TypedDict):
     step: int
     inputs: NotRequired[dict[str, str]]
-    files: dict[str, dict[str, Any]]  # by name: the size, and the hash under its kind
+    files: dict[str, dict[str, Any]]  # per file name: its size, and its hash under the name of the hash function
     arrays: Arrays
 
 
 class DamagedError(Exception):
-    """A checkpoint that is not as it was saved; the message says what is wrong."""
+    """A checkpoint has changed since it was saved; the message says what is wrong."""
 
 
 def array_specs(trees: Mapping[str, Mapping[str, Any]]) -> Arrays:
-    """The shape and type of each array of named trees; a tree is a dictionary of arrays by name."""
+    """The shape and dtype of each array of named trees; a tree is a dictionary from names to arrays."""
     return {
         name: {leaf: {"shape": list(array.shape), "dtype": str(array.dtype)} for leaf, array in tree.items()}
         for name, tree in trees.items()
@@ -41,7 +41,7 @@ def array_specs(trees: Mapping[str, Mapping[str, Any]]) -> Arrays:
 
 
 def write_manifest(folder: Disk | Bucket, step: int, arrays: Arrays, inputs: Fingerprint) -> None:
-    """Put the files of a step, trained from `inputs`, on the disk, and write their manifest; raises `OSError`."""
+    """Flush the files of a step to the disk and write their manifest, which records `inputs`; raises `OSError`."""
     folder.settle(str(step))
     kind, there = folder.checksum, folder.files(str(step))
     files = {name: {"size": file.size, kind: file.digest(kind)} for name, file in there.items()}
@@ -51,18 +51,18 @@ def write_manifest(folder: Disk | Bucket, step: int, arrays: Arrays, inputs: Fin
 
 
 def read_manifest(folder: Disk | Bucket, step: int) -> tuple[Arrays, Fingerprint]:
-    """The arrays of a step, and what it was trained from, if that is known; raises `DamagedError`."""
+    """The arrays of a step, and the inputs it was trained from, if known; raises `DamagedError`."""
     content = _content(folder, step)
     return content["arrays"], content.get("inputs", {})
 
 
 def fingerprint(folder: Disk | Bucket, step: int) -> str:
-    """A hash of all files of a step, of which `verify` says that they are as they were saved."""
+    """A hash of all files of a step; call `verify` first."""
     return digest(_content(folder, step)["files"])
 
 
 def verify(folder: Disk | Bucket, step: int) -> None:
-    """Raise `DamagedError` unless all files of a step are as they were saved; `BucketError` says nothing of them."""
+    """Raise `DamagedError` unless all files of a step are as saved. A `BucketError` says nothing about the files."""
     wanted = _content(folder, step)["files"]
     try:
         files = folder.files(str(step))

@@ -1,4 +1,4 @@
-"""What a training step holds in memory, counted from shapes."""
+"""The memory that a training step needs, computed from shapes."""
 
 import numpy as np
 from jax.sharding import Mesh
@@ -10,7 +10,7 @@ from l2d_jax.training.methods import method_of
 
 
 def step_memory(config: Config, architecture: Architecture, mesh: Mesh) -> dict[str, int]:
-    """Bytes on each device of weights, gradient, moments and keys and values; activations are not counted."""
+    """Bytes per device for weights, gradient, moments, and keys and values; activations are not counted."""
     method = method_of(config)
     frozen, trained = method.declare_frozen(architecture), method.declare(architecture)
     size = bytes_per_device(trained, mesh)
@@ -25,10 +25,10 @@ def step_memory(config: Config, architecture: Architecture, mesh: Mesh) -> dict[
 
 
 def check_training_memory(config: Config, architecture: Architecture, mesh: Mesh) -> None:
-    """Raise `InputError` if a step or a validation cannot fit in the memory of the devices."""
+    """Raise `InputError` if a step or a validation cannot fit into the memory of the devices."""
     data, train, validation = config.data, config.train, config.validation
     shards, answer = mesh.shape["data"] * mesh.shape["fsdp"], data.answer_length or data.max_length
-    # The LM head has the logits of a chunk and their gradient; a block leaves its input for the gradient.
+    # The LM head holds the logits of a chunk and their gradient; each block keeps its input for the backward pass.
     chunk = min(train.loss_chunk, _micro(config, mesh) * answer * train.draws_per_context)
     hidden = 2 * _micro(config, mesh) * answer * train.draws_per_context * architecture.hidden_size
     needs = step_memory(config, architecture, mesh) | {
@@ -42,5 +42,5 @@ def check_training_memory(config: Config, architecture: Architecture, mesh: Mesh
 
 
 def _micro(config: Config, mesh: Mesh) -> float:
-    """Rows of a micro-batch on each device."""
+    """Rows of a micro-batch per device."""
     return config.train.batch_size // config.train.micro_batches / (mesh.shape["data"] * mesh.shape["fsdp"])

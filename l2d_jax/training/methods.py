@@ -1,4 +1,7 @@
-"""The methods of training, `config.train.method`: each has its trained weights, its loss and its export."""
+"""The training methods (`config.train.method`). Each says which weights it trains, with which loss, and how to export.
+
+To add a method, subclass `Method` and add it to `METHODS`.
+"""
 
 import abc
 import dataclasses
@@ -26,31 +29,31 @@ from l2d_jax.weights import base_model, export, model_folder
 
 @dataclasses.dataclass(frozen=True)
 class Method(abc.ABC):
-    """A method with its config; its weights are two trees, trained and frozen."""
+    """A training method. Its weights are two pytrees: trained and frozen."""
 
     config: Config
     part: ClassVar[str]  # name of the trained tree in a checkpoint
-    says: ClassVar[str]  # the same, in words
+    says: ClassVar[str]  # name of the trained tree in messages
 
     @abc.abstractmethod
     def declare(self, architecture: Architecture) -> Any:
-        """The trained tree, as shapes."""
+        """Declare the trained tree (shapes without values)."""
 
     def declare_frozen(self, architecture: Architecture) -> LLM | None:
-        """The frozen tree, as shapes; None if all is trained."""
+        """Declare the frozen tree (shapes without values); None if everything is trained."""
         return LLM.declare(architecture, dtype=self.config.model.dtype)
 
     @abc.abstractmethod
     def begin(self, base: base_model.BaseFiles, mesh: Mesh) -> tuple[Any, LLM | None]:
-        """Both trees, with their initial values."""
+        """The trained and the frozen tree with initial values."""
 
     @abc.abstractmethod
     def loss(self, trained: Any, frozen: LLM | None, batch: Batch, key: jax.Array) -> jax.Array:
-        """The loss of a micro-batch, for a step; an `Objective`."""
+        """The loss of a micro-batch; an `Objective` for `step.make_step`."""
 
     @abc.abstractmethod
     def model(self, trained: Any, frozen: LLM | None) -> Model:
-        """Both trees as one model, as training computes with them."""
+        """Both trees as one model, with the dtypes of training."""
 
     def open(self, base: base_model.BaseFiles, trained: Any, mesh: Mesh) -> Model:
         """The trained model, ready to use."""
@@ -58,22 +61,22 @@ class Method(abc.ABC):
 
     @abc.abstractmethod
     def export(self, folder: Path, trained: Any, mesh: Mesh, *, base_fingerprint: Fingerprint) -> None:
-        """Write the trained tree, and what it was trained on, into an existing folder; all processes call this."""
+        """Write the trained tree, and which base it belongs to, into an existing folder; all processes call this."""
 
     @property
     def loss_options(self) -> LossOptions:
-        """How a step computes the loss: its batch has the weights of the config's reduction already."""
+        """How a step computes the loss; the weights of its batch already contain the config's reduction."""
         train = self.config.train
         return LossOptions("sum", chunk=train.loss_chunk, remat=REMAT[train.remat])
 
     def load(self, base: base_model.BaseFiles, mesh: Mesh, *, adapter: LLMAdapter | None = None) -> LLM:
-        """The language model in the config's dtype, with `adapter` added to it."""
+        """Load the language model in the config's dtype, with `adapter` attached."""
         llm = base.load(dtype=self.config.model.dtype, mesh=mesh, seed=self.config.train.seed, adapter=adapter)
         return dataclasses.replace(llm, layers=as_bits(llm.layers))
 
 
 class L2D(Method):
-    """A diffusion path beside a frozen language model."""
+    """Trains a diffusion path; the language model is frozen."""
 
     part = "path"
     says = "path"
@@ -108,7 +111,7 @@ class L2D(Method):
 
 
 class LoRA(Method):
-    """Low-rank updates of the language model's layers, beside its frozen weights."""
+    """Trains low-rank updates of the language model's layers; its weights are frozen."""
 
     part = "adapter"
     says = "low-rank updates"
@@ -135,7 +138,7 @@ class LoRA(Method):
 
 
 class Full(Method):
-    """All weights of the language model, in float32, with matrix products in `config.model.dtype`."""
+    """Trains all weights of the language model, in float32, with matrix products in `config.model.dtype`."""
 
     part = "weights"
     says = "language model"
@@ -160,7 +163,7 @@ class Full(Method):
         return Model.build(base_model.cast_llm(trained, dtype=self.config.model.dtype, mesh=mesh), None)
 
     def export(self, folder: Path, trained: LLM, mesh: Mesh, *, base_fingerprint: Fingerprint) -> None:
-        del base_fingerprint  # it is a base of its own
+        del base_fingerprint  # the result is itself a base model
         export.save_llm(folder, trained, self.config.model, mesh=mesh)
 
 
@@ -168,5 +171,5 @@ METHODS: dict[str, type[Method]] = {"l2d": L2D, "lora": LoRA, "full": Full}
 
 
 def method_of(config: Config) -> Method:
-    """The method of a config."""
+    """The training method of a config."""
     return METHODS[config.train.method](config)

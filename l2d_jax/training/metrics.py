@@ -1,7 +1,7 @@
 """Writes the metrics of a run: to `metrics.jsonl`, to TensorBoard, and as a progress bar on a terminal.
 
-A full disk loses no record and stops no run: records wait in memory. TensorBoard, which only shows a copy, lacks them.
-A damaged line is left out with a warning; the format has no checksum, so that no check sees another figure in a record.
+A full disk loses no record and stops no run: records wait in memory. Only TensorBoard, which has a copy, lacks them.
+A damaged line is skipped with a warning. The format has no checksum, so a changed digit in a record is not detected.
 """
 
 import contextlib
@@ -36,15 +36,15 @@ class _Step(TypedDict):
 
 
 class Metrics:
-    """The log of one run that goes on after step `start` of `total`.
+    """The log of a run that continues after step `start` of `total`.
 
-    Records after `start` belong to an interrupted run and are dropped, and so are damaged lines. On processes other
-    than 0, all calls write nothing. `wandb` is a project of Weights & Biases, which gets the scalars. Raises
-    `InputError` if the workdir cannot be written to.
+    Records after `start` belong to an interrupted run and are dropped, as are damaged lines. Only process 0 writes.
+    `wandb` is a project of Weights & Biases, which also gets the scalars. Raises `InputError` if the workdir cannot be
+    written to.
     """
 
     def __init__(self, workdir: Path, *, start: int, total: int, wandb: str | None = None) -> None:
-        self._silent, self.skipped = not processes.is_first(), 0  # updates that were skipped in the whole run
+        self._silent, self.skipped = not processes.is_first(), 0  # number of updates skipped in the whole run
         self._waiting: list[bytes] = []
         self._bar = tqdm(initial=start, total=total, unit="step", disable=self._silent or not sys.stderr.isatty())
         if self._silent:
@@ -60,7 +60,7 @@ class Metrics:
             self._events = _Events(workdir / "tensorboard", start=start)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Log scalars, and lists (in the JSON file alone), at a step, without what is not finite, which JSON lacks."""
+        """Log scalars and lists at a step. Lists go only to the JSON file. Values that are not finite are dropped."""
         if self._silent:
             return
         values = {name: value for name, value in values.items() if np.all(np.isfinite(value))}
@@ -73,7 +73,7 @@ class Metrics:
             self._wandb.log(scalars, step=step)
 
     def sync(self) -> None:
-        """Put all records on the disk; raises `OSError` where that fails."""
+        """Flush all records to the disk; raises `OSError` if that fails."""
         if self._silent:
             return
         self._drain()
@@ -84,7 +84,7 @@ class Metrics:
         mirror.publish(self._events.folder)
 
     def progress(self, step: int, text: str) -> None:
-        """Show the step and a few figures on the bar, or as a line if there is no terminal."""
+        """Show the step and a few figures on the progress bar, or as a line if there is no terminal."""
         if self._silent:
             return
         if self._bar.disable:
@@ -113,7 +113,7 @@ class Metrics:
                 self._wandb.finish()
 
     def _drain(self) -> None:
-        """Write the waiting records after the last whole line: a failed attempt may have left a part of one."""
+        """Write waiting records after the last complete line; a failed attempt may have left part of a line."""
         os.ftruncate(self._file.fileno(), self._end)
         while self._waiting:
             rest = line = self._waiting[0]
@@ -124,7 +124,7 @@ class Metrics:
 
 
 def _start_wandb(project: str, workdir: Path) -> Any:
-    """The run of a workdir in Weights & Biases, which is the same one after a restart."""
+    """Open the workdir's run in Weights & Biases; it is the same run after a restart."""
     try:
         import wandb
     except ImportError:
@@ -134,10 +134,10 @@ def _start_wandb(project: str, workdir: Path) -> Any:
 
 
 class _Events:
-    """TensorBoard's file, written at once: the library's own thread would die of a full disk, and then block."""
+    """TensorBoard's file, written synchronously: the library's writer thread dies if the disk is full, then blocks."""
 
     def __init__(self, folder: Path, *, start: int) -> None:
-        # Here: this imports PyTorch, where it is installed, and no other program than training writes events.
+        # Imported here, because it imports PyTorch if that is installed, and only training writes events.
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
         from tensorboardX.summary import scalar
@@ -146,7 +146,7 @@ class _Events:
         self.folder = folder
         self._event, self._scalar = Event, scalar
         writer = EventsWriter(str(folder / "events"), filename_suffix=f".{os.getpid()}")
-        self._add, self.flush, self.close = writer.write_event, writer.flush, writer.close  # the last two wait
+        self._add, self.flush, self.close = writer.write_event, writer.flush, writer.close  # flush and close block
         self._flushed = time.monotonic()
         resumed = SessionLog(status=SessionLog.START)  # hides later steps, which belong to an interrupted run
         self._add(Event(step=start + 1, wall_time=time.time(), session_log=resumed))
@@ -162,29 +162,29 @@ class _Events:
 
 @dataclass
 class StepLog:
-    """Reads each step's results once the next step is under way, so that the device never waits for the log."""
+    """Reads the results of a step after the next step was dispatched, so that the device never waits for the log."""
 
     metrics: Metrics  # where to write
-    config: TrainConfig  # how often, and how many updates skipped in a row stop the run
+    config: TrainConfig  # how often to log, and how many consecutive skipped updates stop the run
     _: KW_ONLY
     last: int  # the run's last step
-    rate: Callable[[int], Any]  # the learning rate by number of updates, which must not wait for the step under way
+    rate: Callable[[int], Any]  # learning rate by number of updates; it must not wait for the running step
     ids: Callable[[int], Sequence[int]]  # the row numbers of the data that a step reads
     watch: Stopwatch  # where the time of the run goes
-    skipped: int = field(default=0, init=False)  # updates that were skipped in a row, up to the last step that was read
+    skipped: int = field(default=0, init=False)  # number of consecutive skipped updates, up to the last step read
 
     def __post_init__(self) -> None:
         self._pending: tuple[int, Mapping[str, Any]] | None = None
         self.restart()
 
     def add(self, step: int, results: Mapping[str, Any], *, tokens: int) -> None:
-        """Take the results of a step that has just been dispatched, and read those of the step before."""
+        """Take the results of the step that was just dispatched, and read and log those of the step before."""
         self.flush()
         self._pending = step, results
         self._tokens += tokens
 
     def flush(self) -> None:
-        """Wait for the step under way and log it; raises `RunError` if too many updates were skipped in a row."""
+        """Wait for the running step and log it; raises `RunError` if too many consecutive updates were skipped."""
         if self._pending is None:
             return
         step, results = self._pending
@@ -205,7 +205,7 @@ class StepLog:
         self.restart(at=now)
 
     def restart(self, *, at: float | None = None) -> None:
-        """Restart the clock of tokens per second, now or `at` a reading of it, after something else has taken time."""
+        """Restart the clock for tokens per second, after something else took time; `at`: a clock reading, None: now."""
         self._tokens = 0
         self._began = time.perf_counter() if at is None else at
 
@@ -224,17 +224,17 @@ class StepLog:
 
 
 def read_metrics(workdir: Path) -> list[dict[str, Any]]:
-    """All records of a run, oldest first; damaged lines are left out with a warning."""
+    """All records of a run, oldest first; damaged lines are skipped with a warning."""
     return [record for _, record in _read(workdir / "metrics.jsonl")]
 
 
 def _read(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """The lines of the log and their records, which hold numbers and lists of numbers, in the order of steps."""
+    """The lines of the log and their records (numbers and lists of numbers), in the order of steps."""
     return read_lines(path, (_Step, dict[str, float | list[float]]), _misplaced)
 
 
 def _misplaced(records: list[dict[str, Any]]) -> dict[int, str]:
-    """The records, by their places, whose step does not lie between those beside it."""
+    """Records whose step is not between those of their neighbours, keyed by place, with the reason."""
     steps = [record["step"] for record in records]
     around = zip([0, *steps], steps, [*steps[1:], math.inf], strict=False)
     faults = {i: (step, a, b) for i, (a, step, b) in enumerate(around) if a <= b and not a <= step <= b}

@@ -1,11 +1,10 @@
-"""The training losses of a batch: `diffusion_loss` of a path (paper section 3.2, algorithm 1), and `finetuning_loss`.
+"""The training losses of a batch: `diffusion_loss` for a path (paper section 3.2, algorithm 1), and `finetuning_loss`.
 
-Both are the cross-entropy of the answers in nats; the second is of the language model itself, with or without an
-adapter, for the baselines. Notable: the path runs at the answer's positions alone (`Batch.queries`), since no diffusion
-token sees another; the frozen pass leaves nothing but keys and values; logits exist for one chunk of positions at a
-time. Several noise samples per context share that pass: their positions stand side by side in one evaluation of the
-path, so that a sharded model gathers each weight once however many samples there are. Smaller micro-batches give back
-the memory that more samples take.
+Both are the cross-entropy of the answers, in nats. `finetuning_loss` trains the language model itself, with or without
+an adapter, for the baselines. Notable: the path runs only at positions of answers (`Batch.queries`), because diffusion
+tokens do not see each other. The frozen pass stores only keys and values. Logits exist for one chunk of positions at a
+time. Several noise samples per context share the frozen pass and one evaluation of the path, so a sharded model gathers
+each weight once, whatever the number of samples. Smaller micro-batches compensate for the memory of more samples.
 """
 
 from collections.abc import Callable
@@ -25,14 +24,14 @@ from l2d_jax.model.llm import LLM
 from l2d_jax.model.lm_head import map_logits, target_losses
 
 Reduction = Literal["example", "token", "sum"]
-Remat: TypeAlias = Callable[..., Any] | None  # wraps a block for rematerialisation; None: all is kept
+Remat: TypeAlias = Callable[..., Any] | None  # wraps a block for rematerialisation; None: save everything
 
 
 @dataclass(frozen=True)
 class LossOptions:
     """How a loss is reduced to one number, and how it is computed."""
 
-    reduction: Reduction = "example"  # as `loss_weights` takes it
+    reduction: Reduction = "example"  # argument of `loss_weights`
     chunk: int = 1024  # positions whose logits each device holds at a time
     remat: Remat = None
 
@@ -41,21 +40,21 @@ PLAIN = LossOptions()
 
 
 class Corruption(NamedTuple):
-    """What the loss samples at random for each predicted position."""
+    """The random values of the loss for each predicted position."""
 
     t: Float[Array, "B M"]
-    noise: Float[Array, "B M C"]  # of unit variance
+    noise: Float[Array, "B M C"]  # with unit variance
     labels: Int[Array, "B M"] | None  # after class dropout
 
 
 def cosmap_times(uniform: Float[Array, "*B"]) -> Float[Array, "*B"]:
-    """The release's `cosmap`, whose density is 2 / (pi (1 - 2 t + 2 t^2)) (Esser et al. 2024, section 3.1)."""
+    """The release's `cosmap`: times with density 2 / (pi (1 - 2 t + 2 t^2)) (Esser et al. 2024, section 3.1)."""
     angle = (jnp.pi / 2) * uniform
     return jnp.sin(angle) / (jnp.sin(angle) + jnp.cos(angle))
 
 
 TimeSampler = Callable[[Float[Array, "B M"]], Float[Array, "B M"]]  # from uniform samples to t
-TIMES: dict[str, TimeSampler] = {"uniform": lambda samples: samples, "cosmap": cosmap_times}  # by `time_density`
+TIMES: dict[str, TimeSampler] = {"uniform": lambda samples: samples, "cosmap": cosmap_times}  # keys: `time_density`
 
 
 def diffusion_loss(
@@ -69,12 +68,20 @@ def diffusion_loss(
     times: TimeSampler = TIMES["uniform"],
     options: LossOptions = PLAIN,
 ) -> tuple[Float[Array, ""], Float[Array, "B M"]]:
-    """Cross-entropy of the answers, in nats (equation 5), and that of each position; differentiable in `path`.
+    """Cross-entropy of the answers in nats (equation 5), and that of each position; differentiable w.r.t. `path`.
 
-    With several noise samples per context, it is the mean of as many losses of one sample, whose keys are split off
-    `key`. At a share of `own_estimates` of each row's positions, drawn at random, x_t is a point of the path's own
-    trajectory: it shows the token that the path estimates at t = 0, as in decoding, instead of the true one. Where
-    targets have a working, `next_steps` says what x_t shows and what the target is.
+    Args:
+      path: the diffusion path.
+      llm: the frozen language model.
+      batch: rows, with the positions that have a loss.
+      key: for times, noise and class dropout.
+      draws_per_context: noise samples per position; the loss is the mean over them.
+      own_estimates: at this share of each row's positions, chosen at random, x_t shows the token that the path
+        estimates at t = 0, as in decoding, instead of the true token.
+      times: maps uniform samples to t.
+      options: how the loss is reduced and computed.
+
+    If the targets have worked steps (`config.data.working`), `next_steps` says what x_t shows and what the target is.
     """
     llm = jax.lax.stop_gradient(llm)
     batch, corruption = sample_corruptions(key, batch, path, draws_per_context=draws_per_context, times=times)
@@ -92,10 +99,10 @@ def diffusion_loss(
 
 
 def next_steps(batch: Batch, t: Float[Array, "B M"]) -> tuple[Int[Array, "B M"], Batch, Float[Array, "B M"]]:
-    """What x_t shows at t, the batch with the targets of the path at t, and t itself; without a working, what is given.
+    """The tokens that x_t shows, the batch with the targets at t, and t. Without worked steps, nothing changes.
 
-    With S steps of working, t becomes k / S. The target is step k, from 0, and at t = 1 the answer; x_t shows step
-    k - 1, as in decoding with `restart` in S intervals.
+    With S worked steps, t becomes k / S. The target is step k, counted from 0, and at t = 1 the answer. x_t shows step
+    k - 1, as in decoding with the solver `restart` in S intervals.
     """
     if batch.working is None:
         return batch.targets, batch, t
@@ -116,7 +123,7 @@ def first_estimates(
     *,
     chunk: int,
 ) -> Int[Array, "B k"]:
-    """The tokens that the path estimates at the chosen positions from the noise alone, at t = 0; without a gradient."""
+    """The tokens that the path estimates at the chosen positions from noise alone, at t = 0, without a gradient."""
 
     def choose(array: Array) -> Array:
         return jnp.take_along_axis(array, chosen.reshape(*chosen.shape, *[1] * (array.ndim - 2)), axis=1)
@@ -131,7 +138,7 @@ def first_estimates(
 
 
 def path_context(path: DiffusionPath, llm: LLM, batch: Batch, *, remat: Remat = None) -> Context:
-    """The context as the path reads it; no gradient enters the frozen model."""
+    """The context that the path reads; no gradient enters the frozen model."""
     reader = path.reader(jax.lax.stop_gradient(llm))
     return read_context(reader, batch, remat=None if path.config.reader == "lm" else remat)
 
@@ -139,10 +146,10 @@ def path_context(path: DiffusionPath, llm: LLM, batch: Batch, *, remat: Remat = 
 def finetuning_loss(
     llm: LLM, batch: Batch, *, losses: Callable[..., Float[Array, "B M"]] = target_losses, options: LossOptions = PLAIN
 ) -> Float[Array, ""]:
-    """Cross-entropy of the answers, in nats; differentiable in the layers, and in what `losses` is.
+    """Cross-entropy of the answers, in nats; differentiable with respect to the layers.
 
-    The batch has one query per token: several are for a path alone. `losses` is `target_losses` where the LM head is
-    frozen, and `target_losses_with_trained_head` where it is trained.
+    The batch has one query per token; several are only for a path. `losses` is `target_losses` if the LM head is
+    frozen, and `target_losses_with_trained_head` if it is trained.
     """
     hidden, _ = llm(batch.tokens, token_positions(batch), segments=batch.segments, remat=options.remat)
     if batch.queries is not None:
@@ -167,7 +174,7 @@ def sample_corruption(key: Array, batch: Batch, path: DiffusionPath) -> Corrupti
 def sample_corruptions(
     key: Array, batch: Batch, path: DiffusionPath, *, draws_per_context: int, times: TimeSampler = TIMES["uniform"]
 ) -> tuple[Batch, Corruption]:
-    """Repeat each query of the batch, and corrupt each copy by `sample_corruption` with a key of its own."""
+    """Repeat each query of the batch, and corrupt each copy by `sample_corruption` with a different key."""
     if draws_per_context == 1:
         corruption = sample_corruption(key, batch, path)
     else:
@@ -181,7 +188,7 @@ def sample_corruptions(
 def correct(
     path: DiffusionPath, llm: LLM, context: Context, batch: Batch, corruption: Corruption, *, remat: Remat = None
 ) -> Float[Array, "B M D"]:
-    """Hidden states corrected by one evaluation of the path, on the batch's targets corrupted at the sampled t."""
+    """Hidden states, corrected by one evaluation of the path on the batch's targets, corrupted at the sampled t."""
     x = diffusion.interpolate(path.embed(llm.rows(batch.targets)), path.config.sigma * corruption.noise, corruption.t)
     context = context._replace(labels=corruption.labels)
     if batch.queries is None:  # attention has a faster kernel for queries in order
@@ -192,12 +199,11 @@ def correct(
 def loss_weights(
     weights: Float[Array, "*B M"], reduction: Reduction, *, segments: Int[Array, "*B M"] | None = None
 ) -> Float[Array, "*B M"]:
-    """The weight of each position's cross-entropy; the loss is the sum of their products.
+    """The weight of each position; the loss is the sum over positions of weight times cross-entropy.
 
-    "token" gives the mean over tokens, "example" the mean over examples of each example's token mean (examples of
-    weight zero do not count), and "sum" the sum with `weights` as they are. An example is a row or, with `segments`,
-    the positions of a row that have the same number, from 0 to M. Over leading axes, the result is that of one large
-    batch.
+    `reduction` "token" gives the mean over tokens. "example" gives the mean over examples of each example's token mean;
+    examples of weight zero do not count. "sum" uses `weights` as they are. An example is a row or, with `segments`, the
+    positions of a row that have the same number, from 0 to M. Leading axes are treated as one large batch.
     """
     if reduction == "sum":
         return weights

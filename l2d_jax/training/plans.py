@@ -1,14 +1,14 @@
-"""The plan of a training step: what a config leaves "auto" of rematerialisation, micro-batches and the mesh.
+"""Plans of training steps: the values of rematerialisation, micro-batches and mesh that a config leaves "auto".
 
-`compile --search` keeps what the compiler says of a few plans for a slice of TPUs, by the devices and the sizes of the
-step, not by a model's name; `plans.json` has that for the models of the paper. Saving the products comes first, with
-one row on each device at a time, then two, four and eight while they fit. Only where not one row fits is everything
-computed again. Saving all moves more bytes than it saves work (`docs/tpu_estimates.md`); it is tried where the config
-asks for it. Without an entry, a step computes all again in the backward pass, has one micro-batch, and shards the
-weights over all devices.
+`compile --search` keeps what the compiler says of a few plans for a slice of TPUs, by the devices and the sizes of
+the step, not by a model's name; `plans.json` has that for the models of the paper. Saving the products comes first,
+with one row on each device at a time, then two, four and eight while they fit. Only where not one row fits is
+everything computed again. Saving all moves more bytes than it saves work (`docs/evidence/tpu_estimates.md`); it is
+tried where the config asks for it. Without an entry, a step computes all again in the backward pass, has one
+micro-batch, and shards the weights over all devices.
 
-The noise of a step depends on its micro-batches, so a run keeps their number wherever it goes on. Its workdir records
-the plan for each slice, and a run that comes back to a slice takes the same one, so that it repeats itself bit for bit.
+The noise of a step depends on its micro-batches, so a run keeps their number wherever it resumes. The workdir records
+the plan for each slice. A run that returns to a slice takes the recorded plan, so it repeats itself bit for bit.
 """
 
 import dataclasses
@@ -34,44 +34,44 @@ from l2d_jax.storage import mirror
 from l2d_jax.training.methods import method_of
 from l2d_jax.weights.base_model import read_architecture
 
-TABLE = "plans.json"  # what searches found: of this machine, in the cache, and of the package, beside this file
-RECORD = "plan.json"  # of a workdir: the plan on each slice that it was trained on
-ANY = "any devices"  # in a record: of a run from before there were plans
-ROWS = (1, 2, 4, 8)  # of a micro-batch on each device, in a search
-SPARE = 0.1  # share of a device's memory that a plan has to leave free
+TABLE = "plans.json"  # results of searches: this machine's in the cache, the package's next to this file
+RECORD = "plan.json"  # in a workdir: the plan for each slice on which it was trained
+ANY = "any devices"  # key of a record for runs of versions without plans
+ROWS = (1, 2, 4, 8)  # rows per device of a micro-batch that a search tries
+SPARE = 0.1  # share of a device's memory that a plan must leave free
 
 
 class StepPlan(TypedDict):
-    """How a step is computed, and what the compiler says of that."""
+    """How a step is computed, and what the compiler says about it."""
 
     remat: Literal["none", "products", "full"]
     accumulation: Count  # micro-batches
     mesh: dict[str, int]
-    spare: NotRequired[float]  # share of a device's memory that it leaves free; negative where it does not fit
-    share_of_peak: NotRequired[float]  # of the useful operations; 0 where it does not fit
+    spare: NotRequired[float]  # share of a device's memory that it leaves free; negative if it does not fit
+    share_of_peak: NotRequired[float]  # rate of useful operations relative to peak; 0 if it does not fit
 
 
 def apply_plan(plan: StepPlan, config: Config) -> Config:
-    """The config with the values of a plan."""
+    """Put the values of a plan into a config."""
     train = dataclasses.replace(config.train, remat=plan["remat"], accumulation=plan["accumulation"])
     return dataclasses.replace(config, train=train, mesh=from_dict(MeshConfig, plan["mesh"], prefix="mesh"))
 
 
 def allows(config: Config, plan: StepPlan, *, devices: int) -> bool:
-    """Whether a config sets none of a plan's options to another value."""
+    """Whether a plan agrees with the options that a config sets."""
     train, mesh, planned = config.train, config.mesh, from_dict(MeshConfig, plan["mesh"], prefix="mesh")
     is_same = train.remat in ("auto", plan["remat"]) and train.accumulation in ("auto", plan["accumulation"])
     return is_same and (mesh == MeshConfig() or mesh_sizes(mesh, devices) == mesh_sizes(planned, devices))
 
 
 def devices_text(devices: Sequence[Any]) -> str:
-    """The number and kind of devices, such as "16 TPU v5 lite", and the number of slices where there are several."""
+    """The number and kind of devices, such as "16 TPU v5 lite", and the number of slices if there are several."""
     slices = count_slices(devices)
     return f"{len(devices)} {devices[0].device_kind}" + (f" in {slices} slices" if slices > 1 else "")
 
 
 def plan_text(plan: StepPlan, devices: Sequence[Any]) -> str:
-    """What a plan is and where it is from, in one line."""
+    """A plan and where it comes from, in one line."""
     mesh = " ".join(f"{name}={size}" for name, size in plan["mesh"].items() if size != 1) or "of one device"
     share = f"{plan['share_of_peak']:.1%} of peak, compiled for" if "share_of_peak" in plan else "not compiled for"
     values = f"remat {plan['remat']}, accumulation {plan['accumulation']}, mesh {mesh}"
@@ -79,7 +79,7 @@ def plan_text(plan: StepPlan, devices: Sequence[Any]) -> str:
 
 
 def step_text(config: Config, devices: Sequence[Any]) -> str:
-    """The key of a plan: the devices, and the sizes that the cost of a step depends on."""
+    """The key of a plan: the devices, and the sizes that determine the cost of a step."""
     a, method, train, data = read_architecture(config.model), method_of(config), config.train, config.data
     frozen, trained = parameters(method.declare_frozen(a)), parameters(method.declare(a))
     options = f"draws {train.draws_per_context}, chunk {train.loss_chunk}"
@@ -92,10 +92,10 @@ def step_text(config: Config, devices: Sequence[Any]) -> str:
 
 
 def choose_plan(config: Config, devices: Sequence[Any], *, workdir: Path | None = None) -> StepPlan:
-    """The plan of a config on some devices, which sets nothing that the config sets otherwise.
+    """Choose the plan of a config for some devices; it agrees with every option that the config sets.
 
-    In a `workdir` with checkpoints the plan that it records for these devices comes first; then the fastest one of the
-    tables that leaves `SPARE` of the memory free; then the default. Raises `InputError` for a file that is malformed.
+    The order is: in a `workdir` with checkpoints, the plan recorded for these devices; the fastest plan of the tables
+    that leaves `SPARE` of the memory free; the default. Raises `InputError` for a malformed file.
     """
     where, recorded = devices_text(devices), {} if workdir is None else recorded_plans(workdir)
     plans = [recorded[name] for name in (where, ANY) if name in recorded]
@@ -113,7 +113,7 @@ def choose_plan(config: Config, devices: Sequence[Any], *, workdir: Path | None 
 
 
 def start_planned(config: Config) -> tuple[Config, Mesh, str]:
-    """Start JAX with the plan of a config: the config with its values, the mesh, and the line of `plan_text`."""
+    """Start JAX with the plan of a config; returns the config with the plan's values, the mesh, and `plan_text`."""
     runtime.start_jax(config.mesh)
     plan = choose_plan(config, jax.devices())
     config = apply_plan(plan, config)
@@ -121,7 +121,7 @@ def start_planned(config: Config) -> tuple[Config, Mesh, str]:
 
 
 def search_plans(config: Config, devices: Sequence[Any], ask: Callable[[Config], Mapping[str, Any]]) -> list[StepPlan]:
-    """What `ask`, which gives the figures of `tpu_estimate`, says of the plans that the config allows."""
+    """Try the plans that the config allows; `ask` returns the figures of `tpu_estimate` for a config."""
     found: list[StepPlan] = []
     mesh, batch = plan_mesh(config, devices), config.train.batch_size
     for remat in ("products", "full") if config.train.remat == "auto" else (config.train.remat,):
@@ -142,9 +142,10 @@ def search_plans(config: Config, devices: Sequence[Any], ask: Callable[[Config],
 
 
 def plan_mesh(config: Config, devices: Sequence[Any]) -> dict[str, int]:
-    """The config's mesh if it sets one; otherwise shards of the weights, and of rows where these are too few.
+    """The config's mesh if it sets one; otherwise a mesh that shards the weights.
 
-    Slices have copies of the weights, since the network between them is slow.
+    `fsdp` is as large as the rows of a batch allow. The remaining devices divide the tokens of a row (`context`) or
+    heads (`tensor`). Each slice has a copy of the weights, because the network between slices is slow.
     """
     count, batch = len(devices), config.train.batch_size
     if config.mesh != MeshConfig():
@@ -157,7 +158,7 @@ def plan_mesh(config: Config, devices: Sequence[Any]) -> dict[str, int]:
 
 
 def add_plans(config: Config, devices: Sequence[Any], plans: list[StepPlan]) -> None:
-    """Put what a search has found for a config on some devices into the table of this machine."""
+    """Add the results of a search for a config on some devices to the table of this machine."""
     file, key, values = cache_folder() / TABLE, step_text(config, devices), itemgetter("remat", "accumulation", "mesh")
     table = _read_table(file)
     table[key] = [old for old in table.get(key, []) if values(old) not in map(values, plans)] + plans
@@ -166,9 +167,9 @@ def add_plans(config: Config, devices: Sequence[Any], plans: list[StepPlan]) -> 
 
 
 def recorded_plans(workdir: Path) -> dict[str, StepPlan]:
-    """The plans by `devices_text` that a run was trained with; empty where it has no checkpoints yet.
+    """The plans with which a run was trained, keyed by `devices_text`; empty if it has no checkpoints yet.
 
-    Workdirs from before there were plans have the values in their config, for `ANY` devices.
+    Workdirs of versions without plans have the values in their config, for `ANY` devices.
     """
     file = workdir / RECORD
     if not (workdir / "checkpoints").exists():
@@ -183,7 +184,7 @@ def recorded_plans(workdir: Path) -> dict[str, StepPlan]:
 
 
 def record_plan(workdir: Path, devices: Sequence[Any], plan: StepPlan) -> None:
-    """Write into the workdir of a run which plan it takes on these devices."""
+    """Record in a workdir which plan the run uses on these devices."""
     plans = recorded_plans(workdir) | {devices_text(devices): plan}
     with explained(f"cannot write to workdir {workdir}", "choose another --workdir"):
         write_whole(workdir / RECORD, json.dumps(plans, indent=2) + "\n")

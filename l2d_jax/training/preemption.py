@@ -1,7 +1,7 @@
-"""Turns SIGTERM into a question between two steps of training: save and stop after this one?
+"""Handles SIGTERM in training: after the running step, save a checkpoint and stop.
 
-Schedulers announce the end of a machine by SIGTERM and kill after a grace time (30 s on Google's spot VMs). It has to
-cover what is under way and a checkpoint; otherwise the steps since the newest checkpoint are lost.
+Schedulers announce the end of a machine with SIGTERM and kill processes after a grace period (30 s on Google's spot
+VMs). The running step and a checkpoint must fit into it; otherwise the steps since the newest checkpoint are lost.
 """
 
 import os
@@ -16,11 +16,11 @@ STOPPED = 143  # the exit status: 128 + SIGTERM
 
 
 class Preemption:
-    """Handles SIGTERM within the `with`; several processes ask JAX for the step to stop after."""
+    """A context manager that handles SIGTERM; with several processes, JAX decides after which step all stop."""
 
     def __enter__(self) -> "Preemption":
         self._noticed, self._former = False, None
-        # Python handles signals in its main thread alone.
+        # Python handles signals only in its main thread.
         if not jax.distributed.is_initialized() and threading.current_thread() is threading.main_thread():
             self._former = signal.signal(signal.SIGTERM, self._notice)
         return self
@@ -30,7 +30,7 @@ class Preemption:
             signal.signal(signal.SIGTERM, self._former)
 
     def reached(self, step: int) -> bool:
-        """Whether to save and stop after this step; all processes must ask after every step."""
+        """Whether to save and stop after this step; all processes must call this after every step."""
         return self._noticed or multihost_utils.reached_preemption_sync_point(step)
 
     def _notice(self, *_: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a run needs, looked at in seconds on every process, before anything is downloaded or compiled."""
+"""Checks what a run needs, in seconds and on every process, before anything is downloaded or compiled."""
 
 import contextlib
 import importlib.metadata
@@ -26,11 +26,14 @@ from l2d_jax.training.memory import check_training_memory
 from l2d_jax.training.methods import method_of
 from l2d_jax.weights import base_model, hub, locate
 
-PATIENCE = 10.0  # seconds in which a shared disk shows what another host has written
+PATIENCE = 10.0  # seconds after which a shared disk must show what another host has written
 
 
 def check_run(config: Config, workdir: Path, mesh: Mesh) -> list[str]:
-    """A line for each check, which all processes must call; raises `InputError` on every one, naming the host."""
+    """Run all checks; all processes must call this. Returns a line per check.
+
+    If a check fails on any host, raises on every process an `InputError` that names the host.
+    """
     token, versions = processes.decide(lambda: [uuid.uuid4().hex, _versions()])
     place = mirror.place(workdir)
     checks: dict[str, Callable[[], str]] = {
@@ -51,7 +54,7 @@ def check_run(config: Config, workdir: Path, mesh: Mesh) -> list[str]:
 
 
 def pinned_base(name: str, workdir: Path) -> str:
-    """A base from the hub with the revision that the workdir records or else its newest; raises `InputError`."""
+    """The name of a base from the hub with a revision: the workdir's, or else the newest; raises `InputError`."""
     file = workdir / "config.json"
     remedy = "restore it or choose another --workdir"
     sections = check(read_json(file) if file.exists() else {}, dict[str, dict[str, Any]], file, remedy=remedy)
@@ -64,7 +67,7 @@ def pinned_base(name: str, workdir: Path) -> str:
 
 
 def _versions() -> dict[str, str]:
-    """Of the code and of what compiles it: programs that differ wait for each other for ever."""
+    """Versions of the code and of the compiler: processes whose programs differ would wait for each other forever."""
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "orbax-checkpoint")}
     files = sorted(path for path in Path(__file__).parents[1].rglob("*") if path.suffix in (".py", ".toml", ".json"))
     return {"l2d_jax": digest([path.read_text() for path in files])[:12], **versions}
@@ -90,7 +93,7 @@ def _write_mark(place: Disk | Bucket, token: str) -> str:
 
 
 def _find_marks(place: Disk | Bucket, token: str) -> str:
-    """Whether this host sees what all processes have written; a shared disk may take a while to show it."""
+    """Check that this host sees what all processes have written; a shared disk may take a while to show it."""
     end = time.monotonic() + PATIENCE
     marks = {_mark(index) for index in range(jax.process_count())}
     with explained(f"{place} cannot be read", "choose another --workdir"):
@@ -103,7 +106,7 @@ def _find_marks(place: Disk | Bucket, token: str) -> str:
 
 
 def _check_base(name: str) -> str:
-    """The base model is here, or the hub lets this host have it."""
+    """Check that the base model is on this host, or that the hub lets this host download it."""
     if name == "random":
         return "random weights"
     if not hub.is_on_hub(name):
@@ -119,14 +122,14 @@ def _check_memory(config: Config, mesh: Mesh) -> str:
 
 
 def _check_disk(config: Config, workdir: Path) -> str:
-    """There is room for the download and, on a disk, for the checkpoints that stay and the one under way."""
+    """Check that the disk has space for the download, for the checkpoints that are kept and for one being written."""
     needed: dict[Path, int] = {}
     if hub.is_on_hub(config.model.name):
         plan = hub.plan_download(config.model.name)
         needed[plan.cache] = plan.missing
     if isinstance(mirror.place(workdir), Disk) and processes.is_first() and config.model.architecture is not None:
         trained = tree_bytes(method_of(config).declare(base_model.read_architecture(config.model)))
-        needed[workdir] = 3 * trained * (config.train.keep + 1)  # with both moments of Adam
+        needed[workdir] = 3 * trained * (config.train.keep + 1)  # the factor 3: Adam's two moments
     for folder, size in needed.items():
         there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
         free = shutil.disk_usage(there).free

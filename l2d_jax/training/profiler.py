@@ -1,4 +1,4 @@
-"""Where the time of a run goes: stopwatches of its start and its parts, and traces of `config.profile.steps`.
+"""Where the time of a run goes: stopwatches for its start and its parts, and traces of `config.profile.steps`.
 
 Each host writes `<workdir>/profile/plugins/profile/steps_10_12/<host>.xplane.pb`, where the profile plugin looks:
 `tensorboard --logdir <workdir>/profile`.
@@ -18,18 +18,21 @@ from l2d_jax.distributed import processes
 from l2d_jax.errors import require
 
 T = TypeVar("T")
-PARTS = ("data", "save", "validation")  # of a run's time; all other time is that of the steps
+PARTS = ("data", "save", "validation")  # parts of a run's time; the rest belongs to the steps
 Step: TypeAlias = Callable[..., tuple[Any, Any]]  # (state, ...) -> (state, metrics), as `step.make_step` makes it
 
 
 def check_steps(config: ProfileConfig, steps: int) -> None:
-    """Raise `InputError` if a traced step lies beyond the run's last."""
+    """Raise `InputError` if a traced step is after the run's last step."""
     problem = f"config.profile.steps {config.steps} goes beyond the run's {steps} steps"
     require(config.steps is None or _traced(config.steps)[-1] <= steps, f"{problem}: choose earlier ones")
 
 
 def trace_steps(run_step: Step, config: ProfileConfig, workdir: Path, *, start: int) -> Step:
-    """`run_step` for the steps after `start`, tracing those of `config`, unless the first compiles or is past."""
+    """Wrap `run_step` so that it traces the steps of `config`, unless the first of them compiles or is over.
+
+    Steps are counted from `start`, after which the run continues.
+    """
     if config.steps is None:
         return run_step
     traced = _traced(config.steps)
@@ -40,12 +43,12 @@ def trace_steps(run_step: Step, config: ProfileConfig, workdir: Path, *, start: 
     numbers = count(start + 1)
     options = jax.profiler.ProfileOptions()
     options.session_id = f"steps_{traced[0]}_{traced[-1]}"  # one folder for all hosts, whatever their clocks say
-    options.python_tracer_level = 0  # millions of calls of Python would hide, and slow, the rest
+    options.python_tracer_level = 0  # millions of Python calls would slow and hide the rest
 
     def run(*arguments: Any) -> tuple[Any, Any]:
         step = next(numbers)
         if step == traced[0]:
-            jax.block_until_ready(arguments)  # earlier steps may still be under way
+            jax.block_until_ready(arguments)  # earlier steps may still be running
             jax.profiler.start_trace(workdir / "profile", profiler_options=options)
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
             results = run_step(*arguments)
@@ -64,24 +67,24 @@ def _traced(steps: str) -> range:
 
 
 class StartWatch:
-    """Counts the seconds from its making to the first step, by what they were needed for."""
+    """Counts the seconds from its creation to the first step, divided into parts."""
 
     def __init__(self) -> None:
         self._last, self._seconds = time.perf_counter(), dict[str, float]()
 
     def ended(self, part: str) -> None:
-        """Count what has passed since the part before as that of `part`."""
+        """Count the time since the end of the previous part as that of `part`."""
         now = time.perf_counter()
         self._last, self._seconds[part] = now, now - self._last
 
     def summary(self) -> str:
-        """The seconds until now, and those of each part."""
+        """The seconds until now and those of each part, as text."""
         parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in self._seconds.items())
         return f"first step after {sum(self._seconds.values()):.1f} s: {parts}"
 
 
 class Stopwatch:
-    """Counts seconds from its making on, and those of them within each part."""
+    """Counts the seconds since its creation, and how many of them belong to each part."""
 
     def __init__(self) -> None:
         self._began = self._lap = time.perf_counter()
@@ -89,7 +92,7 @@ class Stopwatch:
 
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
-        """Count the time within as that of a part."""
+        """Count the time within this context as that of `part`."""
         began = time.perf_counter()
         try:
             yield
@@ -99,7 +102,7 @@ class Stopwatch:
             self._in_lap[part] += seconds
 
     def waiting(self, items: Iterator[T]) -> Iterator[T]:
-        """Hand on items, and count the time that each is waited for as that of the data."""
+        """Yield the items, and count the time spent waiting for each as that of the part "data"."""
         while True:
             with self.during("data"):
                 item = next(items, None)
@@ -108,14 +111,14 @@ class Stopwatch:
             yield item
 
     def lap(self) -> dict[str, float]:
-        """The seconds since the last lap, by part and in "step"; they begin anew."""
+        """The seconds since the last lap, by part and for "step"; then start counting from zero."""
         now = time.perf_counter()
         seconds = {"step": now - self._lap - sum(self._in_lap.values()), **self._in_lap}
         self._lap, self._in_lap = now, dict.fromkeys(PARTS, 0.0)
         return {f"seconds/{name}": value for name, value in seconds.items()}
 
     def summary(self) -> str:
-        """The share of the steps in the time until now (the goodput), and those of the parts."""
+        """The share of time spent in steps (the goodput), and in each part, as text."""
         whole = time.perf_counter() - self._began
         shares = {"steps": whole - sum(self._total.values()), **self._total}
         return f"{whole:.0f} s: " + ", ".join(f"{name} {share / whole:.1%}" for name, share in shares.items())

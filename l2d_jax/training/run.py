@@ -1,4 +1,4 @@
-"""One run of training, from the newest good checkpoint of its workdir to its last step or to where it is stopped."""
+"""A training run: from the newest good checkpoint of its workdir to its last step, or until it is stopped."""
 
 import contextlib
 import dataclasses
@@ -38,10 +38,10 @@ from l2d_jax.weights import base_model, tokenizer_files
 
 
 def train(config: Config, workdir: AnyPath) -> bool:
-    """Train from the newest good checkpoint in `workdir`, if there is one; return whether the last step was reached.
+    """Train, from the newest good checkpoint in `workdir` if there is one; return whether the last step was reached.
 
-    If it was not, SIGTERM has stopped the run after saving. Raises `InputError`, and `RunError` where the run has to
-    stop or its end cannot be saved.
+    False means that SIGTERM stopped the run after saving. Raises `InputError` for bad input, and `RunError` if the run
+    must stop or its result cannot be saved.
     """
     watch = profiler.StartWatch()
     folder = mirror.open_folder(workdir)
@@ -56,10 +56,10 @@ def train(config: Config, workdir: AnyPath) -> bool:
 def prepare(
     config: Config, workdir: Path, held: contextlib.ExitStack, *, show: Callable[[str], object] = lambda *_: None
 ) -> tuple[Config, Mesh]:
-    """Start JAX, check what every host needs, claim the workdir and keep it `held`.
+    """Start JAX, check what every host needs, claim the workdir and lock it; `held` releases the lock.
 
-    Returns the config, with the place or revision of the base and the values of the plan, which the workdir records,
-    and the mesh; `show` gets a line for each check. Raises `InputError`, before any model or data is read.
+    Returns the mesh and the config, completed with the place or revision of the base and the values of the plan; the
+    workdir records both. `show` gets a line for each check. Raises `InputError` before any model or data is read.
     """
     rows.keep_quiet()
     runtime.start_jax(config.mesh)
@@ -70,7 +70,7 @@ def prepare(
         plan = choose_plan(config, jax.devices(), workdir=workdir)
         planned = apply_plan(plan, config)
         check_batch(planned.train, make_mesh(planned.mesh))
-        for budget in config.validation.budgets:  # unused without a path, but a later evaluation may ask for them
+        for budget in config.validation.budgets:  # unused without a path, but a later evaluation may use them
             Refinement.from_config(config.decode, budget=budget)
         held.enter_context(lock.hold(workdir))
         claim(workdir, config)
@@ -93,7 +93,7 @@ def prepare(
 
 
 class Run:
-    """A run in a workdir that process 0 holds; every process makes one and calls the same methods."""
+    """A run in a workdir that process 0 has locked. Every process makes a `Run` and calls the same methods."""
 
     def __init__(self, config: Config, workdir: Path, mesh: Mesh, starting: profiler.StartWatch) -> None:
         self._config, self._workdir, self._mesh = config, workdir, mesh
@@ -117,7 +117,7 @@ class Run:
         self._base_fingerprint, examples = processes.decide(self._inputs.fingerprints)
         inputs = self._base_fingerprint | examples
         self._checkpoints = Checkpoints(workdir / "checkpoints", keep=config.train.keep, inputs=inputs)
-        self._start = self._checkpoints.latest() or 0  # optimizer steps that are done
+        self._start = self._checkpoints.latest() or 0  # optimizer steps done so far
         if self._start:
             parts = self._checkpoints.restore(self._start, self._parts())
             self._state = TrainState(parts[self._method.part], parts["optimizer"])
@@ -131,13 +131,13 @@ class Run:
         starting.ended("checkpoint")
         self._starting, self._watch = starting, profiler.Stopwatch()
         self._saved = time.monotonic()  # when the last save began
-        # A run that was cut off may have saved this step and not validated it.
+        # An interrupted run may have saved this step without validating it.
         if self._validates_at(self._start) and self._start not in measured:
             self.validate(self._start)
             starting.ended("validation")
 
     def train(self, preemption: Preemption) -> bool:
-        """Take the steps that are left, and export; False where `preemption` stops it before, after saving."""
+        """Take the remaining steps and export. Returns False if `preemption` stopped the run, after saving."""
         config, start = self._config.train, self._start
         take_step = make_step(self._optimizer, config, self._state, self._mesh, objective=self._method.loss)
         take_step = profiler.trace_steps(take_step, self._config.profile, self._workdir, start=start)
@@ -159,8 +159,8 @@ class Run:
             stops = preemption.reached(step) and not is_last
             saves = waits or stops or is_last or self._saves_at(step)
             if saves or self._validates_at(step):
-                log.flush()  # before the save, or a run that is cut off in between would lack this record
-            waits = saves and log.skipped > 0  # for a step whose update is not skipped
+                log.flush()  # before the save: otherwise a run killed in between would lack this record
+            waits = saves and log.skipped > 0  # save after a step whose update is not skipped
             if saves and not waits:
                 with self._watch.during("save"):
                     self.save(step)
@@ -192,7 +192,7 @@ class Run:
         model = self._method.model(self._state.trained, self._frozen)
         report = validate(model, examples, config, budgets=budgets)
         base, problems = self._inputs.base, self._inputs.problems
-        if problems is not None and (step or model.path is None):  # of a path, a budget of 1 is measured later
+        if problems is not None and (step or model.path is None):  # with a path, a budget of 1 is measured later
             loaded = LoadedModel(model, base.tokenizer, base.stop_ids, config.decode)
             report |= exact_match(loaded, problems, config.validation, budgets=budgets)
         self._metrics.write(step, report)
@@ -200,7 +200,7 @@ class Run:
         self._metrics.progress(step, "  ".join(f"{name.split('/')[1]} {value:.4f}" for name, value in figures.items()))
 
     def save(self, step: int) -> None:
-        """Begin a checkpoint, once the log of its steps is on the disk; raises `RunError` as `check_held` does."""
+        """Start saving a checkpoint, after flushing the log of its steps; raises `RunError` as `check_held` does."""
 
         def sync_log() -> None:
             lock.check_held()
@@ -247,7 +247,7 @@ class Run:
         return step in (0, self._steps) or (every > 0 and step % every == 0)
 
     def _saves_at(self, step: int) -> bool:
-        """Whether a save is due by the number of steps, and by the clock of process 0 not too soon after the last."""
+        """Whether a save is due by the number of steps, and not too soon after the last one (clock of process 0)."""
         config = self._config.train
         if step % config.checkpoint_every:
             return False

@@ -1,7 +1,7 @@
 """One optimizer step: gradients summed over micro-batches, then AdamW, in one compiled program.
 
-The caller says what is trained by which loss (`methods`). A step whose loss, gradient or new state is not finite
-changes nothing: not the weights, not the moments, not their count.
+The caller chooses what is trained and with which loss (`methods`). If the loss, the gradient or the new state is not
+finite, a step changes nothing: neither weights nor moments nor their count.
 """
 
 from collections.abc import Callable
@@ -25,9 +25,9 @@ from l2d_jax.training.objective import loss_weights
 
 
 def save_all_but_weights(primitive: Any, *_: Any, **parameters: Any) -> bool:
-    """A policy that saves all that a layer computes, but not the weights that it gathers, which would be a full copy.
+    """A policy that saves everything that a layer computes, except gathered weights, which would be a full copy.
 
-    JAX's `save_anything_except_these_names` saves them, too.
+    JAX's `save_anything_except_these_names` would save them as well.
     """
     if primitive.name == "name":
         return bool(parameters["name"] != gathering.NAME)
@@ -35,18 +35,18 @@ def save_all_but_weights(primitive: Any, *_: Any, **parameters: Any) -> bool:
 
 
 REMAT: dict[str, Callable[..., Any]] = {
-    # A scan keeps the two passes apart by itself, so no further barrier is needed.
+    # A scan already separates forward and backward pass, so no further barrier is needed.
     name: partial(jax.checkpoint, policy=policy, prevent_cse=False)
     for name, policy in {
         "none": save_all_but_weights,
         "products": jax.checkpoint_policies.save_only_these_names(layers.PRODUCT, attention.NAME),
         "full": jax.checkpoint_policies.nothing_saveable,
-        "auto": jax.checkpoint_policies.nothing_saveable,  # where no plan has replaced it
+        "auto": jax.checkpoint_policies.nothing_saveable,  # if no plan has replaced it
     }.items()
 }
 
-# (trained, frozen, batch, key) -> the micro-batch's part of the loss. `frozen` is None where all of the model is
-# trained; the weights of the micro-batch are the loss weights of the whole batch.
+# (trained, frozen, batch, key) -> the micro-batch's part of the loss. `frozen` is None if the whole model is trained.
+# The weights in the micro-batch are loss weights with respect to the whole batch.
 Objective = Callable[[Any, LLM | None, Batch, jax.Array], jax.Array]
 
 # XLA's options by kind of device. If a fusion may take 64 MiB of on-chip memory, the matrix products of v5p run at 98 %
@@ -56,14 +56,14 @@ COMPILER_OPTIONS: dict[str, dict[str, Any]] = {"TPU v5": {"xla_tpu_scoped_vmem_l
 
 @nnx.dataclass
 class TrainState(nnx.Module):
-    """All that a step changes."""
+    """The state that a step updates."""
 
-    trained: Any = nnx.data()  # the tree of float32 weights
-    optimizer: Any = nnx.data()  # their Adam moments, placed like them
+    trained: Any = nnx.data()  # pytree of float32 weights
+    optimizer: Any = nnx.data()  # their Adam moments, with the same placement
 
 
 def abstract_moments(optimizer: optax.GradientTransformation, trained: Any, mesh: Mesh) -> Any:
-    """The optimizer's state as shapes: moments are placed like their weights."""
+    """The optimizer's state as shapes; moments have the shardings of their weights."""
     return optax.tree_utils.tree_map_params(
         optimizer,
         lambda moment, weight: moment.update(sharding=weight.sharding),
@@ -82,9 +82,9 @@ def init_state(optimizer: optax.GradientTransformation, trained: Any, mesh: Mesh
 def make_step(
     optimizer: optax.GradientTransformation, config: TrainConfig, state: TrainState, mesh: Mesh, *, objective: Objective
 ) -> Callable[[TrainState, LLM | None, Batch, jax.Array], tuple[TrainState, dict[str, jax.Array]]]:
-    """The compiled step: `(state, frozen, batch, key) -> (state, metrics)`; `state` is donated.
+    """Compile the step: `(state, frozen, batch, key) -> (state, metrics)`; `state` is donated.
 
-    The batch has a leading axis of micro-batches, as `micro_batches` makes it; the loss is the mean over the whole
+    The batch has a leading axis of micro-batches, as `micro_batches` makes it. The loss is the mean over the whole
     batch, however it is divided. Metrics: loss in nats, gradient norm, and whether the update was skipped (0 or 1).
     """
 
@@ -101,7 +101,7 @@ def make_step(
         updates, moments = optimizer.update(gradient, state.optimizer, state.trained)
         new_state = TrainState(trained=optax.apply_updates(state.trained, updates), optimizer=moments)
         norm = optax.tree.norm(gradient)
-        # Not optax.apply_if_finite, which applies the NaN after a number of skips.
+        # optax.apply_if_finite will not do: it applies the NaN after a number of skips.
         finite = jnp.isfinite(value) & jnp.isfinite(norm) & is_finite(new_state)
         new_state = jax.tree.map(partial(jnp.where, finite), new_state, state)
         return new_state, {"loss": value, "gradient_norm": norm, "skipped": 1 - finite.astype(jnp.float32)}
@@ -118,7 +118,7 @@ def is_finite(tree: Any) -> jax.Array:
 
 
 def check_batch(config: TrainConfig, mesh: Mesh | AbstractMesh) -> None:
-    """Raise `InputError` if the mesh does not divide a micro-batch, or is one for decoding."""
+    """Raise `InputError` if the mesh does not divide a micro-batch, or is meant for decoding."""
     stationary = mesh.shape["stationary"]
     require(stationary == 1, f"config.mesh.stationary={stationary} is for decoding: use fsdp to train")
     shards = mesh.shape["data"] * mesh.shape["fsdp"]

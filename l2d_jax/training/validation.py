@@ -1,7 +1,7 @@
 """Measures held-out answers: the loss (of a path by t), and teacher-forced accuracy against the budget.
 
-Teacher-forced means that every answer position is refined from noise, the same at all budgets, with the true tokens
-before it. "Expected" accuracy is the probability of the true token, "greedy" accuracy whether it is the arg max.
+Teacher-forced means that every answer position is refined with the true tokens before it, from noise that is the same
+at all budgets. "Expected" accuracy is the probability of the true token; "greedy" accuracy: whether it is the arg max.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ _context = jax.jit(read_context)
 def _loss_by_bin(
     model: Model, context: Context, batch: Batch, key: Array, *, chunk: int, bins: int
 ) -> Float[Array, "bins B M"]:
-    """The loss of every position at one t in each of the equal bins."""
+    """The loss of every position at one t in each of `bins` equal bins."""
     path = model.path
     assert path is not None
     sampled = sample_corruption(key, batch, path)
@@ -73,10 +73,10 @@ def _scores(
 def teacher_forced_sums(
     model: Model, batches: Iterable[Batch], config: Config, settings: Mapping[str, Refinement], *, corrections: bool
 ) -> BootstrapSums:
-    """Loss, and expected and greedy accuracy, at each of the named settings.
+    """Sums of loss, expected and greedy accuracy at each of the named settings.
 
-    The measures are `loss@name` and so on for `MEASURES`; a path also has `loss0`, `loss1`, ..., of one evaluation in
-    each bin of t, and their mean `loss`, and with `corrections` those of `token_values`.
+    Their names are `loss@name` and so on for all `MEASURES`. A path also has `loss0`, `loss1`, ..., for one evaluation
+    in each bin of t, and their mean `loss`. With `corrections` there are also the values of `token_values`.
     """
     chunk, bins = config.train.loss_chunk, config.validation.time_bins
     sums, key = BootstrapSums(), jax.random.key(config.train.seed)
@@ -106,14 +106,14 @@ def validate(
 ) -> dict[str, Any]:
     """Loss, perplexity, loss by bin of t, and the measures at each budget, with 95 % intervals over examples.
 
-    Keys: `validation/loss` (nats; for a path, of one evaluation at all t), `validation/perplexity`, for a path
-    `validation/loss_by_t`, and for a budget n `validation/{loss,expected,greedy}@n` with `…_interval`; `…_gain` is
-    the paired difference to the smallest budget, with its interval. Without a path the budget is 1.
+    Keys: `validation/loss` (nats; for a path, the mean over t of one evaluation), `validation/perplexity`, for a path
+    `validation/loss_by_t`, and for each budget n `validation/{loss,expected,greedy}@n` with `…_interval`. `…_gain` is
+    the paired difference from the smallest budget, with its interval. Without a path the only budget is 1.
     """
     budgets = config.validation.budgets if budgets is None else budgets
     budgets = budgets if model.path is not None else (1,)
     settings = {str(budget): Refinement.from_config(config.decode, budget=budget) for budget in budgets}
-    if config.decode.parallel == "on":  # "auto": there are many positions, whose rows would not come for nothing
+    if config.decode.parallel == "on":  # not with "auto": with this many positions, extra rows cost time
         settings = {name: one.side_by_side([int(name)]) for name, one in settings.items()}
     sums = teacher_forced_sums(model, batches, config, settings, corrections=False)
     loss = sums.mean("loss@1" if model.path is None else "loss")[0]
@@ -128,7 +128,7 @@ def validate(
 
 
 def placed_in_order(examples: Examples, batch_size: int, mesh: Mesh) -> Iterator[Batch]:
-    """Each example once, in batches on the mesh, padded with empty rows so that the mesh divides them."""
+    """Yield each example once, in batches on the mesh, padded with empty rows so that the mesh divides them."""
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     held = sharding.rows_on_devices(mesh, -(-batch_size // shards) * shards)
     place = partial(jax.make_array_from_process_local_data, sharding.batch_sharding(mesh))

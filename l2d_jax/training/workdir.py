@@ -1,4 +1,4 @@
-"""The folder of a run, which belongs to its config."""
+"""The workdir: the folder of a run, which belongs to one config."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from l2d_jax.weights import base_model
 
 
 def recorded_config(workdir: Path) -> Config:
-    """The config that a run began with, less options of former versions that concern training alone."""
+    """The config with which a run began, without options of earlier versions that concern only training."""
     file = workdir / "config.json"
     options = read_json(file)
     if isinstance(train := options.get("train"), dict):
@@ -25,22 +25,22 @@ def recorded_config(workdir: Path) -> Config:
 
 
 def claim(workdir: Path, config: Config) -> None:
-    """Make the workdir, and write the resolved config and the place of a local base.
+    """Make the workdir, and write the resolved config and the location of a local base.
 
-    Raises `InputError` if that fails, and if the workdir has checkpoints of a config that differs in more than `free`;
-    "auto" is what the run began with (`plans`).
+    Raises `InputError` if that fails, or if the workdir has checkpoints of a config that differs in options other than
+    `free`. "auto" stands for the value with which the run began (`plans`).
     """
     file = workdir / "config.json"
     with explained(f"cannot write to workdir {workdir}", "choose another --workdir"):
         workdir.mkdir(parents=True, exist_ok=True)
-        if not (workdir / "checkpoints").exists():  # nothing is trained yet, so the config may still change
+        if not (workdir / "checkpoints").exists():  # nothing is trained yet: the config may still change
             write_whole(file, json.dumps(config.to_dict(), indent=2) + "\n")
             base_model.record_base(workdir, config.model)
         mirror.publish(workdir)
-    # A run may resume on other devices, trace other steps, and read the same examples from another place.
+    # A run may resume on other devices, trace other steps, or read the same examples from another place.
     free = ("config.mesh.", "config.profile.", "config.log.", "config.data.prepared", "config.train.checkpoint_minutes")
     sections = check(read_json(file), dict[str, dict[str, Any]], file, remedy="restore it or choose another --workdir")
-    former = {  # a former version lacks the newest options, and may have others
+    former = {  # earlier versions lack the newest options, and may have others
         section: {name: sections.get(section, {}).get(name, value) for name, value in values.items()}
         for section, values in json.loads(json.dumps(defaults().to_dict())).items()
     }
@@ -53,5 +53,5 @@ def claim(workdir: Path, config: Config) -> None:
 
 
 def plain_values(config: Config) -> dict[str, Any]:
-    """A config as it is read back from JSON, with lists in place of tuples."""
+    """A config as it would be read back from JSON, with lists instead of tuples."""
     return json.loads(json.dumps(config.to_dict()))

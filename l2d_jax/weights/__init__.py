@@ -1,1 +1,1 @@
-"""Files of weights: how they are found, read, mapped to the model's arrays and written."""
+"""Files of weights: finding, reading, mapping to the model's arrays, and writing."""

@@ -1,4 +1,4 @@
-"""Opens the base model, the frozen language model: its folder, hub id or GGUF file, its tokenizer and its weights."""
+"""Opens the base model (the frozen language model) by folder, hub id or GGUF file: its tokenizer and its weights."""
 
 import dataclasses
 import json
@@ -28,21 +28,21 @@ from l2d_jax.weights.safetensors_file import SafetensorsFolder
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 ROTARY = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-BASE = "base.json"  # of a workdir whose base is a local folder or file: where that lies
+BASE = "base.json"  # in a workdir whose base is a local folder or file: the path of the base
 
 
 @dataclasses.dataclass(frozen=True)
 class BaseFiles:
-    """The checked files of a base model, before any weight is read."""
+    """The checked files of a base model, before any weights are read."""
 
     architecture: Architecture
-    tokenizer: PreTrainedTokenizerFast | None  # None: the folder has none; only token ids can be used
+    tokenizer: PreTrainedTokenizerFast | None  # None: the folder has none, and only token ids can be used
     stop_ids: tuple[int, ...]  # the tokens that end an answer
     source: mapping.TensorSource | None  # None: random initial values
 
     @cached_property
     def fingerprint(self) -> dict[str, str]:
-        """The hashes of weights, adapters, architecture and tokenizer; weights that have changed are read."""
+        """Hashes of weights, adapters, architecture and tokenizer; only weights that have changed are read."""
         texts = None
         if self.tokenizer is not None:
             texts = [self.tokenizer.backend_tokenizer.to_str(), self.tokenizer.chat_template, self.stop_ids]
@@ -50,9 +50,9 @@ class BaseFiles:
         return source_fingerprint(self.source) | {"architecture": architecture, "tokenizer": digest(texts)}
 
     def require_same(self, recorded: Any, *, file: Path, ignored: Collection[str] = ()) -> None:
-        """Raise `InputError` unless the base is the one whose fingerprint `file` records as `base_fingerprint`.
+        """Raise `InputError` unless the base has the fingerprint that `file` records as `base_fingerprint`.
 
-        Its `ignored` parts were replaced by the user's wish.
+        `ignored` are parts that the user has replaced on purpose.
         """
         if isinstance(recorded, dict):
             recorded = {name: value for name, value in recorded.items() if name not in ignored}
@@ -61,7 +61,7 @@ class BaseFiles:
         require_same(recorded, self.fingerprint, what=what, remedy=remedy)
 
     def load(self, *, dtype: str, mesh: Mesh, seed: int = 0, adapter: LLMAdapter | None = None) -> LLM:
-        """Read the weights onto the mesh, and add `adapter` to them unless it is None."""
+        """Read the weights onto the mesh, and attach `adapter` unless it is None."""
         declared = LLM.declare(self.architecture, dtype="bfloat16" if dtype == "int8" else dtype)
         if self.source is None:
             llm: LLM = sharding.initialize(declared, jax.random.key(seed), mesh)
@@ -91,14 +91,14 @@ def find_base(config: ModelConfig) -> BaseFiles:
     tokenizer = tokenizer_files.open_tokenizer(config, texts, vocabulary=vocabulary)
     ends = _stop_ids(language_model.folder, vocabulary)
     if tokenizer is not None:
-        if config.tokenizer is not None:  # in which the ids of the model's may be ordinary words
+        if config.tokenizer is not None:  # the model's stop ids may be ordinary words in it
             ends = tuple(token for token in ends if token in tokenizer.added_tokens_decoder)
         ends += stop_ids(tokenizer)
     return BaseFiles(architecture, tokenizer, tuple(dict.fromkeys(ends)), source)
 
 
 def find_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
-    """The tokenizer that `find_base` finds, without a download of weights; raises `InputError` where there is none."""
+    """The tokenizer that `find_base` would find, without downloading weights; raises `InputError` if there is none."""
     folder = None
     if config.name != "random":
         folder = locate.find_base_and_adapters(config.name, files=hub.TEXT_FILES).tokenizer_folder
@@ -107,7 +107,7 @@ def find_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
 
 
 def read_architecture(config: ModelConfig) -> Architecture:
-    """The architecture that the config gives, otherwise that of the base's folder; no weight is read."""
+    """The architecture in the config, else that of the base's folder; no weights are read."""
     if config.architecture is not None:
         return Architecture.from_hf(config.architecture)
     file = locate.find_base_and_adapters(config.name, files=hub.TEXT_FILES).folder / "config.json"
@@ -115,7 +115,7 @@ def read_architecture(config: ModelConfig) -> Architecture:
 
 
 def _stop_ids(folder: Path, vocabulary: int) -> tuple[int, ...]:
-    """Stop token ids of generation_config.json or else config.json, as in transformers; raises `InputError`."""
+    """The stop token ids of generation_config.json, else of config.json, as in transformers; raises `InputError`."""
     file = folder / "generation_config.json"
     if not file.exists() or "eos_token_id" not in read_json(file):
         file = folder / "config.json"
@@ -128,7 +128,7 @@ def _stop_ids(folder: Path, vocabulary: int) -> tuple[int, ...]:
 
 
 def open_weights(language_model: locate.BaseAndAdapters, architecture: Architecture) -> mapping.TensorSource:
-    """The LM's tensors, to which adapters are added on reading; raises `InputError` for tensors that do not fit."""
+    """Open the LM's tensors; adapters are added when they are read. Raises `InputError` for tensors that do not fit."""
     source: mapping.TensorSource = SafetensorsFolder.open(language_model.folder)
     with about(language_model.folder):
         check_llm(source, architecture)
@@ -140,10 +140,10 @@ def open_weights(language_model: locate.BaseAndAdapters, architecture: Architect
 
 
 def check_llm(source: mapping.TensorSource, architecture: Architecture) -> None:
-    """Raise `InputError` unless a source has an LM's tensors and no others.
+    """Raise `InputError` unless a source has exactly the tensors of an LM.
 
-    Left out are rotary frequencies, which transformers too computes from the config, and a tied head, which must be
-    the embedding: transformers 5 would use another one, and transformers 4 would not.
+    Two exceptions: rotary frequencies are ignored, as in transformers, which computes them from the config. A tied head
+    must equal the embedding, because transformers 5 would use a different head and transformers 4 would not.
     """
     ignored = set(filter(ROTARY.fullmatch, source.records))
     copied = {HEAD} & source.records.keys() if architecture.tied else set()
@@ -154,7 +154,7 @@ def check_llm(source: mapping.TensorSource, architecture: Architecture) -> None:
 
 
 def cast_llm(llm: LLM, *, dtype: str, mesh: Mesh) -> LLM:
-    """Cast floating-point weights to another type; for int8 the arrays of `llm` are donated."""
+    """Cast floating-point weights to another dtype; for int8, the arrays of `llm` are donated."""
     declared = LLM.declare(llm.architecture, dtype="bfloat16" if dtype == "int8" else dtype)
     if llm.embed.dtype != declared.embed.dtype:
         llm = jax.jit(lambda tree: jax.tree.map(lambda a: a.astype(declared.embed.dtype), tree))(llm)
@@ -166,19 +166,19 @@ def cast_llm(llm: LLM, *, dtype: str, mesh: Mesh) -> LLM:
 
 
 def record_base(workdir: Path, config: ModelConfig, base_fingerprint: Fingerprint | None = None) -> None:
-    """Write which base a run has into its workdir, unless it is random; raises `OSError`."""
+    """Record the base of a run in its workdir, unless the base is random; raises `OSError`."""
     (workdir / BASE).unlink(missing_ok=True)
     record = {**locate.base_record(config.name, workdir), "base_fingerprint": base_fingerprint}
-    # Another is refused when it is opened.
+    # A different base is refused when it is opened.
     if locate.ON_HUB in record or (locate.NEARBY in record and Path(record["base"]).exists()):
         write_whole(workdir / BASE, json.dumps(record, indent=2) + "\n")
 
 
 def recorded_base(workdir: Path, config: ModelConfig) -> ModelConfig:
-    """The config of a run's base, named by the place where its workdir records that it lies; raises `InputError`.
+    """The config of a run's base, with the location that its workdir records; raises `InputError`.
 
-    Workdirs of former versions may record none: the base in their config is a path from the working directory. A
-    tokenizer or chat template that the config names is read from the workdir's own copy.
+    Workdirs of earlier versions may have no record; then the base in their config is a path relative to the working
+    directory. A tokenizer or chat template that the config names is read from the copy in the workdir.
     """
     if (texts := workdir / tokenizer_files.FOLDER).is_dir():
         config = dataclasses.replace(config, tokenizer=str(texts), chat_template=None)
@@ -190,6 +190,6 @@ def recorded_base(workdir: Path, config: ModelConfig) -> ModelConfig:
     try:
         return dataclasses.replace(config, name=locate.read_base_name(file))
     except InputError:
-        if is_here:  # moved, and found as the config says
+        if is_here:  # the base was moved, and is where the config says
             return config
         raise

@@ -1,4 +1,4 @@
-"""Fingerprints of weights: a hash of every tensor, kept for files that have not changed since they were read."""
+"""Fingerprints of weights: a hash of every tensor, cached for files that have not changed since they were read."""
 
 import hashlib
 import json
@@ -16,11 +16,11 @@ from l2d_jax.weights.mapping import TensorSource
 from l2d_jax.weights.peft import Adapted
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, TensorRecord
 
-SIGNATURE = "fingerprint.json"  # beside an adapter that was trained here
+SIGNATURE = "fingerprint.json"  # next to an adapter that this package trained
 
 
 def source_fingerprint(source: TensorSource | None) -> dict[str, str]:
-    """The fingerprint of a language model's weights, and of the adapters on them; None: random weights."""
+    """The fingerprints of a language model's weights and of its adapters; `source` None: random weights."""
     if source is None:
         return {"weights": "random"}
     if isinstance(source, Adapted):
@@ -32,7 +32,7 @@ def source_fingerprint(source: TensorSource | None) -> dict[str, str]:
 
 
 def tensors_digest(source: SafetensorsFolder) -> str:
-    """The hash of all tensors by name, with their types and shapes; it does not depend on their order or shards."""
+    """A hash of the names, dtypes, shapes and values of all tensors; it does not depend on order or shards."""
     files: dict[Path, list[tuple[str, TensorRecord]]] = {}
     for name, record in source.records.items():
         files.setdefault(record.path, []).append((name, record))
@@ -40,7 +40,7 @@ def tensors_digest(source: SafetensorsFolder) -> str:
 
 
 def _file_lines(path: Path, records: Sequence[tuple[str, TensorRecord]]) -> list[list[str]]:
-    """Name, type and shape, and hash of each tensor of a file: from the cache if the file is the same as then."""
+    """Name, dtype and shape, and hash of each tensor in a file; from the cache if the file has not changed."""
     try:
         cached = cache_folder() / "digests" / f"{digest(identity(path))}.json"
         with suppress(OSError, ValueError, RecursionError):
@@ -49,26 +49,26 @@ def _file_lines(path: Path, records: Sequence[tuple[str, TensorRecord]]) -> list
                 return lines
         data = np.memmap(path, np.uint8, mode="r")
         parts = [data[record.begin : record.end].data for _, record in records]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing lets go of Python's lock
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing releases Python's lock
             hashes = [hashed.hexdigest() for hashed in pool.map(hashlib.sha256, parts)]
         pairs = zip(records, hashes, strict=True)
         lines = [[name, f"{record.dtype}{list(record.shape)}", hashed] for (name, record), hashed in pairs]
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
-    with suppress(OSError):  # a cache that cannot be written costs another reading, next time
+    with suppress(OSError):  # without the cache, the file is read again next time
         cached.parent.mkdir(parents=True, exist_ok=True)
         write_whole(cached, json.dumps(lines) + "\n")
     return lines
 
 
 def sign(file: Path, *, base_fingerprint: Fingerprint | None) -> None:
-    """Write the hash of an adapter's tensors, and what it was trained on, beside its file."""
+    """Write the hash of an adapter's tensors, and the fingerprint of its base, next to the adapter's file."""
     record = {"checksum": tensors_digest(SafetensorsFolder.open_file(file)), "base_fingerprint": base_fingerprint}
     (file.parent / SIGNATURE).write_text(json.dumps(record, indent=2) + "\n")
 
 
 def check_signature(file: Path, base: TensorSource) -> None:
-    """Raise `InputError` if a signed adapter has changed since, or was trained on another base than this."""
+    """Raise `InputError` if a signed adapter has changed since it was written, or was trained on another base."""
     signature = file.parent / SIGNATURE
     if not signature.exists():
         return

@@ -1,12 +1,12 @@
 """Writes a model folder in the formats of other projects.
 
 * `l2d`: the state dict of the authors' release, `l2d.safetensors`, with its hyper-parameters, `l2d.json`;
-* `l2d-full`: the same with every LoRA layer of the path as a full weight, under the names of the release's full path;
+* `l2d-full`: the same, with every LoRA layer of the path as a full weight, under the names of the release's full path;
 * `hf`: the language model alone, as `transformers` loads it;
-* `peft`: the language model's own LoRA adapter, as PEFT loads it.
+* `peft`: the LoRA adapter of the language model, as PEFT loads it.
 
-Tensors keep their bits, except those that a format has to compute: W + (alpha / r) A B of `l2d-full`, in float32, and
-an adapted weight of the language model, in the type of the base. Only `peft` keeps an adapter apart from the base.
+Tensors keep their bits, except those that a format must compute: W + (alpha / r) A B in `l2d-full`, in float32, and
+adapted weights of the language model, in the dtype of the base. Only `peft` keeps an adapter separate from the base.
 """
 
 import itertools
@@ -44,12 +44,12 @@ class Parts:
     name: str  # as the user gave it
     language_model: BaseAndAdapters
     architecture: Architecture
-    llm: mapping.TensorSource  # each tensor in the type of its file, with its adapters
+    llm: mapping.TensorSource  # each tensor in the dtype of its file, with its adapters
     path: tuple[PathConfig, mapping.TensorSource] | None
 
     @classmethod
     def open(cls, name: str) -> "Parts":
-        """Find all parts of a model folder or of a workdir's export; raises `InputError` for what does not fit."""
+        """Find the parts of a model folder, or of the export of a workdir; raises `InputError` if they do not fit."""
         folder = locate(name)
         if (folder / "checkpoints").is_dir():
             folder = folder / "export"
@@ -72,12 +72,15 @@ class Parts:
 
 
 def export_model(model: str, out: Path, *, format: str, as_torch: bool = False) -> None:
-    """Write a model folder, or a workdir that has finished, in one of `FORMATS`, whole; raises `InputError`."""
+    """Export a model folder, or a finished workdir, in one of `FORMATS`, completely or not at all.
+
+    Raises `InputError`.
+    """
     if as_torch and not format.startswith("l2d"):
         raise InputError(f"--torch is about the release's state dict: leave it out with --format {format}")
     with scratch_folder() as scratch:
         name, folder = model, locate(model)
-        if publish.is_published(folder):  # its path gets the names of the release
+        if publish.is_published(folder):  # the path's tensors are renamed as in the release
             name = str(scratch)
             model_folder.check_trained_path(folder)
             published = publish.TorchFolder.open(folder)
@@ -98,12 +101,12 @@ def copy_texts(language_model: BaseAndAdapters, out: Path) -> None:
 
 
 def write_llm(llm: mapping.TensorSource, architecture: Architecture, out: Path) -> None:
-    """Write the language model's weights, each in the type of its source."""
+    """Write the language model's weights, each in the dtype of its source."""
     write_safetensors(out, release.lazy_tensors(llm, mapping.llm_shapes(architecture)).items())
 
 
 def save_adapter(folder: Path, trained: LLMAdapter, *, base: str, base_fingerprint: Fingerprint | None = None) -> None:
-    """Write a trained adapter into an existing folder, as PEFT reads it, on process 0; all processes must call this."""
+    """Write a trained adapter into an existing folder in PEFT's format. Process 0 writes; all processes must call."""
     config = peft.AdapterConfig(trained.config.rank, trained.config.alpha, trained.config.modules)
     tensors = {name: make() for name, make in mapping.tensors(trained, peft.ROWS)}
     if processes.is_first():
@@ -112,11 +115,11 @@ def save_adapter(folder: Path, trained: LLMAdapter, *, base: str, base_fingerpri
 
 
 def save_llm(folder: Path, trained: LLM, base: ModelConfig, *, mesh: Mesh) -> None:
-    """Write a trained model as `transformers` reads it, in `config.model.dtype`; all processes must call this."""
+    """Write a trained model in the format of transformers, in `config.model.dtype`; all processes must call this."""
     trained = base_model.cast_llm(trained, dtype=base.dtype, mesh=mesh)
     tensors = mapping.tensors(trained, mapping.LLM_ROWS)
     if not processes.is_first():
-        for _, make in tensors:  # process 0 needs the parts that are here
+        for _, make in tensors:  # process 0 needs the shards of this process
             make()
         return
     if base.name == "random":

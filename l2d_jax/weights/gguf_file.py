@@ -1,9 +1,9 @@
 """The GGUF format (https://github.com/ggml-org/ggml, docs/gguf.md): metadata and tensors by name.
 
-Notable: the library `gguf` reads and dequantises. Tensors must lie as llama.cpp demands it: in the order of their
-entries, each where the one before ends, rounded up to the alignment. The format has no checksum, so that no check sees
-a changed bit of data or of a value that is in range, two tensors of one shape under exchanged names, nor all tensors of
-one kind under the name of another kind of the same size.
+Notable: the library `gguf` reads and dequantises. Tensors must be placed as llama.cpp requires: in the order of their
+entries, each where the one before ends, rounded up to the alignment. The format has no checksum. So these faults cannot
+be detected: a changed bit in the data or in a value that stays in range, two tensors of the same shape with exchanged
+names, and all tensors of one kind under the name of another kind of the same size.
 """
 
 from collections.abc import Mapping
@@ -19,12 +19,12 @@ from numpy.typing import DTypeLike
 from l2d_jax.errors import InputError, shown
 
 T = TypeVar("T")
-MAX_ITEMS = 2**20  # of an array: vocabularies have some 2**18
+MAX_ITEMS = 2**20  # largest array; vocabularies have about 2**18 entries
 
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """A GGUF file's metadata and tensors; every length and offset has been checked against the size of the file."""
+    """The metadata and tensors of a GGUF file; all lengths and offsets were checked against the size of the file."""
 
     path: Path
     metadata: Mapping[str, Any]  # str, int, float, bool, or a list of one of these
@@ -32,7 +32,7 @@ class GGUFFile:
 
     @classmethod
     def open(cls, path: Path) -> "GGUFFile":
-        """Read all but the tensors' data; raises `InputError` for a file that is malformed, truncated or no GGUF."""
+        """Read everything except the tensors' data; raises `InputError` for a malformed or truncated file."""
         try:
             with np.errstate(over="raise"):
                 reader = _Reader(path)
@@ -42,30 +42,30 @@ class GGUFFile:
             raise InputError(f"cannot read {path}: {error.strerror}") from None
         except NotImplementedError as error:
             raise InputError(f"{path}: {error}: give a file of another quantisation") from None
-        except Exception as error:  # gguf raises nothing narrower
+        except Exception as error:  # gguf raises no narrower type
             raise InputError(f"{path} is not a whole GGUF file ({shown(str(error))}): download it again") from None
         return cls(path, metadata, {tensor.name: tensor for tensor in reader.tensors})
 
     def get(self, key: str, kind: type[T]) -> T:
-        """One value of the metadata; raises `InputError` where it is absent or not a `kind`."""
+        """A value of the metadata; raises `InputError` if it is absent or not of type `kind`."""
         value = self.find(key, kind)
         if value is None:
             raise InputError(f"{self.path}: metadata {key} is missing: is this a language model's file?")
         return value
 
     def find(self, key: str, kind: type[T]) -> T | None:
-        """One value of the metadata, None where it is absent; raises `InputError` where it is not a `kind`."""
+        """A value of the metadata, or None if it is absent; raises `InputError` if it is not of type `kind`."""
         value = self.metadata.get(key)
         if value is not None and not (isinstance(value, kind) and isinstance(value, bool) == (kind is bool)):
             raise InputError(f"{self.path}: metadata {key} must be of type {kind.__name__}, got {shown(value)}")
         return value
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one tensor in NumPy's order, the slowest axis first."""
+        """The shape of a tensor in NumPy's order, slowest axis first."""
         return tuple(self.tensors[name].shape[::-1].tolist())
 
     def read(self, name: str) -> Float32[np.ndarray, "..."]:
-        """One tensor, dequantised; raises `InputError` for values that are not finite."""
+        """Read a tensor, dequantised; raises `InputError` for values that are not finite."""
         values = np.asarray(gguf.dequantize(self.tensors[name].data, self.tensors[name].tensor_type), np.float32)
         if not np.isfinite(values).all():
             raise InputError(f"{self.path}: {name} has values that are not finite: download it again")
@@ -73,7 +73,7 @@ class GGUFFile:
 
 
 class _Reader(gguf.GGUFReader):
-    """The library's reader, which by itself would go on past the end for as long as a damaged length says."""
+    """The library's reader with checks: by itself it follows a damaged length past the end of the file."""
 
     def _get(self, offset: int, dtype: DTypeLike, count: SupportsInt = 1, *_: Any, **__: Any) -> np.ndarray:
         return np.frombuffer(self.data, dtype, int(count), offset)
@@ -87,7 +87,7 @@ class _Reader(gguf.GGUFReader):
 
 
 def _check_tensors(reader: gguf.GGUFReader) -> None:
-    """Raise an exception unless the tensors fill the file in their order, and each can be dequantised."""
+    """Raise an exception unless the tensors fill the file in order, and all can be dequantised."""
     last = end = int(reader.data_offset)
     for tensor in reader.tensors:
         if tensor.data_offset != end or not tensor.n_elements or not tensor.data.ndim:

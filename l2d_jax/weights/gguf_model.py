@@ -1,11 +1,11 @@
-"""Translates a GGUF file of a Llama, Qwen 2 or 3, or SmolLM3 into Hugging Face's terms: config, weights and tokenizer.
+"""Converts a GGUF file of a Llama, Qwen 2 or 3, or SmolLM3 to Hugging Face's format: config, weights and tokenizer.
 
 Notable:
-* llama.cpp reorders the rows of q and k of llama and smollm3, where it rotates neighbours and Hugging Face rotates
-  halves (its convert_hf_to_gguf.py, `LlamaModel.permute`); that is undone here. Qwen's are not reordered;
-* which of SmolLM3's layers have no rope is not in the file: in llama.cpp, too, it is every fourth;
-* Llama 3's rope scaling is not in the metadata but in a tensor of divisors, which gives the factor away;
-* the file gives only the name of its pre-tokenizer; the three here are those of the published tokenizer.json files.
+* llama.cpp reorders the rows of q and k of llama and smollm3, because it rotates neighbours and Hugging Face rotates
+  halves (its convert_hf_to_gguf.py, `LlamaModel.permute`). This is undone here. Qwen's rows are not reordered.
+* The file does not say which of SmolLM3's layers have no rope: every fourth, as in llama.cpp.
+* Llama 3's rope scaling is not in the metadata but in a tensor of divisors, from which the factor is recovered.
+* The file has only the name of its pre-tokenizer; the three here are those of the published tokenizer.json files.
 """
 
 import json
@@ -26,23 +26,23 @@ from l2d_jax.weights import mapping
 from l2d_jax.weights.gguf_file import GGUFFile
 
 Dtype = Literal["bfloat16", "float32"]
-CONVERSION = 1  # raise it when the same file would convert to something else
+CONVERSION = 1  # raise it when a file converts to something else than before
 
 KNOWN = ("llama", "qwen2", "qwen3", "smollm3")
 ARCHITECTURES = {family.model_type: name for name, family in SUPPORTED.items() if family.model_type in KNOWN}
 REORDERED = ("llama", "smollm3")
-HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}  # of the rows that are reordered
+HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}  # number of heads of reordered matrices
 ROPE_DIVISORS = "rope_freqs.weight"
 
-_WORDS = (  # of Llama 3 and Qwen 2.5, which differ in how many digits make a word
+_WORDS = (  # pre-tokenizers of Llama 3 and Qwen 2.5, which differ in the number of digits per word
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 PRE_TOKENIZERS = {"smollm": None, "llama-bpe": _WORDS % "{1,3}", "qwen2": _WORDS % ""}
-CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # kinds of tokens; the rest are plain
+CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # kinds of tokens; all others are plain
 
 
 def read_documents(file: GGUFFile, dtype: Dtype) -> dict[str, str]:
-    """The texts of a Hugging Face folder by file name; raises `InputError` for what this project does not support."""
+    """The text files of a Hugging Face folder, keyed by file name; raises `InputError` for unsupported models."""
     config = _config(file)
     tokens = file.get("tokenizer.ggml.tokens", list)
     names = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
@@ -54,7 +54,7 @@ def read_documents(file: GGUFFile, dtype: Dtype) -> dict[str, str]:
     generation = {f"{token}_id": i for token, i in ids.items() if token != "unk_token"}
     words: dict[str, Any] = {token: tokens[i] for token, i in ids.items()}
     words |= {"model_max_length": config["max_position_embeddings"], "clean_up_tokenization_spaces": False}
-    words |= {"tokenizer_class": "PreTrainedTokenizerFast"}  # a named one would put its pre-tokenizer in place of ours
+    words |= {"tokenizer_class": "PreTrainedTokenizerFast"}  # a named class would replace our pre-tokenizer
     template = file.find("tokenizer.chat_template", str)
     words |= {"chat_template": template} if template else {}
     documents = {"generation_config.json": generation, "tokenizer_config.json": words}
@@ -64,7 +64,7 @@ def read_documents(file: GGUFFile, dtype: Dtype) -> dict[str, str]:
 
 
 def read_weights(file: GGUFFile, dtype: Dtype) -> Iterator[tuple[str, Callable[[], Float[np.ndarray, "..."]]]]:
-    """Hugging Face's name of each tensor and a function that reads it; `InputError` for tensors that do not fit."""
+    """Yield Hugging Face's name of each tensor and a function that reads it; `InputError` if one does not fit."""
     config = _config(file)
     known = gguf.get_tensor_name_map(gguf.MODEL_ARCH[config["model_type"].upper()], config["num_hidden_layers"])
     shapes = mapping.llm_shapes(Architecture.from_hf(config))
@@ -141,7 +141,7 @@ def _config(file: GGUFFile) -> dict[str, Any]:
 
 
 def _rope_scaling(file: GGUFFile, theta: float, head_dim: int) -> dict[str, Any] | None:
-    """Llama 3's rope scaling, whose factor is recovered from the tensor of divisors of the frequencies."""
+    """Llama 3's rope scaling; its factor is recovered from the tensor of frequency divisors."""
     if ROPE_DIVISORS not in file.tensors:
         return None
     divisors = file.read(ROPE_DIVISORS)
@@ -168,7 +168,7 @@ def _tokenizer(file: GGUFFile) -> tokenizers.Tokenizer:
             raise ValueError("a token is repeated")
         pairs = [tuple(merge.split(" ")) for merge in merges]
         tokenizer = tokenizers.Tokenizer(models.BPE(dict(used), pairs, ignore_merges=pre == "llama-bpe"))
-    except Exception as error:  # tokenizers raises nothing narrower
+    except Exception as error:  # tokenizers raises no narrower type
         reason = str(error).partition("\n")[0]
         raise InputError(f"{file.path}: tokens, token_type and merges make no tokenizer ({reason})") from None
     words = PRE_TOKENIZERS[pre]

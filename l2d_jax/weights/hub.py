@@ -1,4 +1,4 @@
-"""The Hugging Face hub: who may download a model, which revision that is, what of it is missing here; and uploads."""
+"""The Hugging Face hub: access to a model, its revision, which files are missing locally, downloads and uploads."""
 
 import os
 import re
@@ -7,18 +7,18 @@ from typing import Any, NamedTuple
 
 from l2d_jax.errors import InputError, require, shorten, shown
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")  # with a revision or without
-HUB = "hub:"  # before a hub id: it is no folder, whatever lies in the working directory
-TEXT_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]  # of a language model, beside its weights
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")  # with or without a revision
+HUB = "hub:"  # prefix that marks a hub id, even if the working directory has a folder of that name
+TEXT_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]  # files of a language model, except weights
 FILES = ["*.safetensors", *TEXT_FILES]  # neither pickles nor code
 
 
 class Download(NamedTuple):
-    """What a download of a model would do."""
+    """The plan of a download."""
 
-    revision: str  # the commit that its name stands for
-    missing: int  # bytes that are not here
-    cache: Path  # where they go
+    revision: str  # the commit to which the name refers
+    missing: int  # bytes that are not in the cache yet
+    cache: Path  # folder to which they are downloaded
 
 
 def is_on_hub(name: str) -> bool:
@@ -30,20 +30,20 @@ def is_on_hub(name: str) -> bool:
 
 
 def split_revision(name: str) -> tuple[str, str | None]:
-    """The parts of `org/name@revision`; None: the newest revision."""
+    """Split `org/name@revision`; None: the newest revision."""
     hub_id, _, revision = name.removeprefix(HUB).partition("@")
     return hub_id, revision or None
 
 
 def download(name: str, files: list[str]) -> Path:
-    """The folder of a model, after a download of those of its `files` that are missing; raises `InputError`."""
+    """Download missing `files` of a model; returns its local folder. Raises `InputError`."""
     hub_id, revision = split_revision(name)
     return Path(_ask(hub_id, allow_patterns=files, **({"revision": revision} if revision else {})))
 
 
 def plan_download(name: str) -> Download:
-    """Ask the hub, or the cache without a network, what a download would do; raises `InputError`."""
-    import huggingface_hub  # here: it reads the environment as it is imported
+    """Ask the hub, or without a network the cache, what a download would do; raises `InputError`."""
+    import huggingface_hub  # here, because it reads the environment when it is imported
 
     hub_id, revision = split_revision(name)
     cache = Path(huggingface_hub.constants.HF_HUB_CACHE)
@@ -51,7 +51,7 @@ def plan_download(name: str) -> Download:
     try:
         files = _ask(hub_id, **wanted, dry_run=True)
     except InputError as error:
-        try:  # a host without a network may have it all
+        try:  # a host without a network may have all files
             folder = huggingface_hub.snapshot_download(hub_id, **wanted, local_files_only=True)
         except Exception:
             raise error from None
@@ -61,7 +61,7 @@ def plan_download(name: str) -> Download:
 
 
 def upload(folder: Path, repo: str) -> str:
-    """Upload a folder as a repository of models, which is made if it is absent; its address. Raises `InputError`."""
+    """Upload a folder as a model repository, which is created if necessary; returns its URL. Raises `InputError`."""
     import huggingface_hub
 
     try:
@@ -74,7 +74,7 @@ def upload(folder: Path, repo: str) -> str:
 
 
 def _ask(hub_id: str, **options: Any) -> Any:
-    """What `snapshot_download` returns; its errors are one line with a remedy."""
+    """Call `snapshot_download`, and turn its errors into one line with a remedy."""
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -86,7 +86,7 @@ def _ask(hub_id: str, **options: Any) -> Any:
     except errors.RevisionNotFoundError:
         wanted = f"{hub_id} has no revision {options.get('revision')} on the hub"
         raise InputError(f"{wanted}: name one that it has, or leave it out for the newest") from None
-    except Exception as error:  # the client raises those of its HTTP library, which changes, and many others
+    except Exception as error:  # the client raises errors of its HTTP library, which changes, and many others
         problem = f"no folder {shown(hub_id)}, nor could the hub give it ({_reason(error)})"
         raise InputError(f"{problem}: give a local folder") from None
 

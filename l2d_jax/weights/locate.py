@@ -1,4 +1,4 @@
-"""Where weights come from: folders in Hugging Face's layout, hub ids and GGUF files, whose conversions are cached."""
+"""Finds weights: folders in Hugging Face's layout, hub ids, and GGUF files, whose conversions are cached."""
 
 import itertools
 import os
@@ -17,15 +17,16 @@ from l2d_jax.weights.hub import HUB_ID
 from l2d_jax.weights.peft_config import CONFIG, adapter_base
 from l2d_jax.weights.safetensors_file import write_safetensors
 
-NEARBY = "base_from_here"  # in a file that names its base: the path from the file's folder to it
+NEARBY = "base_from_here"  # key in a file that names a base: the relative path from the file's folder to the base
 RANDOM = "random weights, which only a workdir can make again: give that"
-ON_HUB = "base_on_hub"  # in such a file: true if the base is a hub id
+ON_HUB = "base_on_hub"  # key in such a file: whether the base is a hub id
 
 
 def locate(name: str, *, files: list[str] = hub.FILES) -> Path:
-    """The folder that `name` stands for: itself, the conversion of a GGUF file, or a download of `files` from the hub.
+    """The folder of `name`: itself, the conversion of a GGUF file, or a download of `files` from the hub.
 
-    A name in a folder that is here is a path, and is not looked up on the hub, where anybody may have taken it.
+    If the first part of a name is a local folder, the name is a path and is not looked up on the hub, where somebody
+    else may have registered it.
     """
     hub_id = name.removeprefix(hub.HUB)
     if name.startswith(SCHEME):
@@ -44,7 +45,7 @@ def locate(name: str, *, files: list[str] = hub.FILES) -> Path:
 
 
 def convert_gguf(path: Path, out: Path, *, dtype: gguf_model.Dtype = "bfloat16") -> None:
-    """Write a GGUF file as a Hugging Face folder into the existing empty folder `out`; raises `InputError`."""
+    """Convert a GGUF file to a Hugging Face folder, in the existing empty folder `out`; raises `InputError`."""
     file = GGUFFile.open(path)
     for name, text in gguf_model.read_documents(file, dtype).items():
         (out / name).write_text(text, encoding="utf-8")
@@ -59,22 +60,22 @@ def _converted(path: Path) -> Path:
             with output_folder(folder) as partial:
                 convert_gguf(path, partial)
         except (InputError, OSError):
-            if not folder.is_dir():  # else another process was faster
+            if not folder.is_dir():  # otherwise another process was faster
                 raise
     return folder
 
 
 @dataclass(frozen=True)
 class BaseAndAdapters:
-    """The folders of a language model: its base, and the LoRA adapters that are added to it."""
+    """The folders of a language model: its base and its LoRA adapters."""
 
-    folder: Path  # of the base: config and weights
+    folder: Path  # folder of the base: config and weights
     adapters: tuple[Path, ...]  # in the order in which they are added
-    texts: Path | None = None  # a tokenizer that replaces theirs; None: none does
+    texts: Path | None = None  # folder of a tokenizer that replaces theirs
 
     @property
     def tokenizer_folder(self) -> Path:
-        """The last folder that has a tokenizer: an adapter may have been trained with its own."""
+        """The last folder with a tokenizer: an adapter may have been trained with another tokenizer than its base."""
         if self.texts is not None:
             return self.texts
         folders = (*reversed(self.adapters), self.folder)
@@ -82,7 +83,7 @@ class BaseAndAdapters:
 
 
 def find_base_and_adapters(name: str, *, files: list[str] = hub.FILES) -> BaseAndAdapters:
-    """Follow adapters to the base that each names; raises `InputError` where a folder on the way is missing."""
+    """Follow adapters to the bases that they name; raises `InputError` if a folder on the way is missing."""
     adapters: list[Path] = []
     folder = _locate(name, adapters, files)
     while (folder / CONFIG).exists() or (folder / peft.WEIGHTS).exists():
@@ -99,14 +100,14 @@ def find_base_and_adapters(name: str, *, files: list[str] = hub.FILES) -> BaseAn
 
 
 def absolute_name(name: str) -> str:
-    """The absolute path of a base in a local folder or GGUF file; a hub id or "random" as it is."""
-    path = Path(os.path.expanduser(name))  # os.path, since the methods of paths raise errors for names of other bytes
+    """The absolute path of a base in a local folder or GGUF file; a hub id or "random" is returned unchanged."""
+    path = Path(os.path.expanduser(name))  # os.path, because methods of Path raise errors for names with other bytes
     is_local = os.path.isdir(path) or (path.suffix == ".gguf" and os.path.isfile(path))
     return str(path.resolve()) if is_local and name != "random" else name.removeprefix(hub.HUB)
 
 
 def base_record(name: str, folder: Path) -> dict[str, Any]:
-    """The entries by which a file in `folder` names a base, even when that folder or both have been moved."""
+    """The entries with which a file in `folder` names a base, so that it is found even after folders were moved."""
     absolute = absolute_name(name)
     if Path(absolute).is_absolute():
         return {"base": absolute, NEARBY: os.path.relpath(absolute, folder.resolve())}
@@ -114,9 +115,9 @@ def base_record(name: str, folder: Path) -> dict[str, Any]:
 
 
 def read_base_name(file: Path, *, what: str = "the base in base") -> str:
-    """The base that a file names (`what`, in an error); a hub id begins with `HUB`; raises `InputError`.
+    """The base that a file names; a hub id begins with `HUB`. Raises an `InputError` that calls the base `what`.
 
-    In a file of a former version, which does not say whether `org/name` is a folder or a hub id, it is a path from the
+    Files of earlier versions do not say whether `org/name` is a folder or a hub id; there it is a path relative to the
     working directory.
     """
     record = read_json(file)
@@ -138,7 +139,7 @@ def read_base_name(file: Path, *, what: str = "the base in base") -> str:
 
 
 def missing_base(name: str, file: Path) -> InputError:
-    """The error for a base that is not here, whose record is of a former version or absent."""
+    """The error for a missing base whose record is absent or was written by an earlier version."""
     remedy = f'give its folder as "base" in {file}'
     if HUB_ID.fullmatch(name):
         remedy += f', with "{ON_HUB}": true if it is a hub id'
@@ -153,7 +154,7 @@ def _locate(name: str, adapters: list[Path], files: list[str]) -> Path:
             raise
         raise InputError(f"the base of {adapters[0]}: {error}; a relative path is read from here") from None
     for file in itertools.chain.from_iterable(map(folder.glob, hub.FILES)):
-        # A FIFO would be read for ever, and a link that leads nowhere would pass for a file that is not there.
+        # Reading a FIFO would never end, and a broken link would look like an absent file.
         require(file.is_file(), f"{file} is no file, or a link to none: remove it, or download the model again")
     config = folder / "config.json"
     if (folder / "checkpoints").is_dir() and config.exists() and "train" in read_json(config):

@@ -1,8 +1,8 @@
-"""Hugging Face's tensors and ours, by one table that is read in both directions.
+"""The table that maps Hugging Face's tensors to our arrays; it is read in both directions.
 
-A row names a tensor of the release (or of `transformers`), a leaf of ours and how their axes correspond, in the
-notation of einops: a linear layer is `[out, in]` there and `[in, out]` here, with heads as an axis of their own.
-Weights stream from the files slice by slice into their shards, so that no host holds a whole model.
+A row names a tensor of the release (or of `transformers`), a leaf of our pytrees, and how their axes correspond, in the
+notation of einops. A linear layer is `[out, in]` there and `[in, out]` here, with heads as a separate axis. Weights
+stream from files into their shards slice by slice, so no host holds a whole model.
 """
 
 import math
@@ -26,7 +26,7 @@ from l2d_jax.model.axes import ADAPTED, KEYS, MATRICES
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.llm import LLM
 
-Shapes: TypeAlias = dict[str, tuple[int, ...]]  # by the name of a tensor
+Shapes: TypeAlias = dict[str, tuple[int, ...]]  # keys: tensor names
 
 
 @runtime_checkable
@@ -35,27 +35,27 @@ class TensorSource(Protocol):
 
     @property
     def records(self) -> Mapping[str, Any]:
-        """By the name of each tensor, something that has its `shape` and its `dtype`."""
+        """For each tensor name, an object with the `shape` and `dtype` of the tensor."""
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
-        """One tensor or a slice of it."""
+        """Read a tensor or a slice of it."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One correspondence; `theirs` holds `{}` for the number of the layer where ours is stacked."""
+    """A row of the table; `theirs` contains `{}` for the number of the layer if ours is stacked."""
 
     theirs: str
-    ours: str  # attributes, with dots
+    ours: str  # path of attributes, with dots
     axes: str  # "our axes -> their axes"
 
     @property
     def stacked(self) -> bool:
-        """Whether ours has a leading axis of layers, each of which is one tensor of theirs."""
+        """Whether our array has a leading layers axis, with one of their tensors per layer."""
         return "{}" in self.theirs
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """For each of their axes, the indices of ours that it joins."""
+        """For each of their axes, the indices of our axes that it joins."""
         ours, theirs = self.axes.split("->")
         parts = re.findall(r"\([^)]*\)|\w+", theirs)
         return tuple(tuple(ours.split().index(letter) for letter in part.strip("()").split()) for part in parts)
@@ -70,7 +70,7 @@ class Row:
         return np.ascontiguousarray(array.transpose(order).reshape(self.their_shape(array.shape)))
 
     def read(self, source: TensorSource, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
-        """The slice `index` of one layer of ours; of their tensor only the blocks that hold it are read."""
+        """Read the slice `index` of one layer of ours; only the blocks of their tensor that contain it are read."""
         groups = self.groups()
         wanted = [slice(*part.indices(size)) for part, size in zip(index, shape, strict=True)]
         outer, left, sizes = [], list(wanted), list(shape)
@@ -88,7 +88,7 @@ _LAYER = "model.layers.{}."
 
 
 def matrix_rows(names: Iterable[str], theirs: str, ours: str, axes: str, *, prefix: str = "") -> list[Row]:
-    """A row for each of some `MATRICES`: %s is its name, and I and O are the axes of its inputs and outputs."""
+    """A row for each matrix in `names`: %s stands for its name, I and O for the axes of its inputs and outputs."""
     return [
         Row(theirs % matrix, ours % name, axes.replace("I", inputs).replace("O", outputs))
         for name in names
@@ -109,7 +109,7 @@ LLM_ROWS = [
     Row("model.norm.weight", "norm", "d -> d"),
     Row("lm_head.weight", "head", "v d -> v d"),
     Row(_LAYER + "input_layernorm.weight", "layers.attention_norm", "d -> d"),
-    # With two norms a block, the name means the MLP's; with four, what follows the attention.
+    # In blocks with two norms, this name is the MLP's norm; in blocks with four, the norm after the attention.
     Row(_LAYER + "post_attention_layernorm.weight", "layers.post_attention_norm", "d -> d"),
     Row(_LAYER + "post_attention_layernorm.weight", "layers.mlp_norm", "d -> d"),
     Row(_LAYER + "pre_feedforward_layernorm.weight", "layers.mlp_norm", "d -> d"),
@@ -130,7 +130,7 @@ PATH_ROWS = [
     *_linear("model.modulation_head.mlp.2", "merge.last", "e", "d"),
     *_linear(_LAYER + "modulation_head.mlp.0", "layers.modulation.first", "i", "e"),
     *_linear(_LAYER + "modulation_head.mlp.2", "layers.modulation.last", "e", "p d"),
-    # Updates and full copies, of which those of k and v are not in the release.
+    # Updates and full copies; those of k and v do not exist in the release.
     *matrix_rows((*ADAPTED, *KEYS), "%s.A", "layers.%s.a", "I rank -> (I) rank", prefix="flow_"),
     *matrix_rows((*ADAPTED, *KEYS), "%s.B", "layers.%s.b", "rank O -> rank (O)", prefix="flow_"),
     *matrix_rows((*ADAPTED, *KEYS), "%s.weight", "layers.%s", "I O -> (O) (I)", prefix="flow_"),
@@ -140,23 +140,23 @@ PATH_ROWS = [
 
 @dataclass(frozen=True)
 class Leaf:
-    """A row and the leaf of ours that it fills."""
+    """A row, and the leaf of our tree that it fills."""
 
     row: Row
     value: Any  # an array, a declaration or a `jax.ShapeDtypeStruct`
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
-        """The shape of the leaf without the axis of layers."""
+        """The shape of the leaf without the layers axis."""
         return tuple(self.value.shape[1:] if self.row.stacked else self.value.shape)
 
     def names(self) -> list[str]:
-        """The names of their tensors, one per layer where ours is stacked."""
+        """The names of their tensors; one per layer if ours is stacked."""
         return [self.row.theirs.format(i) for i in range(self.value.shape[0] if self.row.stacked else 1)]
 
 
 def leaves(tree: Any, rows: Iterable[Row]) -> list[Leaf]:
-    """The rows that apply to a tree, in the order of its leaves: of those for one leaf or one tensor, the first."""
+    """The rows that apply to a tree, in the order of its leaves. If several match a leaf or tensor: the first."""
     flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: hasattr(x, "shape"))[0]
     by_path = {jax.tree_util.keystr(path, simple=True, separator="."): value for path, value in flat}
     filled: dict[str, Leaf] = {}
@@ -170,24 +170,24 @@ def leaves(tree: Any, rows: Iterable[Row]) -> list[Leaf]:
 
 
 def tensor_shapes(tree: Any, rows: Iterable[Row]) -> Shapes:
-    """Name and shape of every tensor of theirs that a tree of ours corresponds to."""
+    """Names and shapes of all their tensors that correspond to a tree of ours."""
     return {name: leaf.row.their_shape(leaf.layer_shape) for leaf in leaves(tree, rows) for name in leaf.names()}
 
 
 def llm_shapes(architecture: Architecture) -> Shapes:
-    """Name and shape of every tensor of a language model."""
+    """Names and shapes of all tensors of a language model."""
     return tensor_shapes(LLM.declare(architecture, dtype=np.float32), LLM_ROWS)
 
 
 def path_shapes(config: PathConfig, architecture: Architecture) -> Shapes:
-    """Name and shape of every tensor of a path, as in the release."""
+    """Names and shapes of all tensors of a path, as in the release."""
     return tensor_shapes(DiffusionPath.declare(config, architecture), PATH_ROWS)
 
 
 def check_tensors(source: TensorSource, shapes: Shapes, *, ignored: Set[str] = frozenset()) -> None:
-    """Raise one `InputError` that names what is missing, extra, misshaped or no weight (the first few of each).
+    """Raise one `InputError` that names tensors that are missing, extra, misshaped or not weights (a few of each).
 
-    float16 and bfloat16 in one file are refused: where the header is damaged, each passes for the other.
+    float16 and bfloat16 in the same file are refused: a damaged header can turn one into the other.
     """
     present = source.records
     kinds = {name: np.dtype(present[name].dtype) for name in shapes if name in present}
@@ -205,12 +205,12 @@ def check_tensors(source: TensorSource, shapes: Shapes, *, ignored: Set[str] = f
         "; ".join(f"{kind}: {_some(names, 1 if kind == 'misshaped' else most)}" for kind, names in faults if names)
         for most in (2, 1)
     )
-    text = text if len(text) < 200 else short  # the whole is to be one line
+    text = text if len(text) < 200 else short  # the message must be one line
     require(text == "", f"the tensors do not fit the architecture: {text}: take weights and config.json of one model")
 
 
 def holds_the_same(source: TensorSource, name: str, other: str) -> bool:
-    """Whether two tensors of a source have one shape and the same values, block by block of their rows."""
+    """Whether two tensors of a source have the same shape and values; compares blocks of rows."""
     shape = tuple(source.records[name].shape)
     if shape != tuple(source.records[other].shape):
         return False
@@ -221,7 +221,7 @@ def holds_the_same(source: TensorSource, name: str, other: str) -> bool:
 
 
 def load_tree(declared: Any, source: TensorSource, mesh: Mesh, *, rows: Iterable[Row]) -> Any:
-    """Read a tree of arrays onto `mesh`, in the declared types; each shard is read alone."""
+    """Read a tree of arrays onto `mesh`, in the declared dtypes; each shard is read separately."""
     placements = jax.tree.leaves(sharding.shardings(declared, mesh))
     pairs, make = zip(leaves(declared, rows), placements, strict=True), jax.make_array_from_callback
     arrays = [make(leaf.value.shape, placement, partial(_read, leaf, source)) for leaf, placement in pairs]
@@ -229,17 +229,17 @@ def load_tree(declared: Any, source: TensorSource, mesh: Mesh, *, rows: Iterable
 
 
 def tensors(tree: Any, rows: Iterable[Row]) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
-    """The name of each of their tensors, and a function that makes it, bit for bit, which all processes must call."""
+    """Yield the name of each of their tensors and a function that makes it, bit for bit; all processes must call it."""
 
     def make(leaf: Leaf, i: int) -> np.ndarray:
-        layer = leaf.value[i] if leaf.row.stacked else leaf.value  # one layer is on a device at a time
+        layer = leaf.value[i] if leaf.row.stacked else leaf.value  # only one layer at a time
         return leaf.row.to_theirs(np.asarray(multihost_utils.process_allgather(layer, tiled=True)))
 
     return ((name, partial(make, leaf, i)) for leaf in leaves(tree, rows) for i, name in enumerate(leaf.names()))
 
 
 def _read(leaf: Leaf, source: TensorSource, index: tuple[slice, ...] | None) -> np.ndarray:
-    assert index is not None  # only of an array with an opaque type
+    assert index is not None  # None occurs only for arrays of opaque types
     names, shape, dtype = leaf.names(), leaf.layer_shape, leaf.value.dtype
     if not leaf.row.stacked:
         return leaf.row.read(source, names[0], shape, index).astype(dtype)

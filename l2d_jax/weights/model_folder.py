@@ -1,6 +1,6 @@
 """Reads and writes the diffusion path of a model folder.
 
-A model folder is an ordinary Hugging Face folder with two files more: `path.safetensors`, with the tensor names of the
+A model folder is an ordinary Hugging Face folder with two more files: `path.safetensors`, with the tensor names of the
 authors' release, and `path.json`, with the options of the path and the name of its base.
 """
 
@@ -26,11 +26,11 @@ from l2d_jax.weights.base_model import BaseFiles
 from l2d_jax.weights.digests import tensors_digest
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_file
 
-REPLACES = "replaces_tokenizer"  # in a published `path.json`: whether the tokenizer there is not the base's
+REPLACES = "replaces_tokenizer"  # key in a published `path.json`: whether the folder's tokenizer replaces the base's
 
 
 def new_path(config: PathConfig, llm: LLM, mesh: Mesh, *, seed: int) -> DiffusionPath:
-    """A path with the release's initial values, each shard created where it belongs."""
+    """A path with the release's initial values; each shard is created on its device."""
     path = sharding.initialize(DiffusionPath.declare(config, llm.architecture), jax.random.key(seed), mesh)
     return start_from(path, llm) if config.layers == "dense" and config.dense_init == "lm" else path
 
@@ -51,7 +51,7 @@ def write_record(
     base_fingerprint: Fingerprint | None,
     replaces_tokenizer: bool = False,
 ) -> None:
-    """Write `path.json` beside a path's tensors, and beside a tokenizer that may replace the base's."""
+    """Write `path.json` next to a path's tensors, and next to a tokenizer if one replaces the base's."""
     record = {**locate.base_record(base, folder), "base_fingerprint": base_fingerprint, "path": vars(config)}
     record |= {REPLACES: True} if replaces_tokenizer else {}
     record["checksum"] = _path_checksum(record, _path_source(folder))
@@ -64,12 +64,12 @@ def save_path(folder: Path, path: DiffusionPath, *, base: str, base_fingerprint:
     if processes.is_first():
         write_path(folder, tensors, path.config, base=base, base_fingerprint=base_fingerprint)
     else:
-        for make in tensors.values():  # process 0 needs the parts that are here
+        for make in tensors.values():  # process 0 needs the shards of this process
             make()
 
 
 def replaced_tokenizer(folder: Path) -> str | None:
-    """The folder with the tokenizer that goes along with a path in place of the base's; None: the base's."""
+    """The folder with the tokenizer that replaces the base's; None: the base's tokenizer is used."""
     is_there = (folder / tokenizer_files.NAME).exists() and not holds_base(folder)
     if is_there and publish.is_published(folder):
         file = folder / "path.json"
@@ -78,29 +78,30 @@ def replaced_tokenizer(folder: Path) -> str | None:
 
 
 def holds_base(folder: Path) -> bool:
-    """Whether a folder with a path has its language model, too; in a published one the config is the path's."""
+    """Whether a folder with a path also contains its language model. A published folder's config is the path's."""
     return (folder / "config.json").exists() and not publish.is_published(folder)
 
 
 def base_name(folder: Path) -> str:
-    """The base that a path was trained on; raises `InputError` for random weights, which are in no folder."""
+    """The base on which a path was trained; raises `InputError` for random weights, which are not stored."""
     return locate.read_base_name(folder / "path.json", what="the base that the path was trained on")
 
 
 def read_path_config(folder: Path) -> PathConfig:
-    """The options of a model folder's path; raises `InputError` for unknown options and values out of range."""
+    """Read the options of a model folder's path; raises `InputError` for unknown options or values out of range."""
     file = folder / "path.json"
     with about(file):
         return from_dict(PathConfig, read_json(file).get("path", {}), prefix="path")
 
 
 def check_trained_path(folder: Path, base: BaseFiles | None = None, *, ignored: Collection[str] = ()) -> str:
-    """The hash of a path and its options; paths of former versions do not say what they were trained on.
+    """The hash of a path and its options.
 
-    Raises `InputError` if they have changed since they were written, or if the path was trained on another base.
+    Raises `InputError` if they have changed since they were written, or if the path was trained on another base. Paths
+    of earlier versions do not record their base.
     """
     file, source = folder / "path.json", _path_source(folder)
-    record = read_json(file) if file.exists() else {}  # PyTorch writes none
+    record = read_json(file) if file.exists() else {}  # PyTorch does not write it
     checksum = _path_checksum(record, source)
     if record.get("checksum", checksum) != checksum:
         remedy = "import it" if publish.is_published(folder) else "export the path again"
@@ -120,7 +121,7 @@ def _path_checksum(record: Mapping[str, Any], source: SafetensorsFolder) -> str:
 
 
 def find_path(folder: Path, architecture: Architecture) -> tuple[PathConfig, mapping.TensorSource]:
-    """The options and tensors of a model folder's path; raises an `InputError` that names all that do not fit."""
+    """The options and tensors of a model folder's path; raises an `InputError` that names what does not fit."""
     config = read_path_config(folder)
     source = SafetensorsFolder.open_file(folder / "path.safetensors")
     with about(folder):
@@ -129,7 +130,7 @@ def find_path(folder: Path, architecture: Architecture) -> tuple[PathConfig, map
 
 
 def load_path(folder: Path, architecture: Architecture, mesh: Mesh) -> DiffusionPath:
-    """Read the path of a model folder, or of a published one; raises `InputError` as `find_path` does."""
+    """Read the path of a model folder or of a published folder; raises `InputError` as `find_path` does."""
     if publish.is_published(folder):
         return publish.TorchFolder.open(folder).load(mesh)
     config, source = find_path(folder, architecture)

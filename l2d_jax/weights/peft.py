@@ -1,9 +1,9 @@
 """LoRA adapters of the language model, in PEFT's files: `adapter_config.json` and `adapter_model.safetensors`.
 
-An adapter lies beside the weights of a model folder and stays apart from them on disk. Where weights are read, each is
-W + (alpha / r) B A, computed in float32 and rounded once to the type of the model (Hu et al. 2021, section 4.1). The
-tensors of the file say which layers have an update, and each must be one that the config selects, of the rank that it
-says. A layer without tensors has no update.
+An adapter is stored separately from the weights of its base. When weights are read, each is W + (alpha / r) B A,
+computed in float32 and rounded once to the dtype of the model (Hu et al. 2021, section 4.1). The tensors of the file
+say which layers have an update. The config must select each of these layers, with the same rank. A layer without
+tensors has no update.
 """
 
 import json
@@ -31,7 +31,7 @@ ROWS = [  # the table of an `LLMAdapter`
     *mapping.matrix_rows(MATRICES, f"{PREFIX}%s.lora_A.weight", "%s.a", "I rank -> rank (I)"),
     *mapping.matrix_rows(MATRICES, f"{PREFIX}%s.lora_B.weight", "%s.b", "rank O -> (O) rank"),
 ]
-# Options that PEFT writes at these values for a plain adapter.
+# Options and the values that PEFT writes for a plain adapter.
 PLAIN: dict[str, Any] = {"peft_type": "LORA", "bias": "none", "rank_pattern": {}, "alpha_pattern": {}}
 PLAIN |= dict.fromkeys(("fan_in_fan_out", "use_dora", "lora_bias"), False)
 PLAIN |= dict.fromkeys(("modules_to_save", "layers_to_transform", "trainable_token_indices"))
@@ -42,19 +42,19 @@ PLAIN |= {"task_type": "CAUSAL_LM", "inference_mode": True, "lora_dropout": 0.0}
 class AdapterConfig:
     """The shape of an adapter."""
 
-    rank: int  # of all updates but those in `scales`, which may have another
+    rank: int  # of all updates except those in `scales`, which may differ
     alpha: float
-    modules: tuple[str, ...]  # the last parts of the names of the layers that have an update
-    rank_stabilized: bool = False  # alpha / sqrt(rank) in place of alpha / rank (Kalajdzievski 2023)
-    scales: Mapping[str, float] = field(default_factory=dict)  # by layer, of the products with another factor
+    modules: tuple[str, ...]  # last parts of the names of updated layers
+    rank_stabilized: bool = False  # scale by alpha / sqrt(rank) instead of alpha / rank (Kalajdzievski 2023)
+    scales: Mapping[str, float] = field(default_factory=dict)  # factors of layers that differ from `scale`
 
     @property
     def scale(self) -> float:
-        """The factor of the product of the two matrices, where `scales` has no other."""
+        """The factor of the product of the two matrices, unless `scales` has another one."""
         return product_scale(self.rank, self.alpha, rank_stabilized=self.rank_stabilized)
 
     def options(self) -> dict[str, Any]:
-        """The fields by name, without `scales` if it is empty: earlier releases did not have it."""
+        """The fields as a dictionary, without `scales` if it is empty: earlier versions do not know it."""
         return {name: value for name, value in asdict(self).items() if value or name != "scales"}
 
 
@@ -93,23 +93,23 @@ class Adapter:
 
     @cached_property
     def layers(self) -> frozenset[str]:
-        """The names of the layers that have an update."""
+        """The names of the updated layers."""
         return frozenset(name.removeprefix(PREFIX).partition(".lora_")[0] for name in self.source.records)
 
     def product(self, layer: str, index: tuple[slice, ...]) -> np.ndarray:
-        """scale x B A of one layer of the LM, or the slice `index` of it, in float32."""
+        """scale x B A for one layer of the LM, or a slice of it, in float32."""
         up = self.source.read(f"{PREFIX}{layer}.lora_B.weight", (index[0],)).astype(np.float32)
         down = self.source.read(f"{PREFIX}{layer}.lora_A.weight", (slice(None), index[1])).astype(np.float32)
         return np.float32(self.config.scales.get(layer, self.config.scale)) * (up @ down)
 
     def write(self, folder: Path, *, base: str) -> None:
-        """Write the adapter into another existing folder; its tensors and options stay as they are."""
+        """Write the adapter into another existing folder, with unchanged tensors and options."""
         _write(folder, PLAIN | dict(self.raw), {n: self.source.read(n) for n in self.source.records}, base=base)
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """The tensors of a base, to which an adapter is added: in float32, unless rounded to the type of the file."""
+    """The tensors of a base with an adapter added, in float32 or rounded to the dtype of the file."""
 
     source: mapping.TensorSource
     adapter: Adapter
@@ -117,29 +117,29 @@ class Adapted:
 
     @property
     def records(self) -> Mapping[str, Any]:
-        """Those of the source."""
+        """The records of the source."""
         return self.source.records
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
-        """One tensor or a slice of it."""
+        """Read a tensor or a slice of it, with the adapter added."""
         tensor, layer = self.source.read(name, index), name.removesuffix(".weight")
         if layer not in self.adapter.layers:
             return tensor
         whole = tuple(map(slice, self.records[name].shape))
-        with np.errstate(over="ignore"):  # which is an error here
+        with np.errstate(over="ignore"):  # reported as an error below
             total = tensor.astype(np.float32) + self.adapter.product(layer, whole if index is None else index)
             total = total.astype(self.records[name].dtype) if self.is_rounded else total
         return require_finite(total, name, "the base with its adapter")
 
 
 def adapter_shapes(config: AdapterConfig, architecture: Architecture) -> mapping.Shapes:
-    """Name and shape of every tensor of an adapter."""
+    """Names and shapes of all tensors of an adapter."""
     options = LoraConfig(rank=config.rank, modules=config.modules)
     return mapping.tensor_shapes(LLMAdapter.declare(options, architecture), ROWS)
 
 
 def _linear_shapes(architecture: Architecture) -> mapping.Shapes:
-    """Outputs and inputs of each linear layer of the decoder blocks, by its name."""
+    """The numbers of outputs and inputs of each linear layer of the decoder blocks, keyed by name."""
     shapes = mapping.llm_shapes(architecture)
     return {name.removesuffix(".weight"): shape for name, shape in shapes.items() if name.endswith("_proj.weight")}
 
@@ -151,7 +151,7 @@ def write_adapter(folder: Path, config: AdapterConfig, tensors: Mapping[str, np.
 
 
 def _write(folder: Path, options: Mapping[str, Any], tensors: Mapping[str, np.ndarray], *, base: str) -> None:
-    """Write both files; the revision of a base on the hub, org/name@revision, is an option of its own in PEFT."""
+    """Write both files. The revision of a hub base, org/name@revision, is a separate option in PEFT."""
     name, revision = (base, None) if Path(base).is_absolute() else hub.split_revision(base)
     named = {"base_model_name_or_path": name, "revision": revision}
     (folder / CONFIG).write_text(json.dumps({**options, **named}, indent=2) + "\n")

@@ -1,9 +1,9 @@
-"""PEFT's `adapter_config.json`: which layers it adapts, of what rank, and by what factor their updates count.
+"""PEFT's `adapter_config.json`: which layers are adapted, with which rank and scale.
 
-PEFT names layers in full ("all-linear" is written so), by the ends of their names, by regular expressions and by
-numbers; it gives some another rank or alpha by `rank_pattern` and `alpha_pattern`. The rules here are those of peft
-0.21 (`tuners/tuners_utils.py`, `check_target_module_exists`; `utils/other.py`, `get_pattern_key`). An option that is
-not known here must have a value that stands for "off".
+PEFT selects layers by full names (it writes "all-linear" this way), by ends of names, by regular expressions and by
+layer numbers. `rank_pattern` and `alpha_pattern` give some layers another rank or alpha. The rules here are those of
+peft 0.21 (`tuners/tuners_utils.py`, `check_target_module_exists`; `utils/other.py`, `get_pattern_key`). An option that
+is unknown here must have a value that means "off".
 """
 
 import math
@@ -24,12 +24,12 @@ from l2d_jax.weights.hub import HUB_ID
 
 CONFIG = "adapter_config.json"
 ALL_LINEAR = "all-linear"
-SECONDS = 10.0  # of a core, that the regular expressions of a file may take: one for each of 560 layers takes 1.3
+SECONDS = 10.0  # limit on core seconds for the regular expressions of a file; 560, one per layer, take 1.3
 MERGE = "merge it into its base by PEFT's merge_and_unload, and give that folder"
-# Starts of A and B that leave the base as it is, unlike PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA.
+# Initialisations of A and B that leave the base unchanged, unlike PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA.
 PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 REQUIRED = {"peft_type": "LORA", "bias": "none"}  # the only values that are supported
-# Options that say nothing about the sum of base and update: PEFT ignores fan_in_fan_out for linear layers.
+# Options that do not affect the sum of base and update: PEFT ignores fan_in_fan_out for linear layers.
 HARMLESS = {"auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "task_type", "peft_version"}
 HARMLESS |= {"lora_dropout", "fan_in_fan_out", "runtime_config", "megatron_core", "qalora_group_size"}
 HARMLESS |= {"loftq_config", "eva_config", "corda_config", "lora_ga_config", "ensure_weight_tying"}
@@ -63,9 +63,9 @@ class _Base(TypedDict):
 
 
 def adapter_base(folder: Path) -> str | None:
-    """The base that an adapter's config names, org/name@revision if it gives a revision of a model on the hub.
+    """The base that an adapter's config names, or None; org/name@revision if it has a hub revision.
 
-    None: it names none. Raises `InputError`.
+    Raises `InputError`.
     """
     found = check(read_json(folder / CONFIG), _Base, folder / CONFIG, remedy="name the base of the adapter")
     name, revision = found.get("base_model_name_or_path"), found.get("revision")
@@ -85,12 +85,12 @@ class PeftConfig:
     file: Path
     raw: Mapping[str, Any]
     found: Mapping[str, Any]  # the entries of `_PeftConfig`
-    _ends: float  # when the regular expressions have taken too long, by `time.process_time`
-    _compiled: dict[str, Any] = field(default_factory=dict)  # those that were used
+    _ends: float  # deadline for regular expressions, by `time.process_time`
+    _compiled: dict[str, Any] = field(default_factory=dict)  # compiled regular expressions
 
     @classmethod
     def open(cls, folder: Path) -> "PeftConfig":
-        """Read and check the config of an adapter; raises `InputError` for what is malformed or not supported."""
+        """Read and check the config of an adapter; raises `InputError` if it is malformed or not supported."""
         file = folder / CONFIG
         raw = read_json(file)
         for name, value in REQUIRED.items():
@@ -109,7 +109,7 @@ class PeftConfig:
 
     @property
     def rank_stabilized(self) -> bool:
-        """Whether updates are divided by the root of their rank."""
+        """Whether updates are divided by the square root of their rank."""
         return bool(self.found.get("use_rslora"))
 
     def selects(self, layer: str) -> bool:
@@ -128,16 +128,16 @@ class PeftConfig:
         return number is not None and number in (numbers if isinstance(numbers, list) else [numbers])
 
     def ranks(self, layer: str) -> list[int]:
-        """The ranks that a layer's update may have: PEFT takes the first, but has sorted them as it wrote the file."""
+        """The possible ranks of a layer's update: PEFT uses the first match, but sorts the patterns when saving."""
         return self._by_pattern("rank_pattern", layer) or [self.found["r"]]
 
     def scale(self, layer: str, rank: int) -> float:
-        """The factor of a layer's product of matrices."""
+        """The factor of a layer's update."""
         alpha = [*self._by_pattern("alpha_pattern", layer), self.found["lora_alpha"]][0]
         return product_scale(rank, alpha, rank_stabilized=self.rank_stabilized)
 
     def _is_named(self, layer: str, names: Names) -> bool:
-        """Whether a regular expression is of the whole name, or a list has the name or an end of it."""
+        """Whether a regular expression matches the whole name, or a list contains the name or an end of it."""
         if isinstance(names, str):
             return self._match(names, layer) is not None
         parts = layer.split(".")
@@ -151,20 +151,20 @@ class PeftConfig:
         return None
 
     def _by_pattern(self, option: str, layer: str) -> list[Any]:
-        """The values of the patterns that the layer's name, or an end of it, is of."""
+        """The values of all patterns that match the layer's name or an end of it."""
         patterns: Mapping[str, Any] = self.found.get(option) or {}
         return [value for key, value in patterns.items() if self._match(rf"(.*\.)?({key})", layer)]
 
     def _match(self, pattern: str, text: str) -> Any:
-        """The match of a whole text; raises `InputError` for what is no pattern, or takes too long."""
+        """Match a whole text; raises `InputError` for an invalid pattern, or one that takes too long."""
         left = self._ends - time.process_time()
         try:
             require(left > 0, f"{self.file}: its regular expressions take too long: write out the names of the layers")
-            if pattern not in self._compiled:  # EVA writes a pattern for each layer, more than the library keeps
+            if pattern not in self._compiled:  # EVA writes a pattern per layer, more than the library caches
                 self._compiled[pattern] = regex.compile(pattern)
             return self._compiled[pattern].fullmatch(text, timeout=left)
         except TimeoutError:
-            return self._match(pattern, text)  # which raises
+            return self._match(pattern, text)  # this raises
         except (regex.error, RecursionError, OverflowError) as error:
             problem = f"{self.file}: {shown(pattern)} is no regular expression ({error})"
             raise InputError(f"{problem}: write out the names of the layers") from None

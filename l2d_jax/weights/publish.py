@@ -1,7 +1,7 @@
-"""Published folders: a path as PyTorch loads it, by code of its own that lies beside it, and read back.
+"""Published folders: a path in a format that PyTorch can load with code in the same folder. They can be read back.
 
-The code is `weights/pytorch`, which needs neither this package nor JAX. Tensors have the names of our leaves, with a
-number for the layer, in PyTorch's layout [out, in].
+The code is `weights/pytorch`, which needs neither this package nor JAX. Tensors have the names of our leaves, plus the
+number of the layer, in PyTorch's layout [out, in].
 """
 
 import dataclasses
@@ -44,13 +44,13 @@ class _PublishedConfig(TypedDict):
 
 
 def is_published(folder: Path) -> bool:
-    """Whether a folder holds a path as PyTorch loads it, and not a language model's files or ours."""
+    """Whether a folder is a published path, and not a language model or a model folder."""
     file = folder / "config.json"
     return file.exists() and read_json(file).get("model_type") == MODEL_TYPE
 
 
 def _torch_row(row: mapping.Row) -> mapping.Row:
-    """The row of the same leaf in a published folder; of a low-rank update both matrices are [out, in], too."""
+    """The row for the same leaf in a published folder; both matrices of a low-rank update are also [out, in]."""
     ours, theirs = row.axes.split(" -> ")
     parts = re.findall(r"\([^)]*\)|\w+", theirs)
     theirs = " ".join(reversed(parts) if "rank" in parts else parts)
@@ -72,10 +72,11 @@ def write_torch_folder(
 ) -> None:
     """Write a path, its config, its code and a tokenizer into an existing folder; raises `InputError`.
 
-    All weights of the path are on this host. Its base, whose `config.json` and tokenizer (which also says what ends an
-    answer) are given, is a hub id at a commit, or a folder by an absolute path or one relative to `folder`.
+    All weights of the path must be on this host. The base is a hub id with a commit, or a folder with an absolute path
+    or a path relative to `folder`. Its `config.json` and tokenizer are given; the tokenizer also says what ends an
+    answer.
     """
-    from l2d_jax.weights.pytorch.configuration_l2d import CODE as CLASSES  # here: transformers brings torch along
+    from l2d_jax.weights.pytorch.configuration_l2d import CODE as CLASSES  # here, because transformers imports torch
 
     if Architecture.from_hf(base_config) != architecture:
         raise InputError(f"the config of {base} is of another architecture than the path's: give the base of the path")
@@ -102,13 +103,13 @@ class TorchFolder:
     """The checked files of a published folder; weights are read when they are needed."""
 
     architecture: Architecture  # of the base
-    base: str  # as `find_base_and_adapters` takes it: an absolute folder, or a hub id with a revision
+    base: str  # argument of `find_base_and_adapters`: an absolute folder, or a hub id with a revision
     config: PathConfig
     source: SafetensorsFolder
 
     @classmethod
     def open(cls, folder: Path) -> "TorchFolder":
-        """Check a published folder, whose path PyTorch may have trained further; raises `InputError`."""
+        """Check a published folder; its path may have been trained further in PyTorch. Raises `InputError`."""
         file = folder / "config.json"
         found = read_json(file)
         is_changed = found.get("model_type") == MODEL_TYPE and found.get("base_model_name_or_path") in (None, "")

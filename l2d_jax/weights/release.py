@@ -1,6 +1,6 @@
-"""The authors' PyTorch release: its hyper-parameters, its checkpoints and the aliases that they hold.
+"""The authors' PyTorch release: its hyper-parameters, its checkpoints and the aliases in them.
 
-A checkpoint is the state dict of the whole model: the frozen LM, the path, and again the weights that the path shares.
+A checkpoint is the state dict of the whole model: the frozen LM, the path, and aliases of the weights that both share.
 """
 
 import dataclasses
@@ -23,11 +23,14 @@ from l2d_jax.weights.mapping import TensorSource
 from l2d_jax.weights.safetensors_file import SafetensorsFolder, write_file
 
 ARGUMENTS = "weights/release.toml"  # the release's keyword arguments
-Tensors: TypeAlias = dict[str, Callable[[], np.ndarray]]  # each made when its turn comes
+Tensors: TypeAlias = dict[str, Callable[[], np.ndarray]]  # each is made when it is needed
 
 
 def parse_hyperparameters(raw: Mapping[str, Any]) -> PathConfig:
-    """The path's options from the release's keyword arguments, bare or under `l2d_kwargs`; raises `InputError`."""
+    """Read the path's options from the release's keyword arguments, at top level or under `l2d_kwargs`.
+
+    Raises `InputError`.
+    """
     options = raw.get("l2d_kwargs", raw)
     require(isinstance(options, Mapping), f"l2d_kwargs must be the release's keyword arguments, got {shown(options)}")
     names = package_table(ARGUMENTS)["names"]
@@ -43,20 +46,20 @@ def parse_hyperparameters(raw: Mapping[str, Any]) -> PathConfig:
     ours["layers"] = "lora" if ours["layers"] else "dense"
     rank = ours["lora_rank"] = ours.get("lora_rank") or PathConfig.lora_rank
     if ours.get("lora_alpha") in (None, -1):
-        ours["lora_alpha"] = 2 * rank  # the release's own reading of None
+        ours["lora_alpha"] = 2 * rank  # the release's meaning of None
     ours["classes"] = ours.get("classes") or 0
     return from_dict(PathConfig, ours, prefix="hyper-parameters")
 
 
 def options(config: PathConfig) -> dict[str, Any]:
-    """All of the release's keyword arguments for a path."""
+    """All keyword arguments of the release for a path."""
     given = package_table(ARGUMENTS)
     ours = {theirs: getattr(config, name) for theirs, name in given["names"].items()}
     return {**given["fixed"], **given["others"], **ours, "separate_flow_params_with_lora": config.layers == "lora"}
 
 
 def write_checkpoint(file: Path, tensors: Tensors) -> None:
-    """Write a state dict, made in memory: `.safetensors`, or `.bin` for the release's programs, which takes torch."""
+    """Write a state dict, made in memory: `.safetensors`, or `.bin` for the release's programs, which needs torch."""
     torch = None if file.suffix == ".safetensors" else _import_torch(file)
     names = {make: name for name, make in reversed(tensors.items())}  # the first name of each
     made = {make: require_finite(make(), name, "weights cannot be written") for make, name in names.items()}
@@ -68,7 +71,7 @@ def write_checkpoint(file: Path, tensors: Tensors) -> None:
 
 
 def open_checkpoint(file: Path) -> TensorSource:
-    """A state dict as a source of tensors: `.safetensors`, or `.pt` and `.bin` read with `weights_only=True`."""
+    """Open a state dict as a source of tensors: `.safetensors`, or `.pt` and `.bin` with `weights_only=True`."""
     require(file.is_file(), f"no checkpoint {file}: give a .safetensors, .pt or .bin file")
     if file.suffix == ".safetensors":
         return SafetensorsFolder.open_file(file)
@@ -88,16 +91,16 @@ def open_checkpoint(file: Path) -> TensorSource:
 class ArraySource:
     """A `TensorSource` over arrays in memory."""
 
-    path: Path  # the file that they are from: what messages name
+    path: Path  # the file they come from, for messages
     records: Mapping[str, np.ndarray]
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
-        """One tensor, or a slice of it; raises `InputError` if it is not finite."""
+        """Read a tensor or a slice of it; raises `InputError` if it is not finite."""
         return require_finite(self.records[name][... if index is None else index], name, self.path)
 
 
 def aliases(own: Collection[str], trained: Iterable[str]) -> dict[str, str]:
-    """What a state dict with an LM's `own` tensors and a path's holds twice: alias -> the tensor with the same bits."""
+    """The aliases in a state dict of an LM with the tensors `own` and a path: alias -> tensor with the same bits."""
     same = {} if "lm_head.weight" in own else {"lm_head.weight": "model.embed_tokens.weight"}
     for stem in (name.removesuffix(".A") for name in trained if name.endswith(".A")):
         originals = {f"{stem.replace('.flow_', '.')}.{kind}": kind for kind in ("weight", "bias")}
@@ -108,7 +111,7 @@ def aliases(own: Collection[str], trained: Iterable[str]) -> dict[str, str]:
 def check_checkpoint(
     source: TensorSource, architecture: Architecture, config: PathConfig
 ) -> tuple[list[str], list[str]]:
-    """The names of the LM's and the path's tensors in a state dict; `InputError` for those that do not fit."""
+    """The names of the LM's and the path's tensors in a state dict; raises `InputError` if they do not fit."""
     own, trained = mapping.llm_shapes(architecture), mapping.path_shapes(config, architecture)
     same = aliases(own, trained)
     mapping.check_tensors(source, own | trained | {alias: own[name] for alias, name in same.items()})
@@ -120,7 +123,7 @@ def check_checkpoint(
 
 
 def state_dict(llm: TensorSource, trained: Tensors, architecture: Architecture) -> Tensors:
-    """The release's state dict, aliases included, from an LM and the tensors of a path; all keep their bits."""
+    """The release's state dict, including aliases, from an LM and the tensors of a path; all keep their bits."""
     own = lazy_tensors(llm, mapping.llm_shapes(architecture))
     return own | trained | {alias: own[name] for alias, name in aliases(own, trained).items()}
 
@@ -143,7 +146,7 @@ def merge_lora(llm: TensorSource, path: TensorSource, architecture: Architecture
 
 
 def lazy_tensors(source: TensorSource, names: Iterable[str]) -> Tensors:
-    """Tensors to write."""
+    """Tensors of a source, read when they are needed."""
     return {name: partial(source.read, name) for name in names}
 
 
@@ -156,12 +159,12 @@ def _import_torch(file: Path) -> Any:
 
 
 def _tensor(array: np.ndarray, torch: Any) -> Any:
-    if array.dtype == ml_dtypes.bfloat16:  # torch takes no such array: the bits travel as integers
+    if array.dtype == ml_dtypes.bfloat16:  # torch cannot read such arrays: pass the bits as integers
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(np.array(array))
 
 
 def _array(tensor: Any, torch: Any) -> np.ndarray:
-    if tensor.dtype == torch.bfloat16:  # numpy knows no bfloat16: the bits travel as integers
+    if tensor.dtype == torch.bfloat16:  # NumPy has no bfloat16: pass the bits as integers
         return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return tensor.contiguous().numpy()

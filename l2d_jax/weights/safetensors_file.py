@@ -1,9 +1,9 @@
 """Safetensors files, alone or as the shards of one folder: read by tensor or by slice, and written.
 
-Only safetensors are read: pickles (*.bin, *.pt) can run code as they load. The library checks a header in full as it is
-opened: the tensors must tile the data (https://github.com/huggingface/safetensors, "Format"). Data are read by memory
-map, so that a slice costs that slice. What is read or written has neither NaN nor infinities. No check sees another
-flipped bit in the data, for which the format has no checksum, nor a change after the file was opened.
+Only safetensors are read: pickles (*.bin, *.pt) can run code when they are loaded. The library checks the whole header
+when a file is opened: the tensors must tile the data (https://github.com/huggingface/safetensors, "Format"). Data are
+memory-mapped, so reading a slice costs only that slice. NaN and infinities are refused in reading and writing. Other
+flipped bits in the data are not detected, because the format has no checksum, nor are changes after opening.
 """
 
 import json
@@ -29,14 +29,14 @@ DTYPES = {
     **{f"{kind}{bits}": np.dtype(f"<{kind.lower()}{bits // 8}") for kind in "IU" for bits in (8, 16, 32, 64)},
 }
 
-LazyArray = np.ndarray | Callable[[], np.ndarray]  # a function makes the array when its turn comes
+LazyArray = np.ndarray | Callable[[], np.ndarray]  # a function makes the array when it is needed
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """What a safetensors header says about one tensor."""
+    """The entry of a tensor in a safetensors header."""
 
-    path: Path  # of the file
+    path: Path  # path of the file
     dtype: np.dtype  # `ml_dtypes.bfloat16` for BF16
     shape: tuple[int, ...]
     begin: int  # bytes from the start of the file
@@ -45,9 +45,9 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class SafetensorsFolder:
-    """Tensors by name, from one file or from the shards that an index lists; every header has been checked."""
+    """Tensors by name, from a file or from the shards that an index lists; all headers were checked."""
 
-    path: Path  # the folder or the one file: what messages name
+    path: Path  # the folder or the file, for messages
     records: Mapping[str, TensorRecord]
 
     @classmethod
@@ -67,9 +67,9 @@ class SafetensorsFolder:
         return cls(path, _read_header(path))
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> Shaped[np.ndarray, "..."]:
-        """A copy of one tensor or of a slice of it, reading no other data.
+        """Read a copy of a tensor or of a slice of it, and no other data.
 
-        Raises `InputError` where it is absent or not finite.
+        Raises `InputError` if it is absent or not finite.
         """
         require(name in self.records, f"{self.path} has no tensor {name!r}: are these the weights of another model?")
         record = self.records[name]
@@ -79,16 +79,16 @@ class SafetensorsFolder:
 
 
 def write_file(path: Path, tensors: Mapping[str, np.ndarray], *, for_transformers: bool = True) -> None:
-    """Write one safetensors file; every array is in memory at the time.
+    """Write a safetensors file from arrays that are all in memory.
 
-    Raises `InputError` for one that is not finite.
+    Raises `InputError` if one is not finite.
     """
     for name, array in tensors.items():
         require_finite(array, name, "weights cannot be written")
-    # In C order: save_file writes the memory of a transposed array as it lies, which is another array.
+    # In C order: save_file writes the memory of a transposed array unchanged, which would be another array.
     arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
-    save_file(arrays, path, metadata={"format": "pt"} if for_transformers else None)  # which transformers insists on
-    path.chmod(path.parent.stat().st_mode & 0o666)  # save_file leaves it to the owner alone
+    save_file(arrays, path, metadata={"format": "pt"} if for_transformers else None)  # transformers requires it
+    path.chmod(path.parent.stat().st_mode & 0o666)  # save_file makes it readable only for the owner
 
 
 def write_safetensors(
@@ -96,7 +96,7 @@ def write_safetensors(
 ) -> None:
     """Write `model.safetensors`, or shards and their index, as transformers does; one shard is in memory at a time."""
     shard: dict[str, np.ndarray] = {}
-    shards: list[dict[str, int]] = []  # the bytes of each tensor, by name
+    shards: list[dict[str, int]] = []  # size in bytes of each tensor, keyed by name
 
     def write_shard() -> None:
         write_file(folder / f"{len(shards)}.safetensors", shard)
@@ -139,7 +139,7 @@ def _read_shards(folder: Path, index: Path) -> dict[str, TensorRecord]:
 
 
 def _read_header(path: Path) -> dict[str, TensorRecord]:
-    """The records of one file: the length of the header in 8 bytes, the header, and the tensors without a gap."""
+    """Read the records of a file: 8 bytes with the length of the header, the header, and tensors without gaps."""
     try:
         with open_file(path) as file, safe_open(path, framework="numpy") as header:
             end = 8 + int.from_bytes(file.read(8), "little")
@@ -153,7 +153,7 @@ def _read_header(path: Path) -> dict[str, TensorRecord]:
     for name, entry in entries:
         code, shape = entry.get_dtype(), tuple(entry.get_shape())
         try:
-            np.broadcast_to(np.zeros((), DTYPES[code]), shape)  # a view, which costs nothing
+            np.broadcast_to(np.zeros((), DTYPES[code]), shape)  # a view: it takes no memory
         except (KeyError, ValueError):
             problem = f"{path}: tensor {name!r} has dtype {code!r} and shape {shown(shape)}"
             raise InputError(f"{problem}; supported are {', '.join(DTYPES)} of 64 axes or fewer: convert it") from None

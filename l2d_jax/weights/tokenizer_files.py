@@ -1,4 +1,4 @@
-"""The tokenizer and chat template of a model: its own, or others that the config names, as base models need them."""
+"""The tokenizer and chat template of a model: the model's, or others that the config names."""
 
 import os
 import shutil
@@ -14,9 +14,7 @@ from l2d_jax.files import explained, read_json
 from l2d_jax.weights import hub, locate
 
 NAME = "tokenizer.json"
-FOLDER = (
-    "tokenizer"  # of a workdir whose config names another tokenizer or chat template: both, as they were trained with
-)
+FOLDER = "tokenizer"  # folder in a workdir whose config names another tokenizer or chat template: a copy of both
 TEMPLATE, OTHERS = "chat_template.jinja", "additional_chat_templates"
 FILES = (
     "tokenizer*",
@@ -30,14 +28,15 @@ FILES = (
 
 
 def is_replaced(config: ModelConfig) -> bool:
-    """Whether a config names another tokenizer or chat template than the model's."""
+    """Whether a config names a tokenizer or chat template other than the model's."""
     return config.tokenizer is not None or config.chat_template is not None
 
 
 def open_tokenizer(config: ModelConfig, folder: Path | None, *, vocabulary: int) -> PreTrainedTokenizerFast | None:
-    """The tokenizer of a model whose files are in `folder`, or that of bytes where that is None, as the config has it.
+    """The tokenizer of a model according to its config; None if there is none.
 
-    None where there is none. Raises `InputError`, also for ids that the `vocabulary` of the model does not have.
+    `folder` has the model's files; None: the byte tokenizer. Raises `InputError` for unreadable files, and for ids
+    beyond the `vocabulary` of the model.
     """
     if config.tokenizer is not None:
         tokenizer = load_tokenizer(_locate(config.tokenizer, NAME, "config.model.tokenizer"), vocabulary=vocabulary)
@@ -55,7 +54,7 @@ def open_tokenizer(config: ModelConfig, folder: Path | None, *, vocabulary: int)
 
 
 def read_chat_template(name: str) -> str | dict[str, str]:
-    """The chat template in a file, or in a folder or a repository of the hub; several by name; raises `InputError`."""
+    """Read the chat template in a file, folder or hub repository; several are keyed by name. Raises `InputError`."""
     option = "config.model.chat_template"
     file = Path(os.path.expanduser(name))
     if file.is_file() and file.suffix != ".json":
@@ -72,7 +71,7 @@ def read_chat_template(name: str) -> str | dict[str, str]:
 
 
 def _named(value: Any, file: Path) -> dict[str, str]:
-    """The templates of a JSON file by name, as transformers writes them."""
+    """The templates in a JSON file written by transformers, keyed by name."""
     if isinstance(value, list) and all(isinstance(one, dict) and {"name", "template"} <= one.keys() for one in value):
         value = {one["name"]: one["template"] for one in value}
     named = {} if value is None else {"default": value} if isinstance(value, str) else value
@@ -90,7 +89,7 @@ def _read(file: Path) -> str:
 
 
 def _locate(name: str, file: str, option: str) -> Path:
-    """The folder that a name stands for, or that holds the file which it names."""
+    """The folder of a name, or the folder that contains the named file."""
     path = Path(os.path.expanduser(name))
     if path.name == file and path.is_file():
         return path.parent
@@ -101,14 +100,14 @@ def _locate(name: str, file: str, option: str) -> Path:
 
 
 def write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Write a tokenizer with its chat templates into an existing folder, in place of any that is there."""
+    """Write a tokenizer with its chat templates into an existing folder, replacing those in it."""
     for file in [file for pattern in FILES for file in folder.glob(pattern) if file.is_file()]:
         file.unlink()
     tokenizer.save_pretrained(folder, save_jinja_files=False)  # jinja files lose carriage returns
 
 
 def copy_tokenizer(source: Path, out: Path) -> None:
-    """Copy the files of a tokenizer into a folder, in place of any that are there."""
+    """Copy the files of a tokenizer into a folder, replacing those in it."""
     for file in [file for pattern in FILES for file in out.glob(pattern) if file.is_file()]:
         file.unlink()
     for file in [file for pattern in FILES for file in source.glob(pattern) if file.is_file()]:

@@ -11,12 +11,14 @@ import pytest
 
 from l2d_jax.config.config_file import read_config
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.decoding import buckets
-from l2d_jax.decoding import decode as decode_module
-from l2d_jax.decoding.decode import State, fan_out, next_logits, prefill, token_decoder
+from l2d_jax.decoding import buckets, token_step
+from l2d_jax.decoding.decode import token_decoder
+from l2d_jax.decoding.prefill import prefill, read_prefix
 from l2d_jax.decoding.refinement.refine import refine
 from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.sampler import SamplingOptions, answer_keys
+from l2d_jax.decoding.state import State, fan_out
+from l2d_jax.decoding.token_step import next_logits
 from l2d_jax.model import diffusion
 from l2d_jax.model.context import Context
 from l2d_jax.model.l2d import Model
@@ -214,7 +216,7 @@ def test_the_mean_of_several_noise_samples_is_of_probabilities() -> None:
 def test_reading_prompts_does_not_depend_on_the_slots_of_their_answers() -> None:
     """With a common prefix, too: empty slots would be constants of the program, which XLA folds for seconds."""
     llm, tokens = tiny.llm("llama"), jnp.array([[5, 17], [80, 3]], jnp.int32)
-    keys, prefix = jax.random.split(jax.random.key(0), 2), decode_module.read_prefix(llm, jnp.arange(8))
+    keys, prefix = jax.random.split(jax.random.key(0), 2), read_prefix(llm, jnp.arange(8))
     options = {"lengths": jnp.int32([2, 1]), "keys": keys, "prefix": prefix}
     costs = [prefill.lower(llm, tokens, **options, capacity=slots).cost_analysis()["flops"] for slots in (8, 512)]
     assert costs[0] == costs[1]
@@ -265,14 +267,14 @@ def test_a_gate_goes_from_full_refinement_to_the_language_model() -> None:
 @pytest.mark.slow
 def test_a_token_that_all_skip_costs_no_evaluation(monkeypatch: Any) -> None:
     model, calls = tiny.model(), []
-    real = decode_module.refine
+    real = token_step.refine
 
     def counted(*arguments: Any, **options: Any) -> Any:
         jax.debug.callback(lambda: calls.append(1))
         return real(*arguments, **options)
 
-    monkeypatch.setattr(decode_module, "refine", counted)
-    run = jax.jit(decode_module.refined_logits)
+    monkeypatch.setattr(token_step, "refine", counted)
+    run = jax.jit(token_step.refined_logits)
     settings = Refinement.from_config(DecodeConfig(), budget=3)
     state = start(model, PROMPTS)
     for gate, number in [(0.0, 1), (1e-6, 1), (100.0, 0)]:

@@ -5,8 +5,10 @@ import pytest
 
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.data import tokenizer
-from l2d_jax.decoding import buckets, decode, loaded_model, stop_strings
+from l2d_jax.decoding import buckets, loaded_model, stop_strings
+from l2d_jax.decoding.decode import token_decoder
 from l2d_jax.decoding.loaded_model import LoadedModel
+from l2d_jax.decoding.prefill import prefill
 from l2d_jax.decoding.requests import Piece, Restrictions
 from l2d_jax.errors import InputError
 from l2d_jax.model.l2d import Model
@@ -362,7 +364,7 @@ def test_one_program_serves_all_settings_and_all_prompts_of_a_bucket(loaded):
     """
     for size in (1, 3, 7, 15):
         generate(loaded, PROMPTS, labels=[0, 1, 0], settings=settings(budget=size))
-    before = decode.token_decoder().count, decode.prefill.count
+    before = token_decoder().count, prefill.count
     seen = set()
     for budget in (1, 3, 5, 7, 9, 15):
         for changes in ({}, {"guidance": 2.0}, {"temperature": 0.7, "top_k": 9, "top_p": 0.9}, {"gate": 0.5}):
@@ -372,4 +374,4 @@ def test_one_program_serves_all_settings_and_all_prompts_of_a_bucket(loaded):
             )
             seen.add(str(answers))
     assert len(seen) > 10
-    assert (decode.token_decoder().count, decode.prefill.count) == before
+    assert (token_decoder().count, prefill.count) == before

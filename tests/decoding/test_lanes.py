@@ -10,7 +10,7 @@ import pytest
 from jax._src import test_util
 
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.decoding import decode
+from l2d_jax.decoding.decode import token_decoder
 from l2d_jax.decoding.generation import decode_lanes, generate_tokens
 from l2d_jax.decoding.lanes import Lanes
 from l2d_jax.decoding.loaded_model import LoadedModel
@@ -196,7 +196,7 @@ def test_penalties_are_those_of_each_answer() -> None:
         Answer(n, Prompt(0, ids), greedy, StopSearch((), None), restrictions=Restrictions((), None, (), None, *one))
         for n, one in enumerate(asked)
     ]
-    programs = decode.token_decoder().count
+    programs = token_decoder().count
     while answers or not lanes.is_idle:
         if lanes.free and answers:
             lanes.admit([answers.pop(0)])
@@ -204,7 +204,7 @@ def test_penalties_are_those_of_each_answer() -> None:
             told[piece.answer] += piece.tokens
     assert told == [slow_answer(model, Prompt(0, ids), *one) for one in asked]
     assert len({tuple(tokens) for tokens in told}) >= 4
-    assert decode.token_decoder().count - programs <= 2
+    assert token_decoder().count - programs <= 2
     loaded = LoadedModel(model, None, RARE, greedy)
     assert loaded.generate([ids], frequency_penalty=2.0) == [told[1]]
     assert loaded.generate([ids], presence_penalty=1.5, logit_bias={plain[0]: -100, 3: 1}) == [told[2]]

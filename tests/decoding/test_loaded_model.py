@@ -47,6 +47,18 @@ def test_ids_are_answered_with_ids(model):
 
 
 @pytest.mark.slow
+def test_a_trace_has_the_tokens_of_the_answer(model, speaking):
+    traced = model.trace(IDS[0], seed=3)
+    assert [token.token for token in traced] == model.generate(IDS[0], seed=3)
+    assert {token.evaluations for token in traced} == {3}
+    assert "".join(token.text for token in speaking.trace("Hi")) == speaking.generate("Hi")
+    with pytest.raises(InputError, match="draws"):
+        model.trace(IDS[0], draws=2)
+    with pytest.raises(InputError, match="one value of each option"):
+        model.trace(IDS[0], budget=[3])
+
+
+@pytest.mark.slow
 def test_text_is_answered_with_text(speaking):
     text = speaking.generate("Hi")
     ids = speaking.generate(prompt_ids(HI, speaking.tokenizer))

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.decoding import pace as pace_module
 from l2d_jax.decoding.generation import generate_tokens, open_lanes
-from l2d_jax.decoding.pace import Order, Pace, free_rows, room, window
+from l2d_jax.decoding.parallel import pace as pace_module
+from l2d_jax.decoding.parallel.pace import Order, Pace, free_rows, room, window
+from l2d_jax.decoding.parallel.stream_state import Stream
 from l2d_jax.decoding.requests import Prompt, Request
-from l2d_jax.decoding.stream_state import Stream
 from l2d_jax.errors import InputError
 from tests.support import tiny
 

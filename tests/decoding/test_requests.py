@@ -3,8 +3,9 @@ import jax.numpy as jnp
 import pytest
 
 from l2d_jax.config.schema import DecodeConfig, PathConfig
-from l2d_jax.decoding import decode, requests
+from l2d_jax.decoding import requests
 from l2d_jax.decoding.buckets import answer_slots, pad, sample_bucket
+from l2d_jax.decoding.prefill import prefill
 from l2d_jax.decoding.refinement.settings import check_settings
 from l2d_jax.decoding.refinement.solver import AMPLE
 from l2d_jax.decoding.requests import check_asked, override_settings
@@ -21,7 +22,7 @@ def test_the_cache_is_counted_as_it_is_made(monkeypatch):
     llm, settings = tiny.llm("llama"), DecodeConfig(max_new_tokens=13, draws=5)
     requests.check_decoding_memory(llm, None, settings, rows=3, longest=3, remedy="x")
     keys = jax.random.split(jax.random.key(0), 3)
-    state = decode.prefill(llm, *pad(PROMPTS), keys, capacity=answer_slots(13))
+    state = prefill(llm, *pad(PROMPTS), keys, capacity=answer_slots(13))
     assert found["KV cache"] == state.cache.k.nbytes + state.cache.v.nbytes
     assert found["weights"] == tree_bytes(llm) == sum(leaf.nbytes for leaf in jax.tree.leaves(llm))
     assert found["logits"] == jnp.zeros((3, sample_bucket(5), llm.architecture.vocab_size)).nbytes

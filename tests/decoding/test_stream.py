@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.decoding.decode import prefill, token_decoder
+from l2d_jax.decoding.decode import token_decoder
+from l2d_jax.decoding.parallel.stream import stream_decoder
+from l2d_jax.decoding.parallel.stream_state import enter, fit, leave, make_room
+from l2d_jax.decoding.prefill import prefill
 from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.refinement.stages import Stages
 from l2d_jax.decoding.sampler import SamplingOptions
-from l2d_jax.decoding.stream import stream_decoder
-from l2d_jax.decoding.stream_state import enter, fit, leave, make_room
 from l2d_jax.model.l2d import Model
 from tests.support import tiny
 
@@ -43,9 +44,8 @@ def prompts() -> tuple[jax.Array, jax.Array]:
     return tiny.tokens(ROWS, 8, seed=3), jnp.array([8, 3, 5, 1, 8, 2], jnp.int32)
 
 
-def last_tokens() -> jax.Array:
-    tokens, lengths = prompts()
-    return jnp.take_along_axis(tokens, (lengths - 1)[:, None], axis=1)[:, 0]
+def begin(model: Model, state: Any, budgets: list[int], *, size: int, gates: Any = (0.0,)) -> Any:
+    return enter(model.llm, state, is_plain=jnp.array(budgets) == 1, gate=jnp.asarray(gates), size=size)
 
 
 def decode_plainly(model: Model, chosen: dict[str, Any], *, stops: jax.Array) -> tuple[np.ndarray, np.ndarray]:
@@ -70,7 +70,7 @@ def decode_in_stream(
     stages = Stages.of(chosen["settings"].solver, BUDGETS)
     assert stages is not None
     settings = dataclasses.replace(chosen["settings"], stages=stages)
-    stream = enter(state, last_tokens(), size=stages.size)
+    stream = begin(model, state, BUDGETS, size=stages.size, gates=chosen["sampling"].gate)
     columns: dict[str, list[list[int]]] = {name: [[] for _ in range(ROWS)] for name in ("ids", "evaluations", "passes")}
     for count in range(100):
         if leaves is not None and count * 5 >= leaves:
@@ -152,10 +152,12 @@ def test_where_guesses_hold_a_pass_gives_a_token() -> None:
     stages = Stages.of(chosen["settings"].solver, [15] * ROWS)
     assert stages is not None
     settings = dataclasses.replace(chosen["settings"], stages=stages)
-    stream = make_room(enter(state, last_tokens(), size=3), stages.size)
+    stream = make_room(begin(model, state, [15] * ROWS, size=3), stages.size)
     stream = fit(stream, ring=32, slots=8)
     stops = jnp.array([-1, -1], jnp.int32)
     _, emitted = stream_decoder()(
         model, stream, settings=settings, sampling=chosen["sampling"], stop_ids=stops, passes=9
     )
-    np.testing.assert_array_equal(emitted.is_new, np.tile(np.arange(9) > 0, (ROWS, 1)))  # the first reads the prompt
+    np.testing.assert_array_equal(
+        emitted.is_new, np.tile(np.arange(9) > 0, (ROWS, 1))
+    )  # the first guess is the LM's token

@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import Mesh
 
 from l2d_jax.config.schema import DecodeConfig, TrainConfig
-from l2d_jax.decoding import decode
+from l2d_jax.decoding.decode import token_decoder
+from l2d_jax.decoding.prefill import prefill, read_prefix
 from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.sampler import SamplingOptions
 from l2d_jax.model.attention import attention
@@ -65,7 +66,7 @@ def test_packed_sequences_are_those_alone(kind: str) -> None:
 def test_a_common_prefix_is_read_in_windows(kind: str) -> None:
     llm, tokens = tiny.llm(kind), tiny.tokens(2, 12)
     tokens = tokens.at[1, :7].set(tokens[0, :7])
-    prefix = decode.read_prefix(llm, tokens[0, :7])
+    prefix = read_prefix(llm, tokens[0, :7])
     cache = KVCache.empty(llm.architecture, 2, 5, dtype=jnp.float32, prefix=prefix)
     hidden, _ = llm(tokens[:, 7:], tiny.positions(tokens)[:, 7:], cache)
     np.testing.assert_allclose(llm.logits(hidden), run(llm, tokens, tiny.positions(tokens))[:, 7:], atol=2e-5)
@@ -83,10 +84,10 @@ def test_decoding_equals_the_full_pass(kind: str, budget: int) -> None:
     config = DecodeConfig(budget=budget, solver="midpoint" if budget > 1 else "euler", temperature=0.0)
     keys, steps = jax.random.split(jax.random.key(0), 2), 9
     prompts = tiny.tokens(2, 8)
-    state = decode.prefill(model.llm, prompts, jnp.array([8, 6], jnp.int32), keys, capacity=steps)
+    state = prefill(model.llm, prompts, jnp.array([8, 6], jnp.int32), keys, capacity=steps)
     settings, sampling = Refinement.prepare(model, config), SamplingOptions.from_config(config)
     stop_ids = jnp.full(2, -1, jnp.int32)
-    _, out = decode.token_decoder()(
+    _, out = token_decoder()(
         model, state, settings=settings, sampling=sampling, stop_ids=stop_ids, steps=steps, noise_samples=1
     )
     found = np.asarray(out[0])

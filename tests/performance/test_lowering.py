@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 from l2d_jax.data.batch import random_batch
-from l2d_jax.decoding import decode
-from l2d_jax.decoding.pace import Order
+from l2d_jax.decoding.decode import token_decoder
+from l2d_jax.decoding.parallel.pace import Order
+from l2d_jax.decoding.prefill import prefill
 from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.sampler import SamplingOptions
 from l2d_jax.performance import lowering
@@ -55,8 +56,8 @@ def test_decoding_is_that_of_generation(mesh, beyond):
     model = dataclasses.replace(model, llm=llm).reading(refines=True)
     settings = Refinement.prepare(model, options.decode)
     keys = jax.random.split(jax.random.key(0), 2)
-    state = decode.prefill(model.llm, jnp.zeros((2, 8), jnp.int32), jnp.full(2, 8, jnp.int32), keys, capacity=2)
-    real = decode.token_decoder().lower(
+    state = prefill(model.llm, jnp.zeros((2, 8), jnp.int32), jnp.full(2, 8, jnp.int32), keys, capacity=2)
+    real = token_decoder().lower(
         model,
         state,
         settings=settings,

@@ -12,8 +12,8 @@ import jax
 import pytest
 
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.decoding import decode
 from l2d_jax.decoding.buckets import LONG
+from l2d_jax.decoding.decode import token_decoder
 from l2d_jax.decoding.generation import generate_tokens, make_answers
 from l2d_jax.decoding.lanes import PIECE, Lanes
 from l2d_jax.decoding.loaded_model import LoadedModel
@@ -207,14 +207,14 @@ def test_any_number_of_draws_takes_few_programs_and_no_memory(loaded: LoadedMode
 
     with running(loaded) as engine:
         ask(1)
-        before = decode.token_decoder().count
+        before = token_decoder().count
         for draws in (2, 3, 5, 9, 17):
             said[draws] = ask(draws)
-        assert decode.token_decoder().count - before <= 5
+        assert token_decoder().count - before <= 5
         programs, before_more = live_programs(), held()
         for draws in range(2, 22):
             said[draws] = ask(draws)
-        assert decode.token_decoder().count - before <= 5
+        assert token_decoder().count - before <= 5
         assert live_programs() - programs <= 2
         assert held() - before_more < 2**10
     for draws in (3, 17):

@@ -1,6 +1,6 @@
-"""A control group, which bounds the memory of processes together with what the kernel keeps for them.
+"""A control group, which limits the memory of processes together with the memory that the kernel uses for them.
 
-Both versions of control groups are known, see cgroup-v1/memory.rst and cgroup-v2.rst of the kernel's documentation.
+Both versions of control groups are supported; see cgroup-v1/memory.rst and cgroup-v2.rst in the kernel's documentation.
 """
 
 import contextlib
@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _MOUNTS, _GROUPS = Path("/proc/self/mountinfo"), Path("/proc/self/cgroup")
-_REMOVAL_SECONDS = 5.0  # until the last process in a group is gone
+_REMOVAL_SECONDS = 5.0  # wait this long for the last process of a group to end
 
 
 @contextlib.contextmanager
 def bounded_group(name: str, memory: int) -> Iterator[Path | None]:
-    """A group whose processes take at most `memory` bytes, removed afterwards; None where none can be made."""
+    """Make a group whose processes take at most `memory` bytes, and remove it afterwards; None if impossible."""
     for parent, is_second in _parents():
         group = parent / name
         try:
@@ -34,14 +34,14 @@ def bounded_group(name: str, memory: int) -> Iterator[Path | None]:
 
 
 def inside(group: Path | None, command: Sequence[str]) -> list[str]:
-    """The command line that puts itself into the group and becomes `command`; None: in no group of its own."""
+    """A command line that enters the group and then becomes `command`; with None, `command` itself."""
     if group is None:
         return list(command)
     return ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs"), *command]
 
 
 def _parents() -> Iterator[tuple[Path, bool]]:
-    """Groups that may have one within that limits memory, the nearest first, and whether they are of version 2."""
+    """Groups in which a group that limits memory might be made, nearest first, and whether each is of version 2."""
     mounts = [line.split() for line in _MOUNTS.read_text().splitlines()]
     for line in _GROUPS.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -55,7 +55,7 @@ def _parents() -> Iterator[tuple[Path, bool]]:
             if controllers:
                 yield own, False
                 continue
-            # A group of version 2 with processes in it has none within that limits memory, but one above it may.
+            # A group of version 2 that contains processes cannot have subgroups that limit memory, but its parents may.
             for group in (group for group in (own, *own.parents) if group.is_relative_to(mount)):
                 with contextlib.suppress(OSError):
                     if "memory" in (group / "cgroup.subtree_control").read_text().split():
@@ -63,12 +63,12 @@ def _parents() -> Iterator[tuple[Path, bool]]:
 
 
 def _limit(group: Path, memory: int, *, is_second: bool) -> bool:
-    """Set the limit, also together with swap; whether that and entering the group are permitted."""
+    """Set the limits for memory and swap; returns whether that and entering the group are permitted."""
     names = "memory.max memory.swap.max" if is_second else "memory.limit_in_bytes memory.memsw.limit_in_bytes"
     limit, swap = names.split()
     try:
         (group / limit).write_text(str(memory))
-        with contextlib.suppress(FileNotFoundError):  # a kernel that does not count swap
+        with contextlib.suppress(FileNotFoundError):  # the kernel does not count swap
             (group / swap).write_text("0" if is_second else str(memory))
     except OSError:
         return False
@@ -76,7 +76,7 @@ def _limit(group: Path, memory: int, *, is_second: bool) -> bool:
 
 
 def _remove(group: Path) -> None:
-    """Remove a group when its processes are gone; one that keeps some is left behind."""
+    """Remove a group when its processes have ended; a group whose processes stay is left behind."""
     end = time.monotonic() + _REMOVAL_SECONDS
     while group.exists() and time.monotonic() <= end:
         with contextlib.suppress(OSError):

@@ -1,10 +1,10 @@
-"""Runs generated code and judges it, where Linux can isolate it.
+"""Runs generated code and judges it, in isolation, on Linux.
 
-Each submission takes two new isolated processes (`isolation`). One runs the candidate, the other the tests; the tests'
-calls of the candidate's functions, and the values that these return, travel between them as plain data
-(`isolated.plain_data`). So a candidate sees neither the expected values nor the verdict, which comes over a pipe that
-only the tests' process holds. Tests do not see a function change its arguments in place, and tests that pass or expect
-functions or instances of classes cannot be judged ("not plain data").
+Each submission takes two new isolated processes (`isolation`): one runs the candidate, the other the tests. The tests
+call the candidate's functions; arguments and results travel as plain data (`isolated.plain_data`). So a candidate sees
+neither the expected values nor the verdict, which is sent over a pipe that only the tests' process has. Tests do not
+see it if a function changes its arguments in place. Tests that pass or expect functions or instances of classes cannot
+be judged ("not plain data").
 
 docs/evaluation.md says what the sandbox does not protect from: among others, faults of the kernel and of bubblewrap.
 """
@@ -29,21 +29,21 @@ _EASY = Submission(candidate="def answer(): return 42", tests="assert answer() =
 
 
 class _Trial(NamedTuple):
-    """Whether generated code can be isolated here, and how."""
+    """Whether generated code can be isolated on this machine, and how."""
 
-    reason: str | None  # why not, in one line with the remedy
+    reason: str | None  # why it cannot, in one line with the remedy; None: it can
     bwrap: str = ""
-    with_accounts: bool = False  # isolated processes become other users
-    has_group: bool = False  # a control group bounds their memory
+    with_accounts: bool = False  # whether isolated processes become other users
+    has_group: bool = False  # whether a control group limits their memory
 
 
 def unavailable() -> str | None:
-    """Why generated code cannot run here, in one line with the remedy; None where it can. The first call tries it."""
+    """Why generated code cannot run here, in one line with the remedy; None if it can. The first call tries it."""
     return _trial().reason
 
 
 def unbounded() -> str | None:
-    """One line that says what bounds the memory of generated code where no control group can be made, else None."""
+    """If no control group can be made: a line that says what limits the memory of generated code. Else None."""
     trial = _trial()
     if trial.reason is not None or trial.has_group:
         return None
@@ -55,10 +55,10 @@ def unbounded() -> str | None:
 def grade(
     submissions: Sequence[Submission], *, processes: int | None = None, limits: Limits | None = None
 ) -> list[Verdict]:
-    """Judge submissions, `processes` at a time, by default one for each processor; the verdicts come in their order.
+    """Judge submissions, `processes` at a time (default: one per processor); verdicts are in the same order.
 
-    There are fewer at a time where other graders leave fewer places. Raises `InputError` where there is no
-    isolation, and `RunError` where an isolated process has not started, or other graders have taken all places.
+    If other graders leave fewer places, fewer run at a time. Raises `InputError` if isolation is impossible, and
+    `RunError` if an isolated process did not start, or if other graders have taken all places.
     """
     trial, limits = _trial(), limits or Limits()
     require(trial.reason is None, str(trial.reason))
@@ -68,7 +68,7 @@ def grade(
         taken_places(count, with_accounts=trial.with_accounts, memory=limits.memory) as places,
         ThreadPoolExecutor(len(places), "sandbox", lambda: setattr(thread, "place", places.pop())) as pool,
     ):
-        # After an error no other submission begins; those in progress end by their limits.
+        # After an error no further submission starts; running ones end by their limits.
         return list(pool.map(lambda submission: judge(submission, place=thread.place), submissions))
 
 
@@ -85,7 +85,7 @@ def _trial() -> _Trial:
 
 @functools.cache
 def _try(bwrap: str, user: int) -> _Trial:
-    """What a first submission shows."""
+    """Try isolation with a first submission."""
     limits, reason = Limits(seconds=60.0), ""
     for with_accounts in [True, False] if user == 0 else [False]:
         try:

@@ -1,7 +1,7 @@
-"""Places for pairs of isolated processes, each of which one grader of the machine has for itself.
+"""Places for pairs of isolated processes. Each place belongs to at most one grader of the machine at a time.
 
-A place is a number with a file that is locked as long as it is taken; the kernel unlocks it when the grader ends,
-however it ends. With it go two users, for a grader of root, and a control group, where one can be made.
+A place is a number, with a file that is locked while the place is taken. The kernel unlocks the file when the grader
+ends, in whatever way. A place includes two users, if the grader runs as root, and a control group if one can be made.
 """
 
 import contextlib
@@ -16,12 +16,12 @@ from l2d_jax.errors import RunError
 from l2d_jax.evaluation.sandbox.control_group import bounded_group
 
 PLACES = 256
-_FIRST_ACCOUNT = 64000  # of the users that root's isolated processes become, two for each place
-_KERNEL_MEMORY = 2**26  # bytes that a pair of processes takes beyond the limits of the two, Python's start included
+_FIRST_ACCOUNT = 64000  # first user id for isolated processes of root; two per place
+_KERNEL_MEMORY = 2**26  # bytes that a pair of processes needs beyond the limits of both, including Python's start
 
 
 class Place(NamedTuple):
-    """What one pair of isolated processes has for itself."""
+    """The resources of one pair of isolated processes."""
 
     accounts: tuple[int, int] | tuple[None, None] = (None, None)  # users that the two become
     group: Path | None = None  # folder of the control group
@@ -29,7 +29,7 @@ class Place(NamedTuple):
 
 @contextlib.contextmanager
 def taken_places(count: int, *, with_accounts: bool, memory: int) -> Iterator[list[Place]]:
-    """Take up to `count` free places for processes of `memory` bytes, at least one, or raise `RunError`."""
+    """Take up to `count` free places for processes of `memory` bytes; raises `RunError` if none is free."""
     folder = _folder()
     with contextlib.ExitStack() as stack:
         places: list[Place] = []
@@ -50,7 +50,7 @@ def taken_places(count: int, *, with_accounts: bool, memory: int) -> Iterator[li
 
 
 def _folder() -> Path:
-    """The folder of the files, the same for all graders of this user."""
+    """The folder of the lock files, shared by all graders of this user."""
     user = os.geteuid()
     folder = Path("/run" if user == 0 else "/tmp", f"l2d_jax-{user}")
     try:

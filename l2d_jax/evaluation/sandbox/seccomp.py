@@ -1,10 +1,10 @@
-"""The filter of system calls, as the small program in classic BPF that the kernel runs at each call.
+"""The filter of system calls: a small program in classic BPF, which the kernel runs at each call.
 
-It permits what `system_calls.toml` lists and denies the rest with EPERM, or with ENOSYS where the C library then does
-without; see linux/seccomp.h and linux/filter.h. Bubblewrap's namespaces hold without it. It keeps an isolated process
-from forking, from what no namespace covers (locks on the host's files, memory that no limit counts), and from most of
-the kernel. Bubblewrap installs the wider of two filters before it starts Python, and `isolated.restraint` the narrower
-one before any candidate's code is read; both hold.
+It permits the calls in `system_calls.toml` and denies all others with EPERM, or with ENOSYS where the C library can do
+without the call; see linux/seccomp.h and linux/filter.h. Bubblewrap's namespaces work without the filter. The filter
+keeps an isolated process from forking, from what no namespace covers (locks on the host's files, memory that no limit
+counts), and from most of the kernel. There are two filters, and both apply: bubblewrap installs the wider one before it
+starts Python, and `isolated.restraint` installs the narrower one before any candidate's code is read.
 """
 
 import errno
@@ -17,10 +17,10 @@ from typing import Any
 from l2d_jax.files import package_table
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # AUDIT_ARCH_* of linux/audit.h
-# The C library falls back on older calls; from here on calls are newer than those of the table, with the same numbers
-# everywhere. Among them is clone3, whose flags lie in memory, which a filter cannot read.
+# Calls from this number on are newer than the table, and have the same number on all architectures; the C library falls
+# back on older calls. One of them is clone3, whose flags are in memory, where a filter cannot read them.
 _FIRST_MISSING = 424
-_X32 = 0x40000000  # numbers from here on are a second table of the same calls, on x86_64
+_X32 = 0x40000000  # on x86_64, numbers from here on are a second table of the same calls
 
 _LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06  # operations of linux/bpf_common.h
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
@@ -32,7 +32,7 @@ _Step = tuple[int, int, int, int]  # operation, steps to skip if true and if fal
 
 @functools.cache
 def program(machine: str | None = None, *, at_start: bool, threads: bool = True) -> bytes:
-    """The filter for a machine (None: this one); with `at_start` the wider one, for a process that starts Python."""
+    """The filter for a machine (None: this one). `at_start`: the wider filter, for a process that starts Python."""
     machine = machine or platform.machine()
     steps: list[_Step] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
@@ -57,13 +57,13 @@ def program(machine: str | None = None, *, at_start: bool, threads: bool = True)
 
 
 def allowed_calls(*, at_start: bool) -> dict[str, dict[str, Any]]:
-    """The calls that a process may make, by name: until it has given up what a candidate does not need, or after."""
+    """The calls that a process may make, by name, `at_start` or after `isolated.restraint`."""
     table = package_table(_CALLS)
     return table["always"] | (table["start"] if at_start else {})
 
 
 def _check(word: int, values: list[int], mask: int = 0xFFFFFFFF) -> Iterator[_Step]:
-    """Steps that deny the call unless the masked word of its arguments has one of the values, and otherwise go on."""
+    """Steps that deny the call unless the masked argument word has one of the values; then the program continues."""
     yield (_LOAD, 0, 0, _ARGUMENTS + 4 * word)  # both architectures are little-endian
     yield (_AND, 0, 0, mask)
     for left, value in zip(reversed(range(len(values))), values, strict=True):

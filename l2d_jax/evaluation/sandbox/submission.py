@@ -1,4 +1,4 @@
-"""A candidate's source with its tests, the two isolated processes that judge it, and their verdict."""
+"""Submissions: a candidate's source with its tests, the two isolated processes that judge it, and their verdict."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ from l2d_jax.evaluation.sandbox.isolated import candidate, grader
 from l2d_jax.evaluation.sandbox.isolated.plain_data import Channel, ClosedError
 from l2d_jax.evaluation.sandbox.places import Place
 
-_START_SECONDS = 60.0  # for two processes to start, on a machine that is busy
+_START_SECONDS = 60.0  # time for two processes to start on a busy machine
 _REPORT_BYTES = 2**16
 _REASON_LENGTH = 200
 _SIGNALS = {signal.SIGXCPU: "CPU time", signal.SIGKILL: "killed"}
@@ -24,20 +24,20 @@ class Submission(NamedTuple):
     """A candidate's source and its tests."""
 
     candidate: str  # source that defines functions
-    tests: str  # source that calls these functions by name, and raises where one is wrong
-    names: tuple[str, ...]  # the functions; whatever else the tests use must be in `setup`
-    setup: str = ""  # source that runs before the tests: from the data set, never from the candidate
+    tests: str  # source that calls these functions, and raises if a result is wrong
+    names: tuple[str, ...]  # names of the functions; everything else that the tests use must be in `setup`
+    setup: str = ""  # source that runs before the tests; from the data set, never from the candidate
 
 
 class Verdict(NamedTuple):
-    """Whether the tests passed, and in one line why not."""
+    """Whether the tests passed, and if not, why, in one line."""
 
     passed: bool
-    reason: str  # "not plain data: ..." where it could not be judged
+    reason: str  # "not plain data: ..." if it could not be judged
 
 
 def judge_submission(submission: Submission, *, bwrap: str, limits: isolation.Limits, place: Place) -> Verdict:
-    """Judge in two new isolated processes, gone afterwards; raises `RunError` if one of them has not started."""
+    """Judge a submission in two new isolated processes; raises `RunError` if one of them did not start."""
     with contextlib.ExitStack() as stack:
         # The candidate's process and the tests' process talk to each other; only the latter reports to this process.
         requests, requesting = _pipe(stack)
@@ -47,7 +47,7 @@ def judge_submission(submission: Submission, *, bwrap: str, limits: isolation.Li
         def start(module: ModuleType, pipes: Sequence[BinaryIO], account: int | None, **task: Any) -> Any:
             numbers, task = [pipe.fileno() for pipe in pipes], {"limits": limits._asdict(), "account": account, **task}
             process = isolation.start_isolated(module, numbers, task, bwrap=bwrap, group=place.group)
-            stack.enter_context(process)  # waits for it, when it has been killed
+            stack.enter_context(process)  # waits for it after it was killed
             stack.callback(process.kill)
             return process
 
@@ -77,7 +77,7 @@ def _pipe(stack: contextlib.ExitStack) -> tuple[BinaryIO, BinaryIO]:
 
 
 def _complaint(*processes: subprocess.Popen[bytes]) -> str:
-    """The error message of processes that have not started, which are killed."""
+    """Kill processes that did not start, and return their error message."""
     said = []
     for process in processes:
         process.kill()
@@ -96,5 +96,5 @@ def _ending(process: subprocess.Popen[bytes]) -> str:
 
 
 def _line(text: str) -> str:
-    """The text as one printable line, since candidates may write parts of it."""
+    """The text as one printable line, because candidates may write parts of it."""
     return "".join(character if character.isprintable() else " " for character in text)[:_REASON_LENGTH].strip()

@@ -1,1 +1,1 @@
-"""The evaluation tasks of the paper, without a model: their prompts, and the scores of completions."""
+"""The evaluation tasks of the paper, independent of any model: prompts, and scores of completions."""

@@ -1,7 +1,7 @@
-r"""Programs: HumanEval's functions, to complete from their docstring, and MBPP's, written from a sentence.
+r"""Programs: HumanEval (complete a function from its docstring) and MBPP (write a function from a sentence).
 
-InstructHumanEval, the paper's, asks in words and begins the answer itself; the model goes on from the signature. MBPP
-shows one of the tests:
+InstructHumanEval, which the paper uses, asks in words and begins the answer: the model continues after the signature.
+MBPP shows one of the tests:
 
     user       Write a function add(a, b) to solve the following problem:\nThe sum.
     assistant  def add(a, b):
@@ -9,9 +9,10 @@ shows one of the tests:
     user       '''\nWrite a function to add two numbers.\nassert add(1, 2) == 3\n'''\n  (with double quotes)
     assistant  def add(a, b):\n    return a + b
 
-The strict program is HumanEval's prompt and the completion as it stands, of MBPP the completion alone; the relaxed one
-also accepts a fenced block or a whole function, and drops text behind the body. HumanEval's examples are the first five
-of its only split, test, so that 159 of its 164 problems are scored (Chen et al., 2021; Austin et al., 2021).
+The strict program is, for HumanEval, the prompt and the completion unchanged, and for MBPP the completion alone. The
+relaxed program also accepts a fenced block or a whole function, and drops text after the body. HumanEval's examples are
+the first five rows of its only split, test, so 159 of its 164 problems are scored (Chen et al., 2021; Austin et al.,
+2021).
 """
 
 import builtins
@@ -26,7 +27,7 @@ IMPORT = re.compile(r"^(?:import|from) [^\r\n]*", flags=re.MULTILINE)
 
 
 def fenced(completion: str) -> str:
-    r"""The first fenced block of code, or the whole completion where there is none.
+    r"""The first fenced block of code, or the whole completion if there is none.
 
     >>> fenced("Here it is:\n```python\nx = 1\n```\nThis sets x.")
     'x = 1'
@@ -60,13 +61,13 @@ def _candidates(problem: Problem, completion: str) -> tuple[str, str]:
 def _word_mbpp(row: Row) -> Item:
     tests, code = texts_of(row, "test_list"), text_of(row, "code")
     question = f'"""\n{text_of(row, "text")}\n{tests[0]}\n"""\n'
-    # The release leaves `test_setup_code` out; its tests see the candidate's imports, ours those of the answer.
+    # The release omits `test_setup_code`. Its tests see the candidate's imports; ours see those of the right answer.
     reference = ("\n".join(tests), _names(code, tests), "\n".join(IMPORT.findall(code)))
     return Item(question, code, reference, id=f"MBPP/{row['task_id']}")
 
 
 def _names(code: str, tests: list[str]) -> tuple[str, ...]:
-    """The right answer's functions that the tests call, else all that they call and Python does not have built in."""
+    """The functions of the right answer that the tests call; if there are none, all non-builtin functions they call."""
     called = re.findall(r"(?<![\w.])(\w+)\s*\(", "\n".join(tests))
     defined = re.findall(r"^(?:def|class)[ \t]+(\w+)", code, flags=re.MULTILINE)
     names = [name for name in called if name in defined] or [name for name in called if not hasattr(builtins, name)]

@@ -3,9 +3,9 @@ r"""GSM8K: grade-school word problems whose worked solutions end with the number
     user       Tom has 3 bags of 4 apples. How many apples has he?
     assistant  Tom has 3*4 = <<3*4=12>>12 apples.\n#### 12
 
-The strict answer is the first number after "#### ", compared as text: "12." is not "12". With thoughts there are eight
-examples, the first rows of the train split, whose solutions are chains of thought, and decoding is greedy. The built-in
-word problems (`data/word_problems`) are asked as in training, without examples, and scored by the same rules.
+The strict answer is the first number after "#### ", compared as text: "12." is not "12". Prompts with thoughts have
+eight examples, the first rows of the train split, whose solutions are chains of thought; decoding is then greedy. The
+built-in word problems (`data/word_problems`) are asked as in training, without examples, and scored by the same rules.
 """
 
 import re
@@ -15,12 +15,12 @@ from l2d_jax.data.word_problems import marked_number, problem
 from l2d_jax.errors import require
 from l2d_jax.evaluation.tasks.problem import Item, Problem, Row, Score, text_of
 
-BUILT_IN = 1000  # word problems of each split
+BUILT_IN = 1000  # number of word problems in each split
 NUMBER = re.compile(r"(?:(?<![\w.)])-)?\d[\d,]*(?:\.\d+)?")
 
 
 def last_number(completion: str) -> str | None:
-    """The number that the relaxed rule finds: the first behind the last "####" or "answer is", else the last number.
+    """The number that the relaxed rule finds: the first after the last "####" or "answer is", else the last number.
 
     >>> last_number("So he pays $1,200.50 in total.")
     '1200.50'

@@ -4,12 +4,12 @@ r"""MATH: competition problems whose worked solutions end with a boxed answer (H
     assistant  We have $1 + 1 = \boxed{2}.$
 
 The examples contain thoughts, so prompts with thoughts differ only in greedy decoding. The relaxed rule is
-math-verify's. The release reads lighteval/MATH, which has left the hub. It does not count rows whose solution has no
-`\boxed{}` with braces, so no size is asserted.
+math-verify's. The release reads lighteval/MATH, which is no longer on the hub. It does not count rows whose solution
+has no `\boxed{}` with braces, so the number of rows is not checked.
 
-The strict rules are those of the data set's authors (github.com/hendrycks/math, is_equiv) as the release has them,
-quirks included. Where its functions raise, for a `\frac` or `\sqrt` with nothing behind it, and would end the
-evaluation, these find no answer.
+The strict rules are those of the data set's authors (github.com/hendrycks/math, is_equiv) as in the release, including
+their quirks. Where the release's functions would raise and end the evaluation, for a `\frac` or `\sqrt` with nothing
+after it, the functions here find no answer.
 """
 
 import logging
@@ -22,14 +22,14 @@ import math_verify
 
 from l2d_jax.evaluation.tasks.problem import Item, Problem, Row, Score, text_of
 
-SECONDS = 5  # limit for reading an answer, and for comparing two: 9^{9^{9}} would take for ever
+SECONDS = 5  # limit for reading an answer, and for comparing two: 9^{9^{9}} would take forever
 # Texts and their replacements, applied in this order.
 REPLACEMENTS = {"\n": "", "\\!": "", "\\\\": "\\", "tfrac": "frac", "dfrac": "frac", "\\left": "", "\\right": ""}
 REPLACEMENTS |= {"^{\\circ}": "", "^\\circ": "", "\\$": ""}
 
 
 def boxed(text: str) -> str | None:
-    r"""The last `\boxed` or, without any, `\fbox`, up to the brace that closes it; None where none does.
+    r"""The last `\boxed` (or, if there is none, `\fbox`) up to its closing brace; None if it is not closed.
 
     >>> boxed(r"so \boxed{1} or \boxed{\frac{1}{2}}.")
     '\\boxed{\\frac{1}{2}}'
@@ -44,9 +44,9 @@ def boxed(text: str) -> str | None:
 
 
 def extract(text: str) -> str | float | None:
-    r"""The answer in a solution: what the last box holds, rewritten; without a closed box, the last number.
+    r"""The answer in a solution: the rewritten content of the last box; without a closed box, the last number.
 
-    That number has no sign, and a box that is no `\boxed{}` has no answer:
+    That number has no sign, and a box other than `\boxed{}` has no answer:
 
     >>> extract(r"\boxed{\tfrac12}"), extract("it is -0.5 or -3"), extract(r"\fbox{3}")
     ('\\frac{1}{2}', 3.0, None)
@@ -59,7 +59,7 @@ def extract(text: str) -> str | float | None:
 
 
 def rewrite(text: str) -> str | None:
-    r"""An answer in the notation that answers are compared in; None where the release raises.
+    r"""Rewrite an answer in the notation in which answers are compared; None where the release raises.
 
     >>> rewrite(r"x = 3\text{ cm}"), rewrite(r"\dfrac34"), rewrite(r"\sqrt3"), rewrite(".5"), rewrite("1/2")
     ('3', '\\frac{3}{4}', '\\sqrt{3}', '\\frac{1}{2}', '\\frac{1}{2}')
@@ -87,7 +87,7 @@ def rewrite(text: str) -> str | None:
 
 
 def is_same(reference: str | float, found: str | float) -> bool:
-    r"""Whether two extracted answers are the same text, number, or number and rounded fraction.
+    r"""Whether two extracted answers are the same text, the same number, or a number and a fraction that rounds to it.
 
     >>> is_same("5", 5.0), is_same(r"\frac{1}{2}", 0.5), is_same(r"\frac{1}{2}", 0.4), is_same("-5", 5.0)
     (True, True, True, False)
@@ -100,14 +100,14 @@ def is_same(reference: str | float, found: str | float) -> bool:
             fraction = re.fullmatch(r"\\frac\{(-?\d+)\}\{(-?\d+)\}", latex)
             try:
                 return fraction is not None and round(value * int(fraction[2])) == int(fraction[1])
-            except (OverflowError, ValueError):  # infinity, or not a number: the release ends here
+            except (OverflowError, ValueError):  # infinity or NaN: the release would end here
                 return False
     return one == other
 
 
 def _brace_fractions(text: str) -> str | None:
     short = next((piece for piece in text.split("\\frac")[1:] if len(piece) < 2 and piece != "{"), None)
-    if short is not None:  # too little behind it
+    if short is not None:  # too few characters after it
         return text if short else None
     parts = re.compile(r"\\frac([^{])([^{]?)")
     return parts.sub(lambda found: "\\frac" + "".join(f"{{{part}}}" for part in found.groups() if part), text)
@@ -137,7 +137,7 @@ def _judge(problem: Problem, completion: str) -> Score:
 
 @lru_cache(maxsize=64)  # a problem's answer is read once for all its samples
 def _parse(text: str) -> list[Any]:
-    # math-verify measures time by alarms, which only the main thread gets; elsewhere it would find nothing, silently.
+    # math-verify measures time by alarms, which only the main thread gets; in other threads it silently finds nothing.
     assert threading.current_thread() is threading.main_thread()
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it prints every answer that it gives up on
     return math_verify.parse(text, parsing_timeout=SECONDS)

@@ -3,7 +3,7 @@ r"""Multiple-choice questions: MMLU, MMLU-Pro, PIQA and ARC, and the letter that
     user       Question:\nWhat is 2 + 2?\nChoices:\nA. 3\nB. 4\nC. 5\nD. 6\n\nAnswer:
     assistant  B
 
-The strict rule is the release's: the first of the letters that no letter or digit follows, wherever it stands, even at
+The strict rule is the release's: the first option letter that is not followed by a letter or digit, anywhere, even at
 the end of a word ("B" in "the GLOB of dust"). The relaxed rule looks for what the text calls its answer.
 """
 
@@ -27,7 +27,7 @@ def worded(
     heads: tuple[str, str] = ("Question", "Choices"),
     end: str = "\nAnswer:",
 ) -> Item:
-    r"""A question in the release's wording; `answer` is the number of the right option, from 0.
+    r"""Write a question in the release's wording; `answer` is the index of the right option.
 
     >>> worded("Which is red?", ["blood", "snow"], answer=0).question
     'Question:\nWhich is red?\nChoices:\nA. blood\nB. snow\n\nAnswer:'
@@ -57,7 +57,7 @@ def first_letter(completion: str, labels: Sequence[str]) -> str | None:
 
 
 def named_letter(completion: str, labels: Sequence[str], options: Sequence[str] = ()) -> str | None:
-    """The letter that the relaxed rule finds: the last that the text calls its answer, else one on its own.
+    """The letter that the relaxed rule finds: the last one that the text calls its answer, else a letter alone.
 
     >>> named_letter("A cat is no fish, so the answer is (C).", "ABCD"), named_letter("b", "ABCD")
     ('C', 'B')
@@ -77,14 +77,14 @@ def named_letter(completion: str, labels: Sequence[str], options: Sequence[str] 
     for name, option in zip(labels, options, strict=False):
         if text.casefold() == option.strip().strip(".").casefold():
             return name
-    # "A" and "I" are words, too: at the start a letter counts only before a sign, elsewhere only within brackets.
+    # "A" and "I" are also words: at the start a letter counts only before a punctuation mark, elsewhere in brackets.
     found = re.findall(rf"^\W*{label}(?:[).:,*\]]|\s*$|\s*\n)", completion)
     found = found or re.findall(rf"[(\[]{label}[)\]]", completion)
     return str(found[-1]) if found else None
 
 
 def judge_letter(problem: Problem, completion: str) -> Score:
-    """Compare both letters with the right one; `problem.reference` holds that letter, then the texts of the options."""
+    """Compare both letters with the right one; `problem.reference` has that letter, then the texts of the options."""
     right, *options = problem.reference
     strict = first_letter(completion, problem.options)
     relaxed = named_letter(completion, problem.options, options)

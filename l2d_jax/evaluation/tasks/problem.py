@@ -1,4 +1,4 @@
-"""What the evaluation tasks share: worded rows, problems, how completions are sampled, and scores."""
+"""Types that the evaluation tasks share: worded rows, problems, sampling of completions, and scores."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -11,12 +11,12 @@ Prompts = Literal["paper", "thoughts"]  # few-shot as in the paper; or examples 
 
 
 class Item(NamedTuple):
-    """A row of a data set in the task's words."""
+    """A row of a data set, in the wording of the task."""
 
     question: str  # the user's message
-    answer: str  # a right answer, which is the assistant's message where the row is an example
+    answer: str  # a right answer; the assistant's message if the row is an example
     reference: Any  # the right answer as the task's judge reads it; None: the release does not count the row
-    subject: str | None = None  # selects the examples before the question, and the row of the table of subjects
+    subject: str | None = None  # selects the examples before the question; a row in the table of subjects
     category: str | None = None  # class for guidance; None: the task's
     options: tuple[str, ...] = ()  # the possible answers of a multiple-choice question
     opening: str = ""  # the beginning of the assistant's message, which the completion continues
@@ -26,9 +26,9 @@ class Item(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """One question to a model."""
+    """One question for a model."""
 
-    id: str  # the same in every run: "gsm8k/test/17"
+    id: str  # the same in every run, such as "gsm8k/test/17"
     messages: tuple[dict[str, str], ...]  # ends with the question, or with an opening that the completion continues
     answer: str  # a right answer; prompt and answer together must fit `MAX_LENGTH`
     reference: Any  # the right answer as the task's judge reads it
@@ -51,7 +51,7 @@ class Score(NamedTuple):
     relaxed: float  # 1 or 0, by what a reader would accept
     extracted: str | None  # the answer that the strict rules find; None: they find none
     relaxed_extracted: str | None
-    reason: str  # why the completion is wrong, in a few words; empty where both scores are 1
+    reason: str  # why the completion is wrong, in a few words; empty if both scores are 1
 
 
 Run = Callable[[Sequence[Submission]], Sequence[Verdict]]  # one verdict for each program with its tests, in order
@@ -68,14 +68,14 @@ class TaskSampling(NamedTuple):
 
 
 def text_of(row: Row, column: str) -> str:
-    """A column that holds text; `InputError` where it holds something else."""
+    """Read a column of text; raises `InputError` for anything else."""
     value = row[column]
     require(isinstance(value, str), f"{column!r} must be text, got {value!r:.60}")
     return str(value)
 
 
 def texts_of(row: Row, column: str) -> list[str]:
-    """A column that holds a list of texts; `InputError` where it holds something else."""
+    """Read a column that is a list of texts; raises `InputError` for anything else."""
     value = row[column]
     is_texts = isinstance(value, list) and value != [] and all(isinstance(entry, str) for entry in value)
     require(is_texts, f"{column!r} must be a list of texts, got {value!r:.60}")

@@ -38,23 +38,23 @@ class Task:
 
     name: str
     hub: str  # id of the data set on the hub
-    columns: Sequence[str]  # required of every row
-    shot_split: str  # source of the examples in a prompt
+    columns: Sequence[str]  # columns that every row must have
+    shot_split: str  # split from which the examples of a prompt are taken
     rows: Mapping[str, int]  # number of rows of each complete split
-    word: Callable[[Row], Item]  # the wording is the release's; raises `InputError`
-    make: Callable[[str], list[Row]] | None = None  # makes the rows of a split; None: they are read
-    split: str = "test"  # which the paper scores
+    word: Callable[[Row], Item]  # puts a row into the release's wording; raises `InputError`
+    make: Callable[[str], list[Row]] | None = None  # makes the rows of a split; None: rows are read
+    split: str = "test"  # the split that the paper scores
     subset: str | None = None  # on the hub; None: there is only one
     revision: str | None = None  # on the hub; None: the newest
-    judge: Callable[[Problem, str], Score] | None = None  # scores a completion that is text
-    candidates: Callable[[Problem, str], tuple[str, str]] | None = None  # the strict and the relaxed program of code
+    judge: Callable[[Problem, str], Score] | None = None  # scores a text completion; None: completions are programs
+    candidates: Callable[[Problem, str], tuple[str, str]] | None = None  # the strict and the relaxed program
     category: str = "general_qa"  # class for guidance
     shots: int = 5  # examples before each question
-    is_spaced: bool = False  # take examples equally spaced in their split, not its first rows
-    by_subject: bool = False  # take examples of the question's subject
+    is_spaced: bool = False  # whether examples are evenly spaced in their split, instead of its first rows
+    by_subject: bool = False  # whether examples have the question's subject
     thought_shots: int = 0  # examples with prompts "thoughts"; 0: the question asks for thoughts instead
     sampling: TaskSampling = field(default_factory=TaskSampling)
-    counts_all: bool = True  # whether each row of the paper's split is a problem or an example
+    counts_all: bool = True  # whether every row of the paper's split is a problem or an example
 
     @property
     def kind(self) -> Literal["generate", "code"]:
@@ -63,7 +63,7 @@ class Task:
 
     @property
     def size(self) -> int | None:
-        """Problems of the paper's split, before the length drops any; None: not known."""
+        """The number of problems in the paper's split, before long ones are dropped; None: not known."""
         examples = self.shots if self.split == self.shot_split else 0
         return self.rows[self.split] - examples if self.counts_all else None
 
@@ -80,11 +80,11 @@ class Task:
         shots: int | None = None,
         prompts: Prompts = "paper",
     ) -> list[Problem]:
-        """Read the problems of a split, in its order: at most `limit` of them, evenly spaced.
+        """Read the problems of a split, in order: at most `limit` of them, evenly spaced.
 
-        Rows that serve as examples are left out, and so are rows whose right answer the strict rules cannot read: the
-        release counts neither. The rows are those of `<data_dir>/<name>/<split>.jsonl` or `.parquet`, or of the hub.
-        Raises `InputError` for data that is missing or malformed, and for an option that does not fit the task.
+        Rows that serve as examples are not problems, nor are rows whose right answer the strict rules cannot read: the
+        release counts neither. Rows come from `<data_dir>/<name>/<split>.jsonl` or `.parquet`, or from the hub.
+        Raises `InputError` for missing or malformed data, and for an option that does not fit the task.
         """
         fits = prompts == "paper" or self.kind != "code"
         require(fits, f"{self.name} has no prompts with thoughts, for its completions are run: use 'paper'")
@@ -110,7 +110,7 @@ class Task:
         return [problems[index * len(problems) // count] for index in range(count)]
 
     def check_size(self, problems: Sequence[Problem]) -> None:
-        """Raise `InputError` if their number is not that of the paper's split, where that is known."""
+        """Raise `InputError` if the number of problems differs from that of the paper's split, if that is known."""
         problem = f"{self.name} has {self.size} problems, but {len(problems)} were read"
         remedy = "get its rows again, or report the figure as that of a part"
         require(self.size is None or len(problems) == self.size, f"{problem}: {remedy}")
@@ -118,10 +118,10 @@ class Task:
     def grade(
         self, problems: Sequence[Problem], completions: Sequence[str], *, run: Run | None = None, tagged: bool = False
     ) -> list[Score]:
-        """Score completions, each of its problem; one that is empty or no valid unicode (lone surrogates) scores 0.
+        """Score one completion per problem. An empty one, or one with invalid unicode (lone surrogates), scores 0.
 
-        If `tagged`, only the text between `<answer>` tags or behind `</think>` counts. Tasks of code need `run`, which
-        runs programs: without it they raise `InputError`.
+        If `tagged`, only the text between `<answer>` tags or after `</think>` counts. Code tasks need `run`, which runs
+        programs; without it they raise `InputError`.
         """
         assert len(problems) == len(completions)
         texts = [answer_part(completion) if tagged else completion for completion in completions]
@@ -137,7 +137,7 @@ class Task:
         return [Score(0.0, 0.0, None, None, fault) if fault else next(found) for fault in faults]
 
     def _read(self, split: str, folder: Path | None) -> datasets.Dataset:
-        """The rows of a split, checked: made here, or those of a file in a folder, or of the hub."""
+        """Read and check the rows of a split: built in, from a file in a folder, or from the hub."""
         if self.make is not None:
             return datasets.Dataset.from_list(self.make(split))
         if folder is None:
@@ -153,7 +153,7 @@ class Task:
         return rows
 
     def _examples(self, folder: Path | None, count: int) -> dict[str | None, dict[int, Item]]:
-        """The rows that serve as examples, by group and number: the first `count` of each group."""
+        """The rows that serve as examples, by group and row number: the first `count` of each group."""
         groups: defaultdict[str | None, dict[int, Item]] = defaultdict(dict)
         if count == 0:
             return groups
@@ -196,7 +196,7 @@ TASKS = {
 
 
 def find_task(name: str) -> Task:
-    """The task of this name; `InputError` where there is none."""
+    """The task of this name; raises `InputError` for an unknown name."""
     require(name in TASKS, f"unknown task {name!r}{nearest(name, TASKS)}")
     return TASKS[name]
 
@@ -204,7 +204,10 @@ def find_task(name: str) -> Task:
 def encode_problems(
     problems: Sequence[Problem], tokenizer: PreTrainedTokenizerFast, *, max_length: int = MAX_LENGTH
 ) -> list[EncodedProblem]:
-    """The problems that take at most `max_length` tokens with their right answer; raises `InputError` for none left."""
+    """Encode the problems that, with their right answer, have at most `max_length` tokens.
+
+    Raises `InputError` if there are none.
+    """
     answers = text_ids([problem.answer for problem in problems], tokenizer)
     pairs = [EncodedProblem(problem, prompt_ids(problem.messages, tokenizer)) for problem in problems]
     lengths = [len(ids) + len(answer) for (_, ids), answer in zip(pairs, answers, strict=True)]
@@ -214,7 +217,7 @@ def encode_problems(
 
 
 def score_programs(problems: Sequence[Problem], pairs: Sequence[tuple[str, str]], run: Run) -> Iterator[Score]:
-    """Score completions by running the strict and the relaxed candidate of each pair, once where they are the same."""
+    """Score completions by running the strict and the relaxed candidate of each pair; equal candidates run once."""
     places = [(number, candidate) for number, pair in enumerate(pairs) for candidate in dict.fromkeys(pair)]
     programs = [Submission(candidate, *problems[number].reference) for number, candidate in places]
     verdicts = dict(zip(places, run(programs), strict=True))
@@ -225,12 +228,12 @@ def score_programs(problems: Sequence[Problem], pairs: Sequence[tuple[str, str]]
 
 
 def _fault(text: str) -> str:
-    """Why a completion cannot be judged; empty where it can be."""
+    """Why a completion cannot be judged; empty if it can."""
     return "empty" if not text.strip() else "broken unicode" if re.search("[\ud800-\udfff]", text) else ""
 
 
 def answer_part(completion: str) -> str:
-    """The text in the last `<answer>…</answer>`, else behind the last `</think>`, else the whole completion.
+    """The text in the last `<answer>…</answer>`, else after the last `</think>`, else the whole completion.
 
     >>> answer_part("<think>2 + 2 is 4.</think><answer> 4 </answer>")
     '4'

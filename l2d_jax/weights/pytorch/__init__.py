@@ -1,1 +1,1 @@
-"""The PyTorch class of a published path: files that stand alone and are copied into its folder."""
+"""The PyTorch class of a published path: files without other dependencies, which are copied into its folder."""

@@ -1,6 +1,6 @@
 """The configuration of a diffusion path for a language model ("Large Language Models to Diffusion Finetuning").
 
-A folder with such a `config.json` holds the path alone, and the language model is where `base_model_name_or_path` says.
+A folder with such a `config.json` has only the path; `base_model_name_or_path` names the language model.
 """
 
 import copy
@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.configuration_utils import SubConfigSpec
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma3_text")  # whose layers the path can follow
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma3_text")  # families that a path can use
 CODE = {"AutoConfig": "configuration_l2d.L2DConfig", "AutoModelForCausalLM": "modeling_l2d.L2DForCausalLM"}
 
 
@@ -18,19 +18,19 @@ CODE = {"AutoConfig": "configuration_l2d.L2DConfig", "AutoModelForCausalLM": "mo
 class PathOptions:
     """The shape of the path; paper section 3."""
 
-    width: int = 256  # of the diffusion token
+    width: int = 256  # width of the diffusion token
     translation_width: int = 256  # hidden width of the MLP from the diffusion token to the model width
     frequency_width: int = 256  # number of cosine and sine features of t
-    time_scale: float = 1.0  # what t is multiplied by before them
-    condition_width: int = 256  # of the embedding of time and class
+    time_scale: float = 1.0  # t is multiplied by this before the features are computed
+    condition_width: int = 256  # width of the embedding of time and class
     sigma: float = 64.0  # standard deviation of the noise x_0
-    start: str = "released"  # an untrained path is nothing ("released"), or the language model itself ("anchored")
-    reader: str = "lm"  # who reads the context: the frozen model ("lm"), or that with the path's layers ("path")
+    start: str = "released"  # an untrained path corrects nothing ("released") or equals the language model ("anchored")
+    reader: str = "lm"  # the context is read by the frozen model ("lm"), or by it with the path's layers ("path")
     layers: str = "lora"  # low-rank updates of the model's layers ("lora"), or full copies of them ("dense")
-    dense_init: str = "lm"  # what the copies were before the first step of training
+    dense_init: str = "lm"  # initial values of the copies in training
     lora_rank: int = 32
     lora_alpha: float = 32.0  # an update is scaled by alpha / rank
-    classes: int = 0  # for guidance; 0: none
+    classes: int = 0  # number of classes for guidance; 0: none
     class_dropout: float = 0.2  # probability, per position, of training on the null class
 
     def __post_init__(self) -> None:
@@ -41,29 +41,29 @@ class PathOptions:
 
 
 class L2DConfig(PreTrainedConfig):
-    """A path's options, the language model that it belongs to, and how much it thinks unless it is told."""
+    """A path's options, its language model, and the default budget."""
 
     model_type = "l2d"
     sub_configs_defaults: ClassVar[dict[str, Any]] = {"text_config": SubConfigSpec(AutoConfig, model_type="llama")}
 
     path: dict[str, Any] | None = None  # the fields of `PathOptions`
-    text_config: Any = None  # of the language model
-    base_model_name_or_path: str = ""  # of the language model: a hub id, or a folder
-    base_revision: str | None = None  # the commit of the hub id that the path was trained on
-    stop_ids: list[int] | None = None  # tokens that end an answer, besides those that the language model names
+    text_config: Any = None  # config of the language model
+    base_model_name_or_path: str = ""  # hub id or folder of the language model
+    base_revision: str | None = None  # commit of the hub id on which the path was trained
+    stop_ids: list[int] | None = None  # tokens that end an answer, in addition to those of the language model
     budget: int = 15  # evaluations of the path per token; 1: the language model alone
     solver: str = "midpoint"
     auto_map: dict[str, str] | None = None
-    tie_word_embeddings: bool = False  # of the outer model, which has no table of its own
+    tie_word_embeddings: bool = False  # the outer model has no embedding table
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Fill in defaults; raises `ValueError` for an option or a language model that the code does not know."""
+        """Fill in defaults; raises `ValueError` for an option or a language model that this code does not know."""
         unknown = set(self.path or {}) - set(PathOptions.__dataclass_fields__)
         if unknown:
             raise ValueError(f"path.{min(unknown)} is unknown to this code: update the files *_l2d.py of the folder")
         self.path = vars(PathOptions(**(self.path or {})))
         self.auto_map = CODE | (self.auto_map or {})
-        self.text_config = copy.deepcopy(self.text_config)  # whose implementation of attention is about to be reset
+        self.text_config = copy.deepcopy(self.text_config)  # its attention implementation is about to be reset
         super().__post_init__(**kwargs)
         family = self.text_config.get_text_config().model_type
         if family not in FAMILIES:

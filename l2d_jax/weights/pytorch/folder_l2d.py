@@ -1,8 +1,7 @@
-"""How a path beside its language model is made, saved and loaded as transformers does it.
+"""How a path and its language model are made, saved and loaded with transformers.
 
-A folder holds the path alone, and its config names the language model, its base. Where the language model is no longer
-that of the base, because it was resized, trained or merged with an adapter, or where there is no base, the folder holds
-both.
+A folder has only the path, and its config names the language model, called its base. If the language model differs from
+the base, because it was resized, trained or merged with an adapter, or if there is no base, the folder has both.
 """
 
 import os
@@ -23,12 +22,12 @@ from .path_l2d import DiffusionPath, with_path
 from .reading_l2d import Reader
 
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-CONFIG_OPTIONS = ("budget", "solver", "stop_ids")  # which a caller may set while it loads
-SAMPLE = 8  # numbers at both ends of each of the language model's weights, by which a change is noticed
+CONFIG_OPTIONS = ("budget", "solver", "stop_ids")  # options that a caller may set when loading
+SAMPLE = 8  # entries at both ends of each weight of the language model that are compared to detect changes
 
 
 class PathBesideModel(PreTrainedModel):
-    """The frozen language model `lm` and its `path`, as transformers makes, saves, loads and resizes them."""
+    """The frozen language model `lm` and its `path`, with transformers' methods to save, load and resize."""
 
     config_class = L2DConfig
     main_input_name = "input_ids"
@@ -39,11 +38,11 @@ class PathBesideModel(PreTrainedModel):
     _skip_keys_device_placement = ("past_key_values",)
 
     def __init__(self, config: L2DConfig, lm: PreTrainedModel | None = None) -> None:
-        """Put a new path beside a language model; without one, beside random weights of its shape."""
+        """Make a new path for a language model; without `lm`, the language model has random weights."""
         super().__init__(config)
         self.lm = AutoModelForCausalLM.from_config(config.text_config) if lm is None else lm
         for module in () if lm is None else lm.modules():
-            module._is_hf_initialized = True  # no initial values in place of its own
+            module._is_hf_initialized = True  # do not overwrite its weights with initial values
         self.lm.requires_grad_(False).eval()
         if len(devices := {weight.device for weight in self.lm.parameters()}) > 1:
             places = ", ".join(sorted(map(str, devices)))[:80]
@@ -52,7 +51,7 @@ class PathBesideModel(PreTrainedModel):
         decoder = self.lm.get_decoder()
         self.options = PathOptions(**config.path)
         self.path = DiffusionPath(self.options, decoder.layers, decoder.config.hidden_size).to(self.lm.device)
-        # Neither is a submodule: their weights are those of the two others.
+        # These are not submodules: their weights belong to `lm` and `path`.
         layers = [nn.ModuleList(map(with_path, decoder.layers, self.path.layers)) for _ in ("path", "reader")]
         self._layers = (layers[0],)
         self._reader = (Reader(decoder, layers[1] if self.options.reader == "path" else decoder.layers),)
@@ -62,7 +61,7 @@ class PathBesideModel(PreTrainedModel):
         self.generation_config = self.lm.generation_config
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Initial values of a module of the path, where a file of weights has none."""
+        """Initialise a module of the path that is missing in the file of weights."""
         if module is self:
             for changes, layer in zip(self.path.layers, self.lm.get_decoder().layers, strict=True):
                 changes.copy_from(layer)
@@ -70,7 +69,7 @@ class PathBesideModel(PreTrainedModel):
             module.reset_parameters()
 
     def train(self, mode: bool = True) -> Any:
-        """Switch the path and adapters to training; the language model stays as it decodes."""
+        """Switch the path and adapters to training mode; the language model stays in evaluation mode."""
         super().train(mode)
         self.lm.eval()
         for module in self.lm.modules():
@@ -79,11 +78,11 @@ class PathBesideModel(PreTrainedModel):
         return self
 
     def get_input_embeddings(self) -> nn.Module:
-        """The language model's."""
+        """The input embeddings of the language model."""
         return self.lm.get_input_embeddings()
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the language model's; the path's vocabulary map applies to the new rows."""
+        """Replace the input embeddings of the language model; the path's vocabulary map applies to the new rows."""
         self.lm.set_input_embeddings(value)
 
     def get_output_embeddings(self) -> nn.Module:
@@ -99,7 +98,7 @@ class PathBesideModel(PreTrainedModel):
         return self.lm.get_decoder()
 
     def resize_token_embeddings(self, *given: Any, **options: Any) -> nn.Module:
-        """Resize the language model's table and head; new rows have vocabulary vectors as all others have."""
+        """Resize the language model's embeddings and head; new rows get vocabulary vectors like all others."""
         table = self.lm.resize_token_embeddings(*given, **options)
         self.lm.requires_grad_(False)
         self.vocab_size = len(table.weight)
@@ -108,9 +107,9 @@ class PathBesideModel(PreTrainedModel):
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1
     ) -> None:
-        """Compute the path's layers again in a backward pass, and keep the language model's as they are.
+        """Recompute the path's layers in the backward pass; the language model is not affected.
 
-        Raises `ValueError` for some of the path's layers.
+        Raises `ValueError` if only some of the layers are to be recomputed.
         """
         if every_n_layers != 1:
             raise ValueError("the path's layers are all computed again, or none: give every_n_layers=1")
@@ -122,9 +121,9 @@ class PathBesideModel(PreTrainedModel):
     ) -> Any:
         """Load the path in a folder or repository, and the language model that its config names.
 
-        Options of the hub are about the path; others, such as `dtype`, `device_map`, `quantization_config` and
-        `attn_implementation`, are for the language model, whose own code is never run. Raises `ValueError` for tensors
-        that do not fit it.
+        Hub options apply to the path. Other options, such as `dtype`, `device_map`, `quantization_config` and
+        `attn_implementation`, apply to the language model, whose custom code is never run. Raises `ValueError` for
+        tensors that do not fit.
         """
         name = pretrained_model_name_or_path
         hub = {option: options.pop(option) for option in HUB_OPTIONS if option in options}
@@ -147,7 +146,7 @@ class PathBesideModel(PreTrainedModel):
         options.setdefault("attn_implementation", config._attn_implementation)
         suffix, with_info = options.pop("variant", None), options.pop("output_loading_info", False)
         nearby = os.path.join(name, config.base_model_name_or_path)
-        if os.path.isdir(nearby):  # absolute, so that it is found from where the model is saved next
+        if os.path.isdir(nearby):  # absolute, so that it is found after the model is saved elsewhere
             config.base_model_name_or_path = os.path.abspath(nearby)
         base = config.base_model_name_or_path
         where = {option: hub[option] for option in ("cache_dir", "local_files_only", "token") if option in hub}
@@ -158,7 +157,7 @@ class PathBesideModel(PreTrainedModel):
         tensors = _load(name, f"model.{suffix}.safetensors" if suffix else SAFE_WEIGHTS_NAME, hub)
         try:
             model.path.load_state_dict({name.removeprefix("path."): tensor for name, tensor in tensors.items()})
-        except RuntimeError as error:  # which names what is missing, unknown or misshaped
+        except RuntimeError as error:  # its message names what is missing, unknown or misshaped
             raise ValueError(f"the path in {name} does not fit its config or {base}: {error}"[:300]) from None
         model._find_stops(name, hub)
         model.eval()
@@ -166,7 +165,7 @@ class PathBesideModel(PreTrainedModel):
         return (model, info | {"error_msgs": []}) if with_info else model
 
     def _find_stops(self, name: Any, hub: Mapping[str, Any]) -> None:
-        """Take the folder's own options of generation or else the language model's, with the config's stop ids."""
+        """Set the generation options: the folder's or else the language model's, with the config's stop ids."""
         if cached_file(name, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False, **hub) is not None:
             self.generation_config = GenerationConfig.from_pretrained(name, **hub)
         ends = self.generation_config.eos_token_id
@@ -180,9 +179,9 @@ class PathBesideModel(PreTrainedModel):
         state_dict: dict[str, Tensor] | None = None,
         **options: Any,
     ) -> None:
-        """Write the path, its config and this code; the language model too if it is not that of the base (any more).
+        """Write the path, its config and this code, and also the language model if it differs from the base.
 
-        The options are those of transformers. Raises `ValueError` for a model with an adapter of PEFT.
+        The options are those of transformers. Raises `ValueError` for a model with a PEFT adapter.
         """
         if any(hasattr(module, "base_layer") for module in self.modules()):
             raise ValueError("an adapter lies in the model: save it by PEFT, or call merge_and_unload() first")
@@ -201,12 +200,12 @@ class PathBesideModel(PreTrainedModel):
                 shutil.copyfile(file, Path(save_directory, file.name))
 
     def _fingerprint(self) -> dict[str, Tensor]:
-        """The ends of each of the language model's weights."""
+        """The first and last entries of each weight of the language model."""
         weights = ((name, weight.detach().reshape(-1)) for name, weight in self.lm.named_parameters())
         return {name: torch.cat([weight[:SAMPLE], weight[-SAMPLE:]]).cpu() for name, weight in weights}
 
     def _is_changed(self) -> bool:
-        """Whether the language model has other weights, or others of another shape, than it was loaded with."""
+        """Whether weights of the language model, or their shapes, have changed since it was loaded."""
         now = self._fingerprint()
         if now.keys() != self._base.keys():
             return True
@@ -214,7 +213,7 @@ class PathBesideModel(PreTrainedModel):
 
 
 def _load(name: Any, file: str, hub: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a file, or of the files that its index names."""
+    """Read the tensors of a file, or of the files in its index."""
     found = cached_file(name, file, _raise_exceptions_for_missing_entries=False, **hub)
     if found is not None:
         return load_file(found)

@@ -1,8 +1,8 @@
-"""A language model that thinks longer by diffusion ("Large Language Models to Diffusion Finetuning"), in PyTorch.
+"""A language model with a diffusion path ("Large Language Models to Diffusion Finetuning"), in PyTorch.
 
-The language model is frozen, and is one of transformers' own. A diffusion path reads its keys and values, moves a noisy
-token x_t from t = 0 to t = 1 along an ODE, and corrects the last hidden state, from which the model's own head predicts
-the next token. The more evaluations of the path a token gets, its budget, the better; one is the language model alone.
+The language model is frozen, and one of transformers' models. A diffusion path reads its keys and values, moves a noisy
+token x_t from t = 0 to t = 1 along an ODE, and corrects the last hidden state, from which the model's head predicts the
+next token. The budget is the number of evaluations of the path per token; 1 is the language model alone.
 
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     model.generate(**tokenizer("2 + 2 =", return_tensors="pt"), budget=15, solver="midpoint", max_new_tokens=20)
@@ -25,14 +25,14 @@ from .noise_l2d import CLASS, TIME, Drawn, Numbered
 from .reading_l2d import Reading
 from .solver_l2d import Settings, trajectory
 
-SEED = 0  # of the noise, where no other is given
-FURTHER = (*TransformersKwargs.__annotations__, "cache_position", "token_type_ids")  # what a decoder may be called with
+SEED = 0  # default seed of the noise
+FURTHER = (*TransformersKwargs.__annotations__, "cache_position", "token_type_ids")  # further arguments of a decoder
 
 
 class L2DForCausalLM(PathBesideModel, GenerationMixin):
     """The frozen language model `lm` and its `path`, for transformers' `generate`, and for training the path."""
 
-    accepts_loss_kwargs = False  # the loss is a mean over examples, whatever else is in a step
+    accepts_loss_kwargs = False  # the loss is a mean over examples, independent of other micro-batches
 
     @can_return_tuple
     def forward(
@@ -63,32 +63,32 @@ class L2DForCausalLM(PathBesideModel, GenerationMixin):
         return_logits: bool = True,
         **options: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits of the tokens that follow; with `labels`, the path's training loss too; raises `ValueError`.
+        """Logits of the next tokens; with `labels`, also the path's training loss. Raises `ValueError`.
 
-        The numbers that a token's noise and sampled velocities are made of are a function of the seed, of the row's
-        sequence and of how many tokens, less those of padding, are before it.
+        The random numbers of a token (noise and sampled velocities) are a function of the seed, the number of its
+        sequence, and the number of tokens before it, without padding.
 
         Args:
           input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, logits_to_keep, options:
-            as elsewhere. Without position ids they follow from the mask.
+            as in transformers. Without position ids, they follow from the mask.
           labels: the tokens, [B, T], with -100 where there is no loss; `shift_labels`: the same, one place earlier.
-          budget: evaluations of the path per token, the final one included; 1: the language model alone.
+          budget: evaluations of the path per token, including the final one; 1: the language model alone.
           solver: "euler", "midpoint", "heun", "heun3", "rk4" or "restart".
-          velocity: x_1 is estimated by the vector of one token, "sample", or by the mean over all, "expectation".
-          velocity_temperature: of that token or mean; 0: arg max.
+          velocity: x_1 is estimated by the vector of a sampled token, "sample", or the mean over all, "expectation".
+          velocity_temperature: temperature of that token or mean; 0: arg max.
           anneal: whether that temperature falls linearly to 0 as t goes to 1.
-          guidance: the strength of the class; 1: the class alone, 0: the null class.
-          class_labels: a class for each row, [B], or in training for each position, too; None: the null class.
-          seed: of the random numbers; None: 0, or in training PyTorch's own generator.
-          sequence_ids: a number for each row, [B], that differs where noise should differ; None: 0 for all of them.
-          answer_start: tokens before the first whose number is 0, [B] or one for all: with the lengths of the prompts,
-            and the prompts' numbers as sequence ids, the noise is that of l2d_jax for the same seed.
-          noise: x_0 of unit variance, [B, M, C], or a function that makes it of this shape; None: by the seed.
-          generator: for random numbers in place of a seed, in the order of the draws; one for all or for each row.
+          guidance: strength of the class; 1: the class alone, 0: the null class.
+          class_labels: a class for each row, [B], or in training also for each position; None: the null class.
+          seed: seed of the random numbers; None: 0, or in training PyTorch's generator.
+          sequence_ids: a number for each row, [B]; rows with different numbers have different noise. None: all 0.
+          answer_start: number of tokens before the one that is numbered 0, [B] or one for all. With the lengths of the
+            prompts here and the prompts' numbers as sequence ids, the noise is that of l2d_jax for the same seed.
+          noise: x_0 with unit variance, [B, M, C], or a function that makes it from this shape; None: from the seed.
+          generator: PyTorch generator instead of a seed; one for all rows, or one per row.
           t: times of the training loss, [B, T - 1]; None: uniform.
-          num_items_in_batch: what the sum of the tokens' losses is divided by; None: a mean over examples of means.
-          return_logits: whether logits come with the loss: [B, T, V], at the times of the loss, and at t = 0 where
-            there is no label.
+          num_items_in_batch: divisor of the sum of token losses; None: mean over examples of token means.
+          return_logits: whether to return logits with the loss: [B, T, V], at the times of the loss, and at t = 0
+            where there is no label.
         """
         if unknown := set(options) - set(FURTHER):
             raise ValueError(f"unknown option {min(unknown)[:80]!r} of forward")
@@ -132,11 +132,11 @@ class L2DForCausalLM(PathBesideModel, GenerationMixin):
         )
 
     def read(self, input_ids: Tensor, **inputs: Any) -> tuple[Reading, Any]:
-        """What the path needs of the context, and the cache."""
+        """Read the context: what the path needs, and the cache."""
         return self._read(self.get_input_embeddings()(input_ids), **inputs)[:2]
 
     def _read(self, inputs_embeds: Tensor, past_key_values: Any = None, **inputs: Any) -> tuple[Reading, Any, Any]:
-        """Run the model that reads the context; with gradients if the path or an adapter is a part of it."""
+        """Run the model that reads the context; with gradients if it contains the path or an adapter."""
         is_trained = torch.is_grad_enabled() and (
             self.options.reader == "path"
             or inputs_embeds.requires_grad
@@ -146,7 +146,7 @@ class L2DForCausalLM(PathBesideModel, GenerationMixin):
             return self._reader[0](past_key_values, inputs_embeds=inputs_embeds, **inputs)
 
     def corrected(self, x: Tensor, t: Tensor | float, classes: Tensor | None, reading: Reading) -> Tensor:
-        """Hidden states [B, M, D] after one evaluation of the path, at one time or at one for each position."""
+        """Hidden states [B, M, D] after one evaluation of the path; t is shared, or one per position."""
         times = t if isinstance(t, Tensor) else torch.full((1, 1), t, device=x.device)
         return reading.hidden + self.path(x, times, classes, reading, self._layers[0])
 
@@ -156,9 +156,9 @@ class L2DForCausalLM(PathBesideModel, GenerationMixin):
         cap = getattr(self.config.text_config.get_text_config(), "final_logit_softcapping", None)
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    @torch.compiler.disable(recursive=False)  # so that what it calls is compiled once, not once for each evaluation
+    @torch.compiler.disable(recursive=False)  # so that its callees compile once, not per evaluation
     def _refined(self, reading: Reading, settings: Settings, classes: Any, noise: Any, numbers: Any) -> Tensor:
-        """Hidden states after the whole budget, whose logits are the answer."""
+        """Hidden states after the whole budget; their logits are the answer's."""
         guidance = settings.guidance
         branches = [classes] if classes is None or guidance == 1 else [classes, None]
 
@@ -188,7 +188,7 @@ class L2DForCausalLM(PathBesideModel, GenerationMixin):
         return Numbered.of(SEED if seed is None else seed, sequences, before - start)
 
     def _estimates(self, hidden: Tensor, t: Tensor, temperature: Tensor, kind: str, numbers: Any) -> Tensor:
-        """Estimates of x_1 from hidden states [branches, B, M, D]; all branches sample with the same numbers."""
+        """Estimates of x_1 from hidden states [branches, B, M, D]; all branches use the same random numbers."""
         logits = self.logits(hidden)
         if kind == "expectation":
             return (logits / temperature.clamp(min=1e-6)).softmax(-1) @ self._vocabulary()
@@ -198,7 +198,7 @@ class L2DForCausalLM(PathBesideModel, GenerationMixin):
 
     @torch.no_grad()
     def _vocabulary(self) -> Tensor:
-        """The vectors of all tokens, [V, C], computed again only if a weight has changed."""
+        """The vectors of all tokens, [V, C]; recomputed only if a weight has changed."""
         table = self.get_input_embeddings().weight
         if torch.compiler.is_compiling():
             return self.path.embed(table)
@@ -209,7 +209,7 @@ class L2DForCausalLM(PathBesideModel, GenerationMixin):
         return self._table[1]
 
     def _checked(self, classes: Tensor | None) -> Tensor | None:
-        """Classes of shape [B, 1] or [B, T]; raises `ValueError` for one that the path does not know."""
+        """Classes with shape [B, 1] or [B, T]; raises `ValueError` for an unknown class."""
         count = self.options.classes
         if classes is not None and not (count and ((classes >= 0) & (classes <= count)).all()):
             known = f"0 to {count - 1}, and {count} for none of them" if count else "none: it was trained without"
@@ -217,7 +217,7 @@ class L2DForCausalLM(PathBesideModel, GenerationMixin):
         return classes if classes is None or classes.ndim == 2 else classes[:, None]
 
     def _noise(self, like: Tensor, noise: Any, numbers: Any) -> Tensor:
-        """x_0 for hidden states of shape [B, M, D]: random, or sigma times what is given or made by a function."""
+        """x_0 for hidden states of shape [B, M, D]: random, or sigma times the given noise."""
         shape = torch.Size((*like.shape[:2], self.options.width))
         noise = numbers.normal(self.options.width) if noise is None else noise
         noise = noise(shape) if callable(noise) else noise
@@ -228,7 +228,7 @@ class L2DForCausalLM(PathBesideModel, GenerationMixin):
     def _at_random_times(
         self, reading: Reading, targets: Tensor, t: Any, classes: Any, noise: Any, numbers: Any
     ) -> Tensor:
-        """Hidden states from the targets' vectors at times t, mixed with noise; at t = 0 where there is no target."""
+        """Hidden states for the targets' vectors, mixed with noise at times t; t = 0 where there is no target."""
         shown, length = targets != -100, targets.shape[1]
         t = torch.where(shown, numbers.uniform(TIME) if t is None else F.pad(t, (0, length - t.shape[1])), 0.0)
         if isinstance(noise, Tensor):
@@ -255,7 +255,7 @@ class L2DForCausalLM(PathBesideModel, GenerationMixin):
 
 
 def _tokens_before(tokens: Tensor | None, embeds: Tensor | None, mask: Any, position_ids: Any, cache: Any) -> Tensor:
-    """How many tokens, less those of padding, are before the one that each position predicts, [B, T]."""
+    """The number of tokens, without padding, before the token that each position predicts, [B, T]."""
     like = tokens if embeds is None else embeds[..., 0]
     if position_ids is not None:
         return (position_ids + 1).expand(like.shape)

@@ -1,8 +1,8 @@
-"""Random numbers as a function of a seed, a sequence and a position: JAX's own, which l2d_jax draws for the same seed.
+"""Random numbers as a function of seed, sequence and position: the same as l2d_jax draws with JAX for that seed.
 
-The generator is threefry2x32 with 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), keys
-are folded as `jax.random.fold_in` does it, and bits become numbers as in `jax.random`. All of it is arithmetic of
-integers on tensors, the same on every device; the last step, in float32, is the same up to rounding.
+The generator is threefry2x32 with 20 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). Keys
+are folded as in `jax.random.fold_in`, and bits become numbers as in `jax.random`. All of it is integer arithmetic on
+tensors, with the same result on every device, except the last step in float32, which is the same up to rounding.
 """
 
 from typing import Any, NamedTuple
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
-PARITY = 0x1BD11BDA  # makes the third word of the key
-WORD = 0xFFFFFFFF  # 32 bits, which are kept in int64
-NOISE, VELOCITY, TIME, CLASS = 0, 1, 3, 4  # what the numbers of a token are for; l2d_jax draws the token by number 2
+PARITY = 0x1BD11BDA  # constant for the third word of the key
+WORD = 0xFFFFFFFF  # mask for 32 bits, which are stored in int64
+NOISE, VELOCITY, TIME, CLASS = 0, 1, 3, 4  # streams of a token; l2d_jax samples the token with stream 2
 
 
 def threefry(key: Tensor, high: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
-    """Two words of 32 random bits for each counter of two words, by keys [..., 2]; shapes broadcast."""
+    """Two words of 32 random bits for each two-word counter, with keys [..., 2]; shapes broadcast."""
     first, second = key.unbind(-1)
     words = (first, second, first ^ second ^ PARITY)
     x, y = (high + words[0]) & WORD, (low + words[1]) & WORD
@@ -31,7 +31,7 @@ def threefry(key: Tensor, high: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fold(key: Tensor, number: Tensor) -> Tensor:
-    """The key of one of the streams that a key has, as `jax.random.fold_in`."""
+    """Fold a number into a key, as `jax.random.fold_in`."""
     number = number & WORD
     return torch.stack(threefry(key, torch.zeros_like(number), number), dim=-1)
 
@@ -45,13 +45,13 @@ def seed_key(seed: int | Tensor, device: torch.device) -> Tensor:
 
 
 class Numbered(NamedTuple):
-    """Random numbers by position: what one position draws depends on its key alone."""
+    """Random numbers by position: those of a position depend only on its key."""
 
     keys: Tensor  # [B, M, 2]
 
     @classmethod
     def of(cls, seed: int | Tensor, sequences: Any, numbers: Tensor) -> "Numbered":
-        """Keys by a seed, the number of each row's sequence, [B] or None for 0, and the numbers of tokens, [B, M]."""
+        """Keys from a seed, sequence numbers of rows, [B] or None for 0, and numbers of tokens, [B, M]."""
         count = len(numbers)
         rows = torch.zeros((), dtype=torch.int64) if sequences is None else torch.as_tensor(sequences)
         if rows.is_floating_point() or rows.numel() not in (1, count):
@@ -72,12 +72,12 @@ class Numbered(NamedTuple):
         return 2**0.5 * torch.erfinv((2 * uniform + least).clamp(min=least))
 
     def gumbel(self, size: int, t: Tensor) -> Tensor:
-        """Numbers by which an evaluation at time t, a scalar in float32, samples one of `size` tokens, [B, M, size]."""
+        """Gumbel noise [B, M, size] for sampling one of `size` tokens at time t, a float32 scalar."""
         key = fold(fold(self.keys, torch.tensor(VELOCITY)), t.reshape(()).view(torch.int32).long())
         return -(-_uniform(key, size).clamp(min=torch.finfo(torch.float32).tiny).log()).log()
 
     def uniform(self, stream: int) -> Tensor:
-        """One number in [0, 1) for each position, [B, M]: of the stream TIME or CLASS."""
+        """One number in [0, 1) for each position, [B, M], from the stream TIME or CLASS."""
         return _uniform(fold(self.keys, torch.tensor(stream)), 1)[..., 0]
 
 
@@ -90,9 +90,9 @@ def _uniform(keys: Tensor, count: int) -> Tensor:
 
 
 class Drawn:
-    """Random numbers from PyTorch's generators in the order of the draws: one for the batch, one for each row, or None.
+    """Random numbers from PyTorch's generators: one for the batch, one for each row, or None (the default one).
 
-    Which numbers a position gets depends on all that was drawn before.
+    The numbers of a position depend on everything that was drawn before.
     """
 
     def __init__(self, generator: Any, like: Tensor) -> None:
@@ -116,7 +116,7 @@ class Drawn:
         return self._draw(Tensor.normal_, width)
 
     def gumbel(self, size: int, t: Tensor) -> Tensor:
-        """Numbers by which an evaluation samples one of `size` tokens, [B, M, size]."""
+        """Gumbel noise [B, M, size] for sampling one of `size` tokens."""
         del t
         return -self._draw(Tensor.exponential_, size).log()
 

@@ -1,8 +1,8 @@
 """The diffusion path of a language model, in PyTorch: its trained modules, and the language model's layers with them.
 
-Those layers are copies of the language model's own modules. They share everything with it except for the matrices that
-the path updates or replaces, and so do whatever the layers of its family do. A matrix of the language model is looked
-up whenever it is used, so that an adapter that was put in its place, such as PEFT's, counts.
+These layers are copies of the language model's modules. They share everything with it except the matrices that the path
+updates or replaces, so they behave like the layers of its family. A matrix of the language model is looked up whenever
+it is used, so an adapter in its place, such as PEFT's, takes effect.
 """
 
 from collections import OrderedDict
@@ -19,18 +19,18 @@ from .reading_l2d import Kept, Reading, twin
 
 
 class Affine(nn.Linear):
-    """An affine map in the type of its input; the weights stay in float32."""
+    """An affine map in the dtype of its input; the weights stay in float32."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, dtype=torch.float32)
 
     def reset_parameters(self) -> None:
-        """Initial values, also for transformers, which begins without any."""
+        """Set initial values; transformers also calls this, because it creates modules without values."""
         nn.init.xavier_uniform_(self.weight)
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The map of the last axis."""
+        """Apply the map to the last axis."""
         return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
 
 
@@ -53,12 +53,12 @@ class LowRank(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initial values: an update of nothing."""
+        """Set initial values, with which the update is zero."""
         nn.init.normal_(self.a, std=1 / self.a.shape[0])
         nn.init.zeros_(self.b)
 
     def forward(self, x: Tensor) -> Tensor:
-        """What is added to the product with the matrix."""
+        """The term that is added to the product with the matrix."""
         return F.linear(F.linear(x, self.a.to(x.dtype)), (self.scale * self.b).to(x.dtype))
 
 
@@ -77,7 +77,7 @@ class PathLayer(nn.Module):
                 self.q_bias = _copied(linear.bias)
 
     def copy_from(self, layer: nn.Module) -> None:
-        """Initial values of copies that transformers has made without any."""
+        """Copy initial values from the language model's layer; transformers creates copies without values."""
         for name, copied in self.named_parameters(recurse=False):
             letter, _, kind = name.partition("_")
             linear = getattr(layer.self_attn if letter in "qkvo" else layer.mlp, f"{letter}_proj")
@@ -89,15 +89,15 @@ def _copied(weight: Tensor) -> nn.Parameter:
 
 
 class Projection(nn.Module):
-    """A matrix of the language model as the path has it: with an update, or a copy in its place."""
+    """A matrix of the language model as the path uses it: with an update, or replaced by a copy."""
 
     def __init__(self, owner: nn.Module, name: str, changes: PathLayer) -> None:
         super().__init__()
-        self.owner = (owner,)  # not a submodule, which would make it a part of itself
+        self.owner = (owner,)  # in a tuple, because a submodule would contain itself
         self.name, self.changes = name, changes
 
     def forward(self, x: Tensor) -> Tensor:
-        """The product, with the bias of the copy or else of the language model."""
+        """The product, with the bias of the copy, or else of the language model."""
         linear = getattr(self.owner[0], f"{self.name}_proj")
         change = getattr(self.changes, self.name)
         if isinstance(change, LowRank):
@@ -134,22 +134,22 @@ class DiffusionPath(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initial values of a new path that those of its parts are not yet."""
+        """Set initial values of a new path that differ from those of its parts."""
         for weight in (self.time.first.weight, self.time.last.weight, self.classes):
             if weight is not None:
                 nn.init.normal_(weight, std=0.02)
-        silent = [self.merge, *(layer.modulation for layer in self.layers)]  # so that nothing is corrected yet
+        silent = [self.merge, *(layer.modulation for layer in self.layers)]  # an untrained path corrects nothing
         for mlp in [*silent, self.translation] if self.anchored else silent:
             nn.init.zeros_(mlp.last.weight)
 
     def embed(self, embeddings: Tensor) -> Tensor:
-        """Vocabulary vectors V_y, of length sqrt(C), of rows of the language model's embedding table, in float32."""
+        """Vocabulary vectors V_y, with length sqrt(C), for rows of the embedding table, in float32."""
         v = self.vocabulary(embeddings.float())
         squares = v.square().sum(-1, keepdim=True)
         return v * (v.shape[-1] ** 0.5 / torch.where(squares > 0, squares, 1.0).sqrt())
 
     def condition(self, t: Tensor, classes: Tensor | None) -> Tensor:
-        """The embedding of time and class, in float32; None is the null class."""
+        """The embedding of time and class, in float32; `classes` None: the null class."""
         half = self.options.frequency_width // 2
         frequency = 10000.0 ** (-torch.arange(half, dtype=torch.float32, device=t.device) / half)
         angle = t[..., None] * self.options.time_scale * frequency
@@ -159,10 +159,10 @@ class DiffusionPath(nn.Module):
         return embedded + self.classes[self.options.classes if classes is None else classes]
 
     def forward(self, x: Tensor, t: Tensor, classes: Tensor | None, reading: Reading, layers: nn.ModuleList) -> Tensor:
-        """The correction of the hidden states: w_d(t) f_d, or (1 + w_d(t)) (f_d - h) of an anchored path.
+        """The correction of the hidden states: w_d(t) f_d, or (1 + w_d(t)) (f_d - h) for an anchored path.
 
-        Diffusion tokens x [B, M, C] are in float32, and t and the classes are of shape [B, M] or broadcast to it; the
-        layers are the language model's with the path's matrices.
+        Diffusion tokens x [B, M, C] are in float32. t and classes have shape [B, M], or broadcast to it. `layers` are
+        the language model's layers with the path's matrices.
         """
         dtype = reading.hidden.dtype
         condition = self.condition(t, classes)
@@ -188,13 +188,13 @@ class DiffusionPath(nn.Module):
         keys: Tensor,
         values: Tensor,
     ) -> Tensor:
-        """One layer of the language model with the path's matrices and modulation, which reads keys and values."""
+        """Run one layer of the language model with the path's matrices and modulation; it reads keys and values."""
         six = changes.modulation(condition).chunk(6, dim=-1)
         scale_1, shift_1, gate_1, scale_2, shift_2, gate_2 = six
         if self.anchored:
             gate_1, gate_2 = 1 + gate_1, 1 + gate_2
         before, after_attention, after_mlp = layer.post_attention_layernorm, None, None
-        if hasattr(layer, "pre_feedforward_layernorm"):  # Gemma's layers norm what they add, too
+        if hasattr(layer, "pre_feedforward_layernorm"):  # Gemma's layers also normalise their outputs
             before, after_attention = layer.pre_feedforward_layernorm, layer.post_attention_layernorm
             after_mlp = layer.post_feedforward_layernorm
         normed = _modulated(layer.input_layernorm, y, scale_1) + shift_1
@@ -205,5 +205,5 @@ class DiffusionPath(nn.Module):
 
 
 def _modulated(norm: nn.Module, x: Tensor, scale: Tensor) -> Tensor:
-    """The norm of x with a weight that differs from position to position by `scale`."""
+    """Normalise x with a weight to which `scale` is added, which differs between positions."""
     return torch.func.functional_call(norm, {"weight": norm.weight.to(x.dtype) + scale}, (x,))

@@ -1,6 +1,6 @@
-"""What the path reads of the model that it follows: hidden states, keys and values, and how its attention was called.
+"""What the path reads from its language model: hidden states, keys and values, and the arguments of attention.
 
-The decoder's own code runs, with layers that keep a record of each call.
+The decoder runs unchanged, with layers that record each call.
 """
 
 import copy
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-HOOKED = "_output_capturing_hooks_installed"  # whether a decoder's modules hand over hidden states and attention
+HOOKED = "_output_capturing_hooks_installed"  # set if a decoder's modules have hooks for hidden states and attention
 
 
 def twin(module: nn.Module, **parts: nn.Module) -> Any:
-    """A copy of a module that shares everything with it but some of its parts, and its hooks."""
+    """A copy of a module that shares everything with it except `parts` and its hooks."""
     twin = copy.copy(module)
-    for name in ("forward", "_old_forward", "_hf_hook"):  # accelerate's, which would run the module itself
+    for name in ("forward", "_old_forward", "_hf_hook"):  # accelerate's hooks would run the original module
         vars(twin).pop(name, None)
     for name in ("_forward_hooks", "_forward_pre_hooks"):
         for kind in ("", "_with_kwargs"):
@@ -29,16 +29,16 @@ def twin(module: nn.Module, **parts: nn.Module) -> Any:
 
 @dataclass
 class LayerRun:
-    """One layer's run over some tokens."""
+    """A run of one layer over some tokens."""
 
     inputs: Tensor  # [B, T, D]
     outputs: Tensor  # [B, T, D]
-    call: dict[str, Any]  # with what its attention was called
+    call: dict[str, Any]  # arguments of its attention
     states: tuple[Tensor, Tensor]  # the keys and values that it attended to
 
 
 class Keeping:
-    """A cache, for one layer's attention, that keeps what its update has returned."""
+    """A cache for one layer's attention that records what its update returns."""
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
@@ -50,7 +50,7 @@ class Keeping:
 
 
 class Kept(NamedTuple):
-    """A cache, for one layer's attention, that has all keys and values already."""
+    """A cache for one layer's attention that already has all keys and values."""
 
     keys: Tensor
     values: Tensor
@@ -61,7 +61,7 @@ class Kept(NamedTuple):
 
 
 class Recorded(nn.Module):
-    """A decoder layer that adds each run to the list that it is called with."""
+    """A decoder layer that appends each run to the list `runs`."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -77,26 +77,26 @@ class Recorded(nn.Module):
 
 @dataclass
 class Reading:
-    """What the path needs of the main path's run over some tokens."""
+    """What the path needs from the language model's run over some tokens."""
 
     hidden: Tensor  # [B, M, D], before the final norm
-    inputs: Tensor  # [B, M, D], what the first layer was given
-    calls: list[dict[str, Any]]  # by layer: with what its attention was called
-    states: list[tuple[Tensor, Tensor]]  # by layer: the keys and values that it attended to
-    seen: int  # tokens in the cache
+    inputs: Tensor  # [B, M, D], inputs of the first layer
+    calls: list[dict[str, Any]]  # per layer: arguments of its attention
+    states: list[tuple[Tensor, Tensor]]  # per layer: the keys and values that it attended to
+    seen: int  # number of tokens in the cache
     attention: str  # transformers' name of the implementation
 
     def last(self, count: int) -> "Reading":
-        """The last positions alone; 0: all of them."""
+        """Only the last `count` positions; 0: all."""
         length = self.hidden.shape[1]
         if count == 0 or count >= length:
             return self
         calls, states = [], []
         for call, (keys, values) in zip(self.calls, self.states, strict=True):
             cut = {name: _cut(name, value, count) for name, value in call.items()}
-            if call.get("attention_mask") is None:  # each token sees all before it, but no slots that are empty
+            if call.get("attention_mask") is None:  # each token sees all tokens before it; no slot is empty
                 keys, values = keys[:, :, : self.seen], values[:, :, : self.seen]
-                if count > 1 and "flash" not in self.attention:  # which counts from the end
+                if count > 1 and "flash" not in self.attention:  # flash attention aligns queries at the end
                     ones = torch.ones(count, keys.shape[2], dtype=torch.bool, device=keys.device)
                     cut["attention_mask"] = ones.tril(keys.shape[2] - count)[None, None]
             calls.append(cut)
@@ -105,7 +105,7 @@ class Reading:
 
 
 def _cut(name: str, value: Any, count: int) -> Any:
-    """An argument of attention for the last positions."""
+    """Cut an argument of attention to the last positions."""
     if name == "position_embeddings":
         return tuple(part[..., -count:, :] for part in value)
     if name == "attention_mask" and value is not None and value.ndim == 4:
@@ -114,7 +114,7 @@ def _cut(name: str, value: Any, count: int) -> Any:
 
 
 class Reader:
-    """The model that reads the context: a decoder's own code, with some layers, each of which is recorded."""
+    """The model that reads the context: a decoder with the given layers, whose runs are recorded."""
 
     def __init__(self, decoder: Any, layers: nn.ModuleList) -> None:
         self.decoder = twin(decoder, layers=nn.ModuleList(map(Recorded, layers)))
@@ -122,7 +122,7 @@ class Reader:
         setattr(self.decoder, HOOKED, getattr(self.twins[0], HOOKED, False) and len(self.twins) > 1)
 
     def __call__(self, past_key_values: Any, **inputs: Any) -> tuple[Reading, Any, Any]:
-        """Run over embeddings, [B, T, D]; what the path needs, the cache, and what the decoder returned."""
+        """Run over embeddings, [B, T, D]; returns what the path needs, the cache, and the decoder's output."""
         cache = DynamicCache(config=self.decoder.config) if past_key_values is None else past_key_values
         runs: list[LayerRun] = []
         self._share_hooks()
@@ -133,7 +133,7 @@ class Reader:
         return Reading(runs[-1].outputs, runs[0].inputs, calls, states, seen, attention), cache, outputs
 
     def _share_hooks(self) -> None:
-        """Decoders that have the same layers do not install transformers' hooks twice."""
+        """Prevent decoders with the same layers from installing transformers' hooks twice."""
         if not torch.compiler.is_compiling() and any(getattr(one, HOOKED, False) for one in self.twins):
             for one in self.twins:
                 setattr(one, HOOKED, True)

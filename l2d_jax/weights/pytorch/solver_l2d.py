@@ -13,14 +13,14 @@ END = 1e-6  # closer to t = 1 than this, the velocity counts as zero
 class Tableau(NamedTuple):
     """An explicit Runge-Kutta method on a uniform grid."""
 
-    nodes: tuple[float, ...]  # of the stages, in intervals
-    rows: tuple[tuple[float, ...], ...]  # what each stage takes of the slopes before it
+    nodes: tuple[float, ...]  # times of the stages, in intervals
+    rows: tuple[tuple[float, ...], ...]  # for each stage, the weights of earlier slopes
     weights: tuple[float, ...]
     lookahead: float  # intervals beyond t at which an annealed temperature is read
-    restarts: bool = False  # whether each estimate replaces the former ones: x is on the line from x_0 to the newest
+    restarts: bool = False  # whether each estimate replaces earlier ones: x is on the line from x_0 to the newest
 
     def steps(self, budget: int) -> int:
-        """The intervals that spend a budget of evaluations, one of which is for the answer; raises `ValueError`."""
+        """The number of intervals for a budget, of which one evaluation is for the answer; raises `ValueError`."""
         stages = len(self.weights)
         steps, rest = divmod(budget - 1, stages)
         if budget < 1 or rest:
@@ -45,7 +45,7 @@ SOLVERS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """How the ODE of each token is solved; raises `ValueError` for what is unknown or does nothing."""
+    """How the ODE of each token is solved; raises `ValueError` for unknown options and for options without effect."""
 
     budget: int
     solver: str
@@ -53,7 +53,7 @@ class Settings:
     velocity_temperature: float
     anneal: bool
     guidance: float
-    has_class: bool  # whether there is a class to be guided to
+    has_class: bool  # whether a class is given
 
     def __post_init__(self) -> None:
         if self.velocity not in ("sample", "expectation"):
@@ -78,23 +78,23 @@ class Settings:
         return self.tableau.steps(self.budget)
 
     def temperature(self, t: float) -> float:
-        """The velocity's temperature at t; annealing reads it ahead, so that the last estimate is the arg max."""
+        """The velocity's temperature at t. With annealing it is read ahead, so the last estimate is the arg max."""
         ahead = t + self.tableau.lookahead / self.steps
         return self.velocity_temperature * (min(max(1 - ahead, 0.0), 1.0) if self.anneal else 1.0)
 
 
 def single(x: float) -> float:
-    """The float32 that is nearest to a number."""
+    """The float32 nearest to a number."""
     scaled = x * (2**29 + 1)
     return scaled - (scaled - x)
 
 
 @torch.compiler.disable(recursive=False)
 def trajectory(target: Callable[..., Tensor], noise: Tensor, settings: Settings) -> Iterator[Tensor]:
-    """x at every point of a uniform grid, by dx/dt = (target(t, x) - x) / (1 - t) from x_0, which is the noise.
+    """Yield x at every point of a uniform grid: dx/dt = (target(t, x) - x) / (1 - t), starting at the noise x_0.
 
-    The equation is linear in x = a x_0 + y. The coefficient a and y are integrated apart: y is of order one where x_0
-    is of order sigma, and float32 keeps more of it. Times are those of l2d_jax, to the last bit of float32.
+    The equation is linear in x = a x_0 + y. The coefficient a and y are integrated separately: y is of order one while
+    x_0 is of order sigma, so float32 keeps more digits of y. Times equal those of l2d_jax, to the last bit of float32.
     """
     tableau, steps = settings.tableau, settings.steps
     scale, data = 1.0, torch.zeros_like(noise)

@@ -1,1 +1,1 @@
-"""The code inside the isolated processes, which imports the standard library and nothing else of this package."""
+"""The code inside the isolated processes. It imports only the standard library and this package."""

@@ -1,6 +1,6 @@
 """One of two isolated processes: runs a candidate's source, then its functions as the grader calls them.
 
-Nothing that happens here is trusted. A candidate may take over the whole process; it can then only send other plain
+Nothing in this process is trusted. A candidate may take over the whole process, but then it can only send other plain
 data, which it could have returned anyway.
 """
 
@@ -15,14 +15,14 @@ from l2d_jax.evaluation.sandbox.isolated.restraint import restrain
 
 
 def main() -> None:
-    """Serve until the grader ends; reads the task from standard input, the descriptors from the command line."""
+    """Serve calls until the grader ends. The task comes from standard input, descriptors from the command line."""
     incoming, outgoing = map(int, sys.argv[1:])
     task = plain_data.load_message(sys.stdin.buffer.read())
     restrain(task)
     channel = plain_data.Channel(incoming, outgoing, limit=task["limits"]["output_bytes"])
     channel.send({"started": True})
-    module = type(sys)("candidate")  # not "__main__", so that a solution's own trials do not run
-    sys.modules["candidate"] = module  # dataclasses look up their fields' types there
+    module = type(sys)("candidate")  # not "__main__", so that a solution's demo code does not run
+    sys.modules["candidate"] = module  # dataclasses look up the types of fields there
 
     def load() -> None:
         try:
@@ -43,7 +43,7 @@ def main() -> None:
             answer = {"result": plain_data.encode_plain(work())}
         except plain_data.NotPlainError as error:
             answer = {"not plain data": str(error)}
-        except BaseException as error:  # SystemExit, too: it ends the candidate, not its process
+        except BaseException as error:  # also SystemExit, which ends the candidate but not this process
             answer = {"error": [type(error).__name__, *_text(error)]}
         try:
             channel.send(answer)
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def _text(error: BaseException) -> tuple[str, Any]:
-    """An exception's text, and its arguments where they are plain data."""
+    """An exception's text, and its arguments if they are plain data."""
     text, arguments = "", None
     with contextlib.suppress(BaseException):
         text = str(error)

@@ -1,6 +1,6 @@
-"""The other isolated process: runs the tests against a candidate that it can only call, and reports.
+"""The other isolated process: runs the tests against a candidate, whose functions it can only call, and reports.
 
-The candidate's process does not hold the pipe of the report. Whatever goes wrong here counts as not passed.
+The candidate's process does not have the pipe of the report. Whatever goes wrong here counts as not passed.
 """
 
 import builtins
@@ -11,19 +11,19 @@ from typing import Any, NoReturn
 from l2d_jax.evaluation.sandbox.isolated import plain_data
 from l2d_jax.evaluation.sandbox.isolated.restraint import restrain
 
-# Raised inside map() or next(), these would quietly end a loop of the tests.
+# If raised inside map() or next(), these would silently end a loop of the tests.
 _RESERVED = (StopIteration, StopAsyncIteration)
 
 
 def main() -> None:
-    """Run the tests once; reads the task from standard input, the descriptors from the command line."""
+    """Run the tests once. The task comes from standard input, the descriptors from the command line."""
     incoming, outgoing, verdict = map(int, sys.argv[1:])
     task = plain_data.load_message(sys.stdin.buffer.read())
     restrain(task)
     channel = plain_data.Channel(incoming, outgoing, limit=task["limits"]["output_bytes"])
     report = plain_data.Channel(-1, verdict, limit=2**16)
     try:
-        channel.receive()  # from the candidate's process, before it has seen the candidate
+        channel.receive()  # sent by the candidate's process before it has read the candidate
     except plain_data.ClosedError:
         os._exit(1)
     report.send({"started": True})
@@ -36,7 +36,7 @@ class _Grader:
 
     def grade(self, setup: str, tests: str, names: list[str]) -> NoReturn:
         try:
-            self._result()  # of running the candidate's source
+            self._result()  # the result of running the candidate's source
             space: dict[str, Any] = {"__name__": "tests"}
             exec(compile(setup, "setup", "exec", dont_inherit=True), space)
             space.update((name, self._proxy(name)) for name in names)
@@ -60,7 +60,7 @@ class _Grader:
         return call
 
     def _result(self) -> Any:
-        """The candidate's answer; without one the grading ends, whatever exceptions the tests catch."""
+        """The candidate's reply. Without one, grading ends, whatever exceptions the tests catch."""
         try:
             [(kind, content)] = self._channel.receive().items()
             if kind == "result":
@@ -92,7 +92,7 @@ def _exception(name: str, text: str, arguments: Any) -> Exception:
                 error = kind(*known)
                 if known == (text,) or str(error) == text:
                     return error
-            except Exception:  # a class of the candidate's with a builtin one's name takes other arguments
+            except Exception:  # a class of the candidate may have a builtin name but take other arguments
                 pass
     return RuntimeError(f"{name}: {text}")
 

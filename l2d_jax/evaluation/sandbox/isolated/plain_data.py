@@ -1,9 +1,9 @@
-"""Plain data between two processes that do not trust each other: values of exact builtin types, as JSON.
+"""Plain data between two processes that do not trust each other: values of builtin types, as JSON.
 
-None, bool, str, float, lists and ints of up to 64 bits are JSON's own; other types become an object with one key, the
-name of the type, and so does NaN, which has a sign. A value of a subclass is sent as the plain value it holds, so that
-none of its methods reaches the reader. The builtin types themselves are plain data; functions, instances and generators
-are not.
+None, bool, str, float, lists and ints of up to 64 bits are written as in JSON. Other types become an object with one
+key, the name of the type; so does NaN, to keep its sign. A value of a subclass is sent as the plain value it contains,
+so none of its methods reaches the reader. The builtin types themselves are plain data; functions, instances and
+generators are not.
 """
 
 import json
@@ -20,8 +20,8 @@ _LARGE = 2**63
 _BASES = (int, str, float, list, tuple, dict, set, frozenset, bytes, bytearray, complex)  # bool has no subclasses
 _TYPES: dict[str, Any] = {kind.__name__: kind for kind in (bool, *_BASES)}
 
-# How a value of each type is written as text, and read back. The methods here and in `encode_plain` are those of the
-# builtin types, whatever a subclass overrides.
+# How a value of each type is written as text, and read back. Here and in `encode_plain`, methods of the builtin types
+# are called, so overrides in subclasses do not matter.
 _TEXTS: dict[str, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
     "int": (lambda value: int.__format__(value, "x"), lambda text: int(text, 16)),
     "float": (lambda value: _pack(float.__float__(value)), lambda text: _unpack(text, 1)[0]),
@@ -36,15 +36,15 @@ _TEXTS: dict[str, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
 
 
 class NotPlainError(TypeError):
-    """A value that is not plain data; the message names its type."""
+    """The value is not plain data; the message names its type."""
 
 
 class MalformedError(ValueError):
-    """Bytes that are not a message of this format."""
+    """The bytes are not a message of this format."""
 
 
 class TooLargeError(ValueError):
-    """A message beyond the limit."""
+    """The message is larger than the limit."""
 
 
 class ClosedError(EOFError):
@@ -52,7 +52,7 @@ class ClosedError(EOFError):
 
 
 def encode_plain(value: Any, depth: int = DEPTH) -> Any:
-    """Plain data as a value that JSON can hold; raises `NotPlainError`."""
+    """Turn plain data into a value that JSON can hold; raises `NotPlainError`."""
     if value is None or type(value) in (bool, str) or (type(value) is float and value == value):
         return value
     if depth == 0:
@@ -104,7 +104,7 @@ def _unpack(text: str, count: int) -> tuple[float, ...]:
 
 
 def dump_message(message: Any) -> bytes:
-    """JSON in which each surrogate stays one: escaped, two of them would be read as one character."""
+    """Write JSON that keeps lone surrogates: escaped, two of them would be read back as one character."""
     return json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 

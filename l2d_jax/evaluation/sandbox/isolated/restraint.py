@@ -1,4 +1,4 @@
-"""The first steps of an isolated process, before it reads any candidate's code: limits, account, output, filter."""
+"""The first steps of an isolated process, before it reads a candidate's code: limits, account, output, filter."""
 
 import ctypes
 import os
@@ -12,17 +12,17 @@ _PR_SET_THP_DISABLE = 41
 
 
 def restrain(task: Mapping[str, Any]) -> None:
-    """Give up for good what an isolated process does not need; raises `OSError` if the kernel refuses a step.
+    """Permanently give up what an isolated process does not need; raises `OSError` if the kernel refuses a step.
 
-    The task has `limits`, those of `isolation.Limits`; `account`, the user to become, or None to keep the user; and
-    `filter`, the system calls that are left, as hexadecimal digits of `seccomp.program`.
+    The task has `limits` (of `isolation.Limits`), `account` (the user to become; None keeps the user), and `filter`
+    (the program of `seccomp.program` in hexadecimal, which permits the remaining system calls).
     """
     limits, account = task["limits"], task["account"]
     if account is not None:
         os.setgroups([])
         os.setresgid(account, account, account)
-        os.setresuid(account, account, account)  # which also drops all capabilities
-    # Output goes into memory, up to the limit of a file's size; nobody reads it.
+        os.setresuid(account, account, account)  # this also drops all capabilities
+    # Output goes to memory, up to the limit on file sizes; nobody reads it.
     for descriptors, file in ((0,), os.open(os.devnull, os.O_RDONLY)), ((1, 2), os.memfd_create("output")):
         for descriptor in descriptors:
             os.dup2(file, descriptor)
@@ -38,8 +38,8 @@ def restrain(task: Mapping[str, Any]) -> None:
     ):
         resource.setrlimit(kind, (bound, bound))
     seconds = limits["cpu_seconds"]
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))  # a signal that has a name, then one that kills
-    # A page left of a huge one would keep all of it, of which the limit on memory counts that page alone.
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))  # first SIGXCPU, then SIGKILL
+    # One used page of a huge page would keep all of it, but the limit on memory would count only that page.
     _control(_PR_SET_THP_DISABLE, 1, None)
     program = bytes.fromhex(task["filter"])
     steps = ctypes.create_string_buffer(program, len(program))

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from l2d_jax.decoding.buckets import Programs, compiled
+from l2d_jax.decoding.parallel.stream_state import Stream, write
 from l2d_jax.decoding.refinement.estimates import evaluation_keys
 from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.refinement.side_by_side import settle
 from l2d_jax.decoding.sampler import SamplingOptions, Tokens, entropy, sample_tokens, score_tokens, token_keys
-from l2d_jax.decoding.stream_state import Stream, write
 from l2d_jax.model import diffusion
 from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.joint_pass import DiffusionRows, joint_pass
@@ -143,7 +143,7 @@ def _keys(stream: Stream, *, ahead: bool) -> tuple[Array, Array, Array]:
 
 
 def _noise(path: DiffusionPath, stream: Stream, *, ahead: bool) -> Float[Array, "B C"]:
-    """x_0, as `decode.refined_logits` draws it for one noise sample."""
+    """x_0, as `token_step.refined_logits` draws it for one noise sample."""
     keys, shape = _keys(stream, ahead=ahead)[0], (1, path.config.width)
     noise = jax.vmap(lambda key: jax.random.normal(key, shape, jnp.float32))(keys)
     return path.config.sigma * noise[:, 0]

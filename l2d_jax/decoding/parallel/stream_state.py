@@ -8,11 +8,11 @@ from functools import partial
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from l2d_jax.decoding import decode
 from l2d_jax.decoding.buckets import Programs
-from l2d_jax.decoding.decode import State
+from l2d_jax.decoding.sampler import entropy
+from l2d_jax.decoding.state import State, refill, resize
 from l2d_jax.model.kv_cache import KVCache
 from l2d_jax.model.llm import LLM
 
@@ -35,21 +35,21 @@ COLUMNS = tuple(field.name for field in dataclasses.fields(Stream) if field.name
 
 
 @partial(Programs, static=["size"])
-def enter(state: State, last: Int[Array, " B"], *, size: int) -> Stream:
-    """The stream of prompts that have been read into a state, with room for so many evaluations of a token.
+def enter(llm: LLM, state: State, *, is_plain: Bool[Array, "#B"], gate: Float[Array, "#B"], size: int) -> Stream:
+    """The stream of prompts that have been read into a state, with room for `size` evaluations of a token.
 
-    The `last` token of each prompt is read again by the first pass, which then has its first evaluation, too.
+    The first token is guessed to be the LM's arg max. It is the LM's own where `is_plain` (a budget of 1) or where the
+    entropy of its logits, in nats, is below the gate.
     """
-    cache, none = state.cache, jnp.zeros_like(state.count)
-    is_last = cache.positions == state.positions[:, None]
-    before = dataclasses.replace(cache, positions=jnp.where(is_last, -1, cache.positions), used=jnp.int32(0))
+    none, logits = jnp.zeros_like(state.count), llm.logits(state.hidden)
+    guess = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     return Stream(
-        state=dataclasses.replace(state, cache=before, positions=state.positions - 1),
-        next=last,
-        is_checked=none > 0,
-        is_plain=none > 0,
+        state=dataclasses.replace(state, cache=dataclasses.replace(state.cache, used=jnp.int32(0))),
+        next=guess,
+        is_checked=none == 0,
+        is_plain=is_plain | (entropy(logits) < gate),
         settled=none,
-        estimates=jnp.zeros((len(none), size), jnp.int32),
+        estimates=jnp.broadcast_to(guess[:, None], (len(none), size)),
         read=none,
         passes=none,
     )
@@ -61,10 +61,10 @@ def ring(state: State | Stream) -> int:
 
 
 def fit(state: State | Stream, *, ring: int, slots: int) -> State | Stream:
-    """The same with so many slots, as of `decode.resize`."""
+    """The same with so many slots, as of `state.resize`."""
     if not isinstance(state, Stream):
-        return decode.resize(state, ring=ring, slots=slots)
-    resized = decode.resize(state.state, ring=ring, slots=slots)
+        return resize(state, ring=ring, slots=slots)
+    resized = resize(state.state, ring=ring, slots=slots)
     # The slots of the ring keep their places.
     cache = dataclasses.replace(resized.cache, used=jnp.zeros_like(resized.cache.used))
     return dataclasses.replace(state, state=dataclasses.replace(resized, cache=cache))
@@ -80,15 +80,15 @@ def make_room(stream: Stream, size: int) -> Stream:
 
 
 def put(state: State | Stream, new: State | Stream, lanes: Int[Array, " rows"]) -> State | Stream:
-    """Put each row of `new` in the place of a sequence, as `decode.refill` does; `state` is donated."""
+    """Put each row of `new` in the place of a sequence, as `state.refill` does; `state` is donated."""
     if not isinstance(state, Stream):
-        return decode.refill(state, new, lanes)
+        return refill(state, new, lanes)
     assert isinstance(new, Stream)
     refilled = {}
     new = make_room(new, state.estimates.shape[1])
     for name in COLUMNS:
         refilled[name] = getattr(state, name).at[lanes].set(getattr(new, name), mode="drop")
-    return dataclasses.replace(state, state=decode.refill(state.state, new.state, lanes), **refilled)
+    return dataclasses.replace(state, state=refill(state.state, new.state, lanes), **refilled)
 
 
 def end(state: State | Stream, done: Bool[Array, " B"]) -> State | Stream:
