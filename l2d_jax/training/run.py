@@ -22,7 +22,7 @@ from l2d_jax.distributed.sharding import make_mesh
 from l2d_jax.errors import RunError, require
 from l2d_jax.files import AnyPath, differences
 from l2d_jax.storage import lock, mirror
-from l2d_jax.training import preflight, profiler
+from l2d_jax.training import preflight, profiler, stopwatch
 from l2d_jax.training.checkpoint import Checkpoints
 from l2d_jax.training.exact_match import exact_match
 from l2d_jax.training.inputs import Inputs
@@ -43,7 +43,7 @@ def train(config: Config, workdir: AnyPath) -> bool:
     False means that SIGTERM stopped the run after saving. Raises `InputError` for bad input, and `RunError` if the run
     must stop or its result cannot be saved.
     """
-    watch = profiler.StartWatch()
+    watch = stopwatch.StartWatch()
     folder = mirror.open_folder(workdir)
     with contextlib.ExitStack() as held:
         config, mesh = prepare(config, folder, held)
@@ -95,7 +95,7 @@ def prepare(
 class Run:
     """A run in a workdir that process 0 has locked. Every process makes a `Run` and calls the same methods."""
 
-    def __init__(self, config: Config, workdir: Path, mesh: Mesh, starting: profiler.StartWatch) -> None:
+    def __init__(self, config: Config, workdir: Path, mesh: Mesh, starting: stopwatch.StartWatch) -> None:
         self._config, self._workdir, self._mesh = config, workdir, mesh
         self._inputs = processes.take_turns(partial(Inputs.read, config, mesh, starting))
         base, training, held_out = self._inputs.base, self._inputs.training, self._inputs.held_out
@@ -129,7 +129,7 @@ class Run:
         measured = processes.decide(lambda: [one["step"] for one in read_metrics(workdir) if "validation/loss" in one])
         self._metrics = Metrics(workdir, start=self._start, total=self._steps, wandb=config.log.wandb)
         starting.ended("checkpoint")
-        self._starting, self._watch = starting, profiler.Stopwatch()
+        self._starting, self._watch = starting, stopwatch.Stopwatch()
         self._saved = time.monotonic()  # when the last save began
         # An interrupted run may have saved this step without validating it.
         if self._validates_at(self._start) and self._start not in measured:
