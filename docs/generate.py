@@ -9,33 +9,18 @@ import ast
 import importlib
 import inspect
 import re
-import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from unittest import mock
 
 from annotated_types import Interval
 
+from l2d_jax.__main__ import PROGRAMS
 from l2d_jax.config import ranges, schema
 
 FOLDER = Path(__file__).parent / "reference"
-PROGRAMS = (
-    "prepare",
-    "train",
-    "generate",
-    "serve",
-    "evaluate",
-    "sweep",
-    "study",
-    "report",
-    "convert",
-    "verify",
-    "benchmark",
-    "compile",
-)
 NOTE = "<!-- Written by docs/generate.py from {source}: change that, and run the script. -->\n"
 OPTIONS = """# Options
 
@@ -130,25 +115,9 @@ def shown(number: Any) -> str:
     return f"{number:,}" if isinstance(number, int) else re.sub(r"e([+-])0*", r"e\1", f"{number:g}").replace("e+", "e")
 
 
-class Found(BaseException):
-    """Carries a parser out of the `main` that built it."""
-
-    def __init__(self, parser: argparse.ArgumentParser) -> None:
-        self.parser = parser
-
-
 def parser_of(program: str) -> argparse.ArgumentParser:
-    """The command-line parser of a program: `main` runs until it would parse."""
-
-    def stop(parser: argparse.ArgumentParser, *_: Any, **__: Any) -> Any:
-        raise Found(parser)
-
-    with mock.patch.object(argparse.ArgumentParser, "parse_known_args", stop), mock.patch.object(sys, "argv", ["l2d"]):
-        try:
-            importlib.import_module(f"l2d_jax.{program}").main()
-        except Found as found:
-            return found.parser
-    raise AssertionError(f"l2d_jax.{program} does not parse its command line")
+    """The command-line parser of a program."""
+    return importlib.import_module(f"l2d_jax.{program}").make_parser()
 
 
 def programs_page() -> str:

@@ -1,7 +1,8 @@
 """Evaluates a model on the paper's tasks: `python -m l2d_jax.evaluate --workdir DIR --tasks gsm8k,mmlu --budget 1 15`.
 
-Results go to `DIR/eval/<task>/<solver>-<budget>/`: `samples.jsonl` has a line per problem with prompt, completions,
-extracted answers and scores, and `results.json` has the figures. The same command again continues where it stopped.
+Results go to `DIR/eval/<task>/<solver>-<budget>/`. `samples.jsonl` has a line per problem, with its prompt,
+completions, extracted answers and scores; `results.json` has the figures. The same command again continues where it
+stopped.
 """
 
 import argparse
@@ -35,35 +36,59 @@ def main() -> None:
 def add_arguments(parser: command_line.Parser) -> None:
     """Add the options of an evaluation, which `sweep` takes too."""
     command_line.add_source(parser)
-    config = f"for its decode and mesh sections, in place of the workdir's decode; {config_file.CONFIG_HELP}"
+    config = f"config whose decode and mesh sections replace those of the workdir: {config_file.CONFIG_HELP}"
     parser.add_argument("--config", help=config)
-    parser.add_argument("--tasks", required=True, help=f"with commas between them: {', '.join(task_names())}")
-    parser.add_argument("--out", type=folder_or_bucket, help="where results go; DIR/eval of a workdir")
-    parser.add_argument("--name", type=file_name, help="of the folder within a task's; <solver>-<budget> and others")
-    parser.add_argument("--dtype", choices=DTYPES, help="of weights and products")
+    parser.add_argument("--tasks", required=True, help=f"tasks, separated by commas: {', '.join(task_names())}")
+    parser.add_argument("--out", type=folder_or_bucket, help="folder for the results; default: DIR/eval of the workdir")
+    parser.add_argument(
+        "--name",
+        type=file_name,
+        help="name of the folder of results within the task's; default: <solver>-<budget> and what else differs",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="type of the weights and the products")
     problems = parser.add_argument_group("problems")
     problems.add_argument("--data_dir", type=model_name, help="read rows from <data_dir>/<task>, such as <split>.jsonl")
-    problems.add_argument("--split", type=file_name, help="another than the paper's")
-    problems.add_argument("--limit", type="Count", help="so many problems, evenly spaced; None: all")
-    problems.add_argument("--shots", type="CountOrZero", help="examples before each question; None: the paper's")
-    problems.add_argument("--prompts", choices=["paper", "thoughts"], default="paper", help="thoughts: ask for them")
-    problems.add_argument("--tagged", action="store_true", help="judge what <answer> tags hold, or follows </think>")
-    choices = "likelihood: of tasks with options, the likeliest letter by one pass over a prompt; not the paper's way"
+    problems.add_argument("--split", type=file_name, help="split of the data set; default: the paper's")
+    problems.add_argument("--limit", type="Count", help="number of problems, evenly spaced; default: all")
+    problems.add_argument("--shots", type="CountOrZero", help="examples before each question; default: as in the paper")
+    problems.add_argument(
+        "--prompts",
+        choices=["paper", "thoughts"],
+        default="paper",
+        help="wording of the prompts; thoughts: ask the model to think first",
+    )
+    problems.add_argument(
+        "--tagged", action="store_true", help="judge only the text in <answer> tags or after </think>"
+    )
+    choices = "how multiple choice is answered; likelihood: by the likeliest letter in one pass, unlike the paper"
     problems.add_argument("--choices", choices=["generate", "likelihood"], default="generate", help=choices)
-    problems.add_argument("--allow_code_execution", action="store_true", help="run generated programs, each isolated")
+    problems.add_argument(
+        "--allow_code_execution", action="store_true", help="run generated programs, each in a sandbox"
+    )
     decoding = parser.add_argument_group("decoding")
-    decoding.add_argument("--budget", type="Budget", nargs="+", help="evaluations of the path per token, once or more")
+    decoding.add_argument(
+        "--budget",
+        type="Budget",
+        nargs="+",
+        help="evaluations of the path per token; several values are evaluated in turn",
+    )
     decoding.add_argument("--solver", choices=SOLVER_NAMES, help="how the path is integrated")
-    decoding.add_argument("--tolerance", type="Tolerance", help="of each step of an adaptive solver")
-    decoding.add_argument("--label", type=class_label, help="class for guidance, or category: each problem's own")
-    decoding.add_argument("--guidance", type="Strength", help="its strength; 1: the class alone")
-    decoding.add_argument("--temperature", type="Temperature", help="of the final draw; None: the task's; 0: arg max")
-    decoding.add_argument("--max_new_tokens", type="Tokens", help="of a completion; None: the task's")
-    decoding.add_argument("--samples", type="Rows", help="completions of each problem; None: the task's")
-    draws = f"noise samples, with --choices likelihood; None: {LIKELIHOOD_DRAWS}"
+    decoding.add_argument("--tolerance", type="Tolerance", help="error of each step of an adaptive solver")
+    decoding.add_argument(
+        "--label", type=class_label, help="class for guidance, a number; or category: the class of each problem"
+    )
+    decoding.add_argument("--guidance", type="Strength", help="strength of the guidance; at 1, the class alone counts")
+    decoding.add_argument(
+        "--temperature",
+        type="Temperature",
+        help="temperature of the sampled tokens; at 0, the likeliest token; default: the task's",
+    )
+    decoding.add_argument("--max_new_tokens", type="Tokens", help="longest completion; default: the task's")
+    decoding.add_argument("--samples", type="Rows", help="completions of each problem; default: the task's")
+    draws = f"noise samples, with --choices likelihood; default: {LIKELIHOOD_DRAWS}"
     decoding.add_argument("--draws", type="SeveralDraws", help=draws)
-    decoding.add_argument("--batch_size", type="Rows", default=16, help="sequences at a time, on all devices together")
-    decoding.add_argument("--seed", type="Seed", default=0, help="of the noise and the draws")
+    decoding.add_argument("--batch_size", type="Rows", default=16, help="sequences at a time, over all devices")
+    decoding.add_argument("--seed", type="Seed", default=0, help="seed of the noise and of the sampled tokens")
 
 
 def parse_arguments(parser: command_line.Parser) -> tuple[argparse.Namespace, Config | None]:

@@ -1,7 +1,7 @@
 """Shows what runs have measured: `python -m l2d_jax.report --workdir DIR [DIR ...]`.
 
-Training is shown by loss by t and by teacher-forced accuracy against the budget, evaluations by their accuracy.
-Each workdir gets a `report.html`, a page that loads no other file, and the figures beside it as PNG and SVG.
+For training it shows the loss by t and teacher-forced accuracy against the budget; for evaluations, their accuracy.
+Each workdir gets `report.html`, a page that needs no other file, with the figures next to it as PNG and SVG.
 """
 
 from l2d_jax import command_line, console
@@ -12,7 +12,7 @@ def make_parser() -> command_line.Parser:
     parser = command_line.Parser("report", description=__doc__)
     folder, workdirs = command_line.folder_or_bucket, "workdirs, or --out of evaluations"
     parser.add_argument("--workdir", type=folder, nargs="+", required=True, help=workdirs)
-    beside = 'rows of others, such as the paper\'s, in the tables: JSON, {"label": {"gsm8k": 0.5}}'
+    beside = 'JSON with further rows for the tables, such as the paper\'s, {"label": {"gsm8k": 0.5}}'
     parser.add_argument("--beside", type=command_line.local_path, help=beside)
     return parser
 

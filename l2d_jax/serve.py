@@ -1,8 +1,8 @@
 """Serves a model over HTTP with OpenAI's API and a page: `python -m l2d_jax.serve --workdir DIR --port 8000`.
 
-Each request may have a budget of its own, and further options of decoding by name. With `L2D_JAX_API_KEY` in the
-environment, requests must bring that key. SIGTERM or Ctrl-C: requests under way are answered first, for at most --drain
-seconds. A second signal ends the server at once.
+Each request may set its budget and the other options of decoding. With `L2D_JAX_API_KEY` in the environment, requests
+must bring that key. Ctrl-C or SIGTERM: the server finishes the running requests within --drain seconds, then exits. A
+second one exits immediately.
 """
 
 import argparse
@@ -32,29 +32,33 @@ def make_parser() -> command_line.Parser:
     """The options of the program."""
     parser = command_line.Parser("serve", description=__doc__)
     command_line.add_source(parser)
-    parser.add_argument("--dtype", choices=DTYPES, help="of weights and products")
+    parser.add_argument("--dtype", choices=DTYPES, help="type of the weights and the products")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: reachable from outside")
-    parser.add_argument("--port", type="Port", default=8000, help="0: a free one")
-    parser.add_argument("--lanes", type="Rows", default=8, help="answers that are decoded at a time")
-    parser.add_argument("--queue", type="Count", default=64, help="answers that may wait for a lane; others get 429")
-    parser.add_argument("--context", type="Tokens", default=2048, help="tokens of a prompt and its answer, at most")
+    parser.add_argument("--port", type="Port", default=8000, help="port to listen on; 0 takes a free one")
+    parser.add_argument("--lanes", type="Rows", default=8, help="answers that are decoded at the same time")
+    parser.add_argument(
+        "--queue", type="Count", default=64, help="answers that may wait for a lane; further requests get status 429"
+    )
+    parser.add_argument(
+        "--context", type="Tokens", default=2048, help="the most tokens of a prompt and its answer together"
+    )
     parser.add_argument("--timeout", type="Seconds", default=600.0, help="the longest a request may take, in seconds")
     parser.add_argument("--max_body", type="Count", default=1024, help="the largest body of a request, in KiB")
-    budget = "the largest budget of a request (default: 64, or the model's own where that is more)"
+    budget = "the largest budget of a request (default: 64, or the default of the model if that is larger)"
     parser.add_argument("--max_budget", type="Budget", help=budget)
-    draws = "the most noise samples per token of a request (default: 16, or the model's own where that is more)"
+    draws = "the most noise samples per token of a request (default: 16, or the default of the model if that is larger)"
     parser.add_argument("--max_draws", type="Draws", help=draws)
-    efforts = (
-        "budgets of OpenAI's reasoning_effort (default: what the model can spend of none=1,low=3,medium=7,high=15)"
-    )
+    efforts = "budgets of OpenAI's reasoning_effort (default: none=1,low=3,medium=7,high=15, where possible)"
     parser.add_argument("--efforts", type=_parse_efforts, metavar="NAME=BUDGET,...", help=efforts)
-    limit = "seconds that a client may take to send a request, and to read 64 KiB of a reply"
+    limit = "seconds that a client may take to send a request, or to read 64 KiB of a reply"
     parser.add_argument("--client_timeout", type="Seconds", default=15.0, help=limit)
-    parser.add_argument("--max_connections", type="Count", default=256, help="open connections, at most")
-    parser.add_argument("--drain", type="Seconds", default=30.0, help="seconds for requests under way at the end")
-    name = "a further name by which clients may ask for this server, as often as needed; *: any name"
+    parser.add_argument("--max_connections", type="Count", default=256, help="the most open connections")
+    parser.add_argument(
+        "--drain", type="Seconds", default=30.0, help="seconds for the running requests when the server ends"
+    )
+    name = "a further host name of this server; repeatable; * allows any name"
     parser.add_argument("--allow_host", action="append", default=[], metavar="NAME", help=name)
-    origin = "web pages that may use this server, such as https://chat.example, as often as needed; *: any page"
+    origin = "origin of web pages that may use this server, such as https://chat.example; repeatable; * allows any"
     parser.add_argument("--allow_origin", action="append", default=[], metavar="ORIGIN", type=_origin, help=origin)
     return parser
 

@@ -1,12 +1,12 @@
 """Compares models on the same held-out answers: `python -m l2d_jax.study --config FILE --out DIR --models NAME=MODEL`.
 
-A model is a workdir of training, a model folder, a hub id or a GGUF file. Every token of an answer is predicted with
-the true tokens before it: by the language model alone, which is a budget of 1, and where there is a path, with each
-solver at each budget. The measurements of a model are kept in `DIR/NAME.json`, so that the same command again measures
-only the models that lack one. Gains are over the first model.
+A model is a workdir of training, a model folder, a hub id or a GGUF file. Every token of an answer is predicted from
+the true tokens before it: by the language model alone, which is a budget of 1, and by a path with each solver at each
+budget. The measurements of a model go to `DIR/NAME.json`; the same command again measures only models without such a
+file. Gains are over the first model.
 
-With `--answers N`, N problems whose answers end in `#### x` are also answered from the prompt alone: greedily at each
-budget, by the majority of samples, and by beam search. Their accuracy is drawn against the compute that an answer took.
+With `--answers N`, the models also answer N problems from the prompt alone: greedily at each budget, by the majority of
+samples, and by beam search. The right answers must end in `#### x`. A figure shows accuracy against compute per answer.
 """
 
 from argparse import ArgumentTypeError, Namespace
@@ -26,21 +26,31 @@ INSTEAD = {  # what stands for options of `DecodeConfig`, which a study chooses 
     "temperature": "answers are greedy, and the samples of a majority have their own; leave it out",
     "max_new_tokens": "answers are as long as the right ones may be; leave it out",
 }
-BUDGETS_HELP = "evaluations per token; a solver that cannot spend one exactly takes the next smaller that it can"
+BUDGETS_HELP = "evaluations per token; a solver that cannot spend a budget exactly takes the next smaller one"
 
 
 def make_parser() -> command_line.Parser:
     """The options of the program."""
     parser = command_line.Parser("study", description=__doc__)
-    parser.add_argument("--models", nargs="+", type=_named, metavar="NAME=MODEL", required=True, help="to compare")
-    parser.add_argument("--config", required=True, help=f"for its data, decoding and type; {config_file.CONFIG_HELP}")
-    parser.add_argument("--out", type=folder_or_bucket, required=True, help="where the results go")
-    parser.add_argument("--split", type=file_name, help="of the answers; None: the config's for validation")
-    parser.add_argument("--solvers", nargs="+", choices=SOLVER_NAMES, default=["midpoint"], help="of a path")
-    parser.add_argument("--budgets", nargs="+", type="Budget", help=f"{BUDGETS_HELP}; None: {BUDGETS}")
-    parser.add_argument("--answers", type="CountOrZero", default=0, help="problems to answer freely; 0: none")
-    parser.add_argument("--samples", nargs="+", type="Draws", default=[], help="of which the majority is the answer")
-    parser.add_argument("--beams", nargs="+", type="Beams", default=[], help="of a search for the answer")
+    parser.add_argument(
+        "--models", nargs="+", type=_named, metavar="NAME=MODEL", required=True, help="the models to compare"
+    )
+    parser.add_argument(
+        "--config",
+        required=True,
+        help=f"config whose data, decoding and type of weights are used: {config_file.CONFIG_HELP}",
+    )
+    parser.add_argument("--out", type=folder_or_bucket, required=True, help="folder for the results")
+    parser.add_argument(
+        "--split", type=file_name, help="split of the held-out answers; default: the validation split of the config"
+    )
+    parser.add_argument("--solvers", nargs="+", choices=SOLVER_NAMES, default=["midpoint"], help="solvers of a path")
+    parser.add_argument("--budgets", nargs="+", type="Budget", help=f"{BUDGETS_HELP}; default: {BUDGETS}")
+    parser.add_argument(
+        "--answers", type="CountOrZero", default=0, help="number of problems to answer from the prompt alone"
+    )
+    parser.add_argument("--samples", nargs="+", type="Draws", default=[], help="numbers of samples for majority votes")
+    parser.add_argument("--beams", nargs="+", type="Beams", default=[], help="numbers of beams for beam search")
     return parser
 
 

@@ -1,7 +1,8 @@
 """Draws the paper's figures for a path: `python -m l2d_jax.sweep --workdir DIR --tasks gsm8k,mmlu`.
 
-They show accuracy against the budget; against t within one diffusion, on the tokens of right answers; and, with
-`--label`, against the strength of guidance; and the evaluations that an adaptive solver takes on each task.
+The figures show accuracy against the budget; accuracy against t within one diffusion, on the tokens of right answers;
+the evaluations that an adaptive solver takes on each task; and, with `--label`, accuracy against the strength of
+guidance.
 """
 
 from l2d_jax import command_line, console
@@ -15,7 +16,9 @@ BUDGETS, STRENGTHS = [1, 3, 7, 15, 31], [0.0, 0.5, 1.0, 1.5, 2.0]
 def make_parser() -> command_line.Parser:
     """The options of the program."""
     parser = command_line.Parser("sweep", description=__doc__)
-    parser.add_argument("--strengths", type="Strength", nargs="+", help=f"of guidance; None: {STRENGTHS}")
+    parser.add_argument(
+        "--strengths", type="Strength", nargs="+", help=f"strengths of guidance to compare; default: {STRENGTHS}"
+    )
     add_arguments(parser)
     return parser
 

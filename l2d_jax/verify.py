@@ -1,9 +1,8 @@
 """Compares a model with numbers that others computed; exit status 1 if anything fails.
 
 `python -m l2d_jax.verify --model DIR --reference FILE.npz`: with arrays recorded from the authors' release. One line
-per array: name, largest difference, pass or FAIL. A run that met a near tie, by the word of the recording, is not
-judged. With `--dtype bfloat16` differences are relative to an array's largest entry, and judged where one evaluation
-decides them.
+per array: name, largest difference, pass or FAIL. A run with a near tie, as the recording says, is not judged. With
+`--dtype bfloat16` differences are relative to an array's largest entry, and judged where one evaluation decides them.
 
 `python -m l2d_jax.verify --model DIR --against transformers`: the language model with transformers' own, on the same
 weights, in float32; it needs torch. One line per row of tokens: largest difference of a logit and its bound, mean and
@@ -28,8 +27,8 @@ def make_parser() -> command_line.Parser:
     other.add_argument("--reference", type=command_line.local_path, help="arrays recorded from the authors' release")
     against = "compare the language model with transformers' own, or the path with its class in PyTorch"
     other.add_argument("--against", choices=["transformers", "torch"], help=against)
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of our model; float32")
-    tokens = f"a row, with --against; {VERIFIED_TOKENS}, or {VERIFIED_PATH_TOKENS} of a path, if the model has the room"
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="type of the weights in our model")
+    tokens = f"tokens of a row, with --against; default: {VERIFIED_TOKENS}, or {VERIFIED_PATH_TOKENS} for a path"
     parser.add_argument("--tokens", type="Length", help=tokens)
     return parser
 
