@@ -19,7 +19,6 @@ from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
 from l2d_jax.storage import mirror
 from l2d_jax.training import manifest, workdir
-from l2d_jax.training.checkpoint import Checkpoints
 from l2d_jax.training.methods import method_of
 from l2d_jax.weights import base_model, hub, locate, model_folder
 from l2d_jax.weights.publish import TorchFolder, is_published
@@ -137,7 +136,7 @@ def load(
         step, method = newest_step(found) if step is None else step, method_of(found.trained)
         assert step is not None
         declared = sharding.abstract(method.declare(base.architecture), mesh)
-        with contextlib.closing(Checkpoints(found.path / "checkpoints")) as checkpoints:
+        with _open_checkpoints(found) as checkpoints:
             trained = checkpoints.restore(step, {method.part: declared})[method.part]
         model = method.open(base, trained, mesh)
     else:
@@ -175,7 +174,13 @@ def newest_step(folder: Folder) -> int | None:
     """A workdir's newest good checkpoint, once JAX has started; None for other folders; `InputError` if it has none."""
     if folder.trained is None:
         return None
-    with contextlib.closing(Checkpoints(folder.path / "checkpoints")) as checkpoints:
+    with _open_checkpoints(folder) as checkpoints:
         step = checkpoints.latest()
     require(step is not None, f"{folder.path / 'checkpoints'} holds no good checkpoint: train it first")
     return step
+
+
+def _open_checkpoints(folder: Folder) -> Any:
+    from l2d_jax.training.checkpoint import Checkpoints  # here: only workdirs need orbax
+
+    return contextlib.closing(Checkpoints(folder.path / "checkpoints"))

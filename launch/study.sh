@@ -72,7 +72,7 @@ train() {
   if [[ $method == *_on_lora ]]; then model=$out/$(best lora_all)/export; fi
   rate=$(python -c "print($rate * $factor)")
   # shellcheck disable=SC2086 # the other options are words
-  python -m l2d_jax.train --config "configs/smollm2_135m.py:$variants" --workdir "$out/$method-$factor-$seed" \
+  python -m l2d_jax.train --config "smollm2_135m:$variants" --workdir "$out/$method-$factor-$seed" \
     "--config.model.name=$model" "--config.optim.peak_rate=$rate" "--config.optim.final_rate=$(python -c "print($rate / 30)")" \
     "--config.train.seed=$seed" --config.validation.budgets=1,3 $others ${overrides[@]+"${overrides[@]}"}
 }
@@ -105,6 +105,6 @@ for method in $methods; do
 done
 
 # shellcheck disable=SC2086 # several numbers each
-python -m l2d_jax.study --config configs/smollm2_135m.py:quickstart --out "$out" --split test --budgets 1 3 7 15 \
+python -m l2d_jax.study --config smollm2_135m:quickstart --out "$out" --split test --budgets 1 3 7 15 \
   --answers "$answers" ${samples:+--samples $samples} ${beams:+--beams $beams} ${overrides[@]+"${overrides[@]}"} \
   "--config.data.validation_examples=$examples" --models "${models[@]}"

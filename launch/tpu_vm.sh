@@ -4,7 +4,7 @@
 #   bash launch/tpu_vm.sh [OPTION ...] PROGRAM [ARGUMENT ...]
 #   bash launch/tpu_vm.sh [--print] --install
 #
-#   bash launch/tpu_vm.sh train --config configs/qwen7b.py --workdir gs://BUCKET/qwen7b
+#   bash launch/tpu_vm.sh train --config qwen7b --workdir gs://BUCKET/qwen7b
 #
 # --install   prepares the machine, and runs nothing: huge pages (which wants sudo), the environment, and Python 3.12 for
 #             it where there is none from 3.11 on (the images have 3.10)

@@ -1,8 +1,10 @@
 """Reads rows of data sets, from files in a folder or from the Hugging Face hub."""
 
+import logging
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 
 import datasets
@@ -113,11 +115,26 @@ def read_hub(
 
     `subset` None: the only one. `revision` (commit, tag or branch) None: the newest.
     """
+    logging.getLogger("huggingface_hub.utils._http").addFilter(_is_no_retry)
     try:
         return datasets.load_dataset(name, subset, split=split, revision=revision)
     except Exception as error:  # network, hub client and parsers raise many kinds of errors
         what = f"data set {name!r} (subset {subset}, split {split!r})"
         raise InputError(f"{what} cannot be read: {first_line(error)}: {remedy}") from error
+
+
+def _is_no_retry(record: logging.LogRecord) -> bool:
+    """Whether to show a warning of the hub's client; those of its retries, two for each, become one line in all."""
+    text = record.getMessage()
+    if "thrown while requesting" not in text and not text.startswith("Retrying in"):
+        return True
+    _say_that_it_waits()
+    return False
+
+
+@cache
+def _say_that_it_waits() -> None:
+    print("the hub does not answer: trying again for up to a minute", file=sys.stderr, flush=True)
 
 
 def keep_quiet() -> None:

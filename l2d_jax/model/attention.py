@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.pallas.ops.tpu import splash_attention
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
@@ -165,6 +164,8 @@ def splash(q: Array, k: Array, v: Array, segments: Int[Array, "B T"], *, interpr
     scaled = scaled.swapaxes(2, 3).reshape(batch, length, key_heads * group, width)
     heads = "tensor" if sharding.axis_size("tensor") > 1 and key_heads % sharding.axis_size("tensor") == 0 else None
     context = "context" if sharding.axis_size("context") > 1 else None
+    from jax.experimental.pallas.ops.tpu import splash_attention  # here: other devices start without it
+
     kernel = _kernel(length, group, sharding.axis_size("context"), interpret)
 
     def local(kernel: Any, q: Array, k: Array, v: Array, q_segments: Array, kv_segments: Array) -> Array:
@@ -189,6 +190,8 @@ def splash(q: Array, k: Array, v: Array, segments: Int[Array, "B T"], *, interpr
 @functools.lru_cache
 def _kernel(length: int, group: int, shards: int, interpret: bool) -> Any:  # noqa: FBT001 (a key of the cache)
     """The splash kernel for one key head and its group of queries."""
+    from jax.experimental.pallas.ops.tpu import splash_attention  # here: other devices start without it
+
     block = next(size for size in (BLOCK, BLOCK // 2, LANES) if length % (size * shards) == 0)
     names = ("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute")
     tiles: dict[str, Any] = dict.fromkeys((*names, "block_q_dq", "block_kv_dq"), block)

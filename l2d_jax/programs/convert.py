@@ -9,7 +9,6 @@ from l2d_jax.distributed import runtime
 from l2d_jax.errors import InputError, about, require
 from l2d_jax.files import read_json
 from l2d_jax.model.architecture import Architecture
-from l2d_jax.reports.publication import publish_run
 from l2d_jax.storage import mirror
 from l2d_jax.storage.partial import output_folder
 from l2d_jax.weights import base_model, digests, locate, model_folder, publish, release
@@ -22,6 +21,8 @@ from l2d_jax.weights.safetensors_file import SafetensorsFolder
 def run(options: Namespace) -> None:
     """Import, export or publish, and print what was written."""
     if options.command == "publish":
+        from l2d_jax.reports.publication import publish_run  # here: it draws figures, which takes matplotlib
+
         print(publish_run(options.workdir, options.repo, base=options.base, dry_run=options.dry_run))
         return
     if options.command == "export":

@@ -21,11 +21,10 @@ from tqdm import tqdm
 from typing_extensions import TypedDict
 
 from l2d_jax.config.schema import TrainConfig
-from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError, RunError
 from l2d_jax.files import digest, explained, read_lines, write_whole
 from l2d_jax.storage import mirror
-from l2d_jax.training.profiler import Stopwatch
+from l2d_jax.training.stopwatch import Stopwatch
 
 Steps = Annotated[int, Interval(ge=0, lt=2**63)]
 
@@ -44,6 +43,8 @@ class Metrics:
     """
 
     def __init__(self, workdir: Path, *, start: int, total: int, wandb: str | None = None) -> None:
+        from l2d_jax.distributed import processes  # here: a report reads metrics, and needs no JAX
+
         self._silent, self.skipped = not processes.is_first(), 0  # number of updates skipped in the whole run
         self._waiting: list[bytes] = []
         self._bar = tqdm(initial=start, total=total, unit="step", disable=self._silent or not sys.stderr.isatty())

@@ -22,18 +22,18 @@ from l2d_jax.distributed.sharding import make_mesh
 from l2d_jax.errors import RunError, require
 from l2d_jax.files import AnyPath, differences
 from l2d_jax.storage import lock, mirror
-from l2d_jax.training import preflight, profiler
+from l2d_jax.training import preflight, profiler, stopwatch
 from l2d_jax.training.checkpoint import Checkpoints
-from l2d_jax.training.exact_match import exact_match
+from l2d_jax.training.held_out.exact_match import exact_match
+from l2d_jax.training.held_out.sample_answer import SampleAnswer
+from l2d_jax.training.held_out.validation import placed_in_order, validate
 from l2d_jax.training.inputs import Inputs
 from l2d_jax.training.methods import method_of
 from l2d_jax.training.metrics import Metrics, StepLog, read_metrics
 from l2d_jax.training.optimizer import on_host, optimizer, schedule
 from l2d_jax.training.plans import apply_plan, choose_plan, plan_text, record_plan
 from l2d_jax.training.preemption import Preemption
-from l2d_jax.training.sample_answer import SampleAnswer
 from l2d_jax.training.step import TrainState, check_batch, init_state, is_finite, make_step, micro_batches, process_rows
-from l2d_jax.training.validation import placed_in_order, validate
 from l2d_jax.training.workdir import claim, plain_values
 from l2d_jax.weights import base_model, tokenizer_files
 
@@ -44,7 +44,7 @@ def train(config: Config, workdir: AnyPath) -> bool:
     False means that SIGTERM stopped the run after saving. Raises `InputError` for bad input, and `RunError` if the run
     must stop or its result cannot be saved.
     """
-    watch = profiler.StartWatch()
+    watch = stopwatch.StartWatch()
     folder = mirror.open_folder(workdir)
     with contextlib.ExitStack() as held:
         config, mesh = prepare(config, folder, held)
@@ -96,7 +96,7 @@ def prepare(
 class Run:
     """A run in a workdir that process 0 has locked. Every process makes a `Run` and calls the same methods."""
 
-    def __init__(self, config: Config, workdir: Path, mesh: Mesh, starting: profiler.StartWatch) -> None:
+    def __init__(self, config: Config, workdir: Path, mesh: Mesh, starting: stopwatch.StartWatch) -> None:
         self._config, self._workdir, self._mesh = config, workdir, mesh
         self._inputs = processes.take_turns(partial(Inputs.read, config, mesh, starting))
         base, training, held_out = self._inputs.base, self._inputs.training, self._inputs.held_out
@@ -130,7 +130,7 @@ class Run:
         measured = processes.decide(lambda: [one["step"] for one in read_metrics(workdir) if "validation/loss" in one])
         self._metrics = Metrics(workdir, start=self._start, total=self._steps, wandb=config.log.wandb)
         starting.ended("checkpoint")
-        self._starting, self._watch = starting, profiler.Stopwatch()
+        self._starting, self._watch = starting, stopwatch.Stopwatch()
         self._saved = time.monotonic()  # when the last save began
         self._sample = SampleAnswer(held_out, base, config.decode) if config.validation.answer_every else None
         if self._sample is not None:

@@ -1,11 +1,13 @@
 """Rows from files: read as they stand, without asking the hub."""
 
 import json
+import logging
 from pathlib import Path
 
 import datasets
 import pytest
 
+from l2d_jax.data import rows
 from l2d_jax.data.rows import find_files, read_file, read_files, require_columns
 from l2d_jax.errors import InputError
 
@@ -77,3 +79,22 @@ def test_rows_may_be_full_of_brackets_and_follow_blank_lines(folder: Path) -> No
     row = {"question": "[" * 3000 + "{" * 3000, "answer": [{"a": [1]}] * 600}
     (folder / "train.jsonl").write_text("\ufeff" + json.dumps(row) + "\n\n" + json.dumps(row) + "\n")
     assert list(read_file(folder / "train.jsonl")) == [row, row]
+
+
+def test_retries_of_the_hub_client_are_one_line(monkeypatch, capsys, caplog):
+    client = logging.getLogger("huggingface_hub.utils._http")
+
+    def load_dataset(*_, **__):
+        for number in (1, 2):
+            client.warning("'timed out' thrown while requesting HEAD https://huggingface.co/datasets/a/b")
+            client.warning(f"Retrying in {number}s [Retry {number}/5].")
+        client.warning("something else")
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    rows._say_that_it_waits.cache_clear()
+    for _ in range(2):
+        with pytest.raises(InputError, match="cannot be read: no network: give --data_dir"):
+            rows.read_hub("a/b", None, split="test", remedy="give --data_dir")
+    assert capsys.readouterr().err == "the hub does not answer: trying again for up to a minute\n"
+    assert {record.getMessage() for record in caplog.records} <= {"something else"}

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from l2d_jax.config.config_file import read_config
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding import buckets, token_step
 from l2d_jax.decoding.decode import token_decoder
@@ -21,6 +22,8 @@ from l2d_jax.decoding.token_step import next_logits
 from l2d_jax.model import diffusion
 from l2d_jax.model.context import Context
 from l2d_jax.model.l2d import Model
+from l2d_jax.model.llm import LLM
+from l2d_jax.weights import base_model
 from tests.support import tiny
 
 NO_ENDS = (-1, -1)
@@ -296,3 +299,16 @@ def test_logits_that_are_not_numbers_stop_one_sequence() -> None:
     np.testing.assert_array_equal(tokens[1], [padding] * 3)
     np.testing.assert_array_equal(state.broken, [False, True, False])
     np.testing.assert_array_equal(tokens[::2], free[::2, :3])
+
+
+def test_a_prefix_costs_no_constant_folding(capfd):
+    # Where a prefix is read through a cache with empty slots, XLA folds the scores of these slots, which takes seconds.
+    model = dataclasses.replace(base_model.read_architecture(read_config("smollm2_135m").model), num_hidden_layers=1)
+    llm = LLM.declare(model, dtype=jnp.float32)
+    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), llm)
+    rows, tokens = 200, jax.ShapeDtypeStruct((200, 64), jnp.int32)
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
+    lengths, before = jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((32,), jnp.int32)
+    prefix = jax.eval_shape(decode_module.read_prefix, abstract, before)
+    prefill.lower(abstract, tokens, lengths, keys, capacity=256, prefix=prefix).compile()
+    assert "Constant folding" not in capfd.readouterr().err

@@ -121,3 +121,20 @@ def test_choices_are_what_the_code_behind_them_has():
     assert tuple(FORMATS) == choices.EXPORT_FORMATS
     assert choices.task_names() == list(TASKS)
     assert choices.tpu_names() == list(GENERATIONS)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import l2d_jax; l2d_jax.load",
+        "import l2d_jax; l2d_jax.LoadedModel",
+        "from l2d_jax.programs import generate, evaluate, train",
+        "import l2d_jax.configs.tiny",
+    ],
+)
+def test_an_import_prints_nothing(code):
+    """Above all not that transformers has found no PyTorch, which nothing here needs."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRANSFORMERS_NO_ADVISORY_WARNINGS"}
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment | {"PYTHONPATH": str(ROOT)})
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

@@ -8,7 +8,7 @@ from tensorboardX.proto.event_pb2 import Event
 from l2d_jax.config.schema import TrainConfig
 from l2d_jax.errors import InputError, RunError
 from l2d_jax.training.metrics import Metrics, StepLog, read_metrics
-from l2d_jax.training.profiler import Stopwatch
+from l2d_jax.training.stopwatch import Stopwatch
 from tests.support.programs import TIMES, full_disk
 
 

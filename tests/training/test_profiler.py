@@ -11,7 +11,8 @@ from l2d_jax import train
 from l2d_jax.config.schema import ProfileConfig
 from l2d_jax.errors import InputError
 from l2d_jax.training import workdir
-from l2d_jax.training.profiler import StartWatch, Stopwatch, check_steps, trace_steps
+from l2d_jax.training.profiler import check_steps, trace_steps
+from l2d_jax.training.stopwatch import StartWatch, Stopwatch
 from tests.support.programs import call, config, options
 
 

@@ -1,6 +1,6 @@
 """Times this code and the authors' PyTorch release, in turns, on the CPUs of one machine, and prints the ratios.
 
-`python -m tests.parity.recorder.beside decode|train --config configs/smollm2_135m.py --release CHECKOUT
+`python -m tests.parity.recorder.beside decode|train --config smollm2_135m --release CHECKOUT
 --release_python ENVIRONMENT/bin/python`: weights and tokens are random, in the config's shape; the release runs in a
 process of its own Python (`release_model` says what it holds), with as many threads, all of it in `config.model.dtype`.
 """
@@ -39,7 +39,7 @@ def main() -> None:
     """Parse the command line, start the release, and time both."""
     parser = command_line.Parser(prog="python -m tests.parity.recorder.beside", description=__doc__)
     parser.add_argument("work", choices=["train", "decode"], help="what to time")
-    parser.add_argument("--config", default="configs/smollm2_135m.py", help="a config file, as for training")
+    parser.add_argument("--config", default="smollm2_135m", help="a config file, as for training")
     parser.add_argument("--release", type=command_line.local_path, required=True, help="a checkout of the release")
     parser.add_argument("--release_python", type=command_line.local_path, required=True, help="its Python")
     parser.add_argument("--batches", type="Rows", nargs="+", default=[1, 4], help="decode: sequences at a time")
