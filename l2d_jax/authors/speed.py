@@ -1,8 +1,9 @@
 """Times this code and the authors' PyTorch release, in turns, on the CPUs of one machine, and prints the ratios.
 
-`python -m tests.parity.recorder.beside decode|train --config smollm2_135m --release CHECKOUT
---release_python ENVIRONMENT/bin/python`: weights and tokens are random, in the config's shape; the release runs in a
-process of its own Python (`release_model` says what it holds), with as many threads, all of it in `config.model.dtype`.
+`python -m l2d_jax.authors.speed decode|train --config smollm2_135m --release CHECKOUT
+--release_python ENVIRONMENT/bin/python`: weights and tokens are random, in the config's shape. The release runs in a
+separate process with the Python you name (`release_model` says what it needs). Both use the same number of threads and
+`config.model.dtype`.
 """
 
 import json
@@ -19,12 +20,12 @@ import jax
 
 from l2d_jax import command_line
 from l2d_jax.config.schema import Config
+from l2d_jax.data.batch import random_batch
 from l2d_jax.decoding.refinement.solver import find_solver
 from l2d_jax.distributed import runtime
 from l2d_jax.errors import InputError, RunError, require
 from l2d_jax.performance.decoding_speed import bytes_per_evaluation, decoder, random_model
 from l2d_jax.performance.timing import read_rate, turns
-from l2d_jax.performance.training_speed import random_batch
 from l2d_jax.training.methods import method_of
 from l2d_jax.training.optimizer import optimizer
 from l2d_jax.training.plans import start_planned
@@ -32,12 +33,12 @@ from l2d_jax.training.step import init_state, make_step, micro_batches
 from l2d_jax.weights import base_model, release
 
 Ask = Callable[..., Any]
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 def main() -> None:
     """Parse the command line, start the release, and time both."""
-    parser = command_line.Parser(prog="python -m tests.parity.recorder.beside", description=__doc__)
+    parser = command_line.Parser(prog="python -m l2d_jax.authors.speed", description=__doc__)
     parser.add_argument("work", choices=["train", "decode"], help="what to time")
     parser.add_argument("--config", default="smollm2_135m", help="a config file, as for training")
     parser.add_argument("--release", type=command_line.local_path, required=True, help="a checkout of the release")
@@ -62,10 +63,11 @@ def time_decoding(
     config: Config, model: Any, ask: Ask, multiplied: int, *, budget: int, batch: int, prompt: int, new: int
 ) -> None:
     """The release as it is, the same with its vocabulary vectors computed once, and PyTorch's products alone."""
-    solver, shape = find_solver(config.decode.solver), {"batch": batch, "prompt": prompt, "new": new}
+    solver = find_solver(config.decode.solver)
+    shape: dict[str, Any] = {"batch": batch, "prompt": prompt, "new": new}
     grid = {"method": {"heun": "heun2"}.get(solver.name, solver.name), "points": solver.steps(budget) + 1}
     theirs = [partial(ask, work="decode", has_table=has_table, **shape, **grid) for has_table in (False, True)]
-    ours = [decoder(model, config, budget=each, **shape) for each in (1, budget)]
+    ours = [decoder(model, config, budget=each, **shape).generate for each in (1, budget)]
     alone, seconds, released, tabled, multiplying = turns(*ours, *theirs, partial(ask, work="multiply", batch=batch))
     rate, read = read_rate().rate, bytes_per_evaluation(model)
     evaluation = (seconds - alone) / (budget - 1) / new
@@ -112,7 +114,8 @@ def beside(config: Config, checkout: Path, python: Path) -> Iterator[tuple[Ask, 
         base["rope_scaling"]["rope_type"] = "llama3"
     described: dict[str, Any] = {"checkout": str(checkout), "base": base, "dtype": config.model.dtype}
     described["family"] = "qwen2" if architecture.qkv_bias else "llama"
-    code = f"import sys; sys.path.append({str(ROOT)!r}); from tests.parity.recorder.release_worker import main; main()"
+    worker = "from l2d_jax.authors.worker import main; main()"
+    code = f"import sys; sys.path.append({str(ROOT)!r}); {worker}"
     ours = ("PYTHONPATH", "MALLOC", "GLIBC_TUNABLES")  # `launch/flags.sh` sets the last two for this code
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

@@ -12,7 +12,7 @@ from unittest import mock
 
 import numpy as np
 
-from tests.parity.recorder.release_model import Release
+from l2d_jax.authors.release_model import Release
 
 Arrays = dict[str, np.ndarray]
 

@@ -8,9 +8,9 @@ from unittest import mock
 
 import numpy as np
 
-from tests.parity.recorder import release_runs
-from tests.parity.recorder.release_model import Release
-from tests.parity.recorder.release_runs import Arrays
+from l2d_jax.authors import runs
+from l2d_jax.authors.release_model import Release
+from l2d_jax.authors.runs import Arrays
 
 LENGTH = 12
 PAD, END = 3, 7  # token ids that no random prompt holds
@@ -188,13 +188,13 @@ class Recorder:
         named = ("input_ids", "class_labels", "lp.input_ids", "lp.attention_mask", "lp.position_ids")
         given |= {name: self.tensor(self.arrays[name]) for name in named if name in self.arrays}
         self.meta["odes"] = {}
-        for run in (*release_runs.fixed_step_runs(classes=self.classes), *release_runs.adaptive_runs()):
+        for run in (*runs.fixed_step_runs(classes=self.classes), *runs.adaptive_runs()):
             self.torch.manual_seed(0)
-            arrays, described = release_runs.record_run(self.release, self.model, self.family, run, given)
+            arrays, described = runs.record_run(self.release, self.model, self.family, run, given)
             self.arrays |= arrays
             self.meta["odes"][run.name] = described
         ids, mask = self.arrays["input_ids"], self.arrays["lp.attention_mask"]
         prompts = [[int(token) for token in row[keep == 1]] for row, keep in zip(ids, mask, strict=True)]
         labels = self.arrays["class_labels"].tolist() if self.classes else None
         options: dict[str, Any] = {"noise": self.normal, "labels": labels, "pad": PAD}
-        self.meta["decode"] = release_runs.record_generations(self.release, self.model, prompts, **options)
+        self.meta["decode"] = runs.record_generations(self.release, self.model, prompts, **options)

@@ -1,4 +1,4 @@
-"""Times the authors' PyTorch release when asked, in a Python of its own and without JAX; `beside` starts it.
+"""Times the authors' PyTorch release when asked, in a separate Python without JAX; `speed` starts it.
 
 Standard input has a JSON line that describes the model, then one for each piece of work; a JSON line answers each.
 """
@@ -12,8 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from l2d_jax.authors.release_model import Release, open_release
 from l2d_jax.errors import InputError
-from tests.parity.recorder.release_model import Release, open_release
 
 MATRICES = ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")  # of the LM, that an evaluation reads
 

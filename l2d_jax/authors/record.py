@@ -1,12 +1,12 @@
 """Records what the authors' PyTorch release computes, for `verify --reference`.
 
-`python -m tests.parity.recorder.record --release CHECKOUT --tiny VARIANT --out DIR`: with a tiny random model. DIR gets
+`python -m l2d_jax.authors.record --release CHECKOUT --tiny VARIANT --out DIR` records a tiny random model. DIR gets
 `base/`, `l2d.safetensors`, `l2d.json`, `reference.npz` and `meta.json`, which describes the runs. With `--base HF_DIR
---l2d FILE --hyperparameters FILE` in place of `--tiny`, with a model of yours: DIR gets the last two. With `--names
-FILE.json` alone: the names and shapes of the state dict of every variant.
+--l2d FILE --hyperparameters FILE` instead of `--tiny` it records your model, and DIR gets the last two. With `--names
+FILE.json` alone it records the names and shapes of the state dict of every variant.
 
-CHECKOUT is a checkout of github.com/SakanaAI/L2D. It needs an environment of its own, without JAX (`release_model`
-names the versions), and is run from the root of a clone. All numbers are float32, on the CPU.
+CHECKOUT is a checkout of github.com/SakanaAI/L2D. It needs a separate environment, without JAX (`release_model` names
+the versions). All numbers are float32, on the CPU.
 """
 
 import argparse
@@ -17,11 +17,11 @@ from typing import Any, cast
 
 import numpy as np
 
+from l2d_jax.authors import release_model
+from l2d_jax.authors.recorder import Recorder
+from l2d_jax.authors.release_model import Release
 from l2d_jax.errors import InputError
 from l2d_jax.storage.partial import output_folder
-from tests.parity.recorder import release_model
-from tests.parity.recorder.release_model import Release
-from tests.parity.recorder.release_recorder import Recorder
 
 
 def write_names(release: Release, file: Path) -> None:
@@ -55,7 +55,7 @@ def write_tiny(release: Release, variant: str, out: Path, *, seed: int) -> tuple
 
 def main() -> None:
     """Parse the command line and write the recording."""
-    parser = argparse.ArgumentParser(prog="python -m tests.parity.recorder.record", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m l2d_jax.authors.record", description=__doc__)
     parser.add_argument("--release", type=Path, required=True, help="a checkout of the authors' release")
     parser.add_argument("--out", type=Path, help="a new or empty folder")
     parser.add_argument("--tiny", metavar="VARIANT", help=f"one of {', '.join(release_model.VARIANTS)}")
