@@ -1,4 +1,4 @@
-"""An extension of griffe: the comment behind a field of a class is its description on the site."""
+"""An extension of griffe: the site lists the fields of a class with the comments behind them."""
 
 from typing import Any
 
@@ -6,15 +6,23 @@ import griffe
 
 
 class Comments(griffe.Extension):
-    """Reads the comments of fields, which griffe itself passes over."""
+    """Turns the comments of fields, which griffe itself passes over, into a section of the docstring."""
 
-    def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
-        """Use the comment at the end of the line, or on the line above, where the field has no docstring."""
-        if attr.docstring is None and attr.annotation is not None and attr.parent is not None and attr.parent.is_class:
-            lines = attr.lines_collection[attr.filepath]
-            _, mark, comment = lines[(attr.endlineno or attr.lineno or 1) - 1].partition("  # ")
-            above = lines[(attr.lineno or 1) - 2].strip()
-            if not mark and above.startswith("# "):
-                comment = above.removeprefix("# ")
-            if comment:
-                attr.docstring = griffe.Docstring(comment[0].upper() + comment[1:] + ".", parent=attr)
+    def on_class_members(self, *, cls: griffe.Class, **_: Any) -> None:
+        """Append the fields that have a comment at the end of the line, or on the line above."""
+        if cls.docstring is None or "Attributes:" in cls.docstring.value:
+            return
+        fields = {name: comment_of(field) for name, field in cls.attributes.items() if not name.startswith("_")}
+        lines = [f"    {name}: {comment}." for name, comment in fields.items() if comment]
+        if lines:
+            cls.docstring.value += "\n\nAttributes:\n" + "\n".join(lines)
+
+
+def comment_of(field: griffe.Attribute | griffe.Alias) -> str:
+    """The comment of a field of a class, or an empty text."""
+    if field.is_alias or field.annotation is None:
+        return ""
+    lines = field.lines_collection[field.filepath]
+    _, mark, comment = lines[(field.endlineno or 1) - 1].partition("  # ")
+    above = lines[(field.lineno or 1) - 2].strip()
+    return comment if mark else above.removeprefix("# ") if above.startswith("# ") else ""

@@ -18,7 +18,8 @@ from typing import Annotated, Any, Literal
 from annotated_types import Interval
 
 from l2d_jax.__main__ import PROGRAMS
-from l2d_jax.config import ranges, schema
+from l2d_jax.config import config_file, ranges, schema
+from l2d_jax.files import package_table
 
 FOLDER = Path(__file__).parent / "reference"
 NOTE = "<!-- Written by docs/generate.py from {source}: change that, and run the script. -->\n"
@@ -34,10 +35,20 @@ l2d train --config smollm2_135m:quickstart --workdir runs/mine --config.train.st
 The defaults are the hyper-parameters of the paper. Write a value as in Python: `3e-4`, `None`, `True`, `"(1, 3, 15)"`.
 Text needs no quotes. An unknown name and a value out of range are errors that say what is allowed.
 """
+VARIANTS = """
+## Variants
+
+A variant is a named set of options. `--config qwen7b:anchored` applies one, `--config qwen7b:anchored,rate_3e5` two.
+These variants fit every config. `l2d train --config NAME --variants` lists them, and those of the config.
+"""
 PROGRAMS_INTRO = """# Programs
 
-`l2d PROGRAM` is the same as `python -m l2d_jax.PROGRAM`. Programs that take `--config` also take
-`--config.SECTION.OPTION=VALUE` for every [option](options.md).
+`l2d PROGRAM` is the same as `python -m l2d_jax.PROGRAM`. `l2d PROGRAM --help` shows what this page says.
+
+`--config` takes the name of a config that ships with the package, such as `qwen7b`, or the path of a config file, which
+has a slash or ends in `.py`. `smollm2_135m:quickstart` adds the variant `quickstart`, and
+`l2d train --config smollm2_135m --variants` lists the variants. `--config.SECTION.OPTION=VALUE` overrides an
+[option](options.md).
 
 The exit status is 0 when the work is done, 1 after a failed check, and 2 for bad input, with one line that says what to
 do. After SIGTERM it is 143, once the state has been saved.
@@ -54,6 +65,10 @@ def options_page() -> str:
         for option, default, comment in declared(section):
             facts = f"{values(types_of[option])}; default: `{default}`"
             parts.append(f"| `{option}` | {sentence(comment)}<br>*{facts}* |\n")
+    parts += [VARIANTS, "\n| variant | what it changes |\n|---|---|\n"]
+    for name, variant in package_table(config_file.VARIANTS).items():
+        changes = ", ".join(f"`{option}={value!r}`" for option, value in variant["options"].items())
+        parts.append(f"| `{name}` | {sentence(variant['says'])}<br>*{changes}* |\n")
     return "".join(parts)
 
 
@@ -77,7 +92,7 @@ def sentence(text: str) -> str:
     text = plain(text).replace("|", "\\|")
     first = text.split(maxsplit=1)[0]
     return (text[:1].upper() + text[1:] if re.fullmatch("[a-z-]+[,:]?", first) else text) + (
-        "" if text.endswith(".") else "."
+        "" if text.endswith((".", "?")) else "."
     )
 
 
@@ -115,16 +130,16 @@ def shown(number: Any) -> str:
     return f"{number:,}" if isinstance(number, int) else re.sub(r"e([+-])0*", r"e\1", f"{number:g}").replace("e+", "e")
 
 
-def parser_of(program: str) -> argparse.ArgumentParser:
-    """The command-line parser of a program."""
-    return importlib.import_module(f"l2d_jax.{program}").make_parser()
-
-
 def programs_page() -> str:
     """The page of all programs: what each does, and a table of its options."""
-    parts = [NOTE.format(source="the parsers of the programs"), PROGRAMS_INTRO]
+    parts = [
+        NOTE.format(source="the parsers of the programs"),
+        PROGRAMS_INTRO,
+        "\n| program | what it does |\n|---|---|\n",
+    ]
+    parts += [f"| [`{program}`](#l2d-{program}) | {sentence(says)} |\n" for program, says in PROGRAMS.items()]
     for program in PROGRAMS:
-        parser = parser_of(program)
+        parser = importlib.import_module(f"l2d_jax.{program}").make_parser()
         parts += [f"\n## l2d {program}\n\n{description(parser)}\n"]
         commands = subcommands(parser)
         if not commands:
@@ -170,7 +185,10 @@ def row(action: argparse.Action) -> str:
         facts.append("one or more" if action.nargs == "+" else "any number")
     elif isinstance(action, argparse._AppendAction):
         facts.append("may be repeated")
-    text = " ".join((action.help or "").split()) % {**vars(action), "prog": "l2d"}
+    text = (action.help or "").replace(config_file.CONFIG_HELP, "name or path of a config") % {
+        **vars(action),
+        "prog": "l2d",
+    }
     is_plain = action.default not in (None, False, argparse.SUPPRESS) and action.default != []
     if is_plain and action.option_strings and "default" not in text:
         default = action.default if isinstance(action.default, list | tuple) else [action.default]

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: links to files outside of docs/, and a navigation of the pages that exist."""
+"""A hook of mkdocs: links to files outside of docs/ lead to the repository."""
 
 import posixpath
 import re
@@ -7,12 +7,6 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(\]\()((?:\.\./)+[^)\s#]*)(#[^)\s]*)?(\))")
-
-
-def on_config(config: Any) -> Any:
-    """Leave out the entries of `nav` without a file; tests/test_docs.py checks that every page has an entry."""
-    config.nav = _existing(config.nav, Path(config.docs_dir))
-    return config
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
@@ -29,14 +23,3 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
         return f"{link[1]}{config.repo_url.rstrip('/')}/{kind}/main/{target}{link[3] or ''}{link[4]}"
 
     return LINK.sub(point, markdown)
-
-
-def _existing(entries: list[Any], folder: Path) -> list[Any]:
-    found: list[Any] = []
-    for entry in entries:
-        [(title, value)] = entry.items()
-        if isinstance(value, str):
-            found += [entry] if (folder / value).exists() else []
-        elif inside := _existing(value, folder):
-            found.append({title: inside})
-    return found

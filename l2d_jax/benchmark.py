@@ -1,9 +1,9 @@
 """Measures speed on this machine: `python -m l2d_jax.benchmark train|decode --config smollm2_135m`.
 
-Weights and tokens are random, in the config's architecture, so that nothing is downloaded. `train` takes the batch from
-the config, and compares its rate with the rate of a matrix product of the same type in the same run. `decode` takes the
-solver and the noise samples from the config, and times the evaluations one by one, side by side and as a stream. It
-compares the time of one evaluation with the time to read the weights.
+Weights and tokens are random, so nothing is downloaded. The config gives the architecture. `train` takes the batch from
+the config, and compares the rate with that of a matrix product of the same type. `decode` takes solver and noise
+samples from the config. It times evaluations one by one, side by side and as a stream, and compares the time of an
+evaluation with the time to read its weights.
 """
 
 from l2d_jax import command_line, console
@@ -21,7 +21,7 @@ def make_parser() -> command_line.Parser:
     parser.add_argument("--budgets", type="Budget", nargs="+", default=[1, 7, 15], help="decode: evaluations per token")
     parser.add_argument("--prompt", type="Tokens", default=64, help="decode: tokens of each prompt, not timed")
     parser.add_argument("--new", type="Tokens", default=16, help="decode: tokens that are generated and timed")
-    workdir = "decode: workdir of a trained path, which answers its held-out problems, in place of random weights"
+    workdir = "decode: a trained path, which answers held-out problems, instead of random weights"
     parser.add_argument("--workdir", type=command_line.folder_or_bucket, help=workdir)
     parser.add_argument("--label", type="Label", help="decode: class of the held-out problems, for guidance")
     return parser

@@ -71,16 +71,14 @@ def number(declared: Any, text: str) -> int | float:
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
-    """Add `--workdir` and `--model`, one of which names the model, and the options that replace how it reads text."""
+    """Add `--workdir` and `--model`, one of which names the model, and `--tokenizer` and `--chat_template`."""
     source = parser.add_mutually_exclusive_group(required=True)
-    workdir = "a workdir of training, for its newest checkpoint; or the hub id of a published path"
+    workdir = "a workdir, whose newest checkpoint is used, or the hub id of a published path"
     source.add_argument("--workdir", type=_workdir, action=_Workdir, help=workdir)
     model = "a model folder, a hub id or a GGUF file; a model without a path has a budget of 1"
     source.add_argument("--model", type=model_name, help=model)
-    parser.add_argument(
-        "--tokenizer", type=model_name, help="folder or hub id of a tokenizer that replaces the model's"
-    )
-    template = "a .jinja file, folder or hub id whose chat template replaces the model's"
+    parser.add_argument("--tokenizer", type=model_name, help="folder or hub id of another tokenizer")
+    template = "a .jinja file, or a folder or hub id with another chat template"
     parser.add_argument("--chat_template", type=model_name, help=template)
 
 

@@ -1,4 +1,4 @@
-"""The exceptions that programs print as one line: for what a user can mend, and for what has stopped a run."""
+"""The exceptions that programs print as one line: for what a user can fix, and for what has stopped a run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ class InputError(ValueError):
 
 
 class SharedError(InputError):
-    """Bad input that every process of several knows of, so that all end together."""
+    """Bad input that all processes know about, so that they end together."""
 
 
 class RunError(RuntimeError):

@@ -1,8 +1,7 @@
 """Evaluates a model on the paper's tasks: `python -m l2d_jax.evaluate --workdir DIR --tasks gsm8k,mmlu --budget 1 15`.
 
-Results go to `DIR/eval/<task>/<solver>-<budget>/`. `samples.jsonl` has a line per problem, with its prompt,
-completions, extracted answers and scores; `results.json` has the figures. The same command again continues where it
-stopped.
+Results go to `DIR/eval/<task>/<solver>-<budget>/`. `samples.jsonl` has a line per problem with prompt, completions,
+extracted answers and scores. `results.json` has the scores of the task. The same command again resumes.
 """
 
 import argparse
@@ -36,56 +35,57 @@ def main() -> None:
 def add_arguments(parser: command_line.Parser) -> None:
     """Add the options of an evaluation, which `sweep` takes too."""
     command_line.add_source(parser)
-    config = f"config whose decode and mesh sections replace those of the workdir: {config_file.CONFIG_HELP}"
+    config = f"config for the sections decode and mesh, instead of that of the workdir; {config_file.CONFIG_HELP}"
     parser.add_argument("--config", help=config)
-    parser.add_argument("--tasks", required=True, help=f"tasks, separated by commas: {', '.join(task_names())}")
-    parser.add_argument("--out", type=folder_or_bucket, help="folder for the results; default: DIR/eval of the workdir")
+    parser.add_argument("--tasks", required=True, help=f"tasks, with commas between them: {', '.join(task_names())}")
+    parser.add_argument("--out", type=folder_or_bucket, help="folder for the results; None: DIR/eval of the workdir")
     parser.add_argument(
         "--name",
         type=file_name,
-        help="name of the folder of results within the task's; default: <solver>-<budget> and what else differs",
+        help="name of the results folder in the folder of a task; None: `<solver>-<budget>` and what else differs",
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="type of the weights and the products")
+    parser.add_argument("--dtype", choices=DTYPES, help="type of weights and products")
     problems = parser.add_argument_group("problems")
-    problems.add_argument("--data_dir", type=model_name, help="read rows from <data_dir>/<task>, such as <split>.jsonl")
-    problems.add_argument("--split", type=file_name, help="split of the data set; default: the paper's")
-    problems.add_argument("--limit", type="Count", help="number of problems, evenly spaced; default: all")
-    problems.add_argument("--shots", type="CountOrZero", help="examples before each question; default: as in the paper")
+    problems.add_argument(
+        "--data_dir",
+        type=model_name,
+        help="folder with `<task>/<split>.jsonl` or another format, read instead of the hub",
+    )
+    problems.add_argument("--split", type=file_name, help="split of the tasks; None: the split of the paper")
+    problems.add_argument("--limit", type="Count", help="number of problems, evenly spaced; None: all")
+    problems.add_argument(
+        "--shots", type="CountOrZero", help="examples before each question; None: as many as in the paper"
+    )
     problems.add_argument(
         "--prompts",
         choices=["paper", "thoughts"],
         default="paper",
-        help="wording of the prompts; thoughts: ask the model to think first",
+        help="prompts of the paper, or prompts that ask for thoughts first",
     )
     problems.add_argument(
-        "--tagged", action="store_true", help="judge only the text in <answer> tags or after </think>"
+        "--tagged", action="store_true", help="judge only what `<answer>` tags hold or what follows `</think>`"
     )
-    choices = "how multiple choice is answered; likelihood: by the likeliest letter in one pass, unlike the paper"
+    choices = (
+        "multiple choice: generate an answer, as in the paper, or compare the likelihoods of the letters in one pass"
+    )
     problems.add_argument("--choices", choices=["generate", "likelihood"], default="generate", help=choices)
     problems.add_argument(
-        "--allow_code_execution", action="store_true", help="run generated programs, each in a sandbox"
+        "--allow_code_execution", action="store_true", help="run generated programs, each one isolated"
     )
     decoding = parser.add_argument_group("decoding")
+    decoding.add_argument("--budget", type="Budget", nargs="+", help="evaluations of the path per token")
+    decoding.add_argument("--solver", choices=SOLVER_NAMES, help="method that integrates the ODE")
+    decoding.add_argument("--tolerance", type="Tolerance", help="error of a step of an adaptive solver")
+    decoding.add_argument("--label", type=class_label, help="class for guidance; category: the class of each problem")
+    decoding.add_argument("--guidance", type="Strength", help="strength of the guidance; 1: the class alone")
     decoding.add_argument(
-        "--budget",
-        type="Budget",
-        nargs="+",
-        help="evaluations of the path per token; several values are evaluated in turn",
+        "--temperature", type="Temperature", help="temperature of the tokens; 0: arg max; None: that of the task"
     )
-    decoding.add_argument("--solver", choices=SOLVER_NAMES, help="how the path is integrated")
-    decoding.add_argument("--tolerance", type="Tolerance", help="error of each step of an adaptive solver")
     decoding.add_argument(
-        "--label", type=class_label, help="class for guidance, a number; or category: the class of each problem"
+        "--max_new_tokens", type="Tokens", help="longest completion, in tokens; None: that of the task"
     )
-    decoding.add_argument("--guidance", type="Strength", help="strength of the guidance; at 1, the class alone counts")
-    decoding.add_argument(
-        "--temperature",
-        type="Temperature",
-        help="temperature of the sampled tokens; at 0, the likeliest token; default: the task's",
-    )
-    decoding.add_argument("--max_new_tokens", type="Tokens", help="longest completion; default: the task's")
-    decoding.add_argument("--samples", type="Rows", help="completions of each problem; default: the task's")
-    draws = f"noise samples, with --choices likelihood; default: {LIKELIHOOD_DRAWS}"
+    decoding.add_argument("--samples", type="Rows", help="completions of each problem; None: as many as the task takes")
+    draws = f"noise samples per token, with --choices likelihood; None: {LIKELIHOOD_DRAWS}"
     decoding.add_argument("--draws", type="SeveralDraws", help=draws)
     decoding.add_argument("--batch_size", type="Rows", default=16, help="sequences at a time, over all devices")
     decoding.add_argument("--seed", type="Seed", default=0, help="seed of the noise and of the sampled tokens")

@@ -34,7 +34,7 @@ class Folder(NamedTuple):
     defaults: DecodeConfig
     path_config: PathConfig | None  # None: the language model alone
     trained: Config | None  # the run of a workdir, whose checkpoints hold what it trained; None: it is no workdir
-    has_other_texts: bool = False  # whether another tokenizer or chat template was asked for than it was trained with
+    has_other_texts: bool = False  # whether the caller chose another tokenizer or chat template than that of training
 
     @property
     def base_name(self) -> str:
@@ -50,7 +50,7 @@ class Folder(NamedTuple):
 def find(
     folder: AnyPath, *, dtype: str | None = None, tokenizer: str | None = None, chat_template: str | None = None
 ) -> Folder:
-    """Read what kind of model a folder holds; arguments and errors are those of `load`."""
+    """Find out what kind of model a folder holds; takes the arguments of `load` and raises the same errors."""
     found = _find(folder, dtype=dtype)
     if tokenizer is None and chat_template is None:
         return found

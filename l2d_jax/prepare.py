@@ -1,8 +1,8 @@
 """Tokenises, packs and shards examples once: `python -m l2d_jax.prepare --config FILE --out DIR`.
 
 `python -m l2d_jax.train` with the same config and `--config.data.prepared=DIR` then reads the same examples in the same
-order from this folder. It neither downloads nor tokenises the source. The same command again continues after an
-interruption, shard by shard, and repairs a damaged folder. No weights are downloaded, and no device is used.
+order, and neither downloads nor tokenises the source. After an interruption the same command resumes with the next
+shard. It also repairs a damaged folder. No weights are downloaded, and no device is used.
 """
 
 import os
@@ -18,9 +18,7 @@ def make_parser() -> command_line.Parser:
     parser.add_argument("--config", required=True, help=config_file.CONFIG_HELP)
     parser.add_argument("--out", type=command_line.folder_or_bucket, required=True, help="folder for the examples")
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument(
-        "--processes", type="Count", default=cores, help="number of processes that tokenise; default: all cores"
-    )
+    parser.add_argument("--processes", type="Count", default=cores, help="processes that tokenise (default: all cores)")
     return parser
 
 

@@ -1,7 +1,7 @@
 """Shows what runs have measured: `python -m l2d_jax.report --workdir DIR [DIR ...]`.
 
-For training it shows the loss by t and teacher-forced accuracy against the budget; for evaluations, their accuracy.
-Each workdir gets `report.html`, a page that needs no other file, with the figures next to it as PNG and SVG.
+It shows the loss by t and the teacher-forced accuracy against the budget, and the scores of evaluations. Each workdir
+gets a `report.html`, which loads no other file, and the figures as PNG and SVG.
 """
 
 from l2d_jax import command_line, console
@@ -10,9 +10,9 @@ from l2d_jax import command_line, console
 def make_parser() -> command_line.Parser:
     """The options of the program."""
     parser = command_line.Parser("report", description=__doc__)
-    folder, workdirs = command_line.folder_or_bucket, "workdirs, or --out of evaluations"
+    folder, workdirs = command_line.folder_or_bucket, "workdirs, or folders that evaluations wrote with --out"
     parser.add_argument("--workdir", type=folder, nargs="+", required=True, help=workdirs)
-    beside = 'JSON with further rows for the tables, such as the paper\'s, {"label": {"gsm8k": 0.5}}'
+    beside = 'JSON file with further rows for the tables, such as those of the paper: {"label": {"gsm8k": 0.5}}'
     parser.add_argument("--beside", type=command_line.local_path, help=beside)
     return parser
 

@@ -1,7 +1,7 @@
 """Serves a model over HTTP with OpenAI's API and a page: `python -m l2d_jax.serve --workdir DIR --port 8000`.
 
-Each request may set its budget and the other options of decoding. With `L2D_JAX_API_KEY` in the environment, requests
-must bring that key. Ctrl-C or SIGTERM: the server finishes the running requests within --drain seconds, then exits. A
+Each request may choose its budget and other options of decoding. With `L2D_JAX_API_KEY` in the environment, requests
+need that key. Ctrl-C or SIGTERM: the server finishes the running requests, for at most --drain seconds, and exits. A
 second one exits immediately.
 """
 
@@ -15,7 +15,7 @@ from l2d_jax.config.choices import DTYPES
 from l2d_jax.errors import require
 
 KEY = "L2D_JAX_API_KEY"
-SPARE_FILES = 128  # file descriptors besides those of connections
+SPARE_FILES = 128  # file descriptors that are not for connections
 
 
 def main() -> None:
@@ -32,33 +32,35 @@ def make_parser() -> command_line.Parser:
     """The options of the program."""
     parser = command_line.Parser("serve", description=__doc__)
     command_line.add_source(parser)
-    parser.add_argument("--dtype", choices=DTYPES, help="type of the weights and the products")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: reachable from outside")
-    parser.add_argument("--port", type="Port", default=8000, help="port to listen on; 0 takes a free one")
+    parser.add_argument("--dtype", choices=DTYPES, help="type of weights and products")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is reachable from outside")
+    parser.add_argument("--port", type="Port", default=8000, help="port to listen on; 0: any free port")
     parser.add_argument("--lanes", type="Rows", default=8, help="answers that are decoded at the same time")
     parser.add_argument(
-        "--queue", type="Count", default=64, help="answers that may wait for a lane; further requests get status 429"
+        "--queue", type="Count", default=64, help="answers that may wait; further requests get status 429"
     )
     parser.add_argument(
-        "--context", type="Tokens", default=2048, help="the most tokens of a prompt and its answer together"
+        "--context", type="Tokens", default=2048, help="largest number of tokens of a prompt with its answer"
     )
-    parser.add_argument("--timeout", type="Seconds", default=600.0, help="the longest a request may take, in seconds")
-    parser.add_argument("--max_body", type="Count", default=1024, help="the largest body of a request, in KiB")
-    budget = "the largest budget of a request (default: 64, or the default of the model if that is larger)"
+    parser.add_argument("--timeout", type="Seconds", default=600.0, help="longest time of a request, in seconds")
+    parser.add_argument("--max_body", type="Count", default=1024, help="largest body of a request, in KiB")
+    budget = "largest budget that a request may ask for (default: 64, or that of the model if it is larger)"
     parser.add_argument("--max_budget", type="Budget", help=budget)
-    draws = "the most noise samples per token of a request (default: 16, or the default of the model if that is larger)"
-    parser.add_argument("--max_draws", type="Draws", help=draws)
-    efforts = "budgets of OpenAI's reasoning_effort (default: none=1,low=3,medium=7,high=15, where possible)"
-    parser.add_argument("--efforts", type=_parse_efforts, metavar="NAME=BUDGET,...", help=efforts)
-    limit = "seconds that a client may take to send a request, or to read 64 KiB of a reply"
-    parser.add_argument("--client_timeout", type="Seconds", default=15.0, help=limit)
-    parser.add_argument("--max_connections", type="Count", default=256, help="the most open connections")
-    parser.add_argument(
-        "--drain", type="Seconds", default=30.0, help="seconds for the running requests when the server ends"
+    draws = (
+        "most noise samples per token that a request may ask for (default: 16, or those of the model if they are more)"
     )
-    name = "a further host name of this server; repeatable; * allows any name"
+    parser.add_argument("--max_draws", type="Draws", help=draws)
+    efforts = (
+        "budgets of OpenAI's reasoning_effort (default: what the model can spend of none=1,low=3,medium=7,high=15)"
+    )
+    parser.add_argument("--efforts", type=_parse_efforts, metavar="NAME=BUDGET,...", help=efforts)
+    limit = "seconds in which a client has to send a request, and to read 64 KiB of a reply"
+    parser.add_argument("--client_timeout", type="Seconds", default=15.0, help=limit)
+    parser.add_argument("--max_connections", type="Count", default=256, help="largest number of open connections")
+    parser.add_argument("--drain", type="Seconds", default=30.0, help="seconds to finish running requests at the end")
+    name = "another name of this server, for requests that use it; *: any name"
     parser.add_argument("--allow_host", action="append", default=[], metavar="NAME", help=name)
-    origin = "origin of web pages that may use this server, such as https://chat.example; repeatable; * allows any"
+    origin = "origin of web pages that may use this server, such as https://chat.example; *: any origin"
     parser.add_argument("--allow_origin", action="append", default=[], metavar="ORIGIN", type=_origin, help=origin)
     return parser
 

@@ -1,12 +1,12 @@
 """Compares models on the same held-out answers: `python -m l2d_jax.study --config FILE --out DIR --models NAME=MODEL`.
 
-A model is a workdir of training, a model folder, a hub id or a GGUF file. Every token of an answer is predicted from
-the true tokens before it: by the language model alone, which is a budget of 1, and by a path with each solver at each
-budget. The measurements of a model go to `DIR/NAME.json`; the same command again measures only models without such a
-file. Gains are over the first model.
+A model is a workdir, a model folder, a hub id or a GGUF file. Each token of an answer is predicted from the true tokens
+before it, by the language model alone (a budget of 1) and, if there is a path, with each solver at each budget. The
+measurements of a model are kept in `DIR/NAME.json`: the same command again measures only models without such a file.
+Gains are over the first model.
 
-With `--answers N`, the models also answer N problems from the prompt alone: greedily at each budget, by the majority of
-samples, and by beam search. The right answers must end in `#### x`. A figure shows accuracy against compute per answer.
+With `--answers N`, N problems whose answers end in `#### x` are also answered from the prompt alone: greedily at each
+budget, by the majority of samples, and by beam search. A figure shows their accuracy against the compute per answer.
 """
 
 from argparse import ArgumentTypeError, Namespace
@@ -26,30 +26,37 @@ INSTEAD = {  # what stands for options of `DecodeConfig`, which a study chooses 
     "temperature": "answers are greedy, and the samples of a majority have their own; leave it out",
     "max_new_tokens": "answers are as long as the right ones may be; leave it out",
 }
-BUDGETS_HELP = "evaluations per token; a solver that cannot spend a budget exactly takes the next smaller one"
+BUDGETS_HELP = "evaluations per token; a solver that cannot spend a budget takes the next smaller one that it can spend"
 
 
 def make_parser() -> command_line.Parser:
     """The options of the program."""
     parser = command_line.Parser("study", description=__doc__)
     parser.add_argument(
-        "--models", nargs="+", type=_named, metavar="NAME=MODEL", required=True, help="the models to compare"
+        "--models",
+        nargs="+",
+        type=_named,
+        metavar="NAME=MODEL",
+        required=True,
+        help="models to compare, with a name for each",
     )
     parser.add_argument(
-        "--config",
-        required=True,
-        help=f"config whose data, decoding and type of weights are used: {config_file.CONFIG_HELP}",
+        "--config", required=True, help=f"config for data, decoding and dtype; {config_file.CONFIG_HELP}"
     )
     parser.add_argument("--out", type=folder_or_bucket, required=True, help="folder for the results")
     parser.add_argument(
-        "--split", type=file_name, help="split of the held-out answers; default: the validation split of the config"
+        "--split", type=file_name, help="split of the answers; None: the validation split of the config"
     )
-    parser.add_argument("--solvers", nargs="+", choices=SOLVER_NAMES, default=["midpoint"], help="solvers of a path")
-    parser.add_argument("--budgets", nargs="+", type="Budget", help=f"{BUDGETS_HELP}; default: {BUDGETS}")
     parser.add_argument(
-        "--answers", type="CountOrZero", default=0, help="number of problems to answer from the prompt alone"
+        "--solvers", nargs="+", choices=SOLVER_NAMES, default=["midpoint"], help="solvers for models with a path"
     )
-    parser.add_argument("--samples", nargs="+", type="Draws", default=[], help="numbers of samples for majority votes")
+    parser.add_argument("--budgets", nargs="+", type="Budget", help=f"{BUDGETS_HELP}; None: {BUDGETS}")
+    parser.add_argument(
+        "--answers", type="CountOrZero", default=0, help="number of problems to answer from the prompt alone; 0: none"
+    )
+    parser.add_argument(
+        "--samples", nargs="+", type="Draws", default=[], help="numbers of samples whose majority is the answer"
+    )
     parser.add_argument("--beams", nargs="+", type="Beams", default=[], help="numbers of beams for beam search")
     return parser
 
@@ -60,7 +67,7 @@ def main() -> None:
     _check_asked(options)
     options.budgets = options.budgets or BUDGETS
     names = [name for name, _ in options.models]
-    require(len(set(names)) == len(names), f"each model needs a name of its own, got {', '.join(names)}")
+    require(len(set(names)) == len(names), f"each model needs a different name, got {', '.join(names)}")
     with console.starting():
         from l2d_jax.programs import study
     study.run(options, config)
@@ -72,7 +79,7 @@ def _check_asked(options: Namespace) -> None:
     for name, remedy in INSTEAD.items():
         require(name not in overrides, f"--config.decode.{name} changes nothing here: {remedy}")
     fixed = [solver for solver in options.solvers if solver not in ADAPTIVE_SOLVERS]
-    rule = f"--config.decode.tolerance is of adaptive solvers ({', '.join(ADAPTIVE_SOLVERS)})"
+    rule = f"--config.decode.tolerance is for adaptive solvers ({', '.join(ADAPTIVE_SOLVERS)})"
     require("tolerance" not in overrides or fixed != options.solvers, f"{rule}: name one, or leave it out")
     rule = "an adaptive solver spends what its tolerance asks for, whatever the --budgets"
     require(fixed != [] or options.budgets is None, f"{rule}: leave them out, or name a solver with fixed steps")

@@ -1,8 +1,8 @@
 """Draws the paper's figures for a path: `python -m l2d_jax.sweep --workdir DIR --tasks gsm8k,mmlu`.
 
-The figures show accuracy against the budget; accuracy against t within one diffusion, on the tokens of right answers;
-the evaluations that an adaptive solver takes on each task; and, with `--label`, accuracy against the strength of
-guidance.
+They show accuracy against the budget, accuracy against t within one diffusion (on the tokens of right answers), and the
+evaluations that an adaptive solver takes on each task. With `--label` they show accuracy against the strength of
+guidance, too.
 """
 
 from l2d_jax import command_line, console
@@ -16,9 +16,7 @@ BUDGETS, STRENGTHS = [1, 3, 7, 15, 31], [0.0, 0.5, 1.0, 1.5, 2.0]
 def make_parser() -> command_line.Parser:
     """The options of the program."""
     parser = command_line.Parser("sweep", description=__doc__)
-    parser.add_argument(
-        "--strengths", type="Strength", nargs="+", help=f"strengths of guidance to compare; default: {STRENGTHS}"
-    )
+    parser.add_argument("--strengths", type="Strength", nargs="+", help=f"strengths of guidance (default: {STRENGTHS})")
     add_arguments(parser)
     return parser
 

@@ -1,8 +1,8 @@
 """Trains a diffusion path: `python -m l2d_jax.train --config smollm2_135m --workdir DIR`.
 
 With `--config.train.method=lora` or `full` it trains the language model itself, for comparison. The same command again
-resumes from the newest checkpoint. A checkpoint holds the trained weights, the state of their optimizer and the step.
-The frozen model is read from its source, and the order of the data follows from the step.
+resumes from the newest checkpoint. A checkpoint has the trained weights, their optimizer state and the step. The frozen
+model is read from its source again, and the order of the data is a function of the step.
 """
 
 from l2d_jax import command_line, console
@@ -15,17 +15,11 @@ def make_parser() -> command_line.Parser:
     parser = command_line.Parser("train", description=__doc__)
     parser.add_argument("--config", required=True, help=config_file.CONFIG_HELP)
     folder = command_line.folder_or_bucket
-    parser.add_argument("--workdir", type=folder, help="folder for the config, the checkpoints and the metrics")
-    parser.add_argument(
-        "--dry_run", action="store_true", help="print parameters, memory and FLOPs, and train nothing; needs no weights"
-    )
-    listing = "list the variants of the config with their trainable parameters; overrides have no effect on the list"
+    parser.add_argument("--workdir", type=folder, help="folder for config, checkpoints and metrics")
+    parser.add_argument("--dry_run", action="store_true", help="print parameters, memory and FLOPs; no weights needed")
+    listing = "list the variants of the config, with their trainable parameters; overrides are ignored"
     parser.add_argument("--variants", action="store_true", help=listing)
-    parser.add_argument(
-        "--preflight",
-        action="store_true",
-        help="check the hosts, the workdir, the base model and the disks, and train nothing",
-    )
+    parser.add_argument("--preflight", action="store_true", help="check hosts, workdir, base and disks; train nothing")
     return parser
 
 

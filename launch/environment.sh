@@ -6,11 +6,18 @@
 # Creates .venv in the clone (or the folder that L2D_VENV names), installs the package into it from the clone, editable,
 # with the EXTRAS and at the tested versions, and puts it first on PATH. Installs nothing the second time, until
 # requirements.txt, pyproject.toml or the constraints change.
-# L2D_PYTHON names the interpreter to build on; by default the first one that will do. Where there is none, as on the images
-# of TPU VMs, uv fetches Python 3.12; pip fetches uv.
+# L2D_PYTHON names the interpreter to build on. By default it is the first of Python 3.12, 3.13, 3.14 and 3.11 that works;
+# those of pyenv count, too. Where there is none, as on the images of TPU VMs, uv fetches Python 3.12; pip fetches uv.
+#
+# Python keeps the bytecode of what it imports here, even where PYTHONDONTWRITEBYTECODE is set: without it each program
+# compiles all that it imports, which takes longer than everything else that it does before it starts.
 
 _l2d_find_python() {
-  local candidate candidates=(python3 python3.12 python3.11 python3.13 python3.14)
+  local version candidate candidates=()
+  for version in 3.12 3.13 3.14 3.11; do
+    candidates+=("python$version" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$version".*/bin/python)
+  done
+  candidates+=(python3)
   if [[ -n ${L2D_PYTHON:-} ]]; then candidates=("$L2D_PYTHON"); fi
   for candidate in "${candidates[@]}"; do
     # ensurepip is what Debian splits off into python3-venv.
@@ -82,6 +89,7 @@ _l2d_environment() {
   fi
 
   export TRANSFORMERS_NO_ADVISORY_WARNINGS=1 # "PyTorch was not found": it is not needed
+  unset PYTHONDONTWRITEBYTECODE
   export VIRTUAL_ENV=$venv
   export PATH=$venv/bin:$PATH
 }

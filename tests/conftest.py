@@ -64,6 +64,7 @@ LONGEST = (
     "tests/serving/test_server.py",
     "tests/distributed/test_processes.py",
     "tests/decoding/test_lanes.py",
+    "tests/test_examples.py",
     "tests/programs/test_smollm2.py",
     "tests/model/test_families.py",
     "tests/programs/test_train.py",

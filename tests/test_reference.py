@@ -10,9 +10,3 @@ PAGES = generate.pages()
 @pytest.mark.parametrize("file", PAGES, ids=lambda file: file.name)
 def test_the_page_is_what_the_script_writes(file):
     assert file.read_text() == PAGES[file], "run: python docs/generate.py"
-
-
-def test_every_program_is_described():
-    folder = generate.FOLDER.parents[1] / "l2d_jax"
-    programs = {file.stem for file in folder.glob("*.py") if file.name[0] != "_" and "\ndef main(" in file.read_text()}
-    assert programs == set(generate.PROGRAMS)

@@ -1,4 +1,4 @@
-"""What the options of command lines may be chosen from, and the defaults that their help shows.
+"""The choices of command-line options, and the defaults that their help shows.
 
 The code behind a choice may need a large library. A command line needs only its name, and reads it here.
 """

@@ -24,14 +24,14 @@ from l2d_jax.files import check_path, package_table
 SHIPPED = Path(__file__).parents[1] / "configs"  # the folder of the configs that ship with the package
 VARIANTS = "config/variants.toml"  # of every config file
 CONFIG_HELP = (
-    "a config that ships with the package, such as qwen7b, or the path of your own: it has a slash or ends in .py; "
-    "NAME:variant or NAME:several,variants changes it (train --variants lists them); "
-    "--config.section.option=value overrides one of its values"
+    "name of a config that ships with the package, such as qwen7b, or path of a config file, with a slash or .py; "
+    "NAME:variant or NAME:several,variants adds variants (train --variants lists them); "
+    "--config.section.option=value overrides a value"
 )
 
 
 def split_overrides(arguments: Sequence[str]) -> dict[str, Any]:
-    """`--config.a.b=value` (or `--config.a.b value`) as {"a.b": value}; a value is a Python literal or a string."""
+    """Read `--config.a.b=value` or `--config.a.b value` as {"a.b": value}; a value is a Python literal or a string."""
     overrides: dict[str, Any] = {}
     rest = list(arguments)
     while rest:
@@ -50,18 +50,18 @@ def split_overrides(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def override_names(overrides: Mapping[str, Any], section: str) -> dict[str, Any]:
-    """The overrides of a section's options, by the names that they have in it."""
+    """The overrides of the options of one section, by their names in this section."""
     inside = dict(check_value(overrides.get(section, {}), Mapping[str, Any], f"config.{section}"))
     named = {name: value for name, value in overrides.items() if name.startswith(f"{section}.")}
     return inside | {name.removeprefix(f"{section}."): value for name, value in named.items()}
 
 
 def read_config(reference: str, overrides: Mapping[str, Any] | None = None) -> Config:
-    """The checked config of `NAME` or `NAME:variant,...`, with overrides by dotted name; raises `InputError`.
+    """Read and check the config `NAME` or `NAME:variant,...`, with overrides by dotted name; raises `InputError`.
 
     `NAME` is a config of the package or a path, as for `locate_config`. A variant is a function of the file that edits
     what `get_config()` returns, or one of `variants.toml`; they apply in order. A `get_config` that takes an argument
-    is given what stands behind the colon.
+    gets the text behind the colon.
     """
     file, _, variant = reference.partition(":")
     module = _import(locate_config(file))
@@ -79,7 +79,7 @@ def read_config(reference: str, overrides: Mapping[str, Any] | None = None) -> C
 
 
 def find_variants(reference: str) -> dict[str, str]:
-    """What each variant of a config file is, by name: its own, then the shared ones; raises `InputError`."""
+    """The variants of a config with their descriptions, first those of its file; raises `InputError`."""
     own = _own_variants(_import(locate_config(reference.partition(":")[0])))
     shared = {name: variant["says"] for name, variant in package_table(VARIANTS).items() if name not in own}
     return {name: (f.__doc__ or "").partition("\n")[0] for name, f in own.items()} | shared
@@ -91,7 +91,7 @@ def shipped_configs() -> list[str]:
 
 
 def locate_config(name: str) -> Path:
-    """The file of a config: `qwen7b` ships with the package, `configs/qwen7b.py` and `mine.py` are paths.
+    """Find the file of a config: `qwen7b` ships with the package, and `configs/qwen7b.py` and `mine.py` are paths.
 
     Raises `InputError`, with the nearest names, if there is no such config.
     """

@@ -1,9 +1,9 @@
-"""Options that are possible alone and contradict one another; a config that has such a pair is refused.
+"""Options that contradict each other. A config with such a pair is refused.
 
-An option that is merely unused (a rank beside full copies, a tolerance beside a fixed-step solver) is no conflict:
-variants and overrides are combined, and one need not undo the other. A single request is not combined: what it asks for
-and cannot get is refused by `decoding.requests.check_asked`. Conflicts with the devices, the data or the model are
-refused where these are known: budgets and micro-batches by the training program, class labels by `check_labels`.
+An unused option is no conflict, such as a rank with full copies or a tolerance with a fixed-step solver: variants and
+overrides can be combined, and one need not undo the other. A single request is stricter: `requests.check_asked` refuses
+an option without effect. Conflicts with devices, data or the model are found where these are known: training checks
+budgets and micro-batches, and `check_labels` class labels.
 """
 
 from typing import Any, get_args
@@ -17,7 +17,7 @@ def check_conflicts(config: Any) -> None:
     model, path, data, train = config.model, config.path, config.data, config.train
     of_times = (train.own_estimates, train.draws_per_context, train.time_density)
     no_path = f"config.train.method {train.method!r} trains no diffusion path, "
-    conflicts = {  # by message: whether the config has it
+    conflicts = {  # message: whether the config has this conflict
         "config.train.method 'full' trains the LM's weights, which config.model.dtype 'int8' freezes: take bfloat16 or "
         "float32, or the method 'lora'": train.method == "full" and model.dtype == "int8",
         f"{no_path}but config.path.layers {path.layers!r} and config.path.classes {path.classes} ask for one: leave "
@@ -48,7 +48,7 @@ def check_decoding(decode: Any, path: Any | None) -> None:
     Config files, the Python interface, the server and the evaluation all call this.
     """
     classes, dropout = (0, 0.0) if path is None else (path.classes, path.class_dropout)
-    conflicts = {  # by message: whether it is there
+    conflicts = {  # message: whether the options have this conflict
         f"config.decode.guidance {decode.guidance} is the strength of a class, but config.path.classes is 0: train "
         "with classes (variant guidance), or leave the strength at 1": classes == 0 and decode.guidance != 1,
         f"config.decode.guidance {decode.guidance} mixes in the null class, which is never trained with "
@@ -65,7 +65,7 @@ def check_decoding(decode: Any, path: Any | None) -> None:
         f"config.decode.parallel 'on' evaluates a grid that is known beforehand, and config.decode.solver "
         f"{decode.solver!r} chooses its steps on the way: take midpoint, or set parallel to "
         "'auto'": decode.parallel == "on" and decode.solver in get_args(AdaptiveSolver),
-        f"config.decode.parallel 'on' has room for {MOST_PARALLEL} evaluations of a token, and config.decode.budget is "
+        f"config.decode.parallel 'on' takes up to {MOST_PARALLEL} evaluations of a token, and config.decode.budget is "
         f"{decode.budget}: lower it, or set parallel to "
         "'auto'": decode.parallel == "on" and decode.budget > MOST_PARALLEL,
     }

@@ -1,4 +1,4 @@
-"""Builds frozen dataclasses of options from nested dictionaries; an option that does not fit is one clear line.
+"""Builds frozen dataclasses of options from nested dictionaries. An option that does not fit raises one clear line.
 
 A number is declared with its range, `width: Annotated[int, Interval(ge=1, le=65536)]`, and `check_value` is the one
 place that compares a value with its declaration: in dictionaries, in dataclasses, and on command lines.
@@ -44,7 +44,7 @@ def check_fields(section: Any, *, prefix: str) -> None:
 
 
 def check_value(value: Any, declared: Any, name: str, *, interval: Interval = FINITE) -> Any:
-    """`value` as its declared type, by the lossless conversions that a command line and JSON need.
+    """Check a value, and convert it to its declared type without loss, as command lines and JSON need.
 
     Raises `InputError`, which begins with `name`. NaN lies in no range, and infinity only in one that ends with it.
     """
@@ -94,7 +94,7 @@ def range_text(interval: Interval) -> str:
 
 
 def type_text(declared: Any) -> str:
-    """A declared type, but no union of several, as its source has it, without ranges."""
+    """A declared type as the source code writes it, without its range; it is no union."""
     origin, options = typing.get_origin(declared), typing.get_args(declared)
     if origin is Annotated:
         return type_text(options[0])
@@ -104,7 +104,7 @@ def type_text(declared: Any) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The end of an error message about an unknown name: the known name that is closest, or all of them."""
+    """The end of an error message about an unknown name: the closest known name, or all known names."""
     names = sorted(names)
     if not names:
         return ": it has none"

@@ -1,4 +1,4 @@
-"""The ranges of numeric options, as types by which config sections and command lines declare their numbers.
+"""The ranges of numeric options, as types with which config sections and command lines declare their numbers.
 
 Upper ends are beyond all use, and below what overflows an int32 or a float32. Lower ends of floats that divide are
 above what is 0 in float32: `1e-46` is positive in Python, and a division by zero on a device.

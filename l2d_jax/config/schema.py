@@ -210,6 +210,8 @@ class ValidationConfig:
     exact_examples: ranges.CountOrZero = 0
     exact_samples: ranges.CountOrZero = 0  # answers to each of these that are also sampled at temperature 1; 0: none
     exact_batch_size: ranges.Rows = 64  # answers decoded at a time
+    # optimizer steps between answers to the first held-out example, which are printed in words; 0: none
+    answer_every: ranges.CountOrZero = 0
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="config.validation")
@@ -285,6 +287,6 @@ class Config:
 
 
 def defaults() -> ConfigDict:
-    """The options with the paper's values, for a config file to edit; setting an unknown option raises."""
+    """All options with the values of the paper, for a config file to edit. Setting an unknown option is an error."""
     values = {name: {f.name: f.default for f in fields(section)} for name, section in get_type_hints(Config).items()}
     return ConfigDict(values, type_safe=False).lock()

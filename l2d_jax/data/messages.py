@@ -42,11 +42,11 @@ def read_tools(tools: Any) -> list[dict[str, Any]] | None:
         try:
             tools = json.loads(tools) if tools.strip() else None
         except (ValueError, RecursionError):
-            raise InputError(f"{rule}, got {shown(tools)}: mend it") from None
+            raise InputError(f"{rule}, got {shown(tools)}: fix it") from None
     if tools is None or (isinstance(tools, list | tuple) and not tools):
         return None
     if not (isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)):
-        raise InputError(f"{rule}, got {shown(tools)}: mend it")
+        raise InputError(f"{rule}, got {shown(tools)}: fix it")
     return [_plain(tool, "a tool") for tool in tools]
 
 
@@ -97,7 +97,7 @@ def _read_calls(calls: Any, number: int) -> list[dict[str, Any]]:
                 arguments = json.loads(arguments) if arguments.strip() else {}
         if not isinstance(arguments, dict):
             rule = "the arguments of a tool call must be an object, or a JSON text of one"
-            raise InputError(f"{rule}, got {shown(arguments)} in message {number}: mend them")
+            raise InputError(f"{rule}, got {shown(arguments)} in message {number}: fix them")
         function = {**function, "arguments": _plain(arguments, "a tool call")}
         read.append({**call, "function": function} if "function" in call else function)
     return read

@@ -104,7 +104,7 @@ def _turn(turn: Message) -> Message:
         try:
             call = json.loads(text) if isinstance(text, str) else text
         except (ValueError, RecursionError):
-            raise InputError(f"a turn of {CALL!r} must be a call as JSON, got {shown(text)}: mend it") from None
+            raise InputError(f"a turn of {CALL!r} must be a call as JSON, got {shown(text)}: fix it") from None
         return {**others, "role": "assistant", "tool_calls": [{"type": "function", "function": call}]}
     known = f"a turn of 'conversations' is from one of {', '.join([*SHAREGPT, CALL])}"
     require(isinstance(speaker, str) and speaker in SHAREGPT, f"{known}, got {shown(speaker)}: rename it")

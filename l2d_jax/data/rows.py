@@ -105,7 +105,7 @@ def read_file(file: Path) -> datasets.Dataset:
         raise
     except Exception as error:  # each parser raises other errors
         reason = shorten(first_line(error), 120)
-        raise InputError(f"{file} cannot be read: {reason}: mend or replace it") from error
+        raise InputError(f"{file} cannot be read: {reason}: fix or replace it") from error
 
 
 def read_hub(

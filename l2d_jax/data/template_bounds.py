@@ -26,8 +26,8 @@ SIZE = 2**22  # largest value in characters; an item of a list counts as 16
 PER_CHARACTER = 64  # each character of the conversation adds this to both limits
 STRIDE = 16  # characters read or written in one step
 BITS = 100_000  # largest integer, in bits
-TOO_LARGE = "it makes texts, lists or numbers without end: mend it, or take another"
-TOO_LONG = "it loops without end: mend it, or take another"
+TOO_LARGE = "it makes texts, lists or numbers without end: fix it, or take another"
+TOO_LONG = "it loops without end: fix it, or take another"
 
 
 def render_bounded(template: Template, variables: Mapping[str, Any]) -> str:

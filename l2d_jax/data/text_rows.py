@@ -141,7 +141,7 @@ def _array_rows(opened: BufferedIOBase, file: Path) -> Iterator[dict[str, Any]]:
 
 def _checked(value: Any, place: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise InputError(f"{place} must be a JSON object, got {shown(value)}: mend or replace it")
+        raise InputError(f"{place} must be a JSON object, got {shown(value)}: fix or replace it")
     return value
 
 
@@ -162,7 +162,7 @@ def _parse(text: bytes, place: str) -> Any:
         problem = "has a half of a surrogate pair, which is no character"
     except ValueError as error:
         problem = f"cannot be read: {error}"
-    raise InputError(f"{place} {problem}: mend or replace it")
+    raise InputError(f"{place} {problem}: fix or replace it")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -192,13 +192,13 @@ def _csv_rows(opened: BufferedIOBase, file: Path) -> Iterator[dict[str, Any]]:
     try:
         names = next(reader, [])
         rule = f"the first line of {file} must name each column once"
-        require(len(names) == len(set(names)) and "" not in names, f"{rule}, got {shown(names)}: mend it")
+        require(len(names) == len(set(names)) and "" not in names, f"{rule}, got {shown(names)}: fix it")
         for cells in filter(None, reader):
             problem = f"line {reader.line_num} of {file} has {len(cells)} cells, and the first line {len(names)}"
-            require(len(cells) == len(names), f"{problem}: mend or replace it")
+            require(len(cells) == len(names), f"{problem}: fix or replace it")
             row: Mapping[str, str] = dict(zip(names, cells, strict=True))
             yield {name: int(cell) if name == "class" and cell.isdecimal() else cell for name, cell in row.items()}
     except UnicodeDecodeError as error:
-        raise InputError(f"{file} is not UTF-8 at byte {error.start} of a block: mend or replace it") from None
+        raise InputError(f"{file} is not UTF-8 at byte {error.start} of a block: fix or replace it") from None
     except csv.Error as error:
-        raise InputError(f"line {reader.line_num} of {file} cannot be read: {error}: mend or replace it") from None
+        raise InputError(f"line {reader.line_num} of {file} cannot be read: {error}: fix or replace it") from None

@@ -180,7 +180,7 @@ def _turn(
     names = [call.get("function", call)["name"] for call in calls]
     if answer and all(part in answer for part in (content.strip(), *names)):
         return prompt, answer[: _end_of(answer, end, tokenizer)]
-    problem = f"the chat template does not write the call of {shown(', '.join(names))} behind its prompt"
+    problem = f"the chat template does not write the call of {shown(', '.join(names))} after its prompt"
     require(not names, f"{problem}: take one that knows tool calls")
     if content.startswith(opening):  # the template rewrites the answer, so use the message itself
         return prompt, content[len(opening) :] + end
@@ -199,7 +199,7 @@ def _end_of(answer: str, end: str, tokenizer: PreTrainedTokenizerFast) -> int:
     if end in answer:
         return answer.rindex(end) + len(end)
     places = [answer.rindex(token) + len(token) for token in _special(tokenizer) if token in answer]
-    require(len(places) > 0, f"no special token ends the answer {shown(answer)}: mend the chat template")
+    require(len(places) > 0, f"no special token ends the answer {shown(answer)}: fix the chat template")
     return max(places)
 
 
@@ -211,7 +211,7 @@ def working_ids(
     Raises `InputError` unless `working` is a list of texts with as many tokens as the answer.
     """
     if not (len(turns) == 1 and isinstance(working, list) and all(isinstance(text, str) for text in working)):
-        raise InputError(f"'working' must be a list of texts beside one answer, got {shown(working)}")
+        raise InputError(f"'working' must be a list of texts, in a row with one answer, got {shown(working)}")
     (_, answer), content = turns[0], read_messages(messages)[-1].get("content", "").strip()
     right, *steps = text_ids([answer, *(answer.replace(content, text.strip(), 1) for text in working)], tokenizer)
     for text, ids in zip(working, steps, strict=True):
@@ -236,7 +236,7 @@ def _frame(tokenizer: PreTrainedTokenizerFast, template: str, *, has_tools: bool
     if not (prompt and ends and (prompt.startswith(before) or before.startswith(prompt))):
         rule = "a chat template must continue its prompt with the answer and a special token that ends it"
         found = f"has the prompt {shown(prompt)} and writes {shown(text)} with the answer {PROBE!r}"
-        raise InputError(f"{rule}; that of {tokenizer.name_or_path} {found}: mend it")
+        raise InputError(f"{rule}; that of {tokenizer.name_or_path} {found}: fix it")
     return prompt[len(before) :], after[: min(ends)]
 
 

@@ -59,8 +59,8 @@ def search(
     given = {"guidance"} if settings.guidance != loaded.defaults.guidance else set[str]()  # it needs a label
     config = SearchConfig() if config is None else config
     check_search(settings, config, loaded.model.llm, path_config(loaded.model), longest=len(prompt.ids))
-    require(not restrictions.stops, f"a search knows no stop strings, got {restrictions.stops}: cut its answer instead")
-    require(not restrictions.has_penalties, "a search knows no penalties and no logit_bias: leave them out")
+    require(not restrictions.stops, f"a search takes no stop strings, got {restrictions.stops}: cut its answer instead")
+    require(not restrictions.has_penalties, "a search takes no penalties and no logit_bias: leave them out")
     asked = dataclasses.replace(settings, max_new_tokens=config.max_new_tokens, temperature=config.temperature)
     request = Request([prompt], asked, seed, restrictions=restrictions, asked=given)
     lanes, [answer] = open_lanes(loaded.decoder, request)

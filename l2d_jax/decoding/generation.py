@@ -89,7 +89,7 @@ def open_lanes(model: Model, request: Request, *, lanes: int | None = None) -> t
     path = path_config(model)
     answers = make_answers(request, model.llm.architecture, path)
     chosen = {answer.settings for answer in answers}
-    rule = "prompts that are answered together share solver, velocity, draws and parallel: ask for the others apart"
+    rule = "prompts of one call must share solver, velocity, draws and parallel: use a separate call for the others"
     require(len({(one.solver, one.velocity, one.draws, one.parallel) for one in chosen}) == 1, rule)
     lanes = min(lanes or len(answers), len(answers))
     group = max(1, lanes // GROUPS)
@@ -98,7 +98,7 @@ def open_lanes(model: Model, request: Request, *, lanes: int | None = None) -> t
     rows, longest = lanes + (group if lanes < len(answers) else 0), max(chosen, key=lambda one: one.max_new_tokens)
     requests.check_decoding_memory(model.llm, path, longest, rows=rows, longest=tokens, remedy=remedy)
     reading = model.reading(refines=any(one.budget > 1 for one in chosen))
-    rule = "at a budget of 1 the language model reads the prompt, beyond that this path does: ask for them apart"
+    rule = "at a budget of 1 the language model reads the prompt, at larger ones the path: use separate calls"
     require(reading.llm is model.llm or all(one.budget > 1 for one in chosen), rule)
     return Lanes(reading, lanes=lanes, stop_ids=request.stop_ids, group=group, known=request), answers
 

@@ -37,9 +37,9 @@ class Likelihood(NamedTuple):
     """How likely an answer is under the model; all logarithms are natural."""
 
     tokens: Float[np.ndarray, " n"]  # log-probability of each token, given all tokens before it
-    token_errors: Float[np.ndarray, " n"]  # standard errors of those
+    token_errors: Float[np.ndarray, " n"]  # standard error of each log-probability
     total: float  # log-likelihood of the answer
-    error: float  # standard error of that
+    error: float  # standard error of `total`
     likeliest: Int[np.ndarray, " n"]  # the most probable token at each place of the answer
 
 

@@ -192,7 +192,7 @@ class LoadedModel:
         for name in SAMPLING_OPTIONS:
             require(name not in options, f"a likelihood does not depend on {name}: leave it out")
         request = self._request(many, label, settings, options, seed=seed)
-        require(not any(prompt.settings for prompt in request.prompts), "likelihoods have one value of each option")
+        require(not any(prompt.settings for prompt in request.prompts), "a likelihood takes one value of each option")
         request = replace(request, prompts=[*request.prompts] * len(texts)) if is_single else request
         ids = [text_ids([one], require_tokenizer(self.tokenizer))[0] if isinstance(one, str) else one for one in texts]
         likelihoods = score_answers(self.model, request, ids, draws=draws)

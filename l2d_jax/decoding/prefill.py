@@ -1,4 +1,4 @@
-"""Reads prompts with the language model: at once, in pieces, or behind a prefix that all of them share."""
+"""Reads prompts with the language model: at once, in pieces, or after a prefix that all of them share."""
 
 from functools import partial
 

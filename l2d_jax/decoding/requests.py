@@ -248,7 +248,7 @@ def check_asked(
     is_off = "parallel" in asked and any(one.parallel == "off" for one in chosen)
     require(not (is_off and is_sequential), f"{problem}: leave it out")
     is_adaptive = any(one.solver in ADAPTIVE for one in refining)
-    rule = f"tolerance is of adaptive solvers ({', '.join(ADAPTIVE)})"
+    rule = f"tolerance is for adaptive solvers ({', '.join(ADAPTIVE)})"
     require(is_adaptive or "tolerance" not in asked, f"{rule}: choose one of them, or leave tolerance out")
     is_guided = has_label or "guidance" not in asked or all(one.guidance == 1 for one in chosen)
     require(is_guided, "guidance is the strength of a class, and no label is given: give one, or leave guidance out")

@@ -1,8 +1,8 @@
 """One token of each sequence: its logits after the whole budget, and the language model's pass on the chosen token.
 
-The answer's distribution may be the mean over several noise samples: an unbiased estimate of the model's probabilities,
-which a single sample does not give. The samples share the cache and the hidden state. Their number is data of a program
-that is compiled for a bucket of numbers, and a sample is the same in each bucket.
+The distribution of a token may be the mean over several noise samples, which is an unbiased estimate of the model's
+probabilities; a single sample is not. The samples share the cache and the hidden state. Their number is an argument of
+a program that is compiled for a bucket of numbers. A sample is the same in every bucket.
 """
 
 import dataclasses

@@ -1,1 +1,1 @@
-"""Several processes and devices as one program: how the processes meet, and where arrays lie."""
+"""Several processes and devices as one program: how processes find each other, and where arrays are placed."""

@@ -1,11 +1,11 @@
-"""Finds in the environment which processes run one program together, before any of them has met another.
+"""Finds out from the environment which processes run a program together, before they connect to each other.
 
-In this order: `JAX_COORDINATOR_ADDRESS` (host:port of process 0), `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, for any
-machines; SLURM and Open MPI; TPU pods on GKE (its variables) and on TPU VMs (Google's metadata server, which is asked
-only where libtpu is installed and `JAX_PLATFORMS` does not rule TPUs out). `JAX_NUM_PROCESSES=1` keeps a process alone.
+The order is: `JAX_COORDINATOR_ADDRESS` (host:port of process 0), `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, on any
+machines; SLURM and Open MPI; TPU pods on GKE (its variables) and on TPU VMs (Google's metadata server, which is queried
+only if libtpu is installed and `JAX_PLATFORMS` allows TPUs). `JAX_NUM_PROCESSES=1` keeps a process alone.
 
-JAX detects the same clusters, but tells nobody: who runs together must be known before it is started, so that a process
-that is alone does not wait, and one that waits says for whom.
+JAX detects the same clusters but does not report them. The result is needed before JAX starts, so that a single process
+does not wait, and a process that waits can say for which others.
 """
 
 import importlib.util
@@ -18,9 +18,9 @@ from typing import Any
 from l2d_jax.errors import InputError, require
 
 EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-METADATA_SECONDS = 3  # for an answer of the metadata server, which is on the same machine
-# The variables that a scheduler sets in each process, all of them: the number of processes, this one's number, the
-# hosts (process 0's among them), and what JAX needs besides to recognise the scheduler.
+METADATA_SECONDS = 3  # time limit for the metadata server, which is on the same machine
+# The variables that a scheduler sets in each process: the number of processes, the number of this one, the hosts
+# (including process 0's), and further variables by which JAX recognises the scheduler.
 SCHEDULERS = (
     ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_LOCALID"),
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -33,13 +33,13 @@ class Cluster:
 
     index: int
     count: int
-    place: str  # where they meet, for messages
-    # Arguments of jax.distributed.initialize; where there are none, JAX reads the same environment.
+    place: str  # address of process 0, for messages
+    # Arguments of jax.distributed.initialize; if there are none, JAX reads the same environment.
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 def find_cluster(environment: Mapping[str, str]) -> Cluster | None:
-    """The processes that run together with this one, or None where it is alone; raises `InputError`."""
+    """The processes that run together with this one, or None if it is alone; raises `InputError`."""
     if environment.get("JAX_NUM_PROCESSES") == "1":
         return None
     cluster = _explicit(environment) or _scheduled(environment) or _pod(environment)
@@ -91,7 +91,7 @@ def _pod(environment: Mapping[str, str]) -> Cluster | None:
 
 
 def _ask(environment: Mapping[str, str], key: str) -> str | None:
-    """An attribute of this machine from Google's metadata server; None on a machine without one."""
+    """Read an attribute of this machine from Google's metadata server; None if there is no server."""
     server = environment.get("GCE_METADATA_IP", "metadata.google.internal")
     url = f"http://{server}/computeMetadata/v1/instance/attributes/{key}"
     request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})

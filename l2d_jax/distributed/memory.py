@@ -1,7 +1,7 @@
-"""How much memory the devices have, and the refusal of what cannot fit in it, before anything is allocated.
+"""The memory of the devices, and a check that refuses what cannot fit into it, before anything is allocated.
 
-Needs are counted from shapes, and leave out what a compiler may avoid: what is refused cannot run, and what is not
-refused may still not fit.
+Needs are computed from shapes, without what a compiler may avoid. So what is refused really cannot run, but what passes
+may still not fit.
 """
 
 import math
@@ -17,29 +17,29 @@ from jax.sharding import Mesh
 from l2d_jax.distributed import sharding
 from l2d_jax.errors import InputError
 
-LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of a container
+LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # memory limits of a container
 
 
 def bytes_per_device(declared: Any, mesh: Mesh) -> int:
-    """Bytes of a declared tree on the device that holds the most."""
+    """Bytes of a declared tree on the device with the largest share."""
     pairs = zip(jax.tree.leaves(declared), jax.tree.leaves(sharding.shardings(declared, mesh)), strict=True)
     return sum(math.prod(placed.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize for leaf, placed in pairs)
 
 
 def parameters(tree: Any) -> int:
-    """Number of values of a declared or real tree; exact."""
+    """The exact number of values in a declared or real tree."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
 
 
 def tree_bytes(tree: Any) -> int:
-    """Bytes of a declared or real tree, counted once, however it is spread over devices."""
+    """Bytes of a declared or real tree, counted once, however it is sharded."""
     return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
 
 
 def device_bytes() -> int | None:
-    """The memory of all devices of all processes, or None where a device does not say; starts JAX's backend."""
+    """The memory of all devices of all processes, or None if a device does not report it; starts JAX's backend."""
     device = jax.local_devices()[0]
-    if device.platform == "cpu":  # this machine's, or that of the container that this process is in
+    if device.platform == "cpu":  # the memory of this machine, or the limit of this container
         limits = [Path(name).read_text().strip() for name in LIMITS if Path(name).is_file()]
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return min([there, *(int(limit) for limit in limits if limit.isdigit())]) * jax.process_count()
@@ -48,7 +48,7 @@ def device_bytes() -> int | None:
 
 
 def require_memory(needs: Mapping[str, int], remedy: str) -> None:
-    """Raise `InputError`, with the largest `needs`, which are bytes, and the `remedy`, if they exceed the memory."""
+    """Raise `InputError`, with the largest `needs` and the `remedy`, if the needs, in bytes, exceed the memory."""
     needed, there = sum(needs.values()), device_bytes()
     if there is not None and needed > there:
         largest = sorted(needs.items(), key=lambda need: -need[1])[:2]

@@ -1,12 +1,12 @@
-"""Several processes as one program: how they meet, who decides, who reads first, and how they end.
+"""Several processes as one program: how they connect, who decides, who reads first, and how they end.
 
-With one process every function here is a plain call. With several, all of them must call it, in the same order.
-Process 0 alone writes, and decides what follows from the files of the workdir, which all processes share; the first
-process *of each host* downloads and converts what may lie on disks that hosts do not share.
+With one process, every function here is an ordinary call. With several, all of them must call it, in the same order.
+Only process 0 writes, and it makes the decisions that depend on files of the workdir, which all processes share. The
+first process *of each host* downloads and converts files that may be on disks which hosts do not share.
 
-A process that dies takes the others with it: at once on CPUs, and where it was process 0; otherwise when JAX has heard
-nothing of it for `L2D_JAX_HEARTBEAT` seconds (60). JAX aborts them from C++, with a stack trace and status 134; the
-line that says what to do comes from a child process that outlives them (`_last_words`).
+If a process dies, the others end too: immediately on CPUs, or if it was process 0; otherwise after JAX has heard
+nothing from it for `L2D_JAX_HEARTBEAT` seconds (60). JAX aborts them from C++, with a stack trace and status 134. The
+line that says what to do is printed by a child process that outlives them (`_last_words`).
 """
 
 import json
@@ -29,14 +29,14 @@ from l2d_jax.errors import LONGEST_LINE, InputError, SharedError, shorten
 from l2d_jax.files import explained
 
 T = TypeVar("T")
-WAIT = ("L2D_JAX_WAIT", 300)  # seconds until a process gives up waiting for the others
+WAIT = ("L2D_JAX_WAIT", 300)  # seconds after which a process stops waiting for the others
 HEARTBEAT = ("L2D_JAX_HEARTBEAT", 60)  # seconds of silence after which a process counts as dead
-_AFTERWARDS = 'trap "" HUP INT TERM; read -r fine || echo "$0" >&2'  # for the shell that outlives an abort
+_AFTERWARDS = 'trap "" HUP INT TERM; read -r fine || echo "$0" >&2'  # script of the shell that outlives an abort
 _messenger: subprocess.Popen[bytes] | None = None
 
 
 def join(cluster: Cluster) -> None:
-    """Meet the other processes, for `L2D_JAX_WAIT` seconds at most, or end with status 2; raises `InputError`."""
+    """Connect to the other processes within `L2D_JAX_WAIT` seconds, or end with status 2; raises `InputError`."""
     index, count, place = cluster.index, cluster.count, cluster.place
     wait, heartbeat = (_seconds(*option) for option in (WAIT, HEARTBEAT))
     if index == 0 and "coordinator_address" in cluster.arguments:
@@ -56,7 +56,7 @@ def join(cluster: Cluster) -> None:
 
 
 def is_first() -> bool:
-    """Whether this is process 0, which alone writes."""
+    """Whether this is process 0, the only one that writes."""
     return jax.process_index() == 0
 
 
@@ -67,12 +67,15 @@ def print_once(line: str) -> None:
 
 
 def progress_bar(total: int, what: str, *, done: int = 0, unit: str = "it") -> Any:
-    """A progress bar that estimates the time left, on a terminal and on process 0 alone."""
+    """A progress bar with an estimate of the remaining time; shown only on a terminal and by process 0."""
     return tqdm(total=total, initial=done, desc=what, unit=unit, disable=not is_first() or None)
 
 
 def decide(function: Callable[[], Any]) -> Any:
-    """The result of `function` on process 0, which JSON can hold; an `InputError` of it is a `SharedError` of all."""
+    """Call `function` on process 0 and return its result, which JSON must be able to hold, on every process.
+
+    If it raises `InputError`, all processes raise `SharedError`.
+    """
     if jax.process_count() == 1:
         return function()
     text = everywhere(lambda: json.dumps(function()).encode() if is_first() else b"")
@@ -81,12 +84,12 @@ def decide(function: Callable[[], Any]) -> Any:
 
 
 def gather_array(array: Any) -> np.ndarray:
-    """The whole of an array that is spread over processes, on every process."""
+    """Gather an array that is sharded over processes, on every process."""
     return np.asarray(array if jax.process_count() == 1 else multihost_utils.process_allgather(array, tiled=True))
 
 
 def everywhere(function: Callable[[], T], *, where: str = "") -> T:
-    """Call `function` on every process; an `InputError` of one is a `SharedError` of all, after its `where`."""
+    """Call `function` on every process. If one raises `InputError`, all raise `SharedError`, with `where` in front."""
     problem = ""
     try:
         result = function()
@@ -102,7 +105,7 @@ def everywhere(function: Callable[[], T], *, where: str = "") -> T:
 
 
 def take_turns(function: Callable[[], Any]) -> Any:
-    """Call `function` on the first process of each host, then on its others; errors are shared as in `everywhere`."""
+    """Call `function` on the first process of each host, then on the others; errors are shared as in `everywhere`."""
     if jax.process_count() == 1:
         return function()
     names = multihost_utils.process_allgather(np.uint32(zlib.crc32(socket.gethostname().encode()))).tolist()
@@ -113,15 +116,15 @@ def take_turns(function: Callable[[], Any]) -> Any:
 
 
 def leave(status: int, *, together: bool) -> None:
-    """End this process among several, at once unless all end `together`: no other may be waited for then."""
+    """End this process, one of several. If all end `together`, wait for the others; otherwise end immediately."""
     if not jax.distributed.is_initialized() or _messenger is None:
         return
     if together:
-        multihost_utils.sync_global_devices("leave")  # process 0 may write for longer than a shutdown waits
+        multihost_utils.sync_global_devices("leave")  # process 0 may write for longer than JAX's shutdown waits
         _say_fine()
         jax.distributed.shutdown()
         return
-    if status != 1:  # the reason was printed
+    if status != 1:  # for other statuses the reason was already printed
         _say_fine()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -136,7 +139,7 @@ def _seconds(name: str, default: int) -> int:
 
 
 def _require_free_port(address: str) -> None:
-    """Raise `InputError` where another program listens: JAX would crash, or share the port with a run under way."""
+    """Raise `InputError` if another program uses the port: JAX would crash, or share it with a running program."""
     port, both = int(address.rsplit(":", 1)[1]), socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     with explained(f"port {port} of JAX_COORDINATOR_ADDRESS {address} cannot be used", "choose another everywhere"):
@@ -144,7 +147,7 @@ def _require_free_port(address: str) -> None:
 
 
 def _give_up(cluster: Cluster, wait: int) -> None:
-    """Runs in a thread while the process waits, and ends it; the others cannot be told."""
+    """In a thread: end this process, which has waited too long. The others cannot be informed."""
     _say_fine()
     problem = f"process {cluster.index} of {cluster.count} has waited {wait} s at {cluster.place}, and not all"
     remedy = "run the same command on all workers at once, and let them reach that address"
@@ -154,9 +157,9 @@ def _give_up(cluster: Cluster, wait: int) -> None:
 
 
 def _last_words(line: str) -> None:
-    """Have a line printed if this process ends before `_say_fine`: no handler in it outlives an abort or SIGKILL."""
+    """Let a child print a line if this process ends before `_say_fine`: no handler survives an abort or SIGKILL."""
     global _messenger
-    advice = "see the lines above and those of the other processes, mend what they say, and run the same command"
+    advice = "see the lines above and those of the other processes, fix what they report, and run the same command"
     goes_on = "on all workers again, which goes on from the newest checkpoint"
     command = ["/bin/sh", "-c", _AFTERWARDS, f"{line}: {advice} {goes_on}"]
     _messenger = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)

@@ -1,4 +1,4 @@
-"""Starts JAX as every program wants it: the compilation cache, the other processes, and the device mesh."""
+"""Starts JAX for a program: the compilation cache, the other processes, and the device mesh."""
 
 import os
 
@@ -22,7 +22,7 @@ def start_jax(config: MeshConfig) -> Mesh:
 
 
 def start_decoding(config: MeshConfig, *, rows: int, kv_heads: int) -> Mesh:
-    """Once JAX has started: make and set the mesh for decoding so many rows of a model with so many key heads."""
+    """After `start_jax`: make and set the mesh for decoding `rows` sequences of a model with `kv_heads` key heads."""
     return _set_mesh(decoding_mesh(config, rows=rows, kv_heads=kv_heads, devices=jax.device_count()))
 
 

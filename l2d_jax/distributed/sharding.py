@@ -1,17 +1,18 @@
 """Declares each weight once, and maps its logical axes to the axes of the device mesh.
 
-A module's `declare` returns itself with `Weight` leaves; the functions here turn that one tree into shapes
+A module's `declare` returns the module with `Weight` leaves. The functions here turn this tree into shapes
 (`abstract`), placements (`shardings`) and values (`initialize`).
 
-Why this table: `fsdp` shards the model width of every large matrix, so that weights, gradients and Adam moments shrink
-with the slice; `tensor` shards heads, hidden units and the vocabulary, so that two matrix products of a block need
-one reduction; `data` copies the weights and splits the batch only; `context` splits long sequences, whose keys and
-values are gathered where they are read, and serves the weights as more of `fsdp`. Small axes (LoRA rank, diffusion
-width) stay whole.
+Why this table? `fsdp` shards the model width of every large matrix, so weights, gradients and Adam moments shrink with
+the number of devices. `tensor` shards heads, hidden units and the vocabulary, so that two matrix products of a block
+need one reduction. `data` copies the weights and splits only the batch. `context` splits long sequences, whose keys and
+values are gathered where they are read; for weights it acts like more of `fsdp`. Small axes (LoRA rank, diffusion
+width) are not sharded.
 
-`stationary` is for decoding: each matrix is split over it, along hidden units or, in attention, along the model width,
-as the residual stream is, whose rows are over `tensor`. The rows of a product are gathered and its weights are not,
-which have more values (Pope et al. 2022, section 3.2). Attention has its rows over it: heads need not divide it.
+`stationary` is for decoding. Each matrix is split over it along hidden units or, in attention, along the model width,
+like the residual stream, whose rows are split over `tensor`. A product gathers its rows and not its weights, because
+weights have more values (Pope et al. 2022, section 3.2). In attention, rows are split over `stationary`, so the number
+of heads need not be a multiple of it.
 """
 
 import dataclasses
@@ -46,11 +47,11 @@ RULES: Rules = {
     "kv_heads": "tensor",
     "mlp": ("tensor", "stationary"),
     "length": "context",
-    # Whole everywhere: layers are scanned over, and parts are the six modulation vectors.
+    # Not sharded: layers (a scan runs over them) and parts (the six modulation vectors).
     **dict.fromkeys(("layers", "parts", "head_dim", "embed_activation", "hidden", "rank")),
     **dict.fromkeys(("diffusion", "condition", "frequency", "classes")),
 }
-ROWS = 512  # of a product: about twice the operations per byte that a TPU has time for
+ROWS = 512  # rows of a product: about twice the number for which a TPU's arithmetic takes as long as reading weights
 
 # The rules where a weight is used.
 GATHERED: Rules = {**RULES, "embed": None, "attention_embed": "stationary", "head_vocab": ("tensor", "stationary")}
@@ -58,7 +59,7 @@ GATHERED: Rules = {**RULES, "embed": None, "attention_embed": "stationary", "hea
 
 @dataclass(frozen=True)
 class Weight:
-    """The declaration of one array: everything that its users derive its shape, placement and value from."""
+    """The declaration of an array, from which its shape, placement and initial value are derived."""
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
@@ -69,8 +70,8 @@ class Weight:
         assert len(self.shape) == len(self.axes), (self.shape, self.axes)
 
 
-# The type of a leaf beside its array's: in a declared tree, which only the functions here read, it is a `Weight`. Type
-# checkers need not know, or every use of an array would have to rule it out.
+# The type of leaves in declared trees, which only the functions here read: a `Weight`. It is hidden from type checkers;
+# otherwise every use of an array would have to rule it out.
 if TYPE_CHECKING:
     Declared: TypeAlias = Any
 else:
@@ -78,18 +79,18 @@ else:
 
 
 def shardings(declared: Any, mesh: Mesh) -> Any:
-    """The tree of placements of a declared tree on `mesh`."""
+    """The shardings of a declared tree on `mesh`, as a tree."""
     return jax.tree.map(lambda w: NamedSharding(mesh, partition(w.axes, w.shape, mesh)), declared)
 
 
 def abstract(declared: Any, mesh: Mesh) -> Any:
-    """The tree of `jax.ShapeDtypeStruct`s of a declared tree, placed on `mesh`."""
+    """The `jax.ShapeDtypeStruct`s of a declared tree, placed on `mesh`, as a tree."""
     placed = shardings(declared, mesh)
     return jax.tree.map(lambda w, s: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=s), declared, placed)
 
 
 def initialize(declared: Any, key: jax.Array, mesh: Mesh) -> Any:
-    """Initial values, created where they belong; the same numbers on every mesh."""
+    """Initial values, created on their devices; the same numbers on every mesh."""
 
     def values(key: jax.Array) -> Any:
         leaves, structure = jax.tree.flatten(declared)
@@ -102,7 +103,7 @@ def initialize(declared: Any, key: jax.Array, mesh: Mesh) -> Any:
 def partition(
     axes: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh | AbstractMesh, *, rules: Rules = RULES
 ) -> PartitionSpec:
-    """The mesh axes of an array; a dimension that its mesh axis does not divide is whole; raises `ValueError`."""
+    """The mesh axes of an array. A dimension that its mesh axis does not divide is not sharded. Raises `ValueError`."""
     spec: list[tuple[str, ...]] = []
     for name, size in zip(axes, shape, strict=True):
         rule = rules[name] or ()
@@ -115,17 +116,18 @@ def partition(
 
 
 def mesh_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
-    """The size of each axis on a number of devices, which they need not multiply to; "auto" is like -1."""
+    """The size of each axis for a number of devices, without a check of their product; "auto" is like -1."""
     sizes = {name: -1 if size == "auto" else size for name, size in dataclasses.asdict(config).items()}
     rest = devices // math.prod(max(size, 1) for size in sizes.values())
     return {name: rest if size == -1 else size for name, size in sizes.items()}
 
 
 def decoding_mesh(config: MeshConfig, *, rows: int, kv_heads: int, devices: int) -> MeshConfig:
-    """The mesh to decode so many rows at a time on, unless the config sets one: weights stay where they are.
+    """The mesh for decoding `rows` sequences at a time, with stationary weights, unless the config sets a mesh.
 
-    As many key heads as divide the devices are split over `tensor`. The weights are split over the other devices, too,
-    which reads them fastest; beyond `ROWS` rows, for which a device computes longer than it reads, there are copies.
+    Key heads are split over `tensor` as far as they divide the devices. The weights are split over the other devices as
+    well, because that reads them fastest. Beyond `ROWS` rows, where a device computes for longer than it reads, there
+    are copies of the weights.
     """
     if config != MeshConfig():
         return config
@@ -135,7 +137,7 @@ def decoding_mesh(config: MeshConfig, *, rows: int, kv_heads: int, devices: int)
 
 
 def count_slices(devices: Iterable[Any]) -> int:
-    """The number of TPU slices that devices belong to; other devices are one slice."""
+    """The number of TPU slices to which the devices belong; other devices count as one slice."""
     return len({getattr(device, "slice_index", 0) for device in devices})
 
 
@@ -150,7 +152,7 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
     if slices == 1:
         arranged = mesh_utils.create_device_mesh(tuple(sizes.values()), devices, allow_split_physical_axes=True)
         return Mesh(arranged, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-    # Between slices the network is slow: only what crosses it least may lie there, copies before shards of weights.
+    # The network between slices is slow: only axes with the least traffic may cross it (`data` before `fsdp`).
     across = next((name for name in ("data", "fsdp") if sizes[name] % slices == 0), None)
     if across is None:
         rule = f"{slices} slices need config.mesh.data or fsdp to be a multiple of {slices}"
@@ -168,7 +170,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def spread(array: np.ndarray) -> jax.Array:
-    """Place an array that every process holds: rows over `data` x `fsdp` of the set mesh, if these divide them."""
+    """Place an array that every process has: rows over `data` x `fsdp` of the current mesh, if these divide them."""
     mesh = jax.sharding.get_mesh()
     if mesh.empty or mesh.size == 1:
         return jnp.asarray(array)
@@ -177,25 +179,25 @@ def spread(array: np.ndarray) -> jax.Array:
 
 
 def axis_size(axis: str) -> int:
-    """The number of devices along an axis of the set mesh; 1 where no mesh is set."""
+    """The number of devices along an axis of the current mesh; 1 if no mesh is set."""
     return dict(jax.sharding.get_abstract_mesh().shape).get(axis, 1)
 
 
 def platform() -> str:
-    """The platform that programs are compiled for: that of the set mesh, otherwise JAX's default backend."""
+    """The platform for which programs are compiled: that of the current mesh, else JAX's default backend."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None or device.platform is None else str(device.platform)
 
 
 def rows_on_devices(mesh: Mesh, count: int, devices: Iterable[jax.Device] | None = None) -> list[int]:
-    """The rows of a batch of `count` that lie on `devices` (None: those of this process), in rising order."""
+    """The rows of a batch of `count` that are on `devices` (None: those of this process), in ascending order."""
     ranges = batch_sharding(mesh).devices_indices_map((count,))
     held = mesh.local_devices if devices is None else devices
     return sorted({row for device in held for row in range(*ranges[device][0].indices(count))})
 
 
 def constrain(x: jax.Array, *axes: str, rules: Rules = RULES) -> jax.Array:
-    """Ask the partitioner to keep `x` on its logical `axes`, inside `jax.set_mesh`; elsewhere return `x` unchanged."""
+    """Constrain the sharding of `x` to its logical `axes`, inside `jax.set_mesh`; elsewhere return `x` unchanged."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x

@@ -96,12 +96,12 @@ def asked_options(options: Namespace) -> dict[str, Any]:
 def check_asked_options(options: Namespace, plans: Sequence[TaskPlan], found: Folder, *, used: Sequence[str]) -> None:
     """Raise `InputError` for an option that was set and changes nothing; options in `used` count as used."""
     is_ranked, has_label = options.choices == "likelihood", options.label is not None
-    require(is_ranked or options.draws is None, "--draws are of --choices likelihood: give it too, or leave them out")
+    require(is_ranked or options.draws is None, "--draws needs --choices likelihood: give both, or neither")
     asked = asked_options(options).keys() - set(used)
     ignored = {*SAMPLING_OPTIONS, "draws"} & asked if is_ranked else set()
     ignored |= {"samples"} if is_ranked and options.samples is not None else set()
     for name in sorted(ignored):
-        raise InputError(f"{name} is of answers that are generated, and --choices likelihood ranks: leave it out")
+        raise InputError(f"{name} is for generated answers, and --choices likelihood generates none: leave it out")
     asked |= {"label"} if has_label else set()
     check_asked(asked, [plan.settings for plan in plans], found.path_config, has_label=has_label)
 

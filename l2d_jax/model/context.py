@@ -21,7 +21,7 @@ class Context(NamedTuple):
 
     hidden: Float[Array, "B M D"]  # last hidden state of the LM at that position
     cache: KVCache  # holds the LM's keys and values at least up to these positions
-    positions: Int[Array, "B M"] | None
+    positions: Int[Array, "B M"] | None  # position of each diffusion token; None: those of the slots of the cache
     labels: Int[Array, "#B #M"] | None = None  # classes for guidance; None: the null class
     segments: Int[Array, "B M"] | None = None  # examples of a packed row
     inputs: Float[Array, "B M D"] | None = None  # the LM's embedding of that token, where an anchored path starts

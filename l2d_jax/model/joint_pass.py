@@ -1,8 +1,8 @@
-"""One pass over the weights for the LM and the path: a token of the LM, and diffusion tokens beside it.
+"""One pass over the weights for the LM and the path: a token for the LM, and diffusion tokens for the path.
 
-The rows of both go through a layer together, so that a matrix that both multiply by is read once. The LM's row is one
-position further than those of the path that belong to the newest token, and the path's last rows belong to the row
-itself: they see its keys, which the layer has just computed.
+The rows of both go through each layer together, so that a matrix that both use is read once. The LM's row is one
+position after the newest known token, to which most of the path's rows belong. The path's last rows belong to the LM's
+row: they see its keys, which the layer has just computed.
 """
 
 from functools import partial
@@ -24,17 +24,17 @@ from l2d_jax.model.llm import bias
 
 
 class DiffusionRows(NamedTuple):
-    """Diffusion tokens at positions whose tokens are known, or at that of the LM's row."""
+    """Diffusion tokens at positions of known tokens, or at the position of the LM's row."""
 
     x: Float[Array, "B M C"]
     t: Float[Array, "B M"]
     positions: Int[Array, "B M"]
     inputs: Float[Array, "B M D"]  # the LM's embedding of the token at each position
-    conditions: Conditions | None  # of t, or None: they are computed
+    conditions: Conditions | None  # conditions of t; None: computed here
 
 
 class JointPass(NamedTuple):
-    """What a pass has computed."""
+    """The results of a joint pass."""
 
     hidden: Float[Array, "B 1 D"]  # of the LM's row
     features: Float[Array, "B M D"]  # f_d of the diffusion tokens
@@ -44,9 +44,9 @@ class JointPass(NamedTuple):
 def joint_pass(
     model: Model, tokens: Int[Array, "B 1"], positions: Int[Array, "B 1"], rows: DiffusionRows, cache: KVCache
 ) -> JointPass:
-    """Read one token a sequence with the LM that reads for the path, and evaluate the path's features beside it.
+    """Read one token per sequence with the LM that reads the context, and evaluate the path in the same pass.
 
-    The model is `Model.reading`. `model.llm` and `model.path` alone compute the same, in two passes.
+    The model comes from `Model.reading`. `model.llm` and `model.path` compute the same in two passes.
     """
     llm, path = model.llm, model.path if model.updating is None else model.updating
     assert path is not None
@@ -112,14 +112,14 @@ def joint_pass(
 
 
 class _Weights(NamedTuple):
-    """The matrices of one layer, for the LM's row and for those of the path."""
+    """The matrices of one layer, for the LM's row and for the path's rows."""
 
     llm: Any
-    updates: dict[str, Lora]  # of the LM's
+    updates: dict[str, Lora]  # updates of the LM's matrices
     llm_scale: float
-    path: Any  # updates of the LM's, or matrices in their place; unread where they are shared
+    path: Any  # updates or replacements of the LM's matrices; unused if they are shared
     scale: float
-    is_shared: bool  # whether the path's matrices are those that the LM reads with
+    is_shared: bool  # whether the path uses the LM's matrices
 
 
 def _product(weights: _Weights, y: Array, name: str, *, dims: int = 1) -> Array:

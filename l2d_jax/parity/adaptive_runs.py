@@ -1,10 +1,10 @@
 """Recomputes the release's recorded runs of adaptive solvers.
 
-A plain loop follows torchdiffeq to the letter: it steps past the end, where the velocity is zero, and interpolates
-back. Its evaluations must be the recorded ones, and diffrax's accepted steps must be the loop's. Both are judged up to
-1 - 1/sigma; from there to t = 1 the last bits of a float32 network decide which steps are taken. diffrax shortens the
-last step to end at t = 1, so both end points must meet at a fine tolerance, where the velocity is the expectation: with
-the arg max it is piecewise constant, and the solvers chatter at its edges.
+A plain loop follows torchdiffeq exactly: it steps past the end, where the velocity is zero, and interpolates back. Its
+evaluations must equal the recorded ones, and diffrax's accepted steps must equal the loop's. Both are compared up to
+t = 1 - 1/sigma; from there to t = 1, the last bits of a float32 network decide which steps are taken. diffrax shortens
+the last step to end at t = 1. So the two end points must agree at a fine tolerance, with the expectation as velocity:
+with the arg max, the velocity is piecewise constant, and the solvers chatter at its jumps.
 """
 
 import dataclasses
@@ -26,13 +26,13 @@ from l2d_jax.model.l2d import Model
 from l2d_jax.parity.fixed_step_runs import combine, noted_velocity, start_of
 from l2d_jax.parity.recording import Check, Recording, logits_at
 
-# Of times, and of states relative to the largest: a step's length answers to an error estimate's last bits.
+# Tolerances of times, and of states relative to the largest: step lengths depend on the last bits of error estimates.
 STEPS = 1e-3
-FINE = 1e-5  # tolerance at which both ways to end must meet
-MEET = 1e-2  # within this, absolute
-BEYOND = 16.0  # a time that no recorded run's steps pass
-ROOM = 1024  # steps that a recorded run may have
-ROWS = {"b1": [0, 0], "b1r1": [1, 1], "b2": [0, 1]}  # of the recorded batch, by the part of a run's name; always two
+FINE = 1e-5  # solver tolerance at which both end points must agree
+MEET = 1e-2  # absolute difference within which they agree
+BEYOND = 16.0  # no step of a recorded run goes beyond this time
+ROOM = 1024  # largest number of steps of a recorded run
+ROWS = {"b1": [0, 0], "b1r1": [1, 1], "b2": [0, 1]}  # two rows of the recorded batch, by part of the run's name
 MIDDLE = {"fehlberg2": [0, 0.5, 0], "adaptive_heun": [0.5, 0], "bosh3": [0, 0.5, 0, 0]}  # torchdiffeq's weights at h/2
 
 
@@ -44,18 +44,18 @@ class Step(NamedTuple):
     x: np.ndarray  # at the start
     new: np.ndarray  # at the end
     slopes: list[np.ndarray]
-    evaluations: int  # of the loop so far
+    evaluations: int  # evaluations of the loop so far
 
 
 def adaptive_trajectories(model: Model, a: Recording) -> Iterator[Check]:
-    """All recorded ODEs with adaptive steps."""
+    """Check all recorded ODEs with adaptive steps."""
     for key, run in a.meta.get("odes", {}).items():
         if run.get("method") in ADAPTIVE:
             yield from adaptive_trajectory(model, a, key, run)
 
 
 def adaptive_trajectory(model: Model, a: Recording, key: str, run: Mapping[str, Any]) -> Iterator[Check]:
-    """One recorded ODE. Not judged: near ties, and the release's Qwen where it evaluates the path beyond t = 1."""
+    """Check one recorded ODE. Not judged: near ties, and the release's Qwen where it evaluates beyond t = 1."""
     assert model.path is not None
     options = {"solver": run["method"], "budget": 2 + ROOM * ADAPTIVE[run["method"]].stages, "tolerance": run["tol"]}
     rows = ROWS[next(part for part in key.split(".") if part in ROWS)]
@@ -73,7 +73,7 @@ def adaptive_trajectory(model: Model, a: Recording, key: str, run: Mapping[str, 
     inside = recorded["t_grid"] <= near_end
     yield check(f"ode.{key}.times", evaluations["times"][:number], recorded["times"][:number], STEPS)
     yield check(f"ode.{key}.traj", traj[inside], recorded["traj"][inside])
-    number = int(np.sum(recorded["times"][:number] < 1))  # beyond, the path is not evaluated
+    number = int(np.sum(recorded["times"][:number] < 1))  # beyond t = 1, the path is not evaluated
     yield check(f"ode.{key}.argmax", evaluations["argmax"][:, *kept][:number], recorded["argmax"][:number], 0.0)
     yield check(f"ode.{key}.temps", evaluations["temps"][:number], recorded["temps"][:number], 1e-6)
     yield Check(f"ode.{key}.logits", logits_at(model, context, last, end)[kept], recorded["logits"], judged=is_guarded)
@@ -91,7 +91,7 @@ def adaptive_trajectory(model: Model, a: Recording, key: str, run: Mapping[str, 
 
 @jax.jit
 def _follow(model: Model, context: Context, settings: Refinement, noise: Any) -> Any:
-    """diffrax's accepted times and states far beyond the end; one norm for all."""
+    """diffrax's accepted times and states, integrated far beyond the end, with one error norm for all rows."""
     options: Any = {"solver": settings.solver, "tolerance": settings.tolerance, "max_steps": ROOM}
     return integrate.adaptive_states(_target(model, context, settings), noise, end=BEYOND, **options)[:2]
 
@@ -110,7 +110,7 @@ def _target(model: Model, context: Context, settings: Refinement) -> integrate.T
 def _loop(
     model: Model, context: Context, settings: Refinement, x: np.ndarray, *, end: float
 ) -> tuple[dict[str, np.ndarray], list[Step]]:
-    """Every evaluation and every accepted step, in float64 but for the path."""
+    """The plain loop: all evaluations and all accepted steps, in float64 except the path."""
     pair = settings.solver.method
     assert issubclass(pair, EmbeddedPair)
     tableau, order, tolerance = pair.tableau, pair.accuracy, float(settings.tolerance)
@@ -132,9 +132,9 @@ def _loop(
 
 
 def _interpolate(steps: list[Step], t: float, solver: str) -> np.ndarray:
-    """The quartic through both ends and the middle of the step around t, with both ends' slopes."""
+    """Interpolate at t by the quartic through the ends and the middle of a step, with the slopes at both ends."""
     step = next((step for step in steps if t <= step.stop), steps[-1])
     length = step.stop - step.start
     middle = step.x + length * combine(MIDDLE[solver], step.slopes)
     values = np.stack([step.x, length * step.slopes[0], middle, step.new, length * step.slopes[-1]])
-    return KroghInterpolator([0, 0, 0.5, 1, 1], values)((t - step.start) / length)  # of a time given twice, the slope
+    return KroghInterpolator([0, 0, 0.5, 1, 1], values)((t - step.start) / length)  # at a repeated time: the slope

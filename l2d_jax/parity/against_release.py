@@ -1,4 +1,4 @@
-"""Recomputes what the authors' PyTorch release has recorded in a `reference.npz`, array by array."""
+"""Recomputes the arrays that were recorded from the authors' PyTorch release in a `reference.npz`."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -26,17 +26,17 @@ from l2d_jax.weights import mapping
 
 ACTIVATIONS = 1e-5  # relative to the largest entry
 GRADIENTS = 1e-3  # relative to the largest entry
-# The float error of a gradient's entry, as a fraction of the largest entry of its tensor: twice what was measured on
-# dense and LoRA paths of both families, where implementations agree to 2.4e-6.
+# The float error of an entry of a gradient, as a fraction of the largest entry of its tensor: twice the error measured
+# with dense and LoRA paths of both families, where implementations agree to 2.4e-6.
 GRADIENT_NOISE = 5e-6
-BFLOAT16 = 5e-2  # relative to the largest entry, of a bfloat16 model's logits and activations
+BFLOAT16 = 5e-2  # relative to the largest entry, for logits and activations of a bfloat16 model
 
 
 def checks(model: Model, a: Recording) -> Iterator[Check]:
-    """All comparisons: of the LM alone for a model without a path.
+    """All comparisons; for a model without a path, only those of the LM.
 
-    Those of a bfloat16 model are relative, and judged for single evaluations alone: what follows from many of them
-    (gradients at t = 1, picks of tokens) has no bound in that type. Raises `InputError` for what the recording lacks.
+    For a bfloat16 model they are relative, and only single evaluations are judged: results of many evaluations
+    (gradients at t = 1, chosen tokens) have no bound in this dtype. Raises `InputError` for missing arrays.
     """
     a.require_fit(model)
     single = [forward] if model.path is None else [forward, corrected, intermediate]
@@ -48,7 +48,7 @@ def checks(model: Model, a: Recording) -> Iterator[Check]:
 
 
 def forward(model: Model, a: Recording) -> Iterator[Check]:
-    """Logits of the LM."""
+    """Check the logits of the LM."""
     yield Check("base_logits", _head(model.llm, read(model.llm, a["input_ids"])), a["base_logits"])
     mask = a["lp.attention_mask"]
     padded = _head(model.llm, read(model.llm, a["lp.input_ids"], mask))
@@ -56,7 +56,7 @@ def forward(model: Model, a: Recording) -> Iterator[Check]:
 
 
 def corrected(model: Model, a: Recording) -> Iterator[Check]:
-    """Logits of one evaluation of the path at given noise."""
+    """Check the logits of one evaluation of the path with recorded noise."""
     assert model.path is not None
     assert model.table is not None
     context, t = read(model.llm, a["input_ids"]), jnp.asarray(a["timesteps"])
@@ -74,7 +74,7 @@ def corrected(model: Model, a: Recording) -> Iterator[Check]:
 
 
 def intermediate(model: Model, a: Recording) -> Iterator[Check]:
-    """Embeddings of t and x, and hidden states after each layer, from models whose later layers do nothing."""
+    """Check embeddings of t and x, and hidden states after each layer, with models whose later layers do nothing."""
     path, llm = model.path, model.llm
     assert path is not None
     t, x = jnp.asarray(a["timesteps"]), jnp.asarray(a["flow_representation_embeds"])
@@ -92,7 +92,7 @@ def intermediate(model: Model, a: Recording) -> Iterator[Check]:
 
 
 def training(model: Model, a: Recording) -> Iterator[Check]:
-    """One training forward and the gradient of every parameter; the packed batch's loss."""
+    """Check the loss and the gradient of every parameter for one batch, and the loss of the packed batch."""
     assert model.path is not None
     (value, logits), gradient = _gradient(model.path, model.llm, *_batch(model.path, a, "tr"))
     yield Check("tr.loss", value, a["tr.loss"])
@@ -103,10 +103,10 @@ def training(model: Model, a: Recording) -> Iterator[Check]:
 
 
 def optimization(model: Model, a: Recording) -> Iterator[Check]:
-    """AdamW steps on one batch, with fresh noise each.
+    """Check AdamW steps on one batch, each with new noise.
 
-    Adam divides a gradient by its own size, so that an entry near zero moves by up to the learning rate in the
-    direction of its float error. The same steps with all gradients moved up or down by that error bound its effect.
+    Adam divides a gradient by its magnitude, so an entry near zero moves by up to the learning rate in the direction of
+    its float error. The same steps with all gradients moved up or down by that error bound the effect.
     """
     path = model.path
     assert path is not None
@@ -135,7 +135,7 @@ def optimization(model: Model, a: Recording) -> Iterator[Check]:
 
 
 def _moved(gradient: DiffusionPath, fraction: Any) -> DiffusionPath:
-    """Every entry plus a fraction of the largest entry of its tensor, of which layers are stacked."""
+    """Add to every entry a fraction of the largest entry of its tensor; tensors of layers are stacked."""
 
     def move(place: Any, g: jax.Array) -> jax.Array:
         is_stacked = jax.tree_util.keystr(place).startswith(".layers")
@@ -147,7 +147,7 @@ def _moved(gradient: DiffusionPath, fraction: Any) -> DiffusionPath:
 def _batch(
     path: DiffusionPath, a: Recording, name: str, *, noise: str | None = None, at: Any = ...
 ) -> tuple[Batch, objective.Corruption]:
-    """A recorded batch with its draws; `noise` names where the draws are, `at` their index."""
+    """A recorded batch with its random values; `noise` is the prefix of their names, `at` their index."""
     labels, tokens = a[f"{name}.labels"], jnp.asarray(a[f"{name}.input_ids"], jnp.int32)
     targets, weights = jnp.asarray(np.maximum(labels, 0), jnp.int32), jnp.asarray(labels >= 0, jnp.float32)
     classes = jnp.asarray(a[f"{name}.class_labels"] if path.config.classes else np.zeros(len(tokens)), jnp.int32)
@@ -164,7 +164,7 @@ def _batch(
 
 
 def _cut(llm: LLM, path: DiffusionPath, count: int) -> tuple[LLM, DiffusionPath]:
-    """The models with `count` layers that do something: the outputs of the others count zero times."""
+    """The models with only `count` active layers: the outputs of the others are multiplied by zero."""
 
     def cut(leaf: Any) -> Any:
         kept = np.asarray(leaf) * (np.arange(len(leaf)) < count).reshape(-1, *[1] * (leaf.ndim - 1))
@@ -177,7 +177,7 @@ def _cut(llm: LLM, path: DiffusionPath, count: int) -> tuple[LLM, DiffusionPath]
 
 
 _head = jax.jit(lambda llm, context: llm.logits(context.hidden))
-_features = jax.jit(lambda path, *read: path(*read, conditions=Conditions(None, jnp.ones(1))))  # f_d alone
+_features = jax.jit(lambda path, *read: path(*read, conditions=Conditions(None, jnp.ones(1))))  # only f_d
 
 
 @jax.jit

@@ -1,10 +1,10 @@
-"""Compares a path with itself in PyTorch, by the class that goes along with a published one (`weights/pytorch`).
+"""Compares a path in JAX with the same path in PyTorch, with the class of published folders (`weights/pytorch`).
 
-Both compute in float32, on rows of random tokens and one of text, with the same noise: logits of one evaluation at
-several t, whole trajectories by every fixed-step solver, with the mean over tokens and guidance where there are
-classes, and greedy answers as each decodes them, with the noise that each makes of the same seed. They may differ where
-two tokens are as good as equal. The class is
-this package's own: code in a folder is never run. One of the two models is in memory at a time, with all logits.
+Both compute in float32, on rows of random tokens and a row of text, with the same noise. The comparisons are: logits of
+one evaluation at several t; whole trajectories with every fixed-step solver, with the mean over tokens, and with
+guidance if there are classes; and greedy answers, for which each side makes the noise from the same seed. Answers may
+differ where two tokens are practically tied. The PyTorch class is the one in this package; code in a folder is never
+run. Only one of the two models is in memory at a time, with all logits.
 """
 
 from collections.abc import Iterator
@@ -35,16 +35,16 @@ from l2d_jax.parity.recording import LOGITS, ROUNDINGS, Check, logits_at
 from l2d_jax.storage.partial import scratch_folder
 from l2d_jax.weights import publish
 
-ANSWER = 16  # tokens, at most
+ANSWER = 16  # largest length of an answer, in tokens
 TIMES = (0.1, 0.5, 0.9, 1.0)
-SOLVED: Any = {"euler": 5, "midpoint": 7, "heun": 7, "heun3": 7, "rk4": 9, "restart": 5}  # the budgets of trajectories
-BUDGETS = (1, 3, 15)  # of answers
-MEAN: Any = {"velocity": "expectation", "velocity_temperature": 1.5}  # which rounding moves little
-GUIDANCE = 1.7  # where there are classes
+SOLVED: Any = {"euler": 5, "midpoint": 7, "heun": 7, "heun3": 7, "rk4": 9, "restart": 5}  # budgets of trajectories
+BUDGETS = (1, 3, 15)  # budgets of answers
+MEAN: Any = {"velocity": "expectation", "velocity_temperature": 1.5}  # rounding has little effect on it
+GUIDANCE = 1.7  # strength, if there are classes
 
 
 def compare_paths(name: str, *, length: int | None = None) -> Iterator[Check]:
-    """All comparisons of the model `name`, on rows of `length` tokens; raises `InputError` for one without a path."""
+    """All comparisons for the model `name`, on rows of `length` tokens; raises `InputError` if it has no path."""
     require_torch()
     from l2d_jax.weights.pytorch.modeling_l2d import L2DForCausalLM
 
@@ -77,21 +77,21 @@ def compare_paths(name: str, *, length: int | None = None) -> Iterator[Check]:
 def path_checks(ours: dict[str, np.ndarray], theirs: Any, rows: Int[np.ndarray, "B T"]) -> Iterator[Check]:
     """Compare the arrays of `our_arrays` with those of a model in PyTorch.
 
-    The bound is 1e-4 of the largest logit or of 1, for the states that are integrated from logits, too; of tokens, none
-    may differ.
+    The bound is 1e-4 of the largest logit or of 1, also for states, which are integrated from logits. No token may
+    differ.
     """
     bound = LOGITS
     for name, array in their_arrays(theirs, rows):
         if array.dtype.kind == "i":
             yield Check(f"{name}, tokens that differ", np.sum(ours[name] != array), 0, tolerance=0)
         else:
-            if name.startswith("logits"):  # what the states are estimated from, too
+            if name.startswith("logits"):  # states are also computed from logits
                 bound = LOGITS * max(1.0, float(np.abs(array).max()))
             yield Check(name, ours[name], array, tolerance=bound)
 
 
 def judge_by_rounding(doubtful: dict[str, Check], theirs: Any, rows: Int[np.ndarray, "B T"]) -> list[Check]:
-    """The same with a bound of at least ten times what PyTorch differs from itself in float64; casts `theirs` to it."""
+    """The same checks with a bound of at least ten times PyTorch's difference from its float64; casts `theirs`."""
     judged: list[Check] = []
     with in_float64():
         for name, exact in their_arrays(theirs.double(), rows) if doubtful else ():
@@ -104,7 +104,7 @@ def judge_by_rounding(doubtful: dict[str, Check], theirs: Any, rows: Int[np.ndar
 
 
 def our_arrays(model: Model, rows: Int[np.ndarray, "B T"]) -> Iterator[tuple[str, np.ndarray]]:
-    """What is compared, by name, of a model with a path."""
+    """Yield names and arrays to compare, from a model with a path."""
     path, reading = model.path, model.reading(refines=True)
     assert path is not None
     noise, labels = _noise(rows, path.config.width), _labels(rows, path.config.classes)
@@ -132,7 +132,7 @@ def our_arrays(model: Model, rows: Int[np.ndarray, "B T"]) -> Iterator[tuple[str
 
 
 def their_arrays(model: Any, rows: Int[np.ndarray, "B T"]) -> Iterator[tuple[str, np.ndarray]]:
-    """The same of a model in PyTorch."""
+    """`our_arrays` for a model in PyTorch."""
     import torch
 
     width, sigma, classes = (getattr(model.options, name) for name in ("width", "sigma", "classes"))
@@ -150,7 +150,7 @@ def their_arrays(model: Any, rows: Int[np.ndarray, "B T"]) -> Iterator[tuple[str
             seen.clear()
             options = {"solver": solver, "budget": budget, "class_labels": branch, **guided, **MEAN}
             yield f"logits by {solver}", model(tokens, noise=noise, **options).logits.numpy()
-            stride = (len(seen) - 1) // find_solver(solver).steps(budget)  # a step begins at a point of the grid
+            stride = (len(seen) - 1) // find_solver(solver).steps(budget)  # evaluations per grid interval
             yield f"states by {solver}", torch.stack(seen[::stride]).numpy()
         hook.remove()
         prompts, count = _split(rows)
@@ -185,7 +185,7 @@ def _labels(rows: np.ndarray, classes: int) -> Int[np.ndarray, "B 1"] | None:
 
 
 def _split(rows: np.ndarray) -> tuple[Int[np.ndarray, "B P"], int]:
-    """The first half of each row as a prompt, and how many tokens its answer has."""
+    """The first half of each row as a prompt, and the number of tokens of its answer."""
     length = rows.shape[1]
     return rows[:, : length - length // 2], min(ANSWER, length // 2)
 

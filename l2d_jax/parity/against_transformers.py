@@ -1,11 +1,11 @@
-"""Compares a language model with `transformers`' own model of the same weights, which is in float32.
+"""Compares a language model with transformers' model of the same weights in float32.
 
-A row passes if no logit differs by more than 1e-4 of the largest logit or of 1, or by more than ten times what
-transformers in float32, with fused or with eager attention, differs from itself in float64 on this row: where
-activations are in the thousands, a few positions magnify any rounding, and one rounding may by luck be much smaller
-than another. The second bound takes twice the memory, and is computed only for a row beyond the first. Ours may be in
-bfloat16 or int8 too. A row then passes if its mean KL divergence is within 0.05 nats: SmolLM2's rows have 0.006 and
-0.011 at most. Bugs that divert less are for float32 to find. `docs/exactness.md` has figures.
+A row passes if no logit differs by more than 1e-4 of the largest logit or of 1. It also passes if no logit differs by
+more than ten times the difference of transformers in float32 (with fused or eager attention) from its float64 on this
+row: where activations are in the thousands, a few positions magnify any rounding, and some roundings happen to be much
+smaller than others. This second bound takes twice the memory, and is computed only for rows that exceed the first. Our
+model may also be in bfloat16 or int8. A row then passes if its mean KL divergence is within 0.05 nats: SmolLM2's rows
+have at most 0.006 and 0.011. Bugs with smaller effects must be found in float32. `docs/exactness.md` has figures.
 """
 
 import contextlib
@@ -34,38 +34,38 @@ from l2d_jax.parity.recording import ROUNDINGS
 from l2d_jax.weights.locate import find_base_and_adapters
 
 TOLERANCE = 1e-4  # of a logit, relative to the largest one or to 1
-DIVERGENCE = 0.05  # mean KL of a row in a coarser type, in nats
-SEED = 0  # of the random tokens
+DIVERGENCE = 0.05  # largest mean KL of a row in a coarser dtype, in nats
+SEED = 0  # seed of the random tokens
 
 
 class Comparison(NamedTuple):
-    """Our logits and theirs over one row of tokens."""
+    """The comparison of our logits with theirs on one row of tokens."""
 
     name: str
-    difference: float  # the largest of a logit
-    largest: float  # of their logits, by absolute value
+    difference: float  # largest difference of a logit
+    largest: float  # largest absolute value of their logits
     divergence: Float[np.ndarray, " T"]  # KL(theirs || ours) of the next token at each position, in nats
-    agreement: float  # share of positions with the same likeliest token
-    rounding: float = 0.0  # the largest difference of theirs from their own float64, where that was needed
-    is_coarse: bool = False  # ours are not in float32
+    agreement: float  # share of positions with the same most likely token
+    rounding: float = 0.0  # largest difference of theirs from their float64, if that was needed
+    is_coarse: bool = False  # whether ours are not in float32
 
     @property
     def bound(self) -> float:
-        """What the difference may be."""
+        """The largest allowed difference."""
         return max(TOLERANCE * max(1.0, self.largest), ROUNDINGS * self.rounding)
 
     def passed(self) -> bool:
-        """Whether the difference is finite and within the bound, or in a coarse type the mean divergence."""
+        """Whether the difference (in a coarse dtype, the mean divergence) is finite and within its bound."""
         if self.is_coarse:
             return bool(self.divergence.mean() <= DIVERGENCE)
         return bool(np.isfinite(self.difference)) and self.difference <= self.bound
 
 
 def compare(model: str, *, length: int | None = None, dtype: str = "float32") -> Iterator[Comparison]:
-    """Run both models on the same rows, theirs first; neither is in memory with the other. Doubtful rows come last.
+    """Run both models on the same rows, theirs first, one in memory at a time. Doubtful rows come last.
 
-    A path beside the language model is left out. Rows have `length` tokens, by default 512, or as many as the model has
-    positions. `dtype` is of our weights, as `config.model.dtype`. Raises `InputError` before any weight is read.
+    A path is ignored. Rows have `length` tokens; by default 512, or the number of positions of the model if that is
+    smaller. `dtype` is that of our weights, as `config.model.dtype`. Raises `InputError` before any weights are read.
     """
     require_torch()
     opened = loading.find(model, dtype="float32")
@@ -95,12 +95,12 @@ def compare(model: str, *, length: int | None = None, dtype: str = "float32") ->
 
 
 def require_torch() -> None:
-    """Raise `InputError` where torch is not installed."""
+    """Raise `InputError` if torch is not installed."""
     require(importlib.util.find_spec("torch") is not None, "models of transformers need torch: pip install '.[torch]'")
 
 
 def plain_base(model: str, opened: loading.Folder) -> Path:
-    """The folder of a model's base; raises `InputError` for adapters and random weights, which transformers lacks."""
+    """The folder of a model's base; raises `InputError` for adapters and random weights, which cannot be compared."""
     name = opened.base.name
     if opened.trained is not None and opened.path_config is None:
         raise InputError(f"{model} has trained the language model itself: give its {Path(model) / 'export'}")
@@ -123,7 +123,7 @@ def choose_rows(
     random = np.random.default_rng(SEED).integers(size, size=(2, length))
     rows = {f"random {i}": row for i, row in enumerate(random, 1)}
     if tokenizer is not None:
-        told = (word_problems.problem(index) for index in range(length // 16 + 1))  # each is more than 16 tokens long
+        told = (word_problems.problem(index) for index in range(length // 16 + 1))  # each has more than 16 tokens
         text = "\n\n".join(f"{problem.question}\n{problem.solution}" for problem in told)
         rows["text"] = np.array(text_ids([text], tokenizer)[0][:length])
         problem = f"the tokenizer of {tokenizer.name_or_path} gives the id {rows['text'].max()}"
@@ -133,7 +133,7 @@ def choose_rows(
 
 
 def measure(name: str, ours: Float[np.ndarray, "T V"], theirs: Float[np.ndarray, "T V"]) -> Comparison:
-    """Compare the logits of one row in float64, position by position: memory for one is enough."""
+    """Compare the logits of a row in float64, position by position, to save memory."""
     differences, divergence = [], []
     for pair in zip(ours, theirs, strict=True):
         a, b = (logits.astype(np.float64) for logits in pair)
@@ -149,7 +149,7 @@ _our_logits = jax.jit(lambda llm, row: llm.logits(llm(row, jnp.arange(row.shape[
 
 @contextlib.contextmanager
 def in_float64() -> Iterator[None]:
-    """PyTorch in float64 throughout: norms and rotary angles, for which modules name float32, are given float64 too."""
+    """Run PyTorch entirely in float64, including norms and rotary angles, for which modules request float32."""
     import torch
     from torch.overrides import TorchFunctionMode
 
@@ -185,9 +185,9 @@ def _their_logits(
 
 
 def open_theirs(kind: Any, folder: Path, *, dtype: str = "float32", **options: Any) -> Any:
-    """A folder's model by a class of transformers, from files that are here; raises `InputError`."""
+    """Open the model in a folder with a class of transformers, from local files; raises `InputError`."""
     transformers.utils.logging.disable_progress_bar()
     try:
         return kind.from_pretrained(folder, local_files_only=True, use_safetensors=True, dtype=dtype, **options).eval()
-    except Exception as error:  # of many kinds: a field of the config that it reads and we do not
-        raise InputError(f"transformers cannot open {folder} ({first_line(error)}): mend its files") from error
+    except Exception as error:  # many kinds, for example for a config field that it reads and we do not
+        raise InputError(f"transformers cannot open {folder} ({first_line(error)}): fix its files") from error

@@ -1,7 +1,7 @@
 """Recomputes the recorded runs of the release: trajectories of the ODE, and whole generations.
 
-A trajectory is checked twice. The states on the grid are diffrax's, by the program that decodes; times, temperatures
-and picked tokens of every evaluation come from a plain loop over the solver's tableau, from those states on.
+A trajectory is checked in two ways. The states on the grid come from diffrax, with the program that decodes. Times,
+temperatures and chosen tokens of every evaluation come from a plain loop over the solver's tableau, from these states.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,31 +30,31 @@ from l2d_jax.model.l2d import Model
 from l2d_jax.parity.recording import Check, Recording, logits_at, read
 
 METHODS = {"euler": "euler", "midpoint": "midpoint", "rk4": "rk4", "heun2": "heun", "heun3": "heun3"}  # fixed grids
-DRAWS = 32  # places for recorded draws in every run: programs are compiled once for each shape
+DRAWS = 32  # every run has this number of places for draws, so that programs compile once
 
 
 class Draws(NamedTuple):
-    """The tokens that a recorded run has drawn for its velocity, evaluation by evaluation."""
+    """The tokens that a recorded run sampled for its velocity, by evaluation."""
 
-    times: np.ndarray  # [DRAWS], of the evaluations; infinite beyond the last
+    times: np.ndarray  # [DRAWS], times of the evaluations; infinite beyond the last
     tokens: np.ndarray  # [DRAWS, B]
     drawn: np.ndarray  # [DRAWS], whether there is such a draw
 
 
 def trajectories(model: Model, a: Recording) -> Iterator[Check]:
-    """All recorded ODEs with a fixed grid."""
+    """Check all recorded ODEs with a fixed grid."""
     runs = a.meta.get("odes", {})
     for key in sorted({name.rsplit(".", 1)[0].removeprefix("ode.") for name in a if name.startswith("ode.")}):
-        require(key in runs, f"{a.file} has a run {key!r}, of which the meta.json beside it says nothing: add it there")
+        require(key in runs, f"{a.file} has a run {key!r}, which its meta.json does not describe: add it there")
         if runs[key].get("method") in METHODS:
             yield from trajectory(model, a, key, runs[key])
 
 
 def trajectory(model: Model, a: Recording, key: str, run: Mapping[str, Any]) -> Iterator[Check]:
-    """One recorded ODE: the states on the grid, the final logits, and every evaluation of the plain loop.
+    """Check one recorded ODE: the states on the grid, the final logits, and every evaluation of the plain loop.
 
-    The final evaluation is on the recorded end state: at t = 1 it answers a change of x with up to 400 times as much,
-    so that the last bits of our own would be as large as the tolerance.
+    The final evaluation uses the recorded end state. At t = 1 it magnifies a change of x up to 400 times, so the last
+    bits of our end state would already be as large as the tolerance.
     """
     grid, end = a[f"ode.{key}.t_grid"], float(run["final_timestep"])
     options = {"solver": METHODS[run["method"]], "budget": 1 + FIXED[METHODS[run["method"]]].stages * (len(grid) - 1)}
@@ -79,7 +79,7 @@ def trajectory(model: Model, a: Recording, key: str, run: Mapping[str, Any]) -> 
 def start_of(
     model: Model, a: Recording, key: str, run: Mapping[str, Any], options: dict[str, Any], rows: Sequence[int] = (0, 1)
 ) -> tuple[dict[str, np.ndarray], Refinement, Context, np.ndarray, np.ndarray]:
-    """Arrays of a recorded ODE, settings with `options`, pass over some rows, noise and end state in its shape."""
+    """The start of a recorded ODE: its arrays, settings with `options`, context of some rows, noise, and end state."""
     recorded = {name: a[f"ode.{key}.{name}"] for name in ("x0", "t_grid", "traj", "logits", "times", "argmax", "temps")}
     temperature = 0.0 if isinstance(run["temperature"], str) else float(run["temperature"])
     velocity = "expectation" if run["x1_estimation"] == "average" else "sample"
@@ -106,7 +106,7 @@ def _states(
     keys = jax.random.split(jax.random.key(0), context.hidden.shape[:2])
     target = make_target(model, context, settings=settings, keys=keys, end=end)
 
-    def injected(t: Any, x: Any) -> Any:  # the drawn tokens are given; beyond them the temperature was zero
+    def injected(t: Any, x: Any) -> Any:  # recorded tokens; after them the temperature was zero
         assert model.table is not None
         at = jnp.argmin(jnp.abs(draws.times - t))
         return jnp.where(draws.drawn[at], model.table[draws.tokens[at]][:, None], target(t, x))
@@ -117,7 +117,7 @@ def _states(
 def _loop(
     model: Model, context: Context, settings: Refinement, draws: Draws, states: np.ndarray, grid: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Times, temperatures and arg max of every evaluation, stage by stage from the states on the grid."""
+    """Times, temperatures and arg max of every evaluation, stage by stage, starting from the states on the grid."""
     tableau = getattr(settings.solver.method, "tableau", None)
     nodes, lower = ([], []) if tableau is None else (tableau.c, tableau.a_lower)
     velocity, seen = noted_velocity(model, context, settings, draws=draws, length=grid[-1] / (len(grid) - 1))
@@ -130,14 +130,14 @@ def _loop(
 
 
 def combine(shares: Any, slopes: list[np.ndarray]) -> Any:
-    """The sum of slopes, each by its share."""
+    """The weighted sum of slopes."""
     return sum(share * slope for share, slope in zip(shares, slopes, strict=True))
 
 
 def noted_velocity(
     model: Model, context: Context, settings: Refinement, *, draws: Draws | None = None, length: Any = 0.0
 ) -> tuple[Callable[[Any, np.ndarray], np.ndarray], dict[str, list[np.ndarray]]]:
-    """The velocity at t and x, and its record of all evaluations; `length` is that of a grid interval."""
+    """A velocity function of t and x, and its record of all evaluations; `length` is that of a grid interval."""
     table = np.asarray(model.table)
     seen: dict[str, list[np.ndarray]] = {"times": [], "temps": [], "argmax": []}
 
@@ -150,7 +150,7 @@ def noted_velocity(
             branches.append(logits_at(model, context, x, t))
         temperature = float(settings.temperature(jnp.float32([[t]]), jnp.float32([[length]]))[0, 0])
         number = len(seen["temps"])
-        if settings.velocity == "sample" or temperature == 0:  # the vector of the likeliest token
+        if settings.velocity == "sample" or temperature == 0:  # the vector of the most likely token
             targets = [table[np.argmax(logits, axis=-1)] for logits in branches]
         else:  # the mean over the vocabulary
             targets = [softmax(np.asarray(logits) / temperature, axis=-1) @ table for logits in branches]
@@ -166,7 +166,7 @@ def noted_velocity(
 
 
 def generations(model: Model, a: Recording) -> Iterator[Check]:
-    """Whole autoregressive generations, token by token, with the recorded noise; "base" is the LM alone."""
+    """Check whole generations, token by token, with the recorded noise; "base" is the LM alone."""
     assert model.path is not None
     recorded = a.meta.get("decode") or {"outputs": {}}
     for name, theirs in recorded["outputs"].items():

@@ -15,19 +15,19 @@ from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
 
 LOGITS = 1e-4  # absolute, float32
-ROUNDINGS = 10  # times what theirs differs from itself in float64, where ours may differ by more
+ROUNDINGS = 10  # looser bound: this multiple of the difference between theirs in float32 and in float64
 
 
 class Check(NamedTuple):
-    """One comparison."""
+    """A comparison of an array."""
 
     name: str
     ours: Any
     theirs: Any
     tolerance: float = LOGITS
     relative: bool = False  # whether the tolerance is a fraction of the largest entry of `theirs`
-    judged: bool = True  # False: reported only, since the recorded run met a near tie
-    noise: Any = 0.0  # by how much float error alone may change each entry; it is not counted
+    judged: bool = True  # False: only reported, because the recorded run met a near tie
+    noise: Any = 0.0  # change of each entry that float error alone can cause; it does not count
 
     def difference(self) -> float:
         """The largest absolute difference beyond `noise`, as a fraction of the largest entry if `relative`."""
@@ -43,7 +43,7 @@ class Check(NamedTuple):
 
 
 class Recording(dict[str, np.ndarray]):
-    """The arrays of a `reference.npz`, and what the `meta.json` beside it says of their runs."""
+    """The arrays of a `reference.npz`, and the descriptions of their runs in `meta.json` next to it."""
 
     def __init__(self, file: Path, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> None:
         super().__init__(arrays)
@@ -51,11 +51,11 @@ class Recording(dict[str, np.ndarray]):
 
     @classmethod
     def open(cls, file: Path) -> "Recording":
-        """Read all arrays; raises `InputError` for anything but an .npz of plain arrays."""
+        """Read all arrays; raises `InputError` for anything other than an .npz of plain arrays."""
         try:
             with open_file(file) as opened, np.load(opened, allow_pickle=False) as arrays:  # a lone array has no `with`
                 contents = dict(arrays)
-        except Exception as error:  # of zip, of numpy's header and of the file system, of many kinds
+        except Exception as error:  # zip, NumPy's header and the file system raise many kinds
             reason = " ".join(str(error).split())[:200]
             raise InputError(f"cannot read {file} ({reason}): give an .npz of plain arrays") from error
         beside = file.with_name("meta.json")
@@ -65,7 +65,7 @@ class Recording(dict[str, np.ndarray]):
         raise InputError(f"{self.file} has no array {name!r}: record it again")
 
     def require_fit(self, model: Model) -> None:
-        """Raise `InputError` unless tokens and noise have the sizes of this model."""
+        """Raise `InputError` unless tokens and noise fit this model."""
         vocabulary, ids = model.llm.architecture.vocab_size, self["input_ids"]
         if ids.ndim != 2 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= vocabulary:
             raise InputError(f"{self.file}: input_ids must be rows of tokens below {vocabulary}: take the model's own")
@@ -76,9 +76,9 @@ class Recording(dict[str, np.ndarray]):
 
 
 def read(llm: LLM, tokens: np.ndarray, mask: np.ndarray | None = None, *, last: bool = False) -> Context:
-    """The frozen pass over recorded tokens, of which `mask` leaves out the padding.
+    """Run the frozen pass over recorded tokens; `mask` excludes padding.
 
-    With `last`, the last position takes the place of every other: all runs have one shape, and share programs.
+    With `last`, every position is replaced by the last one, so that all runs have one shape and share programs.
     """
     mask = np.ones_like(tokens) if mask is None else mask
     positions = np.where(mask == 1, np.cumsum(mask, axis=1) - 1, -1)
@@ -93,7 +93,7 @@ def _read(llm: LLM, tokens: jax.Array, positions: jax.Array, queries: jax.Array)
 
 
 def logits_at(model: Model, context: Context, x: Any, t: Any, labels: Any = None) -> jax.Array:
-    """Logits of one evaluation of the path; t and labels per position or shared, labels None: the null class."""
+    """Logits of one evaluation of the path. t and labels are per position or shared; labels None: the null class."""
     assert model.path is not None
     shape = context.hidden.shape[:2]
     labels = model.path.config.classes if labels is None else labels

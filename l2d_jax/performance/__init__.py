@@ -1,1 +1,1 @@
-"""What training and decoding cost: counted, compiled for TPUs, and measured."""
+"""The costs of training and decoding: counted from shapes, compiled for TPUs, and measured."""

@@ -1,4 +1,4 @@
-"""What a config costs, from shapes alone: trainable parameters, memory per device, FLOPs per token.
+"""The costs of a config, computed from shapes: trainable parameters, memory per device, FLOPs per token.
 
 `train --dry_run` and `train --variants` print the tables.
 """
@@ -18,18 +18,18 @@ from l2d_jax.training.memory import step_memory
 from l2d_jax.training.methods import method_of
 from l2d_jax.weights import base_model
 
-READ = ("frozen pass", "forward", "backward")  # parts that run on every token; the others run on predicted tokens
+READ = ("frozen pass", "forward", "backward")  # parts that run on every token; the others run only on predicted tokens
 
 
 def trainable_parameters(config: Config, architecture: Architecture) -> int:
-    """Number of values that training changes; exact."""
+    """The exact number of values that training changes."""
     return parameters(method_of(config).declare(architecture))
 
 
 def flops_per_token(architecture: Architecture, config: PathConfig, *, draws_per_context: int = 1) -> dict[str, int]:
-    """Useful floating-point operations of training a path on one token, in matrix products, without recomputation.
+    """Useful floating-point operations of training a path on one token: matrix products, without recomputation.
 
-    A product with n weights takes 2n operations forward and 2n backward for its input, and 2n more for trained weights.
+    A product with n weights takes 2n operations forward, 2n backward for its input, and 2n more if weights are trained.
     """
     layers, path = LLM.declare(architecture, dtype=np.float32).layers, DiffusionPath.declare(config, architecture)
     shared = parameters([getattr(layers, name) for name in ADAPTED])
@@ -50,7 +50,7 @@ def flops_per_token(architecture: Architecture, config: PathConfig, *, draws_per
 
 
 def flops_of_training(config: Config, architecture: Architecture) -> dict[str, int]:
-    """Useful operations of training on one token, by the config's method: a path, LoRA or all weights."""
+    """Useful operations of training on one token with the config's method: a path, LoRA or all weights."""
     if config.train.method == "l2d":
         parts = flops_per_token(architecture, config.path, draws_per_context=config.train.draws_per_context)
         estimate = parts["path forward"] + parts["output head"] // 2
@@ -66,7 +66,7 @@ def flops_of_training(config: Config, architecture: Architecture) -> dict[str, i
 
 
 def flops_per_step(config: Config, architecture: Architecture) -> dict[str, int]:
-    """Useful operations of an optimizer step by part: `READ` over all tokens, the rest over predicted tokens."""
+    """Useful operations of an optimizer step by part: `READ` for all tokens, the others for predicted tokens."""
     parts = flops_of_training(config, architecture)
     tokens = config.train.batch_size * config.data.max_length
     predicted = config.train.batch_size * (config.data.answer_length or config.data.max_length)
@@ -74,17 +74,18 @@ def flops_per_step(config: Config, architecture: Architecture) -> dict[str, int]
 
 
 def flops_per_decoded_token(config: Config, architecture: Architecture) -> int:
-    """Useful operations of decoding one token with a config's budget, as `decoding_flops` counts them."""
+    """Useful operations of decoding one token with the config's budget, as `decoding_flops` counts them."""
     llm = LLM.declare(architecture, dtype=np.float32)
     path = DiffusionPath.declare(config.path, architecture) if config.train.method == "l2d" else None
     return decoding_flops(llm, path, budget=config.decode.budget, draws=config.decode.draws)[1]
 
 
 def decoding_flops(llm: LLM, path: DiffusionPath | None, *, budget: int, draws: int = 1) -> tuple[int, int]:
-    """Useful operations of reading one token of a prompt, and of decoding one of an answer; the model may be declared.
+    """Useful operations of reading a prompt token, and of decoding an answer token; the model may be declared.
 
-    A decoded token takes one pass of the model that reads, and the path and the LM head once per evaluation. The
-    conditions (modulation, merge weights) come from a table and cost nothing. A budget of 1 is the LM alone.
+    A decoded token takes one pass of the model that reads the context, and the path and the LM head once per
+    evaluation. The conditions (modulation, merge weights) come from a table and count as free. A budget of 1 is the LM
+    alone.
     """
     head = 2 * llm.architecture.vocab_size * llm.architecture.hidden_size
     reading = 2 * (parameters([getattr(llm.layers, name) for name in MATRICES]) + parameters(llm.adapter))
@@ -116,9 +117,9 @@ def cost_table(config: Config, architecture: Architecture, mesh: Mesh) -> str:
 
 
 def variant_table(reference: str) -> str:
-    """A line for `FILE.py` or `FILE.py:variants` as it is, and a line for each variant that can be added to it.
+    """A line for `FILE.py` or `FILE.py:variants`, and a line for each variant that can be added to it.
 
-    Raises `InputError` as `read_config` does; the line of a variant that contradicts the reference gives the reason.
+    Raises `InputError` as `read_config` does. If a variant contradicts the reference, its line gives the reason.
     """
     rows = [("variant", "trained", ""), ("-", _trained(reference), f"{reference} as it is")]
     included = reference.partition(":")[2].split(",")

@@ -1,7 +1,7 @@
 """Measures decoding, and compares it with the rate at which the machine reads memory.
 
-Weights and prompts are random, in the config's architecture. An evaluation of the path has to read the path's layers,
-which are the LM's with their LoRA, and the LM head; its time is the slope of the time per token over the budget.
+Weights and prompts are random, in the config's architecture. An evaluation of the path reads the path's layers (the
+LM's layers with LoRA) and the LM head. Its time is the slope of the time per token over the budget.
 """
 
 import dataclasses
@@ -34,10 +34,10 @@ from l2d_jax.weights import base_model, model_folder
 def measure_decoding(
     config: Config, mesh: Mesh, *, batches: Sequence[int], budgets: Sequence[int], prompt: int, new: int
 ) -> dict[str, Any]:
-    """Tokens per second at each batch size, budget and order of evaluations, and the time of an evaluation.
+    """Measure tokens per second at each batch size, budget and order of evaluations, and the time of an evaluation.
 
-    `prompt` and `new` are tokens: those of each prompt, whose prefill is not timed, and those to generate, which are
-    timed. The slope needs two budgets at least. The result has `rows` for each batch size and budget, `batches` for
+    `prompt` is the number of tokens of each prompt, whose prefill is not timed; `new` is the number of tokens to
+    generate. The slope needs at least two budgets. The result has `rows` for each batch size and budget, `batches` for
     each batch size, the read rate in bytes per second, and how it was measured.
     """
     llm = LLM.declare(base_model.read_architecture(config.model), dtype=config.model.dtype)
@@ -64,7 +64,7 @@ def measure_decoding(
 
 
 def random_model(config: Config, mesh: Mesh) -> Model:
-    """A model with random weights, in every leaf of the path, since a path at its initial values does nothing."""
+    """A model with random weights also in the path, because a path with its initial values does nothing."""
     architecture = base_model.read_architecture(config.model)
     llm = base_model.BaseFiles(architecture, None, (), None).load(dtype=config.model.dtype, mesh=mesh)
     path = model_folder.new_path(config.path, llm, mesh, seed=1)
@@ -73,7 +73,7 @@ def random_model(config: Config, mesh: Mesh) -> Model:
 
 
 def bytes_per_evaluation(model: Model) -> int:
-    """Bytes of the weights that one evaluation reads: the path's layers without their modulation, and the LM head."""
+    """Bytes of the weights that an evaluation reads: the path's layers without modulation, and the LM head."""
     assert model.path is not None
     path, base = ([getattr(layers, name) for name in ADAPTED] for layers in (model.path.layers, model.llm.layers))
     head = model.llm.embed if model.llm.head is None else model.llm.head
@@ -82,7 +82,7 @@ def bytes_per_evaluation(model: Model) -> int:
 
 
 def orders(config: Config, budget: int) -> list[Order]:
-    """The orders of evaluations that a budget can have, by the config's solver, velocity and `parallel`."""
+    """The possible orders of evaluations for a budget, given the config's solver, velocity and `parallel`."""
     settings = dataclasses.replace(config.decode, budget=budget, parallel="auto")
     if config.decode.parallel == "off" or not can_be_parallel(settings):
         return [Order.SEQUENTIAL]
@@ -90,17 +90,17 @@ def orders(config: Config, budget: int) -> list[Order]:
 
 
 class Run(NamedTuple):
-    """A compiled decoder: its seconds after the prefill, and what its last run has decoded."""
+    """A compiled decoder: its seconds after the prefill, and what its last run decoded."""
 
     generate: Callable[[], float]
-    tokens: Callable[[], float]  # of a sequence, in the mean
-    passes: Callable[[], float]  # over the weights, of a token
+    tokens: Callable[[], float]  # mean number of tokens per sequence
+    passes: Callable[[], float]  # passes over the weights per token
 
 
 def decoder(
     model: Model, config: Config, *, batch: int, budget: int, prompt: int, new: int, order: Order = Order.SEQUENTIAL
 ) -> Run:
-    """A compiled function that generates the new tokens of all sequences, or makes as many passes of a stream."""
+    """Compile a function that generates `new` tokens for all sequences, or makes `new` passes of a stream."""
     chosen = dataclasses.replace(config.decode, budget=budget)
     settings = Refinement.prepare(model, chosen)
     model = model.reading(refines=budget > 1)

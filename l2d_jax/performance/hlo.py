@@ -1,8 +1,8 @@
 """Reads the text of an optimized XLA program: its computations, how often each runs, and what an instruction costs.
 
-The text for a TPU does not say how often a loop runs: that follows from the loop's condition, `counter < constant`, and
-from what its body adds to the counter. Lines within a Pallas kernel's attributes may begin with a brace, so only a line
-that is a closing brace and nothing else ends a computation.
+The text for a TPU does not say how often a loop runs. That follows from the loop's condition, `counter < constant`, and
+from what its body adds to the counter. Lines within the attributes of a Pallas kernel may begin with a brace, so only a
+line with nothing but a closing brace ends a computation.
 """
 
 import math
@@ -37,7 +37,7 @@ class Instruction:
 
     @cached_property
     def arrays(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Type and dimensions of the result, or of each element of a tuple."""
+        """Element type and dimensions of the result, or of each element of a tuple."""
         found = ((kind, sizes.replace("<=", "").split(",")) for kind, sizes in _ARRAY.findall(self.shape))
         return [(kind, tuple(int(size) for size in sizes if size)) for kind, sizes in found]
 
@@ -47,18 +47,18 @@ class Instruction:
         return self.arrays[0][1] if self.arrays else ()
 
     def find(self, pattern: str) -> str | None:
-        """The group of a regular expression, where it first matches the attributes."""
+        """The group of a regular expression at its first match in the attributes."""
         found = re.search(pattern, self.attributes)
         return found[1] if found else None
 
     @property
     def cycles(self) -> int:
-        """The compiler's estimate for one execution; 0 where it made none: waiting, and copies between memories."""
+        """The compiler's estimate for one execution; 0 if it made none (waiting, copies between memories)."""
         return int(self.find(r'"estimated_cycles":"(\d+)"') or 0)
 
     @property
     def called(self) -> list[str]:
-        """The computations that it runs, without the branches of a conditional and a loop's condition."""
+        """The computations that it runs, except branches of a conditional and the condition of a loop."""
         return _CALLED.findall(self.attributes)
 
     @property
@@ -69,7 +69,7 @@ class Instruction:
 
     @property
     def source(self) -> str:
-        """The operation of the traced program that the compiler made it from."""
+        """The operation of the traced program from which the compiler made it."""
         return self.find(r'\bop_name="([^"]*)"') or ""
 
 
@@ -100,7 +100,7 @@ class HloProgram:
         return cls(computations, entry)
 
     def trips(self, loop: Instruction, caller: Computation) -> int | None:
-        """How often a loop's body runs; None where only the running program decides it."""
+        """How often a loop's body runs; None if it is decided at run time."""
         if known := loop.find(r'"known_trip_count":\{"n":"(\d+)"'):
             return int(known)
         condition = loop.find(r"\bcondition=%?([\w.\-]+)")
@@ -108,7 +108,7 @@ class HloProgram:
         inside = self.computations[condition]
         root = _root(inside)
         sides = [inside[name] for name in root.operands]
-        if root.opcode == "fusion":  # the fusion holds the comparison: replace its parameters by the operands outside
+        if root.opcode == "fusion":  # the comparison is in a fusion: replace its parameters by the operands outside
             fused = self.computations[root.called[0]]
             root = _root(fused)
             compared = [fused[name] for name in root.operands]
@@ -140,7 +140,7 @@ class HloProgram:
 
 
 def size_in_bytes(instruction: Instruction) -> int:
-    """Bytes of the result without padding; for the start of an asynchronous operation, of its largest element."""
+    """Bytes of the result without padding; for the start of an asynchronous operation, its largest element."""
     sizes = [bits(kind) * math.prod(sizes) // 8 for kind, sizes in instruction.arrays]
     return max(sizes, default=0) if instruction.opcode.endswith("-start") else sum(sizes)
 
@@ -166,7 +166,10 @@ def _index(instruction: Instruction) -> int:
 
 
 def _value(computation: Computation, name: str, index: int, *, counter: int | None = None) -> int | None:
-    """An integer, or element `index` of a tuple, in a loop's body whose state has `counter` there; None: unknown."""
+    """The integer value of an instruction, or of element `index` of a tuple, if the loop's counter is `counter`.
+
+    None: unknown.
+    """
     found = computation.get(name)
     while found is not None and found.opcode in _COPIES:
         found = computation.get(found.operands[0])
@@ -183,15 +186,15 @@ def _value(computation: Computation, name: str, index: int, *, counter: int | No
 
 
 def bits(kind: str) -> int:
-    """The size of an element, by the name of its type."""
+    """The size of an element in bits, by the name of its type."""
     found = re.search(r"\d+", kind)
     return int(found[0]) if found else {"token": 0, "pred": 8}[kind]
 
 
 def _convolution(instruction: Instruction, computation: Computation) -> int:
-    """Twice the multiplications of a convolution; XLA writes matrix products as convolutions, too.
+    """Twice the number of multiplications of a convolution. XLA also writes matrix products as convolutions.
 
-    There the batch axes are spatial ones, whose windows mostly lie in the padding.
+    In those, batch axes become spatial axes, whose windows are mostly in the padding.
     """
     labels = re.search(r"\bdim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
     assert labels is not None, instruction.name

@@ -1,4 +1,4 @@
-"""What one execution of an optimized XLA program costs a device: cycles, FLOPs and the bytes of its collectives."""
+"""The cost of one execution of an optimized XLA program on a device: cycles, FLOPs and bytes of collectives."""
 
 import math
 import re
@@ -10,8 +10,8 @@ from l2d_jax.performance.hlo import Computation, HloProgram, Instruction, size_i
 from l2d_jax.performance.read_ahead import ReadAhead
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
-Execution = tuple[Instruction, str, int]  # one that runs outside fusions; its computation's name; how often it runs
-BETWEEN = "between slices, "  # prefix of the kind of a collective that leaves the slice
+Execution = tuple[Instruction, str, int]  # an instruction outside fusions, its computation, number of runs
+BETWEEN = "between slices, "  # prefix for kinds of collectives that leave the slice
 
 
 @dataclass(frozen=True)
@@ -30,21 +30,21 @@ class Cost:
     """The cost of one execution of the program on one device."""
 
     cycles: int = 0
-    waiting: float = 0.0  # cycles, for copies that are read ahead
+    waiting: float = 0.0  # cycles of waiting for prefetched copies
     flops: int = 0  # executed matrix products, with recomputation, without kernels
     moved: Counter[str] = field(default_factory=Counter)  # bytes by kind of collective
-    calls: Counter[str] = field(default_factory=Counter)  # collectives by kind
+    calls: Counter[str] = field(default_factory=Counter)  # number of collectives by kind
     kernels: Counter[str] = field(default_factory=Counter)  # runs of hand-written kernels, which have no estimate
-    kernel_flops: int = 0  # of the kernels of attention
+    kernel_flops: int = 0  # FLOPs of the attention kernels
     unknown_loops: int = 0
     parts: list[InstructionCost] = field(default_factory=list)  # most cycles first
 
 
 def program_cost(program: HloProgram, *, rate: float = math.inf, unknown_trips: int = 1) -> Cost:
-    """Sum the costs of all instructions that run; a conditional costs as much as its dearest branch.
+    """Sum the costs of all instructions that run; a conditional costs as much as its most expensive branch.
 
-    A loop whose length only the running program decides, such as a solver's, counts as `unknown_trips` runs. The memory
-    gives `rate` bytes per cycle.
+    A loop whose length is decided at run time, such as an adaptive solver's, counts as `unknown_trips` runs. `rate` is
+    the memory bandwidth in bytes per cycle.
     """
     cost, ahead = Cost(), ReadAhead(program, rate)
     counted: set[tuple[str, str]] = set()
@@ -72,7 +72,7 @@ def program_cost(program: HloProgram, *, rate: float = math.inf, unknown_trips: 
 
 
 def _executions(program: HloProgram, name: str, times: int, unknown_trips: int) -> list[Execution]:
-    """All instructions that run when a computation runs `times` times, and each loop of unknown length itself."""
+    """All instructions that run if a computation runs `times` times, including loops of unknown length."""
     found: list[Execution] = []
     computation = program.computations[name]
     for instruction in computation.values():
@@ -93,10 +93,10 @@ def _executions(program: HloProgram, name: str, times: int, unknown_trips: int) 
 
 
 def _attention(instruction: Instruction, computation: Computation) -> int:
-    """Floating-point operations of a kernel of causal attention, by its name and shapes; 0 for any other kernel.
+    """Floating-point operations of a causal attention kernel, from its name and shapes; 0 for other kernels.
 
-    The forward pass takes two products of queries x keys x width, the queries' gradient three, and the gradient of keys
-    and values four. A fused backward pass takes five.
+    The forward pass has two products of queries x keys x width, the gradient of queries three, and the gradient of keys
+    and values four. A fused backward pass has five.
     """
     if not re.search("splash|flash|attention", instruction.name):
         return 0
@@ -114,8 +114,8 @@ def _attention(instruction: Instruction, computation: Computation) -> int:
 def _collectives(program: HloProgram, name: str, instruction: Instruction) -> Iterator[tuple[str, str, int]]:
     """Kind, identity and bytes of each collective of an instruction.
 
-    The bytes are those of the whole array that is gathered or reduced; between slices, where the parts leave through
-    the host, those that are sent.
+    The bytes are those of the whole array that is gathered or reduced. Between slices, where parts leave through the
+    host, they are the bytes sent.
     """
     computation = program.computations[name]
     kind = instruction.opcode.removesuffix("-start")
@@ -125,7 +125,7 @@ def _collectives(program: HloProgram, name: str, instruction: Instruction) -> It
             for found, key, size in _collectives(program, inner, inside):
                 if found == "all-reduce" and inner.startswith("all-reduce-scatter"):
                     yield "reduce-scatter", instruction.name, size
-                else:  # beside other work it is in pieces, fusions that share its channel: count it once
+                else:  # overlapped with other work, it is split into fusions that share a channel: count it once
                     yield found, inside.find(r"\bchannel_id=(\d+)") or key, size
     elif kind in KINDS:
         inputs = sum(size_in_bytes(computation[operand]) for operand in instruction.operands)

@@ -1,4 +1,4 @@
-"""The training step and decoding, traced from shapes alone: no weight is created and no device is used."""
+"""The training step and decoding, traced from shapes: no weights are created and no device is used."""
 
 import dataclasses
 from functools import partial
@@ -31,7 +31,7 @@ from l2d_jax.weights import base_model
 
 
 def lower_train(config: Config, mesh: Mesh) -> jax.stages.Lowered:
-    """The training step of a config on a mesh; raises `InputError` for a batch that the mesh does not divide."""
+    """Lower the training step of a config on a mesh; raises `InputError` if the mesh does not divide the batch."""
     check_batch(config.train, mesh)
     method, architecture = method_of(config), base_model.read_architecture(config.model)
     trained = sharding.abstract(method.declare(architecture), mesh)
@@ -56,11 +56,11 @@ def lower_train(config: Config, mesh: Mesh) -> jax.stages.Lowered:
 def lower_decode(
     config: Config, mesh: Mesh, *, batch: int, prompt: int, memory: int | None
 ) -> tuple[jax.stages.Lowered, Order]:
-    """Decoding after prompts of one length, and the order of evaluations that lanes would choose for it.
+    """Lower decoding after prompts of equal length; also returns the order of evaluations that lanes would choose.
 
-    The program makes `max_new_tokens` tokens, or as many passes of a stream. `memory` is that of all devices in bytes,
-    on which it depends whether updates are merged; None: they are. A method that trains no path gives a plain language
-    model, with a budget of 1. Raises `InputError` for an impossible budget.
+    The program makes `max_new_tokens` tokens, or this number of passes of a stream. `memory`, that of all devices in
+    bytes, decides whether updates are merged; None: they are. A method without a path gives a plain language model with
+    a budget of 1. Raises `InputError` for an impossible budget.
     """
     architecture, path = base_model.read_architecture(config.model), None
     llm = sharding.abstract(LLM.declare(architecture, dtype=jnp.dtype(config.model.dtype)), mesh)
@@ -72,14 +72,14 @@ def lower_decode(
     def build(llm: Any, path: Any) -> Model:
         model = Model.build(llm, path)
         if model.can_merge(memory):
-            if path is not None and path.adapter is not None:  # of the same shapes
+            if path is not None and path.adapter is not None:  # with the same shapes
                 updating = small_updates(path, llm) if path.config.reader == "lm" else None
                 model = dataclasses.replace(model, path=path.with_matrices(llm.layers), updating=updating)
             model = model.apart()
         return model.reading(refines=config.decode.budget > 1)
 
-    # The constructors take arrays, so the declared model is traced; some of its leaves are not given.
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # which says that this is for a TPU
+    # The constructors need arrays, so the declared model is traced; some of its leaves are absent.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # it says that this is for a TPU
         jaxpr, shapes = jax.make_jaxpr(build, return_shape=True)(llm, path)
         given = dict(zip(jaxpr.jaxpr.invars, jax.tree.leaves((llm, path)), strict=True))
 
@@ -120,7 +120,7 @@ def lower_decode(
 
 
 def _decoding_state(config: Config, mesh: Mesh, llm: LLM, *, batch: int, prompt: int) -> State:
-    """The state that `prefill` returns: sequences over `data` x `fsdp`, heads over `tensor`, where they divide."""
+    """The state after `prefill`: sequences over `data` x `fsdp`, heads over `tensor`, if these divide them."""
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch))
     tokens, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch, prompt), (batch,)))
     capacity = config.decode.max_new_tokens

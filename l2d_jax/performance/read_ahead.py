@@ -1,7 +1,7 @@
-"""How long a program waits for what it reads ahead: copies between memories, which run beside other work.
+"""How long a program waits for prefetched data: copies between memories, which overlap with other work.
 
-The compiler's cycles leave this out. Here the copies are made one after another, with what the instructions between the
-start and the end of each leave of the memory's rate.
+The compiler's cycles do not include this. Here copies are simulated one after another, with the memory bandwidth that
+the instructions between the start and the end of a copy leave unused.
 """
 
 import dataclasses
@@ -14,15 +14,15 @@ _ON_CHIP = re.compile(r"\b\w+\[[\d,]*\]\{[^}]*S\(\d+\)[^}]*\}")  # an array that
 
 
 class ReadAhead:
-    """The copies that are under way as a program's instructions run in turn."""
+    """The copies in flight while the instructions of a program run one after another."""
 
     def __init__(self, program: HloProgram, rate: float) -> None:
-        """A memory of so many bytes per cycle."""
+        """`rate` is the memory bandwidth in bytes per cycle."""
         self._program, self._rate = program, rate
-        self._left: dict[str, float] = {}  # bytes to copy, by the name of the copy's start
+        self._left: dict[str, float] = {}  # remaining bytes, keyed by the name of the copy's start
 
     def wait(self, instruction: Instruction, computation: Computation) -> float:
-        """Cycles for which an instruction that needs a copy waits; while others run, copies go on."""
+        """The cycles for which an instruction waits for a copy. While other instructions run, copies continue."""
         if instruction.opcode in ("copy-start", "slice-start"):
             kind, sizes = instruction.arrays[1]
             self._left[instruction.name] = bits(kind) * math.prod(sizes) / 8
@@ -39,7 +39,7 @@ class ReadAhead:
         return 0.0
 
     def _moved(self, instruction: Instruction, computation: Computation) -> int:
-        """Bytes that an instruction itself reads from memory and writes there."""
+        """Bytes that an instruction reads from and writes to main memory."""
         moved = _off_chip(instruction)
         for number, name in enumerate(instruction.operands):
             size = _off_chip(computation[name])
@@ -49,7 +49,7 @@ class ReadAhead:
         return moved
 
     def _read(self, name: str, number: int, size: int) -> int:
-        """Bytes that a fused computation reads of a parameter of this size: slices, or all of it."""
+        """Bytes of a parameter of this size that a fused computation reads: slices, or all of it."""
         inside, read = self._program.computations[name], 0
         names = {i.name for i in inside.values() if i.opcode == "parameter" and int(i.literal) == number}
         for reader in inside.values():  # in order, so that a bitcast comes before what reads it

@@ -1,4 +1,4 @@
-"""Wall-clock times, and the machine's best rates, which speeds are compared with."""
+"""Wall-clock times, and the machine's best rates, with which speeds are compared."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,26 +13,26 @@ from jaxtyping import Array
 from l2d_jax.distributed.memory import device_bytes
 from l2d_jax.model.few_rows import can_read, few_rows_logits
 
-REPEATS = 5  # runs of a piece of work, whose median counts
-PRODUCTS = 10  # in turn, of which a piece of work consists
-ARRAYS, WIDTH, PASSES = 4, 4096, 4  # of a program that reads: its arrays, their columns, and how often it reads each
+REPEATS = 5  # runs of each piece of work; the median counts
+PRODUCTS = 10  # matrix products per run
+ARRAYS, WIDTH, PASSES = 4, 4096, 4  # reading: number of arrays, their columns, and how often each is read
 
 
 def medians(*works: Callable[[], object]) -> list[float]:
-    """Median wall-clock seconds of pieces of work, by `turns`."""
+    """Median wall-clock seconds of pieces of work, which run in turns."""
     return turns(*(partial(timeit, work, number=1) for work in works))
 
 
 def turns(*works: Callable[[], float]) -> list[float]:
-    """Medians of the seconds that works return, which take turns so that a shared machine slows them alike."""
+    """Medians of the seconds that `works` return. They run in turns, so that a shared machine slows all alike."""
     rounds = [[work() for work in works] for _ in range(REPEATS)]
     return [sorted(seconds)[REPEATS // 2] for seconds in zip(*rounds, strict=True)]
 
 
 def matrix_products(size: int | None = None, *, dtype: Any = jnp.float32) -> tuple[Callable[[], object], int]:
-    """A function that multiplies matrices, `size` x `size`, in turn, and its floating-point operations.
+    """A function that multiplies `size` x `size` matrices, and its number of floating-point operations.
 
-    By default they are as large as a device of this kind needs to be at its best.
+    By default they are large enough for a device of this kind to reach its best rate.
     """
     size = size or (2048 if jax.default_backend() == "cpu" else 8192)
     x = jax.random.normal(jax.random.key(0), (size, size), dtype)
@@ -46,16 +46,16 @@ def matrix_products(size: int | None = None, *, dtype: Any = jnp.float32) -> tup
 
 
 class ReadRate(NamedTuple):
-    """How fast all devices together read their memory, and how that was measured."""
+    """The rate at which all devices together read their memory, and how it was measured."""
 
     rate: float  # bytes per second
     method: str
 
 
 def read_rate(mesh: Mesh | None = None) -> ReadRate:
-    """The best rate of programs that do nothing but read float32 arrays, which are spread over the mesh.
+    """The best rate of programs that only read float32 arrays, which are sharded over the mesh.
 
-    They are much larger than any cache, and read several times in one program, so that its start does not count.
+    The arrays are much larger than any cache, and a program reads them several times, so that its start does not count.
     """
     size = _readable_bytes()
     shape = (max(1, size // (ARRAYS * WIDTH * 4 * jax.device_count())) * jax.device_count(), WIDTH)
@@ -72,11 +72,11 @@ def read_rate(mesh: Mesh | None = None) -> ReadRate:
 
 
 def _read_times(way: Callable[[Array, Array], Array], arrays: list[Array]) -> list[float]:
-    """Seconds of several runs of a program that reads all arrays some times."""
+    """Seconds of several runs of a program that reads all arrays `PASSES` times."""
 
     def program(arrays: list[Array], x: Array) -> Array:
         def read(x: Array, _: None) -> tuple[Array, None]:
-            for array in arrays:  # each depends on the one before, or XLA would read the arrays once
+            for array in arrays:  # each read depends on the one before; otherwise XLA would read the arrays once
                 x = x + 1e-30 * way(array, x)
             return x, None
 
@@ -92,7 +92,7 @@ def _read_times(way: Callable[[Array, Array], Array], arrays: list[Array]) -> li
 
 
 def _readable_bytes() -> int:
-    """Bytes to read on all devices: several GiB, but no more than an eighth of what is free; 1 GiB at most on CPUs."""
+    """Bytes to read on all devices: several GiB, at most an eighth of free memory, and at most 1 GiB on CPUs."""
     device, there = jax.local_devices()[0], device_bytes() or 2**33
     if device.platform == "cpu":
         return min(2**30, there // 8)

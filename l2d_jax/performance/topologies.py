@@ -1,10 +1,10 @@
-"""TPU slices by name, for compiling without a TPU: libtpu describes their devices on any machine.
+"""TPU slices by name, for compiling without a TPU: libtpu can describe their devices on any machine.
 
-Figures are per device, which is a whole chip except on tpu7x, where it is one of a chip's two cores. `peak`, `memory`
-and `links` are from the manufacturer's tables of system architecture, `usable` from the compiler's message on a program
-that is too large. The compiler estimates cycles. They become seconds by the clock at which all matrix units together
-reach the published peak: 1.5 GHz on v5e, 1.75 on v5p and v6e, 1.05 on v4, 2.2 on tpu7x. The compiler's estimate for a
-large product is within 3 to 19 % of that.
+Figures are per device, which is a chip, except on tpu7x, where it is one of a chip's two cores. `peak`, `memory` and
+`links` come from the manufacturer's tables of system architecture; `usable` comes from the compiler's message about a
+program that is too large. The compiler estimates cycles. They are converted to seconds with the clock at which all
+matrix units together reach the published peak: 1.5 GHz on v5e, 1.75 on v5p and v6e, 1.05 on v4, 2.2 on tpu7x. The
+compiler's estimate for a large product is within 3 to 19 % of that.
 """
 
 import importlib.util
@@ -29,27 +29,27 @@ TABLE = package_table("performance/topologies.toml")
 class TpuGeneration:
     """A kind of TPU."""
 
-    axes: int  # length of a slice's shape
-    peak: float  # bfloat16 operations per second of a device, dense
+    axes: int  # number of axes of a slice's shape
+    peak: float  # dense bfloat16 operations per second of a device
     units: int  # matrix units of a device
-    side: int  # of a unit, which is square
+    side: int  # side of a matrix unit, which is square
     usable: float  # GiB of a device's memory that a program may use
-    memory: float  # bytes per second, to and from it
+    memory: float  # memory bandwidth, bytes per second
     links: float  # bytes per second into a device, over all its links
-    options: Mapping[str, Any] = field(default_factory=dict)  # further arguments for the description of its slices
+    options: Mapping[str, Any] = field(default_factory=dict)  # further arguments for describing its slices
 
     @property
     def per_cycle(self) -> int:
-        """Operations in a clock cycle: a multiplication and an addition in each cell of the units."""
+        """Operations per clock cycle: a multiplication and an addition in each cell of the matrix units."""
         return 2 * self.units * self.side**2
 
     @property
     def reading(self) -> float:
-        """Bytes per cycle to and from the memory, at three quarters of its rate, as the compiler has it for a v5e."""
+        """Memory bytes per cycle, at three quarters of the published rate, which the compiler assumes for a v5e."""
         return 0.75 * self.memory * self.per_cycle / self.peak
 
     def seconds(self, cycles: int | float) -> float:
-        """The seconds of a number of cycles."""
+        """Convert cycles to seconds."""
         return cycles * self.per_cycle / self.peak
 
 
@@ -66,7 +66,7 @@ class Topology:
 
     @classmethod
     def parse(cls, text: str, *, slices: int = 1) -> "Topology":
-        """Read a name such as `v5e:16x16`; raises `InputError` for a name of another form."""
+        """Parse a name such as `v5e:16x16`; raises `InputError` for any other form."""
         kind, _, layout = text.partition(":")
         require(kind in GENERATIONS, f"unknown kind of TPU {kind!r}{nearest(kind, GENERATIONS)}")
         axes = GENERATIONS[kind].axes
@@ -78,12 +78,12 @@ class Topology:
 
     @property
     def name(self) -> str:
-        """The name that `parse` reads, after the number of slices where there are several."""
+        """The name that `parse` reads; if there are several slices, their number comes first."""
         text = f"{self.kind}:{'x'.join(map(str, self.shape))}"
         return text if self.slices == 1 else f"{self.slices} x {text}"
 
     def devices(self) -> list[jax.Device]:
-        """Descriptions of the devices; raises `InputError` without libtpu and for a slice that does not exist."""
+        """Descriptions of the devices; raises `InputError` without libtpu, and for a slice that does not exist."""
         if importlib.util.find_spec("libtpu") is None:
             raise InputError("compiling for a TPU needs libtpu, which is not installed: pip install '.[tpu]'")
         for name, value in TABLE["environment"].items():

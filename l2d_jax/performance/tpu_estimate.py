@@ -1,4 +1,4 @@
-"""The TPU compiler's account of a program: memory, FLOPs, collectives and time, as plain values or as a table."""
+"""The TPU compiler's figures for a program: memory, FLOPs, collectives and time, as plain values or as a table."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -21,8 +21,8 @@ _SIZES = {  # fields of `memory_analysis`, without their ending
     "temporaries": "temp",
     "program": "generated_code",
 }
-_CROSSINGS = {"all-reduce": 2}  # how often each byte crosses a device's links; once for kinds that are not here
-# Phases of the time, by patterns of the traced operations' names; the first pattern that matches counts.
+_CROSSINGS = {"all-reduce": 2}  # how often each byte crosses a device's links; other kinds: once
+# Phases of the time, by patterns in the names of traced operations; the first match counts.
 _PHASES = {
     "recomputed for the backward pass": "rematted_computation",
     "pass over the context": r"\bllm\b",
@@ -32,8 +32,8 @@ _PHASES = {
     "head and loss": r"jvp\(|/head/",
     "all else": "",
 }
-ATTENTION = 0.4  # share of peak of kernels of attention: an assumption, since the compiler does not estimate kernels
-_PARTS = 100  # the dearest instructions that are kept
+ATTENTION = 0.4  # assumed share of peak of attention kernels, because the compiler does not estimate kernels
+_PARTS = 100  # number of most expensive instructions that are kept
 
 
 def read_estimate(
@@ -41,9 +41,9 @@ def read_estimate(
 ) -> dict[str, Any]:
     """The figures of a compiled program, per device and execution; sizes in bytes.
 
-    `memory` and `text` are what `Compiled.memory_analysis()` and `as_text()` return. `useful` is the floating-point
-    operations per device that the model needs, `tokens` those of an execution on all devices together, and
-    `unknown_trips` how often a loop runs whose length only the running program decides.
+    `memory` and `text` are the results of `Compiled.memory_analysis()` and `as_text()`. `useful` is the number of
+    floating-point operations per device that the model needs, `tokens` the number of tokens of an execution on all
+    devices, and `unknown_trips` the assumed number of runs of loops whose length is decided at run time.
     """
     cost = program_cost(HloProgram.parse(text), rate=generation.reading, unknown_trips=unknown_trips)
     sizes = {name: getattr(memory, f"{kind}_size_in_bytes") for name, kind in _SIZES.items()}
@@ -65,7 +65,7 @@ def read_estimate(
 
 
 def _phases(parts: Iterable[InstructionCost], generation: TpuGeneration) -> dict[str, dict[str, float]]:
-    """By phase: seconds, seconds of instructions with matrix products, and the products' FLOPs."""
+    """For each phase: seconds, seconds of instructions with matrix products, and the FLOPs of these products."""
     phases = {name: {"seconds": 0.0, "seconds of products": 0.0, "FLOPs": 0.0} for name in _PHASES}
     for part in parts:
         name = next(name for name, pattern in _PHASES.items() if re.search(pattern, part.source))
@@ -77,7 +77,7 @@ def _phases(parts: Iterable[InstructionCost], generation: TpuGeneration) -> dict
 
 
 def too_large(message: str) -> dict[str, Any] | None:
-    """The figures in the compiler's message that a program is too large; None for another message."""
+    """The figures in the compiler's message that a program is too large; None for other messages."""
     for pattern in _TOO_LARGE:
         if found := pattern.search(message):
             needed, usable = (float(found[i]) * _UNITS[found[i + 1]] for i in (1, 3))
@@ -86,12 +86,12 @@ def too_large(message: str) -> dict[str, Any] | None:
 
 
 def fits(figures: Mapping[str, Any]) -> bool:
-    """Whether the program fits the memory of a device."""
+    """Whether the program fits into the memory of a device."""
     return bool(figures["needed"] <= figures["usable"])
 
 
 def estimate_lines(figures: Mapping[str, Any], *, top: int = 0) -> list[str]:
-    """The lines of a table; `top` adds a list of that many of the dearest instructions."""
+    """The lines of a table; `top` adds a list of this number of most expensive instructions."""
     needed, usable = figures["needed"], figures["usable"]
     spare = f"{_size(abs(usable - needed))} ({abs(1 - needed / usable):.0%})"
     rows = [(f"memory: {name}", _size(figures[name])) for name in (*_SIZES, "needed", "usable") if name in figures]

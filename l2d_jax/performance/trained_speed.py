@@ -1,6 +1,6 @@
-"""Measures decoding of a trained path on its held-out problems: evaluations one by one, and side by side.
+"""Measures decoding of a trained path on its held-out problems: evaluations one by one, and in parallel.
 
-How many passes a token takes depends on what the path has learned, which random weights do not show.
+The number of passes per token depends on what the path has learned, so random weights would not show it.
 """
 
 import time
@@ -18,22 +18,23 @@ from l2d_jax.performance.timing import turns
 
 
 class _Run(NamedTuple):
-    """What a run of some answers has decoded."""
+    """What a run has decoded."""
 
     answers: list[list[int]]
     passes: int
     evaluations: int
-    order: str  # of evaluations, at the end
-    tokens: int  # stop tokens included
+    order: str  # order of evaluations at the end
+    tokens: int  # including stop tokens
 
 
 def measure_answers(
     loaded: LoadedModel, prompts: Sequence[Prompt], *, batches: Sequence[int], budgets: Sequence[int], new: int
 ) -> list[dict[str, Any]]:
-    """A row for each batch size, budget and order of evaluations, measured in turns.
+    """Measure each batch size, budget and order of evaluations, in turns; one row for each.
 
-    The first `batch` of the prompts are answered together until all have ended, by at most `new` tokens; neither
-    reading them nor compiling counts. `differ` counts the tokens that are others than one by one.
+    For each batch size, the first prompts are answered together until all answers have ended, with at most `new`
+    tokens. Reading prompts and compiling are not counted. `differ` is the number of tokens that differ from those of
+    one-by-one evaluation.
     """
     rows = []
     for batch in batches:
@@ -60,12 +61,12 @@ def _ways(loaded: LoadedModel, budget: int) -> list[str]:
 
 
 def _differ(found: Sequence[int], wanted: Sequence[int]) -> int:
-    """The tokens in which two answers differ; those that only one has count."""
+    """The number of places in which two answers differ; places that only one of them has count too."""
     return sum(a != b for a, b in zip(found, wanted, strict=False)) + abs(len(found) - len(wanted))
 
 
 class _Work:
-    """Answers some prompts; a call returns the seconds of decoding."""
+    """Answers prompts; a call returns the seconds of decoding."""
 
     last: _Run
 

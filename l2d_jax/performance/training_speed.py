@@ -27,7 +27,7 @@ from l2d_jax.weights import base_model
 
 
 def measure_training(config: Config, mesh: Mesh) -> dict[str, Any]:
-    """Tokens per second of the compiled step, the seconds of its parts, and the machine's matrix-product rate."""
+    """Measure tokens per second of the compiled step, seconds of its parts, and the machine's matrix-product rate."""
     check_batch(config.train, mesh)
     architecture = base_model.read_architecture(config.model)
     check_training_memory(config, architecture, mesh)
@@ -37,7 +37,7 @@ def measure_training(config: Config, mesh: Mesh) -> dict[str, Any]:
     state = init_state(adam, trained, mesh)
     step = make_step(adam, config.train, state, mesh, objective=method.loss)
     batch = micro_batches(random_batch(config, architecture.vocab_size), config.train.micro_batches, mesh)
-    parts = {}  # a path that reads the context itself cannot be told apart from the frozen pass
+    parts = {}  # if the path reads the context, it cannot be separated from the frozen pass
     if frozen is not None and isinstance(trained, DiffusionPath) and trained.config.reader == "lm":
         found = _parts(config, trained, frozen, batch)
         parts = {name: config.train.micro_batches * seconds for name, seconds in found.items()}
@@ -68,7 +68,7 @@ def measure_training(config: Config, mesh: Mesh) -> dict[str, Any]:
 
 
 def _parts(config: Config, path: DiffusionPath, llm: LLM, batch: Batch) -> dict[str, float]:
-    """Seconds of the parts of a micro-batch, each compiled and run alone, by the names in `costs`."""
+    """Seconds of the parts of a micro-batch, each compiled and run alone; keys are the names in `costs`."""
     micro, key = jax.tree.map(lambda array: array[0], batch), jax.random.key(3)
     micro, corruption = sample_corruptions(key, micro, path, draws_per_context=config.train.draws_per_context)
 

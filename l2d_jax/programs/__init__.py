@@ -1,1 +1,1 @@
-"""What each program does once its command line is parsed: `run(options)`, with the libraries that it takes."""
+"""The work of each program after its command line was parsed: `run(options)`. Large libraries are imported here."""

@@ -52,7 +52,7 @@ def _measure_random(options: Namespace, config: Config) -> dict[str, Any]:
 
 
 def _measure_trained(options: Namespace) -> list[dict[str, Any]]:
-    """The answers of a workdir's newest checkpoint to held-out problems."""
+    """Measure how the newest checkpoint of a workdir answers held-out problems."""
     _check_overrides(options)
     folder = find(options.workdir)
     trained, base = folder.trained, folder.find_base()
@@ -77,14 +77,14 @@ def _check_overrides(options: Namespace) -> None:
 
 
 def _shares_of_lm(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The time of a token over that of the LM alone, which is a budget of 1 at the same batch size."""
+    """The time of a token divided by that of the LM alone, which is a budget of 1 at the same batch size."""
     plain = {row["batch"]: row["seconds per token"] for row in rows if row["budget"] == 1}
     known = [plain.get(row["batch"]) for row in rows]
     return [f"{row['seconds per token'] / one:.2f}" if one else "-" for row, one in zip(rows, known, strict=True)]
 
 
 def answers_table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Lines with the time of a token by batch size, budget and order of evaluations."""
+    """Lines with the time per token for each batch size, budget and order of evaluations."""
     lines = ["batch  budget  evaluations   milliseconds per token  of the LM's  passes  evaluations  tokens  differ"]
     for row, share in zip(rows, _shares_of_lm(rows), strict=True):
         line = f"{row['batch']:>5}  {row['budget']:>6}  {row['order']:<12}  {1000 * row['seconds per token']:>22.1f}"
@@ -94,7 +94,7 @@ def answers_table(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def training_table(figures: dict[str, Any]) -> list[str]:
-    """Lines with the figures of a whole step, then the time of its parts."""
+    """Lines with the figures of a step, then the time of its parts."""
     lines = [f"{name:<36} {value:>12,.2f}" for name, value in figures.items() if name != "parts"]
     lines += ["", "part            seconds  of the step  share of the matrix product's rate"]
     peak, whole = 1e9 * figures["matrix product, GFLOP/s"], figures["seconds per step"]
@@ -105,7 +105,7 @@ def training_table(figures: dict[str, Any]) -> list[str]:
 
 
 def decoding_table(figures: dict[str, Any]) -> list[str]:
-    """Lines with the speed by batch size and budget, then the time of an evaluation by batch size."""
+    """Lines with the speed for each batch size and budget, then the time of an evaluation for each batch size."""
     lines = ["batch  budget  evaluations   tokens per second  milliseconds per token  of the LM's  passes per token"]
     for row, share in zip(figures["rows"], _shares_of_lm(figures["rows"]), strict=True):
         line = f"{row['batch']:>5}  {row['budget']:>6}  {row['order']:<12}  {row['tokens per second']:>17.2f}"

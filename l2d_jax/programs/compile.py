@@ -1,4 +1,4 @@
-"""Compiles the training step and decoding for a TPU slice, and reads what the compiler says of them."""
+"""Compiles the training step and decoding for a TPU slice, and reads the compiler's figures."""
 
 import dataclasses
 import hashlib
@@ -27,8 +27,8 @@ from l2d_jax.performance.topologies import GENERATIONS, GIB, Topology
 from l2d_jax.training import plans
 from l2d_jax.weights import base_model
 
-LIBRARIES = ("jax", "jaxlib", "libtpu", "flax", "optax", "diffrax")  # which the compiled program depends on
-PACKAGE = Path(__file__).parents[1]  # whose source the answers depend on
+LIBRARIES = ("jax", "jaxlib", "libtpu", "flax", "optax", "diffrax")  # libraries on which the compiled program depends
+PACKAGE = Path(__file__).parents[1]  # the package whose source the answers depend on
 EVERY = 10  # seconds between lines of progress
 
 Work = Literal["train", "decode"]
@@ -41,12 +41,12 @@ class Question:
     work: Work
     config: Config
     topology: Topology
-    batch: int  # sequences at a time, in decoding
-    prompt: int  # tokens of each prompt, in decoding
-    passes: float  # over the weights, of a token, in decoding whose evaluations go side by side
+    batch: int  # decoding: sequences at a time
+    prompt: int  # decoding: tokens of each prompt
+    passes: float  # decoding as a stream: passes over the weights per token
 
     def key(self) -> str:
-        """A hash of all that the answer depends on: the question, the libraries and this project's source."""
+        """A hash of everything that determines the answer: the question, the libraries, the source of this package."""
         versions = [importlib.metadata.version(name) for name in LIBRARIES]
         files = sorted(path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".toml"))
         asked = asdict(self)
@@ -57,12 +57,12 @@ class Question:
 
 
 def run(options: Namespace, config: Config) -> int:
-    """Compile what is not in the cache, and print; returns 1 if a program does not fit."""
+    """Compile what is not in the cache, and print the figures; returns 1 if a program does not fit."""
     works: tuple[Work, ...] = ("train", "decode") if options.work == "both" else (options.work,)
-    jax.config.update("jax_platforms", "cpu")  # or a machine's own TPU would be started
+    jax.config.update("jax_platforms", "cpu")  # otherwise a TPU of this machine would be started
     topology = Topology.parse(options.topology, slices=options.slices)
     devices = topology.devices()
-    make_mesh(config.mesh, devices)  # or the sizes do not fit
+    make_mesh(config.mesh, devices)  # raises if the sizes do not fit
     find_solver(config.decode.solver).steps(config.decode.budget)
 
     def ask(work: Work, config: Config, *, folder: Path | None = None) -> dict[str, Any]:
@@ -92,9 +92,9 @@ def run(options: Namespace, config: Config) -> int:
 
 
 def answer(question: Question, mesh: Mesh, *, folder: Path | None = None) -> dict[str, Any]:
-    """The program's figures by `tpu_estimate`, from the cache where the same question was asked before.
+    """The figures of a program, from `tpu_estimate` or from the cache.
 
-    With a `folder`, the cache is not read, and the optimized program goes there as `train.hlo` or `decode.hlo`.
+    With a `folder`, the cache is not read, and the optimized program is written there as `train.hlo` or `decode.hlo`.
     """
     file = cache_folder() / "estimates" / f"{question.key()}.json"
     if file.exists() and folder is None:
@@ -113,7 +113,7 @@ def answer(question: Question, mesh: Mesh, *, folder: Path | None = None) -> dic
 
 
 def compile_and_read(question: Question, mesh: Mesh, folder: Path | None) -> dict[str, Any]:
-    """The answer, which takes minutes to compile; raises `InputError` as `lowering` does."""
+    """Compile the program, which takes minutes, and read its figures; raises `InputError` as `lowering` does."""
     config, architecture = question.config, base_model.read_architecture(question.config.model)
     generation = GENERATIONS[question.topology.kind]
     trips = find_solver(config.decode.solver).steps(config.decode.budget)
@@ -124,7 +124,7 @@ def compile_and_read(question: Question, mesh: Mesh, folder: Path | None) -> dic
     else:
         sizes = {"batch": question.batch, "prompt": question.prompt, "memory": int(generation.usable * GIB * mesh.size)}
         lowered, order = lowering.lower_decode(config, mesh, **sizes)
-        passes = question.passes if order is Order.STREAM else 1.0  # the program makes as many as it has tokens
+        passes = question.passes if order is Order.STREAM else 1.0  # otherwise the program makes one pass per token
         tokens = round(question.batch * config.decode.max_new_tokens / passes)
         flops = tokens * costs.flops_per_decoded_token(config, architecture)
         trips = math.ceil(question.passes) if order is Order.PARALLEL else trips

@@ -34,9 +34,9 @@ def run(options: Namespace) -> None:
 
 
 def import_model(base: str, out: Path, *, l2d: tuple[Path, Path] | None = None, adapter: Path | None = None) -> None:
-    """Write a model folder, complete or not at all; every tensor keeps its bits. Raises `InputError`.
+    """Write a model folder, completely or not at all; every tensor keeps its bits. Raises `InputError`.
 
-    `l2d` is a checkpoint of the release, whose LM replaces the base's, and its hyper-parameters.
+    `l2d` is a checkpoint of the release and its hyper-parameters; the LM in the checkpoint replaces the base's.
     """
     published = None
     if publish.is_published(located := locate.locate(base)):
@@ -75,7 +75,7 @@ def import_model(base: str, out: Path, *, l2d: tuple[Path, Path] | None = None, 
             digests.check_signature(adapter / WEIGHTS, source)
             recorded = adapter_base(adapter) if adapters else None
             Adapter.open(adapter, architecture).write(partial, base=recorded or locate.absolute_name(base))
-            written = SafetensorsFolder.open(partial)  # without the tensors of the base that are not used
+            written = SafetensorsFolder.open(partial)  # without unused tensors of the base
             digests.sign(partial / WEIGHTS, base_fingerprint=digests.source_fingerprint(written))
         if published is not None:
             fingerprint = base_model.find_base(ModelConfig(name=str(partial))).fingerprint

@@ -43,9 +43,10 @@ def run(options: argparse.Namespace, config: Config | None) -> None:
 def open_session(
     options: argparse.Namespace, config: Config | None, *, used: Sequence[str] = ()
 ) -> tuple[LoadedModel, list[TaskPlan], Callable[[TaskPlan], None]]:
-    """Check everything, then load the model; returns it, the plans and what runs one; raises `InputError`.
+    """Check everything, then load the model; returns it, the plans, and a function that runs a plan.
 
-    The options of decoding that the caller has `used` are not refused where the plans do not use them.
+    Decoding options in `used` are not refused if the plans do not use them, because the caller does. Raises
+    `InputError`.
     """
     rows.keep_quiet()
     texts = command_line.tokenizer_options(options, config)
@@ -71,8 +72,8 @@ def open_session(
     labels = {label_of(one.problem, plan.protocol) for plan in plans for one in plan.problems}
     check_labels(found.path_config, sorted(label for label in labels if label is not None))
     check_asked_options(options, plans, found, used=used)
-    step = newest_step(found)  # resolved once: a training run may save another meanwhile
-    # Other evaluations in these folders are refused before any weight is loaded.
+    step = newest_step(found)  # resolved once: a training run may save another step in the meantime
+    # Folders with other evaluations are refused before any weights are loaded.
     model = processes.decide(lambda: model_fingerprint(found, base, step))
     processes.decide(lambda: [open_results(plan, options, found, step, model).folder.name for plan in plans])
     loaded = load(options.workdir or options.model, mesh=mesh, dtype=options.dtype, step=step, **texts)

@@ -46,7 +46,7 @@ def run(options: Namespace) -> None:
     ids = [prompt_ids(messages, require_tokenizer(base.tokenizer)) for messages in conversations]
     numbered, restrictions = requests.number_prompts(ids, labels=[options.label] * len(ids)), Restrictions(options.stop)
     asked = names if options.label is None else {*names, "label"}
-    for settings in variants:  # raises before any weight is read
+    for settings in variants:  # raises before any weights are read
         request = Request(numbered, settings, options.seed, restrictions=restrictions, tokenizer=base.tokenizer)
         make_answers(request, base.architecture, folder.path_config)
         if options.trace:
@@ -85,7 +85,7 @@ def _print_answer(
     settings: DecodeConfig,
     seed: int,
 ) -> tuple[str, list[TokenTrace]]:
-    """Print an answer, piece by piece unless it is traced or searched for, and return it with its trace, if any."""
+    """Print an answer, piece by piece unless it is traced or searched, and return it with its trace, if any."""
     if searched is None and not options.trace:
         text = ""
         for piece in loaded.stream(messages, settings=settings, seed=seed, label=options.label, stop=options.stop):

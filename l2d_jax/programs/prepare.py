@@ -1,4 +1,4 @@
-"""Tokenises, packs and shards what training with a config reads."""
+"""Tokenises, packs and shards the data that training with a config reads."""
 
 from argparse import Namespace
 from dataclasses import replace
@@ -12,7 +12,7 @@ from l2d_jax.weights import base_model
 
 
 def run(options: Namespace, config: Config) -> None:
-    """Prepare every split, and print how many examples it has and how large the folder is."""
+    """Prepare every split, and print its number of examples and the size of the folder."""
     rows.keep_quiet()
     tokenizer = base_model.find_tokenizer(config.model)
     preparation = Preparation(options.out, config.data, tokenizer, processes=options.processes)

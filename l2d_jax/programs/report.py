@@ -1,4 +1,4 @@
-"""Shows what runs have measured, as tables and as a page."""
+"""Shows the measurements of runs, as tables and as a page."""
 
 from argparse import Namespace
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ def report_workdir(workdir: Path, beside: Mapping[str, Mapping[str, float]]) -> 
 
 
 def _training_sections(workdir: Path) -> list[Section]:
-    """The section on training, whose tables are printed too; none if nothing was validated."""
+    """The section on training; its tables are also printed. Empty if nothing was validated."""
     if not (workdir / "metrics.jsonl").exists():
         return []
     before, after = training.first_and_last(workdir)
@@ -42,7 +42,7 @@ def _training_sections(workdir: Path) -> list[Section]:
 
 
 def _evaluation_sections(workdir: Path, beside: Mapping[str, Mapping[str, float]]) -> list[Section]:
-    """The sections on evaluations, whose table is printed too; none if nothing was evaluated."""
+    """The sections on evaluations; their table is also printed. Empty if nothing was evaluated."""
     folder = workdir / "eval" if (workdir / "eval").is_dir() else workdir
     evaluated, within = evaluations.collect(folder), evaluations.collect_within(folder)
     if not evaluated:

@@ -23,13 +23,13 @@ from l2d_jax.files import explained
 from l2d_jax.loading import find, load
 from l2d_jax.model.llm import LLM
 
-BUDGETS = (1, 3, 7, 15, 31)  # that the page offers
-EFFORTS = {"none": 1, "low": 3, "medium": 7, "high": 15}  # offered where the model can spend them
-GRACE = 5.0  # seconds after the last connection in which the devices may end what they compute
+BUDGETS = (1, 3, 7, 15, 31)  # budgets that the page offers
+EFFORTS = {"none": 1, "low": 3, "medium": 7, "high": 15}  # offered if the model can spend them
+GRACE = 5.0  # seconds after the last connection in which running computations may finish
 
 
 def run(options: Namespace, key: str | None) -> None:
-    """Load the model, and serve until a signal; requests must bring the `key`, if there is one."""
+    """Load the model, and serve until a signal. Requests must bring `key`, if there is one."""
     try:
         from l2d_jax.serving.access import Access
         from l2d_jax.serving.app import ServerApp
@@ -89,7 +89,7 @@ def _is_spendable(budget: int, settings: DecodeConfig, path: PathConfig | None) 
 def _efforts(
     given: Mapping[str, int] | None, settings: DecodeConfig, path: PathConfig | None, *, most: int
 ) -> Mapping[str, int]:
-    """The budgets of reasoning efforts; raises `InputError` for one that cannot be spent."""
+    """The budgets of reasoning efforts; raises `InputError` for a budget that cannot be spent."""
     if given is None:
         kept = {name: n for name, n in EFFORTS.items() if n <= most}
         return {name: n for name, n in kept.items() if _is_spendable(n, settings, path)}
@@ -103,7 +103,7 @@ def _efforts(
 
 
 def _serve(engine: Any, server: Any, listening: socket.socket, *, drain: float) -> None:
-    """Decode in this thread, and talk HTTP in another, until a signal ends both."""
+    """Decode in this thread, and serve HTTP in another one, until a signal ends both."""
 
     def leave(status: int) -> NoReturn:
         with contextlib.suppress(OSError):

@@ -49,7 +49,7 @@ def run(options: Namespace, config: Config) -> None:
         processes.print_once(f"measuring {name}: {model}")
         loaded = load(model, mesh=mesh, dtype=config.model.dtype, **texts, step=about[name]["step"])
         trained = 0 if loaded.model.path is None else parameters(loaded.model.path)
-        if (run := folders[name].trained) is not None:  # which may have changed the language model itself
+        if (run := folders[name].trained) is not None:  # the run may have changed the language model itself
             trained = costs.trainable_parameters(run, loaded.model.llm.architecture)
         examples, problems = _read_answers(loaded.tokenizer, config, options.answers)
         found = {"about": about[name], "trained": trained, **_measure_model(loaded, examples, config, options, mesh)}
@@ -62,7 +62,7 @@ def run(options: Namespace, config: Config) -> None:
 
 
 def _describe(folder: Folder, options: Namespace, config: Config) -> dict[str, Any]:
-    """All that a model's measurements depend on, as JSON; raises `InputError` before any weight is loaded."""
+    """Everything that determines a model's measurements, as JSON; raises `InputError` before weights are loaded."""
     base, step = folder.find_base(), newest_step(folder)
     model = processes.decide(lambda: model_fingerprint(folder, base, step))
     examples, _ = processes.take_turns(lambda: _read_answers(base.tokenizer, config, options.answers))
@@ -79,14 +79,14 @@ def _describe(folder: Folder, options: Namespace, config: Config) -> dict[str, A
 def _read_answers(
     tokenizer: PreTrainedTokenizerFast | None, config: Config, count: int
 ) -> tuple[Examples, MarkedProblems | None]:
-    """The held-out answers, and `count` problems to answer freely, None for 0; raises `InputError`."""
+    """The held-out answers, and `count` problems to answer from the prompt alone (None for 0); raises `InputError`."""
     tokenizer = require_tokenizer(tokenizer)
     examples = Examples.load(config.data, tokenizer, split=config.data.validation_split)
     return examples, MarkedProblems.read(config.data, tokenizer, count=count, option="--answers") if count else None
 
 
 def _is_known(file: Path, about: dict[str, Any]) -> bool:
-    """Whether a file holds a model's measurements; raises `InputError` if their conditions differ."""
+    """Whether a file has a model's measurements; raises `InputError` if their conditions differ."""
     if (before := processes.decide(lambda: study.read_measurements(file)["about"] if file.exists() else None)) is None:
         return False
     names = [name for name in about if about[name] != before.get(name) and name != "fingerprint"]
@@ -99,11 +99,11 @@ def _is_known(file: Path, about: dict[str, Any]) -> bool:
 def _measure_model(
     loaded: LoadedModel, examples: Examples, config: Config, options: Namespace, mesh: Mesh
 ) -> dict[str, Any]:
-    """The sums of every measure by example, and the settings that were measured."""
+    """Measure a model: sums of every measure per example, and the settings that were measured."""
     settings = {"1": dataclasses.replace(config.decode, solver="euler", budget=1)}
     if loaded.model.path is not None:
         for solver in options.solvers:
-            reached = {AMPLE}  # of an adaptive solver, which is measured once
+            reached = {AMPLE}  # an adaptive solver is measured once
             if solver not in ADAPTIVE:
                 reached = {split_budget(solver, budget, beams=1) for budget in options.budgets} - {1}
             decodes = [dataclasses.replace(config.decode, solver=solver, budget=budget) for budget in sorted(reached)]

@@ -1,4 +1,4 @@
-"""Evaluates a path at several budgets and strengths of guidance, traces right answers, and draws the figures."""
+"""Evaluates a path at several budgets and guidance strengths, traces right answers, and draws figures."""
 
 import itertools
 import json
@@ -20,7 +20,7 @@ from l2d_jax.programs.report import report_workdir
 from l2d_jax.reports.evaluation import WITHIN
 from l2d_jax.storage import mirror
 
-TRACED = 64  # right answers of each task whose diffusions are traced, evenly spaced over its problems
+TRACED = 64  # number of right answers per task that are traced, evenly spaced over its problems
 
 
 def run(options: Namespace, config: Config | None) -> None:
@@ -47,7 +47,7 @@ def run(options: Namespace, config: Config | None) -> None:
 
 
 def _trace_answers(loaded: LoadedModel, plan: TaskPlan) -> dict[str, object]:
-    """Accuracy by t within the diffusions of right answers, and the evaluations that an adaptive solver takes."""
+    """Accuracy by t within the diffusion of right answers, and the evaluations of an adaptive solver."""
     assert loaded.tokenizer is not None
     count = min(TRACED, len(plan.problems))
     problems = [plan.problems[index * len(plan.problems) // count] for index in range(count)]

@@ -1,4 +1,4 @@
-"""Trains, or says what training would take."""
+"""Trains, or says what training would need."""
 
 import contextlib
 from argparse import Namespace
@@ -12,7 +12,7 @@ from l2d_jax.weights import base_model
 
 
 def run(options: Namespace, config: Config) -> int:
-    """Train, or do what an option asks for instead; returns the exit status."""
+    """Train, or do what an option such as `--dry_run` requests; returns the exit status."""
     if options.variants:
         print(variant_table(options.config))
         return 0

@@ -1,4 +1,4 @@
-"""Compares a model with numbers that others computed, line by line."""
+"""Compares a model with numbers from other implementations, one line per array."""
 
 from argparse import Namespace
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def run(options: Namespace) -> int:
 
 
 def line(check: Check) -> Line:
-    """The line of one array."""
+    """The line for one array."""
     kind = "relative" if check.relative else "absolute"
     return f"{check.name:<64} {check.difference():9.2e} {kind}", check.passed() if check.judged else None
 

@@ -1,1 +1,1 @@
-"""Tables, figures and pages of what runs have measured."""
+"""Tables, figures and pages of measurements."""

@@ -1,4 +1,4 @@
-"""What refinement does to tokens, as a section of a study's report: tables and a figure."""
+"""A section of a study's report on what refinement does to tokens: tables and a figure."""
 
 import itertools
 from collections.abc import Mapping
@@ -10,18 +10,18 @@ from l2d_jax.reports.page import Section, Table
 from l2d_jax.statistics import BootstrapSums
 from l2d_jax.training.corrections import BINS, bin_names, by_bin, gates
 
-LABELS = ("entropy of the LM, nats", "tokens of the answer before")  # of `BINS`
+LABELS = ("entropy of the LM, nats", "tokens of the answer before")  # for `BINS`
 TITLE = "What refinement does to tokens"
 ABOUT = (
-    "In percent of all tokens, teacher-forced: those whose arg max is wrong at a budget of 1 and right at a larger one "
-    "(corrected), and the reverse (broken), by the entropy of the language model alone, in nats, and by the tokens of "
-    "the answer before them. Below: accuracy where a gate on that entropy refines only some tokens. The oracle refines "
-    "those that this corrects, and no others: the ceiling of any gate."
+    "In percent of all tokens, teacher-forced. Corrected: the most likely token is wrong at a budget of 1 and right at "
+    "the larger budget. Broken: the reverse. Rows are bins of the language model's entropy, in nats, or of the number "
+    "of answer tokens before the token. Below: accuracy if a gate on the entropy refines only some tokens. The oracle "
+    "refines exactly the tokens that are corrected: no gate can do better."
 )
 
 
 def corrections_section(sums: BootstrapSums, model: str, budgets: Mapping[str, float], folder: Path) -> Section:
-    """A section on one model, whose budgets go by their settings' names; prints its tables and draws into `folder`."""
+    """The section on one model; `budgets` maps names of settings to budgets. Prints tables, draws into `folder`."""
     prefix, title, file = f"{model}/", f"{TITLE}: {model}", folder / f"{model}-corrections.png"
     last, evaluations = list(budgets.items())[-1]
     tables: list[Any] = [_corrections(sums, kind, budgets, prefix) for kind in BINS]
@@ -43,7 +43,7 @@ def corrections_section(sums: BootstrapSums, model: str, budgets: Mapping[str, f
 
 
 def _corrections(sums: BootstrapSums, kind: str, budgets: Mapping[str, float], prefix: str) -> Table:
-    """A row for each bin of "entropy" or "position", and one for all tokens; two columns for each budget."""
+    """A table with a row for each bin of "entropy" or "position" and one for all tokens; two columns per budget."""
     pairs = ((f"corrected at {evaluations:.4g}", f"broken at {evaluations:.4g}") for evaluations in budgets.values())
     found = [by_bin(sums, kind, setting, prefix=prefix) for setting in budgets]
     rows = []

@@ -1,4 +1,4 @@
-"""Reports of evaluations: a table, and figures of accuracy against the budget, t and the strength of guidance."""
+"""Reports of evaluations: a table, and figures of accuracy against budget, t and guidance strength."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from l2d_jax.files import Positive, Share, check, read_json
 from l2d_jax.reports.figures import draw_rates, saved_figure
 from l2d_jax.reports.page import Table, interval
 
-WITHIN = "within.json"  # in a task's folder: accuracy by t within one diffusion, which `sweep` writes
+WITHIN = "within.json"  # file in a task's folder, written by `sweep`: accuracy by t within a diffusion
 HEADER = ("task", "evaluation", *KINDS, "pass@10", "problems")
 
 
@@ -25,20 +25,23 @@ class _Within(TypedDict):
 
 
 class Evaluation(NamedTuple):
-    """One finished evaluation."""
+    """A finished evaluation."""
 
     task: str
-    name: str  # of its folder
+    name: str  # name of its folder
     budget: int  # evaluations of the path per token
-    run: Mapping[str, Any]  # its settings
-    figures: Mapping[str, Any]  # its results
+    run: Mapping[str, Any]  # settings
+    figures: Mapping[str, Any]  # results
 
 
-Series = dict[str, dict[int | float, Evaluation]]  # by the label of a line, and by its points
+Series = dict[str, dict[int | float, Evaluation]]  # [label of a line][point]
 
 
 def collect(folder: Path) -> list[Evaluation]:
-    """The finished evaluations below an `eval` folder, by task, solver and budget; `InputError` for a damaged one."""
+    """The finished evaluations in an `eval` folder, sorted by task, solver and budget.
+
+    Raises `InputError` for a damaged file.
+    """
     evaluations = []
     for file in sorted(folder.glob(f"*/*/{RESULTS}")):
         if found := read_figures(file):
@@ -48,7 +51,7 @@ def collect(folder: Path) -> list[Evaluation]:
 
 
 def collect_within(folder: Path) -> dict[str, dict[str, Any]]:
-    """What `sweep` measured within one diffusion, by task; raises `InputError` for a damaged file."""
+    """What `sweep` measured within a diffusion, keyed by task; raises `InputError` for a damaged file."""
     remedy, found = "remove it, and give the same command of sweep again", {}
     for file in sorted(folder.glob(f"*/{WITHIN}")):
         within = found[file.parent.name] = check(read_json(file), _Within, file, remedy=remedy)
@@ -58,13 +61,13 @@ def collect_within(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_beside(file: Path | None) -> dict[str, dict[str, float]]:
-    """Rows beside ours: a JSON object of labels, each with an accuracy (0 to 1) by task; raises `InputError`."""
+    """Read rows of others: a JSON object of labels, each with an accuracy (0 to 1) per task; raises `InputError`."""
     rows, remedy = {} if file is None else read_json(file), "give each label its accuracies from 0 to 1, by task"
     return dict(check(rows, dict[str, dict[str, Share]], file, remedy=remedy))
 
 
 def task_rows(evaluations: Sequence[Evaluation], beside: Mapping[str, Mapping[str, float]]) -> Table:
-    """Accuracy with 95 % intervals, a task's rows of `beside` last, without columns that no row fills."""
+    """A table of accuracy with 95 % intervals; rows of `beside` come last in each task, empty columns are dropped."""
     rows: list[tuple[str, ...]] = []
     for task in dict.fromkeys(one.task for one in evaluations):
         for one in evaluations:
@@ -79,7 +82,7 @@ def task_rows(evaluations: Sequence[Evaluation], beside: Mapping[str, Mapping[st
 
 
 def draw_budgets(evaluations: Sequence[Evaluation], file: Path) -> bool:
-    """Draw accuracy against the budget, a line for each task and protocol; False if nothing has two budgets."""
+    """Draw accuracy against the budget, with a line for each task and protocol; False if nothing has two budgets."""
     series: Series = {}
     for one in evaluations:
         protocol = one.name.replace(f"-{one.budget}", "", 1)
@@ -88,7 +91,7 @@ def draw_budgets(evaluations: Sequence[Evaluation], file: Path) -> bool:
 
 
 def draw_guidance(evaluations: Sequence[Evaluation], file: Path) -> bool:
-    """Draw accuracy against the strength of guidance; False if no task was evaluated at two strengths."""
+    """Draw accuracy against guidance strength; False if no task was evaluated at two strengths."""
     series: Series = {}
     for one in evaluations:
         if one.run["asking"]["label"] is not None:
@@ -97,7 +100,7 @@ def draw_guidance(evaluations: Sequence[Evaluation], file: Path) -> bool:
 
 
 def _draw_lines(series: Series, kinds: Sequence[str], xlabel: str, file: Path, *, is_even: bool) -> bool:
-    """Draw a line for each series of two points or more, a panel for each kind of score; False without any line."""
+    """Draw a line for each series of at least two points, with a panel per kind of score; False if there is no line."""
     lines = {label: line for label, line in series.items() if len(line) > 1}
     if not lines:
         return False
@@ -115,7 +118,7 @@ def _draw_lines(series: Series, kinds: Sequence[str], xlabel: str, file: Path, *
 
 
 def draw_within(within: Mapping[str, Mapping[str, Any]], file: Path) -> bool:
-    """Draw accuracy on right answers against t, and an adaptive solver's evaluations by task; False without either."""
+    """Draw accuracy on right answers against t, and an adaptive solver's evaluations by task; False without data."""
     if not within:
         return False
     with saved_figure(2, file) as [left, right]:

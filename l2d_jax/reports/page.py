@@ -1,4 +1,4 @@
-"""HTML pages that load no other file: of reports, with tables and the figures as SVG, and of traces; tables as text."""
+"""Self-contained HTML pages for reports (tables, and figures as SVG) and traces; and tables as text."""
 
 import re
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ Table = tuple[tuple[str, ...], list[tuple[str, ...]]]  # header and rows
 
 
 class Section(NamedTuple):
-    """A heading and a paragraph, and below them figures, which `figures.saved_figure` wrote, and tables."""
+    """A heading and a paragraph, followed by figures (written by `figures.saved_figure`) and tables."""
 
     title: str
     text: str
@@ -19,20 +19,20 @@ class Section(NamedTuple):
     tables: Sequence[Table] = ()
 
     def printed(self) -> "Section":
-        """The section, whose title and tables are printed."""
+        """Print the title and the tables, and return the section."""
         print("\n".join(["", self.title, *(text_table(*table) for table in self.tables)]))
         return self
 
 
 def write_page(file: Path, title: str, *, template: str = "page.html", **content: Any) -> None:
-    """Write a page from a template beside this file and what it shows, such as `sections`."""
+    """Write a page from a template in this package and its content, such as `sections`."""
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
     environment.filters["svg"] = _svg
     file.write_text(environment.get_template(template).render(title=title, **content), encoding="utf-8")
 
 
 def _svg(file: Path) -> str:
-    """The SVG beside a figure's file, with ids that are unique within the page."""
+    """The SVG of a figure, with ids that are unique within the page."""
     text = file.with_suffix(".svg").read_text()
     text = text[text.index("<svg") :]
     for name in sorted(set(re.findall(r'id="([^"]+)"', text)), key=len, reverse=True):
@@ -41,13 +41,13 @@ def _svg(file: Path) -> str:
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell, aligned on the right."""
+    """A table as text; columns are as wide as their widest cell, and aligned on the right."""
     lines = [header, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
 
 
 def interval(rate: Sequence[float], *, sign: str = "") -> str:
-    """The text of a mean with the bounds of its interval; `sign` "+" shows the sign of a difference."""
+    """A mean with the bounds of its interval, as text; `sign` "+" shows the sign of a difference."""
     mean, low, high = rate
     return f"{mean:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"

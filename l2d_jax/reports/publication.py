@@ -1,4 +1,4 @@
-"""Publishes what a run has trained: a folder for the hub, with a page that says how it was trained and measured."""
+"""Publishes the path of a run: a folder for the hub, with a page that says how it was trained and measured."""
 
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ from l2d_jax.weights.export import Parts
 
 
 def publish_run(workdir: Path, repo: str, *, base: str | None = None, dry_run: Path | None = None) -> str:
-    """Write what a run has trained as a folder for the hub, and upload it unless this is a trial; what was done.
+    """Write the path of a run as a folder for the hub, and upload it unless `dry_run` names a folder.
 
-    `base` is the language model on the hub, if the run knows it as a folder. Raises `InputError`.
+    `base` is the hub id of the language model, if the run has it as a folder. Returns a line that says what was done.
+    Raises `InputError`.
     """
     require(hub.HUB_ID.fullmatch(repo) is not None and "@" not in repo, f"--repo is org/name, got {shown(repo)}")
     parts = Parts.open(str(workdir))
@@ -46,7 +47,7 @@ def publish_run(workdir: Path, repo: str, *, base: str | None = None, dry_run: P
 
 
 def _write_published(parts: Parts, trained: Path, out: Path, *, base: str) -> int:
-    """Write the path of a run for PyTorch and for this package; the number of its parameters."""
+    """Write the path of a run for PyTorch and for this package; returns its number of parameters."""
     path = model_folder.load_path(trained, parts.architecture, runtime.start_jax(MeshConfig()))
     hub_id, revision = hub.split_revision(base)
     raw = read_json(parts.language_model.folder / "config.json")
@@ -64,16 +65,16 @@ def _write_published(parts: Parts, trained: Path, out: Path, *, base: str) -> in
 def write_card(
     out: Path, *, repo: str, base: str, config: Config, measured: dict[str, Any], parameters: int, license: str | None
 ) -> None:
-    """Write `README.md` into a folder that holds a path already, to be published as `repo`, org/name.
+    """Write `README.md` into a folder that already has a path, to be published as `repo` (org/name).
 
-    `base` is org/name@revision, or a folder in a trial; `config` is of the training, `measured` the record of its last
-    validation, `parameters` how many numbers it trained, and `license` that of the base, None where it names none.
+    `base` is org/name@revision, or a folder in a trial. `config` is that of the training, `measured` the record of its
+    last validation, `parameters` the number of trained values, and `license` that of the base (None: unknown).
     """
-    import huggingface_hub  # here: it reads the environment as it is imported
+    import huggingface_hub  # here, because it reads the environment when it is imported
 
     base_id, revision = hub.split_revision(base)
     options: dict[str, Any] = {"license": license or None, "library_name": "transformers", "tags": ["l2d", "diffusion"]}
-    options["base_model"] = base_id if revision else None  # a folder means nothing elsewhere
+    options["base_model"] = base_id if revision else None  # a folder means nothing on other machines
     told: dict[str, Any] = {"title": repo.rpartition("/")[2], "repo": repo, "base_id": base_id, "revision": revision}
     told |= {"license": license, "config": config, "budget": config.decode.budget, "parameters": f"{parameters:,}"}
     told |= {"steps": measured["step"], "table": budget_rows(measured)}
@@ -83,7 +84,7 @@ def write_card(
 
 
 def read_license(base: str) -> str | None:
-    """The licence that a base's own page names: of a folder, or of a hub id; None where there is none."""
+    """The licence in the model card of a base (a folder or hub id); None if it names none."""
     import huggingface_hub
 
     folder = Path(base)
@@ -92,6 +93,6 @@ def read_license(base: str) -> str | None:
         return None
     try:
         card = huggingface_hub.ModelCard.load(page if folder.is_dir() else hub.split_revision(base)[0])
-    except Exception:  # the client raises errors of many types; a page that is not there names no licence
+    except Exception:  # the client raises errors of many types; without a page there is no licence
         return None
     return getattr(card.data, "license", None)

@@ -1,4 +1,4 @@
-"""Free-running accuracy against what an answer costs, as a section of a study's report: a table and a figure."""
+"""A section of a study's report on free-running accuracy against the cost of an answer: a table and a figure."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,14 +15,14 @@ TITLE = "Answers given freely"
 ABOUT = (
     "Problems are answered from the prompt alone, and the final numbers are compared; 95 % intervals over problems. "
     "A strategy is greedy at a budget of evaluations per token, the majority of sampled answers, or a beam search. "
-    "Compute is counted on the answers that were given, and seconds are of this machine. Gains are over the first row, "
-    "paired."
+    "Compute is counted for the answers as they were given; seconds are those of this machine. Gains are paired "
+    "differences from the first row."
 )
 STYLES = {"greedy": "-", "majority": "--", "beams": ":"}
 
 
 def strategies_section(answers: Mapping[str, Sequence[Outcome]], folder: Path) -> Section:
-    """A section of the page, from the strategies of each model; the table is printed, and the figure written."""
+    """The section on the strategies of each model; prints the table and writes the figure."""
     file = folder / "answers.png"
     with saved_figure(2, file) as panels:  # a colour for each model, a style for each kind
         for axes, measure, label in zip(panels, ("flops", "seconds"), ("FLOP", "seconds"), strict=True):

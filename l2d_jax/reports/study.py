@@ -22,7 +22,7 @@ MEASURES = {"loss": "nats per token", "expected": "expected accuracy", "greedy":
 HEADER = ("model", "trained", "solver", "evaluations", *MEASURES, "greedy, gain")
 MODELS = "Teacher-forced, on held-out answers; 95 % intervals over examples. Gains are over the first model, paired."
 DIFFERENCES = "Greedy accuracy of the row less that of the column, each at the largest budget of its first solver."
-Measurements = Mapping[str, Mapping[str, Any]]  # by the name of the model, as `read_measurements` gives them
+Measurements = Mapping[str, Mapping[str, Any]]  # [name of the model]: result of `read_measurements`
 Finite = Annotated[float, Interval(ge=-1e12, le=1e12)]
 
 
@@ -46,7 +46,7 @@ class _Measured(TypedDict):
 
 
 def read_measurements(file: Path) -> dict[str, Any]:
-    """What `study` has measured of a model; raises `InputError` for a damaged file."""
+    """Read what `study` has measured for a model; raises `InputError` for a damaged file."""
     remedy = "remove it to measure the model again"
     measured: dict[str, Any] = check(read_json(file), _Measured, file, remedy=remedy)
     counts, sums = measured["tally"]["counts"], measured["tally"]["sums"]
@@ -100,7 +100,7 @@ def _draw(tally: BootstrapSums, measured: Measurements, file: Path) -> None:
         if len(rates) > 1:
             draw_rates(axes, [setting["evaluations"] for setting in settings], rates, label=solver or name)
             return
-        # A model without a path is a dashed constant, since no budget changes it.
+        # A model without a path is a dashed constant, because it has no budget.
         [line] = axes.plot(ends, [rates[0][0]] * 2, linestyle="--", label=name)
         axes.fill_between(ends, *rates[0][1:], alpha=0.1, color=line.get_color())
 
@@ -125,6 +125,6 @@ def _solvers(one: Mapping[str, Any]) -> list[str]:
 
 
 def _settings(one: Mapping[str, Any], solver: str | None = None) -> list[Mapping[str, Any]]:
-    """A model's settings with a solver (None: its first), by budget; the first is the language model alone, of 1."""
+    """A model's settings with a solver (None: its first), sorted by budget; the first one is the language model."""
     solver = _solvers(one)[0] if solver is None else solver
     return [setting for setting in one["settings"] if setting["solver"] in ("", solver)]

@@ -11,7 +11,7 @@ from l2d_jax.reports import page
 
 
 class AnswerTrace(NamedTuple):
-    """The trace of one answer, and the question."""
+    """The trace of an answer, with its question."""
 
     prompt: int  # number of the prompt, from 0
     question: str  # the prompt as text
@@ -20,12 +20,12 @@ class AnswerTrace(NamedTuple):
 
     @property
     def changed(self) -> list[bool]:
-        """Whether each token is other than the language model's own."""
+        """For each token, whether the language model alone would have chosen another one."""
         return [token.likeliest != token.plain_likeliest for token in self.tokens]
 
 
 def write_trace(folder: Path, answers: Sequence[AnswerTrace]) -> None:
-    """Write both files into a folder; take one from `partial.output_folder` to get both files or neither."""
+    """Write both files into a folder; use `partial.output_folder` to get both files or neither."""
     rows = ""
     for sequence, answer in enumerate(answers):
         given = {"prompt": answer.prompt, "solver": answer.settings.solver, "budget": answer.settings.budget}

@@ -11,7 +11,7 @@ from l2d_jax.reports.figures import draw_rates, saved_figure
 from l2d_jax.reports.page import Table, interval
 from l2d_jax.training.metrics import read_metrics
 
-BY_T = "validation/loss_by_t"  # the loss of a path in each bin of t
+BY_T = "validation/loss_by_t"  # key of the loss of a path in each bin of t
 KINDS = {
     "expected": "expected: the true token's probability",
     "greedy": "greedy: it is the arg max",
@@ -21,7 +21,7 @@ KINDS = {
 
 
 def first_and_last(workdir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The first and the newest validation of a run; raises `InputError` if there is none."""
+    """The first and the last validation of a run; raises `InputError` if there is none."""
     records = [record for record in read_metrics(workdir) if "validation/loss" in record]
     require(records != [], f"workdir {workdir} has no validation in metrics.jsonl: train it first")
     first, last = records[0], records[-1]
@@ -33,7 +33,7 @@ def first_and_last(workdir: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _check(record: dict[str, Any], file: Path) -> None:
-    record.setdefault(BY_T, [])  # where a language model was trained
+    record.setdefault(BY_T, [])  # absent if a language model was trained
     kinds: dict[str, Any] = {"validation/loss": float, BY_T: list[float]}
     for name in (f"validation/{kind}@{budget}" for kind in _kinds(record) for budget in budgets(record)):
         bounds, gain = (Annotated[list[float], Len(count, count)] for count in (2, 3))
@@ -43,13 +43,13 @@ def _check(record: dict[str, Any], file: Path) -> None:
 
 
 def _kinds(record: dict[str, Any]) -> list[str]:
-    """The kinds of accuracy that were measured; the first two always are."""
+    """The kinds of accuracy that were measured; the first two always exist."""
     first, second, *free = KINDS
     return [first, second, *(kind for kind in free if any(name.startswith(f"validation/{kind}@") for name in record))]
 
 
 def loss_rows(before: dict[str, Any], after: dict[str, Any]) -> Table:
-    """Loss by t in nats per token, before and after; a run without a path has only the last row, over all t."""
+    """A table of the loss by t, in nats per token, before and after training; without a path, only the row "all"."""
     bins = len(before[BY_T])
     names = [*(f"{i / bins:.1f} - {(i + 1) / bins:.1f}" for i in range(bins)), "all"]
     losses = ([f"{loss:.3f}" for loss in (*one[BY_T], one["validation/loss"])] for one in (before, after))
@@ -57,7 +57,7 @@ def loss_rows(before: dict[str, Any], after: dict[str, Any]) -> Table:
 
 
 def budget_rows(record: dict[str, Any]) -> Table:
-    """Accuracy at each budget with its 95 % interval, and the paired gain over the smallest budget."""
+    """A table of accuracy at each budget with 95 % intervals, and the paired gain over the smallest budget."""
     rows, kinds = [], _kinds(record)
     for budget in budgets(record):
         row = [str(budget)]
@@ -74,7 +74,7 @@ def budgets(record: dict[str, Any]) -> list[int]:
 
 
 def draw_training(before: dict[str, Any], after: dict[str, Any], file: Path) -> None:
-    """Draw accuracy against the budget with its intervals and, for a path, loss by t before and after."""
+    """Draw accuracy against the budget with intervals and, for a path, the loss by t before and after training."""
     bins, measured = len(before[BY_T]), budgets(after)
     places, middles = range(len(measured)), [(i + 0.5) / bins for i in range(bins)]  # evenly spaced: budgets double
     with saved_figure(2 if bins else 1, file) as [left, *others]:

@@ -176,7 +176,7 @@ def parse_json(data: bytes) -> Any:
         values = json.loads(text, parse_constant=_refuse_constant)
         written = json.dumps(values, ensure_ascii=False) if "\\u" in text else ""
     except (ValueError, RecursionError) as error:
-        raise InputError(f"the body must be JSON ({shorten(str(error), 100)}): mend it") from None
+        raise InputError(f"the body must be JSON ({shorten(str(error), 100)}): fix it") from None
     found = SURROGATE.search(written)
     problem = f"text must be Unicode, got half a surrogate pair, {found and ascii(found[0])}"
     require(found is None, f"{problem}: send both halves, or leave it out")

@@ -89,7 +89,7 @@ class Engine:
         self._loaded, self._size, self._limit = loaded, lanes, queue
         self._waiting: list[Work] = []
         self._pieces: deque[PieceWork] = deque()
-        self._spent = 0  # passes that piece works have cost
+        self._spent = 0  # passes that other work has cost
         self._groups: dict[Kind, _Group] = {}
         self._changed = threading.Condition()
         self._is_closing = False
@@ -201,7 +201,7 @@ class Engine:
             self._fail(kind, contained(error), works)
 
     def _advance(self) -> None:
-        """Do the next piece of the piece work that has waited longest; it then goes to the end of the queue."""
+        """Do the next piece of the other work that has waited longest; that work then goes to the end of the queue."""
         with self._changed:
             work = self._pieces.popleft() if self._pieces else None
         if work is None or work.is_cancelled:

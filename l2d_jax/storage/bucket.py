@@ -1,7 +1,7 @@
-"""A folder in a bucket of Google Cloud Storage, by the calls that a folder on a disk has, too (`storage/disk.py`).
+"""A folder in a bucket of Google Cloud Storage, with the same methods as a folder on a disk (`storage/disk.py`).
 
-An object is replaced whole and is seen by all hosts at once. A request that fails is repeated for `L2D_JAX_PATIENCE`
-seconds (60). The library is the extra `gcs`, and nothing of it is imported before a bucket is named.
+An object is replaced atomically, and all hosts see the new content at once. A failed request is repeated for
+`L2D_JAX_PATIENCE` seconds (60). The library is the extra `gcs`; it is imported only when a bucket is used.
 """
 
 import contextlib
@@ -23,21 +23,21 @@ PATIENCE = "L2D_JAX_PATIENCE"
 
 
 class BucketError(OSError):
-    """A request that failed for good; `strerror` says why."""
+    """A request has finally failed; `strerror` says why."""
 
 
 class RefusedError(BucketError):
-    """A request for which the account of this machine has no permission."""
+    """The account of this machine has no permission for a request."""
 
 
 class ChangedError(BucketError):
-    """An object that is not of the generation that was to be replaced or removed."""
+    """An object does not have the generation that was to be replaced or removed."""
 
 
 def check_url(text: str) -> None:
-    """Raise `InputError` for text that means a bucket and names none, and for other kinds of URLs."""
+    """Raise `InputError` for a malformed bucket URL, and for other kinds of URLs."""
     if "//" in text.removeprefix(SCHEME) or not _URL.fullmatch(text):
-        raise InputError(f"a folder in a bucket is gs://BUCKET/FOLDER, got {shown(text)}: mend it, or name a local one")
+        raise InputError(f"a folder in a bucket is gs://BUCKET/FOLDER, got {shown(text)}: fix it, or name a local one")
 
 
 @dataclass(frozen=True)
@@ -45,20 +45,20 @@ class Bucket:
     """A folder `gs://BUCKET/FOLDER`; all calls raise `BucketError`, and `FileNotFoundError` for an absent object."""
 
     url: str
-    checksum: ClassVar[str] = "crc32c"  # which the bucket has ready for each object
+    checksum: ClassVar[str] = "crc32c"  # the bucket stores it for each object
 
     def __str__(self) -> str:
         return self.url
 
     def names(self) -> list[str]:
-        """The objects and folders directly in it."""
+        """The names of objects and folders directly in this folder."""
         with _translated(self.url):
             listing = _client().list_blobs(self._bucket, prefix=self._prefix, delimiter="/", **_limits())
             objects = [blob.name for blob in listing]
             return [name.removeprefix(self._prefix).rstrip("/") for name in (*objects, *listing.prefixes)]
 
     def files(self, folder: str = "") -> dict[str, File]:
-        """Every object below a folder, by its name from there; an object has to be read for "xxh3"."""
+        """All objects below a folder, keyed by their relative names. For the digest "xxh3", an object must be read."""
         prefix = f"{self._prefix}{folder}/" if folder else self._prefix
         with _translated(self.url):
             listing = _client().list_blobs(self._bucket, prefix=prefix, **_limits())
@@ -67,18 +67,18 @@ class Bucket:
         return {name: File(blob.size, partial(self._digest, blob)) for name, blob in blobs.items()}
 
     def generation(self, name: str) -> int:
-        """The number of an object's content, which every writing changes."""
+        """The generation of an object: a number that changes with every write."""
         with self._request(name) as blob:
             blob.reload(**_limits())
             return int(blob.generation)
 
     def read(self, name: str) -> bytes:
-        """An object."""
+        """Read an object."""
         with self._request(name) as blob:
             return bytes(blob.download_as_bytes(**_limits()))
 
     def write(self, name: str, data: bytes, *, replacing: int | None = None) -> int:
-        """Replace an object; raises `ChangedError` unless it is of generation `replacing` (0: absent; None: any)."""
+        """Replace an object; raises `ChangedError` unless it has generation `replacing` (0: absent; None: any)."""
         with self._request(name) as blob:
             blob.upload_from_string(data, if_generation_match=replacing, checksum="crc32c", **_limits())
             return int(blob.generation)
@@ -101,15 +101,15 @@ class Bucket:
             self.remove(f"{folder}/{name}")
 
     def remove(self, name: str, *, replacing: int | None = None) -> None:
-        """Remove an object (of generation `replacing`), or else a folder; raises nothing if there is neither."""
+        """Remove an object (with generation `replacing`), or else a folder; does nothing if there is neither."""
         with contextlib.suppress(FileNotFoundError), self._request(name) as blob:
             blob.delete(if_generation_match=replacing, **_limits())
-            return  # an object needs no listing
+            return  # it was an object: no listing is needed
         for below in self.files(name) if replacing is None else ():
             self.remove(f"{name}/{below}")
 
     def settle(self, folder: str) -> None:
-        """Return at once: an object that was written stays."""
+        """Return immediately: a written object is durable."""
 
     @cached_property
     def _prefix(self) -> str:
@@ -134,16 +134,16 @@ class Bucket:
 @cache
 def _client() -> Any:
     try:
-        import gcsfs  # noqa: F401 - which orbax needs
+        import gcsfs  # noqa: F401 - orbax needs it
         from fsspec.config import conf
         from google.auth.exceptions import GoogleAuthError
         from google.cloud import storage
     except ImportError:
         raise InputError("gs:// needs the extra gcs: pip install 'l2d_jax[gcs]'") from None
-    # orbax would see former listings, and not what this module and other hosts have written since.
+    # Otherwise orbax would see old listings, without what this module and other hosts have written since.
     conf["gcs"] = {**conf.get("gcs", {}), "use_listings_cache": False}
     try:
-        # The project matters for making buckets alone, but the library insists on one.
+        # A project is needed only for creating buckets, but the library requires one.
         return storage.Client(project=os.environ.get("GOOGLE_CLOUD_PROJECT", "l2d-jax"))
     except GoogleAuthError as error:
         remedy = "run gcloud auth application-default login, or give the machine a service account"
@@ -151,7 +151,7 @@ def _client() -> Any:
 
 
 def _limits() -> dict[str, Any]:
-    """How long every request may take, and how long it is repeated."""
+    """How long a request may take, and how long it is repeated."""
     from google.cloud.storage.retry import DEFAULT_RETRY
 
     patience = float(os.environ.get(PATIENCE, "60"))
@@ -171,7 +171,7 @@ def _translated(url: str) -> Iterator[None]:
         raise ChangedError(0, "another process has written it", url) from error
     except OSError:
         raise
-    except Exception as error:  # of google.auth, google.api_core, requests and urllib3
+    except Exception as error:  # from google.auth, google.api_core, requests and urllib3
         code = int(error.code or 0) if isinstance(error, GoogleAPICallError) else 0
         if code in (401, 403):
             reason = f"access refused, status {code}: check the permissions of this machine's account"
@@ -180,5 +180,5 @@ def _translated(url: str) -> Iterator[None]:
 
 
 def _short(error: Exception) -> str:
-    cause = getattr(error, "cause", None) or error  # of a RetryError
+    cause = getattr(error, "cause", None) or error  # the cause of a RetryError
     return shorten(" ".join(str(cause).split()) or type(cause).__name__, 120)

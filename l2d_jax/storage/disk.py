@@ -1,6 +1,7 @@
-"""A folder on a disk of this machine, by the calls that a folder in a bucket has, too (`storage/bucket.py`).
+"""A folder on a disk of this machine, with the same methods as a folder in a bucket (`storage/bucket.py`).
 
-Names are paths from the folder, with slashes. No call renames a folder: file systems that mount a bucket refuse that.
+Names are paths relative to the folder, with slashes. No method renames a folder, because file systems that mount a
+bucket refuse that.
 """
 
 import base64
@@ -19,38 +20,38 @@ from l2d_jax.files import open_file, read_bytes, sync, write_whole
 
 
 class File(NamedTuple):
-    """What a listing says of a file."""
+    """The entry of a file in a listing."""
 
-    size: int  # bytes; -1 for a link that leads nowhere
-    digest: Callable[[str], str]  # its checksum: "xxh3", or "crc32c" in base 64, as buckets have it; raises `OSError`
+    size: int  # bytes; -1 for a broken link
+    digest: Callable[[str], str]  # its checksum: "xxh3", or "crc32c" in base 64 as in buckets; raises `OSError`
 
 
 @dataclass(frozen=True)
 class Disk:
-    """A folder, which need not exist; all calls raise `OSError`."""
+    """A folder, which need not exist. All methods raise `OSError`."""
 
     root: Path
-    checksum: ClassVar[str] = "xxh3"  # the one that takes the least work
+    checksum: ClassVar[str] = "xxh3"  # the fastest one
 
     def __str__(self) -> str:
         return str(self.root)
 
     def names(self) -> list[str]:
-        """The files and folders directly in it; none if there is no such folder."""
+        """The names of files and folders directly in this folder; empty if the folder does not exist."""
         return [path.name for path in self.root.iterdir()] if self.root.is_dir() else []
 
     def files(self, folder: str) -> dict[str, File]:
-        """Every file below a folder, by its name from there."""
+        """All files below a folder, keyed by their relative names."""
         top = self.root / folder
         paths = [path for path in sorted(top.rglob("*")) if not path.is_dir()]
         return {path.relative_to(top).as_posix(): File(_size(path), partial(_digest, path)) for path in paths}
 
     def read(self, name: str) -> bytes:
-        """A file; raises `FileNotFoundError`."""
+        """Read a file; raises `FileNotFoundError`."""
         return read_bytes(self.root / name)
 
     def write(self, name: str, data: bytes) -> None:
-        """Replace a file of an existing folder, whole or not at all."""
+        """Replace a file in an existing folder, completely or not at all."""
         write_whole(self.root / name, data)
 
     def move(self, folder: str, to: str) -> None:
@@ -59,11 +60,11 @@ class Disk:
             target = self.root / to / name
             target.parent.mkdir(parents=True, exist_ok=True)
             (self.root / folder / name).rename(target)
-        (self.root / to).mkdir(exist_ok=True)  # for a folder that was empty
+        (self.root / to).mkdir(exist_ok=True)  # in case the folder was empty
         self.remove(folder)
 
     def remove(self, name: str) -> None:
-        """Remove a file or a folder with all that is in it; raises nothing if there is none."""
+        """Remove a file, or a folder with everything in it; does nothing if it does not exist."""
         path = self.root / name
         if path.is_dir():
             shutil.rmtree(path)
@@ -71,7 +72,7 @@ class Disk:
             path.unlink(missing_ok=True)
 
     def settle(self, folder: str) -> None:
-        """Wait until a folder and all that is below it are on the disk."""
+        """Flush a folder and everything below it to the disk."""
         for path in (self.root, self.root / folder, *(self.root / folder).rglob("*")):
             sync(path)
 
@@ -79,7 +80,7 @@ class Disk:
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
-    except OSError:  # a link that leads nowhere
+    except OSError:  # a broken link
         return -1
 
 

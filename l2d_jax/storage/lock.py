@@ -1,4 +1,4 @@
-"""The lock of a workdir, which one run holds: the kernel's on a disk, an object that expires in a bucket."""
+"""The lock of a workdir, so that only one run uses it: a kernel lock on a disk, an object that expires in a bucket."""
 
 import fcntl
 import json
@@ -17,19 +17,19 @@ from l2d_jax.storage import mirror
 from l2d_jax.storage.bucket import Bucket, BucketError, ChangedError, RefusedError
 
 NAME = ".lock"
-LEASE = "L2D_JAX_LEASE"  # seconds without a sign of life after which the lock of a bucket has expired; 60
+LEASE = "L2D_JAX_LEASE"  # seconds without renewal after which a lock in a bucket expires; default 60
 
 
 @contextmanager
 def hold(workdir: Path) -> Iterator[None]:
-    """Make a workdir and lock it for this process; readers take no lock. Raises `InputError`, naming the holder."""
+    """Make a workdir and lock it for this process; readers need no lock. Raises `InputError` with the holder's name."""
     place = mirror.place(workdir)
     with _leased(place) if isinstance(place, Bucket) else _locked(workdir):
         yield
 
 
 def check_held() -> None:
-    """Raise `RunError` if another run may have taken a lock of this process, which can happen in a bucket."""
+    """Raise `RunError` if another run may have taken a lock from this process, which can happen in a bucket."""
     for lease in _leases:
         if lease.lost:
             raise RunError(f"the lock of {lease.folder} {lease.lost}: give the same command again once one run is left")
@@ -37,10 +37,10 @@ def check_held() -> None:
 
 @contextmanager
 def _locked(workdir: Path) -> Iterator[None]:
-    """The kernel holds the lock on the file `.lock`: it ends with the process, however that is killed.
+    """Hold a kernel lock on the file `.lock`. It ends with the process, however the process ends.
 
-    It does not protect from a run on another machine where the file system does not share such locks (network mounts),
-    nor from the removal of `.lock`; a forked child that outlives its holder keeps it.
+    It does not protect from runs on other machines if the file system does not share locks (network mounts), nor from
+    the removal of `.lock`. A forked child that outlives its parent keeps the lock.
     """
     path = workdir / NAME
     with explained(f"cannot write to workdir {workdir}", "choose another --workdir"):
@@ -61,9 +61,10 @@ def _locked(workdir: Path) -> Iterator[None]:
 
 @contextmanager
 def _leased(folder: Bucket) -> Iterator[None]:
-    """The lock is the object `.lock`, which its holder writes anew all the time, each time its own generation alone.
+    """Hold a lock in a bucket: the object `.lock`, which its holder rewrites regularly, if the generation is its own.
 
-    A second run waits until it sees a sign of life, and takes the lock over when there is none for as long as a lease.
+    A second run watches the object. If it is rewritten, the lock is in use; if not for the time of a lease, the second
+    run takes it over.
     """
     lease = float(os.environ.get(LEASE, "60"))
     try:
@@ -87,7 +88,7 @@ def _leased(folder: Bucket) -> Iterator[None]:
 
 
 def _take(folder: Bucket, lease: float) -> int:
-    """Write the lock; returns its generation. Raises `InputError` if another run holds it."""
+    """Write the lock object; returns its generation. Raises `InputError` if another run holds the lock."""
     generation = 0
     while True:
         with suppress(ChangedError):
@@ -114,10 +115,10 @@ class _Lease:
     def __init__(self, folder: Bucket, generation: int, lease: float) -> None:
         self.folder, self.generation, self._lease = folder, generation, lease
         self._renewed, self.ended = time.monotonic(), threading.Event()
-        self.lost = ""  # how, once it is another's
+        self.lost = ""  # how the lock was lost; empty: it was not
 
     def renew(self) -> None:
-        """Runs in a thread: write the lock anew, several times in each lease, until `ended`."""
+        """In a thread: rewrite the lock object several times per lease, until `ended`."""
         ours = _signature().encode()
         while not self.lost and not self.ended.wait(self._lease / 6):
             try:
@@ -130,7 +131,7 @@ class _Lease:
                     self.lost = "could not be renewed"
 
     def _settle(self, ours: bytes) -> None:
-        """After a refused write: an attempt before it may have succeeded without an answer."""
+        """After a refused write: find out whether an earlier attempt succeeded although its response was lost."""
         with suppress(OSError):
             generation = self.folder.generation(NAME)
             if self.folder.read(NAME) == ours:
@@ -139,7 +140,7 @@ class _Lease:
         self.lost = "was taken by another run"
 
 
-_leases: list[_Lease] = []  # that this process holds
+_leases: list[_Lease] = []  # leases that this process holds
 
 
 def _signature() -> str:
@@ -147,7 +148,7 @@ def _signature() -> str:
 
 
 def _parsed(text: bytes) -> dict[str, Any]:
-    """Who has signed a lock; nobody, if the holder has not signed yet."""
+    """The signature in a lock; empty if the holder has not signed yet."""
     try:
         held = json.loads(text)
         return {"pid": int(held["pid"]), "host": str(held["host"])}
@@ -165,7 +166,7 @@ def _in_use(workdir: object, holder: dict[str, Any]) -> InputError:
 
 
 def _is_gone(holder: dict[str, Any]) -> bool:
-    """Whether a holder was a process of this host that has ended; a container starts with the same number again."""
+    """Whether a holder was a process of this host that has ended; restarted containers reuse process numbers."""
     if holder.get("host") != socket.gethostname():
         return False
     return holder["pid"] == os.getpid() or not os.path.exists(f"/proc/{holder['pid']}")

@@ -1,8 +1,8 @@
-"""Folders in buckets as folders of this machine: `gs://BUCKET/run` as a temporary copy of its small files.
+"""Local copies of folders in buckets: `gs://BUCKET/run` becomes a temporary folder with its small files.
 
-`open_folder` fetches them, programs read and write files as they always do, and `publish` uploads what has changed. The
-large ones do not go through the copy: checkpoints are read and written in the bucket (`place`), and an export is
-fetched only where it is read (`fetch`). A local folder is what it is, and all calls but `open_folder` do nothing.
+`open_folder` fetches the small files, programs read and write them as usual, and `publish` uploads what has changed.
+Large files are not copied: checkpoints are read and written in the bucket (`place`), and an export is fetched only when
+it is read (`fetch`). For a local folder, `open_folder` returns it, and the other functions do nothing.
 """
 
 import atexit
@@ -25,11 +25,11 @@ LEFT_THERE = ("checkpoints", "export", "profile", "tensorboard")  # folders of a
 
 @dataclass
 class _Mirror:
-    """The copy of one folder, and what its files were when they were last the same in both places."""
+    """The local copy of a folder, and the state of its files when both copies were last equal."""
 
     bucket: Bucket
     folder: Path
-    same: dict[str, list[int]] = field(default_factory=dict)  # `identity` by name
+    same: dict[str, list[int]] = field(default_factory=dict)  # `identity` of each file name
 
     def fetch(self, below: str) -> None:
         for name in self.bucket.files(below):
@@ -43,7 +43,7 @@ class _Mirror:
                 self.same[whole] = identity(file)
 
     def publish(self, path: Path) -> None:
-        """Upload what has changed at or below a path, descriptions last: JSON says what the other files are."""
+        """Upload what has changed at or below a path. JSON files go last, because they describe the other files."""
         files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
         names = {file.relative_to(self.folder).as_posix(): file for file in files}
         for name in sorted(names, key=lambda name: (name.endswith(".json"), name)):
@@ -55,20 +55,20 @@ class _Mirror:
             del self.same[name]
 
 
-_mirrors: dict[str, _Mirror] = {}  # by URL
+_mirrors: dict[str, _Mirror] = {}  # keys: URLs
 
 
 def open_folder(name: AnyPath) -> Path:
-    """The folder `name`, or the copy of it if it is in a bucket, whose small files are fetched.
+    """The folder `name`; if it is in a bucket, a local copy with its small files.
 
-    Raises `InputError` for a bucket that is absent or refuses access, and `RunError` for one that cannot be reached.
+    Raises `InputError` for a bucket that does not exist or refuses access, and `RunError` if it cannot be reached.
     """
     url = os.fspath(name)
     if not re.match("[a-z0-9]+:/", url):
         return Path(name)
     check_url(url)
     if (url := url.rstrip("/")) not in _mirrors:
-        # Its last parts are those of the URL, since reports and errors show them.
+        # The last parts of its path equal those of the URL, because reports and errors show them.
         until_exit = contextlib.ExitStack()
         atexit.register(until_exit.close)
         root = until_exit.enter_context(locked_folder(Path(tempfile.gettempdir()), "l2d_jax_mirror_", ""))
@@ -79,7 +79,7 @@ def open_folder(name: AnyPath) -> Path:
         except FileNotFoundError:
             raise InputError(f"there is no bucket of the name in {url}: check it, or create the bucket") from None
         except RefusedError as error:
-            raise InputError(f"{url} cannot be read ({error.strerror}): mend that, or choose another folder") from None
+            raise InputError(f"{url} cannot be read ({error.strerror}): fix that, or choose another folder") from None
         except BucketError as error:
             raise RunError(f"{url} cannot be reached ({error.strerror}): give the same command again later") from None
         _mirrors[url] = mirror
@@ -91,7 +91,7 @@ def _mirror_of(path: Path) -> _Mirror | None:
 
 
 def place(path: Path) -> Disk | Bucket:
-    """Where a folder really is."""
+    """The real location of a folder."""
     mirror = _mirror_of(path)
     if mirror is None:
         return Disk(path.absolute())
@@ -100,7 +100,7 @@ def place(path: Path) -> Disk | Bucket:
 
 
 def fetch(path: Path) -> None:
-    """Fetch a folder that `open_folder` has left in the bucket; raises `OSError`."""
+    """Fetch a folder that `open_folder` did not fetch; raises `OSError`."""
     if (mirror := _mirror_of(path)) is not None:
         mirror.fetch(path.relative_to(mirror.folder).as_posix())
 
@@ -112,18 +112,18 @@ def publish(path: Path) -> None:
 
 
 def publish_all() -> None:
-    """Upload everything that has changed, at the end of a program; raises `RunError`."""
+    """Upload everything that has changed; called at the end of a program. Raises `RunError`."""
     for url, mirror in _mirrors.items():
         try:
             mirror.publish(mirror.folder)
         except OSError as error:
-            kept = tempfile.mkdtemp(prefix="l2d_jax_kept_")  # the copy itself goes as the program ends
+            kept = tempfile.mkdtemp(prefix="l2d_jax_kept_")  # the copy is removed when the program ends
             shutil.copytree(mirror.folder, kept, dirs_exist_ok=True)
             raise RunError(f"{url} cannot be written ({error.strerror}): what is missing there is in {kept}") from error
 
 
 def shown_places(text: str) -> str:
-    """A message in which every copy has the name of its folder in the bucket."""
+    """Replace the paths of local copies in a message by the URLs of their folders."""
     for url, mirror in _mirrors.items():
         text = text.replace(str(mirror.folder), url)
     return text

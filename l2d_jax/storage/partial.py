@@ -1,8 +1,8 @@
-"""Folders that are complete or absent, and what of them a program that was killed has left.
+"""Folders that are complete or absent, and the removal of what killed programs have left.
 
-A folder is written under a name of its own, under a lock of the kernel, which ends with the process: a folder of such a
-name without one is nobody's, and the next program that writes there removes it. SIGTERM removes it at once. File
-systems without such locks (some network mounts) keep what a killed program left.
+A folder is written under a temporary name and a kernel lock, which ends with the process. A folder with such a name and
+without a lock belongs to nobody, and the next program that writes there removes it. SIGTERM removes it immediately. On
+file systems without locks (some network mounts), the remains of killed programs stay.
 """
 
 import contextlib
@@ -22,36 +22,36 @@ from l2d_jax.errors import InputError
 from l2d_jax.files import explained
 
 ENDED = 143  # the exit status: 128 + SIGTERM
-PATIENCE = 1.0  # seconds that a program has to end by itself after SIGTERM
-_folders: set[Path] = set()  # that this process is writing
+PATIENCE = 1.0  # seconds after SIGTERM in which a program may end by itself
+_folders: set[Path] = set()  # folders that this process is writing
 
 
 @contextlib.contextmanager
 def output_folder(path: Path) -> Iterator[Path]:
-    """A sibling of `path` that takes its place on success and is removed on an error; raises `InputError`."""
+    """A new folder next to `path`: it is moved there on success and removed on an error. Raises `InputError`."""
     path = path.resolve()
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise InputError(f"output goes into a new or empty folder, and {path} is neither: remove it or choose another")
     with explained(f"cannot create a folder in {path.parent}", "choose another place"):
         path.parent.mkdir(parents=True, exist_ok=True)
-    # Names end at 255 bytes: 50 characters are at most 200.
+    # Names have at most 255 bytes: 50 characters take at most 200.
     with _terminable(), locked_folder(path.parent, f".{path.name[:50]}.", ".partial") as partial:
         yield partial
-        partial.rename(path)  # takes the place of an empty folder, and of nothing else
+        partial.rename(path)  # this can replace an empty folder and nothing else
 
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A temporary folder, which is removed in the end; raises `InputError`."""
+    """A temporary folder, which is removed at the end; raises `InputError`."""
     with _terminable(), locked_folder(Path(tempfile.gettempdir()), "l2d_jax_scratch_", "") as folder:
         yield folder
 
 
 @contextlib.contextmanager
 def locked_folder(parent: Path, before: str, after: str) -> Iterator[Path]:
-    """A new folder in an existing one, named `before`, 32 digits and `after`, which is removed in the end.
+    """A new folder in `parent`, named `before`, 32 digits and `after`, which is removed at the end.
 
-    Others of such names whose programs were killed are removed first. Raises `InputError`.
+    Folders of this form that killed programs have left are removed first. Raises `InputError`.
     """
     with contextlib.suppress(OSError):
         _remove_left(parent, re.compile(rf"{re.escape(before)}[0-9a-f]{{32}}{re.escape(after)}"))
@@ -67,7 +67,7 @@ def locked_folder(parent: Path, before: str, after: str) -> Iterator[Path]:
 
 
 def _make(parent: Path, before: str, after: str) -> tuple[Path, int]:
-    """A new folder and the descriptor that holds its lock; another process may remove it in between."""
+    """Make a folder and lock it; returns it and the lock's descriptor. Another process may remove it in between."""
     while True:
         folder = parent / f"{before}{uuid.uuid4().hex}{after}"
         folder.mkdir()
@@ -77,10 +77,10 @@ def _make(parent: Path, before: str, after: str) -> tuple[Path, int]:
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # it is being removed
+        except BlockingIOError:  # another process is removing it
             os.close(lock)
             continue
-        except OSError:  # no locks here, so that nobody removes it
+        except OSError:  # the file system has no locks, so nobody will remove it
             return folder, lock
         if folder.exists():
             return folder, lock
@@ -88,9 +88,9 @@ def _make(parent: Path, before: str, after: str) -> tuple[Path, int]:
 
 
 def _remove_left(parent: Path, names: re.Pattern[str]) -> None:
-    """Remove the folders of such names that no process holds the lock of."""
+    """Remove folders whose names match and whose lock nobody holds."""
     for folder in [entry for entry in os.scandir(parent) if names.fullmatch(entry.name)]:
-        with contextlib.suppress(OSError):  # of another user, or under a lock
+        with contextlib.suppress(OSError):  # it belongs to another user, or is locked
             lock = os.open(folder.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -101,10 +101,10 @@ def _remove_left(parent: Path, names: re.Pattern[str]) -> None:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """Within, SIGTERM raises `SystemExit`, so that what is open is closed, unless the program handles it itself.
+    """Let SIGTERM raise `SystemExit` in this context, so that open files are closed, unless the program handles it.
 
-    Where the main thread is not back in Python in time, as when a library writes gigabytes, another thread removes the
-    folders and ends the process.
+    If the main thread does not return to Python in time, for example because a library writes gigabytes, another thread
+    removes the folders and ends the process.
     """
 
     def end(*_: Any) -> NoReturn:
@@ -115,7 +115,7 @@ def _terminable() -> Iterator[None]:
         yield
         return
     reader, writer = os.pipe()
-    os.set_blocking(writer, False)  # as Python demands it
+    os.set_blocking(writer, False)  # Python requires it
     left = threading.Event()
     watcher = threading.Thread(target=_watch, args=(reader, left), daemon=True)
     watcher.start()
@@ -127,13 +127,13 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.set_wakeup_fd(former)
         left.set()
-        os.close(writer)  # which ends the other thread
+        os.close(writer)  # this ends the other thread
         watcher.join()
         os.close(reader)
 
 
 def _watch(reader: int, left: threading.Event) -> None:
-    """In a thread: after a SIGTERM, whose number is written into the pipe at once, give the main thread some time."""
+    """In a thread: wait for SIGTERM, which writes its number into the pipe, then give the main thread some time."""
     while signals := os.read(reader, 64):
         if signal.SIGTERM in signals and not left.wait(PATIENCE):
             for folder in list(_folders):

@@ -27,7 +27,7 @@ def check_steps(config: ProfileConfig, steps: int) -> None:
 def trace_steps(run_step: Step, config: ProfileConfig, workdir: Path, *, start: int) -> Step:
     """Wrap `run_step` so that it traces the steps of `config`, unless the first of them compiles or is over.
 
-    Steps are counted from `start`, after which the run continues.
+    The run continues after step `start`.
     """
     if config.steps is None:
         return run_step

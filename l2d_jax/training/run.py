@@ -31,6 +31,7 @@ from l2d_jax.training.metrics import Metrics, StepLog, read_metrics
 from l2d_jax.training.optimizer import on_host, optimizer, schedule
 from l2d_jax.training.plans import apply_plan, choose_plan, plan_text, record_plan
 from l2d_jax.training.preemption import Preemption
+from l2d_jax.training.sample_answer import SampleAnswer
 from l2d_jax.training.step import TrainState, check_batch, init_state, is_finite, make_step, micro_batches, process_rows
 from l2d_jax.training.validation import placed_in_order, validate
 from l2d_jax.training.workdir import claim, plain_values
@@ -131,6 +132,10 @@ class Run:
         starting.ended("checkpoint")
         self._starting, self._watch = starting, stopwatch.Stopwatch()
         self._saved = time.monotonic()  # when the last save began
+        self._sample = SampleAnswer(held_out, base, config.decode) if config.validation.answer_every else None
+        if self._sample is not None:
+            self._sample.introduce()
+            self.answer(self._start)
         # An interrupted run may have saved this step without validating it.
         if self._validates_at(self._start) and self._start not in measured:
             self.validate(self._start)
@@ -158,7 +163,7 @@ class Run:
             is_last = step == self._steps
             stops = preemption.reached(step) and not is_last
             saves = waits or stops or is_last or self._saves_at(step)
-            if saves or self._validates_at(step):
+            if saves or self._validates_at(step) or self._answers_at(step):
                 log.flush()  # before the save: otherwise a run killed in between would lack this record
             waits = saves and log.skipped > 0  # save after a step whose update is not skipped
             if saves and not waits:
@@ -166,9 +171,12 @@ class Run:
                     self.save(step)
             if stops:
                 break
-            if self._validates_at(step):
+            if self._answers_at(step) or self._validates_at(step):
                 with self._watch.during("validation"):
-                    self.validate(step)
+                    if self._answers_at(step):
+                        self.answer(step)
+                    if self._validates_at(step):
+                        self.validate(step)
                 log.restart()
         with self._watch.during("save"):
             self.finish()
@@ -199,6 +207,11 @@ class Run:
         figures = {name: value for name, value in report.items() if isinstance(value, float)}
         self._metrics.progress(step, "  ".join(f"{name.split('/')[1]} {value:.4f}" for name, value in figures.items()))
 
+    def answer(self, step: int) -> None:
+        """Print the answer to a held-out example with the state after `step`."""
+        assert self._sample is not None
+        self._sample.show(self._method.model(self._state.trained, self._frozen), step)
+
     def save(self, step: int) -> None:
         """Start saving a checkpoint, after flushing the log of its steps; raises `RunError` as `check_held` does."""
 
@@ -217,7 +230,7 @@ class Run:
         self._checkpoints.close()
         self._metrics.close()
         if failed:
-            remedy = "mend what is wrong and give the same command again, which goes on from the newest good one"
+            remedy = "fix what is wrong and give the same command again, which goes on from the newest good one"
             raise RunError(f"the last checkpoint, of step {failed[-1]}, could not be saved: {remedy}")
 
     def export(self) -> None:
@@ -245,6 +258,10 @@ class Run:
     def _validates_at(self, step: int) -> bool:
         every = self._config.train.validate_every
         return step in (0, self._steps) or (every > 0 and step % every == 0)
+
+    def _answers_at(self, step: int) -> bool:
+        every = self._config.validation.answer_every
+        return self._sample is not None and (step == self._steps or step % every == 0)
 
     def _saves_at(self, step: int) -> bool:
         """Whether a save is due by the number of steps, and not too soon after the last one (clock of process 0)."""

@@ -123,7 +123,7 @@ def _stop_ids(folder: Path, vocabulary: int) -> tuple[int, ...]:
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(type(token) is int and 0 <= token < vocabulary for token in ids):
         rule = f"eos_token_id must be one or a list of the ids 0 to {vocabulary - 1}"
-        raise InputError(f"{file}: {rule}, got {shown(eos)}: mend it, or download it again")
+        raise InputError(f"{file}: {rule}, got {shown(eos)}: fix it, or download it again")
     return tuple(ids)
 
 

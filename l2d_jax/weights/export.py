@@ -165,7 +165,7 @@ def _hugging_face(parts: Parts, out: Path, _file: str) -> None:
 
 def _peft(parts: Parts, out: Path, _file: str) -> None:
     folders = parts.language_model.adapters
-    count = f"{len(folders)} LoRA adapters, one upon the other" if folders else "no LoRA adapter of its own"
+    count = f"{len(folders)} stacked LoRA adapters" if folders else "no LoRA adapter"
     require(len(folders) == 1, f"the language model of {parts.name} has {count}: export it with another format")
     named = adapter_base(folders[0])
     folder = parts.language_model.folder

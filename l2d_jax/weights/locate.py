@@ -87,7 +87,7 @@ def find_base_and_adapters(name: str, *, files: list[str] = hub.FILES) -> BaseAn
     adapters: list[Path] = []
     folder = _locate(name, adapters, files)
     while (folder / CONFIG).exists() or (folder / peft.WEIGHTS).exists():
-        require(folder not in adapters, f"{folder} is its own base: mend base_model_name_or_path in its {CONFIG}")
+        require(folder not in adapters, f"{folder} is its own base: fix base_model_name_or_path in its {CONFIG}")
         adapters.insert(0, folder)
         if (folder / "config.json").exists():
             break

@@ -198,7 +198,7 @@ def check_tensors(source: TensorSource, shapes: Shapes, *, ignored: Set[str] = f
         ("not part of this architecture", sorted(present.keys() - shapes.keys() - ignored)),
         ("misshaped", [f"{name} has shape {list(a)}, expected {list(b)}" for name, a, b in sizes if a != b]),
         ("of integers", [name for name, kind in kinds.items() if not jnp.issubdtype(kind, jnp.floating)]),
-        ("float16 beside bfloat16", [name for name, kind in kinds.items() if halves and kind == np.float16]),
+        ("float16 and bfloat16", [name for name, kind in kinds.items() if halves and kind == np.float16]),
     ]
     text, short = (
         # Shapes make long names longer.

@@ -76,7 +76,7 @@ class Adapter:
             a, b = (f"{PREFIX}{name}.lora_{part}.weight" for part in "AB")
             if a not in present and b not in present:
                 continue
-            problem = f"{source.path} has an update of {name}, which {CONFIG} beside it does not select"
+            problem = f"{source.path} has an update of {name}, which {CONFIG} next to it does not select"
             require(options.selects(name), f"{problem}: add that name to target_modules, or remove the tensors")
             ranks = options.ranks(name)
             rank = next((rank for rank in ranks if a in present and rank in present[a].shape[:1]), ranks[0])

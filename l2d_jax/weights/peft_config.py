@@ -103,7 +103,7 @@ class PeftConfig:
         found = check(raw, _PeftConfig, file, remedy="give it as PEFT saves it")
         start = found.get("init_lora_weights")
         if (start.lower() if isinstance(start, str) else start) not in PLAIN_STARTS:
-            problem = f"{file}: init_lora_weights = {shown(start)} trains beside a changed base"
+            problem = f"{file}: init_lora_weights = {shown(start)} trains on a changed base"
             raise InputError(f"{problem}: save it by PEFT's path_initial_model_for_weight_conversion, as plain LoRA")
         return cls(file, raw, found, time.process_time() + SECONDS)
 

@@ -126,7 +126,7 @@ def _read_shards(folder: Path, index: Path) -> dict[str, TensorRecord]:
     records: dict[str, TensorRecord] = {}
     for shard in sorted(set(weight_map.values())):
         if Path(shard).name != shard or "\\" in shard or not shard.endswith(".safetensors"):
-            raise InputError(f"{index}: a shard must be a .safetensors file beside the index, got {shard!r}")
+            raise InputError(f"{index}: a shard must be a .safetensors file next to the index, got {shard!r}")
         require((folder / shard).is_file(), f"{index} lists {shard}, which is absent: download it")
         for name, record in _read_header(folder / shard).items():
             if name in records:

@@ -85,7 +85,7 @@ def _read(file: Path) -> str:
         with explained(f"cannot read {file}", "check its permissions"):
             return file.read_text("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(f"{file} is not UTF-8 at byte {error.start}: mend it") from None
+        raise InputError(f"{file} is not UTF-8 at byte {error.start}: fix it") from None
 
 
 def _locate(name: str, file: str, option: str) -> Path:

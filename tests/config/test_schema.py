@@ -111,6 +111,7 @@ validation.budgets: tuple[int in [1, 10000], ...] = (1, 15)
 validation.exact_examples: int in [0, 1000000000] = 0
 validation.exact_samples: int in [0, 1000000000] = 0
 validation.exact_batch_size: int in [1, 1000000] = 64
+validation.answer_every: int in [0, 1000000000] = 0
 mesh.data: int in [-1, 1000000] = 1
 mesh.fsdp: int in [-1, 1000000] | Literal['auto'] = 'auto'
 mesh.tensor: int in [-1, 1000000] = 1

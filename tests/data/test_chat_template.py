@@ -148,7 +148,7 @@ def test_one_line_refuses_such_a_template():
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHATML + "{% if messages | length > 1 %}{{ 'a' * 10**9 }}{% endif %}"
     assert prompt_ids(MESSAGES[1:2], tokenizer)
-    with pytest.raises(InputError, match=r"refuses a conversation of the roles system, user: it makes texts, .*: mend"):
+    with pytest.raises(InputError, match=r"refuses a conversation of the roles system, user: it makes texts, .*: fix"):
         prompt_ids(MESSAGES[:2], tokenizer)
 
 

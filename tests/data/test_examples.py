@@ -318,7 +318,7 @@ def test_a_working_is_tokenised_as_the_answer_is(tmp_path):
             2,
             r"row 0 of .*: the step '20' of 'working' makes the answer 3 tokens long, and not 2: write all",
         ),
-        ("12", 2, r"row 0 of .*: 'working' must be a list of texts beside one answer, got '12'"),
+        ("12", 2, r"row 0 of .*: 'working' must be a list of texts, in a row with one answer, got '12'"),
         ([], 2, r"config.data.working is 2, but no row of .* has a 'working': add that column, or set it to 0"),
     ],
 )

@@ -43,7 +43,7 @@ def test_what_is_missing_or_broken_is_named(folder: Path) -> None:
     with pytest.raises(InputError, match=r"train.jsonl is empty: put one row a line into it"):
         read_file(folder / "train.jsonl")
     (folder / "train.jsonl").write_text("{]\n")
-    with pytest.raises(InputError, match=r"train.jsonl cannot be read: .*: mend or replace it"):
+    with pytest.raises(InputError, match=r"train.jsonl cannot be read: .*: fix or replace it"):
         read_file(folder / "train.jsonl")
 
 
@@ -60,7 +60,7 @@ def test_missing_columns_are_named(folder: Path) -> None:
 def test_text_that_is_no_utf8_is_found_at_once(folder: Path, name: str) -> None:
     file = folder / name
     file.write_bytes(file.read_bytes().replace(b"1 + 2?", b"1 \xff 2?"))
-    with pytest.raises(InputError, match=rf"{name} (cannot be read|is not UTF-8 at byte 16).*: mend or replace it"):
+    with pytest.raises(InputError, match=rf"{name} (cannot be read|is not UTF-8 at byte 16).*: fix or replace it"):
         read_file(file)
 
 

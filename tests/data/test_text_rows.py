@@ -131,7 +131,7 @@ def test_a_cell_may_be_long(tmp_path: Path) -> None:
         (
             "a.jsonl",
             '{"a": 1}\n{"a": 1, "a": 2}\n',
-            r"line 2 of .*a.jsonl cannot be read: the key 'a' is there twice: m",
+            r"line 2 of .*a.jsonl cannot be read: the key 'a' is there twice: f",
         ),
         ("a.jsonl", '{"a": [{"b": 1, "b": 1}]}\n', r"line 1 of .* the key 'b' is there twice"),
         ("a.jsonl", '{"a": NaN}\n', r"line 1 of .* 'NaN' is not a finite number"),
@@ -147,7 +147,7 @@ def test_a_cell_may_be_long(tmp_path: Path) -> None:
         ("a.json", "[]", r"a.json has no rows"),
         ("a.json", "[{]", r"a.json cannot be read: Expecting"),
         ("a.csv", "a,a\n1,2\n", r"the first line of .*a.csv must name each column once, got \['a', 'a'\]"),
-        ("a.csv", "a,b\n1,2\n3\n", r"line 3 of .*a.csv has 1 cells, and the first line 2: mend"),
+        ("a.csv", "a,b\n1,2\n3\n", r"line 3 of .*a.csv has 1 cells, and the first line 2: fix"),
         ("a.csv", 'a,b\n1,"2\n', r"line 2 of .*a.csv cannot be read: unexpected end of data"),
         ("a.csv", "a,b\n", r"a.csv has no rows"),
         ("a.jsonl.gz", "no gzip", r"a.jsonl.gz cannot be read: Not a gzipped file"),
@@ -165,7 +165,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, text: str, mess
 @pytest.mark.parametrize("cut", [10, 40])
 def test_a_compressed_file_that_was_cut_off(tmp_path: Path, cut: int) -> None:
     text = gzip.compress(lines([{"a": str(random.Random(i).random())} for i in range(50)]).encode())
-    with pytest.raises(InputError, match=r"train.jsonl.gz cannot be read: .*: mend or replace it"):
+    with pytest.raises(InputError, match=r"train.jsonl.gz cannot be read: .*: fix or replace it"):
         read_file(write(tmp_path, text[:-cut], "train.jsonl.gz"))
 
 

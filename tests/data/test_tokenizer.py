@@ -198,7 +198,7 @@ def test_stop_and_padding_fall_back(tokenizer):
         ([{"role": "assistant", "tool_calls": [{"function": "f"}]}], "a tool call needs a function with a name, got"),
         (
             [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
-            "arguments of a tool call must be an object, or a JSON text of one, got '{' in message 0: mend them",
+            "arguments of a tool call must be an object, or a JSON text of one, got '{' in message 0: fix them",
         ),
         ([{"role": "user", "content": "a", "weight": 0.5}], "'weight' of a message is 0 or 1 .*, got 0.5"),
         ([{"role": "user", "content": "a", "weight": True}], "'weight' of a message is 0 or 1 .*, got True"),

@@ -446,7 +446,7 @@ def test_settings_that_a_search_cannot_use(few, settings, prompt, message):
     ("changes", "message"),
     [
         ({"label": 0}, "class label 0 is unknown to this path: it knows none"),
-        ({"restrictions": Restrictions(stops=["x"])}, "a search knows no stop strings"),
+        ({"restrictions": Restrictions(stops=["x"])}, "a search takes no stop strings"),
         ({"restrictions": Restrictions(banned=[6])}, "token 6 is not one of the 6"),
     ],
 )

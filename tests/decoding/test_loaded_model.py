@@ -143,7 +143,7 @@ def test_likelihoods_of_one_answer_and_of_several(model, speaking):
         (IDS, {"velocity": "expectation"}, "'expectation' is the arg max where"),
         (IDS, {"budget": 1, "draws": 2}, "draws changes nothing at a budget of 1"),
         (IDS, {"budget": 1, "label": 0}, "label changes nothing at a budget of 1"),
-        (IDS, {"tolerance": 0.1}, "tolerance is of adaptive solvers"),
+        (IDS, {"tolerance": 0.1}, "tolerance is for adaptive solvers"),
         (IDS, {"stop": "x"}, "stop strings need a tokenizer"),
         ([], {}, "a prompt is empty"),
         ([[]], {}, "a prompt is empty"),

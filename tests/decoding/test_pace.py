@@ -97,7 +97,7 @@ def test_a_stream_is_left_within_an_answer():
     [
         ({"velocity": "expectation", "velocity_temperature": 1.0}, "config.decode.velocity 'expectation' has none"),
         ({"solver": "bosh3", "budget": 20}, "'bosh3' chooses its steps on the way"),
-        ({"budget": 255}, "has room for 127 evaluations of a token, and config.decode.budget is 255"),
+        ({"budget": 255}, "takes up to 127 evaluations of a token, and config.decode.budget is 255"),
     ],
 )
 def test_what_cannot_go_side_by_side_is_refused_where_it_is_asked_for(options: dict[str, Any], message: str):

@@ -60,7 +60,7 @@ def test_options_that_contradict_one_another_are_refused(options, path, message)
         ({"budget": 1, "gate": 0.5}, PathConfig(), None, "gate changes nothing at a budget of 1"),
         ({"budget": 1}, GUIDED, 1, "label changes nothing at a budget of 1"),
         ({"budget": 1, "velocity_temperature": 1.0}, None, None, "is an option of a diffusion path"),
-        ({"tolerance": 1e-2}, PathConfig(), None, "tolerance is of adaptive solvers"),
+        ({"tolerance": 1e-2}, PathConfig(), None, "tolerance is for adaptive solvers"),
         ({"guidance": 2.0}, GUIDED, None, "no label is given: give one"),
     ],
 )

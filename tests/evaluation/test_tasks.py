@@ -243,7 +243,7 @@ def test_numbers_that_cannot_be_are_refused(tmp_path: Path) -> None:
     for options, message in ({"limit": 0}, "limit of gsm8k must be at least 1"), ({"shots": -1}, "at least 0, got -1"):
         with pytest.raises(InputError, match=message):
             find_task("gsm8k").load(data, **options)
-    with pytest.raises(InputError, match=r"split 'train' of gsm8k has no row beside the examples"):
+    with pytest.raises(InputError, match=r"split 'train' of gsm8k has no rows other than the examples"):
         find_task("gsm8k").load(data, split="train", shots=6)
     with pytest.raises(InputError, match=r"no split 'dev' in .*gsm8k"):
         find_task("gsm8k").load(data, split="dev")

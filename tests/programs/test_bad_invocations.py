@@ -118,7 +118,7 @@ TABLE = {
             ("--config.data.max_length=9", "--config.data.max_length changes nothing here"),
             (f"--config {TINY} --config.model.dtype=float32", "use --dtype"),
             ("--temperature 1 --config.decode.temperature=1", "are both given: leave one of them out"),
-            ("--draws 4", "--draws are of --choices likelihood"),
+            ("--draws 4", "--draws needs --choices likelihood"),
             ("--tolerance 0.1", "tolerance is an option of a diffusion path, and this model has none"),
         ],
     ),

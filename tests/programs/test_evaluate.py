@@ -99,7 +99,7 @@ def test_a_named_budget_is_an_adaptive_solvers_most(recorded, word):
         (["--config.decode.anneal=True"], "it is 0 already"),
         (["--guidance", 2.0], "guidance 2.0 is the strength of a class"),
         (["--budget", 1, "--solver", "euler"], "solver changes nothing at a budget of 1"),
-        (["--tolerance", 0.01], "tolerance is of adaptive solvers"),
+        (["--tolerance", 0.01], "tolerance is for adaptive solvers"),
         (["--budget", 1, "--temperature", 0, "--samples", 2], "2 samples of a problem of gsm8k are the same at temp"),
     ],
 )
@@ -109,7 +109,7 @@ def test_what_cannot_be_done_as_it_is_asked_is_refused(recorded, arguments, mess
 
 def test_ranked_options_have_no_sampling(recorded):
     words = ["--choices", "likelihood", "--temperature", 0.5]
-    assert "temperature is of answers that are generated" in recorded(*words, task="mmlu")
+    assert "temperature is for generated answers" in recorded(*words, task="mmlu")
 
 
 @pytest.mark.parametrize(("task", "choices", "broken"), [("gsm8k", "generate", 7), ("mmlu", "likelihood", 5)])

@@ -149,7 +149,7 @@ def test_an_empty_line_ends_a_chat(folder, monkeypatch):
         ("folder", ["--label", 0], "class label 0 is unknown to this path: it knows none"),
         ("folder", ["--guidance", 2], "guidance 2.0 is the strength of a class"),
         ("folder", ["--budget", 1, "--gate", 1], "gate changes nothing at a budget of 1"),
-        ("folder", ["--budget", 1, 3, "--tolerance", 0.1], "tolerance is of adaptive solvers"),
+        ("folder", ["--budget", 1, 3, "--tolerance", 0.1], "tolerance is for adaptive solvers"),
         ("base", ["--solver", "euler"], "solver is an option of a diffusion path, and this model has none"),
         ("none", [], "neither a folder, nor a .gguf file, nor a hub id"),
     ],

@@ -81,7 +81,7 @@ def test_a_study(run, tmp_path, monkeypatch):
     ("models", "arguments", "line"),
     [
         (["base"], [], "'base' is not NAME=MODEL, such as base=Qwen/Qwen2.5-7B-Instruct"),
-        (["a=x", "a=y"], [], "each model needs a name of its own, got a, a"),
+        (["a=x", "a=y"], [], "each model needs a different name, got a, a"),
         (["a=x"], ["--budgets", "0"], "--budgets: the number must be in [1, 10000], got 0"),
         (["a=x"], ["--solvers", "runge"], "invalid choice: 'runge'"),
         (["a=x"], ["--config.decode.solver=euler"], "--config.decode.solver changes nothing here: use --solvers"),
@@ -90,7 +90,7 @@ def test_a_study(run, tmp_path, monkeypatch):
         (["a=x"], ["--beams", 2], "--beams belong to free answers"),
         (["a=x"], ["--solvers", "bosh3"], "whatever the --budgets: leave them out"),
         (["a=x"], ["--solvers", "bosh3", "euler", "--answers", 2], "name another solver before bosh3"),
-        (["a=x"], ["--solvers", "euler", "--config.decode.tolerance=0.1"], "is of adaptive solvers"),
+        (["a=x"], ["--solvers", "euler", "--config.decode.tolerance=0.1"], "is for adaptive solvers"),
     ],
 )
 def test_bad_input_is_one_line(run, tmp_path, models, arguments, line):

@@ -82,7 +82,7 @@ def test_a_page_is_whole_and_escapes_all_text(tmp_path):
     first, *_, last = (attributes for attributes, _ in page.spans)
     assert first["style"] == "--t:0.500"
     assert first["class"].split() == ["changed"]
-    assert "1 differ from the language model's own" in text
+    assert "1 differ from the language model's tokens" in text
     assert first["title"].splitlines()[:2] == ["position: 0", "token: 7"]
     assert HOSTILE in first["title"]
     assert {

@@ -100,7 +100,7 @@ def test_penalties_and_biases_reach_the_answers(protocol):
 
 
 def test_options_that_do_nothing_are_refused(protocol):
-    assert "tolerance is of adaptive solvers" in refusal(protocol, tolerance=0.1)
+    assert "tolerance is for adaptive solvers" in refusal(protocol, tolerance=0.1)
     assert "no label is given" in refusal(protocol, guidance=2.0) or "guidance" in refusal(protocol, guidance=2.0)
 
 

@@ -210,7 +210,7 @@ def test_updates_upon_updates(trained, tmp_path):
     assert language_model.adapters == (upper, tmp_path / "two" / "export")
     np.testing.assert_allclose(logits(tmp_path / "two")[0], logits(tmp_path / "two" / "export")[0], atol=1e-5)
     outcome = call(convert.main, "export", "--model", tmp_path / "two", "--format", "peft", "--out", tmp_path / "out")
-    assert "has 2 LoRA adapters, one upon the other: export it with another format" in outcome.error
+    assert "has 2 stacked LoRA adapters: export it with another format" in outcome.error
     outcome = call(convert.main, "import", "--base", tmp_path / "two/export", "--out", tmp_path / "out")
     assert "a model folder has one adapter" in outcome.error
 
@@ -330,7 +330,7 @@ def copy_adapter(trained, folder, **changes):
         ("gone", "the base of {}: 'gone' is neither a folder"),
         ("", "names no base: give it as base_model_name_or_path"),
         (None, "names no base: give it as base_model_name_or_path"),
-        ("SELF", "is its own base: mend base_model_name_or_path"),
+        ("SELF", "is its own base: fix base_model_name_or_path"),
         ("WORKDIR", "is a workdir of training, not a language model: give its"),
         ("NARROW", "the tensors do not fit the architecture"),
     ],

@@ -268,7 +268,7 @@ def test_a_sharded_load_adds_the_adapter_once(tmp_path):
         ("base", ["--format", "l2d"], "has no diffusion path: export it with --format hf"),
         ("base", ["--format", "l2d-full"], "has no diffusion path"),
         ("dense", ["--format", "l2d-full"], "has full weights already: export it with --format l2d"),
-        ("dense", ["--format", "peft"], "has no LoRA adapter of its own"),
+        ("dense", ["--format", "peft"], "has no LoRA adapter"),
         ("dense", ["--format", "hf", "--torch"], "--torch is about the release's state dict"),
         ("dense", ["--format", "gguf"], "invalid choice: 'gguf'"),
         ("none", ["--format", "hf"], "neither a folder"),

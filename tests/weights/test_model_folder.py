@@ -205,5 +205,5 @@ def test_two_types_of_one_size_are_not_mixed(tmp_path):
     size = 8 + int.from_bytes(data[:8], "little")
     header = data[8:size].replace(b'"F16"', b'"BF16"', 1)
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data[size:])
-    with pytest.raises(InputError, match=r"float16 beside bfloat16: model\."):
+    with pytest.raises(InputError, match=r"float16 and bfloat16: model\."):
         base_model.find_base(base_config(folder))

@@ -203,7 +203,7 @@ INDICES = {
     "list": (["a"], {"x": ONE}, r"weight_map: must be a valid dictionary, got \['a'\]"),
     "number": ({"a": 1}, {"x": ONE}, "weight_map: a must be a valid string, got 1"),
     "none": (None, {"x": ONE}, "weight_map: must be a valid dictionary, got None"),
-    "pickle": ({"a": "x.bin"}, {"x": ONE}, "beside the index, got 'x.bin'"),
+    "pickle": ({"a": "x.bin"}, {"x": ONE}, "next to the index, got 'x.bin'"),
 }
 
 
@@ -222,13 +222,13 @@ def test_a_shard_may_not_lie_outside_the_folder(tmp_path: Path, absolute: bool) 
     (tmp_path / "folder").mkdir()
     shard = str(tmp_path / "x.safetensors") if absolute else "../x.safetensors"
     write_shards(tmp_path / "folder", {"a": shard})
-    with pytest.raises(InputError, match="beside the index, got"):
+    with pytest.raises(InputError, match="next to the index, got"):
         SafetensorsFolder.open(tmp_path / "folder")
 
 
 def test_a_windows_path_is_no_shard_name(tmp_path: Path) -> None:
     write_shards(tmp_path, {"a": "..\\x.safetensors"}, **{"..\\x": ONE})
-    with pytest.raises(InputError, match="beside the index, got"):
+    with pytest.raises(InputError, match="next to the index, got"):
         SafetensorsFolder.open(tmp_path)
 
 

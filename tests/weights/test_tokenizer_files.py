@@ -106,7 +106,7 @@ def test_what_does_not_fit_is_one_line(tmp_path, base, other, find):
     assert "holds nothing: add the model's own" in error(tokenizer=str(tmp_path / "empty"))
     assert "which has no chat template: give a .jinja file" in error(chat_template=str(tmp_path / "empty"))
     (tmp_path / "a.jinja").write_bytes(b"\xff")
-    assert "a.jinja is not UTF-8 at byte 0: mend it" in error(chat_template=str(tmp_path / "a.jinja"))
+    assert "a.jinja is not UTF-8 at byte 0: fix it" in error(chat_template=str(tmp_path / "a.jinja"))
     (other / "chat_template.jinja").unlink()
     (other / "tokenizer_config.json").write_text('{"chat_template": [5]}')
     assert "chat_template must be text, or a list of names and templates, got [5]" in error(chat_template=str(other))

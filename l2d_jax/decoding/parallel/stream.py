@@ -1,10 +1,9 @@
-"""Decoding with one pass over the weights a token, where guesses hold: the next token begins while this one is checked.
+"""Decoding with one pass over the weights per token while guesses hold: the next token begins during the check of this.
 
-A pass has rows for each sequence: the evaluations of its token k side by side, with guesses in the place of estimates;
-token k, as far as it is guessed, for the LM; and the first evaluation of token k + 1 behind it. If the checks say that
-k is the token that was guessed, the LM's row is kept, and token k + 1 has its hidden state and its first estimate,
-which is the next guess. If not, the row is read again with the right token. What is emitted is what `decode_tokens`
-emits.
+For each sequence, a pass has rows for: the evaluations of its token k, with guesses instead of estimates; the guessed
+token k, for the LM; and the first evaluation of token k + 1. If the check confirms the guess of token k, the LM's row
+is kept, and token k + 1 already has its hidden state and its first estimate, which is its guess. Otherwise the LM reads
+the right token in another pass. The emitted tokens are those of `decode_tokens`.
 """
 
 import dataclasses
@@ -28,29 +27,29 @@ from l2d_jax.model.l2d import Model
 
 
 class Emitted(NamedTuple):
-    """What passes have emitted: a token or none for each sequence and pass."""
+    """The output of passes: a token, or none, for each sequence and pass."""
 
     is_new: Bool[Array, "B passes"]
     tokens: Tokens
 
 
 class _Pass(NamedTuple):
-    """What a pass has found for each sequence."""
+    """The results of a pass for each sequence."""
 
-    hidden: Float[Array, "B D"]  # of the LM at `next`
+    hidden: Float[Array, "B D"]  # hidden state of the LM at `next`
     inputs: Float[Array, "B D"]  # its embedding
     new: KVCache
     found: Int[Array, "B W"]  # tokens that the evaluations in the window estimate
-    first: Int[Array, " B"]  # the row that the window begins with
-    is_bad: Bool[Array, "B W"]  # evaluations that are no numbers
-    logits: Float[Array, "B V"]  # of the last evaluation, or the LM's own where it is plain
-    begun: Int[Array, " B"]  # the first estimate of the token behind `next`
+    first: Int[Array, " B"]  # the first row of the window
+    is_bad: Bool[Array, "B W"]  # evaluations whose logits are NaN
+    logits: Float[Array, "B V"]  # of the last evaluation, or the LM's if the token is plain
+    begun: Int[Array, " B"]  # the first estimate of the token after `next`
     begun_logits: Float[Array, "B V"]
-    is_plain: Bool[Array, " B"]  # whether that token is the LM's own
+    is_plain: Bool[Array, " B"]  # whether the LM alone decides that token
 
 
 def _evaluate(model: Model, stream: Stream, settings: Refinement, sampling: SamplingOptions) -> _Pass:
-    """One pass over the weights: the checks of a token, the LM on it, and the first evaluation behind it."""
+    """One pass over the weights: the checks of a token, the LM on this token, and the next token's first evaluation."""
     llm, path, stages, state = model.llm, model.path, settings.stages, stream.state
     assert path is not None
     assert stages is not None
@@ -59,14 +58,14 @@ def _evaluate(model: Model, stream: Stream, settings: Refinement, sampling: Samp
     rows = _diffusion_rows(model, stream, settings, first, width=width)
     made = joint_pass(model, stream.next[:, None], state.positions[:, None] + 1, rows, state.cache)
     with jax.named_scope("corrections"):
-        hidden = jnp.repeat(state.hidden[:, None], width, axis=1)  # which each row corrects
+        hidden = jnp.repeat(state.hidden[:, None], width, axis=1)  # every row corrects this hidden state
         if path.is_anchored:
             hidden = jnp.concatenate([hidden, made.hidden], axis=1)
         merge = path.merge_weight(rows.t) if rows.conditions is None else rows.conditions.merge
         features = made.features - hidden if path.is_anchored else made.features
         is_plain = stream.is_plain[:, None] & (jnp.arange(hidden.shape[1]) < width)
         hidden = jnp.where(is_plain[..., None], hidden, hidden + merge.astype(hidden.dtype) * features)
-        if not path.is_anchored:  # the LM's own logits are those of the first evaluation
+        if not path.is_anchored:  # the LM's logits are those of the first evaluation
             hidden = jnp.concatenate([hidden, made.hidden], axis=1)
         logits = llm.logits(hidden)
         found = _estimate(logits, rows.t, stream, settings, width=width)
@@ -90,7 +89,7 @@ def _evaluate(model: Model, stream: Stream, settings: Refinement, sampling: Samp
 def _diffusion_rows(
     model: Model, stream: Stream, settings: Refinement, first: Int[Array, " B"], *, width: int
 ) -> DiffusionRows:
-    """The evaluations from `first` on; of an anchored path also the first one of the token behind `next`, at t = 0."""
+    """The evaluations from `first` on; with an anchored path also the first one of the token after `next`, at t = 0."""
     path, stages, state = model.path, settings.stages, stream.state
     assert path is not None
     assert stages is not None
@@ -111,7 +110,7 @@ def _diffusion_rows(
 def _estimate(
     logits: Float[Array, "B R V"], t: Float[Array, "B M"], stream: Stream, settings: Refinement, *, width: int
 ) -> Int[Array, "B R"]:
-    """The tokens that the rows of a pass estimate; the last row is at t = 0 of the token behind `next`."""
+    """The tokens that the rows of a pass estimate; the last row is at t = 0 of the token after `next`."""
     t = t if t.shape[1] == logits.shape[1] else jnp.pad(t, ((0, 0), (0, 1)))
     checked, begun = (_keys(stream, ahead=ahead)[1][:, None] for ahead in (False, True))
     keys = evaluation_keys(jnp.concatenate([jnp.repeat(checked, width, axis=1), begun], axis=1), t).reshape(-1)
@@ -126,7 +125,7 @@ def _find_plain(
     count: Int[Array, "#B"],
     sampling: SamplingOptions,
 ) -> tuple[Bool[Array, " B"], Float[Array, "B V"]]:
-    """Whether the token behind `next` is the LM's own, by budget or gate, and the LM's logits where it may be."""
+    """Whether the LM alone decides the token after `next`, by budget or gate, and the LM's logits if it may."""
     path, none = model.path, jnp.broadcast_to(count == 0, hidden.shape[:1])
     assert path is not None
 
@@ -138,7 +137,7 @@ def _find_plain(
 
 
 def _keys(stream: Stream, *, ahead: bool) -> tuple[Array, Array, Array]:
-    """The keys of the noise, of the estimates and of the token: of the one that is checked, or the one behind it."""
+    """The keys for the noise, the estimates and the sample of the token being checked, or of the next one (`ahead`)."""
     return token_keys(stream.state.keys, stream.state.count + (stream.is_checked if ahead else 0))
 
 
@@ -158,7 +157,7 @@ def decode_stream(
     stop_ids: Int[Array, " n"],
     passes: int,
 ) -> tuple[Stream, Emitted]:
-    """Make so many passes; `settings` have stages, and sequences have neither classes nor several noise samples."""
+    """Make `passes` passes. `settings` must have stages; sequences have neither classes nor several noise samples."""
     stages = settings.stages
     assert stages is not None
     vocab_size = model.llm.architecture.vocab_size

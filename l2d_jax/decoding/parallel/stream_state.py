@@ -1,6 +1,6 @@
-"""The state of a stream of tokens, and what is done with it between passes.
+"""The state of a stream of tokens, and operations on it between passes.
 
-Each sequence goes at a pace of its own: its tokens have the slots of the cache's ring in their order, from slot 0 on.
+Sequences advance independently: the tokens of each fill the slots of the cache's ring in order, from slot 0 on.
 """
 
 import dataclasses
@@ -21,14 +21,14 @@ from l2d_jax.model.llm import LLM
 class Stream(nnx.Module):
     """Everything that the next pass depends on."""
 
-    state: State = nnx.data()  # at the newest token that is read
-    next: Int[Array, " B"] = nnx.data()  # the token behind it: a guess while it is checked
-    is_checked: Bool[Array, " B"] = nnx.data()  # whether `next` is a guess; if not, it has to be read
-    is_plain: Bool[Array, " B"] = nnx.data()  # whether the LM alone says what it is
-    settled: Int[Array, " B"] = nnx.data()  # leading evaluations whose estimates are the true ones
-    estimates: Int[Array, "B n"] = nnx.data()  # tokens; beyond the settled ones they are guesses
-    read: Int[Array, " B"] = nnx.data()  # tokens in the ring
-    passes: Int[Array, " B"] = nnx.data()  # since a token was emitted
+    state: State = nnx.data()  # at the newest token that the LM has read
+    next: Int[Array, " B"] = nnx.data()  # the token after it; a guess while it is being checked
+    is_checked: Bool[Array, " B"] = nnx.data()  # whether `next` is a guess; if not, it is known but not read
+    is_plain: Bool[Array, " B"] = nnx.data()  # whether the LM alone decides `next`
+    settled: Int[Array, " B"] = nnx.data()  # number of leading evaluations whose estimates are final
+    estimates: Int[Array, "B n"] = nnx.data()  # tokens; those beyond the settled ones are guesses
+    read: Int[Array, " B"] = nnx.data()  # number of tokens in the ring
+    passes: Int[Array, " B"] = nnx.data()  # passes since the last emitted token
 
 
 COLUMNS = tuple(field.name for field in dataclasses.fields(Stream) if field.name != "state")
@@ -36,9 +36,9 @@ COLUMNS = tuple(field.name for field in dataclasses.fields(Stream) if field.name
 
 @partial(Programs, static=["size"])
 def enter(llm: LLM, state: State, *, is_plain: Bool[Array, "#B"], gate: Float[Array, "#B"], size: int) -> Stream:
-    """The stream of prompts that have been read into a state, with room for `size` evaluations of a token.
+    """Start a stream after prompts have been read, with places for `size` evaluations of a token.
 
-    The first token is guessed to be the LM's arg max. It is the LM's own where `is_plain` (a budget of 1) or where the
+    The first token is guessed to be the LM's arg max. The LM alone decides it if `is_plain` (a budget of 1), or if the
     entropy of its logits, in nats, is below the gate.
     """
     none, logits = jnp.zeros_like(state.count), llm.logits(state.hidden)
@@ -56,22 +56,22 @@ def enter(llm: LLM, state: State, *, is_plain: Bool[Array, "#B"], gate: Float[Ar
 
 
 def ring(state: State | Stream) -> int:
-    """The slots for new tokens."""
+    """The number of slots for new tokens."""
     return state.state.cache.ring if isinstance(state, Stream) else state.cache.ring
 
 
 def fit(state: State | Stream, *, ring: int, slots: int) -> State | Stream:
-    """The same with so many slots, as of `state.resize`."""
+    """Change the numbers of slots, as `state.resize` does."""
     if not isinstance(state, Stream):
         return resize(state, ring=ring, slots=slots)
     resized = resize(state.state, ring=ring, slots=slots)
-    # The slots of the ring keep their places.
+    # Tokens keep their slots in the ring.
     cache = dataclasses.replace(resized.cache, used=jnp.zeros_like(resized.cache.used))
     return dataclasses.replace(state, state=dataclasses.replace(resized, cache=cache))
 
 
 def make_room(stream: Stream, size: int) -> Stream:
-    """The stream with room for so many evaluations of a token; none in use is lost."""
+    """The stream with places for at least `size` evaluations of a token; those in use are kept."""
     before = stream.estimates.shape[1]
     if size == before:
         return stream
@@ -80,7 +80,7 @@ def make_room(stream: Stream, size: int) -> Stream:
 
 
 def put(state: State | Stream, new: State | Stream, lanes: Int[Array, " rows"]) -> State | Stream:
-    """Put each row of `new` in the place of a sequence, as `state.refill` does; `state` is donated."""
+    """Put each row of `new` into a lane, as `state.refill` does; `state` is donated."""
     if not isinstance(state, Stream):
         return refill(state, new, lanes)
     assert isinstance(new, Stream)
@@ -92,7 +92,7 @@ def put(state: State | Stream, new: State | Stream, lanes: Int[Array, " rows"]) 
 
 
 def end(state: State | Stream, done: Bool[Array, " B"]) -> State | Stream:
-    """The same where these sequences have ended, and the others have not."""
+    """Mark the sequences `done` as ended, and all others as running."""
     if isinstance(state, Stream):
         return dataclasses.replace(state, state=dataclasses.replace(state.state, done=done))
     return dataclasses.replace(state, done=done)
@@ -100,7 +100,7 @@ def end(state: State | Stream, done: Bool[Array, " B"]) -> State | Stream:
 
 @Programs
 def leave(llm: LLM, stream: Stream) -> State:
-    """The state from which `decode_tokens` goes on: a token that is known, but not read, is read."""
+    """Leave the stream: the state with which `decode_tokens` continues. Known but unread tokens are read."""
     state, cache = stream.state, stream.state.cache
     following = state.positions + 1
     hidden, new = llm(stream.next[:, None], following[:, None], cache)
@@ -125,7 +125,7 @@ def leave(llm: LLM, stream: Stream) -> State:
 
 
 def write(cache: KVCache, new: KVCache, slots: Int[Array, " B"], is_kept: Bool[Array, " B"]) -> KVCache:
-    """The cache with one new token of each sequence in its slot, if it is kept."""
+    """Write one new token of each sequence into its slot, if it is kept."""
     nowhere = cache.positions.shape[1]  # a slot beyond the last
     rows, places = jnp.arange(len(slots)), jnp.where(is_kept, slots, nowhere)
     k, v = (old.at[:, rows, places].set(one[:, :, 0], mode="drop") for old, one in ((cache.k, new.k), (cache.v, new.v)))

@@ -1,4 +1,4 @@
-"""What a diffusion token at (t, x) says of x_1: corrected hidden states, and estimates from their logits."""
+"""Evaluations of the path at (t, x): corrected hidden states, and the estimates of x_1 from their logits."""
 
 from typing import Literal
 
@@ -23,9 +23,9 @@ def corrected_hidden(
     *,
     table: ConditionTable | None = None,
 ) -> Float[Array, "G B M D"]:
-    """Corrected hidden states, at one time or at one per position; G is 1, or 2 with labels: conditional, then null.
+    """Corrected hidden states, at a shared time or one per position. G is 1, or 2 with labels: class, then null class.
 
-    With a table, times are those of its grids.
+    With a table, times must be those of its grids.
     """
     assert model.path is not None
     path = model.path
@@ -51,7 +51,7 @@ def estimate(
 ) -> Float[Array, "B M C"]:
     """The estimate of x_1 from the logits: the vector of a sampled token, or the mean over the (allowed) vocabulary.
 
-    It is not a number where the hidden state is not: an arg max would hide that.
+    It is NaN where the hidden state is NaN, which an arg max would hide.
     """
     assert model.table is not None
     table = model.table
@@ -77,7 +77,7 @@ def estimated_tokens(
     keys: Key[Array, "B M"],
     allowed: Bool[Array, "B V"] | None = None,
 ) -> Int[Array, "B M"]:
-    """The (allowed) tokens that are sampled as estimates; at temperature 0 the arg max."""
+    """Sample (allowed) tokens as estimates; at temperature 0 the arg max."""
 
     def sample(logits: Array, key_data: Array, temperature: Array, *masks: Array) -> Array:
         return diffusion.sample_rows(jax.random.wrap_key_data(key_data), _restrict(logits, *masks), temperature)
@@ -88,7 +88,7 @@ def estimated_tokens(
 
 
 def _masks(allowed: Bool[Array, "B V"] | None, hidden: Float[Array, "B M D"]) -> tuple[Array, ...]:
-    """The mask of each position, if there are any."""
+    """The mask of each position, if there are masks."""
     if allowed is None:
         return ()
     return (jnp.broadcast_to(allowed[:, None], (*hidden.shape[:2], allowed.shape[1])),)
@@ -99,7 +99,7 @@ def _restrict(logits: Array, allowed: Array | None = None) -> Array:
 
 
 def evaluation_keys(keys: Key[Array, "B M"], t: Float[Array, "B M"]) -> Key[Array, "B M"]:
-    """The keys of evaluations at these times, by their bits."""
+    """Fold the bits of the times of evaluations into keys."""
     return jax.vmap(jax.vmap(jax.random.fold_in))(keys, jax.lax.bitcast_convert_type(t, jnp.uint32))
 
 
@@ -111,7 +111,10 @@ def make_target(
     keys: Key[Array, "B M"],
     end: float | Float[Array, ""] = 1.0,
 ) -> integrate.Target:
-    """The estimate of x_1 that the solver integrates towards, at one t or each sequence's; guided if it has labels."""
+    """Make the function of (t, x) that estimates x_1, towards which the solver integrates; guided if there are labels.
+
+    t is shared, or one per sequence.
+    """
     step = (end / jnp.maximum(settings.steps, 1).astype(jnp.float32)).reshape(-1, 1)
 
     def target(t: Array, x: Array) -> Array:
@@ -132,4 +135,4 @@ def make_target(
             return estimates[0]
         return diffusion.guide(estimates[0], estimates[1], settings.guidance[:, None, None])
 
-    return jax.jit(target)  # a solver evaluates it at several places of a program, which traces it once
+    return jax.jit(target)  # a solver calls it at several places of a program; this traces it once

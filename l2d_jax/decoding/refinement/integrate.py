@@ -1,13 +1,13 @@
 """Integrates dx/dt = (target(t, x) - x) / (1 - t) from noise with diffrax (paper section 3.3).
 
 Notable: on a uniform grid the state is the pair (a, y) with x = a x_0 + y. The equation is linear in x, so every
-Runge-Kutta method integrates the coefficient a of the noise (a scalar) and the data y separately, and x is the same.
-But y is of order one where x starts at sigma = 64, and float32 keeps 64 times more of it.
+Runge-Kutta method can integrate the coefficient a of the noise (a scalar) and the data y separately, with the same x.
+But y is of order one while x starts at sigma = 64, so float32 keeps y 64 times more precisely.
 
 With adaptive steps the state is x itself, and errors are measured on it. The controller, the first step and the reuse
-of slopes are those of the release, so that all steps but the last are the same. The end differs by design: torchdiffeq
-steps past it and interpolates back, and diffrax shortens the last step to end there. Also, the release takes one error
-norm over a batch, and here a caller gives each sequence a norm of its own by `jax.vmap`.
+of slopes are those of the release, so all steps except the last are the same. The end differs by design: torchdiffeq
+steps past it and interpolates back, and diffrax shortens the last step. Also, the release uses one error norm for a
+batch; here a caller gives each sequence its own norm by `jax.vmap`.
 """
 
 from collections.abc import Callable
@@ -24,13 +24,13 @@ from l2d_jax.model.diffusion import END
 
 Target = Callable[[Float[Array, "*b"], Float[Array, "*B C"]], Float[Array, "*B C"]]
 FIRST_STEP = 0.05  # length of an adaptive solver's first step, as in the release
-# 1/n by n. A program would divide by another rule for one grid than for several, and t of an evaluation, by whose bits
-# a token is sampled, would depend on the other sequences.
+# 1/n for each n. XLA would round the division differently for one grid than for several. Then the bits of t, which are
+# folded into sampling keys, would depend on the other sequences.
 INVERSES = (1 / np.maximum(np.arange(10_001), 1)).astype(np.float32)
 
 
 class AdaptiveSolution(NamedTuple):
-    """The state in which an adaptive solver ended, and the steps that it took."""
+    """The final state of an adaptive solver, and its numbers of steps."""
 
     x: Float[Array, "*B C"]
     t: Float[Array, ""]  # earlier than the end if the steps ran out
@@ -49,8 +49,8 @@ def solve_fixed(
     """x at time `end`, from x_0 at t = 0 in `steps` equal intervals; without an interval, x_0 itself.
 
     `target` is the estimate of x_1 at (t, x); dx/dt counts as zero at t = 1, as in the release. `noise` is x_0, in
-    float32. `steps` may be traced, so that one program serves every budget, and be those of each sequence, up to t = 1;
-    then t is one of each sequence, too.
+    float32. `steps` may be traced, so that one program serves every budget. It may also differ between sequences, which
+    then all end at t = 1; in that case t has one value per sequence.
     """
     steps = jnp.asarray(steps)
     stop = jnp.where(steps > 0, jnp.float32(end), 0.0)
@@ -67,9 +67,9 @@ def fixed_states(
     end: float | Float[Array, ""] = 1.0,
     most: int | None = None,
 ) -> Float[Array, "points *B C"]:
-    """x at every point of the grid, both ends included; arguments as for `solve_fixed`.
+    """x at every point of the grid, including both ends; arguments as for `solve_fixed`.
 
-    Traced steps are at most `most`; the points beyond them are no numbers.
+    Traced `steps` are at most `most`; points beyond them are NaN.
     """
     saveat = diffrax.SaveAt(t0=True, steps=True)
     most = int(steps) if most is None else most
@@ -86,10 +86,10 @@ def solve_adaptive(
     max_steps: int | Int[Array, ""],
     end: float | Float[Array, ""],
 ) -> AdaptiveSolution:
-    """x at time `end`, in steps whose estimated errors stay within the relative and absolute tolerance.
+    """x at time `end`, in steps whose estimated errors are within the relative and absolute tolerance.
 
-    There is one error norm for all of the noise. After `max_steps`, accepted or rejected, the integration stops short
-    of the end; 0 leaves x_0 itself. The release's end is 1 - 1/sigma.
+    There is one error norm for the whole array. After `max_steps` accepted or rejected steps, the integration stops
+    before the end; 0 returns x_0. In the release, `end` is 1 - 1/sigma.
     """
     stop = jnp.where(jnp.asarray(max_steps) > 0, jnp.float32(end), 0.0)
     solution = _run_adaptive(target, noise, solver, tolerance, max_steps, stop, saveat=diffrax.SaveAt(t1=True))
@@ -107,9 +107,9 @@ def adaptive_states(
     max_steps: int | Int[Array, ""],
     most: int | None = None,
 ) -> tuple[Float[Array, " steps"], Float[Array, "steps *B C"], Int[Array, ""]]:
-    """Times and states at the end of each accepted step, infinite beyond the last, and the number of rejected steps.
+    """Times and states at the end of each accepted step, and the number of rejected steps.
 
-    Traced `max_steps` are at most `most`.
+    Entries beyond the last step are infinite. Traced `max_steps` are at most `most`.
     """
     save: Any = {"saveat": diffrax.SaveAt(steps=True), "max_steps": int(max_steps) if most is None else most}
     solution = _run_adaptive(target, noise, solver, tolerance, max_steps, end, **save)
@@ -117,7 +117,7 @@ def adaptive_states(
 
 
 def _run_fixed(target: Target, noise: Array, solver: Solver, steps: Any, stop: Any, **save: Any) -> Any:
-    """The coefficient of the noise, and the data, at the times of `saveat`, which count intervals."""
+    """The coefficient of the noise and the data at the times of `saveat`, in units of intervals."""
     length = stop * jnp.asarray(INVERSES)[steps]
 
     def beside(values: Array) -> Array:
@@ -157,22 +157,22 @@ def _solve(field: Any, start: Any, solver: Solver, stop: Any, stepping: "_Steppi
         y0=start,
         stepsize_controller=stepping,
         adjoint=diffrax.DirectAdjoint(),
-        throw=False,  # a check on the host would end the compiled program after every token
+        throw=False,  # a check on the host would interrupt the compiled program after every token
         **{"max_steps": None} | save,
     )
 
 
 def _rate(t: Float[Array, "*B"]) -> Float[Array, "*B"]:
-    """1 / (1 - t); 0 from t = 1 on."""
+    """1 / (1 - t), and 0 from t = 1 on."""
     rest = 1 - t
     return jnp.where(rest > END, 1 / jnp.maximum(rest, END), 0.0)
 
 
 class _Stepping(diffrax.AbstractStepSizeController[Any, Any]):
-    """A controller with the length of its first step, which may end the integration after a traced number of steps.
+    """A step size controller with a given first step, which can end the integration after a traced number of steps.
 
-    Where diffrax is given the first step, it compares it with the ends by a call of the host, in the middle of every
-    token; and JAX keeps no program that calls the host in its cache of compiled ones. Its own `max_steps` is static.
+    If the first step is passed to diffrax, it checks it with a host callback in the middle of every token, and JAX does
+    not cache compiled programs with host callbacks. diffrax's `max_steps` is static.
     """
 
     controller: diffrax.AbstractStepSizeController[Any, Any]
@@ -190,7 +190,7 @@ class _Stepping(diffrax.AbstractStepSizeController[Any, Any]):
         return end, (state, jnp.int32(0))
 
     def adapt_step_size(self, *args: Any, **kwargs: Any) -> Any:
-        """The controller's decision, or the end of the integration at the last step."""
+        """The controller's decision, or after the last step the end of the integration."""
         *before, (state, count) = args
         *decision, state, result = self.controller.adapt_step_size(*before, state, **kwargs)  # type: ignore[call-arg]
         if self.max_steps is not None:

@@ -1,6 +1,6 @@
-"""From noise to a corrected hidden state: the ODE of a diffusion token, over any positions at once (paper section 3.3).
+"""From noise to a corrected hidden state: the ODE of diffusion tokens, at any positions at once (paper section 3.3).
 
-Decoding refines the last position of each sequence; teacher-forced evaluation refines every answer position at once.
+Decoding refines the last position of each sequence; teacher-forced evaluation refines all answer positions at once.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ Solution = TypeVar("Solution")
 
 
 class Cost(NamedTuple):
-    """What tokens took of the path."""
+    """What the path spent on tokens."""
 
     evaluations: Int[Array, "..."]
     passes: Int[
@@ -33,10 +33,11 @@ class Cost(NamedTuple):
 def refine(
     model: Model, context: Context, noise: Float[Array, "B M C"], *, settings: Refinement, keys: Key[Array, "B M"]
 ) -> tuple[Float[Array, "B M D"], Cost]:
-    """Hidden states after the whole budget, whose logits are the answer, and what each position took.
+    """Hidden states after the whole budget, and the cost of each position; their logits are the answer's.
 
-    `noise` is x_0 of unit variance, and the final evaluation counts. A uniform grid ends at t = 1. Adaptive steps, each
-    position's own, end at 1 - 1/sigma as in the release. An evaluation's time is folded into the keys of its velocity.
+    `noise` is x_0 with unit variance. The final evaluation counts. A uniform grid ends at t = 1. Adaptive steps, which
+    each position chooses, end at 1 - 1/sigma as in the release. The time of an evaluation is folded into the keys of
+    its velocity.
     """
     if model.path is None:
         none = jnp.zeros(noise.shape[:2], jnp.int32)
@@ -66,7 +67,7 @@ def refine(
 def adapt(
     model: Model, context: Context, noise: Float[Array, "B M C"], *, settings: Refinement, keys: Key[Array, "B M"]
 ) -> integrate.AdaptiveSolution:
-    """Where each position ends with adaptive steps of its own, and what it took; `noise` is x_0 itself."""
+    """Integrate each position with its own adaptive steps; `noise` is x_0 itself."""
     assert model.path is not None
     end = 1 - 1 / model.path.config.sigma
 
@@ -88,9 +89,9 @@ def solve_each(
     settings: Refinement,
     keys: Key[Array, "B M"],
 ) -> Solution:
-    """`solve` for each position by itself, so that it has an error norm of its own; leaves gain leading axes [B, M].
+    """Call `solve` for each position separately, so that each has its own error norm; leaves get leading axes [B, M].
 
-    `solve` gets the settings of the position's sequence, with single numbers.
+    `solve` gets the settings of the position's sequence as scalars.
     """
     cache = context.cache
 

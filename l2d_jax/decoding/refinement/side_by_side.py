@@ -1,10 +1,10 @@
-"""All evaluations of a token side by side: guess the estimates, evaluate every row at once, keep what came true.
+"""All evaluations of a token in parallel: guess the estimates, evaluate all rows in one pass, keep what is confirmed.
 
-Where the velocity is a token, x of an evaluation follows from integers: the estimates before it. A pass evaluates a
-window of rows with guesses in the place of estimates. The rows up to the first wrong guess had the true x, so their
-estimates are the true ones, that of the wrong one included; what the later rows found are the next guesses. That is the
-sequential answer, certified by equality of integers, in 1 pass and another for each surprise. (Jacobi iteration: Song
-et al. 2020; forecasts: Wiggers and Hoogeboom 2020.)
+If the velocity is a token, the x of an evaluation follows from integers: the estimates before it. A pass evaluates a
+window of rows with guesses instead of estimates. Rows up to the first wrong guess had the true x, so their estimates
+are final, including that of the wrong one. What later rows found are the next guesses. The result is the sequential
+answer, certified by equality of integers, in 1 pass plus one for each wrong guess. (Jacobi iteration: Song et al. 2020;
+forecasts: Wiggers and Hoogeboom 2020.)
 """
 
 from collections.abc import Callable
@@ -22,20 +22,20 @@ from l2d_jax.model.l2d import Model
 
 
 class Progress(NamedTuple):
-    """How far the evaluations of each position have come; G is 2 with labels: conditional, then null."""
+    """The progress of the evaluations of each position; G is 2 with labels: class, then null class."""
 
-    settled: Int[Array, "B M"]  # leading rows whose estimates are the true ones
-    tokens: Int[Array, "G B M n"]  # estimates; those beyond are guesses
-    hidden: Float[Array, "B M D"]  # the answer's, once all are settled
+    settled: Int[Array, "B M"]  # number of leading rows whose estimates are final
+    tokens: Int[Array, "G B M n"]  # estimates; those beyond the settled ones are guesses
+    hidden: Float[Array, "B M D"]  # hidden states of the answer, once all rows are settled
     passes: Int[Array, "B M"]
 
 
 def refine_side_by_side(
     model: Model, context: Context, noise: Float[Array, "B M C"], *, settings: Refinement, keys: Key[Array, "B M"]
 ) -> tuple[Float[Array, "B M D"], Int[Array, "B M"]]:
-    """Hidden states after the whole budget, as of `refine`, and the passes of the path that each position took.
+    """Hidden states after the whole budget, as from `refine`, and the passes of the path for each position.
 
-    `noise` is x_0 itself. The settings have stages, and their velocity is a token.
+    `noise` is x_0 itself. The settings must have stages, and their velocity must be a token.
     """
     stages = settings.stages
     assert stages is not None
@@ -52,7 +52,7 @@ def refine_side_by_side(
 
 
 def begin_progress(model: Model, context: Context, *, settings: Refinement, keys: Key[Array, "B M"]) -> Progress:
-    """All guesses are the LM's own token. At t = 0 it is the true estimate, where a path corrects nothing there."""
+    """Start with the LM's token as every guess. If the path corrects nothing at t = 0, the first estimate is final."""
     stages, path = settings.stages, model.path
     assert stages is not None
     assert path is not None
@@ -73,7 +73,7 @@ def make_pass(
     *,
     settings: Refinement,
 ) -> Callable[[Progress], Progress]:
-    """A pass over a window of rows of every position, which begins with the first row that is not settled."""
+    """Make a pass over a window of rows of every position, starting at its first row that is not settled."""
     stages, table = settings.stages, model.table
     assert stages is not None
     assert table is not None
@@ -119,7 +119,7 @@ def row_tokens(
     settings: Refinement,
     keys: Key[Array, "B M"],
 ) -> Int[Array, "G B M"]:
-    """The tokens that evaluations at these times find; both of a guided one are sampled by the same key."""
+    """The tokens that evaluations at these times estimate; both branches of guidance are sampled with the same key."""
     branches = len(hidden)
 
     def each(array: Array) -> Array:
@@ -142,7 +142,10 @@ def settle(
     first: Int[Array, "B M"],
     count: Int[Array, "B M"],
 ) -> tuple[Int[Array, "B M"], Int[Array, "G B M n"]]:
-    """The rows that are settled after a pass over those from `first` on, where `before` were, and the next guesses."""
+    """The number of settled rows after a pass over the rows from `first` on, and the next guesses.
+
+    `before` rows were settled before the pass.
+    """
     size, width = guesses.shape[-1], found.shape[-1]
     rows = first[..., None] + jnp.arange(width)
     guessed = jnp.take_along_axis(guesses, rows[None], axis=-1)
@@ -150,6 +153,6 @@ def settle(
     held = jnp.cumprod(is_right, axis=-1).sum(axis=-1)
     settled = jnp.minimum(first + jnp.minimum(held + 1, width), count)
     places = jnp.arange(size) - first[..., None]
-    inside = jnp.take_along_axis(found, jnp.clip(places, 0, width - 1)[None], axis=-1)  # behind the window: as its last
+    inside = jnp.take_along_axis(found, jnp.clip(places, 0, width - 1)[None], axis=-1)  # after the window: as its last
     is_old = jnp.arange(size) < before[..., None]
     return jnp.maximum(settled, before), jnp.where(is_old, guesses, inside)

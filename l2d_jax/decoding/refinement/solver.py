@@ -1,13 +1,13 @@
-"""The solvers of the ODE by name: their Runge-Kutta methods, and what a budget of evaluations buys of each.
+"""The solvers of the ODE: their Runge-Kutta methods, and the number of steps that a budget of evaluations buys.
 
-The budget counts evaluations of the path for one token, the final one that gives the answer's logits included. A budget
-of 1 is the LM alone: no step, whatever the solver.
+The budget is the number of evaluations of the path for one token, including the final one, which gives the answer's
+logits. A budget of 1 is the LM alone, without a step, for every solver.
 
 The methods here are those of the paper's experiments (section 3.3) that diffrax lacks. Heun's three-stage method and
-the 3/8 rule are torchdiffeq's `heun3` and `rk4`. The embedded pairs are torchdiffeq's too, and so is their reuse of a
-slope: the last stage of a step is the first of the next. For Bogacki and Shampine's pair both are the same slope. For
-the other two, the last stage belongs to the step's lower-order result, and a step costs one evaluation fewer than
-diffrax's own solvers of these tableaux would take.
+the 3/8 rule are torchdiffeq's `heun3` and `rk4`. The embedded pairs also follow torchdiffeq, including their reuse of a
+slope: the last stage of a step is the first stage of the next. For Bogacki and Shampine's pair these two slopes are
+equal. For the other two, the last stage belongs to the step's lower-order result, and a step costs one evaluation fewer
+than diffrax's solvers with these tableaux would.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from l2d_jax.errors import InputError, require
 
-AMPLE = 512  # evaluations per token: the budget of an adaptive solver where the user names none
+AMPLE = 512  # default budget of an adaptive solver, in evaluations per token
 
 
 class FixedStepRungeKutta(diffrax.AbstractERK):
@@ -30,7 +30,7 @@ class FixedStepRungeKutta(diffrax.AbstractERK):
 
 
 class _OfSlopes(diffrax.AbstractSolver[Any]):
-    """What solvers of their own have in common."""
+    """Shared parts of solvers that do not derive from diffrax's Runge-Kutta classes."""
 
     term_structure: ClassVar[Any] = diffrax.ODETerm
     interpolation_cls: ClassVar[Any] = diffrax.LocalLinearInterpolation
@@ -47,7 +47,7 @@ class EmbeddedPair(_OfSlopes, diffrax.AbstractAdaptiveSolver[Array]):
     accuracy: ClassVar[int]
 
     def order(self, terms: Any) -> int:
-        """The order of the error at the end of the integration, by which diffrax chooses the next step."""
+        """The order of the global error, from which diffrax chooses the next step."""
         del terms
         return self.accuracy
 
@@ -59,7 +59,7 @@ class EmbeddedPair(_OfSlopes, diffrax.AbstractAdaptiveSolver[Array]):
     def step(
         self, terms: Any, t0: Any, t1: Any, y0: Any, args: Any, solver_state: Any, made_jump: Any
     ) -> tuple[Any, Any, dict[str, Any], Any, Any]:
-        """Take one step from the slope that the previous step left."""
+        """Take one step, starting with the slope that the previous step returned."""
         del made_jump
         length, slopes = t1 - t0, [solver_state]
         for node, row in zip(self.tableau.c, self.tableau.a_lower, strict=True):
@@ -71,24 +71,24 @@ class EmbeddedPair(_OfSlopes, diffrax.AbstractAdaptiveSolver[Array]):
 
 
 class Restart(_OfSlopes):
-    """Puts x on the straight line from x_0 to the newest estimate, so that former estimates leave no trace.
+    """Puts x on the straight line from x_0 to the newest estimate, so that earlier estimates have no effect.
 
     As in multistep sampling of consistency models (Song et al. 2023, algorithm 1), but with x_0 as the only noise. The
     state is the pair of `integrate`: the coefficient a = 1 - t of x_0, and the data y.
     """
 
     def order(self, terms: Any) -> int:
-        """That of Euler's method, which takes the same steps where the estimate stays the same."""
+        """The order of Euler's method, which takes the same steps if the estimate does not change."""
         del terms
         return 1
 
     def init(self, terms: Any, t0: Any, t1: Any, y0: Any, args: Any) -> None:
-        """No state."""
+        """There is no state."""
 
     def step(
         self, terms: Any, t0: Any, t1: Any, y0: Any, args: Any, solver_state: None, made_jump: Any
     ) -> tuple[Any, None, dict[str, Any], None, Any]:
-        """Replace y by the estimate, times t at the end of the step."""
+        """Replace y by the estimate, multiplied by t at the end of the step."""
         del t1, solver_state, made_jump
         (scale, data), (change, slope) = y0, self.func(terms, t0, y0, args)  # the change of a is minus the step
         end = scale + change
@@ -149,23 +149,23 @@ class Solver:
 
     name: str
     method: type[diffrax.AbstractSolver[Any]]
-    stages: int  # evaluations per grid interval, or per adaptive step, accepted or rejected
+    stages: int  # evaluations per grid interval, or per adaptive step (accepted or rejected)
     lookahead: float = 0.0  # grid intervals beyond t at which an annealed temperature is read, as in the release
 
     @property
     def is_adaptive(self) -> bool:
-        """Whether it chooses its steps by their estimated errors."""
+        """Whether it chooses its steps from estimated errors."""
         return issubclass(self.method, EmbeddedPair)
 
     @property
     def overhead(self) -> int:
-        """Evaluations besides those of the steps: the final one, and an adaptive solver's first slope."""
+        """Evaluations in addition to those of steps: the final one, and an adaptive solver's first slope."""
         return 2 if self.is_adaptive else 1
 
     def steps(self, budget: int) -> int:
-        """Grid intervals that spend a budget exactly, or the most steps of an adaptive solver within it.
+        """The number of grid intervals that spends a budget exactly, or the largest number of adaptive steps within it.
 
-        Raises `InputError` for a budget that cannot be spent, naming the nearest ones that can.
+        Raises `InputError` for a budget that cannot be spent, with the nearest ones that can.
         """
         below = self.spendable(budget)
         if budget == below:
@@ -179,11 +179,11 @@ class Solver:
         raise InputError(f"a budget of {budget} evaluations is {problem}: try {remedy}")
 
     def evaluations(self, steps: Int[Array, "*b"]) -> Int[Array, "*b"]:
-        """What so many grid intervals, or adaptive steps, cost."""
+        """The number of evaluations for `steps` grid intervals or adaptive steps."""
         return jnp.where(steps > 0, self.overhead + self.stages * steps, 1)
 
     def spendable(self, budget: int) -> int:
-        """The largest budget that can be spent exactly within this one; at least 1."""
+        """The largest budget of at most `budget` that can be spent exactly; at least 1."""
         steps = max(0, budget - self.overhead) // self.stages
         if steps == 0:
             return 1
@@ -191,11 +191,11 @@ class Solver:
 
     @property
     def nodes(self) -> Float[np.ndarray, " stages"]:
-        """Where a step evaluates, in grid intervals from its beginning."""
+        """The places at which a step evaluates, in grid intervals from its beginning."""
         return np.array([0.0, *getattr(getattr(self.method, "tableau", None), "c", ())])
 
     def times(self, steps: int) -> Float[np.ndarray, " n"]:
-        """t of every evaluation on a uniform grid of `steps` intervals, the final one included; without any, 0."""
+        """t of all evaluations on a uniform grid of `steps` intervals, including the final one; for 0 intervals, 0."""
         inner = (np.arange(steps)[:, None] + self.nodes) / max(steps, 1)
         return np.append(inner.ravel(), min(steps, 1)).astype(np.float32)
 
@@ -219,15 +219,15 @@ ADAPTIVE = {name: solver for name, solver in SOLVERS.items() if solver.is_adapti
 
 
 def find_solver(name: str) -> Solver:
-    """Raises `InputError` for an unknown name."""
+    """The solver of this name; raises `InputError` for an unknown name."""
     require(name in SOLVERS, f"unknown solver {name!r}: choose from {', '.join(SOLVERS)}")
     return SOLVERS[name]
 
 
 def split_budget(solver: str, total: int, *, beams: int) -> int:
-    """The largest budget that each beam of a search can spend where a token may cost `total` evaluations for all.
+    """The largest budget per beam of a search in which a token may cost `total` evaluations for all beams.
 
-    Raises `InputError` for an unknown solver, and for a total below the LM alone, which is one evaluation per beam.
+    Raises `InputError` for an unknown solver, and for a total below one evaluation per beam, which is the LM alone.
     """
     found = find_solver(solver)
     require(beams >= 1, f"a budget is split between at least 1 beam, got {beams}")

@@ -1,8 +1,8 @@
-"""The evaluations of a uniform grid as rows: x of each is a fixed combination of x_0 and the estimates before it.
+"""The evaluations of a uniform grid as rows: x of each is a fixed combination of x_0 and earlier estimates.
 
-The ODE is linear in x, so a Runge-Kutta method on a grid is a table of coefficients: what `integrate` reaches one
-evaluation after the other, up to rounding. Evaluations whose estimates nothing reads have no row: their rate is 0, as
-at t = 1 for the last stage of Heun's method.
+The ODE is linear in x, so a Runge-Kutta method on a grid is a table of coefficients. It gives what `integrate` computes
+one evaluation after the other, up to rounding. Evaluations whose estimates are never used have no row: their rate is 0,
+as for the last stage of Heun's method at t = 1.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ from l2d_jax.decoding.refinement.integrate import INVERSES
 from l2d_jax.decoding.refinement.solver import Restart, Solver
 from l2d_jax.model.diffusion import END
 
-SIZES = (1, 3, 7, 15, 31, 63, MOST_PARALLEL)  # rows that programs are compiled for; a larger budget goes one by one
+SIZES = (1, 3, 7, 15, 31, 63, MOST_PARALLEL)  # numbers of rows with compiled programs; larger budgets run one by one
 
 
 class _Rows(NamedTuple):
@@ -32,16 +32,16 @@ class _Rows(NamedTuple):
 
 @nnx.dataclass
 class Stages(nnx.Module):
-    """The rows of each sequence's grid, or of the one that all share; the last of `count` is the final evaluation."""
+    """The rows of each sequence's grid, or of a shared grid; row `count` - 1 is the final evaluation."""
 
-    times: Float[Array, "#B n"] = nnx.data()  # t of each evaluation, the same bits as while integrating
+    times: Float[Array, "#B n"] = nnx.data()  # t of each evaluation, with the same bits as in `integrate`
     noise: Float[Array, "#B n"] = nnx.data()  # coefficient of x_0
-    estimates: Float[Array, "#B n n"] = nnx.data()  # of the estimates: row by row, those before it
-    count: Int[Array, "#B"] = nnx.data()  # rows in use; 0: nothing is refined
+    estimates: Float[Array, "#B n n"] = nnx.data()  # coefficients of the earlier estimates, for each row
+    count: Int[Array, "#B"] = nnx.data()  # number of rows in use; 0: nothing is refined
 
     @classmethod
     def of(cls, solver: Solver, budgets: Sequence[int]) -> "Stages | None":
-        """The rows of each budget; None for adaptive solvers and for a budget beyond the largest of `SIZES`."""
+        """The rows for each budget; None for adaptive solvers and for budgets beyond the largest of `SIZES`."""
         if solver.is_adaptive or max(budgets) > SIZES[-1]:
             return None
         grids = [_rows(solver, solver.steps(budget)) for budget in budgets]
@@ -57,41 +57,41 @@ class Stages(nnx.Module):
 
     @property
     def size(self) -> int:
-        """The rows that there is room for."""
+        """The number of rows in the arrays."""
         return self.times.shape[1]
 
     def x(
         self, rows: Int[Array, "B M W"], noise: Float[Array, "B M C"], estimates: Float[Array, "B M n C"]
     ) -> Float[Array, "B M W C"]:
-        """x of these rows, where these are the estimates of all.
+        """x of these rows, given the estimates of all rows.
 
-        The sum is no matrix product: a row's bits depend neither on the other rows nor on its place among them.
+        The sum is not a matrix product, so the bits of a row depend neither on other rows nor on its place.
         """
         own = self.spread(self.noise, rows)[..., None] * noise[:, :, None]
         parts = self.spread(self.estimates, rows)[..., None] * estimates[:, :, None]
         return own + parts.sum(axis=-2)
 
     def spread(self, values: Float[Array, "#B n *rest"], rows: Int[Array, "B M W"]) -> Float[Array, "B M W *rest"]:
-        """The values of these rows."""
+        """Pick the values of these rows."""
         sequences = jnp.arange(len(rows)) if len(values) > 1 else jnp.zeros(len(rows), jnp.int32)
         return values[sequences[:, None, None], rows]
 
 
 def room_for(rows: int) -> int:
-    """The smallest of `SIZES` that holds these rows."""
+    """The smallest of `SIZES` that is at least `rows`."""
     return next(size for size in SIZES if size >= rows)
 
 
 @cache
 def _rows(solver: Solver, steps: int) -> _Rows:
-    """The rows that are read, by walking through the grid with the estimates as unknowns."""
+    """Compute the needed rows, by walking through the grid with the estimates as unknowns."""
     count = solver.stages * steps + 1
     times, noise, estimates = _times(solver, steps), np.zeros(count), np.zeros((count, count))
     units, number = np.eye(count), 0
     scale, data = 1.0, np.zeros(count)
 
     def slope(scale: float, data: np.ndarray) -> tuple[float, np.ndarray]:
-        """dx/dt at the next evaluation, which has this x."""
+        """dx/dt at the next evaluation, for this x."""
         nonlocal number
         rest = 1.0 - float(times[number])
         rate = 1 / rest if rest > END else 0.0
@@ -117,7 +117,7 @@ def _rows(solver: Solver, steps: int) -> _Rows:
 
 
 def _times(solver: Solver, steps: int) -> np.ndarray:
-    """`Solver.times` in the bits that `integrate` computes, which choose the tokens that are sampled."""
+    """`Solver.times` with the bits that `integrate` computes, because they determine sampled tokens."""
     inner = (np.arange(steps, dtype=np.float32)[:, None] + solver.nodes.astype(np.float32)) * INVERSES[steps]
     return np.append(inner.ravel(), np.float32(min(steps, 1)))
 
@@ -125,7 +125,7 @@ def _times(solver: Solver, steps: int) -> np.ndarray:
 def _along(
     scale: float, data: np.ndarray, weights: Iterable[float], slopes: list[tuple[float, np.ndarray]], steps: int
 ) -> tuple[float, np.ndarray]:
-    """A point of a step, from its beginning."""
+    """A point within a step, from its start and its slopes."""
     for weight, (of_scale, of_data) in zip(weights, slopes, strict=True):
         scale, data = scale + weight * of_scale / steps, data + weight * of_data / steps
     return scale, data

@@ -71,7 +71,7 @@ def _names(code: str, tests: list[str]) -> tuple[str, ...]:
     called = re.findall(r"(?<![\w.])(\w+)\s*\(", "\n".join(tests))
     defined = re.findall(r"^(?:def|class)[ \t]+(\w+)", code, flags=re.MULTILINE)
     names = [name for name in called if name in defined] or [name for name in called if not hasattr(builtins, name)]
-    require(names != [], f"the tests must call a function of 'code', but {tests[0]!r:.60} calls none: mend it")
+    require(names != [], f"the tests must call a function of 'code', but {tests[0]!r:.60} calls none: fix it")
     return tuple(dict.fromkeys(names))
 
 

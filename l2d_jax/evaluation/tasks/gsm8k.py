@@ -38,7 +38,7 @@ def _word(row: Row) -> Item:
     question, answer = text_of(row, "question"), text_of(row, "answer")
     reference = marked_number(answer)
     is_number = reference is not None and NUMBER.fullmatch(reference) is not None
-    require(is_number, f"the answer must end with '#### ' and a number, got {answer[-30:]!r}: mend it")
+    require(is_number, f"the answer must end with '#### ' and a number, got {answer[-30:]!r}: fix it")
     return Item(question=question, answer=answer, reference=reference, thought=answer)
 
 

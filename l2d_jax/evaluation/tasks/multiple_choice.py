@@ -35,7 +35,7 @@ def worded(
     count, most = len(options), len(LETTERS)
     require(count <= most, f"a question has at most {most} options, A to J, but here are {count}: shorten it")
     if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < count:
-        raise InputError(f"the answer must be the number of an option, 0 to {count - 1}, got {answer!r}: mend it")
+        raise InputError(f"the answer must be the number of an option, 0 to {count - 1}, got {answer!r}: fix it")
     letters = tuple(labels[:count])
     lines = "".join(f"{letter}. {option}\n" for letter, option in zip(letters, options, strict=True))
     text, right = f"{heads[0]}:\n{question}\n{heads[1]}:\n{lines}", letters[answer]
@@ -123,7 +123,7 @@ def _word_arc(row: Row) -> Item:
     if len(labels) != len(options) or not all(len(label) == 1 and label.isalnum() for label in labels):
         raise InputError(f"each option needs a label of one character, got {labels} for {len(options)} options")
     right = text_of(row, "answerKey")
-    require(right in labels, f"the answer must be one of the labels {', '.join(labels)}, got {right!r}: mend it")
+    require(right in labels, f"the answer must be one of the labels {', '.join(labels)}, got {right!r}: fix it")
     return worded(text_of(row, "question"), options, answer=labels.index(right), labels=labels)
 
 

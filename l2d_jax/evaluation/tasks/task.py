@@ -105,7 +105,7 @@ class Task:
             is_repeated = self.kind == "code" and any(item.question == one.question for one in before.values())
             if not (is_example or is_repeated or item.reference is None):
                 problems.append(self._problem(item, before, f"{self.name}/{split}/{number}", prompts))
-        require(problems != [], f"split {split!r} of {self.name} has no row beside the examples: choose another")
+        require(problems != [], f"split {split!r} of {self.name} has no rows other than the examples: choose another")
         count = min(len(problems), limit or len(problems))
         return [problems[index * len(problems) // count] for index in range(count)]
 

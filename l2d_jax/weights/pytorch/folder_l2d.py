@@ -142,7 +142,7 @@ class PathBesideModel(PreTrainedModel):
             (loaded[0] if isinstance(loaded, tuple) else loaded).lm.requires_grad_(False)
             return loaded
         if unknown := {"state_dict", "key_mapping", "gguf_file"} & set(options):
-            raise ValueError(f"{min(unknown)} is not for a path that lies apart from its language model")
+            raise ValueError(f"{min(unknown)} is not supported for a path without its language model in the folder")
         options.setdefault("attn_implementation", config._attn_implementation)
         suffix, with_info = options.pop("variant", None), options.pop("output_loading_info", False)
         nearby = os.path.join(name, config.base_model_name_or_path)
@@ -184,7 +184,7 @@ class PathBesideModel(PreTrainedModel):
         The options are those of transformers. Raises `ValueError` for a model with a PEFT adapter.
         """
         if any(hasattr(module, "base_layer") for module in self.modules()):
-            raise ValueError("an adapter lies in the model: save it by PEFT, or call merge_and_unload() first")
+            raise ValueError("the model has a PEFT adapter: save it with PEFT, or call merge_and_unload() first")
         base, ours = self.config.base_model_name_or_path, self.state_dict() if state_dict is None else state_dict
         is_alone = bool(base) and not self._is_changed()
         if is_alone:
