@@ -29,7 +29,7 @@ def make_parser() -> command_line.Parser:
     group.add_argument("--solver", choices=SOLVER_NAMES, help="method that integrates the ODE")
     group.add_argument("--tolerance", type="Tolerance", help=f"error of a step of {', '.join(ADAPTIVE_SOLVERS)}")
     group.add_argument("--label", type="Label", help="class for guidance, for a path that was trained with classes")
-    group.add_argument("--guidance", type="Strength", help="strength of the guidance; 1: the class alone")
+    group.add_argument("--guidance", type="Strength", help="strength of the guidance; at 1, the class alone counts")
     group.add_argument("--gate", type="Nats", help="skip the ODE where the LM alone has an entropy below this, in nats")
     parallel = "evaluations side by side: if that is faster, whenever possible, or never; the answer is the same"
     group.add_argument("--parallel", choices=["auto", "on", "off"], help=parallel)

@@ -50,9 +50,7 @@ def make_parser() -> command_line.Parser:
         "most noise samples per token that a request may ask for (default: 16, or those of the model if they are more)"
     )
     parser.add_argument("--max_draws", type="Draws", help=draws)
-    efforts = (
-        "budgets of OpenAI's reasoning_effort (default: what the model can spend of none=1,low=3,medium=7,high=15)"
-    )
+    efforts = "budgets of OpenAI's reasoning_effort (default: none=1,low=3,medium=7,high=15, where possible)"
     parser.add_argument("--efforts", type=_parse_efforts, metavar="NAME=BUDGET,...", help=efforts)
     limit = "seconds in which a client has to send a request, and to read 64 KiB of a reply"
     parser.add_argument("--client_timeout", type="Seconds", default=15.0, help=limit)

@@ -19,7 +19,11 @@ def make_parser() -> command_line.Parser:
     parser.add_argument("--dry_run", action="store_true", help="print parameters, memory and FLOPs; no weights needed")
     listing = "list the variants of the config, with their trainable parameters; overrides are ignored"
     parser.add_argument("--variants", action="store_true", help=listing)
-    parser.add_argument("--preflight", action="store_true", help="check hosts, workdir, base and disks; train nothing")
+    parser.add_argument(
+        "--preflight",
+        action="store_true",
+        help="check the hosts, the workdir, the base model and the disks, and train nothing",
+    )
     return parser
 
 

@@ -23,7 +23,7 @@ from l2d_jax.decoding.stop_strings import to_text
 from l2d_jax.distributed import processes
 from l2d_jax.files import Count, Positive
 from l2d_jax.performance.costs import decoding_flops
-from l2d_jax.training.exact_match import MarkedProblems
+from l2d_jax.training.held_out.exact_match import MarkedProblems
 
 TEMPERATURE = 0.7  # temperature of the samples for a majority
 

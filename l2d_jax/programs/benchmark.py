@@ -18,7 +18,7 @@ from l2d_jax.loading import find, load
 from l2d_jax.performance.decoding_speed import measure_decoding
 from l2d_jax.performance.trained_speed import measure_answers
 from l2d_jax.performance.training_speed import measure_training
-from l2d_jax.training.exact_match import MarkedProblems
+from l2d_jax.training.held_out.exact_match import MarkedProblems
 from l2d_jax.training.plans import start_planned
 
 

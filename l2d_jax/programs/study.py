@@ -28,8 +28,8 @@ from l2d_jax.loading import Folder, find, load, model_fingerprint, newest_step
 from l2d_jax.performance import costs
 from l2d_jax.reports import study
 from l2d_jax.storage import mirror
-from l2d_jax.training.exact_match import MarkedProblems
-from l2d_jax.training.validation import placed_in_order, teacher_forced_sums
+from l2d_jax.training.held_out.exact_match import MarkedProblems
+from l2d_jax.training.held_out.validation import placed_in_order, teacher_forced_sums
 
 
 def run(options: Namespace, config: Config) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from l2d_jax.reports.figures import saved_figure
 from l2d_jax.reports.page import Section, Table
 from l2d_jax.statistics import BootstrapSums
-from l2d_jax.training.corrections import BINS, bin_names, by_bin, gates
+from l2d_jax.training.held_out.corrections import BINS, bin_names, by_bin, gates
 
 LABELS = ("entropy of the LM, nats", "tokens of the answer before")  # for `BINS`
 TITLE = "What refinement does to tokens"

@@ -16,7 +16,7 @@ from l2d_jax.reports.page import Section, interval, write_page
 from l2d_jax.reports.strategies import strategies_section
 from l2d_jax.statistics import BootstrapSums
 from l2d_jax.storage import mirror
-from l2d_jax.training.corrections import value_names
+from l2d_jax.training.held_out.corrections import value_names
 
 MEASURES = {"loss": "nats per token", "expected": "expected accuracy", "greedy": "greedy accuracy"}
 HEADER = ("model", "trained", "solver", "evaluations", *MEASURES, "greedy, gain")

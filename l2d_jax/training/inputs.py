@@ -10,7 +10,7 @@ from l2d_jax.data.examples import Examples
 from l2d_jax.data.prepared import read_prepared, training_splits
 from l2d_jax.data.tokenizer import require_tokenizer
 from l2d_jax.files import Fingerprint
-from l2d_jax.training.exact_match import MarkedProblems
+from l2d_jax.training.held_out.exact_match import MarkedProblems
 from l2d_jax.training.memory import check_training_memory
 from l2d_jax.training.stopwatch import StartWatch
 from l2d_jax.weights import base_model

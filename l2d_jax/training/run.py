@@ -24,16 +24,16 @@ from l2d_jax.files import AnyPath, differences
 from l2d_jax.storage import lock, mirror
 from l2d_jax.training import preflight, profiler, stopwatch
 from l2d_jax.training.checkpoint import Checkpoints
-from l2d_jax.training.exact_match import exact_match
+from l2d_jax.training.held_out.exact_match import exact_match
+from l2d_jax.training.held_out.sample_answer import SampleAnswer
+from l2d_jax.training.held_out.validation import placed_in_order, validate
 from l2d_jax.training.inputs import Inputs
 from l2d_jax.training.methods import method_of
 from l2d_jax.training.metrics import Metrics, StepLog, read_metrics
 from l2d_jax.training.optimizer import on_host, optimizer, schedule
 from l2d_jax.training.plans import apply_plan, choose_plan, plan_text, record_plan
 from l2d_jax.training.preemption import Preemption
-from l2d_jax.training.sample_answer import SampleAnswer
 from l2d_jax.training.step import TrainState, check_batch, init_state, is_finite, make_step, micro_batches, process_rows
-from l2d_jax.training.validation import placed_in_order, validate
 from l2d_jax.training.workdir import claim, plain_values
 from l2d_jax.weights import base_model, tokenizer_files
 

@@ -29,10 +29,10 @@ from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.llm import LLM
 from l2d_jax.training.checkpoint import Checkpoints
+from l2d_jax.training.held_out.validation import placed_in_order
 from l2d_jax.training.methods import METHODS, method_of
 from l2d_jax.training.optimizer import optimizer
 from l2d_jax.training.step import TrainState, init_state, make_step, micro_batches, process_rows
-from l2d_jax.training.validation import placed_in_order
 from l2d_jax.weights import mapping
 from l2d_jax.weights.mapping import LLM_ROWS
 from tests.performance import test_lowering

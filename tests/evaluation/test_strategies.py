@@ -13,7 +13,7 @@ from l2d_jax.decoding.requests import Prompt
 from l2d_jax.evaluation import strategies as module
 from l2d_jax.evaluation.strategies import Strategy, answer_problems, majority, strategies
 from l2d_jax.performance.costs import decoding_flops
-from l2d_jax.training.exact_match import MarkedProblems
+from l2d_jax.training.held_out.exact_match import MarkedProblems
 from tests.support import tiny
 
 PROBLEMS = MarkedProblems([Prompt(0, [1] * 10), Prompt(1, [1] * 20)], ["12", "5"], most_tokens=10)

@@ -14,7 +14,7 @@ from l2d_jax.evaluation.results import Results, Said, sample_line, summarise
 from l2d_jax.evaluation.tasks.problem import Problem, Score
 from l2d_jax.reports import evaluation, study, training
 from l2d_jax.statistics import BootstrapSums
-from l2d_jax.training.corrections import BINS, by_bin, value_names
+from l2d_jax.training.held_out.corrections import BINS, by_bin, value_names
 from l2d_jax.training.metrics import Metrics, read_metrics
 from tests.support import mutations, programs
 from tests.support.fuzz import Kind, Values

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from l2d_jax.statistics import BootstrapSums
-from l2d_jax.training.corrections import BINS, bin_names, by_bin, gates, token_values, value_names
+from l2d_jax.training.held_out.corrections import BINS, bin_names, by_bin, gates, token_values, value_names
 
 # Two answers of three and two tokens, and a position of padding; the path corrects one token and breaks another.
 WEIGHTS = np.array([[1.0, 1.0, 1.0], [0.0, 1.0, 1.0]])

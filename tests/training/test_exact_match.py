@@ -12,8 +12,8 @@ from l2d_jax.decoding.batching import Completion
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.errors import InputError
 from l2d_jax.model.l2d import Model
-from l2d_jax.training import exact_match
-from l2d_jax.training.exact_match import MarkedProblems
+from l2d_jax.training.held_out import exact_match
+from l2d_jax.training.held_out.exact_match import MarkedProblems
 from tests.support import tiny
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from l2d_jax import train
-from l2d_jax.training.sample_answer import _differing
+from l2d_jax.training.held_out.sample_answer import _differing
 from tests.support.programs import call, options
 
 

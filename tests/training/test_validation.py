@@ -9,7 +9,8 @@ import pytest
 
 from l2d_jax.config.schema import Config
 from l2d_jax.model.context import read_context
-from l2d_jax.training import objective, validation
+from l2d_jax.training import objective
+from l2d_jax.training.held_out import validation
 from l2d_jax.training.objective import Corruption
 from tests.support import tiny
 

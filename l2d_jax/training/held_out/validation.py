@@ -26,7 +26,7 @@ from l2d_jax.model.context import Context, read_context
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.lm_head import map_logits, negative_log_likelihood
 from l2d_jax.statistics import BootstrapSums
-from l2d_jax.training.corrections import token_values
+from l2d_jax.training.held_out.corrections import token_values
 from l2d_jax.training.objective import correct, next_steps, sample_corruption
 
 MEASURES = ("loss", "expected", "greedy")  # at every setting
