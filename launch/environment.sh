@@ -6,19 +6,23 @@
 # Creates .venv in the clone (or the folder that L2D_VENV names), installs the package into it from the clone, editable,
 # with the EXTRAS and at the tested versions, and puts it first on PATH. Installs nothing the second time, until
 # requirements.txt, pyproject.toml or the constraints change.
-# L2D_PYTHON names the interpreter to build on. By default it is the first of Python 3.12, 3.13, 3.14 and 3.11 that works;
-# those of pyenv count, too. Where there is none, as on the images of TPU VMs, uv fetches Python 3.12; pip fetches uv.
+# L2D_PYTHON names the interpreter to build on, or its version, such as 3.11. By default it is the first of Python 3.12, 3.13,
+# 3.14 and 3.11 that works; those of pyenv count, too. Where there is none, as on the images of TPU VMs, uv fetches Python 3.12; pip fetches uv.
 #
 # Python keeps the bytecode of what it imports here, even where PYTHONDONTWRITEBYTECODE is set: without it each program
 # compiles all that it imports, which takes longer than everything else that it does before it starts.
 
 _l2d_find_python() {
-  local version candidate candidates=()
-  for version in 3.12 3.13 3.14 3.11; do
+  local version candidate candidates=() versions=(3.12 3.13 3.14 3.11)
+  if [[ ${L2D_PYTHON:-} =~ ^3\.[0-9]+$ ]]; then versions=("$L2D_PYTHON"); fi
+  for version in "${versions[@]}"; do
     candidates+=("python$version" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$version".*/bin/python)
   done
-  candidates+=(python3)
-  if [[ -n ${L2D_PYTHON:-} ]]; then candidates=("$L2D_PYTHON"); fi
+  case ${L2D_PYTHON:-} in
+    '') candidates+=(python3) ;;
+    "${versions[0]}") ;;
+    *) candidates=("$L2D_PYTHON") ;;
+  esac
   for candidate in "${candidates[@]}"; do
     # ensurepip is what Debian splits off into python3-venv.
     if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then

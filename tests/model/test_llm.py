@@ -68,6 +68,7 @@ def difference(llm: LLM, reference: Reference) -> float:
     return float(np.max(np.abs(np.asarray(ours) - reference.logits)))
 
 
+@pytest.mark.torch
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", tiny.CONFIGS)
 def test_logits_equal_those_of_transformers(kind: str, reference: Callable[[str], Reference]) -> None:
@@ -82,6 +83,7 @@ def test_logits_equal_those_of_transformers(kind: str, reference: Callable[[str]
 # --- the same comparison finds the bugs that such programs have ---
 
 
+@pytest.mark.torch
 @pytest.mark.slow
 @pytest.mark.parametrize(("bug", "kind"), BUGS, ids=lambda value: getattr(value, "__name__", value))
 def test_the_comparison_finds(

@@ -30,6 +30,7 @@ def model(tmp_path, mesh):
     return write_model(tmp_path / "model", write_base(tmp_path / "base", model_type="llama"), mesh, classes=2)
 
 
+@pytest.mark.torch
 @pytest.mark.slow
 def test_a_path_passes_and_a_bug_in_the_class_does_not(model, tmp_path, mesh, monkeypatch):
     """Beside its base, alone, and published; then with a norm in the class whose weight the path does not change."""

@@ -19,6 +19,8 @@ from tests.support.tiny_gguf import write_gguf
 
 LENGTH = 64
 
+pytestmark = pytest.mark.torch
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):

@@ -32,6 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.torch
 @pytest.mark.slow
 def test_logits_equal_those_of_transformers(folder: Path) -> None:
     """Float32 itself is coarse here: activations reach thousands, and transformers is 1e-4 off its own float64."""

@@ -139,6 +139,7 @@ def test_a_workdir_and_its_export_are_one_model(trained, base, method):
     assert "budget" in refused.error
 
 
+@pytest.mark.torch
 @pytest.mark.slow
 def test_peft_loads_the_adapter(trained, base):
     peft = pytest.importorskip("peft")
@@ -149,6 +150,7 @@ def test_peft_loads_the_adapter(trained, base):
     np.testing.assert_allclose(transformers_logits(model), logits(trained / "lora")[0], atol=1e-4)
 
 
+@pytest.mark.torch
 @pytest.mark.slow
 def test_transformers_loads_the_language_model(trained):
     pytest.importorskip("torch")

@@ -192,6 +192,7 @@ def quietly(function):
     return made
 
 
+@pytest.mark.torch
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", tiny.CONFIGS)
 @pytest.mark.parametrize("shard", [5_000_000_000, 20_000])

@@ -315,6 +315,7 @@ def real_file() -> Path:
     return files[0]
 
 
+@pytest.mark.torch
 @pytest.mark.slow
 def test_a_real_model_answers(tmp_path: Path) -> None:
     path = real_file()

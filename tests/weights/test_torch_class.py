@@ -20,6 +20,8 @@ from l2d_jax.weights.pytorch.modeling_l2d import L2DForCausalLM  # noqa: E402
 from l2d_jax.weights.pytorch.noise_l2d import TIME, Numbered  # noqa: E402
 from tests.support.torch_models import random_model  # noqa: E402
 
+pytestmark = pytest.mark.torch
+
 OPTIONS = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 LABELS = torch.tensor([[-100, -100, 5, 6, 7, -100], [-100, 3, 4, 5, -100, -100]])
 

@@ -35,6 +35,8 @@ from l2d_jax.weights.pytorch.path_l2d import DiffusionPath  # noqa: E402
 from l2d_jax.weights.pytorch.reading_l2d import twin  # noqa: E402
 from tests.support.torch_models import FAMILIES, random_model  # noqa: E402
 
+pytestmark = pytest.mark.torch
+
 PATHS = {
     "released": {"classes": 2},
     "anchored": {"start": "anchored"},

@@ -17,6 +17,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+pytestmark = pytest.mark.torch
+
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("torch", reason="the published class is PyTorch's")
 
