@@ -138,3 +138,22 @@ def test_an_import_prints_nothing(code):
     command = [sys.executable, "-c", code]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment | {"PYTHONPATH": str(ROOT)})
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("program", "unused"),
+    [
+        ("report", ["jax", "transformers", "datasets"]),
+        ("generate", ["orbax", "datasets", "grain", "matplotlib"]),
+        ("serve", ["orbax", "datasets", "grain", "matplotlib"]),
+        ("convert", ["orbax", "datasets", "grain", "matplotlib", "diffrax"]),
+        ("train", ["matplotlib", "scipy", "sympy"]),
+        ("evaluate", ["orbax", "grain", "matplotlib", "sympy"]),
+    ],
+)
+def test_a_program_does_not_import_what_it_may_not_need(program, unused):
+    """A workdir needs orbax, an answer of MATH SymPy, a figure matplotlib: each is imported where it is needed."""
+    code = f"import sys, l2d_jax.programs.{program}; print(sorted(set({unused}) & set(sys.modules)))"
+    command = [sys.executable, "-c", code]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    assert subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout == "[]\n"

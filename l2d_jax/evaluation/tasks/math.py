@@ -18,8 +18,6 @@ import threading
 from functools import lru_cache
 from typing import Any
 
-import math_verify
-
 from l2d_jax.evaluation.tasks.problem import Item, Problem, Row, Score, text_of
 
 SECONDS = 5  # limit for reading an answer, and for comparing two: 9^{9^{9}} would take forever
@@ -126,6 +124,8 @@ def _word(row: Row) -> Item:
 
 
 def _judge(problem: Problem, completion: str) -> Score:
+    import math_verify  # here: it takes half a second with SymPy, which no other task needs
+
     strict = extract(completion)
     is_strict = strict is not None and is_same(problem.reference, strict)
     right, relaxed = _parse(problem.answer), _parse(completion)
@@ -137,6 +137,8 @@ def _judge(problem: Problem, completion: str) -> Score:
 
 @lru_cache(maxsize=64)  # a problem's answer is read once for all its samples
 def _parse(text: str) -> list[Any]:
+    import math_verify
+
     # math-verify measures time by alarms, which only the main thread gets; in other threads it silently finds nothing.
     assert threading.current_thread() is threading.main_thread()
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it prints every answer that it gives up on
