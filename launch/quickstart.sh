@@ -21,6 +21,10 @@ while (($#)); do
   esac
 done
 
+# say NUMBER TEXT: what comes next
+say() { printf '\n== %s of 4: %s\n' "$1" "$2"; }
+
+say 1 "the package and a language model"
 source launch/environment.sh
 export TPU_SKIP_MDS_QUERY=1 # no cloud to ask on a laptop
 source launch/flags.sh auto # on CPUs, training is nearly half as fast again
@@ -40,10 +44,17 @@ if grep -qsE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then # products in bfloat16, 
   overrides=(--config.model.dtype=bfloat16 ${overrides[@]+"${overrides[@]}"})
 fi
 
-config=configs/smollm2_135m.py:quickstart
-python -m l2d_jax.train --config "$config" --workdir "$workdir" "--config.model.name=$base" ${overrides[@]+"${overrides[@]}"}
+say 2 "train a diffusion path on word problems; the language model stays as it is"
+python -m l2d_jax.train --config smollm2_135m:quickstart --workdir "$workdir" "--config.model.name=$base" \
+  ${overrides[@]+"${overrides[@]}"}
+
+say 3 "how often answers to held-out problems are right now, at each budget (1: the language model alone)"
 python -m l2d_jax.report --workdir "$workdir"
+
+say 4 "three new questions, answered by the language model alone and with a budget of 3"
 python -m l2d_jax.generate --workdir "$workdir" --budget 1 3 \
   --prompt "Nina buys 5 boxes of pencils for 10 dollars each and pays with 100 dollars. How many dollars does she get back?" \
   --prompt "A bus goes 50 kilometers per hour for 2 hours and then another 20 kilometers. How many kilometers is that?" \
   --prompt "Tom has 4 bags with 10 marbles in each bag. He gives 10 marbles to Ana. How many marbles does Tom have left?"
+echo
+echo "Ask your own: source ${VIRTUAL_ENV#"$PWD"/}/bin/activate && l2d generate --workdir $workdir --budget 3"

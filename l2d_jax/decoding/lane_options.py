@@ -33,8 +33,11 @@ class LaneOptions:
         self._pace, self._shared, self._allowed = pace, shared, allowed
         self._table: tuple[set[int], ConditionTable | None] | None = None  # for this set of budgets
 
-    def make(self, answers: Sequence[Answer | None], order: Order) -> Options:
-        """The options for these answers: how to integrate, how to sample, and their labels."""
+    def make(self, answers: Sequence[Answer | None], order: Order, *, tabulates: bool = True) -> Options:
+        """The options for these answers: how to integrate, how to sample, and their labels.
+
+        A table of conditions (`tabulates`) is worth its computation where a program makes many evaluations.
+        """
         live = [answer for answer in answers if answer is not None]
         labels, model = None, self._pace.model
         if live[0].prompt.label is not None:
@@ -42,14 +45,15 @@ class LaneOptions:
         first = self._shared or live[0].settings
         rows = [replace(first, budget=1) if answer is None else answer.settings for answer in answers]
         budgets = {first.budget} if self._shared else {row.budget for row in rows}
-        if self._table is None or self._table[0] != budgets:
+        if tabulates and (self._table is None or self._table[0] != budgets):
             self._table = budgets, Refinement.tabulate(model, first.solver, budgets)
+        table = self._table[1] if tabulates and self._table is not None else None
         if self._shared:
             refinement, sampling = Refinement.from_config(first), SamplingOptions.from_config(first)
         else:
             refinement = _stack([Refinement.from_config(row) for row in rows])
             sampling = _stack([SamplingOptions.from_config(row) for row in rows])
-        refinement, sampling = replace(refinement, table=self._table[1]), replace(sampling, allowed=self._allowed)
+        refinement, sampling = replace(refinement, table=table), replace(sampling, allowed=self._allowed)
         if order is not Order.SEQUENTIAL:
             each = [first.budget] if self._shared else [row.budget for row in rows]
             refinement = refinement.side_by_side(each, window=self._pace.window(rows))

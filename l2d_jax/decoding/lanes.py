@@ -2,35 +2,32 @@
 
 When an answer ends, its lane goes to the next one. Notable: the slots for new tokens are a ring, which all lanes write
 at the same place, so no lane needs a cursor. Positions, not slots, decide what a query sees. A prompt is read into a
-separate state and then takes the row of a free lane; a long prompt is read in pieces, between the chunks of the other
-answers. This compiles a new program only if the longest prompt or answer needs a larger bucket.
+separate state (`prompt_reader`) and then takes the row of a free lane; a long prompt is read in pieces, between the
+chunks of the other answers. This compiles a new program only if the longest prompt or answer needs a larger bucket.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from functools import partial
 from itertools import compress
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool
 
-from l2d_jax.decoding.buckets import CHUNK, answer_slots, is_long, pad, round_up, sample_bucket
+from l2d_jax.decoding.buckets import CHUNK, is_long, sample_bucket
 from l2d_jax.decoding.decode import token_decoder
 from l2d_jax.decoding.lane_options import LaneOptions, Options
 from l2d_jax.decoding.parallel import stream_state
-from l2d_jax.decoding.parallel.pace import Order, Pace, room
+from l2d_jax.decoding.parallel.pace import Order, Pace
 from l2d_jax.decoding.parallel.stream import stream_decoder
 from l2d_jax.decoding.parallel.stream_state import Stream
-from l2d_jax.decoding.prefill import prefill, read_piece, read_prefix, start
+from l2d_jax.decoding.prompt_reader import PIECE, PromptReader, answers_room
 from l2d_jax.decoding.requests import Answer, Piece, Request, TokenCost, TokenScore
-from l2d_jax.decoding.sampler import Tokens, allow, answer_keys
+from l2d_jax.decoding.sampler import Tokens, allow
 from l2d_jax.decoding.state import State, fan_out
 from l2d_jax.distributed import processes
 from l2d_jax.errors import contained
-from l2d_jax.model.kv_cache import KVCache
 from l2d_jax.model.l2d import Model
 
-PIECE = 256  # prompts with more than twice this number of tokens are read in pieces of this size
 READ = 16  # reading this number of prompt tokens takes about as long as an evaluation of all lanes
 
 
@@ -55,27 +52,21 @@ class Lanes:
         self._stop_ids = tuple(stop_ids) or (-1,)  # -1 fills ended answers if there is no stop token
         self._ends = jnp.array(self._stop_ids, jnp.int32)
         self._group = group
-        self._copies, self._shorter = 1, 0  # answers per prompt, which share its reading; length of the common prefix
-        self._capacity: int | None = None  # slots for the longest answer; None: a bucket for the running answers
-        self._prefix: KVCache | None = None
+        self._is_known = known is not None
         allowed, shared = None, None
         if known is not None:
-            self._copies, self._shorter = known.samples, known.prefix
             settings = {prompt.settings or known.settings for prompt in known.prompts}
-            self._capacity = answer_slots(max(one.max_new_tokens for one in settings))
             shared = settings.pop() if len(settings) == 1 else None
             restrictions, vocab_size = known.restrictions, model.llm.architecture.vocab_size
             mask = allow(vocab_size, allowed=restrictions.allowed, banned=restrictions.banned)
             allowed = None if mask is None else jnp.asarray(mask)[None]
-            if known.prefix:
-                ids = known.prompts[0].ids[: known.prefix]
-                self._prefix = read_prefix(model.llm, jnp.array(ids, jnp.int32))
         self.cost = 0  # approximate cost of the last step, in passes over the weights
         self.pace = Pace(model, lanes)
         self._maker = LaneOptions(self.pace, shared=shared, allowed=allowed)
+        self._reader = PromptReader(model, self._maker, known=known)
         self.order = Order.SEQUENTIAL
         self.state: State | Stream | None = None
-        self._reading: list[tuple[Sequence[Answer], Iterator[State | None]]] = []
+        self._reading: list[tuple[Sequence[Answer], Iterator[State | Stream | None]]] = []
         self._options: Options | None = None  # options for the running answers; None: to be made anew
 
     @property
@@ -90,9 +81,11 @@ class Lanes:
 
     def admit(self, answers: Sequence[Answer]) -> None:
         """Give each answer a free lane; there must be enough. The next steps read their prompts."""
-        if self.state is None and self._capacity is not None and len(answers) == len(self._answers):
+        if self.state is None and self._is_known and len(answers) == len(self._answers):
             self._answers, self._options, self.order = list(answers), None, self._choose(answers)
-            self.state = self._enter(self.read(answers), answers)
+            state = next(self._reader.read(answers, order=lambda: self.order))
+            assert state is not None
+            self.state = self._reader.enter(state, answers, self.order)
             for answer in answers:
                 answer.is_read = True
             return
@@ -100,7 +93,8 @@ class Lanes:
             group = answers[first : first + self._group]
             for answer in group:
                 self._answers[self._answers.index(None)] = answer
-            self._reading.append((group, self._read([*group, *[group[-1]] * (self._group - len(group))], piece=PIECE)))
+            rows = [*group, *[group[-1]] * (self._group - len(group))]
+            self._reading.append((group, self._reader.read(rows, order=partial(self._joined, rows), piece=PIECE)))
 
     def drop(self, answer: Answer) -> None:
         """Stop decoding an answer and free its lane. Reading of a prompt stops if no other answer waits for it."""
@@ -126,13 +120,13 @@ class Lanes:
                     self.drop(answer)
                 continue
             read += min(PIECE, max(len(answer.prompt.ids) for answer in group)) * self._group
-            is_alone = self._capacity is not None and not any(one is not None and one.is_read for one in self._answers)
+            is_alone = self._is_known and not any(one is not None and one.is_read for one in self._answers)
             if state is not None:
                 self._reading.pop(0)
                 self._place(group, state)
             elif not is_alone:
                 break
-            if self._capacity is None and read >= PIECE:
+            if not self._is_known and read >= PIECE:
                 break
         decoded = self._decode()
         self.cost = 1 + read // READ + max((piece.passes for piece in decoded), default=0)
@@ -193,7 +187,7 @@ class Lanes:
             return emitted.tokens, emitted.is_new, after.state.broken
         # If requests arrive one at a time, others wait for this chunk: a chunk of expensive tokens is a single token.
         is_slow = self.order is Order.SEQUENTIAL
-        waits = is_slow and self._capacity is None and any(is_long(a.settings.budget, a.settings.draws) for a in live)
+        waits = is_slow and not self._is_known and any(is_long(a.settings.budget, a.settings.draws) for a in live)
         chosen |= {"noise_samples": sample_bucket(live[0].settings.draws)}
         steps = 1 if is_single or waits else CHUNK
         ahead, new = token_decoder()(self.model, state, steps=steps, **chosen)
@@ -221,70 +215,34 @@ class Lanes:
         has_grammar = any(answer.grammar is not None for answer in answers)
         return self.pace.order(settings, has_label=has_label, has_grammar=has_grammar, in_stream=in_stream)
 
-    def _enter(self, state: State, answers: Sequence[Answer]) -> State | Stream:
-        """Turn the state after the prompts into what the order needs; extra rows repeat the last answer."""
-        if self.order is not Order.STREAM:
-            return state
-        rows = [*answers, *[answers[-1]] * (len(state.count) - len(answers))]
-        is_plain = jnp.array([answer.settings.budget == 1 for answer in rows])
-        gate = jnp.array([answer.settings.gate for answer in rows], jnp.float32)
-        size = room({answer.settings for answer in answers if answer.settings.budget > 1} or {answers[0].settings})
-        return stream_state.enter(self.model.llm, state, is_plain=is_plain, gate=gate, size=size)
-
     def read(self, answers: Sequence[Answer]) -> State:
         """Read the prompts at once; returns the state after them, with a row per answer."""
-        state = next(self._read(answers))
-        assert state is not None
+        state = next(self._reader.read(answers, order=lambda: Order.SEQUENTIAL))
+        assert isinstance(state, State)
         return state
 
-    def _read(self, answers: Sequence[Answer], *, piece: int | None = None) -> Iterator[State | None]:
-        """Read prompts: yields None after each piece of long prompts, and finally the state after them."""
-        llm, (capacity, slots) = self.model.llm, self._size(answers)
-        prompts, rows = [answer.prompt for answer in answers], list(range(len(answers)))
-        if self._copies > 1:  # read each prompt once
-            prompts = list({id(prompt): prompt for prompt in prompts}.values())
-            rows = [next(i for i, prompt in enumerate(prompts) if prompt is answer.prompt) for answer in answers]
-            whole = -(-len(answers) // self._copies) + (piece is not None)  # the same number each time
-            prompts += prompts[-1:] * (whole - len(prompts))
-        whole = len(prompts)
-        texts = [prompt.ids[self._shorter :] for prompt in prompts]
-        ids, lengths = pad(texts, length=slots)
-        numbers = [(answer.seed, answer.prompt.number, answer.copy) for answer in answers]
-        seeds, *others = map(np.array, zip(*numbers, strict=True))
-        keys = answer_keys(seeds.astype(np.uint32), *(column.astype(np.int32) for column in others))
-        given = keys if self._copies == 1 else keys[jnp.array([0] * whole)]
-        if piece is None or slots <= 2 * piece:
-            state = prefill(llm, ids, lengths, given, capacity=capacity, prefix=self._prefix)
-        else:
-            read = KVCache.empty(llm.architecture, whole, slots, dtype=llm.dtype, prefix=self._prefix)
-            hidden = jnp.zeros((whole, llm.architecture.hidden_size), llm.dtype)
-            for first in range(0, max(map(len, texts)), piece):
-                part, _ = pad([text[first : first + piece] for text in texts], length=piece)
-                read, hidden = read_piece(llm, read, hidden, part, lengths)
-                yield None
-            read = replace(read, prefix=None)
-            state = start(llm, read, hidden, ids, lengths, given, capacity=capacity, prefix=self._prefix)
-        yield state if self._copies == 1 else fan_out(state, jnp.array(rows), keys)
+    def _joined(self, answers: Sequence[Answer]) -> Order:
+        """The order of evaluations that answers join: that of the running ones, if there are any."""
+        owned = [answer for answer in self._answers if answer is not None]
+        is_alone = self.state is None or not any(answer.is_read for answer in owned)
+        return self._choose(owned or answers) if is_alone else self.order
 
-    def _place(self, answers: Sequence[Answer], new: State) -> None:
+    def _place(self, answers: Sequence[Answer], new: State | Stream) -> None:
         """Put answers whose prompts have been read into their lanes, except those dropped in the meantime."""
         lanes, owned = self._answers, [answer for answer in self._answers if answer is not None]
-        capacity, slots = self._size(owned or answers)
+        capacity, slots = self._reader.size(owned or answers)
+        self.order = self._joined(answers)
         if self.state is None or not any(answer.is_read for answer in owned):
-            copies, self.order = jnp.zeros(len(lanes), jnp.int32), self._choose(owned or answers)
+            copies, read = jnp.zeros(len(lanes), jnp.int32), new.state if isinstance(new, Stream) else new
             # `_decode` ends the rows that belong to no answer.
-            self.state = self._enter(fan_out(new, copies, new.keys[copies]), answers)
-        ring = max(capacity, stream_state.ring(self.state), new.cache.ring)
-        pair = (self.state, self._enter(new, answers))
-        state, entered = (stream_state.fit(one, ring=ring, slots=slots) for one in pair)
+            empty = fan_out(read, copies, read.keys[copies])
+            is_stream = self.order is Order.STREAM
+            self.state = stream_state.blank(empty, size=answers_room(answers)) if is_stream else empty
+        new = self._reader.enter(new, answers, self.order)
+        ring = max(capacity, stream_state.ring(self.state), stream_state.ring(new))
+        state, entered = (stream_state.fit(one, ring=ring, slots=slots) for one in (self.state, new))
         places = [lanes.index(answer) if answer in lanes else len(lanes) for answer in answers]
         places += [len(lanes)] * (self._group - len(answers))  # beyond the last lane: dropped
         self.state, self._options = stream_state.put(state, entered, jnp.array(places)), None
         for answer in answers:
             answer.is_read = True
-
-    def _size(self, answers: Sequence[Answer]) -> tuple[int, int]:
-        """The numbers of slots for the longest of these answers, and for the longest of their prompts."""
-        longest = answer_slots(max(answer.settings.max_new_tokens for answer in answers))
-        slots = round_up(max(len(answer.prompt.ids) for answer in answers) - self._shorter)
-        return self._capacity or round_up(longest), slots

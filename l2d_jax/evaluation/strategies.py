@@ -16,9 +16,9 @@ from jax import monitoring
 
 from l2d_jax.data.word_problems import final_answer
 from l2d_jax.decoding.batching import Completion, complete
-from l2d_jax.decoding.beam_search import search
-from l2d_jax.decoding.beams import SearchConfig
 from l2d_jax.decoding.loaded_model import LoadedModel
+from l2d_jax.decoding.search.beam_search import search
+from l2d_jax.decoding.search.beams import SearchConfig
 from l2d_jax.decoding.stop_strings import to_text
 from l2d_jax.distributed import processes
 from l2d_jax.files import Count, Positive

@@ -1,8 +1,8 @@
-"""One pass over the weights for the LM and the path: a token for the LM, and diffusion tokens for the path.
+"""One pass over the weights for the LM and the path: tokens for the LM, and diffusion tokens for the path.
 
-The rows of both go through each layer together, so that a matrix that both use is read once. The LM's row is one
-position after the newest known token, to which most of the path's rows belong. The path's last rows belong to the LM's
-row: they see its keys, which the layer has just computed.
+The rows of both go through each layer together, so that a matrix that both use is read once. In decoding the LM has one
+row, a position after the newest known token, to which most of the path's rows belong. In a prompt the LM has a row for
+each token. The path's other rows belong to the LM's last token: they see its keys, which the layer has just computed.
 """
 
 from functools import partial
@@ -16,7 +16,7 @@ from l2d_jax.model import diffusion
 from l2d_jax.model.attention import attention, causal_mask
 from l2d_jax.model.diffusion_path import Conditions
 from l2d_jax.model.gathering import gather_layer, gather_rows, residual, split_rows
-from l2d_jax.model.kv_cache import KVCache
+from l2d_jax.model.kv_cache import KVCache, LayerCache
 from l2d_jax.model.l2d import Model
 from l2d_jax.model.layer_scan import scan_layers
 from l2d_jax.model.layers import Lora, activate, layer_options, project, project_update, rope
@@ -24,7 +24,7 @@ from l2d_jax.model.llm import bias
 
 
 class DiffusionRows(NamedTuple):
-    """Diffusion tokens at positions of known tokens, or at the position of the LM's row."""
+    """Diffusion tokens at positions of known tokens, or of the LM's last one."""
 
     x: Float[Array, "B M C"]
     t: Float[Array, "B M"]
@@ -36,22 +36,23 @@ class DiffusionRows(NamedTuple):
 class JointPass(NamedTuple):
     """The results of a joint pass."""
 
-    hidden: Float[Array, "B 1 D"]  # of the LM's row
+    hidden: Float[Array, "B T D"]  # of the LM's tokens
     features: Float[Array, "B M D"]  # f_d of the diffusion tokens
-    new: KVCache  # keys and values of the LM's row
+    new: KVCache  # keys and values of the LM's tokens
 
 
 def joint_pass(
-    model: Model, tokens: Int[Array, "B 1"], positions: Int[Array, "B 1"], rows: DiffusionRows, cache: KVCache
+    model: Model, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], rows: DiffusionRows, cache: KVCache
 ) -> JointPass:
-    """Read one token per sequence with the LM that reads the context, and evaluate the path in the same pass.
+    """Read tokens with the LM that reads the context, and evaluate the path in the same pass.
 
     The model comes from `Model.reading`. `model.llm` and `model.path` compute the same in two passes.
     """
     llm, path = model.llm, model.path if model.updating is None else model.updating
     assert path is not None
     is_shared, dtype = path.config.reader != "lm", llm.dtype
-    shared, own = layer_options(llm.architecture)
+    is_first, count = not cache.positions.shape[1] and cache.prefix is None, tokens.shape[1]
+    shared, own = layer_options(llm.architecture, length=count if is_first else None)
     places = jnp.concatenate([positions, rows.positions], axis=1)
     gather = partial(gather_layer, dtype=dtype, products=llm.product_dtype)
     scale, llm_scale = path.config.lora_alpha / path.config.lora_rank, 1.0 if llm.adapter is None else llm.adapter.scale
@@ -71,27 +72,24 @@ def joint_pass(
         norm_1, shift_1, gate_1, norm_2, shift_2, gate_2 = jnp.moveaxis(modulation, -2, 0)
 
         def normalize(x: Array, weight: Array, own: Array, shift: Array) -> Array:
-            return _join(llm.normalize(x[:, :1], weight), llm.normalize(x[:, 1:], own) + shift)
+            return _join(llm.normalize(x[:, :count], weight), llm.normalize(x[:, count:], own) + shift)
 
         def add(x: Array, y: Array, gate: Array, norm: Array | None) -> Array:
             y = llm.normalize(split_rows(y), norm)
-            return x + _join(y[:, :1], gate * y[:, 1:])
+            return x + _join(y[:, :count], gate * y[:, count:])
 
-        product = partial(_product, _Weights(w, updates, llm_scale, changes, scale, is_shared=is_shared))
+        product = partial(_product, _Weights(w, updates, llm_scale, changes, scale, is_shared=is_shared), count=count)
         with jax.named_scope("attention"):
             y = gather_rows(normalize(x, w.attention_norm, norm_1, shift_1), "attention_embed")
             q, of_path = product(y, "q"), w.q_bias if others["q_bias"] is None else others["q_bias"]
-            q = _join(q[:, :1] + bias(w.q_bias, y), q[:, 1:] + bias(of_path, y))
-            k, v = (project(y[:, :1], getattr(w, n), updates.get(n), scale=llm_scale) for n in "kv")
+            q = _join(q[:, :count] + bias(w.q_bias, y), q[:, count:] + bias(of_path, y))
+            k, v = (project(y[:, :count], getattr(w, n), updates.get(n), scale=llm_scale) for n in "kv")
             k, v = k + bias(w.k_bias, y), v + bias(w.v_bias, y)
             q = llm.normalize(split_rows(q, "heads", "head_dim"), w.q_norm)
             k = llm.normalize(split_rows(k, "kv_heads", "head_dim"), w.k_norm)
             q = rope(q, places, options.frequencies, options.query_scale)
             k, v = rope(k, positions, options.frequencies), split_rows(v, "kv_heads", "head_dim")
-            window = options.window
-            beside = [*past.others(places, window), (k, v, causal_mask(places, positions, window))]
-            seen: Any = {"q_positions": places, "kv_positions": cache.positions}
-            y = attention(q, past.k, past.v, **seen, others=beside, window=window)
+            y = _attend(q, k, v, (positions, rows.positions), cache, past, window=options.window, is_first=is_first)
             x = add(x, product(gather_rows(y, "heads", "head_dim"), "o", dims=2), gate_1, w.post_attention_norm)
         with jax.named_scope("mlp"):
             y = gather_rows(normalize(x, w.mlp_norm, norm_2, shift_2))
@@ -107,12 +105,37 @@ def joint_pass(
         changes = None if is_shared else path.layers
         scanned = (llm.layers, llm.adapter, changes, others, cache.layers(), known, own)
         x, (k, v) = scan_layers(block, x, scanned, in_place=llm.in_place)
-    new = KVCache(k=k, v=v, positions=positions, used=jnp.int32(1))
-    return JointPass(x[:, :1], x[:, 1:], new)
+    new = KVCache(k=k, v=v, positions=positions, used=jnp.int32(count))
+    return JointPass(x[:, :count], x[:, count:], new)
+
+
+def _attend(
+    q: Float[Array, "B R N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    places: tuple[Int[Array, "B T"], Int[Array, "B M"]],
+    cache: KVCache,
+    past: LayerCache,
+    *,
+    window: Int[Array, ""] | None,
+    is_first: bool,
+) -> Float[Array, "B R N H"]:
+    """Attention of the LM's queries and the path's, at these `places`, to the cache and to the LM's new keys."""
+
+    def part(q: Array, q_positions: Array) -> Array:
+        others = [*past.others(q_positions, window), (k, v, causal_mask(q_positions, places[0], window))]
+        seen: Any = {"q_positions": q_positions, "kv_positions": cache.positions}
+        return attention(q, past.k, past.v, **seen, others=others, window=window)
+
+    if not is_first:
+        return part(q, jnp.concatenate(places, axis=1))
+    # Alone, the queries of a prompt have the fastest kernel of each platform.
+    of_llm, of_path = jnp.split(q, [k.shape[1]], axis=1)
+    return _join(attention(of_llm, k, v, kv_positions=places[0], window=window), part(of_path, places[1]))
 
 
 class _Weights(NamedTuple):
-    """The matrices of one layer, for the LM's row and for the path's rows."""
+    """The matrices of one layer, for the LM's rows and for the path's rows."""
 
     llm: Any
     updates: dict[str, Lora]  # updates of the LM's matrices
@@ -122,17 +145,17 @@ class _Weights(NamedTuple):
     is_shared: bool  # whether the path uses the LM's matrices
 
 
-def _product(weights: _Weights, y: Array, name: str, *, dims: int = 1) -> Array:
+def _product(weights: _Weights, y: Array, name: str, *, count: int, dims: int = 1) -> Array:
     weight: Any = getattr(weights.llm, name)
     update, change = weights.updates.get(name), getattr(weights.path, name, None)
     if weights.is_shared:
         return project(y, weight, update, scale=weights.llm_scale, dims=dims)
-    of_llm, of_path = y[:, :1], y[:, 1:]
+    of_llm, of_path = y[:, :count], y[:, count:]
     if isinstance(change, Lora):
         both = project(y, weight, dims=dims)
         first, others = (
-            both[:, :1],
-            both[:, 1:] + project_update(of_path, weight, change, scale=weights.scale, dims=dims),
+            both[:, :count],
+            both[:, count:] + project_update(of_path, weight, change, scale=weights.scale, dims=dims),
         )
     else:
         assert change is not None

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from l2d_jax.config.schema import Config
 from l2d_jax.decoding.buckets import sample_bucket
 from l2d_jax.decoding.decode import token_decoder
-from l2d_jax.decoding.parallel import stream_state
+from l2d_jax.decoding.parallel.begin import read_and_enter
 from l2d_jax.decoding.parallel.pace import Order, Pace, can_be_parallel
 from l2d_jax.decoding.parallel.stream import stream_decoder
 from l2d_jax.decoding.prefill import prefill
@@ -115,12 +115,12 @@ def decoder(
     last: dict[str, Any] = {}
 
     def generate() -> float:
-        state = prefill(model.llm, tokens, jnp.full(batch, prompt, jnp.int32), keys, capacity=new)
+        read = (tokens, jnp.full(batch, prompt, jnp.int32), keys)
         if order is Order.STREAM:
             stages = settings.stages
             assert stages is not None
-            plain = {"is_plain": jnp.array([budget == 1]), "gate": options["sampling"].gate}
-            stream = stream_state.enter(model.llm, state, size=stages.size, **plain)
+            begun = {"settings": settings, "sampling": options["sampling"]}
+            stream = read_and_enter(model, *read, capacity=new, size=stages.size, **begun)
             stream = jax.block_until_ready(stream)
             began = time.perf_counter()
             _, emitted = jax.block_until_ready(stream_decoder()(model, stream, passes=new, **options))
@@ -128,7 +128,7 @@ def decoder(
             count = max(1, int(emitted.is_new.sum()))
             last.update(tokens=count / batch, passes=batch * new / count)
         else:
-            jax.block_until_ready(state)
+            state = jax.block_until_ready(prefill(model.llm, *read, capacity=new))
             began = time.perf_counter()
             samples = sample_bucket(config.decode.draws)
             run = token_decoder()(model, state, steps=new, noise_samples=samples, **options)[1]

@@ -12,9 +12,9 @@ from l2d_jax.config.schema import Config
 from l2d_jax.data.batch import random_batch
 from l2d_jax.decoding.buckets import sample_bucket
 from l2d_jax.decoding.decode import token_decoder
+from l2d_jax.decoding.parallel.begin import enter
 from l2d_jax.decoding.parallel.pace import Order, Pace
 from l2d_jax.decoding.parallel.stream import stream_decoder
-from l2d_jax.decoding.parallel.stream_state import enter
 from l2d_jax.decoding.prefill import prefill
 from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.sampler import SamplingOptions
@@ -112,8 +112,8 @@ def lower_decode(
             config.decode.max_new_tokens,
         )
         if order is Order.STREAM:
-            begin = partial(enter, is_plain=jnp.array([False]), gate=jnp.zeros(1), size=settings.stages.size)
-            stream = jax.eval_shape(begin, model.llm, state)
+            begun = {name: options[name] for name in ("settings", "sampling")}
+            stream = jax.eval_shape(partial(enter, size=settings.stages.size), model, state, **begun)
             return stream_decoder().lower(model, _place_rows(stream, mesh), passes=count, **options), order
         samples = sample_bucket(config.decode.draws)
         return token_decoder().lower(model, state, steps=count, noise_samples=samples, **options), order

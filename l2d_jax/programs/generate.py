@@ -14,11 +14,11 @@ from l2d_jax.config.schema import DecodeConfig, MeshConfig
 from l2d_jax.data.messages import Message
 from l2d_jax.data.tokenizer import prompt_ids, require_tokenizer
 from l2d_jax.decoding import requests
-from l2d_jax.decoding.beam_search import check_search, search
-from l2d_jax.decoding.beams import SearchConfig
 from l2d_jax.decoding.generation import generate_answers, make_answers
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import Prompt, Request, Restrictions
+from l2d_jax.decoding.search.beam_search import check_search, search
+from l2d_jax.decoding.search.beams import SearchConfig
 from l2d_jax.decoding.stop_strings import to_text
 from l2d_jax.decoding.trace import TokenTrace, check_single_sample, trace
 from l2d_jax.distributed import runtime

@@ -21,7 +21,7 @@ from l2d_jax.config.schema import (
     TrainConfig,
     defaults,
 )
-from l2d_jax.decoding.beams import SearchConfig
+from l2d_jax.decoding.search.beams import SearchConfig
 from l2d_jax.errors import InputError
 
 # Every option of the project: its type and default. A new one has to argue its case here.

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from l2d_jax.config.schema import DecodeConfig
-from l2d_jax.decoding.beam_search import search
-from l2d_jax.decoding.beams import SearchConfig
 from l2d_jax.decoding.likelihood import score_answers
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.refinement.refine import refine
 from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.requests import Request, number_prompts
+from l2d_jax.decoding.search.beam_search import search
+from l2d_jax.decoding.search.beams import SearchConfig
 from l2d_jax.decoding.trace import accuracy_by_time
 from l2d_jax.model.context import Context
 from l2d_jax.model.l2d import Model

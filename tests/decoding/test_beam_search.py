@@ -12,15 +12,15 @@ import pytest
 from l2d_jax import generate as program
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.data import tokenizer
-from l2d_jax.decoding import beam_search as search_module
 from l2d_jax.decoding import stop_strings
-from l2d_jax.decoding.beam_search import Beam
-from l2d_jax.decoding.beams import SearchConfig
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.refinement.refine import refine
 from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.refinement.solver import SOLVERS, find_solver, split_budget
 from l2d_jax.decoding.requests import UNRESTRICTED, Prompt, Restrictions
+from l2d_jax.decoding.search import beam_search as search_module
+from l2d_jax.decoding.search.beam_search import Beam
+from l2d_jax.decoding.search.beams import SearchConfig
 from l2d_jax.errors import InputError
 from l2d_jax.loading import load
 from l2d_jax.model.architecture import Architecture

@@ -10,8 +10,9 @@ import pytest
 
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding.decode import token_decoder
+from l2d_jax.decoding.parallel.begin import enter, read_and_enter
 from l2d_jax.decoding.parallel.stream import stream_decoder
-from l2d_jax.decoding.parallel.stream_state import enter, fit, leave, make_room
+from l2d_jax.decoding.parallel.stream_state import fit, leave, make_room
 from l2d_jax.decoding.prefill import prefill
 from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.refinement.stages import Stages
@@ -44,10 +45,6 @@ def prompts() -> tuple[jax.Array, jax.Array]:
     return tiny.tokens(ROWS, 8, seed=3), jnp.array([8, 3, 5, 1, 8, 2], jnp.int32)
 
 
-def begin(model: Model, state: Any, budgets: list[int], *, size: int, gates: Any = (0.0,)) -> Any:
-    return enter(model.llm, state, is_plain=jnp.array(budgets) == 1, gate=jnp.asarray(gates), size=size)
-
-
 def decode_plainly(model: Model, chosen: dict[str, Any], *, stops: jax.Array) -> tuple[np.ndarray, np.ndarray]:
     """Tokens, and evaluations."""
     tokens, lengths = prompts()
@@ -62,15 +59,19 @@ def collect(rows: list[list[int]], emitted: Any, name: str = "ids") -> None:
 
 
 def decode_in_stream(
-    model: Model, chosen: dict[str, Any], *, stops: jax.Array, leaves: int | None = None
+    model: Model, chosen: dict[str, Any], *, stops: jax.Array, leaves: int | None = None, is_read_before: bool = False
 ) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
-    """Tokens, evaluations and passes of each sequence; after some passes, if asked for, the plain decoder goes on."""
+    """Tokens, evaluations and passes of each sequence; after `leaves` passes the plain decoder goes on."""
     tokens, lengths = prompts()
-    state = prefill(model.llm, tokens, lengths, jax.random.split(jax.random.key(7), ROWS), capacity=NEW)
     stages = Stages.of(chosen["settings"].solver, BUDGETS)
     assert stages is not None
     settings = dataclasses.replace(chosen["settings"], stages=stages)
-    stream = begin(model, state, BUDGETS, size=stages.size, gates=chosen["sampling"].gate)
+    begun = {"settings": settings, "sampling": chosen["sampling"], "size": stages.size}
+    read = (tokens, lengths, jax.random.split(jax.random.key(7), ROWS))
+    if is_read_before:
+        stream = enter(model, prefill(model.llm, *read, capacity=NEW), **begun)
+    else:
+        stream = read_and_enter(model, *read, capacity=NEW, **begun)
     columns: dict[str, list[list[int]]] = {name: [[] for _ in range(ROWS)] for name in ("ids", "evaluations", "passes")}
     for count in range(100):
         if leaves is not None and count * 5 >= leaves:
@@ -101,9 +102,11 @@ def test_the_plain_answer(kind: str, is_sampled: bool) -> None:
     changes = {"temperature": 1.0, "velocity_temperature": 1.0, "top_k": 20} if is_sampled else {}
     chosen = options(BUDGETS, gates, window=16, **changes)
     wanted, evaluations = decode_plainly(model, chosen, stops=stops)
-    for window in (1, 16):
+    for window, is_read_before in ((1, True), (16, False)):
         settings = dataclasses.replace(chosen["settings"], window=window)
-        ids, taken, passes = decode_in_stream(model, chosen | {"settings": settings}, stops=stops)
+        ids, taken, passes = decode_in_stream(
+            model, chosen | {"settings": settings}, stops=stops, is_read_before=is_read_before
+        )
         for row in range(ROWS):
             assert ids[row][:NEW] == wanted[row].tolist(), (window, row)
             assert taken[row][:NEW] == evaluations[row].tolist()
@@ -148,16 +151,13 @@ def test_where_guesses_hold_a_pass_gives_a_token() -> None:
     model = Model.build(model.llm, dataclasses.replace(path, **parts)).reading(refines=True)
     chosen = options([15] * ROWS, [0.0] * ROWS, window=16)
     tokens, lengths = prompts()
-    state = prefill(model.llm, tokens, lengths, jax.random.split(jax.random.key(7), ROWS), capacity=NEW)
     stages = Stages.of(chosen["settings"].solver, [15] * ROWS)
     assert stages is not None
     settings = dataclasses.replace(chosen["settings"], stages=stages)
-    stream = make_room(begin(model, state, [15] * ROWS, size=3), stages.size)
+    begun = {"settings": settings, "sampling": chosen["sampling"]}
+    keys = jax.random.split(jax.random.key(7), ROWS)
+    stream = make_room(read_and_enter(model, tokens, lengths, keys, capacity=NEW, size=3, **begun), stages.size)
     stream = fit(stream, ring=32, slots=8)
     stops = jnp.array([-1, -1], jnp.int32)
-    _, emitted = stream_decoder()(
-        model, stream, settings=settings, sampling=chosen["sampling"], stop_ids=stops, passes=9
-    )
-    np.testing.assert_array_equal(
-        emitted.is_new, np.tile(np.arange(9) > 0, (ROWS, 1))
-    )  # the first guess is the LM's token
+    _, emitted = stream_decoder()(model, stream, **begun, stop_ids=stops, passes=9)
+    assert emitted.is_new.all()

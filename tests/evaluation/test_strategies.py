@@ -7,9 +7,9 @@ from jax import monitoring
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.data.tokenizer import byte_tokenizer
 from l2d_jax.decoding.batching import Completion
-from l2d_jax.decoding.beam_search import Beam, SearchResult
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import Prompt
+from l2d_jax.decoding.search.beam_search import Beam, SearchResult
 from l2d_jax.evaluation import strategies as module
 from l2d_jax.evaluation.strategies import Strategy, answer_problems, majority, strategies
 from l2d_jax.performance.costs import decoding_flops

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from l2d_jax.decoding.buckets import Programs, compiled
+from l2d_jax.decoding.parallel.begin import find_plain, first_noise, without_penalties
 from l2d_jax.decoding.parallel.stream_state import Stream, write
 from l2d_jax.decoding.refinement.estimates import evaluation_keys
 from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.refinement.side_by_side import settle
-from l2d_jax.decoding.sampler import SamplingOptions, Tokens, entropy, sample_tokens, score_tokens, token_keys
+from l2d_jax.decoding.sampler import SamplingOptions, Tokens, sample_tokens, score_tokens, token_keys
 from l2d_jax.model import diffusion
-from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.joint_pass import DiffusionRows, joint_pass
 from l2d_jax.model.kv_cache import KVCache
 from l2d_jax.model.l2d import Model
@@ -71,7 +71,7 @@ def _evaluate(model: Model, stream: Stream, settings: Refinement, sampling: Samp
         found = _estimate(logits, rows.t, stream, settings, width=width)
     count = jnp.where(stream.is_plain, 1, stages.count)
     last = jnp.clip(count - 1 - first, 0, width - 1)[:, None, None]
-    is_plain, plain = _find_plain(model, made.hidden[:, 0], logits[:, -1], stages.count, sampling)
+    is_plain, plain = find_plain(model, made.hidden[:, 0], logits[:, -1], stages.count, sampling)
     return _Pass(
         hidden=made.hidden[:, 0],
         inputs=llm.lookup(stream.next[:, None])[:, 0],
@@ -94,13 +94,13 @@ def _diffusion_rows(
     assert path is not None
     assert stages is not None
     assert model.table is not None
-    noise, following = _noise(path, stream, ahead=False), state.positions[:, None] + 1
+    noise, following = first_noise(path, _keys(stream, ahead=False)[0]), state.positions[:, None] + 1
     places = (first[:, None] + jnp.arange(width))[:, None]
     x = stages.x(places, noise[:, None], model.table[stream.estimates][:, None])[:, 0]
     t = stages.spread(stages.times, places)[:, 0]
     at, inputs = (jnp.repeat(a[:, None], width, axis=1) for a in (state.positions, state.inputs))
     if path.is_anchored:  # a released path corrects nothing there
-        begun = _noise(path, stream, ahead=True)[:, None]
+        begun = first_noise(path, _keys(stream, ahead=True)[0])[:, None]
         columns = ((x, begun), (t, jnp.zeros((len(t), 1))), (at, following))
         x, t, at = (jnp.concatenate(pair, axis=1) for pair in columns)
         inputs = jnp.concatenate([inputs, model.llm.lookup(stream.next[:, None])], axis=1)
@@ -118,34 +118,9 @@ def _estimate(
     return found.reshape(t.shape).astype(jnp.int32)
 
 
-def _find_plain(
-    model: Model,
-    hidden: Float[Array, "B D"],
-    begun: Float[Array, "B V"],
-    count: Int[Array, "#B"],
-    sampling: SamplingOptions,
-) -> tuple[Bool[Array, " B"], Float[Array, "B V"]]:
-    """Whether the LM alone decides the token after `next`, by budget or gate, and the LM's logits if it may."""
-    path, none = model.path, jnp.broadcast_to(count == 0, hidden.shape[:1])
-    assert path is not None
-
-    def look() -> tuple[Array, Array]:
-        plain = model.llm.logits(hidden) if path.is_anchored else begun
-        return none | (entropy(plain) < sampling.gate), plain
-
-    return jax.lax.cond((sampling.gate > 0).any() | none.any(), look, lambda: (none, begun))
-
-
 def _keys(stream: Stream, *, ahead: bool) -> tuple[Array, Array, Array]:
     """The keys for the noise, the estimates and the sample of the token being checked, or of the next one (`ahead`)."""
     return token_keys(stream.state.keys, stream.state.count + (stream.is_checked if ahead else 0))
-
-
-def _noise(path: DiffusionPath, stream: Stream, *, ahead: bool) -> Float[Array, "B C"]:
-    """x_0, as `token_step.refined_logits` draws it for one noise sample."""
-    keys, shape = _keys(stream, ahead=ahead)[0], (1, path.config.width)
-    noise = jax.vmap(lambda key: jax.random.normal(key, shape, jnp.float32))(keys)
-    return path.config.sigma * noise[:, 0]
 
 
 def decode_stream(
@@ -190,7 +165,7 @@ def decode_stream(
 
         is_kept = is_live & (~stream.is_checked | (is_new & (token == stream.next)))
         next_keys = _keys(stream, ahead=True)[2]
-        guess = sample_tokens(next_keys, made.begun_logits, dataclasses.replace(sampling, penalties=None))
+        guess = sample_tokens(next_keys, made.begun_logits, without_penalties(sampling))
         cache = write(state.cache, made.new, stream.read % state.cache.ring, is_kept)
         after = {"count": state.count + is_new, "done": done, "broken": state.broken | is_bad}
 

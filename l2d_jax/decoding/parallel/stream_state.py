@@ -4,14 +4,12 @@ Sequences advance independently: the tokens of each fill the slots of the cache'
 """
 
 import dataclasses
-from functools import partial
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from l2d_jax.decoding.buckets import Programs
-from l2d_jax.decoding.sampler import entropy
 from l2d_jax.decoding.state import State, refill, resize
 from l2d_jax.model.kv_cache import KVCache
 from l2d_jax.model.llm import LLM
@@ -34,22 +32,16 @@ class Stream(nnx.Module):
 COLUMNS = tuple(field.name for field in dataclasses.fields(Stream) if field.name != "state")
 
 
-@partial(Programs, static=["size"])
-def enter(llm: LLM, state: State, *, is_plain: Bool[Array, "#B"], gate: Float[Array, "#B"], size: int) -> Stream:
-    """Start a stream after prompts have been read, with places for `size` evaluations of a token.
-
-    The first token is guessed to be the LM's arg max. The LM alone decides it if `is_plain` (a budget of 1), or if the
-    entropy of its logits, in nats, is below the gate.
-    """
-    none, logits = jnp.zeros_like(state.count), llm.logits(state.hidden)
-    guess = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+def blank(state: State, *, size: int) -> Stream:
+    """A stream of rows without answers, with room for `size` evaluations of a token."""
+    none = jnp.zeros_like(state.count)
     return Stream(
         state=dataclasses.replace(state, cache=dataclasses.replace(state.cache, used=jnp.int32(0))),
-        next=guess,
+        next=none,
         is_checked=none == 0,
-        is_plain=is_plain | (entropy(logits) < gate),
+        is_plain=none > 0,
         settled=none,
-        estimates=jnp.broadcast_to(guess[:, None], (len(none), size)),
+        estimates=jnp.zeros((len(none), size), jnp.int32),
         read=none,
         passes=none,
     )
@@ -75,7 +67,7 @@ def make_room(stream: Stream, size: int) -> Stream:
     before = stream.estimates.shape[1]
     if size == before:
         return stream
-    widened = jnp.pad(stream.estimates, ((0, 0), (0, max(0, size - before))))[:, :size]
+    widened = jnp.pad(stream.estimates, ((0, 0), (0, max(0, size - before))), mode="edge")[:, :size]
     return dataclasses.replace(stream, estimates=widened)
 
 

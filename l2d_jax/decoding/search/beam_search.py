@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from l2d_jax.config.schema import DecodeConfig, PathConfig
-from l2d_jax.decoding.beams import Beams, Scoring, SearchConfig, extend, start_beams
 from l2d_jax.decoding.buckets import CHUNK, answer_slots, sample_bucket
 from l2d_jax.decoding.generation import open_lanes
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import UNRESTRICTED, Prompt, Request, Restrictions, check_decoding_memory, path_config
+from l2d_jax.decoding.search.beams import Beams, Scoring, SearchConfig, extend, start_beams
 from l2d_jax.errors import InputError, require
 from l2d_jax.model import diffusion
 from l2d_jax.model.llm import LLM

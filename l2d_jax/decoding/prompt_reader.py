@@ -1,0 +1,106 @@
+"""Reads the prompts of answers, each distinct one once: at once or in pieces, into a state or a stream."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from l2d_jax.decoding.buckets import answer_slots, pad, round_up
+from l2d_jax.decoding.lane_options import LaneOptions
+from l2d_jax.decoding.parallel.begin import enter, read_and_enter
+from l2d_jax.decoding.parallel.pace import Order, room
+from l2d_jax.decoding.parallel.stream_state import Stream
+from l2d_jax.decoding.prefill import prefill, read_piece, read_prefix, start
+from l2d_jax.decoding.requests import Answer, Request
+from l2d_jax.decoding.sampler import answer_keys
+from l2d_jax.decoding.state import State, fan_out
+from l2d_jax.model.kv_cache import KVCache
+from l2d_jax.model.l2d import Model
+
+PIECE = 256  # prompts with more than twice this number of tokens are read in pieces of this size
+
+
+class PromptReader:
+    """Reads prompts for lanes, into a state or a stream with a row for each answer."""
+
+    def __init__(self, model: Model, maker: LaneOptions, *, known: Request | None) -> None:
+        """`known` is the request that all answers belong to, if there is only one."""
+        self._model, self._maker = model, maker
+        # answers per prompt, which share its reading; the length of the common prefix
+        self._copies, self._shorter = (1, 0) if known is None else (known.samples, known.prefix)
+        self._capacity: int | None = None  # slots for the longest answer; None: a bucket for the running answers
+        self._prefix: KVCache | None = None
+        if known is not None:
+            settings = {prompt.settings or known.settings for prompt in known.prompts}
+            self._capacity = answer_slots(max(one.max_new_tokens for one in settings))
+        if known is not None and known.prefix:
+            self._prefix = read_prefix(model.llm, jnp.array(known.prompts[0].ids[: known.prefix], jnp.int32))
+
+    def size(self, answers: Sequence[Answer]) -> tuple[int, int]:
+        """The numbers of slots for the longest of these answers, and for the longest of their prompts."""
+        longest = answer_slots(max(answer.settings.max_new_tokens for answer in answers))
+        slots = round_up(max(len(answer.prompt.ids) for answer in answers) - self._shorter)
+        return self._capacity or round_up(longest), slots
+
+    def read(
+        self, answers: Sequence[Answer], *, order: Callable[[], Order], piece: int | None = None
+    ) -> Iterator[State | Stream | None]:
+        """Read prompts: yields None after each piece of long prompts, and finally what comes after them.
+
+        If the answers join a stream, by their `order` when they are read, their first tokens begin in the same pass,
+        except those of prompts that are read in pieces, or that several answers share.
+        """
+        llm, (capacity, slots) = self._model.llm, self.size(answers)
+        prompts, rows = [answer.prompt for answer in answers], list(range(len(answers)))
+        if self._copies > 1:  # read each prompt once
+            prompts = list({id(prompt): prompt for prompt in prompts}.values())
+            rows = [next(i for i, prompt in enumerate(prompts) if prompt is answer.prompt) for answer in answers]
+            whole = -(-len(answers) // self._copies) + (piece is not None)  # the same number each time
+            prompts += prompts[-1:] * (whole - len(prompts))
+        whole = len(prompts)
+        texts = [prompt.ids[self._shorter :] for prompt in prompts]
+        ids, lengths = pad(texts, length=slots)
+        keys = _keys(answers)
+        given = keys if self._copies == 1 else keys[jnp.array([0] * whole)]
+        shared: dict[str, Any] = {"capacity": capacity, "prefix": self._prefix}
+        state: State | Stream
+        if piece is not None and slots > 2 * piece:
+            read = KVCache.empty(llm.architecture, whole, slots, dtype=llm.dtype, prefix=self._prefix)
+            hidden = jnp.zeros((whole, llm.architecture.hidden_size), llm.dtype)
+            for first in range(0, max(map(len, texts)), piece):
+                part, _ = pad([text[first : first + piece] for text in texts], length=piece)
+                read, hidden = read_piece(llm, read, hidden, part, lengths)
+                yield None
+            state = start(llm, replace(read, prefix=None), hidden, ids, lengths, given, **shared)
+        elif self._copies == 1 and order() is Order.STREAM:
+            state = read_and_enter(self._model, ids, lengths, given, **shared, **self._beginning(answers))
+        else:
+            state = prefill(llm, ids, lengths, given, **shared)
+        yield state if self._copies == 1 else fan_out(state, jnp.array(rows), keys)
+
+    def enter(self, state: State | Stream, answers: Sequence[Answer], order: Order) -> State | Stream:
+        """Turn what comes after the prompts into what the order needs; extra rows repeat the last answer."""
+        if order is not Order.STREAM:
+            return state.state if isinstance(state, Stream) else state
+        if isinstance(state, Stream):
+            return state
+        rows = [*answers, *[answers[-1]] * (len(state.count) - len(answers))]
+        return enter(self._model, state, **self._beginning(rows))
+
+    def _beginning(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """How a stream begins the first token of these answers."""
+        options = self._maker.make(answers, Order.STREAM, tabulates=False)
+        return {"settings": options.settings, "sampling": options.sampling, "size": answers_room(answers)}
+
+
+def answers_room(answers: Sequence[Answer]) -> int:
+    """The number of evaluations of a token that a program for these answers has room for."""
+    return room({answer.settings for answer in answers if answer.settings.budget > 1} or {answers[0].settings})
+
+
+def _keys(answers: Sequence[Answer]) -> Any:
+    numbers = [(answer.seed, answer.prompt.number, answer.copy) for answer in answers]
+    seeds, *others = map(np.array, zip(*numbers, strict=True))
+    return answer_keys(seeds.astype(np.uint32), *(column.astype(np.int32) for column in others))

@@ -1,0 +1,1 @@
+"""Beam search over the tokens of an answer."""
