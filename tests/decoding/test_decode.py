@@ -309,6 +309,6 @@ def test_a_prefix_costs_no_constant_folding(capfd):
     rows, tokens = 200, jax.ShapeDtypeStruct((200, 64), jnp.int32)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
     lengths, before = jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((32,), jnp.int32)
-    prefix = jax.eval_shape(decode_module.read_prefix, abstract, before)
+    prefix = jax.eval_shape(read_prefix, abstract, before)
     prefill.lower(abstract, tokens, lengths, keys, capacity=256, prefix=prefix).compile()
     assert "Constant folding" not in capfd.readouterr().err

@@ -12,6 +12,7 @@ import jax
 import pytest
 
 from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.decoding import lanes
 from l2d_jax.decoding.buckets import LONG
 from l2d_jax.decoding.decode import token_decoder
 from l2d_jax.decoding.generation import generate_tokens, make_answers
@@ -111,7 +112,7 @@ def test_an_error_of_a_program_is_told_to_all_of_its_kind(loaded: LoadedModel, m
     """And the engine goes on with what is asked for next."""
     clients = [Client(loaded) for _ in range(3)]
     with running(loaded) as engine, monkeypatch.context() as patch:
-        patch.setattr(decode, "token_decoder", lambda: 1 // 0)
+        patch.setattr(lanes, "token_decoder", lambda: 1 // 0)
         engine.submit([client.work for client in clients])
         for client in clients:
             with pytest.raises(ZeroDivisionError):

@@ -84,21 +84,20 @@ def _enter(
     is_known: bool,
 ) -> Stream:
     """The stream whose first evaluation has these logits; `is_known`: they are those of the path."""
-    stages = settings.stages
-    assert stages is not None
+    count = jnp.zeros(1, jnp.int32) if settings.stages is None else settings.stages.count  # None: all budgets are 1
     none, t = jnp.zeros_like(state.count), jnp.zeros((len(logits), 1))
     _, velocity_keys, final_keys = token_keys(state.keys, state.count)
     temperature = settings.row_temperatures(t)[:, 0]
     first = diffusion.sample_rows(evaluation_keys(velocity_keys[:, None], t)[:, 0], logits, temperature)
     first = first.astype(jnp.int32)
-    is_plain, plain = find_plain(model, state.hidden, logits, stages.count, sampling)
+    is_plain, plain = find_plain(model, state.hidden, logits, count, sampling)
     guess = sample_tokens(final_keys, jnp.where(is_plain[:, None], plain, logits), without_penalties(sampling))
     return Stream(
         state=dataclasses.replace(state, cache=dataclasses.replace(state.cache, used=jnp.int32(0))),
         next=guess,
         is_checked=none == 0,
         is_plain=is_plain,
-        settled=jnp.broadcast_to(jnp.minimum(stages.count, 1 if is_known else 0), none.shape),
+        settled=jnp.broadcast_to(jnp.minimum(count, 1 if is_known else 0), none.shape),
         estimates=jnp.broadcast_to(first[:, None], (len(none), size)),
         read=none,
         passes=none,
