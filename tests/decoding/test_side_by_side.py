@@ -19,6 +19,7 @@ from l2d_jax.decoding.refinement.stages import Stages
 from l2d_jax.model.context import Context
 from l2d_jax.model.l2d import Model
 from tests.support import tiny
+from tests.support.marks import slow
 
 run = jax.jit(refine)
 
@@ -88,7 +89,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["midpoint", pytest.param("euler", marks=pytest.mark.slow), "restart"])
+@pytest.mark.parametrize("name", ["midpoint", *slow("euler", "restart")])
 @pytest.mark.parametrize("kind", OPTIONS)
 @pytest.mark.parametrize("start", ["released", "anchored"])
 def test_the_sequential_answer(name: str, kind: str, start: Any) -> None:
@@ -106,7 +107,7 @@ def test_the_sequential_answer(name: str, kind: str, start: Any) -> None:
         np.testing.assert_array_equal(taken.passes[0], 0)
 
 
-@pytest.mark.parametrize("solver", ["heun", "rk4"])
+@pytest.mark.parametrize("solver", ["heun", *slow("rk4")])
 def test_guidance_masks_and_other_solvers(solver: str) -> None:
     model = tiny.model(classes=3)
     at, (noise, keys) = context(model, 2, labels=jnp.array([[0, 1], [2, 0]])), draw(2)

@@ -152,6 +152,7 @@ def test_the_gate_skips_what_decoding_skips(loaded):
             assert (token.entropy, token.settled) == (token.plain_entropy, 0.0)
 
 
+@pytest.mark.slow
 def test_the_arg_max_of_a_drawn_token_is_another(loaded):
     traces = both(loaded, of({**FIXED, "temperature": 0.3}, 12))[1]
     assert {token.likeliest == token.token for tokens in traces for token in tokens} == {True, False}

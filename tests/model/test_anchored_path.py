@@ -15,6 +15,7 @@ from l2d_jax.model.diffusion_path import DiffusionPath, start_from
 from l2d_jax.model.lora import LLMAdapter
 from l2d_jax.training.objective import diffusion_loss
 from tests.support import tiny
+from tests.support.marks import slow
 
 ANCHORED = {"start": "anchored"}
 READING = {"start": "anchored", "reader": "path"}
@@ -35,7 +36,17 @@ def correction(path, llm, context, t, *, seed=0):
     return path(llm, x, jnp.full((1, 1), t, jnp.float32), context)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen", "qwen3-yarn", "mistral", "smollm3-yarn", "gemma3"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "llama",
+        pytest.param("qwen", marks=pytest.mark.slow),
+        pytest.param("qwen3-yarn", marks=pytest.mark.slow),
+        pytest.param("mistral", marks=pytest.mark.slow),
+        pytest.param("smollm3-yarn", marks=pytest.mark.slow),
+        "gemma3",
+    ],
+)
 @pytest.mark.parametrize("layers", ["lora", "dense"])
 @pytest.mark.parametrize("options", [ANCHORED, READING], ids=["lm", "path"])
 def test_untrained_it_is_the_language_model_at_any_time(mesh, kind, layers, options):
@@ -75,7 +86,7 @@ def test_what_reads_the_context_is_the_model_with_the_paths_layers(layers):
     assert tiny.path(**ANCHORED).reader(llm) is llm
 
 
-@pytest.mark.parametrize("layers", ["lora", "dense"])
+@pytest.mark.parametrize("layers", ["lora", *slow("dense")])
 def test_gradients_are_finite_differences(layers):
     """Along the gradient of each weight; the context that the path reads depends on its weights, too."""
     llm, path, batch = tiny.llm(), tiny.path(layers=layers, sigma=2.0, **READING), tiny.batch()

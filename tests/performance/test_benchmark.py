@@ -33,6 +33,7 @@ def test_training(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [line.split("  ")[0] for line in program.training_table(figures)[-5:]] == list(parts)
 
 
+@pytest.mark.slow
 def test_a_path_that_reads_the_context_has_no_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_speed, "matrix_products", partial(timing.matrix_products, 256))
     shape = options(train__batch_size=1, data__max_length=32, data__answer_length=32, path__reader="path")

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from l2d_jax import train
 from l2d_jax.training.held_out.sample_answer import _differing
 from tests.support.programs import call, options
@@ -13,6 +15,7 @@ def test_the_question_is_what_prompts_do_not_share() -> None:
     assert _differing([[1, 2], [1, 2]]) == [1, 2]
 
 
+@pytest.mark.slow
 def test_training_prints_the_question_and_answers_it_again_and_again(tmp_path: Path) -> None:
     arguments = options(train__steps=4, validation__budgets=(1,), validation__answer_every=2)
     outcome = call(train.main, *arguments, "--workdir", tmp_path / "run")

@@ -109,6 +109,7 @@ def test_three_steps_of_one_program_leave_the_frozen_model_as_it_is(mesh: Mesh, 
     assert sorted(leaf.shape for leaf in moments) == sorted(2 * [leaf.shape for leaf in jax.tree.leaves(path)])
 
 
+@pytest.mark.slow
 def test_a_new_path_learns_from_its_output_backwards(mesh: Mesh, program: Any) -> None:
     """Which parts have moved after each step from the release's initial values, without weight decay."""
     llm, (adam, step) = tiny.llm(), program
