@@ -3,7 +3,7 @@
 from argparse import Namespace
 
 from l2d_jax import command_line, console
-from l2d_jax.config.choices import ADAPTIVE_SOLVERS, SEARCH_OPTIONS, SOLVER_NAMES
+from l2d_jax.config.choices import ADAPTIVE_SOLVERS, DTYPES, SEARCH_OPTIONS, SOLVER_NAMES
 from l2d_jax.errors import InputError, require
 
 
@@ -22,6 +22,7 @@ def make_parser() -> command_line.Parser:
     command_line.add_source(parser)
     parser.add_argument("--prompt", action="append", help="a message to answer; without one, a chat begins")
     parser.add_argument("--max_new_tokens", type="Tokens", help="the longest answer, in tokens")
+    parser.add_argument("--dtype", choices=DTYPES, help="type of weights and products")
     parser.add_argument("--seed", type="Seed", default=0, help="seed of the noise and of the sampled tokens")
     group = parser.add_argument_group("the refinement of each token")
     budget = "evaluations of the path per token, including the final one; several compare; adaptive solvers: at most"

@@ -118,7 +118,7 @@ def partition(
 def mesh_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
     """The size of each axis for a number of devices, without a check of their product; "auto" is like -1."""
     sizes = {name: -1 if size == "auto" else size for name, size in dataclasses.asdict(config).items()}
-    rest = devices // math.prod(max(size, 1) for size in sizes.values())
+    rest = max(1, devices // math.prod(max(size, 1) for size in sizes.values()))
     return {name: rest if size == -1 else size for name, size in sizes.items()}
 
 

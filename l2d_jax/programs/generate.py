@@ -30,7 +30,7 @@ from l2d_jax.storage.partial import output_folder
 
 def run(options: Namespace) -> None:
     """Load the model, then answer once or until the end of input."""
-    folder = find(options.workdir or options.model, **command_line.tokenizer_options(options))
+    folder = find(options.workdir or options.model, dtype=options.dtype, **command_line.tokenizer_options(options))
     given = {name: value for name, value in vars(options).items() if value is not None}
     names = given.keys() & {field.name for field in dataclasses.fields(DecodeConfig)} - {"budget"}
     changes = {name: given[name] for name in names}
@@ -61,7 +61,9 @@ def run(options: Namespace) -> None:
         if searched is not None:
             check_search(settings, searched, llm, folder.path_config, longest=longest)
     with output_folder(options.trace) if options.trace else contextlib.nullcontext() as out:
-        loaded = load(options.workdir or options.model, mesh=mesh, **command_line.tokenizer_options(options))
+        loaded = load(
+            options.workdir or options.model, mesh=mesh, dtype=options.dtype, **command_line.tokenizer_options(options)
+        )
         answer = partial(_print_answer, loaded, options, searched=searched)
         if not prompts:
             _chat(answer, variants[0], seed=options.seed)

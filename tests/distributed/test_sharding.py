@@ -93,7 +93,7 @@ def test_the_mesh_takes_all_devices() -> None:
     ):
         make_mesh(MeshConfig(data=2, fsdp=1, tensor=2), one)
     with pytest.raises(
-        InputError, match=r"config.mesh data=2 x fsdp=0 x tensor=1 x context=1 x stationary=1 needs 0 devices, found 1"
+        InputError, match=r"config.mesh data=2 x fsdp=1 x tensor=1 x context=1 x stationary=1 needs 2 devices, found 1"
     ):
         make_mesh(MeshConfig(data=2), one)
 
