@@ -97,7 +97,7 @@ def _enter(
         next=guess,
         is_checked=none == 0,
         is_plain=is_plain,
-        settled=jnp.broadcast_to(jnp.minimum(count, 1 if is_known else 0), none.shape),
+        settled=jnp.minimum(count, (is_known & ~jnp.isnan(logits[:, 0])).astype(jnp.int32)),
         estimates=jnp.broadcast_to(first[:, None], (len(none), size)),
         read=none,
         passes=none,

@@ -44,6 +44,7 @@ class _Pass(NamedTuple):
     is_bad: Bool[Array, "B W"]  # evaluations whose logits are NaN
     logits: Float[Array, "B V"]  # of the last evaluation, or the LM's if the token is plain
     begun: Int[Array, " B"]  # the first estimate of the token after `next`
+    is_begun: Bool[Array, " B"]  # whether it comes from numbers
     begun_logits: Float[Array, "B V"]
     is_plain: Bool[Array, " B"]  # whether the LM alone decides that token
 
@@ -53,7 +54,7 @@ def _evaluate(model: Model, stream: Stream, settings: Refinement, sampling: Samp
     llm, path, stages, state = model.llm, model.path, settings.stages, stream.state
     assert path is not None
     assert stages is not None
-    width = min(settings.window, stages.size)
+    width = min(settings.window, max(1, stages.size - 1))  # the first evaluation is nearly always known
     first = jnp.minimum(stream.settled, stages.size - width)
     rows = _diffusion_rows(model, stream, settings, first, width=width)
     made = joint_pass(model, stream.next[:, None], state.positions[:, None] + 1, rows, state.cache)
@@ -81,6 +82,7 @@ def _evaluate(model: Model, stream: Stream, settings: Refinement, sampling: Samp
         is_bad=jnp.isnan(hidden[:, :width, 0]),
         logits=jnp.take_along_axis(logits[:, :width], last, axis=1)[:, 0],
         begun=found[:, -1],
+        is_begun=~jnp.isnan(logits[:, -1, 0]),
         begun_logits=jnp.where(is_plain[:, None], plain, logits[:, -1]),
         is_plain=is_plain,
     )
@@ -185,7 +187,7 @@ def decode_stream(
             next=keep(guess, jnp.where(stream.is_checked, token, stream.next)),
             is_checked=is_kept | (stream.is_checked & ~is_new),
             is_plain=keep(made.is_plain, stream.is_plain),
-            settled=keep(jnp.minimum(stages.count, 1), settled),
+            settled=keep(jnp.minimum(stages.count, made.is_begun.astype(jnp.int32)), settled),
             estimates=keep(jnp.broadcast_to(made.begun[:, None], estimates.shape), estimates),
             read=stream.read + is_kept,
             passes=jnp.where(is_new, 0, taken),
