@@ -47,7 +47,7 @@ def check_columns(found: Collection[str], name: str) -> None:
     there = shorten(", ".join(sorted(found)), 35)
     rule = f"rows need {known}, but {shorten(name, 35)} has {there}"
     pairs = "[{'prompt': r['a'], 'completion': r['b']} for r in map(json.loads, open(F))]"
-    remedy = f"rename its columns, as datasets.Dataset.from_list({pairs}).to_json(F2) does"
+    remedy = f"datasets.Dataset.from_list({pairs}).to_json(F2)"
     require(any(has_columns(found, columns) for columns in FORMATS), f"{rule}: {remedy}")
 
 
