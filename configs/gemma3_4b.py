@@ -3,7 +3,7 @@
 The published folder, google/gemma-3-4b-it, holds a model of images and text, which is not read. Write its text model
 with transformers: `both = Gemma3ForConditionalGeneration.from_pretrained(...)`, `text =
 Gemma3ForCausalLM(both.config.text_config)`, `text.model = both.model.language_model`, `text.tie_weights()`,
-`text.save_pretrained("gemma-3-4b-it-text")`, and its tokenizer beside it.
+`text.save_pretrained("gemma-3-4b-it-text")`, and its tokenizer next to it.
 """
 
 from ml_collections import ConfigDict

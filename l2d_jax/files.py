@@ -105,7 +105,7 @@ def read_lines(
 ) -> list[tuple[bytes, dict[str, Any]]]:
     """The complete lines of a file of JSON and the object in each, without the damaged ones, which a warning counts.
 
-    An object must be of all `kinds`, as for `check`; `odd` says which cannot be right beside the others, and why. The
+    An object must be of all `kinds`, as for `check`; `odd` says which contradict the others, and why. The
     file may be missing; raises `InputError` if it cannot be read.
     """
     kept: list[tuple[int, bytes, dict[str, Any]]] = []
@@ -133,7 +133,7 @@ def read_lines(
 
 
 def _parse(text: bytes, *, is_finite: bool = False) -> dict[str, Any]:
-    """A JSON object, of finite numbers alone where that is asked for; raises a `ValueError` of one line."""
+    """A JSON object, with finite numbers only if required; raises a `ValueError` of one line."""
     number = _finite if is_finite else float
     try:
         decoded = text.decode("utf-8-sig")

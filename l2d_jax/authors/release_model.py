@@ -1,6 +1,6 @@
 """Models of the authors' PyTorch release, built by the classes of a checkout of it.
 
-Nothing here imports JAX: the release needs an environment of its own (`ENVIRONMENT`), whose libraries are older.
+Nothing here imports JAX: the release needs a separate environment (`ENVIRONMENT`) with older libraries.
 """
 
 import importlib
@@ -89,7 +89,7 @@ def open_release(checkout: Path) -> Release:
             found = importlib.import_module(library)
         except ImportError:
             pins = " ".join(f"{name}=={pin}" for name, pin in ENVIRONMENT.items())
-            raise InputError(f"the release needs {library}: pip install {pins} in an environment of its own") from None
+            raise InputError(f"the release needs {library}: pip install {pins} in a separate environment") from None
         if library == "transformers" and not found.__version__.startswith("4.46."):
             raise InputError(f"the release needs transformers {version}, and this is {found.__version__}: install that")
     sys.modules.update({name: _Unused(name) for name in UNUSED})

@@ -85,7 +85,7 @@ def find_template(tokenizer: PreTrainedTokenizerFast, *, tools: Tools = None) ->
         template = template[name]
     problem = f"the tokenizer of {owner} has no chat template"
     remedy = "take that of an instruct model by config.model.chat_template, or add a chat_template.jinja"
-    require(bool(template), f"{problem}: {remedy} beside tokenizer.json")
+    require(bool(template), f"{problem}: {remedy} next to tokenizer.json")
     return template
 
 

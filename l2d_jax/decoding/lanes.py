@@ -153,8 +153,8 @@ class Lanes:
         ids, costs, passes, is_new, is_broken = (processes.gather_array(column).tolist() for column in columns)
         scores = None
         if new.log_probs is not None:
-            told = [processes.gather_array(column).tolist() for column in new[3:]]
-            scores = [list(map(TokenScore, *rows)) for rows in zip(*told, strict=True)]
+            gathered = [processes.gather_array(column).tolist() for column in new[3:]]
+            scores = [list(map(TokenScore, *rows)) for rows in zip(*gathered, strict=True)]
         pieces = []
         for lane, answer in enumerate(answers):
             if answer is not None:

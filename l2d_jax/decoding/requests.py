@@ -171,12 +171,12 @@ class Answer:
         is_last = is_broken or stop is not None or len(self.said) >= self.settings.max_new_tokens
         tokens, rest, has_stop = self.stops.add(row[:stop], is_last=is_last)
         self._scores.extend(scores[: len(row[:stop])])
-        told, self._scores = self._scores[: len(tokens)], self._scores[len(tokens) :]
+        scored, self._scores = self._scores[: len(tokens)], self._scores[len(tokens) :]
         ending = "broken" if is_broken else "stop" if stop is not None or has_stop else "length" if is_last else ""
         end = None if stop is None or not scores else (row[stop], scores[stop])
         count = len(row) if stop is None else stop + 1
         evaluations, passes = (sum(column) for column in zip(*costs[:count], strict=True)) if count else (0, 0)
-        return Piece(self.number, tokens, bool(ending), ending, evaluations, passes, count, told, rest, end)
+        return Piece(self.number, tokens, bool(ending), ending, evaluations, passes, count, scored, rest, end)
 
     def fail(self, error: Exception) -> Piece:
         """The last piece of an answer that an error ends."""

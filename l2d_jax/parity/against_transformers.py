@@ -123,8 +123,8 @@ def choose_rows(
     random = np.random.default_rng(SEED).integers(size, size=(2, length))
     rows = {f"random {i}": row for i, row in enumerate(random, 1)}
     if tokenizer is not None:
-        told = (word_problems.problem(index) for index in range(length // 16 + 1))  # each has more than 16 tokens
-        text = "\n\n".join(f"{problem.question}\n{problem.solution}" for problem in told)
+        problems = (word_problems.problem(index) for index in range(length // 16 + 1))  # each has more than 16 tokens
+        text = "\n\n".join(f"{problem.question}\n{problem.solution}" for problem in problems)
         rows["text"] = np.array(text_ids([text], tokenizer)[0][:length])
         problem = f"the tokenizer of {tokenizer.name_or_path} gives the id {rows['text'].max()}"
         remedy = "copy the model's own tokenizer.json"
