@@ -70,8 +70,7 @@ def test_what_is_no_conversation_is_named(row, message):
 @pytest.mark.parametrize("found", [["chosen", "rejected"], ["text"], [f"column_{i}" for i in range(99)]])
 def test_other_columns_are_refused_with_a_line_that_converts_them(found):
     with pytest.raises(
-        InputError,
-        match=r"rows need messages, conversations, .* has .*: rename its columns, as datasets.Dataset.from_list",
+        InputError, match=r"rows need messages, conversations, .* has .*: datasets.Dataset.from_list"
     ) as caught:
         check_columns(found, "/a/long/folder" * 9)
     assert len(str(caught.value)) <= 300
