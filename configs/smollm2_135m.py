@@ -76,11 +76,11 @@ def quickstart(config: ConfigDict) -> None:
     config.optim.warmup_steps = 40
     config.train.own_estimates = 0.5
     config.train.batch_size = 1
-    config.train.steps = 300
-    config.train.checkpoint_every = 100
+    config.train.steps = 450
+    config.train.checkpoint_every = 150
     config.validation.time_bins = 5
-    config.validation.budgets = (1, 3, 7)
-    config.validation.exact_examples = 100
+    config.validation.budgets = (1, 3, 7, 15)
+    config.validation.exact_examples = 200
     config.validation.exact_batch_size = 100
     config.validation.answer_every = 50
     config.decode.budget = 3
