@@ -16,7 +16,7 @@ _l2d_find_python() {
   local version candidate candidates=() versions=(3.12 3.13 3.14 3.11)
   if [[ ${L2D_PYTHON:-} =~ ^3\.[0-9]+$ ]]; then versions=("$L2D_PYTHON"); fi
   for version in "${versions[@]}"; do
-    candidates+=("python$version" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$version".*/bin/python)
+    candidates+=("python$version" "${PYENV_ROOT:-${HOME:-}/.pyenv}/versions/$version".*/bin/python)
   done
   case ${L2D_PYTHON:-} in
     '') candidates+=(python3) ;;

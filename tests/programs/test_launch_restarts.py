@@ -112,6 +112,7 @@ def cloud(tmp_path):
 
     def run(script, *arguments):
         environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "CLOUD": str(tmp_path)}
+        environment["PYENV_ROOT"] = "/nowhere"  # the image has no other Python
         environment = {name: value for name, value in environment.items() if name not in ("L2D_VENV", "PYTHONPATH")}
         command = ["bash", str(tmp_path / "clone" / "launch" / script), *arguments]
         done = subprocess.run(

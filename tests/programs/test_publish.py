@@ -54,11 +54,10 @@ def test_a_trial_writes_a_folder_that_opens_again(trained, tmp_path):
     assert "license: apache-2.0" in page
     assert 'AutoModelForCausalLM.from_pretrained("me/tiny-path", trust_remote_code=True)' in page
     assert page.count("| [") == 0
-    checked = [
-        call(verify.main, "--model", model, "--against", "torch", "--tokens", 8)
-        for model in (workdir, tmp_path / "out")
-    ]
-    assert [outcome.out.splitlines()[-1:] for outcome in checked] == [["20 of 20 arrays pass"]] * 2, checked
+    if importlib.util.find_spec("torch"):
+        for model in (workdir, tmp_path / "out"):
+            outcome = call(verify.main, "--model", model, "--against", "torch", "--tokens", 8)
+            assert outcome.out.splitlines()[-1:] == ["20 of 20 arrays pass"], outcome
     assert len([line for line in page.splitlines() if line.startswith(("| 1 |", "| 3 |"))]) == 2  # the budgets
     again = tmp_path / "again"
     outcome = call(convert.main, "import", "--base", tmp_path / "out", "--out", again)
