@@ -10,7 +10,7 @@ from tests.support.programs import call, options
 
 
 def test_the_question_is_what_prompts_do_not_share() -> None:
-    assert _differing([[1, 2, 3, 4, 9], [1, 2, 5, 9], [1, 2, 6, 7, 8, 9]]) == [3, 4]
+    assert _differing([[1, 2, 3, 4, 9], [1, 2, 5, 9], [1, 2, 6, 7, 8, 9]]) == [3, 4, 9]
     assert _differing([[1, 2, 3]]) == [1, 2, 3]
     assert _differing([[1, 2], [1, 2]]) == [1, 2]
 

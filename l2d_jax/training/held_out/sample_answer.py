@@ -54,6 +54,7 @@ def _differing(prompts: Sequence[Sequence[int]]) -> list[int]:
     if len(prompts) < 2:
         return list(prompts[0])
     before, after = _shared(prompts), _shared([prompt[::-1] for prompt in prompts])
+    after = max(0, after - 1)  # questions share a question mark
     return list(prompts[0][before : len(prompts[0]) - after]) or list(prompts[0])
 
 
