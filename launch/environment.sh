@@ -7,7 +7,8 @@
 # with the EXTRAS and at the tested versions, and puts it first on PATH. Installs nothing the second time, until
 # requirements.txt, pyproject.toml or the constraints change.
 # L2D_PYTHON names the interpreter to build on, or its version, such as 3.11. By default it is the first of Python 3.12, 3.13,
-# 3.14 and 3.11 that works; those of pyenv count, too. Where there is none, as on the images of TPU VMs, uv fetches Python 3.12; pip fetches uv.
+# 3.14 and 3.11 that works; those of pyenv count, too. Where there is none, as on the images of TPU VMs, uv fetches Python
+# 3.12; pip fetches uv.
 #
 # Python keeps the bytecode of what it imports here, even where PYTHONDONTWRITEBYTECODE is set: without it each program
 # compiles all that it imports, which takes longer than everything else that it does before it starts.

@@ -79,6 +79,11 @@ class Lanes:
         """Whether no answer is running."""
         return self.free == len(self._answers)
 
+    @property
+    def _is_running(self) -> bool:
+        """Whether an answer is being decoded: its prompt has been read."""
+        return any(answer is not None and answer.is_read for answer in self._answers)
+
     def admit(self, answers: Sequence[Answer]) -> None:
         """Give each answer a free lane; there must be enough. The next steps read their prompts."""
         if self.state is None and self._is_known and len(answers) == len(self._answers):
@@ -120,7 +125,7 @@ class Lanes:
                     self.drop(answer)
                 continue
             read += min(PIECE, max(len(answer.prompt.ids) for answer in group)) * self._group
-            is_alone = self._is_known and not any(one is not None and one.is_read for one in self._answers)
+            is_alone = self._is_known and not self._is_running
             if state is not None:
                 self._reading.pop(0)
                 self._place(group, state)
@@ -224,15 +229,14 @@ class Lanes:
     def _joined(self, answers: Sequence[Answer]) -> Order:
         """The order of evaluations that answers join: that of the running ones, if there are any."""
         owned = [answer for answer in self._answers if answer is not None]
-        is_alone = self.state is None or not any(answer.is_read for answer in owned)
-        return self._choose(owned or answers) if is_alone else self.order
+        return self.order if self._is_running else self._choose(owned or answers)
 
     def _place(self, answers: Sequence[Answer], new: State | Stream) -> None:
         """Put answers whose prompts have been read into their lanes, except those dropped in the meantime."""
         lanes, owned = self._answers, [answer for answer in self._answers if answer is not None]
         capacity, slots = self._reader.size(owned or answers)
         self.order = self._joined(answers)
-        if self.state is None or not any(answer.is_read for answer in owned):
+        if self.state is None or not self._is_running:
             copies, read = jnp.zeros(len(lanes), jnp.int32), new.state if isinstance(new, Stream) else new
             # `_decode` ends the rows that belong to no answer.
             empty = fan_out(read, copies, read.keys[copies])

@@ -29,7 +29,7 @@ def prefill(
     if prefix is not None:  # without slots: they would be constants of the program, which XLA folds for seconds
         before = KVCache.empty(llm.architecture, len(lengths), 0, dtype=llm.dtype, prefix=prefix)
     slots = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    hidden, prompt = llm(tokens, positions(lengths, slots, prefix=_length(prefix)), before)
+    hidden, prompt = llm(tokens, positions(lengths, slots, prefix=prefix_length(prefix)), before)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
     return start(llm, prompt, last, tokens, lengths, keys, capacity=capacity, prefix=prefix)
 
@@ -53,7 +53,7 @@ def start(
         cache=cache.beside(prompts),
         hidden=hidden,
         inputs=llm.lookup(jnp.take_along_axis(tokens, (lengths - 1)[:, None], axis=1))[:, 0],
-        positions=_length(prefix) + lengths - 1,
+        positions=prefix_length(prefix) + lengths - 1,
         keys=keys,
         count=none,
         done=none > 0,
@@ -71,7 +71,7 @@ def read_piece(
     hidden states that the previous piece returned.
     """
     slots = read.used + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    hidden, new = llm(tokens, positions(lengths, slots, prefix=_length(read.prefix)), read)
+    hidden, new = llm(tokens, positions(lengths, slots, prefix=prefix_length(read.prefix)), read)
     is_end = slots == lengths[:, None] - 1
     ends = jnp.where(is_end[..., None], hidden, 0).sum(axis=1, dtype=hidden.dtype)
     return read.extend(new), jnp.where(is_end.any(axis=1)[:, None], ends, last)
@@ -83,5 +83,6 @@ def read_prefix(llm: LLM, tokens: Int[Array, " S"]) -> KVCache:
     return llm(tokens[None], jnp.arange(len(tokens), dtype=jnp.int32)[None])[1]
 
 
-def _length(prefix: KVCache | None) -> int:
+def prefix_length(prefix: KVCache | None) -> int:
+    """The number of tokens before those of every prompt."""
     return 0 if prefix is None else prefix.positions.shape[1]

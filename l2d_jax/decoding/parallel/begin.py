@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from l2d_jax.decoding.buckets import Programs, positions
-from l2d_jax.decoding.parallel.stream_state import Stream
-from l2d_jax.decoding.prefill import prefill, start
+from l2d_jax.decoding.parallel.stream_state import Stream, blank
+from l2d_jax.decoding.prefill import prefill, prefix_length, start
 from l2d_jax.decoding.refinement.estimates import evaluation_keys
 from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.sampler import SamplingOptions, entropy, sample_tokens, token_keys
@@ -47,7 +47,7 @@ def read_and_enter(  # noqa: PLR0913 (what `prefill` takes, and how the first to
     if not path.is_anchored:
         state = prefill(llm, tokens, lengths, keys, capacity=capacity, prefix=prefix)
         return _enter(model, state, llm.logits(state.hidden), settings, sampling, size=size, is_known=True)
-    before = 0 if prefix is None else prefix.positions.shape[1]
+    before = prefix_length(prefix)
     cache = KVCache.empty(llm.architecture, len(lengths), 0, dtype=llm.dtype, prefix=prefix)
     at = positions(lengths, jnp.arange(tokens.shape[1], dtype=jnp.int32), prefix=before)
     t, x = jnp.zeros((len(lengths), 1)), first_noise(path, token_keys(keys, jnp.zeros_like(lengths))[0])[:, None]
@@ -85,22 +85,19 @@ def _enter(
 ) -> Stream:
     """The stream whose first evaluation has these logits; `is_known`: they are those of the path."""
     count = jnp.zeros(1, jnp.int32) if settings.stages is None else settings.stages.count  # None: all budgets are 1
-    none, t = jnp.zeros_like(state.count), jnp.zeros((len(logits), 1))
+    t = jnp.zeros((len(logits), 1))
     _, velocity_keys, final_keys = token_keys(state.keys, state.count)
     temperature = settings.row_temperatures(t)[:, 0]
     first = diffusion.sample_rows(evaluation_keys(velocity_keys[:, None], t)[:, 0], logits, temperature)
     first = first.astype(jnp.int32)
     is_plain, plain = find_plain(model, state.hidden, logits, count, sampling)
     guess = sample_tokens(final_keys, jnp.where(is_plain[:, None], plain, logits), without_penalties(sampling))
-    return Stream(
-        state=dataclasses.replace(state, cache=dataclasses.replace(state.cache, used=jnp.int32(0))),
+    return dataclasses.replace(
+        blank(state, size=size),
         next=guess,
-        is_checked=none == 0,
         is_plain=is_plain,
         settled=jnp.minimum(count, (is_known & ~jnp.isnan(logits[:, 0])).astype(jnp.int32)),
-        estimates=jnp.broadcast_to(first[:, None], (len(none), size)),
-        read=none,
-        passes=none,
+        estimates=jnp.broadcast_to(first[:, None], (len(logits), size)),
     )
 
 
