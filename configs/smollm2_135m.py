@@ -73,16 +73,15 @@ def quickstart(config: ConfigDict) -> None:
     config.data.answer_length = 72
     config.optim.peak_rate = 7e-4
     config.optim.final_rate = 1e-5
-    config.optim.warmup_steps = 40
+    config.optim.warmup_steps = 25
     config.train.own_estimates = 0.5
     config.train.batch_size = 1
-    config.train.steps = 450
-    config.train.checkpoint_every = 150
+    config.train.checkpoint_every = 125
     config.validation.time_bins = 5
-    config.validation.budgets = (1, 3, 7, 15)
-    config.validation.exact_examples = 200
-    config.validation.exact_batch_size = 100
-    config.validation.answer_every = 50
+    config.validation.budgets = (1, 3, 7)
+    config.validation.exact_examples = 64
+    config.validation.exact_batch_size = 64
+    config.validation.answer_every = 40
     config.decode.budget = 3
 
 
