@@ -76,11 +76,12 @@ def quickstart(config: ConfigDict) -> None:
     config.optim.warmup_steps = 25
     config.train.own_estimates = 0.5
     config.train.batch_size = 1
-    config.train.checkpoint_every = 125
+    config.train.steps = 225
+    config.train.checkpoint_every = 75
     config.validation.time_bins = 5
     config.validation.budgets = (1, 3, 7)
-    config.validation.exact_examples = 64
-    config.validation.exact_batch_size = 64
+    config.validation.exact_examples = 40
+    config.validation.exact_batch_size = 40
     config.validation.answer_every = 40
     config.decode.budget = 3
 

@@ -65,7 +65,13 @@ class _Run(TypedDict):
     asking: _Asking
 
 
-class _Figures(TypedDict):
+_Costs = TypedDict(  # earlier versions did not count; None: no token was generated
+    "_Costs",
+    {"evaluations per token": NotRequired[float | None], "passes per token": NotRequired[float | None]},
+)
+
+
+class _Figures(_Costs):
     """The part of `results.json` that reports read."""
 
     run: _Run

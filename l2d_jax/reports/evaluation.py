@@ -13,7 +13,8 @@ from l2d_jax.reports.figures import draw_rates, saved_figure
 from l2d_jax.reports.page import Table, interval
 
 WITHIN = "within.json"  # file in a task's folder, written by `sweep`: accuracy by t within a diffusion
-HEADER = ("task", "evaluation", *KINDS, "pass@10", "problems")
+COSTS = {"evaluations per token": "evaluations", "passes per token": "passes"}  # in results; in the table
+HEADER = ("task", "evaluation", *KINDS, "pass@10", *COSTS, "problems")
 
 
 class _Within(TypedDict):
@@ -67,7 +68,10 @@ def read_beside(file: Path | None) -> dict[str, dict[str, float]]:
 
 
 def task_rows(evaluations: Sequence[Evaluation], beside: Mapping[str, Mapping[str, float]]) -> Table:
-    """A table of accuracy with 95 % intervals; rows of `beside` come last in each task, empty columns are dropped."""
+    """A table of accuracy with 95 % intervals, and of what a token costs.
+
+    Rows of `beside` come last in each task, and empty columns are dropped.
+    """
     rows: list[tuple[str, ...]] = []
     for task in dict.fromkeys(one.task for one in evaluations):
         for one in evaluations:
@@ -75,10 +79,17 @@ def task_rows(evaluations: Sequence[Evaluation], beside: Mapping[str, Mapping[st
                 shown = [interval(accuracy_interval(one.figures, kind)) for kind in KINDS]
                 passed = one.figures["strict"]["pass"].get("10")
                 at_ten = "" if passed is None else f"{passed['mean']:.3f}"
-                rows.append((task, one.name, *shown, at_ten, str(one.figures["problems"])))
-        rows += [(task, label, f"{row[task]:.3f}", "", "", "") for label, row in beside.items() if task in row]
+                costs = [_cost(one.figures.get(name)) for name in COSTS]
+                rows.append((task, one.name, *shown, at_ten, *costs, str(one.figures["problems"])))
+        none = [""] * (len(HEADER) - 3)
+        rows += [(task, label, f"{row[task]:.3f}", *none) for label, row in beside.items() if task in row]
     header, *filled = zip(*(column for column in zip(HEADER, *rows, strict=True) if any(column[1:])), strict=True)
     return header, filled
+
+
+def _cost(count: float | None) -> str:
+    """A mean count per token; empty where no token was generated, or an earlier version did not count."""
+    return "" if count is None else f"{count:.2f}"
 
 
 def draw_budgets(evaluations: Sequence[Evaluation], file: Path) -> bool:
