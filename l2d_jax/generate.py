@@ -32,8 +32,11 @@ def make_parser() -> command_line.Parser:
     group.add_argument("--label", type="Label", help="class for guidance, for a path that was trained with classes")
     group.add_argument("--guidance", type="Strength", help="strength of the guidance; at 1, the class alone counts")
     group.add_argument("--gate", type="Nats", help="skip the ODE where the LM alone has an entropy below this, in nats")
-    parallel = "evaluations side by side: if that is faster, whenever possible, or never; the answer is the same"
-    group.add_argument("--parallel", choices=["auto", "on", "off"], help=parallel)
+    parallel = (
+        "evaluations side by side: if that is faster, whenever possible, or never; the answer is the same. check: in "
+        "the program of on, but each pass accepts only one evaluation"
+    )
+    group.add_argument("--parallel", choices=["auto", "on", "off", "check"], help=parallel)
     group = parser.add_argument_group("sampling of each token")
     group.add_argument("--temperature", type="Temperature", help="temperature of the tokens; 0: arg max")
     group.add_argument("--top_k", type="CountOrZero", help="sample from this number of likeliest tokens; 0: all")

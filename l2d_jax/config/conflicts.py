@@ -48,6 +48,7 @@ def check_decoding(decode: Any, path: Any | None) -> None:
     Config files, the Python interface, the server and the evaluation all call this.
     """
     classes, dropout = (0, 0.0) if path is None else (path.classes, path.class_dropout)
+    side_by_side = f"config.decode.parallel {decode.parallel!r}"
     conflicts = {  # message: whether the options have this conflict
         f"config.decode.guidance {decode.guidance} is the strength of a class, but config.path.classes is 0: train "
         "with classes (variant guidance), or leave the strength at 1": classes == 0 and decode.guidance != 1,
@@ -59,15 +60,15 @@ def check_decoding(decode: Any, path: Any | None) -> None:
         "config.decode.velocity 'expectation' is the arg max where config.decode.velocity_temperature is 0: raise the "
         "temperature (1 weighs tokens by their probability), or set velocity to "
         "'sample'": decode.velocity == "expectation" and decode.velocity_temperature == 0,
-        "config.decode.parallel 'on' guesses estimates that are tokens, and config.decode.velocity 'expectation' has "
+        f"{side_by_side} guesses estimates that are tokens, and config.decode.velocity 'expectation' has "
         "none: set velocity to 'sample', or parallel to "
-        "'auto'": decode.parallel == "on" and decode.velocity == "expectation",
-        f"config.decode.parallel 'on' evaluates a grid that is known beforehand, and config.decode.solver "
+        "'auto'": decode.must_be_parallel and decode.velocity == "expectation",
+        f"{side_by_side} evaluates a grid that is known beforehand, and config.decode.solver "
         f"{decode.solver!r} chooses its steps on the way: take midpoint, or set parallel to "
-        "'auto'": decode.parallel == "on" and decode.solver in get_args(AdaptiveSolver),
-        f"config.decode.parallel 'on' takes up to {MOST_PARALLEL} evaluations of a token, and config.decode.budget is "
+        "'auto'": decode.must_be_parallel and decode.solver in get_args(AdaptiveSolver),
+        f"{side_by_side} takes up to {MOST_PARALLEL} evaluations of a token, and config.decode.budget is "
         f"{decode.budget}: lower it, or set parallel to "
-        "'auto'": decode.parallel == "on" and decode.budget > MOST_PARALLEL,
+        "'auto'": decode.must_be_parallel and decode.budget > MOST_PARALLEL,
     }
     for message, is_there in conflicts.items():
         require(not is_there, message)

@@ -191,12 +191,18 @@ class DecodeConfig:
     top_p: ranges.TopP = 1.0  # sample from the likeliest tokens that together reach this probability
     draws: ranges.Draws = 1  # noise samples per token; their mean distribution gives the answer
     gate: ranges.Nats = 0.0  # skip the ODE where the entropy of the LM alone is below this, in nats; 0: never
-    # evaluations side by side: if that is faster, whenever possible, or never
-    parallel: Literal["auto", "on", "off"] = "auto"
+    # evaluations side by side: if that is faster, whenever possible, or never; check: in the program of "on", but each
+    # pass accepts only one evaluation
+    parallel: Literal["auto", "on", "off", "check"] = "auto"
     max_new_tokens: ranges.Tokens = 256  # largest number of tokens in an answer
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="config.decode")
+
+    @property
+    def must_be_parallel(self) -> bool:
+        """Whether evaluations side by side are asked for, instead of chosen where they are faster."""
+        return self.parallel in ("on", "check")
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,7 @@ def _sample(
     Raises `InputError` for options that do not fit the model.
     """
     budget, refinement = request.settings.budget, Refinement.prepare(model, request.settings)
-    if request.settings.parallel == "on":  # not with "auto": with this many positions, extra rows cost time
+    if request.settings.must_be_parallel:  # not with "auto": with this many positions, extra rows cost time
         refinement = refinement.side_by_side([budget])
     check_value(request.seed, ranges.KeySeed, "seed")
     path, has_label = path_config(model), any(prompt.label is not None for prompt in request.prompts)

@@ -7,8 +7,10 @@ a grammar. The kinds of models take turns.
 
 import dataclasses
 import random
+from collections import Counter
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -55,8 +57,10 @@ def prompts(count: int, options: dict[str, Any], budgets: tuple[int, ...], use: 
     return [Prompt(i, ids, settings=one) for i, (ids, one) in enumerate(zip(texts, own, strict=True))]
 
 
-def answer(model: Model, request: Request, parallel: Any, *, lanes: int) -> list[list[int]]:
-    """The answers to all prompts, so many at a time."""
+def answer(
+    model: Model, request: Request, parallel: Any, *, lanes: int, spent: Counter[str] | None = None
+) -> list[list[int]]:
+    """The answers to all prompts, so many at a time; counts the passes in `spent`."""
     ordered = [
         one if one.settings is None else one._replace(settings=dataclasses.replace(one.settings, parallel=parallel))
         for one in request.prompts
@@ -67,6 +71,8 @@ def answer(model: Model, request: Request, parallel: Any, *, lanes: int) -> list
         for piece in pieces:
             answers[piece.answer] += piece.tokens
             assert piece.passes <= piece.evaluations + 2 * piece.decoded + 2
+            if spent is not None:
+                spent[parallel] += piece.passes
     return answers
 
 
@@ -100,6 +106,17 @@ def test_no_token_differs(estimate: str, use: str) -> None:
     differ, tokens = count_differences("midpoint", estimate, use, count=20, new=8, lanes=5)
     assert differ == 0
     assert tokens > 80
+
+
+@pytest.mark.parametrize("use", ["alone", "draws"])
+def test_one_evaluation_a_pass_in_low_precision(use: str) -> None:
+    """In the program of all of them: the same bits, although rounding depends on the number of rows."""
+    model, request = make("midpoint", "sampled", use, count=10, new=8)
+    model = Model.build(tiny.llm(dtype=jnp.bfloat16), model.path)
+    spent = Counter[str]()
+    found = [answer(model, request, way, lanes=5, spent=spent) for way in ("on", "check")]
+    assert found[1] == found[0]
+    assert spent["check"] > spent["on"]
 
 
 @pytest.mark.slow

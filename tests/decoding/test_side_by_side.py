@@ -151,13 +151,15 @@ def test_a_state_that_is_no_number_ends_its_position_alone() -> None:
 
 def test_settling_keeps_what_came_true() -> None:
     guesses = jnp.full((1, 1, 1, 5), 7)
-    step = partial(settle, first=jnp.int32([[0]]), count=jnp.int32([[5]]))
+    step = partial(settle, first=jnp.int32([[0]]), count=jnp.int32([[5]]), most=jnp.int32([[9]]))
     settled, after = step(jnp.int32([[0]]), guesses, jnp.array([[[[7, 7, 3, 7, 4]]]]))
     assert settled.tolist() == [[3]]  # the wrong one is right now
     assert after[0, 0, 0].tolist() == [7, 7, 3, 7, 4]
     settled, after = step(jnp.int32([[3]]), after, jnp.array([[[[0, 0, 0, 7, 4]]]]))
     assert settled.tolist() == [[5]]
     assert after[0, 0, 0, :3].tolist() == [7, 7, 3]
-    settled, after = settle(jnp.int32([[1]]), guesses, jnp.array([[[[7, 5]]]]), jnp.int32([[1]]), jnp.int32([[5]]))
+    settled, after = step(jnp.int32([[1]]), guesses, jnp.array([[[[7, 5]]]]), first=jnp.int32([[1]]))
     assert settled.tolist() == [[3]]
     assert after[0, 0, 0].tolist() == [7, 7, 5, 5, 5]
+    settled, _ = step(jnp.int32([[0]]), guesses, guesses, most=jnp.int32([[1]]))
+    assert settled.tolist() == [[1]]  # all came true

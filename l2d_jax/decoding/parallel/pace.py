@@ -64,7 +64,7 @@ class Pace:
         if self.model.path is None or not can_be_parallel(first) or first.parallel == "off":
             return Order.SEQUENTIAL
         can_stream = first.draws == 1 and not has_label and not has_grammar and in_stream is not False
-        if first.parallel == "on":
+        if first.must_be_parallel:
             return Order.STREAM if can_stream else Order.PARALLEL
         copies = first.draws * (1 + has_label)
         times = {order: self.time(order, settings, copies=copies) for order in Order}

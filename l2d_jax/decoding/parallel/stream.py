@@ -149,6 +149,7 @@ def decode_stream(
             made.found[None, :, None],
             made.first[:, None],
             count[:, None],
+            most=settings.most_settled.reshape(-1, 1),
         )
         settled, estimates = settled[:, 0], estimates[0, :, 0]
         is_live, places = ~state.done, made.first[:, None] + jnp.arange(made.found.shape[1])

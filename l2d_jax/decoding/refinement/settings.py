@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from l2d_jax.config.conflicts import check_decoding
+from l2d_jax.config.ranges import MOST_PARALLEL
 from l2d_jax.config.schema import DecodeConfig, PathConfig
 from l2d_jax.decoding.refinement.condition_table import CAPACITY, ConditionTable, build_table
 from l2d_jax.decoding.refinement.solver import FIXED, Solver, find_solver
@@ -28,6 +29,7 @@ class Refinement(nnx.Module):
     anneal: Float[Array, "*b"] = nnx.data()  # 1: the temperature falls linearly to 0 as t goes to 1; 0: constant
     guidance: Float[Array, "#B"] = nnx.data()  # strength w_g; unused without labels
     tolerance: Float[Array, "*b"] = nnx.data()  # relative and absolute tolerance of adaptive steps
+    most_settled: Int[Array, "*b"] = nnx.data()  # largest number of evaluations that a parallel pass accepts
     allowed: Bool[Array, "B V"] | None = nnx.data(default=None)  # tokens that estimates may use; None: all
     table: ConditionTable | None = nnx.data(default=None)  # for the model's weights and these grids
     stages: Stages | None = nnx.data(default=None)  # for evaluations in parallel; None: one by one
@@ -45,6 +47,7 @@ class Refinement(nnx.Module):
             anneal=jnp.float32(config.anneal),
             guidance=jnp.float32([config.guidance]),
             tolerance=jnp.float32(config.tolerance),
+            most_settled=jnp.int32(1 if config.parallel == "check" else MOST_PARALLEL),
             solver=solver,
             velocity=config.velocity,
         )

@@ -94,7 +94,9 @@ def make_pass(
         x, t = x.reshape(*wide_keys.shape, -1), t.reshape(wide_keys.shape)
         hidden = corrected_hidden(model, wide, x, t, table=settings.table)
         found = row_tokens(model, hidden, t, settings=settings, keys=wide_keys).reshape(-1, *rows.shape)
-        settled, tokens = settle(progress.settled, progress.tokens, found, first, count)
+        settled, tokens = settle(
+            progress.settled, progress.tokens, found, first, count, most=settings.most_settled.reshape(-1, 1)
+        )
         hidden = hidden[0].reshape(*rows.shape, -1)
         is_bad = (jnp.isnan(hidden[..., 0]) & (rows < settled[..., None])).any(axis=-1)
         last = jnp.clip(count - 1 - first, 0, width - 1)[..., None, None]
@@ -141,17 +143,20 @@ def settle(
     found: Int[Array, "G B M W"],
     first: Int[Array, "B M"],
     count: Int[Array, "B M"],
+    *,
+    most: Int[Array, "#B 1"],
 ) -> tuple[Int[Array, "B M"], Int[Array, "G B M n"]]:
     """The number of settled rows after a pass over the rows from `first` on, and the next guesses.
 
-    `before` rows were settled before the pass.
+    `before` rows were settled before the pass, which settles at most `most` others.
     """
     size, width = guesses.shape[-1], found.shape[-1]
     rows = first[..., None] + jnp.arange(width)
     guessed = jnp.take_along_axis(guesses, rows[None], axis=-1)
     is_right = (found == guessed).all(axis=0) | (rows < before[..., None])
     held = jnp.cumprod(is_right, axis=-1).sum(axis=-1)
-    settled = jnp.minimum(first + jnp.minimum(held + 1, width), count)
+    settled = jnp.minimum(first + jnp.minimum(held + 1, width), before + most)
+    settled = jnp.minimum(settled, count)
     places = jnp.arange(size) - first[..., None]
     inside = jnp.take_along_axis(found, jnp.clip(places, 0, width - 1)[None], axis=-1)  # after the window: as its last
     is_old = jnp.arange(size) < before[..., None]

@@ -113,7 +113,7 @@ def validate(
     budgets = config.validation.budgets if budgets is None else budgets
     budgets = budgets if model.path is not None else (1,)
     settings = {str(budget): Refinement.from_config(config.decode, budget=budget) for budget in budgets}
-    if config.decode.parallel == "on":  # not with "auto": with this many positions, extra rows cost time
+    if config.decode.must_be_parallel:  # not with "auto": with this many positions, extra rows cost time
         settings = {name: one.side_by_side([int(name)]) for name, one in settings.items()}
     sums = teacher_forced_sums(model, batches, config, settings, corrections=False)
     loss = sums.mean("loss@1" if model.path is None else "loss")[0]
