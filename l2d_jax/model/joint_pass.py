@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from l2d_jax.model import diffusion
 from l2d_jax.model.attention import attention, causal_mask
-from l2d_jax.model.diffusion_path import Conditions
+from l2d_jax.model.diffusion_path import Conditions, DiffusionPath
 from l2d_jax.model.gathering import gather_layer, gather_rows, residual, split_rows
 from l2d_jax.model.kv_cache import KVCache, LayerCache
 from l2d_jax.model.l2d import Model
@@ -31,6 +31,13 @@ class DiffusionRows(NamedTuple):
     positions: Int[Array, "B M"]
     inputs: Float[Array, "B M D"]  # the LM's embedding of the token at each position
     conditions: Conditions | None  # conditions of t; None: computed here
+
+    def correct(
+        self, path: DiffusionPath, hidden: Float[Array, "B M D"], features: Float[Array, "B M D"]
+    ) -> Float[Array, "B M D"]:
+        """The hidden states that the path makes from those of the LM at these positions, given its features f_d."""
+        merge = path.merge_weight(self.t) if self.conditions is None else self.conditions.merge
+        return hidden + merge.astype(hidden.dtype) * (features - hidden if path.is_anchored else features)
 
 
 class JointPass(NamedTuple):

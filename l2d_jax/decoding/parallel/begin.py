@@ -57,8 +57,7 @@ def read_and_enter(  # noqa: PLR0913 (what `prefill` takes, and how the first to
     made = joint_pass(model, tokens, at, rows, cache)
     last = jnp.take_along_axis(made.hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
     state = start(llm, made.new, last, tokens, lengths, keys, capacity=capacity, prefix=prefix)
-    merge = path.merge_weight(t) if conditions is None else conditions.merge
-    corrected = last + merge[:, 0].astype(last.dtype) * (made.features[:, 0] - last)
+    corrected = rows.correct(path, last[:, None], made.features)[:, 0]
     return _enter(model, state, llm.logits(corrected), settings, sampling, size=size, is_known=True)
 
 

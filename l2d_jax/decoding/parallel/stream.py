@@ -62,10 +62,8 @@ def _evaluate(model: Model, stream: Stream, settings: Refinement, sampling: Samp
         hidden = jnp.repeat(state.hidden[:, None], width, axis=1)  # every row corrects this hidden state
         if path.is_anchored:
             hidden = jnp.concatenate([hidden, made.hidden], axis=1)
-        merge = path.merge_weight(rows.t) if rows.conditions is None else rows.conditions.merge
-        features = made.features - hidden if path.is_anchored else made.features
         is_plain = stream.is_plain[:, None] & (jnp.arange(hidden.shape[1]) < width)
-        hidden = jnp.where(is_plain[..., None], hidden, hidden + merge.astype(hidden.dtype) * features)
+        hidden = jnp.where(is_plain[..., None], hidden, rows.correct(path, hidden, made.features))
         if not path.is_anchored:  # the LM's logits are those of the first evaluation
             hidden = jnp.concatenate([hidden, made.hidden], axis=1)
         logits = llm.logits(hidden)
@@ -135,69 +133,104 @@ def decode_stream(
     passes: int,
 ) -> tuple[Stream, Emitted]:
     """Make `passes` passes. `settings` must have stages; sequences have neither classes nor several noise samples."""
-    stages = settings.stages
-    assert stages is not None
     vocab_size = model.llm.architecture.vocab_size
 
     def one_pass(carry: tuple[Stream, Array | None], _: None) -> tuple[tuple[Stream, Array | None], Emitted]:
-        (stream, counts), state = carry, carry[0].state
+        stream, counts = carry
         made = _evaluate(model, stream, settings, sampling)
-        count = jnp.where(stream.is_plain, 0, stages.count)
-        settled, estimates = settle(
-            stream.settled[:, None],
-            stream.estimates[None, :, None],
-            made.found[None, :, None],
-            made.first[:, None],
-            count[:, None],
-            most=settings.most_settled.reshape(-1, 1),
-        )
-        settled, estimates = settled[:, 0], estimates[0, :, 0]
-        is_live, places = ~state.done, made.first[:, None] + jnp.arange(made.found.shape[1])
-        is_bad = (made.is_bad & (places < jnp.maximum(settled, 1)[:, None])).any(axis=1)
-        is_new = stream.is_checked & is_live & ((settled >= count) | is_bad)
-        final_keys = _keys(stream, ahead=False)[2]
-        token = sample_tokens(final_keys, made.logits, sampling, counts=counts)
-        is_bad = is_new & (is_bad | jnp.isnan(made.logits).any(axis=-1))
-        token = jnp.where(is_bad, stop_ids[0], token)
-        done = state.done | is_bad | (is_new & (token[:, None] == stop_ids).any(axis=-1))
+        checked = _check(stream, made, settings)
+        token = sample_tokens(_keys(stream, ahead=False)[2], made.logits, sampling, counts=counts)
+        token = jnp.where(checked.is_bad, stop_ids[0], token)
+        is_last = checked.is_bad | (checked.is_new & (token[:, None] == stop_ids).any(axis=-1))
         scores = score_tokens(token, made.logits) if sampling.is_scored else (None, None, None)
-        taken = stream.passes + is_live
-        evaluations = settings.solver.evaluations(jnp.broadcast_to(settings.steps, token.shape))
-        evaluations = jnp.where(stream.is_plain & (stages.count > 0), 0, evaluations)
-        emitted = Emitted(is_new, Tokens(token, evaluations, taken, *scores))
-
-        is_kept = is_live & (~stream.is_checked | (is_new & (token == stream.next)))
-        next_keys = _keys(stream, ahead=True)[2]
-        guess = sample_tokens(next_keys, made.begun_logits, without_penalties(sampling))
-        cache = write(state.cache, made.new, stream.read % state.cache.ring, is_kept)
-        after = {"count": state.count + is_new, "done": done, "broken": state.broken | is_bad}
-
-        def keep(new: Array, old: Array) -> Array:
-            return jnp.where(is_kept.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-
-        state = dataclasses.replace(
-            state,
-            cache=cache,
-            hidden=keep(made.hidden, state.hidden),
-            inputs=keep(made.inputs, state.inputs),
-            positions=state.positions + is_kept,
-            **after,
-        )
-        stream = Stream(
-            state=state,
-            next=keep(guess, jnp.where(stream.is_checked, token, stream.next)),
-            is_checked=is_kept | (stream.is_checked & ~is_new),
-            is_plain=keep(made.is_plain, stream.is_plain),
-            settled=keep(jnp.minimum(stages.count, made.is_begun.astype(jnp.int32)), settled),
-            estimates=keep(jnp.broadcast_to(made.begun[:, None], estimates.shape), estimates),
-            read=stream.read + is_kept,
-            passes=jnp.where(is_new, 0, taken),
-        )
-        counted = sampling.count(counts, jnp.where(is_new, token, vocab_size))
-        return (stream, counted), emitted
+        emitted = Emitted(checked.is_new, Tokens(token, *_cost(stream, settings), *scores))
+        guess = sample_tokens(_keys(stream, ahead=True)[2], made.begun_logits, without_penalties(sampling))
+        stream = _follow(stream, made, checked, token, guess, is_last=is_last, settings=settings)
+        return (stream, sampling.count(counts, jnp.where(checked.is_new, token, vocab_size))), emitted
 
     (stream, _), emitted = jax.lax.scan(one_pass, (stream, sampling.start_counts(vocab_size)), None, length=passes)
     return stream, jax.tree.map(lambda array: array.swapaxes(0, 1), emitted)
+
+
+class _Checked(NamedTuple):
+    """What a pass has found about the token that it checks, for each sequence."""
+
+    settled: Int[Array, " B"]  # number of leading evaluations whose estimates are final
+    estimates: Int[Array, "B n"]
+    is_new: Bool[Array, " B"]  # whether the token is decided and has not been emitted
+    is_bad: Bool[Array, " B"]  # whether it comes from logits that are NaN
+
+
+def _check(stream: Stream, made: _Pass, settings: Refinement) -> _Checked:
+    """Keep the estimates that are confirmed, and find out which tokens are decided."""
+    stages = settings.stages
+    assert stages is not None
+    count = jnp.where(stream.is_plain, 0, stages.count)
+    settled, estimates = settle(
+        stream.settled[:, None],
+        stream.estimates[None, :, None],
+        made.found[None, :, None],
+        made.first[:, None],
+        count[:, None],
+        most=settings.most_settled.reshape(-1, 1),
+    )
+    settled, estimates = settled[:, 0], estimates[0, :, 0]
+    places = made.first[:, None] + jnp.arange(made.found.shape[1])
+    is_bad = (made.is_bad & (places < jnp.maximum(settled, 1)[:, None])).any(axis=1)
+    is_new = stream.is_checked & ~stream.state.done & ((settled >= count) | is_bad)
+    return _Checked(settled, estimates, is_new, is_new & (is_bad | jnp.isnan(made.logits).any(axis=-1)))
+
+
+def _cost(stream: Stream, settings: Refinement) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    """The evaluations of the token that is checked, and the passes since the last emitted one, with this pass."""
+    stages = settings.stages
+    assert stages is not None
+    evaluations = settings.solver.evaluations(jnp.broadcast_to(settings.steps, stream.passes.shape))
+    return jnp.where(stream.is_plain & (stages.count > 0), 0, evaluations), stream.passes + ~stream.state.done
+
+
+def _follow(
+    stream: Stream,
+    made: _Pass,
+    checked: _Checked,
+    token: Int[Array, " B"],
+    guess: Int[Array, " B"],
+    *,
+    is_last: Bool[Array, " B"],
+    settings: Refinement,
+) -> Stream:
+    """The stream after a pass: at the next token where the LM has read the right one, else at the same token.
+
+    `token` is the decided one, and `guess` the guess of the one after it.
+    """
+    state, stages = stream.state, settings.stages
+    assert stages is not None
+    is_kept = ~state.done & (~stream.is_checked | (checked.is_new & (token == stream.next)))
+
+    def keep(new: Array, old: Array) -> Array:
+        return jnp.where(is_kept.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+    after = dataclasses.replace(
+        state,
+        cache=write(state.cache, made.new, stream.read % state.cache.ring, is_kept),
+        hidden=keep(made.hidden, state.hidden),
+        inputs=keep(made.inputs, state.inputs),
+        positions=state.positions + is_kept,
+        count=state.count + checked.is_new,
+        done=state.done | is_last,
+        broken=state.broken | checked.is_bad,
+    )
+    begun = jnp.broadcast_to(made.begun[:, None], checked.estimates.shape)
+    return Stream(
+        state=after,
+        next=keep(guess, jnp.where(stream.is_checked, token, stream.next)),
+        is_checked=is_kept | (stream.is_checked & ~checked.is_new),
+        is_plain=keep(made.is_plain, stream.is_plain),
+        settled=keep(jnp.minimum(stages.count, made.is_begun.astype(jnp.int32)), checked.settled),
+        estimates=keep(begun, checked.estimates),
+        read=stream.read + is_kept,
+        passes=jnp.where(checked.is_new, 0, _cost(stream, settings)[1]),
+    )
 
 
 def stream_decoder() -> Programs:
