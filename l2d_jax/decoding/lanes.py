@@ -206,7 +206,7 @@ class Lanes:
         if order is not self.order:
             self.order, self._options = order, None
         if isinstance(self.state, Stream) and order is not Order.STREAM:
-            self.state = stream_state.leave(self.model.llm, self.state)
+            self.state = stream_state.leave_stream(self.model.llm, self.state)
 
     def options(self, answer: Answer, *, rows: int) -> Options:
         """The options for a search with `rows` beams for one answer, which does not use the lanes."""

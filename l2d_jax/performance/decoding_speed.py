@@ -89,7 +89,7 @@ def orders(config: Config, budget: int) -> list[Order]:
     return [one for one in Order if one is not Order.STREAM or settings.draws == 1]
 
 
-class Run(NamedTuple):
+class TimedDecoder(NamedTuple):
     """A compiled decoder: its seconds after the prefill, and what its last run decoded."""
 
     generate: Callable[[], float]
@@ -99,7 +99,7 @@ class Run(NamedTuple):
 
 def decoder(
     model: Model, config: Config, *, batch: int, budget: int, prompt: int, new: int, order: Order = Order.SEQUENTIAL
-) -> Run:
+) -> TimedDecoder:
     """Compile a function that generates `new` tokens for all sequences, or makes `new` passes of a stream."""
     chosen = dataclasses.replace(config.decode, budget=budget)
     settings = Refinement.prepare(model, chosen)
@@ -138,4 +138,4 @@ def decoder(
         return taken
 
     generate()  # compiles
-    return Run(generate, lambda: last["tokens"], lambda: last["passes"])
+    return TimedDecoder(generate, lambda: last["tokens"], lambda: last["passes"])

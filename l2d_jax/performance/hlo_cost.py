@@ -26,7 +26,7 @@ class InstructionCost:
 
 
 @dataclass
-class Cost:
+class ProgramCost:
     """The cost of one execution of the program on one device."""
 
     cycles: int = 0
@@ -40,13 +40,13 @@ class Cost:
     parts: list[InstructionCost] = field(default_factory=list)  # most cycles first
 
 
-def program_cost(program: HloProgram, *, rate: float = math.inf, unknown_trips: int = 1) -> Cost:
+def program_cost(program: HloProgram, *, rate: float = math.inf, unknown_trips: int = 1) -> ProgramCost:
     """Sum the costs of all instructions that run; a conditional costs as much as its most expensive branch.
 
     A loop whose length is decided at run time, such as an adaptive solver's, counts as `unknown_trips` runs. `rate` is
     the memory bandwidth in bytes per cycle.
     """
-    cost, ahead = Cost(), ReadAhead(program, rate)
+    cost, ahead = ProgramCost(), ReadAhead(program, rate)
     counted: set[tuple[str, str]] = set()
     for instruction, name, times in _executions(program, program.entry, 1, unknown_trips):
         if instruction.opcode == "while":

@@ -12,7 +12,7 @@ from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding.decode import token_decoder
 from l2d_jax.decoding.parallel.begin import enter, read_and_enter
 from l2d_jax.decoding.parallel.stream import stream_decoder
-from l2d_jax.decoding.parallel.stream_state import fit, leave, make_room
+from l2d_jax.decoding.parallel.stream_state import fit, leave_stream, make_room
 from l2d_jax.decoding.prefill import prefill
 from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.refinement.stages import Stages
@@ -76,7 +76,7 @@ def decode_in_stream(
     columns: dict[str, list[list[int]]] = {name: [[] for _ in range(ROWS)] for name in ("ids", "evaluations", "passes")}
     for count in range(100):
         if leaves is not None and count * 5 >= leaves:
-            state = leave(model.llm, stream)
+            state = leave_stream(model.llm, stream)
             _, new = token_decoder()(model, state, stop_ids=stops, steps=NEW, noise_samples=1, **chosen)
             for row, ids in zip(columns["ids"], np.asarray(new.ids).tolist(), strict=True):
                 row += ids

@@ -3,7 +3,7 @@
 import pytest
 
 from l2d_jax.performance.hlo import HloProgram
-from l2d_jax.performance.hlo_cost import Cost, program_cost
+from l2d_jax.performance.hlo_cost import ProgramCost, program_cost
 from tests.support.hlo_text import CYCLES, PRODUCT, SHAPE, computation
 
 
@@ -12,7 +12,7 @@ def program(entry: str, *others: str) -> HloProgram:
     return HloProgram.parse("\n".join([*others, f"ENTRY %main (x: {SHAPE}) -> {SHAPE} {{", lines, "}", ""]))
 
 
-def only(entry: str, *others: str) -> Cost:
+def only(entry: str, *others: str) -> ProgramCost:
     return program_cost(program(f"%x = {SHAPE} parameter(0)\n{entry}", *others))
 
 

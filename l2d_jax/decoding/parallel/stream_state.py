@@ -91,7 +91,7 @@ def end(state: State | Stream, done: Bool[Array, " B"]) -> State | Stream:
 
 
 @Programs
-def leave(llm: LLM, stream: Stream) -> State:
+def leave_stream(llm: LLM, stream: Stream) -> State:
     """Leave the stream: the state with which `decode_tokens` continues. Known but unread tokens are read."""
     state, cache = stream.state, stream.state.cache
     following = state.positions + 1
