@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -122,10 +123,27 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def forget() -> Iterator[None]:
-    """Lets go of compiled programs from time to time: those of all files take more than Linux's 65,530 memory maps."""
+    """Lets go of compiled programs from time to time."""
     yield
+    _forget(15_000)
+
+
+@pytest.fixture(autouse=True)
+def forget_after_long_tests() -> Iterator[None]:
+    """Also within a file: the largest compile thousands of programs."""
+    began = time.monotonic()
+    yield
+    if time.monotonic() - began > 1:
+        _forget(30_000)
+
+
+def _forget(most: int) -> None:
+    """Let go of compiled programs if this process has more memory maps than `most`.
+
+    A program takes 13, and Linux allows 65,530. Beyond that, XLA ends the process with a segmentation fault.
+    """
     maps = Path("/proc/self/maps")
-    if not maps.exists() or maps.read_bytes().count(b"\n") > 15_000:
+    if maps.exists() and maps.read_bytes().count(b"\n") > most:
         jax.clear_caches()
         gc.collect()
 
