@@ -175,22 +175,25 @@ def _mean(rates: Sequence[Rate]) -> Rate:
 def _draw_lines(panels: Sequence[tuple[str, Lines]], xlabel: str, file: Path, *, is_even: bool = False) -> bool:
     """Draw a panel for each label of an axis, with a line for each series of at least two points.
 
-    Returns False if there is no line. Points are evenly spaced if `is_even`.
+    Returns False if there is no line. Points are evenly spaced if `is_even`. A protocol that all lines share is the
+    title.
     """
     drawn = [(ylabel, {key: line for key, line in lines.items() if len(line) > 1}) for ylabel, lines in panels]
     drawn = [(ylabel, lines) for ylabel, lines in drawn if lines]
     points = sorted({point for _, lines in drawn for line in lines.values() for point in line})
     if not drawn:
         return False
+    protocols = {protocol for _, lines in drawn for _, protocol in lines}
+    title = protocols.pop() if len(protocols) == 1 else ""
     with saved_figure(len(drawn), file) as axes:
         for panel, (ylabel, lines) in zip(axes, drawn, strict=True):
             for key, line in lines.items():
                 places = [points.index(point) if is_even else point for point in sorted(line)]
-                label = ", ".join(part for part in key if part)
+                label = ", ".join(part for part in key if part and part != title)
                 draw_rates(panel, places, [line[point] for point in sorted(line)], label=label)
             if is_even:
                 panel.set_xticks(range(len(points)), [str(point) for point in points])
-            panel.set(xlabel=xlabel, ylabel=ylabel, ylim=(0, None))
+            panel.set(xlabel=xlabel, ylabel=ylabel, ylim=(0, None), title=title)
     return True
 
 
@@ -199,13 +202,15 @@ def draw_within(within: Mapping[str, Mapping[str, Any]], file: Path) -> bool:
     if not within:
         return False
     with saved_figure(2, file) as [left, right]:
-        for task, measured in within.items():
-            left.plot(measured["t"], measured["greedy"], marker="o", label=f"{task}, greedy")
-            left.plot(measured["t"], measured["expected"], marker=".", linestyle="--", label=f"{task}, expected")
-        left.set(xlabel="t within one diffusion", ylabel="accuracy on right answers, teacher-forced", ylim=(0, 1))
+        for number, (task, measured) in enumerate(within.items()):
+            left.plot(measured["t"], measured["greedy"], marker="o", color=f"C{number}", label=task)
+            left.plot(measured["t"], measured["expected"], marker=".", linestyle="--", color=f"C{number}")
+        left.set(xlabel="t within one diffusion", ylabel="accuracy, teacher-forced", ylim=(0, 1))
+        left.set_title("solid: greedy, dashed: expected")
         counts = {task: measured["evaluations"] for task, measured in within.items() if measured.get("evaluations")}
         if counts:
             right.boxplot(list(counts.values()), tick_labels=list(counts), showmeans=True)
         solver = next((measured["solver"] for measured in within.values() if "solver" in measured), "adaptive solver")
-        right.set(xlabel="task", ylabel=f"evaluations per token of right answers, {solver}", ylim=(0, None))
+        right.tick_params(axis="x", rotation=30 if len(counts) > 6 else 0)
+        right.set(xlabel="task", ylabel=f"evaluations per token, {solver}", ylim=(0, None))
     return True

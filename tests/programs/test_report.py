@@ -131,11 +131,11 @@ def test_free_answers_against_the_end_begin_with_the_language_model(tmp_path, dr
         evaluation(tmp_path, "gsm8k", 15, *scores, end=end)
     evaluation(tmp_path, "mmlu", 15, 1, 1)  # at one end alone
     assert evaluations.draw_ends(evaluations.collect(tmp_path), tmp_path / "ends.png")
-    line = {"gsm8k, midpoint-15": {0.0: 0.0, 0.2: 0.25, 0.6: 0.5, 1.0: 0.75}}
+    line = {"gsm8k": {0.0: 0.0, 0.2: 0.25, 0.6: 0.5, 1.0: 0.75}}
     assert drawn["ends"]["strict accuracy of free answers"] == line
     assert drawn["ends"].keys() == {"strict accuracy of free answers", "relaxed accuracy of free answers"}
     evaluations.draw_budgets(evaluations.collect(tmp_path), tmp_path / "budgets.png")
-    assert drawn["budgets"]["strict accuracy"] == {"gsm8k, midpoint": {0: 0.0, 1: 0.75}}, "an end is no budget"
+    assert drawn["budgets"]["strict accuracy"] == {"gsm8k": {0: 0.0, 1: 0.75}}, "an end is no budget"
 
 
 def test_guidance_by_category_is_the_mean_of_tasks(tmp_path, drawn):
@@ -147,11 +147,11 @@ def test_guidance_by_category_is_the_mean_of_tasks(tmp_path, drawn):
     evaluation(tmp_path, "gsm8k", 3, 1, 1, 1, 1, label="category", guidance=1.5)  # another budget at one strength
     assert evaluations.draw_guidance(evaluations.collect(tmp_path), tmp_path / "guidance.png")
     tasks, categories = drawn["guidance"].values()
-    assert tasks["gsm8k, midpoint-15-label_category"] == {0.0: 0.0, 1.5: 0.5, 3.0: 0.75}
+    assert tasks["gsm8k"] == {0.0: 0.0, 1.5: 0.5, 3.0: 0.75}
     assert len(tasks) == 4
     assert categories == {
-        "Mathematics (gsm8k, math), midpoint-15-label_category": {0.0: 0.25, 1.5: 0.5, 3.0: 0.5},
-        "Coding (mbpp), midpoint-15-label_category": {0.0: 0.0, 1.5: 0.0, 3.0: 1.0},
+        "Mathematics (gsm8k, math)": {0.0: 0.25, 1.5: 0.5, 3.0: 0.5},
+        "Coding (mbpp)": {0.0: 0.0, 1.5: 0.0, 3.0: 1.0},
     }
     assert [*drawn["guidance"]] == ["strict accuracy, by task", "strict accuracy, by category"]
 
