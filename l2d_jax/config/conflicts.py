@@ -49,12 +49,16 @@ def check_decoding(decode: Any, path: Any | None) -> None:
     """
     classes, dropout = (0, 0.0) if path is None else (path.classes, path.class_dropout)
     side_by_side = f"config.decode.parallel {decode.parallel!r}"
+    latest = 1.0 if path is None else 1 - 1 / path.sigma
+    is_adaptive = decode.solver in get_args(AdaptiveSolver)
     conflicts = {  # message: whether the options have this conflict
         f"config.decode.guidance {decode.guidance} is the strength of a class, but config.path.classes is 0: train "
         "with classes (variant guidance), or leave the strength at 1": classes == 0 and decode.guidance != 1,
         f"config.decode.guidance {decode.guidance} mixes in the null class, which is never trained with "
         "config.path.class_dropout 0: raise the dropout, or leave the strength "
         "at 1": classes > 0 and dropout == 0 and decode.guidance != 1,
+        f"config.decode.end {decode.end} is later than 1 - 1/sigma = {latest:.9g}, where the adaptive solver "
+        f"{decode.solver!r} stops: lower it, or leave it at 1": is_adaptive and latest < decode.end < 1,
         "config.decode.anneal lets config.decode.velocity_temperature fall to 0, but it is 0 already: raise it, or "
         "leave anneal out": decode.anneal and decode.velocity_temperature == 0,
         "config.decode.velocity 'expectation' is the arg max where config.decode.velocity_temperature is 0: raise the "
@@ -65,7 +69,7 @@ def check_decoding(decode: Any, path: Any | None) -> None:
         "'auto'": decode.must_be_parallel and decode.velocity == "expectation",
         f"{side_by_side} evaluates a grid that is known beforehand, and config.decode.solver "
         f"{decode.solver!r} chooses its steps on the way: take midpoint, or set parallel to "
-        "'auto'": decode.must_be_parallel and decode.solver in get_args(AdaptiveSolver),
+        "'auto'": decode.must_be_parallel and is_adaptive,
         f"{side_by_side} takes up to {MOST_PARALLEL} evaluations of a token, and config.decode.budget is "
         f"{decode.budget}: lower it, or set parallel to "
         "'auto'": decode.must_be_parallel and decode.budget > MOST_PARALLEL,

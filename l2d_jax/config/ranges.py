@@ -44,6 +44,7 @@ Temperature = Annotated[float, Interval(ge=0, le=1000)]
 Strength = Annotated[float, Interval(ge=-1000, le=1000)]  # of guidance
 Share = Annotated[float, Interval(ge=0, le=1)]
 TopP = Annotated[float, Interval(ge=1e-6, le=1)]
+End = Annotated[float, Interval(ge=1e-6, le=1)]  # t at which the ODE stops
 Seconds = Annotated[float, Interval(ge=0.1, le=10**6)]
 Minutes = Annotated[float, Interval(ge=0, le=10_000)]
 Nats = Annotated[float, Interval(ge=0, le=1000)]

@@ -12,6 +12,7 @@ from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding.parallel.pace import Order, Pace
 from l2d_jax.decoding.refinement.condition_table import ConditionTable
 from l2d_jax.decoding.refinement.settings import Refinement
+from l2d_jax.decoding.refinement.solver import Grid
 from l2d_jax.decoding.requests import UNRESTRICTED, Answer
 from l2d_jax.decoding.sampler import Penalized, Penalties, SamplingOptions
 from l2d_jax.errors import contained
@@ -31,7 +32,7 @@ class LaneOptions:
     def __init__(self, pace: Pace, *, shared: DecodeConfig | None, allowed: jax.Array | None) -> None:
         """`shared` are the settings of all answers, or None if each has its own; `allowed` is a mask of tokens."""
         self._pace, self._shared, self._allowed = pace, shared, allowed
-        self._table: tuple[set[int], ConditionTable | None] | None = None  # for this set of budgets
+        self._table: tuple[set[Grid], ConditionTable | None] | None = None  # for these grids
 
     def make(self, answers: Sequence[Answer | None], order: Order, *, tabulates: bool = True) -> Options:
         """The options for these answers: how to integrate, how to sample, and their labels.
@@ -44,9 +45,9 @@ class LaneOptions:
             labels = jnp.array([0 if answer is None else answer.prompt.label for answer in answers], jnp.int32)
         first = self._shared or live[0].settings
         rows = [replace(first, budget=1) if answer is None else answer.settings for answer in answers]
-        budgets = {first.budget} if self._shared else {row.budget for row in rows}
-        if tabulates and (self._table is None or self._table[0] != budgets):
-            self._table = budgets, Refinement.tabulate(model, first.solver, budgets)
+        grids = [Grid(row.budget, row.end) for row in ([first] if self._shared else rows)]
+        if tabulates and (self._table is None or self._table[0] != {*grids}):
+            self._table = {*grids}, Refinement.tabulate(model, first.solver, grids)
         table = self._table[1] if tabulates and self._table is not None else None
         if self._shared:
             refinement, sampling = Refinement.from_config(first), SamplingOptions.from_config(first)
@@ -55,8 +56,7 @@ class LaneOptions:
             sampling = _stack([SamplingOptions.from_config(row) for row in rows])
         refinement, sampling = replace(refinement, table=table), replace(sampling, allowed=self._allowed)
         if order is not Order.SEQUENTIAL:
-            each = [first.budget] if self._shared else [row.budget for row in rows]
-            refinement = refinement.side_by_side(each, window=self._pace.window(rows))
+            refinement = refinement.side_by_side(grids, window=self._pace.window(rows))
         sampling = replace(sampling, is_scored=any(answer.is_scored for answer in live))
         return Options(refinement, sampling, labels)
 

@@ -21,6 +21,7 @@ from l2d_jax.decoding.buckets import Programs, pad
 from l2d_jax.decoding.generation import broken_logits
 from l2d_jax.decoding.refinement.refine import refine
 from l2d_jax.decoding.refinement.settings import Refinement
+from l2d_jax.decoding.refinement.solver import Grid
 from l2d_jax.decoding.requests import Request, check_asked, check_prompts, class_labels, path_config
 from l2d_jax.decoding.sampler import check_tokens, token_keys
 from l2d_jax.distributed import processes, sharding
@@ -161,7 +162,7 @@ def _sample(
     """
     budget, refinement = request.settings.budget, Refinement.prepare(model, request.settings)
     if request.settings.must_be_parallel:  # not with "auto": with this many positions, extra rows cost time
-        refinement = refinement.side_by_side([budget])
+        refinement = refinement.side_by_side([Grid(budget, request.settings.end)])
     check_value(request.seed, ranges.KeySeed, "seed")
     path, has_label = path_config(model), any(prompt.label is not None for prompt in request.prompts)
     labels = class_labels(path, request.prompts)

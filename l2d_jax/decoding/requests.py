@@ -75,6 +75,7 @@ def check_biases(bias: Any) -> None:
 UNRESTRICTED = Restrictions()
 
 OFF: dict[str, Any] = {  # options of the path, with the values that have no effect
+    "end": 1.0,
     "velocity": "sample",
     "velocity_temperature": 0.0,
     "anneal": False,

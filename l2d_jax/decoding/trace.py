@@ -20,7 +20,7 @@ from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding import trajectory
 from l2d_jax.decoding.parallel.pace import can_be_parallel
 from l2d_jax.decoding.refinement.settings import Refinement
-from l2d_jax.decoding.refinement.solver import FIXED
+from l2d_jax.decoding.refinement.solver import FIXED, Grid
 from l2d_jax.decoding.requests import Request, check_prompts, class_labels, path_config
 from l2d_jax.decoding.sampler import answer_keys
 from l2d_jax.decoding.stop_strings import GrowingText
@@ -66,7 +66,7 @@ def trace(loaded: Decodable, request: Request, answers: Sequence[Sequence[int]])
     model, settings, prompts, samples = loaded.decoder, request.settings, request.prompts, request.samples
     refinement = Refinement.prepare(model, settings)
     if model.path is not None and can_be_parallel(settings):
-        refinement = refinement.side_by_side([settings.budget], window=MOST_PARALLEL)
+        refinement = refinement.side_by_side([Grid(settings.budget, settings.end)], window=MOST_PARALLEL)
     model = model.reading(refines=settings.budget > 1)
     check_single_sample(settings)
     count = samples * len(prompts)
@@ -129,9 +129,10 @@ def accuracy_by_time(loaded: Decodable, request: Request, answers: Sequence[Sequ
                 accuracies[name].append(np.asarray(values)[:, :count])
     means = {name: np.concatenate(parts, axis=1).mean(axis=1).tolist() for name, parts in accuracies.items()}
     require(bool(np.isfinite(means["expected"]).all()), "logits of answers were not numbers: check the weights")
-    return {"t": [point / steps for point in range(steps + 1)], **means}
+    return {"t": [request.settings.end * point / steps for point in range(steps + 1)], **means}
 
 
 def check_grid(settings: DecodeConfig) -> None:
-    """Raise `InputError` for an adaptive solver: its points differ from token to token."""
+    """Raise `InputError` for an adaptive solver, whose points differ from token to token, and for a budget of 1."""
     require(settings.solver in FIXED, f"accuracy against t needs a grid, {settings.solver} has none: use midpoint")
+    require(settings.budget > 1, "accuracy against t needs steps, and a budget of 1 has none: raise the budget")

@@ -156,16 +156,17 @@ def _integrate(
         return _Trajectories(jnp.zeros((1, CHUNK)), noise, none, none)
     if not settings.solver.is_adaptive:
         target = make_target(model, context, settings=settings, keys=keys)
-        grid: dict[str, Any] = {"steps": settings.steps, "most": most}
+        grid: dict[str, Any] = {"steps": settings.steps, "most": most, "end": settings.end}
         states = integrate.fixed_states(target, noise, solver=settings.solver, **grid)[:, 0]
-        times = jnp.broadcast_to((jnp.arange(most + 1) / settings.steps)[:, None], states.shape[:2])
+        points = settings.end * (jnp.arange(most + 1) / settings.steps)
+        times = jnp.broadcast_to(points[:, None], states.shape[:2])
         return _Trajectories(times, states, none + settings.steps, none)
 
-    end = 1 - 1 / model.path.config.sigma
+    sigma = model.path.config.sigma
 
     def solve(target: integrate.Target, noise: Array, own: Refinement) -> tuple[Array, Array, Array]:
-        options: Any = {"tolerance": own.tolerance, "end": end, "max_steps": own.steps, "most": most}
-        return integrate.adaptive_states(target, noise, solver=own.solver, **options)
+        options: Any = {"tolerance": own.tolerance, "max_steps": own.steps, "most": most}
+        return integrate.adaptive_states(target, noise, solver=own.solver, end=own.adaptive_end(sigma), **options)
 
     solutions = solve_each(model, context, noise, solve, settings=settings, keys=keys)
     times, states, rejected = (a[0] for a in solutions)

@@ -156,6 +156,7 @@ def open_results(plan: TaskPlan, options: Namespace, found: Folder, step: int | 
     """Open the results of a plan for the model at `step`; raises `InputError` if the folder has another evaluation."""
     protocol = dataclasses.asdict(plan.protocol)
     name = f"{plan.settings.solver}-{plan.settings.budget}"
+    name += f"-end_{plan.settings.end:g}" if plan.settings.end != 1 else ""
     name += f"-{protocol['prompts']}" if protocol["prompts"] != "paper" else ""
     name += f"-label_{protocol['label']}-{plan.settings.guidance:g}" if protocol["label"] is not None else ""
     name += f"-{protocol['choices']}" if protocol["choices"] != "generate" else ""
@@ -167,6 +168,8 @@ def open_results(plan: TaskPlan, options: Namespace, found: Folder, step: int | 
     decode = dataclasses.asdict(plan.settings)
     if found.base.dtype == "float32" or plan.settings.parallel == "auto":
         del decode["parallel"]
+    if plan.settings.end == 1:
+        del decode["end"]  # results of earlier versions have no such option, and can be continued
     about |= {"decode": decode, "asking": protocol}
     return Results(results_folder(options) / plan.task.name / (options.name or name), about)
 

@@ -53,6 +53,7 @@ class _Decode(TypedDict):
     solver: str
     budget: Count
     guidance: float
+    end: NotRequired[float]  # 1 where it is missing
 
 
 class _Asking(TypedDict):

@@ -4,6 +4,7 @@ A trajectory is checked in two ways. The states on the grid come from diffrax, w
 temperatures and chosen tokens of every evaluation come from a plain loop over the solver's tableau, from these states.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
@@ -104,7 +105,7 @@ def _states(
     model: Model, context: Context, settings: Refinement, draws: Draws, noise: Any, end: Any, *, steps: int
 ) -> Any:
     keys = jax.random.split(jax.random.key(0), context.hidden.shape[:2])
-    target = make_target(model, context, settings=settings, keys=keys, end=end)
+    target = make_target(model, context, settings=dataclasses.replace(settings, end=end), keys=keys)
 
     def injected(t: Any, x: Any) -> Any:  # recorded tokens; after them the temperature was zero
         assert model.table is not None

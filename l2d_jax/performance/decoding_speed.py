@@ -22,6 +22,7 @@ from l2d_jax.decoding.parallel.pace import Order, Pace, can_be_parallel
 from l2d_jax.decoding.parallel.stream import stream_decoder
 from l2d_jax.decoding.prefill import prefill
 from l2d_jax.decoding.refinement.settings import Refinement
+from l2d_jax.decoding.refinement.solver import Grid
 from l2d_jax.decoding.requests import check_decoding_memory
 from l2d_jax.decoding.sampler import SamplingOptions
 from l2d_jax.model.axes import ADAPTED
@@ -106,7 +107,7 @@ def decoder(
     model = model.reading(refines=budget > 1)
     if order is not Order.SEQUENTIAL:
         window = Pace(model, batch).window([chosen])
-        settings = settings.side_by_side([budget], window=window)
+        settings = settings.side_by_side([Grid(budget, chosen.end)], window=window)
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(model.llm.architecture.vocab_size, size=(batch, prompt)), jnp.int32)
     keys = jax.random.split(jax.random.key(0), batch)

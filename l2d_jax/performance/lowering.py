@@ -17,6 +17,7 @@ from l2d_jax.decoding.parallel.pace import Order, Pace
 from l2d_jax.decoding.parallel.stream import stream_decoder
 from l2d_jax.decoding.prefill import prefill
 from l2d_jax.decoding.refinement.settings import Refinement
+from l2d_jax.decoding.refinement.solver import Grid
 from l2d_jax.decoding.sampler import SamplingOptions
 from l2d_jax.decoding.state import State
 from l2d_jax.distributed import sharding
@@ -101,7 +102,8 @@ def lower_decode(
             settings = Refinement.prepare(model, config.decode)
             if order is Order.SEQUENTIAL:
                 return settings
-            return settings.side_by_side([config.decode.budget], window=pace.window([config.decode]))
+            grid = Grid(config.decode.budget, config.decode.end)
+            return settings.side_by_side([grid], window=pace.window([config.decode]))
 
         settings = jax.eval_shape(prepare)
         sampling = jax.eval_shape(lambda: SamplingOptions.from_config(config.decode))

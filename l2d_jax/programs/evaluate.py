@@ -41,12 +41,16 @@ def run(options: argparse.Namespace, config: Config | None) -> None:
 
 
 def open_session(
-    options: argparse.Namespace, config: Config | None, *, used: Sequence[str] = ()
+    options: argparse.Namespace,
+    config: Config | None,
+    *,
+    used: Sequence[str] = (),
+    vary: Callable[[list[TaskPlan]], list[TaskPlan]] = list,
 ) -> tuple[LoadedModel, list[TaskPlan], Callable[[TaskPlan], None]]:
     """Check everything, then load the model; returns it, the plans, and a function that runs a plan.
 
-    Decoding options in `used` are not refused if the plans do not use them, because the caller does. Raises
-    `InputError`.
+    Decoding options in `used` are not refused if the plans do not use them, because the caller does. `vary` turns the
+    plans that the options name into those to check and return. Raises `InputError`.
     """
     rows.keep_quiet()
     texts = command_line.tokenizer_options(options, config)
@@ -59,7 +63,7 @@ def open_session(
     runtime.start_jax(mesh_config)
     run = choose_run(tasks, is_allowed=options.allow_code_execution)
     base = processes.take_turns(found.find_base)
-    plans = make_plans(tasks, options, found.defaults if config is None else config.decode, base)
+    plans = vary(make_plans(tasks, options, found.defaults if config is None else config.decode, base))
     mesh = runtime.start_decoding(mesh_config, rows=options.batch_size, kv_heads=base.architecture.num_key_value_heads)
     llm = LLM.declare(base.architecture, dtype=found.base.dtype)
     for plan in plans:

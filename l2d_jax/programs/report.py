@@ -11,6 +11,10 @@ from l2d_jax.reports.page import Section, write_page
 from l2d_jax.storage import mirror
 
 INTERVALS = "Intervals are 95 %, over problems."
+ENDS = (
+    "Free answers whose diffusion stops at t, with the whole budget spent before. t = 0 is the language model itself."
+)
+GUIDANCE = "Accuracy against the strength of the class label. A category is the mean of its tasks."
 WITHIN = "Tokens of right answers, with the true tokens before them, read off at every t of one run."
 
 
@@ -52,8 +56,10 @@ def _evaluation_sections(workdir: Path, beside: Mapping[str, Mapping[str, float]
     if evaluations.draw_budgets(evaluated, file := folder / "budgets.png"):
         text = "A budget of 1 is the language model itself."
         sections.append(Section("Accuracy against the budget", text, [file]))
+    if evaluations.draw_ends(evaluated, file := folder / "ends.png"):
+        sections.append(Section("Accuracy against the end of the diffusion", ENDS, [file]))
     if evaluations.draw_within(within, file := folder / "within.png"):
         sections.append(Section("Within one diffusion", WITHIN, [file]))
     if evaluations.draw_guidance(evaluated, file := folder / "guidance.png"):
-        sections.append(Section("Guidance", "Accuracy against the strength of the class label.", [file]))
+        sections.append(Section("Guidance", GUIDANCE, [file]))
     return sections

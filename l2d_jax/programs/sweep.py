@@ -1,9 +1,11 @@
-"""Evaluates a path at several budgets and guidance strengths, traces right answers, and draws figures."""
+"""Evaluates a path at several budgets, ends and guidance strengths, traces right answers, and draws figures."""
 
 import itertools
 import json
 from argparse import Namespace
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from l2d_jax.config.schema import Config
 from l2d_jax.data import tokenizer
@@ -25,25 +27,40 @@ TRACED = 64  # number of right answers per task that are traced, evenly spaced o
 
 def run(options: Namespace, config: Config | None) -> None:
     """Evaluate, trace right answers, and report."""
-    loaded, plans, run_plan = open_session(options, config, used=("tolerance",))
+    loaded, plans, run_plan = open_session(options, config, used=("tolerance",), vary=partial(_vary, options))
     require(loaded.model.path is not None, "a sweep is of a diffusion path, and this model has none: use evaluate")
-    largest = {plan.task.name: plan for plan in sorted(plans, key=lambda plan: plan.settings.budget)}
-    for plan in largest.values():
-        check_grid(plan.settings)
     for plan in plans:
         run_plan(plan)
-    for name, plan in largest.items():
+    for name, plan in _largest(plans).items():
         found = _trace_answers(loaded, plan)
         if processes.is_first():
             file = results_folder(options) / name / WITHIN
             write_whole(file, json.dumps(found, indent=2) + "\n")
             mirror.publish(file)
-    if options.label is not None:
-        last = [plan for plan in plans if plan.settings.budget == plans[-1].settings.budget]
-        for strength, plan in itertools.product(options.strengths, last):
-            run_plan(plan._replace(settings=replace(plan.settings, guidance=strength)))
     if processes.is_first():
         report_workdir(options.workdir or options.out, {})
+
+
+def _vary(options: Namespace, plans: list[TaskPlan]) -> list[TaskPlan]:
+    """The plans, and those of each task at its largest budget with other ends and guidance strengths.
+
+    No plan occurs twice. Raises `InputError` for a solver without a grid, and for a budget of 1 alone.
+    """
+    largest = _largest(plans)
+    for plan in largest.values():
+        check_grid(plan.settings)
+    changes: list[Mapping[str, float]] = [{"end": end} for end in options.ends]
+    changes += [{"guidance": strength} for strength in options.strengths] if options.label is not None else []
+    pairs = itertools.product(changes, largest.values())
+    others = [plan._replace(settings=replace(plan.settings, **change)) for change, plan in pairs]
+    return [*{(plan.task.name, plan.settings): plan for plan in (*plans, *others)}.values()]
+
+
+def _largest(plans: Sequence[TaskPlan]) -> dict[str, TaskPlan]:
+    """The plan of each task, by its name, with the largest budget; of several, the first."""
+    names = dict.fromkeys(plan.task.name for plan in plans)
+    groups = {name: [plan for plan in plans if plan.task.name == name] for name in names}
+    return {name: max(group, key=lambda plan: plan.settings.budget) for name, group in groups.items()}
 
 
 def _trace_answers(loaded: LoadedModel, plan: TaskPlan) -> dict[str, object]:

@@ -93,6 +93,7 @@ train.seed: int in [0, 2147483648) = 0
 decode.solver: Literal['euler', 'midpoint', 'heun', 'heun3', 'rk4', 'restart', \
 'fehlberg2', 'adaptive_heun', 'bosh3'] = 'midpoint'
 decode.budget: int in [1, 10000] = 15
+decode.end: float in [1e-06, 1] = 1.0
 decode.tolerance: float in [1e-12, 1000000.0] = 0.0003
 decode.velocity: Literal['sample', 'expectation'] = 'sample'
 decode.velocity_temperature: float in [0, 1000] = 0.0

@@ -1,8 +1,8 @@
 """Side by side or as a stream, not one token of an answer differs from those of evaluations one by one.
 
 Models are random, so most guesses fail. Of each solver, with the likeliest token and with a sampled one as the
-estimate: prompts alone, with budgets and gates of their own in few lanes, with a class, with several noise samples, by
-a grammar. The kinds of models take turns.
+estimate: prompts alone, with budgets and gates of their own in few lanes, with ends of their own besides, with a class,
+with several noise samples, by a grammar. The kinds of models take turns.
 """
 
 import dataclasses
@@ -26,7 +26,8 @@ ESTIMATES: dict[str, dict[str, Any]] = {
     "arg max": {},
     "sampled": {"velocity_temperature": 0.7, "temperature": 1.0},
 }
-USES = ("alone", "lanes", "class", "draws", "grammar")
+USES = ("alone", "lanes", "class", "draws", "grammar", "ends")
+ENDS = (1.0, 0.97, 0.6, 0.25)  # t at which a diffusion stops
 KINDS: tuple[dict[str, Any], ...] = ({}, {"start": "anchored"}, {"start": "anchored", "reader": "path"})
 STOPS = (94, 95)
 
@@ -51,9 +52,11 @@ class Thirds(Grammar):
 def prompts(count: int, options: dict[str, Any], budgets: tuple[int, ...], use: str) -> list[Prompt]:
     rng = random.Random(5)
     texts = [[rng.randrange(96) for _ in range(rng.randint(1, 12))] for _ in range(count)]
-    if use != "lanes":
+    if use not in ("lanes", "ends"):
         return [Prompt(i, ids, 1 if use == "class" else None) for i, ids in enumerate(texts)]
     own = [DecodeConfig(**options, budget=rng.choice(budgets), gate=rng.choice((0.0, 0.0, 4.3))) for _ in range(count)]
+    if use == "ends":
+        own = [dataclasses.replace(one, end=ENDS[number % len(ENDS)]) for number, one in enumerate(own)]
     return [Prompt(i, ids, settings=one) for i, (ids, one) in enumerate(zip(texts, own, strict=True))]
 
 
@@ -119,6 +122,23 @@ def test_one_evaluation_a_pass_in_low_precision(use: str) -> None:
     assert spent["check"] > spent["on"]
 
 
+@pytest.mark.parametrize("estimate", ESTIMATES)
+def test_no_token_differs_where_the_last_stage_counts(estimate: str) -> None:
+    """The 3/8 rule evaluates at the end of a step, which has no velocity at t = 1 and has one at an earlier end."""
+    differ, tokens = count_differences("rk4", estimate, "ends", count=12, new=8, lanes=5)
+    assert differ == 0
+    assert tokens > 50
+
+
+def test_the_largest_budget_that_goes_side_by_side() -> None:
+    model = tiny.model(start="anchored")
+    asked = [Prompt(i, [5 + i, 17, 3]) for i in range(3)]
+    settings = DecodeConfig(budget=127, velocity_temperature=1.0, max_new_tokens=3)
+    wanted, found = (answer(model, Request(asked, settings, seed=2), way, lanes=3) for way in ("off", "on"))
+    assert found == wanted
+    assert [len(tokens) for tokens in found] == [3, 3, 3]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("estimate", ESTIMATES)
@@ -143,7 +163,7 @@ def test_random_models(seed: int) -> None:
     name = rng.choice([*SOLVERS])
     options: dict[str, Any] = {"solver": name, "budget": rng.choice(SOLVERS[name][1:]), "max_new_tokens": 20}
     options |= rng.choice([{}, {"velocity_temperature": 1.5}, {"velocity_temperature": 1.5, "anneal": True}])
-    options |= rng.choice([{}, {"temperature": 1.0, "top_p": 0.9}])
+    options |= rng.choice([{}, {"temperature": 1.0, "top_p": 0.9}]) | {"end": rng.choice(ENDS)}
     asked = [Prompt(i, [rng.randrange(96) for _ in range(rng.randint(1, 9))]) for i in range(5)]
     request = Request(asked, DecodeConfig(**options), seed=seed, stop_ids=STOPS)
     wanted, *found = (answer(model, request, way, lanes=3) for way in ("off", "on", "auto"))

@@ -367,7 +367,8 @@ def test_one_program_serves_all_settings_and_all_prompts_of_a_bucket(loaded):
     before = token_decoder().count, prefill.count
     seen = set()
     for budget in (1, 3, 5, 7, 9, 15):
-        for changes in ({}, {"guidance": 2.0}, {"temperature": 0.7, "top_k": 9, "top_p": 0.9}, {"gate": 0.5}):
+        sampled = {"temperature": 0.7, "top_k": 9, "top_p": 0.9}
+        for changes in ({}, {"guidance": 2.0}, sampled, {"gate": 0.5}, {"end": 0.5}, {"end": 0.98}):
             chosen = settings(budget=budget, **changes)
             answers = generate(
                 loaded, [[*prompt, 9] for prompt in PROMPTS], settings=chosen, labels=[1, 1, 0], seed=budget

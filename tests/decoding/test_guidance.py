@@ -77,7 +77,21 @@ def test_each_class_pulls_towards_its_own_answers(workdir):
 
 def test_strengths_compare(workdir, folder):
     tasks = ["--workdir", workdir, "--tasks", "gsm8k", "--data_dir", folder, "--limit", 2, "--shots", 1]
-    outcome = call(sweep.main, *tasks, "--max_new_tokens", 4, "--budget", 3, "--label", "category", "--strengths", 0, 2)
+    outcome = call(
+        sweep.main,
+        *tasks,
+        "--max_new_tokens",
+        4,
+        "--budget",
+        3,
+        "--label",
+        "category",
+        "--strengths",
+        0,
+        2,
+        "--ends",
+        1,
+    )
     assert outcome.status == 0, outcome.err
     found = {folder.name for folder in (workdir / "eval" / "gsm8k").iterdir() if folder.is_dir()}
     assert found == {f"midpoint-3-label_category-{strength}" for strength in (0, 1, 2)}

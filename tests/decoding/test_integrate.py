@@ -187,6 +187,23 @@ def test_a_budget_is_spent_to_the_last_evaluation_by_one_program(solver: str) ->
     assert run._cache_size() == 1
 
 
+@pytest.mark.parametrize("solver", FIXED)
+def test_sequences_with_grids_of_their_own_end_where_each_does_alone(solver: str) -> None:
+    """Numbers of steps and ends differ; a sequence that has ended stays, also where its velocity is not 0 there."""
+    noise = np.stack([NOISE[0]] * 5)
+    steps, ends = [5, 2, 0, 3, 5], [1.0, 0.5, 0.5, 0.9, 0.125]
+    run = jax.jit(partial(solve_fixed, each_row, solver=FIXED[solver]))
+    found = run(jnp.asarray(noise, jnp.float32), steps=jnp.int32(steps), end=jnp.float32(ends))
+    for row, (count, end) in enumerate(zip(steps, ends, strict=True)):
+        wanted = loop(solver, smooth, noise[row], count, end)[-1]
+        np.testing.assert_allclose(found[row], wanted, rtol=1e-4, atol=3e-5 * np.abs(wanted).max())
+
+
+def each_row(t: jax.Array, x: jax.Array) -> jax.Array:
+    """`smooth` at one t for each sequence."""
+    return smooth(t.reshape(-1, 1, 1), x)
+
+
 # --- adaptive steps ---
 
 

@@ -100,7 +100,7 @@ OWN: list[dict[str, Any]] = [
     {"budget": 7, "velocity_temperature": 1.0, "anneal": True},
     {"temperature": 0.0, "max_new_tokens": 5},
     {"top_k": 3, "budget": 5},
-    {"guidance": 1.7, "max_new_tokens": 12},
+    {"guidance": 1.7, "max_new_tokens": 12, "end": 0.6},
     {"top_p": 0.5, "budget": 9, "velocity_temperature": 0.7},
 ]
 

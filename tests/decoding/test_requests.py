@@ -45,6 +45,11 @@ GUIDED = PathConfig(classes=2)
         ({"anneal": True}, PathConfig(), "lets config.decode.velocity_temperature fall to 0, but it is 0 already"),
         ({"velocity": "expectation"}, PathConfig(), "'expectation' is the arg max"),
         ({"budget": 3}, None, "a budget of 3 needs a diffusion path"),
+        (
+            {"solver": "fehlberg2", "end": 0.99},
+            PathConfig(sigma=64.0),
+            r"end 0.99 is later than 1 - 1/sigma = 0.984375, where the adaptive solver 'fehlberg2' stops: lower it",
+        ),
     ],
 )
 def test_options_that_contradict_one_another_are_refused(options, path, message):
@@ -58,6 +63,8 @@ def test_options_that_contradict_one_another_are_refused(options, path, message)
         ({"budget": 1, "solver": "euler"}, PathConfig(), None, "solver changes nothing at a budget of 1"),
         ({"budget": 1, "draws": 4}, PathConfig(), None, "draws changes nothing at a budget of 1"),
         ({"budget": 1, "gate": 0.5}, PathConfig(), None, "gate changes nothing at a budget of 1"),
+        ({"budget": 1, "end": 0.5}, PathConfig(), None, "end changes nothing at a budget of 1"),
+        ({"budget": 1, "end": 0.5}, None, None, "end is an option of a diffusion path"),
         ({"budget": 1}, GUIDED, 1, "label changes nothing at a budget of 1"),
         ({"budget": 1, "velocity_temperature": 1.0}, None, None, "is an option of a diffusion path"),
         ({"tolerance": 1e-2}, PathConfig(), None, "tolerance is for adaptive solvers"),
@@ -80,6 +87,8 @@ def test_what_is_asked_for_and_changes_nothing_is_refused(options, path, label, 
         ([{"temperature": 0.0, "top_k": 5, "top_p": 0.9}], PathConfig(), None),
         ([{"solver": "fehlberg2", "tolerance": 1e-2}], PathConfig(), None),
         ([{"guidance": 2.0}], GUIDED, 0),
+        ([{"solver": "fehlberg2", "end": 63 / 64}, {"solver": "rk4", "budget": 17, "end": 0.99}], PathConfig(), None),
+        ([{"budget": 1, "end": 1.0}], None, None),
     ],
 )
 def test_what_is_asked_for_and_done_is_accepted(several, path, label):

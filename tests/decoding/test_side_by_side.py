@@ -14,7 +14,7 @@ from l2d_jax.decoding.refinement import integrate
 from l2d_jax.decoding.refinement.refine import refine
 from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.refinement.side_by_side import settle
-from l2d_jax.decoding.refinement.solver import FIXED
+from l2d_jax.decoding.refinement.solver import FIXED, Grid
 from l2d_jax.decoding.refinement.stages import Stages
 from l2d_jax.model.context import Context
 from l2d_jax.model.l2d import Model
@@ -24,13 +24,16 @@ from tests.support.marks import slow
 run = jax.jit(refine)
 
 
-def settings(budgets: list[int], *, window: int = 16, is_parallel: bool, **options: Any) -> Refinement:
-    """The settings of each sequence, which have a budget each."""
+def settings(
+    budgets: list[int], *, ends: list[float] | None = None, window: int = 16, is_parallel: bool, **options: Any
+) -> Refinement:
+    """The settings of each sequence, which have a budget and an end each."""
     base = Refinement.from_config(DecodeConfig(budget=budgets[0], **options))
+    ends = [1.0] * len(budgets) if ends is None else ends
     each = jax.tree.map(lambda a: jnp.broadcast_to(a, len(budgets)), base)
     steps = jnp.array([base.solver.steps(budget) for budget in budgets], jnp.int32)
-    stages = Stages.of(base.solver, budgets) if is_parallel else None
-    return dataclasses.replace(each, steps=steps, stages=stages, window=window)
+    stages = Stages.of(base.solver, [Grid(*one) for one in zip(budgets, ends, strict=True)]) if is_parallel else None
+    return dataclasses.replace(each, steps=steps, end=jnp.float32(ends), stages=stages, window=window)
 
 
 def context(model: Model, rows: int, *, last: int = 2, labels: Any = None) -> Context:
@@ -48,7 +51,8 @@ def draw(rows: int, last: int = 2, seed: int = 0) -> tuple[jax.Array, jax.Array]
 
 
 @pytest.mark.parametrize("name", FIXED)
-def test_rows_are_what_the_solver_reaches(name: str) -> None:
+@pytest.mark.parametrize("until", [1.0, 0.7])
+def test_rows_are_what_the_solver_reaches(name: str, until: float) -> None:
     """x and t of every evaluation, where the estimates are any functions of x."""
     solver = FIXED[name]
     steps = 5
@@ -62,9 +66,9 @@ def test_rows_are_what_the_solver_reaches(name: str) -> None:
         jax.debug.callback(lambda *pair: seen.append(tuple(map(np.array, pair))), t, jnp.stack([x, estimate]))
         return estimate
 
-    end = integrate.solve_fixed(target, noise, solver=solver, steps=jnp.int32([steps]))
+    end = integrate.solve_fixed(target, noise, solver=solver, steps=jnp.int32([steps]), end=jnp.float32([until]))
     jax.effects_barrier()
-    stages = Stages.of(solver, [budget])
+    stages = Stages.of(solver, [Grid(budget, until)])
     assert stages is not None
     times, points = ([one[i] for one in seen] for i in range(2))
     kept = [i for i, t in enumerate(times) if np.float32(t[0]) < 1]  # at t = 1 the rate is 0, and nothing reads them
@@ -79,7 +83,8 @@ def test_rows_are_what_the_solver_reaches(name: str) -> None:
         )
         estimates = estimates.at[0, 0, row].set(points[i][1, 0, 0])
     np.testing.assert_allclose(stages.x(rows, noise, estimates)[0, 0, count - 1], end[0, 0], rtol=1e-5, atol=1e-5)
-    assert stages.times[0, count - 1] == 1
+    assert stages.times[0, count - 1] == np.float32(until)
+    assert until == 1 or count == budget, "before t = 1 each evaluation counts"
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -95,11 +100,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_the_sequential_answer(name: str, kind: str, start: Any) -> None:
     model = tiny.model(start=start)
     options = {"solver": name} | OPTIONS[kind]
-    budgets = [1, 3, 15, 9, 31]
+    budgets, ends = [1, 3, 15, 9, 31], [0.5, 1.0, 1.0, 0.3, 0.9]
     at, (noise, keys) = context(model, 5), draw(5)
-    wanted, cost = run(model, at, noise, settings=settings(budgets, is_parallel=False, **options), keys=keys)
+    plain = settings(budgets, ends=ends, is_parallel=False, **options)
+    wanted, cost = run(model, at, noise, settings=plain, keys=keys)
     for window in (1, 7, 16):
-        chosen = settings(budgets, is_parallel=True, window=window, **options)
+        chosen = settings(budgets, ends=ends, is_parallel=True, window=window, **options)
         found, taken = run(model, at, noise, settings=chosen, keys=keys)
         np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-3)
         np.testing.assert_array_equal(taken.evaluations, cost.evaluations)
@@ -114,7 +120,8 @@ def test_guidance_masks_and_other_solvers(solver: str) -> None:
     allowed = jax.random.bernoulli(jax.random.key(5), 0.5, (2, model.llm.architecture.vocab_size))
     options: dict[str, Any] = {"solver": solver, "guidance": 2.0, "velocity_temperature": 1.0}
     chosen = [
-        dataclasses.replace(settings([9, 5], is_parallel=side, **options), allowed=allowed) for side in (False, True)
+        dataclasses.replace(settings([9, 5], ends=[1.0, 0.6], is_parallel=side, **options), allowed=allowed)
+        for side in (False, True)
     ]
     wanted, found = (run(model, at, noise, settings=one, keys=keys)[0] for one in chosen)
     np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-3)
@@ -134,7 +141,7 @@ def test_right_guesses_take_one_pass_and_a_table_changes_nothing() -> None:
     np.testing.assert_array_equal(cost.passes, 1)
     np.testing.assert_array_equal(found, at.hidden)
     model = tiny.model()
-    tabled = dataclasses.replace(chosen, table=Refinement.tabulate(model, "midpoint", [15]))
+    tabled = dataclasses.replace(chosen, table=Refinement.tabulate(model, "midpoint", [Grid(15)]))
     pair = [run(model, at, noise, settings=one, keys=keys)[0] for one in (chosen, tabled)]
     np.testing.assert_allclose(*pair, rtol=1e-4, atol=1e-4)
 

@@ -15,6 +15,7 @@ from l2d_jax.decoding.parallel.stream import stream_decoder
 from l2d_jax.decoding.parallel.stream_state import fit, leave_stream, make_room
 from l2d_jax.decoding.prefill import prefill
 from l2d_jax.decoding.refinement.settings import Refinement
+from l2d_jax.decoding.refinement.solver import Grid
 from l2d_jax.decoding.refinement.stages import Stages
 from l2d_jax.decoding.sampler import SamplingOptions
 from l2d_jax.model.l2d import Model
@@ -64,7 +65,7 @@ def decode_in_stream(
 ) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
     """Tokens, evaluations and passes of each sequence; after `leaves` passes the plain decoder goes on."""
     tokens, lengths = prompts()
-    stages = Stages.of(chosen["settings"].solver, BUDGETS)
+    stages = Stages.of(chosen["settings"].solver, [Grid(budget) for budget in BUDGETS])
     assert stages is not None
     settings = dataclasses.replace(chosen["settings"], stages=stages)
     begun = {"settings": settings, "sampling": chosen["sampling"], "size": stages.size}
@@ -152,7 +153,7 @@ def test_where_guesses_hold_a_pass_gives_a_token() -> None:
     model = Model.build(model.llm, dataclasses.replace(path, **parts)).reading(refines=True)
     chosen = options([15] * ROWS, [0.0] * ROWS, window=16)
     tokens, lengths = prompts()
-    stages = Stages.of(chosen["settings"].solver, [15] * ROWS)
+    stages = Stages.of(chosen["settings"].solver, [Grid(15)] * ROWS)
     assert stages is not None
     settings = dataclasses.replace(chosen["settings"], stages=stages)
     begun = {"settings": settings, "sampling": chosen["sampling"]}

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from l2d_jax import evaluate, loading, sweep
+from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding.refinement.solver import AMPLE
 from l2d_jax.errors import InputError
 from l2d_jax.evaluation.sandbox import grade
@@ -105,6 +106,16 @@ def test_a_named_budget_is_an_adaptive_solvers_most(recorded, word):
 )
 def test_what_cannot_be_done_as_it_is_asked_is_refused(recorded, arguments, message):
     assert message in recorded(*arguments)
+
+
+def test_an_earlier_end_is_recorded(recorded):
+    assert recorded("--config.decode.end=0.984375", "--solver", "rk4", "--budget", 17)["end"] == 0.984375
+    assert "end changes nothing at a budget of 1" in recorded("--budget", 1, "--config.decode.end=0.5")
+
+
+def test_results_of_versions_without_an_end_go_on(recorded):
+    names = vars(DecodeConfig()).keys() - {"parallel", "end"} | {"out"}
+    assert recorded().keys() == recorded("--config.decode.end=1").keys() == names
 
 
 def test_ranked_options_have_no_sampling(recorded):
@@ -295,19 +306,53 @@ def test_bad_input_is_one_line(run, tmp_path, arguments, tasks, message):
 
 
 @pytest.mark.slow
+def test_the_solvers_of_the_papers_ablations_reach_a_task(run, tmp_path):
+    """Estimates that are sampled or expected, adaptive steps, the largest budget side by side, and an earlier end."""
+    words = ["--limit", 2, "--temperature", 0, "--max_new_tokens", 3]
+    sampled = "--config.decode.velocity_temperature=1"
+    ways = {
+        "euler-4": ["--solver", "euler", "--budget", 4],
+        "euler-4-sampled": ["--solver", "euler", "--budget", 4, sampled],
+        "euler-4-expected": ["--solver", "euler", "--budget", 4, sampled, "--config.decode.velocity=expectation"],
+        "fehlberg2-512": ["--solver", "fehlberg2", "--tolerance", 0.1],
+        "midpoint-127": ["--budget", 127, "--config.decode.parallel=on"],
+        "rk4-5-end_0.984375": ["--solver", "rk4", "--budget", 5, "--config.decode.end=0.984375"],
+    }
+    taken = {}
+    for name, options in ways.items():
+        chosen = ["--name", name] if name.startswith("euler") else []
+        outcome = run(tmp_path, *words, *options, *chosen)
+        assert outcome.status == 0, outcome.err
+        figures = json.loads((tmp_path / f"gsm8k/{name}/results.json").read_text())
+        taken[name] = figures["evaluations per token"]
+        assert figures["passes per token"] <= taken[name] + 2
+    assert 2 < taken.pop("fehlberg2-512") < 512, "as many as the tolerance takes"
+    assert taken == {name: int(name.split("-")[1]) for name in taken}
+    decoded = {
+        name: json.loads((tmp_path / f"gsm8k/{name}/results.json").read_text())["run"]["decode"] for name in ways
+    }
+    assert decoded["euler-4-expected"]["velocity"] == "expectation"
+    assert decoded["euler-4-sampled"]["velocity_temperature"] == 1.0
+    assert decoded["rk4-5-end_0.984375"]["end"] == 0.984375
+
+
+@pytest.mark.slow
 def test_a_sweep_draws_the_figures(model, data, tmp_path):
     words = ["--tasks", "gsm8k", "--data_dir", data, "--out", tmp_path, "--max_new_tokens", 4, "--shots", 1]
-    outcome = call(sweep.main, "--model", model, "--dtype", "float32", *words, "--limit", 2, "--budget", 1, 3)
+    words += ["--limit", 2, "--budget", 1, 3, "--ends", 0.5, 1]
+    outcome = call(sweep.main, "--model", model, "--dtype", "float32", *words)
     assert outcome.status == 0, outcome.err
+    folders = {file.parent.name for file in tmp_path.glob("gsm8k/*/results.json")}
+    assert folders == {"midpoint-1", "midpoint-3", "midpoint-3-end_0.5"}
     inside = json.loads((tmp_path / "gsm8k/within.json").read_text())
     assert inside["t"] == [0.0, 1.0]  # midpoint's grid at a budget of 3
     assert len(inside["evaluations"]) == 2
     assert min(inside["evaluations"]) > 2
-    for name in ("budgets", "within"):
+    for name in ("budgets", "ends", "within"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert "<svg" in (tmp_path / f"{name}.svg").read_text()
     page = (tmp_path / "report.html").read_text()
-    assert page.count("<svg") == 2
+    assert page.count("<svg") == 3
     assert "midpoint-3" in page
 
 

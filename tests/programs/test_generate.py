@@ -70,6 +70,14 @@ def test_a_budget_of_one_is_the_base(folder, base):
     assert one != answer_of(call(generate.main, "--model", folder, *PROMPT, "--budget", 3))
 
 
+def test_an_end_near_zero_is_the_base(folder):
+    """At a t near 0 the path corrects nothing yet."""
+    words = ["--model", folder, *PROMPT, "--budget"]
+    plain = answer_of(call(generate.main, *words, 1))
+    assert answer_of(call(generate.main, *words, 3, "--end", 1e-6)) == plain
+    assert answer_of(call(generate.main, *words, 3, "--end", 1)) == answer_of(call(generate.main, *words, 3)) != plain
+
+
 def test_seed_and_temperature(folder):
     arguments = ["--model", folder, *PROMPT, "--budget", 3, "--temperature", 1.0, "--seed"]
     one, again, other = (answer_of(call(generate.main, *arguments, seed)) for seed in (0, 0, 1))
@@ -149,6 +157,8 @@ def test_an_empty_line_ends_a_chat(folder, monkeypatch):
         ("folder", ["--label", 0], "class label 0 is unknown to this path: it knows none"),
         ("folder", ["--guidance", 2], "guidance 2.0 is the strength of a class"),
         ("folder", ["--budget", 1, "--gate", 1], "gate changes nothing at a budget of 1"),
+        ("folder", ["--budget", 1, "--end", 0.5], "end changes nothing at a budget of 1"),
+        ("folder", ["--solver", "bosh3", "--end", 0.999], "is later than 1 - 1/sigma"),
         ("folder", ["--budget", 1, 3, "--tolerance", 0.1], "tolerance is for adaptive solvers"),
         ("base", ["--solver", "euler"], "solver is an option of a diffusion path, and this model has none"),
         ("none", [], "neither a folder, nor a .gguf file, nor a hub id"),

@@ -1,8 +1,10 @@
 """The report: tables, figures and a page that asks for nothing else, of training and of evaluations."""
 
+import contextlib
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,13 +12,19 @@ from l2d_jax import report
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.evaluation.results import Results, Said, sample_line
 from l2d_jax.evaluation.tasks.problem import Problem, Score
+from l2d_jax.reports import evaluation as evaluations
 from tests.support.programs import call
 
 
-def evaluation(folder: Path, task: str, budget: int, *scores: int, label: int | None = None, guidance: float = 1.0):
+def evaluation(
+    folder: Path, task: str, budget: int, *scores: int, label: Any = None, guidance: float = 1.0, end: float = 1.0
+):
     """A finished evaluation with one problem for each score."""
-    decode = vars(DecodeConfig(budget=budget, guidance=guidance))
-    name = f"midpoint-{budget}" if label is None else f"midpoint-{budget}-label{label}-{guidance:g}"
+    decode = {**vars(DecodeConfig(budget=budget, guidance=guidance)), "end": end}
+    if end == 1:
+        del decode["end"]
+    name = f"midpoint-{budget}" + (f"-end_{end:g}" if end != 1 else "")
+    name += "" if label is None else f"-label_{label}-{guidance:g}"
     results = Results(folder / task / name, {"task": task, "decode": decode, "asking": {"label": label}})
     for number, score in enumerate(scores):
         problem = Problem(f"{task}/{number}", ({"role": "user", "content": "?"},), "a", "a", "math")
@@ -93,6 +101,66 @@ def test_nothing_to_report(tmp_path):
     assert "has no validation and no evaluation" in call(report.main, "--workdir", tmp_path).error
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
     assert "has no validation in metrics.jsonl" in call(report.main, "--workdir", tmp_path).error
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The lines that are drawn: places and means, by figure, axis and label."""
+    found: dict[str, dict[str, dict[str, dict[float, float]]]] = {}
+    plain = evaluations.saved_figure
+
+    @contextlib.contextmanager
+    def saved_figure(panels, file):
+        with plain(panels, file) as axes:
+            yield axes
+            lines = found.setdefault(file.stem, {})
+            for panel in axes:
+                shown = zip(*panel.get_legend_handles_labels(), strict=True)
+                points = {label: dict(zip(*handle[0].get_data(), strict=True)) for handle, label in shown}
+                lines[panel.get_ylabel()] = points
+                assert panel.get_xlabel() != ""
+
+    monkeypatch.setattr(evaluations, "saved_figure", saved_figure)
+    return found
+
+
+def test_free_answers_against_the_end_begin_with_the_language_model(tmp_path, drawn):
+    evaluation(tmp_path, "gsm8k", 1, 0, 0, 0, 0)
+    evaluation(tmp_path, "gsm8k", 15, 1, 1, 1, 0)
+    for end, scores in ((0.2, (1, 0, 0, 0)), (0.6, (1, 1, 0, 0))):
+        evaluation(tmp_path, "gsm8k", 15, *scores, end=end)
+    evaluation(tmp_path, "mmlu", 15, 1, 1)  # at one end alone
+    assert evaluations.draw_ends(evaluations.collect(tmp_path), tmp_path / "ends.png")
+    line = {"gsm8k": {0.0: 0.0, 0.2: 0.25, 0.6: 0.5, 1.0: 0.75}}
+    assert drawn["ends"]["strict accuracy of free answers"] == line
+    assert drawn["ends"].keys() == {"strict accuracy of free answers", "relaxed accuracy of free answers"}
+    evaluations.draw_budgets(evaluations.collect(tmp_path), tmp_path / "budgets.png")
+    assert drawn["budgets"]["strict accuracy"] == {"gsm8k": {0: 0.0, 1: 0.75}}, "an end is no budget"
+
+
+def test_guidance_by_category_is_the_mean_of_tasks(tmp_path, drawn):
+    accuracies = {"gsm8k": (0, 2, 3), "math": (2, 2, 1), "mbpp": (0, 0, 4), "own": (1, 1, 1)}
+    for task, counts in accuracies.items():
+        for strength, count in zip((0.0, 1.5, 3.0), counts, strict=True):
+            scores = [1] * count + [0] * (4 - count)
+            evaluation(tmp_path, task, 15, *scores, label="category", guidance=strength)
+    evaluation(tmp_path, "gsm8k", 3, 1, 1, 1, 1, label="category", guidance=1.5)  # another budget at one strength
+    assert evaluations.draw_guidance(evaluations.collect(tmp_path), tmp_path / "guidance.png")
+    tasks, categories = drawn["guidance"].values()
+    assert tasks["gsm8k"] == {0.0: 0.0, 1.5: 0.5, 3.0: 0.75}
+    assert len(tasks) == 4
+    assert categories == {
+        "Mathematics (gsm8k, math)": {0.0: 0.25, 1.5: 0.5, 3.0: 0.5},
+        "Coding (mbpp)": {0.0: 0.0, 1.5: 0.0, 3.0: 1.0},
+    }
+    assert [*drawn["guidance"]] == ["strict accuracy, by task", "strict accuracy, by category"]
+
+
+def test_the_interval_of_a_mean_of_tasks_is_narrower(tmp_path):
+    one, other = (0.5, 0.2, 0.9), (0.3, 0.3, 0.6)
+    mean, low, high = evaluations._mean([one, other])
+    assert (mean, low, high) == pytest.approx((0.4, 0.4 - 0.15, 0.4 + 0.25))
+    assert evaluations._mean([one]) == pytest.approx(one)
 
 
 @pytest.mark.parametrize("row", [{"gsm8k": 25.0}, {"gsm8k": "much"}, [1]])

@@ -93,6 +93,12 @@ def test_an_effort_is_a_budget(protocol, loaded):
     assert "give a budget" in refusal(without, reasoning_effort="low")
 
 
+def test_an_end_is_a_field(protocol):
+    assert read(protocol, budget=15, end=0.5).answers[0].settings.end == 0.5
+    assert "config.decode.end must be in [1e-06, 1], got 1.5" in refusal(protocol, budget=15, end=1.5)
+    assert "end changes nothing at a budget of 1" in refusal(protocol, budget=1, end=0.5)
+
+
 def test_penalties_and_biases_reach_the_answers(protocol):
     [answer] = read(protocol, frequency_penalty=1, presence_penalty=-0.5, logit_bias={"70": -100}).answers
     found = answer.restrictions

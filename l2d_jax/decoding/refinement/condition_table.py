@@ -12,8 +12,9 @@ from l2d_jax.model.diffusion_path import Conditions, DiffusionPath
 from l2d_jax.model.llm import LLM
 
 CAPACITY = 128  # largest number of evaluations in a table: 50 MB for SmolLM2-135M, 200 MB for Llama 8B
-# Two times closer than this are the same. Times are fractions with denominators below `CAPACITY`, so different times
-# differ by more than twice this. The solver adds up steps in float32, which moves a time by up to 1e-5.
+# Two times closer than this share of the last one are the same. Times of grids with the same end are fractions of it
+# with denominators below `CAPACITY`, so different times differ by more than twice this. The solver adds up steps in
+# float32, which moves a time by up to 1e-5 of the end.
 SAME = 0.5 / CAPACITY**2
 
 
@@ -29,10 +30,10 @@ class ConditionTable(nnx.Module):
 
         At any other time, for example with the table of another grid, the merge weight is NaN.
         """
-        # A row that ends before the others continues beyond t = 1.
-        distance = jnp.abs(self.times - jnp.minimum(t, 1.0)[..., None])
+        distance = jnp.abs(self.times - t[..., None])
         index = jnp.argmin(distance, axis=-1)
-        is_known = jnp.take_along_axis(distance, index[..., None], axis=-1) < SAME
+        last = jnp.max(self.times, initial=0.0, where=jnp.isfinite(self.times))
+        is_known = jnp.take_along_axis(distance, index[..., None], axis=-1) <= SAME * last
         assert self.conditions.modulation is not None
         picked = jnp.array([[-1]]) if labels is None else labels
         merge = jnp.where(is_known, self.conditions.merge[index, picked], jnp.nan)

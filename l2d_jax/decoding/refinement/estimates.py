@@ -109,20 +109,18 @@ def make_target(
     *,
     settings: Refinement,
     keys: Key[Array, "B M"],
-    end: float | Float[Array, ""] = 1.0,
 ) -> integrate.Target:
     """Make the function of (t, x) that estimates x_1, towards which the solver integrates; guided if there are labels.
 
     t is shared, or one per sequence.
     """
-    step = (end / jnp.maximum(settings.steps, 1).astype(jnp.float32)).reshape(-1, 1)
 
     def target(t: Array, x: Array) -> Array:
         batch, length, _ = x.shape
         hidden = corrected_hidden(model, context, x, t.reshape(-1, 1), table=settings.table)
         branches = hidden.shape[0]
         folded = evaluation_keys(keys, jnp.broadcast_to(t.reshape(-1, 1), keys.shape))
-        temperature = jnp.broadcast_to(settings.temperature(t.reshape(-1, 1), step), (branches, batch, 1))
+        temperature = jnp.broadcast_to(settings.temperature(t.reshape(-1, 1)), (branches, batch, 1))
         estimates = estimate(
             model,
             hidden.reshape(branches * batch, length, -1),

@@ -44,13 +44,13 @@ def solve_fixed(
     *,
     solver: Solver,
     steps: int | Int[Array, "#B"] | Int[Array, ""],
-    end: float | Float[Array, ""] = 1.0,
+    end: float | Float[Array, "#B"] | Float[Array, ""] = 1.0,
 ) -> Float[Array, "*B C"]:
     """x at time `end`, from x_0 at t = 0 in `steps` equal intervals; without an interval, x_0 itself.
 
     `target` is the estimate of x_1 at (t, x); dx/dt counts as zero at t = 1, as in the release. `noise` is x_0, in
-    float32. `steps` may be traced, so that one program serves every budget. It may also differ between sequences, which
-    then all end at t = 1; in that case t has one value per sequence.
+    float32. `steps` and `end` may be traced, so that one program serves every budget and end. They may also differ
+    between sequences; in that case `steps`, `end` and t have one value per sequence.
     """
     steps = jnp.asarray(steps)
     stop = jnp.where(steps > 0, jnp.float32(end), 0.0)
@@ -103,7 +103,7 @@ def adaptive_states(
     *,
     solver: Solver,
     tolerance: float | Float[Array, ""],
-    end: float,
+    end: float | Float[Array, ""],
     max_steps: int | Int[Array, ""],
     most: int | None = None,
 ) -> tuple[Float[Array, " steps"], Float[Array, "steps *B C"], Int[Array, ""]]:
@@ -118,21 +118,22 @@ def adaptive_states(
 
 def _run_fixed(target: Target, noise: Array, solver: Solver, steps: Any, stop: Any, **save: Any) -> Any:
     """The coefficient of the noise and the data at the times of `saveat`, in units of intervals."""
+    steps = jnp.asarray(steps)
     length = stop * jnp.asarray(INVERSES)[steps]
 
     def beside(values: Array) -> Array:
         return values.reshape(values.shape + (1,) * (noise.ndim - values.ndim))
 
-    def field(count: Any, state: tuple[Array, Array], args: None) -> tuple[Array, Array]:
-        del args
+    def slopes(count: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
         scale, data = state
-        t = count * length
+        t = jnp.minimum(count, steps) * length  # a sequence that has ended stays at its end
         estimate, rate = target(t, beside(scale) * noise + data), _rate(t) * length
         return -scale * rate, (estimate - data) * beside(rate)
 
     start = (jnp.ones(jnp.shape(steps), noise.dtype), jnp.zeros_like(noise))
     stepping = _Stepping(diffrax.ConstantStepSize(), jnp.ones((), noise.dtype))
-    return _solve(field, start, solver, jnp.max(steps).astype(noise.dtype), stepping, **save).ys
+    term = _Intervals(slopes, steps)
+    return _solve(term, start, solver, jnp.max(steps).astype(noise.dtype), stepping, **save).ys
 
 
 def _run_adaptive(
@@ -144,12 +145,12 @@ def _run_adaptive(
 
     controller = diffrax.PIDController(rtol=tolerance, atol=tolerance)
     stepping = _Stepping(controller, jnp.asarray(FIRST_STEP, noise.dtype), jnp.asarray(most))
-    return _solve(field, noise, solver, stop, stepping, **save)
+    return _solve(diffrax.ODETerm(field), noise, solver, stop, stepping, **save)
 
 
-def _solve(field: Any, start: Any, solver: Solver, stop: Any, stepping: "_Stepping", **save: Any) -> Any:
+def _solve(term: Any, start: Any, solver: Solver, stop: Any, stepping: "_Stepping", **save: Any) -> Any:
     return diffrax.diffeqsolve(
-        diffrax.ODETerm(field),
+        term,
         solver.method(),
         t0=0.0,
         t1=stop,
@@ -166,6 +167,31 @@ def _rate(t: Float[Array, "*B"]) -> Float[Array, "*B"]:
     """1 / (1 - t), and 0 from t = 1 on."""
     rest = 1 - t
     return jnp.where(rest > END, 1 / jnp.maximum(rest, END), 0.0)
+
+
+class _Intervals(diffrax.AbstractTerm[Any, Any]):
+    """An ODE in units of grid intervals, of which each sequence has its own number; later ones have no length.
+
+    The state is the pair of `_run_fixed`. A sequence that has ended keeps its state while others go on.
+    """
+
+    slopes: Callable[[Array, tuple[Array, Array]], tuple[Array, Array]]
+    steps: Int[Array, "*B"]
+
+    def vf(self, t: Any, y: Any, args: Any) -> Any:
+        """The slopes of the state, per interval."""
+        del args
+        return self.slopes(t, y)
+
+    def contr(self, t0: Any, t1: Any, **kwargs: Any) -> Float[Array, "*B"]:
+        """The length of a step for each sequence: 1, or 0 after its end."""
+        del kwargs
+        return jnp.where(t0 < self.steps, t1 - t0, 0.0)
+
+    def prod(self, vf: Any, control: Float[Array, "*B"]) -> Any:
+        """The change of the state in such a step."""
+        scale, data = vf
+        return control * scale, control.reshape(control.shape + (1,) * (data.ndim - control.ndim)) * data
 
 
 class _Stepping(diffrax.AbstractStepSizeController[Any, Any]):

@@ -35,9 +35,9 @@ def refine(
 ) -> tuple[Float[Array, "B M D"], Cost]:
     """Hidden states after the whole budget, and the cost of each position; their logits are the answer's.
 
-    `noise` is x_0 with unit variance. The final evaluation counts. A uniform grid ends at t = 1. Adaptive steps, which
-    each position chooses, end at 1 - 1/sigma as in the release. The time of an evaluation is folded into the keys of
-    its velocity.
+    `noise` is x_0 with unit variance. The final evaluation counts. A uniform grid ends at `settings.end`. Adaptive
+    steps, which each position chooses, end there or at 1 - 1/sigma as in the release, whichever is earlier. The time of
+    an evaluation is folded into the keys of its velocity.
     """
     if model.path is None:
         none = jnp.zeros(noise.shape[:2], jnp.int32)
@@ -55,8 +55,9 @@ def refine(
     refines = settings.steps.reshape(-1, 1) > 0
 
     def refined() -> Array:
-        x = integrate.solve_fixed(target, noise, solver=settings.solver, steps=settings.steps)
-        corrected = corrected_hidden(model, context, x, refines.astype(jnp.float32), table=settings.table)[0]
+        x = integrate.solve_fixed(target, noise, solver=settings.solver, steps=settings.steps, end=settings.end)
+        last = jnp.where(refines, settings.end.reshape(-1, 1), 0.0)
+        corrected = corrected_hidden(model, context, x, last, table=settings.table)[0]
         return jnp.where(refines[..., None], corrected, context.hidden)
 
     return jax.lax.cond(refines.any(), refined, lambda: context.hidden), Cost(
@@ -69,12 +70,11 @@ def adapt(
 ) -> integrate.AdaptiveSolution:
     """Integrate each position with its own adaptive steps; `noise` is x_0 itself."""
     assert model.path is not None
-    end = 1 - 1 / model.path.config.sigma
+    sigma = model.path.config.sigma
 
     def solve(target: integrate.Target, noise: Array, own: Refinement) -> integrate.AdaptiveSolution:
-        return integrate.solve_adaptive(
-            target, noise, solver=own.solver, tolerance=own.tolerance, max_steps=own.steps, end=end
-        )
+        options: Any = {"tolerance": own.tolerance, "max_steps": own.steps, "end": own.adaptive_end(sigma)}
+        return integrate.solve_adaptive(target, noise, solver=own.solver, **options)
 
     solution = solve_each(model, context, noise, solve, settings=settings, keys=keys)
     return solution._replace(x=solution.x[:, :, 0, 0])

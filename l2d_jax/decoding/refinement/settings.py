@@ -13,7 +13,7 @@ from l2d_jax.config.conflicts import check_decoding
 from l2d_jax.config.ranges import MOST_PARALLEL
 from l2d_jax.config.schema import DecodeConfig, PathConfig
 from l2d_jax.decoding.refinement.condition_table import CAPACITY, ConditionTable, build_table
-from l2d_jax.decoding.refinement.solver import FIXED, Solver, find_solver
+from l2d_jax.decoding.refinement.solver import FIXED, Grid, Solver, find_solver
 from l2d_jax.decoding.refinement.stages import Stages
 from l2d_jax.errors import require
 from l2d_jax.model import diffusion
@@ -25,6 +25,7 @@ class Refinement(nnx.Module):
     """How to integrate. Arrays are arguments of a compiled program, shared or per sequence; other fields are static."""
 
     steps: Int[Array, "*b"] = nnx.data()  # grid intervals, or largest number of adaptive steps; 0: the LM alone
+    end: Float[Array, "*b"] = nnx.data()  # t of the final evaluation, up to which the ODE is integrated
     velocity_temperature: Float[Array, "*b"] = nnx.data()
     anneal: Float[Array, "*b"] = nnx.data()  # 1: the temperature falls linearly to 0 as t goes to 1; 0: constant
     guidance: Float[Array, "#B"] = nnx.data()  # strength w_g; unused without labels
@@ -43,6 +44,7 @@ class Refinement(nnx.Module):
         solver = find_solver(config.solver)
         return cls(
             steps=jnp.int32(solver.steps(budget or config.budget)),
+            end=jnp.float32(config.end),
             velocity_temperature=jnp.float32(config.velocity_temperature),
             anneal=jnp.float32(config.anneal),
             guidance=jnp.float32([config.guidance]),
@@ -56,35 +58,45 @@ class Refinement(nnx.Module):
     def prepare(cls, model: Model, config: DecodeConfig) -> "Refinement":
         """The settings for a model, with a table if possible; raises `InputError` as `check_settings` does."""
         check_settings(config, None if model.path is None else model.path.config)
-        table = cls.tabulate(model, config.solver, [config.budget])
+        table = cls.tabulate(model, config.solver, [Grid(config.budget, config.end)])
         return dataclasses.replace(cls.from_config(config), table=table)
 
     @staticmethod
-    def tabulate(model: Model, solver: str, budgets: Collection[int]) -> ConditionTable | None:
-        """The table of conditions for the grids of these budgets; None if there can be none."""
+    def tabulate(model: Model, solver: str, grids: Collection[Grid]) -> ConditionTable | None:
+        """The table of conditions for these grids; None if there can be none."""
         found = find_solver(solver)
-        if model.path is None or found.is_adaptive or max(budgets) > CAPACITY:
+        if model.path is None or found.is_adaptive or max(grid.budget for grid in grids) > CAPACITY:
             return None
-        times = np.unique(np.concatenate([found.times(found.steps(budget)) for budget in budgets]))
+        times = np.unique(np.concatenate([found.times(found.steps(grid.budget), end=grid.end) for grid in grids]))
         if len(times) > CAPACITY:
             return None
         padded = np.pad(times, (0, CAPACITY - len(times)), constant_values=np.inf)
         return build_table(model.llm, model.path, jnp.asarray(padded))
 
-    def side_by_side(self, budgets: Sequence[int], *, window: int = 16) -> "Refinement":
-        """The settings with evaluations in parallel, if possible; `budgets` has one for all sequences, or one each."""
-        stages = Stages.of(self.solver, budgets) if self.velocity == "sample" and max(budgets) > 1 else None
+    def side_by_side(self, grids: Sequence[Grid], *, window: int = 16) -> "Refinement":
+        """The settings with evaluations in parallel, if possible; `grids` has one for all sequences, or one each."""
+        refines = any(grid.budget > 1 for grid in grids)
+        stages = Stages.of(self.solver, grids) if self.velocity == "sample" and refines else None
         return dataclasses.replace(self, stages=stages, window=window)
 
     def row_temperatures(self, t: Float[Array, "B M"]) -> Float[Array, "B M"]:
-        """The velocity's temperature at times of each sequence's grid, which ends at t = 1."""
-        step = (1 / jnp.maximum(self.steps, 1).astype(jnp.float32)).reshape(-1, 1)
-        return jnp.broadcast_to(self.temperature(t, step), t.shape)
+        """The velocity's temperature at times of each sequence's grid."""
+        return jnp.broadcast_to(self.temperature(t), t.shape)
 
-    def temperature(self, t: Float[Array, "#B M"], step: Float[Array, "#B 1"]) -> Float[Array, "#B M"]:
-        """The velocity's temperature at t. With annealing it is read ahead, so the last estimate is the arg max."""
+    def temperature(self, t: Float[Array, "#B M"], step: Float[Array, "#B 1"] | None = None) -> Float[Array, "#B M"]:
+        """The velocity's temperature at t, in a step of length `step` (None: an interval of the grid).
+
+        With annealing it is read ahead, so the last estimate before t = 1 is the arg max. It falls to 0 at t = 1
+        wherever the integration ends: an earlier end leaves the temperature at each t as it is, and the last estimate
+        is then sampled.
+        """
+        step = (self.end / jnp.maximum(self.steps, 1)).reshape(-1, 1) if step is None else step
         level, anneal = (option.reshape(-1, 1) for option in (self.velocity_temperature, self.anneal))
         return jnp.where(anneal > 0, diffusion.anneal(level, t + self.solver.lookahead * step), level)
+
+    def adaptive_end(self, sigma: float) -> Float[Array, "*b"]:
+        """t at which adaptive steps end: 1 - 1/sigma as in the release, or `end` if it is earlier."""
+        return jnp.minimum(self.end, 1 - 1 / sigma)
 
 
 def check_settings(config: DecodeConfig, path: PathConfig | None) -> None:

@@ -11,7 +11,7 @@ than diffrax's solvers with these tableaux would.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import diffrax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ class FixedStepRungeKutta(diffrax.AbstractERK):
 class _OfSlopes(diffrax.AbstractSolver[Any]):
     """Shared parts of solvers that do not derive from diffrax's Runge-Kutta classes."""
 
-    term_structure: ClassVar[Any] = diffrax.ODETerm
+    term_structure: ClassVar[Any] = diffrax.AbstractTerm
     interpolation_cls: ClassVar[Any] = diffrax.LocalLinearInterpolation
 
     def func(self, terms: Any, t0: Any, y0: Any, args: Any) -> Any:
@@ -74,7 +74,8 @@ class Restart(_OfSlopes):
     """Puts x on the straight line from x_0 to the newest estimate, so that earlier estimates have no effect.
 
     As in multistep sampling of consistency models (Song et al. 2023, algorithm 1), but with x_0 as the only noise. The
-    state is the pair of `integrate`: the coefficient a = 1 - t of x_0, and the data y.
+    state is the pair of `integrate`: the coefficient a = 1 - t of x_0, and the data y. At an end before t = 1, x keeps
+    the share 1 - t of x_0, as in training.
     """
 
     def order(self, terms: Any) -> int:
@@ -89,8 +90,9 @@ class Restart(_OfSlopes):
         self, terms: Any, t0: Any, t1: Any, y0: Any, args: Any, solver_state: None, made_jump: Any
     ) -> tuple[Any, None, dict[str, Any], None, Any]:
         """Replace y by the estimate, multiplied by t at the end of the step."""
-        del t1, solver_state, made_jump
-        (scale, data), (change, slope) = y0, self.func(terms, t0, y0, args)  # the change of a is minus the step
+        del solver_state, made_jump
+        changes = terms.vf_prod(t0, y0, args, terms.contr(t0, t1))
+        (scale, data), (change, slope) = y0, changes  # the change of a is minus the step
         end = scale + change
         share, left, after = (a.reshape(a.shape + (1,) * (data.ndim - a.ndim)) for a in (change, scale, end))
         estimate = data - slope * left / jnp.where(share < 0, share, -1.0)
@@ -141,6 +143,13 @@ class BogackiShampine(EmbeddedPair):
 
     tableau: ClassVar[Any] = diffrax.Bosh3.tableau
     accuracy: ClassVar[int] = 3
+
+
+class Grid(NamedTuple):
+    """What determines a uniform grid of a solver."""
+
+    budget: int  # evaluations of the path, including the final one
+    end: float = 1.0  # t of the final evaluation
 
 
 @dataclass(frozen=True)
@@ -194,10 +203,13 @@ class Solver:
         """The places at which a step evaluates, in grid intervals from its beginning."""
         return np.array([0.0, *getattr(getattr(self.method, "tableau", None), "c", ())])
 
-    def times(self, steps: int) -> Float[np.ndarray, " n"]:
-        """t of all evaluations on a uniform grid of `steps` intervals, including the final one; for 0 intervals, 0."""
-        inner = (np.arange(steps)[:, None] + self.nodes) / max(steps, 1)
-        return np.append(inner.ravel(), min(steps, 1)).astype(np.float32)
+    def times(self, steps: int, *, end: float = 1.0) -> Float[np.ndarray, " n"]:
+        """t of all evaluations on a uniform grid of `steps` intervals up to `end`, where the final one is.
+
+        For 0 intervals, the final evaluation is at t = 0.
+        """
+        inner = end * (np.arange(steps)[:, None] + self.nodes) / max(steps, 1)
+        return np.append(inner.ravel(), end * min(steps, 1)).astype(np.float32)
 
 
 SOLVERS = {

@@ -6,7 +6,7 @@ as for the last stage of Heun's method at t = 1.
 """
 
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -16,10 +16,11 @@ from jaxtyping import Array, Float, Int
 
 from l2d_jax.config.ranges import MOST_PARALLEL
 from l2d_jax.decoding.refinement.integrate import INVERSES
-from l2d_jax.decoding.refinement.solver import Restart, Solver
+from l2d_jax.decoding.refinement.solver import Grid, Restart, Solver
 from l2d_jax.model.diffusion import END
 
 SIZES = (1, 3, 7, 15, 31, 63, MOST_PARALLEL)  # numbers of rows with compiled programs; larger budgets run one by one
+CACHED = 512  # grids whose rows are kept; those of a budget of 127 take 130 KB
 
 
 class _Rows(NamedTuple):
@@ -40,19 +41,19 @@ class Stages(nnx.Module):
     count: Int[Array, "#B"] = nnx.data()  # number of rows in use; 0: nothing is refined
 
     @classmethod
-    def of(cls, solver: Solver, budgets: Sequence[int]) -> "Stages | None":
-        """The rows for each budget; None for adaptive solvers and for budgets beyond the largest of `SIZES`."""
-        if solver.is_adaptive or max(budgets) > SIZES[-1]:
+    def of(cls, solver: Solver, grids: Sequence[Grid]) -> "Stages | None":
+        """The rows for each grid; None for adaptive solvers and for budgets beyond the largest of `SIZES`."""
+        if solver.is_adaptive or max(grid.budget for grid in grids) > SIZES[-1]:
             return None
-        grids = [_rows(solver, solver.steps(budget)) for budget in budgets]
-        size = room_for(max(len(grid.times) for grid in grids))
-        counts = [len(grid.times) if budget > 1 else 0 for grid, budget in zip(grids, budgets, strict=True)]
+        tables = [_rows(solver, solver.steps(grid.budget), grid.end) for grid in grids]
+        size = room_for(max(len(table.times) for table in tables))
+        counts = [len(table.times) if grid.budget > 1 else 0 for table, grid in zip(tables, grids, strict=True)]
 
         def stack(arrays: Sequence[np.ndarray]) -> Array:
             padded = [np.pad(array, [(0, size - n) for n in array.shape]) for array in arrays]
             return jnp.asarray(np.stack(padded).astype(np.float32))
 
-        times, noise, estimates = map(stack, zip(*grids, strict=True))
+        times, noise, estimates = map(stack, zip(*tables, strict=True))
         return cls(times=times, noise=noise, estimates=estimates, count=jnp.array(counts, jnp.int32))
 
     @property
@@ -82,13 +83,13 @@ def room_for(rows: int) -> int:
     return next(size for size in SIZES if size >= rows)
 
 
-@cache
-def _rows(solver: Solver, steps: int) -> _Rows:
-    """Compute the needed rows, by walking through the grid with the estimates as unknowns."""
+@lru_cache(maxsize=CACHED)
+def _rows(solver: Solver, steps: int, end: float) -> _Rows:
+    """Compute the needed rows, by walking through the grid up to `end` with the estimates as unknowns."""
     count = solver.stages * steps + 1
-    times, noise, estimates = _times(solver, steps), np.zeros(count), np.zeros((count, count))
+    times, noise, estimates = _times(solver, steps, end), np.zeros(count), np.zeros((count, count))
     units, number = np.eye(count), 0
-    scale, data = 1.0, np.zeros(count)
+    scale, data, density = 1.0, np.zeros(count), steps / end
 
     def slope(scale: float, data: np.ndarray) -> tuple[float, np.ndarray]:
         """dx/dt at the next evaluation, for this x."""
@@ -104,28 +105,29 @@ def _rows(solver: Solver, steps: int) -> _Rows:
     for step in range(steps):
         if solver.method is Restart:
             slope(scale, data)
-            share = (step + 1) / steps
+            share = end * (step + 1) / steps
             scale, data = 1 - share, share * units[step]
             continue
         slopes = [slope(scale, data)]
         for row in lower:
-            slopes.append(slope(*_along(scale, data, row, slopes, steps)))
-        scale, data = _along(scale, data, weights, slopes, steps)
+            slopes.append(slope(*_along(scale, data, row, slopes, density)))
+        scale, data = _along(scale, data, weights, slopes, density)
     noise[number], estimates[number] = scale, data
     kept = [i for i in range(count) if i == count - 1 or estimates[:, i].any()]
     return _Rows(times[kept], noise[kept], estimates[np.ix_(kept, kept)])
 
 
-def _times(solver: Solver, steps: int) -> np.ndarray:
+def _times(solver: Solver, steps: int, end: float) -> np.ndarray:
     """`Solver.times` with the bits that `integrate` computes, because they determine sampled tokens."""
-    inner = (np.arange(steps, dtype=np.float32)[:, None] + solver.nodes.astype(np.float32)) * INVERSES[steps]
-    return np.append(inner.ravel(), np.float32(min(steps, 1)))
+    length = np.float32(end) * INVERSES[steps]
+    inner = (np.arange(steps, dtype=np.float32)[:, None] + solver.nodes.astype(np.float32)) * length
+    return np.append(inner.ravel(), np.float32(end * min(steps, 1)))
 
 
 def _along(
-    scale: float, data: np.ndarray, weights: Iterable[float], slopes: list[tuple[float, np.ndarray]], steps: int
+    scale: float, data: np.ndarray, weights: Iterable[float], slopes: list[tuple[float, np.ndarray]], density: float
 ) -> tuple[float, np.ndarray]:
-    """A point within a step, from its start and its slopes."""
+    """A point within a step, from its start and its slopes; `density` is the number of steps per unit of t."""
     for weight, (of_scale, of_data) in zip(weights, slopes, strict=True):
-        scale, data = scale + weight * of_scale / steps, data + weight * of_data / steps
+        scale, data = scale + weight * of_scale / density, data + weight * of_data / density
     return scale, data

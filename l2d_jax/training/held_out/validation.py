@@ -19,6 +19,7 @@ from l2d_jax.data.batch import Batch
 from l2d_jax.data.examples import Examples
 from l2d_jax.decoding.refinement.refine import refine
 from l2d_jax.decoding.refinement.settings import Refinement
+from l2d_jax.decoding.refinement.solver import Grid
 from l2d_jax.decoding.sampler import entropy
 from l2d_jax.distributed import processes, sharding
 from l2d_jax.model import diffusion
@@ -114,7 +115,7 @@ def validate(
     budgets = budgets if model.path is not None else (1,)
     settings = {str(budget): Refinement.from_config(config.decode, budget=budget) for budget in budgets}
     if config.decode.must_be_parallel:  # not with "auto": with this many positions, extra rows cost time
-        settings = {name: one.side_by_side([int(name)]) for name, one in settings.items()}
+        settings = {name: one.side_by_side([Grid(int(name), config.decode.end)]) for name, one in settings.items()}
     sums = teacher_forced_sums(model, batches, config, settings, corrections=False)
     loss = sums.mean("loss@1" if model.path is None else "loss")[0]
     report: dict[str, Any] = {"validation/loss": loss, "validation/perplexity": float(np.exp(loss))}
