@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from transformers import PreTrainedTokenizerFast
+
 from l2d_jax.config.choices import LIKELIHOOD_DRAWS
 from l2d_jax.config.config_file import override_names
 from l2d_jax.config.schema import CATEGORIES, Config, DecodeConfig
@@ -16,6 +18,7 @@ from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError, require
 from l2d_jax.evaluation.results import Results
 from l2d_jax.evaluation.sandbox import grade
+from l2d_jax.evaluation.tasks.counts import ProblemCounts, differences
 from l2d_jax.evaluation.tasks.problem import EncodedProblem, Problem, Prompts, Run
 from l2d_jax.evaluation.tasks.task import Task, encode_problems
 from l2d_jax.files import Fingerprint, digest
@@ -48,6 +51,7 @@ class TaskPlan(NamedTuple):
     digest: str  # hash of the problems and their prompts
     settings: DecodeConfig
     protocol: EvaluationProtocol
+    counts: ProblemCounts
 
 
 def label_of(problem: Problem, protocol: EvaluationProtocol) -> int | None:
@@ -133,8 +137,8 @@ def make_plans(
         others = [f"{name} {wanted[name]}, not {usual[name]}" for name in changed]
         if wanted.get("velocity_temperature") == 0:
             del usual["anneal"]  # it has no effect at this temperature
-        dropped, line = len(problems) - len(encoded), f"{task.name}: {len(encoded)} problems"
-        processes.print_once("; ".join([f"{line}, {dropped} dropped for their length", *others]))
+        counts = count_problems(task, problems, encoded, tokenizer, options)
+        processes.print_once("; ".join([f"{task.name}: {counts}", *others]))
         hashed = digest([[one.problem._asdict(), one.ids] for one in encoded])
         protocol = EvaluationProtocol(**asked | {"samples": options.samples or samples})
         few = f"--batch_size {options.batch_size} does not hold the {protocol.samples} samples of a problem"
@@ -148,8 +152,24 @@ def make_plans(
             same = f"{protocol.samples} samples of a problem of {task.name} are the same at temperature 0 and budget 1"
             differ = settings.temperature > 0 or settings.budget > 1 or protocol.samples == 1
             require(differ, f"{same}: give --samples 1, or a --temperature")
-            plans.append(TaskPlan(task, encoded, hashed, settings, protocol))
+            plans.append(TaskPlan(task, encoded, hashed, settings, protocol, counts))
     return plans
+
+
+def count_problems(
+    task: Task,
+    problems: Sequence[Problem],
+    encoded: Sequence[EncodedProblem],
+    tokenizer: PreTrainedTokenizerFast,
+    options: Namespace,
+) -> ProblemCounts:
+    """The numbers of problems that were read and that fit, next to the paper's."""
+    usual = {"split": task.split, "shots": task.shots}
+    chosen = {name: getattr(options, name) for name in ("limit", "split", "shots", "prompts")}
+    others = {name: value for name, value in chosen.items() if value != usual.get(name)}
+    return ProblemCounts(
+        len(encoded), len(problems) - len(encoded), task.papers, reason=differences(tokenizer, **others)
+    )
 
 
 def open_results(plan: TaskPlan, options: Namespace, found: Folder, step: int | None, model: Fingerprint) -> Results:

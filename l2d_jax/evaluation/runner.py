@@ -46,7 +46,7 @@ def evaluate_plan(
     seconds = time.monotonic() - began
     speed = {"problems": len(remaining), "tokens": count, "seconds": seconds, "tokens per second": count / seconds}
     speed["batch_size"] = plan.protocol.batch_size
-    return dict(processes.decide(lambda: opened[0].finish(speed)))
+    return dict(processes.decide(lambda: opened[0].finish(speed, counts=plan.counts.record())))
 
 
 Answers = dict[int, list[Said]]  # keys: numbers of problems

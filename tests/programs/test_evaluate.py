@@ -260,6 +260,8 @@ def test_the_likeliest_letter(run, model, tmp_path):
         assert line["samples"][0]["text"] == max("ABCD", key=lambda letter: logits[ord(letter)])
     figures = json.loads((tmp_path / "mmlu/midpoint-1-likelihood/results.json").read_text())
     assert figures["strict"]["subjects"].keys() == {"signs", "sums"}
+    reasons = "the paper has 13666, which is not compared: --shots 1, another tokenizer"
+    assert figures["counts"] == {"problems": 6, "too long": 0, "paper": 13666, "comparison": reasons}
 
 
 @pytest.mark.slow

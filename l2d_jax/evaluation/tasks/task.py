@@ -55,6 +55,7 @@ class Task:
     thought_shots: int = 0  # examples with prompts "thoughts"; 0: the question asks for thoughts instead
     sampling: TaskSampling = field(default_factory=TaskSampling)
     counts_all: bool = True  # whether every row of the paper's split is a problem or an example
+    papers: int | None = None  # the paper's number of problems after all filters; None: not known
 
     @property
     def kind(self) -> Literal["generate", "code"]:
