@@ -58,9 +58,10 @@ def add_arguments(parser: command_line.Parser) -> None:
     )
     problems.add_argument(
         "--prompts",
-        choices=["paper", "thoughts"],
+        choices=["paper", "thoughts", "reasoning"],
         default="paper",
-        help="prompts of the paper, or prompts that ask for thoughts first",
+        help="paper: prompts of the paper; thoughts: prompts that ask for thoughts first; reasoning: the same without "
+        "examples, for models that think at length (4096 tokens, temperature 0.6, top-p 0.95, and --tagged)",
     )
     problems.add_argument(
         "--tagged", action="store_true", help="judge only what `<answer>` tags hold or what follows `</think>`"

@@ -28,7 +28,7 @@ class ModelConfig:
 
     name: str = ""  # folder of a model or adapter, hub id or GGUF file; "random": random weights for `architecture`
     tokenizer: str | None = None  # folder or hub id of another tokenizer; None: the tokenizer of the model
-    # .jinja file, or folder or hub id with a chat template; None: that of the tokenizer
+    # .jinja file, folder or hub id with a chat template, or "base_llama", for base models; None: that of the tokenizer
     chat_template: str | None = None
     architecture: Mapping[str, Any] | None = None  # keys of a Hugging Face config.json; None: read from the model
     # type of weights and products; "int8": int8 weights, bfloat16 products

@@ -38,7 +38,7 @@ class EvaluationProtocol:
     seed: int
     label: int | Literal["category"] | None  # class for guidance; "category": each problem's own
     prompts: Prompts
-    tagged: bool  # judge only the text in <answer> tags or after </think>
+    tagged: bool  # judge only the text in <answer> tags or after </think>; always with prompts "reasoning"
     choices: Literal["generate", "likelihood"]  # "likelihood": choose the most likely letter, with one pass
     draws: int  # noise samples for the likelihood
 
@@ -120,6 +120,7 @@ def make_plans(
     """
     tokenizer = require_tokenizer(base.tokenizer)
     asked = {field.name: getattr(options, field.name) for field in dataclasses.fields(EvaluationProtocol)}
+    asked["tagged"] |= options.prompts == "reasoning"
     asked["draws"] = LIKELIHOOD_DRAWS if options.draws is None else options.draws
     chosen, defaults = asked_options(options), vars(DecodeConfig())
     plans = []
@@ -129,7 +130,7 @@ def make_plans(
         if options.data_dir is None and options.prompts == "paper" and set(given.values()) == {None}:
             task.check_size(problems)  # the paper's whole split
         encoded = encode_problems(problems, tokenizer)
-        usual = task.sampling_for(options.prompts)._asdict()
+        usual = {k: v for k, v in task.sampling_for(options.prompts)._asdict().items() if v is not None}
         samples = usual.pop("samples")
         of_config = {name: value for name in usual if (value := getattr(decode, name)) != defaults[name]}
         wanted = chosen if options.config is None else of_config | chosen

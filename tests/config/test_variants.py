@@ -111,6 +111,13 @@ def test_full_finetuning_has_the_papers_three_rates():
         assert (config.train.method, config.optim.peak_rate, config.optim.final_rate) == ("full", rate, 1e-6)
 
 
+def test_r1_keeps_the_thoughts_of_its_rows_unless_they_have_none():
+    name = FILES["r1_qwen1p5b"]
+    assert not read_config(name).data.empty_thoughts
+    assert read_config(f"{name}:empty_thoughts").data.empty_thoughts
+    assert read_config(f"{name}:empty_thoughts,lora").train.method == "lora"
+
+
 def test_guidance_has_the_classes_of_the_evaluation():
     path = read_config(f"{LLAMA1B}:guidance").path
     assert (path.classes, path.class_dropout) == (len(CATEGORIES), 0.2)
