@@ -130,7 +130,8 @@ def make_plans(
         if options.data_dir is None and options.prompts == "paper" and set(given.values()) == {None}:
             task.check_size(problems)  # the paper's whole split
         encoded = encode_problems(problems, tokenizer)
-        usual = {k: v for k, v in task.sampling_for(options.prompts)._asdict().items() if v is not None}
+        sampling = task.sampling_for(options.prompts)._asdict()
+        usual = {name: value for name, value in sampling.items() if value is not None}
         samples = usual.pop("samples")
         of_config = {name: value for name in usual if (value := getattr(decode, name)) != defaults[name]}
         wanted = chosen if options.config is None else of_config | chosen

@@ -62,7 +62,9 @@ class Protocol:
         `query` has the fields of the address, which hold where the body has none.
         """
         values, defaults = parse_json(data), read_address(query)
-        values = {**defaults, **values} if isinstance(values, Mapping) else values
+        if isinstance(values, Mapping):
+            named = {} if values.get("reasoning_effort") is None else {"budget": None}  # a budget by its name
+            values = defaults | named | {name: value for name, value in values.items() if value is not None}
         body, options = read_body(values, is_chat=is_chat)
         require(body.model in ("", self.name), f"there is no model {shown(body.model)} here: it is {self.name!r}")
         settings = self._settings(body, options)

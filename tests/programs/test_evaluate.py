@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,7 @@ from l2d_jax.decoding.refinement.solver import AMPLE
 from l2d_jax.errors import InputError
 from l2d_jax.evaluation import runner
 from l2d_jax.evaluation.sandbox import grade
+from l2d_jax.evaluation.tasks.problem import Prompts
 from l2d_jax.evaluation.tasks.task import answer_part
 from l2d_jax.loading import load
 from l2d_jax.programs import evaluate as program
@@ -271,6 +273,11 @@ def test_the_likeliest_letter(run, model, tmp_path):
     assert figures["strict"]["subjects"].keys() == {"signs", "sums"}
     reasons = "the paper has 13666, which is not compared: --shots 1, another tokenizer"
     assert figures["counts"] == {"problems": 6, "too long": 0, "paper": 13666, "comparison": reasons}
+
+
+def test_the_command_line_knows_all_prompts():
+    [action] = [action for action in evaluate.make_parser()._actions if action.dest == "prompts"]
+    assert tuple(action.choices) == get_args(Prompts)
 
 
 @pytest.mark.parametrize("prompt", ["", "<|assistant|><think>\n", "<think> so"])

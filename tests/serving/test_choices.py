@@ -174,6 +174,14 @@ def test_an_address_is_checked_as_a_body_is(protocol: Protocol, query: dict[str,
     assert problem in str(refused.value)
 
 
+def test_a_named_budget_of_the_body_takes_precedence_over_the_address(loaded: LoadedModel) -> None:
+    limits = RequestLimits(context=256, answers=8, efforts={"low": 3})
+    protocol = Protocol(loaded, name="tiny", limits=limits)
+    for fields, budget in (({}, 7), ({"reasoning_effort": "low"}, 3), ({"budget": None}, 7), ({"budget": 1}, 1)):
+        asked = read(protocol, query={"budget": "7"}, **fields)
+        assert {answer.settings.budget for answer in asked.answers} == {budget}
+
+
 @pytest.mark.slow
 def test_a_client_gets_text_and_probabilities(loaded: LoadedModel) -> None:
     pytest.importorskip("llguidance")
