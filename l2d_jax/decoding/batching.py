@@ -5,7 +5,7 @@ Rounding does depend on the shape of the batch: see `generation`.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding.generation import decode_lanes
@@ -72,8 +72,8 @@ def complete(
     ordered = sorted(prompts, key=lambda prompt: -len(prompt.ids))
     answers = [Completion([]) for _ in range(len(ordered) * samples)]
     lacking, broken = [samples] * len(ordered), set[int]()
-    restrictions, texts = Restrictions(stops=stops), {"stop_ids": loaded.stop_ids, "tokenizer": loaded.tokenizer}
-    request = Request(ordered, settings, seed, samples, prefix, restrictions, **texts)
+    common: dict[str, Any] = {"stop_ids": loaded.stop_ids, "tokenizer": loaded.tokenizer}
+    request = Request(ordered, settings, seed, samples, prefix, Restrictions(stops=stops), **common)
     decoded = decode_lanes(loaded.decoder, request, lanes=lanes)
     for pieces in decoded if ordered else ():
         ended = {}

@@ -33,7 +33,7 @@ def evaluate_plan(
 
     done = set(processes.decide(begin))
     remaining = {number: one for number, one in enumerate(plan.problems) if one.problem.id not in done}
-    judged = {"tagged": plan.protocol.tagged, "prompts": plan.protocol.prompts}
+    judged: dict[str, Any] = {"tagged": plan.protocol.tagged, "prompts": plan.protocol.prompts}
     total, grade = len(plan.problems), partial(plan.task.grade, run=run, **judged)
     began, count = time.monotonic(), 0
     with processes.progress_bar(total, plan.task.name, done=total - len(remaining), unit="problem") as shown:
