@@ -156,7 +156,7 @@ def test_a_prompt_has_the_standard_errors_of_score(protocol: Protocol, loaded: L
         assert found["token_logprobs"][0] is found["l2d_se"][0] is None
         np.testing.assert_allclose(found["token_logprobs"][1:], wanted.tokens, atol=1e-5)
         np.testing.assert_allclose(found["l2d_se"][1:], wanted.token_errors, atol=1e-5)
-        assert min(found["l2d_se"][1:]) > 0
+        assert max(found["l2d_se"][1:]) > 0
 
 
 @pytest.mark.parametrize(
