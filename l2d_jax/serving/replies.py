@@ -116,7 +116,8 @@ class Reply:
         new = sum(len(choice.text.ids) for choice in self._choices.values())
         counts = {"prompt_tokens": self._asked.prompt_tokens, "completion_tokens": new}
         evaluations = sum(one.evaluations for one in self._choices.values())
-        evaluations += sum(scored.evaluations for scored in (*self._asked.echoes, *self._asked.ranked))
+        evaluations += sum(echo.evaluations for echo in self._asked.echoes)
+        evaluations += sum(ranked.evaluations for ranked in self._asked.ranked)
         passes = sum(one.passes for one in self._choices.values())
         counts["total_tokens"] = self._asked.prompt_tokens + new
         return counts | {"evaluations": evaluations, "passes": passes}
