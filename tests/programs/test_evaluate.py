@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from l2d_jax import evaluate, loading, sweep
+from l2d_jax.decoding import batching
 from l2d_jax.decoding.refinement.solver import AMPLE
 from l2d_jax.errors import InputError
 from l2d_jax.evaluation import runner
@@ -289,16 +290,23 @@ def test_a_thought_that_the_prompt_opens_and_nothing_closes_is_no_answer(prompt)
 
 
 @pytest.mark.slow
-def test_a_base_model_needs_no_chat_template_of_its_own(data, tmp_path):
+def test_a_base_model_needs_no_chat_template_of_its_own(data, tmp_path, monkeypatch):
     """It is asked with the release's template for base models, and stops before it asks the next question itself."""
-    base = write_base(tmp_path / "base")
+    base, stops = write_base(tmp_path / "base"), []
+
+    def complete(*arguments, **options):
+        stops.append(options["stops"])
+        return batching.complete(*arguments, **options)
+
+    monkeypatch.setattr(runner, "complete", complete)
     remove_template(base)
     words = ["--model", base, "--dtype", "float32", "--tasks", "gsm8k", "--data_dir", data, "--out", tmp_path / "out"]
     words += ["--shots", 1, "--max_new_tokens", 12, "--limit", 2, "--budget", 1]
     assert "('base_llama' for a base model)" in call(evaluate.main, *words).error
     outcome = call(evaluate.main, *words, "--chat_template", "base_llama")
     assert outcome.status == 0, outcome.err
-    for line in lines(tmp_path / "out/gsm8k/midpoint-1").values():
+    assert stops == [["### Question ###"]]
+    for line in lines(tmp_path / "out/gsm8k/euler-1").values():
         assert line["prompt"].startswith("### Question ###\n")
         assert line["prompt"].endswith("\n### Answer ###\n")
         assert line["prompt"].count("### Answer ###\n") == 2
