@@ -313,13 +313,18 @@ def test_a_base_model_needs_no_chat_template_of_its_own(data, tmp_path, monkeypa
 
 
 @pytest.mark.slow
-def test_programs_are_run_in_isolation(run, tmp_path):
-    outcome = run(tmp_path, "--budget", 1, "--limit", 1, "--samples", 1, "--allow_code_execution", tasks="mbpp")
+@pytest.mark.parametrize(
+    ("prompts", "shots", "folder"), [("paper", 1, "midpoint-1"), ("thoughts", 0, "midpoint-1-thoughts")]
+)
+def test_programs_are_run_in_isolation(run, tmp_path, prompts, shots, folder):
+    words = ["--budget", 1, "--limit", 1, "--samples", 1, "--prompts", prompts, "--shots", shots]
+    outcome = run(tmp_path, *words, "--allow_code_execution", tasks="mbpp")
     if grade.unavailable():
         assert outcome.error == grade.unavailable()
         return
     assert outcome.status == 0, outcome.err
-    [line] = lines(tmp_path / "mbpp/midpoint-1").values()
+    [line] = lines(tmp_path / "mbpp" / folder).values()
+    assert ("Think step by step" in line["prompt"]) == (prompts == "thoughts")
     assert line["samples"][0]["strict"] == 0
     assert line["samples"][0]["reason"]
 
