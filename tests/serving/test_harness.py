@@ -11,6 +11,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
+from l2d_jax.data.tokenizer import text_ids
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.stop_strings import to_text
 from tests.support.served import serving, talking_model
@@ -136,9 +137,12 @@ def test_choices_are_scored_by_the_likelihoods_of_score(tmp_path: Path) -> None:
     assert result(tmp_path, "acc") == 1.0
 
 
-@pytest.mark.parametrize("query", ["", "?budget=7&score_draws=16"])
-def test_the_harnesss_own_wordings_run_as_they_are(tmp_path: Path, query: str) -> None:
-    """In one command, with the options of the model or of the address; what is scored are the texts that it records."""
+@pytest.mark.parametrize(("query", "words"), [("", ["--apply_chat_template"]), ("?budget=7&score_draws=16", [])])
+def test_the_harnesss_own_wordings_run_as_they_are(tmp_path: Path, query: str, words: list[str]) -> None:
+    """In one command, with the options of the model or of the address; what is scored are the texts that it records.
+
+    The harness counts white space at the end of a context as a part of the choice.
+    """
     loaded = talking_model()
     for name, (worded, rows) in LIKE.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -150,17 +154,23 @@ def test_the_harnesss_own_wordings_run_as_they_are(tmp_path: Path, query: str) -
     with serving(loaded, draws=64) as url:
         command = f"base_url={url}/v1/completions{query},model=tiny,num_concurrent=2,tokenizer_backend=huggingface"
         command += f",tokenizer={tmp_path / 'tokenizer'}"
-        call(tmp_path, "completions", command, ",".join(f"like_{name}" for name in LIKE))
+        call(tmp_path, "completions", command, ",".join(f"like_{name}" for name in LIKE), *words)
     options = {"budget": 7, "draws": 16} if query else {}
+
+    def encode(text: str) -> list[int]:
+        return text_ids([text], loaded.tokenizer)[0]
+
     for name in LIKE:
         [file] = (tmp_path / "out").rglob(f"samples_like_{name}_*.jsonl")
         samples = list(map(json.loads, file.read_text().splitlines()))
         assert len(samples) == 3
         for sample in samples:
             pairs = [(one["arg_0"], one["arg_1"]) for one in sample["arguments"].values()]
-            texts = [list((context + choice).encode()) for context, choice in pairs]
+            assert all(("<|im_start|>" in context) == bool(words) for context, _ in pairs)
+            texts = [encode(context + choice) for context, choice in pairs]
             scored = [loaded.score([ids[:1]], [ids[1:]], seed=1234, **options)[0] for ids in texts]
-            ends = [one.tokens[-len(choice.encode()) :].sum() for one, (_, choice) in zip(scored, pairs, strict=True)]
+            begins = [len(encode(context.rstrip())) - 1 for context, _ in pairs]
+            ends = [one.tokens[begin:].sum() for one, begin in zip(scored, begins, strict=True)]
             assert [float(one[0][0]) for one in sample["resps"]] == pytest.approx(ends, abs=1e-4)
 
 
