@@ -60,8 +60,8 @@ def add_arguments(parser: command_line.Parser) -> None:
         "--prompts",
         choices=["paper", "thoughts", "reasoning"],
         default="paper",
-        help="paper: prompts of the paper; thoughts: prompts that ask for thoughts first; reasoning: the same without "
-        "examples, for models that think at length (4096 tokens, temperature 0.6, top-p 0.95, and --tagged)",
+        help="prompts of the paper; thoughts: prompts that ask for thoughts first; reasoning: no examples, "
+        "for models that think at length, with 4096 tokens at temperature 0.6 and top-p 0.95, and --tagged",
     )
     problems.add_argument(
         "--tagged", action="store_true", help="judge only what `<answer>` tags hold or what follows `</think>`"

@@ -290,7 +290,7 @@ def test_a_thought_that_the_prompt_opens_and_nothing_closes_is_no_answer(prompt)
 
 
 @pytest.mark.slow
-def test_a_base_model_needs_no_chat_template_of_its_own(data, tmp_path, monkeypatch):
+def test_a_base_model_is_evaluated_though_it_has_no_chat_template(data, tmp_path, monkeypatch):
     """It is asked with the release's template for base models, and stops before it asks the next question itself."""
     base, stops = write_base(tmp_path / "base"), []
 

@@ -121,7 +121,7 @@ def test_probabilities_are_those_of_score(
     assert reply["usage"]["evaluations"] == sum(map(len, CHOICES)) * options["budget"] * samples
 
 
-def test_each_prompt_has_probabilities_of_its_own(protocol: Protocol, loaded: LoadedModel) -> None:
+def test_each_prompt_has_separate_probabilities(protocol: Protocol, loaded: LoadedModel) -> None:
     pytest.importorskip("llguidance")
     prompts = [list(b"ab"), list(b"uvw")]
     asked = read(protocol, is_chat=False, prompt=prompts, response_format=FORMAT, budget=1)
