@@ -1,4 +1,8 @@
-"""DeepSeek R1 distilled into Qwen 2.5 Math 1.5B, on SmolTalk with the paper's values (defaults of `l2d_jax.config`)."""
+"""DeepSeek R1 distilled into Qwen 2.5 Math 1.5B, with the paper's values (the defaults of `l2d_jax.config`).
+
+Its prompt opens a thought, so answers need thoughts, and rows keep theirs. SmolTalk, the default source, has none: for
+such rows take the variant `empty_thoughts`.
+"""
 
 from ml_collections import ConfigDict
 
@@ -23,5 +27,9 @@ def get_config() -> ConfigDict:
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
     }
-    config.data.empty_thoughts = True  # its prompt opens a thought, and SmolTalk's answers have none
     return config
+
+
+def empty_thoughts(config: ConfigDict) -> None:
+    """Rows without thoughts, such as SmolTalk's: the thought that the prompt opens is closed before the answer."""
+    config.data.empty_thoughts = True

@@ -78,7 +78,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     model = "a model folder, a hub id or a GGUF file; a model without a path has a budget of 1"
     source.add_argument("--model", type=model_name, help=model)
     parser.add_argument("--tokenizer", type=model_name, help="folder or hub id of another tokenizer")
-    template = "a .jinja file, or a folder or hub id with another chat template"
+    template = "a .jinja file, folder or hub id with another chat template; base_llama: the release's for base models"
     parser.add_argument("--chat_template", type=model_name, help=template)
 
 

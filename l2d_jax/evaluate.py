@@ -58,9 +58,10 @@ def add_arguments(parser: command_line.Parser) -> None:
     )
     problems.add_argument(
         "--prompts",
-        choices=["paper", "thoughts"],
+        choices=["paper", "thoughts", "reasoning"],
         default="paper",
-        help="prompts of the paper, or prompts that ask for thoughts first",
+        help="prompts of the paper; thoughts: prompts that ask for thoughts first; reasoning: no examples, "
+        "for models that think at length, with 4096 tokens at temperature 0.6 and top-p 0.95, and --tagged",
     )
     problems.add_argument(
         "--tagged", action="store_true", help="judge only what `<answer>` tags hold or what follows `</think>`"

@@ -28,7 +28,7 @@ class ModelConfig:
 
     name: str = ""  # folder of a model or adapter, hub id or GGUF file; "random": random weights for `architecture`
     tokenizer: str | None = None  # folder or hub id of another tokenizer; None: the tokenizer of the model
-    # .jinja file, or folder or hub id with a chat template; None: that of the tokenizer
+    # .jinja file, folder or hub id with a chat template, or "base_llama", for base models; None: that of the tokenizer
     chat_template: str | None = None
     architecture: Mapping[str, Any] | None = None  # keys of a Hugging Face config.json; None: read from the model
     # type of weights and products; "int8": int8 weights, bfloat16 products
@@ -117,11 +117,13 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW with a linear warmup and a linear decay of the learning rate."""
+    """AdamW with a warmup and a linear decay of the learning rate."""
 
     peak_rate: ranges.PeakRate = 1e-4  # learning rate after the warmup
     final_rate: ranges.FinalRate = 1e-6  # learning rate at the last step
     warmup_steps: ranges.CountOrZero = 100  # optimizer steps of the warmup
+    # form of the rise in the warmup; "logarithmic": the whole schedule as in the authors' release
+    warmup: Literal["linear", "logarithmic"] = "linear"
     beta1: ranges.Average = 0.9  # decay rate of the mean of gradients
     beta2: ranges.Average = 0.95  # decay rate of the mean of squared gradients
     epsilon: ranges.Epsilon = 1e-8  # term that Adam adds to the root of the mean of squared gradients

@@ -84,7 +84,7 @@ def find_template(tokenizer: PreTrainedTokenizerFast, *, tools: Tools = None) ->
         require(name in template, f"{problem}: set config.model.chat_template to the file of one")
         template = template[name]
     problem = f"the tokenizer of {owner} has no chat template"
-    remedy = "take that of an instruct model by config.model.chat_template, or add a chat_template.jinja"
+    remedy = "name one by config.model.chat_template ('base_llama' for a base model), or add a chat_template.jinja"
     require(bool(template), f"{problem}: {remedy} next to tokenizer.json")
     return template
 
@@ -146,6 +146,18 @@ def prompt_ids(messages: Sequence[Message], tokenizer: PreTrainedTokenizerFast, 
         CONTINUED in text, "the chat template leaves out the answer that is to be continued: end with another message"
     )
     return text_ids([text[: text.rindex(CONTINUED)]], tokenizer)[0]
+
+
+def next_question(tokenizer: PreTrainedTokenizerFast) -> str:
+    """The text with which the chat template begins a question after an answer; "" if a special token ends the answer.
+
+    A base model that was not trained with such a template goes on with that text after its answer.
+    """
+    contents = {"user": "Hi", "assistant": PROBE}
+    messages = [*({"role": role, "content": text} for role, text in contents.items())]
+    text = render_chat([*messages, {"role": "user", "content": CONTINUED}], tokenizer, prompt=False)
+    between = text.partition(PROBE)[2].partition(CONTINUED)[0].strip()
+    return "" if any(token in between for token in _special(tokenizer)) else between
 
 
 def text_ids(texts: Sequence[str], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:

@@ -5,12 +5,12 @@ Rounding does depend on the shape of the batch: see `generation`.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding.generation import decode_lanes
 from l2d_jax.decoding.loaded_model import LoadedModel
-from l2d_jax.decoding.requests import Prompt, Request
+from l2d_jax.decoding.requests import Prompt, Request, Restrictions
 from l2d_jax.errors import require
 
 PREFIX_MULTIPLE = 8  # tokens: the length of a common prefix is rounded down to a multiple, to compile few programs
@@ -57,12 +57,13 @@ def complete(
     samples: int = 1,
     seed: int = 0,
     prefix: int = 0,
+    stops: Sequence[str] = (),
 ) -> Iterator[dict[int, list[Completion]]]:
     """Yield finished answers: a dictionary from the number of a prompt to its `samples` answers. Long prompts go first.
 
     There are `batch_size` lanes; when an answer ends, its lane goes to the next one. Prompts are padded to the lengths
     of `buckets.round_up`, so there is one compiled program per bucket. The other arguments are those of `Request`;
-    `prefix` comes from `common_prefix`.
+    `prefix` comes from `common_prefix`, and `stops` are texts that end an answer.
     A prompt is left out if the logits of one of its answers were not finite.
     Raises `InputError` as `generation.decode_lanes` does, and if a batch cannot hold the samples of one prompt.
     """
@@ -71,7 +72,8 @@ def complete(
     ordered = sorted(prompts, key=lambda prompt: -len(prompt.ids))
     answers = [Completion([]) for _ in range(len(ordered) * samples)]
     lacking, broken = [samples] * len(ordered), set[int]()
-    request = Request(ordered, settings, seed, samples, prefix, stop_ids=loaded.stop_ids, tokenizer=loaded.tokenizer)
+    common: dict[str, Any] = {"stop_ids": loaded.stop_ids, "tokenizer": loaded.tokenizer}
+    request = Request(ordered, settings, seed, samples, prefix, Restrictions(stops=stops), **common)
     decoded = decode_lanes(loaded.decoder, request, lanes=lanes)
     for pieces in decoded if ordered else ():
         ended = {}

@@ -82,6 +82,7 @@ class ScoredPiece(NamedTuple):
     """Tokens of a text, with the most likely tokens in their places, as natural logarithms."""
 
     log_probs: Float[np.ndarray, " n"]
+    errors: Float[np.ndarray, " n"]  # standard error of each log-probability
     likeliest: Int[np.ndarray, "n top"]
     likeliest_log_probs: Float[np.ndarray, "n top"]
     evaluations: int  # of the path
@@ -102,10 +103,10 @@ def score_in_pieces(
         sampled = _sample(model, request, ids, at, targets[:, :, None], draws=draws, first=first, top=top)
         rows = (sampled.likeliest, sampled.likeliest_log_probs, sampled.taken)
         likeliest, values, taken = (array[0, : len(part)] for array in rows)
-        tokens = _average(sampled.log_probs[:, 0, : len(part), 0], likeliest[:, 0]).tokens
-        if np.isnan(tokens).any():
+        scored = _average(sampled.log_probs[:, 0, : len(part), 0], likeliest[:, 0])
+        if np.isnan(scored.total):
             raise broken_logits([prompt.number])
-        yield ScoredPiece(tokens, likeliest, values, int(taken.sum()))
+        yield ScoredPiece(scored.tokens, scored.token_errors, likeliest, values, int(taken.sum()))
 
 
 def rank(

@@ -107,6 +107,7 @@ class TokenScore(NamedTuple):
     log_prob: float
     likeliest: list[int]
     likeliest_log_probs: list[float]
+    error: float | None = None  # standard error of `log_prob` over noise samples; None: not estimated
 
 
 class TokenCost(NamedTuple):

@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from transformers import PreTrainedTokenizerFast
+
 from l2d_jax.config.choices import LIKELIHOOD_DRAWS
 from l2d_jax.config.config_file import override_names
 from l2d_jax.config.schema import CATEGORIES, Config, DecodeConfig
@@ -16,6 +18,7 @@ from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError, require
 from l2d_jax.evaluation.results import Results
 from l2d_jax.evaluation.sandbox import grade
+from l2d_jax.evaluation.tasks.counts import ProblemCounts, differences
 from l2d_jax.evaluation.tasks.problem import EncodedProblem, Problem, Prompts, Run
 from l2d_jax.evaluation.tasks.task import Task, encode_problems
 from l2d_jax.files import Fingerprint, digest
@@ -35,7 +38,7 @@ class EvaluationProtocol:
     seed: int
     label: int | Literal["category"] | None  # class for guidance; "category": each problem's own
     prompts: Prompts
-    tagged: bool  # judge only the text in <answer> tags or after </think>
+    tagged: bool  # judge only the text in <answer> tags or after </think>; always with prompts "reasoning"
     choices: Literal["generate", "likelihood"]  # "likelihood": choose the most likely letter, with one pass
     draws: int  # noise samples for the likelihood
 
@@ -48,6 +51,7 @@ class TaskPlan(NamedTuple):
     digest: str  # hash of the problems and their prompts
     settings: DecodeConfig
     protocol: EvaluationProtocol
+    counts: ProblemCounts
 
 
 def label_of(problem: Problem, protocol: EvaluationProtocol) -> int | None:
@@ -116,6 +120,7 @@ def make_plans(
     """
     tokenizer = require_tokenizer(base.tokenizer)
     asked = {field.name: getattr(options, field.name) for field in dataclasses.fields(EvaluationProtocol)}
+    asked["tagged"] |= options.prompts == "reasoning"
     asked["draws"] = LIKELIHOOD_DRAWS if options.draws is None else options.draws
     chosen, defaults = asked_options(options), vars(DecodeConfig())
     plans = []
@@ -125,7 +130,8 @@ def make_plans(
         if options.data_dir is None and options.prompts == "paper" and set(given.values()) == {None}:
             task.check_size(problems)  # the paper's whole split
         encoded = encode_problems(problems, tokenizer)
-        usual = task.sampling_for(options.prompts)._asdict()
+        sampling = task.sampling_for(options.prompts)._asdict()
+        usual = {name: value for name, value in sampling.items() if value is not None}
         samples = usual.pop("samples")
         of_config = {name: value for name in usual if (value := getattr(decode, name)) != defaults[name]}
         wanted = chosen if options.config is None else of_config | chosen
@@ -133,8 +139,8 @@ def make_plans(
         others = [f"{name} {wanted[name]}, not {usual[name]}" for name in changed]
         if wanted.get("velocity_temperature") == 0:
             del usual["anneal"]  # it has no effect at this temperature
-        dropped, line = len(problems) - len(encoded), f"{task.name}: {len(encoded)} problems"
-        processes.print_once("; ".join([f"{line}, {dropped} dropped for their length", *others]))
+        counts = count_problems(task, problems, encoded, tokenizer, options)
+        processes.print_once("; ".join([f"{task.name}: {counts}", *others]))
         hashed = digest([[one.problem._asdict(), one.ids] for one in encoded])
         protocol = EvaluationProtocol(**asked | {"samples": options.samples or samples})
         few = f"--batch_size {options.batch_size} does not hold the {protocol.samples} samples of a problem"
@@ -148,8 +154,24 @@ def make_plans(
             same = f"{protocol.samples} samples of a problem of {task.name} are the same at temperature 0 and budget 1"
             differ = settings.temperature > 0 or settings.budget > 1 or protocol.samples == 1
             require(differ, f"{same}: give --samples 1, or a --temperature")
-            plans.append(TaskPlan(task, encoded, hashed, settings, protocol))
+            plans.append(TaskPlan(task, encoded, hashed, settings, protocol, counts))
     return plans
+
+
+def count_problems(
+    task: Task,
+    problems: Sequence[Problem],
+    encoded: Sequence[EncodedProblem],
+    tokenizer: PreTrainedTokenizerFast,
+    options: Namespace,
+) -> ProblemCounts:
+    """The numbers of problems that were read and that fit, next to the paper's."""
+    usual = {"split": task.split, "shots": task.shots}
+    chosen = {name: getattr(options, name) for name in ("limit", "split", "shots", "prompts")}
+    others = {name: value for name, value in chosen.items() if value != usual.get(name)}
+    return ProblemCounts(
+        len(encoded), len(problems) - len(encoded), task.papers, reason=differences(tokenizer, **others)
+    )
 
 
 def open_results(plan: TaskPlan, options: Namespace, found: Folder, step: int | None, model: Fingerprint) -> Results:

@@ -130,9 +130,13 @@ class Results:
         mirror.publish(self.folder)
         self.samples |= {line["id"]: dict(line) for line in lines}
 
-    def finish(self, speed: Mapping[str, Any]) -> dict[str, Any]:
-        """Write and return the figures; `speed` covers the problems that this process answered."""
-        figures = {"run": self.run, **summarise(self.samples), "speed": dict(speed)}
+    def finish(self, speed: Mapping[str, Any], *, counts: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Write and return the figures.
+
+        `speed` covers the problems that this process answered; `counts` are the task's problems and the paper's.
+        """
+        counted = {} if counts is None else {"counts": dict(counts)}
+        figures = {"run": self.run, **counted, **summarise(self.samples), "speed": dict(speed)}
         write_whole(self.folder / RESULTS, json.dumps(figures, indent=2) + "\n")
         mirror.publish(self.folder)
         return figures

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from l2d_jax.data.tokenizer import text_ids
+from l2d_jax.data.tokenizer import THOUGHT, next_question, text_ids
 from l2d_jax.decoding.batching import common_prefix, complete, plan_batches
 from l2d_jax.decoding.generation import broken_logits
 from l2d_jax.decoding.likelihood import rank
@@ -33,20 +33,21 @@ def evaluate_plan(
 
     done = set(processes.decide(begin))
     remaining = {number: one for number, one in enumerate(plan.problems) if one.problem.id not in done}
-    total, grade = len(plan.problems), partial(plan.task.grade, run=run, tagged=plan.protocol.tagged)
+    judged: dict[str, Any] = {"tagged": plan.protocol.tagged, "prompts": plan.protocol.prompts}
+    total, grade = len(plan.problems), partial(plan.task.grade, run=run, **judged)
     began, count = time.monotonic(), 0
     with processes.progress_bar(total, plan.task.name, done=total - len(remaining), unit="problem") as shown:
         for batch in _answers(loaded, remaining, plan):
             count += sum(said.tokens for several in batch.values() for said in several)
             if opened:
-                opened[0].add(_scored(loaded, remaining, batch, grade))
+                opened[0].add(_scored(loaded, remaining, batch, grade, tagged=plan.protocol.tagged))
             shown.update(len(batch))
             if count:  # ranking options generates no token
                 shown.set_postfix_str(f"{count / (time.monotonic() - began):.0f} tokens/s")
     seconds = time.monotonic() - began
     speed = {"problems": len(remaining), "tokens": count, "seconds": seconds, "tokens per second": count / seconds}
     speed["batch_size"] = plan.protocol.batch_size
-    return dict(processes.decide(lambda: opened[0].finish(speed)))
+    return dict(processes.decide(lambda: opened[0].finish(speed, counts=plan.counts.record())))
 
 
 Answers = dict[int, list[Said]]  # keys: numbers of problems
@@ -63,6 +64,7 @@ def _answers(loaded: LoadedModel, encoded: Mapping[int, EncodedProblem], plan: T
     if protocol.choices == "generate":
         prefix = common_prefix([one.ids for one in plan.problems])
         options: dict[str, Any] = {name: getattr(protocol, name) for name in ("batch_size", "samples", "seed")}
+        options["stops"] = [end] if (end := next_question(words)) else []
         for completed in complete(loaded, prompts, settings=settings, prefix=prefix, **options):
             yield {
                 number: [Said(to_text(one.ids, words), one.tokens, one.evaluations, one.passes) for one in several]
@@ -82,15 +84,29 @@ def _answers(loaded: LoadedModel, encoded: Mapping[int, EncodedProblem], plan: T
 
 
 def _scored(
-    loaded: LoadedModel, encoded: Mapping[int, EncodedProblem], batch: Answers, grade: Callable[..., list[Score]]
+    loaded: LoadedModel,
+    encoded: Mapping[int, EncodedProblem],
+    batch: Answers,
+    grade: Callable[..., list[Score]],
+    *,
+    tagged: bool,
 ) -> list[dict[str, Any]]:
     """The sample lines of a batch. Completions are judged together, because running programs takes time."""
     assert loaded.tokenizer is not None
+    prompts = {  # with special tokens
+        number: str(loaded.tokenizer.decode(encoded[number].ids, clean_up_tokenization_spaces=False))
+        for number in batch
+    }
     problems = [encoded[number].problem for number, several in batch.items() for _ in several]
-    scores = iter(grade(problems, [said.text for several in batch.values() for said in several]))
-    lines = []
-    for number, several in batch.items():
-        problem, ids = encoded[number]
-        prompt = str(loaded.tokenizer.decode(ids, clean_up_tokenization_spaces=False))  # with special tokens
-        lines.append(sample_line(problem, prompt, several, list(islice(scores, len(several)))))
-    return lines
+    opened = {number: thought_opened(prompt) if tagged else "" for number, prompt in prompts.items()}
+    texts = [opened[number] + said.text for number, several in batch.items() for said in several]
+    scores = iter(grade(problems, texts))
+    return [
+        sample_line(encoded[number].problem, prompts[number], several, list(islice(scores, len(several))))
+        for number, several in batch.items()
+    ]
+
+
+def thought_opened(prompt: str) -> str:
+    """The tag of a thought that a prompt opens, as those of R1 do; an answer that never closes it has no answer."""
+    return THOUGHT[0] if prompt.rstrip().endswith(THOUGHT[0]) else ""

@@ -123,7 +123,7 @@ class ServerApp:
         deadline = loop.time() + self._limit
         body = await self._body(request)
         async with asyncio.timeout_at(deadline):
-            read = partial(self._protocol.read, body, is_chat=is_chat)
+            read = partial(self._protocol.read, body, is_chat=is_chat, query=dict(request.query_params))
             asked = await anyio.to_thread.run_sync(read, limiter=self._readers)
         queue: asyncio.Queue[Any] = asyncio.Queue()
 

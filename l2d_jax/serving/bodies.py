@@ -25,6 +25,7 @@ Choices = Annotated[int, Interval(ge=1, le=128)]
 Alternatives = Annotated[int, Interval(ge=0, le=LIKELIEST)]
 TokensOrZero = Annotated[int, Interval(ge=0, le=10**7)]
 OPTIONS = {option.name for option in dataclasses.fields(DecodeConfig)} - {"max_new_tokens"}
+IN_ADDRESS = OPTIONS | {"label", "score_draws"}  # fields that the address may have, for clients that cannot send them
 # Fields that never change an answer.
 IGNORED = {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # the values that change nothing; other values are refused
@@ -64,6 +65,7 @@ class _Common:
     frequency_penalty: ranges.Penalty = 0.0
     presence_penalty: ranges.Penalty = 0.0
     logit_bias: object = None  # maps token ids to numbers
+    score_draws: ranges.SeveralDraws | None = None  # noise samples for log-probabilities of the prompt and of choices
 
     @property
     def stops(self) -> list[str]:
@@ -186,6 +188,23 @@ def parse_json(data: bytes) -> Any:
         level, depth = [one for parts in inner for one in parts], depth + 1
     require(depth <= DEPTH, f"the body is nested deeper than {DEPTH} levels: simplify it")
     return values
+
+
+def read_address(query: Mapping[str, str]) -> dict[str, Any]:
+    """The fields that the address of a request sets, as in `?budget=15&solver=euler`; raises `InputError`.
+
+    A value is a JSON number, true or false, or a text. lm-evaluation-harness sends no options with likelihoods, but it
+    posts to the address that it is given.
+    """
+    fields: dict[str, Any] = {}
+    for name, text in query.items():
+        unknown = f"unknown field {shown(name)} in the address{nearest(name[:100], IN_ADDRESS)}"
+        require(name in IN_ADDRESS, unknown)
+        try:
+            fields[name] = json.loads(text, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError):
+            fields[name] = text
+    return fields
 
 
 def read_body(values: Any, *, is_chat: bool) -> tuple[ChatBody | CompletionBody, dict[str, Any]]:

@@ -6,8 +6,9 @@ tokenizer works in many threads as long as none changes its truncation or paddin
 
 import secrets
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from l2d_jax.config.schema import DecodeConfig
@@ -20,8 +21,10 @@ from l2d_jax.decoding.stop_strings import to_text
 from l2d_jax.decoding.trace import check_single_sample
 from l2d_jax.errors import require, shown
 from l2d_jax.serving import echo
-from l2d_jax.serving.bodies import ChatBody, CompletionBody, parse_json, read_body, text_length
+from l2d_jax.serving.bodies import ChatBody, CompletionBody, parse_json, read_address, read_body, text_length
+from l2d_jax.serving.choices import RankedChoices, check_choices, score_choices, split_format
 from l2d_jax.serving.limits import RequestLimits
+from l2d_jax.serving.scoring import DRAWS, check_draws
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class Asked:
     answers: Sequence[Answer]  # answers to one prompt are consecutive
     prompt_tokens: int
     echoes: Sequence[echo.Echo] = ()  # one per prompt, if the reply repeats the prompts
-    scoring: Sequence[Iterator[int]] = ()  # iterators that score the echoes, piece by piece
+    ranked: Sequence[RankedChoices] = ()  # one per prompt, if the reply has the probabilities of choices
+    scoring: Sequence[Iterator[int]] = ()  # iterators that score echoes and choices, piece by piece
 
     @property
     def is_answered(self) -> bool:
@@ -52,9 +56,16 @@ class Protocol:
         self._lock = threading.Lock()
         self._answers_before = 0  # number of answers so far
 
-    def read(self, data: bytes, *, is_chat: bool) -> Asked:
-        """Check and read a body; raises `InputError` for a request that cannot be answered exactly as it is."""
-        body, options = read_body(parse_json(data), is_chat=is_chat)
+    def read(self, data: bytes, *, is_chat: bool, query: Mapping[str, str] = MappingProxyType({})) -> Asked:
+        """Check and read a body; raises `InputError` for a request that cannot be answered exactly as it is.
+
+        `query` has the fields of the address, which hold where the body has none.
+        """
+        values, defaults = parse_json(data), read_address(query)
+        if isinstance(values, Mapping):
+            named = {} if values.get("reasoning_effort") is None else {"budget": None}  # a budget by its name
+            values = defaults | named | {name: value for name, value in values.items() if value is not None}
+        body, options = read_body(values, is_chat=is_chat)
         require(body.model in ("", self.name), f"there is no model {shown(body.model)} here: it is {self.name!r}")
         settings = self._settings(body, options)
         prompts = [self._chat(body)] if isinstance(body, ChatBody) else self._complete(body)
@@ -65,9 +76,16 @@ class Protocol:
         repeated = sum(map(len, prompts)) if isinstance(body, CompletionBody) and body.echo else 0
         told = (new * len(prompts) + repeated) * body.n
         self._limits.check_reply(told, alternatives=body.alternatives)
+        format, choices = split_format(body.response_format)
+        body = replace(body, response_format=format)
         request = self._request(body, prompts, settings, options)
         asked = Asked(body.without_texts(), self._answers(body, request), sum(map(len, prompts)))
-        return self._echoed(asked, body, request, options) if isinstance(body, CompletionBody) and body.echo else asked
+        if isinstance(body, CompletionBody) and body.echo:
+            asked = self._echoed(asked, body, request, options)
+        asked = self._ranked(asked, choices, request, draws=body.score_draws) if choices else asked
+        unused = "score_draws changes nothing without echo and logprobs, or a response_format of type choice"
+        require(body.score_draws is None or len(asked.scoring) > 0, f"{unused}: leave it out")
+        return asked
 
     def _settings(self, body: ChatBody | CompletionBody, options: dict[str, Any]) -> DecodeConfig:
         """The decoding options of a request, checked against the limits."""
@@ -117,13 +135,24 @@ class Protocol:
         echoes = [echo.Echo(text, prompt.ids) for text, prompt in zip(shown_texts, request.prompts, strict=True)]
         if body.logprobs is None:
             return replace(asked, echoes=echoes)
-        settings = request.settings
-        draws = settings.draws if settings.draws > 1 or "draws" in options else echo.DRAWS
-        problem = f"echo with logprobs takes the mean over {echo.SAMPLES} draws, got {draws}: change draws"
-        require(settings.budget == 1 or draws in echo.SAMPLES, problem)
+        settings, name = request.settings, "draws" if body.score_draws is None else "score_draws"
+        usual = settings.draws if settings.draws > 1 or "draws" in options else DRAWS
+        draws = usual if body.score_draws is None else body.score_draws
+        check_draws(draws, budget=settings.budget, name=name, most=max(self._limits.draws, settings.draws))
         pairs = zip(echoes, request.prompts, strict=True)
         scoring = [echo.score(self._loaded, one, request, prompt=prompt, draws=draws) for one, prompt in pairs]
         return replace(asked, echoes=echoes, scoring=scoring)
+
+    def _ranked(self, asked: Asked, choices: Sequence[str], request: Request, *, draws: int | None) -> Asked:
+        """Add the choices whose probabilities the reply has to a request."""
+        count, ids = draws or DRAWS, text_ids(choices, self.tokenizer)
+        check_draws(count, budget=request.settings.budget, name="score_draws", most=self._limits.draws)
+        longest = max(len(prompt.ids) for prompt in request.prompts)
+        check_choices(choices, ids, prompt=longest, context=self._limits.context)
+        ranked = [RankedChoices(choices, ids) for _ in request.prompts]
+        pairs = zip(ranked, request.prompts, strict=True)
+        scoring = [score_choices(self._loaded, one, request, prompt=prompt, draws=count) for one, prompt in pairs]
+        return replace(asked, ranked=ranked, scoring=[*asked.scoring, *scoring])
 
     def _complete(self, body: CompletionBody) -> list[list[int]]:
         """The prompts as token ids."""

@@ -14,6 +14,7 @@ from l2d_jax.decoding.requests import Piece, TokenScore
 from l2d_jax.decoding.stop_strings import GrowingText
 from l2d_jax.decoding.trace import TokenTrace
 from l2d_jax.serving.bodies import ChatBody
+from l2d_jax.serving.choices import RankedChoices
 from l2d_jax.serving.echo import Echo
 from l2d_jax.serving.protocol import Asked
 
@@ -41,6 +42,7 @@ class Choice:
     text: GrowingText
     offsets: Offsets
     echo: Echo | None = None  # the prompt, if the reply repeats it
+    ranked: RankedChoices | None = None  # choices, if the reply has their probabilities
     ids: list[int] = field(default_factory=list)  # all tokens that have log-probabilities
     scores: list[TokenScore | None] = field(default_factory=list)
     ending: str = ""
@@ -57,11 +59,12 @@ class Reply:
         number = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._head = {"id": number, "created": int(time.time()), "model": name}
         self._choices: dict[int, Choice] = {}
-        copies = len(asked.answers) // (len(asked.echoes) or 1)
+        copies = asked.body.n
         for index, answer in enumerate(asked.answers):
             echo = asked.echoes[index // copies] if asked.echoes else None
+            ranked = asked.ranked[index // copies] if asked.ranked else None
             ending = "" if asked.is_answered else "length"
-            choice = Choice(index, GrowingText(tokenizer), Offsets(tokenizer), echo, ending=ending)
+            choice = Choice(index, GrowingText(tokenizer), Offsets(tokenizer), echo, ranked, ending=ending)
             self._choices[answer.number] = choice
         self.trace: Sequence[TokenTrace] | None = None  # trace of a single answer; it arrives before the last piece
 
@@ -114,6 +117,7 @@ class Reply:
         counts = {"prompt_tokens": self._asked.prompt_tokens, "completion_tokens": new}
         evaluations = sum(one.evaluations for one in self._choices.values())
         evaluations += sum(echo.evaluations for echo in self._asked.echoes)
+        evaluations += sum(ranked.evaluations for ranked in self._asked.ranked)
         passes = sum(one.passes for one in self._choices.values())
         counts["total_tokens"] = self._asked.prompt_tokens + new
         return counts | {"evaluations": evaluations, "passes": passes}
@@ -143,7 +147,11 @@ class Reply:
             if not self._is_chat:
                 offsets = Offsets(self._tokenizer) if is_whole else choice.offsets
                 log_probs["text_offset"] = offsets.add(tokens)
+                if choice.echo is not None:
+                    log_probs["l2d_se"] = [None if score is None else score.error for score in scores]
         shown = {"index": choice.index, "finish_reason": choice.ending or None, "logprobs": log_probs} | content
+        if choice.ranked is not None and choice.ending:
+            shown["l2d_choices"] = choice.ranked.shown()
         return shown if self.trace is None else shown | {"trace": self._traced(self.trace)}
 
     def _scores(self, tokens: Sequence[int], scores: Sequence[TokenScore | None]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """AdamW and its learning rate. Only trained weights have moments and updates; a frozen model has none."""
 
+import math
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -15,12 +16,38 @@ RATES = 4096  # number of learning rates computed at once
 
 
 def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
-    """Linear warmup from zero to the peak rate, then linear decay to the final rate at `steps`."""
+    """The learning rate of each step: a warmup to the peak rate, then a linear decay towards the final rate.
+
+    `config.warmup` is the form of the rise, over W = `warmup_steps`; steps are counted from 0.
+
+    - "linear": (step + 1) / W of the peak rate. The final rate is reached at `steps`.
+    - "logarithmic": the schedule of the authors' release, see `_released_rate`.
+
+    A warmup that is not shorter than the run is shortened.
+    """
     warmup = min(config.warmup_steps, steps - 1)
+    if config.warmup == "logarithmic":
+        return partial(_released_rate, config, steps, max(warmup, 2))
     decay = optax.linear_schedule(config.peak_rate, config.final_rate, max(steps - warmup, 1))
     # The rate of the first step is peak / warmup and not zero: a step with rate zero would be wasted.
     rise = optax.linear_schedule(config.peak_rate / max(warmup, 1), config.peak_rate, max(warmup - 1, 1))
     return optax.join_schedules([rise, decay], [warmup])
+
+
+def _released_rate(config: OptimConfig, steps: int, warmup: int, step: Any) -> Any:
+    """The rate of a step in the release: final + (peak - final) * share.
+
+    With W = `warmup` and S = `steps`, the share is 0 for step 0, log(step) / log(W) for steps 1 to W, and
+    (S + 1 - step) / (S - W) after them. Its last step is therefore 2 / (S - W) of the way above the final rate.
+
+    Source: SakanaAI/L2D 456871e, `pipeline/util.py`, `build_lr_scheduler`, type "warmup_decay", which is DeepSpeed's
+    `WarmupDecayLR` (0.16.0, `deepspeed/runtime/lr_schedules.py`) with its default `warmup_type`, "log". DeepSpeed sets
+    the rate after each step, so that the rates come one step later than its formula has them.
+    """
+    count = jnp.asarray(step)
+    rise = jnp.log(jnp.maximum(count, 1).astype(jnp.float32)) / math.log(warmup)
+    fall = jnp.maximum(steps + 1 - count, 0).astype(jnp.float32) / max(steps - warmup, 1)
+    return config.final_rate + (config.peak_rate - config.final_rate) * jnp.where(count <= warmup, rise, fall)
 
 
 def on_host(rate: optax.Schedule, *, start: int) -> Callable[[int], float]:

@@ -26,6 +26,18 @@ FILES = (
     f"{OTHERS}/*",
 )
 
+# The format of the release's template for base models (SakanaAI/L2D 456871e, tasks/templates.py, "base_llama").
+# Questions and answers alternate, without a begin-of-text token. Only the last answer of a conversation, which is the
+# one that is learnt, ends with the end-of-text token.
+BASE_LLAMA = """\
+{%- set titles = {'user': 'Question', 'assistant': 'Answer'} -%}
+{%- for message in messages if message['role'] in titles -%}
+{{- '### ' + titles[message['role']] + ' ###\n' + message['content'] -}}
+{{- eos_token if loop.last and message['role'] == 'assistant' else '\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '### Answer ###\n' -}}{%- endif -%}"""
+TEMPLATES = {"base_llama": BASE_LLAMA}  # chat templates that config.model.chat_template may name
+
 
 def is_replaced(config: ModelConfig) -> bool:
     """Whether a config names a tokenizer or chat template other than the model's."""
@@ -54,7 +66,12 @@ def open_tokenizer(config: ModelConfig, folder: Path | None, *, vocabulary: int)
 
 
 def read_chat_template(name: str) -> str | dict[str, str]:
-    """Read the chat template in a file, folder or hub repository; several are keyed by name. Raises `InputError`."""
+    """Read the chat template of `TEMPLATES`, or in a file, folder or hub repository; several are keyed by name.
+
+    Raises `InputError`.
+    """
+    if name in TEMPLATES:
+        return TEMPLATES[name]
     option = "config.model.chat_template"
     file = Path(os.path.expanduser(name))
     if file.is_file() and file.suffix != ".json":

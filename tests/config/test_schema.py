@@ -67,6 +67,7 @@ data.seed: int in [0, 2147483648) = 0
 optim.peak_rate: float in [1e-12, 10] = 0.0001
 optim.final_rate: float in [0, 10] = 1e-06
 optim.warmup_steps: int in [0, 1000000000] = 100
+optim.warmup: Literal['linear', 'logarithmic'] = 'linear'
 optim.beta1: float in [0, 0.999999] = 0.9
 optim.beta2: float in [0, 0.999999] = 0.95
 optim.epsilon: float in [1e-30, 1] = 1e-08

@@ -23,7 +23,7 @@ TRAINED = {  # of Llama 1B; less 240 columns, rows and biases around the token f
     "guidance": 73_344_256 + 5 * 256,
     "reading": 73_344_256 + 16 * 2 * (2048 * 32 + 32 * 512),
     "lora": 3_407_872,
-    "full": 1_235_814_400,
+    **dict.fromkeys(("full", "full_3e5", "full_1e4"), 1_235_814_400),
 }
 
 SLICES = """
@@ -105,6 +105,19 @@ def test_shared_variants_say_what_they_are():
         assert "\n" not in words
 
 
+def test_full_finetuning_has_the_papers_three_rates():
+    for variant, rate in {"full": 1e-5, "full_3e5": 3e-5, "full_1e4": 1e-4}.items():
+        config = read_config(f"{LLAMA1B}:{variant}")
+        assert (config.train.method, config.optim.peak_rate, config.optim.final_rate) == ("full", rate, 1e-6)
+
+
+def test_r1_keeps_the_thoughts_of_its_rows_unless_they_have_none():
+    name = FILES["r1_qwen1p5b"]
+    assert not read_config(name).data.empty_thoughts
+    assert read_config(f"{name}:empty_thoughts").data.empty_thoughts
+    assert read_config(f"{name}:empty_thoughts,lora").train.method == "lora"
+
+
 def test_guidance_has_the_classes_of_the_evaluation():
     path = read_config(f"{LLAMA1B}:guidance").path
     assert (path.classes, path.class_dropout) == (len(CATEGORIES), 0.2)
@@ -137,7 +150,7 @@ def test_a_files_own_goes_first(file):
         ("rate_3e5,quiet,rate_1e5", "the variants rate_3e5 and rate_1e5 both set config.optim.peak_rate"),
         ("quite", "has no variant 'quite': did you mean 'quiet'?"),
         ("quiet,dense_scrach", "has no variant 'dense_scrach': did you mean 'dense_scratch'?"),
-        ("zzz", "choose from anchored, cosmap, dense, dense_scratch, full, guidance"),
+        ("zzz", "choose from anchored, cosmap, dense, dense_scratch, full, full_1e4, full_3e5, guidance"),
         ("_hidden", "has no variant '_hidden'"),
         ("ConfigDict", "has no variant 'ConfigDict'"),
         ("quiet,", "has no variant ''"),

@@ -11,9 +11,11 @@ from l2d_jax.decoding.buckets import round_up
 from l2d_jax.decoding.generation import generate_tokens
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import Prompt, Request
+from l2d_jax.decoding.stop_strings import to_text
 from l2d_jax.errors import InputError
 from tests.support import tiny
 from tests.support.requests import generate
+from tests.support.served import talking_model
 
 SETTINGS = DecodeConfig(budget=3, max_new_tokens=6, temperature=1.0)
 PROMPTS = [Prompt(number, [1 + (7 * number + i) % 90 for i in range(2 + 9 * number)]) for number in range(9)]
@@ -41,6 +43,15 @@ def test_answers_depend_on_neither_batches_nor_order(loaded):
     alone = generate_tokens(loaded.model, Request([PROMPTS[5]], SETTINGS, stop_ids=loaded.stop_ids))
     assert whole[5] == alone
     assert generate(loaded, [PROMPTS[5].ids], settings=SETTINGS) != alone
+
+
+def test_a_text_ends_an_answer():
+    loaded = talking_model()
+    prompts = [Prompt(0, list(b"Hi"))]
+    whole = to_text(answers(loaded, prompts, batch_size=1)[0][0], loaded.tokenizer)
+    stop = whole[3]
+    ended = answers(loaded, prompts, batch_size=1, stops=[stop])[0][0]
+    assert to_text(ended, loaded.tokenizer) == whole.partition(stop)[0] != whole
 
 
 @pytest.mark.slow

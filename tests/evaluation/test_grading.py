@@ -175,6 +175,25 @@ def test_programs(name: str, completion: str, strict: int, relaxed: int, reason:
     assert (score.strict, score.relaxed, score.reason) == (strict, relaxed, reason)
 
 
+@pytest.mark.parametrize(
+    ("name", "completion", "paper", "thoughts"),
+    [
+        ("mbpp", f"I add 1.\n```\ndef inc(x): return x\n```\nNo:\n```python\n{WHOLE}\n```", (0, 0), (1, 1)),
+        ("mbpp", f"```\n{WHOLE}\n```\nOr:\n```\ndef inc(x): return x\n```", (0, 1), (0, 0)),
+        ("mbpp", WHOLE, (1, 1), (1, 1)),  # no block
+        ("humaneval", f"Think: x + 1.\n```python\n{WHOLE}\n```\nDone.", (0, 1), (1, 1)),
+        ("instructhumaneval", f"Think.\n```python\nimport re\n\n{WHOLE}\n```", (0, 1), (1, 1)),
+        ("instructhumaneval", f"Think.\n```python\n{BODY}```", (0, 1), (1, 1)),
+    ],
+)
+def test_a_program_after_thoughts_is_the_last_block(
+    name: str, completion: str, paper: tuple[int, int], thoughts: tuple[int, int]
+) -> None:
+    for prompts, wanted in (("paper", paper), ("thoughts", thoughts), ("reasoning", thoughts)):
+        [score] = find_task(name).grade([problem(name)], [completion], run=run, prompts=prompts)
+        assert (score.strict, score.relaxed) == wanted
+
+
 def test_a_candidate_comes_with_its_tests_and_once() -> None:
     seen: list[Submission] = []
 

@@ -158,8 +158,37 @@ def test_thoughts_are_shown_or_asked_for(tmp_path: Path) -> None:
     assert message["content"].startswith("Goal:\nEat soup. 100\nOptions:\nA. Use a fork.\nB. Use a spoon.\n\nThink")
     with pytest.raises(InputError, match=r"piqa has no examples with thoughts: give 0 shots"):
         find_task("piqa").load(split_rows(tmp_path, "piqa"), prompts="thoughts", shots=5)
-    with pytest.raises(InputError, match=r"mbpp has no prompts with thoughts"):
-        find_task("mbpp").load(split_rows(tmp_path, "mbpp"), prompts="thoughts")
+
+
+CODE_REQUEST = (
+    "\nThink step by step. Then end with the whole program in one block that begins with ```python and ends with ```."
+)
+ASKED = {  # with prompts "reasoning", and for code also with "thoughts"
+    "gsm8k": '1 + 1? 100\nThink step by step. Then end with "#### " and the number.',
+    "math": "$1 + 1$? 100\nThink step by step. Then put the final answer in \\boxed{}.",
+    "mbpp": f'"""\nAdd one. 100\nassert inc(1) == 2\n"""{CODE_REQUEST}',
+    "humaneval": f"Complete this program:\n```python\n{QUESTIONS['humaneval'][:-1]}0```{CODE_REQUEST}",
+    "instructhumaneval": f"Write inc. 0{CODE_REQUEST}",
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_thoughts_are_asked_for_without_examples(name: str, tmp_path: Path) -> None:
+    """For programs because no data set has examples with thoughts, and for models that think at length everywhere."""
+    task = find_task(name)
+    for prompts in ("thoughts", "reasoning") if task.kind == "code" else ("reasoning",):
+        first, *others = task.load(split_rows(tmp_path, name), prompts=prompts)
+        assert first.messages == ({"role": "user", "content": ASKED[name]},)
+        assert len(others) == (8 if "humaneval" in name else 2)  # no row is an example
+    assert "Think step by step" not in task.load(split_rows(tmp_path, name))[0].messages[-1]["content"]
+
+
+def test_thoughts_of_thousands_of_tokens_are_sampled() -> None:
+    for task in PAPER:
+        sampling = task.sampling_for("reasoning")
+        assert (sampling.max_new_tokens, sampling.temperature, sampling.top_p) == (4096, 0.6, 0.95)
+        assert task.sampling_for("thoughts").max_new_tokens == (1024 if task.kind == "code" else 512)
+        assert task.sampling.top_p is None  # as configured
 
 
 # --- lengths ---
@@ -274,7 +303,7 @@ def test_the_hub_is_asked_for_the_paper_s_split(monkeypatch: pytest.MonkeyPatch)
 
 def test_sizes_are_those_of_the_data_sets() -> None:
     sizes = [task.size for task in PAPER]
-    assert sizes == [1319, None, 159, 500, 14042, 12032, 1838, 2376, 1172]
+    assert sizes == [1319, None, 159, None, 14042, 12032, 1838, 2376, 1172]
     for task in PAPER:
         examples = task.shots if task.split == task.shot_split else 0
         assert task.size is None or task.size == task.rows[task.split] - examples

@@ -23,10 +23,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from l2d_jax.data.chat_template import render_template
 from l2d_jax.evaluation.plan import choose_run
 from l2d_jax.evaluation.sandbox.grade import unavailable
 from l2d_jax.evaluation.tasks.problem import Problem
 from l2d_jax.evaluation.tasks.task import find_task
+from l2d_jax.weights.tokenizer_files import BASE_LLAMA
 
 RELEASE, ROWS = os.environ.get("L2D_RELEASE"), os.environ.get("L2D_TASK_ROWS")
 pytestmark = pytest.mark.skipif(not (RELEASE and ROWS), reason="L2D_RELEASE and L2D_TASK_ROWS name no folders")
@@ -172,6 +174,19 @@ def test_prompts_are_those_of_the_release(release: Release, task: str, split: st
     ours = [json.dumps(list(problem.messages)) for problem in load(task, split, tmp_path)]
     assert set(ours) <= set(theirs)
     print(f"\n{task}/{split}: {len(ours)} prompts equal, of {len(rows)} rows; the release asks {len(theirs)}")
+
+
+def test_the_format_for_base_models_is_that_of_the_release(release: Release) -> None:
+    theirs = release.tasks.templates.template_type2template["base_llama"]
+    draw = random.Random(0)
+    for count in range(1, 24, 2):
+        contents = draw.choices(["a", "  b\n", "\n{{ x }}", "\u00e9\n\n#### 5", " "], k=count)
+        messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+        variables = {"messages": messages, "add_generation_prompt": True, "eos_token": "<end>"}
+        prompt = render_template(theirs, variables)
+        assert render_template(BASE_LLAMA, variables) == prompt
+        messages.append({"role": "assistant", "content": "4"})
+        assert render_template(BASE_LLAMA, variables | {"add_generation_prompt": False}) == f"{prompt}4<end>"
 
 
 def made_up(problem: Problem, draw: random.Random) -> str:

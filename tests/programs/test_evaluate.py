@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,15 +10,19 @@ import pytest
 
 from l2d_jax import evaluate, loading, sweep
 from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.decoding import batching
 from l2d_jax.decoding.refinement.solver import AMPLE
 from l2d_jax.errors import InputError
+from l2d_jax.evaluation import runner
 from l2d_jax.evaluation.sandbox import grade
+from l2d_jax.evaluation.tasks.problem import Prompts
+from l2d_jax.evaluation.tasks.task import answer_part
 from l2d_jax.loading import load
 from l2d_jax.programs import evaluate as program
 from l2d_jax.training import manifest
 from l2d_jax.training.checkpoint import Checkpoints
 from l2d_jax.weights import model_folder
-from tests.support.programs import TINY, call, config, open_base, write_base, write_model, write_tasks
+from tests.support.programs import TINY, call, config, open_base, remove_template, write_base, write_model, write_tasks
 
 REMEDY = "check the weights, or use float32"
 
@@ -82,6 +87,13 @@ def test_a_task_samples_as_it_does_where_nothing_is_asked(recorded):
     found = recorded()
     assert (found["temperature"], found["max_new_tokens"], found["budget"]) == (1.0, 256, 15)
     assert found["out"] == "gsm8k: 8 problems, 0 dropped for their length\n"
+
+
+def test_a_model_that_thinks_at_length_is_sampled_and_judged_by_what_follows(recorded, tmp_path):
+    found = recorded("--prompts", "reasoning", "--shots", 0, "--max_new_tokens", 99)
+    assert (found["temperature"], found["top_p"], found["max_new_tokens"]) == (0.6, 0.95, 99)
+    asking = json.loads((tmp_path / "out/gsm8k/x/results.json").read_text())["run"]["asking"]
+    assert (asking["prompts"], asking["tagged"], asking["samples"]) == ("reasoning", True, 1)
 
 
 def test_an_adaptive_solver_has_an_ample_budget_unless_one_is_named(recorded):
@@ -271,16 +283,59 @@ def test_the_likeliest_letter(run, model, tmp_path):
         assert line["samples"][0]["text"] == max("ABCD", key=lambda letter: logits[ord(letter)])
     figures = json.loads((tmp_path / "mmlu/midpoint-1-likelihood/results.json").read_text())
     assert figures["strict"]["subjects"].keys() == {"signs", "sums"}
+    reasons = "the paper has 13666, which is not compared: --shots 1, another tokenizer"
+    assert figures["counts"] == {"problems": 6, "too long": 0, "paper": 13666, "comparison": reasons}
+
+
+def test_the_command_line_knows_all_prompts():
+    [action] = [action for action in evaluate.make_parser()._actions if action.dest == "prompts"]
+    assert tuple(action.choices) == get_args(Prompts)
+
+
+@pytest.mark.parametrize("prompt", ["", "<|assistant|><think>\n", "<think> so"])
+def test_a_thought_that_the_prompt_opens_and_nothing_closes_is_no_answer(prompt):
+    opened = runner.thought_opened(prompt)
+    assert opened == ("<think>" if prompt.endswith("\n") else "")
+    assert answer_part(f"{opened}#### 2") == ("" if opened else "#### 2")
+    assert answer_part(f"{opened}hm</think>#### 2") == "#### 2"
 
 
 @pytest.mark.slow
-def test_programs_are_run_in_isolation(run, tmp_path):
-    outcome = run(tmp_path, "--budget", 1, "--limit", 1, "--samples", 1, "--allow_code_execution", tasks="mbpp")
+def test_a_base_model_is_evaluated_though_it_has_no_chat_template(data, tmp_path, monkeypatch):
+    """It is asked with the release's template for base models, and stops before it asks the next question itself."""
+    base, stops = write_base(tmp_path / "base"), []
+
+    def complete(*arguments, **options):
+        stops.append(options["stops"])
+        return batching.complete(*arguments, **options)
+
+    monkeypatch.setattr(runner, "complete", complete)
+    remove_template(base)
+    words = ["--model", base, "--dtype", "float32", "--tasks", "gsm8k", "--data_dir", data, "--out", tmp_path / "out"]
+    words += ["--shots", 1, "--max_new_tokens", 12, "--limit", 2, "--budget", 1]
+    assert "('base_llama' for a base model)" in call(evaluate.main, *words).error
+    outcome = call(evaluate.main, *words, "--chat_template", "base_llama")
+    assert outcome.status == 0, outcome.err
+    assert stops == [["### Question ###"]]
+    for line in lines(tmp_path / "out/gsm8k/euler-1").values():
+        assert line["prompt"].startswith("### Question ###\n")
+        assert line["prompt"].endswith("\n### Answer ###\n")
+        assert line["prompt"].count("### Answer ###\n") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("prompts", "shots", "folder"), [("paper", 1, "midpoint-1"), ("thoughts", 0, "midpoint-1-thoughts")]
+)
+def test_programs_are_run_in_isolation(run, tmp_path, prompts, shots, folder):
+    words = ["--budget", 1, "--limit", 1, "--samples", 1, "--prompts", prompts, "--shots", shots]
+    outcome = run(tmp_path, *words, "--allow_code_execution", tasks="mbpp")
     if grade.unavailable():
         assert outcome.error == grade.unavailable()
         return
     assert outcome.status == 0, outcome.err
-    [line] = lines(tmp_path / "mbpp/midpoint-1").values()
+    [line] = lines(tmp_path / "mbpp" / folder).values()
+    assert ("Think step by step" in line["prompt"]) == (prompts == "thoughts")
     assert line["samples"][0]["strict"] == 0
     assert line["samples"][0]["reason"]
 

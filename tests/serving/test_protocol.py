@@ -178,7 +178,7 @@ def test_what_is_kept_of_a_request_is_small(protocol):
 def test_an_echo_takes_one_of_few_numbers_of_draws(protocol):
     for draws in (1, 3):
         scored = {"prompt": "ab", "echo": True, "logprobs": 1, "budget": 3, "draws": draws}
-        assert "takes the mean over (2, 4, 8, 16, 32, 64) draws" in refusal(protocol, is_chat=False, **scored)
+        assert "take the mean over 2, 4, 8, 16, 32, 64 noise samples" in refusal(protocol, is_chat=False, **scored)
     asked = read(protocol, is_chat=False, prompt=["ab", [99]], echo=True, logprobs=1, max_tokens=0, n=2)
     assert [echo.text for echo in asked.echoes] == ["ab", "c"]
     assert (len(asked.answers), len(asked.scoring), asked.is_answered) == (4, 2, False)

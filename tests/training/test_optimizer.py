@@ -26,6 +26,33 @@ def test_the_schedule_rises_and_falls_linearly() -> None:
         np.testing.assert_allclose(rate(step), wanted, rtol=1e-4, err_msg=str(step))
 
 
+def test_the_release_rises_with_the_logarithm() -> None:
+    """Numbers by hand from DeepSpeed's `WarmupDecayLR`, whose step n has the rate of its iteration n - 1."""
+    config = OptimConfig(peak_rate=1e-4, final_rate=1e-6, warmup_steps=100, warmup="logarithmic")
+    rate = schedule(config, 1100)
+    for step, wanted in [
+        (0, 1e-6),  # the final rate
+        (1, 1e-6),  # log(1) = 0
+        (2, 1e-6 + 99e-6 * 0.1505149978),  # log(2) / log(100)
+        (10, 1e-6 + 99e-6 * 0.5),
+        (100, 1e-4),
+        (101, 1e-4),
+        (601, 1e-6 + 99e-6 * 0.5),
+        (1099, 1e-6 + 99e-6 * 0.002),  # not the final rate
+    ]:
+        np.testing.assert_allclose(rate(step), wanted, rtol=1e-5, err_msg=str(step))
+        np.testing.assert_allclose(jax.jit(rate)(jnp.int32(step)), wanted, rtol=1e-5, err_msg=str(step))
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(0, 10), (100, 10), (100, 3), (1, 2), (100, 1)])
+def test_short_runs_have_the_releases_rates_too(warmup: int, steps: int) -> None:
+    config = OptimConfig(peak_rate=1e-3, final_rate=1e-5, warmup_steps=warmup, warmup="logarithmic")
+    rates = jax.vmap(schedule(config, steps))(jnp.arange(steps))
+    assert np.isfinite(rates).all()
+    assert float(rates.min()) > 1e-5 - 1e-9
+    np.testing.assert_allclose(rates.max(), 1e-3 if steps > 2 else 1e-5, rtol=1e-6)
+
+
 @pytest.mark.parametrize(("warmup", "steps"), [(0, 10), (100, 10), (100, 1), (1, 2), (10, 11)])
 def test_short_runs_have_rates_too(warmup: int, steps: int) -> None:
     rates = jax.vmap(schedule(OptimConfig(peak_rate=1e-3, final_rate=1e-5, warmup_steps=warmup), steps))(

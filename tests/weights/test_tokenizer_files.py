@@ -5,13 +5,13 @@ import json
 import pytest
 
 from l2d_jax.config.schema import ModelConfig
-from l2d_jax.data.tokenizer import CHATML, byte_tokenizer, prompt_ids
+from l2d_jax.data.tokenizer import CHATML, byte_tokenizer, next_question, prompt_ids, turn_texts
 from l2d_jax.errors import InputError
 from l2d_jax.weights import base_model
 from l2d_jax.weights.export import copy_texts
 from l2d_jax.weights.locate import BaseAndAdapters
 from l2d_jax.weights.tokenizer_files import read_chat_template, write_tokenizer
-from tests.support.programs import remove_tokenizer, write_base
+from tests.support.programs import remove_template, remove_tokenizer, write_base
 
 OTHER = CHATML.replace("<|im_end|>", "<|pad|>")
 NAMED = {"default": OTHER, "tool_use": "{{ tools }}" + OTHER}
@@ -124,3 +124,25 @@ def test_a_copy_takes_the_place_of_what_was_there(tmp_path, base):
     write_tokenizer(tmp_path / "out", tokenizer)
     assert read_chat_template(str(tmp_path / "out")) == "a\r\nb"
     assert not list((tmp_path / "out").rglob("*.jinja"))
+
+
+ROUNDS = [("user", "1 + 1?"), ("assistant", "2"), ("user", "2 + 2?"), ("assistant", "4")]
+CHAT = [{"role": role, "content": content} for role, content in ROUNDS]
+ASKED = "### Question ###\n1 + 1?\n### Answer ###\n2\n### Question ###\n2 + 2?\n### Answer ###\n"
+
+
+def test_the_releases_template_for_base_models(base):
+    """Written by hand after its `base_llama`: no special token but the one that ends the answer that is learnt."""
+    remove_template(base)
+    tokenizer = found(base, chat_template="base_llama").tokenizer
+    assert tokenizer.decode(prompt_ids(CHAT[:3], tokenizer)) == ASKED
+    assert turn_texts(CHAT, tokenizer)[1] == (ASKED, "4<|im_end|>")
+    assert turn_texts([{"role": "system", "content": "x"}, *CHAT], tokenizer)[1] == (ASKED, "4<|im_end|>")
+    opened = [*CHAT[:3], {"role": "assistant", "content": "It is "}]
+    assert tokenizer.decode(prompt_ids(opened, tokenizer)) == f"{ASKED}It is"
+    assert next_question(tokenizer) == "### Question ###"
+    assert found(base, chat_template="base_llama").stop_ids == (258,)
+
+
+def test_special_tokens_end_the_answers_of_other_templates():
+    assert next_question(byte_tokenizer()) == ""

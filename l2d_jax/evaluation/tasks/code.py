@@ -9,6 +9,9 @@ MBPP shows one of the tests:
     user       '''\nWrite a function to add two numbers.\nassert add(1, 2) == 3\n'''\n  (with double quotes)
     assistant  def add(a, b):\n    return a + b
 
+With thoughts, the question asks for them and for the whole program in a block of code at the end, without examples: the
+data sets have none with thoughts. The program is then taken from the last block.
+
 The strict program is, for HumanEval, the prompt and the completion unchanged, and for MBPP the completion alone. The
 relaxed program also accepts a fenced block or a whole function, and drops text after the body. HumanEval's examples are
 the first five rows of its only split, test, so 159 of its 164 problems are scored (Chen et al., 2021; Austin et al.,
@@ -26,6 +29,11 @@ CONTINUES = re.compile(r"\s|def |class |import |from |@|#|[)\]}]|$")  # matches 
 IMPORT = re.compile(r"^(?:import|from) [^\r\n]*", flags=re.MULTILINE)
 
 
+REQUEST = (
+    "\nThink step by step. Then end with the whole program in one block that begins with ```python and ends with ```."
+)
+
+
 def fenced(completion: str) -> str:
     r"""The first fenced block of code, or the whole completion if there is none.
 
@@ -36,15 +44,26 @@ def fenced(completion: str) -> str:
     return found[1] if found else completion
 
 
+def last_fenced(completion: str) -> str:
+    r"""The last fenced block of code, or the whole completion if there is none.
+
+    >>> last_fenced("First:\n```\nx = 1\n```\nBetter:\n```python\nx = 2\n```")
+    'x = 2'
+    """
+    return (FENCE.findall(completion) or [completion])[-1]
+
+
 def _word_humaneval(row: Row) -> Item:
     prompt, name = text_of(row, "prompt"), text_of(row, "entry_point")
     tests = f"{text_of(row, 'test')}\ncheck({name})"
     reference = (tests, (name,), prompt)  # three problems' tests call helpers that the prompt defines
-    return Item(prompt, text_of(row, "canonical_solution"), reference, id=text_of(row, "task_id"))
+    item = Item(prompt, text_of(row, "canonical_solution"), reference, id=text_of(row, "task_id"))
+    return item._replace(request=f"Complete this program:\n```python\n{prompt}```{REQUEST}")
 
 
 def _word_instruct_humaneval(row: Row) -> Item:
-    return _word_humaneval(row)._replace(question=text_of(row, "instruction"), opening=text_of(row, "context"))
+    question, opening = text_of(row, "instruction"), text_of(row, "context")
+    return _word_humaneval(row)._replace(question=question, opening=opening, request=f"{question}{REQUEST}")
 
 
 def _candidates(problem: Problem, completion: str) -> tuple[str, str]:
@@ -63,7 +82,7 @@ def _word_mbpp(row: Row) -> Item:
     question = f'"""\n{text_of(row, "text")}\n{tests[0]}\n"""\n'
     # The release omits `test_setup_code`. Its tests see the candidate's imports; ours see those of the right answer.
     reference = ("\n".join(tests), _names(code, tests), "\n".join(IMPORT.findall(code)))
-    return Item(question, code, reference, id=f"MBPP/{row['task_id']}")
+    return Item(question, code, reference, request=f"{question.strip()}{REQUEST}", id=f"MBPP/{row['task_id']}")
 
 
 def _names(code: str, tests: list[str]) -> tuple[str, ...]:

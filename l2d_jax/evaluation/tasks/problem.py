@@ -7,7 +7,8 @@ from l2d_jax.errors import require
 from l2d_jax.evaluation.sandbox.submission import Submission, Verdict
 
 Row = Mapping[str, Any]
-Prompts = Literal["paper", "thoughts"]  # few-shot as in the paper; or examples with (or a request for) thoughts
+# few-shot as in the paper; examples with (or a request for) thoughts; a request alone, for models that think at length
+Prompts = Literal["paper", "thoughts", "reasoning"]
 
 
 class Item(NamedTuple):
@@ -65,6 +66,7 @@ class TaskSampling(NamedTuple):
     temperature: float = 1.0  # for sampling a token; 0: arg max
     velocity_temperature: float = 0.0  # for sampling the velocity's target within the diffusion
     anneal: bool = False  # let the velocity's temperature fall linearly to 0
+    top_p: float | None = None  # sample from the likeliest tokens that reach this probability; None: as configured
 
 
 def text_of(row: Row, column: str) -> str:

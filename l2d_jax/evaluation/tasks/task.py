@@ -29,7 +29,10 @@ from l2d_jax.evaluation.tasks.problem import EncodedProblem, Item, Problem, Prom
 from l2d_jax.files import package_table
 
 MAX_LENGTH = 2048  # tokens of a prompt and its right answer together: the release's max_seq_len
-GREEDY = TaskSampling(max_new_tokens=512, temperature=0.0)  # for prompts with thoughts; the length is our choice
+# For prompts with thoughts; the lengths are our choice. The temperature and top-p are those of R1's model card.
+GREEDY = TaskSampling(max_new_tokens=512, temperature=0.0)
+GREEDY_CODE = GREEDY._replace(max_new_tokens=1024)
+REASONING = TaskSampling(max_new_tokens=4096, temperature=0.6, top_p=0.95)
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,10 @@ class Task:
     is_spaced: bool = False  # whether examples are evenly spaced in their split, instead of its first rows
     by_subject: bool = False  # whether examples have the question's subject
     thought_shots: int = 0  # examples with prompts "thoughts"; 0: the question asks for thoughts instead
+    request: str = ""  # follows the question with prompts "reasoning", for a task whose questions have no `request`
     sampling: TaskSampling = field(default_factory=TaskSampling)
     counts_all: bool = True  # whether every row of the paper's split is a problem or an example
+    papers: int | None = None  # the paper's number of problems after all filters; None: not known
 
     @property
     def kind(self) -> Literal["generate", "code"]:
@@ -69,7 +74,8 @@ class Task:
 
     def sampling_for(self, prompts: Prompts = "paper") -> TaskSampling:
         """How completions of these prompts are sampled."""
-        return self.sampling if prompts == "paper" else GREEDY
+        greedy = GREEDY_CODE if self.kind == "code" else GREEDY
+        return {"paper": self.sampling, "thoughts": greedy, "reasoning": REASONING}[prompts]
 
     def load(
         self,
@@ -86,13 +92,11 @@ class Task:
         release counts neither. Rows come from `<data_dir>/<name>/<split>.jsonl` or `.parquet`, or from the hub.
         Raises `InputError` for missing or malformed data, and for an option that does not fit the task.
         """
-        fits = prompts == "paper" or self.kind != "code"
-        require(fits, f"{self.name} has no prompts with thoughts, for its completions are run: use 'paper'")
         for option, value, least in (("limit", limit, 1), ("shots", shots, 0)):
             fits = value is None or value >= least
             require(fits, f"{option} of {self.name} must be at least {least}, got {value}")
         split = split or self.split
-        usual = self.shots if prompts == "paper" else self.thought_shots
+        usual = {"paper": self.shots, "thoughts": self.thought_shots, "reasoning": 0}[prompts]
         folder = None if data_dir is None else Path(data_dir, self.name)
         groups = self._examples(folder, usual if shots is None else shots)
         problems = []
@@ -116,15 +120,23 @@ class Task:
         require(self.size is None or len(problems) == self.size, f"{problem}: {remedy}")
 
     def grade(
-        self, problems: Sequence[Problem], completions: Sequence[str], *, run: Run | None = None, tagged: bool = False
+        self,
+        problems: Sequence[Problem],
+        completions: Sequence[str],
+        *,
+        run: Run | None = None,
+        tagged: bool = False,
+        prompts: Prompts = "paper",
     ) -> list[Score]:
         """Score one completion per problem. An empty one, or one with invalid unicode (lone surrogates), scores 0.
 
-        If `tagged`, only the text between `<answer>` tags or after `</think>` counts. Code tasks need `run`, which runs
-        programs; without it they raise `InputError`.
+        If `tagged`, only the text between `<answer>` tags or after `</think>` counts. After prompts with thoughts, a
+        program is the last block of code. Code tasks need `run`, which runs programs; without it they raise
+        `InputError`.
         """
         assert len(problems) == len(completions)
         texts = [answer_part(completion) if tagged else completion for completion in completions]
+        texts = [code.last_fenced(text) for text in texts] if self.kind == "code" and prompts != "paper" else texts
         faults = list(map(_fault, texts))
         rest = [(problem, text) for problem, text, fault in zip(problems, texts, faults, strict=True) if not fault]
         found: Iterator[Score]
@@ -181,8 +193,12 @@ class Task:
             if answer is None:
                 raise InputError(f"{self.name} has no examples with thoughts: give 0 shots, or use the prompts 'paper'")
             messages += [("user", example.question), ("assistant", answer)]
-        request = item.request if prompts == "thoughts" and not before else None
-        messages += [("user", request or item.question), *([("assistant", item.opening)] if item.opening else [])]
+        question = item.question
+        if prompts != "paper" and not before:
+            question = item.request or question + (self.request if prompts == "reasoning" else "")
+        messages.append(("user", question))
+        if item.opening and prompts == "paper":
+            messages.append(("assistant", item.opening))
         prompt = tuple({"role": role, "content": content} for role, content in messages)
         category = item.category or self.category
         return Problem(item.id or name, prompt, item.answer, item.reference, category, item.subject, item.options)
