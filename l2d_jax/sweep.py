@@ -24,7 +24,8 @@ def make_parser() -> command_line.Parser:
 def main() -> None:
     """Parse the command line, evaluate, trace right answers, and report."""
     options, config = parse_arguments(make_parser())
-    if "budget" not in override_names(options.overrides, "decode"):
+    require(not options.tune, "--tune chooses one value, and a sweep compares several: use evaluate")
+    if "budget" not in override_names(options.overrides, "decode") and options.total_budget is None:
         options.budget = options.budget or BUDGETS
     is_varied = options.strengths is None or options.label is not None
     require(is_varied, "--strengths are of the guidance by a class: give a --label, or leave them out")

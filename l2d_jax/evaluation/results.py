@@ -71,6 +71,11 @@ _Costs = TypedDict(  # earlier versions did not count; None: no token was genera
 )
 
 
+class _Tuning(TypedDict):
+    chosen: dict[str, dict[str, float]]  # by category
+    runs: list[dict[str, float | str]]
+
+
 class _Figures(_Costs):
     """The part of `results.json` that reports read."""
 
@@ -111,10 +116,12 @@ class Results:
         """Open or create the folder; raises `InputError` if it has another evaluation, or cannot be written."""
         self.folder = folder
         self.run: dict[str, Any] = json.loads(json.dumps(run))
+        self.tuning: dict[str, Any] | None = None  # options chosen on held-out problems, and the scores there
         with explained(f"cannot write to {folder}", "choose another --out"):
             folder.mkdir(parents=True, exist_ok=True)
             if (folder / RESULTS).exists():
                 self._refuse_other()
+                self.tuning = self._read_tuning()
             else:
                 write_whole(folder / RESULTS, json.dumps({"run": self.run}, indent=2) + "\n")
             kept = read_lines(folder / SAMPLES, (_Sample,), _repeated)
@@ -129,12 +136,27 @@ class Results:
         mirror.publish(self.folder)
         self.samples |= {line["id"]: dict(line) for line in lines}
 
+    def record_tuning(self, tuning: Mapping[str, Any]) -> None:
+        """Write the options that were chosen on held-out problems, so that a continued evaluation keeps them."""
+        self.tuning = dict(tuning)
+        write_whole(self.folder / RESULTS, json.dumps({"run": self.run, "tuning": self.tuning}, indent=2) + "\n")
+        mirror.publish(self.folder)
+
     def finish(self, speed: Mapping[str, Any]) -> dict[str, Any]:
         """Write and return the figures; `speed` covers the problems that this process answered."""
-        figures = {"run": self.run, **summarise(self.samples), "speed": dict(speed)}
+        tuning = {} if self.tuning is None else {"tuning": self.tuning}
+        figures = {"run": self.run, **tuning, **summarise(self.samples), "speed": dict(speed)}
         write_whole(self.folder / RESULTS, json.dumps(figures, indent=2) + "\n")
         mirror.publish(self.folder)
         return figures
+
+    def _read_tuning(self) -> dict[str, Any] | None:
+        """The recorded choice, or None; raises `InputError` if it is damaged."""
+        file = self.folder / RESULTS
+        if (tuning := read_json(file).get("tuning")) is None:
+            return None
+        check(tuning, _Tuning, f"tuning of {file}", remedy=f"give another --name, or remove {self.folder}")
+        return dict(tuning)
 
     def _refuse_other(self) -> None:
         """Raise `InputError` if `results.json` has other settings, or is damaged: only this file records them."""

@@ -102,10 +102,13 @@ def draw_budgets(evaluations: Sequence[Evaluation], file: Path) -> bool:
 
 
 def draw_guidance(evaluations: Sequence[Evaluation], file: Path) -> bool:
-    """Draw accuracy against guidance strength; False if no task was evaluated at two strengths."""
+    """Draw accuracy against guidance strength; False if no task was evaluated at two strengths.
+
+    Evaluations by search, and those that chose options on held-out problems, are not points of these lines.
+    """
     series: Series = {}
     for one in evaluations:
-        if one.run["asking"]["label"] is not None:
+        if one.run["asking"]["label"] is not None and one.run.keys().isdisjoint(("search", "tune")):
             series.setdefault(one.task, {})[one.run["decode"]["guidance"]] = one
     return _draw_lines(series, ["strict"], "strength of guidance", file, is_even=False)
 
