@@ -68,9 +68,10 @@ def open_session(
         prompts = plan.prompts
         check_prompts(prompts, base.architecture, new_tokens=plan.settings.max_new_tokens)
         longest = max(map(len, prompts)) - common_prefix(prompts)
-        size, remedy = plan.protocol.batch_size, "--batch_size or --max_new_tokens"
-        check_decoding_memory(llm, found.path_config, plan.settings, rows=size, longest=longest, remedy=remedy)
-        if plan.search is not None:
+        if plan.search is None:
+            size, remedy = plan.protocol.batch_size, "--batch_size or --max_new_tokens"
+            check_decoding_memory(llm, found.path_config, plan.settings, rows=size, longest=longest, remedy=remedy)
+        else:
             sizes = {"longest": longest, "lanes": plan.lanes, "searches": len(plan.problems) * plan.protocol.samples}
             check_search(plan.settings, plan.search, llm, found.path_config, **sizes)
     labels = {label_of(one.problem, plan.protocol) for plan in plans for one in plan.problems}

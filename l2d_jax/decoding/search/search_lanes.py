@@ -119,7 +119,8 @@ class SearchLanes:
         lanes, state = len(self._answers), self._beams.state
         done, broken = (processes.gather_array(column).reshape(lanes, -1) for column in (state.done, state.broken))
         is_broken = broken.any(axis=1)
-        is_ended = [answer is not None for answer in self._answers] & (done.all(axis=1) | is_broken)
+        is_live = np.array([answer is not None for answer in self._answers])
+        is_ended = is_live & (done.all(axis=1) | is_broken)
         return self._read_beams(is_ended, is_broken, scoring) if is_ended.any() else []
 
     def _read_beams(self, is_ended: np.ndarray, is_broken: np.ndarray, scoring: Scoring) -> list[EndedSearch]:
