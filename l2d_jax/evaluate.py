@@ -29,6 +29,7 @@ def make_parser() -> command_line.Parser:
     """The options of the program."""
     parser = command_line.Parser("evaluate", description=__doc__)
     add_arguments(parser)
+    add_tuning(parser)
     return parser
 
 
@@ -97,7 +98,11 @@ def add_arguments(parser: command_line.Parser) -> None:
     decoding.add_argument("--draws", type="SeveralDraws", help=draws)
     decoding.add_argument("--batch_size", type="Rows", default=16, help="sequences at a time, over all devices")
     decoding.add_argument("--seed", type="Seed", default=0, help="seed of the noise and of the sampled tokens")
-    command_line.add_search(parser, temperature="the temperature of the task")
+    command_line.add_search(parser, temperature="--temperature or that of the task")
+
+
+def add_tuning(parser: command_line.Parser) -> None:
+    """Add the options that choose others on held-out problems."""
     tuning = parser.add_argument_group("options chosen on held-out problems")
     names = ", ".join(f"--{name}" for name in TUNED_OPTIONS)
     tuning.add_argument(
@@ -106,8 +111,8 @@ def add_arguments(parser: command_line.Parser) -> None:
         choices=["guidance", "search"],
         help=f"choose the guidance, or {names}, for each category, by the strict score on held-out problems",
     )
-    problems = f"held-out problems of each category, evenly spaced; None: {TUNED_PROBLEMS}"
-    tuning.add_argument("--tune_problems", type="Count", help=problems)
+    count = f"held-out problems of each category, evenly spaced; None: {TUNED_PROBLEMS}"
+    tuning.add_argument("--tune_problems", type="Count", help=count)
 
 
 def parse_arguments(parser: command_line.Parser) -> tuple[argparse.Namespace, Config | None]:

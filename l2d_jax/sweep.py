@@ -18,13 +18,13 @@ def make_parser() -> command_line.Parser:
     parser = command_line.Parser("sweep", description=__doc__)
     parser.add_argument("--strengths", type="Strength", nargs="+", help=f"strengths of guidance (default: {STRENGTHS})")
     add_arguments(parser)
+    parser.set_defaults(tune=None, tune_problems=None)  # a sweep compares values, and chooses none
     return parser
 
 
 def main() -> None:
     """Parse the command line, evaluate, trace right answers, and report."""
     options, config = parse_arguments(make_parser())
-    require(not options.tune, "--tune chooses one value, and a sweep compares several: use evaluate")
     if "budget" not in override_names(options.overrides, "decode") and options.total_budget is None:
         options.budget = options.budget or BUDGETS
     is_varied = options.strengths is None or options.label is not None

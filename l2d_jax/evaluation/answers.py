@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from l2d_jax.data.tokenizer import text_ids
+from l2d_jax.data.tokenizer import require_tokenizer, text_ids
 from l2d_jax.decoding.batching import common_prefix, complete, plan_batches
 from l2d_jax.decoding.generation import broken_logits
 from l2d_jax.decoding.likelihood import rank
@@ -66,11 +66,11 @@ def _prefix(plan: TaskPlan) -> int:
 
 def _rank_letters(loaded: LoadedModel, encoded: Mapping[int, EncodedProblem], plan: TaskPlan) -> Iterator[Answers]:
     """Yield the letter whose first token is most likely for each problem."""
-    protocol, prompts = plan.protocol, plan_prompts(encoded, plan)
+    protocol, prompts, words = plan.protocol, plan_prompts(encoded, plan), require_tokenizer(loaded.tokenizer)
     letters, broken = [one.problem.options for one in encoded.values()], list[int]()
     for batch, rows in plan_batches([len(prompt.ids) for prompt in prompts], protocol.batch_size):
         ranked = Request([prompts[row] for row in rows], plan.settings, protocol.seed)
-        tokens = [[ids[0] for ids in text_ids(letters[row], loaded.tokenizer)] for row in rows]
+        tokens = [[ids[0] for ids in text_ids(letters[row], words)] for row in rows]
         found = dict(zip(rows, rank(loaded.model, ranked, tokens, draws=protocol.draws), strict=True))
         good = [row for row in batch if not np.isnan(found[row]).any()]
         broken += [prompts[row].number for row in batch if row not in good]

@@ -6,7 +6,7 @@ each category of problems. The grids are small, because a few dozen problems tel
 
 import itertools
 from argparse import Namespace
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -28,23 +28,19 @@ STRENGTHS = (1.0, 0.5, 1.5, 2.0, 2.5, 3.0)  # of guidance; the paper's largest i
 SCORINGS = {"length_power": (1.0, 0.5, 0.0), "repetition_penalty": (0.0, 1.0)}
 TEMPERATURES = (0.0, 0.1, 1.0)  # for sampling among the final beams: the same searches serve all of them
 
-Values = Mapping[str, float]
-
 
 class HeldOut(NamedTuple):
     """The problems on which options are chosen."""
 
-    parts: Sequence[Part]  # what is chosen
+    parts: Sequence[Part]  # what is chosen, in this order
     split: str
     problems: Sequence[EncodedProblem]
 
-    def grid(self, part: Part) -> Iterator[dict[str, float]]:
+    def grid(self, part: Part) -> list[dict[str, float]]:
         """The values of the options that a run of the problems can have; the defaults come first."""
         if part == "guidance":
-            yield from ({"guidance": strength} for strength in STRENGTHS)
-            return
-        for values in itertools.product(*SCORINGS.values()):
-            yield dict(zip(SCORINGS, values, strict=True))
+            return [{"guidance": strength} for strength in STRENGTHS]
+        return [dict(zip(SCORINGS, values, strict=True)) for values in itertools.product(*SCORINGS.values())]
 
     def record(self) -> dict[str, Any]:
         """What determines the choice, as JSON."""

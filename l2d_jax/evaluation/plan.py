@@ -67,10 +67,10 @@ class TaskPlan(NamedTuple):
 
     def with_values(self, values: Mapping[str, float]) -> "TaskPlan":
         """The plan with these values of options that were chosen on held-out problems."""
-        guidance = {name: value for name, value in values.items() if name == "guidance"}
+        guidance = values.get("guidance", self.settings.guidance)
         scoring: dict[str, Any] = {name: value for name, value in values.items() if name != "guidance"}
         search = None if self.search is None else dataclasses.replace(self.search, **scoring)
-        return self._replace(settings=dataclasses.replace(self.settings, **guidance), search=search)
+        return self._replace(settings=dataclasses.replace(self.settings, guidance=guidance), search=search)
 
 
 def label_of(problem: Problem, protocol: EvaluationProtocol) -> int | None:
@@ -175,7 +175,7 @@ def make_plans(
             final = 0.0 if search is None else search.final_temperature
             differ = max(settings.temperature, final) > 0 or settings.budget > 1 or protocol.samples == 1
             require(differ, f"{same}: give --samples 1, or a --temperature")
-            parts = [part for part in options.tune or () if part == "search" or settings.budget > 1]
+            parts = sorted({part for part in options.tune or () if part == "search" or settings.budget > 1})
             tuned_on = HeldOut(parts, *held_out) if held_out is not None and parts else None
             plans.append(TaskPlan(task, encoded, hashed, settings, protocol, search, tuned_on))
     return plans

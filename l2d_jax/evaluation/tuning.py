@@ -29,18 +29,19 @@ def tune(loaded: LoadedModel, plan: TaskPlan, grade: Grade) -> dict[str, Any]:
     This is `chosen`, the values by category, and `runs`, the mean strict score of every try, in order. One completion
     of each problem is scored.
     """
-    assert plan.held_out is not None
+    held_out = plan.held_out
+    assert held_out is not None
     plan = plan._replace(protocol=dataclasses.replace(plan.protocol, samples=1))
-    parts, problems = [part for part in ("guidance", "search") if part in plan.held_out.parts], plan.held_out.problems
+    parts, problems = held_out.parts, held_out.problems
     chosen, runs = dict[str, dict[str, float]](), list[dict[str, Any]]()
-    rounds = sum(len(list(plan.held_out.grid(part))) for part in parts)
+    rounds = sum(len(held_out.grid(part)) for part in parts)
     with processes.progress_bar(rounds * len(problems), f"{plan.task.name}, tuning", unit="problem") as shown:
         for category in sorted({one.problem.category for one in problems}):
             some = [one for one in problems if one.problem.category == category]
             values: dict[str, float] = {}
             for part in parts:
                 tried = list[tuple[float, dict[str, float]]]()
-                for candidate in plan.held_out.grid(part):
+                for candidate in held_out.grid(part):
                     tried += _try_values(loaded, plan._replace(problems=some), part, values | candidate, grade)
                     shown.update(len(some))
                 runs += [{"category": category, **tries, "strict": score} for score, tries in tried]
@@ -73,7 +74,7 @@ def _try_values(
     ended = search_plan(loaded, plan_prompts(encoded, tried), tried)
     beams = {number: one.beams for batch in ended for number, [one] in batch.items()}
     for temperature in TEMPERATURES:
-        options = {"seed": plan.protocol.seed, "copy": 0, "temperature": temperature}
+        options: dict[str, Any] = {"seed": plan.protocol.seed, "copy": 0, "temperature": temperature}
         answers = {number: draw_answer(some, number=number, **options).ids for number, some in beams.items()}
         texts = {number: to_text(ids, loaded.tokenizer) for number, ids in answers.items()}
         yield _strict(texts, plan.problems, grade), values | {"final_temperature": temperature}

@@ -85,8 +85,8 @@ def search_prompts(
     require(not restrictions.has_penalties, "a search takes no penalties and no logit_bias: leave them out")
     rule = "the prompts of a search share their settings: use a separate call for other settings"
     require(all(prompt.settings is None for prompt in ordered), rule)
-    taken = {"max_new_tokens": config.max_new_tokens, "temperature": config.temperature}
-    settings = dataclasses.replace(request.settings, **taken)
+    length, temperature = config.max_new_tokens, config.temperature
+    settings = dataclasses.replace(request.settings, max_new_tokens=length, temperature=temperature)
     request = dataclasses.replace(request, prompts=ordered, settings=settings)
     answers = make_answers(request, model.llm.architecture, path)
     opened = SearchLanes(model.reading(refines=settings.budget > 1), request, config, lanes=lanes)
