@@ -149,7 +149,10 @@ def _check_search(options: argparse.Namespace) -> None:
 def _check_tuning(options: argparse.Namespace) -> None:
     """Raise `InputError` for options of `--tune` that have no effect or do not go together."""
     parts = options.tune or ()
-    require(parts or options.tune_problems is None, "--tune_problems is the number of problems for --tune: give it too")
+    require(
+        bool(parts) or options.tune_problems is None,
+        "--tune_problems is the number of problems for --tune: give it too",
+    )
     require("guidance" not in parts or options.label is not None, "--tune guidance needs a class: give --label too")
     require("search" not in parts or options.beams is not None, "--tune search needs a search: give --beams too")
     for name in TUNED_OPTIONS if "search" in parts else ():

@@ -77,21 +77,15 @@ def test_lanes_find_what_each_search_finds_alone():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
-    "settings",
-    [
-        dataclasses.replace(REFINED, budget=1),
-        dataclasses.replace(REFINED, parallel="on", budget=7),
-        dataclasses.replace(REFINED, draws=3, gate=0.5),
-    ],
+    ("seed", "changes", "temperature"),
+    [(1, {"budget": 1}, 1.0), (2, {"parallel": "on", "budget": 7}, 0.0), (3, {"draws": 3, "gate": 0.5}, 1.0)],
     ids=["plain", "parallel", "draws"],
 )
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_random_models(seed, settings, temperature):
+def test_random_models(seed, changes, temperature):
     """Also with prompts of several buckets, so that lanes shrink and grow, and with a group of several prompts."""
-    loaded = make(10 * seed)
-    lengths = np.random.default_rng(seed).integers(1, 90, size=20).tolist()
+    loaded, settings = make(10 * seed), dataclasses.replace(REFINED, **changes)
+    lengths = np.random.default_rng(seed).integers(1, 60, size=20).tolist()
     asked, config = prompts(*lengths, seed=seed), dataclasses.replace(CONFIG, temperature=temperature)
     alone = {one.number: search(loaded, one, settings=settings, config=config) for one in asked}
     for lanes in (2, 17):

@@ -101,7 +101,7 @@ def test_what_is_tuned_is_in_the_name_and_the_record(planned):
         (["--candidates", 2], "--candidates is an option of token search: give --beams too"),
         (["--final_temperature", 1], "--final_temperature is an option of token search: give --beams too"),
         (["--total_budget", 60], "--total_budget is an option of token search: give --beams too"),
-        ([*BEAMS, "--choices", "likelihood"], "--choices likelihood generates no answer that --beams could search"),
+        ([*BEAMS, "--choices", "likelihood"], "--choices likelihood generates no answer, so --beams changes nothing"),
         ([*BEAMS, "--budget", 3, "--total_budget", 9], "--budget is per beam, --total_budget is for all beams"),
         ([*BEAMS, "--total_budget", 2], "a total of 2 evaluations per token is less than one for each of 3 beams"),
         (
