@@ -136,10 +136,8 @@ def _check_search(options: argparse.Namespace) -> None:
         for name in (*SEARCH_OPTIONS, "total_budget"):
             require(getattr(options, name) is None, f"--{name} is an option of token search: give --beams too")
         return
-    is_ranked = options.choices == "likelihood"
-    require(
-        not is_ranked, "--choices likelihood generates no answer, so --beams changes nothing: leave one of them out"
-    )
+    problem = "--choices likelihood generates no answer, so --beams changes nothing"
+    require(options.choices != "likelihood", f"{problem}: leave one of them out")
     both = options.budget is not None and options.total_budget is not None
     require(not both, "--budget is per beam, --total_budget is for all beams: leave one of them out")
     few = f"--batch_size {options.batch_size} does not hold the {options.beams} beams of a search"
@@ -149,10 +147,8 @@ def _check_search(options: argparse.Namespace) -> None:
 def _check_tuning(options: argparse.Namespace) -> None:
     """Raise `InputError` for options of `--tune` that have no effect or do not go together."""
     parts = options.tune or ()
-    require(
-        bool(parts) or options.tune_problems is None,
-        "--tune_problems is the number of problems for --tune: give it too",
-    )
+    is_used = bool(parts) or options.tune_problems is None
+    require(is_used, "--tune_problems is the number of problems for --tune: give both, or neither")
     require("guidance" not in parts or options.label is not None, "--tune guidance needs a class: give --label too")
     require("search" not in parts or options.beams is not None, "--tune search needs a search: give --beams too")
     for name in TUNED_OPTIONS if "search" in parts else ():
