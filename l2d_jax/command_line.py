@@ -82,6 +82,26 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat_template", type=model_name, help=template)
 
 
+def add_search(parser: argparse.ArgumentParser, *, temperature: str, has_total: bool = True) -> None:
+    """Add the options of token search; candidates are sampled at `temperature`, in words.
+
+    `has_total` adds `--total_budget`, for programs that split a budget between beams.
+    """
+    group = parser.add_argument_group("search over tokens, for the best of several answers")
+    group.add_argument("--beams", type="Beams", help="number of beams; each beam costs the whole budget")
+    if has_total:
+        total = "evaluations per token for all beams together, instead of --budget; each beam gets an equal share"
+        group.add_argument("--total_budget", type="Count", nargs="+", help=total)
+    candidates = f"tokens sampled to extend a beam, at {temperature}"
+    group.add_argument("--candidates", type="Count", help=candidates)
+    group.add_argument("--length_power", type="Power", help="a beam's score is divided by its tokens to this power")
+    group.add_argument(
+        "--repetition_penalty", type="Nats", help="nats that a repeated trigram takes from a beam's score"
+    )
+    final = "temperature for sampling the answer among the final beams, in units of the score; 0: the best beam"
+    group.add_argument("--final_temperature", type="Temperature", help=final)
+
+
 def tokenizer_options(options: argparse.Namespace, config: Config | None = None) -> dict[str, Any]:
     """The arguments of `loading.find` and `load` for `--tokenizer` and `--chat_template`.
 

@@ -9,7 +9,15 @@ import argparse
 from l2d_jax import command_line, console
 from l2d_jax.command_line import file_name, folder_or_bucket, model_name
 from l2d_jax.config import config_file, ranges
-from l2d_jax.config.choices import DTYPES, LIKELIHOOD_DRAWS, SOLVER_NAMES, task_names
+from l2d_jax.config.choices import (
+    DTYPES,
+    LIKELIHOOD_DRAWS,
+    SEARCH_OPTIONS,
+    SOLVER_NAMES,
+    TUNED_OPTIONS,
+    TUNED_PROBLEMS,
+    task_names,
+)
 from l2d_jax.config.schema import Config
 from l2d_jax.errors import require
 
@@ -21,6 +29,7 @@ def make_parser() -> command_line.Parser:
     """The options of the program."""
     parser = command_line.Parser("evaluate", description=__doc__)
     add_arguments(parser)
+    add_tuning(parser)
     return parser
 
 
@@ -90,6 +99,21 @@ def add_arguments(parser: command_line.Parser) -> None:
     decoding.add_argument("--draws", type="SeveralDraws", help=draws)
     decoding.add_argument("--batch_size", type="Rows", default=16, help="sequences at a time, over all devices")
     decoding.add_argument("--seed", type="Seed", default=0, help="seed of the noise and of the sampled tokens")
+    command_line.add_search(parser, temperature="--temperature or that of the task")
+
+
+def add_tuning(parser: command_line.Parser) -> None:
+    """Add the options that choose others on held-out problems."""
+    tuning = parser.add_argument_group("options chosen on held-out problems")
+    names = ", ".join(f"--{name}" for name in TUNED_OPTIONS)
+    tuning.add_argument(
+        "--tune",
+        nargs="+",
+        choices=["guidance", "search"],
+        help=f"choose the guidance, or {names}, for each category, by the strict score on held-out problems",
+    )
+    count = f"held-out problems of each category, evenly spaced; None: {TUNED_PROBLEMS}"
+    tuning.add_argument("--tune_problems", type="Count", help=count)
 
 
 def parse_arguments(parser: command_line.Parser) -> tuple[argparse.Namespace, Config | None]:
@@ -102,7 +126,35 @@ def parse_arguments(parser: command_line.Parser) -> tuple[argparse.Namespace, Co
         rule = f"only the sections {' and '.join(SECTIONS)} are read, and with --config {', '.join(OF_MODEL)}"
         require(is_read, f"--config.{name} changes nothing here, {rule}: {remedy}")
     require(bool(options.workdir or options.out), "--model, or a hub id, needs --out DIR, for the results")
+    _check_search(options)
+    _check_tuning(options)
     return options, None if options.config is None else config_file.read_config(options.config, options.overrides)
+
+
+def _check_search(options: argparse.Namespace) -> None:
+    """Raise `InputError` for options of token search that have no effect or do not go together."""
+    if options.beams is None:
+        for name in (*SEARCH_OPTIONS, "total_budget"):
+            require(getattr(options, name) is None, f"--{name} is an option of token search: give --beams too")
+        return
+    problem = "--choices likelihood generates no answer, so --beams changes nothing"
+    require(options.choices != "likelihood", f"{problem}: leave one of them out")
+    both = options.budget is not None and options.total_budget is not None
+    require(not both, "--budget is per beam, --total_budget is for all beams: leave one of them out")
+    few = f"--batch_size {options.batch_size} does not hold the {options.beams} beams of a search"
+    require(options.batch_size >= options.beams, f"{few}: use {options.beams} or more")
+
+
+def _check_tuning(options: argparse.Namespace) -> None:
+    """Raise `InputError` for options of `--tune` that have no effect or do not go together."""
+    parts = options.tune or ()
+    is_used = bool(parts) or options.tune_problems is None
+    require(is_used, "--tune_problems is the number of problems for --tune: give both, or neither")
+    require("guidance" not in parts or options.label is not None, "--tune guidance needs a class: give --label too")
+    require("search" not in parts or options.beams is not None, "--tune search needs a search: give --beams too")
+    for name in TUNED_OPTIONS if "search" in parts else ():
+        rule = f"--tune search chooses --{name}, which is given as well: leave one of them out"
+        require(getattr(options, name) is None, rule)
 
 
 def class_label(text: str) -> int | float | str:

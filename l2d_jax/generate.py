@@ -45,15 +45,7 @@ def make_parser() -> command_line.Parser:
     group.add_argument("--top_p", type="TopP", help="sample from the likeliest tokens with this total probability")
     group.add_argument("--draws", type="Draws", help="noise samples per token; their mean distribution counts")
     group.add_argument("--stop", action="append", default=[], help="a text or a special token that ends an answer")
-    group = parser.add_argument_group("search over tokens, for the best of several answers")
-    group.add_argument("--beams", type="Beams", help="number of beams; each beam costs the whole budget")
-    group.add_argument(
-        "--candidates", type="Count", help="tokens sampled to extend a beam, at --temperature (default: 1)"
-    )
-    group.add_argument("--length_power", type="Power", help="a beam's score is divided by its tokens to this power")
-    group.add_argument(
-        "--repetition_penalty", type="Nats", help="nats that a repeated trigram takes from a beam's score"
-    )
+    command_line.add_search(parser, temperature="--temperature (default: 1)", has_total=False)
     trace = "a new folder for trace.jsonl and trace.html, which show what each token took"
     parser.add_argument("--trace", type=command_line.folder_or_bucket, help=trace)
     return parser

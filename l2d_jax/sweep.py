@@ -23,13 +23,14 @@ def make_parser() -> command_line.Parser:
     parser.add_argument("--ends", type="End", nargs="+", help=ends)
     parser.add_argument("--strengths", type="Strength", nargs="+", help=f"strengths of guidance (default: {STRENGTHS})")
     add_arguments(parser)
+    parser.set_defaults(tune=None, tune_problems=None)  # a sweep compares values, and chooses none
     return parser
 
 
 def main() -> None:
     """Parse the command line, evaluate, trace right answers, and report."""
     options, config = parse_arguments(make_parser())
-    if "budget" not in override_names(options.overrides, "decode"):
+    if "budget" not in override_names(options.overrides, "decode") and options.total_budget is None:
         options.budget = options.budget or BUDGETS
     is_varied = options.strengths is None or options.label is not None
     require(is_varied, "--strengths are of the guidance by a class: give a --label, or leave them out")

@@ -12,7 +12,10 @@ FIXED_SOLVERS = get_args(FixedSolver)
 ADAPTIVE_SOLVERS = get_args(AdaptiveSolver)
 SOLVER_NAMES = (*FIXED_SOLVERS, *ADAPTIVE_SOLVERS)
 DTYPES = ("float32", "bfloat16", "int8")  # of weights and products, where a command line names one
-SEARCH_OPTIONS = ("candidates", "length_power", "repetition_penalty")  # options of `generate` that need --beams
+# options of token search that need --beams
+SEARCH_OPTIONS = ("candidates", "length_power", "repetition_penalty", "final_temperature")
+TUNED_OPTIONS = SEARCH_OPTIONS[1:]  # those that `evaluate --tune search` chooses
+TUNED_PROBLEMS = 32  # held-out problems of each category on which `evaluate --tune` chooses options
 EXPORT_FORMATS = ("l2d", "l2d-full", "hf", "peft")
 LIKELIHOOD_DRAWS = 8  # noise samples for the likelihood of a choice
 VERIFIED_TOKENS = 512  # tokens of each row that is compared with transformers' model

@@ -208,23 +208,12 @@ class Lanes:
         if isinstance(self.state, Stream) and order is not Order.STREAM:
             self.state = stream_state.leave_stream(self.model.llm, self.state)
 
-    def options(self, answer: Answer, *, rows: int) -> Options:
-        """The options for a search with `rows` beams for one answer, which does not use the lanes."""
-        self.pace.lanes = rows
-        return self._maker.make([answer], self._choose([answer], in_stream=False))
-
     def _choose(self, answers: Sequence[Answer], *, in_stream: bool | None = None) -> Order:
         """Choose the order of evaluations for these answers."""
         settings = {answer.settings for answer in answers}
         has_label = answers[0].prompt.label is not None
         has_grammar = any(answer.grammar is not None for answer in answers)
         return self.pace.order(settings, has_label=has_label, has_grammar=has_grammar, in_stream=in_stream)
-
-    def read(self, answers: Sequence[Answer]) -> State:
-        """Read the prompts at once; returns the state after them, with a row per answer."""
-        state = next(self._reader.read(answers, order=lambda: Order.SEQUENTIAL))
-        assert isinstance(state, State)
-        return state
 
     def _joined(self, answers: Sequence[Answer]) -> Order:
         """The order of evaluations that answers join: that of the running ones, if there are any."""

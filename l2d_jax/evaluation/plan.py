@@ -2,20 +2,23 @@
 
 import dataclasses
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerFast
 
-from l2d_jax.config.choices import LIKELIHOOD_DRAWS
+from l2d_jax.config.choices import LIKELIHOOD_DRAWS, SEARCH_OPTIONS
 from l2d_jax.config.config_file import override_names
 from l2d_jax.config.schema import CATEGORIES, Config, DecodeConfig
 from l2d_jax.data.tokenizer import require_tokenizer
+from l2d_jax.decoding.refinement.solver import split_budget
 from l2d_jax.decoding.requests import SAMPLING_OPTIONS, check_asked, override_settings
+from l2d_jax.decoding.search.beams import SearchConfig
 from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError, require
+from l2d_jax.evaluation.held_out import HeldOut, read_held_out
 from l2d_jax.evaluation.results import Results
 from l2d_jax.evaluation.sandbox import grade
 from l2d_jax.evaluation.tasks.counts import ProblemCounts, differences
@@ -52,6 +55,26 @@ class TaskPlan(NamedTuple):
     settings: DecodeConfig
     protocol: EvaluationProtocol
     counts: ProblemCounts
+    search: SearchConfig | None = None  # how the beams of an answer are searched; None: no search
+    held_out: HeldOut | None = None  # problems on which options are chosen; None: nothing is chosen
+
+    @property
+    def lanes(self) -> int:
+        """The number of answers at a time: the beams of a search are sequences of a batch."""
+        return self.protocol.batch_size // (1 if self.search is None else self.search.beams)
+
+    @property
+    def prompts(self) -> list[Sequence[int]]:
+        """The prompts of all problems, including those held out."""
+        held_out = () if self.held_out is None else self.held_out.problems
+        return [one.ids for one in (*self.problems, *held_out)]
+
+    def with_values(self, values: Mapping[str, float]) -> "TaskPlan":
+        """The plan with these values of options that were chosen on held-out problems."""
+        guidance = values.get("guidance", self.settings.guidance)
+        scoring: dict[str, Any] = {name: value for name, value in values.items() if name != "guidance"}
+        search = None if self.search is None else dataclasses.replace(self.search, **scoring)
+        return self._replace(settings=dataclasses.replace(self.settings, guidance=guidance), search=search)
 
 
 def label_of(problem: Problem, protocol: EvaluationProtocol) -> int | None:
@@ -94,6 +117,10 @@ def asked_options(options: Namespace) -> dict[str, Any]:
     overrides = override_names(options.overrides, "decode")
     for name in overrides.keys() & ({*given, "budget"} if options.budget else given):
         raise InputError(f"--{name} and --config.decode.{name} are both given: leave one of them out")
+    has_total = options.total_budget is not None and "budget" in overrides
+    require(not has_total, "--total_budget and --config.decode.budget are both given: leave one of them out")
+    is_tuned = "guidance" in (options.tune or ()) and "guidance" in overrides | given
+    require(not is_tuned, "--tune guidance chooses the guidance, which is given as well: leave one of them out")
     return overrides | given
 
 
@@ -143,18 +170,20 @@ def make_plans(
         processes.print_once("; ".join([f"{task.name}: {counts}", *others]))
         hashed = digest([[one.problem._asdict(), one.ids] for one in encoded])
         protocol = EvaluationProtocol(**asked | {"samples": options.samples or samples})
-        few = f"--batch_size {options.batch_size} does not hold the {protocol.samples} samples of a problem"
-        require(options.batch_size >= protocol.samples, f"{few}: use {protocol.samples} or more")
-        without = next((one.problem.id for one in encoded if not one.problem.options), None)
-        is_ranked = protocol.choices == "likelihood"
-        require(not (is_ranked and without), f"{without} has no options to rank: use --choices generate")
-        for budget in options.budget or [None]:
-            spent = {} if budget is None else {"budget": budget}
-            settings = override_settings(decode, usual | wanted | spent)
+        _check_protocol(protocol, encoded, options)
+        held_out = None
+        if options.tune:
+            held_out = read_held_out(task, options, {one.problem.category for one in encoded}, tokenizer)
+        for budget in _budgets(options, wanted.get("solver", decode.solver)):
+            settings = override_settings(decode, usual | wanted | ({} if budget is None else {"budget": budget}))
+            search = _search_config(options, settings)
             same = f"{protocol.samples} samples of a problem of {task.name} are the same at temperature 0 and budget 1"
-            differ = settings.temperature > 0 or settings.budget > 1 or protocol.samples == 1
+            final = 0.0 if search is None else search.final_temperature
+            differ = max(settings.temperature, final) > 0 or settings.budget > 1 or protocol.samples == 1
             require(differ, f"{same}: give --samples 1, or a --temperature")
-            plans.append(TaskPlan(task, encoded, hashed, settings, protocol, counts))
+            parts = sorted({part for part in options.tune or () if part == "search" or settings.budget > 1})
+            tuned_on = HeldOut(parts, *held_out) if held_out is not None and parts else None
+            plans.append(TaskPlan(task, encoded, hashed, settings, protocol, counts, search, tuned_on))
     return plans
 
 
@@ -174,13 +203,42 @@ def count_problems(
     )
 
 
+def _check_protocol(protocol: EvaluationProtocol, problems: Sequence[EncodedProblem], options: Namespace) -> None:
+    """Raise `InputError` if a batch is too small, or if likelihoods are wanted for problems without options."""
+    few = f"--batch_size {protocol.batch_size} does not hold the {protocol.samples} samples of a problem"
+    is_held = protocol.batch_size >= protocol.samples or options.beams is not None  # each sample is a search
+    require(is_held, f"{few}: use {protocol.samples} or more")
+    without = next((one.problem.id for one in problems if not one.problem.options), None)
+    is_ranked = protocol.choices == "likelihood"
+    require(not (is_ranked and without), f"{without} has no options to rank: use --choices generate")
+
+
+def _budgets(options: Namespace, solver: str) -> Sequence[int | None]:
+    """The budgets per beam; None: that of the settings."""
+    if options.total_budget is None:
+        return options.budget or [None]
+    split = (split_budget(solver, total, beams=options.beams) for total in options.total_budget)
+    return list(dict.fromkeys(split))
+
+
+def _search_config(options: Namespace, settings: DecodeConfig) -> SearchConfig | None:
+    """How the beams of an answer are searched, at the temperature of the task; None without `--beams`."""
+    if options.beams is None:
+        return None
+    given = {name: value for name in SEARCH_OPTIONS if (value := getattr(options, name)) is not None}
+    shared = {name: getattr(settings, name) for name in ("temperature", "max_new_tokens")}
+    return SearchConfig(beams=options.beams, **given, **shared)
+
+
 def open_results(plan: TaskPlan, options: Namespace, found: Folder, step: int | None, model: Fingerprint) -> Results:
     """Open the results of a plan for the model at `step`; raises `InputError` if the folder has another evaluation."""
     protocol = dataclasses.asdict(plan.protocol)
     name = f"{plan.settings.solver}-{plan.settings.budget}"
     name += f"-end_{plan.settings.end:g}" if plan.settings.end != 1 else ""
     name += f"-{protocol['prompts']}" if protocol["prompts"] != "paper" else ""
-    name += f"-label_{protocol['label']}-{plan.settings.guidance:g}" if protocol["label"] is not None else ""
+    chosen = () if plan.held_out is None else plan.held_out.parts
+    strength = "tuned" if "guidance" in chosen else f"{plan.settings.guidance:g}"
+    name += f"-label_{protocol['label']}-{strength}" if protocol["label"] is not None else ""
     name += f"-{protocol['choices']}" if protocol["choices"] != "generate" else ""
     about = {"task": plan.task.name, "split": options.split or plan.task.split, "limit": options.limit}
     about |= {"shots": options.shots, "model": found.base_name, "dtype": found.base.dtype, "step": step}
@@ -193,7 +251,19 @@ def open_results(plan: TaskPlan, options: Namespace, found: Folder, step: int | 
     if plan.settings.end == 1:
         del decode["end"]  # results of earlier versions have no such option, and can be continued
     about |= {"decode": decode, "asking": protocol}
+    if plan.search is not None:
+        about["search"] = dataclasses.asdict(plan.search)
+        name += _search_name(plan.search) + ("-tuned" if "search" in chosen else "")
+    if plan.held_out is not None:
+        about["tune"] = plan.held_out.record()
     return Results(results_folder(options) / plan.task.name / (options.name or name), about)
+
+
+def _search_name(search: SearchConfig) -> str:
+    """The part of a folder's name that says how beams are searched, without options that have their defaults."""
+    usual = SearchConfig()
+    others = {name: value for name in SEARCH_OPTIONS if (value := getattr(search, name)) != getattr(usual, name)}
+    return f"-beams_{search.beams}" + "".join(f"-{name}_{value:g}" for name, value in others.items())
 
 
 def results_folder(options: Namespace) -> Path:

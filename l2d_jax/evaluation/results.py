@@ -72,6 +72,11 @@ _Costs = TypedDict(  # earlier versions did not count; None: no token was genera
 )
 
 
+class _Tuning(TypedDict):
+    chosen: dict[str, dict[str, float]]  # by category
+    runs: list[dict[str, float | str]]
+
+
 class _Figures(_Costs):
     """The part of `results.json` that reports read."""
 
@@ -112,10 +117,12 @@ class Results:
         """Open or create the folder; raises `InputError` if it has another evaluation, or cannot be written."""
         self.folder = folder
         self.run: dict[str, Any] = json.loads(json.dumps(run))
+        self.tuning: dict[str, Any] | None = None  # options chosen on held-out problems, and the scores there
         with explained(f"cannot write to {folder}", "choose another --out"):
             folder.mkdir(parents=True, exist_ok=True)
             if (folder / RESULTS).exists():
                 self._refuse_other()
+                self.tuning = self._read_tuning()
             else:
                 write_whole(folder / RESULTS, json.dumps({"run": self.run}, indent=2) + "\n")
             kept = read_lines(folder / SAMPLES, (_Sample,), _repeated)
@@ -130,16 +137,31 @@ class Results:
         mirror.publish(self.folder)
         self.samples |= {line["id"]: dict(line) for line in lines}
 
+    def record_tuning(self, tuning: Mapping[str, Any]) -> None:
+        """Write the options that were chosen on held-out problems, so that a continued evaluation keeps them."""
+        self.tuning = dict(tuning)
+        write_whole(self.folder / RESULTS, json.dumps({"run": self.run, "tuning": self.tuning}, indent=2) + "\n")
+        mirror.publish(self.folder)
+
     def finish(self, speed: Mapping[str, Any], *, counts: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Write and return the figures.
 
         `speed` covers the problems that this process answered; `counts` are the task's problems and the paper's.
         """
-        counted = {} if counts is None else {"counts": dict(counts)}
-        figures = {"run": self.run, **counted, **summarise(self.samples), "speed": dict(speed)}
+        known = {"counts": counts, "tuning": self.tuning}
+        known = {name: dict(values) for name, values in known.items() if values is not None}
+        figures = {"run": self.run, **known, **summarise(self.samples), "speed": dict(speed)}
         write_whole(self.folder / RESULTS, json.dumps(figures, indent=2) + "\n")
         mirror.publish(self.folder)
         return figures
+
+    def _read_tuning(self) -> dict[str, Any] | None:
+        """The recorded choice, or None; raises `InputError` if it is damaged."""
+        file = self.folder / RESULTS
+        if (tuning := read_json(file).get("tuning")) is None:
+            return None
+        check(tuning, _Tuning, f"tuning of {file}", remedy=f"give another --name, or remove {self.folder}")
+        return dict(tuning)
 
     def _refuse_other(self) -> None:
         """Raise `InputError` if `results.json` has other settings, or is damaged: only this file records them."""

@@ -1,24 +1,19 @@
 """Lets a model answer the problems of a task, in batches, and scores the completions."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
 
-import numpy as np
-
-from l2d_jax.data.tokenizer import THOUGHT, next_question, text_ids
-from l2d_jax.decoding.batching import common_prefix, complete, plan_batches
-from l2d_jax.decoding.generation import broken_logits
-from l2d_jax.decoding.likelihood import rank
+from l2d_jax.data.tokenizer import THOUGHT
 from l2d_jax.decoding.loaded_model import LoadedModel
-from l2d_jax.decoding.requests import Prompt, Request
-from l2d_jax.decoding.stop_strings import to_text
 from l2d_jax.distributed import processes
-from l2d_jax.evaluation.plan import TaskPlan, label_of
-from l2d_jax.evaluation.results import Results, Said, sample_line
+from l2d_jax.evaluation.answers import Answers, answer_plan
+from l2d_jax.evaluation.plan import TaskPlan
+from l2d_jax.evaluation.results import Results, sample_line
 from l2d_jax.evaluation.tasks.problem import EncodedProblem, Run, Score
+from l2d_jax.evaluation.tuning import describe_tuning, tune
 
 
 def evaluate_plan(
@@ -35,9 +30,10 @@ def evaluate_plan(
     remaining = {number: one for number, one in enumerate(plan.problems) if one.problem.id not in done}
     judged: dict[str, Any] = {"tagged": plan.protocol.tagged, "prompts": plan.protocol.prompts}
     total, grade = len(plan.problems), partial(plan.task.grade, run=run, **judged)
+    chosen = _tuned(loaded, plan, opened, grade) if remaining and plan.held_out is not None else None
     began, count = time.monotonic(), 0
     with processes.progress_bar(total, plan.task.name, done=total - len(remaining), unit="problem") as shown:
-        for batch in _answers(loaded, remaining, plan):
+        for batch in _answers(loaded, remaining, plan, chosen):
             count += sum(said.tokens for several in batch.values() for said in several)
             if opened:
                 opened[0].add(_scored(loaded, remaining, batch, grade, tagged=plan.protocol.tagged))
@@ -50,37 +46,33 @@ def evaluate_plan(
     return dict(processes.decide(lambda: opened[0].finish(speed, counts=plan.counts.record())))
 
 
-Answers = dict[int, list[Said]]  # keys: numbers of problems
+def _tuned(
+    loaded: LoadedModel, plan: TaskPlan, opened: Sequence[Results], grade: Callable[..., list[Score]]
+) -> dict[str, dict[str, float]]:
+    """The values that were chosen for each category: those of the results, or else chosen and recorded now."""
+    tuning = processes.decide(lambda: opened[0].tuning)
+    if tuning is None:
+        tuning = tune(loaded, plan, grade)
+        for line in describe_tuning(plan, tuning):
+            processes.print_once(line)
+        if opened:
+            opened[0].record_tuning(tuning)
+    return dict(tuning["chosen"])
 
 
-def _answers(loaded: LoadedModel, encoded: Mapping[int, EncodedProblem], plan: TaskPlan) -> Iterator[Answers]:
-    """Answer problems batch by batch: with completions, or with the letter whose first token is most likely.
-
-    If logits of some problems are NaN, raises `InputError` after all others are answered.
-    """
-    protocol, settings, words = plan.protocol, plan.settings, loaded.tokenizer
-    assert words is not None
-    prompts = [Prompt(number, one.ids, label_of(one.problem, protocol)) for number, one in encoded.items()]
-    if protocol.choices == "generate":
-        prefix = common_prefix([one.ids for one in plan.problems])
-        options: dict[str, Any] = {name: getattr(protocol, name) for name in ("batch_size", "samples", "seed")}
-        options["stops"] = [end] if (end := next_question(words)) else []
-        for completed in complete(loaded, prompts, settings=settings, prefix=prefix, **options):
-            yield {
-                number: [Said(to_text(one.ids, words), one.tokens, one.evaluations, one.passes) for one in several]
-                for number, several in completed.items()
-            }
+def _answers(
+    loaded: LoadedModel,
+    encoded: Mapping[int, EncodedProblem],
+    plan: TaskPlan,
+    chosen: Mapping[str, Mapping[str, float]] | None,
+) -> Iterator[Answers]:
+    """The answers to problems; if values were chosen, one category after the other."""
+    if chosen is None:
+        yield from answer_plan(loaded, encoded, plan)
         return
-    letters, broken = [one.problem.options for one in encoded.values()], list[int]()
-    for batch, rows in plan_batches([len(prompt.ids) for prompt in prompts], protocol.batch_size):
-        ranked = Request([prompts[row] for row in rows], settings, protocol.seed)
-        tokens = [[ids[0] for ids in text_ids(letters[row], words)] for row in rows]
-        found = dict(zip(rows, rank(loaded.model, ranked, tokens, draws=protocol.draws), strict=True))
-        good = [row for row in batch if not np.isnan(found[row]).any()]
-        broken += [prompts[row].number for row in batch if row not in good]
-        yield {prompts[row].number: [Said(letters[row][int(np.argmax(found[row]))])] for row in good}
-    if broken:
-        raise broken_logits(broken)
+    for category, values in chosen.items():
+        some = {number: one for number, one in encoded.items() if one.problem.category == category}
+        yield from answer_plan(loaded, some, plan.with_values(values))
 
 
 def _scored(

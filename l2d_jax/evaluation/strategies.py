@@ -17,7 +17,8 @@ from jax import monitoring
 from l2d_jax.data.word_problems import final_answer
 from l2d_jax.decoding.batching import Completion, complete
 from l2d_jax.decoding.loaded_model import LoadedModel
-from l2d_jax.decoding.search.beam_search import search
+from l2d_jax.decoding.requests import Request
+from l2d_jax.decoding.search.beam_search import search_prompts
 from l2d_jax.decoding.search.beams import SearchConfig
 from l2d_jax.decoding.stop_strings import to_text
 from l2d_jax.distributed import processes
@@ -59,7 +60,7 @@ def strategies(
 
 
 def answer_problems(loaded: LoadedModel, problems: MarkedProblems, strategy: Strategy, *, batch_size: int) -> Outcome:
-    """Answer all problems with one strategy, `batch_size` sequences at a time; a search takes one problem at a time."""
+    """Answer all problems with one strategy, `batch_size` sequences at a time; the beams of a search are sequences."""
     length = problems.most_tokens
     settings = replace(loaded.defaults, budget=strategy.budget, max_new_tokens=length, temperature=0.0)
     right, tokens = [False] * len(problems.prompts), 0
@@ -89,9 +90,10 @@ def _answers(
     if strategy.kind == "beams":
         options = {"temperature": 0.0, "max_new_tokens": settings.max_new_tokens}
         config = SearchConfig(beams=tries, candidates=max(2, tries), **options)
-        for prompt in problems.prompts:
-            ids = search(loaded, prompt, settings=settings, config=config).answer
-            yield {prompt.number: [Completion(ids, min(len(ids) + 1, settings.max_new_tokens))]}
+        lanes = max(batch_size // tries, 1)
+        request = Request(problems.prompts, settings, stop_ids=loaded.stop_ids)
+        for ended in search_prompts(loaded.decoder, request, config, lanes=lanes):
+            yield {number: [Completion(one.answer, one.tokens)] for number, [one] in ended.items()}
         return
     if strategy.kind == "majority":
         settings = replace(settings, temperature=TEMPERATURE)

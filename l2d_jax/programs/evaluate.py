@@ -14,6 +14,7 @@ from l2d_jax.decoding.batching import common_prefix
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.refinement.settings import check_settings
 from l2d_jax.decoding.requests import check_decoding_memory, check_prompts
+from l2d_jax.decoding.search.beam_search import check_search
 from l2d_jax.distributed import processes, runtime
 from l2d_jax.evaluation.plan import (
     TaskPlan,
@@ -68,11 +69,15 @@ def open_session(
     llm = LLM.declare(base.architecture, dtype=found.base.dtype)
     for plan in plans:
         check_settings(plan.settings, found.path_config)
-        prompts = [one.ids for one in plan.problems]
+        prompts = plan.prompts
         check_prompts(prompts, base.architecture, new_tokens=plan.settings.max_new_tokens)
         longest = max(map(len, prompts)) - common_prefix(prompts)
-        size, remedy = plan.protocol.batch_size, "--batch_size or --max_new_tokens"
-        check_decoding_memory(llm, found.path_config, plan.settings, rows=size, longest=longest, remedy=remedy)
+        if plan.search is None:
+            size, remedy = plan.protocol.batch_size, "--batch_size or --max_new_tokens"
+            check_decoding_memory(llm, found.path_config, plan.settings, rows=size, longest=longest, remedy=remedy)
+        else:
+            sizes = {"longest": longest, "lanes": plan.lanes, "searches": len(plan.problems) * plan.protocol.samples}
+            check_search(plan.settings, plan.search, llm, found.path_config, **sizes)
     labels = {label_of(one.problem, plan.protocol) for plan in plans for one in plan.problems}
     check_labels(found.path_config, sorted(label for label in labels if label is not None))
     check_asked_options(options, plans, found, used=used)
@@ -97,4 +102,5 @@ def _line(plan: TaskPlan, figures: dict[str, Any]) -> str:
         counts = [f"{figures[f'{name} per token']:.2f} {name}" for name in ("evaluations", "passes")]
         took += f", {' in '.join(counts)} a token, {speed['tokens per second']:.1f} tokens/s"
     name = f"{plan.task.name} {plan.settings.solver} {plan.settings.budget}"
+    name += f", {plan.search.beams} beams" if plan.search is not None else ""
     return f"{name}: {shown} of {figures['problems']} problems; {took}"

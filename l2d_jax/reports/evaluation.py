@@ -127,10 +127,13 @@ def draw_ends(evaluations: Sequence[Evaluation], file: Path) -> bool:
 
 
 def draw_guidance(evaluations: Sequence[Evaluation], file: Path) -> bool:
-    """Draw accuracy against guidance strength, by task and by category; False if no task has two strengths."""
+    """Draw accuracy against guidance strength, by task and by category; False if no task has two strengths.
+
+    Evaluations by search, and those that chose options on held-out problems, are not points of these lines.
+    """
     series: Series = {}
     for one in evaluations:
-        if one.run["asking"]["label"] is not None:
+        if one.run["asking"]["label"] is not None and one.run.keys().isdisjoint(("search", "tune")):
             strength = one.run["decode"]["guidance"]
             protocol = re.sub(rf"(-label[^-]*)-{strength:g}(?=-|$)", r"\1", one.name)
             series.setdefault((one.task, "" if protocol == one.name else protocol), {})[strength] = one

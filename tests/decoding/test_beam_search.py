@@ -19,8 +19,9 @@ from l2d_jax.decoding.refinement.settings import Refinement
 from l2d_jax.decoding.refinement.solver import SOLVERS, find_solver, split_budget
 from l2d_jax.decoding.requests import UNRESTRICTED, Prompt, Restrictions
 from l2d_jax.decoding.search import beam_search as search_module
-from l2d_jax.decoding.search.beam_search import Beam
+from l2d_jax.decoding.search import search_lanes
 from l2d_jax.decoding.search.beams import SearchConfig
+from l2d_jax.decoding.search.search_lanes import Beam
 from l2d_jax.errors import InputError
 from l2d_jax.loading import load
 from l2d_jax.model.architecture import Architecture
@@ -280,8 +281,8 @@ def test_a_longer_answer_wins_with_a_larger_power(few):
 
 @pytest.mark.slow
 def test_a_search_stops_when_all_beams_have_ended(few, monkeypatch):
-    calls, real = [], search_module.extend
-    monkeypatch.setattr(search_module, "extend", lambda *a, **k: calls.append(1) or real(*a, **k))
+    calls, real = [], search_lanes.extend
+    monkeypatch.setattr(search_lanes, "extend", lambda *a, **k: calls.append(1) or real(*a, **k))
     options = {"candidates": 3, "temperature": 0.0, "length_power": 0.0}
     short = search(few, PROMPT, config=SearchConfig(**options, max_new_tokens=24))
     assert len(calls) < 3
@@ -347,7 +348,7 @@ def test_the_answer_is_drawn_from_the_beam(few):
 def test_one_program_serves_all_numbers(few):
     base = SearchConfig(beams=3, candidates=3, max_new_tokens=7)
     search(few, PROMPT, settings=CORRECTED, config=base)
-    compiled = search_module.extend._cache_size()
+    compiled = search_lanes.extend._cache_size()
     changed = [
         {"length_power": 0.3},
         {"repetition_penalty": 2.0},
@@ -358,7 +359,7 @@ def test_one_program_serves_all_numbers(few):
     seen = [search(few, PROMPT, settings=CORRECTED, config=dataclasses.replace(base, **new)) for new in changed]
     seen.append(search(few, [2, 2], settings=dataclasses.replace(CORRECTED, velocity_temperature=0.5), config=base))
     assert len({str(found) for found in seen}) == 6
-    assert search_module.extend._cache_size() == compiled
+    assert search_lanes.extend._cache_size() == compiled
 
 
 def test_a_total_is_split_between_the_beams():
@@ -466,7 +467,7 @@ def test_a_plain_model_has_a_budget_of_one(few):
 
 def test_logits_that_are_not_numbers(few):
     broken = dataclasses.replace(few.model.llm, head=few.model.llm.head.at[3].set(jnp.nan))
-    with pytest.raises(InputError, match="logits of the search were not numbers"):
+    with pytest.raises(InputError, match=r"logits of sequences \[0\] were not numbers"):
         search(dataclasses.replace(few, model=Model.build(broken, None)), PROMPT, config=SearchConfig(max_new_tokens=7))
 
 

@@ -9,7 +9,8 @@ from l2d_jax.data.tokenizer import byte_tokenizer
 from l2d_jax.decoding.batching import Completion
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import Prompt
-from l2d_jax.decoding.search.beam_search import Beam, SearchResult
+from l2d_jax.decoding.search.beam_search import SearchResult
+from l2d_jax.decoding.search.search_lanes import Beam
 from l2d_jax.evaluation import strategies as module
 from l2d_jax.evaluation.strategies import Strategy, answer_problems, majority, strategies
 from l2d_jax.performance.costs import decoding_flops
@@ -62,12 +63,15 @@ def test_samples_are_counted_and_priced(loaded, monkeypatch):
 
 
 def test_a_search_pays_for_every_beam(loaded, monkeypatch):
-    def search(loaded, prompt, *, settings, config):
-        assert (config.beams, config.temperature, config.max_new_tokens, settings.budget) == (4, 0.0, 10, 1)
-        answer = ids(f"#### {PROBLEMS.wanted[prompt.number]}", loaded.tokenizer)
-        return SearchResult(answer, [Beam(answer, 0.0, 0.0, 0, is_ended=True)])
+    def search_prompts(model, request, config, *, lanes):
+        assert (config.beams, config.temperature, config.max_new_tokens, request.settings.budget) == (4, 0.0, 10, 1)
+        assert lanes == 2  # eight of the ten sequences of a batch
+        for prompt in request.prompts:
+            answer = ids(f"#### {PROBLEMS.wanted[prompt.number]}", loaded.tokenizer)
+            beams = [Beam(answer, 0.0, 0.0, 0, is_ended=True)]
+            yield {prompt.number: [SearchResult(answer, beams, tokens=len(answer) + 1)]}
 
-    monkeypatch.setattr(module, "search", search)
+    monkeypatch.setattr(module, "search_prompts", search_prompts)
     outcome = answer_problems(loaded, PROBLEMS, Strategy("beams", 1, 4), batch_size=10)
     assert outcome.right == [True, True]
     assert outcome.tokens == 4 * np.mean([len(ids(f"#### {n}", loaded.tokenizer)) + 1 for n in PROBLEMS.wanted])
