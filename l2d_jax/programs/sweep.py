@@ -25,7 +25,7 @@ TRACED = 64  # number of right answers per task that are traced, evenly spaced o
 
 def run(options: Namespace, config: Config | None) -> None:
     """Evaluate, trace right answers, and report."""
-    loaded, plans, run_plan = open_session(options, config, used=("tolerance",))
+    loaded, plans, run_plan, *_ = open_session(options, config, used=("tolerance",))
     require(loaded.model.path is not None, "a sweep is of a diffusion path, and this model has none: use evaluate")
     largest = {plan.task.name: plan for plan in sorted(plans, key=lambda plan: plan.settings.budget)}
     for plan in largest.values():
