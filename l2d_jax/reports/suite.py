@@ -92,15 +92,15 @@ def suite_section(rows: Sequence[SuiteRow], beside: Mapping[str, Mapping[str, fl
     means = [*averages()]
     evaluated = {name for row in rows for name in row.scores}
     tasks = [task for category in task_categories().values() for task in category if task in evaluated]
-    filled = {label: _with_means(row) for label, row in beside.items()}
-    others = {label: row for label, row in filled.items() if not row.keys().isdisjoint([*tasks, *means])}
+    others = {label: _with_means(row) for label, row in beside.items()}
     tables = []
     for names, counts in ((means, COUNTS), (tasks, {})):
         header = ("model", "evaluation", *names, *counts.values())
         lines = [_line(row, names, counts) for row in rows]
         for label, row in others.items():
             scores = [f"{row[name]:.3f}" if name in row else "" for name in names]
-            lines.append((label, "", *scores, *(_count(kind, row.get(kind)) for kind in counts)))
+            if any(scores):
+                lines.append((label, "", *scores, *(_count(kind, row.get(kind)) for kind in counts)))
         tables.append(_filled(header, lines))
     return Section(TITLE, TEXT, [], tables)
 

@@ -62,7 +62,7 @@ def test_the_docstring_of_durations():
 def test_rows_are_looked_for_before_any_is_read(tmp_path):
     tasks = [find_task(name) for name in suite_tasks()["all"]]
     asked = {"data_dir": str(tmp_path), "prompts": "paper", "shots": None, "split": None}
-    with pytest.raises(InputError, match="lacks rows of gsm8k .*, arc_challenge .*: put them there") as raised:
+    with pytest.raises(InputError, match=r"lacks rows of gsm8k .*, arc_challenge .*: put them there") as raised:
         require_rows(tasks, Namespace(**asked))
     assert len(str(raised.value)) < LONGEST_LINE, "nothing may be cut off"
     for task in tasks:
