@@ -85,7 +85,7 @@ def write_suite(folder: Path, model: str, suite: str, trained: Mapping[str, int 
 def suite_section(rows: Sequence[SuiteRow], beside: Mapping[str, Mapping[str, float]]) -> Section | None:
     """The section with two tables, of means and costs and of tasks; None if there is no row.
 
-    Rows of `beside` come last. Their means are those of the file, or else follow from their tasks.
+    Rows of `beside` come last. Their means come from the file, or else from their tasks.
     """
     if not rows:
         return None
@@ -118,7 +118,7 @@ def _filled(header: tuple[str, ...], lines: list[tuple[str, ...]]) -> Table:
 
 
 def _with_means(row: Mapping[str, float]) -> dict[str, float]:
-    """A row of others with the means that follow from its tasks, where it has none of its own."""
+    """A row of others with the means that follow from its tasks, where it gives none."""
     complete = {name: tasks for name, tasks in averages().items() if row.keys() >= set(tasks)}
     return {name: sum(row[task] for task in tasks) / len(tasks) for name, tasks in complete.items()} | dict(row)
 
