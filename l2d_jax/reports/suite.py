@@ -46,13 +46,14 @@ def suite_rows(folder: Path, model: str, *, trained: Mapping[str, int | None] | 
     `InputError` for a damaged file.
     """
     trained = _read_trained(folder / SUITE) if trained is None else trained
-    known = {task for tasks in averages().values() for task in tasks}
+    order = [task for tasks in task_categories().values() for task in tasks]
     named: dict[str, list[Evaluation]] = {}
     for one in collect(folder):
-        if one.task in known:
+        if one.task in order:
             named.setdefault(one.name, []).append(one)
     rows = []
-    for name, tasks in named.items():
+    for name, found in named.items():
+        tasks = sorted(found, key=lambda one: order.index(one.task))
         scores = suite_scores({one.task: Rate(**one.figures["strict"]["accuracy"]) for one in tasks})
         if len(scores) == len(tasks):  # no mean
             continue
