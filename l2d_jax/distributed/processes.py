@@ -66,7 +66,9 @@ def print_once(line: str) -> None:
         print(line, flush=True)
 
 
-def progress_bar(total: float, what: str, *, done: int = 0, unit: str = "it", bar_format: str | None = None) -> Any:
+def progress_bar(
+    total: float | int, what: str, *, done: int = 0, unit: str = "it", bar_format: str | None = None
+) -> Any:
     """A progress bar with an estimate of the remaining time; shown only on a terminal and by process 0.
 
     `bar_format` is that of tqdm; None: its usual one.

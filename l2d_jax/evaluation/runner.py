@@ -28,7 +28,7 @@ def evaluate_plan(
     *,
     run: Run | None = None,
     most: int | None = None,
-    spent: Mapping[str, float] | None = None,
+    spent: Mapping[str, Any] | None = None,
     bar: Any = None,
 ) -> dict[str, Any]:
     """Answer and score the problems missing in the results, write each batch when it is done, return all figures.

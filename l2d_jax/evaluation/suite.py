@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from l2d_jax.data.rows import find_files
-from l2d_jax.errors import InputError, require, shorten
+from l2d_jax.errors import LONGEST_LINE, InputError, require, shorten
 from l2d_jax.evaluation.tasks.task import Task
 from l2d_jax.files import package_table
 from l2d_jax.statistics import Rate, mean_of_rates
@@ -59,8 +59,9 @@ def require_rows(tasks: Sequence[Task], options: Namespace) -> None:
     if len(lacking) == 1:
         raise errors[0]
     named = ", ".join(f"{name} ({' '.join(splits)})" for name, splits in lacking.items())
-    rule = f"{shorten(options.data_dir, 40)} lacks rows of {named}"
-    require(not lacking, f"{rule}: put them there, as TASK/SPLIT.jsonl")
+    rule = f"lacks rows of {named}: put them there, as TASK/SPLIT.jsonl"
+    room = LONGEST_LINE - len(f"error:  {rule}")  # for the folder, so that no task is cut off
+    require(not lacking, f"{shorten(options.data_dir, max(20, room))} {rule}")
 
 
 def _splits(task: Task, options: Namespace) -> list[str]:

@@ -63,7 +63,7 @@ class Measured(NamedTuple):
 
     work: PlanWork
     left: int  # problems without an answer
-    speed: dict[str, float] | None  # as `evaluate_plan` returns it; None if nothing could be measured
+    speed: dict[str, Any] | None  # as `evaluate_plan` returns it; None if nothing could be measured
     pace: float  # seconds a problem, without compilation; 0 if not measured
 
 
@@ -135,7 +135,7 @@ def _begin(loaded: LoadedModel, work: PlanWork, *, run: Run | None, failures: li
     except InputError as error:
         failures.append(error)
         return Measured(work, work.count()[0], None, 0.0)
-    speed: dict[str, float] = figures["speed"]
+    speed: dict[str, Any] = figures["speed"]
     return Measured(work, left - int(speed["problems"]), speed, seconds[0] / speed["problems"])
 
 
@@ -160,10 +160,10 @@ def estimate(measured: Sequence[Measured]) -> list[str]:
     return lines
 
 
-def duration(seconds: float) -> str:
+def duration(seconds: float | int) -> str:
     """A time in the unit that suits it.
 
-    >>> duration(42), duration(600), duration(12_000)
+    >>> duration(42.4), duration(600), duration(12_000)
     ('42 s', '10 min', '3 h 20 min')
     """
     if seconds < 99.5:

@@ -32,7 +32,7 @@ class SuiteRow(NamedTuple):
     model: str  # name of the workdir or folder
     evaluation: str  # name of the evaluations' folders, such as "midpoint-15"
     scores: Mapping[str, Rate]  # of tasks, categories and "mean"
-    counts: Mapping[str, float | None]  # by the keys of COUNTS; None: not known
+    counts: Mapping[str, float | int | None]  # by the keys of COUNTS; None: not known
     pass_at_10: Mapping[str, float]  # of the tasks that have ten samples of each problem
 
 
@@ -124,7 +124,7 @@ def _with_means(row: Mapping[str, float]) -> dict[str, float]:
     return {name: sum(row[task] for task in tasks) / len(tasks) for name, tasks in complete.items()} | dict(row)
 
 
-def _count(kind: str, count: float | None) -> str:
+def _count(kind: str, count: float | int | None) -> str:
     if count is None:
         return ""
     return f"{count:,.0f}" if kind in (TRAINED, "seconds") else f"{count:.2f}"

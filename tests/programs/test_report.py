@@ -127,7 +127,7 @@ def table(text, column):
     """The rows below the last header that has this column."""
     rows = [re.split(r"  +", line.strip()) for line in text.splitlines()]
     first = max(number for number, row in enumerate(rows) if column in row)
-    below = itertools.takewhile(lambda row: len(row) > 1, rows[first + 1 :])
+    below = itertools.takewhile(lambda row: len(row) > 1 and row[0] != "model", rows[first + 1 :])
     return rows[first], [*below]
 
 
