@@ -45,7 +45,7 @@ class PlanWork(NamedTuple):
         """The number of problems that are answered before the estimate: a batch of them."""
         return max(self.plan.protocol.batch_size // self.plan.protocol.samples, FEWEST)
 
-    def count(self) -> tuple[int, bool]:
+    def remaining(self) -> tuple[int, bool]:
         """The number of problems without an answer, and whether figures of all problems have been written."""
 
         def look() -> list[int]:
@@ -123,7 +123,7 @@ def answer_suite(
 
 def _begin(loaded: LoadedModel, work: PlanWork, *, run: Run | None, failures: list[InputError]) -> Measured | None:
     """Answer the first problems of a plan that have no answer yet; None if it is finished."""
-    left, is_finished = work.count()
+    left, is_finished = work.remaining()
     if is_finished:
         processes.print_once(f"{work.title}: finished before")
         return None
@@ -134,7 +134,7 @@ def _begin(loaded: LoadedModel, work: PlanWork, *, run: Run | None, failures: li
             figures = evaluate_plan(loaded, work.plan, work.open_results, run=run, most=work.first)
     except InputError as error:
         failures.append(error)
-        return Measured(work, work.count()[0], None, 0.0)
+        return Measured(work, work.remaining()[0], None, 0.0)
     speed: dict[str, Any] = figures["speed"]
     return Measured(work, left - int(speed["problems"]), speed, seconds[0] / speed["problems"])
 
@@ -152,11 +152,9 @@ def estimate(measured: Sequence[Measured]) -> list[str]:
         whole = f"all {one.work.whole} of the paper's split would take {duration(one.work.whole * one.pace)}"
         left = f"{one.left} are left, about {duration(one.left * one.pace)}"
         lines.append(f"  {one.work.title:<{width}}  {rate}; {left}; {whole}")
-    left, whole = (
-        sum(one.pace * count for one, count in zip(known, counts, strict=True))
-        for counts in ([one.left for one in known], [one.work.whole for one in known])
-    )
-    lines.append(f"about {duration(left)} left; the paper's whole splits would take about {duration(whole)}")
+    rest = sum(one.left * one.pace for one in known)
+    splits = sum(one.work.whole * one.pace for one in known)
+    lines.append(f"about {duration(rest)} left; the paper's whole splits would take about {duration(splits)}")
     return lines
 
 

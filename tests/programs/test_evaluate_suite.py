@@ -9,7 +9,7 @@ from l2d_jax import evaluate, report
 from l2d_jax.evaluation.sandbox.submission import Verdict
 from l2d_jax.programs import evaluate as program
 from tests.support.programs import call, write_base, write_model
-from tests.support.task_rows import split_rows
+from tests.support.task_rows import split_rows, varied, write
 
 TASKS = ["gsm8k", "math", "instructhumaneval", "mbpp", "mmlu", "mmlu_pro"]
 MEANS = ["Mathematics", "Coding", "General knowledge", "mean"]
@@ -20,6 +20,8 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     for name in TASKS:
         split_rows(folder, name)
+    for name in ("instructhumaneval", "mbpp"):  # whose problems have the ids of their rows
+        write(folder, name, "test", [varied(name, 100 + i) | {"task_id": f"{name}/{i}"} for i in range(3)])
     return folder
 
 
@@ -39,7 +41,7 @@ def test_a_suite_gives_one_table(data, tmp_path, mesh, monkeypatch):
     base = write_base(tmp_path / "base")
     model = write_model(tmp_path / "model", base, mesh)
     monkeypatch.setattr(program, "choose_run", lambda *_, **__: lambda programs: [Verdict(True, "")] * len(programs))
-    words = ["--suite", "paper", "--data_dir", data, "--shots", 0, "--samples", 1, "--max_new_tokens", 2]
+    words = ["--suite", "paper", "--data_dir", data, "--shots", 0, "--samples", 1, "--max_new_tokens", 2, "--limit", 2]
     words += ["--dtype", "float32"]
     plain, paths = tmp_path / "plain", tmp_path / "paths"
     commands = (["--model", base, "--out", plain], ["--model", model, "--out", paths, "--budget", 1, 3])
