@@ -102,10 +102,13 @@ def answer_suite(
     are still answered. Returns these errors.
     """
     failures: list[InputError] = []
+    processes.print_once("the first problems of each task, whose time without compilation gives the estimate:")
     measured = [first for work in works if (first := _begin(loaded, work, run=run, failures=failures)) is not None]
-    for line in estimate(measured):
-        processes.print_once(line)
     total = sum(one.left * one.pace for one in measured)
+    whole = sum(one.work.whole * one.pace for one in measured)
+    if measured:
+        rest = f"about {duration(total)} left"
+        processes.print_once(f"{rest}; the paper's whole splits would take about {duration(whole)}")
     with processes.progress_bar(total, "suite", bar_format=BAR) as bar:
         for done, one in enumerate(measured):
             bar.set_description(f"{one.work.title}, {done + 1} of {len(measured)}")
@@ -125,7 +128,7 @@ def _begin(loaded: LoadedModel, work: PlanWork, *, run: Run | None, failures: li
     """Answer the first problems of a plan that have no answer yet; None if it is finished."""
     left, is_finished = work.remaining()
     if is_finished:
-        processes.print_once(f"{work.title}: finished before")
+        processes.print_once(f"  {work.title}: finished before")
         return None
     if left == 0:
         return Measured(work, 0, None, 0.0)
@@ -136,26 +139,18 @@ def _begin(loaded: LoadedModel, work: PlanWork, *, run: Run | None, failures: li
         failures.append(error)
         return Measured(work, work.remaining()[0], None, 0.0)
     speed: dict[str, Any] = figures["speed"]
-    return Measured(work, left - int(speed["problems"]), speed, seconds[0] / speed["problems"])
+    measured = Measured(work, left - int(speed["problems"]), speed, seconds[0] / speed["problems"])
+    processes.print_once(_pace_line(measured))
+    return measured
 
 
-def estimate(measured: Sequence[Measured]) -> list[str]:
-    """The estimate as lines of text: for each plan, for this run, and for the paper's whole splits."""
-    known = [one for one in measured if one.speed is not None]
-    if not known:
-        return []
-    lines = ["time, from the first problems of each task on this machine, without compilation:"]
-    width = max(len(one.work.title) for one in known)
-    for one in known:
-        assert one.speed is not None
-        rate = f"{one.speed['problems']:.0f} problems took {one.pace:.2f} s each"
-        whole = f"all {one.work.whole} of the paper's split would take {duration(one.work.whole * one.pace)}"
-        left = f"{one.left} are left, about {duration(one.left * one.pace)}"
-        lines.append(f"  {one.work.title:<{width}}  {rate}; {left}; {whole}")
-    rest = sum(one.left * one.pace for one in known)
-    splits = sum(one.work.whole * one.pace for one in known)
-    lines.append(f"about {duration(rest)} left; the paper's whole splits would take about {duration(splits)}")
-    return lines
+def _pace_line(one: Measured) -> str:
+    """What the first problems of a plan took, and what the others and the paper's whole split will take."""
+    assert one.speed is not None
+    whole = one.work.whole
+    rate = f"{one.speed['problems']} problems took {one.pace:.2f} s each"
+    left = f"{one.left} are left, about {duration(one.left * one.pace)}"
+    return f"  {one.work.title}: {rate}; {left}; the paper's {whole} would take {duration(whole * one.pace)}"
 
 
 def duration(seconds: float | int) -> str:

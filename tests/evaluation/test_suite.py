@@ -133,10 +133,10 @@ def test_the_first_problems_of_all_tasks_give_the_estimate(suite, capsys):
         ("mmlu", None, 2),
     ]
     lines = capsys.readouterr().out.splitlines()
-    rate = "4 problems took 10.00 s each; 2 are left, about 20 s; all"
-    assert lines[1] == f"  gsm8k midpoint-15  {rate} 1319 of the paper's split would take 3 h 40 min"
-    assert lines[2] == f"  mmlu midpoint-15   {rate} 14042 of the paper's split would take 39 h 0 min"
-    assert lines[3].startswith("about 40 s left; the paper's whole splits would take about 42 h 40 min")
+    rate = "4 problems took 10.00 s each; 2 are left, about 20 s"
+    assert lines[1] == f"  gsm8k midpoint-15: {rate}; the paper's 1319 would take 3 h 40 min"
+    assert lines[2] == f"  mmlu midpoint-15: {rate}; the paper's 14042 would take 39 h 0 min"
+    assert lines[3] == "about 40 s left; the paper's whole splits would take about 42 h 40 min"
     [(_, first), _] = suite.shown
     assert first["problems"] == first["speed"]["problems"] == 6
     assert first["speed"]["seconds"] == 60
