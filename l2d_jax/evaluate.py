@@ -2,6 +2,10 @@
 
 Results go to `DIR/eval/<task>/<solver>-<budget>/`. `samples.jsonl` has a line per problem with prompt, completions,
 extracted answers and scores. `results.json` has the scores of the task. The same command again resumes.
+
+`--suite paper` evaluates the six tasks of the paper's main table, estimates the time, and writes the table to
+`DIR/eval/suite.json`. A command evaluates one model. For several, give the command for each of them, and then
+`python -m l2d_jax.report --workdir DIR DIR ...`, which shows all rows in one table.
 """
 
 import argparse
@@ -16,6 +20,7 @@ from l2d_jax.config.choices import (
     SOLVER_NAMES,
     TUNED_OPTIONS,
     TUNED_PROBLEMS,
+    suite_tasks,
     task_names,
 )
 from l2d_jax.config.schema import Config
@@ -46,7 +51,10 @@ def add_arguments(parser: command_line.Parser) -> None:
     command_line.add_source(parser)
     config = f"config for the sections decode and mesh, instead of that of the workdir; {config_file.CONFIG_HELP}"
     parser.add_argument("--config", help=config)
-    parser.add_argument("--tasks", required=True, help=f"tasks, with commas between them: {', '.join(task_names())}")
+    tasks = parser.add_mutually_exclusive_group(required=True)
+    tasks.add_argument("--tasks", help=f"tasks, with commas between them: {', '.join(task_names())}")
+    suite = "the six tasks of the paper's main table, or all nine of the paper, with one table of results"
+    tasks.add_argument("--suite", choices=[*suite_tasks()], help=suite)
     parser.add_argument("--out", type=folder_or_bucket, help="folder for the results; None: DIR/eval of the workdir")
     parser.add_argument(
         "--name",
@@ -120,6 +128,8 @@ def parse_arguments(parser: command_line.Parser) -> tuple[argparse.Namespace, Co
     """The options, and the config if the command line names one; raises `InputError`."""
     options, rest = parser.parse_known_args()
     options.overrides = config_file.split_overrides(rest)
+    if options.suite is not None:
+        options.tasks = ",".join(suite_tasks()[options.suite])
     for name in options.overrides:
         is_read = name.partition(".")[0] in SECTIONS or (name in OF_MODEL and options.config is not None)
         remedy = "use --dtype" if name == "model.dtype" else "leave it out"

@@ -29,6 +29,7 @@ from l2d_jax.errors import LONGEST_LINE, InputError, require, shorten, shown
 
 Count = Annotated[int, Interval(ge=1, lt=2**31)]
 Share = Annotated[float, Interval(ge=0, le=1)]
+NotNegative = Annotated[float, Interval(ge=0, le=1e12)]
 Positive = Annotated[float, Interval(gt=0, le=1e12)]
 AnyPath: TypeAlias = str | os.PathLike[str]
 Fingerprint: TypeAlias = Mapping[str, str]  # hashes by the name of the part, such as the weights of a base

@@ -1,7 +1,8 @@
 """Shows what runs have measured: `python -m l2d_jax.report --workdir DIR [DIR ...]`.
 
 It shows the loss by t and the teacher-forced accuracy against the budget, and the scores of evaluations. Each workdir
-gets a `report.html`, which loads no other file, and the figures as PNG and SVG.
+gets a `report.html`, which loads no other file, and the figures as PNG and SVG. The table of the paper's tasks has the
+rows of all workdirs.
 """
 
 from l2d_jax import command_line, console

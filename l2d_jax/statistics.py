@@ -56,6 +56,22 @@ def rate(values: Sequence[float]) -> Rate:
     return Rate(float(scores.mean()), float(low), float(high), len(scores))
 
 
+def mean_of_rates(rates: Sequence[Rate]) -> Rate:
+    """The mean of rates over different problems, each rate with the same weight, and its 95 % interval.
+
+    The distances of the rates to their bounds are added in squares, on each side (Zou and Donner, 2008: Construction of
+    confidence limits about effect measures). Raises `InputError` for no rate.
+
+    >>> mean_of_rates([Rate(0.5, 0.25, 0.5, 4), Rate(0.0, 0.0, 1.0, 2)])
+    Rate(mean=0.25, low=0.125, high=0.75, problems=6)
+    """
+    require(len(rates) > 0, "a mean needs at least one rate, got 0")
+    mean, count = sum(rate.mean for rate in rates) / len(rates), len(rates)
+    below = math.hypot(*(rate.mean - rate.low for rate in rates)) / count
+    above = math.hypot(*(rate.high - rate.mean for rate in rates)) / count
+    return Rate(mean, max(0.0, mean - below), min(1.0, mean + above), sum(rate.problems for rate in rates))
+
+
 def accuracy(scores: Mapping[str, Sequence[float]]) -> Rate:
     """The mean over problems of the share of right completions, from the scores (0 or 1) of each problem."""
     return rate([float(np.mean(values)) for values in scores.values()])

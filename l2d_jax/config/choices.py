@@ -27,6 +27,12 @@ def task_names() -> list[str]:
     return list(package_table("evaluation/tasks/tasks.toml"))
 
 
+def suite_tasks() -> dict[str, list[str]]:
+    """The tasks of each suite of `evaluate`."""
+    suites = package_table("evaluation/suites.toml")
+    return {name: [task for tasks in suite.values() for task in tasks] for name, suite in suites.items()}
+
+
 def tpu_names() -> list[str]:
     """The kinds of TPUs that `compile` knows."""
     return list(package_table("performance/topologies.toml")["generations"])

@@ -66,9 +66,15 @@ def print_once(line: str) -> None:
         print(line, flush=True)
 
 
-def progress_bar(total: int, what: str, *, done: int = 0, unit: str = "it") -> Any:
-    """A progress bar with an estimate of the remaining time; shown only on a terminal and by process 0."""
-    return tqdm(total=total, initial=done, desc=what, unit=unit, disable=not is_first() or None)
+def progress_bar(
+    total: float | int, what: str, *, done: int = 0, unit: str = "it", bar_format: str | None = None
+) -> Any:
+    """A progress bar with an estimate of the remaining time; shown only on a terminal and by process 0.
+
+    `bar_format` is that of tqdm; None: its usual one.
+    """
+    off = not is_first() or None
+    return tqdm(total=total, initial=done, desc=what, unit=unit, disable=off, bar_format=bar_format)
 
 
 def decide(function: Callable[[], Any]) -> Any:

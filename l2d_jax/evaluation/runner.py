@@ -17,9 +17,21 @@ from l2d_jax.evaluation.tuning import describe_tuning, tune
 
 
 def evaluate_plan(
-    loaded: LoadedModel, plan: TaskPlan, open_results: Callable[[], Results], *, run: Run | None = None
+    loaded: LoadedModel,
+    plan: TaskPlan,
+    open_results: Callable[[], Results],
+    *,
+    run: Run | None = None,
+    most: int | None = None,
+    spent: Mapping[str, Any] | None = None,
+    bar: Any = None,
 ) -> dict[str, Any]:
-    """Answer and score the problems missing in the results, write each batch when it is done, return all figures."""
+    """Answer and score the problems missing in the results, write each batch when it is done, return all figures.
+
+    With `most`, only this number of them, evenly spaced, and the figures are the speed alone: the results are not
+    finished. `spent` is the speed of such a call, to which this one is added. `bar` is shown instead of a bar for
+    this plan.
+    """
     opened: list[Results] = []  # only process 0 scores and writes
 
     def begin() -> list[str]:
@@ -31,8 +43,13 @@ def evaluate_plan(
     judged: dict[str, Any] = {"tagged": plan.protocol.tagged, "prompts": plan.protocol.prompts}
     total, grade = len(plan.problems), partial(plan.task.grade, run=run, **judged)
     chosen = _tuned(loaded, plan, opened, grade) if remaining and plan.held_out is not None else None
+    if bar is None:
+        bar = processes.progress_bar(total, plan.task.name, done=total - len(remaining), unit="problem")
+    if most is not None and most < len(remaining):
+        places = list(remaining)
+        remaining = {place: remaining[place] for place in (places[i * len(places) // most] for i in range(most))}
     began, count = time.monotonic(), 0
-    with processes.progress_bar(total, plan.task.name, done=total - len(remaining), unit="problem") as shown:
+    with bar as shown:
         for batch in _answers(loaded, remaining, plan, chosen):
             count += sum(said.tokens for several in batch.values() for said in several)
             if opened:
@@ -40,9 +57,12 @@ def evaluate_plan(
             shown.update(len(batch))
             if count:  # ranking options generates no token
                 shown.set_postfix_str(f"{count / (time.monotonic() - began):.0f} tokens/s")
-    seconds = time.monotonic() - began
-    speed = {"problems": len(remaining), "tokens": count, "seconds": seconds, "tokens per second": count / seconds}
+    speed = {"problems": len(remaining), "tokens": count, "seconds": time.monotonic() - began}
+    speed = {key: value + (spent or {}).get(key, 0) for key, value in speed.items()}
+    speed["tokens per second"] = speed["tokens"] / speed["seconds"]
     speed["batch_size"] = plan.protocol.batch_size
+    if most is not None:
+        return {"speed": speed}
     return dict(processes.decide(lambda: opened[0].finish(speed, counts=plan.counts.record())))
 
 

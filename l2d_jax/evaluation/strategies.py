@@ -4,15 +4,12 @@ The strategies are: greedy answers at a budget of evaluations per token, the maj
 (self-consistency, Wang et al. 2022), and beam search. The cost is that of the answers' tokens.
 """
 
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from statistics import multimode
 from typing import Annotated, Any, Literal, NamedTuple
 
 from annotated_types import Interval, Len
-from jax import monitoring
 
 from l2d_jax.data.word_problems import final_answer
 from l2d_jax.decoding.batching import Completion, complete
@@ -24,6 +21,7 @@ from l2d_jax.decoding.stop_strings import to_text
 from l2d_jax.distributed import processes
 from l2d_jax.files import Count, Positive
 from l2d_jax.performance.costs import decoding_flops
+from l2d_jax.performance.timing import run_seconds
 from l2d_jax.training.held_out.exact_match import MarkedProblems
 
 TEMPERATURE = 0.7  # temperature of the samples for a majority
@@ -65,7 +63,7 @@ def answer_problems(loaded: LoadedModel, problems: MarkedProblems, strategy: Str
     settings = replace(loaded.defaults, budget=strategy.budget, max_new_tokens=length, temperature=0.0)
     right, tokens = [False] * len(problems.prompts), 0
     searched = strategy.tries if strategy.kind == "beams" else 1  # decoded tokens per token of the answer
-    with _seconds() as seconds, processes.progress_bar(len(right), "answers", unit="problem") as shown:
+    with run_seconds() as seconds, processes.progress_bar(len(right), "answers", unit="problem") as shown:
         for answers in _answers(loaded, problems, strategy, settings, batch_size):
             for place, completions in answers.items():
                 said = [final_answer(to_text(completion.ids, loaded.tokenizer)) for completion in completions]
@@ -99,26 +97,3 @@ def _answers(
         settings = replace(settings, temperature=TEMPERATURE)
     rows = max(batch_size // tries, 1) * tries
     yield from complete(loaded, problems.prompts, settings=settings, batch_size=rows, samples=tries)
-
-
-@contextmanager
-def _seconds() -> Iterator[list[float]]:
-    """Wall-clock seconds of the block, without tracing and compilation; known when it ends."""
-    spans: list[tuple[float, float]] = []
-
-    def add(event: str, start_time: float, end_time: float, **_: str | int) -> None:
-        if event.startswith("/jax/core/compile/"):
-            spans.append((start_time, end_time))
-
-    monitoring.register_event_time_span_listener(add)
-    found: list[float] = []
-    began = time.perf_counter()
-    try:
-        yield found
-    finally:
-        monitoring.unregister_event_time_span_listener(add)
-        seconds, until = time.perf_counter() - began, 0.0
-        for start, end in sorted(spans):  # programs call programs: a span may contain others
-            seconds -= max(0.0, end - max(start, until))
-            until = max(until, end)
-        found.append(seconds)

@@ -1,12 +1,15 @@
 """Wall-clock times, and the machine's best rates, with which speeds are compared."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from timeit import timeit
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import monitoring
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -27,6 +30,29 @@ def turns(*works: Callable[[], float]) -> list[float]:
     """Medians of the seconds that `works` return. They run in turns, so that a shared machine slows all alike."""
     rounds = [[work() for work in works] for _ in range(REPEATS)]
     return [sorted(seconds)[REPEATS // 2] for seconds in zip(*rounds, strict=True)]
+
+
+@contextmanager
+def run_seconds() -> Iterator[list[float]]:
+    """Wall-clock seconds of the block, without tracing and compilation; known when it ends."""
+    spans: list[tuple[float, float]] = []
+
+    def add(event: str, start_time: float, end_time: float, **_: str | int) -> None:
+        if event.startswith("/jax/core/compile/"):
+            spans.append((start_time, end_time))
+
+    monitoring.register_event_time_span_listener(add)
+    found: list[float] = []
+    began = time.perf_counter()
+    try:
+        yield found
+    finally:
+        monitoring.unregister_event_time_span_listener(add)
+        seconds, until = time.perf_counter() - began, 0.0
+        for start, end in sorted(spans):  # programs call programs: a span may contain others
+            seconds -= max(0.0, end - max(start, until))
+            until = max(until, end)
+        found.append(seconds)
 
 
 def matrix_products(size: int | None = None, *, dtype: Any = jnp.float32) -> tuple[Callable[[], object], int]:

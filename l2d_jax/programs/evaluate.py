@@ -3,7 +3,8 @@
 import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from l2d_jax import command_line
 from l2d_jax.config.config_file import override_names
@@ -16,6 +17,7 @@ from l2d_jax.decoding.refinement.settings import check_settings
 from l2d_jax.decoding.requests import check_decoding_memory, check_prompts
 from l2d_jax.decoding.search.beam_search import check_search
 from l2d_jax.distributed import processes, runtime
+from l2d_jax.distributed.memory import parameters
 from l2d_jax.evaluation.plan import (
     TaskPlan,
     check_asked_options,
@@ -24,21 +26,67 @@ from l2d_jax.evaluation.plan import (
     label_of,
     make_plans,
     open_results,
+    results_folder,
 )
 from l2d_jax.evaluation.results import KINDS, accuracy_interval
 from l2d_jax.evaluation.runner import evaluate_plan
+from l2d_jax.evaluation.suite import SUITE, require_rows
+from l2d_jax.evaluation.suite_run import PlanWork, answer_suite
+from l2d_jax.evaluation.tasks.problem import Run
 from l2d_jax.evaluation.tasks.task import find_task
-from l2d_jax.loading import find, load, model_fingerprint, newest_step
+from l2d_jax.loading import Folder, find, load, model_fingerprint, newest_step
+from l2d_jax.model.architecture import Architecture
+from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.l2d import check_labels
 from l2d_jax.model.llm import LLM
+from l2d_jax.performance.costs import trainable_parameters
 from l2d_jax.reports.page import interval
+from l2d_jax.reports.suite import suite_section, write_suite
+from l2d_jax.storage import mirror
+
+
+class Session(NamedTuple):
+    """A loaded model, and what is evaluated."""
+
+    loaded: LoadedModel
+    plans: list[TaskPlan]
+    run_plan: Callable[[TaskPlan], None]
+    works: list[PlanWork]  # the plans with their results
+    run: Run | None  # runs generated programs
+    trained: int | None  # number of trained parameters of the model; None: not known
 
 
 def run(options: argparse.Namespace, config: Config | None) -> None:
-    """Open the model, and evaluate every plan."""
-    _, plans, run_plan = open_session(options, config)
-    for plan in plans:
-        run_plan(plan)
+    """Open the model, and evaluate every plan; with `--suite`, show and write the table."""
+    session = open_session(options, config)
+    if options.suite is None:
+        for plan in session.plans:
+            session.run_plan(plan)
+        return
+    failures = answer_suite(session.loaded, session.works, _show, run=session.run)
+    if processes.is_first():
+        _write_table(session, options)
+    if failures:
+        raise failures[0]
+
+
+def _write_table(session: Session, options: argparse.Namespace) -> None:
+    """Write the table of a suite, and print it."""
+    has_path = session.loaded.model.path is not None
+    unused = {work.name: has_path and work.plan.settings.budget == 1 for work in session.works}
+    trained = {name: 0 if is_unused else session.trained for name, is_unused in unused.items()}
+    model = Path(options.workdir or options.out).resolve().name
+    section = suite_section(write_suite(results_folder(options), model, options.suite, trained), {})
+    if section is not None:
+        section.printed()
+    print(f"written to {mirror.shown_places(str(results_folder(options) / SUITE))}")
+
+
+def _trained_parameters(found: Folder, architecture: Architecture) -> int | None:
+    """The number of trained values of a workdir or a path; None for another language model, whose origin is unknown."""
+    if found.trained is not None:
+        return trainable_parameters(found.trained, architecture)
+    return None if found.path_config is None else parameters(DiffusionPath.declare(found.path_config, architecture))
 
 
 def open_session(
@@ -47,8 +95,8 @@ def open_session(
     *,
     used: Sequence[str] = (),
     vary: Callable[[list[TaskPlan]], list[TaskPlan]] = list,
-) -> tuple[LoadedModel, list[TaskPlan], Callable[[TaskPlan], None]]:
-    """Check everything, then load the model; returns it, the plans, and a function that runs a plan.
+) -> Session:
+    """Check everything, then load the model.
 
     Decoding options in `used` are not refused if the plans do not use them, because the caller does. `vary` turns the
     plans that the options name into those to check and return. Raises `InputError`.
@@ -62,6 +110,7 @@ def open_session(
     of_mesh = override_names(options.overrides, "mesh")
     mesh_config = from_dict(MeshConfig, of_mesh, prefix="config.mesh") if config is None else config.mesh
     runtime.start_jax(mesh_config)
+    processes.take_turns(lambda: require_rows(tasks, options))
     run = choose_run(tasks, is_allowed=options.allow_code_execution)
     base = processes.take_turns(found.find_base)
     plans = vary(make_plans(tasks, options, found.defaults if config is None else config.decode, base))
@@ -84,14 +133,20 @@ def open_session(
     step = newest_step(found)  # resolved once: a training run may save another step in the meantime
     # Folders with other evaluations are refused before any weights are loaded.
     model = processes.decide(lambda: model_fingerprint(found, base, step))
-    processes.decide(lambda: [open_results(plan, options, found, step, model).folder.name for plan in plans])
+    names = processes.decide(lambda: [open_results(plan, options, found, step, model).folder.name for plan in plans])
     loaded = load(options.workdir or options.model, mesh=mesh, dtype=options.dtype, step=step, **texts)
 
     def run_plan(plan: TaskPlan) -> None:
         results = partial(open_results, plan, options, found, step, model)
-        processes.print_once(_line(plan, evaluate_plan(loaded, plan, results, run=run)))
+        _show(plan, evaluate_plan(loaded, plan, results, run=run))
 
-    return loaded, plans, run_plan
+    openings = [partial(open_results, plan, options, found, step, model) for plan in plans]
+    works = [PlanWork(*work) for work in zip(plans, names, openings, strict=True)]
+    return Session(loaded, plans, run_plan, works, run, _trained_parameters(found, base.architecture))
+
+
+def _show(plan: TaskPlan, figures: dict[str, Any]) -> None:
+    processes.print_once(_line(plan, figures))
 
 
 def _line(plan: TaskPlan, figures: dict[str, Any]) -> str:

@@ -27,7 +27,7 @@ TRACED = 64  # number of right answers per task that are traced, evenly spaced o
 
 def run(options: Namespace, config: Config | None) -> None:
     """Evaluate, trace right answers, and report."""
-    loaded, plans, run_plan = open_session(options, config, used=("tolerance",), vary=partial(_vary, options))
+    loaded, plans, run_plan, *_ = open_session(options, config, used=("tolerance",), vary=partial(_vary, options))
     require(loaded.model.path is not None, "a sweep is of a diffusion path, and this model has none: use evaluate")
     for plan in plans:
         run_plan(plan)

@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 
 from l2d_jax.errors import InputError
 from l2d_jax.evaluation.results import KINDS, RESULTS, accuracy_interval, read_figures
-from l2d_jax.files import Positive, Share, check, package_table, read_json
+from l2d_jax.files import NotNegative, Positive, Share, check, package_table, read_json
 from l2d_jax.reports.figures import draw_rates, saved_figure
 from l2d_jax.reports.page import Table, interval
 
@@ -18,6 +18,7 @@ WITHIN = "within.json"  # file in a task's folder, written by `sweep`: accuracy 
 COSTS = {"evaluations per token": "evaluations", "passes per token": "passes"}  # in results; in the table
 TASK_TABLE, GENERAL = "evaluation/tasks/tasks.toml", "general_qa"  # the table of tasks, and a task's usual category
 CATEGORY_NAMES = {"math": "Mathematics", "coding": "Coding", GENERAL: "General knowledge"}  # the paper's names
+BESIDE_COUNTS = ("trained parameters", "evaluations per token")  # numbers that rows of others may have
 HEADER = ("task", "evaluation", *KINDS, "pass@10", *COSTS, "problems")
 
 
@@ -68,9 +69,18 @@ def collect_within(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_beside(file: Path | None) -> dict[str, dict[str, float]]:
-    """Read rows of others: a JSON object of labels, each with an accuracy (0 to 1) per task; raises `InputError`."""
+    """Read rows of others: a JSON object of labels, each with accuracies (0 to 1); raises `InputError`.
+
+    The keys of a row are tasks, categories of the suites, "mean", and `BESIDE_COUNTS`. `null`: not known.
+    """
     rows, remedy = {} if file is None else read_json(file), "give each label its accuracies from 0 to 1, by task"
-    return dict(check(rows, dict[str, dict[str, Share]], file, remedy=remedy))
+    found: dict[str, dict[str, float | None]] = check(rows, dict[str, dict[str, float | None]], file, remedy=remedy)
+    known = {label: {key: value for key, value in row.items() if value is not None} for label, row in found.items()}
+    shares = {label: {key: row[key] for key in row if key not in BESIDE_COUNTS} for label, row in known.items()}
+    check(shares, dict[str, dict[str, Share]], file, remedy=remedy)
+    counts = {label: {key: row[key] for key in row if key in BESIDE_COUNTS} for label, row in known.items()}
+    check(counts, dict[str, dict[str, NotNegative]], file, remedy="give counts of 0 or more")
+    return known
 
 
 def task_rows(evaluations: Sequence[Evaluation], beside: Mapping[str, Mapping[str, float]]) -> Table:

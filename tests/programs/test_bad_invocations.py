@@ -15,6 +15,8 @@ EVALUATE = "--model BASE --tasks gsm8k --data_dir TASKS --out out"
 TRAIN = f"--config {TINY} --workdir run"
 STUDY = f"--config {TINY} --out out --models"
 NUMBER = "the number must be in "
+LACKING = "math (train test), instructhumaneval (test), mmlu_pro (validation test)"
+FURTHER = "piqa (train validation), arc_easy (validation test), arc_challenge (validation test)"
 LONG_NAME = "must be at most 255 bytes long, got 300"
 
 # By program: what stands before all arguments, then arguments and a part of the line. "~" is a space in an argument.
@@ -130,6 +132,20 @@ TABLE = {
             ("--beams 2 --tune search --tune_problems 0", NUMBER),
             ("--beams 2 --tune nothing", "invalid choice: 'nothing'"),
             ("--tolerance 0.1", "tolerance is an option of a diffusion path, and this model has none"),
+            ("--suite paper", "argument --suite: not allowed with argument --tasks"),
+            ("--data_dir BASE", "no split 'train' in BASE"),
+        ],
+    ),
+    "evaluate a suite": (
+        "--model BASE --data_dir TASKS --out out",
+        [
+            ("", "one of the arguments --tasks --suite is required"),
+            ("--suite mine", "argument --suite: invalid choice: 'mine'"),
+            ("--suite paper", f"lacks rows of {LACKING}: put them there, as TASK/SPLIT.jsonl"),
+            ("--suite all", f"lacks rows of {LACKING}, {FURTHER}: put them there, as TASK/SPLIT.jsonl"),
+            ("--suite paper --shots 0", "lacks rows of math (test), instructhumaneval (test), mmlu_pro (test): put"),
+            ("--tasks gsm8k,mmlu --split dev", "lacks rows of gsm8k (dev): put"),
+            ("--tasks gsm8k,mmlu --split validation", "lacks rows of gsm8k (validation), mmlu (validation): put"),
         ],
     ),
     "sweep": (

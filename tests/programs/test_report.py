@@ -1,6 +1,7 @@
 """The report: tables, figures and a page that asks for nothing else, of training and of evaluations."""
 
 import contextlib
+import itertools
 import json
 import re
 from pathlib import Path
@@ -9,15 +10,24 @@ from typing import Any
 import pytest
 
 from l2d_jax import report
+from l2d_jax.config.choices import suite_tasks
 from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.evaluation.results import Results, Said, sample_line
 from l2d_jax.evaluation.tasks.problem import Problem, Score
+from l2d_jax.programs.report import short_names
 from l2d_jax.reports import evaluation as evaluations
 from tests.support.programs import call
 
 
 def evaluation(
-    folder: Path, task: str, budget: int, *scores: int, label: Any = None, guidance: float = 1.0, end: float = 1.0
+    folder: Path,
+    task: str,
+    budget: int,
+    *scores: int,
+    label: Any = None,
+    guidance: float = 1.0,
+    end: float = 1.0,
+    speed: Any = None,
 ):
     """A finished evaluation with one problem for each score."""
     decode = {**vars(DecodeConfig(budget=budget, guidance=guidance)), "end": end}
@@ -29,7 +39,7 @@ def evaluation(
     for number, score in enumerate(scores):
         problem = Problem(f"{task}/{number}", ({"role": "user", "content": "?"},), "a", "a", "math")
         results.add([sample_line(problem, "?", [Said("a")], [Score(float(score), 1.0, None, None, "")])])
-    results.finish({})
+    results.finish(speed or {})
 
 
 @pytest.fixture
@@ -169,3 +179,76 @@ def test_rows_of_others_are_shares(workdir, row):
     outcome = call(report.main, "--workdir", workdir, "--beside", workdir / "paper.json")
     assert "paper.json: the paper" in outcome.error
     assert outcome.error.endswith(": give each label its accuracies from 0 to 1, by task")
+
+
+@pytest.fixture
+def suites(tmp_path):
+    """A workdir with a whole suite at two budgets, and a folder of --out with two categories."""
+    for number, task in enumerate(suite_tasks()["paper"]):
+        for budget in (1, 15):
+            scores = [1] * (number % 3) + [0] * (4 - number % 3)
+            evaluation(tmp_path / "a" / "eval", task, budget, *scores, speed={"problems": 2, "seconds": 30.0})
+    for task in ("gsm8k", "math", "instructhumaneval", "mbpp", "mmlu"):
+        evaluation(tmp_path / "b", task, 15, 1, 1, 0, 0)
+    counted = {"suite": "paper", "trained parameters": {"midpoint-1": 0, "midpoint-15": 73344256}}
+    (tmp_path / "a" / "eval" / "suite.json").write_text(json.dumps(counted))
+    return tmp_path
+
+
+AGAIN = "remove it, and give the command of evaluate again"
+
+
+def table(text, column):
+    """The rows below the last header that has this column."""
+    rows = [re.split(r"  +", line.strip()) for line in text.splitlines()]
+    first = max(number for number, row in enumerate(rows) if column in row)
+    below = itertools.takewhile(lambda row: len(row) > 1 and row[0] != "model", rows[first + 1 :])
+    return rows[first], [*below]
+
+
+def test_a_suite_has_one_table_of_all_folders(suites):
+    beside, skipped = suites / "paper.json", {"gsm8k": 0.5, "math": None}
+    best = {"mean": 0.4, "trained parameters": 73344256, "evaluations per token": 118}
+    beside.write_text(json.dumps({"its best": best, "nothing": {"arc_easy": 0.9}, "a part": skipped, "empty": {}}))
+    outcome = call(report.main, "--workdir", suites / "a", suites / "b", "--beside", beside)
+    assert outcome.status == 0, outcome.err
+    assert outcome.out.count("The paper's tasks") == 1
+    header, means = table(outcome.out, "Mathematics")
+    categories = ["Mathematics", "Coding", "General knowledge"]
+    assert header == ["model", "evaluation", *categories, "mean", "trained", "evaluations", "seconds"]
+    first, second, third, best = means
+    assert first[:2] == ["a", "midpoint-1"]
+    assert [cell.split()[0] for cell in first[2:6]] == ["0.125", "0.250", "0.375", "0.250"]
+    assert first[6:] == ["0", "360"], "six tasks of four problems, at 15 s a problem"
+    assert second[1] == "midpoint-15"
+    assert second[6:] == ["73,344,256", "360"]
+    assert [cell.split()[0] for cell in third] == ["b", "midpoint-15", "0.500", "0.500"], "MMLU alone is no category"
+    assert best == ["its best", "0.400", "73,344,256", "118.00"]
+    header, tasks = table(outcome.out, "mmlu_pro")
+    assert header[2:] == suite_tasks()["paper"]
+    assert tasks[-1] == ["a part", "0.500"]
+    for folder in ("a", "b"):
+        page = (suites / folder / "report.html").read_text()
+        assert page.count("73,344,256") == 2
+
+
+def test_folders_of_one_name_are_told_apart(suites):
+    outcome = call(report.main, "--workdir", suites / "a", suites / "b" / ".." / "b", suites / "b")
+    assert outcome.status == 0, outcome.err
+    assert short_names([Path("x/eval"), Path("y/eval")]) == ["x/eval", "y/eval"]
+    assert short_names([Path("x/a"), Path("y/b")]) == ["a", "b"]
+
+
+def test_a_damaged_suite_is_one_line(suites):
+    (suites / "a" / "eval" / "suite.json").write_text('{"trained parameters": {"midpoint-1": -1}}')
+    error = call(report.main, "--workdir", suites / "a").error
+    assert error.endswith(
+        "suite.json: trained parameters.midpoint-1 must be greater than or equal to 0, got -1: " + AGAIN
+    )
+
+
+@pytest.mark.parametrize("row", [{"trained parameters": -1}, {"evaluations per token": -0.5}])
+def test_counts_of_others_are_not_negative(workdir, row):
+    (workdir / "paper.json").write_text(json.dumps({"the paper": row}))
+    outcome = call(report.main, "--workdir", workdir, "--beside", workdir / "paper.json")
+    assert outcome.error.endswith(": give counts of 0 or more")
