@@ -28,7 +28,7 @@ def make_parser() -> command_line.Parser:
     budget = "evaluations of the path per token, including the final one; several compare; adaptive solvers: at most"
     group.add_argument("--budget", type="Budget", nargs="+", help=budget)
     group.add_argument("--solver", choices=SOLVER_NAMES, help="method that integrates the ODE")
-    end = "t at which the ODE stops, for the final evaluation; adaptive solvers stop at 1 - 1/sigma at the latest"
+    end = "time t at which the ODE stops, for the final evaluation; adaptive solvers stop at 1 - 1/sigma at the latest"
     group.add_argument("--end", type="End", help=end)
     group.add_argument("--tolerance", type="Tolerance", help=f"error of a step of {', '.join(ADAPTIVE_SOLVERS)}")
     group.add_argument("--label", type="Label", help="class for guidance, for a path that was trained with classes")

@@ -182,7 +182,7 @@ class DecodeConfig:
 
     solver: SolverName = "midpoint"  # method that integrates the ODE
     budget: ranges.Budget = 15  # evaluations of the path per token, including the final one; adaptive solvers: at most
-    # t at which the ODE stops and the final evaluation is made; adaptive solvers stop at 1 - 1/sigma at the latest
+    # time t at which the ODE stops and the final evaluation is made; adaptive solvers stop at 1 - 1/sigma at the latest
     end: ranges.End = 1.0
     tolerance: ranges.Tolerance = 3e-4  # relative and absolute error of the steps of an adaptive solver
     # estimate x̂: the vector of a sampled token, or the mean over all tokens
