@@ -133,7 +133,7 @@ TABLE = {
             ("--beams 2 --tune nothing", "invalid choice: 'nothing'"),
             ("--tolerance 0.1", "tolerance is an option of a diffusion path, and this model has none"),
             ("--suite paper", "argument --suite: not allowed with argument --tasks"),
-            ("--data_dir BASE", "no split 'train' in BASE"),
+            ("--data_dir BASE", "no split 'train' in "),
         ],
     ),
     "evaluate a suite": (
@@ -144,7 +144,7 @@ TABLE = {
             ("--suite paper", f"lacks rows of {LACKING}: put them there, as TASK/SPLIT.jsonl"),
             ("--suite all", f"lacks rows of {LACKING}, {FURTHER}: put them there, as TASK/SPLIT.jsonl"),
             ("--suite paper --shots 0", "lacks rows of math (test), instructhumaneval (test), mmlu_pro (test): put"),
-            ("--tasks gsm8k,mmlu --split dev", "lacks rows of gsm8k (dev): put"),
+            ("--tasks gsm8k,mmlu --split dev", "no split 'dev' in "),
             ("--tasks gsm8k,mmlu --split validation", "lacks rows of gsm8k (validation), mmlu (validation): put"),
         ],
     ),
