@@ -33,6 +33,7 @@ class HeldOut(NamedTuple):
     """The problems on which options are chosen."""
 
     parts: Sequence[Part]  # what is chosen, in this order
+    task: Task  # the task whose problems these are: that of the plan, or another one of its category
     split: str
     problems: Sequence[EncodedProblem]
 
@@ -47,7 +48,7 @@ class HeldOut(NamedTuple):
         grids: dict[str, Any] = {"guidance": {"guidance": list(STRENGTHS)}}
         grids["search"] = {name: list(values) for name, values in SCORINGS.items()}
         grids["search"]["final_temperature"] = list(TEMPERATURES)
-        about = {"split": self.split, "problems": len(self.problems), "digest": self.digest}
+        about = {"task": self.task.name, "split": self.split, "problems": len(self.problems), "digest": self.digest}
         return about | {"grid": {name: values for part in self.parts for name, values in grids[part].items()}}
 
     @property
@@ -56,12 +57,36 @@ class HeldOut(NamedTuple):
         return digest([[one.problem._asdict(), one.ids] for one in self.problems])
 
 
+class NoHeldOutError(InputError):
+    """A task has no problems on which options could be chosen."""
+
+
+def find_held_out(
+    task: Task,
+    tasks: Sequence[Task],
+    options: Namespace,
+    categories: Collection[str],
+    tokenizer: PreTrainedTokenizerFast,
+) -> tuple[Task, str, list[EncodedProblem]]:
+    """The held-out problems of a task, or of the first of `tasks` in its category that has some.
+
+    Returns the task that has them, their split, and the problems. Raises `InputError` if there are none.
+    """
+    lacking: list[NoHeldOutError] = []
+    for one in (task, *(other for other in tasks if other is not task and other.category == task.category)):
+        try:
+            return one, *read_held_out(one, options, categories, tokenizer)
+        except NoHeldOutError as error:
+            lacking.append(error)
+    raise lacking[0]
+
+
 def read_held_out(
     task: Task, options: Namespace, categories: Collection[str], tokenizer: PreTrainedTokenizerFast
 ) -> tuple[str, list[EncodedProblem]]:
     """Read the held-out problems of a task, and the name of their split: some of each category, evenly spaced.
 
-    Raises `InputError` if the task has no held-out part, or if it lacks one of the categories.
+    Raises `NoHeldOutError` if the task has no held-out part, and `InputError` if it lacks one of the categories.
     """
     scored, folder = options.split or task.split, Path(options.data_dir or "", task.name)
     is_local = options.data_dir is not None and task.make is None
@@ -84,7 +109,8 @@ def read_held_out(
         return split, found
     where = f"files of another split in {folder}" if is_local else "another split"
     rule = f"{task.name} has no held-out part for --tune: it needs {where}, {', '.join(SPLITS[:-1])} or {SPLITS[-1]}"
-    raise InputError(f"{rule}, with rows that are neither scored nor examples. Leave --tune out")
+    remedy = "Leave --tune out, or evaluate it with another task of its category"
+    raise NoHeldOutError(f"{rule}, with rows that are neither scored nor examples. {remedy}")
 
 
 def _spaced(problems: Sequence[Problem], count: int) -> list[Problem]:

@@ -18,7 +18,7 @@ from l2d_jax.decoding.requests import SAMPLING_OPTIONS, check_asked, override_se
 from l2d_jax.decoding.search.beams import SearchConfig
 from l2d_jax.distributed import processes
 from l2d_jax.errors import InputError, require
-from l2d_jax.evaluation.held_out import HeldOut, read_held_out
+from l2d_jax.evaluation.held_out import HeldOut, find_held_out
 from l2d_jax.evaluation.results import Results
 from l2d_jax.evaluation.sandbox import grade
 from l2d_jax.evaluation.tasks.counts import ProblemCounts, differences
@@ -173,7 +173,7 @@ def make_plans(
         _check_protocol(protocol, encoded, options)
         held_out = None
         if options.tune:
-            held_out = read_held_out(task, options, {one.problem.category for one in encoded}, tokenizer)
+            held_out = find_held_out(task, tasks, options, {one.problem.category for one in encoded}, tokenizer)
         for budget in _budgets(options, wanted.get("solver", decode.solver)):
             settings = override_settings(decode, usual | wanted | ({} if budget is None else {"budget": budget}))
             search = _search_config(options, settings)

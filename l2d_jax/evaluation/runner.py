@@ -42,7 +42,9 @@ def evaluate_plan(
     remaining = {number: one for number, one in enumerate(plan.problems) if one.problem.id not in done}
     judged: dict[str, Any] = {"tagged": plan.protocol.tagged, "prompts": plan.protocol.prompts}
     total, grade = len(plan.problems), partial(plan.task.grade, run=run, **judged)
-    chosen = _tuned(loaded, plan, opened, grade) if remaining and plan.held_out is not None else None
+    chosen = None
+    if remaining and plan.held_out is not None:
+        chosen = _tuned(loaded, plan, opened, partial(plan.held_out.task.grade, run=run, **judged))
     if bar is None:
         bar = processes.progress_bar(total, plan.task.name, done=total - len(remaining), unit="problem")
     if most is not None and most < len(remaining):

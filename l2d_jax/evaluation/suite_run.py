@@ -36,9 +36,10 @@ class PlanWork(NamedTuple):
 
     @property
     def whole(self) -> int:
-        """The number of problems in the paper's split, before long ones are dropped; of MATH, the number of rows."""
+        """The number of problems that the paper scores; where it is not known, those of the paper's split."""
         task = self.plan.task
-        return task.rows[task.split] if task.size is None else task.size
+        rows = task.rows[task.split] if task.size is None else task.size
+        return rows if task.papers is None else task.papers
 
     @property
     def first(self) -> int:

@@ -53,13 +53,14 @@ def tune(loaded: LoadedModel, plan: TaskPlan, grade: Grade) -> dict[str, Any]:
 def describe_tuning(plan: TaskPlan, tuning: Mapping[str, Any]) -> Iterator[str]:
     """A line for each category: what was chosen, and its score compared with that of the defaults."""
     assert plan.held_out is not None
+    where = f"{plan.held_out.task.name}/{plan.held_out.split}"
     for category, values in tuning["chosen"].items():
         runs = [run for run in tuning["runs"] if run["category"] == category]
         best = max(run["strict"] for run in runs if values.items() <= run.items())
         count = sum(one.problem.category == category for one in plan.held_out.problems)
         shown = ", ".join(f"{name} {value:g}" for name, value in values.items())
         scores = f"strict {best:.3f}, with the defaults {runs[0]['strict']:.3f}"
-        yield f"{plan.task.name}: {shown} for {category}: {scores}, on {count} problems of {plan.held_out.split}"
+        yield f"{plan.task.name}: {shown} for {category}: {scores}, on {count} problems of {where}"
 
 
 def _try_values(
