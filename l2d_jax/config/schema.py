@@ -182,8 +182,7 @@ class DecodeConfig:
 
     solver: SolverName = "midpoint"  # method that integrates the ODE
     budget: ranges.Budget = 15  # evaluations of the path per token, including the final one; adaptive solvers: at most
-    # time t at which the ODE stops and the final evaluation is made; adaptive solvers stop at 1 - 1/sigma at the latest
-    end: ranges.End = 1.0
+    end: ranges.End = 1.0  # t at which the ODE stops; adaptive solvers stop at 1 - 1/sigma at the latest
     tolerance: ranges.Tolerance = 3e-4  # relative and absolute error of the steps of an adaptive solver
     # estimate x̂: the vector of a sampled token, or the mean over all tokens
     velocity: Literal["sample", "expectation"] = "sample"
@@ -195,8 +194,7 @@ class DecodeConfig:
     top_p: ranges.TopP = 1.0  # sample from the likeliest tokens that together reach this probability
     draws: ranges.Draws = 1  # noise samples per token; their mean distribution gives the answer
     gate: ranges.Nats = 0.0  # skip the ODE where the entropy of the LM alone is below this, in nats; 0: never
-    # evaluations side by side: if that is faster, whenever possible, or never; check: in the program of "on", but each
-    # pass accepts only one evaluation
+    # evaluations side by side: where that is faster, always, or never; check: like "on", but one accepted in each pass
     parallel: Literal["auto", "on", "off", "check"] = "auto"
     max_new_tokens: ranges.Tokens = 256  # largest number of tokens in an answer
 
@@ -205,7 +203,7 @@ class DecodeConfig:
 
     @property
     def must_be_parallel(self) -> bool:
-        """Whether evaluations side by side are asked for, instead of chosen where they are faster."""
+        """Whether evaluations must go side by side, even where that is slower."""
         return self.parallel in ("on", "check")
 
 

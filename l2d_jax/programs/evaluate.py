@@ -30,7 +30,8 @@ from l2d_jax.evaluation.plan import (
 )
 from l2d_jax.evaluation.results import KINDS, accuracy_interval
 from l2d_jax.evaluation.runner import evaluate_plan
-from l2d_jax.evaluation.suite import SUITE, require_rows
+from l2d_jax.evaluation.suite import SUITE
+from l2d_jax.evaluation.suite_rows import require_rows
 from l2d_jax.evaluation.suite_run import PlanWork, answer_suite
 from l2d_jax.evaluation.tasks.problem import Run
 from l2d_jax.evaluation.tasks.task import find_task

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from l2d_jax.errors import require
 from l2d_jax.reports import evaluation as evaluations
+from l2d_jax.reports import evaluation_figures as figures
 from l2d_jax.reports import training
 from l2d_jax.reports.page import Section, write_page
 from l2d_jax.reports.suite import suite_rows, suite_section
@@ -76,13 +77,13 @@ def _evaluation_sections(
     text = f"Strict scores follow the rules of the authors' release, relaxed ones what readers accept. {INTERVALS}"
     sections = [Section("Tasks", text, [], [evaluations.task_rows(evaluated, beside)]).printed()]
     sections += [] if suite is None else [suite]
-    if evaluations.draw_budgets(evaluated, file := folder / "budgets.png"):
+    if figures.draw_budgets(evaluated, file := folder / "budgets.png"):
         text = "A budget of 1 is the language model itself."
         sections.append(Section("Accuracy against the budget", text, [file]))
-    if evaluations.draw_ends(evaluated, file := folder / "ends.png"):
+    if figures.draw_ends(evaluated, file := folder / "ends.png"):
         sections.append(Section("Accuracy against the end of the diffusion", ENDS, [file]))
-    if evaluations.draw_within(within, file := folder / "within.png"):
+    if figures.draw_within(within, file := folder / "within.png"):
         sections.append(Section("Within one diffusion", WITHIN, [file]))
-    if evaluations.draw_guidance(evaluated, file := folder / "guidance.png"):
+    if figures.draw_guidance(evaluated, file := folder / "guidance.png"):
         sections.append(Section("Guidance", GUIDANCE, [file]))
     return sections

@@ -13,7 +13,7 @@ from matplotlib import pyplot as plt
 GREY = "#7a7a7a"  # colour of text and lines: legible on white and on black, so that one SVG serves both
 GREYS = ("text.color", "axes.titlecolor", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
 LOOK: dict[Any, Any] = dict.fromkeys(GREYS, GREY) | {"axes.grid": True, "grid.alpha": 0.3, "legend.frameon": False}
-WIDTH, MANY = 5, 4  # inches of a panel; lines of a legend that fits into it
+WIDTH, MANY = 5.0, 4  # inches of a panel; lines of a legend that fits into it
 LOOK |= {"svg.fonttype": "none", "svg.hashsalt": "l2d_jax"}  # with a salt the same figure gives the same file
 mpl.rcParams.update(LOOK)
 

@@ -16,8 +16,10 @@ from l2d_jax.errors import LONGEST_LINE, InputError
 from l2d_jax.evaluation import suite_run
 from l2d_jax.evaluation.plan import EvaluationProtocol, TaskPlan
 from l2d_jax.evaluation.results import Results, Said, sample_line
-from l2d_jax.evaluation.suite import averages, require_rows, suite_scores
+from l2d_jax.evaluation.suite import averages, suite_scores
+from l2d_jax.evaluation.suite_rows import require_rows
 from l2d_jax.evaluation.suite_run import PlanWork, answer_suite
+from l2d_jax.evaluation.tasks.counts import ProblemCounts
 from l2d_jax.evaluation.tasks.problem import EncodedProblem, Problem, Score
 from l2d_jax.evaluation.tasks.task import find_task
 from l2d_jax.statistics import Rate, mean_of_rates
@@ -85,7 +87,7 @@ def suite(tmp_path, monkeypatch):
         problems = [EncodedProblem(_problem(f"{name}/{i}"), [1]) for i in range(6)]
         asks = {"batch_size": 10, "samples": 5, "seed": 0, "label": None, "prompts": "paper", "tagged": False}
         protocol = EvaluationProtocol(**asks, choices="generate", draws=1)
-        plan = TaskPlan(find_task(name), problems, "digest", DecodeConfig(), protocol)
+        plan = TaskPlan(find_task(name), problems, "digest", DecodeConfig(), protocol, ProblemCounts(6, 0))
         run = {"task": name, "decode": vars(DecodeConfig()), "asking": {"label": None}}
         return PlanWork(plan, "midpoint-15", lambda: Results(tmp_path / name, run))
 
@@ -135,8 +137,8 @@ def test_the_first_problems_of_all_tasks_give_the_estimate(suite, capsys):
     lines = capsys.readouterr().out.splitlines()
     rate = "4 problems took 10.00 s each; 2 are left, about 20 s"
     assert lines[1] == f"  gsm8k midpoint-15: {rate}; the paper's 1319 would take 3 h 40 min"
-    assert lines[2] == f"  mmlu midpoint-15: {rate}; the paper's 14042 would take 39 h 0 min"
-    assert lines[3] == "about 40 s left; the paper's whole splits would take about 42 h 40 min"
+    assert lines[2] == f"  mmlu midpoint-15: {rate}; the paper's 13666 would take 37 h 58 min"
+    assert lines[3] == "about 40 s left; the paper's whole splits would take about 41 h 38 min"
     [(_, first), _] = suite.shown
     assert first["problems"] == first["speed"]["problems"] == 6
     assert first["speed"]["seconds"] == 60

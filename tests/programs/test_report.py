@@ -16,6 +16,7 @@ from l2d_jax.evaluation.results import Results, Said, sample_line
 from l2d_jax.evaluation.tasks.problem import Problem, Score
 from l2d_jax.programs.report import short_names
 from l2d_jax.reports import evaluation as evaluations
+from l2d_jax.reports import evaluation_figures as figures
 from tests.support.programs import call
 
 
@@ -117,7 +118,7 @@ def test_nothing_to_report(tmp_path):
 def drawn(monkeypatch):
     """The lines that are drawn: places and means, by figure, axis and label."""
     found: dict[str, dict[str, dict[str, dict[float, float]]]] = {}
-    plain = evaluations.saved_figure
+    plain = figures.saved_figure
 
     @contextlib.contextmanager
     def saved_figure(panels, file):
@@ -130,7 +131,7 @@ def drawn(monkeypatch):
                 lines[panel.get_ylabel()] = points
                 assert panel.get_xlabel() != ""
 
-    monkeypatch.setattr(evaluations, "saved_figure", saved_figure)
+    monkeypatch.setattr(figures, "saved_figure", saved_figure)
     return found
 
 
@@ -140,11 +141,11 @@ def test_free_answers_against_the_end_begin_with_the_language_model(tmp_path, dr
     for end, scores in ((0.2, (1, 0, 0, 0)), (0.6, (1, 1, 0, 0))):
         evaluation(tmp_path, "gsm8k", 15, *scores, end=end)
     evaluation(tmp_path, "mmlu", 15, 1, 1)  # at one end alone
-    assert evaluations.draw_ends(evaluations.collect(tmp_path), tmp_path / "ends.png")
+    assert figures.draw_ends(evaluations.collect(tmp_path), tmp_path / "ends.png")
     line = {"gsm8k": {0.0: 0.0, 0.2: 0.25, 0.6: 0.5, 1.0: 0.75}}
     assert drawn["ends"]["strict accuracy of free answers"] == line
     assert drawn["ends"].keys() == {"strict accuracy of free answers", "relaxed accuracy of free answers"}
-    evaluations.draw_budgets(evaluations.collect(tmp_path), tmp_path / "budgets.png")
+    figures.draw_budgets(evaluations.collect(tmp_path), tmp_path / "budgets.png")
     assert drawn["budgets"]["strict accuracy"] == {"gsm8k": {0: 0.0, 1: 0.75}}, "an end is no budget"
 
 
@@ -155,7 +156,7 @@ def test_guidance_by_category_is_the_mean_of_tasks(tmp_path, drawn):
             scores = [1] * count + [0] * (4 - count)
             evaluation(tmp_path, task, 15, *scores, label="category", guidance=strength)
     evaluation(tmp_path, "gsm8k", 3, 1, 1, 1, 1, label="category", guidance=1.5)  # another budget at one strength
-    assert evaluations.draw_guidance(evaluations.collect(tmp_path), tmp_path / "guidance.png")
+    assert figures.draw_guidance(evaluations.collect(tmp_path), tmp_path / "guidance.png")
     tasks, categories = drawn["guidance"].values()
     assert tasks["gsm8k"] == {0.0: 0.0, 1.5: 0.5, 3.0: 0.75}
     assert len(tasks) == 4
@@ -168,9 +169,9 @@ def test_guidance_by_category_is_the_mean_of_tasks(tmp_path, drawn):
 
 def test_the_interval_of_a_mean_of_tasks_is_narrower(tmp_path):
     one, other = (0.5, 0.2, 0.9), (0.3, 0.3, 0.6)
-    mean, low, high = evaluations._mean([one, other])
+    mean, low, high = figures._mean([one, other])
     assert (mean, low, high) == pytest.approx((0.4, 0.4 - 0.15, 0.4 + 0.25))
-    assert evaluations._mean([one]) == pytest.approx(one)
+    assert figures._mean([one]) == pytest.approx(one)
 
 
 @pytest.mark.parametrize("row", [{"gsm8k": 25.0}, {"gsm8k": "much"}, [1]])
