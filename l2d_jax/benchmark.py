@@ -29,8 +29,13 @@ def make_parser() -> command_line.Parser:
 
 def main() -> None:
     """Parse the command line, measure, and print the figures."""
-    options, config = make_parser().parse_with_config()
+    options, rest = make_parser().parse_known_args()
+    options.overrides = config_file.split_overrides(rest)
     is_trained = options.work == "decode" and options.workdir is not None
+    others = [name for name in options.overrides if is_trained and not name.startswith("decode.")]
+    require(not others, f"--config.{', '.join(others)} changes nothing: a workdir has its own. Leave it out")
+    # The options of decoding are checked with the path of the workdir.
+    config = config_file.read_config(options.config, {} if is_trained else options.overrides)
     require(is_trained or options.workdir is None, "--workdir is of decode: leave it out")
     require(is_trained or options.label is None, "--label is of decode with a --workdir: leave it out")
     with console.starting():

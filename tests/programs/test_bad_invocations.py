@@ -218,6 +218,7 @@ TABLE = {
             ("--prompt 1000000000000", NUMBER),
             ("--new 0", NUMBER),
             ("--config.path.width=0", "config.path.width must be in [1, 65536], got 0"),
+            ("--workdir out --config.path.classes=4", "--config.path.classes changes nothing: a workdir has its own"),
         ],
     ),
     "compile": (
