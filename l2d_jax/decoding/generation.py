@@ -24,6 +24,11 @@ from l2d_jax.model.l2d import Model
 GROUPS = 8  # read prompts for an eighth of the lanes at once: for more, lanes would wait; for fewer, reading costs more
 
 
+def group_size(lanes: int) -> int:
+    """The number of prompts that are read at a time once all lanes are in use."""
+    return max(1, lanes // GROUPS)
+
+
 def generate_tokens(model: Model, request: Request) -> list[list[int]]:
     """The token ids of each answer, without the stop token."""
     return [ids for ids, _ in generate_answers(model, request)]
@@ -54,7 +59,7 @@ def decode_lanes(model: Model, request: Request, *, lanes: int | None = None) ->
     """
     opened, answers = open_lanes(model, request, lanes=lanes)
     count = opened.free
-    group, broken, error = max(1, count // GROUPS), list[int](), None
+    group, broken, error = group_size(count), list[int](), None
     opened.admit(answers[:count])
     waiting = answers[count:]
     while not opened.is_idle:
@@ -92,7 +97,7 @@ def open_lanes(model: Model, request: Request, *, lanes: int | None = None) -> t
     rule = "prompts of one call must share solver, velocity, draws and parallel: use a separate call for the others"
     require(len({(one.solver, one.velocity, one.draws, one.parallel) for one in chosen}) == 1, rule)
     lanes = min(lanes or len(answers), len(answers))
-    group = max(1, lanes // GROUPS)
+    group = group_size(lanes)
     tokens = max(len(prompt.ids) for prompt in request.prompts) - request.prefix
     remedy = "the number of prompts, samples, draws or max_new_tokens"
     rows, longest = lanes + (group if lanes < len(answers) else 0), max(chosen, key=lambda one: one.max_new_tokens)

@@ -30,18 +30,19 @@ def answer_plan(loaded: LoadedModel, encoded: Mapping[int, EncodedProblem], plan
     if protocol.choices == "likelihood":
         yield from _rank_letters(loaded, encoded, plan)
         return
-    prompts = plan_prompts(encoded, plan)
+    prompts, end = plan_prompts(encoded, plan), next_question(words)
     if plan.search is not None:
         for results in search_plan(loaded, prompts, plan):
             yield {
                 number: [
-                    Said(searched_text(one.answer, words), one.tokens, one.evaluations, one.passes) for one in several
+                    Said(searched_text(one.answer, words, end=end), one.tokens, one.evaluations, one.passes)
+                    for one in several
                 ]
                 for number, several in results.items()
             }
         return
     options: dict[str, Any] = {name: getattr(protocol, name) for name in ("batch_size", "samples", "seed")}
-    options["stops"] = [end] if (end := next_question(words)) else []
+    options["stops"] = [end] if end else []
     for completed in complete(loaded, prompts, settings=plan.settings, prefix=_prefix(plan), **options):
         yield {
             number: [Said(to_text(one.ids, words), one.tokens, one.evaluations, one.passes) for one in several]
@@ -49,9 +50,9 @@ def answer_plan(loaded: LoadedModel, encoded: Mapping[int, EncodedProblem], plan
         }
 
 
-def searched_text(ids: Sequence[int], words: PreTrainedTokenizerFast) -> str:
-    """The text that a search has found, up to the beginning of the next question, where a search cannot stop."""
-    text, end = to_text(ids, words), next_question(words)
+def searched_text(ids: Sequence[int], words: PreTrainedTokenizerFast, *, end: str) -> str:
+    """The text that a search has found, up to `end` (`next_question`), where a search cannot stop."""
+    text = to_text(ids, words)
     return text.split(end, 1)[0] if end else text
 
 

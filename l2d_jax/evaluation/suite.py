@@ -26,10 +26,15 @@ def averages() -> dict[str, list[str]]:
     return task_categories() | {MEAN: [task for tasks in main.values() for task in tasks]}
 
 
+def complete_averages(scored: Mapping[str, object]) -> dict[str, list[str]]:
+    """The means of which every task has a score, with their tasks; the keys of `scored` are the tasks with scores."""
+    return {name: tasks for name, tasks in averages().items() if scored.keys() >= set(tasks)}
+
+
 def suite_scores(rates: Mapping[str, Rate]) -> dict[str, Rate]:
     """The scores of tasks, then the means of the categories of which every task has a score.
 
     The tasks of a mean have equal weights. Their problems are independent, which the interval of the mean assumes.
     """
-    complete = {name: tasks for name, tasks in averages().items() if rates.keys() >= set(tasks)}
-    return {**rates} | {name: mean_of_rates([rates[task] for task in tasks]) for name, tasks in complete.items()}
+    means = complete_averages(rates)
+    return {**rates} | {name: mean_of_rates([rates[task] for task in tasks]) for name, tasks in means.items()}

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from l2d_jax.data.tokenizer import require_tokenizer
+from l2d_jax.data.tokenizer import next_question, require_tokenizer
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.search.beam_search import draw_answer
 from l2d_jax.distributed import processes
@@ -74,11 +74,12 @@ def _try_values(
         return
     ended = search_plan(loaded, plan_prompts(encoded, tried), tried)
     beams = {number: one.beams for batch in ended for number, [one] in batch.items()}
+    words = require_tokenizer(loaded.tokenizer)
+    end = next_question(words)
     for temperature in TEMPERATURES:
         options: dict[str, Any] = {"seed": plan.protocol.seed, "copy": 0, "temperature": temperature}
         answers = {number: draw_answer(some, number=number, **options).ids for number, some in beams.items()}
-        words = require_tokenizer(loaded.tokenizer)
-        texts = {number: searched_text(ids, words) for number, ids in answers.items()}
+        texts = {number: searched_text(ids, words, end=end) for number, ids in answers.items()}
         yield _strict(texts, plan.problems, grade), values | {"final_temperature": temperature}
 
 

@@ -1,11 +1,11 @@
 """Figures of evaluations: accuracy against budget, end of the diffusion, t and guidance strength."""
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from l2d_jax import statistics
 from l2d_jax.evaluation.results import KINDS, accuracy_interval
 from l2d_jax.files import package_table
 from l2d_jax.reports.evaluation import Evaluation
@@ -72,10 +72,7 @@ def _rates(series: Series, kind: str) -> Lines:
 
 
 def _category_means(lines: Lines) -> Lines:
-    """For each category of tasks, the mean of its tasks at the points that all of them have.
-
-    The intervals of the tasks, which are independent, are combined by the root of the sum of squares.
-    """
+    """For each category of tasks, the mean of its tasks at the points that all of them have."""
     categories = {name: entry.get("category", GENERAL) for name, entry in package_table(TASK_TABLE).items()}
     groups: dict[tuple[str, str], list[tuple[str, dict[int | float, Rate]]]] = {}
     for (task, protocol), line in lines.items():
@@ -90,10 +87,8 @@ def _category_means(lines: Lines) -> Lines:
 
 
 def _mean(rates: Sequence[Rate]) -> Rate:
-    """The mean of independent rates, with its interval."""
-    mean = sum(rate[0] for rate in rates) / len(rates)
-    below, above = (math.hypot(*(rate[0] - rate[bound] for rate in rates)) / len(rates) for bound in (1, 2))
-    return mean, mean - below, mean + above
+    """The mean of independent rates, with its interval, as in the table of a suite."""
+    return statistics.mean_of_rates([statistics.Rate(*rate, problems=0) for rate in rates])[:3]
 
 
 def _draw_lines(panels: Sequence[tuple[str, Lines]], xlabel: str, file: Path, *, is_even: bool = False) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from typing_extensions import TypedDict
 
 from l2d_jax.config.ranges import CountOrZero
-from l2d_jax.evaluation.suite import SUITE, averages, suite_scores, task_categories
+from l2d_jax.evaluation.suite import SUITE, averages, complete_averages, suite_scores, task_categories
 from l2d_jax.files import check, read_json, write_whole
 from l2d_jax.reports.evaluation import BESIDE_COUNTS, Evaluation, collect
 from l2d_jax.reports.page import Section, Table, interval
@@ -120,8 +120,8 @@ def _filled(header: tuple[str, ...], lines: list[tuple[str, ...]]) -> Table:
 
 def _with_means(row: Mapping[str, float]) -> dict[str, float]:
     """A row of others with the means that follow from its tasks, where it gives none."""
-    complete = {name: tasks for name, tasks in averages().items() if row.keys() >= set(tasks)}
-    return {name: sum(row[task] for task in tasks) / len(tasks) for name, tasks in complete.items()} | dict(row)
+    means = complete_averages(row)
+    return {name: sum(row[task] for task in tasks) / len(tasks) for name, tasks in means.items()} | dict(row)
 
 
 def _count(kind: str, count: float | int | None) -> str:

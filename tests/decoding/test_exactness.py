@@ -63,7 +63,7 @@ def prompts(count: int, options: dict[str, Any], budgets: tuple[int, ...], use: 
 def answer(
     model: Model, request: Request, parallel: Any, *, lanes: int, spent: Counter[str] | None = None
 ) -> list[list[int]]:
-    """The answers to all prompts, so many at a time; counts the passes in `spent`."""
+    """The answers to all prompts, `lanes` at a time; counts the passes in `spent`."""
     ordered = [
         one if one.settings is None else one._replace(settings=dataclasses.replace(one.settings, parallel=parallel))
         for one in request.prompts

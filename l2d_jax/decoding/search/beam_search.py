@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from l2d_jax.config.schema import DecodeConfig, PathConfig
-from l2d_jax.decoding.generation import GROUPS, broken_logits, make_answers
+from l2d_jax.decoding.generation import broken_logits, group_size, make_answers
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import (
     UNRESTRICTED,
@@ -106,7 +106,7 @@ def search_prompts(
 
 def _run(opened: SearchLanes, answers: Sequence[Answer], *, lanes: int) -> Iterator[EndedSearch]:
     """Search for all answers, in their order; yields each search when it has ended."""
-    group = _group(lanes)
+    group = group_size(lanes)
     opened.admit(answers[:lanes], group=group)
     waiting = answers[lanes:]
     while not opened.is_idle:
@@ -114,11 +114,6 @@ def _run(opened: SearchLanes, answers: Sequence[Answer], *, lanes: int) -> Itera
         while waiting and opened.free >= min(group, len(waiting)):
             opened.admit(waiting[:group], group=group)
             waiting = waiting[group:]
-
-
-def _group(lanes: int) -> int:
-    """The number of prompts that are read at a time once all lanes are in use."""
-    return max(1, lanes // GROUPS)
 
 
 def _result(ended: EndedSearch, temperature: float) -> SearchResult:
@@ -162,7 +157,7 @@ def check_search(
     rule = "a search compares likelihoods over all tokens: set top_k to 0 and top_p to 1"
     require(top_k == 0 and top_p == 1, f"{rule}, got {top_k} and {top_p}")
     settings = dataclasses.replace(settings, max_new_tokens=config.max_new_tokens)
-    prompts = lanes + (_group(lanes) if lanes < searches else 0)  # and those that are being read
+    prompts = lanes + (group_size(lanes) if lanes < searches else 0)  # and those that are being read
     sizes = {"rows": prompts * config.beams, "longest": longest, "candidates": config.candidates}
     remedy = "--beams, --candidates or --max_new_tokens"
     remedy = f"--batch_size, {remedy}" if lanes > 1 else remedy
