@@ -35,8 +35,8 @@ def run(options: Namespace, key: str | None) -> None:
         from l2d_jax.serving.app import ServerApp
         from l2d_jax.serving.connections import make_server
         from l2d_jax.serving.engine import KINDS, Engine
-        from l2d_jax.serving.limits import BUDGET, DRAWS, RequestLimits
-        from l2d_jax.serving.protocol import Protocol
+        from l2d_jax.serving.api.limits import BUDGET, DRAWS, RequestLimits
+        from l2d_jax.serving.api.protocol import Protocol
     except ImportError as error:
         raise InputError(f"a library of the server is missing ({error.name}): pip install 'l2d_jax[serve]'") from None
     access = Access(options.host, options.allow_host, options.allow_origin, key)

@@ -22,8 +22,8 @@ from l2d_jax.serving.access import Access
 from l2d_jax.serving.app import ServerApp
 from l2d_jax.serving.connections import make_server
 from l2d_jax.serving.engine import Engine
-from l2d_jax.serving.limits import RequestLimits
-from l2d_jax.serving.protocol import Protocol
+from l2d_jax.serving.api.limits import RequestLimits
+from l2d_jax.serving.api.protocol import Protocol
 from tests.support import tiny
 
 CONTEXT = 1024

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from l2d_jax.errors import InputError
-from l2d_jax.serving.bodies import parse_json, read_body, text_length
+from l2d_jax.serving.api.bodies import parse_json, read_body, text_length
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 

@@ -14,7 +14,7 @@ import numpy as np
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import Prompt, Request
 from l2d_jax.errors import require, shown
-from l2d_jax.serving.scoring import score_tokens
+from l2d_jax.serving.api.scoring import score_tokens
 
 KEY = "probabilities"  # field of a response_format: whether the reply has them
 MOST = 64  # choices that get a probability: each costs a pass over its prompt

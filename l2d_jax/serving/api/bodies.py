@@ -19,7 +19,7 @@ from l2d_jax.config.schema import DecodeConfig
 from l2d_jax.decoding.requests import check_biases
 from l2d_jax.decoding.sampler import LIKELIEST
 from l2d_jax.errors import InputError, require, shorten, shown
-from l2d_jax.serving.limits import DEPTH, FORMAT_BYTES, STOP_LENGTH
+from l2d_jax.serving.api.limits import DEPTH, FORMAT_BYTES, STOP_LENGTH
 
 Choices = Annotated[int, Interval(ge=1, le=128)]
 Alternatives = Annotated[int, Interval(ge=0, le=LIKELIEST)]

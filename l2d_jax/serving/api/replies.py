@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerFast
 from l2d_jax.decoding.requests import Piece, TokenScore
 from l2d_jax.decoding.stop_strings import GrowingText
 from l2d_jax.decoding.trace import TokenTrace
-from l2d_jax.serving.bodies import ChatBody
-from l2d_jax.serving.choices import RankedChoices
-from l2d_jax.serving.echo import Echo
-from l2d_jax.serving.protocol import Asked
+from l2d_jax.serving.api.bodies import ChatBody
+from l2d_jax.serving.api.choices import RankedChoices
+from l2d_jax.serving.api.echo import Echo
+from l2d_jax.serving.api.protocol import Asked
 
 
 class Offsets:

@@ -20,11 +20,11 @@ from l2d_jax.decoding.sampler import check_tokens
 from l2d_jax.decoding.stop_strings import to_text
 from l2d_jax.decoding.trace import check_single_sample
 from l2d_jax.errors import require, shown
-from l2d_jax.serving import echo
-from l2d_jax.serving.bodies import ChatBody, CompletionBody, parse_json, read_address, read_body, text_length
-from l2d_jax.serving.choices import RankedChoices, check_choices, score_choices, split_format
-from l2d_jax.serving.limits import RequestLimits
-from l2d_jax.serving.scoring import DRAWS, check_draws
+from l2d_jax.serving.api import echo
+from l2d_jax.serving.api.bodies import ChatBody, CompletionBody, parse_json, read_address, read_body, text_length
+from l2d_jax.serving.api.choices import RankedChoices, check_choices, score_choices, split_format
+from l2d_jax.serving.api.limits import RequestLimits
+from l2d_jax.serving.api.scoring import DRAWS, check_draws
 
 
 @dataclass(frozen=True)

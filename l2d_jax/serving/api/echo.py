@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import Prompt, Request, TokenScore
-from l2d_jax.serving.scoring import score_tokens
+from l2d_jax.serving.api.scoring import score_tokens
 
 
 @dataclass(eq=False)

@@ -10,10 +10,10 @@ import pytest
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.decoding.requests import Piece
 from l2d_jax.errors import InputError
-from l2d_jax.serving.choices import MOST, split_format
-from l2d_jax.serving.limits import RequestLimits
-from l2d_jax.serving.protocol import Asked, Protocol
-from l2d_jax.serving.replies import Reply
+from l2d_jax.serving.api.choices import MOST, split_format
+from l2d_jax.serving.api.limits import RequestLimits
+from l2d_jax.serving.api.protocol import Asked, Protocol
+from l2d_jax.serving.api.replies import Reply
 from tests.support.served import serving, talking_model
 
 MESSAGES = [{"role": "user", "content": "Hi"}]

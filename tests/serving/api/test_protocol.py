@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from l2d_jax.data.tokenizer import byte_tokenizer
 from l2d_jax.decoding.loaded_model import LoadedModel
 from l2d_jax.errors import InputError
-from l2d_jax.serving.limits import RequestLimits
-from l2d_jax.serving.protocol import Asked, Protocol
+from l2d_jax.serving.api.limits import RequestLimits
+from l2d_jax.serving.api.protocol import Asked, Protocol
 from tests.support.served import talking_model
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
