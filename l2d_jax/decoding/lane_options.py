@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from l2d_jax.config.schema import DecodeConfig
+from l2d_jax.decoding.lane_paths import LanePaths
 from l2d_jax.decoding.parallel.pace import Order, Pace
 from l2d_jax.decoding.refinement.condition_table import ConditionTable
 from l2d_jax.decoding.refinement.settings import Refinement
@@ -29,9 +30,18 @@ class Options(NamedTuple):
 class LaneOptions:
     """Makes the options for lanes. A lane without an answer (None) costs no evaluation."""
 
-    def __init__(self, pace: Pace, *, shared: DecodeConfig | None, allowed: jax.Array | None) -> None:
-        """`shared` are the settings of all answers, or None if each has its own; `allowed` is a mask of tokens."""
-        self._pace, self._shared, self._allowed = pace, shared, allowed
+    def __init__(
+        self, pace: Pace, *, shared: DecodeConfig | None, allowed: jax.Array | None, paths: LanePaths | None = None
+    ) -> None:
+        """Make options for lanes.
+
+        Args:
+          pace: chooses the order of evaluations.
+          shared: the settings of all answers, or None if each has its own.
+          allowed: a mask of tokens.
+          paths: the paths of the lanes, if several share them.
+        """
+        self._pace, self._shared, self._allowed, self._paths = pace, shared, allowed, paths
         self._table: tuple[set[Grid], ConditionTable | None] | None = None  # for these grids
 
     def make(self, answers: Sequence[Answer | None], order: Order, *, tabulates: bool = True) -> Options:
@@ -40,15 +50,13 @@ class LaneOptions:
         A table of conditions (`tabulates`) is worth its computation where a program makes many evaluations.
         """
         live = [answer for answer in answers if answer is not None]
-        labels, model = None, self._pace.model
+        labels = None
         if live[0].prompt.label is not None:
             labels = jnp.array([0 if answer is None else answer.prompt.label for answer in answers], jnp.int32)
         first = self._shared or live[0].settings
         rows = [replace(first, budget=1) if answer is None else answer.settings for answer in answers]
         grids = [Grid(row.budget, row.end) for row in ([first] if self._shared else rows)]
-        if tabulates and (self._table is None or self._table[0] != {*grids}):
-            self._table = {*grids}, Refinement.tabulate(model, first.solver, grids)
-        table = self._table[1] if tabulates and self._table is not None else None
+        table = self._tabulate(first.solver, grids) if tabulates else None
         if self._shared:
             refinement, sampling = Refinement.from_config(first), SamplingOptions.from_config(first)
         else:
@@ -59,6 +67,14 @@ class LaneOptions:
             refinement = refinement.side_by_side(grids, window=self._pace.window(rows))
         sampling = replace(sampling, is_scored=any(answer.is_scored for answer in live))
         return Options(refinement, sampling, labels)
+
+    def _tabulate(self, solver: str, grids: Sequence[Grid]) -> ConditionTable | None:
+        """The table of conditions for these grids, which is kept until others are asked for."""
+        if self._paths is not None:
+            return self._paths.table
+        if self._table is None or self._table[0] != {*grids}:
+            self._table = {*grids}, Refinement.tabulate(self._pace.model, solver, grids)
+        return self._table[1]
 
     def restrict(self, options: Options, answers: Sequence[Answer | None]) -> Options:
         """Restrict the options to the tokens that each answer's grammar allows next, also for estimates."""

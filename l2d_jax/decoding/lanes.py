@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool
 from l2d_jax.decoding.buckets import CHUNK, is_long, sample_bucket
 from l2d_jax.decoding.decode import token_decoder
 from l2d_jax.decoding.lane_options import LaneOptions, Options
+from l2d_jax.decoding.lane_paths import LanePaths
 from l2d_jax.decoding.parallel import stream_state
 from l2d_jax.decoding.parallel.pace import Order, Pace
 from l2d_jax.decoding.parallel.stream import stream_decoder
@@ -35,7 +36,14 @@ class Lanes:
     """Decodes any number of answers, `lanes` at a time. All share solver, velocity, noise samples and reader."""
 
     def __init__(
-        self, model: Model, *, lanes: int, stop_ids: Sequence[int], group: int = 1, known: Request | None = None
+        self,
+        model: Model,
+        *,
+        lanes: int,
+        stop_ids: Sequence[int],
+        group: int = 1,
+        known: Request | None = None,
+        are_mixed: bool = False,
     ) -> None:
         """Make empty lanes.
 
@@ -46,8 +54,11 @@ class Lanes:
           group: number of answers whose prompts are read at a time.
           known: the request all answers belong to, if there is only one; this saves compilation. None if requests
             arrive one at a time.
+          are_mixed: whether each answer names the path that refines it (`Answer.path`); their configs are that of the
+            model's path. Prompts are then read one at a time, and `known` is None.
         """
-        self.model = model
+        self._paths = LanePaths(model, lanes) if are_mixed else None
+        self._model = model
         self._answers: list[Answer | None] = [None] * lanes
         self._stop_ids = tuple(stop_ids) or (-1,)  # -1 fills ended answers if there is no stop token
         self._ends = jnp.array(self._stop_ids, jnp.int32)
@@ -61,13 +72,18 @@ class Lanes:
             mask = allow(vocab_size, allowed=restrictions.allowed, banned=restrictions.banned)
             allowed = None if mask is None else jnp.asarray(mask)[None]
         self.cost = 0  # approximate cost of the last step, in passes over the weights
-        self.pace = Pace(model, lanes)
-        self._maker = LaneOptions(self.pace, shared=shared, allowed=allowed)
+        self.pace = Pace(self.model, lanes)
+        self._maker = LaneOptions(self.pace, shared=shared, allowed=allowed, paths=self._paths)
         self._reader = PromptReader(model, self._maker, known=known)
         self.order = Order.SEQUENTIAL
         self.state: State | Stream | None = None
         self._reading: list[tuple[Sequence[Answer], Iterator[State | Stream | None]]] = []
         self._options: Options | None = None  # options for the running answers; None: to be made anew
+
+    @property
+    def model(self) -> Model:
+        """The model that decodes."""
+        return self._model if self._paths is None else self._paths.model
 
     @property
     def free(self) -> int:
@@ -237,5 +253,7 @@ class Lanes:
         places = [lanes.index(answer) if answer in lanes else len(lanes) for answer in answers]
         places += [len(lanes)] * (self._group - len(answers))  # beyond the last lane: dropped
         self.state, self._options = stream_state.put(state, entered, jnp.array(places)), None
-        for answer in answers:
+        for answer, lane in zip(answers, places, strict=False):
             answer.is_read = True
+            if self._paths is not None and answer.path is not None and answer.settings.budget > 1 and lane < len(lanes):
+                self._paths.put(lane, answer.path, answer.settings)

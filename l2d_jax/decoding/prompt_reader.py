@@ -75,7 +75,7 @@ class PromptReader:
                 yield None
             state = start(llm, replace(read, prefix=None), hidden, ids, lengths, given, **shared)
         elif self._copies == 1 and order() is Order.STREAM:
-            state = read_and_enter(self._model, ids, lengths, given, **shared, **self._beginning(answers))
+            state = read_and_enter(self._model_of(answers), ids, lengths, given, **shared, **self._beginning(answers))
         else:
             state = prefill(llm, ids, lengths, given, **shared)
         yield state if self._copies == 1 else fan_out(state, jnp.array(rows), keys)
@@ -87,7 +87,12 @@ class PromptReader:
         if isinstance(state, Stream):
             return state
         rows = [*answers, *[answers[-1]] * (len(state.count) - len(answers))]
-        return enter(self._model, state, **self._beginning(rows))
+        return enter(self._model_of(answers), state, **self._beginning(rows))
+
+    def _model_of(self, answers: Sequence[Answer]) -> Model:
+        """The model that refines these answers, all of which have the same path."""
+        path = answers[0].path
+        return self._model if path is None else replace(self._model, path=path, table=None, updating=None)
 
     def _beginning(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """How a stream begins the first token of these answers."""

@@ -23,6 +23,7 @@ from l2d_jax.decoding.stop_strings import StopSearch
 from l2d_jax.distributed.memory import require_memory, tree_bytes
 from l2d_jax.errors import require, shown
 from l2d_jax.model.architecture import Architecture
+from l2d_jax.model.diffusion_path import DiffusionPath
 from l2d_jax.model.l2d import Model, check_labels
 from l2d_jax.model.llm import LLM
 
@@ -144,6 +145,7 @@ class Answer:
     seed: int = 0
     copy: int = 0  # its number among the answers to its prompt
     grammar: Grammar | None = None  # the grammar that it follows
+    path: DiffusionPath | None = None  # the path that refines it, in lanes that several paths share
     is_scored: bool = False  # whether its tokens come with log-probabilities
     is_read: bool = False  # whether its prompt has been read
     is_stuck: bool = False  # whether its grammar became too large

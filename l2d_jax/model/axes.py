@@ -40,6 +40,8 @@ LAYER_AXES: dict[str, tuple[str, ...]] = {  # keys: path of the weight within a 
     **{name: (*inputs, *outputs) for name, (inputs, outputs) in MATRICES.items()},
     **{f"{name}.a": (*inputs, "rank") for name, (inputs, _) in MATRICES.items()},
     **{f"{name}.b": ("rank", *outputs) for name, (_, outputs) in MATRICES.items()},
+    **{f"{name}.row_a": ("gathered_batch", *inputs, "rank") for name, (inputs, _) in MATRICES.items()},
+    **{f"{name}.row_b": ("gathered_batch", "rank", *outputs) for name, (_, outputs) in MATRICES.items()},
     "modulation.first.weight": ("condition", "condition"),
     "modulation.first.bias": ("condition",),
     "modulation.last.weight": ("condition", "parts", "embed"),

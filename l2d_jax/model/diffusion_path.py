@@ -37,6 +37,7 @@ from l2d_jax.model.llm import LLM, bias
 from l2d_jax.model.llm import Layers as LLMLayers
 from l2d_jax.model.lora import LLMAdapter
 from l2d_jax.model.quantization import QuantizedWeight, from_bits
+from l2d_jax.model.row_weights import RowLinear, RowLora, RowMlp
 
 PARTS = 6  # scale, shift and gate of the attention, then of the MLP
 
@@ -45,12 +46,12 @@ PARTS = 6  # scale, shift and gate of the attention, then of the MLP
 class PathLayers(nnx.Module):
     """Stacked weights of all blocks of the path; its matrices update the LM's matrices or replace them."""
 
-    modulation: Mlp = nnx.data()  # E -> E -> (6, D)
-    q: Lora | Num[Array, "L D N H"] | Apart | Declared = nnx.data()
-    o: Lora | Num[Array, "L N H D"] | Apart | Declared = nnx.data()
-    gate: Lora | Num[Array, "L D F"] | Apart | Declared = nnx.data()
-    up: Lora | Num[Array, "L D F"] | Apart | Declared = nnx.data()
-    down: Lora | Num[Array, "L F D"] | Apart | Declared = nnx.data()
+    modulation: Mlp | None = nnx.data()  # E -> E -> (6, D); None in a path of rows
+    q: Lora | RowLora | Num[Array, "L D N H"] | Apart | Declared = nnx.data()
+    o: Lora | RowLora | Num[Array, "L N H D"] | Apart | Declared = nnx.data()
+    gate: Lora | RowLora | Num[Array, "L D F"] | Apart | Declared = nnx.data()
+    up: Lora | RowLora | Num[Array, "L D F"] | Apart | Declared = nnx.data()
+    down: Lora | RowLora | Num[Array, "L F D"] | Apart | Declared = nnx.data()
     q_bias: Float[Array, "L N H"] | Declared | None = nnx.data(default=None)  # only in full copies, if the LM has one
     k: Lora | Num[Array, "L D K H"] | Apart | Declared | None = nnx.data(default=None)  # if it reads the context
     v: Lora | Num[Array, "L D K H"] | Apart | Declared | None = nnx.data(default=None)
@@ -61,19 +62,19 @@ class Conditions(NamedTuple):
 
     modulation: Float[Array, "L *b 6 D"] | None  # `DiffusionPath.modulate` of each block; None: blocks compute it
     merge: Float[Array, "*b #D"]  # w_d(t); for an anchored path 1 + w_d(t)
-    # Time and class of each row, of a modulation that has all of them: a layer looks its own up.
-    which: tuple[Int[Array, "..."], Int[Array, "..."]] | None = None
+    # Index of each row's (batch row,) time and class, of a modulation that has all of them: a layer looks its own up.
+    which: tuple[Int[Array, "..."], ...] | None = None
 
 
 @nnx.dataclass
 class DiffusionPath(nnx.Module):
     """f_d and w_d of the paper, with the maps into and out of the diffusion space."""
 
-    vocabulary: Linear = nnx.data()  # D -> C
-    translation: Mlp = nnx.data()  # C -> D
-    time: Mlp = nnx.data()  # F -> E
+    vocabulary: Linear | RowLinear = nnx.data()  # D -> C
+    translation: Mlp | RowMlp = nnx.data()  # C -> D
+    time: Mlp | None = nnx.data()  # F -> E; None in a path of rows, whose conditions are in a table
     layers: PathLayers = nnx.data()
-    merge: Mlp = nnx.data()  # E -> D, the weight w
+    merge: Mlp | None = nnx.data()  # E -> D, the weight w; None in a path of rows
     classes: Float[Array, "labels E"] | Declared | None = nnx.data()  # the last label is the null class
     config: PathConfig = nnx.static()
 
@@ -147,6 +148,7 @@ class DiffusionPath(nnx.Module):
 
     def condition(self, t: Float[Array, "*#B"], labels: Int[Array, "*#B"] | None = None) -> Float[Array, "*#B E"]:
         """The embedding of t and the class, in float32; `labels` None: the null class."""
+        assert self.time is not None
         embedded = self.time(diffusion.time_features(t * self.config.time_scale, self.config.frequency_width))
         if self.classes is None:
             return embedded
@@ -154,6 +156,7 @@ class DiffusionPath(nnx.Module):
 
     def merge_weight(self, t: Float[Array, "*#B"], labels: Int[Array, "*#B"] | None = None) -> Float[Array, "*#B D"]:
         """w_d(t) = w(t) - w(0), in float32; exactly zero at t = 0. For an anchored path: 1 + w_d(t)."""
+        assert self.merge is not None
         weight = self.merge(self.condition(t, labels)) - self.merge(self.condition(jnp.zeros_like(t), labels))
         return jnp.where(t[..., None] == 0, 0.0, weight) + float(self.is_anchored)
 
@@ -165,12 +168,18 @@ class DiffusionPath(nnx.Module):
         return Conditions(jnp.stack(parts, axis=-2), self.merge_weight(t, labels))
 
     def modulate(
-        self, condition: Float[Array, "*B E"], modulation: Mlp, norm_1: Float[Array, " D"], norm_2: Float[Array, " D"]
+        self,
+        condition: Float[Array, "*B E"] | None,
+        modulation: Mlp | None,
+        norm_1: Float[Array, " D"],
+        norm_2: Float[Array, " D"],
     ) -> list[Float[Array, "*B D"]]:
         """The norm weight, shift and gate of a block's attention, then those of its MLP.
 
         They are computed one by one, so that the backward pass does not concatenate six gradients.
         """
+        assert condition is not None
+        assert modulation is not None
         hidden, last = jax.nn.silu(modulation.first(condition)), modulation.last
         parts = (Linear(weight=last.weight[:, i], bias=last.bias[i])(hidden) for i in range(PARTS))
         gate = float(self.is_anchored)
@@ -206,7 +215,7 @@ class DiffusionPath(nnx.Module):
         slots = cache.positions.shape[1]
         shared, own = layer_options(llm.architecture, length=slots if positions is None else None)
         scale = self.config.lora_alpha / self.config.lora_rank
-        condition = self.condition(t, labels).astype(dtype)
+        condition = self.condition(t, labels).astype(dtype) if modulation is None else None
         angles = jnp.repeat(cache.positions, x.shape[1] // slots, axis=1) if positions is None else positions
         places: Any = {"q_positions": positions, "kv_positions": cache.positions}
         if angles.shape[1] == 1 and own.window is None:  # otherwise XLA would compute it in every layer
@@ -215,7 +224,7 @@ class DiffusionPath(nnx.Module):
         matmul = project if remat is None else project_saved
 
         def product(y: Array, weight: Any, change: Any, *, dims: int = 1) -> Array:
-            if isinstance(change, Lora):
+            if isinstance(change, Lora | RowLora):
                 return matmul(y, weight, change, scale=scale, dims=dims)
             return matmul(y, change, dims=dims)
 
@@ -226,9 +235,9 @@ class DiffusionPath(nnx.Module):
             options = options.over(shared)
             w, changes = gather(w), gather(changes)
             q_bias = w.q_bias if changes.q_bias is None else changes.q_bias
-            own = (changes.modulation, w.attention_norm, w.mlp_norm)
+            norms = w.attention_norm, w.mlp_norm
             known = known if which is None or known is None else known[which]
-            parts = self.modulate(condition, *own) if known is None else jnp.moveaxis(known, -2, 0)
+            parts = self.modulate(condition, changes.modulation, *norms) if known is None else jnp.moveaxis(known, -2, 0)
             norm_1, shift_1, gate_1, norm_2, shift_2, gate_2 = parts
             with jax.named_scope("attention"):
                 y = llm.normalize(x, norm_1) + shift_1
@@ -253,7 +262,7 @@ class DiffusionPath(nnx.Module):
                 assert context.inputs is not None
                 y = context.inputs + y
             y = residual(y)
-            unread = KEYS if isinstance(self.layers.q, Lora) else MATRICES  # XLA may copy the operands of a branch
+            unread = KEYS if isinstance(self.layers.q, Lora | RowLora) else MATRICES  # XLA may copy the operands of a branch
             layers = dataclasses.replace(llm.layers, **dict.fromkeys(unread))
             scanned = (layers, self.layers, cache.layers(), modulation, own)
             layer = remat(block) if remat else block

@@ -21,6 +21,7 @@ from l2d_jax.model.l2d import Model
 from l2d_jax.model.layer_scan import scan_layers
 from l2d_jax.model.layers import Lora, activate, layer_options, project, project_update, rope
 from l2d_jax.model.llm import bias
+from l2d_jax.model.row_weights import RowLora
 
 
 class DiffusionRows(NamedTuple):
@@ -158,7 +159,7 @@ def _product(weights: _Weights, y: Array, name: str, *, count: int, dims: int = 
     if weights.is_shared:
         return project(y, weight, update, scale=weights.llm_scale, dims=dims)
     of_llm, of_path = y[:, :count], y[:, count:]
-    if isinstance(change, Lora):
+    if isinstance(change, Lora | RowLora):
         both = project(y, weight, dims=dims)
         first, others = (
             both[:, :count],

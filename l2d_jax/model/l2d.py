@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from l2d_jax.config.schema import PathConfig
 from l2d_jax.distributed.memory import tree_bytes
@@ -23,7 +23,10 @@ from l2d_jax.model.quantization import QuantizedWeight, as_bits
 
 @nnx.dataclass
 class Model(nnx.Module):
-    """The frozen LM and the path, with the table of vocabulary vectors V_y, which depends on the path's weights."""
+    """The frozen LM and the path, with the table of vocabulary vectors V_y, which depends on the path's weights.
+
+    Without the table, a velocity that is an expectation is not possible.
+    """
 
     llm: LLM = nnx.data()
     path: DiffusionPath | None = nnx.data()  # None: the LM alone, for a budget of 1
@@ -36,6 +39,13 @@ class Model(nnx.Module):
         """Build the model and compute the table of vocabulary vectors, once for these weights."""
         table = None if path is None else _embed(path, llm.embed)
         return cls(llm=dataclasses.replace(llm, layers=as_bits(llm.layers)), path=path, table=table)
+
+    def vectors(self, tokens: Int[Array, "GB M"]) -> Float[Array, "GB M C"]:
+        """The vectors V_y of tokens; without a table, they are computed from the embeddings of these tokens."""
+        if self.table is not None:
+            return self.table[tokens]
+        assert self.path is not None
+        return self.path.embed(self.llm.rows(tokens))
 
     def reading(self, *, refines: bool) -> "Model":
         """The model with the LM that reads the context for the path; without refinement (budget 1) the plain LM."""

@@ -23,6 +23,7 @@ from l2d_jax.model.axes import declare_stacked
 from l2d_jax.model.few_rows import StackedWeight
 from l2d_jax.model.products import multiply
 from l2d_jax.model.quantization import from_bits
+from l2d_jax.model.row_weights import RowLora
 
 EVERY = 2**31 - 1  # the window of a layer whose queries see all keys
 PRODUCT = "product"  # checkpoint name of a block's matrix products, so that rematerialisation may save them
@@ -127,7 +128,7 @@ class Lora(nnx.Module):
 
 
 def project(
-    x: Array, weight: Array | StackedWeight, update: Lora | None = None, *, scale: float = 1.0, dims: int = 1
+    x: Array, weight: Array | StackedWeight, update: Lora | RowLora | None = None, *, scale: float = 1.0, dims: int = 1
 ) -> Array:
     """`x @ (weight + scale * a @ b)` over the last `dims` axes of `x`, without forming the sum of the matrices."""
     y = multiply(x, weight, dims)
@@ -135,10 +136,12 @@ def project(
 
 
 def project_update(
-    x: Array, weight: Array | StackedWeight, update: Lora, *, scale: float = 1.0, dims: int = 1
+    x: Array, weight: Array | StackedWeight, update: Lora | RowLora, *, scale: float = 1.0, dims: int = 1
 ) -> Array:
     """`x @ (scale * a @ b)`: what the update of a weight adds in `project`."""
     dtype = x.dtype if isinstance(weight, StackedWeight) else from_bits(weight).dtype
+    if isinstance(update, RowLora):
+        return update(x, scale=scale, dims=dims, dtype=dtype)
     a, b = update.a.astype(dtype), (scale * update.b).astype(dtype)
     return multiply(multiply(x, a, dims), b, 1)
 

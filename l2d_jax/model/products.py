@@ -29,6 +29,14 @@ def multiply(x: Array, weight: Array | StackedWeight, dims: int) -> Array:
     return jnp.tensordot(x, weight.astype(x.dtype), dims)
 
 
+def multiply_rows(x: Array, weights: Array, dims: int) -> Array:
+    """`x @ weights` over the last `dims` axes of x [B, M, ...], in the dtype of x, with another weight for each row b."""
+    axes = (tuple(range(x.ndim - dims, x.ndim)), tuple(range(1, 1 + dims))), ((0,), (0,))
+    if _is_on_cpu(x):
+        return jax.lax.dot_general(x.astype(weights.dtype), weights, axes, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(x, weights.astype(x.dtype), axes)
+
+
 def logits_of(x: Float[Array, "*B D"], head: Float[Array, "V D"]) -> Float[Array, "*B V"]:
     """`x @ head.T`, in float32."""
     if _is_on_cpu(x):

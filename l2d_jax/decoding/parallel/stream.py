@@ -93,10 +93,9 @@ def _diffusion_rows(
     path, stages, state = model.path, settings.stages, stream.state
     assert path is not None
     assert stages is not None
-    assert model.table is not None
     noise, following = first_noise(path, _keys(stream, ahead=False)[0]), state.positions[:, None] + 1
     places = (first[:, None] + jnp.arange(width))[:, None]
-    x = stages.x(places, noise[:, None], model.table[stream.estimates][:, None])[:, 0]
+    x = stages.x(places, noise[:, None], model.vectors(stream.estimates)[:, None])[:, 0]
     t = stages.spread(stages.times, places)[:, 0]
     at, inputs = (jnp.repeat(a[:, None], width, axis=1) for a in (state.positions, state.inputs))
     if path.is_anchored:  # a released path corrects nothing there

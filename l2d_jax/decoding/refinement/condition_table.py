@@ -20,22 +20,27 @@ SAME = 0.5 / CAPACITY**2
 
 @nnx.dataclass
 class ConditionTable(nnx.Module):
-    """The path's conditions for every evaluation of one or several grids and every class."""
+    """The path's conditions for every evaluation of one or several grids and every class, shared or for each row."""
 
-    times: Float[Array, " n"] = nnx.data()  # infinite beyond the last
-    conditions: Conditions = nnx.data()  # of shape [n, labels]
+    times: Float[Array, "*B n"] = nnx.data()  # infinite beyond the last
+    conditions: Conditions = nnx.data()  # of shape [n, labels], or [B, n, labels]
 
     def at(self, t: Float[Array, "#B #M"], labels: Int[Array, "B M"] | None) -> Conditions:
         """The conditions at times of a grid, shared or per row; labels None: the null class, which is the last.
 
         At any other time, for example with the table of another grid, the merge weight is NaN.
         """
-        distance = jnp.abs(self.times - t[..., None])
+        times = self.times[:, None] if self.times.ndim > 1 else self.times
+        distance = jnp.abs(times - t[..., None])
         index = jnp.argmin(distance, axis=-1)
-        last = jnp.max(self.times, initial=0.0, where=jnp.isfinite(self.times))
+        last = jnp.max(times, axis=-1, keepdims=True, initial=0.0, where=jnp.isfinite(times))
         is_known = jnp.take_along_axis(distance, index[..., None], axis=-1) <= SAME * last
         assert self.conditions.modulation is not None
         picked = jnp.array([[-1]]) if labels is None else labels
+        if self.times.ndim > 1:
+            which = (jnp.arange(len(times))[:, None], *jnp.broadcast_arrays(index, picked))
+            merge = jnp.where(is_known, self.conditions.merge[which], jnp.nan)
+            return Conditions(self.conditions.modulation, merge, which)
         merge = jnp.where(is_known, self.conditions.merge[index, picked], jnp.nan)
         if index.size == picked.size == 1:  # look it up once, not in each layer
             return Conditions(self.conditions.modulation[:, index, picked], merge)

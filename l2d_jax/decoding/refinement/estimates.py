@@ -53,16 +53,15 @@ def estimate(
 
     It is NaN where the hidden state is NaN, which an arg max would hide.
     """
-    assert model.table is not None
-    table = model.table
-
     def mean(logits: Array, temperature: Array, *masks: Array) -> Array:
         logits = _restrict(logits, *masks)
-        mean = jax.nn.softmax(logits / jnp.maximum(temperature, 1e-6)[:, None]) @ table
-        return jnp.where(temperature[:, None] > 0, mean, table[diffusion.arg_max(logits)])
+        assert model.table is not None
+        mean = jax.nn.softmax(logits / jnp.maximum(temperature, 1e-6)[:, None]) @ model.table
+        return jnp.where(temperature[:, None] > 0, mean, model.table[diffusion.arg_max(logits)])
 
     if kind == "sample":
-        estimates = table[estimated_tokens(model, hidden, temperature=temperature, keys=keys, allowed=allowed)]
+        tokens = estimated_tokens(model, hidden, temperature=temperature, keys=keys, allowed=allowed)
+        estimates = model.vectors(tokens)
     else:
         temperature = jnp.broadcast_to(temperature, hidden.shape[:2])
         estimates = map_logits(model.llm, hidden, mean, temperature, *_masks(allowed, hidden))

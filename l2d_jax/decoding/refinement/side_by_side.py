@@ -74,9 +74,8 @@ def make_pass(
     settings: Refinement,
 ) -> Callable[[Progress], Progress]:
     """Make a pass over a window of rows of every position, starting at its first row that is not settled."""
-    stages, table = settings.stages, model.table
+    stages = settings.stages
     assert stages is not None
-    assert table is not None
     width = min(settings.window, stages.size)
     columns = {name: column for name, column in context._asdict().items() if name != "cache"}
     wide = context._replace(**jax.tree.map(lambda a: jnp.repeat(a, width, axis=1), columns))
@@ -85,7 +84,8 @@ def make_pass(
     def one_pass(progress: Progress) -> Progress:
         first = jnp.minimum(progress.settled, stages.size - width)
         rows = first[..., None] + jnp.arange(width)
-        estimates = table[progress.tokens]
+        tokens = progress.tokens
+        estimates = model.vectors(tokens.reshape(-1, tokens[0, 0].size)).reshape(*tokens.shape, -1)
         if len(estimates) > 1:
             mixed = diffusion.guide(estimates[0], estimates[1], settings.guidance[:, None, None, None])
         else:
